@@ -1,0 +1,45 @@
+#pragma once
+
+#include <torch/torch.h>
+#include <torch/version.h>
+
+#include <string>
+
+// The only file that knows which libtorch it is compiled with: 1.13 (Debian 12) up to the newest release.
+
+#define TESSERA_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+// Unsigned integers above 8 bits and 8-bit floats as dtypes.
+#define TESSERA_TORCH_HAS_SMALL_TYPES TESSERA_TORCH_AT_LEAST(2, 3)
+
+namespace tessera::compat {
+
+/// Key of a parameter in `Optimizer::state()`: the address, as text before 2.0.
+inline auto state_key(const at::Tensor& parameter) {
+#if TESSERA_TORCH_AT_LEAST(2, 0)
+  return static_cast<void*>(parameter.unsafeGetTensorImpl());
+#else
+  return c10::guts::to_string(parameter.unsafeGetTensorImpl());
+#endif
+}
+
+/// c10 errors carry a backtrace after the first line.
+inline std::string first_line(const char* message) {
+  const std::string text(message);
+  return text.substr(0, text.find('\n'));
+}
+
+/// Whether libtorch has a fused causal attention that is the faster one on CPUs (from 2.2 on, with its backward).
+inline constexpr bool kHasFusedAttention = TESSERA_TORCH_AT_LEAST(2, 2);
+
+/// softmax(q·kᵀ / sqrt(width) + causal mask)·v for [B, heads, T, width]. Only where kHasFusedAttention.
+inline at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout) {
+#if TESSERA_TORCH_AT_LEAST(2, 2)
+  return at::scaled_dot_product_attention(q, k, v, {}, dropout, true);
+#else
+  return {};
+#endif
+}
+
+}  // namespace tessera::compat

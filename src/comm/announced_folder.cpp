@@ -1,0 +1,100 @@
+#include "comm/announced_folder.h"
+
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+namespace tessera::comm {
+namespace fs = std::filesystem;
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+fs::path private_base() {
+  const auto base = fs::path("/tmp") / fmt::format("tessera-{}", ::getuid());
+  ::mkdir(base.c_str(), 0700);
+  struct stat info {};
+  if (::lstat(base.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != ::getuid() || (info.st_mode & 077) != 0) {
+    throw UsageError(fmt::format("init_process_group: {} must be a folder of user {} with mode 0700, for the ranks meet in it; remove it", base.string(), ::getuid()));
+  }
+  return base;
+}
+
+/// Field 22 of /proc/pid/stat: with the pid it names a process for good.
+std::string start_time(int pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string line;
+  std::getline(file, line);
+  const auto close = line.rfind(')');
+  if (close == std::string::npos) return "";
+  size_t at = close + 2;
+  for (int field = 3; field < 22 && at != std::string::npos; ++field) at = line.find(' ', at) + 1;
+  if (line[close + 2] == 'Z') return "";
+  return line.substr(at, line.find(' ', at) - at);
+}
+
+/// Held until the process ends, so that a second run under the same key is seen whatever becomes of the files.
+void hold_key(const fs::path& lock, const std::string& key, Clock::time_point deadline) {
+  const int fd = ::open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (fd < 0) throw UsageError(fmt::format("init_process_group: cannot open {}: {}", lock.string(), std::strerror(errno)));
+  while (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (Clock::now() > deadline) {
+      ::close(fd);
+      throw UsageError(fmt::format("init_process_group: rank 0: another run on this host already uses {}; choose another", key));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+void sweep(const fs::path& base, const std::string& key) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+    if (entry.path().filename().string().starts_with(key + ".d.")) fs::remove_all(entry.path(), ignored);
+  }
+}
+
+}  // namespace
+
+std::string announced_folder(const std::string& key, int rank, int size, std::chrono::milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  const auto base = private_base();
+  const auto pointer = base / (key + ".now");
+  if (rank == 0) {
+    hold_key(base / (key + ".lock"), key, deadline);
+    sweep(base, key);
+    auto name = (base / (key + ".d.XXXXXX")).string();
+    if (!::mkdtemp(name.data())) throw UsageError(fmt::format("init_process_group: cannot make a folder in {}: {}", base.string(), std::strerror(errno)));
+    const auto beside = pointer.string() + ".new";
+    std::ofstream(beside) << name << '\n' << ::getpid() << '\n' << start_time(::getpid()) << '\n';
+    fs::rename(beside, pointer);
+    return name;
+  }
+  while (Clock::now() < deadline) {
+    std::ifstream file(pointer);
+    std::string folder, pid, start;
+    if (std::getline(file, folder) && std::getline(file, pid) && std::getline(file, start) && start_time(std::atoi(pid.c_str())) == start) {
+      // A seat is taken once: a run that is already complete has none left for a rank of the next one.
+      const auto seat = fmt::format("{}/seat.{}", folder, rank);
+      const int fd = ::open(seat.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+      if (fd >= 0) {
+        ::close(fd);
+        return folder;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  throw BrokenWorldError(fmt::format("init_process_group: rank {} of {} waited {} ms for rank 0 ({})", rank, size, timeout.count(), key), {0});
+}
+
+}  // namespace tessera::comm

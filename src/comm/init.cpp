@@ -1,0 +1,38 @@
+#include "comm/backends.h"
+#include "comm/launch_environment.h"
+#include "comm/meeting.h"
+#include "comm/process_group_impl.h"
+#include "tessera/error.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <numeric>
+
+namespace tessera {
+
+ProcessGroup init_process_group(ProcessGroupOptions options) {
+  if (options.timeout.count() <= 0) {
+    throw UsageError(fmt::format("init_process_group: timeout is {} ms; expected a positive one", options.timeout.count()));
+  }
+  const auto environment = comm::read_launch_environment([](const char* name) { return std::getenv(name); });
+  if (environment.size == 1) return ProcessGroup();
+
+  // A second call in one process makes a second world; every rank counts alike.
+  static int calls = 0;
+  auto meeting = comm::meet(environment, options.timeout);
+  comm::World world;
+  world.rank = environment.rank;
+  world.size = environment.size;
+  world.world_ranks.resize(environment.size);
+  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
+  world.same_host = meeting.same_host;
+  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), meeting.store);
+  world.options = options;
+  auto transport = comm::make_transport(world);
+  return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
+}
+
+}  // namespace tessera

@@ -1,0 +1,88 @@
+#include "comm/launch_environment.h"
+
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstring>
+
+namespace tessera::comm {
+namespace {
+
+struct Names {
+  const char* launcher;
+  const char *rank, *size, *local_rank, *local_size;
+  const char *job, *job_step;
+};
+
+// In the order in which they are tried. A launcher counts as present when its rank or its size is set.
+constexpr Names kLaunchers[] = {
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr, nullptr},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+     "OMPI_MCA_orte_ess_jobid"},
+    {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", "HYDRA_JOBID"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID", "SLURM_STEP_ID"},
+};
+
+std::optional<int> number(const GetVariable& get, const char* name, int least, int most) {
+  const char* text = name ? get(name) : nullptr;
+  if (!text || !*text) return std::nullopt;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
+  if (error != std::errc() || *end || value < least || value > most) {
+    throw UsageError(fmt::format("init_process_group: environment variable {} is '{}'; expected a whole number from {} to {}", name, text, least, most));
+  }
+  return value;
+}
+
+std::string text(const GetVariable& get, const char* name) {
+  const char* value = name ? get(name) : nullptr;
+  return value ? value : "";
+}
+
+constexpr int kMany = 1 << 20;
+
+}  // namespace
+
+LaunchEnvironment read_launch_environment(const GetVariable& get) {
+  LaunchEnvironment result;
+  for (const auto& names : kLaunchers) {
+    const auto rank = number(get, names.rank, 0, kMany), size = number(get, names.size, 1, kMany);
+    // A Slurm batch script has SLURM_NTASKS but is no rank of a step.
+    if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
+    if (!rank || !size) {
+      throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; a launcher sets both", rank ? names.rank : names.size,
+                                   rank ? names.size : names.rank));
+    }
+    if (*rank >= *size) {
+      throw UsageError(fmt::format("init_process_group: environment variable {} is {}; expected less than {}, which is {}", names.rank, *rank, names.size, *size));
+    }
+    result.launcher = names.launcher;
+    result.rank = *rank;
+    result.size = *size;
+    result.local_rank = number(get, names.local_rank, 0, kMany).value_or(result.rank);
+    result.local_size = number(get, names.local_size, 1, kMany);
+    if (result.local_size && *result.local_size > result.size) {
+      throw UsageError(fmt::format("init_process_group: environment variable {} is {}; expected at most {}, which is {}", names.local_size,
+                                   *result.local_size, names.size, result.size));
+    }
+    result.job = text(get, names.job);
+    if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
+    if (result.launcher == "Slurm" && number(get, "SLURM_NNODES", 1, kMany) == 1) result.local_size = result.size;
+    break;
+  }
+  result.master_address = text(get, "MASTER_ADDR");
+  result.master_port = number(get, "MASTER_PORT", 1, 65535).value_or(0);
+  if (result.size > 1) result.rendezvous = text(get, "TESSERA_RENDEZVOUS");
+  const auto agent = text(get, "TORCHELASTIC_USE_AGENT_STORE");
+  result.agent_store = agent == "True" || agent == "true" || agent == "1";
+  result.attempt = number(get, "TORCHELASTIC_RESTART_COUNT", 0, kMany).value_or(0);
+  if (result.master_address.empty() != (result.master_port == 0) && result.size > 1 && result.rendezvous.empty()) {
+    throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; set both or neither",
+                                 result.master_port ? "MASTER_PORT" : "MASTER_ADDR", result.master_port ? "MASTER_ADDR" : "MASTER_PORT"));
+  }
+  return result;
+}
+
+}  // namespace tessera::comm

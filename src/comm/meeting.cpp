@@ -1,0 +1,137 @@
+#include "comm/meeting.h"
+
+#include "comm/announced_folder.h"
+#include "comm/world.h"
+#include "tessera/error.h"
+#include "tessera/torch_compat.h"
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <fmt/format.h>
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <thread>
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+/// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
+std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
+  const auto key = [](int rank) { return fmt::format("here/{}", rank); };
+  store->set(key(environment.rank), bytes(value));
+  const auto deadline = Clock::now() + timeout;
+  std::vector<std::string> values(environment.size);
+  std::vector<int> missing;
+  for (int r = 0; r < environment.size; ++r) missing.push_back(r);
+  while (!missing.empty()) {
+    std::erase_if(missing, [&](int r) {
+      if (!store->check({key(r)})) return false;
+      const auto value_bytes = store->get(key(r));
+      values[r].assign(value_bytes.begin(), value_bytes.end());
+      return true;
+    });
+    if (missing.empty()) break;
+    if (Clock::now() > deadline) {
+      throw BrokenWorldError(fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms", environment.rank, environment.size,
+                                         rank_list(missing), timeout.count()), missing);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return values;
+}
+
+Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
+  struct stat info {};
+  if (::stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
+    throw UsageError(fmt::format("init_process_group: rank {}: the meeting folder {} cannot be used: {}", environment.rank, folder,
+                                 std::strerror(S_ISDIR(info.st_mode) ? ENOTDIR : errno)));
+  }
+  Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
+  // Its destructor writes to the file and would end the process when the folder went first; a store lives as long
+  // as the process anyhow.
+  static auto* const kept = new std::vector<Store>();
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  kept->push_back(store);
+  return store;
+}
+
+Store tcp_store(const LaunchEnvironment& environment, bool server, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(environment.master_port);
+  options.isServer = server;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
+  } catch (const std::exception& error) {
+    const auto where = fmt::format("{}:{}", environment.master_address, environment.master_port);
+    if (server) {
+      throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {}: {}", where, compat::first_line(error.what())));
+    }
+    throw BrokenWorldError(fmt::format("init_process_group: rank {} of {} cannot reach the store at MASTER_ADDR:MASTER_PORT = {} within {} ms: {}", environment.rank,
+                                       environment.size, where, timeout.count(), compat::first_line(error.what())), {0});
+  }
+}
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  char host[256] = {};
+  ::gethostname(host, sizeof(host) - 1);
+  return id + "/" + host;
+}
+
+bool is_loopback(const std::string& address) { return address == "localhost" || address == "::1" || address.starts_with("127."); }
+
+std::string file_name(std::string text) {
+  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return !std::isalnum(c) && c != '.' && c != '-'; }, '_');
+  return text;
+}
+
+Meeting in_folder(const std::string& folder, const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  Meeting meeting{file_store(folder, environment), true};
+  meeting.store->setTimeout(timeout);
+  roll_call(meeting.store, environment, "", timeout);
+  return meeting;
+}
+
+}  // namespace
+
+Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  if (!environment.rendezvous.empty()) return in_folder(environment.rendezvous, environment, timeout);
+
+  const bool one_host = environment.local_size == environment.size || is_loopback(environment.master_address);
+  if (!environment.agent_store && one_host) {
+    std::string key = "port-" + std::to_string(environment.master_port);
+    if (environment.master_port == 0) key = "job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid()) : environment.job);
+    return in_folder(announced_folder(file_name(key), environment.rank, environment.size, timeout), environment, timeout);
+  }
+  if (environment.master_port == 0) {
+    throw UsageError(fmt::format("init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set; "
+                                 "pass them to every rank (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …)", environment.rank, environment.launcher, environment.size));
+  }
+  const bool server = !environment.agent_store && environment.rank == 0;
+  Meeting meeting;
+  meeting.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, server, timeout));
+  meeting.store->setTimeout(timeout);
+  const auto hosts = roll_call(meeting.store, environment, boot_id(), timeout);
+  meeting.same_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
+  return meeting;
+}
+
+}  // namespace tessera::comm

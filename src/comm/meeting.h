@@ -1,0 +1,27 @@
+#pragma once
+
+#include "comm/launch_environment.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+
+namespace tessera::comm {
+
+/// The store through which the ranks of a launch find each other.
+struct Meeting {
+  c10::intrusive_ptr<c10d::Store> store;
+  bool same_host = false;
+};
+
+/// Blocks until all ranks have arrived. In order:
+///   - a folder given by the launcher (TESSERA_RENDEZVOUS): a FileStore in it, one host;
+///   - the launcher's own store (TORCHELASTIC_USE_AGENT_STORE): a client of MASTER_ADDR:MASTER_PORT on every rank;
+///   - one host (loopback MASTER_ADDR, or a launcher that says so): a FileStore in a private folder that rank 0 makes
+///     and announces under the job's or the port's name, because c10d's TCPStore listens on every address and takes
+///     anyone's keys;
+///   - else a TCPStore served by rank 0 at MASTER_ADDR:MASTER_PORT.
+Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+
+}  // namespace tessera::comm

@@ -1,0 +1,529 @@
+#include "tessera/process_group.h"
+
+#include "comm/backends.h"
+#include "comm/process_group_impl.h"
+#include "tessera/error.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <fmt/format.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace tessera {
+
+using comm::Op;
+using comm::OpHeader;
+using comm::Transport;
+using Headers = std::vector<OpHeader>;
+
+uint64_t CommStats::payload_received() const {
+  return all_reduce.bytes_received + reduce.bytes_received + broadcast.bytes_received + all_gather.bytes_received +
+         reduce_scatter.bytes_received + all_to_all.bytes_received;
+}
+
+uint64_t CommStats::payload_sent() const {
+  return all_reduce.bytes_sent + reduce.bytes_sent + broadcast.bytes_sent + all_gather.bytes_sent + reduce_scatter.bytes_sent +
+         all_to_all.bytes_sent;
+}
+
+uint64_t CommStats::calls() const {
+  return all_reduce.calls + reduce.calls + broadcast.calls + all_gather.calls + reduce_scatter.calls + all_to_all.calls +
+         barrier.calls + bytes.calls;
+}
+
+// ---- the shared state ---------------------------------------------------------------------------------------------
+
+ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
+
+ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t) : world(std::move(w)), transport(std::move(t)) {}
+
+ProcessGroup::Impl::~Impl() {
+  if (transport) transport->abort();
+  queue_.stop();
+}
+
+void ProcessGroup::Impl::count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received) {
+  std::lock_guard lock(stats_mutex_);
+  auto& entry = stats.*kind;
+  ++entry.calls;
+  entry.bytes_sent += sent;
+  entry.bytes_received += received;
+}
+
+Headers ProcessGroup::Impl::compare(const OpHeader& header) {
+  auto headers = transport->exchange(header);
+  const auto differs = [](const OpHeader& a, const OpHeader& b) {
+    return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root || a.detail != b.detail ||
+           (a.numel != b.numel && !(a.free_numel && b.free_numel));
+  };
+  for (int r = 1; r < world.size; ++r) {
+    if (!differs(headers[0], headers[r])) continue;
+    auto message = fmt::format("ProcessGroup: the ranks disagree about a collective: rank 0 calls {}, rank {} calls {}",
+                               comm::describe(headers[0]), r, comm::describe(headers[r]));
+    if (headers[0].op == headers[r].op && headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
+      message += " (with other counts per rank)";
+    }
+    throw UsageError(message + fmt::format("; no data was moved (seen on rank {})", world.rank));
+  }
+  return headers;
+}
+
+void ProcessGroup::Impl::execute(OpHeader header, const Body& body) {
+  at::NoGradGuard no_grad;
+  header.sequence = ++sequence_;
+  Headers headers;
+  if (world.options.check_collectives || header.free_numel) headers = compare(header);
+  body(*transport, headers);
+}
+
+void ProcessGroup::Impl::run(OpHeader header, Body body) {
+  if (transport->stream_ordered()) return execute(header, body);
+  queue_.run([&] { execute(header, body); });
+}
+
+Work ProcessGroup::Impl::submit(OpHeader header, Body body) {
+  if (transport->stream_ordered()) {
+    execute(header, body);
+    return {};
+  }
+  return queue_.submit([this, header, body = std::move(body)] { execute(header, body); });
+}
+
+// ---- helpers ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+void require(bool condition, const ProcessGroup::Impl& impl, const char* what, const std::string& problem) {
+  if (!condition) throw UsageError(fmt::format("ProcessGroup.{}: rank {}: {}", what, impl.world.rank, problem));
+}
+
+void check_tensor(const ProcessGroup::Impl& impl, const char* what, const at::Tensor& tensor) {
+  require(tensor.defined(), impl, what, "the tensor is undefined; expected a dense tensor");
+  require(tensor.layout() == at::kStrided, impl, what, "the tensor is sparse; expected a dense tensor");
+  require(impl.alone() || impl.transport->stream_ordered() || tensor.device().is_cpu(), impl, what,
+          fmt::format("the tensor is on {}, but backend {} moves CPU tensors", tensor.device().str(), impl.transport ? impl.transport->name() : "self"));
+}
+
+void check_sum(const ProcessGroup::Impl& impl, const char* what, const at::Tensor& tensor) {
+  check_tensor(impl, what, tensor);
+  require(tensor.scalar_type() != at::kBool && !tensor.is_complex(), impl, what,
+          fmt::format("sums of dtype {} are not defined; expected a floating-point or integer dtype", c10::toString(tensor.scalar_type())));
+}
+
+void check_root(const ProcessGroup::Impl& impl, const char* what, int root) {
+  require(root >= 0 && root < impl.world.size, impl, what, fmt::format("root is {}; expected 0 to {}", root, impl.world.size - 1));
+}
+
+void check_counts(const ProcessGroup::Impl& impl, const char* what, const char* name, const std::vector<int64_t>& counts, const at::Tensor& tensor) {
+  require(static_cast<int>(counts.size()) == impl.world.size, impl, what,
+          fmt::format("{} has {} entries; expected one for each of {} ranks", name, counts.size(), impl.world.size));
+  int64_t total = 0;
+  for (const auto count : counts) {
+    require(count >= 0, impl, what, fmt::format("{} has the negative entry {}", name, count));
+    total += count;
+  }
+  require(total == tensor.numel(), impl, what, fmt::format("{} add up to {}; expected the tensor's {} elements", name, total, tensor.numel()));
+  require(tensor.dim() == 1 && tensor.is_contiguous(), impl, what, "the tensor must be one-dimensional and contiguous");
+}
+
+OpHeader header_of(Op op, const at::Tensor& tensor, int root = -1) {
+  OpHeader header;
+  header.op = op;
+  header.dtype = static_cast<int8_t>(tensor.scalar_type());
+  header.numel = tensor.numel();
+  header.root = root;
+  return header;
+}
+
+OpHeader header_of(Op op, const at::Tensor& tensor, const std::vector<int64_t>& counts) {
+  auto header = header_of(op, tensor);
+  header.detail = XXH64(counts.data(), counts.size() * sizeof(int64_t), 0);
+  return header;
+}
+
+/// Calls `body` with a flat contiguous tensor that stands for `tensor`, and copies back when it had to make one.
+template <class Body>
+void with_flat(const at::Tensor& tensor, bool write_back, Body&& body) {
+  auto flat = tensor.detach();
+  if (flat.is_contiguous()) return body(flat.view({-1}));
+  flat = flat.contiguous();
+  body(flat.view({-1}));
+  if (write_back) tensor.detach().copy_(flat);
+}
+
+uint64_t bytes_of(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.numel()) * tensor.element_size(); }
+
+}  // namespace
+
+// ---- the handle ---------------------------------------------------------------------------------------------------
+
+ProcessGroup::ProcessGroup() : impl_(std::make_shared<Impl>()) {}
+ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+int ProcessGroup::rank() const { return impl_->world.rank; }
+int ProcessGroup::size() const { return impl_->world.size; }
+const std::vector<int>& ProcessGroup::world_ranks() const { return impl_->world.world_ranks; }
+std::chrono::milliseconds ProcessGroup::timeout() const { return impl_->world.options.timeout; }
+std::string ProcessGroup::backend_name() const { return impl_->alone() ? "self" : impl_->transport->name(); }
+bool ProcessGroup::same_host() const { return impl_->world.same_host; }
+const CommStats& ProcessGroup::stats() const { return impl_->stats; }
+void ProcessGroup::reset_stats() { impl_->stats = {}; }
+
+void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
+  require(timeout.count() > 0, *impl_, "set_timeout", fmt::format("the time-out is {} ms; expected a positive one", timeout.count()));
+  impl_->world.options.timeout = timeout;
+  if (impl_->transport) impl_->transport->set_timeout(timeout);
+}
+
+namespace {
+
+/// A sum or a movement of one tensor, in either of its two forms.
+struct Call {
+  OpHeader header;
+  ProcessGroup::Impl::Body body;
+};
+
+Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor) {
+  check_sum(impl, "all_reduce", tensor);
+  const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
+  impl.count(&CommStats::all_reduce, moved, moved);
+  return {header_of(Op::all_reduce, tensor), [tensor](Transport& transport, const Headers&) {
+            with_flat(tensor, true, [&](at::Tensor flat) { if (flat.numel()) transport.all_reduce(flat); });
+          }};
+}
+
+Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
+  check_sum(impl, "reduce", tensor);
+  check_root(impl, "reduce", root);
+  const bool owner = impl.world.rank == root;
+  impl.count(&CommStats::reduce, owner ? 0 : bytes_of(tensor), owner ? bytes_of(tensor) * (impl.world.size - 1) : 0);
+  return {header_of(Op::reduce, tensor, root), [tensor, root, owner](Transport& transport, const Headers&) {
+            with_flat(tensor, owner, [&](at::Tensor flat) { if (flat.numel()) transport.reduce(flat, root); });
+          }};
+}
+
+Call broadcast_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
+  check_tensor(impl, "broadcast", tensor);
+  check_root(impl, "broadcast", root);
+  const bool owner = impl.world.rank == root;
+  impl.count(&CommStats::broadcast, owner ? bytes_of(tensor) * (impl.world.size - 1) : 0, owner ? 0 : bytes_of(tensor));
+  return {header_of(Op::broadcast, tensor, root), [tensor, root, owner](Transport& transport, const Headers&) {
+            with_flat(tensor, !owner, [&](at::Tensor flat) { if (flat.numel()) transport.broadcast(flat, root); });
+          }};
+}
+
+Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const std::vector<int64_t>& counts) {
+  check_tensor(impl, "all_gather", flat);
+  check_counts(impl, "all_gather", "counts", counts, flat);
+  const uint64_t own = counts[impl.world.rank] * flat.element_size();
+  impl.count(&CommStats::all_gather, own * (impl.world.size - 1), bytes_of(flat) - own);
+  return {header_of(Op::all_gather, flat, counts), [flat = flat.detach(), counts](Transport& transport, const Headers&) {
+            if (flat.numel()) transport.all_gather(flat, counts);
+          }};
+}
+
+Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const std::vector<int64_t>& counts,
+                         const ProcessGroup::ConsumeRun* consume) {
+  check_sum(impl, "reduce_scatter", flat);
+  check_counts(impl, "reduce_scatter", "counts", counts, flat);
+  const uint64_t own = counts[impl.world.rank] * flat.element_size();
+  impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
+  return {header_of(Op::reduce_scatter, flat, counts), [flat = flat.detach(), counts, consume](Transport& transport, const Headers&) {
+            if (flat.numel()) transport.reduce_scatter(flat, counts, consume);
+          }};
+}
+
+}  // namespace
+
+void ProcessGroup::all_reduce(at::Tensor tensor) {
+  auto call = all_reduce_call(*impl_, tensor);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+}
+
+Work ProcessGroup::all_reduce_async(at::Tensor tensor) {
+  auto call = all_reduce_call(*impl_, tensor);
+  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+}
+
+void ProcessGroup::reduce(at::Tensor tensor, int root) {
+  auto call = reduce_call(*impl_, tensor, root);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+}
+
+Work ProcessGroup::reduce_async(at::Tensor tensor, int root) {
+  auto call = reduce_call(*impl_, tensor, root);
+  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+}
+
+void ProcessGroup::broadcast(at::Tensor tensor, int root) {
+  auto call = broadcast_call(*impl_, tensor, root);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+}
+
+Work ProcessGroup::broadcast_async(at::Tensor tensor, int root) {
+  auto call = broadcast_call(*impl_, tensor, root);
+  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+}
+
+void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
+  constexpr uint64_t kPackBytes = 25 << 20;
+  for (const auto& tensor : tensors) check_tensor(*impl_, "broadcast", tensor);
+  check_root(*impl_, "broadcast", root);
+  if (impl_->alone()) return;
+  at::NoGradGuard no_grad;
+  size_t begin = 0;
+  while (begin < tensors.size()) {
+    size_t end = begin;
+    uint64_t bytes = 0;
+    std::vector<at::Tensor> parts;
+    while (end < tensors.size() && tensors[end].options().type_equal(tensors[begin].options()) &&
+           (end == begin || bytes + bytes_of(tensors[end]) <= kPackBytes)) {
+      bytes += bytes_of(tensors[end]);
+      parts.push_back(tensors[end++].detach().reshape({-1}));
+    }
+    auto pack = parts.size() == 1 && tensors[begin].is_contiguous() ? parts[0] : at::cat(parts);
+    broadcast(pack, root);
+    if (rank() != root && pack.data_ptr() != tensors[begin].data_ptr()) {
+      int64_t offset = 0;
+      for (; begin < end; ++begin) {
+        const auto& tensor = tensors[begin];
+        tensor.detach().copy_(pack.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+        offset += tensor.numel();
+      }
+    }
+    begin = end;
+  }
+}
+
+void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& counts) {
+  auto call = all_gather_call(*impl_, flat, counts);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+}
+
+Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts) {
+  auto call = all_gather_call(*impl_, flat, counts);
+  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+}
+
+at::Tensor ProcessGroup::all_gather(at::Tensor piece) {
+  check_tensor(*impl_, "all_gather", piece);
+  const auto mine = piece.detach().reshape({-1});
+  if (impl_->alone()) {
+    impl_->count(&CommStats::all_gather, 0, 0);
+    return mine.clone();
+  }
+  auto header = header_of(Op::all_gather, mine);
+  header.free_numel = 1;
+  at::Tensor all;
+  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+    std::vector<int64_t> counts;
+    for (const auto& h : headers) counts.push_back(h.numel);
+    const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const int64_t before = std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
+    all = at::empty({total}, mine.options());
+    all.narrow(0, before, mine.numel()).copy_(mine);
+    if (total) transport.all_gather(all, counts);
+  });
+  impl_->count(&CommStats::all_gather, bytes_of(mine) * (size() - 1), bytes_of(all) - bytes_of(mine));
+  return all;
+}
+
+void ProcessGroup::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts) {
+  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+}
+
+Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts) {
+  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
+  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+}
+
+void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun& consume) {
+  auto call = reduce_scatter_call(*impl_, flat, counts, &consume);
+  if (!impl_->alone()) return impl_->run(call.header, std::move(call.body));
+  if (flat.numel()) consume(0, flat.detach());
+}
+
+void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
+                              const std::vector<int64_t>& send_counts) {
+  check_tensor(*impl_, "all_to_all", output);
+  check_tensor(*impl_, "all_to_all", input);
+  check_counts(*impl_, "all_to_all", "recv_counts", recv_counts, output);
+  check_counts(*impl_, "all_to_all", "send_counts", send_counts, input);
+  require(output.scalar_type() == input.scalar_type(), *impl_, "all_to_all", "output and input have different dtypes");
+  const uint64_t width = input.element_size();
+  impl_->count(&CommStats::all_to_all, bytes_of(input) - width * send_counts[rank()], bytes_of(output) - width * recv_counts[rank()]);
+  if (impl_->alone()) {
+    output.detach().copy_(input.detach());
+    return;
+  }
+  // What r sends to s must be what s expects from r: every rank sees the whole table before data moves.
+  std::string mine(reinterpret_cast<const char*>(recv_counts.data()), recv_counts.size() * sizeof(int64_t));
+  mine.append(reinterpret_cast<const char*>(send_counts.data()), send_counts.size() * sizeof(int64_t));
+  const auto table = all_gather_bytes(mine);
+  const auto entry = [&](int r, int index) {
+    int64_t value;
+    std::memcpy(&value, table[r].data() + index * sizeof(int64_t), sizeof(value));
+    return value;
+  };
+  for (int from = 0; from < size(); ++from) {
+    for (int to = 0; to < size(); ++to) {
+      require(entry(from, size() + to) == entry(to, from), *impl_, "all_to_all",
+              fmt::format("rank {} sends {} elements to rank {}, which expects {}", from, entry(from, size() + to), to, entry(to, from)));
+    }
+  }
+  auto header = header_of(Op::all_to_all, input);
+  header.free_numel = 1;
+  impl_->run(header, [&](Transport& transport, const Headers&) {
+    transport.all_to_all(output.detach(), input.detach(), recv_counts, send_counts);
+  });
+}
+
+void ProcessGroup::barrier() {
+  impl_->count(&CommStats::barrier, 0, 0);
+  if (impl_->alone()) return;
+  OpHeader header;
+  header.op = Op::barrier;
+  header.free_numel = 1;  // the exchange of headers is the barrier: it must take place
+  impl_->run(header, [](Transport&, const Headers&) {});
+}
+
+std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine) {
+  if (impl_->alone()) {
+    impl_->count(&CommStats::bytes, 0, 0);
+    return {mine};
+  }
+  OpHeader header;
+  header.op = Op::bytes;
+  header.numel = static_cast<int64_t>(mine.size());
+  header.free_numel = 1;
+  std::vector<std::string> result(size());
+  uint64_t total = 0;
+  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+    std::vector<int64_t> counts;
+    for (const auto& h : headers) total += counts.emplace_back(h.numel);
+    auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
+    auto* data = static_cast<char*>(all.data_ptr());
+    std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}), mine.data(), mine.size());
+    if (total) transport.all_gather(all, counts);
+    for (int r = 0; r < size(); data += counts[r++]) result[r].assign(data, counts[r]);
+  });
+  impl_->count(&CommStats::bytes, mine.size() * (size() - 1), total - mine.size());
+  return result;
+}
+
+std::string ProcessGroup::broadcast_bytes(const std::string& mine, int root) {
+  check_root(*impl_, "broadcast_bytes", root);
+  return all_gather_bytes(rank() == root ? mine : std::string())[root];
+}
+
+std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int root) {
+  check_root(*impl_, "gather_bytes", root);
+  if (impl_->alone()) return all_gather_bytes(mine);
+  OpHeader header;
+  header.op = Op::bytes;
+  header.numel = static_cast<int64_t>(mine.size());
+  header.root = root;
+  header.free_numel = 1;
+  std::vector<std::string> result;
+  uint64_t total = 0;
+  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+    std::vector<int64_t> recv(size(), 0), send(size(), 0);
+    send[root] = static_cast<int64_t>(mine.size());
+    for (int r = 0; rank() == root && r < size(); ++r) total += recv[r] = headers[r].numel;
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    auto input = at::empty({send[root]}, options), output = at::empty({static_cast<int64_t>(total)}, options);
+    if (!mine.empty()) std::memcpy(input.data_ptr(), mine.data(), mine.size());
+    transport.all_to_all(output, input, recv, send);
+    if (rank() != root) return;
+    const auto* data = static_cast<const char*>(output.data_ptr());
+    for (int r = 0; r < size(); data += recv[r++]) result.emplace_back(data, recv[r]);
+  });
+  impl_->count(&CommStats::bytes, rank() == root ? 0 : mine.size(), rank() == root ? total - mine.size() : 0);
+  return result;
+}
+
+std::optional<ProcessGroup> ProcessGroup::split(int color) {
+  const auto colors = all_gather_bytes(std::to_string(color));
+  const auto number = ++impl_->splits;
+  if (color < 0) return std::nullopt;
+  if (impl_->alone()) return ProcessGroup();
+  comm::World world;
+  world.rank = -1;
+  for (int r = 0; r < size(); ++r) {
+    if (colors[r] != std::to_string(color)) continue;
+    if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
+    world.world_ranks.push_back(impl_->world.world_ranks[r]);
+  }
+  world.size = static_cast<int>(world.world_ranks.size());
+  if (world.size == 1) {
+    auto alone = std::make_shared<Impl>();
+    alone->world.world_ranks = world.world_ranks;
+    return ProcessGroup(std::move(alone));
+  }
+  require(impl_->world.store != nullptr, *impl_, "split", "this group was made by the caller without a store");
+  world.same_host = impl_->world.same_host;
+  world.options = impl_->world.options;
+  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color), impl_->world.store);
+  auto transport = comm::make_transport(world);
+  return ProcessGroup(std::make_shared<Impl>(std::move(world), std::move(transport)));
+}
+
+void ProcessGroup::check_contract(const std::string& component, const std::vector<std::string>& entries) {
+  if (impl_->alone()) return;
+  XXH64_state_t* state = XXH64_createState();
+  XXH64_reset(state, entries.size());
+  for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
+  const auto digest = fmt::format("{:016x}", XXH64_digest(state));
+  XXH64_freeState(state);
+  const auto digests = all_gather_bytes(component + "\n" + digest);
+  if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; })) return;
+
+  std::string all;
+  for (const auto& entry : entries) all += entry + '\n';
+  const auto lists = all_gather_bytes(component + "\n" + all);
+  int other = 0;
+  while (lists[other] == lists[rank()]) ++other;
+  const auto lines = [](const std::string& text) {
+    std::vector<std::string> result;
+    for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) result.push_back(text.substr(at, end - at));
+    return result;
+  };
+  const auto mine = lines(lists[rank()]), theirs = lines(lists[other]);
+  size_t index = 0;
+  while (index < mine.size() && index < theirs.size() && mine[index] == theirs[index]) ++index;
+  const auto at = [&](const std::vector<std::string>& list) { return index < list.size() ? "'" + list[index] + "'" : std::string("nothing more"); };
+  if (index == 0) {
+    throw UsageError(fmt::format("ProcessGroup: the ranks construct different things: rank {} {}, rank {} {}", rank(), at(mine), other, at(theirs)));
+  }
+  throw UsageError(fmt::format("{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on rank {} ({} entries)", component,
+                               index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other, theirs.size() - 1));
+}
+
+at::Tensor ProcessGroup::allocate(int64_t numel, at::TensorOptions options) {
+  require(numel >= 0, *impl_, "allocate", fmt::format("numel is {}; expected 0 or more", numel));
+  if (impl_->alone()) return at::zeros({numel}, options);
+  OpHeader header;
+  header.op = Op::allocate;
+  header.numel = numel;
+  header.dtype = static_cast<int8_t>(c10::typeMetaToScalarType(options.dtype()));
+  at::Tensor result;
+  impl_->run(header, [&](Transport& transport, const Headers&) {
+    if (numel && options.device().is_cpu()) result = transport.allocate(numel, options);
+    if (!result.defined()) result = at::zeros({numel}, options);
+  });
+  return result;
+}
+
+at::Tensor ProcessGroup::peer_view(const at::Tensor& allocated, int peer) const {
+  check_root(*impl_, "peer_view", peer);
+  if (impl_->alone() || peer == rank()) return allocated;
+  return impl_->transport->peer_view(allocated, peer);
+}
+
+}  // namespace tessera

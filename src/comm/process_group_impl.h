@@ -1,0 +1,40 @@
+#pragma once
+
+#include "comm/queue.h"
+#include "comm/transport.h"
+#include "comm/world.h"
+
+#include <mutex>
+
+namespace tessera {
+
+/// The state that the copies of one ProcessGroup share.
+class ProcessGroup::Impl {
+ public:
+  Impl();  // a world of one
+  Impl(comm::World world, std::unique_ptr<comm::Transport> transport);
+  ~Impl();
+
+  /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a world of one.
+  using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
+  void run(comm::OpHeader header, Body body);
+  Work submit(comm::OpHeader header, Body body);
+
+  bool alone() const { return world.size == 1; }
+  void count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received);
+
+  comm::World world;
+  std::unique_ptr<comm::Transport> transport;  // null in a world of one
+  CommStats stats;
+  uint64_t splits = 0;
+
+ private:
+  void execute(comm::OpHeader header, const Body& body);
+  std::vector<comm::OpHeader> compare(const comm::OpHeader& header);
+
+  uint64_t sequence_ = 0;
+  std::mutex stats_mutex_;
+  comm::Queue queue_;
+};
+
+}  // namespace tessera

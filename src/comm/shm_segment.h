@@ -1,0 +1,51 @@
+#pragma once
+
+#include "comm/shm_process.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tessera::comm {
+
+/// Where a peer finds a segment: enough to open it and to be sure that it is the right one. Plain bytes.
+struct SegmentCard {
+  int32_t pid = 0;
+  int32_t fd = -1;  ///< -1: there is none.
+  uint64_t start_time = 0;
+  uint64_t nonce = 0;
+  uint64_t bytes = 0;  ///< Of data.
+};
+
+/// A run of memory that several processes map. It has no name: it ends with the last process that maps it, however that ends,
+/// and the size of /dev/shm does not bound it.
+class SharedSegment {
+ public:
+  /// Zero-filled memory, all of it reserved and present. `copies`: how many such segments are about to be made on this
+  /// host, for the check that memory suffices. Throws std::runtime_error with the reason.
+  static std::shared_ptr<SharedSegment> create(size_t bytes, int copies);
+  /// Maps a peer's segment while the peer keeps it open. Throws std::runtime_error with the reason. A segment made by this
+  /// very process is not mapped twice.
+  static std::shared_ptr<SharedSegment> open(const SegmentCard& card);
+
+  ~SharedSegment();
+  SharedSegment(const SharedSegment&) = delete;
+  SharedSegment& operator=(const SharedSegment&) = delete;
+
+  std::byte* data() const;
+  size_t bytes() const { return card_.bytes; }
+  const SegmentCard& card() const { return card_; }
+  /// Nobody else can map it from now on. Call it once all peers have.
+  void close_file();
+
+ private:
+  SharedSegment() = default;
+  void map(int fd);
+
+  SegmentCard card_;
+  std::byte* base_ = nullptr;
+  size_t mapped_ = 0;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,305 @@
+#include "harness/ranks.h"
+#include "tessera/error.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace {
+
+using tessera::Backend;
+using tessera::BrokenWorldError;
+using tessera::ProcessGroup;
+using tessera::UsageError;
+using tessera::testing::message_of;
+using tessera::testing::run_ranks;
+using tessera::testing::run_ranks_catching;
+using ::testing::HasSubstr;
+
+struct Setting {
+  int world;
+  Backend backend;
+};
+
+class Collectives : public ::testing::TestWithParam<Setting> {
+ protected:
+  int world() const { return GetParam().world; }
+  void each_rank(const tessera::testing::RankBody& body) { run_ranks(world(), body, options()); }
+  tessera::ProcessGroupOptions options() const {
+    tessera::ProcessGroupOptions options;
+    options.backend = GetParam().backend;
+    return options;
+  }
+};
+
+at::Tensor pattern(int64_t n, int rank, at::ScalarType dtype = at::kFloat) {
+  return ((at::arange(n, at::kLong) * 7 + rank * 13) % 31).to(dtype);
+}
+
+at::Tensor sum_of_patterns(int64_t n, int world, at::ScalarType dtype = at::kFloat) {
+  auto sum = pattern(n, 0, dtype);
+  for (int r = 1; r < world; ++r) sum = sum + pattern(n, r, dtype);
+  return sum;
+}
+
+const std::vector<int64_t> kSizes{0, 1, 2, 3, 7, 4099, 300001};
+
+TEST_P(Collectives, AllReduceSumsEverySizeAndDtype) {
+  each_rank([&](ProcessGroup group, int rank) {
+    for (auto n : kSizes) {
+      for (auto dtype : {at::kFloat, at::kDouble, at::kLong, at::kInt, at::kBFloat16, at::kHalf}) {
+        auto tensor = pattern(n, rank, dtype);
+        group.all_reduce(tensor);
+        ASSERT_TRUE(at::equal(tensor, sum_of_patterns(n, world(), dtype))) << n << " " << c10::toString(dtype);
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, SumsAreInRankOrder) {
+  each_rank([&](ProcessGroup group, int rank) {
+    const auto value = [](int r) { return at::rand({70001}, at::make_generator<at::CPUGeneratorImpl>(r + 1)) * std::pow(10.0, r); };
+    auto expected = value(0);
+    for (int r = 1; r < world(); ++r) expected = expected + value(r);
+    auto tensor = value(rank);
+    group.all_reduce(tensor);
+    EXPECT_TRUE(at::equal(tensor, expected));
+  });
+}
+
+TEST_P(Collectives, NonContiguousAndAsync) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto base = pattern(24, rank).view({4, 6});
+    auto tensor = base.t();
+    auto work = group.all_reduce_async(tensor);
+    auto second = pattern(5, rank);
+    auto later = group.all_reduce_async(second);
+    work.wait();
+    later.wait();
+    EXPECT_TRUE(later.done());
+    EXPECT_TRUE(at::equal(base, sum_of_patterns(24, world()).view({4, 6})));
+    EXPECT_TRUE(at::equal(second, sum_of_patterns(5, world())));
+  });
+}
+
+TEST_P(Collectives, BroadcastAndReduceWithEveryRoot) {
+  each_rank([&](ProcessGroup group, int rank) {
+    for (int root = 0; root < world(); ++root) {
+      for (auto n : kSizes) {
+        auto tensor = pattern(n, rank);
+        group.broadcast(tensor, root);
+        ASSERT_TRUE(at::equal(tensor, pattern(n, root)));
+        auto reduced = pattern(n, rank);
+        group.reduce(reduced, root);
+        ASSERT_TRUE(at::equal(reduced, rank == root ? sum_of_patterns(n, world()) : pattern(n, rank))) << n;
+      }
+      auto flags = at::full({3}, rank == root, at::kBool);
+      group.broadcast(flags, root);
+      EXPECT_TRUE(flags.all().item<bool>());
+    }
+    std::vector<at::Tensor> several{pattern(3, rank), pattern(2, rank, at::kLong), pattern(12, rank).view({3, 4}).t(), at::empty({0})};
+    group.broadcast(several, world() - 1);
+    EXPECT_TRUE(at::equal(several[1], pattern(2, world() - 1, at::kLong)));
+    EXPECT_TRUE(at::equal(several[2], pattern(12, world() - 1).view({3, 4}).t()));
+  });
+}
+
+TEST_P(Collectives, UnevenGatherAndScatter) {
+  each_rank([&](ProcessGroup group, int rank) {
+    for (int64_t scale : {0, 1, 5, 40000}) {
+      std::vector<int64_t> counts;
+      int64_t total = 0, before = 0;
+      for (int r = 0; r < world(); ++r) {
+        counts.push_back(scale * ((r + 1) % 3));  // some ranks have nothing
+        if (r < rank) before += counts.back();
+        total += counts.back();
+      }
+      auto flat = at::full({total}, -1.0f);
+      flat.narrow(0, before, counts[rank]).copy_(pattern(total, 0).narrow(0, before, counts[rank]));
+      group.all_gather(flat, counts);
+      ASSERT_TRUE(at::equal(flat, pattern(total, 0)));
+
+      const auto sum = sum_of_patterns(total, world()).narrow(0, before, counts[rank]);
+      auto grads = pattern(total, rank), seen = at::zeros({counts[rank]});
+      group.reduce_scatter_each(grads, counts, [&](int64_t offset, const at::Tensor& run) { seen.narrow(0, offset, run.numel()).copy_(run); });
+      ASSERT_TRUE(at::equal(seen, sum));
+      ASSERT_TRUE(at::equal(grads, pattern(total, rank))) << "left as it was";
+      group.reduce_scatter(grads, counts);
+      ASSERT_TRUE(at::equal(grads.narrow(0, before, counts[rank]), sum));
+    }
+    const auto all = group.all_gather(at::full({rank}, rank));
+    EXPECT_EQ(all.numel(), world() * (world() - 1) / 2);
+  });
+}
+
+TEST_P(Collectives, AllToAllAndBytes) {
+  each_rank([&](ProcessGroup group, int rank) {
+    std::vector<int64_t> send, recv;
+    for (int r = 0; r < world(); ++r) {
+      send.push_back(rank + r);
+      recv.push_back(rank + r);
+    }
+    const int64_t total = std::accumulate(send.begin(), send.end(), int64_t{0});
+    auto output = at::full({total}, -1);
+    group.all_to_all(output, at::full({total}, rank), recv, send);
+    int64_t at = 0;
+    for (int r = 0; r < world(); at += recv[r++]) EXPECT_TRUE((output.narrow(0, at, recv[r]) == r).all().item<bool>());
+
+    const auto strings = group.all_gather_bytes(std::string(rank * 3, 'a' + rank));
+    for (int r = 0; r < world(); ++r) EXPECT_EQ(strings[r], std::string(r * 3, 'a' + r));
+    EXPECT_EQ(group.broadcast_bytes(rank == world() - 1 ? "hello" : "ignored", world() - 1), "hello");
+    const auto gathered = group.gather_bytes(std::to_string(rank), 0);
+    EXPECT_EQ(gathered.size(), rank == 0 ? world() : 0u);
+    if (rank == 0) EXPECT_EQ(gathered.back(), std::to_string(world() - 1));
+    group.barrier();
+  });
+}
+
+TEST_P(Collectives, SplitMakesIndependentGroups) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto half = group.split(rank % 2);
+    ASSERT_TRUE(half);
+    auto tensor = at::full({10}, rank);
+    half->all_reduce(tensor);
+    int64_t expected = 0;
+    for (int r = rank % 2; r < world(); r += 2) expected += r;
+    EXPECT_EQ(tensor[0].item<int64_t>(), expected);
+    EXPECT_EQ(half->world_ranks()[half->rank()], rank);
+    EXPECT_EQ(group.split(rank == 0 ? 0 : -1).has_value(), rank == 0);
+  });
+}
+
+TEST_P(Collectives, CountsCallsAndBytes) {
+  each_rank([&](ProcessGroup group, int rank) {
+    const uint64_t w = world(), n = 1200, bytes = n * 4;
+    std::vector<int64_t> counts(w, n / w);
+    group.reset_stats();
+    auto flat = at::ones({static_cast<int64_t>(n)});
+    group.all_reduce(flat);
+    group.reduce_scatter(flat, counts);
+    group.all_gather(flat, counts);
+    group.broadcast(flat, 0);
+    EXPECT_EQ(group.stats().all_reduce.calls, 1u);
+    EXPECT_EQ(group.stats().all_reduce.bytes_received, 2 * bytes * (w - 1) / w);
+    EXPECT_EQ(group.stats().reduce_scatter.bytes_sent, bytes * (w - 1) / w);
+    EXPECT_EQ(group.stats().all_gather.bytes_received, bytes * (w - 1) / w);
+    EXPECT_EQ(group.stats().broadcast.bytes_received, rank == 0 ? 0 : bytes);
+  });
+}
+
+TEST_P(Collectives, AllocatedTensorsBehaveLikeOthers) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto flat = group.allocate(5000, at::kFloat);
+    EXPECT_EQ(flat.sum().item<float>(), 0);
+    flat.copy_(pattern(5000, rank));
+    group.barrier();
+    for (int peer = 0; peer < world(); ++peer) {
+      const auto view = group.peer_view(flat, peer);
+      if (view.defined()) EXPECT_TRUE(at::equal(view, pattern(5000, peer)));
+    }
+    group.barrier();
+    group.all_reduce(flat);
+    EXPECT_TRUE(at::equal(flat, sum_of_patterns(5000, world())));
+  });
+}
+
+TEST_P(Collectives, DisagreementIsAnErrorOnAllBeforeDataMoves) {
+  if (world() == 1) GTEST_SKIP() << "a world of one agrees with itself";
+  each_rank([&](ProcessGroup group, int rank) {
+    auto kept = pattern(100, rank);
+    const auto fails = [&](const std::function<void()>& call, const std::string& words) {
+      try {
+        call();
+        ADD_FAILURE() << "no error: " << words;
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr(words));
+        EXPECT_THAT(error.what(), HasSubstr("rank 0 calls"));
+      }
+    };
+    auto other = at::zeros({99});
+    fails([&] { group.all_reduce(rank == 1 ? other : kept); }, "rank 1 calls all_reduce #1 of 99 Float");
+    auto integers = pattern(100, rank, at::kLong);
+    fails([&] { group.all_reduce(rank == 1 ? integers : kept); }, "rank 1 calls all_reduce #2 of 100 Long");
+    fails([&] { if (rank == 1) group.broadcast(kept, 0); else group.all_reduce(kept); }, "rank 1 calls broadcast #3");
+    fails([&] { group.broadcast(kept, rank == 1 ? 1 : 0); }, "with root 1");
+    fails([&] { if (rank == 1) group.barrier(); else group.all_reduce(kept); }, "rank 1 calls barrier");
+    std::vector<int64_t> counts(world(), 0);
+    counts[rank == 1 ? 1 : 0] = 100;
+    fails([&] { group.all_gather(kept, counts); }, "other counts");
+    EXPECT_TRUE(at::equal(kept, pattern(100, rank)));
+    group.all_reduce(kept);  // still in step
+    EXPECT_TRUE(at::equal(kept, sum_of_patterns(100, world())));
+  });
+}
+
+TEST_P(Collectives, ContractNamesTheFirstDifference) {
+  if (world() == 1) GTEST_SKIP() << "a world of one agrees with itself";
+  each_rank([&](ProcessGroup group, int rank) {
+    group.check_contract("Thing", {"a", "b"});
+    try {
+      group.check_contract("Thing", rank == 1 ? std::vector<std::string>{"a", "c", "d"} : std::vector<std::string>{"a", "b"});
+      ADD_FAILURE();
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("Thing: the ranks differ: entry 1 is"));
+      EXPECT_THAT(error.what(), HasSubstr("'c'"));
+      EXPECT_THAT(error.what(), HasSubstr("'b'"));
+    }
+    EXPECT_THROW(group.check_contract(rank == 0 ? "Thing" : "Other", {"a"}), UsageError);
+  });
+}
+
+TEST_P(Collectives, BadArgumentsNameRankAndExpectation) {
+  each_rank([&](ProcessGroup group, int rank) {
+    EXPECT_THROW(group.all_reduce(at::Tensor()), UsageError);
+    EXPECT_THROW(group.all_reduce(at::zeros({2}, at::kBool)), UsageError);
+    EXPECT_THROW(group.broadcast(at::zeros({2}), world()), UsageError);
+    EXPECT_THROW(group.all_gather(at::zeros({4}), std::vector<int64_t>(world(), 3)), UsageError);
+    EXPECT_THROW(group.set_timeout(std::chrono::milliseconds(0)), UsageError);
+    group.barrier();
+  });
+}
+
+TEST_P(Collectives, ARankThatLeavesIsNamedByAll) {
+  if (world() == 1) GTEST_SKIP() << "nobody else to leave";
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = run_ranks_catching(world(), [&](ProcessGroup group, int rank) {
+    group.barrier();
+    if (rank == world() - 1) throw std::runtime_error("my own trouble");
+    auto tensor = pattern(100, rank);
+    while (true) group.all_reduce(tensor);
+  }, options());
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  for (int r = 0; r + 1 < world(); ++r) {
+    try {
+      ASSERT_TRUE(errors[r]);
+      std::rethrow_exception(errors[r]);
+    } catch (const BrokenWorldError& error) {
+      EXPECT_EQ(error.ranks(), std::vector<int>{world() - 1}) << error.what();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+  }
+}
+
+TEST_P(Collectives, ALateRankIsNamedAtTheTimeOut) {
+  if (world() == 1) GTEST_SKIP() << "nobody else to be late";
+  auto quick = options();
+  quick.timeout = std::chrono::milliseconds(600);
+  std::atomic<int> gave_up{0};
+  const auto errors = run_ranks_catching(world(), [&](ProcessGroup group, int rank) {
+    group.barrier();
+    if (rank == 0) {
+      for (int i = 0; i < 1000 && gave_up < world() - 1; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      return;
+    }
+    struct Count { std::atomic<int>& n; ~Count() { ++n; } } count{gave_up};
+    group.all_reduce(at::ones({3}));
+  }, quick);
+  for (int r = 1; r < world(); ++r) {
+    EXPECT_THAT(message_of(errors[r]), HasSubstr("rank 0 did not arrive within 600 ms"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, ::testing::Values(Setting{1, Backend::Auto}, Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo}, Setting{4, Backend::Gloo}),
+                         [](const auto& info) { return "World" + std::to_string(info.param.world); });
+
+}  // namespace

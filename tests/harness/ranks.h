@@ -1,0 +1,66 @@
+#pragma once
+
+#include "comm/backends.h"
+#include "comm/process_group_impl.h"
+#include "tessera/process_group.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <exception>
+#include <functional>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+namespace tessera::testing {
+
+using RankBody = std::function<void(ProcessGroup group, int rank)>;
+
+/// Runs `body` on `world` threads, each with its own rank of one group, and returns what each threw (null: nothing).
+/// A rank that throws lets go of its group, so that the others end too.
+inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankBody& body, ProcessGroupOptions options = {}) {
+  if (options.timeout == ProcessGroupOptions().timeout) options.timeout = std::chrono::seconds(20);
+  std::vector<std::exception_ptr> errors(world);
+  std::vector<std::thread> threads;
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        at::set_num_threads(1);
+        if (world == 1) return body(ProcessGroup(), 0);
+        comm::World place;
+        place.rank = rank;
+        place.size = world;
+        place.world_ranks.resize(world);
+        std::iota(place.world_ranks.begin(), place.world_ranks.end(), 0);
+        place.store = store;
+        place.options = options;
+        auto transport = comm::make_transport(place);
+        body(ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))), rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return errors;
+}
+
+/// As above; the first rank's exception is thrown on.
+inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {}) {
+  for (const auto& error : run_ranks_catching(world, body, options)) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+/// The text of what a rank threw; empty when it threw nothing.
+inline std::string message_of(const std::exception_ptr& error) {
+  if (!error) return "";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+}
+
+}  // namespace tessera::testing
