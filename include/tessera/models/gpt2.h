@@ -50,8 +50,9 @@ class GPT2BlockImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
 
  private:
-  torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
+  torch::nn::LayerNorm ln_1_{nullptr};
   std::shared_ptr<GPT2AttentionImpl> attn_;
+  torch::nn::LayerNorm ln_2_{nullptr};
   std::shared_ptr<GPT2MLPImpl> mlp_;
 };
 TORCH_MODULE(GPT2Block);

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "tessera/models/gpt2.h"
+
+// The pieces of a block, with Hugging Face's names.
+
+namespace tessera {
+
+/// An affine map whose weight is stored [in, out], as in OpenAI's release: y = x·W + b.
+class Conv1DImpl : public torch::nn::Module {
+ public:
+  Conv1DImpl(int64_t in, int64_t out);
+  /// [N, in] to [N, out].
+  at::Tensor forward(const at::Tensor& x) { return at::addmm(bias_, x, weight_); }
+
+ private:
+  at::Tensor weight_, bias_;
+};
+TORCH_MODULE(Conv1D);
+
+/// Causal self-attention over [B·T, n_embd] rows.
+class GPT2AttentionImpl : public torch::nn::Module {
+ public:
+  explicit GPT2AttentionImpl(const GPT2Options& options);
+  at::Tensor forward(const at::Tensor& rows, int64_t batch, int64_t length);
+
+ private:
+  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+  int64_t heads_;
+  double attn_pdrop_, resid_pdrop_;
+  Conv1D c_attn_{nullptr}, c_proj_{nullptr};
+  at::Tensor mask_;  // [T, T], true above the diagonal; kept for the last T; no buffer: it is no state
+};
+
+class GPT2MLPImpl : public torch::nn::Module {
+ public:
+  explicit GPT2MLPImpl(const GPT2Options& options);
+  at::Tensor forward(const at::Tensor& rows);
+
+ private:
+  std::string activation_;
+  double resid_pdrop_;
+  Conv1D c_fc_{nullptr}, c_proj_{nullptr};
+};
+
+}  // namespace tessera

@@ -1,0 +1,189 @@
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tessera/error.h"
+#include "tessera/models/gpt2.h"
+#include "tessera/nearest.h"
+
+namespace tessera {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+void require_size(const char* name, int64_t value) {
+  // 2^31 elements a side is far above any model and keeps every product within int64.
+  if (value < 1 || value > int64_t{1} << 31) {
+    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) + ", expected 1 to 2^31");
+  }
+}
+
+void require_probability(const char* name, double value) {
+  if (!(value >= 0 && value < 1)) {
+    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) + ", expected [0, 1)");
+  }
+}
+
+Json parse_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    throw UsageError("GPT2: " + path + ": cannot be opened");
+  }
+  std::stringstream text;
+  text << file.rdbuf();
+  Json json;
+  try {
+    json = Json::parse(text.str());
+  } catch (const Json::parse_error& error) {
+    throw UsageError("GPT2: " + path + ": is not valid JSON at byte " + std::to_string(error.byte));
+  }
+  if (!json.is_object()) {
+    throw UsageError("GPT2: " + path + ": a JSON object is expected");
+  }
+  return json;
+}
+
+/// One file's keys, with their types checked.
+class ConfigReader {
+ public:
+  explicit ConfigReader(const std::string& path) : path_(path), json_(parse_file(path)) {}
+
+  void integer(const char* key, int64_t& value) const {
+    if (const Json* found = find(key)) {
+      if (!found->is_number_integer() || (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0)) {
+        refuse(key, *found, "an integer");
+      }
+      value = found->get<int64_t>();
+    }
+  }
+  void number(const char* key, double& value) const {
+    if (const Json* found = find(key)) {
+      if (!found->is_number()) {
+        refuse(key, *found, "a number");
+      }
+      value = found->get<double>();
+    }
+  }
+  void flag(const char* key, bool& value) const {
+    if (const Json* found = find(key)) {
+      if (!found->is_boolean()) {
+        refuse(key, *found, "true or false");
+      }
+      value = found->get<bool>();
+    }
+  }
+  void text(const char* key, std::string& value) const {
+    if (const Json* found = find(key)) {
+      if (!found->is_string()) {
+        refuse(key, *found, "a string");
+      }
+      value = found->get<std::string>();
+    }
+  }
+  /// For arithmetic that this model does not have: anything but `only` is refused.
+  void fixed(const char* key, const Json& only) const {
+    const Json* found = find(key);
+    if (found != nullptr && *found != only) {
+      refuse(key, *found, only.dump() + " (all that this model supports)");
+    }
+  }
+
+  [[noreturn]] void refuse(const char* key, const Json& value, const std::string& expected) const {
+    throw UsageError("GPT2: " + path_ + ": \"" + key + "\" is " +
+                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) + ", expected " + expected);
+  }
+
+ private:
+  const Json* find(const char* key) const {
+    const auto found = json_.find(key);
+    return found == json_.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  std::string path_;
+  Json json_;
+};
+
+}  // namespace
+
+void GPT2Options::validate() const {
+  require_size("vocab_size", vocab_size);
+  require_size("n_positions", n_positions);
+  require_size("n_embd", n_embd);
+  require_size("n_layer", n_layer);
+  require_size("n_head", n_head);
+  if (n_inner != 0) {
+    require_size("n_inner", n_inner);
+  }
+  if (n_embd % n_head != 0) {
+    throw UsageError("GPT2: n_head is " + std::to_string(n_head) + ", which does not divide n_embd, " +
+                     std::to_string(n_embd));
+  }
+  require_probability("embd_pdrop", embd_pdrop);
+  require_probability("attn_pdrop", attn_pdrop);
+  require_probability("resid_pdrop", resid_pdrop);
+  if (!(layer_norm_epsilon > 0 && std::isfinite(layer_norm_epsilon))) {
+    throw UsageError("GPT2: layer_norm_epsilon is " + std::to_string(layer_norm_epsilon) + ", expected above 0");
+  }
+  if (!(initializer_range >= 0 && std::isfinite(initializer_range))) {
+    throw UsageError("GPT2: initializer_range is " + std::to_string(initializer_range) + ", expected 0 or above");
+  }
+  if (activation != "gelu_new" && activation != "gelu" && activation != "relu") {
+    throw UsageError("GPT2: activation is \"" + activation + "\", known are gelu_new, gelu, relu" +
+                     did_you_mean(activation, {"gelu_new", "gelu", "relu"}));
+  }
+}
+
+GPT2Options GPT2Options::from_config_json(const std::string& path) {
+  const ConfigReader config(path);
+  GPT2Options options;
+  config.fixed("model_type", "gpt2");
+  config.fixed("scale_attn_weights", true);
+  config.fixed("scale_attn_by_inverse_layer_idx", false);
+  config.fixed("add_cross_attention", false);
+  config.integer("vocab_size", options.vocab_size);
+  config.integer("n_positions", options.n_positions);
+  config.integer("n_embd", options.n_embd);
+  config.integer("n_layer", options.n_layer);
+  config.integer("n_head", options.n_head);
+  config.integer("n_inner", options.n_inner);
+  config.number("layer_norm_epsilon", options.layer_norm_epsilon);
+  config.number("initializer_range", options.initializer_range);
+  config.number("embd_pdrop", options.embd_pdrop);
+  config.number("attn_pdrop", options.attn_pdrop);
+  config.number("resid_pdrop", options.resid_pdrop);
+  config.flag("tie_word_embeddings", options.tie_word_embeddings);
+  config.text("activation_function", options.activation);
+  if (options.activation == "gelu_pytorch_tanh") {
+    options.activation = "gelu_new";  // Hugging Face's other name for the same function
+  }
+  try {
+    options.validate();
+  } catch (const UsageError& error) {
+    throw UsageError(path + ": " + error.what());
+  }
+  return options;
+}
+
+std::string GPT2Options::to_config_json() const {
+  const Json config = {{"architectures", {"GPT2LMHeadModel"}},
+                       {"model_type", "gpt2"},
+                       {"vocab_size", vocab_size},
+                       {"n_positions", n_positions},
+                       {"n_ctx", n_positions},
+                       {"n_embd", n_embd},
+                       {"n_layer", n_layer},
+                       {"n_head", n_head},
+                       {"n_inner", n_inner == 0 ? Json(nullptr) : Json(n_inner)},
+                       {"activation_function", activation},
+                       {"layer_norm_epsilon", layer_norm_epsilon},
+                       {"initializer_range", initializer_range},
+                       {"embd_pdrop", embd_pdrop},
+                       {"attn_pdrop", attn_pdrop},
+                       {"resid_pdrop", resid_pdrop},
+                       {"tie_word_embeddings", tie_word_embeddings},
+                       {"torch_dtype", "float32"}};
+  return config.dump(2) + "\n";
+}
+
+}  // namespace tessera

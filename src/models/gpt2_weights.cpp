@@ -1,0 +1,121 @@
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "tessera/error.h"
+#include "tessera/models/gpt2.h"
+#include "tessera/nearest.h"
+#include "tessera/safetensors.h"
+
+namespace tessera {
+namespace {
+
+constexpr const char* kPrefix = "transformer.";
+constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kEmbedding = "transformer.wte.weight";
+
+// Masks that older files carry as buffers.
+bool is_mask(const std::string& name) { return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"); }
+
+std::string with_prefix(const std::string& name) {
+  return name.starts_with(kPrefix) || name == kHead ? name : kPrefix + name;
+}
+
+std::string shape_text(at::IntArrayRef shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+/// Faults of a file, gathered so that one message shows them all (the first few of each kind).
+class Faults {
+ public:
+  void add(const std::string& kind, const std::string& item) { kinds_[kind].push_back(item); }
+
+  void raise(const std::string& path) const {
+    if (kinds_.empty()) {
+      return;
+    }
+    std::string text = "GPT2: " + path + " does not fit the model";
+    for (const auto& [kind, items] : kinds_) {
+      text += "; " + std::to_string(items.size()) + " " + kind + ": ";
+      for (size_t i = 0; i < items.size() && i < 5; ++i) {
+        text += (i == 0 ? "" : ", ") + items[i];
+      }
+      text += items.size() > 5 ? ", …" : "";
+    }
+    throw UsageError(text);
+  }
+
+ private:
+  std::map<std::string, std::vector<std::string>> kinds_;
+};
+
+// The name in the file of each parameter. What is missing, unexpected or mis-shaped goes to `faults`.
+std::map<std::string, std::string> match(const SafetensorsFile& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
+                                         bool tied, Faults& faults) {
+  std::map<std::string, std::string> names;
+  std::vector<std::string> unexpected;
+  for (const SafetensorsEntry& entry : file.entries()) {
+    const std::string name = with_prefix(entry.name);
+    const at::Tensor* parameter = parameters.find(name);
+    if (parameter == nullptr) {
+      if (!is_mask(name) && !(tied && name == kHead)) {
+        unexpected.push_back(entry.name);
+      }
+    } else if (!names.emplace(name, entry.name).second) {
+      faults.add("given twice, with and without \"transformer.\"", "\"" + name + "\"");
+    } else if (parameter->sizes() != at::IntArrayRef(entry.shape)) {
+      faults.add("of another shape", "\"" + name + "\" is " + shape_text(entry.shape) + ", the model has " +
+                                         shape_text(parameter->sizes()));
+    }
+  }
+  // A writer that stores shared memory once may have kept the head's name.
+  if (tied && names.count(kEmbedding) == 0 && file.contains(kHead) &&
+      parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape)) {
+    names.emplace(kEmbedding, kHead);
+  }
+  std::vector<std::string> missing;
+  for (const auto& item : parameters) {
+    if (names.count(item.key()) == 0) {
+      missing.push_back(item.key());
+      faults.add("missing", "\"" + item.key() + "\"");
+    }
+  }
+  for (const std::string& name : unexpected) {
+    faults.add("unexpected", "\"" + name + "\"" + did_you_mean(with_prefix(name), missing));
+  }
+  return names;
+}
+
+}  // namespace
+
+void GPT2Impl::load_weights(const std::string& path) {
+  const SafetensorsFile file(path);
+  auto parameters = named_parameters();
+  const bool tied = options_.tie_word_embeddings;
+  Faults faults;
+  const auto names = match(file, parameters, tied, faults);
+  faults.raise(path);
+  if (tied && file.contains(kHead) && names.at(kEmbedding) != kHead &&
+      !at::equal(file.load(kHead), file.load(names.at(kEmbedding)))) {
+    throw UsageError("GPT2: " + path + ": \"" + kHead + "\" differs from \"" + names.at(kEmbedding) +
+                     "\", but the model ties them; set tie_word_embeddings to false");
+  }
+  const torch::NoGradGuard no_grad;
+  for (auto& item : parameters) {
+    item.value().copy_(file.load(names.at(item.key())));
+  }
+}
+
+void GPT2Impl::save_weights(const std::string& path) const {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& item : named_parameters()) {
+    tensors.emplace_back(item.key(), item.value());
+  }
+  save_safetensors(path, tensors, {{"format", "pt"}});
+}
+
+}  // namespace tessera
