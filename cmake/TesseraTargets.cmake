@@ -2,6 +2,7 @@
 # tessera_test(NAME SOURCES … [LABELS …] [TIMEOUT s] [LIBRARIES …] [NO_TORCH])  one test program, one ctest entry
 include_guard(GLOBAL)
 
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -53,6 +54,12 @@ function(tessera_pch target)
     target_link_libraries(tessera_pch PRIVATE Tessera::torch Threads::Threads)
     target_precompile_headers(tessera_pch PRIVATE <torch/torch.h> <string> <vector> <memory> <functional> <map> <unordered_map>)
   endif()
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "EXECUTABLE")
+    # A precompiled header only fits code compiled with the same -fPIC.
+    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+    target_compile_options(${target} PRIVATE -fPIC)
+  endif()
   target_precompile_headers(${target} REUSE_FROM tessera_pch)
 endfunction()
 
@@ -78,6 +85,7 @@ function(tessera_test name)
   tessera_existing(A_SOURCES)
   add_executable(${name} ${A_SOURCES})
   tessera_common(${name})
+  target_compile_options(${name} PRIVATE -Wno-dangling-else)  # GoogleTest's macros after an if
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
   if(NOT A_NO_TORCH)
     target_link_libraries(${name} PRIVATE Tessera::torch)

@@ -300,6 +300,6 @@ TEST_P(Collectives, ALateRankIsNamedAtTheTimeOut) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, ::testing::Values(Setting{1, Backend::Auto}, Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo}, Setting{4, Backend::Gloo}),
-                         [](const auto& info) { return "World" + std::to_string(info.param.world); });
+                         [](const auto& tested) { return "World" + std::to_string(tested.param.world); });
 
 }  // namespace
