@@ -6,9 +6,11 @@
 #include <torch/optim/sgd.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tessera/optimizer_state.h"
+#include "tessera/range_update.h"
 
 // SGD, Adam and AdamW in one pass over parameter, gradient and state, at the speed of the memory. Options and state are
 // libtorch's own classes, so schedulers, state dicts and the plain optimizers interchange with these.
@@ -21,19 +23,6 @@
 
 namespace tessera {
 
-/// One parameter's update in one step: where its values are and this step's coefficients. Made by
-/// `FusedOptimizer::begin_update`, valid until the optimizer's state or the parameter's storage changes. Copyable.
-struct RangeUpdate {
-  float* parameter = nullptr;
-  float* first = nullptr;   // exp_avg, or SGD's momentum buffer; null: none
-  float* second = nullptr;  // exp_avg_sq
-  float* maximum = nullptr; // max_exp_avg_sq, with amsgrad only
-  int64_t numel = 0;
-  /// Meaning private to the optimizer.
-  float coefficients[8] = {};
-  int variant = 0;
-};
-
 /// Base of the fused optimizers, with the interface that lets a reducer update ranges of a parameter as their reduced
 /// gradients appear, instead of `step()` afterwards.
 ///
@@ -45,28 +34,34 @@ class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
   using torch::optim::Optimizer::Optimizer;
 
   /// Updates every parameter that has a gradient. CPU tensors of float32 and float64, of any strides, take the fused
-  /// path, on up to at::get_num_threads() threads; others take plain tensor operations, CUDA libtorch's fused kernel
-  /// where it has one. Throws UsageError on a sparse gradient.
+  /// path, on up to at::get_num_threads() threads; others take plain tensor operations, or on CUDA libtorch's fused
+  /// kernel where it has one. Throws UsageError on a sparse gradient, before anything is updated.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
   /// Whether ranges of `param` can be updated: defined, dense, contiguous, float32, on the CPU.
   static bool supports_range(const at::Tensor& param);
 
   /// Creates the parameter's state where it is missing, counts the step, and fixes its coefficients. Throws UsageError
-  /// when `param` is in no group of this optimizer or not `supports_range`. Not thread-safe. O(number of parameters):
-  /// once per flat parameter and step, it costs nothing.
-  virtual RangeUpdate begin_update(const at::Tensor& param) = 0;
+  /// when `param` is in no group of this optimizer or not `supports_range`. Not thread-safe. Looks through the
+  /// groups for `param`.
+  RangeUpdate begin_update(const at::Tensor& param);
 
   /// Updates elements [offset, offset + n) with the gradient grad[0..n) * grad_scale (the product is rounded to float32
-  /// first), and stores the new values to copy_out[0..n) too unless that is null. `grad` may not overlap what is
-  /// written. Callable from any thread, several at a time on disjoint ranges. Does not check its arguments.
-  virtual void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n,
-                            float grad_scale = 1.0F, float* copy_out = nullptr) const = 0;
+  /// first), and stores the new values to copy_out[0..n) too unless that is null. `grad` and `copy_out` overlap nothing
+  /// that is written. Callable from any thread, several at a time on disjoint ranges. Does not check its arguments.
+  static void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n,
+                           float grad_scale = 1.0F, float* copy_out = nullptr) {
+    update.kernel(update, offset, grad, n, grad_scale, copy_out);
+  }
 
  protected:
-  /// Options of the group that holds `param`.
-  const torch::optim::OptimizerOptions& options_of(const at::Tensor& param) const;
-  virtual void step_group(torch::optim::OptimizerParamGroup& group) = 0;
+  using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;  // parameter, gradient
+
+  /// Begins the update of `param`'s values held in `values` (itself, or a dense copy), a float32 or float64 CPU tensor.
+  virtual RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
+                              const torch::optim::OptimizerOptions& options) = 0;
+  /// The whole update by tensor operations, for what `prepare` does not take.
+  virtual void plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) = 0;
 };
 
 /// torch::optim::SGD: momentum, dampening, weight decay (L2), Nesterov. The momentum buffer exists only with momentum
@@ -74,17 +69,16 @@ class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
 class FusedSGD : public FusedOptimizer {
  public:
   /// Throws UsageError on an impossible option.
-  explicit FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::SGDOptions defaults);
-  explicit FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults);
+  FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::SGDOptions defaults);
+  FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults);
 
-  RangeUpdate begin_update(const at::Tensor& param) override;
-  void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n, float grad_scale,
-                    float* copy_out) const override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  void step_group(torch::optim::OptimizerParamGroup& group) override;
+  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
+                      const torch::optim::OptimizerOptions& options) override;
+  void plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) override;
 };
 
 /// torch::optim::Adam (Kingma and Ba 2015) with L2 weight decay and amsgrad.
@@ -94,14 +88,13 @@ class FusedAdam : public FusedOptimizer {
   explicit FusedAdam(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamOptions defaults = {});
   explicit FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults = {});
 
-  RangeUpdate begin_update(const at::Tensor& param) override;
-  void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n, float grad_scale,
-                    float* copy_out) const override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  void step_group(torch::optim::OptimizerParamGroup& group) override;
+  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
+                      const torch::optim::OptimizerOptions& options) override;
+  void plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) override;
 };
 
 /// torch::optim::AdamW (Loshchilov and Hutter 2019): weight decay apart from the gradient, and amsgrad.
@@ -111,14 +104,13 @@ class FusedAdamW : public FusedOptimizer {
   explicit FusedAdamW(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults = {});
 
-  RangeUpdate begin_update(const at::Tensor& param) override;
-  void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n, float grad_scale,
-                    float* copy_out) const override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  void step_group(torch::optim::OptimizerParamGroup& group) override;
+  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
+                      const torch::optim::OptimizerOptions& options) override;
+  void plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) override;
 };
 
 /// Sum of squares of x[0..n), accumulated in float64; its order of additions is fixed, so the result depends on the
