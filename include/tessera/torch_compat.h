@@ -4,6 +4,7 @@
 #include <torch/version.h>
 
 #include <string>
+#include <vector>
 
 // The only file that knows which libtorch it is compiled with: 1.13 (Debian 12) up to the newest release.
 
@@ -39,6 +40,28 @@ inline at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, con
   return at::scaled_dot_product_attention(q, k, v, {}, dropout, true);
 #else
   return {};
+#endif
+}
+
+/// Whether libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
+inline constexpr bool kHasFusedAdam = TESSERA_TORCH_AT_LEAST(2, 4);
+
+struct FusedAdamLists {
+  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+};
+
+/// One step of Adam, or of AdamW (`decoupled` decay), in place. Only where kHasFusedAdam.
+inline void fused_adam(FusedAdamLists& lists, bool decoupled, double lr, double beta1, double beta2,
+                       double weight_decay, double eps, bool amsgrad) {
+#if TESSERA_TORCH_AT_LEAST(2, 4)
+  const auto call = [&](auto kernel) {
+    kernel(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, lists.steps);
+  };
+  if (decoupled) {
+    call([&](auto&... l) { at::_fused_adamw_(l..., lr, beta1, beta2, weight_decay, eps, amsgrad, false); });
+  } else {
+    call([&](auto&... l) { at::_fused_adam_(l..., lr, beta1, beta2, weight_decay, eps, amsgrad, false); });
+  }
 #endif
 }
 
