@@ -1,0 +1,12 @@
+#pragma once
+
+namespace tessera::cli {
+
+/// Exit code for a mistake on the command line, as torchrun's and the shell's.
+constexpr int kUsageExit = 2;
+
+/// `tessera run …` and `tessera train …`. argv[0] is the name of the command. Return the exit code.
+int run_command(int argc, char** argv);
+int train_command(int argc, char** argv);
+
+}  // namespace tessera::cli

@@ -1,0 +1,84 @@
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "commands.h"
+#include "tessera/error.h"
+#include "tessera/launch.h"
+
+namespace tessera::cli {
+namespace {
+
+/// The trainer links libtorch; it lies beside this program.
+std::string trainer_path() {
+  const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tessera-train";
+  if (access(path.c_str(), X_OK) != 0) throw UsageError(path.string() + ": " + std::strerror(errno) + ": expected the trainer");
+  return path.string();
+}
+
+/// Takes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` out of the arguments; the trainer reads the rest.
+int take_nproc(std::vector<std::string>& arguments) {
+  int nproc = 0;
+  std::vector<std::string> rest;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    const size_t equals = argument.find('=');
+    const std::string name = argument.substr(0, equals);
+    const bool is_long = name == "--nproc-per-node" || name == "--nproc_per_node";
+    if (!is_long && argument.rfind("-n", 0) != 0) {
+      rest.push_back(argument);
+      continue;
+    }
+    std::string value;
+    if (is_long && equals != std::string::npos) {
+      value = argument.substr(equals + 1);
+    } else if (!is_long && argument.size() > 2) {
+      value = argument.substr(argument[2] == '=' ? 3 : 2);
+    } else if (++i < arguments.size()) {
+      value = arguments[i];
+    }
+    nproc = launch::parse_nproc(is_long ? name : "-n", value);
+  }
+  arguments = std::move(rest);
+  return nproc;
+}
+
+int replace_process(const std::vector<std::string>& program) {
+  std::vector<char*> arguments;
+  for (const std::string& argument : program) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  execv(program[0].c_str(), arguments.data());
+  throw UsageError(program[0] + ": cannot be executed: " + std::strerror(errno));
+}
+
+}  // namespace
+
+int train_command(int argc, char** argv) {
+  try {
+    std::vector<std::string> arguments(argv + 1, argv + argc);
+    const int nproc = take_nproc(arguments);
+    std::vector<std::string> program = {trainer_path()};
+    program.insert(program.end(), arguments.begin(), arguments.end());
+    if (nproc > 0 && std::getenv("WORLD_SIZE")) {
+      throw UsageError("-n = " + std::to_string(nproc) + ": expected no -n under a launcher (WORLD_SIZE is set to '" +
+                       std::getenv("WORLD_SIZE") + "')");
+    }
+    if (nproc <= 1) return replace_process(program);
+    launch::LaunchOptions options;
+    options.program = std::move(program);
+    options.nproc_per_node = nproc;
+    options.command = "tessera train";
+    return launch::run(options);
+  } catch (const UsageError& error) {
+    std::fprintf(stderr, "tessera train: %s\n", error.what());
+    return kUsageExit;
+  }
+}
+
+}  // namespace tessera::cli

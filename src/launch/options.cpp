@@ -1,0 +1,126 @@
+#include <sched.h>
+
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "tessera/error.h"
+#include "tessera/launch.h"
+
+namespace tessera::launch {
+namespace {
+
+[[noreturn]] void refuse(const std::string& flag, const std::string& value, const std::string& expected) {
+  throw UsageError(flag + " = '" + value + "': expected " + expected);
+}
+
+int usable_processors() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+std::string range(int lowest, int highest) {
+  if (highest == std::numeric_limits<int>::max()) return "an integer of at least " + std::to_string(lowest);
+  return "an integer from " + std::to_string(lowest) + " to " + std::to_string(highest);
+}
+
+void check_range(const std::string& flag, int value, int lowest, int highest) {
+  if (value < lowest || value > highest) refuse(flag, std::to_string(value), range(lowest, highest));
+}
+
+void check_streams(const std::string& flag, const std::optional<StreamChoice>& choice, int nproc) {
+  if (!choice) return;
+  for (const auto& [local_rank, bits] : choice->ranks) {
+    if (local_rank < 0 || local_rank >= nproc) {
+      refuse(flag, std::to_string(local_rank) + ":" + std::to_string(bits),
+             "local ranks from 0 to " + std::to_string(nproc - 1));
+    }
+  }
+}
+
+}  // namespace
+
+int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto parsed = std::from_chars(text.data(), end, value);
+  if (parsed.ec != std::errc() || parsed.ptr != end || value < lowest || value > highest) {
+    refuse(flag, text, range(lowest, highest));
+  }
+  return value;
+}
+
+int parse_nproc(const std::string& flag, const std::string& text) {
+  if (text == "auto" || text == "cpu") return usable_processors();
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto parsed = std::from_chars(text.data(), end, value);
+  if (parsed.ec != std::errc() || parsed.ptr != end || value < 1) {
+    refuse(flag, text, "a number of ranks of at least 1, 'auto' or 'cpu'");
+  }
+  return value;
+}
+
+StreamChoice parse_streams(const std::string& flag, const std::string& text) {
+  const std::string expected = "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list such as 0:3,1:2 by local rank";
+  const auto number = [&](const std::string& part, int highest) {
+    int value = 0;
+    const auto parsed = std::from_chars(part.data(), part.data() + part.size(), value);
+    if (parsed.ec != std::errc() || parsed.ptr != part.data() + part.size() || value < 0 || value > highest) {
+      refuse(flag, text, expected);
+    }
+    return value;
+  };
+  StreamChoice choice;
+  if (text.find(':') == std::string::npos) {
+    choice.all = number(text, kBothStreams);
+    return choice;
+  }
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string item = text.substr(begin, end - begin);
+    const size_t colon = item.find(':');
+    if (colon == std::string::npos) refuse(flag, text, expected);
+    const int local_rank = number(item.substr(0, colon), std::numeric_limits<int>::max());
+    choice.ranks[local_rank] = number(item.substr(colon + 1), kBothStreams);
+    begin = end + 1;
+  }
+  return choice;
+}
+
+std::chrono::milliseconds parse_seconds(const std::string& flag, const std::string& text) {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  const auto parsed = std::from_chars(text.data(), end, value);
+  if (parsed.ec != std::errc() || parsed.ptr != end || !(value >= 0) || value > 1e6) {
+    refuse(flag, text, "seconds from 0 to 1000000");
+  }
+  return std::chrono::milliseconds(std::llround(value * 1000));
+}
+
+void validate(const LaunchOptions& o) {
+  if (o.program.empty() || o.program[0].empty()) throw UsageError("no program given: expected flags, then the program");
+  const int unbounded = std::numeric_limits<int>::max();
+  check_range("--nproc-per-node", o.nproc_per_node, 1, unbounded);
+  check_range("--nnodes", o.nnodes, 1, unbounded / o.nproc_per_node);
+  check_range("--max-restarts", o.max_restarts, 0, unbounded);
+  if (o.master_port) check_range("--master-port", *o.master_port, 1, 65535);
+  if (o.node_rank) check_range("--node-rank", *o.node_rank, 0, o.nnodes - 1);
+  if (o.nnodes > 1) {
+    const std::string several = ", because --nnodes = " + std::to_string(o.nnodes);
+    if (!o.node_rank) throw UsageError("--node-rank is missing: expected this host's number" + several);
+    if (o.master_addr.empty()) throw UsageError("--master-addr is missing: expected the address of node 0" + several);
+    if (!o.master_port) throw UsageError("--master-port is missing: expected a free port of node 0" + several);
+    if (o.max_restarts > 0) refuse("--max-restarts", std::to_string(o.max_restarts), "0" + several);
+  }
+  check_streams("--tee", o.tee, o.nproc_per_node);
+  check_streams("--redirects", o.redirects, o.nproc_per_node);
+  if (o.redirects && o.log_dir.empty()) {
+    throw UsageError("--redirects needs --log-dir: expected a folder for the redirected streams");
+  }
+}
+
+}  // namespace tessera::launch

@@ -1,0 +1,117 @@
+#include "launch/rendezvous.h"
+
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+
+#include "tessera/error.h"
+
+namespace tessera::launch {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kPrefix = "tessera-rdzv-";
+
+/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nothing when there is no such process or it is a zombie.
+std::optional<std::string> start_time(const std::string& pid) {
+  std::ifstream file("/proc/" + pid + "/stat");
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  // The second field is the command in brackets and may itself hold blanks and brackets.
+  const size_t close = text.rfind(')');
+  if (close == std::string::npos) return std::nullopt;
+  std::istringstream rest(text.substr(close + 1));
+  std::string field;
+  for (int number = 3; rest >> field; ++number) {
+    if (number == 3 && (field == "Z" || field == "X")) return std::nullopt;
+    if (number == 22) return field;
+  }
+  return std::nullopt;
+}
+
+std::string pid_namespace() {
+  struct stat info;
+  return stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0";
+}
+
+bool usable(const std::string& folder) {
+  struct stat info;
+  return folder.size() > 1 && folder[0] == '/' && stat(folder.c_str(), &info) == 0 && S_ISDIR(info.st_mode) &&
+         info.st_uid == geteuid() && access(folder.c_str(), W_OK | X_OK) == 0;
+}
+
+/// tessera-rdzv-<namespace>-<pid>-<start>-<random>: the owner has ended.
+bool is_stale(const std::string& name) {
+  std::istringstream parts(name.substr(kPrefix.size()));
+  std::string space, pid, start, random;
+  if (!std::getline(parts, space, '-') || !std::getline(parts, pid, '-') || !std::getline(parts, start, '-') ||
+      !std::getline(parts, random)) {
+    return false;
+  }
+  const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
+  return digits && space == pid_namespace() && start_time(pid) != start;
+}
+
+}  // namespace
+
+std::string rendezvous_base() {
+  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
+  if (runtime && usable(runtime)) return runtime;
+  const char* temporary = std::getenv("TMPDIR");
+  return temporary && *temporary ? temporary : "/tmp";
+}
+
+RendezvousFolder::RendezvousFolder() {
+  const std::string pid = std::to_string(getpid());
+  path_ = rendezvous_base() + "/" + kPrefix + pid_namespace() + "-" + pid + "-" + start_time(pid).value_or("0") +
+          "-XXXXXX";
+  if (!mkdtemp(path_.data())) {
+    throw UsageError("rendezvous folder " + path_ + ": " + std::strerror(errno) +
+                     ": expected a writable folder in XDG_RUNTIME_DIR, TMPDIR or /tmp");
+  }
+}
+
+RendezvousFolder::~RendezvousFolder() { remove_folder(path_); }
+
+void remove_folder(const std::string& path) noexcept {
+  std::error_code ignored;
+  fs::remove_all(path, ignored);
+}
+
+void sweep_stale_folders(const std::string& base) noexcept {
+  std::error_code error;
+  for (fs::directory_iterator it(base, fs::directory_options::skip_permission_denied, error), end; !error && it != end;
+       it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (name.rfind(kPrefix, 0) != 0) continue;
+    struct stat info;
+    if (lstat(it->path().c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) continue;
+    if (info.st_uid != geteuid() || (info.st_mode & 07777) != 0700) continue;
+    if (is_stale(name)) remove_folder(it->path().string());
+  }
+}
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  const bool bound = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 &&
+                     getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0;
+  const int error = errno;
+  if (fd >= 0) close(fd);
+  if (!bound) throw UsageError(std::string("no free loopback port: ") + std::strerror(error) + ": give --master-port");
+  return ntohs(address.sin_port);
+}
+
+}  // namespace tessera::launch

@@ -1,0 +1,269 @@
+#include "launch/supervisor.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+
+#include "tessera/error.h"
+
+namespace tessera::launch {
+namespace {
+
+// Together below the 5 s after which all must have ended. The first lets survivors print their own error.
+constexpr auto kGrace = std::chrono::milliseconds(1500);
+constexpr auto kTermination = std::chrono::seconds(2);
+// SIGKILL works at once, unless a process hangs inside the kernel.
+constexpr auto kKilling = std::chrono::seconds(5);
+
+}  // namespace
+
+Supervisor::Supervisor(Surroundings surroundings, Attempt attempt)
+    : around_(surroundings),
+      attempt_(std::move(attempt)),
+      mux_(around_.console),
+      inherits_(around_.options.nnodes * around_.options.nproc_per_node == 1 && around_.options.log_dir.empty()) {}
+
+Outcome Supervisor::run() {
+  try {
+    start_ranks();
+    if (const auto failed = failed_exec()) {
+      end_groups();
+      Outcome result;
+      result.exit_code = failed->exit_code;
+      result.not_started = failed->why;
+      return result;
+    }
+    watch();
+  } catch (...) {
+    end_groups();
+    throw;
+  }
+  end_groups();
+  take_terminal();
+  mux_.finish();
+  if (root_) report();
+  return outcome();
+}
+
+void Supervisor::start_ranks() {
+  for (int local_rank = 0; local_rank < around_.options.nproc_per_node; ++local_rank) start_rank(local_rank);
+}
+
+void Supervisor::start_rank(int local_rank) {
+  const LaunchOptions& options = around_.options;
+  ChildSpec spec;
+  spec.path = around_.path;
+  spec.arguments = options.program;
+  spec.environment = rank_environment(options, attempt_, local_rank, around_.environment);
+  spec.mask = around_.signals.former_mask();
+
+  const int rank = global_rank(options, local_rank);
+  Mux::Ends ends;
+  if (!inherits_) {
+    StreamPlan plan;
+    plan.rank = rank;
+    if (!options.log_dir.empty()) {
+      const int tee = options.tee ? options.tee->of(local_rank) : options.redirects ? kNoStream : kBothStreams;
+      const int redirected = options.redirects ? options.redirects->of(local_rank) : kNoStream;
+      plan.files = tee | redirected;
+      plan.console = kBothStreams & ~(redirected & ~tee);
+      plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" + std::to_string(rank);
+    }
+    ends = mux_.add_rank(plan);
+    spec.out = ends.out.get();
+    spec.err = ends.err ? ends.err.get() : ends.out.get();
+  }
+  Fd null;
+  if (rank != 0) {
+    null = Fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    spec.in = null.get();
+  }
+  ranks_.push_back({Child(spec), std::nullopt});
+  around_.guard.watch_group(ranks_.back().child.pid());
+}
+
+std::optional<Program> Supervisor::failed_exec() {
+  for (Rank& rank : ranks_) {
+    if (const int error = rank.child.wait_for_exec()) return exec_failure(around_.path, error);
+  }
+  return std::nullopt;
+}
+
+void Supervisor::watch() {
+  std::vector<pollfd> polled;
+  while (alive() > 0 && phase_ != Phase::Lost) {
+    wait_for_events(polled);
+    // Deaths first: reading a lot of output must not delay them.
+    collect_exits();
+    for (int number : around_.signals.take()) on_signal(number);
+    mux_.handle(polled.data() + 1 + ranks_.size());
+    if (deadline_ && Clock::now() >= *deadline_) on_deadline();
+  }
+}
+
+void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
+  polled.clear();
+  polled.push_back({around_.signals.fd(), POLLIN, 0});
+  // A negative descriptor is skipped by poll().
+  for (const Rank& rank : ranks_) polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
+  mux_.add_polled(polled);
+  if (poll(polled.data(), polled.size(), poll_timeout()) < 0) {
+    for (pollfd& entry : polled) entry.revents = 0;
+  }
+}
+
+int Supervisor::poll_timeout() const {
+  auto next = deadline_;
+  const auto lines = mux_.deadline();
+  if (lines && (!next || *lines < *next)) next = lines;
+  if (!next) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+}
+
+void Supervisor::collect_exits() {
+  std::vector<Exit> failures;
+  for (size_t local_rank = 0; local_rank < ranks_.size(); ++local_rank) {
+    Rank& rank = ranks_[local_rank];
+    if (rank.exit) continue;
+    const siginfo_t info = rank.child.peek();
+    if (info.si_pid == 0) continue;
+    Exit exit;
+    exit.rank = global_rank(around_.options, static_cast<int>(local_rank));
+    exit.local_rank = static_cast<int>(local_rank);
+    exit.pid = rank.child.pid();
+    (info.si_code == CLD_EXITED ? exit.code : exit.signal) = info.si_status;
+    exit.dumped = info.si_code == CLD_DUMPED;
+    exit.by_launcher = phase_ == Phase::Terminating || phase_ == Phase::Killing;
+    rank.exit = exit;
+    if (exit.failed()) failures.push_back(exit);
+  }
+  if (!failures.empty()) on_failures(failures);
+}
+
+void Supervisor::on_failures(const std::vector<Exit>& failures) {
+  if (phase_ != Phase::Running) {
+    // The code that an interrupted program leaves with is passed on.
+    if (interrupted_by_ && !root_) root_ = failures.front();
+    return;
+  }
+  std::vector<Exit> judged = failures;
+  for (Exit& exit : judged) {
+    mux_.drain(exit.local_rank);
+    exit.consequence = speaks_of_broken_world(mux_.last_lines(exit.local_rank));
+  }
+  root_ = judged[root_cause(judged)];
+  if (terminal_given_ && root_->rank == 0 && root_->signal == SIGINT) {
+    // Ctrl-C went to rank 0 alone, which has the terminal.
+    return interrupt(SIGINT);
+  }
+  std::string text = describe(*root_) + " on " + host_name() + "; it is the root cause";
+  if (alive() > 0) text += "; ending the other " + count_ranks(alive());
+  say(text);
+  phase_ = Phase::Grace;
+  deadline_ = Clock::now() + kGrace;
+}
+
+void Supervisor::on_signal(int number) {
+  if (number == SIGCHLD) return serve_terminal();
+  if (number == SIGTSTP) return suspend();
+  if (phase_ == Phase::Running) return interrupt(number);
+  if (phase_ != Phase::Killing) kill_now(signal_name(number) + " once more");
+}
+
+void Supervisor::interrupt(int number) {
+  interrupted_by_ = number;
+  phase_ = Phase::Interrupted;
+  deadline_ = Clock::now() + around_.options.grace;
+  const auto seconds = std::chrono::duration_cast<std::chrono::duration<double>>(around_.options.grace).count();
+  std::string span = std::to_string(seconds);
+  span.erase(span.find_last_not_of('0') + 1);
+  if (span.back() == '.') span.pop_back();
+  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
+      " s (once more: kill at once)");
+  signal_all(number);
+}
+
+void Supervisor::on_deadline() {
+  switch (phase_) {
+    case Phase::Grace:
+      phase_ = Phase::Terminating;
+      deadline_ = Clock::now() + kTermination;
+      signal_all(SIGTERM);
+      break;
+    case Phase::Terminating:
+      kill_now("no end after SIGTERM");
+      break;
+    case Phase::Interrupted:
+      kill_now("no end within the grace time");
+      break;
+    case Phase::Killing:
+      phase_ = Phase::Lost;
+      say("gave up waiting for " + count_ranks(alive()) + " that SIGKILL does not end");
+      break;
+    case Phase::Running:
+    case Phase::Lost:
+      deadline_.reset();
+  }
+}
+
+void Supervisor::kill_now(const std::string& why) {
+  phase_ = Phase::Killing;
+  deadline_ = Clock::now() + kKilling;
+  say(why + ": killing " + count_ranks(alive()));
+  signal_all(SIGKILL);
+}
+
+void Supervisor::signal_all(int number) {
+  for (const Rank& rank : ranks_) {
+    if (rank.exit && number != SIGKILL) continue;
+    rank.child.signal_group(number);
+    // A stopped process acts on no other signal.
+    if (number != SIGKILL && number != SIGTSTP && number != SIGCONT) rank.child.signal_group(SIGCONT);
+  }
+}
+
+void Supervisor::end_groups() {
+  // The zombies of the ranks still hold their group numbers, so this cannot meet strangers.
+  for (const Rank& rank : ranks_) {
+    rank.child.signal_group(SIGKILL);
+    if (phase_ != Phase::Lost || rank.exit) rank.child.reap();
+  }
+}
+
+size_t Supervisor::alive() const {
+  return std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return !rank.exit; });
+}
+
+Outcome Supervisor::outcome() const {
+  Outcome result;
+  result.interrupted = interrupted_by_ != 0;
+  result.root = root_;
+  if (phase_ == Phase::Killing && interrupted_by_) {
+    result.exit_code = 128 + interrupted_by_;
+  } else if (root_) {
+    result.exit_code = root_->shell_code();
+  } else if (phase_ == Phase::Lost) {
+    result.exit_code = 128 + SIGKILL;
+  }
+  return result;
+}
+
+void Supervisor::report() const {
+  if (interrupted_by_ || inherits_) return;
+  const auto lines = mux_.last_lines(root_->local_rank);
+  say("root cause: " + describe(*root_) + (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
+  for (const std::string& line : lines) around_.console.say("  | " + line);
+  std::string others;
+  for (const Rank& rank : ranks_) {
+    if (!rank.exit || rank.exit->rank == root_->rank) continue;
+    others += (others.empty() ? "" : ", ") + describe(*rank.exit) + (rank.exit->by_launcher ? " (launcher)" : "");
+  }
+  if (!others.empty()) say("the others: " + others);
+}
+
+void Supervisor::say(const std::string& text) const { around_.console.say(around_.options.command + ": " + text); }
+
+}  // namespace tessera::launch
