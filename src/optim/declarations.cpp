@@ -1,0 +1,62 @@
+#include "optim/declarations.h"
+
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "optim/fields.h"
+
+namespace tessera {
+
+namespace {
+
+// A class is one thing in the whole process, and so is what is declared of it.
+struct Declarations {
+  std::mutex mutex;
+  std::unordered_map<std::type_index, StateAdapter> adapters;
+  std::unordered_set<std::type_index> element_wise;
+};
+
+Declarations& declarations() {
+  static auto* const all = new Declarations;  // lives until the process ends, for optimizers in static storage
+  return *all;
+}
+
+template <class... Optimizers>
+bool is_exactly(const torch::optim::Optimizer& optimizer) {
+  return ((typeid(optimizer) == typeid(Optimizers)) || ...);
+}
+
+}  // namespace
+
+void declare_state(std::type_index optimizer, StateAdapter adapter) {
+  auto& all = declarations();
+  const std::lock_guard lock(all.mutex);
+  all.adapters[optimizer] = std::move(adapter);
+}
+
+void declare_element_wise(std::type_index optimizer) {
+  auto& all = declarations();
+  const std::lock_guard lock(all.mutex);
+  all.element_wise.insert(optimizer);
+}
+
+bool is_element_wise(const torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  if (dynamic_cast<const ElementWise*>(&optimizer) != nullptr ||
+      is_exactly<SGD, Adam, AdamW, Adagrad, RMSprop>(optimizer)) {
+    return true;
+  }
+  auto& all = declarations();
+  const std::lock_guard lock(all.mutex);
+  return all.element_wise.count(typeid(optimizer)) != 0;
+}
+
+std::optional<StateAdapter> optim::declared_adapter(const torch::optim::Optimizer& optimizer) {
+  auto& all = declarations();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.adapters.find(typeid(optimizer));
+  return found == all.adapters.end() ? std::nullopt : std::optional<StateAdapter>(found->second);
+}
+
+}  // namespace tessera

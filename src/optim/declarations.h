@@ -1,0 +1,13 @@
+#pragma once
+
+#include <optional>
+#include <typeindex>
+
+#include "tessera/optimizer_state.h"
+
+namespace tessera::optim {
+
+/// The adapter declared for the optimizer's class, if any.
+std::optional<StateAdapter> declared_adapter(const torch::optim::Optimizer& optimizer);
+
+}  // namespace tessera::optim

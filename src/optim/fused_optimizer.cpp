@@ -1,0 +1,155 @@
+#include "tessera/fused_optimizer.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <system_error>
+#include <thread>
+
+#include "optim/fused_base.h"
+
+namespace tessera {
+
+namespace {
+
+// Less than this is done before a second thread has started.
+constexpr int64_t kElementsPerThread = int64_t{1} << 18;
+
+bool is_fused_dtype(const at::Tensor& param) {
+  return param.device().is_cpu() && param.layout() == at::kStrided &&
+         (param.scalar_type() == at::kFloat || param.scalar_type() == at::kDouble);
+}
+
+// The gradient, laid out in memory as `values` is.
+at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
+  if (grad.scalar_type() == values.scalar_type() && grad.device() == values.device() &&
+      grad.strides() == values.strides()) {
+    return grad;
+  }
+  return at::empty_like(values).copy_(grad);
+}
+
+// Elements [begin, end) of all jobs laid end to end.
+void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
+  int64_t start = 0;
+  for (const auto& job : jobs) {
+    const int64_t from = std::max(begin, start), to = std::min(end, start + job.update.numel);
+    if (from < to) {
+      const auto* grad = static_cast<const char*>(job.grad.data_ptr()) + (from - start) * job.grad.element_size();
+      job.update.kernel(job.update, from - start, grad, to - from, 1.0, nullptr);
+    }
+    start += job.update.numel;
+  }
+}
+
+}  // namespace
+
+void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& values) {
+  if (!state.defined()) {
+    state = at::zeros_like(values);
+  } else if (state.sizes() != values.sizes()) {
+    throw UsageError(std::string("fused optimizer: state ") + name + " has sizes " + c10::str(state.sizes()) +
+                     ", expected those of its parameter, " + c10::str(values.sizes()));
+  } else if (state.scalar_type() != values.scalar_type() || state.strides() != values.strides() ||
+             state.device() != values.device()) {
+    state = at::empty_like(values).copy_(state);
+  }
+  return state.data_ptr();
+}
+
+// Threads of our own, for a moment: at::parallel_for is a template over OpenMP, which the caller's build may lack.
+void optim::run_jobs(const std::vector<Job>& jobs) {
+  int64_t total = 0;
+  for (const auto& job : jobs) {
+    total += job.update.numel;
+  }
+  const int64_t allowed = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t count = std::clamp<int64_t>(total / kElementsPerThread, 1, std::max<int64_t>(allowed, 1));
+  const int64_t share = (total + count - 1) / count;
+  std::vector<std::thread> threads;
+  int64_t begin = share;
+  try {
+    for (; begin < total; begin += share) {
+      threads.emplace_back([&jobs, begin, end = std::min(total, begin + share)] { run_span(jobs, begin, end); });
+    }
+  } catch (const std::system_error&) {  // no more threads to be had: the rest is done here
+  }
+  run_span(jobs, 0, std::min(share, total));
+  run_span(jobs, begin, total);
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+bool FusedOptimizer::supports_range(const at::Tensor& param) {
+  return param.defined() && param.layout() == at::kStrided && param.device().is_cpu() &&
+         param.scalar_type() == at::kFloat && param.is_contiguous();
+}
+
+RangeUpdate FusedOptimizer::begin_update(const at::Tensor& param) {
+  if (!supports_range(param)) {
+    throw UsageError("FusedOptimizer::begin_update: the parameter must be a dense contiguous float32 CPU tensor");
+  }
+  for (const auto& group : param_groups_) {
+    for (const auto& one : group.params()) {
+      if (one.is_same(param)) {
+        const at::NoGradGuard no_grad;
+        param.unsafeGetTensorImpl()->bump_version();
+        return prepare(param, param.detach(), group.options());
+      }
+    }
+  }
+  throw UsageError("FusedOptimizer::begin_update: the parameter is in no group of this optimizer");
+}
+
+torch::Tensor FusedOptimizer::step(LossClosure closure) {
+  const at::NoGradGuard no_grad;
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  std::vector<optim::Job> jobs;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameter, the dense values updated in its place
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& params = param_groups_[g].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (params[i].grad().defined() && params[i].grad().layout() != at::kStrided) {
+        throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " + std::to_string(g) +
+                         " has a sparse gradient, expected a dense one");
+      }
+    }
+  }
+  for (const auto& group : param_groups_) {
+    Gradients others;
+    for (const auto& param : group.params()) {
+      const auto& grad = param.grad();
+      if (!grad.defined()) {
+        continue;
+      }
+      if (!is_fused_dtype(param)) {
+        others.emplace_back(param, grad);
+        continue;
+      }
+      at::Tensor values = param.detach();
+      if (!values.is_non_overlapping_and_dense()) {
+        values = values.contiguous();
+        copies.emplace_back(param, values);
+      }
+      param.unsafeGetTensorImpl()->bump_version();
+      jobs.push_back({prepare(param, values, group.options()), match_gradient(grad, values)});
+    }
+    if (!others.empty()) {
+      plain_update(others, group.options());
+    }
+  }
+  optim::run_jobs(jobs);
+  for (auto& [param, values] : copies) {
+    param.detach().copy_(values);
+  }
+  return loss;
+}
+
+double sum_of_squares(const float* x, int64_t n) { return optim::sum_of_squares(x, n); }
+
+}  // namespace tessera

@@ -1,0 +1,62 @@
+#include "optim/fused_base.h"
+#include "optim/option_rules.h"
+#include "optim/plain_math.h"
+
+namespace tessera {
+
+namespace {
+
+std::unique_ptr<torch::optim::SGDOptions> checked(const torch::optim::SGDOptions& options) {
+  optim::check_options("FusedSGD", options);
+  return std::make_unique<torch::optim::SGDOptions>(options);
+}
+
+}  // namespace
+
+FusedSGD::FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::SGDOptions defaults)
+    : FusedOptimizer(std::move(groups), checked(defaults)) {}
+
+FusedSGD::FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
+    : FusedOptimizer(std::move(params), checked(defaults)) {}
+
+RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
+                              const torch::optim::OptimizerOptions& options) {
+  const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
+  RangeUpdate update;
+  update.parameter = values.data_ptr();
+  update.numel = values.numel();
+  auto momentum = optim::Momentum::None;
+  double keep = 1 - o.dampening();
+  if (o.momentum() != 0) {
+    momentum = o.nesterov() ? optim::Momentum::Nesterov : optim::Momentum::Plain;
+    auto& buffer = optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer();
+    if (!buffer.defined()) {
+      keep = 1;  // the buffer, zero before, becomes the first gradient whole
+    }
+    update.first = optim::match_state("momentum_buffer", buffer, values);
+  }
+  const double coefficients[] = {o.momentum(), keep, o.lr(), o.weight_decay()};
+  std::copy(std::begin(coefficients), std::end(coefficients), update.coefficients);
+  update.kernel = optim::sgd_kernel(optim::precision_of(values), o.weight_decay() != 0, momentum);
+  return update;
+}
+
+void FusedSGD::plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) {
+  const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
+  for (const auto& [param, grad] : gradients) {
+    at::Tensor none;
+    auto& buffer =
+        o.momentum() != 0 ? optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer() : none;
+    optim::plain_sgd(param, grad, buffer, o);
+  }
+}
+
+void FusedSGD::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<torch::optim::SGDParamState, torch::optim::SGDOptions>(archive, *this);
+}
+
+void FusedSGD::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<torch::optim::SGDParamState, torch::optim::SGDOptions>(archive, *this);
+}
+
+}  // namespace tessera
