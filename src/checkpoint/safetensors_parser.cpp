@@ -206,6 +206,11 @@ Header parse_header_json(const std::string& file, std::string_view text) {
   if (text.empty() || text.front() != '{') {
     throw UsageError("safetensors: " + file + ": the header must begin with '{'");
   }
+  // The lexer takes a zero byte for the end of its input; JSON has none.
+  if (const size_t zero = text.find('\0'); zero != std::string_view::npos) {
+    throw UsageError("safetensors: " + file + ": the header is not valid JSON: a zero byte at byte " +
+                     std::to_string(zero + kSizeBytes) + " of the file");
+  }
   HeaderHandler handler(file);
   nlohmann::json::sax_parse(text.begin(), text.end(), &handler);
   return handler.take();
