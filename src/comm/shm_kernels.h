@@ -1,0 +1,19 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tessera::comm {
+
+/// outputs[j][i] = ((inputs[0][i] + inputs[1][i]) + inputs[2][i]) + … for 0 <= i < count and every j, in one pass. 16-bit
+/// floats are summed in float and rounded once. An output may be one of the inputs; otherwise they do not overlap.
+void sum_ranks(c10::ScalarType dtype, const std::vector<std::byte*>& outputs, const std::vector<const std::byte*>& inputs,
+               int64_t count);
+
+/// As memcpy; large copies go around the caches.
+void copy_bytes(std::byte* to, const std::byte* from, int64_t bytes);
+
+}  // namespace tessera::comm
