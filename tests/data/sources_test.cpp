@@ -1,0 +1,140 @@
+// Token files and text: what is read, and the errors of files that are not what they should be.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tessera/data.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class Sources : public testing::Test {
+ protected:
+  Sources() {
+    std::string name = (fs::temp_directory_path() / "tessera-test-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) {
+      throw std::runtime_error("mkdtemp");
+    }
+    folder_ = name;
+  }
+  ~Sources() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::string put(const std::string& name, const std::string& bytes) const {
+    fs::create_directories(fs::path(path(name)).parent_path());
+    std::ofstream(path(name), std::ios::binary) << bytes;
+    return path(name);
+  }
+
+  std::string put_bin(const std::string& name, int32_t magic, int32_t version, int32_t count,
+                      const std::vector<uint16_t>& tokens) const {
+    std::string bytes(1024, '\0');
+    const int32_t header[] = {magic, version, count};
+    std::copy_n(reinterpret_cast<const char*>(header), sizeof header, bytes.begin());
+    bytes.append(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
+    return put(name, bytes);
+  }
+
+  static std::string text(const Tokens& tokens) {
+    std::string result;
+    for (int64_t i = 0; i < tokens.size(); ++i) {
+      result += static_cast<char>(tokens[i]);
+    }
+    return result;
+  }
+
+  fs::path folder_;
+};
+
+template <typename Source>
+std::string refusal(const Source& source) {
+  try {
+    source.load();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing thrown";
+}
+
+TEST_F(Sources, ByteTextSplitsOffItsEnd) {
+  const TokenData data = ByteText{{put("a", std::string("0123456789\xff") + "abcdefgh")}, 0.1}.load();
+  EXPECT_EQ(text(data.train), "0123456789\xff" "abcdef");  // ⌊19 · 0.9⌋ = 17
+  EXPECT_EQ(text(data.val), "gh");
+  EXPECT_EQ(data.train[10], 255);
+  EXPECT_EQ((ByteText{{path("a")}, 0.0}.load().val.size()), 0);
+  EXPECT_TRUE(at::equal(data.val.tensor(), at::tensor({103, 104}, at::kLong)));
+}
+
+TEST_F(Sources, ByteTextReadsFoldersInOrderAndNothingTwice) {
+  put("d/b", "BB");
+  put("d/a", "A");
+  put("d/c.txt", "CCC");
+  put("d/sub/x", "no");
+  fs::create_symlink("a", path("d/link"));
+  EXPECT_EQ(text(ByteText{{path("d")}, 0.0}.load().train), "ABBCCC");
+  EXPECT_EQ(text(ByteText{{path("d/[ab]*")}, 0.0}.load().train), "ABB");
+  EXPECT_EQ(text(ByteText{{path("d/c*"), path("d/a")}, 0.0}.load().train), "CCCA");
+  EXPECT_EQ(text(ByteText{{path("d/link")}, 0.0}.load().train), "A") << "named outright, a link is followed";
+}
+
+TEST_F(Sources, ByteTextRefusesByName) {
+  EXPECT_THAT(refusal(ByteText{{path("none")}}), HasSubstr(path("none") + ": no such file"));
+  EXPECT_THAT(refusal(ByteText{{path("none*")}}), HasSubstr("matches no regular file"));
+  EXPECT_THAT(refusal(ByteText{{put("empty", "")}}), HasSubstr("empty: holds no bytes"));
+  fs::create_directory(path("d"));
+  EXPECT_THAT(refusal(ByteText{{path("d")}}), HasSubstr("no regular file"));
+  EXPECT_THAT(refusal(ByteText{{"/dev/null"}}), HasSubstr("neither a file nor a folder"));
+  EXPECT_THAT(refusal(ByteText{{}}), HasSubstr("at least one"));
+  EXPECT_THAT(refusal(ByteText{{path("empty")}, 1.0}), HasSubstr("val_fraction"));
+}
+
+TEST_F(Sources, DebiansLicencesMakeAText) {
+  const TokenData data = ByteText{}.load();
+  EXPECT_GT(data.train.size(), 100'000);
+  EXPECT_NEAR(static_cast<double>(data.val.size()) / static_cast<double>(data.train.size()), 1.0 / 9, 1e-4);
+  const double bigram = bigram_cross_entropy(data.train, data.val, 256);
+  EXPECT_GT(bigram, 1.5);
+  EXPECT_LT(bigram, 3.5);
+}
+
+TEST_F(Sources, TokenBinReadsLlmcFiles) {
+  const std::string train = put_bin("t.bin", 20240520, 1, 4, {0, 50256, 7, 65535}), val = put_bin("v.bin", 20240520, 1, 2, {3, 4});
+  const TokenData data = TokenBin{train, val, 0}.load();
+  EXPECT_TRUE(at::equal(data.train.tensor(), at::tensor({0, 50256, 7, 65535}, at::kLong)));
+  EXPECT_TRUE(at::equal(data.val.tensor(), at::tensor({3, 4}, at::kLong)));
+  EXPECT_EQ((TokenBin{train, "", 65536}.load().val.size()), 0);
+  EXPECT_THAT(refusal(TokenBin{train, "", 50257}), HasSubstr("t.bin: token 65535 at position 3 is not below vocab_size, 50257"));
+  EXPECT_THAT(refusal(TokenBin{val, train, 50257}), HasSubstr("t.bin"));
+}
+
+TEST_F(Sources, TokenBinRefusesByName) {
+  EXPECT_THAT(refusal(TokenBin{path("none"), "", 0}), HasSubstr("none: cannot be opened"));
+  EXPECT_THAT(refusal(TokenBin{folder_.string(), "", 0}), HasSubstr("not a regular file"));
+  EXPECT_THAT(refusal(TokenBin{put("short", std::string(1023, 'x')), "", 0}), HasSubstr("1023 bytes"));
+  EXPECT_THAT(refusal(TokenBin{put_bin("m", 20240521, 1, 1, {1}), "", 0}), HasSubstr("magic number 20240520"));
+  EXPECT_THAT(refusal(TokenBin{put_bin("v", 20240520, 2, 1, {1}), "", 0}), HasSubstr("version 2"));
+  EXPECT_THAT(refusal(TokenBin{put_bin("more", 20240520, 1, 1, {1, 2}), "", 0}), HasSubstr("says 1 tokens"));
+  EXPECT_THAT(refusal(TokenBin{put_bin("less", 20240520, 1, 3, {1, 2}), "", 0}), HasSubstr("has 1028"));
+  EXPECT_THAT(refusal(TokenBin{put_bin("neg", 20240520, 1, -2, {}), "", 0}), HasSubstr("-2 tokens"));
+}
+
+TEST(TokensTest, SlicesAndChecks) {
+  const Tokens tokens = Tokens::from({1, 2, 300}, "abc");
+  EXPECT_EQ(tokens.slice(1, 2, "part")[1], 300);
+  EXPECT_THROW(tokens.slice(1, 3, "part"), UsageError);
+  EXPECT_THROW(tokens.slice(-1, 1, "part"), UsageError);
+  EXPECT_THROW(tokens.require_below(300), UsageError);
+  tokens.require_below(301);
+}
+
+}  // namespace
+}  // namespace tessera
