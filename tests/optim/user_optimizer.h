@@ -81,6 +81,7 @@ class UserOptimizer : public torch::optim::Optimizer {
       : Optimizer(std::move(groups), std::make_unique<Options>(defaults)) {}
 
   torch::Tensor step(LossClosure closure = nullptr) override {
+    const auto loss = closure ? closure() : at::Tensor();
     const at::NoGradGuard no_grad;
     for (auto& group : param_groups_) {
       for (auto& p : group.params()) {
@@ -96,7 +97,7 @@ class UserOptimizer : public torch::optim::Optimizer {
         p.sub_(state.average, group.options().get_lr());
       }
     }
-    return {};
+    return loss;
   }
 };
 
