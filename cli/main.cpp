@@ -3,7 +3,7 @@
 #include <string>
 
 #include "commands.h"
-#include "nearest.h"
+#include "tessera/nearest.h"
 #include "tessera/version.h"
 
 namespace {
@@ -34,7 +34,7 @@ int dispatch(int argc, char** argv) {
     std::fputs(kHelp, stdout);
     return 0;
   }
-  const std::string hint = tessera::cli::did_you_mean(command, {"run", "train", "--version", "--help"});
+  const std::string hint = tessera::did_you_mean(command, {"run", "train", "--version", "--help"});
   std::fprintf(stderr, "tessera: '%s': no such command%s\n", command.c_str(), hint.c_str());
   return tessera::cli::kUsageExit;
 }

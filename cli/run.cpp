@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "commands.h"
-#include "nearest.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
+#include "tessera/nearest.h"
 
 namespace tessera::cli {
 namespace {

@@ -1,0 +1,64 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include "launch/launched.h"
+
+namespace tessera::launch_test {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+TEST(Interrupt, OnceIsForwardedAndGraceful) {
+  Launched run(run_shell(2, "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done"));
+  run.wait_for("ready", 2);
+  run.send(SIGINT);
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.out(), "saved"), 2);
+  EXPECT_THAT(run.err(), HasSubstr("SIGINT: asked 2 ranks to end"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
+  EXPECT_TRUE(run.tmp().empty());
+}
+
+TEST(Interrupt, ThePlainProgramEndsByIt) {
+  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+    Launched run(run_shell(2, "ulimit -c 0; echo ready; exec sleep 60", {"--max-restarts=2"}));
+    run.wait_for("ready", 2);
+    run.send(number);
+    EXPECT_EQ(run.finish(), 128 + number);
+    EXPECT_TRUE(run.tmp().empty());
+  }
+}
+
+TEST(Interrupt, AnExitCodeOfAnInterruptedProgramPasses) {
+  Launched run(run_shell(2, "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done"));
+  run.wait_for("ready", 2);
+  run.send(SIGTERM);
+  EXPECT_EQ(run.finish(), 9);
+}
+
+TEST(Interrupt, TwiceKillsAtOnce) {
+  Launched run(run_shell(2, "trap '' INT; echo pid=$$; while :; do sleep 60; done"));
+  run.wait_for("pid=", 2);
+  const Watched first(run.pids()[0]), second(run.pids()[1]);
+  run.send(SIGINT);
+  run.wait_for("once more: kill at once");
+  run.send(SIGINT);
+  EXPECT_EQ(run.finish(), 130);
+  EXPECT_TRUE(first.ended(0));
+  EXPECT_TRUE(second.ended(0));
+  EXPECT_LT(run.seconds(), 15);
+  EXPECT_TRUE(run.tmp().empty());
+}
+
+TEST(Interrupt, TheGraceTimeEnds) {
+  Launched run(run_shell(2, "trap '' TERM; echo ready; while :; do sleep 60; done", {"--grace=0.2"}));
+  run.wait_for("ready", 2);
+  run.send(SIGTERM);
+  EXPECT_EQ(run.finish(), 143);
+  EXPECT_THAT(run.err(), HasSubstr("waiting up to 0.2 s"));
+}
+
+}  // namespace
+}  // namespace tessera::launch_test

@@ -1,0 +1,83 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/error.h"
+#include "tessera/launch.h"
+
+namespace tessera::launch {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+LaunchOptions good() {
+  LaunchOptions options;
+  options.program = {"./program"};
+  return options;
+}
+
+TEST(LaunchOptionsTest, NumbersAreWholeAndInRange) {
+  EXPECT_EQ(parse_integer("--nnodes", "12", 1, 100), 12);
+  for (const char* bad : {"", "x", "1x", "0", "101", "1.5", "99999999999", " 1"}) {
+    EXPECT_THAT([&] { parse_integer("--nnodes", bad, 1, 100); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("--nnodes"), HasSubstr(bad), HasSubstr("from 1 to 100"))));
+  }
+}
+
+TEST(LaunchOptionsTest, RanksPerHost) {
+  EXPECT_EQ(parse_nproc("-n", "7"), 7);
+  EXPECT_GE(parse_nproc("-n", "auto"), 1);
+  EXPECT_EQ(parse_nproc("-n", "auto"), parse_nproc("-n", "cpu"));
+  EXPECT_THROW(parse_nproc("-n", "gpu"), UsageError);
+  EXPECT_THROW(parse_nproc("-n", "-1"), UsageError);
+}
+
+TEST(LaunchOptionsTest, StreamChoices) {
+  EXPECT_EQ(parse_streams("--tee", "2").of(5), kStderr);
+  const StreamChoice some = parse_streams("--tee", "0:3,2:1");
+  EXPECT_EQ(some.of(0), kBothStreams);
+  EXPECT_EQ(some.of(1), kNoStream);
+  EXPECT_EQ(some.of(2), kStdout);
+  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2"}) {
+    EXPECT_THROW(parse_streams("--tee", bad), UsageError) << bad;
+  }
+}
+
+TEST(LaunchOptionsTest, Seconds) {
+  EXPECT_EQ(parse_seconds("--grace", "1.5").count(), 1500);
+  EXPECT_THROW(parse_seconds("--grace", "-1"), UsageError);
+  EXPECT_THROW(parse_seconds("--grace", "nan"), UsageError);
+}
+
+TEST(LaunchOptionsTest, SeveralHostsNeedAMeetingPoint) {
+  LaunchOptions options = good();
+  EXPECT_NO_THROW(validate(options));
+  options.nnodes = 2;
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--node-rank")));
+  options.node_rank = 2;
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("from 0 to 1")));
+  options.node_rank = 1;
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--master-addr")));
+  options.master_addr = "host0";
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--master-port")));
+  options.master_port = 29500;
+  EXPECT_NO_THROW(validate(options));
+  options.max_restarts = 1;
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--max-restarts")));
+}
+
+TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {
+  LaunchOptions options = good();
+  options.program.clear();
+  EXPECT_THROW(validate(options), UsageError);
+  options = good();
+  options.redirects = parse_streams("--redirects", "3");
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--log-dir")));
+  options = good();
+  options.tee = parse_streams("--tee", "3:1");
+  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("local ranks")));
+}
+
+}  // namespace
+}  // namespace tessera::launch

@@ -1,0 +1,111 @@
+#include "launch/rendezvous.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
+namespace tessera::launch {
+namespace {
+
+namespace fs = std::filesystem;
+
+class RendezvousTest : public testing::Test {
+ protected:
+  RendezvousTest() {
+    char name[] = "/tmp/rendezvous-test-XXXXXX";
+    base_ = mkdtemp(name);
+    setenv("TMPDIR", base_.c_str(), 1);
+    unsetenv("XDG_RUNTIME_DIR");
+  }
+  ~RendezvousTest() override {
+    fs::remove_all(base_);
+    unsetenv("TMPDIR");
+    unsetenv("XDG_RUNTIME_DIR");
+  }
+
+  /// A folder left by a process that has ended, as by kill -9.
+  std::string left_behind() const {
+    int ends[2];
+    EXPECT_EQ(pipe(ends), 0);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      const std::string path = (new RendezvousFolder())->path();
+      std::ofstream(path + "/store") << "x";
+      (void)!write(ends[1], path.data(), path.size());
+      _exit(0);
+    }
+    close(ends[1]);
+    char buffer[4096];
+    const ssize_t got = read(ends[0], buffer, sizeof buffer);
+    close(ends[0]);
+    waitpid(pid, nullptr, 0);
+    return std::string(buffer, got > 0 ? got : 0);
+  }
+
+  std::string base_;
+};
+
+TEST_F(RendezvousTest, IsPrivateAndRemovedWithItsContents) {
+  auto folder = std::make_unique<RendezvousFolder>();
+  const std::string path = folder->path();
+  struct stat info;
+  ASSERT_EQ(stat(path.c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0700u);
+  EXPECT_EQ(fs::path(path).parent_path(), base_);
+  fs::create_directory(path + "/sub");
+  std::ofstream(path + "/sub/file") << "x";
+  folder.reset();
+  EXPECT_FALSE(fs::exists(path));
+}
+
+TEST_F(RendezvousTest, TheRuntimeFolderIsPreferredWhenUsable) {
+  const std::string runtime = base_ + "/run";
+  fs::create_directory(runtime);
+  setenv("XDG_RUNTIME_DIR", runtime.c_str(), 1);
+  EXPECT_EQ(rendezvous_base(), runtime);
+  setenv("XDG_RUNTIME_DIR", (base_ + "/none").c_str(), 1);
+  EXPECT_EQ(rendezvous_base(), base_);
+}
+
+TEST_F(RendezvousTest, SweepRemovesOnlyWhatDeadOwnersLeft) {
+  const std::string stale = left_behind();
+  const std::string open_to_others = left_behind();
+  ASSERT_TRUE(fs::exists(stale + "/store"));
+  chmod(open_to_others.c_str(), 0755);
+  const RendezvousFolder alive;
+  const std::string foreign = base_ + "/tessera-rdzv-notours";
+  fs::create_directory(foreign);
+  chmod(foreign.c_str(), 0700);
+  fs::create_directory_symlink(base_, base_ + "/tessera-rdzv-1-2-3-link");
+
+  sweep_stale_folders(base_);
+
+  EXPECT_FALSE(fs::exists(stale));
+  EXPECT_TRUE(fs::exists(open_to_others));
+  EXPECT_TRUE(fs::exists(alive.path()));
+  EXPECT_TRUE(fs::exists(foreign));
+  EXPECT_TRUE(fs::is_symlink(base_ + "/tessera-rdzv-1-2-3-link"));
+  sweep_stale_folders(base_ + "/none");
+}
+
+TEST_F(RendezvousTest, AFreePortCanBeBound) {
+  const int port = free_port();
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  close(fd);
+}
+
+}  // namespace
+}  // namespace tessera::launch

@@ -1,0 +1,136 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+#include "launch/launched.h"
+
+namespace tessera::launch_test {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+TEST(Run, RanksKnowTheirPlace) {
+  Launched run(run_shell(3, "echo \"rank=$RANK local=$LOCAL_RANK world=$WORLD_SIZE addr=$MASTER_ADDR omp=$OMP_NUM_THREADS;\""));
+  EXPECT_EQ(run.finish(), 0);
+  for (const char* rank : {"0", "1", "2"}) {
+    EXPECT_THAT(run.out(), HasSubstr(std::string("rank=") + rank + " local=" + rank + " world=3 addr=127.0.0.1 omp=1;"));
+  }
+  EXPECT_EQ(occurrences(run.err(), "OMP_NUM_THREADS"), 2);  // one line, which has it twice
+}
+
+TEST(Run, TheRendezvousFolderIsSharedPrivateAndRemoved) {
+  Launched run(run_shell(2, "stat -c 'dir=%a:%n;' $TESSERA_RENDEZVOUS; echo x >$TESSERA_RENDEZVOUS/$RANK"));
+  EXPECT_EQ(run.finish(), 0);
+  std::set<std::string> folders;
+  for (size_t at = 0; (at = run.out().find("dir=", at)) != std::string::npos; ++at) {
+    folders.insert(run.out().substr(at, run.out().find(';', at) - at));
+  }
+  ASSERT_EQ(folders.size(), 1u) << run.out();
+  EXPECT_THAT(*folders.begin(), HasSubstr("dir=700:" + run.tmp().path()));
+  EXPECT_TRUE(run.tmp().empty());
+}
+
+TEST(Run, EveryRunHasItsOwnPort) {
+  Launched one(run_shell(1, "echo $MASTER_PORT; read line"), {}, {});
+  Launched given(run_shell(1, "echo $MASTER_PORT", {"--master_port=4711"}));
+  EXPECT_EQ(one.finish(), 1);  // read at the end of its input
+  EXPECT_EQ(given.finish(), 0);
+  EXPECT_GT(std::atoi(one.out().c_str()), 0);
+  EXPECT_EQ(given.out(), "4711\n");
+}
+
+TEST(Run, ArgumentsPassUntouched) {
+  Launched run({"run", "-n1", "--", "sh", "-c", "for a; do echo \"<$a>\"; done", "--", "-n", "9", "", "a b", "--", "--nnodes=7"});
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(run.out(), "<-n>\n<9>\n<>\n<a b>\n<-->\n<--nnodes=7>\n");
+}
+
+TEST(Run, ExitCodesPass) {
+  EXPECT_EQ(Launched(run_shell(1, "exit 5")).finish(), 5);
+  EXPECT_EQ(Launched(run_shell(2, "exit 6")).finish(), 6);
+  EXPECT_EQ(Launched(run_shell(1, "kill -TERM $$")).finish(), 143);
+}
+
+TEST(Run, RankZeroReadsTheInputTheOthersNone) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  ASSERT_EQ(write(ends[1], "hello\n", 6), 6);
+  close(ends[1]);
+  Launched run(run_shell(2, "if read x; then echo got=$x; else echo none; fi"), {}, {.in = ends[0]});
+  close(ends[0]);
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_THAT(run.out(), HasSubstr("got=hello\n"));
+  EXPECT_THAT(run.out(), HasSubstr("[rank 1] none\n"));
+}
+
+TEST(Run, SignalsOfTheProgramAreAtTheirDefaults) {
+  Launched run(run_shell(2, "grep -E 'Sig(Blk|Ign)' /proc/self/status"));
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.out(), "0000000000000000"), 4) << run.out();
+}
+
+TEST(Run, AUserCannotStartWhatIsNotThere) {
+  const TemporaryFolder folder;
+  const std::string plain = folder.path() + "/plain";
+  std::ofstream(plain) << "text";
+  const std::string odd = folder.path() + "/odd";
+  std::ofstream(odd) << "text";
+  chmod(odd.c_str(), 0755);
+  const std::string lost = folder.path() + "/lost";
+  std::ofstream(lost) << "#!/no/such/interpreter\n";
+  chmod(lost.c_str(), 0755);
+  const struct {
+    std::string program, word;
+    int code;
+  } cases[] = {{"no-such-program", "not found in PATH", 127}, {"./no-such-program", "No such file", 127},
+               {folder.path(), "is a folder", 126},           {plain, "not executable", 126},
+               {odd, "#!/bin/sh", 126},                       {lost, "interpreter", 127}};
+  for (const auto& c : cases) {
+    Launched run({"run", "-n", "2", c.program});
+    EXPECT_EQ(run.finish(), c.code) << c.program;
+    EXPECT_THAT(run.err(), HasSubstr(c.word));
+    EXPECT_TRUE(run.tmp().empty());
+  }
+}
+
+TEST(Run, BadFlagsAreNamed) {
+  const struct {
+    std::vector<std::string> arguments;
+    std::string word;
+  } cases[] = {
+      {{"run", "--nproc_per_nod", "4", "true"}, "did you mean \"--nproc-per-node\"?"},
+      {{"run", "-n", "0", "true"}, "--nproc-per-node = '0'"},
+      {{"run", "-n"}, "-n: expected a value"},
+      {{"run", "-n", "2"}, "no program given"},
+      {{"run", "--nnodes=2", "true"}, "--node-rank is missing"},
+      {{"run", "--standalone", "--nnodes=2", "true"}, "--standalone"},
+      {{"run", "--master-port", "70000", "true"}, "from 1 to 65535"},
+      {{"run", "--tee", "9", "true"}, "--tee = '9'"},
+      {{"rum"}, "did you mean \"run\"?"},
+      {{}, "usage"},
+  };
+  for (const auto& c : cases) {
+    Launched run(c.arguments);
+    EXPECT_EQ(run.finish(), 2);
+    EXPECT_THAT(run.err(), HasSubstr(c.word));
+    EXPECT_EQ(run.out(), "");
+  }
+}
+
+TEST(Run, VersionAndHelp) {
+  Launched version({"--version"});
+  EXPECT_EQ(version.finish(), 0);
+  EXPECT_THAT(version.out(), HasSubstr("tessera "));
+  Launched help({"run", "--help"});
+  EXPECT_EQ(help.finish(), 0);
+  EXPECT_THAT(help.out(), HasSubstr("--nproc-per-node"));
+}
+
+}  // namespace
+}  // namespace tessera::launch_test
