@@ -31,18 +31,6 @@ inline std::string first_line(const char* message) {
   return text.substr(0, text.find('\n'));
 }
 
-/// Whether libtorch has a fused causal attention that is the faster one on CPUs (from 2.2 on, with its backward).
-inline constexpr bool kHasFusedAttention = TESSERA_TORCH_AT_LEAST(2, 2);
-
-/// softmax(q·kᵀ / sqrt(width) + causal mask)·v for [B, heads, T, width]. Only where kHasFusedAttention.
-inline at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout) {
-#if TESSERA_TORCH_AT_LEAST(2, 2)
-  return at::scaled_dot_product_attention(q, k, v, {}, dropout, true);
-#else
-  return {};
-#endif
-}
-
 /// Whether libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
 inline constexpr bool kHasFusedAdam = TESSERA_TORCH_AT_LEAST(2, 4);
 

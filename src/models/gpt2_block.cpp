@@ -3,8 +3,6 @@
 #include <cmath>
 #include <limits>
 
-#include "tessera/torch_compat.h"
-
 namespace tessera {
 namespace {
 
@@ -34,26 +32,28 @@ GPT2AttentionImpl::GPT2AttentionImpl(const GPT2Options& options)
 
 at::Tensor GPT2AttentionImpl::forward(const at::Tensor& rows, int64_t batch, int64_t length) {
   const int64_t width = rows.size(1);
-  // One view for the three, [3, B, heads, T, width / heads], so that backward fills one gradient instead of joining three.
-  const at::Tensor qkv = c_attn_(rows).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});
-  const std::vector<at::Tensor> parts = qkv.unbind(0);
-  const at::Tensor mixed = attend(parts[0], parts[1], parts[2]).transpose(1, 2).reshape({batch * length, width});
+  // [3, B·heads, T, width / heads] in one copy, so that both products run on contiguous blocks, and backward fills one
+  // gradient instead of joining three. On CPUs this with baddbmm is as fast as newer libtorch's fused attention.
+  const std::vector<at::Tensor> parts = c_attn_(rows)
+                                            .view({batch, length, 3, heads_, width / heads_})
+                                            .permute({2, 0, 3, 1, 4})
+                                            .reshape({3, batch * heads_, length, width / heads_})
+                                            .unbind(0);
+  const at::Tensor mixed = attend(parts[0], parts[1], parts[2])
+                               .view({batch, heads_, length, width / heads_})
+                               .transpose(1, 2)
+                               .reshape({batch * length, width});
   return dropped(c_proj_(mixed), resid_pdrop_, is_training());
 }
 
 at::Tensor GPT2AttentionImpl::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const double dropout = is_training() ? attn_pdrop_ : 0.0;
-  if constexpr (compat::kHasFusedAttention) {
-    return compat::causal_attention(q, k, v, dropout);
+  const int64_t length = q.size(1);
+  if (!mask_.defined() || mask_.size(0) != length || mask_.device() != q.device() || mask_.scalar_type() != q.scalar_type()) {
+    mask_ = at::full({length, length}, -std::numeric_limits<double>::infinity(), q.options().requires_grad(false)).triu(1);
   }
-  const int64_t length = q.size(2);
-  if (!mask_.defined() || mask_.size(0) != length || mask_.device() != q.device()) {
-    mask_ = at::ones({length, length}, q.options().dtype(at::kBool).requires_grad(false)).triu(1);
-  }
-  // Scaling q, the smallest of the operands, costs least.
-  const at::Tensor scores = at::matmul(q * (1.0 / std::sqrt(static_cast<double>(q.size(3)))), k.transpose(2, 3));
-  const at::Tensor weights = at::softmax(scores.masked_fill_(mask_, -std::numeric_limits<double>::infinity()), -1);
-  return at::matmul(dropped(weights, dropout, true), v);
+  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2)));
+  const at::Tensor weights = at::softmax(at::baddbmm(mask_, q, k.transpose(1, 2), 1, scale), -1);
+  return at::bmm(dropped(weights, attn_pdrop_, is_training()), v);
 }
 
 GPT2MLPImpl::GPT2MLPImpl(const GPT2Options& options)
