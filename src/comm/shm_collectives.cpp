@@ -52,20 +52,15 @@ std::byte* data_of(const at::Tensor& tensor) {
 
 // Each rank sums one slice of all inputs into all outputs: nothing is read or written twice.
 void ShmTransport::reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs,
-                                 const std::vector<std::byte*>& outputs) {
+                                 const std::vector<std::byte*>& outputs, double scale) {
   const auto width = static_cast<int64_t>(flat.element_size());
   const Slice mine(flat.numel(), width, rank_, size_);
   sum_ranks(flat.scalar_type(), shifted<std::byte*>(outputs, mine.begin * width),
-            shifted<const std::byte*>(inputs, mine.begin * width), mine.count());
+            shifted<const std::byte*>(inputs, mine.begin * width), mine.count(), scale);
   control_.barrier();
 }
 
 void ShmTransport::all_reduce(at::Tensor flat, double scale) {
-  sum_everywhere(flat);
-  if (scale != 1) flat.mul_(scale);
-}
-
-void ShmTransport::sum_everywhere(const at::Tensor& flat) {
   run(Op::all_reduce, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
     const int64_t step = staging_bytes / width;
@@ -73,22 +68,22 @@ void ShmTransport::sum_everywhere(const at::Tensor& flat) {
     const auto count = [&](int64_t round) { return std::min(step, flat.numel() - round * step); };
     const Step fill = [&](int64_t round) { std::memcpy(staging(rank_), chunk(round), count(round) * width); };
     const auto agreement = agree(flat, [&] { if (flat.numel()) fill(0); });
-    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, agreement.direct);
+    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, agreement.direct, scale);
     rounds(ceil_div(flat.numel(), step), agreement, fill,
-           [&](int64_t round) { sum_staged_chunk(flat.scalar_type(), chunk(round), count(round)); });
+           [&](int64_t round) { sum_staged_chunk(flat.scalar_type(), chunk(round), count(round), scale); });
   });
 }
 
-// The ranks' staging buffers hold a chunk each; their sum goes to this rank's `chunk`.
-void ShmTransport::sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count) {
+// The ranks' staging buffers hold a chunk each; their sum, times `scale`, goes to this rank's `chunk`.
+void ShmTransport::sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale) {
   std::vector<const std::byte*> inputs;
   for (int r = 0; r < size_; ++r) inputs.push_back(r == rank_ ? chunk : staging(r));
   const auto width = static_cast<int64_t>(c10::elementSize(dtype));
-  if (size_ == 2 || count * width <= small_chunk_bytes) return sum_ranks(dtype, {chunk}, inputs, count);
+  if (size_ == 2 || count * width <= small_chunk_bytes) return sum_ranks(dtype, {chunk}, inputs, count, scale);
 
   const Slice mine(count, width, rank_, size_);
   const int64_t at = mine.begin * width;
-  sum_ranks(dtype, {staging(rank_) + at, chunk + at}, shifted<const std::byte*>(inputs, at), mine.count());
+  sum_ranks(dtype, {staging(rank_) + at, chunk + at}, shifted<const std::byte*>(inputs, at), mine.count(), scale);
   control_.barrier();
   for (int step = 1; step < size_; ++step) {
     const int peer = (rank_ + step) % size_;
@@ -107,7 +102,7 @@ void ShmTransport::reduce(at::Tensor flat, int root) {
       if (rank_ != root) std::memcpy(staging(rank_), chunk(round), count(round) * width);
     };
     const auto agreement = agree(flat, [&] { if (flat.numel()) fill(0); });
-    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, {agreement.direct[root]});
+    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, {agreement.direct[root]}, 1);
     rounds(ceil_div(flat.numel(), step), agreement, fill, [&](int64_t round) {
       if (rank_ != root) return;
       std::vector<const std::byte*> inputs;

@@ -20,6 +20,7 @@ void sum_tensors(c10::ScalarType dtype, const SumRun& run) {
     };
     at::Tensor sum = view(run.inputs[0]).clone();
     for (size_t s = 1; s < run.input_count; ++s) add_in_place(sum, view(run.inputs[s]));
+    if (run.scale != 1) sum.mul_(run.scale);
     for (size_t o = 0; o < run.output_count; ++o) std::memcpy(run.outputs[o] + i * width, sum.data_ptr(), length * width);
   }
 }
@@ -27,8 +28,9 @@ void sum_tensors(c10::ScalarType dtype, const SumRun& run) {
 }  // namespace
 
 void sum_ranks(c10::ScalarType dtype, const std::vector<std::byte*>& outputs, const std::vector<const std::byte*>& inputs,
-               int64_t count) {
-  const SumRun run{outputs.data(), outputs.size(), inputs.data(), inputs.size(), count};
+               int64_t count, double scale) {
+  const SumRun run{outputs.data(), outputs.size(), inputs.data(), inputs.size(), count, scale};
+  if (scale != 1 && !c10::isFloatingType(dtype)) return sum_tensors(dtype, run);
   if (const SumKernel kernel = avx2_sum_kernel(dtype)) return kernel(run);
   if (const SumKernel kernel = generic_sum_kernel(dtype)) return kernel(run);
   sum_tensors(dtype, run);

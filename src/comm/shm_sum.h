@@ -14,6 +14,7 @@ struct SumRun {
   const std::byte* const* inputs;
   size_t input_count;
   int64_t count;
+  double scale;  ///< 1 for integers.
 };
 
 /// Null for a dtype that has no kernel.

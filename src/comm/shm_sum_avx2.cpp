@@ -4,6 +4,7 @@
 #include <c10/util/Half.h>
 
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

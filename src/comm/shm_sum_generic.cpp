@@ -4,6 +4,7 @@
 #include <c10/util/Half.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "comm/shm_sum_kernels.inc"
 

@@ -55,11 +55,11 @@ class ShmTransport : public Transport {
   void rounds(int64_t count, const Agreement& agreement, const Step& fill, const Step& drain);
   std::byte* staging(int r) const { return staging_[r] + (turn_ & 1) * staging_bytes; }
 
-  void sum_everywhere(const at::Tensor& flat);
-  void reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs, const std::vector<std::byte*>& outputs);
+  void reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs, const std::vector<std::byte*>& outputs,
+                     double scale);
   void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t count,
                    int64_t offset, const ConsumeRun* consume);
-  void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count);
+  void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale);
   std::vector<std::shared_ptr<SharedSegment>> open_all(const std::shared_ptr<SharedSegment>& own, const std::string& problem);
 
   int rank_;

@@ -1,0 +1,175 @@
+// Collectives of one host against a memcpy of as many bytes on all ranks at once, interleaved in one run. Forks its ranks.
+
+#include "tessera/process_group.h"
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Settings {
+  int ranks = 2;
+  int64_t mebibytes = 256;
+  int rounds = 9;
+  bool gloo = false;
+  std::string json;
+};
+
+struct Case {
+  std::string name;
+  std::function<void()> body;
+  double target = 0;  // 0: none
+  std::vector<double> milliseconds{};
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+tessera::ProcessGroup join(const std::string& folder, tessera::Backend backend) {
+  std::filesystem::create_directories(folder);
+  setenv("TESSERA_RENDEZVOUS", folder.c_str(), 1);
+  tessera::ProcessGroupOptions options;
+  options.backend = backend;
+  return tessera::init_process_group(options);
+}
+
+void report(const Settings& settings, const std::vector<Case>& cases) {
+  const double base = median(cases[0].milliseconds);
+  fmt::print("{} ranks, {} MiB, medians of {} interleaved rounds\n", settings.ranks, settings.mebibytes, settings.rounds);
+  auto rows = nlohmann::json::array();
+  for (const auto& entry : cases) {
+    const double ms = median(entry.milliseconds);
+    fmt::print("  {:<34} {:9.2f} ms  {:6.2f}", entry.name, ms, ms / base);
+    if (entry.target > 0) fmt::print("  target {:.2f} {}", entry.target, ms / base <= entry.target ? "met" : "MISSED");
+    fmt::print("\n");
+    rows.push_back({{"name", entry.name}, {"ms", ms}, {"ratio", ms / base}, {"target", entry.target}});
+  }
+  if (settings.json.empty()) return;
+  std::ofstream(settings.json) << nlohmann::json{{"ranks", settings.ranks}, {"mebibytes", settings.mebibytes}, {"cases", rows}}.dump(2)
+                               << "\n";
+}
+
+// Time of a small all-reduce and of a barrier, in microseconds.
+void report_latency(tessera::ProcessGroup& group, const char* name) {
+  auto tensor = at::ones({16});
+  const auto time = [&](const std::function<void()>& body) {
+    constexpr int repeats = 500;
+    for (int i = 0; i < 20; ++i) body();
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < repeats; ++i) body();
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / repeats;
+  };
+  const double reduce = time([&] { group.all_reduce(tensor); });
+  const double barrier = time([&] { group.barrier(); });
+  if (group.rank() == 0) fmt::print("  {}: all-reduce of 16 floats {:.1f} us, barrier {:.1f} us\n", name, reduce, barrier);
+}
+
+void run_rank(const Settings& settings, const std::string& folder) {
+  at::set_num_threads(1);
+  auto shm = join(folder + "/shm", tessera::Backend::SharedMemory);
+  const int64_t numel = (settings.mebibytes << 20) / 4;
+  const size_t bytes = static_cast<size_t>(numel) * 4;
+  std::vector<int64_t> counts(settings.ranks, numel / settings.ranks);
+  counts.back() += numel % settings.ranks;
+
+  auto from = at::ones({numel}), to = at::zeros({numel}), own = at::ones({numel});
+  auto shared = shm.allocate(numel, at::kFloat);
+  shared.fill_(1);
+  const tessera::ProcessGroup::ConsumeRun discard = [](int64_t, const at::Tensor&) {};
+  const auto refresh = [](at::Tensor& tensor) { return tensor.mul_(0.5); };
+
+  std::vector<Case> cases;
+  cases.push_back({"memcpy", [&] { std::memcpy(to.data_ptr(), from.data_ptr(), bytes); }});
+  cases.push_back({"reduce-scatter", [&] { shm.reduce_scatter(shared, counts); }, 0.7});
+  cases.push_back({"reduce-scatter, consumed", [&] { shm.reduce_scatter_each(shared, counts, discard); }, 0.7});
+  cases.push_back({"all-gather", [&] { shm.all_gather(shared, counts); }, 1.0});
+  cases.push_back({"all-reduce", [&] { shm.all_reduce(shared, 0.5); }, 1.8});
+  cases.push_back({"reduce-scatter, staged", [&] { shm.reduce_scatter(own, counts); }});
+  cases.push_back({"all-gather, staged", [&] { shm.all_gather(own, counts); }});
+  cases.push_back({"all-reduce, staged", [&] { shm.all_reduce(own, 0.5); }});
+  tessera::ProcessGroup gloo;
+  if (settings.gloo) {
+    gloo = join(folder + "/gloo", tessera::Backend::Gloo);
+    cases.push_back({"reduce-scatter, Gloo", [&] { gloo.reduce_scatter(own, counts); }});
+    cases.push_back({"all-gather, Gloo", [&] { gloo.all_gather(own, counts); }});
+    cases.push_back({"all-reduce, Gloo", [&] { gloo.all_reduce(own, 0.5); }});
+  }
+  for (int round = -1; round < settings.rounds; ++round) {
+    for (auto& entry : cases) {
+      refresh(shared);  // sums stay finite, and every case finds the caches alike
+      shm.barrier();
+      const auto begin = std::chrono::steady_clock::now();
+      entry.body();
+      shm.barrier();
+      const auto end = std::chrono::steady_clock::now();
+      if (round >= 0) entry.milliseconds.push_back(std::chrono::duration<double, std::milli>(end - begin).count());
+    }
+  }
+  if (shm.rank() == 0) report(settings, cases);
+  report_latency(shm, "shm");
+  if (settings.gloo) report_latency(gloo, "Gloo");
+  shm.barrier();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings settings;
+  CLI::App app("Times collectives in shared memory against memcpy");
+  app.add_option("--ranks", settings.ranks, "Ranks on this host")->check(CLI::Range(2, 256));
+  app.add_option("--mib", settings.mebibytes, "MiB of float32 a rank")->check(CLI::PositiveNumber);
+  app.add_option("--rounds", settings.rounds, "Interleaved rounds")->check(CLI::PositiveNumber);
+  app.add_flag("--gloo", settings.gloo, "Gloo too");
+  app.add_option("--json", settings.json, "Write the table to this file");
+  CLI11_PARSE(app, argc, argv);
+
+  char name[] = "/tmp/tessera-bench-XXXXXX";
+  const std::string folder = mkdtemp(name);
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < settings.ranks; ++rank) {
+    const pid_t pid = fork();
+    if (pid != 0) {
+      children.push_back(pid);
+      continue;
+    }
+    for (const auto& [key, value] : {std::pair("RANK", rank), std::pair("LOCAL_RANK", rank), std::pair("WORLD_SIZE", settings.ranks),
+                                     std::pair("LOCAL_WORLD_SIZE", settings.ranks), std::pair("MASTER_PORT", 1)}) {
+      setenv(key, std::to_string(value).c_str(), 1);
+    }
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    int code = 0;
+    try {
+      run_rank(settings, folder);
+    } catch (const std::exception& error) {
+      fmt::print(stderr, "rank {}: {}\n", rank, error.what());
+      code = 1;
+    }
+    std::fflush(nullptr);
+    _exit(code);
+  }
+  int failed = 0;
+  for (const pid_t pid : children) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    failed |= status;
+  }
+  std::filesystem::remove_all(folder);
+  return failed == 0 ? 0 : 1;
+}
