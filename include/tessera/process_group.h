@@ -37,8 +37,6 @@ struct CollectiveStats {
   /// in total counts (W-1)/W * N each way, an all-reduce 2 (W-1)/W * N, whatever carries them.
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
-  /// Seconds that callers spent blocked in it.
-  double wait_seconds = 0;
 };
 
 struct CommStats {
@@ -59,7 +57,7 @@ struct ProcessGroupOptions {
   /// Bound of every wait: for peers at start-up, inside collectives, in barriers. Must be positive.
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   /// Before each collective the ranks compare (sequence, operation, sizes, dtype); a difference is a UsageError on all of
-  /// them before data moves. Off only saves the latency of that exchange.
+  /// them before data moves. Off saves the latency of that exchange, and mismatches are no longer seen.
   bool check_collectives = true;
 };
 
@@ -86,9 +84,9 @@ class ProcessGroup {
   /// All ranks share one host (and may share memory). Local.
   bool same_host() const;
 
-  /// Sum over ranks, in place, result on every rank.
-  void all_reduce(at::Tensor tensor);
-  Work all_reduce_async(at::Tensor tensor);
+  /// Sum over ranks, times `scale` (rounded after the sum), in place, result on every rank.
+  void all_reduce(at::Tensor tensor, double scale = 1);
+  Work all_reduce_async(at::Tensor tensor, double scale = 1);
   /// Sum over ranks, result in place on `root`; other ranks' tensors are unchanged.
   void reduce(at::Tensor tensor, int root);
   Work reduce_async(at::Tensor tensor, int root);
@@ -115,6 +113,8 @@ class ProcessGroup {
   /// is free to be written again when the call returns (on all ranks).
   using ConsumeRun = std::function<void(int64_t offset, const at::Tensor& run)>;
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun& consume);
+  /// `consume` then runs on another thread.
+  Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume);
 
   /// send_counts[r] elements of `input`, in rank order, go to rank r; recv_counts[r] arrive from it. 1-D tensors.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
@@ -135,6 +135,10 @@ class ProcessGroup {
   /// and what this rank and the lowest rank that differs from it have there. For wrappers: names, shapes, dtypes, options, in order.
   void check_contract(const std::string& component, const std::vector<std::string>& entries);
 
+  /// Ends the group because of this rank's mistake: throws UsageError(message) here, and on every other rank in the
+  /// collective where it waits or that it calls next. Not a collective. The group cannot be used afterwards.
+  [[noreturn]] void fail(const std::string& message);
+
   /// A 1-D zero-filled tensor whose memory peers can read in place when the group is on one host ("shm"), else an ordinary
   /// one. Collectives on (parts of) such tensors avoid a copy. Collective; same numel and dtype on every rank.
   at::Tensor allocate(int64_t numel, at::TensorOptions options);
@@ -142,7 +146,10 @@ class ProcessGroup {
   /// shared. Local.
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const;
 
-  /// Local. Waiting collectives are accounted when they end.
+  /// Where tensors of a few numbers must live to be reduced: the CPU, or the current CUDA device for NCCL. Local.
+  at::Device control_device() const;
+
+  /// Local.
   const CommStats& stats() const;
   void reset_stats();
 

@@ -61,10 +61,15 @@ class P2pTransport : public Transport {
     return headers;
   }
 
-  void all_reduce(at::Tensor flat) override {
-    if (flat.nbytes() <= static_cast<size_t>(kSmallBytes)) return all_reduce_small(flat);
+  void all_reduce(at::Tensor flat, double scale) override {
+    if (flat.nbytes() <= static_cast<size_t>(kSmallBytes)) {
+      all_reduce_small(flat);
+      if (scale != 1) flat.mul_(scale);
+      return;
+    }
     const auto counts = even_counts(flat.numel(), size_);
     reduce_scatter(flat, counts, nullptr);
+    if (scale != 1) flat.narrow(0, offsets_of(counts)[rank_], counts[rank_]).mul_(scale);
     all_gather(flat, counts);
   }
 

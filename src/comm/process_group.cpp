@@ -55,8 +55,45 @@ void ProcessGroup::Impl::count(CollectiveStats CommStats::* kind, uint64_t sent,
   entry.bytes_received += received;
 }
 
+/// The messages of the ranks that called fail(), of which all ranks learn here; `failure_` is mine, if I did.
+std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeader& mine) {
+  std::vector<int64_t> counts;
+  int64_t total = 0, before = 0;
+  for (int r = 0; r < world.size; ++r) {
+    counts.push_back(headers[r].op == Op::fail ? headers[r].numel : 0);
+    if (r < world.rank) before += counts.back();
+    total += counts.back();
+  }
+  if (total == 0) return "";
+  auto text = at::empty({total}, at::TensorOptions().dtype(at::kByte));
+  auto* data = static_cast<char*>(text.data_ptr());
+  if (mine.op == Op::fail) std::memcpy(data + before, failure_.data(), failure_.size());
+  transport->all_gather(text, counts);
+  return {data, static_cast<size_t>(total)};
+}
+
+void ProcessGroup::Impl::fail(const std::string& message) {
+  failure_ = message.empty() ? "failed" : message;
+  if (!alone()) {
+    OpHeader header;
+    header.op = Op::fail;
+    header.numel = static_cast<int64_t>(failure_.size());
+    header.free_numel = 1;
+    // Behind whatever is queued: the other ranks count on that too.
+    queue_.submit([this, header]() mutable {
+      header.sequence = ++sequence_;
+      failure_ = failure_of(transport->exchange(header), header);
+    }).wait();
+  }
+  throw UsageError(failure_);
+}
+
 Headers ProcessGroup::Impl::compare(const OpHeader& header) {
   auto headers = transport->exchange(header);
+  if (auto failure = failure_of(headers, header); !failure.empty()) {
+    failure_ = failure;
+    throw UsageError(failure_);
+  }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {
     return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root || a.detail != b.detail ||
            (a.numel != b.numel && !(a.free_numel && b.free_numel));
@@ -75,6 +112,7 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header) {
 
 void ProcessGroup::Impl::execute(OpHeader header, const Body& body) {
   at::NoGradGuard no_grad;
+  if (!failure_.empty()) throw UsageError("ProcessGroup: the group has ended: " + failure_);
   header.sequence = ++sequence_;
   Headers headers;
   if (world.options.check_collectives || header.free_numel) headers = compare(header);
@@ -188,12 +226,13 @@ struct Call {
   ProcessGroup::Impl::Body body;
 };
 
-Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor) {
+Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale) {
   check_sum(impl, "all_reduce", tensor);
   const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
   impl.count(&CommStats::all_reduce, moved, moved);
-  return {header_of(Op::all_reduce, tensor), [tensor](Transport& transport, const Headers&) {
-            with_flat(tensor, true, [&](at::Tensor flat) { if (flat.numel()) transport.all_reduce(flat); });
+  if (impl.alone() && scale != 1) tensor.detach().mul_(scale);
+  return {header_of(Op::all_reduce, tensor), [tensor, scale](Transport& transport, const Headers&) {
+            with_flat(tensor, true, [&](at::Tensor flat) { if (flat.numel()) transport.all_reduce(flat, scale); });
           }};
 }
 
@@ -228,25 +267,25 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const std
 }
 
 Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                         const ProcessGroup::ConsumeRun* consume) {
+                         ProcessGroup::ConsumeRun consume) {
   check_sum(impl, "reduce_scatter", flat);
   check_counts(impl, "reduce_scatter", "counts", counts, flat);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
-  return {header_of(Op::reduce_scatter, flat, counts), [flat = flat.detach(), counts, consume](Transport& transport, const Headers&) {
-            if (flat.numel()) transport.reduce_scatter(flat, counts, consume);
+  return {header_of(Op::reduce_scatter, flat, counts), [flat = flat.detach(), counts, consume = std::move(consume)](Transport& transport, const Headers&) {
+            if (flat.numel()) transport.reduce_scatter(flat, counts, consume ? &consume : nullptr);
           }};
 }
 
 }  // namespace
 
-void ProcessGroup::all_reduce(at::Tensor tensor) {
-  auto call = all_reduce_call(*impl_, tensor);
+void ProcessGroup::all_reduce(at::Tensor tensor, double scale) {
+  auto call = all_reduce_call(*impl_, tensor, scale);
   if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
 }
 
-Work ProcessGroup::all_reduce_async(at::Tensor tensor) {
-  auto call = all_reduce_call(*impl_, tensor);
+Work ProcessGroup::all_reduce_async(at::Tensor tensor, double scale) {
+  auto call = all_reduce_call(*impl_, tensor, scale);
   return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
 }
 
@@ -344,9 +383,18 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64
 }
 
 void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun& consume) {
-  auto call = reduce_scatter_call(*impl_, flat, counts, &consume);
+  auto call = reduce_scatter_call(*impl_, flat, counts, consume);
   if (!impl_->alone()) return impl_->run(call.header, std::move(call.body));
   if (flat.numel()) consume(0, flat.detach());
+}
+
+Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume) {
+  if (impl_->alone()) {
+    reduce_scatter_each(flat, counts, consume);
+    return {};
+  }
+  auto call = reduce_scatter_call(*impl_, flat, counts, std::move(consume));
+  return impl_->submit(call.header, std::move(call.body));
 }
 
 void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
@@ -503,6 +551,12 @@ void ProcessGroup::check_contract(const std::string& component, const std::vecto
   }
   throw UsageError(fmt::format("{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on rank {} ({} entries)", component,
                                index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other, theirs.size() - 1));
+}
+
+void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
+
+at::Device ProcessGroup::control_device() const {
+  return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA) : at::Device(at::kCPU);
 }
 
 at::Tensor ProcessGroup::allocate(int64_t numel, at::TensorOptions options) {

@@ -18,6 +18,7 @@ class ProcessGroup::Impl {
   /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a world of one.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
   void run(comm::OpHeader header, Body body);
+  [[noreturn]] void fail(const std::string& message);
   Work submit(comm::OpHeader header, Body body);
 
   bool alone() const { return world.size == 1; }
@@ -32,7 +33,10 @@ class ProcessGroup::Impl {
   void execute(comm::OpHeader header, const Body& body);
   std::vector<comm::OpHeader> compare(const comm::OpHeader& header);
 
+  std::string failure_of(const std::vector<comm::OpHeader>& headers, const comm::OpHeader& mine);
+
   uint64_t sequence_ = 0;
+  std::string failure_;  // set once: what ended the group
   std::mutex stats_mutex_;
   comm::Queue queue_;
 };

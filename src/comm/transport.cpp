@@ -16,6 +16,7 @@ const char* op_name(Op op) {
     case Op::bytes: return "exchange of bytes";
     case Op::allocate: return "allocate";
     case Op::split: return "split";
+    case Op::fail: return "fail";
   }
   return "unknown operation";
 }

@@ -11,7 +11,7 @@
 
 namespace tessera::comm {
 
-enum class Op : uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier, bytes, allocate, split };
+enum class Op : uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier, bytes, allocate, split, fail };
 
 const char* op_name(Op op);
 
@@ -33,7 +33,8 @@ std::string describe(const OpHeader& header);
 
 /// What moves the data of one group of two or more ranks. Calls block, come from one thread at a time, in the same order
 /// with the same arguments on all ranks (ProcessGroup has checked that with exchange()), and take contiguous tensors.
-/// Sums are in rank order: ((x0 + x1) + x2) + …; 16-bit floats are summed in float and rounded once.
+/// Sums are in rank order: ((x0 + x1) + x2) + …; 16-bit floats are summed in float and rounded once;
+/// `scale` multiplies the finished sum.
 /// Failure: BrokenWorldError that names the rank to blame; the transport is unusable afterwards.
 class Transport {
  public:
@@ -45,7 +46,7 @@ class Transport {
   /// All ranks' headers, in rank order. Also a barrier: nobody returns before everybody has called.
   virtual std::vector<OpHeader> exchange(const OpHeader& mine) = 0;
 
-  virtual void all_reduce(at::Tensor flat) = 0;
+  virtual void all_reduce(at::Tensor flat, double scale) = 0;
   virtual void reduce(at::Tensor flat, int root) = 0;
   virtual void broadcast(at::Tensor flat, int root) = 0;
   virtual void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) = 0;

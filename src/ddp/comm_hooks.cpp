@@ -1,0 +1,22 @@
+#include "tessera/comm_hook.h"
+
+namespace tessera {
+namespace {
+
+CommHook compress_to(at::ScalarType dtype) {
+  return [dtype](ProcessGroup& group, at::Tensor gradients) -> std::function<void()> {
+    auto small = gradients.to(dtype);
+    auto work = group.all_reduce_async(small, 1.0 / group.size());
+    return [work, small, gradients]() mutable {
+      work.wait();
+      gradients.copy_(small);
+    };
+  };
+}
+
+}  // namespace
+
+CommHook fp16_compress_hook() { return compress_to(at::kHalf); }
+CommHook bf16_compress_hook() { return compress_to(at::kBFloat16); }
+
+}  // namespace tessera

@@ -1,0 +1,149 @@
+#include "tessera/distributed_data_parallel.h"
+
+#include "sharding/bucket_plan.h"
+#include "sharding/reducer.h"
+#include "tessera/error.h"
+#include "tessera/optimizer_state_dict.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace tessera::detail {
+namespace {
+
+constexpr const char* kName = "DistributedDataParallel";
+constexpr double kMiB = 1 << 20;
+
+using sharding::Bucket;
+using sharding::Layout;
+using sharding::NamedTensor;
+
+void check_options(const DistributedDataParallelOptions& options, int rank) {
+  const auto positive = [&](const char* name, double value) {
+    if (!(value > 0)) throw UsageError(fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kName, rank, name, value));
+  };
+  positive("first_bucket_mb", options.first_bucket_mb);
+  positive("bucket_cap_mb", options.bucket_cap_mb);
+}
+
+}  // namespace
+
+class DataParallel::Impl {
+ public:
+  Impl(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
+      : module_(module), group_(std::move(group)), options_(std::move(options)) {
+    check_options(options_, group_.rank());
+    collect();
+    auto contract = sharding::signatures(all_);
+    for (const auto& buffer : module_.named_buffers()) contract.push_back("buffer " + sharding::signature({buffer.key(), buffer.value()}));
+    contract.push_back(fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}", options_.first_bucket_mb,
+                                   options_.bucket_cap_mb, options_.find_unused_parameters, options_.static_graph));
+    group_.check_contract(kName, contract);
+    broadcast_everything();
+    std::vector<size_t> backwards(trainable_.size());
+    for (size_t i = 0; i < backwards.size(); ++i) backwards[i] = backwards.size() - 1 - i;
+    reducer_ = std::make_unique<sharding::Reducer>(
+        group_, trainable_, make_buckets(backwards),
+        sharding::ReducerOptions{kName, options_.find_unused_parameters, options_.static_graph, options_.gradient_as_bucket_view},
+        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); }});
+  }
+
+  void before_forward() {
+    if (rebuild_due_) rebuild();
+    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() && at::GradMode::is_enabled()) broadcast_buffers();
+  }
+
+  sharding::Reducer& reducer() { return *reducer_; }
+
+ private:
+  void collect() {
+    for (const auto& [name, tensor] : named_parameters(module_)) {
+      if (std::find(options_.parameters_to_ignore.begin(), options_.parameters_to_ignore.end(), name) != options_.parameters_to_ignore.end()) continue;
+      all_.push_back({name, tensor});
+    }
+    sharding::check_parameters(kName, all_, 0, group_.rank());
+    std::copy_if(all_.begin(), all_.end(), std::back_inserter(trainable_), [](const auto& p) { return p.tensor.requires_grad(); });
+    if (trainable_.empty()) throw UsageError(fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName, group_.rank()));
+  }
+
+  void broadcast_everything() {
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
+    group_.broadcast(tensors, 0);
+    broadcast_buffers();
+  }
+
+  void broadcast_buffers() {
+    const auto buffers = module_.buffers();
+    if (!buffers.empty()) group_.broadcast(buffers, 0);
+  }
+
+  /// Buckets in the order of `order`, which is about that of the gradients' arrival.
+  std::vector<Bucket> make_buckets(const std::vector<size_t>& order) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : trainable_) tensors.push_back(parameter.tensor);
+    std::vector<Bucket> buckets;
+    const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB), cap = static_cast<int64_t>(options_.bucket_cap_mb * kMiB);
+    for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
+      std::vector<int64_t> sizes;
+      for (const auto i : members) sizes.push_back(tensors[i].numel());
+      auto layout = Layout::flat(std::move(sizes), group_.size());
+      auto flat = group_.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
+      buckets.push_back(sharding::make_bucket(std::move(members), std::move(layout), std::move(flat), tensors));
+    }
+    return buckets;
+  }
+
+  void send(size_t index) {
+    auto flat = reducer_->buckets()[index].flat;
+    if (options_.comm_hook) {
+      waiting_.push_back(options_.comm_hook(group_, flat));
+    } else {
+      waiting_.push_back([work = group_.all_reduce_async(flat, 1.0 / group_.size())]() mutable { work.wait(); });
+    }
+  }
+
+  void receive() {
+    auto waiting = std::exchange(waiting_, {});
+    for (auto& wait : waiting) wait();
+    if (!rebuilt_) rebuild_due_ = true;
+  }
+
+  /// Once, after the first backward: buckets in the order in which rank 0's gradients really arrived.
+  void rebuild() {
+    rebuild_due_ = false;
+    rebuilt_ = true;
+    std::string mine;
+    for (const auto i : reducer_->arrival_order()) mine += std::to_string(i) + " ";
+    const auto theirs = group_.broadcast_bytes(mine, 0);
+    std::vector<size_t> order;
+    for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1) order.push_back(std::stoul(theirs.substr(at)));
+    reducer_->replace_buckets(make_buckets(order));
+  }
+
+  torch::nn::Module& module_;
+  ProcessGroup group_;
+  DistributedDataParallelOptions options_;
+  std::vector<NamedTensor> all_, trainable_;
+  std::vector<std::function<void()>> waiting_;
+  bool rebuild_due_ = false, rebuilt_ = false;
+  std::unique_ptr<sharding::Reducer> reducer_;
+};
+
+DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
+    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
+DataParallel::~DataParallel() = default;
+
+void DataParallel::before_forward() { impl_->before_forward(); }
+void DataParallel::set_sync(bool sync) { impl_->reducer().set_sync(sync); }
+bool DataParallel::sync() const { return impl_->reducer().sync(); }
+size_t DataParallel::buckets() const { return impl_->reducer().buckets().size(); }
+
+int64_t DataParallel::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& bucket : impl_->reducer().buckets()) bytes += bucket.bytes();
+  return bytes;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,33 @@
+#include "sharding/bucket.h"
+
+namespace tessera::sharding {
+
+at::Tensor Bucket::segment(int rank) const { return window(flat, layout.segment_begin(rank), layout.counts()[rank]); }
+
+at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
+  at::AutoDispatchBelowADInplaceOrView no_views;
+  if (like.is_non_overlapping_and_dense()) return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);
+  return flat.narrow(0, offset, like.numel()).view(like.sizes());
+}
+
+at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel) {
+  at::AutoDispatchBelowADInplaceOrView no_views;
+  return flat.narrow(0, offset, numel);
+}
+
+at::Tensor in_memory_order(const at::Tensor& tensor) {
+  at::AutoDispatchBelowADInplaceOrView no_views;
+  if (tensor.is_contiguous()) return tensor.view({-1});
+  if (tensor.is_non_overlapping_and_dense()) return tensor.as_strided({tensor.numel()}, {1});
+  return tensor.contiguous().view({-1});
+}
+
+Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors) {
+  Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}};
+  for (size_t i = 0; i < bucket.members.size(); ++i) {
+    bucket.views.push_back(window(bucket.flat, bucket.layout.offset(i), tensors[bucket.members[i]]));
+  }
+  return bucket;
+}
+
+}  // namespace tessera::sharding

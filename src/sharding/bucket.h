@@ -1,0 +1,36 @@
+#pragma once
+
+#include "sharding/layout.h"
+
+#include <torch/torch.h>
+
+#include <vector>
+
+namespace tessera::sharding {
+
+/// The flat storage of one layout, one dtype, one device, with the tensors as views into it.
+struct Bucket {
+  std::vector<size_t> members;    ///< Indices of the tensors in their owner's list, in the layout's order.
+  Layout layout;
+  at::Tensor flat;                ///< [layout.numel()]
+  std::vector<at::Tensor> views;  ///< One a member: its run of `flat`, with the member's shape and strides.
+
+  int64_t bytes() const { return flat.numel() * flat.element_size(); }
+  /// Own segment of `flat`.
+  at::Tensor segment(int rank) const;
+};
+
+/// A window of `flat` that looks like `like`: same shape, same strides where like is dense, else contiguous. Not an autograd view, so
+/// that it can be a gradient or a parameter's data.
+at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like);
+
+/// A one-dimensional window, in memory order.
+at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel);
+
+/// `tensor`'s elements in memory order, one-dimensional: an alias where the tensor is dense, else a copy.
+at::Tensor in_memory_order(const at::Tensor& tensor);
+
+/// Fills in `views` for `members` of `tensors` over `flat`.
+Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors);
+
+}  // namespace tessera::sharding

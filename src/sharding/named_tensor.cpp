@@ -1,0 +1,56 @@
+#include "sharding/named_tensor.h"
+
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+namespace tessera::sharding {
+
+std::string signature(const NamedTensor& parameter) {
+  const auto& tensor = parameter.tensor;
+  return fmt::format("{} {} [{}] {}", parameter.name, c10::toString(tensor.scalar_type()),
+                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "), tensor.requires_grad() ? "trainable" : "frozen");
+}
+
+std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters) {
+  std::vector<std::string> result;
+  for (const auto& parameter : parameters) result.push_back(signature(parameter));
+  return result;
+}
+
+void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters, size_t group, int rank) {
+  const auto fail = [&](size_t index, const std::string& problem) {
+    throw UsageError(fmt::format("{}: rank {}: group {}, parameter {} ({}): {}", component, rank, group, index, parameters[index].name, problem));
+  };
+  if (parameters.empty()) throw UsageError(fmt::format("{}: rank {}: group {} has no parameters; expected at least one", component, rank, group));
+  std::unordered_map<const void*, size_t> seen;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& tensor = parameters[i].tensor;
+    if (!tensor.defined()) fail(i, "the tensor is undefined; expected a parameter");
+    if (tensor.layout() != at::kStrided) fail(i, "the tensor is sparse; expected a dense one");
+    if (!tensor.is_leaf()) fail(i, "the tensor is not a leaf (it is the result of an operation); expected a parameter");
+    const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), i);
+    if (!added) fail(i, fmt::format("the same tensor as parameter {} ({}); expected each once", first->second, parameters[first->second].name));
+  }
+}
+
+std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters, const std::vector<size_t>& subset) {
+  std::vector<std::vector<size_t>> classes;
+  for (const auto i : subset) {
+    const auto alike = [&](const std::vector<size_t>& members) {
+      const auto& first = parameters[members[0]].tensor;
+      return first.scalar_type() == parameters[i].tensor.scalar_type() && first.device() == parameters[i].tensor.device();
+    };
+    auto found = std::find_if(classes.begin(), classes.end(), alike);
+    if (found == classes.end()) classes.push_back({i});
+    else found->push_back(i);
+  }
+  return classes;
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,97 @@
+#include "tessera/optimizer_state_dict.h"
+
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+namespace tessera {
+
+NamedParameters named_parameters(const torch::nn::Module& module) {
+  NamedParameters result;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (!item.value().defined() || seen.insert(item.value().unsafeGetTensorImpl()).second) result.emplace_back(item.key(), item.value());
+  }
+  return result;
+}
+
+namespace {
+
+std::unordered_map<const void*, std::string> names_by_address(const NamedParameters& parameters) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& [name, tensor] : parameters) names.emplace(tensor.unsafeGetTensorImpl(), name);
+  return names;
+}
+
+std::string name_of(const std::unordered_map<const void*, std::string>& names, const at::Tensor& parameter, size_t group, size_t index) {
+  const auto found = names.find(parameter.unsafeGetTensorImpl());
+  if (found == names.end()) {
+    throw UsageError(fmt::format("optimizer state dict: group {}, parameter {} of the optimizer is not among the named parameters", group, index));
+  }
+  return found->second;
+}
+
+}  // namespace
+
+OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
+  at::NoGradGuard no_grad;
+  const auto names = names_by_address(parameters);
+  OptimizerStateDict dict;
+  for (const auto& group : optimizer.param_groups()) {
+    auto& entry = dict.groups.emplace_back();
+    entry.options = get_options(group.options());
+    for (const auto& parameter : group.params()) {
+      entry.parameters.push_back(name_of(names, parameter, dict.groups.size() - 1, entry.parameters.size()));
+      auto state = get_state(optimizer, parameter);
+      if (!state) continue;
+      for (auto& [key, tensor] : state->tensors) tensor = at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).copy_(tensor);
+      dict.state.emplace(entry.parameters.back(), std::move(*state));
+    }
+  }
+  return dict;
+}
+
+void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters, const OptimizerStateDict& dict) {
+  at::NoGradGuard no_grad;
+  const auto names = names_by_address(parameters);
+  auto& groups = optimizer.param_groups();
+  if (groups.size() != dict.groups.size()) {
+    throw UsageError(fmt::format("load_state_dict: the optimizer has {} parameter groups, the state dict {}", groups.size(), dict.groups.size()));
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<std::string> mine;
+    for (const auto& parameter : groups[g].params()) mine.push_back(name_of(names, parameter, g, mine.size()));
+    for (size_t i = 0; i < std::max(mine.size(), dict.groups[g].parameters.size()); ++i) {
+      const std::string here = i < mine.size() ? mine[i] : "nothing", there = i < dict.groups[g].parameters.size() ? dict.groups[g].parameters[i] : "nothing";
+      if (here != there) throw UsageError(fmt::format("load_state_dict: group {}, parameter {}: the optimizer has {}, the state dict {}", g, i, here, there));
+    }
+    for (size_t i = 0; i < mine.size(); ++i) {
+      const auto found = dict.state.find(mine[i]);
+      if (found == dict.state.end()) continue;
+      for (const auto& [key, tensor] : found->second.tensors) {
+        if (tensor.numel() == groups[g].params()[i].numel() || tensor.dim() <= 1) continue;
+        throw UsageError(fmt::format("load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key, mine[i], tensor.numel(),
+                                     groups[g].params()[i].numel()));
+      }
+    }
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    set_options(groups[g].options(), dict.groups[g].options);
+    for (size_t i = 0; i < groups[g].params().size(); ++i) {
+      const auto& parameter = groups[g].params()[i];
+      const auto found = dict.state.find(dict.groups[g].parameters[i]);
+      if (found == dict.state.end()) {
+        clear_state(optimizer, parameter);
+        continue;
+      }
+      auto state = found->second;
+      for (auto& [key, tensor] : state.tensors) tensor = tensor.to(parameter.device(), tensor.scalar_type(), false, true);
+      set_state(optimizer, parameter, state);
+    }
+  }
+}
+
+}  // namespace tessera

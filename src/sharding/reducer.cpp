@@ -1,0 +1,307 @@
+#include "sharding/reducer.h"
+
+#include "tessera/error.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+namespace tessera::sharding {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.strides() == b.strides(); }
+
+}  // namespace
+
+class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
+ public:
+  Core(ProcessGroup group, std::vector<NamedTensor> parameters, ReducerOptions options, Callbacks callbacks)
+      : group_(std::move(group)), parameters_(std::move(parameters)), options_(std::move(options)), callbacks_(std::move(callbacks)) {}
+
+  void attach() {
+    class Hook : public torch::autograd::FunctionPostHook {
+     public:
+      Hook(std::weak_ptr<Core> core, size_t parameter) : core_(std::move(core)), parameter_(parameter) {}
+      torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
+        if (auto core = core_.lock()) core->arrived(parameter_);
+        return outputs;
+      }
+
+     private:
+      std::weak_ptr<Core> core_;
+      size_t parameter_;
+    };
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[i].tensor);
+      const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
+      hooks_.emplace_back(std::move(accumulator), key);
+    }
+  }
+
+  void detach() {
+    for (auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+    hooks_.clear();
+  }
+
+  void set_buckets(std::vector<Bucket> buckets) {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    where_.assign(parameters_.size(), {});
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
+    }
+    std::swap(buckets_, buckets);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      auto& grad = parameters_[i].tensor.mutable_grad();
+      if (!options_.gradient_as_bucket_view || !grad.defined() || grad.is_sparse()) continue;
+      view(i).copy_(grad);
+      grad = view(i);
+    }
+    reset();
+  }
+
+  void arrived(size_t i) {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    if (!running_) begin();
+    ++generation_;
+    take(i);
+    if (!sync_) return;
+    ++arrivals_[i];
+    if (arrivals_[i] > expected(i)) {
+      throw UsageError(fmt::format("{}: rank {}: parameter {} got a second gradient in one backward; expected one (several backward passes "
+                                   "before a step belong in no_sync(), a part of the model that is differentiated twice needs static_graph)",
+                                   options_.component, group_.rank(), parameters_[i].name));
+    }
+    if (arrivals_[i] == 1) order_.push_back(i);
+    if (arrivals_[i] == expected(i)) complete(i);
+  }
+
+  void flush() {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    reset();
+    std::fill(pending_.begin(), pending_.end(), 0);
+    finish_all();
+  }
+
+  void zero_grad(bool set_to_none) {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    for (auto& parameter : parameters_) {
+      auto& grad = parameter.tensor.mutable_grad();
+      if (!grad.defined()) continue;
+      if (set_to_none) grad = at::Tensor();
+      else grad.zero_();
+    }
+  }
+
+  std::vector<size_t> arrival_order() const {
+    std::vector<size_t> order = last_order_;
+    std::vector<bool> present(parameters_.size(), false);
+    for (const auto i : order) present[i] = true;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!present[i]) order.push_back(i);
+    }
+    return order;
+  }
+
+  std::vector<Bucket> buckets_;
+  bool sync_ = true;
+  std::vector<char> used_;
+  std::vector<char> missing_;
+  uint64_t generation_ = 0;
+
+ private:
+  struct Place {
+    size_t bucket = 0, member = 0;
+  };
+
+  const at::Tensor& view(size_t i) const { return buckets_[where_[i].bucket].views[where_[i].member]; }
+
+  int expected(size_t i) const {
+    if (!options_.static_graph) return 1;
+    return expected_.empty() ? std::numeric_limits<int>::max() : expected_[i];
+  }
+
+  void reset() {
+    arrivals_.assign(parameters_.size(), 0);
+    missing_.assign(parameters_.size(), 0);
+    order_.clear();
+    next_ = 0;
+    running_ = false;
+    pending_.clear();
+    for (const auto& bucket : buckets_) {
+      pending_.push_back(std::count_if(bucket.members.begin(), bucket.members.end(), [&](size_t i) { return expected(i) > 0; }));
+    }
+  }
+
+  void begin() {
+    reset();
+    running_ = true;
+    struct Token {
+      std::weak_ptr<Core> core;
+      bool over = false;
+      ~Token() {
+        const auto owner = core.lock();
+        if (over || !owner) return;
+        std::lock_guard lock(owner->mutex_);
+        owner->reset();
+      }
+    };
+    auto token = std::make_shared<Token>();
+    token->core = weak_from_this();
+    torch::autograd::Engine::get_default_engine().queue_callback([token] {
+      const auto owner = token->core.lock();
+      if (!owner) return;
+      token->over = true;
+      owner->end();
+    });
+  }
+
+  void end() {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    if (!running_) return;
+    struct Reset {
+      Core& core;
+      ~Reset() { core.reset(); }
+    } reset_at_the_end{*this};
+    if (sync_) finish_all();
+  }
+
+  /// The gradient that autograd left in `.grad` goes to its place in the bucket.
+  void take(size_t i) {
+    auto& grad = parameters_[i].tensor.mutable_grad();
+    if (!grad.defined()) return;
+    if (grad.layout() != at::kStrided) {
+      throw UsageError(fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))",
+                                   options_.component, group_.rank(), parameters_[i].name));
+    }
+    if (!options_.gradient_as_bucket_view) {
+      if (sync_) view(i).copy_(grad);
+      return;
+    }
+    if (same_memory(grad, view(i))) return;
+    view(i).copy_(grad);
+    grad = view(i);
+  }
+
+  void complete(size_t i) {
+    --pending_[where_[i].bucket];
+    while (next_ < buckets_.size() && pending_[next_] == 0) callbacks_.ready(next_++);
+  }
+
+  /// What is still open at the end: parameters without a gradient, then the buckets that waited for them.
+  void finish_all() {
+    const bool learning = options_.static_graph && expected_.empty();
+    std::vector<std::string> missing;
+    std::vector<char> have(parameters_.size(), 1);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (arrivals_[i] > 0) continue;
+      auto& grad = parameters_[i].tensor.mutable_grad();
+      have[i] = grad.defined();
+      missing_[i] = !have[i];
+      if (have[i]) {
+        take_unsent(i);
+      } else {
+        missing.push_back(parameters_[i].name);
+        if (may_be_unused()) view(i).zero_();
+      }
+    }
+    if (!missing.empty() && !may_be_unused()) {
+      group_.fail(fmt::format("{}: rank {}: backward left {} without a gradient: {}; set find_unused_parameters, or use every parameter in the loss",
+                              options_.component, group_.rank(), missing.size() == 1 ? "a parameter" : fmt::format("{} parameters", missing.size()),
+                              fmt::join(missing.begin(), missing.begin() + std::min<size_t>(missing.size(), 10), ", ")));
+    }
+    while (next_ < buckets_.size()) callbacks_.ready(next_++);
+    if (learning) expected_.assign(arrivals_.begin(), arrivals_.end());
+    agree_on_use(have, learning);
+    last_order_ = order_;
+    callbacks_.finish();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (used_[i] && !(options_.caller_agrees && missing_[i])) give_back(i);
+    }
+  }
+
+  bool may_be_unused() const { return options_.find_unused_parameters || options_.static_graph; }
+
+  /// A gradient from an earlier backward under no_sync that this one did not touch.
+  void take_unsent(size_t i) {
+    auto& grad = parameters_[i].tensor.mutable_grad();
+    if (same_memory(grad, view(i))) return;
+    view(i).copy_(grad);
+    if (options_.gradient_as_bucket_view) grad = view(i);
+  }
+
+  void agree_on_use(const std::vector<char>& have, bool learning) {
+    used_.assign(parameters_.size(), 1);
+    if (!may_be_unused() || options_.caller_agrees) return;
+    if (options_.static_graph && !learning) {
+      used_ = static_used_;
+      return;
+    }
+    auto counts = at::empty({static_cast<int64_t>(have.size())}, at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
+    const auto local = at::tensor(std::vector<int>(have.begin(), have.end()), at::kInt);
+    counts.copy_(local);
+    group_.all_reduce(counts);
+    const auto host = counts.cpu();
+    for (size_t i = 0; i < have.size(); ++i) used_[i] = host[static_cast<int64_t>(i)].item<int>() > 0;
+    static_used_ = used_;
+  }
+
+  void give_back(size_t i) {
+    auto& grad = parameters_[i].tensor.mutable_grad();
+    if (options_.gradient_as_bucket_view) {
+      grad = view(i);
+    } else {
+      if (!grad.defined()) grad = at::empty_like(view(i));
+      grad.copy_(view(i));
+    }
+  }
+
+  ProcessGroup group_;
+  std::vector<NamedTensor> parameters_;
+  ReducerOptions options_;
+  Callbacks callbacks_;
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
+
+  std::recursive_mutex mutex_;  // `ready` and `finish` may come back, through buckets()
+  std::vector<Place> where_;
+  std::vector<int> arrivals_;
+  std::vector<int> expected_;  // static_graph: arrivals in the first backward
+  std::vector<char> static_used_;
+  std::vector<size_t> order_, last_order_;
+  std::vector<int64_t> pending_;
+  size_t next_ = 0;
+  bool running_ = false;
+};
+
+Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters, std::vector<Bucket> buckets, ReducerOptions options, Callbacks callbacks)
+    : core_(std::make_shared<Core>(std::move(group), std::move(parameters), std::move(options), std::move(callbacks))) {
+  core_->set_buckets(std::move(buckets));
+  core_->attach();
+}
+
+Reducer::~Reducer() { core_->detach(); }
+
+void Reducer::set_sync(bool sync) { core_->sync_ = sync; }
+bool Reducer::sync() const { return core_->sync_; }
+void Reducer::flush() { core_->flush(); }
+void Reducer::replace_buckets(std::vector<Bucket> buckets) { core_->set_buckets(std::move(buckets)); }
+const std::vector<Bucket>& Reducer::buckets() const { return core_->buckets_; }
+std::vector<size_t> Reducer::arrival_order() const { return core_->arrival_order(); }
+bool Reducer::used(size_t parameter) const { return core_->used_.empty() || core_->used_[parameter]; }
+bool Reducer::has_gradient(size_t parameter) const { return !core_->missing_[parameter]; }
+uint64_t Reducer::generation() const { return core_->generation_; }
+void Reducer::zero_grad(bool set_to_none) { core_->zero_grad(set_to_none); }
+
+}  // namespace tessera::sharding

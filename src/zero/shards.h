@@ -1,0 +1,47 @@
+#pragma once
+
+#include "sharding/bucket.h"
+#include "sharding/named_tensor.h"
+#include "tessera/partition.h"
+#include "tessera/process_group.h"
+
+#include <torch/torch.h>
+
+#include <vector>
+
+namespace tessera::zero {
+
+/// A run of one parameter, in its memory order, that this rank updates.
+struct OwnedPiece {
+  size_t parameter;   ///< Index into the optimizer's list.
+  int64_t begin;      ///< First element.
+  int64_t numel;
+  int64_t at;         ///< First element, in own segment of the bucket.
+  at::Tensor tensor;  ///< Alias of the parameter's memory: the local optimizer's parameter.
+};
+
+/// Parameters of one dtype and device that are reduced, updated and gathered together.
+struct ShardBucket {
+  std::vector<size_t> members;       ///< Indices into the optimizer's list, in the layout's order.
+  sharding::Layout layout;
+  at::Tensor parameters;             ///< Flat; undefined when parameters keep their own storage.
+  sharding::Bucket gradients;        ///< This rank's own data's; empty when somebody else reduces.
+  at::Tensor reduced;                ///< Own segment of the average; made when first needed.
+  std::vector<OwnedPiece> pieces;
+};
+
+struct ShardPlan {
+  Partition partition = Partition::flat;
+  bool as_bucket_view = true;
+  bool with_gradients = true;
+  int64_t cap_bytes = 0;  ///< 0: one bucket for each dtype and device
+};
+
+/// Buckets for `subset` of `parameters`. `load`, elements by rank, carries over calls. Collective: allocates.
+std::vector<ShardBucket> make_shards(const std::vector<sharding::NamedTensor>& parameters, const std::vector<size_t>& subset,
+                                     const std::vector<size_t>& group_of, const ShardPlan& plan, std::vector<int64_t>& load, ProcessGroup& group);
+
+/// Every rank's updated segment to all. Collective.
+void gather_parameters(ShardBucket& bucket, const std::vector<sharding::NamedTensor>& parameters, ProcessGroup& group);
+
+}  // namespace tessera::zero
