@@ -195,7 +195,11 @@ std::string ConfigNode::describe() const {
       break;
   }
   constexpr size_t kShown = 80;
-  const std::string shown = text.size() > kShown ? text.substr(0, kShown) + "..." : text;
+  std::string shown = text;
+  if (shown.size() > kShown) {
+    shown.resize(kShown);
+    shown.append("...");
+  }
   return quoted ? "the string \"" + shown + "\"" : shown;
 }
 

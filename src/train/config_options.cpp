@@ -1,0 +1,118 @@
+#include "train/config_options.h"
+
+#include <cmath>
+
+#include "tessera/error.h"
+#include "tessera/optim.h"
+
+namespace tessera::train {
+namespace {
+
+constexpr const char* kDdp = "DistributedDataParallel";
+constexpr const char* kZero = "ZeroRedundancyOptimizer";
+
+OptionValue option_value(const ConfigNode& node, const std::string& path) {
+  if (node.kind == ConfigNode::Kind::Sequence) {
+    std::vector<double> values;
+    for (const auto& item : node.items) {
+      const auto value = parse_number(item);
+      if (!value) {
+        fail_at(item, path, item.describe() + " in a list; expected numbers");
+      }
+      values.push_back(*value);
+    }
+    return values;
+  }
+  if (node.kind != ConfigNode::Kind::Scalar) {
+    fail_at(node, path, node.describe() + "; expected a number, true or false, a word, or a list of numbers");
+  }
+  if (const auto flag = parse_bool(node)) return *flag;
+  if (const auto whole = parse_integer(node)) return *whole;
+  if (const auto number = parse_number(node)) return *number;
+  return node.text;
+}
+
+Backend backend_of(const std::string& name) {
+  if (name == "shm") return Backend::SharedMemory;
+  if (name == "gloo") return Backend::Gloo;
+  if (name == "nccl") return Backend::NCCL;
+  if (name == "mpi") return Backend::MPI;
+  return Backend::Auto;
+}
+
+/// Refuses the keys of `owner` unless that is the chosen type.
+void refuse_unless(MapReader& keys, const std::string& type, const std::string& owner,
+                   std::initializer_list<const char*> names) {
+  if (type != owner) {
+    for (const char* name : names) {
+      keys.refuse(name, "an option of " + owner + ", and parallel.type is " + type);
+    }
+  }
+}
+
+}  // namespace
+
+void read_parallel(MapReader keys, ParallelConfig& parallel) {
+  keys.read_choice("type", parallel.type, {"none", kDdp, kZero});
+  std::string backend = "auto";
+  keys.read_choice("backend", backend, {"auto", "shm", "gloo", "nccl", "mpi"});
+  parallel.group.backend = backend_of(backend);
+  double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
+  keys.read("timeout", seconds, Range{0.001, 1e6});
+  parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+
+  const std::string& type = parallel.type;
+  if (type == kDdp) {
+    keys.read("first_bucket_mb", parallel.first_bucket_mb, kPositive);
+    keys.read("static_graph", parallel.static_graph);
+    keys.read("broadcast_buffers", parallel.broadcast_buffers);
+    keys.read("gradient_as_bucket_view", parallel.gradient_as_bucket_view);
+  }
+  if (type == kZero) {
+    keys.read_choice("partition", parallel.partition, {"flat", "whole", "first_fit"});
+    keys.read("overlap_with_backward", parallel.overlap_with_backward);
+    keys.read("parameters_as_bucket_view", parallel.parameters_as_bucket_view);
+  }
+  if (type != "none") {
+    keys.read("bucket_cap_mb", parallel.bucket_cap_mb, kPositive);
+    keys.read("find_unused_parameters", parallel.find_unused_parameters);
+  }
+  refuse_unless(keys, type, kDdp,
+                {"first_bucket_mb", "static_graph", "broadcast_buffers",
+                 "gradient_as_bucket_view"});
+  refuse_unless(keys, type, kZero, {"partition", "overlap_with_backward", "parameters_as_bucket_view"});
+  keys.finish();
+}
+
+void read_optimizer(MapReader keys, OptimizerConfig& optimizer) {
+  const OptimizerRegistry registry = default_optimizers();
+  keys.require("type", "the name of an optimizer");
+  keys.read_choice("type", optimizer.type, registry.names());
+  if (optimizer.type.empty()) {
+    // Without a type no option can be judged: only the missing type is reported.
+    for (const auto& key : keys.unread()) {
+      keys.take(key);
+    }
+    keys.finish();
+    return;
+  }
+  if (optimizer.type == "LBFGS") {
+    keys.fail("type", "LBFGS evaluates the loss several times a step, and the trainer does once; expected another");
+  }
+  for (const KnownOption& option : registry.known_options(optimizer.type)) {
+    const ConfigNode* node = keys.take(option.name);
+    if (node == nullptr) {
+      continue;
+    }
+    const OptionValue value = option_value(*node, keys.full(option.name));
+    try {
+      registry.complete(optimizer.type, {{option.name, value}});
+    } catch (const UsageError& error) {
+      fail_at(*node, keys.full(option.name), error.what());
+    }
+    optimizer.options[option.name] = value;
+  }
+  keys.finish();
+}
+
+}  // namespace tessera::train

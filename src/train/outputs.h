@@ -1,0 +1,16 @@
+#pragma once
+
+#include <string>
+
+#include "tessera/config.h"
+
+namespace tessera::train {
+
+/// Makes the folders of `train.log` and `train.save` and proves that they can be written, before anything is trained. Throws
+/// UsageError naming the key. For the rank that writes.
+void prepare_outputs(const Config& config);
+
+/// Replaces `path` by `text`, whole or not at all.
+void write_text(const std::string& path, const std::string& text);
+
+}  // namespace tessera::train

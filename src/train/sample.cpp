@@ -1,0 +1,26 @@
+#include "train/sample.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+
+namespace tessera::train {
+
+std::string sample_text(GPT2Impl& model, const SampleConfig& sample, bool bytes) {
+  const at::Tensor tokens =
+      model.generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.options,
+                     at::make_generator<at::CPUGeneratorImpl>(sample.seed)).contiguous();
+  const auto* token = tokens.data_ptr<int64_t>();
+  std::string text;
+  for (int64_t i = 0; i < tokens.numel(); ++i) {
+    if (!bytes) {
+      text += (i > 0 ? " " : "") + std::to_string(token[i]);
+    } else if (token[i] == '\n' || token[i] == '\t' || (token[i] >= ' ' && token[i] <= '~')) {
+      text += static_cast<char>(token[i]);
+    } else {
+      text += fmt::format("\\x{:02x}", token[i]);
+    }
+  }
+  return text;
+}
+
+}  // namespace tessera::train

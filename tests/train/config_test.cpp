@@ -1,0 +1,277 @@
+#include "tessera/config.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+const char* const kModel = "model: {type: GPT2, vocab_size: 256, n_positions: 32, n_embd: 16, n_layer: 1, n_head: 2}\n";
+const char* const kData = "data: {type: ByteText, path: /usr/share/common-licenses}\n";
+const char* const kOptimizer = "optimizer: {type: AdamW, lr: 1e-3, betas: [0.9, 0.95]}\n";
+const char* const kTrain = "train: {steps: 3, global_batch: 4}\n";
+
+class ConfigTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char name[] = "/tmp/tessera-config-XXXXXX";
+    ASSERT_NE(::mkdtemp(name), nullptr);
+    folder_ = name;
+    ASSERT_EQ(::chdir(name), 0);
+  }
+  void TearDown() override {
+    ASSERT_EQ(::chdir("/"), 0);
+    std::filesystem::remove_all(folder_);
+  }
+
+  Config load(const std::string& text, const std::vector<std::string>& overrides = {}) {
+    std::ofstream("c.yaml", std::ios::binary) << text;
+    return load_config("c.yaml", overrides);
+  }
+  /// The message of the error; "" when there is none.
+  std::string error(const std::string& text, const std::vector<std::string>& overrides = {}) {
+    try {
+      load(text, overrides);
+      return "";
+    } catch (const UsageError& e) {
+      return e.what();
+    }
+  }
+  std::string base() const { return std::string(kModel) + kData + kOptimizer + kTrain; }
+  std::string override_error(const std::string& assignment) { return error(base(), {assignment}); }
+
+  std::filesystem::path folder_;
+};
+
+TEST_F(ConfigTest, ReadsEverySection) {
+  const Config config = load(
+      "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: 2, seed: 7, dropout: 0.1}\n"
+      "data: {type: ByteText, path: [a.txt, b], seq_len: 64, order: sequential, val_fraction: 0.2, seed: 3}\n"
+      "optimizer: {type: AdamW, lr: 3e-4, betas: [0.9, 0.95], weight_decay: 0}\n"
+      "scheduler: {type: warmup_cosine, warmup_steps: 10, min_lr: 1e-5}\n"
+      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true, backend: gloo, timeout: 1.5}\n"
+      "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, eval_every: 5,\n"
+      "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
+  EXPECT_EQ(config.model.gpt2.n_positions, 100);
+  EXPECT_EQ(config.model.gpt2.seed, 7u);
+  EXPECT_EQ(config.model.gpt2.attn_pdrop, 0.1);
+  EXPECT_EQ(config.data.paths, (std::vector<std::string>{"a.txt", "b"}));
+  EXPECT_EQ(config.data.batches.order, BatchOptions::Order::sequential);
+  EXPECT_EQ(config.data.batches.seq_len, 64);
+  EXPECT_EQ(config.data.batches.global_batch, 6);
+  EXPECT_EQ(config.data.val_fraction, 0.2);
+  EXPECT_EQ(config.optimizer.type, "AdamW");
+  EXPECT_EQ(config.optimizer.options.size(), 3u);
+  EXPECT_EQ(config.scheduler.min_lr, 1e-5);
+  EXPECT_EQ(config.parallel.partition, "first_fit");
+  EXPECT_TRUE(config.parallel.overlap_with_backward);
+  EXPECT_EQ(config.parallel.group.backend, Backend::Gloo);
+  EXPECT_EQ(config.parallel.group.timeout.count(), 1500);
+  EXPECT_EQ(config.train.log, "l.jsonl");
+  EXPECT_EQ(config.train.save, "");
+  EXPECT_EQ(config.train.clip_grad_norm, 1.0);
+  EXPECT_EQ(config.train.sample.prompt, (std::vector<int64_t>{'H', 'i'}));
+  EXPECT_EQ(config.at("train.sample.length"), "c.yaml:7: train.sample.length: ");
+}
+
+TEST_F(ConfigTest, DefaultsAreTheContract) {
+  const Config config = load(base());
+  EXPECT_EQ(config.data.batches.seq_len, 32);
+  EXPECT_EQ(config.model.gpt2.attn_pdrop, 0.0);
+  EXPECT_EQ(config.model.gpt2.layer_norm_epsilon, 1e-5);
+  EXPECT_EQ(config.parallel.type, "none");
+  EXPECT_FALSE(config.train.clip_grad_norm.has_value());
+  EXPECT_EQ(config.scheduler.lr_at(0, 0.5, 3), 0.5);
+  EXPECT_EQ(config.scheduler.lr_at(99, 0.5, 3), 0.5);
+}
+
+TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
+  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train:\n  stpes: 3\n  global_batch: 4\n"),
+            "c.yaml:5: train.stpes: unknown key; did you mean \"steps\"?");
+  EXPECT_EQ(error(base() + "paralel: {type: none}\n"), "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
+  EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"), "c.yaml:5: zzzzzzzz: unknown key");
+}
+
+TEST_F(ConfigTest, EachKindOfMistake) {
+  const std::pair<std::string, std::string> cases[] = {
+      {"train.steps=ten", "command line: train.steps: ten; expected a whole number >= 0"},
+      {"train.steps=\"10\"", "command line: train.steps: the string \"10\"; expected a whole number >= 0"},
+      {"train.steps=1.5", "command line: train.steps: 1.5; expected a whole number >= 0"},
+      {"train.steps=-1", "command line: train.steps: -1; expected a whole number >= 0"},
+      {"train.steps=", "command line: train.steps: nothing; expected a whole number >= 0"},
+      {"train.steps=[1]", "command line: train.steps: a list of 1; expected a whole number >= 0"},
+      {"train.steps=99999999999999999999", "99999999999999999999; expected a whole number"},
+      {"train.steps.x=1", "command line: train.steps.x: train.steps is 3 and has no keys"},
+      {"train=5", "command line: train: 5; expected a map of keys"},
+      {"train.global_batch=0", "0; expected a whole number >= 1"},
+      {"train.clip_grad_norm=0", "0; expected a number > 0"},
+      {"train.clip_grad_norm=.nan", ".nan; expected a number > 0"},
+      {"train.save_config=true", "train.save names no file"},
+      {"train.save_config=yes", "yes; expected true or false"},
+      {"train.log=[a, b]", "train.log: a list of 2; expected one path"},
+      {"train.sample.promt=x", "train.sample.promt: unknown key; did you mean \"prompt\"?"},
+      {"train.sample.prompt=[300]", "token 300; expected tokens below model.vocab_size (256)"},
+      {"train.sample.temperature=-1", "-1; expected a number >= 0"},
+      {"model.type=GPT3", "model.type: GPT3; expected one of GPT2; did you mean \"GPT2\"?"},
+      {"model.n_head=3", "model.n_head: 3 does not divide n_embd (16)"},
+      {"model.dropout=1", "model.dropout: 1; expected a number >= 0 and < 1"},
+      {"model.seed=-1", "-1; expected a whole number >= 0"},
+      {"model.config=nowhere.json", "model.config: "},
+      {"data.seq_len=33", "command line: data.seq_len: 33 is longer than model.n_positions (32)"},
+      {"data.order=shufled", "data.order: shufled; expected one of shuffled, sequential; did you mean \"shuffled\"?"},
+      {"data.path=null", "data.path: no path"},
+      {"data.path=[{a: b}]", "a map; expected a path"},
+      {"data.val_fraction=1", "expected a number >= 0 and < 1"},
+      {"data.type=TokenBin", ""},
+      {"scheduler.type=cosine", "expected one of none, constant, warmup_cosine"},
+      {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
+      {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
+      {"parallel.partition=flat", "an option of ZeroRedundancyOptimizer, and parallel.type is none"},
+      {"parallel.timeout=0", "parallel.timeout: 0; expected a number >= 0.001"},
+      {"parallel.backend=mpl", "did you mean \"mpi\"?"},
+      {"optimizer.lr={a: 1}", "optimizer.lr: a map; expected a number"},
+      {"steps", "command line: \"steps\": expected key=value"},
+      {"=1", "expected key=value"},
+      {"train..steps=1", "expected names joined by dots"},
+      {"train.steps=[1", "command line: not YAML: "},
+      {"train.steps=!!int 3", "tags are not used"},
+  };
+  for (const auto& [assignment, expected] : cases) {
+    const std::string message = override_error(assignment);
+    EXPECT_NE(message.find(expected), std::string::npos) << assignment << " gave: " << message;
+    EXPECT_EQ(message.empty(), expected.empty()) << assignment << " gave: " << message;
+  }
+}
+
+TEST_F(ConfigTest, MissingKeysAndFiles) {
+  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer), "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
+  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train: {steps: 1}\n"),
+            "c.yaml:4: train.global_batch: missing; expected the number of sequences a step, over all ranks");
+  EXPECT_EQ(error(""), "c.yaml: nothing; expected a map with model, data, optimizer, train");
+  EXPECT_THROW(load_config("nowhere.yaml"), UsageError);
+  EXPECT_THROW(load_config("/"), UsageError);
+  const Config config = load(base(), {"data.path=nowhere.txt"});
+  try {
+    check_config_files(config);
+    FAIL() << "a missing file was accepted";
+  } catch (const UsageError& e) {
+    EXPECT_STREQ(e.what(), "command line: data.path: nowhere.txt: No such file or directory; expected a readable file");
+  }
+}
+
+TEST_F(ConfigTest, MalformedYaml) {
+  EXPECT_EQ(error(base() + "model: {}\n"), "c.yaml:5: duplicate key \"model\" (first at c.yaml:1)");
+  EXPECT_NE(error("a: [1\nb: 2\n").find("c.yaml:2: not YAML: "), std::string::npos);
+  EXPECT_NE(error("a: 1\n---\nb: 2\n").find("more than one YAML document"), std::string::npos);
+  EXPECT_NE(error("? [a]\n: 1\n").find("a key must be a plain name"), std::string::npos);
+  EXPECT_NE(error("a: &x [*x]\n").find("alias inside the value that it names"), std::string::npos);
+  EXPECT_NE(error("a: *x\n").find("not YAML"), std::string::npos);
+  EXPECT_NE(error(std::string("a: \0b\n", 6)).find("zero byte"), std::string::npos);
+  EXPECT_NE(error("- 1\n- 2\n").find("a list of 2; expected a map"), std::string::npos);
+}
+
+TEST_F(ConfigTest, OverridesReplaceInOrder) {
+  const Config config = load(base(), {"optimizer.betas=[0.8, 0.9]", "train.steps=5", "train.steps=1e1", "parallel.type=DistributedDataParallel",
+                                      "data={type: ByteText, path: other}"});
+  EXPECT_EQ(config.train.steps, 10);
+  EXPECT_EQ(config.parallel.type, "DistributedDataParallel");
+  EXPECT_EQ(config.data.paths, std::vector<std::string>{"other"});
+  EXPECT_EQ(config.at("train.steps"), "command line: train.steps: ");
+}
+
+TEST_F(ConfigTest, AliasesWork) {
+  const Config config = load(std::string("model: {type: GPT2, n_positions: &n 48, n_embd: 16, n_head: 2}\n") +
+                             "data: {type: ByteText, path: x, seq_len: *n}\n" + kOptimizer + kTrain);
+  EXPECT_EQ(config.data.batches.seq_len, 48);
+}
+
+/// Each must be an error at once; the bound is loose, a hang or a crash is what it catches.
+TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
+  std::string bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n";
+  for (int i = 1; i < 12; ++i) {
+    bomb += "a" + std::to_string(i) + ": &a" + std::to_string(i) + " [";
+    for (int k = 0; k < 10; ++k) bomb += (k ? ", *a" : "*a") + std::to_string(i - 1);
+    bomb += "]\n";
+  }
+  const auto repeat = [](const std::string& text, size_t bytes) {
+    std::string out;
+    while (out.size() < bytes) out += text;
+    return out;
+  };
+  std::vector<std::pair<std::string, std::string>> files = {
+      {"alias bomb", bomb},
+      {"brackets", std::string(400000, '[')},
+      {"closed brackets", std::string(200000, '[') + std::string(200000, ']')},
+      {"braces", std::string(400000, '{')},
+      {"maps", repeat("{a: ", 400000)},
+      {"dashes", repeat("- ", 400000)},
+      {"question marks", repeat("? ", 400000)},
+      {"colons", repeat("a: ", 400000)},
+      {"anchors", repeat("&a ", 400000)},
+      {"bangs", repeat("! ", 400000)},
+      {"quotes", repeat("\"", 400001)},
+      {"many keys", [] {
+         std::string text;
+         for (int i = 0; i < 40000; ++i) text += "k" + std::to_string(i) + ": 1\n";
+         return text;
+       }()},
+      {"deep blocks", [] {
+         std::string text;
+         for (int i = 0; i < 800; ++i) text += std::string(i, ' ') + "a:\n";
+         return text;
+       }()},
+      {"commas", repeat("[,", 400000)},
+      {"long key", std::string(400000, 'k') + ": 1\n"},
+  };
+  for (const auto& [name, text] : files) {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_NE(error(text), "") << name;
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    EXPECT_LT(seconds, 5) << name;
+    RecordProperty(name, std::to_string(seconds));
+  }
+  std::ofstream("big.yaml").close();
+  std::filesystem::resize_file("big.yaml", 100 << 20);
+  try {
+    load_config("big.yaml");
+    FAIL() << "100 MiB were accepted";
+  } catch (const UsageError& e) {
+    EXPECT_NE(std::string(e.what()).find("104857600 bytes; a config has at most 1048576"), std::string::npos);
+  }
+}
+
+TEST_F(ConfigTest, WorldMustFit) {
+  Config config = load(base(), {"train.global_batch=9"});
+  EXPECT_NO_THROW(check_config_world(config, 1));
+  EXPECT_THROW(check_config_world(config, 3), UsageError);
+  config = load(base(), {"train.global_batch=9", "parallel.type=ZeroRedundancyOptimizer"});
+  EXPECT_NO_THROW(check_config_world(config, 3));
+  try {
+    check_config_world(config, 2);
+    FAIL() << "9 sequences on 2 ranks were accepted";
+  } catch (const UsageError& e) {
+    EXPECT_STREQ(e.what(), "command line: train.global_batch: 9 sequences cannot be divided by 2 ranks; expected a multiple of 2");
+  }
+}
+
+TEST(Scheduler, WarmsUpThenFallsAlongACosine) {
+  SchedulerConfig scheduler;
+  scheduler.type = "warmup_cosine";
+  scheduler.warmup_steps = 4;
+  scheduler.min_lr = 0.1;
+  EXPECT_DOUBLE_EQ(scheduler.lr_at(0, 1.0, 24), 0.25);
+  EXPECT_DOUBLE_EQ(scheduler.lr_at(3, 1.0, 24), 1.0);
+  EXPECT_DOUBLE_EQ(scheduler.lr_at(4, 1.0, 24), 1.0);
+  EXPECT_DOUBLE_EQ(scheduler.lr_at(14, 1.0, 24), 0.55);
+  EXPECT_DOUBLE_EQ(scheduler.lr_at(24, 1.0, 24), 0.1);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,250 @@
+#include "tessera/train.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "harness/ranks.h"
+#include "tessera/error.h"
+#include "tessera/safetensors.h"
+
+namespace tessera {
+namespace {
+
+const char* const kConfig = R"(
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, seed: 1}
+data: {type: ByteText, path: text.txt, seq_len: 16, order: sequential}
+optimizer: {type: AdamW, lr: 3e-3, betas: [0.9, 0.95], weight_decay: 0.1}
+train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetensors, save_config: true}
+)";
+
+class TrainingTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char name[] = "/tmp/tessera-train-XXXXXX";
+    ASSERT_NE(::mkdtemp(name), nullptr);
+    folder_ = name;
+    ASSERT_EQ(::chdir(name), 0);
+    std::ofstream text("text.txt");
+    for (int i = 0; i < 600; ++i) text << "line " << i << " of a text that nobody wrote\n";
+    std::ofstream("c.yaml") << kConfig;
+  }
+  void TearDown() override {
+    ASSERT_EQ(::chdir("/"), 0);
+    std::filesystem::remove_all(folder_);
+  }
+
+  /// Runs train_main in this process, a world of one; returns its exit code and keeps what it printed.
+  int train(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "tessera-train");
+    std::vector<char*> argv;
+    for (auto& argument : arguments) argv.push_back(argument.data());
+    ::testing::internal::CaptureStdout();
+    ::testing::internal::CaptureStderr();
+    const int code = train_main(static_cast<int>(argv.size()), argv.data());
+    out_ = ::testing::internal::GetCapturedStdout();
+    err_ = ::testing::internal::GetCapturedStderr();
+    return code;
+  }
+
+  /// Trains on `world` threads; returns rank 0's result after comparing it with the others'.
+  TrainResult train_ranks(int world, std::vector<std::string> overrides) {
+    if (world > 1 && std::none_of(overrides.begin(), overrides.end(), [](const std::string& o) { return o.rfind("parallel.type=", 0) == 0; })) {
+      overrides.push_back("parallel.type=ZeroRedundancyOptimizer");
+    }
+    const Config config = load_config("c.yaml", overrides);
+    std::vector<TrainResult> results(static_cast<size_t>(world));
+    ::testing::internal::CaptureStdout();
+    try {
+      testing::run_ranks(world, [&](ProcessGroup group, int rank) {
+        results[static_cast<size_t>(rank)] = run_training(config, group);
+      });
+    } catch (...) {
+      out_ = ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    out_ = ::testing::internal::GetCapturedStdout();
+    for (const auto& result : results) {
+      EXPECT_EQ(result.losses, results[0].losses);
+      EXPECT_EQ(result.grad_norms, results[0].grad_norms);
+      EXPECT_EQ(result.eval_loss, results[0].eval_loss);
+    }
+    return results[0];
+  }
+
+  std::vector<nlohmann::json> log() const {
+    std::vector<nlohmann::json> lines;
+    std::ifstream file("out/log.jsonl");
+    for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+    return lines;
+  }
+
+  static std::string bytes_of(const std::string& path) {
+    std::ostringstream text;
+    text << std::ifstream(path, std::ios::binary).rdbuf();
+    return text.str();
+  }
+
+  std::filesystem::path folder_;
+  std::string out_, err_;
+};
+
+void expect_near(const std::vector<double>& a, const std::vector<double>& b, double relative) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << "step " << i;
+}
+
+TEST_F(TrainingTest, WorldOfOneWritesEverything) {
+  ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10", "train.sample={length: 5, prompt: li}"}), 0) << err_;
+  const auto lines = log();
+  ASSERT_EQ(lines.size(), 30u);
+  for (size_t step = 0; step < lines.size(); ++step) {
+    EXPECT_EQ(lines[step].size(), 6u);
+    EXPECT_EQ(lines[step]["step"], step);
+    EXPECT_EQ(lines[step]["lr"], 3e-3);
+    EXPECT_GT(lines[step]["grad_norm"].get<double>(), 0);
+    EXPECT_GT(lines[step]["ms"].get<double>(), 0);
+    EXPECT_GT(lines[step]["tokens_per_s"].get<double>(), 0);
+  }
+  EXPECT_NEAR(lines[0]["loss"].get<double>(), std::log(256.0), 0.1);
+  EXPECT_LT(lines.back()["loss"].get<double>(), 0.75 * lines[0]["loss"].get<double>());
+  for (const char* expected : {"step  0/29  loss 5.", "evaluation after 10 steps: loss ", "evaluation after 30 steps: loss ",
+                               "a bigram model of the same split reaches", "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
+                               "weights written to out/model.safetensors"}) {
+    EXPECT_NE(out_.find(expected), std::string::npos) << expected << " is not in\n" << out_;
+  }
+  EXPECT_EQ(out_.find('\r'), std::string::npos) << "a progress bar in a pipe";
+  EXPECT_EQ(SafetensorsFile("out/model.safetensors").info("transformer.wte.weight").shape, (std::vector<int64_t>{256, 16}));
+  EXPECT_EQ(GPT2Options::from_config_json("out/config.json").n_layer, 2);
+}
+
+TEST_F(TrainingTest, NoStepsIsAllowedAndInitIsRead) {
+  ASSERT_EQ(train({"c.yaml", "train.steps=0"}), 0) << err_;
+  EXPECT_TRUE(log().empty());
+  std::filesystem::copy("out/model.safetensors", "init.safetensors");
+  ASSERT_EQ(train({"c.yaml", "train.steps=0", "model.seed=2", "model.init=init.safetensors"}), 0) << err_;
+  EXPECT_EQ(bytes_of("out/model.safetensors"), bytes_of("init.safetensors"));
+}
+
+TEST_F(TrainingTest, ClippingAndScheduleAreWhatTheConfigSays) {
+  const auto plain = train_ranks(1, {"optimizer={type: SGD, lr: 0.5}"});
+  const auto clipped = train_ranks(1, {"optimizer={type: SGD, lr: 0.5}", "train.clip_grad_norm=1e-3"});
+  EXPECT_EQ(plain.losses[0], clipped.losses[0]);
+  EXPECT_EQ(plain.grad_norms[0], clipped.grad_norms[0]) << "the logged norm is from before clipping";
+  EXPECT_NEAR(clipped.losses[5], clipped.losses[0], 0.05);
+  EXPECT_LT(plain.losses[5], clipped.losses[5] - 0.1);
+  train_ranks(1, {"scheduler={type: warmup_cosine, warmup_steps: 3}"});
+  EXPECT_NEAR(log()[0]["lr"].get<double>(), 1e-3, 1e-12);
+  EXPECT_NEAR(log()[3]["lr"].get<double>(), 3e-3, 1e-12);
+}
+
+TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
+  const std::pair<std::vector<std::string>, std::string> cases[] = {
+      {{}, "tessera train: no config given"},
+      {{"nowhere.yaml"}, "tessera train: nowhere.yaml: No such file or directory"},
+      {{"c.yaml", "train.stpes=1"}, "tessera train: command line: train.stpes: unknown key; did you mean \"steps\"?"},
+      {{"c.yaml", "data.path=nowhere.txt"}, "command line: data.path: nowhere.txt: No such file"},
+      {{"c.yaml", "model.vocab_size=100"}, "command line: model.vocab_size: "},
+      {{"c.yaml", "model.init=c.yaml"}, "command line: model.init: "},
+      {{"c.yaml", "train.log=text.txt/log.jsonl"}, "command line: train.log: "},
+      {{"c.yaml", "train.save=/proc/nowhere/x"}, "command line: train.save: "},
+      {{"c.yaml", "train.save=."}, "command line: train.save: "},
+      {{"c.yaml", "data.val_fraction=0.0001"}, "data.seq_len: "},
+      {{"c.yaml", "optimizer.lrr=1"}, "command line: optimizer.lrr: unknown key; did you mean \"lr\"?"},
+      {{"c.yaml", "optimizer.lr=-1"}, "command line: optimizer.lr: "},
+      {{"c.yaml", "optimizer.type=AdmW"}, "did you mean \"AdamW\"?"},
+      {{"c.yaml", "-n", "2"}, "-n: unknown option"},
+  };
+  for (const auto& [arguments, expected] : cases) {
+    EXPECT_EQ(train(arguments), 2);
+    EXPECT_NE(err_.find(expected), std::string::npos) << expected << " is not in: " << err_;
+    EXPECT_EQ(out_, "");
+  }
+}
+
+TEST_F(TrainingTest, AnErrorOnOneRankIsTheSameOnAll) {
+  const Config good = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer"});
+  const Config bad = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer", "data.path=gone.txt"});
+  const auto errors = testing::run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+    run_training(rank == 1 ? bad : good, group);
+  });
+  for (const auto& error : errors) {
+    EXPECT_NE(testing::message_of(error).find("rank 1: command line: data.path: gone.txt"), std::string::npos)
+        << testing::message_of(error);
+  }
+}
+
+TEST_F(TrainingTest, WorldMustDivideTheBatch) {
+  EXPECT_THROW(train_ranks(2, {"train.global_batch=9"}), UsageError);
+  EXPECT_THROW(train_ranks(2, {"parallel.type=none"}), UsageError);
+}
+
+TEST_F(TrainingTest, EveryWayOfTrainingAgrees) {
+  const std::vector<std::string> base = {"train.steps=50", "train.global_batch=12"};
+  const auto with = [&](const std::string& parallel) {
+    auto overrides = base;
+    overrides.push_back("parallel=" + parallel);
+    return overrides;
+  };
+  const TrainResult reference = train_ranks(1, base);
+  const std::string reference_weights = bytes_of("out/model.safetensors");
+  EXPECT_LT(reference.losses.back(), reference.losses.front());
+  for (const int world : {1, 2, 3, 4}) {
+    const TrainResult ddp = train_ranks(world, with("{type: DistributedDataParallel}"));
+    const std::string ddp_weights = bytes_of("out/model.safetensors");
+    expect_near(ddp.losses, reference.losses, 1e-5);
+    expect_near(ddp.grad_norms, reference.grad_norms, 1e-3);
+    for (const char* zero : {"{type: ZeroRedundancyOptimizer}", "{type: ZeroRedundancyOptimizer, partition: whole}",
+                             "{type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true}"}) {
+      const TrainResult result = train_ranks(world, with(zero));
+      EXPECT_EQ(result.losses, ddp.losses) << zero << " on " << world;
+      EXPECT_EQ(result.eval_loss, ddp.eval_loss) << zero << " on " << world;
+      EXPECT_TRUE(bytes_of("out/model.safetensors") == ddp_weights) << zero << " on " << world;
+    }
+    if (world == 1) {
+      EXPECT_EQ(ddp.losses, reference.losses);
+      EXPECT_TRUE(ddp_weights == reference_weights);
+    }
+  }
+}
+
+TEST_F(TrainingTest, ClippedRunsAgreeToo) {
+  const std::vector<std::string> base = {"train.clip_grad_norm=0.5", "train.steps=20"};
+  const TrainResult reference = train_ranks(1, base);
+  for (const char* type : {"DistributedDataParallel", "ZeroRedundancyOptimizer"}) {
+    auto overrides = base;
+    overrides.push_back(std::string("parallel.type=") + type);
+    expect_near(train_ranks(2, overrides).losses, reference.losses, 1e-5);
+  }
+}
+
+TEST_F(TrainingTest, EvaluationIsBitEqualForAnyWorld) {
+  const auto one = train_ranks(1, {"train.steps=0"});
+  ASSERT_TRUE(one.eval_loss.has_value());
+  EXPECT_EQ(train_ranks(2, {"train.steps=0"}).eval_loss, one.eval_loss);
+  EXPECT_EQ(train_ranks(3, {"train.steps=0"}).eval_loss, one.eval_loss);
+}
+
+TEST_F(TrainingTest, ShardedStateIsAPartOfTheWhole) {
+  train_ranks(2, {"parallel.type=ZeroRedundancyOptimizer"});
+  int64_t sharded = 0, whole = 0;
+  std::istringstream lines(out_);
+  for (std::string line; std::getline(lines, line);) {
+    line.erase(std::remove(line.begin(), line.end(), ','), line.end());
+    std::istringstream words(line);
+    std::string name;
+    int64_t number = 0, parameters = 0, gradients = 0, state = 0;
+    if (line.rfind("rank ", 0) == 0 && words >> name >> number >> parameters >> gradients >> state) sharded += state;
+    if (line.rfind("unsharded", 0) == 0 && words >> name >> parameters >> gradients >> state) whole = state;
+  }
+  EXPECT_GT(whole, 0) << out_;
+  EXPECT_EQ(sharded, whole) << out_;
+}
+
+}  // namespace
+}  // namespace tessera
