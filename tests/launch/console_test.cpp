@@ -50,6 +50,14 @@ TEST(ConsoleOutput, LinesStayWhole) {
   EXPECT_EQ(count, 800);
 }
 
+TEST(ConsoleOutput, ALineWaitsForTheEndOfRankZerosLine) {
+  // Rank 1 writes while rank 0's line is unfinished; the pause lets a launcher that does not wait show it.
+  Launched run(run_shell(2, "cd $TESSERA_RENDEZVOUS; if [ $RANK = 0 ]; then printf begin; touch half; until [ -e other ]; do :; done; "
+                            "sleep 0.2; echo -end; else until [ -e half ]; do :; done; sleep 0.1; echo line; touch other; fi"));
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(run.out(), "begin-end\n[rank 1] line\n");
+}
+
 TEST(ConsoleOutput, MuchOutputArrivesInFull) {
   Launched run(run_shell(2, "seq 1 200000"));
   EXPECT_EQ(run.finish(), 0);
