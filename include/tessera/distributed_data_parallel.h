@@ -22,8 +22,8 @@ struct DistributedDataParallelOptions {
   /// Which parameters are used, and how often, never changes: learned in the first backward.
   bool static_graph = false;
   bool gradient_as_bucket_view = true;  ///< `.grad` are windows of the buckets: no copy after the reduction.
-  std::vector<std::string> parameters_to_ignore;  ///< Names; neither broadcast nor reduced.
-  CommHook comm_hook;  ///< Empty: the mean.
+  std::vector<std::string> parameters_to_ignore = {};  ///< Names; neither broadcast nor reduced.
+  CommHook comm_hook = {};  ///< Empty: the mean.
 };
 
 namespace detail {

@@ -59,6 +59,9 @@ struct ProcessGroupOptions {
   /// Before each collective the ranks compare (sequence, operation, sizes, dtype); a difference is a UsageError on all of
   /// them before data moves. Off saves the latency of that exchange, and mismatches are no longer seen.
   bool check_collectives = true;
+  /// Memory that is freed stays with the process instead of going back to the system and being touched afresh in the next step, which
+  /// costs more than the work on it (glibc: M_MMAP_MAX 0, M_TRIM_THRESHOLD unbounded, for the whole process). A world of more than one.
+  bool retain_freed_memory = true;
 };
 
 /// A value handle of a set of ranks that communicate. Copies share one state. A default-constructed group is a world

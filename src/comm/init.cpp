@@ -8,7 +8,10 @@
 
 #include <fmt/format.h>
 
+#include <malloc.h>
+
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 
 namespace tessera {
@@ -20,6 +23,12 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   const auto environment = comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return ProcessGroup();
 
+#ifdef __GLIBC__
+  if (options.retain_freed_memory) {
+    ::mallopt(M_MMAP_MAX, 0);
+    ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  }
+#endif
   // A second call in one process makes a second world; every rank counts alike.
   static int calls = 0;
   auto meeting = comm::meet(environment, options.timeout);

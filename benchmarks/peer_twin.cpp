@@ -1,0 +1,151 @@
+// The C++ twin of torch_peer.py: the same GPT, sizes, batches and timing, with Tessera's strategies.
+//
+//   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
+//
+// STRATEGY: none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap,
+// each optionally with "-gloo". Prints one JSON line of medians from rank 0.
+
+#include "tessera/tessera.h"
+
+#include <nlohmann/json.hpp>
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <iostream>
+
+namespace {
+
+using torch::nn::Embedding;
+using torch::nn::LayerNorm;
+using torch::nn::LayerNormOptions;
+using torch::nn::Linear;
+using torch::nn::LinearOptions;
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl(int64_t width, int64_t heads_) : heads(heads_) {
+    ln1 = register_module("ln1", LayerNorm(LayerNormOptions({width})));
+    ln2 = register_module("ln2", LayerNorm(LayerNormOptions({width})));
+    qkv = register_module("qkv", Linear(width, 3 * width));
+    proj = register_module("proj", Linear(width, width));
+    fc = register_module("fc", Linear(width, 4 * width));
+    out = register_module("out", Linear(4 * width, width));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    const auto b = x.size(0), t = x.size(1), c = x.size(2);
+    auto parts = qkv(ln1(x)).split(c, 2);
+    for (auto& part : parts) part = part.view({b, t, heads, c / heads}).transpose(1, 2);
+    auto a = parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(c / heads));
+    const auto mask = torch::ones({t, t}, torch::kBool).triu(1);
+    a = a.masked_fill(mask, -std::numeric_limits<float>::infinity()).softmax(-1);
+    x = x + proj(a.matmul(parts[2]).transpose(1, 2).reshape({b, t, c}));
+    return x + out(torch::gelu(fc(ln2(x))));
+  }
+
+  int64_t heads;
+  LayerNorm ln1{nullptr}, ln2{nullptr};
+  Linear qkv{nullptr}, proj{nullptr}, fc{nullptr}, out{nullptr};
+};
+TORCH_MODULE(Block);
+
+struct GptImpl : torch::nn::Module {
+  GptImpl(int64_t width, int64_t layers, int64_t heads, int64_t tokens, int64_t vocab) {
+    te = register_module("te", Embedding(vocab, width));
+    pe = register_module("pe", Embedding(tokens, width));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int64_t i = 0; i < layers; ++i) blocks->push_back(Block(width, heads));
+    ln = register_module("ln", LayerNorm(LayerNormOptions({width})));
+    head = register_module("head", Linear(LinearOptions(width, vocab).bias(false)));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    auto y = te(x) + pe(torch::arange(x.size(1)));
+    for (const auto& block : *blocks) y = block->as<BlockImpl>()->forward(y);
+    return head(ln(y));
+  }
+
+  Embedding te{nullptr}, pe{nullptr};
+  torch::nn::ModuleList blocks{nullptr};
+  LayerNorm ln{nullptr};
+  Linear head{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double pss_mib() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string word; file >> word;) {
+    if (word == "Pss:") {
+      double kib;
+      file >> kib;
+      return kib / 1024;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using Clock = std::chrono::steady_clock;
+  std::string strategy = argc > 1 ? argv[1] : "zero";
+  int64_t size[7] = {384, 6, 6, 128, 256, 4, 12};
+  for (int i = 2; i < argc && i < 9; ++i) size[i - 2] = std::atoll(argv[i]);
+  const auto [width, layers, heads, tokens, vocab, batch, steps] = std::tuple(size[0], size[1], size[2], size[3], size[4], size[5], size[6]);
+
+  tessera::ProcessGroupOptions options;
+  if (strategy.ends_with("-gloo")) {
+    options.backend = tessera::Backend::Gloo;
+    strategy.resize(strategy.size() - 5);
+  }
+  auto world = tessera::init_process_group(options);
+  torch::set_num_threads(1);
+  torch::manual_seed(0);
+  Gpt model(width, layers, heads, tokens, vocab);
+  const auto adam = tessera::default_optimizers().factory("Adam", {{"lr", 1e-3}});
+  std::unique_ptr<tessera::DistributedDataParallel<Gpt>> ddp;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  if (strategy.starts_with("zero")) {
+    optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
+        *model, world, adam, tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap", .find_unused_parameters = false});
+  } else {
+    if (strategy == "ddp") ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(model, world);
+    optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
+  }
+
+  auto data = at::make_generator<at::CPUGeneratorImpl>(world.rank());
+  std::vector<double> step_ms, optimizer_ms;
+  torch::Tensor loss;
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto x = torch::randint(0, vocab, {batch, tokens + 1}, data, torch::kLong);
+    world.barrier();
+    const auto start = Clock::now();
+    const auto input = x.narrow(1, 0, tokens);
+    const auto y = ddp ? (*ddp)(input) : model(input);
+    loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}), x.narrow(1, 1, tokens).reshape({-1}));
+    loss.backward();
+    const auto middle = Clock::now();
+    if (strategy != "compute") optimizer->step();
+    const auto end = Clock::now();
+    for (auto& p : model->parameters()) p.mutable_grad() = torch::Tensor();
+    step_ms.push_back(std::chrono::duration<double, std::milli>(end - start).count());
+    optimizer_ms.push_back(std::chrono::duration<double, std::milli>(end - middle).count());
+  }
+  if (world.rank() != 0) return 0;
+  int64_t parameters = 0;
+  for (const auto& p : model->parameters()) parameters += p.numel();
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto kept = [&](const std::vector<double>& all) { return median({all.begin() + 2, all.end()}); };
+  std::cout << nlohmann::json{{"strategy", strategy}, {"backend", world.backend_name()}, {"ranks", world.size()}, {"parameters", parameters},
+                              {"step_ms", kept(step_ms)}, {"optimizer_ms", kept(optimizer_ms)}, {"peak_rss_mib", usage.ru_maxrss / 1024},
+                              {"pss_mib", pss_mib()}, {"loss", loss.item<float>()}}.dump() << std::endl;
+}

@@ -1,0 +1,16 @@
+#pragma once
+
+// Everything a training program needs.
+
+#include "tessera/comm_hook.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
+#include "tessera/fused_optimizer.h"
+#include "tessera/optim.h"
+#include "tessera/optimizer_state.h"
+#include "tessera/optimizer_state_dict.h"
+#include "tessera/partition.h"
+#include "tessera/process_group.h"
+#include "tessera/safetensors.h"
+#include "tessera/version.h"
+#include "tessera/zero_redundancy_optimizer.h"

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Real processes, real signals: how soon, and with which name, do survivors and the launcher speak of a lost rank?
+
+    faults_test.py BUILD_FOLDER
+"""
+import os, pathlib, re, signal, subprocess, sys, tempfile, threading, time, unittest
+
+BUILD = pathlib.Path(sys.argv.pop(1))
+RANKS, VICTIM = 3, 1
+TIMEOUT_MS = 1500
+
+
+class Run:
+    """A launched world whose output is read line by line with the time of arrival."""
+
+    def __init__(self, backend):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_", "TESSERA_"))}
+        self.process = subprocess.Popen([BUILD / "bin/tessera", "run", "-n", str(RANKS), BUILD / "bin/fault_probe", backend, str(TIMEOUT_MS)],
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=env)
+        self.lines, self.pids = [], {}
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+            found = re.search(r"pid (\d+) of rank (\d+)", line)
+            if found:
+                self.pids[int(found[2])] = int(found[1])
+
+    def wait_for(self, condition, seconds, what):
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {seconds} s: {what}\n" + self.text())
+            time.sleep(0.01)
+
+    def when(self, pattern):
+        return next((at for at, line in self.lines if re.search(pattern, line)), None)
+
+    def text(self):
+        return "\n".join(line for _, line in self.lines)
+
+    def close(self):
+        for pid in self.pids.values():
+            try:
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self.reader.join(5)
+        self.process.stdout.close()
+
+
+class Faults(unittest.TestCase):
+    def lose(self, backend, sig, bound):
+        run = Run(backend)
+        self.addCleanup(run.close)
+        run.wait_for(lambda: len(run.pids) == RANKS, 60, "all ranks train")
+        start = time.monotonic()
+        os.kill(run.pids[VICTIM], sig)
+        for survivor in range(RANKS):
+            if survivor == VICTIM:
+                continue
+            pattern = rf"survivor {survivor} blames {VICTIM}:"
+            run.wait_for(lambda: run.when(pattern), bound + 5, pattern)
+            self.assertLess(run.when(pattern) - start, bound, run.text())
+        return run, start
+
+    def killed(self, backend):
+        run, start = self.lose(backend, signal.SIGKILL, 2.0)
+        pattern = rf"rank {VICTIM} .*SIGKILL"
+        run.wait_for(lambda: run.when(pattern), 5, pattern)
+        self.assertLess(run.when(pattern) - start, 2.0, run.text())
+        self.assertEqual(run.process.wait(10), 128 + signal.SIGKILL)
+
+    def stopped(self, backend):
+        run, _ = self.lose(backend, signal.SIGSTOP, TIMEOUT_MS / 1000 + 2)
+        self.assertNotEqual(run.process.wait(15), 0)
+        with self.assertRaises(ProcessLookupError, msg="the stopped rank is ended too"):
+            os.kill(run.pids[VICTIM], 0)
+
+    def test_killed_gloo(self):
+        self.killed("gloo")
+
+    def test_killed_shared_memory(self):
+        before = set(os.listdir("/dev/shm"))
+        self.killed("shm")
+        self.assertEqual(set(os.listdir("/dev/shm")) - before, set(), "no segment is left")
+
+    def test_stopped_gloo(self):
+        self.stopped("gloo")
+
+    def test_stopped_shared_memory(self):
+        self.stopped("shm")
+
+
+if __name__ == "__main__":
+    unittest.main()
