@@ -12,7 +12,7 @@
 
 // The safetensors format of Hugging Face, read and written to the letter: 8 bytes header size (little-endian), a JSON
 // header of at most 100 MB, the data without holes. All of it is local to one rank: no collectives, safe to call on one
-// rank alone. Tensors are on the CPU. See docs/safetensors.md.
+// rank alone. Tensors are on the CPU.
 
 namespace tessera {
 
