@@ -2,6 +2,10 @@
 
 #include <ATen/Parallel.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <system_error>
 #include <thread>
@@ -42,11 +46,27 @@ void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
   }
 }
 
+// Zeros laid out as `values`, on large pages where the system gives them: several streams through memory lose a few
+// percent at each 4 KiB border, and the first touch is cheaper.
+at::Tensor new_state(const at::Tensor& values) {
+  auto state = at::empty_like(values);
+#ifdef __linux__
+  constexpr uintptr_t kLargePage = uintptr_t{1} << 21;
+  if (state.device().is_cpu() && state.nbytes() >= 2 * kLargePage) {
+    const auto address = reinterpret_cast<uintptr_t>(state.data_ptr());
+    const uintptr_t begin = (address + kLargePage - 1) / kLargePage * kLargePage;
+    const uintptr_t end = (address + state.nbytes()) / kLargePage * kLargePage;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: a refusal changes nothing
+  }
+#endif
+  return state.zero_();
+}
+
 }  // namespace
 
 void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& values) {
   if (!state.defined()) {
-    state = at::zeros_like(values);
+    state = new_state(values);
   } else if (state.sizes() != values.sizes()) {
     throw UsageError(std::string("fused optimizer: state ") + name + " has sizes " + c10::str(state.sizes()) +
                      ", expected those of its parameter, " + c10::str(values.sizes()));
