@@ -8,12 +8,12 @@
 
 namespace tessera {
 
-/// What a run came to. The same on every rank.
+/// What a run came to. The same on every rank, but for the last.
 struct TrainResult {
   std::vector<double> losses;      ///< of each step: mean over the global batch, before the update
   std::vector<double> grad_norms;  ///< of each step: 2-norm of the global mean gradient, before clipping
   std::optional<double> eval_loss;    ///< after the last step, nats per token; none without evaluation data
-  std::optional<double> bigram_loss;  ///< what a bigram model of the same split reaches
+  std::optional<double> bigram_loss;  ///< rank 0: what a bigram model of the same split reaches
 };
 
 /// Trains as `config` says on the ranks of `group`: every rank calls it, with the same config; it blocks until the run is
@@ -26,9 +26,5 @@ TrainResult run_training(const Config& config, ProcessGroup group);
 /// the world (init_process_group) and runs. Never throws; returns the exit code: 0, 1 when the run failed (each rank says
 /// why on standard error), 2 when config, files or options are wrong (said once, by the first rank of each host).
 int train_main(int argc, char** argv);
-
-/// The same command line, only checked: config and the presence of its files, without the world. Prints what is wrong and
-/// returns 2, else 0. For front ends, before they start ranks.
-int check_train_command(int argc, char** argv);
 
 }  // namespace tessera

@@ -119,7 +119,7 @@ class TreeBuilder : public YAML::EventHandler {
   void open(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor, ConfigNode::Kind kind) {
     check_tag(mark, tag);
     if (expects_key()) {
-      fail(mark, "a key must be a plain name, not a list or a map");
+      fail(mark, "a list or a map as a key (or a bracket left open); expected a plain name");
     }
     if (static_cast<int>(stack_.size()) >= kMaxConfigDepth) {
       fail(mark, "nested deeper than " + std::to_string(kMaxConfigDepth) + " levels");

@@ -16,8 +16,8 @@ namespace tessera::train {
 namespace {
 
 bool on_terminal() {
-  const char* told = std::getenv("TESSERA_TERMINAL");
-  return told != nullptr ? std::string_view(told) == "1" : ::isatty(STDOUT_FILENO) == 1;
+  const char* passed_on = std::getenv("TESSERA_TTY");
+  return ::isatty(STDOUT_FILENO) == 1 || (passed_on != nullptr && std::string_view(passed_on) == "1");
 }
 
 /// 7344128 as "7,344,128".

@@ -1,3 +1,4 @@
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -105,19 +106,6 @@ int train_main(int argc, char** argv) {
     return kWrongCommand;
   }
   return run(config);
-}
-
-int check_train_command(int argc, char** argv) {
-  if (wants_help(argc, argv)) {
-    return 0;
-  }
-  try {
-    config_of(argc, argv);
-    return 0;
-  } catch (const std::exception& error) {
-    say(train::message_of(error));
-    return kWrongCommand;
-  }
 }
 
 }  // namespace tessera

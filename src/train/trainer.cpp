@@ -97,10 +97,8 @@ class Run {
     check_config_files(config_);
     data_ = load_data(config_);
     batches_.emplace(named(config_, "data.seq_len", [&] { return TokenBatches(data_.train, config_.data.batches); }));
-    if (data_.val.size() > 0 && window_count(data_.val, config_.data.batches.seq_len) == 0) {
-      throw UsageError(config_.at("data.seq_len") + data_.val.source() + ": " + std::to_string(data_.val.size()) +
-                       " tokens for evaluation, fewer than one sequence of " +
-                       std::to_string(config_.data.batches.seq_len) + " and its target");
+    if (data_.val.size() > 0) {
+      named(config_, "data.seq_len", [&] { window_count(data_.val, config_.data.batches.seq_len); });
     }
     model_ = make_model(config_, group_.rank());
     if (first()) {

@@ -56,7 +56,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
       "data: {type: ByteText, path: [a.txt, b], seq_len: 64, order: sequential, val_fraction: 0.2, seed: 3}\n"
       "optimizer: {type: AdamW, lr: 3e-4, betas: [0.9, 0.95], weight_decay: 0}\n"
       "scheduler: {type: warmup_cosine, warmup_steps: 10, min_lr: 1e-5}\n"
-      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true, backend: gloo, timeout: 1.5}\n"
+      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: false, backend: gloo, timeout: 1.5}\n"
       "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, eval_every: 5,\n"
       "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
   EXPECT_EQ(config.model.gpt2.n_positions, 100);
@@ -71,7 +71,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.optimizer.options.size(), 3u);
   EXPECT_EQ(config.scheduler.min_lr, 1e-5);
   EXPECT_EQ(config.parallel.partition, "first_fit");
-  EXPECT_TRUE(config.parallel.overlap_with_backward);
+  EXPECT_FALSE(config.parallel.parameters_as_bucket_view);
   EXPECT_EQ(config.parallel.group.backend, Backend::Gloo);
   EXPECT_EQ(config.parallel.group.timeout.count(), 1500);
   EXPECT_EQ(config.train.log, "l.jsonl");
@@ -140,7 +140,7 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"steps", "command line: \"steps\": expected key=value"},
       {"=1", "expected key=value"},
       {"train..steps=1", "expected names joined by dots"},
-      {"train.steps=[1", "command line: not YAML: "},
+      {"train.steps=[1", "command line: a list or a map as a key"},
       {"train.steps=!!int 3", "tags are not used"},
   };
   for (const auto& [assignment, expected] : cases) {
@@ -170,11 +170,17 @@ TEST_F(ConfigTest, MalformedYaml) {
   EXPECT_EQ(error(base() + "model: {}\n"), "c.yaml:5: duplicate key \"model\" (first at c.yaml:1)");
   EXPECT_NE(error("a: [1\nb: 2\n").find("c.yaml:2: not YAML: "), std::string::npos);
   EXPECT_NE(error("a: 1\n---\nb: 2\n").find("more than one YAML document"), std::string::npos);
-  EXPECT_NE(error("? [a]\n: 1\n").find("a key must be a plain name"), std::string::npos);
+  EXPECT_NE(error("? [a]\n: 1\n").find("a list or a map as a key"), std::string::npos);
   EXPECT_NE(error("a: &x [*x]\n").find("alias inside the value that it names"), std::string::npos);
   EXPECT_NE(error("a: *x\n").find("not YAML"), std::string::npos);
   EXPECT_NE(error(std::string("a: \0b\n", 6)).find("zero byte"), std::string::npos);
   EXPECT_NE(error("- 1\n- 2\n").find("a list of 2; expected a map"), std::string::npos);
+}
+
+TEST_F(ConfigTest, OverlapAndClippingExcludeEachOther) {
+  EXPECT_NE(error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}", "train.clip_grad_norm=1"})
+                .find("command line: train.clip_grad_norm: the norm is known only after backward"),
+            std::string::npos);
 }
 
 TEST_F(ConfigTest, OverridesReplaceInOrder) {
