@@ -43,9 +43,13 @@ class DataParallel::Impl {
     broadcast_everything();
     std::vector<size_t> backwards(trainable_.size());
     for (size_t i = 0; i < backwards.size(); ++i) backwards[i] = backwards.size() - 1 - i;
+    sharding::ReducerOptions reducing;
+    reducing.component = kName;
+    reducing.find_unused_parameters = options_.find_unused_parameters;
+    reducing.static_graph = options_.static_graph;
+    reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducer_ = std::make_unique<sharding::Reducer>(
-        group_, trainable_, make_buckets(backwards),
-        sharding::ReducerOptions{kName, options_.find_unused_parameters, options_.static_graph, options_.gradient_as_bucket_view},
+        group_, trainable_, make_buckets(backwards), reducing,
         sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); }});
   }
 

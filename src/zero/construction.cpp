@@ -72,6 +72,14 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
   rebuild_reducer();
 }
 
+std::vector<size_t> ZeroRedundancyOptimizer::Impl::trainable_subset() const {
+  std::vector<size_t> subset;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (trainable_[i]) subset.push_back(i);
+  }
+  return subset;
+}
+
 void ZeroRedundancyOptimizer::Impl::make_shards(const std::vector<size_t>& subset) {
   if (subset.empty()) return;
   zero::ShardPlan plan;
