@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 """An independent GPT-2 in plain PyTorch, to compare `tessera train` with.
 
-Shares no code with the library: its own model, safetensors reader and writer (struct and json), token files and batches.
-Needs torch and numpy only; Debian 12's python3-torch will do.
+Shares no code with the library: its own model, safetensors reader and writer (struct and json), token files and
+batches. Needs torch and numpy only; Debian 12's python3-torch will do.
 
-    reference_gpt2.py --init init.safetensors --data TEXT_OR_BIN --steps 30 --global-batch 16 --seq-len 128 \\
-        --n-head 6 [--lr 1e-3 --betas 0.9 0.95 --weight-decay 0.1] [--ranks 2] [--log log.jsonl] [--save out.safetensors]
+    reference_gpt2.py --init init.safetensors --data TEXT_OR_BIN --steps 30 --global-batch 16 --seq-len 128 --n-head 6
+        [--lr 1e-3 --betas 0.9 0.95 --weight-decay 0.1] [--ranks 2] [--log log.jsonl] [--save out.safetensors]
 
-Sizes other than the number of heads are read off the weights. The batches follow the contract of `order: sequential`: with L
-training tokens, sequence j of step s is number i = s*G + j; position k is p = (i*T + k) mod (L - 1), its input token
-p, its target token p + 1; rank r of W takes j in [r*G/W, (r+1)*G/W). Text is read as bytes, of which the first
+Sizes other than the number of heads are read off the weights. The batches follow the contract of `order: sequential`:
+with L training tokens, sequence j of step s is number i = s*G + j; position k is p = (i*T + k) mod (L - 1), its input
+token p, its target token p + 1; rank r of W takes j in [r*G/W, (r+1)*G/W). Text is read as bytes, of which the first
 floor(N * (1 - val_fraction)) are for training; *.bin is a token file of llm.c.
 
---ranks K > 1 runs PyTorch's DistributedDataParallel and ZeroRedundancyOptimizer over Gloo. --init random draws an initial
-model (then --n-embd, --n-layer, --n-positions and --vocab-size count) and --save-init writes it. One JSON object a step:
-step, loss (mean over the global batch, before the update), grad_norm.
+--ranks K > 1 runs PyTorch's DistributedDataParallel and ZeroRedundancyOptimizer over Gloo. --init random draws an
+initial model (then --n-embd, --n-layer, --n-positions and --vocab-size count) and --save-init writes it. One JSON
+object a step: step, loss (mean over the global batch, before the update), grad_norm.
 """
 import argparse
 import glob
@@ -53,7 +53,8 @@ def write_safetensors(path, tensors):
     header, offset, chunks = {"__metadata__": {"format": "pt"}}, 0, []
     for name in sorted(tensors):
         data = tensors[name].detach().cpu().contiguous().numpy().astype(np.float32).tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [offset, offset + len(data)]}
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape),
+                        "data_offsets": [offset, offset + len(data)]}
         offset += len(data)
         chunks.append(data)
     text = json.dumps(header).encode("utf-8")

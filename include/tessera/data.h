@@ -12,11 +12,13 @@
 
 namespace tessera {
 
-/// An immutable run of tokens, 8 or 16 bits each, in memory or mapped from a file. Cheap to copy; keeps its storage alive.
+/// An immutable run of tokens, 8 or 16 bits each, in memory or mapped from a file. Cheap to copy; keeps its storage
+/// alive.
 class Tokens {
  public:
   Tokens() = default;
-  /// `data` points to `size` tokens of `width` (1 or 2) bytes, little-endian, inside `storage`. `source` names them in errors.
+  /// `data` points to `size` tokens of `width` (1 or 2) bytes, little-endian, inside `storage`. `source` names them in
+  /// errors.
   Tokens(std::shared_ptr<const void> storage, const void* data, int64_t size, int width, std::string source);
   /// From memory, for tests and programs with their own tokenizer.
   static Tokens from(const std::vector<uint16_t>& tokens, std::string source = "tokens");
@@ -48,8 +50,9 @@ struct TokenData {
 
 /// Text as bytes: tokens 0…255.
 struct ByteText {
-  /// Each a file, a folder or a glob pattern, read in this order. Of a folder (not of its sub-folders) and of a pattern, the
-  /// regular files are taken, sorted by name; symbolic links are skipped there, so that nothing is counted twice.
+  /// Each a file, a folder or a glob pattern, read in this order. Of a folder (not of its sub-folders) and of a
+  /// pattern, the regular files are taken, sorted by name; symbolic links are skipped there, so that nothing is counted
+  /// twice.
   std::vector<std::string> paths{"/usr/share/common-licenses"};
   /// In [0, 1). The first ⌊N·(1 − val_fraction)⌋ of N tokens are `train`, the others `val`.
   double val_fraction = 0.1;
@@ -58,12 +61,12 @@ struct ByteText {
   TokenData load() const;
 };
 
-/// Token files of llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens. Mapped, not read: do not
-/// shorten a file in use.
+/// Token files of llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens. Mapped, not read:
+/// do not shorten a file in use.
 struct TokenBin {
-  std::string path;         ///< all of it is `train`
-  std::string val_path;     ///< all of it is `val`; empty: none
-  int64_t vocab_size = 0;   ///< of the model; 0: do not check
+  std::string path;        ///< all of it is `train`
+  std::string val_path;    ///< all of it is `val`; empty: none
+  int64_t vocab_size = 0;  ///< of the model; 0: do not check
 
   /// Throws UsageError naming the file: missing, wrong magic, version or size, a token ≥ vocab_size with its position.
   TokenData load() const;
@@ -87,11 +90,12 @@ struct BatchOptions {
 /// Which tokens make up which batch. With L tokens, T = seq_len and G = global_batch, sequence j of step s is number
 /// i = s·G + j, on whichever rank: rank r of W takes j in [r·G/W, (r+1)·G/W), in this order.
 ///
-/// sequential: position k of sequence i is p = (i·T + k) mod (L − 1); its input is token p, its target token p + 1. So the
-/// sequences follow one another through the text without a gap, wrap around, and every target is its input's true successor.
+/// sequential: position k of sequence i is p = (i·T + k) mod (L − 1); its input is token p, its target token p + 1. So
+/// the sequences follow one another through the text without a gap, wrap around, and every target is its input's true
+/// successor.
 ///
-/// shuffled: the N = ⌊(L − 1)/T⌋ windows of inputs [n·T, n·T + T), each once an epoch, in an order drawn from seed and epoch
-/// (i / N): independent of world size and of the batch's size.
+/// shuffled: the N = ⌊(L − 1)/T⌋ windows of inputs [n·T, n·T + T), each once an epoch, in an order drawn from seed and
+/// epoch (i / N): independent of world size and of the batch's size.
 class TokenBatches {
  public:
   /// Throws UsageError when L < seq_len + 1, naming source and sizes, or an option is out of range.
@@ -116,9 +120,9 @@ int64_t window_count(const Tokens& tokens, int64_t seq_len);
 /// Windows [first, first + count); count is cut at the last one. Throws UsageError when there is none from `first` on.
 Batch window_batch(const Tokens& tokens, int64_t seq_len, int64_t first, int64_t count);
 
-/// Cross entropy in nats per token of `val` under a bigram model of `train`: p(b|a) = (n(a,b) + k) / (n(a) + k·vocab_size), at
-/// the best of k = 1, 0.1, 0.01, 0.001 for `val`: the strongest figure such a model can claim. Throws UsageError when
-/// either part has less than two tokens or a token ≥ vocab_size.
+/// Cross entropy in nats per token of `val` under a bigram model of `train`: p(b|a) = (n(a,b) + k) / (n(a) +
+/// k·vocab_size), at the best of k = 1, 0.1, 0.01, 0.001 for `val`: the strongest figure such a model can claim. Throws
+/// UsageError when either part has less than two tokens or a token ≥ vocab_size.
 double bigram_cross_entropy(const Tokens& train, const Tokens& val, int64_t vocab_size);
 
 }  // namespace tessera

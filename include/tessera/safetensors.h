@@ -62,10 +62,10 @@ struct SafetensorsSpec {
 };
 
 /// Writes a file tensor by tensor, so that the memory needed beside the tensors is one tensor. The data goes to a
-/// temporary file in the folder of `path`; `commit` syncs it, renames it to `path` and syncs the folder: `path` is either
-/// the old file or the complete new one, whatever happens. Destroyed without `commit`, or after an error, the temporary is
-/// removed. Tensors are laid out by falling alignment of their dtype, then by name, as the reference implementation does.
-/// One thread at a time.
+/// temporary file in the folder of `path`; `commit` syncs it, renames it to `path` and syncs the folder: `path` is
+/// either the old file or the complete new one, whatever happens. Destroyed without `commit`, or after an error, the
+/// temporary is removed. Tensors are laid out by falling alignment of their dtype, then by name, as the reference
+/// implementation does. One thread at a time.
 class SafetensorsWriter {
  public:
   /// Throws UsageError for duplicate or reserved names, text that is not UTF-8, dtypes the format lacks, negative

@@ -20,7 +20,8 @@ namespace {
 std::string temporary_name() {
   static std::atomic<unsigned> counter{0};
   std::random_device random;
-  return ".tessera-" + std::to_string(::getpid()) + "-" + std::to_string(counter++) + "-" + std::to_string(random()) + ".tmp";
+  return ".tessera-" + std::to_string(::getpid()) + "-" + std::to_string(counter++) + "-" + std::to_string(random()) +
+         ".tmp";
 }
 
 std::string resolved(const std::string& path) {

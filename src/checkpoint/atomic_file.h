@@ -11,8 +11,8 @@ namespace tessera {
 /// Destroyed without `commit`, it leaves nothing. A symbolic link at `path` is followed: its target is replaced.
 class AtomicFile {
  public:
-  /// Throws UsageError when the folder is missing or `path` is something other than a file, Error when the system refuses.
-  /// `component` begins every message.
+  /// Throws UsageError when the folder is missing or `path` is something other than a file, Error when the system
+  /// refuses. `component` begins every message.
   AtomicFile(std::string component, const std::string& path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
@@ -30,8 +30,8 @@ class AtomicFile {
   void discard() noexcept;
 
   std::string component_;
-  std::string path_;       // as the caller gave it, for messages
-  std::string target_;     // with links resolved
+  std::string path_;    // as the caller gave it, for messages
+  std::string target_;  // with links resolved
   std::string folder_;
   std::string temporary_;  // empty once renamed or removed
   FileDescriptor file_;

@@ -13,11 +13,22 @@ struct Pair {
 };
 
 constexpr Pair kPairs[] = {
-    {"F32", at::kFloat}, {"F64", at::kDouble}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}, {"I64", at::kLong},
-    {"I32", at::kInt},   {"I16", at::kShort},  {"I8", at::kChar},  {"U8", at::kByte},       {"BOOL", at::kBool},
+    {"F32", at::kFloat},
+    {"F64", at::kDouble},
+    {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},
+    {"I64", at::kLong},
+    {"I32", at::kInt},
+    {"I16", at::kShort},
+    {"I8", at::kChar},
+    {"U8", at::kByte},
+    {"BOOL", at::kBool},
     {"C64", at::kComplexFloat},
 #if TESSERA_TORCH_HAS_SMALL_TYPES
-    {"U16", at::kUInt16}, {"U32", at::kUInt32}, {"U64", at::kUInt64}, {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"U16", at::kUInt16},
+    {"U32", at::kUInt32},
+    {"U64", at::kUInt64},
+    {"F8_E4M3", at::kFloat8_e4m3fn},
     {"F8_E5M2", at::kFloat8_e5m2},
 #endif
 };

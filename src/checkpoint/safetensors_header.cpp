@@ -65,14 +65,15 @@ void check_entry(const std::string& file, const SafetensorsEntry& entry, uint64_
     refuse(file, entry, "has data_offsets " + range(entry) + " that run backwards");
   }
   if (entry.end > data_bytes) {
-    refuse(file, entry, "has data_offsets " + range(entry) + " beyond the " + std::to_string(data_bytes) +
-                            " data bytes of the file");
+    refuse(
+        file, entry,
+        "has data_offsets " + range(entry) + " beyond the " + std::to_string(data_bytes) + " data bytes of the file");
   }
   const uint64_t expected = expected_bytes(file, entry);
   if (entry.end - entry.begin != expected) {
-    refuse(file, entry, "has data_offsets " + range(entry) + ", " + std::to_string(entry.end - entry.begin) +
-                            " bytes, but dtype " + entry.dtype + " and shape " + shape_text(entry.shape) + " need " +
-                            std::to_string(expected));
+    refuse(file, entry,
+           "has data_offsets " + range(entry) + ", " + std::to_string(entry.end - entry.begin) + " bytes, but dtype " +
+               entry.dtype + " and shape " + shape_text(entry.shape) + " need " + std::to_string(expected));
   }
 }
 
@@ -90,8 +91,9 @@ void check_cover(const std::string& file, const std::vector<SafetensorsEntry>& e
       refuse(file, entry, "with data_offsets " + range(entry) + " overlaps" + other);
     }
     if (entry.begin > covered) {
-      refuse(file, entry, "with data_offsets " + range(entry) + " leaves a hole of " +
-                              std::to_string(entry.begin - covered) + " bytes after" + other);
+      refuse(file, entry,
+             "with data_offsets " + range(entry) + " leaves a hole of " + std::to_string(entry.begin - covered) +
+                 " bytes after" + other);
     }
     covered = entry.end;
     before = &entry;
@@ -107,10 +109,10 @@ void check_cover(const std::string& file, const std::vector<SafetensorsEntry>& e
 
 int dtype_bits(std::string_view dtype) {
   static constexpr std::pair<std::string_view, int> kBits[] = {
-      {"BOOL", 8},        {"U8", 8},          {"I8", 8},         {"I16", 16},  {"U16", 16},  {"F16", 16},
-      {"BF16", 16},       {"I32", 32},        {"U32", 32},       {"F32", 32},  {"I64", 64},  {"U64", 64},
-      {"F64", 64},        {"C64", 64},        {"F8_E4M3", 8},    {"F8_E5M2", 8}, {"F8_E8M0", 8},
-      {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},    {"F6_E3M2", 6}, {"F4", 4}};
+      {"BOOL", 8},        {"U8", 8},      {"I8", 8},      {"I16", 16},    {"U16", 16},    {"F16", 16},
+      {"BF16", 16},       {"I32", 32},    {"U32", 32},    {"F32", 32},    {"I64", 64},    {"U64", 64},
+      {"F64", 64},        {"C64", 64},    {"F8_E4M3", 8}, {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8},
+      {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4}};
   for (const auto& [name, bits] : kBits) {
     if (name == dtype) {
       return bits;
@@ -140,8 +142,9 @@ uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSiz
     size |= static_cast<uint64_t>(prefix[i]) << (8 * i);
   }
   if (size > kMaxHeaderBytes) {
-    throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) + " is above the format's limit of " +
-                     std::to_string(kMaxHeaderBytes) + " bytes (is this a safetensors file?)");
+    throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
+                     " is above the format's limit of " + std::to_string(kMaxHeaderBytes) +
+                     " bytes (is this a safetensors file?)");
   }
   if (file_bytes < kSizeBytes || size > file_bytes - kSizeBytes) {
     throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) + " goes beyond the file's " +

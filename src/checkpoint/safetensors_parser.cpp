@@ -19,7 +19,9 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
   bool null() override { return unexpected("null"); }
   bool boolean(bool) override { return unexpected("a boolean"); }
-  bool number_float(number_float_t, const string_t& text) override { return unexpected("the number " + text.substr(0, 40)); }
+  bool number_float(number_float_t, const string_t& text) override {
+    return unexpected("the number " + text.substr(0, 40));
+  }
   bool binary(binary_t&) override { return unexpected("binary data"); }
   bool number_integer(number_integer_t value) override { return unexpected("the number " + std::to_string(value)); }
   bool number_unsigned(number_unsigned_t value) override;
@@ -32,8 +34,21 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
   bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception& error) override;
 
  private:
-  enum class Place { start, top, metadata_value, metadata, metadata_text, entry_value, entry, dtype, shape_value, shape,
-                     offsets_value, offsets, end };
+  enum class Place {
+    start,
+    top,
+    metadata_value,
+    metadata,
+    metadata_text,
+    entry_value,
+    entry,
+    dtype,
+    shape_value,
+    shape,
+    offsets_value,
+    offsets,
+    end
+  };
 
   SafetensorsEntry& entry() { return header_.entries.back(); }
   const char* expected() const;
@@ -53,16 +68,26 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
 const char* HeaderHandler::expected() const {
   switch (place_) {
-    case Place::start: return "the header's object";
-    case Place::metadata_value: return "an object of strings";
-    case Place::metadata_text: return "a string";
-    case Place::entry_value: return "an object with dtype, shape and data_offsets";
-    case Place::dtype: return "the name of a dtype";
-    case Place::shape_value: return "a list of sizes";
-    case Place::shape: return "a size (an integer from 0 to 2^63-1)";
-    case Place::offsets_value: return "a list of two offsets";
-    case Place::offsets: return offsets_seen_ < 2 ? "an offset (an integer from 0 to 2^64-1)" : "the end of the two offsets";
-    default: return "a key";
+    case Place::start:
+      return "the header's object";
+    case Place::metadata_value:
+      return "an object of strings";
+    case Place::metadata_text:
+      return "a string";
+    case Place::entry_value:
+      return "an object with dtype, shape and data_offsets";
+    case Place::dtype:
+      return "the name of a dtype";
+    case Place::shape_value:
+      return "a list of sizes";
+    case Place::shape:
+      return "a size (an integer from 0 to 2^63-1)";
+    case Place::offsets_value:
+      return "a list of two offsets";
+    case Place::offsets:
+      return offsets_seen_ < 2 ? "an offset (an integer from 0 to 2^64-1)" : "the end of the two offsets";
+    default:
+      return "a key";
   }
 }
 
@@ -113,10 +138,17 @@ bool HeaderHandler::string(string_t& value) {
 
 bool HeaderHandler::start_object(std::size_t) {
   switch (place_) {
-    case Place::start: place_ = Place::top; return true;
-    case Place::metadata_value: place_ = Place::metadata; return true;
-    case Place::entry_value: place_ = Place::entry; return true;
-    default: return unexpected("an object");
+    case Place::start:
+      place_ = Place::top;
+      return true;
+    case Place::metadata_value:
+      place_ = Place::metadata;
+      return true;
+    case Place::entry_value:
+      place_ = Place::entry;
+      return true;
+    default:
+      return unexpected("an object");
   }
 }
 
@@ -126,7 +158,11 @@ bool HeaderHandler::end_object() {
     return true;
   }
   if (place_ == Place::entry && !(has_dtype_ && has_shape_ && has_offsets_)) {
-    refuse(std::string("the key \"") + (!has_dtype_ ? "dtype" : !has_shape_ ? "shape" : "data_offsets") + "\" is missing");
+    refuse(std::string("the key \"") +
+           (!has_dtype_   ? "dtype"
+            : !has_shape_ ? "shape"
+                          : "data_offsets") +
+           "\" is missing");
   }
   place_ = Place::top;
   return true;
@@ -181,9 +217,14 @@ void HeaderHandler::entry_key(const std::string& name) {
 
 bool HeaderHandler::start_array(std::size_t) {
   switch (place_) {
-    case Place::shape_value: place_ = Place::shape; return true;
-    case Place::offsets_value: place_ = Place::offsets; return true;
-    default: return unexpected("a list");
+    case Place::shape_value:
+      place_ = Place::shape;
+      return true;
+    case Place::offsets_value:
+      place_ = Place::offsets;
+      return true;
+    default:
+      return unexpected("a list");
   }
 }
 

@@ -112,7 +112,8 @@ at::Tensor SafetensorsFile::load(const std::string& name) const {
   return tensor;
 }
 
-void SafetensorsFile::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count, at::Tensor out) const {
+void SafetensorsFile::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
+                                 at::Tensor out) const {
   const SafetensorsEntry& entry = info(name);
   const at::ScalarType type = impl_->type_of(entry);
   const std::string where = "safetensors: " + path() + ": tensor " + in_quotes(name) + ": ";

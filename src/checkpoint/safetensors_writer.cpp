@@ -38,7 +38,8 @@ uint64_t byte_size(const std::string& path, const SafetensorsSpec& spec) {
   uint64_t bytes = c10::elementSize(spec.dtype);
   for (const int64_t size : spec.shape) {
     if (size < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) || bytes >> 62 != 0) {
-      throw UsageError("safetensors: " + path + ": tensor " + in_quotes(spec.name) + ": sizes must not be negative nor overflow");
+      throw UsageError("safetensors: " + path + ": tensor " + in_quotes(spec.name) +
+                       ": sizes must not be negative nor overflow");
     }
   }
   return bytes;
@@ -48,7 +49,8 @@ void check_names(const std::string& path, const std::vector<SafetensorsSpec>& te
   std::unordered_set<std::string> names;
   for (const SafetensorsSpec& spec : tensors) {
     if (spec.name == safetensors::kMetadataKey) {
-      throw UsageError("safetensors: " + path + ": the tensor name " + in_quotes(spec.name) + " is reserved by the format");
+      throw UsageError("safetensors: " + path + ": the tensor name " + in_quotes(spec.name) +
+                       " is reserved by the format");
     }
     if (!names.insert(spec.name).second) {
       throw UsageError("safetensors: " + path + ": the tensor name " + in_quotes(spec.name) + " is given twice");
@@ -118,7 +120,8 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
   if (slot.written) {
     throw UsageError(where + " is written twice");
   }
-  if (!tensor.defined() || tensor.scalar_type() != slot.spec.dtype || tensor.sizes() != at::IntArrayRef(slot.spec.shape)) {
+  if (!tensor.defined() || tensor.scalar_type() != slot.spec.dtype ||
+      tensor.sizes() != at::IntArrayRef(slot.spec.shape)) {
     throw UsageError(where + " is declared as " + shape_text(slot.spec) + ", given is " +
                      (tensor.defined() ? shape_text({name, tensor.scalar_type(), tensor.sizes().vec()})
                                        : std::string("an undefined tensor")));

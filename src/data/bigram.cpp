@@ -22,7 +22,8 @@ int64_t count_of(const Counts& counts, int64_t key) {
 double bigram_cross_entropy(const Tokens& train, const Tokens& val, int64_t vocab_size) {
   for (const Tokens* part : {&train, &val}) {
     if (part->size() < 2) {
-      throw UsageError("bigram: " + part->source() + ": " + std::to_string(part->size()) + " tokens, expected two or more");
+      throw UsageError("bigram: " + part->source() + ": " + std::to_string(part->size()) +
+                       " tokens, expected two or more");
     }
     part->require_below(vocab_size);
   }

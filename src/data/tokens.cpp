@@ -49,8 +49,8 @@ void Tokens::require_below(int64_t vocab_size) const {
   const auto check = [&](const auto* tokens) {
     const auto* found = std::find_if(tokens, tokens + size_, [&](auto token) { return token >= vocab_size; });
     if (found != tokens + size_) {
-      throw UsageError(source_ + ": token " + std::to_string(*found) + " at position " + std::to_string(found - tokens) +
-                       " is not below vocab_size, " + std::to_string(vocab_size));
+      throw UsageError(source_ + ": token " + std::to_string(*found) + " at position " +
+                       std::to_string(found - tokens) + " is not below vocab_size, " + std::to_string(vocab_size));
     }
   };
   if (size_ == 0 || vocab_size > (width_ == 1 ? 0xff : 0xffff)) {

@@ -24,8 +24,7 @@ GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
     list->push_back(blocks_.back());
   }
   ln_f_ = transformer->register_module(
-      "ln_f",
-      torch::nn::LayerNorm(torch::nn::LayerNormOptions({options_.n_embd}).eps(options_.layer_norm_epsilon)));
+      "ln_f", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options_.n_embd}).eps(options_.layer_norm_epsilon)));
   if (!options_.tie_word_embeddings) {
     const auto head = register_module("lm_head", std::make_shared<torch::nn::Module>("LMHead"));
     lm_head_ = head->register_parameter("weight", at::empty({options_.vocab_size, options_.n_embd}));
@@ -54,8 +53,9 @@ void GPT2Impl::initialize() {
 
 at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   if (tokens.dim() != 2 || tokens.scalar_type() != at::kLong) {
-    throw UsageError("GPT2: tokens must be int64 [batch, length], given " + std::string(c10::toString(tokens.scalar_type())) +
-                     " with " + std::to_string(tokens.dim()) + " dimensions");
+    throw UsageError("GPT2: tokens must be int64 [batch, length], given " +
+                     std::string(c10::toString(tokens.scalar_type())) + " with " + std::to_string(tokens.dim()) +
+                     " dimensions");
   }
   const int64_t length = tokens.size(1);
   if (length > options_.n_positions) {

@@ -21,7 +21,8 @@ at::Tensor dropped(const at::Tensor& x, double probability, bool training) {
 }  // namespace
 
 Conv1DImpl::Conv1DImpl(int64_t in, int64_t out)
-    : weight_(register_parameter("weight", at::empty({in, out}))), bias_(register_parameter("bias", at::zeros({out}))) {}
+    : weight_(register_parameter("weight", at::empty({in, out}))),
+      bias_(register_parameter("bias", at::zeros({out}))) {}
 
 GPT2AttentionImpl::GPT2AttentionImpl(const GPT2Options& options)
     : heads_(options.n_head),
@@ -48,8 +49,10 @@ at::Tensor GPT2AttentionImpl::forward(const at::Tensor& rows, int64_t batch, int
 
 at::Tensor GPT2AttentionImpl::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const int64_t length = q.size(1);
-  if (!mask_.defined() || mask_.size(0) != length || mask_.device() != q.device() || mask_.scalar_type() != q.scalar_type()) {
-    mask_ = at::full({length, length}, -std::numeric_limits<double>::infinity(), q.options().requires_grad(false)).triu(1);
+  if (!mask_.defined() || mask_.size(0) != length || mask_.device() != q.device() ||
+      mask_.scalar_type() != q.scalar_type()) {
+    mask_ =
+        at::full({length, length}, -std::numeric_limits<double>::infinity(), q.options().requires_grad(false)).triu(1);
   }
   const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2)));
   const at::Tensor weights = at::softmax(at::baddbmm(mask_, q, k.transpose(1, 2), 1, scale), -1);

@@ -10,7 +10,9 @@ namespace {
 // Restores training mode when an exception leaves the scope, too.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(torch::nn::Module& module) : module_(module), training_(module.is_training()) { module_.eval(); }
+  explicit EvaluationMode(torch::nn::Module& module) : module_(module), training_(module.is_training()) {
+    module_.eval();
+  }
   ~EvaluationMode() { module_.train(training_); }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
@@ -21,7 +23,8 @@ class EvaluationMode {
 };
 
 // `logits` [V] of the next token to a token [1].
-at::Tensor sample_token(at::Tensor logits, const GPT2SampleOptions& sample, const std::optional<at::Generator>& generator) {
+at::Tensor sample_token(at::Tensor logits, const GPT2SampleOptions& sample,
+                        const std::optional<at::Generator>& generator) {
   if (sample.temperature == 0) {
     return logits.argmax(0, true);
   }

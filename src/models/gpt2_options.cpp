@@ -91,7 +91,8 @@ class ConfigReader {
 
   [[noreturn]] void refuse(const char* key, const Json& value, const std::string& expected) const {
     throw UsageError("GPT2: " + path_ + ": \"" + key + "\" is " +
-                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) + ", expected " + expected);
+                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) + ", expected " +
+                     expected);
   }
 
  private:

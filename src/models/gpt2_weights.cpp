@@ -54,8 +54,9 @@ class Faults {
 };
 
 // The name in the file of each parameter. What is missing, unexpected or mis-shaped goes to `faults`.
-std::map<std::string, std::string> match(const SafetensorsFile& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
-                                         bool tied, Faults& faults) {
+std::map<std::string, std::string> match(const SafetensorsFile& file,
+                                         const torch::OrderedDict<std::string, at::Tensor>& parameters, bool tied,
+                                         Faults& faults) {
   std::map<std::string, std::string> names;
   std::vector<std::string> unexpected;
   for (const SafetensorsEntry& entry : file.entries()) {

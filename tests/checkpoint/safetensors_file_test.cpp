@@ -113,11 +113,13 @@ TEST_F(SafetensorsFiles, UnknownNamesGiveTheNearest) {
   save_safetensors(path("a"), {{"transformer.wte.weight", at::zeros({1})}});
   const SafetensorsFile file(path("a"));
   EXPECT_FALSE(file.contains("x"));
-  EXPECT_THAT(message_of([&] { file.load("transformer.wte.weigth"); }), HasSubstr("did you mean \"transformer.wte.weight\""));
+  EXPECT_THAT(message_of([&] { file.load("transformer.wte.weigth"); }),
+              HasSubstr("did you mean \"transformer.wte.weight\""));
 }
 
 TEST_F(SafetensorsFiles, DtypesThatLibtorchLacksAreListedButNotLoaded) {
-  put("a", R"({"f":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]},"ok":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
+  put("a",
+      R"({"f":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]},"ok":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
       "abc");
   const SafetensorsFile file(path("a"));
   EXPECT_EQ(file.info("f").dtype, "F8_E8M0");
@@ -207,7 +209,8 @@ TEST_F(SafetensorsFiles, ASymbolicLinkKeepsPointing) {
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::zeros({2})));
 }
 
-// Stands for a full disk, which a test cannot make without privileges: the limit on file size fails writes half-way too.
+// Stands for a full disk, which a test cannot make without privileges: the limit on file size fails writes half-way
+// too.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {

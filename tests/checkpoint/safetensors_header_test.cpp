@@ -28,10 +28,10 @@ std::string entry(const std::string& dtype, const std::string& shape, const std:
 }
 
 TEST(SafetensorsHeader, ReadsWhatTheFormatAllows) {
-  const Header header = parse(R"({"__metadata__":{"format":"pt","é":"✓"},"b":)" + entry("F32", "[2,3]", "[8,32]") +
-                                  R"(,"scalar":)" + entry("I64", "[]", "[0,8]") + R"(,"empty":)" +
-                                  entry("F16", "[0,7]", "[32,32]") + "}   ",
-                              32);
+  const Header header =
+      parse(R"({"__metadata__":{"format":"pt","é":"✓"},"b":)" + entry("F32", "[2,3]", "[8,32]") + R"(,"scalar":)" +
+                entry("I64", "[]", "[0,8]") + R"(,"empty":)" + entry("F16", "[0,7]", "[32,32]") + "}   ",
+            32);
   ASSERT_EQ(header.entries.size(), 3u);
   EXPECT_EQ(header.entries[0].name, "scalar");
   EXPECT_EQ(header.entries[0].numel(), 1);
@@ -47,8 +47,8 @@ TEST(SafetensorsHeader, ReadsWhatTheFormatAllows) {
 }
 
 TEST(SafetensorsHeader, KnowsEveryDtypeOfTheFormat) {
-  for (const char* name : {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "I64", "U64", "F64", "C64",
-                           "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}) {
+  for (const char* name : {"BOOL", "U8",  "I8",  "I16", "U16",     "F16",     "BF16",    "I32",     "U32",     "F32",
+                           "I64",  "U64", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}) {
     EXPECT_GT(dtype_bits(name), 0) << name;
   }
   EXPECT_EQ(dtype_bits("f32"), 0);
@@ -80,7 +80,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"empty", "", 0, "begin with '{'"}, Refused{"space", " {}", 0, "begin with '{'"},
         Refused{"list", "[]", 0, "begin with '{'"}, Refused{"unfinished", "{", 0, "valid JSON"},
         Refused{"two", "{}{}", 0, "valid JSON"}, Refused{"zeros", std::string("{}\0 junk", 8), 0, "valid JSON"},
-        Refused{"comment", "{/**/}", 0, "valid JSON"}, Refused{"trailing_comma", R"({"a":)" + kF32 + ",}", 4, "valid JSON"},
+        Refused{"comment", "{/**/}", 0, "valid JSON"},
+        Refused{"trailing_comma", R"({"a":)" + kF32 + ",}", 4, "valid JSON"},
         Refused{"utf8_name", "{\"\xff\":" + kF32 + "}", 4, "valid JSON"},
         Refused{"utf8_overlong", "{\"\xc0\xaf\":" + kF32 + "}", 4, "valid JSON"},
         Refused{"lone_surrogate", R"({"\ud800":)" + kF32 + "}", 4, "valid JSON"},
@@ -94,19 +95,23 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"metadata_nested", R"({"__metadata__":{"k":{}}})", 0, "a string is expected"},
         Refused{"metadata_list", R"({"__metadata__":[]})", 0, "an object of strings"},
         Refused{"metadata_null", R"({"__metadata__":null})", 0, "an object of strings"},
-        Refused{"unknown_key", R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4, R"(unknown key "x")"},
+        Refused{"unknown_key", R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4,
+                R"(unknown key "x")"},
         Refused{"no_dtype", R"({"a":{"shape":[1],"data_offsets":[0,4]}})", 4, R"("dtype" is missing)"},
         Refused{"no_shape", R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4, R"("shape" is missing)"},
         Refused{"no_offsets", R"({"a":{"dtype":"F32","shape":[1]}})", 4, R"("data_offsets" is missing)"},
-        Refused{"entry_null", R"({"a":null})", 0, R"(tensor "a")"}, Refused{"entry_list", R"({"a":[]})", 0, R"(tensor "a")"},
+        Refused{"entry_null", R"({"a":null})", 0, R"(tensor "a")"},
+        Refused{"entry_list", R"({"a":[]})", 0, R"(tensor "a")"},
         Refused{"deep_lists", R"({"a":)" + std::string(1'000'000, '['), 0, R"(tensor "a")"},
-        Refused{"deep_objects", [] {
+        Refused{"deep_objects",
+                [] {
                   std::string text;
                   for (int i = 0; i < 100'000; ++i) {
                     text += R"({"a":)";
                   }
                   return text;
-                }(), 0, R"(unknown key "a")"}),
+                }(),
+                0, R"(unknown key "a")"}),
     testing::PrintToStringParamName());
 
 INSTANTIATE_TEST_SUITE_P(
@@ -121,10 +126,12 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"nested_shape", R"({"a":)" + entry("F32", "[[1]]", "[0,4]") + "}", 4, "a list where a size"},
         Refused{"huge_size", R"({"a":)" + entry("F32", "[9223372036854775808]", "[0,4]") + "}", 4, "a size"},
         Refused{"shape_number", R"({"a":)" + entry("F32", "1", "[0,4]") + "}", 4, "a list of sizes"},
-        Refused{"product_overflow", R"({"a":)" + entry("F32", "[4294967296,4294967296]", "[0,4]") + "}", 4, "overflows"},
+        Refused{"product_overflow", R"({"a":)" + entry("F32", "[4294967296,4294967296]", "[0,4]") + "}", 4,
+                "overflows"},
         // 2^62 elements of 4 bytes wrap to 0 bytes in 64-bit arithmetic.
         Refused{"bytes_wrap", R"({"a":)" + entry("F32", "[4611686018427387904]", "[0,0]") + "}", 0, "overflows"},
-        Refused{"zero_hides_overflow", R"({"a":)" + entry("F32", "[0,4294967296,4294967296]", "[0,0]") + "}", 0, "overflows"},
+        Refused{"zero_hides_overflow", R"({"a":)" + entry("F32", "[0,4294967296,4294967296]", "[0,0]") + "}", 0,
+                "overflows"},
         Refused{"half_a_byte", R"({"a":)" + entry("F4", "[3]", "[0,1]") + "}", 1, "inside a byte"},
         Refused{"one_offset", R"({"a":)" + entry("F32", "[1]", "[0]") + "}", 4, "has 1 numbers"},
         Refused{"three_offsets", R"({"a":)" + entry("F32", "[1]", "[0,4,8]") + "}", 4, "the number 8"},
@@ -132,17 +139,19 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"offset_huge", R"({"a":)" + entry("F32", "[1]", "[0,18446744073709551616]") + "}", 4, "number"},
         Refused{"backwards", R"({"a":)" + entry("F32", "[1]", "[4,0]") + "}", 4, "[4, 0) that run backwards"},
         Refused{"beyond", R"({"a":)" + entry("F32", "[2]", "[0,8]") + "}", 4, "[0, 8) beyond the 4 data bytes"},
-        Refused{"beyond_max", R"({"a":)" + entry("F32", "[1]", "[18446744073709551611,18446744073709551615]") + "}", 4, "beyond"},
+        Refused{"beyond_max", R"({"a":)" + entry("F32", "[1]", "[18446744073709551611,18446744073709551615]") + "}", 4,
+                "beyond"},
         Refused{"too_short", R"({"a":)" + entry("F32", "[2]", "[0,4]") + "}", 4, "shape [2] need 8"},
         Refused{"too_long", R"({"a":)" + entry("F32", "[]", "[0,8]") + "}", 8, "shape [] need 4"},
-        Refused{"overlap", R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"b":)" + entry("F32", "[2]", "[4,12]") + "}", 12,
-                R"(tensor "b" with data_offsets [4, 12) overlaps tensor "a" [0, 8))"},
+        Refused{"overlap", R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"b":)" + entry("F32", "[2]", "[4,12]") + "}",
+                12, R"(tensor "b" with data_offsets [4, 12) overlaps tensor "a" [0, 8))"},
         Refused{"same_bytes", R"({"a":)" + kF32 + R"(,"b":)" + kF32 + "}", 4, "overlaps"},
         Refused{"hole", R"({"a":)" + kF32 + R"(,"b":)" + entry("F32", "[1]", "[8,12]") + "}", 12, "hole of 4 bytes"},
         Refused{"hole_first", R"({"a":)" + entry("F32", "[1]", "[4,8]") + "}", 8, "hole of 4 bytes after the start"},
         Refused{"trailing", R"({"a":)" + kF32 + "}", 5, "1 trailing bytes"},
         Refused{"data_without_tensors", "{}", 8, "8 trailing bytes"},
-        Refused{"empty_inside", R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"e":)" + entry("F32", "[0]", "[4,4]") + "}", 8,
+        Refused{"empty_inside",
+                R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"e":)" + entry("F32", "[0]", "[4,4]") + "}", 8,
                 "overlaps"}),
     testing::PrintToStringParamName());
 

@@ -20,20 +20,55 @@ const std::string kSeeds[] = {
     R"("y":{"dtype":"U8","shape":[4,8],"data_offsets":[8,40]}}   )",
 };
 
-const std::string kPieces[] = {"{", "}", "[", "]", ",", ":", "\"", "\\", "0", "-1", "1e9", "18446744073709551615", "null",
-                               "true", "\"dtype\"", "\"shape\"", "\"data_offsets\"", "\"__metadata__\"", "\"F32\"", "[0,40]",
-                               "\xff", "\xc3", "\\ud800", std::string(1, '\0'), " ", "4294967296", "{\"a\":", "[[[["};
+const std::string kPieces[] = {"{",
+                               "}",
+                               "[",
+                               "]",
+                               ",",
+                               ":",
+                               "\"",
+                               "\\",
+                               "0",
+                               "-1",
+                               "1e9",
+                               "18446744073709551615",
+                               "null",
+                               "true",
+                               "\"dtype\"",
+                               "\"shape\"",
+                               "\"data_offsets\"",
+                               "\"__metadata__\"",
+                               "\"F32\"",
+                               "[0,40]",
+                               "\xff",
+                               "\xc3",
+                               "\\ud800",
+                               std::string(1, '\0'),
+                               " ",
+                               "4294967296",
+                               "{\"a\":",
+                               "[[[["};
 
 std::string mutated(std::string text, std::mt19937& random) {
   const auto below = [&](size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(random); };
   for (size_t edits = 1 + below(4); edits > 0 && !text.empty(); --edits) {
     const size_t at = below(text.size());
     switch (below(6)) {
-      case 0: text[at] = static_cast<char>(below(256)); break;
-      case 1: text.erase(at, 1 + below(8)); break;
-      case 2: text.insert(at, kPieces[below(std::size(kPieces))]); break;
-      case 3: text.insert(at, text.substr(below(text.size()), below(40))); break;
-      case 4: text.resize(at); break;
+      case 0:
+        text[at] = static_cast<char>(below(256));
+        break;
+      case 1:
+        text.erase(at, 1 + below(8));
+        break;
+      case 2:
+        text.insert(at, kPieces[below(std::size(kPieces))]);
+        break;
+      case 3:
+        text.insert(at, text.substr(below(text.size()), below(40)));
+        break;
+      case 4:
+        text.resize(at);
+        break;
       default:
         // Digits decide offsets and shapes: change those most.
         if (const size_t digit = text.find_first_of("0123456789", at); digit != std::string::npos) {

@@ -85,7 +85,8 @@ TEST(TokenBatches, ShuffledIsAPermutationOfTheWindowsEachEpoch) {
   for (const int64_t start : first) {
     EXPECT_EQ(start % 4, 0);
   }
-  EXPECT_FALSE(std::equal(order.begin(), order.begin() + windows, order.begin() + windows)) << "epochs in the same order";
+  EXPECT_FALSE(std::equal(order.begin(), order.begin() + windows, order.begin() + windows))
+      << "epochs in the same order";
   EXPECT_FALSE(std::is_sorted(order.begin(), order.begin() + windows));
 }
 
@@ -130,7 +131,10 @@ TEST(TokenBatches, RefusesWhatCannotBe) {
     }
     return "nothing thrown";
   };
-  EXPECT_THAT(message([] { TokenBatches(counting(8), {8, 2}); }), HasSubstr("counting: 8 tokens are too few for seq_len 8"));
+  EXPECT_THAT(message([] {
+                TokenBatches(counting(8), {8, 2});
+              }),
+              HasSubstr("counting: 8 tokens are too few for seq_len 8"));
   EXPECT_EQ(message([] { TokenBatches(counting(9), {8, 2}); }), "nothing thrown");
   EXPECT_THAT(message([] { TokenBatches(Tokens(), {8, 2}); }), HasSubstr("0 tokens"));
   EXPECT_THAT(message([] { TokenBatches(counting(9), {0, 2}); }), HasSubstr("seq_len is 0"));
@@ -156,7 +160,8 @@ TEST(Bigram, EqualsTheSumWrittenOut) {
   const Tokens train = Tokens::from({0, 1, 0, 1, 0, 2}), val = Tokens::from({0, 1, 2, 0});
   double best = 1e9;
   for (const double k : {1.0, 0.1, 0.01, 0.001}) {
-    const double sum = std::log((2 + k) / (3 + 3 * k)) + std::log((0 + k) / (2 + 3 * k)) + std::log((0 + k) / (0 + 3 * k));
+    const double sum =
+        std::log((2 + k) / (3 + 3 * k)) + std::log((0 + k) / (2 + 3 * k)) + std::log((0 + k) / (0 + 3 * k));
     best = std::min(best, -sum / 3);
   }
   EXPECT_NEAR(bigram_cross_entropy(train, val, 3), best, 1e-12);

@@ -67,7 +67,9 @@ std::string refusal(const Source& source) {
 
 TEST_F(Sources, ByteTextSplitsOffItsEnd) {
   const TokenData data = ByteText{{put("a", std::string("0123456789\xff") + "abcdefgh")}, 0.1}.load();
-  EXPECT_EQ(text(data.train), "0123456789\xff" "abcdef");  // ⌊19 · 0.9⌋ = 17
+  EXPECT_EQ(text(data.train),
+            "0123456789\xff"
+            "abcdef");  // ⌊19 · 0.9⌋ = 17
   EXPECT_EQ(text(data.val), "gh");
   EXPECT_EQ(data.train[10], 255);
   EXPECT_EQ((ByteText{{path("a")}, 0.0}.load().val.size()), 0);
@@ -107,12 +109,14 @@ TEST_F(Sources, DebiansLicencesMakeAText) {
 }
 
 TEST_F(Sources, TokenBinReadsLlmcFiles) {
-  const std::string train = put_bin("t.bin", 20240520, 1, 4, {0, 50256, 7, 65535}), val = put_bin("v.bin", 20240520, 1, 2, {3, 4});
+  const std::string train = put_bin("t.bin", 20240520, 1, 4, {0, 50256, 7, 65535}),
+                    val = put_bin("v.bin", 20240520, 1, 2, {3, 4});
   const TokenData data = TokenBin{train, val, 0}.load();
   EXPECT_TRUE(at::equal(data.train.tensor(), at::tensor({0, 50256, 7, 65535}, at::kLong)));
   EXPECT_TRUE(at::equal(data.val.tensor(), at::tensor({3, 4}, at::kLong)));
   EXPECT_EQ((TokenBin{train, "", 65536}.load().val.size()), 0);
-  EXPECT_THAT(refusal(TokenBin{train, "", 50257}), HasSubstr("t.bin: token 65535 at position 3 is not below vocab_size, 50257"));
+  EXPECT_THAT(refusal(TokenBin{train, "", 50257}),
+              HasSubstr("t.bin: token 65535 at position 3 is not below vocab_size, 50257"));
   EXPECT_THAT(refusal(TokenBin{val, train, 50257}), HasSubstr("t.bin"));
 }
 

@@ -1,5 +1,5 @@
-// The input is a whole file: 8 bytes of header size, header, data. Whatever it is, it is refused with UsageError, or its
-// tensors cover the data exactly and the header survives being written again.
+// The input is a whole file: 8 bytes of header size, header, data. Whatever it is, it is refused with UsageError, or
+// its tensors cover the data exactly and the header survives being written again.
 
 #include <cstdlib>
 #include <cstring>

@@ -42,7 +42,8 @@ class Written {
       : parameters_(model->named_parameters()), heads_(heads), activation_(std::move(activation)) {}
 
   at::Tensor forward(const at::Tensor& tokens, int64_t layers) {
-    at::Tensor x = p("transformer.wte.weight").index({tokens}) + p("transformer.wpe.weight").slice(0, 0, tokens.size(1));
+    at::Tensor x =
+        p("transformer.wte.weight").index({tokens}) + p("transformer.wpe.weight").slice(0, 0, tokens.size(1));
     for (int64_t i = 0; i < layers; ++i) {
       const std::string h = "transformer.h." + std::to_string(i) + ".";
       x = x + attention(norm(x, h + "ln_1."), h + "attn.");
@@ -56,7 +57,9 @@ class Written {
  private:
   const at::Tensor& p(const std::string& name) { return parameters_[name]; }
 
-  at::Tensor affine(const at::Tensor& x, const std::string& name) { return x.matmul(p(name + "weight")) + p(name + "bias"); }
+  at::Tensor affine(const at::Tensor& x, const std::string& name) {
+    return x.matmul(p(name + "weight")) + p(name + "bias");
+  }
 
   at::Tensor norm(const at::Tensor& x, const std::string& name) {
     const at::Tensor centred = x - x.mean(-1, true);

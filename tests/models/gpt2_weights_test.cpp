@@ -78,12 +78,18 @@ TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
                                                           {"transformer.ln_f.weight", {8}},
                                                           {"transformer.ln_f.bias", {8}}};
   for (const std::string h : {"transformer.h.0.", "transformer.h.1."}) {
-    expected.insert({{h + "ln_1.weight", {8}},           {h + "ln_1.bias", {8}},
-                     {h + "attn.c_attn.weight", {8, 24}}, {h + "attn.c_attn.bias", {24}},
-                     {h + "attn.c_proj.weight", {8, 8}},  {h + "attn.c_proj.bias", {8}},
-                     {h + "ln_2.weight", {8}},           {h + "ln_2.bias", {8}},
-                     {h + "mlp.c_fc.weight", {8, 32}},    {h + "mlp.c_fc.bias", {32}},
-                     {h + "mlp.c_proj.weight", {32, 8}},  {h + "mlp.c_proj.bias", {8}}});
+    expected.insert({{h + "ln_1.weight", {8}},
+                     {h + "ln_1.bias", {8}},
+                     {h + "attn.c_attn.weight", {8, 24}},
+                     {h + "attn.c_attn.bias", {24}},
+                     {h + "attn.c_proj.weight", {8, 8}},
+                     {h + "attn.c_proj.bias", {8}},
+                     {h + "ln_2.weight", {8}},
+                     {h + "ln_2.bias", {8}},
+                     {h + "mlp.c_fc.weight", {8, 32}},
+                     {h + "mlp.c_fc.bias", {32}},
+                     {h + "mlp.c_proj.weight", {32, 8}},
+                     {h + "mlp.c_proj.bias", {8}}});
   }
   std::map<std::string, std::vector<int64_t>> found;
   for (const auto& item : model->named_parameters()) {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-// GPT-2 (Radford et al., 2019) as a plain module that knows nothing of sharding. Parameter names and shapes are those of
-// Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is [n_embd, 3·n_embd] (Conv1D, transposed), the
-// head is `transformer.wte.weight` when tied.
+// GPT-2 (Radford et al., 2019) as a plain module that knows nothing of sharding. Parameter names and shapes are those
+// of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is [n_embd, 3·n_embd] (Conv1D, transposed),
+// the head is `transformer.wte.weight` when tied.
 
 namespace tessera {
 
@@ -19,16 +19,16 @@ struct GPT2Options {
   int64_t n_positions = 1024;
   int64_t n_embd = 768;
   int64_t n_layer = 12;
-  int64_t n_head = 12;                ///< divides n_embd
-  int64_t n_inner = 0;                ///< width of the MLP; 0: 4·n_embd
+  int64_t n_head = 12;  ///< divides n_embd
+  int64_t n_inner = 0;  ///< width of the MLP; 0: 4·n_embd
   double layer_norm_epsilon = 1e-5;
   double initializer_range = 0.02;
-  double embd_pdrop = 0.0;            ///< dropout probabilities in [0, 1), used in training mode only
+  double embd_pdrop = 0.0;  ///< dropout probabilities in [0, 1), used in training mode only
   double attn_pdrop = 0.0;
   double resid_pdrop = 0.0;
-  bool tie_word_embeddings = true;    ///< the head is the token embedding, and no parameter of its own
+  bool tie_word_embeddings = true;      ///< the head is the token embedding, and no parameter of its own
   std::string activation = "gelu_new";  ///< "gelu_new" (tanh approximation), "gelu" (erf) or "relu"
-  uint64_t seed = 0;                  ///< of the initial weights alone; not part of config.json
+  uint64_t seed = 0;                    ///< of the initial weights alone; not part of config.json
 
   /// Throws UsageError naming the option, its value and what is expected. The module's constructor calls it.
   void validate() const;
@@ -80,9 +80,10 @@ class GPT2Impl : public torch::nn::Module {
   at::Tensor generate(const at::Tensor& prompt, int64_t count, const GPT2SampleOptions& sample = {},
                       std::optional<at::Generator> generator = std::nullopt);
 
-  /// Copies a model.safetensors into the parameters (converting dtype and device). Names with or without `transformer.`;
-  /// mask buffers (`attn.bias`, `attn.masked_bias`) are ignored; `lm_head.weight` of a tied model is accepted when equal to the
-  /// embedding. Throws UsageError listing missing, unexpected and mis-shaped names, and then no parameter has changed.
+  /// Copies a model.safetensors into the parameters (converting dtype and device). Names with or without
+  /// `transformer.`; mask buffers (`attn.bias`, `attn.masked_bias`) are ignored; `lm_head.weight` of a tied model is
+  /// accepted when equal to the embedding. Throws UsageError listing missing, unexpected and mis-shaped names, and then
+  /// no parameter has changed.
   void load_weights(const std::string& path);
 
   /// Writes every parameter under its name, with metadata {"format": "pt"}: a file that Hugging Face loads. Local to
