@@ -9,19 +9,32 @@
 namespace tessera::comm {
 namespace {
 
-// Any other dtype, piece by piece so that the sum stays in cache.
-void sum_tensors(c10::ScalarType dtype, const SumRun& run) {
+SumKernel kernel_for(c10::ScalarType dtype) {
+  const SumKernel kernel = avx2_sum_kernel(dtype);
+  return kernel != nullptr ? kernel : generic_sum_kernel(dtype);
+}
+
+// What has no kernel, or is to be scaled the way libtorch scales it: piece by piece, so that the sum stays in cache.
+void sum_by_pieces(c10::ScalarType dtype, const SumRun& run) {
   const int64_t width = static_cast<int64_t>(c10::elementSize(dtype));
   const int64_t piece = 64 * 1024 / width;
+  const SumKernel kernel = kernel_for(dtype);
   for (int64_t i = 0; i < run.count; i += piece) {
     const int64_t length = std::min(piece, run.count - i);
-    const auto view = [&](const std::byte* data) {
-      return at::from_blob(const_cast<std::byte*>(data) + i * width, {length}, at::TensorOptions().dtype(dtype));
+    std::vector<const std::byte*> inputs;
+    for (size_t s = 0; s < run.input_count; ++s) inputs.push_back(run.inputs[s] + i * width);
+    const auto view = [&](size_t s) {
+      return at::from_blob(const_cast<std::byte*>(inputs[s]), {length}, at::TensorOptions().dtype(dtype));
     };
-    at::Tensor sum = view(run.inputs[0]).clone();
-    for (size_t s = 1; s < run.input_count; ++s) add_in_place(sum, view(run.inputs[s]));
+    at::Tensor sum = kernel != nullptr ? at::empty({length}, at::TensorOptions().dtype(dtype)) : view(0).clone();
+    auto* data = static_cast<std::byte*>(sum.data_ptr());
+    if (kernel != nullptr) {
+      kernel({&data, 1, inputs.data(), inputs.size(), length, 1});
+    } else {
+      for (size_t s = 1; s < run.input_count; ++s) add_in_place(sum, view(s));
+    }
     if (run.scale != 1) sum.mul_(run.scale);
-    for (size_t o = 0; o < run.output_count; ++o) std::memcpy(run.outputs[o] + i * width, sum.data_ptr(), length * width);
+    for (size_t o = 0; o < run.output_count; ++o) std::memcpy(run.outputs[o] + i * width, data, length * width);
   }
 }
 
@@ -30,10 +43,9 @@ void sum_tensors(c10::ScalarType dtype, const SumRun& run) {
 void sum_ranks(c10::ScalarType dtype, const std::vector<std::byte*>& outputs, const std::vector<const std::byte*>& inputs,
                int64_t count, double scale) {
   const SumRun run{outputs.data(), outputs.size(), inputs.data(), inputs.size(), count, scale};
-  if (scale != 1 && !c10::isFloatingType(dtype)) return sum_tensors(dtype, run);
-  if (const SumKernel kernel = avx2_sum_kernel(dtype)) return kernel(run);
-  if (const SumKernel kernel = generic_sum_kernel(dtype)) return kernel(run);
-  sum_tensors(dtype, run);
+  const bool scales = dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double;
+  const SumKernel kernel = scale == 1 || scales ? kernel_for(dtype) : nullptr;
+  return kernel != nullptr ? kernel(run) : sum_by_pieces(dtype, run);
 }
 
 }  // namespace tessera::comm

@@ -14,7 +14,7 @@ struct SumRun {
   const std::byte* const* inputs;
   size_t input_count;
   int64_t count;
-  double scale;  ///< 1 for integers.
+  double scale;  ///< Heeded for float32 and float64; must be 1 for others.
 };
 
 /// Null for a dtype that has no kernel.
