@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Builds the benchmarks and runs all of them; tables on the terminal, figures in benchmark-out/*.json.
+#   benchmarks/run.sh [BUILD [PYTHON…]]   PYTHON: interpreters whose PyTorch is the peer (default: Debian's)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build=${1:-build}
+shift || true
+cmake --preset release -B "$build" -DTESSERA_BUILD_BENCHMARKS=ON >/dev/null
+cmake --build "$build" -j "$(nproc)"
+mkdir -p benchmark-out
+unset OPENBLAS_CORETYPE
+export OMP_NUM_THREADS=1
+"$build/bin/bench_adam" --json benchmark-out/adam.json
+"$build/bin/bench_collectives" --json benchmark-out/collectives.json
+for python in "${@:-/usr/bin/python3}"; do
+  version=$("$python" -c 'import torch; print(torch.__version__)')
+  benchmarks/compare.py --build "$build" --python "$python" --json "benchmark-out/peers-$version.json"
+done

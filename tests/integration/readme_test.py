@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""What the README shows is what is built and run: its C++ is part of a compiled example, its commands and files exist."""
+import pathlib, re, sys, unittest
+
+SOURCE = pathlib.Path(sys.argv.pop(1))
+README = (SOURCE / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+class Readme(unittest.TestCase):
+    def test_program_is_the_compiled_example(self):
+        (snippet,) = blocks("cpp")
+        self.assertIn(snippet, (SOURCE / "examples/zero_loop.cpp").read_text())
+
+    def test_cmake_is_the_consumers(self):
+        (snippet,) = blocks("cmake")
+        consumer = (SOURCE / "tests/integration/consumer/CMakeLists.txt").read_text()
+        for line in snippet.replace("your_program", "consumer").splitlines():
+            self.assertIn(line, consumer)
+
+    def test_commands_are_targets(self):
+        makefile = (SOURCE / "Makefile").read_text()
+        for target in re.findall(r"make (\w+)", README):
+            self.assertRegex(makefile, rf"(?m)^{target}:", target)
+
+    def test_pages_and_files_exist(self):
+        for path in re.findall(r"`((?:docs|examples|benchmarks)/[\w./]*|CONTRIBUTING\.md)`", README):
+            self.assertTrue((SOURCE / path).exists(), path)
+
+
+if __name__ == "__main__":
+    unittest.main()
