@@ -11,8 +11,8 @@
 #include "tessera/option_map.h"
 #include "tessera/process_group.h"
 
-// What `tessera train` is told: a YAML file and `key=value` words, as plain structs. docs/config.md lists the keys. Local to
-// the calling rank: no collectives. Relative paths are relative to the working directory.
+// What `tessera train` is told: a YAML file and `key=value` words, as plain structs. docs/config.md lists the keys.
+// Local to the calling rank: no collectives. Relative paths are relative to the working directory.
 
 namespace tessera {
 
@@ -41,7 +41,7 @@ struct OptimizerConfig {
 struct SchedulerConfig {
   std::string type = "none";  ///< "none", "constant" or "warmup_cosine"
   int64_t warmup_steps = 0;
-  int64_t decay_steps = 0;    ///< 0: train.steps
+  int64_t decay_steps = 0;  ///< 0: train.steps
   double min_lr = 0;
 
   double lr_at(int64_t step, double lr, int64_t train_steps) const;
@@ -50,15 +50,15 @@ struct SchedulerConfig {
 struct ParallelConfig {
   std::string type = "none";  ///< "none", "DistributedDataParallel" or "ZeroRedundancyOptimizer"
   double bucket_cap_mb = 25;
-  double first_bucket_mb = 1;              ///< DistributedDataParallel
+  double first_bucket_mb = 1;  ///< DistributedDataParallel
   bool find_unused_parameters = false;
-  bool static_graph = false;               ///< DistributedDataParallel
-  bool broadcast_buffers = true;           ///< DistributedDataParallel
-  bool gradient_as_bucket_view = true;     ///< DistributedDataParallel
-  std::string partition = "flat";          ///< ZeroRedundancyOptimizer: "flat", "whole" or "first_fit"
-  bool overlap_with_backward = false;      ///< ZeroRedundancyOptimizer
-  bool parameters_as_bucket_view = true;   ///< ZeroRedundancyOptimizer
-  ProcessGroupOptions group;               ///< backend and timeout
+  bool static_graph = false;              ///< DistributedDataParallel
+  bool broadcast_buffers = true;          ///< DistributedDataParallel
+  bool gradient_as_bucket_view = true;    ///< DistributedDataParallel
+  std::string partition = "flat";         ///< ZeroRedundancyOptimizer: "flat", "whole" or "first_fit"
+  bool overlap_with_backward = false;     ///< ZeroRedundancyOptimizer
+  bool parameters_as_bucket_view = true;  ///< ZeroRedundancyOptimizer
+  ProcessGroupOptions group;              ///< backend and timeout
 };
 
 /// Generated text at the end; `length` 0: none.
@@ -98,14 +98,16 @@ struct Config {
 };
 
 /// Reads `file`, applies `overrides` ("dotted.key=YAML value", in order), checks everything that can be checked without
-/// the world and the data. Throws UsageError with file (or "command line"), line, dotted key, value, what was expected, and the
-/// nearest known key. Unread files: over 1 MiB, nested deeper than 32 levels, more than 10,000 values with aliases expanded.
+/// the world and the data. Throws UsageError with file (or "command line"), line, dotted key, value, what was expected,
+/// and the nearest known key. Unread files: over 1 MiB, nested deeper than 32 levels, more than 10,000 values with
+/// aliases expanded.
 Config load_config(const std::string& file, const std::vector<std::string>& overrides = {});
 
 /// That the files which `config` names for reading exist and can be read; throws UsageError as load_config does.
 void check_config_files(const Config& config);
 
-/// What does not fit a world of `world_size` ranks: a batch that it does not divide, `parallel.type: none` with several.
+/// What does not fit a world of `world_size` ranks: a batch that it does not divide, `parallel.type: none` with
+/// several.
 void check_config_world(const Config& config, int world_size);
 
 }  // namespace tessera

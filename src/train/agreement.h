@@ -14,8 +14,8 @@ class AgreedError : public UsageError {
   using UsageError::UsageError;
 };
 
-/// Runs `prepare` on this rank and waits for the others. When it threw anywhere, throws AgreedError on every rank with one
-/// text: what was wrong, and on which ranks when not on all. `prepare` makes no collectives. A collective.
+/// Runs `prepare` on this rank and waits for the others. When it threw anywhere, throws AgreedError on every rank with
+/// one text: what was wrong, and on which ranks when not on all. `prepare` makes no collectives. A collective.
 void agree(const ProcessGroup& group, const std::function<void()>& prepare);
 
 /// What an exception says, without libtorch's backtrace.

@@ -1,4 +1,4 @@
-#include "train/config_options.h"
+#include "train/config_sections.h"
 
 #include <cmath>
 
@@ -77,9 +77,7 @@ void read_parallel(MapReader keys, ParallelConfig& parallel) {
     keys.read("bucket_cap_mb", parallel.bucket_cap_mb, kPositive);
     keys.read("find_unused_parameters", parallel.find_unused_parameters);
   }
-  refuse_unless(keys, type, kDdp,
-                {"first_bucket_mb", "static_graph", "broadcast_buffers",
-                 "gradient_as_bucket_view"});
+  refuse_unless(keys, type, kDdp, {"first_bucket_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view"});
   refuse_unless(keys, type, kZero, {"partition", "overlap_with_backward", "parameters_as_bucket_view"});
   keys.finish();
 }

@@ -1,32 +1,21 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "train/config_tree.h"
+#include "train/config_values.h"
 
 namespace tessera::train {
-
-/// Bounds of a number. The text in messages follows from them.
-struct Range {
-  double min = -std::numeric_limits<double>::infinity();
-  double max = std::numeric_limits<double>::infinity();
-  bool min_open = false;
-  bool max_open = false;
-};
-constexpr Range kPositive{0, std::numeric_limits<double>::infinity(), true, false};
-constexpr Range kNotNegative{0, std::numeric_limits<double>::infinity(), false, false};
-constexpr Range kProbability{0, 1, false, true};
 
 /// "file.yaml:12: train.steps: " followed by `what`, thrown as UsageError.
 [[noreturn]] void fail_at(const ConfigNode& node, const std::string& path, const std::string& what);
 
 /// Reads one map into typed values. Each `read` leaves `out` alone when the key is absent and throws UsageError, with
-/// file, line, full key, value and what was expected, when it is there and wrong. `finish` reports the keys that nobody read
-/// before those that are missing: a misspelt key is usually both.
+/// file, line, full key, value and what was expected, when it is there and wrong. `finish` reports the keys that nobody
+/// read before those that are missing: a misspelt key is usually both.
 class MapReader {
  public:
   /// `node` may be null (the map is absent). `where` names the file for messages about missing keys.
@@ -74,10 +63,5 @@ class MapReader {
   std::vector<std::string> known_;
   std::vector<std::string> missing_;
 };
-
-/// Whole numbers may be written as 1000, 1_000 is not a number, 1e3 and 1000.0 are.
-std::optional<int64_t> parse_integer(const ConfigNode& node);
-std::optional<double> parse_number(const ConfigNode& node);
-std::optional<bool> parse_bool(const ConfigNode& node);
 
 }  // namespace tessera::train

@@ -35,8 +35,9 @@ constexpr int64_t kMaxConfigBytes = 1 << 20;
 constexpr int kMaxConfigDepth = 32;
 constexpr int64_t kMaxConfigNodes = 10000;  ///< after aliases are expanded
 
-/// One YAML document. `label` names it in messages; `with_lines` adds ":<line>" to it. Refused, as UsageError: malformed
-/// YAML, several documents, explicit tags, duplicate keys, keys that are not scalars, and anything beyond the limits.
+/// One YAML document. `label` names it in messages; `with_lines` adds ":<line>" to it. Refused, as UsageError:
+/// malformed YAML, several documents, explicit tags, duplicate keys, keys that are not scalars, and anything beyond the
+/// limits.
 ConfigNode parse_yaml(const std::string& text, const std::string& label, bool with_lines);
 
 /// Reads at most kMaxConfigBytes: a larger file is refused by its size, unread.

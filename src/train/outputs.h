@@ -6,8 +6,8 @@
 
 namespace tessera::train {
 
-/// Makes the folders of `train.log` and `train.save` and proves that they can be written, before anything is trained. Throws
-/// UsageError naming the key. For the rank that writes.
+/// Makes the folders of `train.log` and `train.save` and proves that they can be written, before anything is trained.
+/// Throws UsageError naming the key. For the rank that writes.
 void prepare_outputs(const Config& config);
 
 /// Replaces `path` by `text`, whole or not at all.

@@ -7,7 +7,8 @@ namespace {
 /// A world of one rank and an ordinary optimizer.
 class Unsharded : public Parallel {
  public:
-  Unsharded(const Config& config, Trainee trainee) : trainee_(std::move(trainee)), model_(config.optimizer, *trainee_) {}
+  Unsharded(const Config& config, Trainee trainee)
+      : trainee_(std::move(trainee)), model_(config.optimizer, *trainee_) {}
 
   at::Tensor forward(const Batch& batch) override { return trainee_.loss(batch); }
   void backward(const at::Tensor& loss) override { loss.backward(); }

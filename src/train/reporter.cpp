@@ -45,9 +45,7 @@ Reporter::Reporter(const Config& config) : config_(config), log_(nullptr, &std::
   }
 }
 
-Reporter::~Reporter() {
-  clear_bar();
-}
+Reporter::~Reporter() { clear_bar(); }
 
 void Reporter::line(const std::string& text) {
   clear_bar();
@@ -59,8 +57,9 @@ void Reporter::step(const StepRecord& record) {
   done_ = record.step + 1;
   seconds_ += record.ms / 1000;
   if (log_) {
-    const nlohmann::ordered_json json = {{"step", record.step}, {"loss", record.loss}, {"grad_norm", record.grad_norm},
-                                         {"lr", record.lr},     {"ms", record.ms},     {"tokens_per_s", record.tokens_per_s}};
+    const nlohmann::ordered_json json = {
+        {"step", record.step}, {"loss", record.loss}, {"grad_norm", record.grad_norm},
+        {"lr", record.lr},     {"ms", record.ms},     {"tokens_per_s", record.tokens_per_s}};
     const std::string text = json.dump() + "\n";
     if (std::fputs(text.c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0) {
       throw Error(config_.at("train.log") + config_.train.log + ": cannot write: " + std::strerror(errno));
@@ -69,8 +68,9 @@ void Reporter::step(const StepRecord& record) {
   const int64_t steps = config_.train.steps;
   if (done_ % config_.train.log_every == 0 || done_ == steps || record.step == 0) {
     const std::string last = std::to_string(steps - 1);
-    line(fmt::format("step {:>{}}/{}  loss {:.4f}  grad_norm {:.4f}  lr {:.3e}  {:.1f} ms  {:.0f} tokens/s", record.step,
-                     last.size(), last, record.loss, record.grad_norm, record.lr, record.ms, record.tokens_per_s));
+    line(fmt::format("step {:>{}}/{}  loss {:.4f}  grad_norm {:.4f}  lr {:.3e}  {:.1f} ms  {:.0f} tokens/s",
+                     record.step, last.size(), last, record.loss, record.grad_norm, record.lr, record.ms,
+                     record.tokens_per_s));
   }
   draw_bar();
 }
@@ -99,8 +99,8 @@ void Reporter::draw_bar() {
   constexpr int kWidth = 40;
   const double part = static_cast<double>(done_) / static_cast<double>(config_.train.steps);
   const int full = static_cast<int>(part * kWidth);
-  const auto left = static_cast<int64_t>(std::ceil(seconds_ / static_cast<double>(done_) *
-                                                   static_cast<double>(config_.train.steps - done_)));
+  const auto left = static_cast<int64_t>(
+      std::ceil(seconds_ / static_cast<double>(done_) * static_cast<double>(config_.train.steps - done_)));
   clear_bar();
   fmt::print(stdout, "[{:#<{}}{:.<{}}] {:3.0f} %  {}/{}  {}:{:02} left", "", full, "", kWidth - full, part * 100, done_,
              config_.train.steps, left / 60, left % 60);

@@ -21,8 +21,9 @@ struct StepRecord {
   double tokens_per_s = 0;
 };
 
-/// What a run says: lines on standard output, a progress bar below them on a terminal (or where TESSERA_TTY=1, which our
-/// launcher sets when it passes this rank's output on to one), and the JSON lines of `train.log`. Exists on rank 0 only.
+/// What a run says: lines on standard output, a progress bar below them on a terminal (or where TESSERA_TTY=1, which
+/// our launcher sets when it passes this rank's output on to one), and the JSON lines of `train.log`. Exists on rank 0
+/// only.
 class Reporter {
  public:
   /// Throws UsageError when the log cannot be opened.

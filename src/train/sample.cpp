@@ -6,9 +6,10 @@
 namespace tessera::train {
 
 std::string sample_text(GPT2Impl& model, const SampleConfig& sample, bool bytes) {
-  const at::Tensor tokens =
-      model.generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.options,
-                     at::make_generator<at::CPUGeneratorImpl>(sample.seed)).contiguous();
+  const at::Tensor tokens = model
+                                .generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.options,
+                                          at::make_generator<at::CPUGeneratorImpl>(sample.seed))
+                                .contiguous();
   const auto* token = tokens.data_ptr<int64_t>();
   std::string text;
   for (int64_t i = 0; i < tokens.numel(); ++i) {

@@ -35,6 +35,13 @@ bool first_of_host() {
   return true;
 }
 
+/// A launcher takes the first rank that fails for the cause and ends the others: let it be the one that said why.
+void leave_after_the_speaker(bool speaker) {
+  if (!speaker) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+}
+
 int rank_in_environment() {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     if (const char* value = std::getenv(name)) {
@@ -74,7 +81,8 @@ int run(const Config& config) {
       if (rank == 0) {
         say(error.what());
       }
-      group.barrier();  // no rank ends, and takes others with it, before this was said
+      group.barrier();
+      leave_after_the_speaker(rank == 0);
       return kWrongCommand;
     }
   } catch (const UsageError& error) {
@@ -99,10 +107,8 @@ int train_main(int argc, char** argv) {
   } catch (const std::exception& error) {
     if (first_of_host()) {
       say(train::message_of(error));
-    } else {
-      // A launcher ends all ranks when one fails: the one that speaks goes first.
-      std::this_thread::sleep_for(std::chrono::milliseconds(200));
     }
+    leave_after_the_speaker(first_of_host());
     return kWrongCommand;
   }
   return run(config);

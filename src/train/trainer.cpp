@@ -39,8 +39,9 @@ TokenData load_data(const Config& config) {
     });
   }
   const bool own_val = !data.val_paths.empty();
-  TokenData tokens =
-      named(config, "data.path", [&] { return ByteText{data.paths, own_val ? 0.0 : data.val_fraction}.load(); });
+  TokenData tokens = named(config, "data.path", [&] {
+    return ByteText{data.paths, own_val ? 0.0 : data.val_fraction}.load();
+  });
   if (own_val) {
     tokens.val = named(config, "data.val_path", [&] { return ByteText{data.val_paths, 0.0}.load().train; });
   }
@@ -116,9 +117,9 @@ class Run {
       for (const auto& parameter : model_->parameters()) {
         parameters += parameter.numel();
       }
-      reporter_->line("GPT2 with " + std::to_string(parameters) + " parameters, " +
-                      std::to_string(data_.train.size()) + " training and " + std::to_string(data_.val.size()) +
-                      " evaluation tokens; " + config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
+      reporter_->line("GPT2 with " + std::to_string(parameters) + " parameters, " + std::to_string(data_.train.size()) +
+                      " training and " + std::to_string(data_.val.size()) + " evaluation tokens; " +
+                      config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
                       std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
                       group_.backend_name() + ")");
     }
@@ -209,8 +210,6 @@ class Run {
 
 }  // namespace
 
-TrainResult run_training(const Config& config, ProcessGroup group) {
-  return Run(config, std::move(group)).run();
-}
+TrainResult run_training(const Config& config, ProcessGroup group) { return Run(config, std::move(group)).run(); }
 
 }  // namespace tessera

@@ -65,13 +65,9 @@ double WholeModel::step(std::optional<double> max_norm) {
   return norm;
 }
 
-double WholeModel::lr() const {
-  return group_lr(*optimizer_);
-}
+double WholeModel::lr() const { return group_lr(*optimizer_); }
 
-void WholeModel::set_lr(double lr) {
-  set_group_lr(*optimizer_, lr);
-}
+void WholeModel::set_lr(double lr) { set_group_lr(*optimizer_, lr); }
 
 MemoryUse WholeModel::memory() const {
   MemoryUse use{parameter_bytes_, bytes_of(parameters_), 0};
@@ -85,9 +81,7 @@ MemoryUse WholeModel::memory() const {
   return use;
 }
 
-double group_lr(torch::optim::Optimizer& optimizer) {
-  return optimizer.param_groups().front().options().get_lr();
-}
+double group_lr(torch::optim::Optimizer& optimizer) { return optimizer.param_groups().front().options().get_lr(); }
 
 void set_group_lr(torch::optim::Optimizer& optimizer, double lr) {
   for (auto& group : optimizer.param_groups()) {

@@ -52,11 +52,13 @@ class ConfigTest : public ::testing::Test {
 
 TEST_F(ConfigTest, ReadsEverySection) {
   const Config config = load(
-      "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: 2, seed: 7, dropout: 0.1}\n"
+      "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: 2, seed: 7, dropout: "
+      "0.1}\n"
       "data: {type: ByteText, path: [a.txt, b], seq_len: 64, order: sequential, val_fraction: 0.2, seed: 3}\n"
       "optimizer: {type: AdamW, lr: 3e-4, betas: [0.9, 0.95], weight_decay: 0}\n"
       "scheduler: {type: warmup_cosine, warmup_steps: 10, min_lr: 1e-5}\n"
-      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: false, backend: gloo, timeout: 1.5}\n"
+      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: false, backend: "
+      "gloo, timeout: 1.5}\n"
       "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, eval_every: 5,\n"
       "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
   EXPECT_EQ(config.model.gpt2.n_positions, 100);
@@ -151,7 +153,8 @@ TEST_F(ConfigTest, EachKindOfMistake) {
 }
 
 TEST_F(ConfigTest, MissingKeysAndFiles) {
-  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer), "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
+  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer),
+            "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train: {steps: 1}\n"),
             "c.yaml:4: train.global_batch: missing; expected the number of sequences a step, over all ranks");
   EXPECT_EQ(error(""), "c.yaml: nothing; expected a map with model, data, optimizer, train");
@@ -178,14 +181,15 @@ TEST_F(ConfigTest, MalformedYaml) {
 }
 
 TEST_F(ConfigTest, OverlapAndClippingExcludeEachOther) {
-  EXPECT_NE(error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}", "train.clip_grad_norm=1"})
-                .find("command line: train.clip_grad_norm: the norm is known only after backward"),
-            std::string::npos);
+  EXPECT_NE(
+      error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}", "train.clip_grad_norm=1"})
+          .find("command line: train.clip_grad_norm: the norm is known only after backward"),
+      std::string::npos);
 }
 
 TEST_F(ConfigTest, OverridesReplaceInOrder) {
-  const Config config = load(base(), {"optimizer.betas=[0.8, 0.9]", "train.steps=5", "train.steps=1e1", "parallel.type=DistributedDataParallel",
-                                      "data={type: ByteText, path: other}"});
+  const Config config = load(base(), {"optimizer.betas=[0.8, 0.9]", "train.steps=5", "train.steps=1e1",
+                                      "parallel.type=DistributedDataParallel", "data={type: ByteText, path: other}"});
   EXPECT_EQ(config.train.steps, 10);
   EXPECT_EQ(config.parallel.type, "DistributedDataParallel");
   EXPECT_EQ(config.data.paths, std::vector<std::string>{"other"});
@@ -223,12 +227,14 @@ TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
       {"anchors", repeat("&a ", 400000)},
       {"bangs", repeat("! ", 400000)},
       {"quotes", repeat("\"", 400001)},
-      {"many keys", [] {
+      {"many keys",
+       [] {
          std::string text;
          for (int i = 0; i < 40000; ++i) text += "k" + std::to_string(i) + ": 1\n";
          return text;
        }()},
-      {"deep blocks", [] {
+      {"deep blocks",
+       [] {
          std::string text;
          for (int i = 0; i < 800; ++i) text += std::string(i, ' ') + "a:\n";
          return text;
@@ -263,7 +269,9 @@ TEST_F(ConfigTest, WorldMustFit) {
     check_config_world(config, 2);
     FAIL() << "9 sequences on 2 ranks were accepted";
   } catch (const UsageError& e) {
-    EXPECT_STREQ(e.what(), "command line: train.global_batch: 9 sequences cannot be divided by 2 ranks; expected a multiple of 2");
+    EXPECT_STREQ(
+        e.what(),
+        "command line: train.global_batch: 9 sequences cannot be divided by 2 ranks; expected a multiple of 2");
   }
 }
 

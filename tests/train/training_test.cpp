@@ -54,7 +54,8 @@ class TrainingTest : public ::testing::Test {
 
   /// Trains on `world` threads; returns rank 0's result after comparing it with the others'.
   TrainResult train_ranks(int world, std::vector<std::string> overrides) {
-    if (world > 1 && std::none_of(overrides.begin(), overrides.end(), [](const std::string& o) { return o.rfind("parallel.type=", 0) == 0; })) {
+    if (world > 1 && std::none_of(overrides.begin(), overrides.end(),
+                                  [](const std::string& o) { return o.rfind("parallel.type=", 0) == 0; })) {
       overrides.push_back("parallel.type=ZeroRedundancyOptimizer");
     }
     const Config config = load_config("c.yaml", overrides);
@@ -100,7 +101,8 @@ void expect_near(const std::vector<double>& a, const std::vector<double>& b, dou
 }
 
 TEST_F(TrainingTest, WorldOfOneWritesEverything) {
-  ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10", "train.sample={length: 5, prompt: li}"}), 0) << err_;
+  ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10", "train.sample={length: 5, prompt: li}"}), 0)
+      << err_;
   const auto lines = log();
   ASSERT_EQ(lines.size(), 30u);
   for (size_t step = 0; step < lines.size(); ++step) {
@@ -113,13 +115,15 @@ TEST_F(TrainingTest, WorldOfOneWritesEverything) {
   }
   EXPECT_NEAR(lines[0]["loss"].get<double>(), std::log(256.0), 0.1);
   EXPECT_LT(lines.back()["loss"].get<double>(), 0.75 * lines[0]["loss"].get<double>());
-  for (const char* expected : {"step  0/29  loss 5.", "evaluation after 10 steps: loss ", "evaluation after 30 steps: loss ",
-                               "a bigram model of the same split reaches", "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
-                               "weights written to out/model.safetensors"}) {
+  for (const char* expected :
+       {"step  0/29  loss 5.", "evaluation after 10 steps: loss ", "evaluation after 30 steps: loss ",
+        "a bigram model of the same split reaches", "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
+        "weights written to out/model.safetensors"}) {
     EXPECT_NE(out_.find(expected), std::string::npos) << expected << " is not in\n" << out_;
   }
   EXPECT_EQ(out_.find('\r'), std::string::npos) << "a progress bar in a pipe";
-  EXPECT_EQ(SafetensorsFile("out/model.safetensors").info("transformer.wte.weight").shape, (std::vector<int64_t>{256, 16}));
+  EXPECT_EQ(SafetensorsFile("out/model.safetensors").info("transformer.wte.weight").shape,
+            (std::vector<int64_t>{256, 16}));
   EXPECT_EQ(GPT2Options::from_config_json("out/config.json").n_layer, 2);
 }
 
@@ -170,9 +174,8 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
 TEST_F(TrainingTest, AnErrorOnOneRankIsTheSameOnAll) {
   const Config good = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer"});
   const Config bad = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer", "data.path=gone.txt"});
-  const auto errors = testing::run_ranks_catching(3, [&](ProcessGroup group, int rank) {
-    run_training(rank == 1 ? bad : good, group);
-  });
+  const auto errors = testing::run_ranks_catching(
+      3, [&](ProcessGroup group, int rank) { run_training(rank == 1 ? bad : good, group); });
   for (const auto& error : errors) {
     EXPECT_NE(testing::message_of(error).find("rank 1: command line: data.path: gone.txt"), std::string::npos)
         << testing::message_of(error);
