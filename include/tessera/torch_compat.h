@@ -14,7 +14,29 @@
 // Unsigned integers above 8 bits and 8-bit floats as dtypes.
 #define TESSERA_TORCH_HAS_SMALL_TYPES TESSERA_TORCH_AT_LEAST(2, 3)
 
+namespace c10d {
+class ProcessGroup;
+class Backend;
+}  // namespace c10d
+
 namespace tessera::compat {
+
+/// What c10d calls one transport: ProcessGroup in 1.x, Backend since 2.0.
+#if TESSERA_TORCH_AT_LEAST(2, 0)
+using C10dBackend = c10d::Backend;
+#else
+using C10dBackend = c10d::ProcessGroup;
+#endif
+
+/// all_to_all of flat tensors; its name changed. `backend`: anything that derives from C10dBackend.
+template <class Backend>
+auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input, std::vector<int64_t>& receive, std::vector<int64_t>& send) {
+  if constexpr (requires { backend.all_to_all_single(output, input, receive, send); }) {
+    return backend.all_to_all_single(output, input, receive, send);
+  } else {
+    return backend.alltoall_base(output, input, receive, send);
+  }
+}
 
 /// Key of a parameter in `Optimizer::state()`: the address, as text before 2.0.
 inline auto state_key(const at::Tensor& parameter) {

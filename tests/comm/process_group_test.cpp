@@ -1,5 +1,8 @@
 #include "harness/ranks.h"
+#include "tessera/c10d.h"
 #include "tessera/error.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -297,6 +300,30 @@ TEST_P(Collectives, ALateRankIsNamedAtTheTimeOut) {
   for (int r = 1; r < world(); ++r) {
     EXPECT_THAT(message_of(errors[r]), HasSubstr("rank 0 did not arrive within 600 ms"));
   }
+}
+
+TEST(FromC10d, ACallersGlooWorks) {
+  EXPECT_THROW(tessera::from_c10d({}), UsageError);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(20));
+      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+      auto group = tessera::from_c10d(c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, 2, options));
+      EXPECT_EQ(group.rank(), rank);
+      auto tensor = pattern(100000, rank);
+      group.all_reduce(tensor);
+      EXPECT_TRUE(at::equal(tensor, sum_of_patterns(100000, 2)));
+      EXPECT_THROW(group.split(0), UsageError);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(InitProcessGroup, BackendsThatAreNotBuiltSaySo) {
+  const auto errors = run_ranks_catching(2, [](ProcessGroup, int) {}, {.backend = Backend::NCCL});
+  EXPECT_THAT(message_of(errors[0]), HasSubstr("TESSERA_WITH_NCCL"));
 }
 
 const auto kName = [](const auto& tested) { return "World" + std::to_string(tested.param.world); };

@@ -80,7 +80,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.train.save, "");
   EXPECT_EQ(config.train.clip_grad_norm, 1.0);
   EXPECT_EQ(config.train.sample.prompt, (std::vector<int64_t>{'H', 'i'}));
-  EXPECT_EQ(config.at("train.sample.length"), "c.yaml:7: train.sample.length: ");
+  EXPECT_EQ(config.at("train.sample.length"), "c.yaml:8: train.sample.length: ");
 }
 
 TEST_F(ConfigTest, DefaultsAreTheContract) {

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "tessera/process_group.h"
+#include "tessera/torch_compat.h"
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace tessera {
+
+/// A group over a c10d backend (c10d::Backend; c10d::ProcessGroup before libtorch 2.0) that the caller made and connected, for CPU
+/// tensors. It must offer send and recv; Gloo and MPI do. Nobody else may use it at the same time. Local. The group cannot be
+/// split, and an error names the rank that was waited for, which may itself be a victim: there is no store to ask. UsageError when null.
+ProcessGroup from_c10d(c10::intrusive_ptr<compat::C10dBackend> backend, ProcessGroupOptions options = {});
+
+}  // namespace tessera

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "comm/p2p_transport.h"
+#include "tessera/torch_compat.h"
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+
+namespace tessera::comm {
+
+/// Messages over send and recv of any c10d backend. `name` must outlive it.
+std::unique_ptr<Mailbox> make_c10d_mailbox(const char* name, c10::intrusive_ptr<compat::C10dBackend> backend);
+
+}  // namespace tessera::comm

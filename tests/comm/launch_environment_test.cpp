@@ -1,0 +1,76 @@
+#include "comm/launch_environment.h"
+
+#include "tessera/error.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+namespace {
+
+using tessera::UsageError;
+using tessera::comm::LaunchEnvironment;
+using ::testing::HasSubstr;
+
+LaunchEnvironment read(const std::map<std::string, std::string>& variables) {
+  return tessera::comm::read_launch_environment([&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+std::string error_of(const std::map<std::string, std::string>& variables) {
+  try {
+    read(variables);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
+  const auto world = read({});
+  EXPECT_EQ(world.size, 1);
+  EXPECT_EQ(world.launcher, "none");
+}
+
+TEST(LaunchEnvironment, EveryLauncher) {
+  auto world = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"},
+                     {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "2"}});
+  EXPECT_EQ(world.rank, 3);
+  EXPECT_EQ(world.local_rank, 1);
+  EXPECT_EQ(world.local_size, 2);
+  EXPECT_TRUE(world.agent_store);
+  EXPECT_EQ(world.attempt, 2);
+  world = read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"PMIX_NAMESPACE", "job7"}});
+  EXPECT_EQ(world.launcher, "Open MPI");
+  EXPECT_EQ(world.job, "job7");
+  world = read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}});
+  EXPECT_EQ(world.launcher, "PMI");
+  world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
+  EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.local_size, 2);
+  EXPECT_EQ(world.job, "9.0");
+}
+
+TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
+  const auto world = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_SIZE", "6"}});
+  EXPECT_EQ(world.launcher, "torchrun");
+  EXPECT_EQ(world.size, 2);
+}
+
+TEST(LaunchEnvironment, ABatchScriptOfSlurmIsNoRank) { EXPECT_EQ(read({{"SLURM_NTASKS", "8"}}).size, 1); }
+
+TEST(LaunchEnvironment, WhatIsWrongNamesTheVariable) {
+  EXPECT_THAT(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 'x'"));
+  EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 2; expected less than WORLD_SIZE"));
+  EXPECT_THAT(error_of({{"RANK", "0"}}), HasSubstr("RANK is set but WORLD_SIZE is not"));
+  EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}), HasSubstr("WORLD_SIZE is set but RANK is not"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE is '0'"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}}), HasSubstr("MASTER_ADDR is set but MASTER_PORT is not"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "99999"}}), HasSubstr("MASTER_PORT is '99999'"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}), HasSubstr("LOCAL_WORLD_SIZE is 3"));
+}
+
+}  // namespace
