@@ -1,6 +1,7 @@
 #include "comm/backends.h"
 #include "comm/launch_environment.h"
 #include "comm/meeting.h"
+#include "comm/memory.h"
 #include "comm/process_group_impl.h"
 #include "tessera/error.h"
 
@@ -8,10 +9,7 @@
 
 #include <fmt/format.h>
 
-#include <malloc.h>
-
 #include <cstdlib>
-#include <limits>
 #include <numeric>
 
 namespace tessera {
@@ -23,12 +21,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   const auto environment = comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return ProcessGroup();
 
-#ifdef __GLIBC__
-  if (options.retain_freed_memory) {
-    ::mallopt(M_MMAP_MAX, 0);
-    ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
-  }
-#endif
+  if (options.retain_freed_memory) comm::retain_freed_memory();
   // A second call in one process makes a second world; every rank counts alike.
   static int calls = 0;
   auto meeting = comm::meet(environment, options.timeout);
