@@ -19,6 +19,15 @@ if(TESSERA_SANITIZE)
   add_link_options(-fsanitize=${TESSERA_SANITIZE})
 endif()
 
+# A wheel brings the headers of its own fmt along, which do not fit the system's spdlog: the system's come first.
+if(TESSERA_TORCH AND EXISTS ${TESSERA_TORCH_INCLUDE}/fmt)
+  find_path(TESSERA_FMT_INCLUDE fmt/format.h REQUIRED)
+  mark_as_advanced(TESSERA_FMT_INCLUDE)
+  file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/system-fmt)
+  file(CREATE_LINK ${TESSERA_FMT_INCLUDE}/fmt ${CMAKE_BINARY_DIR}/system-fmt/fmt SYMBOLIC)
+  include_directories(BEFORE SYSTEM ${CMAKE_BINARY_DIR}/system-fmt)
+endif()
+
 function(tessera_common target)
   target_include_directories(${target} PRIVATE
     ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_BINARY_DIR}/include)

@@ -1,0 +1,111 @@
+#include "comm/process_group_impl.h"
+
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <utility>
+
+namespace tessera {
+
+using comm::Op;
+using comm::OpHeader;
+using comm::Transport;
+using Headers = std::vector<OpHeader>;
+
+ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
+
+ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t) : world(std::move(w)), transport(std::move(t)) {}
+
+ProcessGroup::Impl::~Impl() {
+  if (transport) transport->abort();
+  queue_.stop();
+}
+
+void ProcessGroup::Impl::count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received) {
+  std::lock_guard lock(stats_mutex_);
+  auto& entry = stats.*kind;
+  ++entry.calls;
+  entry.bytes_sent += sent;
+  entry.bytes_received += received;
+}
+
+/// The messages of the ranks that called fail(), of which all ranks learn here; `failure_` is mine, if I did.
+std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeader& mine) {
+  std::vector<int64_t> counts;
+  int64_t total = 0, before = 0;
+  for (int r = 0; r < world.size; ++r) {
+    counts.push_back(headers[r].op == Op::fail ? headers[r].numel : 0);
+    if (r < world.rank) before += counts.back();
+    total += counts.back();
+  }
+  if (total == 0) return "";
+  auto text = at::empty({total}, at::TensorOptions().dtype(at::kByte));
+  auto* data = static_cast<char*>(text.data_ptr());
+  if (mine.op == Op::fail) std::memcpy(data + before, failure_.data(), failure_.size());
+  transport->all_gather(text, counts);
+  return {data, static_cast<size_t>(total)};
+}
+
+void ProcessGroup::Impl::fail(const std::string& message) {
+  failure_ = message.empty() ? "failed" : message;
+  if (!alone()) {
+    OpHeader header;
+    header.op = Op::fail;
+    header.numel = static_cast<int64_t>(failure_.size());
+    header.free_numel = 1;
+    // Behind whatever is queued: the other ranks count on that too.
+    queue_.submit([this, header]() mutable {
+      header.sequence = ++sequence_;
+      failure_ = failure_of(transport->exchange(header), header);
+    }).wait();
+  }
+  throw UsageError(failure_);
+}
+
+Headers ProcessGroup::Impl::compare(const OpHeader& header) {
+  auto headers = transport->exchange(header);
+  if (auto failure = failure_of(headers, header); !failure.empty()) {
+    failure_ = failure;
+    throw UsageError(failure_);
+  }
+  const auto differs = [](const OpHeader& a, const OpHeader& b) {
+    return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root || a.detail != b.detail ||
+           (a.numel != b.numel && !(a.free_numel && b.free_numel));
+  };
+  for (int r = 1; r < world.size; ++r) {
+    if (!differs(headers[0], headers[r])) continue;
+    auto message = fmt::format("ProcessGroup: the ranks disagree about a collective: rank 0 calls {}, rank {} calls {}",
+                               comm::describe(headers[0]), r, comm::describe(headers[r]));
+    if (headers[0].op == headers[r].op && headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
+      message += " (with other counts per rank)";
+    }
+    throw UsageError(message + fmt::format("; no data was moved (seen on rank {})", world.rank));
+  }
+  return headers;
+}
+
+void ProcessGroup::Impl::execute(OpHeader header, const Body& body) {
+  at::NoGradGuard no_grad;
+  if (!failure_.empty()) throw UsageError("ProcessGroup: the group has ended: " + failure_);
+  header.sequence = ++sequence_;
+  Headers headers;
+  if (world.options.check_collectives || header.free_numel) headers = compare(header);
+  body(*transport, headers);
+}
+
+void ProcessGroup::Impl::run(OpHeader header, Body body) {
+  if (transport->stream_ordered()) return execute(header, body);
+  queue_.run([&] { execute(header, body); });
+}
+
+Work ProcessGroup::Impl::submit(OpHeader header, Body body) {
+  if (transport->stream_ordered()) {
+    execute(header, body);
+    return {};
+  }
+  return queue_.submit([this, header, body = std::move(body)] { execute(header, body); });
+}
+
+}  // namespace tessera
