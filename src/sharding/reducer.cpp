@@ -17,6 +17,9 @@
 namespace tessera::sharding {
 namespace {
 
+// A shared_ptr or an intrusive_ptr to a node, as libtorch has it.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
 bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.strides() == b.strides(); }
 
 }  // namespace
@@ -272,7 +275,7 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
   std::vector<NamedTensor> parameters_;
   ReducerOptions options_;
   Callbacks callbacks_;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
+  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
 
   std::recursive_mutex mutex_;  // `ready` and `finish` may come back, through buckets()
   std::vector<Place> where_;
