@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
+[[noreturn]] void refuse_text(const std::string& path, const std::string& reason) {
   throw UsageError("ByteText: " + path + ": " + reason);
 }
 
@@ -31,10 +31,10 @@ std::vector<std::string> of_folder(const std::string& folder) {
     }
   }
   if (error) {
-    refuse(folder, "cannot be listed: " + error.message());
+    refuse_text(folder, "cannot be listed: " + error.message());
   }
   if (files.empty()) {
-    refuse(folder, "the folder holds no regular file");
+    refuse_text(folder, "the folder holds no regular file");
   }
   std::sort(files.begin(), files.end());
   return files;
@@ -51,7 +51,7 @@ std::vector<std::string> of_pattern(const std::string& pattern) {
   }
   ::globfree(&matches);
   if (files.empty()) {
-    refuse(pattern, "no such file, and as a pattern it matches no regular file");
+    refuse_text(pattern, "no such file, and as a pattern it matches no regular file");
   }
   // Byte order, not the locale's: the same text everywhere.
   std::sort(files.begin(), files.end());
@@ -66,14 +66,14 @@ std::vector<std::string> expand(const std::string& path) {
   }
   if (fs::exists(status)) {
     if (!fs::is_regular_file(status)) {
-      refuse(path, "is neither a file nor a folder");
+      refuse_text(path, "is neither a file nor a folder");
     }
     return {path};
   }
   if (path.find_first_of("*?[") != std::string::npos) {
     return of_pattern(path);
   }
-  refuse(path, "no such file or folder");
+  refuse_text(path, "no such file or folder");
 }
 
 void append(std::string& text, const std::string& path) {
@@ -81,12 +81,12 @@ void append(std::string& text, const std::string& path) {
   std::error_code error;
   const auto size = fs::file_size(path, error);
   if (!file || error) {
-    refuse(path, "cannot be read" + (error ? ": " + error.message() : std::string()));
+    refuse_text(path, "cannot be read" + (error ? ": " + error.message() : std::string()));
   }
   const size_t before = text.size();
   text.resize(before + size);
   if (!file.read(text.data() + before, static_cast<std::streamsize>(size))) {
-    refuse(path, "reading its " + std::to_string(size) + " bytes failed");
+    refuse_text(path, "reading its " + std::to_string(size) + " bytes failed");
   }
 }
 
@@ -108,7 +108,7 @@ TokenData ByteText::load() const {
     }
   }
   if (text->empty()) {
-    refuse(source, "holds no bytes");
+    refuse_text(source, "holds no bytes");
   }
   const auto size = static_cast<int64_t>(text->size());
   const Tokens all(text, text->data(), size, 1, "ByteText: " + source);

@@ -2,8 +2,6 @@
 
 namespace tessera::sharding {
 
-at::Tensor Bucket::segment(int rank) const { return window(flat, layout.segment_begin(rank), layout.counts()[rank]); }
-
 at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   at::AutoDispatchBelowADInplaceOrView no_views;
   if (like.is_non_overlapping_and_dense()) return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);

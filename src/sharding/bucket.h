@@ -16,8 +16,6 @@ struct Bucket {
   std::vector<at::Tensor> views;  ///< One a member: its run of `flat`, with the member's shape and strides.
 
   int64_t bytes() const { return flat.numel() * flat.element_size(); }
-  /// Own segment of `flat`.
-  at::Tensor segment(int rank) const;
 };
 
 /// A window of `flat` that looks like `like`: same shape, same strides where like is dense, else contiguous. Not an autograd view, so

@@ -257,7 +257,7 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
     counts.copy_(local);
     group_.all_reduce(counts);
     const auto host = counts.cpu();
-    for (size_t i = 0; i < have.size(); ++i) used_[i] = host[static_cast<int64_t>(i)].item<int>() > 0;
+    std::transform(host.data_ptr<int>(), host.data_ptr<int>() + have.size(), used_.begin(), [](int ranks) { return ranks > 0; });
     static_used_ = used_;
   }
 

@@ -5,7 +5,7 @@
 namespace tessera::train {
 namespace {
 
-DistributedDataParallelOptions options_of(const ParallelConfig& config) {
+DistributedDataParallelOptions ddp_options(const ParallelConfig& config) {
   DistributedDataParallelOptions options;
   options.first_bucket_mb = config.first_bucket_mb;
   options.bucket_cap_mb = config.bucket_cap_mb;
@@ -21,7 +21,7 @@ class DataParallelTraining : public Parallel {
  public:
   DataParallelTraining(const Config& config, Trainee trainee, ProcessGroup group)
       : group_(group),
-        ddp_(std::move(trainee), std::move(group), options_of(config.parallel)),
+        ddp_(std::move(trainee), std::move(group), ddp_options(config.parallel)),
         model_(config.optimizer, *ddp_.module()) {}
 
   at::Tensor forward(const Batch& batch) override { return ddp_(batch); }

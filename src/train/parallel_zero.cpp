@@ -6,7 +6,7 @@
 namespace tessera::train {
 namespace {
 
-ZeroRedundancyOptimizerOptions options_of(const ParallelConfig& config) {
+ZeroRedundancyOptimizerOptions zero_options(const ParallelConfig& config) {
   ZeroRedundancyOptimizerOptions options;
   for (const Partition partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
     if (config.partition == partition_name(partition)) {
@@ -28,7 +28,7 @@ class ZeroTraining : public Parallel {
         group_(group),
         optimizer_(*trainee_, std::move(group),
                    default_optimizers().factory(config.optimizer.type, config.optimizer.options),
-                   options_of(config.parallel)) {
+                   zero_options(config.parallel)) {
     optimizer_.track_grad_norm(!config.train.clip_grad_norm);
   }
 

@@ -68,10 +68,14 @@ void ZeroRedundancyOptimizer::Impl::consume(PendingUpdate& update, int64_t offse
   if (update.track_norm) update.squares += sum_of_squares(gradient, run.numel()) * scale * scale;
 }
 
-void ZeroRedundancyOptimizer::Impl::reduce_into_shard(ShardBucket& bucket) {
+void ZeroRedundancyOptimizer::Impl::reduce(ShardBucket& bucket, bool update_directly) {
   PendingUpdate update;
   update.bucket = &bucket;
+  update.direct = update_directly;
+  update.track_norm = track_norm_;
+  update.is_used = [this](size_t parameter) { return used(parameter); };
   group_.reduce_scatter_each(bucket.gradients.flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
+  norm_squares_ += update.squares;
 }
 
 /// `.grad` is averaged already: own pieces' part of it.
@@ -93,19 +97,7 @@ void ZeroRedundancyOptimizer::Impl::take_gradients_of_caller(ShardBucket& bucket
 
 /// What the reducer calls when this rank's gradients are complete and the ranks know which parameters were used.
 void ZeroRedundancyOptimizer::Impl::finish_reduction() {
-  for (auto& bucket : buckets_) {
-    if (want_shards_ || !one_pass(bucket)) {
-      reduce_into_shard(bucket);
-      continue;
-    }
-    PendingUpdate update;
-    update.bucket = &bucket;
-    update.direct = true;
-    update.track_norm = track_norm_;
-    update.is_used = [this](size_t parameter) { return used(parameter); };
-    group_.reduce_scatter_each(bucket.gradients.flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
-    norm_squares_ += update.squares;
-  }
+  for (auto& bucket : buckets_) reduce(bucket, !want_shards_ && one_pass(bucket));
 }
 
 void ZeroRedundancyOptimizer::Impl::ensure_reduced() {

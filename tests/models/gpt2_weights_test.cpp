@@ -16,7 +16,7 @@ namespace {
 using testing::HasSubstr;
 using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
 
-GPT2Options small(uint64_t seed = 0) {
+GPT2Options tiny(uint64_t seed = 0) {
   GPT2Options options;
   options.vocab_size = 11;
   options.n_positions = 5;
@@ -72,7 +72,7 @@ class GPT2Weights : public testing::Test {
 };
 
 TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
-  GPT2 model(small());
+  GPT2 model(tiny());
   std::map<std::string, std::vector<int64_t>> expected = {{"transformer.wte.weight", {11, 8}},
                                                           {"transformer.wpe.weight", {5, 8}},
                                                           {"transformer.ln_f.weight", {8}},
@@ -100,13 +100,13 @@ TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
 
   model->forward(at::zeros({1, 5}, at::kLong));
   EXPECT_EQ(model->named_buffers().size(), 0u) << "the mask must not become state";
-  GPT2Options untied = small();
+  GPT2Options untied = tiny();
   untied.tie_word_embeddings = false;
   EXPECT_EQ(GPT2(untied)->named_parameters()["lm_head.weight"].sizes(), at::IntArrayRef({11, 8}));
 }
 
 TEST_F(GPT2Weights, OrderIsThatOfTheModules) {
-  GPT2 model(small());
+  GPT2 model(tiny());
   const auto keys = model->named_parameters().keys();
   EXPECT_EQ(keys[0], "transformer.wte.weight");
   EXPECT_EQ(keys[2], "transformer.h.0.ln_1.weight");
@@ -115,13 +115,13 @@ TEST_F(GPT2Weights, OrderIsThatOfTheModules) {
 }
 
 TEST_F(GPT2Weights, ComeBackBitForBit) {
-  GPT2 from(small(1)), to(small(2));
+  GPT2 from(tiny(1)), to(tiny(2));
   from->save_weights(path());
   EXPECT_EQ(SafetensorsFile(path()).metadata().at("format"), "pt");
   EXPECT_FALSE(SafetensorsFile(path()).contains("lm_head.weight"));
   to->load_weights(path());
   expect_equal(from, to);
-  GPT2Options options = small(3);
+  GPT2Options options = tiny(3);
   options.tie_word_embeddings = false;
   GPT2 untied(options), untied_to(options);
   {
@@ -134,7 +134,7 @@ TEST_F(GPT2Weights, ComeBackBitForBit) {
 }
 
 TEST_F(GPT2Weights, AreReadWithoutPrefixWithMasksAndInOtherDtypes) {
-  GPT2 from(small(1)), to(small(2));
+  GPT2 from(tiny(1)), to(tiny(2));
   TensorList list;
   for (auto& [name, value] : tensors(from)) {
     list.emplace_back(name.substr(std::string("transformer.").size()), value.to(at::kDouble));
@@ -147,7 +147,7 @@ TEST_F(GPT2Weights, AreReadWithoutPrefixWithMasksAndInOtherDtypes) {
 }
 
 TEST_F(GPT2Weights, ATiedHeadMustEqualTheEmbedding) {
-  GPT2 from(small(1)), to(small(2));
+  GPT2 from(tiny(1)), to(tiny(2));
   TensorList list = tensors(from);
   list.emplace_back("lm_head.weight", list[0].second.clone());
   EXPECT_EQ(refusal(to, list), "accepted");
@@ -156,12 +156,12 @@ TEST_F(GPT2Weights, ATiedHeadMustEqualTheEmbedding) {
   EXPECT_THAT(refusal(to, list), HasSubstr("\"lm_head.weight\" differs from \"transformer.wte.weight\""));
   list.back().second.sub_(1);
   list.erase(list.begin());
-  GPT2 third(small(2));
+  GPT2 third(tiny(2));
   EXPECT_EQ(refusal(third, list), "accepted") << "the head alone is the embedding";
 }
 
 TEST_F(GPT2Weights, FaultsAreListedTogether) {
-  GPT2 model(small());
+  GPT2 model(tiny());
   TensorList list = tensors(model);
   list[0].second = at::zeros({12, 8});
   list[3].first = "transformer.h.0.ln_1.bais";

@@ -28,8 +28,8 @@ std::vector<OptimizerParamGroup> one_group() { return {OptimizerParamGroup({torc
 
 TEST(Registry, BuildsTheFusedClassesAndLibtorchsOwn) {
   const auto registry = default_optimizers();
-  EXPECT_THAT(registry.names(), testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
-                                                     "torch.Adam", "torch.AdamW", "torch.SGD"));
+  EXPECT_THAT(registry.names(), ::testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
+                                                       "torch.Adam", "torch.AdamW", "torch.SGD"));
   for (const auto& name : registry.names()) {
     EXPECT_NE(registry.factory(name)(one_group()), nullptr);
     EXPECT_TRUE(registry.options_for(name)->get_lr() > 0);
@@ -51,9 +51,13 @@ TEST(Registry, TakesOptionsAndIntegersForNumbers) {
 TEST(Registry, NamesTheNearest) {
   const auto registry = default_optimizers();
   EXPECT_THAT(error_of([&] { registry.factory("AdmaW"); }), AllOf(HasSubstr("AdmaW"), HasSubstr("\"AdamW\"")));
-  EXPECT_THAT(error_of([&] { registry.factory("Adam", {{"weigth_decay", 0.1}}); }),
+  EXPECT_THAT(error_of([&] {
+                registry.factory("Adam", {{"weigth_decay", 0.1}});
+              }),
               AllOf(HasSubstr("optimizer Adam"), HasSubstr("mean \"weight_decay\""), HasSubstr("known: lr, betas")));
-  EXPECT_THAT(error_of([&] { registry.factory("SGD", {{"learning_rte", 0.1}}); }),
+  EXPECT_THAT(error_of([&] {
+                registry.factory("SGD", {{"learning_rte", 0.1}});
+              }),
               AllOf(HasSubstr("learning_rte"), HasSubstr("known: lr, momentum")));
 }
 
@@ -63,8 +67,7 @@ TEST(Registry, RefusesWrongTypesAndImpossibleValues) {
     return error_of([&] { registry.factory(name, {{option, value}}); });
   };
   EXPECT_EQ(refused("Adam", "lr", -0.1), "optimizer Adam: option lr = -0.1, expected a number >= 0");
-  EXPECT_EQ(refused("Adam", "lr", std::string("fast")),
-            "optimizer Adam: option lr = \"fast\", expected a number >= 0");
+  EXPECT_EQ(refused("Adam", "lr", std::string("fast")), "optimizer Adam: option lr = \"fast\", expected a number >= 0");
   EXPECT_THAT(refused("Adam", "lr", std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan"));
   EXPECT_THAT(refused("AdamW", "betas", std::vector<double>{0.9, 1.0}),
               AllOf(HasSubstr("[0.9, 1]"), HasSubstr("two numbers in [0, 1)")));
