@@ -1,11 +1,7 @@
 #include "sharding/reducer.h"
 
+#include "sharding/backward_watch.h"
 #include "tessera/error.h"
-
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -17,41 +13,20 @@
 namespace tessera::sharding {
 namespace {
 
-// A shared_ptr or an intrusive_ptr to a node, as libtorch has it.
-using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
 bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.strides() == b.strides(); }
 
 }  // namespace
 
-class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
+class Reducer::Core {
  public:
   Core(ProcessGroup group, std::vector<NamedTensor> parameters, ReducerOptions options, Callbacks callbacks)
       : group_(std::move(group)), parameters_(std::move(parameters)), options_(std::move(options)), callbacks_(std::move(callbacks)) {}
 
   void attach() {
-    class Hook : public torch::autograd::FunctionPostHook {
-     public:
-      Hook(std::weak_ptr<Core> core, size_t parameter) : core_(std::move(core)), parameter_(parameter) {}
-      torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
-        if (auto core = core_.lock()) core->arrived(parameter_);
-        return outputs;
-      }
-
-     private:
-      std::weak_ptr<Core> core_;
-      size_t parameter_;
-    };
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[i].tensor);
-      const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
-      hooks_.emplace_back(std::move(accumulator), key);
-    }
-  }
-
-  void detach() {
-    for (auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
-    hooks_.clear();
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
+    watch_ = std::make_unique<BackwardWatch>(tensors, BackwardWatch::Callbacks{[this] { begin(); }, [this](size_t i) { arrived(i); }, [this] { end(); },
+                                                                               [this] { abandon(); }});
   }
 
   void set_buckets(std::vector<Bucket> buckets) {
@@ -62,6 +37,11 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
       for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
     }
     std::swap(buckets_, buckets);
+    lanes_.clear();
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (lanes_.size() <= buckets_[b].lane) lanes_.resize(buckets_[b].lane + 1);
+      lanes_[buckets_[b].lane].buckets.push_back(b);
+    }
     for (size_t i = 0; i < parameters_.size(); ++i) {
       auto& grad = parameters_[i].tensor.mutable_grad();
       if (!options_.gradient_as_bucket_view || !grad.defined() || grad.is_sparse()) continue;
@@ -74,7 +54,6 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
   void arrived(size_t i) {
     std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
-    if (!running_) begin();
     ++generation_;
     take(i);
     if (!sync_) return;
@@ -94,6 +73,16 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
     reset();
     std::fill(pending_.begin(), pending_.end(), 0);
     finish_all();
+  }
+
+  void shadow() {
+    zero_grad(true);
+    struct Flag {
+      bool& flag;
+      explicit Flag(bool& f) : flag(f) { flag = true; }
+      ~Flag() { flag = false; }
+    } flag(shadowing_);
+    flush();
   }
 
   void zero_grad(bool set_to_none) {
@@ -119,6 +108,7 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
 
   std::vector<Bucket> buckets_;
   bool sync_ = true;
+  std::vector<size_t> order_;
   std::vector<char> used_;
   std::vector<char> missing_;
   uint64_t generation_ = 0;
@@ -126,6 +116,10 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
  private:
   struct Place {
     size_t bucket = 0, member = 0;
+  };
+  struct Lane {
+    std::vector<size_t> buckets;
+    size_t next = 0;
   };
 
   const at::Tensor& view(size_t i) const { return buckets_[where_[i].bucket].views[where_[i].member]; }
@@ -139,8 +133,7 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
     arrivals_.assign(parameters_.size(), 0);
     missing_.assign(parameters_.size(), 0);
     order_.clear();
-    next_ = 0;
-    running_ = false;
+    for (auto& lane : lanes_) lane.next = 0;
     pending_.clear();
     for (const auto& bucket : buckets_) {
       pending_.push_back(std::count_if(bucket.members.begin(), bucket.members.end(), [&](size_t i) { return expected(i) > 0; }));
@@ -148,32 +141,18 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
   }
 
   void begin() {
+    std::lock_guard lock(mutex_);
     reset();
-    running_ = true;
-    struct Token {
-      std::weak_ptr<Core> core;
-      bool over = false;
-      ~Token() {
-        const auto owner = core.lock();
-        if (over || !owner) return;
-        std::lock_guard lock(owner->mutex_);
-        owner->reset();
-      }
-    };
-    auto token = std::make_shared<Token>();
-    token->core = weak_from_this();
-    torch::autograd::Engine::get_default_engine().queue_callback([token] {
-      const auto owner = token->core.lock();
-      if (!owner) return;
-      token->over = true;
-      owner->end();
-    });
+  }
+
+  void abandon() {
+    std::lock_guard lock(mutex_);
+    reset();
   }
 
   void end() {
     std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
-    if (!running_) return;
     struct Reset {
       Core& core;
       ~Reset() { core.reset(); }
@@ -200,12 +179,12 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
 
   void complete(size_t i) {
     --pending_[where_[i].bucket];
-    while (next_ < buckets_.size() && pending_[next_] == 0) callbacks_.ready(next_++);
+    auto& lane = lanes_[buckets_[where_[i].bucket].lane];
+    while (lane.next < lane.buckets.size() && pending_[lane.buckets[lane.next]] == 0) callbacks_.ready(lane.buckets[lane.next++]);
   }
 
   /// What is still open at the end: parameters without a gradient, then the buckets that waited for them.
   void finish_all() {
-    const bool learning = options_.static_graph && expected_.empty();
     std::vector<std::string> missing;
     std::vector<char> have(parameters_.size(), 1);
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -217,21 +196,23 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
         take_unsent(i);
       } else {
         missing.push_back(parameters_[i].name);
-        if (may_be_unused()) view(i).zero_();
+        if (may_be_unused() || shadowing_) view(i).zero_();
       }
     }
-    if (!missing.empty() && !may_be_unused()) {
+    if (!missing.empty() && !may_be_unused() && !shadowing_) {
       group_.fail(fmt::format("{}: rank {}: backward left {} without a gradient: {}; set find_unused_parameters, or use every parameter in the loss",
                               options_.component, group_.rank(), missing.size() == 1 ? "a parameter" : fmt::format("{} parameters", missing.size()),
                               fmt::join(missing.begin(), missing.begin() + std::min<size_t>(missing.size(), 10), ", ")));
     }
-    while (next_ < buckets_.size()) callbacks_.ready(next_++);
-    if (learning) expected_.assign(arrivals_.begin(), arrivals_.end());
-    agree_on_use(have, learning);
+    for (auto& lane : lanes_) {
+      while (lane.next < lane.buckets.size()) callbacks_.ready(lane.buckets[lane.next++]);
+    }
+    if (options_.static_graph && expected_.empty() && !shadowing_) expected_.assign(arrivals_.begin(), arrivals_.end());
+    agree_on_use(have);
     last_order_ = order_;
     callbacks_.finish();
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (used_[i] && !(options_.caller_agrees && missing_[i])) give_back(i);
+      if (used_[i]) give_back(i);
     }
   }
 
@@ -245,10 +226,11 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
     if (options_.gradient_as_bucket_view) grad = view(i);
   }
 
-  void agree_on_use(const std::vector<char>& have, bool learning) {
+  void agree_on_use(const std::vector<char>& have) {
     used_.assign(parameters_.size(), 1);
+    if (options_.caller_agrees) used_ = have;
     if (!may_be_unused() || options_.caller_agrees) return;
-    if (options_.static_graph && !learning) {
+    if (options_.static_graph && !static_used_.empty()) {
       used_ = static_used_;
       return;
     }
@@ -275,33 +257,36 @@ class Reducer::Core : public std::enable_shared_from_this<Reducer::Core> {
   std::vector<NamedTensor> parameters_;
   ReducerOptions options_;
   Callbacks callbacks_;
-  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
 
   std::recursive_mutex mutex_;  // `ready` and `finish` may come back, through buckets()
   std::vector<Place> where_;
   std::vector<int> arrivals_;
   std::vector<int> expected_;  // static_graph: arrivals in the first backward
   std::vector<char> static_used_;
-  std::vector<size_t> order_, last_order_;
+  std::vector<size_t> last_order_;
   std::vector<int64_t> pending_;
-  size_t next_ = 0;
-  bool running_ = false;
+  std::vector<Lane> lanes_;
+  bool shadowing_ = false;
+  std::unique_ptr<BackwardWatch> watch_;
 };
 
 Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters, std::vector<Bucket> buckets, ReducerOptions options, Callbacks callbacks)
-    : core_(std::make_shared<Core>(std::move(group), std::move(parameters), std::move(options), std::move(callbacks))) {
+    : core_(std::make_unique<Core>(std::move(group), std::move(parameters), std::move(options), std::move(callbacks))) {
   core_->set_buckets(std::move(buckets));
   core_->attach();
 }
 
-Reducer::~Reducer() { core_->detach(); }
+Reducer::~Reducer() = default;
 
 void Reducer::set_sync(bool sync) { core_->sync_ = sync; }
 bool Reducer::sync() const { return core_->sync_; }
 void Reducer::flush() { core_->flush(); }
+void Reducer::shadow() { core_->shadow(); }
 void Reducer::replace_buckets(std::vector<Bucket> buckets) { core_->set_buckets(std::move(buckets)); }
 const std::vector<Bucket>& Reducer::buckets() const { return core_->buckets_; }
 std::vector<size_t> Reducer::arrival_order() const { return core_->arrival_order(); }
+const std::vector<size_t>& Reducer::arrived() const { return core_->order_; }
+void Reducer::set_used(size_t parameter) { core_->used_[parameter] = true; }
 bool Reducer::used(size_t parameter) const { return core_->used_.empty() || core_->used_[parameter]; }
 bool Reducer::has_gradient(size_t parameter) const { return !core_->missing_[parameter]; }
 uint64_t Reducer::generation() const { return core_->generation_; }

@@ -26,11 +26,8 @@ struct ReducerOptions {
 };
 
 /// Notices gradients as backward produces them, puts them into buckets, and tells when a bucket is complete: always in the
-/// order of the buckets, whatever the order of arrival, so that all ranks start the same collectives in the same order. What
+/// order of the buckets (of a lane), whatever the order of arrival, so that all ranks start the same collectives in the same order. What
 /// is then done with the bucket is the caller's: see `Callbacks`. Follows DDP's reducer (Li et al., 2020).
-///
-/// [Note: one backward] A backward begins with the first gradient that arrives and ends with the engine's final callback. The
-/// callback owns a token; a backward that throws destroys it unused, and the next one starts clean.
 class Reducer {
  public:
   struct Callbacks {
@@ -53,17 +50,26 @@ class Reducer {
   /// Starts and finishes everything outside a backward, with the gradients that have accumulated. Collective.
   void flush();
 
+  /// As flush(), for a rank without data while the others are in a backward: lets go of its gradients and counts as zero. Parameters
+  /// that the others used get the result.
+  void shadow();
+
   /// Takes `buckets` instead, between backwards; gradients that accumulated move over.
   void replace_buckets(std::vector<Bucket> buckets);
   const std::vector<Bucket>& buckets() const;
 
   /// Parameters in the order in which the last synchronising backward produced their gradients; those without one last.
   std::vector<size_t> arrival_order() const;
+  /// Those that have arrived in the backward under way. In `ready` and `finish`.
+  const std::vector<size_t>& arrived() const;
   /// Whether any rank had a gradient for the parameter when buckets were last started.
   bool used(size_t parameter) const;
 
   /// Whether this rank has a gradient for it, in `ready` and `finish`.
   bool has_gradient(size_t parameter) const;
+
+  /// caller_agrees: in `finish`, some rank had a gradient for it, so this rank gets the result too.
+  void set_used(size_t parameter);
 
   /// Grows with every gradient that arrives.
   uint64_t generation() const;
@@ -74,7 +80,7 @@ class Reducer {
   class Core;
 
  private:
-  std::shared_ptr<Core> core_;
+  std::unique_ptr<Core> core_;
 };
 
 }  // namespace tessera::sharding
