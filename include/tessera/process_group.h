@@ -89,7 +89,7 @@ class ProcessGroup {
 
   /// Sum over ranks, times `scale` (rounded after the sum), in place, result on every rank.
   void all_reduce(at::Tensor tensor, double scale = 1);
-  Work all_reduce_async(at::Tensor tensor, double scale = 1);
+  Work all_reduce_async(at::Tensor tensor, double scale = 1, const std::string& what = "");
   /// Sum over ranks, result in place on `root`; other ranks' tensors are unchanged.
   void reduce(at::Tensor tensor, int root);
   Work reduce_async(at::Tensor tensor, int root);
@@ -102,7 +102,8 @@ class ProcessGroup {
   /// `flat` is cut into consecutive segments, one a rank, of `counts` elements (sum = numel; zeros are fine; the same on
   /// every rank). Own segment is the input, the whole is the output.
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts);
-  Work all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts);
+  /// `what` says what it is for: ranks that say otherwise disagree, and the message names both. Up to 95 characters.
+  Work all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts, const std::string& what = "");
   /// As all_gather with each rank's `piece` as input; returns the concatenation in rank order. Pieces may differ in size.
   at::Tensor all_gather(at::Tensor piece);
 
@@ -117,7 +118,7 @@ class ProcessGroup {
   using ConsumeRun = std::function<void(int64_t offset, const at::Tensor& run)>;
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun& consume);
   /// `consume` then runs on another thread.
-  Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume);
+  Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume, const std::string& what = "");
 
   /// send_counts[r] elements of `input`, in rank order, go to rank r; recv_counts[r] arrive from it. 1-D tensors.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,

@@ -39,6 +39,8 @@ class SafetensorsFile {
   bool contains(const std::string& name) const;
   /// Throws UsageError with the nearest name when there is no such tensor.
   const SafetensorsEntry& info(const std::string& name) const;
+  /// libtorch's name of a tensor's dtype. Throws UsageError for one that this libtorch lacks (F8_… and U16… on older ones).
+  at::ScalarType scalar_type(const std::string& name) const;
   const SafetensorsMetadata& metadata() const;
 
   /// A new contiguous CPU tensor of the stored dtype and shape. Throws UsageError for a name that is not there or a

@@ -2,9 +2,11 @@
 
 // Everything a training program needs.
 
+#include "tessera/checkpoint.h"
 #include "tessera/comm_hook.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/fused_optimizer.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_state.h"
@@ -13,4 +15,5 @@
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
 #include "tessera/version.h"
+#include "tessera/wrap_policy.h"
 #include "tessera/zero_redundancy_optimizer.h"

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 #include <torch/version.h>
 
@@ -74,5 +75,52 @@ inline void fused_adam(FusedAdamLists& lists, bool decoupled, double lr, double 
   }
 #endif
 }
+
+/// Autocast on this thread, for CPUs and for CUDA.
+struct AutocastState {
+  struct Device {
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  Device cpu, cuda;
+
+  static AutocastState current() {
+#if TESSERA_TORCH_AT_LEAST(2, 4)
+    const auto of = [](at::DeviceType type) { return Device{at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)}; };
+    return {of(at::kCPU), of(at::kCUDA)};
+#else
+    return {{at::autocast::is_cpu_enabled(), at::autocast::get_autocast_cpu_dtype()}, {at::autocast::is_enabled(), at::autocast::get_autocast_gpu_dtype()}};
+#endif
+  }
+
+  void apply() const {
+#if TESSERA_TORCH_AT_LEAST(2, 4)
+    const auto set = [](at::DeviceType type, const Device& device) {
+      at::autocast::set_autocast_enabled(type, device.enabled);
+      at::autocast::set_autocast_dtype(type, device.dtype);
+    };
+    set(at::kCPU, cpu);
+    set(at::kCUDA, cuda);
+#else
+    at::autocast::set_cpu_enabled(cpu.enabled);
+    at::autocast::set_autocast_cpu_dtype(cpu.dtype);
+    at::autocast::set_enabled(cuda.enabled);
+    at::autocast::set_autocast_gpu_dtype(cuda.dtype);
+#endif
+  }
+
+  class Scope;
+};
+
+/// While alive, autocast is as in `state`.
+class AutocastState::Scope {
+ public:
+  explicit Scope(const AutocastState& state) : before_(current()) { state.apply(); }
+  ~Scope() { before_.apply(); }
+  Scope(const Scope&) = delete;
+
+ private:
+  AutocastState before_;
+};
 
 }  // namespace tessera::compat

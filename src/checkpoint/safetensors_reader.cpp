@@ -112,6 +112,8 @@ at::Tensor SafetensorsFile::load(const std::string& name) const {
   return tensor;
 }
 
+at::ScalarType SafetensorsFile::scalar_type(const std::string& name) const { return impl_->type_of(info(name)); }
+
 void SafetensorsFile::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                                  at::Tensor out) const {
   const SafetensorsEntry& entry = info(name);

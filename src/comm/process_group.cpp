@@ -181,6 +181,12 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const
           }};
 }
 
+Work submit_with_purpose(ProcessGroup::Impl& impl, Call call, const std::string& what) {
+  if (impl.alone()) return {};
+  if (!what.empty()) call.header.detail ^= XXH64(what.data(), what.size(), 1);
+  return impl.submit(call.header, std::move(call.body), what);
+}
+
 }  // namespace
 
 void ProcessGroup::all_reduce(at::Tensor tensor, double scale) {
@@ -188,9 +194,8 @@ void ProcessGroup::all_reduce(at::Tensor tensor, double scale) {
   if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
 }
 
-Work ProcessGroup::all_reduce_async(at::Tensor tensor, double scale) {
-  auto call = all_reduce_call(*impl_, tensor, scale);
-  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+Work ProcessGroup::all_reduce_async(at::Tensor tensor, double scale, const std::string& what) {
+  return submit_with_purpose(*impl_, all_reduce_call(*impl_, tensor, scale), what);
 }
 
 void ProcessGroup::reduce(at::Tensor tensor, int root) {
@@ -248,9 +253,8 @@ void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& count
   if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
 }
 
-Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts) {
-  auto call = all_gather_call(*impl_, flat, counts);
-  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts, const std::string& what) {
+  return submit_with_purpose(*impl_, all_gather_call(*impl_, flat, counts), what);
 }
 
 at::Tensor ProcessGroup::all_gather(at::Tensor piece) {
@@ -292,13 +296,12 @@ void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_
   if (flat.numel()) consume(0, flat.detach());
 }
 
-Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume) {
+Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume, const std::string& what) {
   if (impl_->alone()) {
     reduce_scatter_each(flat, counts, consume);
     return {};
   }
-  auto call = reduce_scatter_call(*impl_, flat, counts, std::move(consume));
-  return impl_->submit(call.header, std::move(call.body));
+  return submit_with_purpose(*impl_, reduce_scatter_call(*impl_, flat, counts, std::move(consume)), what);
 }
 
 void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,

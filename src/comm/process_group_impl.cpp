@@ -64,7 +64,19 @@ void ProcessGroup::Impl::fail(const std::string& message) {
   throw UsageError(failure_);
 }
 
-Headers ProcessGroup::Impl::compare(const OpHeader& header) {
+/// Ranks that disagree all know it, and tell each other what they were about.
+std::vector<std::string> ProcessGroup::Impl::exchange_purposes(const std::string& mine) {
+  constexpr int64_t kLength = 96;
+  auto text = at::zeros({kLength * world.size}, at::TensorOptions().dtype(at::kByte));
+  auto* data = static_cast<char*>(text.data_ptr());
+  std::memcpy(data + kLength * world.rank, mine.data(), std::min<size_t>(mine.size(), kLength - 1));
+  transport->all_gather(text, std::vector<int64_t>(world.size, kLength));
+  std::vector<std::string> result;
+  for (int r = 0; r < world.size; ++r) result.emplace_back(data + kLength * r);
+  return result;
+}
+
+Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& what) {
   auto headers = transport->exchange(header);
   if (auto failure = failure_of(headers, header); !failure.empty()) {
     failure_ = failure;
@@ -76,9 +88,12 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header) {
   };
   for (int r = 1; r < world.size; ++r) {
     if (!differs(headers[0], headers[r])) continue;
-    auto message = fmt::format("ProcessGroup: the ranks disagree about a collective: rank 0 calls {}, rank {} calls {}",
-                               comm::describe(headers[0]), r, comm::describe(headers[r]));
-    if (headers[0].op == headers[r].op && headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
+    const auto purposes = exchange_purposes(what);
+    const auto call = [&](int rank) {
+      return comm::describe(headers[rank]) + (purposes[rank].empty() ? "" : fmt::format(" ({})", purposes[rank]));
+    };
+    auto message = fmt::format("ProcessGroup: the ranks disagree about a collective: rank 0 calls {}, rank {} calls {}", call(0), r, call(r));
+    if (purposes[0] == purposes[r] && headers[0].op == headers[r].op && headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
       message += " (with other counts per rank)";
     }
     throw UsageError(message + fmt::format("; no data was moved (seen on rank {})", world.rank));
@@ -86,26 +101,26 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header) {
   return headers;
 }
 
-void ProcessGroup::Impl::execute(OpHeader header, const Body& body) {
+void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& what) {
   at::NoGradGuard no_grad;
   if (!failure_.empty()) throw UsageError("ProcessGroup: the group has ended: " + failure_);
   header.sequence = ++sequence_;
   Headers headers;
-  if (world.options.check_collectives || header.free_numel) headers = compare(header);
+  if (world.options.check_collectives || header.free_numel) headers = compare(header, what);
   body(*transport, headers);
 }
 
-void ProcessGroup::Impl::run(OpHeader header, Body body) {
-  if (transport->stream_ordered()) return execute(header, body);
-  queue_.run([&] { execute(header, body); });
+void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& what) {
+  if (transport->stream_ordered()) return execute(header, body, what);
+  queue_.run([&] { execute(header, body, what); });
 }
 
-Work ProcessGroup::Impl::submit(OpHeader header, Body body) {
+Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& what) {
   if (transport->stream_ordered()) {
-    execute(header, body);
+    execute(header, body, what);
     return {};
   }
-  return queue_.submit([this, header, body = std::move(body)] { execute(header, body); });
+  return queue_.submit([this, header, body = std::move(body), what] { execute(header, body, what); });
 }
 
 }  // namespace tessera

@@ -15,11 +15,11 @@ class ProcessGroup::Impl {
   Impl(comm::World world, std::unique_ptr<comm::Transport> transport);
   ~Impl();
 
-  /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a world of one.
+  /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a world of one. `what`: for messages.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
-  void run(comm::OpHeader header, Body body);
+  void run(comm::OpHeader header, Body body, const std::string& what = "");
   [[noreturn]] void fail(const std::string& message);
-  Work submit(comm::OpHeader header, Body body);
+  Work submit(comm::OpHeader header, Body body, const std::string& what = "");
 
   bool alone() const { return world.size == 1; }
   void count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received);
@@ -30,8 +30,9 @@ class ProcessGroup::Impl {
   uint64_t splits = 0;
 
  private:
-  void execute(comm::OpHeader header, const Body& body);
-  std::vector<comm::OpHeader> compare(const comm::OpHeader& header);
+  void execute(comm::OpHeader header, const Body& body, const std::string& what);
+  std::vector<comm::OpHeader> compare(const comm::OpHeader& header, const std::string& what);
+  std::vector<std::string> exchange_purposes(const std::string& mine);
 
   std::string failure_of(const std::vector<comm::OpHeader>& headers, const comm::OpHeader& mine);
 

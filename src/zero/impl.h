@@ -39,6 +39,7 @@ class ZeroRedundancyOptimizer::Impl {
   // state.cpp
   OptimizerStateDict gather_state(int to);
   void load(const OptimizerStateDict& dict);
+  std::vector<const sharding::OwnedPiece*> owned_pieces() const;
   Memory memory() const;
 
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"

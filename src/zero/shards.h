@@ -2,6 +2,7 @@
 
 #include "sharding/bucket.h"
 #include "sharding/named_tensor.h"
+#include "sharding/owned_piece.h"
 #include "tessera/partition.h"
 #include "tessera/process_group.h"
 
@@ -11,14 +12,7 @@
 
 namespace tessera::zero {
 
-/// A run of one parameter, in its memory order, that this rank updates.
-struct OwnedPiece {
-  size_t parameter;   ///< Index into the optimizer's list.
-  int64_t begin;      ///< First element.
-  int64_t numel;
-  int64_t at;         ///< First element, in own segment of the bucket.
-  at::Tensor tensor;  ///< Alias of the parameter's memory: the local optimizer's parameter.
-};
+using sharding::OwnedPiece;
 
 /// Parameters of one dtype and device that are reduced, updated and gathered together.
 struct ShardBucket {

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <optional>
+
+namespace tessera::fsdp {
+
+/// A stream of its own for gathers and reductions on a device; on the CPU nothing. Order between it and the stream that computes is kept by events
+/// alone: memory that both use is never handed back to the allocator while either may use it, for slots live as long as the model.
+class CommStream {
+ public:
+  explicit CommStream(at::Device device) : device_(device) {
+    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  }
+
+  /// While alive, work is issued on the communication stream, behind everything that the stream used before has been given.
+  class Scope {
+   public:
+    explicit Scope(const CommStream& comm) {
+      if (!comm.stream_) return;
+      const c10::impl::VirtualGuardImpl guard(comm.device_.type());
+      c10::Event event(comm.device_.type());
+      event.record(guard.getStream(comm.device_));
+      event.block(*comm.stream_);
+      switched_.emplace(*comm.stream_);
+    }
+
+   private:
+    std::optional<c10::StreamGuard> switched_;
+  };
+
+  /// A point on the communication stream.
+  using Mark = std::shared_ptr<c10::Event>;
+  Mark mark() const {
+    if (!stream_) return nullptr;
+    auto event = std::make_shared<c10::Event>(device_.type());
+    event->record(*stream_);
+    return event;
+  }
+  /// What the current stream is given from now on comes after `mark`.
+  void join(const Mark& mark) const {
+    if (mark) mark->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
+
+ private:
+  at::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace tessera::fsdp

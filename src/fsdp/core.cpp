@@ -1,0 +1,77 @@
+#include "fsdp/core.h"
+
+#include "tessera/error.h"
+
+#include <ATen/autocast_mode.h>
+#include <fmt/format.h>
+
+namespace tessera::fsdp {
+
+Core::Core(torch::nn::Module& m, ProcessGroup group, FullyShardedDataParallelOptions given)
+    : module(m), options(std::move(given)), detection(start_detection(options.detection)), model(build(module, std::move(group), options)) {
+  residency = std::make_unique<Residency>(model, options, stats, [this] { if (watch_) watch_->begin(); });
+  gradients = std::make_unique<Gradients>(model, stats, [this](size_t unit) { residency->gradients_done(unit); });
+  make_pages();
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    if (model.flat_of(i).trainable) trainable_.push_back(i);
+  }
+  watch();
+}
+
+Core::~Core() {
+  watch_.reset();
+  try {
+    residency->release_all();
+  } catch (const Error&) {
+    // A gather that failed was told where it was waited for.
+  }
+  stop_detection(detection);
+}
+
+std::string Core::prefix() const { return fmt::format("{}: rank {}", kName, model.world.rank()); }
+
+void Core::watch() {
+  watch_.reset();
+  std::vector<at::Tensor> tensors;
+  for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
+  sharding::BackwardWatch::Callbacks callbacks;
+  callbacks.arrived = [this](size_t i) { gradients->arrived(trainable_[i]); };
+  callbacks.ended = [this] {
+    gradients->finish();
+    residency->end_step();
+  };
+  callbacks.abandoned = [this] { gradients->abandon(); };
+  watch_ = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
+}
+
+void Core::require_idle(const char* call) const {
+  if (residency->running() || watch_->running()) throw UsageError(fmt::format("{}: {} was called while the model runs; expected outside of forward and backward", prefix(), call));
+  if (!summoned.empty()) throw UsageError(fmt::format("{}: {} was called inside summon_full_params(); expected after it", prefix(), call));
+}
+
+void Core::begin_forward() {
+  if (!summoned.empty()) {
+    throw UsageError(prefix() + ": forward was called inside summon_full_params(); expected after it, or the module's own forward");
+  }
+  if (!residency->running()) {
+    for (const auto& flat : model.flats) {
+      const auto* home = (flat.permanent ? flat.shard : flat.page->flat()).storage().unsafeGetStorageImpl();
+      for (const auto i : flat.members) {
+        if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == home) continue;
+        model.world.fail(fmt::format("{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); wrap the module after such changes",
+                                     prefix(), model.parameters[i].name));
+      }
+    }
+    // Autocast would keep every unit's cast copy alive until the end of forward.
+    autocast_cache_ = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  residency->begin_forward();
+}
+
+void Core::end_forward() {
+  residency->end_forward(!at::GradMode::is_enabled());
+  if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "fsdp/gradients.h"
+#include "fsdp/residency.h"
+#include "sharding/backward_watch.h"
+
+#include <set>
+
+namespace tessera::fsdp {
+
+/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), norm.cpp, full_params.cpp, state.cpp.
+class Core : public std::enable_shared_from_this<Core> {
+ public:
+  static constexpr const char* kName = "FullyShardedDataParallel";
+
+  Core(torch::nn::Module& module, ProcessGroup group, FullyShardedDataParallelOptions options);
+  ~Core();
+
+  // core.cpp
+  void begin_forward();
+  void end_forward();
+  void require_idle(const char* call) const;
+  void watch();
+
+  // build.cpp
+  static ShardedModel build(torch::nn::Module& module, ProcessGroup group, const FullyShardedDataParallelOptions& options);
+  void make_pages();
+  std::vector<FsdpUnit> units() const;
+
+  // norm.cpp
+  double grad_norm(double norm_type);
+  double clip(double max_norm, double norm_type);
+
+  // full_params.cpp
+  void summon(const std::vector<size_t>& units, bool keep);
+  void dismiss(const std::vector<size_t>& units, bool writeback);
+  std::vector<size_t> units_under(const std::string& prefix) const;
+
+  // state.cpp
+  /// Parameter `index`, whole, in its shape, on the CPU of rank `to` of the world (all for to < 0); undefined elsewhere. Collective.
+  at::Tensor whole(size_t index, int to);
+  /// Own piece out of a tensor of the parameter's shape.
+  void take_piece(size_t index, const at::Tensor& whole);
+  std::vector<const sharding::OwnedPiece*> pieces() const;
+
+  std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
+
+  torch::nn::Module& module;
+  FullyShardedDataParallelOptions options;
+  ParameterDetection detection;
+  ShardedModel model;
+  FsdpStats stats;
+  std::unique_ptr<Gradients> gradients;
+  std::unique_ptr<Residency> residency;
+  std::set<size_t> summoned;  ///< Units that are whole at the moment.
+
+ private:
+  std::vector<std::unique_ptr<SlotPool>> pools_;
+  std::vector<size_t> trainable_;  // in the order of the watch
+  std::unique_ptr<sharding::BackwardWatch> watch_;
+  bool autocast_cache_ = true;
+
+  SlotPool* pool(int64_t capacity, at::TensorOptions options, bool root, bool for_gradients);
+  struct PoolKey {
+    at::ScalarType dtype;
+    at::Device device;
+    bool root, gradients;
+    bool operator==(const PoolKey&) const = default;
+  };
+  std::vector<PoolKey> pool_keys_;
+  std::vector<at::Tensor> whole_;  // while summoned: one a flat
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,63 @@
+#pragma once
+
+#include "fsdp/page.h"
+#include "fsdp/slots.h"
+#include "sharding/layout.h"
+#include "sharding/named_tensor.h"
+#include "sharding/owned_piece.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::fsdp {
+
+/// Parameters of one unit, dtype, device and trainability: one shard, one gather, one reduction.
+struct Flat {
+  size_t unit = 0;
+  std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.
+  sharding::Layout layout;
+  at::ScalarType dtype = at::kFloat;    ///< Of the shard.
+  at::ScalarType compute = at::kFloat;  ///< Of the page.
+  at::ScalarType reduce = at::kFloat;   ///< Of unsharded gradients.
+  at::Device device = at::kCPU;         ///< Of the page.
+  bool trainable = true;
+  bool permanent = false;  ///< The page is the shard: nothing is ever gathered or released.
+
+  at::Tensor shard;                          ///< Own segment.
+  std::vector<sharding::OwnedPiece> pieces;  ///< One a member, possibly empty.
+  std::unique_ptr<Page> page;
+  SlotPool* slots = nullptr;           ///< For gathered parameters.
+  SlotPool* gradient_slots = nullptr;  ///< For unsharded gradients.
+
+  int64_t gathered_bytes() const { return layout.numel() * static_cast<int64_t>(c10::elementSize(compute)); }
+  at::TensorOptions page_options() const { return at::TensorOptions().dtype(compute).device(device); }
+  at::TensorOptions gradient_options() const { return at::TensorOptions().dtype(reduce).device(device); }
+};
+
+struct Unit {
+  std::string name;  ///< "" for the root
+  std::vector<size_t> flats;
+  int64_t gathered_bytes = 0;  ///< Of flats that come and go.
+  bool root = false;
+  bool pages() const { return gathered_bytes > 0; }
+};
+
+inline std::string display_name(const Unit& unit) { return unit.root ? "(root)" : unit.name; }
+
+/// The model as it is dealt out. Everything else in this folder works on it.
+struct ShardedModel {
+  std::vector<sharding::NamedTensor> parameters;
+  std::vector<Unit> units;
+  std::vector<Flat> flats;
+  struct Place {
+    size_t flat = 0, member = 0;
+  };
+  std::vector<Place> places;  ///< One a parameter.
+  ProcessGroup world, shard_group, replicas;
+
+  const Flat& flat_of(size_t parameter) const { return flats[places[parameter].flat]; }
+  const sharding::OwnedPiece& piece_of(size_t parameter) const { return flat_of(parameter).pieces[places[parameter].member]; }
+};
+
+}  // namespace tessera::fsdp

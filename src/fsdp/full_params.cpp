@@ -1,0 +1,102 @@
+#include "fsdp/core.h"
+#include "sharding/bucket.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <exception>
+
+namespace tessera {
+namespace fsdp {
+
+std::vector<size_t> Core::units_under(const std::string& path) const {
+  std::vector<size_t> result;
+  for (size_t u = 0; u < model.units.size(); ++u) {
+    const auto inside = [&](const std::string& name) { return path.empty() || name == path || name.rfind(path + ".", 0) == 0; };
+    bool any = inside(model.units[u].name);
+    for (const auto f : model.units[u].flats) {
+      for (const auto i : model.flats[f].members) any |= inside(model.parameters[i].name);
+    }
+    if (any && !model.units[u].flats.empty()) result.push_back(u);
+  }
+  if (result.empty()) throw UsageError(fmt::format("{}: summon_full_params: there are no parameters under \"{}\"", prefix(), path));
+  return result;
+}
+
+/// Whole parameters of the shards' dtype, in memory of their own: outside the pages, so without detection.
+void Core::summon(const std::vector<size_t>& units, bool keep) {
+  require_idle("summon_full_params");
+  at::NoGradGuard no_grad;
+  residency->release_all();
+  whole_.resize(model.flats.size());
+  for (const auto u : units) {
+    for (const auto f : model.units[u].flats) {
+      auto& flat = model.flats[f];
+      if (flat.permanent) continue;
+      const int rank = model.shard_group.rank();
+      auto whole = at::empty({flat.layout.numel()}, at::TensorOptions().dtype(flat.dtype).device(flat.device));
+      whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]).copy_(flat.shard);
+      if (model.shard_group.size() > 1) model.shard_group.all_gather(whole, flat.layout.counts());
+      if (!keep) continue;
+      whole_[f] = whole;
+      for (size_t m = 0; m < flat.members.size(); ++m) {
+        auto& parameter = model.parameters[flat.members[m]].tensor;
+        parameter.set_data(sharding::window(whole, flat.layout.offset(m), parameter));
+      }
+    }
+    summoned.insert(u);
+  }
+}
+
+void Core::dismiss(const std::vector<size_t>& units, bool writeback) {
+  at::NoGradGuard no_grad;
+  std::string problem;
+  for (const auto u : units) {
+    summoned.erase(u);
+    for (const auto f : model.units[u].flats) {
+      auto& flat = model.flats[f];
+      auto whole = std::exchange(whole_[f], at::Tensor());
+      if (!whole.defined()) continue;
+      const NoDetection unseen;
+      for (size_t m = 0; m < flat.members.size(); ++m) {
+        auto& named = model.parameters[flat.members[m]];
+        const auto shape = sharding::window(flat.page->flat(), flat.layout.offset(m), named.tensor);
+        const auto data = named.tensor.detach();
+        if (data.storage().unsafeGetStorageImpl() != whole.storage().unsafeGetStorageImpl()) {
+          // The caller put another tensor there: its values count, if it has the parameter's shape.
+          if (data.numel() == flat.layout.size(m)) sharding::window(whole, flat.layout.offset(m), flat.layout.size(m)).copy_(sharding::in_memory_order(data));
+          else if (problem.empty()) problem = fmt::format("{}: rank {}: parameter {} (unit {}) has {} elements at the end of summon_full_params(); expected {}", kName,
+                                                          model.world.rank(), named.name, display_name(model.units[u]), data.numel(), flat.layout.size(m));
+        }
+        named.tensor.set_data(shape);
+      }
+      if (!writeback) continue;
+      const int rank = model.shard_group.rank();
+      flat.shard.copy_(whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]));
+      for (auto& piece : flat.pieces) piece.tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  if (options.mixed_precision.param_dtype) watch();  // set_data to another dtype gave the parameters new accumulators
+  if (!problem.empty()) throw UsageError(problem);
+}
+
+}  // namespace fsdp
+
+FullParams::FullParams(std::shared_ptr<fsdp::Core> core, const std::string& prefix, bool writeback, bool rank0_only)
+    : core_(std::move(core)), units_(core_->units_under(prefix)), writeback_(writeback), exceptions_(std::uncaught_exceptions()) {
+  if (rank0_only && writeback) {
+    throw UsageError(core_->prefix() + ": summon_full_params: rank0_only needs writeback to be false: one rank's values cannot become all ranks' shards");
+  }
+  core_->summon(units_, !rank0_only || core_->model.world.rank() == 0);
+}
+
+FullParams::~FullParams() noexcept(false) {
+  const bool unwinding = std::uncaught_exceptions() > exceptions_;
+  try {
+    core_->dismiss(units_, writeback_ && !unwinding);
+  } catch (const Error&) {
+    if (!unwinding) throw;
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,94 @@
+#include "tessera/fully_sharded_data_parallel.h"
+
+#include "fsdp/core.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+namespace tessera {
+
+namespace detail {
+
+FullySharded::FullySharded(torch::nn::Module& module, ProcessGroup group, FullyShardedDataParallelOptions options)
+    : core_(std::make_shared<fsdp::Core>(module, std::move(group), std::move(options))) {}
+
+FullySharded::~FullySharded() = default;
+
+void FullySharded::begin_forward() { core_->begin_forward(); }
+void FullySharded::end_forward() { core_->end_forward(); }
+
+at::Tensor FullySharded::cast_input(const at::Tensor& input) const {
+  const auto& mixed = core_->options.mixed_precision;
+  if (!mixed.param_dtype || !mixed.cast_forward_inputs || !input.defined() || !input.is_floating_point()) return input;
+  return input.to(*mixed.param_dtype);
+}
+
+}  // namespace detail
+
+namespace {
+
+NamedParameters pieces_of(const fsdp::Core& core) {
+  NamedParameters result;
+  for (size_t i = 0; i < core.model.parameters.size(); ++i) result.emplace_back(core.model.parameters[i].name, core.model.piece_of(i).tensor);
+  return result;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> FullyShardedDataParallelBase::parameters() const {
+  std::vector<at::Tensor> result;
+  for (auto& [name, piece] : pieces_of(core_->core())) result.push_back(piece);
+  return result;
+}
+
+NamedParameters FullyShardedDataParallelBase::named_parameters() const { return pieces_of(core_->core()); }
+
+void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer& optimizer) const {
+  const auto& core = core_->core();
+  if (is_element_wise(optimizer) || core.model.shard_group.size() == 1) return;
+  throw UsageError(core.prefix() + ": the optimizer is not known to be element-wise, but parameters are cut into pieces, on which any other is silently wrong; expected SGD, "
+                                   "Adam, AdamW, Adagrad, RMSprop, a class declared with declare_element_wise<YourOptimizer>(), or sharding_strategy no_shard");
+}
+
+double FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) { return core_->core().clip(max_norm, norm_type); }
+double FullyShardedDataParallelBase::grad_norm(double norm_type) { return core_->core().grad_norm(norm_type); }
+
+FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& prefix, bool writeback, bool rank0_only) {
+  return FullParams(core_->core().shared_from_this(), prefix, writeback, rank0_only);
+}
+
+FullyShardedDataParallelBase::NoSync::NoSync(fsdp::Core& core) : core_(core), before_(core.gradients->sync()) { core.gradients->set_sync(false); }
+FullyShardedDataParallelBase::NoSync::~NoSync() { core_.gradients->set_sync(before_); }
+FullyShardedDataParallelBase::NoSync FullyShardedDataParallelBase::no_sync() { return NoSync(core_->core()); }
+
+std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return core_->core().units(); }
+
+std::string FullyShardedDataParallelBase::table() const {
+  std::string text = fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14} {:>8}\n", "unit", "parameters", "elements", "sharded bytes", "gathered bytes", "padding");
+  for (const auto& unit : units()) {
+    text += fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14} {:>8}\n", unit.name.empty() ? "(root)" : unit.name, unit.parameters.size(), unit.numel, unit.sharded_bytes,
+                        unit.gathered_bytes, unit.padding_bytes);
+  }
+  return text;
+}
+
+const FsdpStats& FullyShardedDataParallelBase::stats() const { return core_->core().stats; }
+
+void FullyShardedDataParallelBase::reset_stats() {
+  auto& stats = core_->core().stats;
+  const auto now = stats.gathered_bytes;
+  stats = {};
+  stats.gathered_bytes = stats.peak_gathered_bytes = now;
+}
+
+FullyShardedDataParallelBase::Memory FullyShardedDataParallelBase::memory() const {
+  Memory memory;
+  for (const auto& flat : core_->core().model.flats) memory.parameters += static_cast<int64_t>(flat.shard.nbytes());
+  memory.gradients = core_->core().gradients->shard_bytes();
+  return memory;
+}
+
+const ProcessGroup& FullyShardedDataParallelBase::group() const { return core_->core().model.world; }
+const FullyShardedDataParallelBase::Options& FullyShardedDataParallelBase::options() const { return core_->core().options; }
+
+}  // namespace tessera

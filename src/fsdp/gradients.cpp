@@ -1,0 +1,191 @@
+#include "fsdp/gradients.h"
+
+#include "sharding/bucket.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace tessera::fsdp {
+
+namespace {
+
+constexpr size_t kAtMostOpen = 2;
+
+/// A few characters that say which parameters a unit's gradients are of, so that ranks notice when they differ.
+std::string digest(const std::vector<char>& used) {
+  uint64_t hash = 1469598103934665603ull;
+  for (const char bit : used) hash = (hash ^ static_cast<uint64_t>(bit)) * 1099511628211ull;
+  return fmt::format("{} of {} parameters used, set {:04x}", std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
+}
+
+}  // namespace
+
+Gradients::Gradients(ShardedModel& model, FsdpStats& stats, std::function<void(size_t)> reduced)
+    : model_(model), stats_(stats), reduced_(std::move(reduced)), pending_(model.flats.size()),
+      stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    pending_[f].expected.assign(model_.flats[f].members.size(), 1);
+    pending_[f].expecting = model_.flats[f].members.size();
+    pending_[f].has.assign(model_.flats[f].members.size(), 0);
+  }
+}
+
+void Gradients::begin(size_t f) {
+  auto& flat = model_.flats[f];
+  auto& pending = pending_[f];
+  if (pending.flat.defined()) return;
+  while (sync_ && open_.size() >= kAtMostOpen) finish_one();
+  pending.flat = flat.gradient_slots->take(flat.layout.numel());
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m), model_.parameters[flat.members[m]].tensor));
+  }
+  bytes_ += static_cast<int64_t>(pending.flat.nbytes());
+  stats_.peak_gradient_bytes = std::max(stats_.peak_gradient_bytes, bytes_);
+}
+
+void Gradients::arrived(size_t parameter) {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  const auto [f, member] = model_.places[parameter];
+  auto& grad = const_cast<at::Tensor&>(model_.parameters[parameter].tensor).mutable_grad();
+  if (!grad.defined()) return;
+  if (grad.layout() != at::kStrided) {
+    throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))",
+                                 model_.world.rank(), model_.parameters[parameter].name));
+  }
+  begin(f);
+  auto& pending = pending_[f];
+  if (pending.has[member]) {
+    pending.views[member].add_(grad);
+  } else {
+    pending.views[member].copy_(grad);
+    pending.has[member] = 1;
+    pending.arrived += pending.expected[member];
+  }
+  grad = at::Tensor();
+  if (sync_ && pending.arrived == pending.expecting) reduce(f);
+}
+
+void Gradients::reduce(size_t f) {
+  auto& flat = model_.flats[f];
+  auto& pending = pending_[f];
+  const auto same = [f](const auto& open) { return open->flat == f; };
+  while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it
+  auto reduction = std::make_shared<Reduction>();
+  reduction->flat = f;
+  reduction->slot = pending.flat;
+  reduction->used = pending.has;
+  const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
+  if (!pending.shard.defined()) pending.shard = at::empty({own}, flat.shard.options());
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    if (!pending.has[m]) pending.views[m].zero_();
+    auto& grad = flat.pieces[m].tensor.mutable_grad();
+    auto mine = window(f, m);
+    if (grad.defined() && grad.data_ptr() != mine.data_ptr()) mine.copy_(grad);  // the caller's own
+    reduction->adds.push_back(grad.defined());
+  }
+  const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]), digest(pending.has));
+  const double scale = 1.0 / model_.world.size();
+  {
+    const CommStream::Scope issue_there(stream_);
+    if (model_.replicas.size() > 1) {
+      reduction->part = at::empty({own}, flat.gradient_options());
+      auto sum = model_.shard_group.reduce_scatter_each_async(
+          pending.flat, flat.layout.counts(), [part = reduction->part](int64_t offset, const at::Tensor& run) { part.narrow(0, offset, run.numel()).copy_(run); }, what);
+      sum.wait();
+      reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, what);
+    } else {
+      reduction->work = model_.shard_group.reduce_scatter_each_async(
+          pending.flat, flat.layout.counts(),
+          [this, reduction = reduction.get(), scale](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run, scale); }, what);
+    }
+    reduction->mark = stream_.mark();
+  }
+  open_.push_back(reduction);
+  ++stats_.reductions;
+  pending.expected = pending.has;
+  pending.expecting = std::count(pending.has.begin(), pending.has.end(), 1);
+  pending.flat = at::Tensor();
+  pending.views.clear();
+  std::fill(pending.has.begin(), pending.has.end(), 0);
+  pending.arrived = 0;
+  reduced_(flat.unit);
+}
+
+at::Tensor Gradients::window(size_t f, size_t member) const {
+  const auto& piece = model_.flats[f].pieces[member];
+  return sharding::window(pending_[f].shard, piece.at, piece.numel);
+}
+
+/// A run of the sum, from `offset` of own segment on, goes to the gradients of the pieces it covers.
+void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run, double scale) {
+  at::NoGradGuard no_grad;
+  const auto& flat = model_.flats[reduction.flat];
+  auto& shard = pending_[reduction.flat].shard;
+  const int64_t end = offset + run.numel();
+  for (size_t m = 0; m < flat.pieces.size(); ++m) {
+    if (!reduction.used[m]) continue;
+    const int64_t from = std::max(offset, flat.pieces[m].at);
+    int64_t to = std::min(end, flat.pieces[m].at + flat.pieces[m].numel);
+    if (from >= to) continue;
+    while (m + 1 < flat.pieces.size() && to < end && reduction.used[m + 1] && reduction.adds[m + 1] == reduction.adds[m]) {
+      ++m;
+      to = std::min(end, flat.pieces[m].at + flat.pieces[m].numel);
+    }
+    auto target = shard.narrow(0, from, to - from);
+    const auto part = run.narrow(0, from - offset, to - from);
+    if (reduction.adds[m]) target.add_(part, scale);
+    else if (part.scalar_type() == target.scalar_type() && part.device() == target.device()) at::mul_out(target, part, at::scalar_tensor(scale, target.options()));
+    else target.copy_(part).mul_(scale);
+  }
+}
+
+void Gradients::finish_one() {
+  auto reduction = open_.front();
+  open_.pop_front();
+  auto& flat = model_.flats[reduction->flat];
+  reduction->work.wait();
+  stream_.join(reduction->mark);
+  if (reduction->part.defined()) add(*reduction, 0, reduction->part, 1);
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    if (reduction->used[m]) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
+  }
+  bytes_ -= static_cast<int64_t>(reduction->slot.nbytes());
+  flat.gradient_slots->give(reduction->slot);
+}
+
+void Gradients::finish() {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  if (!sync_) return;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    if (pending_[f].flat.defined()) reduce(f);
+  }
+  while (!open_.empty()) finish_one();
+}
+
+void Gradients::abandon() {
+  std::lock_guard lock(mutex_);
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    auto& pending = pending_[f];
+    if (!pending.flat.defined()) continue;
+    bytes_ -= static_cast<int64_t>(pending.flat.nbytes());
+    model_.flats[f].gradient_slots->give(pending.flat);
+    pending.flat = at::Tensor();
+    pending.views.clear();
+    std::fill(pending.has.begin(), pending.has.end(), 0);
+    pending.arrived = 0;
+  }
+}
+
+int64_t Gradients::shard_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& pending : pending_) {
+    if (pending.shard.defined()) bytes += static_cast<int64_t>(pending.shard.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,67 @@
+#pragma once
+
+#include "fsdp/comm_stream.h"
+#include "fsdp/flat.h"
+
+#include <deque>
+#include <functional>
+#include <mutex>
+
+namespace tessera::fsdp {
+
+/// Gradients of a backward: into a flat buffer of their unit as they arrive, from there, when the last one that is expected has come, to the shards, and the buffer
+/// is free again. Expected is what came in the last backward that reduced; what comes later than that, or alone, is reduced at the end.
+class Gradients {
+ public:
+  /// `reduced`: a unit's gradients were given away.
+  Gradients(ShardedModel& model, FsdpStats& stats, std::function<void(size_t unit)> reduced);
+
+  void set_sync(bool sync) { sync_ = sync; }
+  bool sync() const { return sync_; }
+
+  /// `.grad` of a parameter of the module has arrived.
+  void arrived(size_t parameter);
+  /// Backward is over: reduces what is left and waits; `.grad` of the pieces are then current. Under no_sync only keeps.
+  void finish();
+  /// Backward was given up: what it has not reduced yet is dropped.
+  void abandon();
+
+  int64_t shard_bytes() const;
+
+ private:
+  struct Pending {
+    at::Tensor flat;               // a slot; undefined when nothing has arrived
+    std::vector<at::Tensor> views; // one a member
+    std::vector<char> has;
+    size_t arrived = 0;
+    std::vector<char> expected;
+    size_t expecting = 0;
+    at::Tensor shard;              // the mean, own segment
+  };
+  struct Reduction {
+    size_t flat;
+    Work work;
+    at::Tensor slot;
+    at::Tensor part;               // of a replicated shard: summed over replicas before it is added
+    std::vector<char> used, adds;
+    CommStream::Mark mark;
+  };
+
+  void begin(size_t flat);
+  void reduce(size_t flat);
+  void finish_one();
+  void add(const Reduction& reduction, int64_t offset, const at::Tensor& run, double scale);
+  at::Tensor window(size_t flat, size_t member) const;
+
+  ShardedModel& model_;
+  FsdpStats& stats_;
+  std::function<void(size_t unit)> reduced_;
+  std::vector<Pending> pending_;
+  std::deque<std::shared_ptr<Reduction>> open_;
+  CommStream stream_;
+  int64_t bytes_ = 0;
+  bool sync_ = true;
+  std::recursive_mutex mutex_;
+};
+
+}  // namespace tessera::fsdp

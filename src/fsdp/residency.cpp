@@ -1,0 +1,225 @@
+#include "fsdp/residency.h"
+
+#include "sharding/backward_watch.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace tessera::fsdp {
+
+namespace {
+
+constexpr size_t kAtMostWaiting = 2;
+
+}  // namespace
+
+Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, std::function<void()> in_backward)
+    : model_(model), options_(options), stats_(stats), in_backward_(std::move(in_backward)), gathered_(model.units.size()), order_(model.units.size()),
+      stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
+  unlimited_ = !options.reshard_after_forward || options.sharding_strategy == ShardingStrategy::shard_grad_op;
+  keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
+  std::vector<int64_t> sizes;
+  for (const auto& unit : model.units) {
+    if (!unit.root) sizes.push_back(unit.gathered_bytes);
+  }
+  std::sort(sizes.rbegin(), sizes.rend());
+  for (size_t i = 0; i < std::min<size_t>(sizes.size(), 2); ++i) default_budget_ += sizes[i];
+}
+
+int64_t Residency::budget() const {
+  if (unlimited_) return std::numeric_limits<int64_t>::max();
+  return options_.resident_bytes > 0 ? options_.resident_bytes : default_budget_;
+}
+
+std::string Residency::describe(const PageUse& use) const {
+  const auto& flat = model_.flats[use.page->index()];
+  for (size_t m = flat.members.size(); m-- > 0;) {
+    if (flat.layout.offset(m) <= use.offset) {
+      return fmt::format("parameter {} (unit {})", model_.parameters[flat.members[m]].name, display_name(model_.units[flat.unit]));
+    }
+  }
+  return fmt::format("unit {}", display_name(model_.units[flat.unit]));
+}
+
+void Residency::refuse_outside(const PageUse& use, const std::string& op) const {
+  throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: {} takes {}, which is sharded and only whole while the model runs; expected a use inside the forward "
+                               "of the wrapped model or its backward, or inside summon_full_params()", model_.world.rank(), op, describe(use)));
+}
+
+void Residency::refuse_write(const PageUse& use, const std::string& op) const {
+  throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: {} writes to {}, of which only a gathered copy is there, so the change would be lost; expected writes inside "
+                               "summon_full_params(), or to fsdp.parameters()", model_.world.rank(), op, describe(use)));
+}
+
+void Residency::need(const std::vector<PageUse>& uses, const std::string& op) {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  const bool backward = sharding::BackwardWatch::in_backward();
+  if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
+  if (backward) in_backward_();
+  const auto phase = backward ? Phase::backward : Phase::forward;
+  needed_.clear();
+  bool moved = false;
+  for (const auto& use : uses) {
+    if (use.written) refuse_write(use, op);
+    const auto unit = model_.flats[use.page->index()].unit;
+    if (std::find(needed_.begin(), needed_.end(), unit) != needed_.end()) continue;
+    needed_.push_back(unit);
+    moved |= order_.touch(unit, phase);
+    gathered_[unit].last_use = ++clock_;
+  }
+  for (const auto unit : needed_) {
+    if (gathered_[unit].state != State::released) continue;
+    if (!model_.units[unit].root) make_room(model_.units[unit].gathered_bytes, needed_, 0);
+    fetch(unit, phase, false);
+  }
+  for (const auto unit : needed_) finish(unit);
+  if (moved && (backward ? options_.backward_prefetch == BackwardPrefetch::pre : options_.forward_prefetch)) prefetch_next(phase);
+}
+
+void Residency::fetch(size_t index, Phase phase, bool prefetch) {
+  auto& unit = model_.units[index];
+  auto& gathered = gathered_[index];
+  const auto what = "gather of unit " + display_name(unit);
+  {
+    const CommStream::Scope issue_there(stream_);
+    for (const auto f : unit.flats) {
+      auto& flat = model_.flats[f];
+      if (flat.permanent) continue;
+      auto memory = flat.slots->take(flat.layout.numel());
+      const int rank = model_.shard_group.rank();
+      memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]).copy_(flat.shard, true);
+      gathered.memory.push_back(memory);
+      gathered.work.push_back(model_.shard_group.size() > 1 ? model_.shard_group.all_gather_async(memory, flat.layout.counts(), what) : Work());
+    }
+    gathered.mark = stream_.mark();
+  }
+  gathered.state = State::gathering;
+  gathered.changed = false;
+  gathered.versions = versions(index);
+  ++(phase == Phase::forward ? stats_.gathers_forward : stats_.gathers_backward);
+  stats_.prefetches += prefetch;
+  if (!unit.root) resident_bytes_ += unit.gathered_bytes;
+  stats_.gathered_bytes += unit.gathered_bytes;
+  stats_.peak_gathered_bytes = std::max(stats_.peak_gathered_bytes, stats_.gathered_bytes);
+}
+
+void Residency::finish(size_t index) {
+  auto& gathered = gathered_[index];
+  if (gathered.state != State::gathering) return;
+  for (auto& work : gathered.work) work.wait();
+  stream_.join(gathered.mark);
+  size_t i = 0;
+  for (const auto f : model_.units[index].flats) {
+    auto& flat = model_.flats[f];
+    if (!flat.permanent) flat.page->attach(gathered.memory[i++]);
+  }
+  gathered.work.clear();
+  gathered.state = State::resident;
+}
+
+void Residency::release(size_t index) {
+  auto& gathered = gathered_[index];
+  if (gathered.state == State::released) return;
+  finish(index);
+  size_t i = 0;
+  for (const auto f : model_.units[index].flats) {
+    auto& flat = model_.flats[f];
+    if (flat.permanent) continue;
+    flat.page->detach();
+    flat.slots->give(gathered.memory[i++]);
+  }
+  gathered.memory.clear();
+  gathered.state = State::released;
+  if (!model_.units[index].root) resident_bytes_ -= model_.units[index].gathered_bytes;
+  stats_.gathered_bytes -= model_.units[index].gathered_bytes;
+}
+
+/// Releases units until `bytes` more fit; only such as are used later than `nearer_than` uses from now. Returns whether they fit.
+bool Residency::make_room(int64_t bytes, const std::vector<size_t>& needed, size_t nearer_than) {
+  while (resident_bytes_ + bytes > budget()) {
+    size_t victim = gathered_.size(), victim_next = 0;
+    for (size_t u = 0; u < gathered_.size(); ++u) {
+      if (gathered_[u].state == State::released || model_.units[u].root || std::find(needed.begin(), needed.end(), u) != needed.end()) continue;
+      const size_t next = order_.next_use(u);
+      const bool later = victim == gathered_.size() || next > victim_next || (next == victim_next && gathered_[u].last_use < gathered_[victim].last_use);
+      if (next >= nearer_than && later) {
+        victim = u;
+        victim_next = next;
+      }
+    }
+    if (victim == gathered_.size()) return false;
+    release(victim);
+  }
+  return true;
+}
+
+void Residency::prefetch_next(Phase phase) {
+  const auto waiting = std::count_if(gathered_.begin(), gathered_.end(), [](const Gathered& g) { return g.state == State::gathering; });
+  const auto next = order_.next();
+  if (!next || gathered_[*next].state != State::released || !model_.units[*next].pages() || static_cast<size_t>(waiting) >= kAtMostWaiting) return;
+  if (!model_.units[*next].root && !make_room(model_.units[*next].gathered_bytes, needed_, 1)) return;
+  fetch(*next, phase, true);
+}
+
+void Residency::gradients_done(size_t unit) {
+  std::lock_guard lock(mutex_);
+  gathered_[unit].changed = true;
+  if (gathered_[unit].state == State::resident && !model_.units[unit].root && order_.knows_rest() && order_.next_use(unit) == UseOrder::kNever) release(unit);
+  needed_.clear();
+  if (options_.backward_prefetch == BackwardPrefetch::post) prefetch_next(Phase::backward);
+}
+
+void Residency::begin_forward() {
+  std::lock_guard lock(mutex_);
+  if (forwards_ == 0) agree_on_changes();
+  ++forwards_;
+}
+
+void Residency::end_forward(bool step_over) {
+  std::lock_guard lock(mutex_);
+  if (--forwards_ == 0 && step_over) end_step();
+}
+
+void Residency::end_step() {
+  std::lock_guard lock(mutex_);
+  order_.end_step();
+  needed_.clear();
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    if (!keeps_unchanged_ || gathered_[u].changed) release(u);
+  }
+}
+
+void Residency::release_all() {
+  std::lock_guard lock(mutex_);
+  for (size_t u = 0; u < gathered_.size(); ++u) release(u);
+}
+
+uint64_t Residency::versions(size_t unit) const {
+  uint64_t sum = 0;
+  for (const auto f : model_.units[unit].flats) {
+    for (const auto& piece : model_.flats[f].pieces) sum += piece.tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  }
+  return sum;
+}
+
+/// Units that stayed are as their shards on all ranks, or are released on all.
+void Residency::agree_on_changes() {
+  std::vector<size_t> kept;
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    if (gathered_[u].state != State::released) kept.push_back(u);
+  }
+  if (kept.empty()) return;
+  std::vector<int> changed;
+  for (const auto u : kept) changed.push_back(gathered_[u].changed || versions(u) != gathered_[u].versions);
+  auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
+  model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+  flags = flags.cpu();
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (flags.data_ptr<int>()[i]) release(kept[i]);
+  }
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,75 @@
+#pragma once
+
+#include "fsdp/comm_stream.h"
+#include "fsdp/flat.h"
+#include "fsdp/use_order.h"
+
+#include <functional>
+#include <map>
+#include <mutex>
+
+namespace tessera::fsdp {
+
+/// Decides which units are gathered. A unit that an operator needs and that is not there is a fault: it is gathered, and others are
+/// released to stay within the budget; never one that the same operator needs, nor the root, which stays until the step is over.
+///
+/// [Note: a step] begins with a forward and ends with the end of a backward, or of a forward without gradients. Between them, and only there, sharded parameters can
+/// be used: in the thread that runs forward, and in backward. The order of use in one step is the forecast for the next.
+class Residency : public PageOwner {
+ public:
+  /// `in_backward`: called when an operator of a backward takes a page.
+  Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, std::function<void()> in_backward);
+
+  void need(const std::vector<PageUse>& uses, const std::string& op) override;
+
+  void begin_forward();
+  /// `step_over`: no backward can follow.
+  void end_forward(bool step_over);
+  void end_step();
+  /// The gradients of `unit` are on their way.
+  void gradients_done(size_t unit);
+  /// Lets go of everything: the shards have changed, or are about to.
+  void release_all();
+  bool running() const { return forwards_ > 0; }
+
+ private:
+  enum class State : uint8_t { released, gathering, resident };
+  struct Gathered {
+    State state = State::released;
+    std::vector<at::Tensor> memory;  // one a flat
+    std::vector<Work> work;
+    CommStream::Mark mark;
+    bool changed = false;    // its gradients were reduced since: the optimizer will change the shards
+    uint64_t versions = 0;   // of the pieces, when it was gathered
+    uint64_t last_use = 0;
+  };
+
+  void refuse_outside(const PageUse& use, const std::string& op) const;
+  void refuse_write(const PageUse& use, const std::string& op) const;
+  std::string describe(const PageUse& use) const;
+  void fetch(size_t unit, Phase phase, bool prefetch);
+  void finish(size_t unit);
+  void release(size_t unit);
+  bool make_room(int64_t bytes, const std::vector<size_t>& needed, size_t nearer_than);
+  void prefetch_next(Phase phase);
+  void agree_on_changes();
+  uint64_t versions(size_t unit) const;
+  int64_t budget() const;
+
+  ShardedModel& model_;
+  const FullyShardedDataParallelOptions& options_;
+  FsdpStats& stats_;
+  std::function<void()> in_backward_;
+  std::recursive_mutex mutex_;
+  std::vector<Gathered> gathered_;
+  UseOrder order_;
+  CommStream stream_;
+  std::vector<size_t> needed_;  // by the operator that runs
+  int64_t default_budget_ = 0;
+  int64_t resident_bytes_ = 0;  // without the root
+  uint64_t clock_ = 0;
+  int forwards_ = 0;
+  bool unlimited_ = false, keeps_unchanged_ = false;
+};
+
+}  // namespace tessera::fsdp

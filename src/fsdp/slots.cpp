@@ -1,0 +1,23 @@
+#include "fsdp/slots.h"
+
+#include <algorithm>
+
+namespace tessera::fsdp {
+
+at::Tensor SlotPool::take(int64_t numel) {
+  if (free_.empty()) {
+    const bool shared = group_.backend_name() == "shm" && options_.device().is_cpu();
+    free_.push_back(shared ? group_.allocate(capacity_, options_) : at::empty({capacity_}, options_));
+    slots_.push_back(free_.back());
+  }
+  auto slot = free_.back();
+  free_.pop_back();
+  return slot.narrow(0, 0, numel);
+}
+
+void SlotPool::give(const at::Tensor& slot) {
+  const auto home = std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) { return each.data_ptr() == slot.data_ptr(); });
+  free_.push_back(*home);
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,132 @@
+#include "fsdp/units.h"
+
+#include "tessera/error.h"
+#include "tessera/nearest.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+namespace tessera::fsdp {
+namespace {
+
+constexpr size_t kRoot = 0;
+
+struct Node {
+  std::string name;
+  size_t parent = kRoot;  // of the unit tree
+};
+
+class Planner {
+ public:
+  Planner(const WrapPolicy& policy, std::set<std::string> ignored_modules, std::set<std::string> ignored_parameters)
+      : policy_(policy), ignored_modules_(std::move(ignored_modules)), ignored_parameters_(std::move(ignored_parameters)) {}
+
+  UnitPlan plan(torch::nn::Module& root) {
+    find(root, "");
+    nodes_.push_back({"", kRoot});
+    assign(root, "", kRoot);
+    UnitPlan result;
+    result.parameters = std::move(parameters_);
+    std::vector<std::vector<size_t>> members(nodes_.size());
+    for (size_t i = 0; i < owner_.size(); ++i) members[owner_[i]].push_back(i);
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      if (n == kRoot || !members[n].empty()) result.units.push_back({nodes_[n].name, std::move(members[n])});
+    }
+    return result;
+  }
+
+ private:
+  static std::string join(const std::string& path, const std::string& name) { return path.empty() ? name : path + "." + name; }
+
+  bool ignored(const std::string& path) const { return ignored_modules_.count(path) > 0; }
+
+  /// Children before parents: which modules the policy takes. Returns elements that are in no unit yet, each tensor counted once.
+  std::set<const void*> find(torch::nn::Module& module, const std::string& path) {
+    std::set<const void*> open;
+    if (!visited_.insert(&module).second || (!path.empty() && ignored(path))) return open;
+    for (const auto& parameter : module.named_parameters(false)) {
+      const auto name = join(path, parameter.key());
+      if (!parameter.value().defined() || ignored_parameters_.count(name)) continue;
+      const auto* key = parameter.value().unsafeGetTensorImpl();
+      numel_[key] = parameter.value().numel();
+      open.insert(key);
+    }
+    for (const auto& child : module.named_children()) open.merge(find(*child.value(), join(path, child.key())));
+    if (path.empty() || !policy_) return open;
+    int64_t unwrapped = 0;
+    for (const auto* key : open) unwrapped += numel_[key];
+    if (policy_(module, path, unwrapped)) {
+      chosen_.insert(&module);
+      open.clear();
+    }
+    return open;
+  }
+
+  /// Parents first: every parameter to the unit of the module that holds it; where several do, to what these have in common.
+  void assign(torch::nn::Module& module, const std::string& path, size_t node) {
+    if (!path.empty() && ignored(path)) return;
+    const bool first = assigned_.emplace(&module, node).second;
+    if (first && !path.empty() && chosen_.count(&module)) {
+      nodes_.push_back({path, node});
+      node = nodes_.size() - 1;
+      assigned_[&module] = node;
+    } else if (!first) {
+      return;  // a module in two places is one module
+    }
+    for (const auto& parameter : module.named_parameters(false)) {
+      const auto name = join(path, parameter.key());
+      if (!parameter.value().defined() || ignored_parameters_.count(name)) continue;
+      const auto [found, fresh] = index_.emplace(parameter.value().unsafeGetTensorImpl(), parameters_.size());
+      if (fresh) {
+        parameters_.push_back({name, parameter.value()});
+        owner_.push_back(node);
+      } else {
+        owner_[found->second] = common(owner_[found->second], node);
+      }
+    }
+    for (const auto& child : module.named_children()) assign(*child.value(), join(path, child.key()), node);
+  }
+
+  size_t common(size_t a, size_t b) const {
+    std::set<size_t> above{a};
+    while (a != kRoot) above.insert(a = nodes_[a].parent);
+    while (!above.count(b)) b = nodes_[b].parent;
+    return b;
+  }
+
+  const WrapPolicy& policy_;
+  std::set<std::string> ignored_modules_, ignored_parameters_;
+  std::set<const torch::nn::Module*> visited_, chosen_;
+  std::map<const void*, int64_t> numel_;
+  std::vector<Node> nodes_;
+  std::map<const torch::nn::Module*, size_t> assigned_;
+  std::unordered_map<const void*, size_t> index_;
+  std::vector<sharding::NamedTensor> parameters_;
+  std::vector<size_t> owner_;
+};
+
+void require_known(const char* option, const std::vector<std::string>& given, const std::vector<std::string>& known) {
+  for (const auto& name : given) {
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    throw UsageError(fmt::format("FullyShardedDataParallel: option {} names {}, which the module does not have{}", option, name, did_you_mean(name, known)));
+  }
+}
+
+}  // namespace
+
+UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy, const std::vector<std::string>& ignored_modules,
+                    const std::vector<std::string>& ignored_parameters) {
+  std::vector<std::string> modules, parameters;
+  for (const auto& item : root.named_modules("", false)) modules.push_back(item.key());
+  for (const auto& item : root.named_parameters()) parameters.push_back(item.key());
+  require_known("ignored_modules", ignored_modules, modules);
+  require_known("ignored_parameters", ignored_parameters, parameters);
+  Planner planner(policy, {ignored_modules.begin(), ignored_modules.end()}, {ignored_parameters.begin(), ignored_parameters.end()});
+  return planner.plan(root);
+}
+
+}  // namespace tessera::fsdp

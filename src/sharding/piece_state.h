@@ -1,0 +1,23 @@
+#pragma once
+
+#include "sharding/named_tensor.h"
+#include "sharding/owned_piece.h"
+#include "tessera/optimizer_state_dict.h"
+#include "tessera/process_group.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tessera::sharding {
+
+/// The state that the ranks' local optimizers have for their pieces of `parameters`, whole and by name, on the CPU of rank `to`, of all for to < 0;
+/// empty elsewhere. Collective.
+std::map<std::string, ParamState> gather_piece_state(const torch::optim::Optimizer& local, const std::vector<const OwnedPiece*>& pieces,
+                                                     const std::vector<NamedTensor>& parameters, ProcessGroup& group, int to);
+
+/// This rank's part of `state` into its local optimizer, copied; pieces that have none there are as never stepped. Local.
+void load_piece_state(torch::optim::Optimizer& local, const std::vector<const OwnedPiece*>& pieces, const std::vector<NamedTensor>& parameters,
+                      const std::map<std::string, ParamState>& state);
+
+}  // namespace tessera::sharding
