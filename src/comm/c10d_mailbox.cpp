@@ -9,8 +9,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #endif
 
-#include <numeric>
-
 namespace tessera {
 namespace comm {
 namespace {
@@ -61,13 +59,8 @@ std::unique_ptr<Mailbox> make_c10d_mailbox(const char* name, c10::intrusive_ptr<
 ProcessGroup from_c10d(c10::intrusive_ptr<compat::C10dBackend> backend, ProcessGroupOptions options) {
   if (!backend) throw UsageError("from_c10d: the backend is null; expected one that is connected");
   if (backend->getSize() == 1) return ProcessGroup();
-  comm::World world;
-  world.rank = backend->getRank();
-  world.size = backend->getSize();
-  world.world_ranks.resize(world.size);
-  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
+  auto world = comm::World::start(backend->getRank(), backend->getSize(), options);
   world.same_host = false;
-  world.options = options;
   auto transport = comm::make_p2p_transport(world, comm::make_c10d_mailbox("c10d", std::move(backend)));
   return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
 }

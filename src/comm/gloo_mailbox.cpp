@@ -17,6 +17,7 @@ std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world) {
     const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
     if (world.same_host) options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
     else if (interface && *interface) options->devices.push_back(Gloo::createDeviceForInterface(interface));
+    else if (!world.address.empty()) options->devices.push_back(Gloo::createDeviceForHostname(world.address));
     else options->devices.push_back(Gloo::createDefaultDevice());
     options->threads = 1;
     return make_c10d_mailbox("gloo", c10::make_intrusive<Gloo>(world.store, world.rank, world.size, options));

@@ -10,7 +10,6 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
-#include <numeric>
 
 namespace tessera {
 
@@ -25,14 +24,11 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   // A second call in one process makes a second world; every rank counts alike.
   static int calls = 0;
   auto meeting = comm::meet(environment, options.timeout);
-  comm::World world;
-  world.rank = environment.rank;
-  world.size = environment.size;
-  world.world_ranks.resize(environment.size);
-  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
-  world.same_host = meeting.same_host;
+  auto world = comm::World::start(environment.rank, environment.size, options);
+  world.hosts = std::move(meeting.hosts);
+  world.same_host = comm::all_equal(world.hosts);
+  world.address = std::move(meeting.address);
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), meeting.store);
-  world.options = options;
   auto transport = comm::make_transport(world);
   return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
 }

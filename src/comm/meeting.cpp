@@ -11,6 +11,8 @@
 
 #include <fmt/format.h>
 
+#include <netdb.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -87,16 +89,39 @@ Store tcp_store(const LaunchEnvironment& environment, bool server, std::chrono::
   }
 }
 
-std::string boot_id() {
+/// Names what shares a loopback interface: the boot, the host's name, the network namespace.
+std::string network_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
   std::getline(file, id);
   char host[256] = {};
   ::gethostname(host, sizeof(host) - 1);
-  return id + "/" + host;
+  struct stat info {};
+  ::stat("/proc/self/ns/net", &info);
+  return fmt::format("{}/{}/{}", id, host, info.st_ino);
 }
 
 bool is_loopback(const std::string& address) { return address == "localhost" || address == "::1" || address.starts_with("127."); }
+
+/// The address under which this host sends to `peer`: that of the interface on the way there. Empty when there is no way. Sends nothing.
+std::string address_towards(const std::string& peer) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (peer.empty() || ::getaddrinfo(peer.c_str(), "9", &hints, &found) != 0) return "";
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
+  for (const auto* entry = found; entry; entry = entry->ai_next) {
+    const int fd = ::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    char text[NI_MAXHOST] = {};
+    const bool known = ::connect(fd, entry->ai_addr, entry->ai_addrlen) == 0 && ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
+                       ::getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
+    ::close(fd);
+    if (known) return text;
+  }
+  return "";
+}
 
 std::string file_name(std::string text) {
   std::replace_if(text.begin(), text.end(), [](unsigned char c) { return !std::isalnum(c) && c != '.' && c != '-'; }, '_');
@@ -104,7 +129,7 @@ std::string file_name(std::string text) {
 }
 
 Meeting in_folder(const std::string& folder, const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-  Meeting meeting{file_store(folder, environment), true};
+  Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
   meeting.store->setTimeout(timeout);
   roll_call(meeting.store, environment, "", timeout);
   return meeting;
@@ -129,8 +154,20 @@ Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds tim
   Meeting meeting;
   meeting.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, server, timeout));
   meeting.store->setTimeout(timeout);
-  const auto hosts = roll_call(meeting.store, environment, boot_id(), timeout);
-  meeting.same_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
+  const auto own = network_identity();
+  const auto address = address_towards(environment.master_address);
+  std::vector<std::string> addresses, identities;
+  for (const auto& value : roll_call(meeting.store, environment, own + " " + address, timeout)) {
+    const auto blank = value.rfind(' ');
+    identities.push_back(value.substr(0, blank));
+    addresses.push_back(value.substr(blank + 1));
+    meeting.hosts.push_back(static_cast<int>(std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
+  }
+  meeting.address = address;
+  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way to some other host.
+  for (int r = 0; r < environment.size && (meeting.address.empty() || is_loopback(meeting.address)); ++r) {
+    if (identities[r] != own && !is_loopback(addresses[r])) meeting.address = address_towards(addresses[r]);
+  }
   return meeting;
 }
 

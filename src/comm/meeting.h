@@ -6,13 +6,15 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 namespace tessera::comm {
 
 /// The store through which the ranks of a launch find each other.
 struct Meeting {
   c10::intrusive_ptr<c10d::Store> store;
-  bool same_host = false;
+  std::vector<int> hosts;  ///< Of the ranks: equal numbers share a host, that is, loopback and memory.
+  std::string address;     ///< This host's, as the others reach it; empty where all share one.
 };
 
 /// Blocks until all ranks have arrived. In order:

@@ -414,6 +414,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
     if (colors[r] != std::to_string(color)) continue;
     if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
     world.world_ranks.push_back(impl_->world.world_ranks[r]);
+    if (!impl_->world.hosts.empty()) world.hosts.push_back(impl_->world.hosts[r]);
   }
   world.size = static_cast<int>(world.world_ranks.size());
   if (world.size == 1) {
@@ -422,7 +423,8 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
     return ProcessGroup(std::move(alone));
   }
   require(impl_->world.store != nullptr, *impl_, "split", "this group was made by the caller without a store");
-  world.same_host = impl_->world.same_host;
+  world.same_host = impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
+  world.address = impl_->world.address;
   world.options = impl_->world.options;
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color), impl_->world.store);
   auto transport = comm::make_transport(world);

@@ -4,6 +4,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 #include <set>
 
 namespace tessera::comm {
@@ -25,6 +27,18 @@ std::vector<int> ranks_of(const std::vector<uint8_t>& bytes) {
 }
 
 }  // namespace
+
+World World::start(int rank, int size, const ProcessGroupOptions& options) {
+  World world;
+  world.rank = rank;
+  world.size = size;
+  world.world_ranks.resize(size);
+  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
+  world.options = options;
+  return world;
+}
+
+bool all_equal(const std::vector<int>& hosts) { return std::adjacent_find(hosts.begin(), hosts.end(), std::not_equal_to<>()) == hosts.end(); }
 
 FailureLedger::FailureLedger(const World& world) : store_(world.store), rank_(world.rank) {}
 

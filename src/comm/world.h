@@ -15,10 +15,18 @@ struct World {
   int rank = 0;
   int size = 1;
   std::vector<int> world_ranks;          ///< Of the members, in the start-up group.
-  bool same_host = true;                 ///< All ranks on this host: loopback only.
+  bool same_host = true;                 ///< All members on this host: loopback only.
+  std::vector<int> hosts;                ///< Of the members: equal numbers share a host. Empty: not known, or all on one.
+  std::string address;                   ///< This host's, as the others reach it; empty: not known.
   c10::intrusive_ptr<c10d::Store> store; ///< Shared by the members; keys already prefixed for this group.
   ProcessGroupOptions options;
+
+  /// Rank `rank` of a start-up group: the members are 0 … size-1. Where they are and how they meet is the caller's to set.
+  static World start(int rank, int size, const ProcessGroupOptions& options);
 };
+
+/// Whether members with these host numbers are all on one.
+bool all_equal(const std::vector<int>& hosts);
 
 /// Who gave up, and whom they blamed, kept in the store so that a survivor that sees another survivor leave can name
 /// the rank where it began.

@@ -21,7 +21,7 @@ at::Tensor in_memory_order(const at::Tensor& tensor) {
 }
 
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors) {
-  Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}};
+  Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}, 0};
   for (size_t i = 0; i < bucket.members.size(); ++i) {
     bucket.views.push_back(window(bucket.flat, bucket.layout.offset(i), tensors[bucket.members[i]]));
   }

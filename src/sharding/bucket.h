@@ -14,6 +14,7 @@ struct Bucket {
   Layout layout;
   at::Tensor flat;                ///< [layout.numel()]
   std::vector<at::Tensor> views;  ///< One a member: its run of `flat`, with the member's shape and strides.
+  size_t lane = 0;                ///< Buckets of one lane are complete in order; lanes do not wait for each other.
 
   int64_t bytes() const { return flat.numel() * flat.element_size(); }
 };

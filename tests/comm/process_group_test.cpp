@@ -7,6 +7,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 namespace {
 
 using tessera::Backend;
@@ -63,12 +65,18 @@ TEST_P(Collectives, AllReduceSumsEverySizeAndDtype) {
 
 TEST_P(Collectives, SumsAreInRankOrder) {
   each_rank([&](ProcessGroup group, int rank) {
-    const auto value = [](int r) { return at::rand({70001}, at::make_generator<at::CPUGeneratorImpl>(r + 1)) * std::pow(10.0, r); };
-    auto expected = value(0);
-    for (int r = 1; r < world(); ++r) expected = expected + value(r);
-    auto tensor = value(rank);
-    group.all_reduce(tensor);
-    EXPECT_TRUE(at::equal(tensor, expected));
+    for (const int64_t n : {101, 70001}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+        const auto value = [&](int r) { return (at::rand({n}, at::make_generator<at::CPUGeneratorImpl>(r + 1)) * std::pow(10.0, r % 3)).to(dtype); };
+        // 16-bit floats are summed in float and rounded once.
+        const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
+        auto expected = value(0).to(wide);
+        for (int r = 1; r < world(); ++r) expected = expected + value(r).to(wide);
+        auto tensor = value(rank);
+        group.all_reduce(tensor);
+        EXPECT_TRUE(at::equal(tensor, expected.to(dtype))) << n << " " << c10::toString(dtype);
+      }
+    }
   });
 }
 

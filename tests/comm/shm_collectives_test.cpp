@@ -2,6 +2,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <numeric>
+
 namespace {
 
 using namespace tessera::testing;
@@ -93,7 +95,8 @@ TEST_P(ShmCollectives, ReduceAndBroadcastWithEveryRoot) {
       for (auto n : sizes_for(size)) {
         auto sum = make(values(n, rank, at::kFloat));
         make.transport.reduce(sum, root);
-        ASSERT_TRUE(at::equal(sum, rank == root ? expected_sum(n, size, at::kFloat) : values(n, rank, at::kFloat))) << n;
+        ASSERT_TRUE(at::equal(sum, rank == root ? expected_sum(n, size, at::kFloat) : values(n, rank, at::kFloat)))
+            << n;
       }
       for (auto dtype : moved_dtypes) {
         for (auto n : sizes_for(size)) {
@@ -221,9 +224,49 @@ TEST_P(ShmCollectives, ExchangeAndPeerViews) {
   });
 }
 
+TEST_P(ShmCollectives, ATensorIsItsOwnersAgainOnReturn) {
+  // One rank has nothing to do but to be read, returns first, and scribbles over what the others may still be reading.
+  constexpr int64_t n = 1 << 20;
+  each_memory([](const Maker& make, int rank, int size) {
+    for (int first = 0; first < size; ++first) {
+      std::vector<int64_t> counts(size, 0), all_but(size, n / size);
+      counts[first] = n;
+      all_but[first] = 0;
+      const auto expected = values(n, 9, at::kFloat);
+
+      auto gathered = make(rank == first ? expected : at::zeros_like(expected));
+      make.transport.all_gather(gathered, counts);
+      if (rank == first) gathered.fill_(-1);
+      else ASSERT_TRUE(at::equal(gathered, expected)) << "all_gather";
+
+      auto sent = make(rank == first ? expected : at::zeros_like(expected));
+      make.transport.broadcast(sent, first);
+      if (rank == first) sent.fill_(-1);
+      else ASSERT_TRUE(at::equal(sent, expected)) << "broadcast";
+
+      const int64_t total = std::accumulate(all_but.begin(), all_but.end(), int64_t{0});
+      const int64_t before = std::accumulate(all_but.begin(), all_but.begin() + rank, int64_t{0});
+      auto parts = make(values(total, rank, at::kFloat));
+      make.transport.reduce_scatter(parts, all_but, nullptr);
+      if (rank == first) parts.fill_(-1);
+      else
+        ASSERT_TRUE(at::equal(parts.narrow(0, before, all_but[rank]),
+                              expected_sum(total, size, at::kFloat).narrow(0, before, all_but[rank])))
+            << "reduce_scatter";
+
+      auto summed = make(values(n, rank, at::kFloat));
+      make.transport.all_reduce(summed, 1);
+      if (rank == first) summed.fill_(-1);
+      else ASSERT_TRUE(at::equal(summed, expected_sum(n, size, at::kFloat))) << "all_reduce";
+      make.transport.exchange({});
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmCollectives,
-                         ::testing::Values(Setting{2, Ranks::threads}, Setting{3, Ranks::threads}, Setting{4, Ranks::threads},
-                                           Setting{2, Ranks::processes}, Setting{4, Ranks::processes}),
+                         ::testing::Values(Setting{2, Ranks::threads}, Setting{3, Ranks::threads},
+                                           Setting{4, Ranks::threads}, Setting{2, Ranks::processes},
+                                           Setting{4, Ranks::processes}),
                          [](const auto& tested) {
                            return std::to_string(tested.param.size) +
                                   (tested.param.ranks == Ranks::threads ? "Threads" : "Processes");

@@ -17,7 +17,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,13 +26,10 @@ namespace tessera::testing {
 using Clock = std::chrono::steady_clock;
 
 inline comm::World world_of(int rank, int size, c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout) {
-  comm::World world;
-  world.rank = rank;
-  world.size = size;
-  world.world_ranks.resize(size);
-  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
+  ProcessGroupOptions options;
+  options.timeout = timeout;
+  auto world = comm::World::start(rank, size, options);
   world.store = std::move(store);
-  world.options.timeout = timeout;
   return world;
 }
 

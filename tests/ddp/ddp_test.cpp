@@ -160,6 +160,76 @@ TEST(DdpBehaviour, BuffersComeFromRankZero) {
   });
 }
 
+TEST(DdpBehaviour, BuffersStayWhereNoGradientIsReduced) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    torch::nn::BatchNorm1d net(3);
+    DistributedDataParallel ddp(net, group);
+    net->running_mean.fill_(rank);
+    group.reset_stats();
+    {
+      torch::NoGradGuard no_grad;
+      ddp(rows(0));
+    }
+    {
+      auto scope = ddp.no_sync();
+      ddp(rows(0));
+    }
+    net->eval();
+    ddp(rows(0));
+    EXPECT_EQ(group.stats().calls(), 0u);
+    EXPECT_NE(net->running_mean[0].item<float>(), 1 - rank);
+  });
+}
+
+TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankMeetTheirOwn) {
+  struct TwoBranches : torch::nn::Module {
+    TwoBranches() {
+      a = register_module("a", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
+      b = register_module("b", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
+    }
+    /// Backward goes from the last made node to the first.
+    torch::Tensor forward(torch::Tensor x, bool a_first) {
+      const auto first = loss_of((a_first ? a : b)(x));
+      const auto second = loss_of(2 * (a_first ? b : a)(x));
+      return first + second;
+    }
+    torch::nn::Linear a{nullptr}, b{nullptr};
+  };
+  run_ranks(3, [&](ProcessGroup group, int rank) {
+    auto net = std::make_shared<TwoBranches>(), alone = std::make_shared<TwoBranches>();
+    DistributedDataParallel ddp(net, group, {.first_bucket_mb = 1e-6, .bucket_cap_mb = 1e-6});
+    for (const char* name : {"a.weight", "b.weight"}) alone->named_parameters()[name].set_data(net->named_parameters()[name].detach().clone());
+    for (int step = 0; step < 3; ++step) {
+      clear(net->parameters());
+      clear(alone->parameters());
+      EXPECT_EQ(ddp.buckets(), 2u);
+      ddp(rows(step), rank == 1).backward();
+      for (int r = 0; r < 3; ++r) (alone->forward(rows(step), r == 1) / 3).backward();
+      for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), alone->parameters()[i].grad(), 1e-5, 1e-7)) << "step " << step;
+    }
+  });
+}
+
+TEST(DdpBehaviour, WhatANoSyncPassLeftIsReducedThoughTheLastPassDoesNotTouchIt) {
+  for (const bool view : {true, false}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
+      auto options = cases()[1].options;
+      options.gradient_as_bucket_view = view;
+      DistributedDataParallel ddp(net, group, options);
+      {
+        auto scope = ddp.no_sync();
+        loss_of(ddp(rows(0, rank, 2))).backward();
+      }
+      loss_of(torch::tanh(net->second(rows(1, rank, 2)))).backward();
+      (loss_of(plain(rows(0))) + loss_of(torch::tanh(plain->second(rows(1))))).backward();
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7)) << i << " view " << view;
+      }
+    });
+  }
+}
+
 TEST(DdpBehaviour, AMissingGradientIsAnErrorEverywhereThatNamesItAndTheRank) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(2);

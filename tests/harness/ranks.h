@@ -8,7 +8,6 @@
 
 #include <exception>
 #include <functional>
-#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -28,13 +27,8 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
       try {
         at::set_num_threads(1);
         if (world == 1) return body(ProcessGroup(), 0);
-        comm::World place;
-        place.rank = rank;
-        place.size = world;
-        place.world_ranks.resize(world);
-        std::iota(place.world_ranks.begin(), place.world_ranks.end(), 0);
+        auto place = comm::World::start(rank, world, options);
         place.store = store;
-        place.options = options;
         auto transport = comm::make_transport(place);
         body(ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))), rank);
       } catch (...) {

@@ -13,10 +13,10 @@ TIMEOUT_MS = 1500
 class Run:
     """A launched world whose output is read line by line with the time of arrival."""
 
-    def __init__(self, backend):
+    def __init__(self, *command):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_", "TESSERA_"))}
-        self.process = subprocess.Popen([BUILD / "bin/tessera", "run", "-n", str(RANKS), BUILD / "bin/fault_probe", backend, str(TIMEOUT_MS)],
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=env)
+        self.process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                        text=True, env=env)
         self.lines, self.pids = [], {}
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
@@ -57,7 +57,7 @@ class Run:
 
 class Faults(unittest.TestCase):
     def lose(self, backend, sig, bound):
-        run = Run(backend)
+        run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", backend, TIMEOUT_MS)
         self.addCleanup(run.close)
         run.wait_for(lambda: len(run.pids) == RANKS, 60, "all ranks train")
         start = time.monotonic()

@@ -171,6 +171,27 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
   }
 }
 
+TEST_F(TrainingTest, TokensAboveTheVocabularyEndBeforeTraining) {
+  std::ofstream("high.txt") << std::string(400, 'a') + "\xf0";
+  ASSERT_EQ(train({"c.yaml", "data.path=high.txt", "model.vocab_size=200"}), 2);
+  EXPECT_NE(err_.find("model.vocab_size: ByteText: high.txt (evaluation part): token 240 at position 40"),
+            std::string::npos)
+      << err_;
+  std::vector<int32_t> header(256, 0);
+  header[0] = 20240520, header[1] = 1, header[2] = 100;
+  std::vector<uint16_t> tokens(100, 7);
+  tokens[60] = 300;
+  std::ofstream bin("tokens.bin", std::ios::binary);
+  bin.write(reinterpret_cast<const char*>(header.data()), 1024);
+  bin.write(reinterpret_cast<const char*>(tokens.data()), 200);
+  bin.close();
+  ASSERT_EQ(train({"c.yaml", "data={type: TokenBin, path: tokens.bin, seq_len: 16}"}), 2);
+  EXPECT_NE(err_.find("data.path: TokenBin: tokens.bin: token 300 at position 60 is not below vocab_size, 256"),
+            std::string::npos)
+      << err_;
+  EXPECT_FALSE(std::filesystem::exists("out/log.jsonl"));
+}
+
 TEST_F(TrainingTest, AnErrorOnOneRankIsTheSameOnAll) {
   const Config good = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer"});
   const Config bad = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer", "data.path=gone.txt"});

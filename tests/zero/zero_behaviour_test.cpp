@@ -376,6 +376,19 @@ TEST(ZeroBehaviour, MisuseIsAnErrorNotASilentLoss) {
   });
 }
 
+TEST(ZeroBehaviour, ABackwardThroughValuesFromBeforeTheStepIsRefusedAsByAPlainOptimizer) {
+  for (const auto& options : ways()) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(8);
+      Zero zero(*net, group, factory("SGD"), options);
+      auto early = loss_of(net(rows(0, rank, 2)));
+      loss_of(net(rows(0, rank, 2))).backward();
+      zero.step();
+      EXPECT_THROW(early.backward(), c10::Error);
+    });
+  }
+}
+
 TEST(ZeroBehaviour, AMissingGradientUnderOverlapNamesParameterAndRankEverywhere) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8);

@@ -109,6 +109,19 @@ TEST(ZeroState, LoadingLeavesTheCallersCopyAndTakesItsOptions) {
   EXPECT_TRUE(at::equal(dict.state.at("second.weight").tensors.at("exp_avg"), before));
 }
 
+TEST(ZeroState, LoadingForgetsWhatTheLoadedOneLacks) {
+  const auto fresh = train_plain<Uneven>("AdamW", same_rows, nullptr, 0);
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(11);
+    Zero zero(*net, group, factory("AdamW"));
+    loss_of(net(rows(0))).backward();
+    zero.step();
+    zero.load_state_dict(fresh);
+    zero.consolidate_state_dict(-1);
+    EXPECT_TRUE(zero.state_dict().state.empty());
+  });
+}
+
 TEST(ZeroState, WhatDoesNotFitIsNamed) {
   const auto dict = train_plain<Uneven>("AdamW", same_rows, nullptr, 1);
   run_ranks(2, [&](ProcessGroup group, int rank) {
