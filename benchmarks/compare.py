@@ -13,6 +13,8 @@ TARGETS = {  # what, ours, theirs (fused: with an f where the peer has it), figu
     "ZeRO step / PyTorch ZeRO (bucket views, best optimizer)": ("zero", "zerov", "step_ms", {"B": 0.60, "A": 0.90}),
     "DDP step / PyTorch DDP (best optimizer)": ("ddp", "ddp", "step_ms", {"B": 0.75, "A": 1.00}),
     "ZeRO step / own compute only": ("zero", "own:compute", "step_ms", {"B": 1.40, "A": 1.10}),
+    "FSDP step / PyTorch FSDP (best optimizer)": ("fsdp", "fsdp", "step_ms", {"B": 0.35, "A": 0.65}),
+    "FSDP step / own ZeRO": ("fsdp", "own:zero", "step_ms", {"B": 1.25, "A": 1.10}),
     "ZeRO peak RSS / PyTorch ZeRO": ("zero", "zerov", "peak_rss_mib", {"B": 0.85}),
     "ZeRO PSS / PyTorch ZeRO": ("zero", "zerov", "pss_mib", {}),
 }

@@ -2,7 +2,7 @@
 //
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
-// STRATEGY: none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap,
+// STRATEGY: none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block),
 // each optionally with "-gloo". Prints one JSON line of medians from rank 0.
 
 #include "tessera/tessera.h"
@@ -112,8 +112,15 @@ int main(int argc, char** argv) {
   Gpt model(width, layers, heads, tokens, vocab);
   const auto adam = tessera::default_optimizers().factory("Adam", {{"lr", 1e-3}});
   std::unique_ptr<tessera::DistributedDataParallel<Gpt>> ddp;
+  std::unique_ptr<tessera::FullyShardedDataParallel<Gpt>> fsdp;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
-  if (strategy.starts_with("zero")) {
+  int64_t parameters = 0;
+  for (const auto& p : model->parameters()) parameters += p.numel();
+  if (strategy == "fsdp") {
+    fsdp = std::make_unique<tessera::FullyShardedDataParallel<Gpt>>(
+        model, world, tessera::FullyShardedDataParallelOptions{.wrap_policy = tessera::wrap_by_type<BlockImpl>(), .backward_prefetch = tessera::BackwardPrefetch::none});
+    optimizer = adam({torch::optim::OptimizerParamGroup(fsdp->parameters())});
+  } else if (strategy.starts_with("zero")) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
         *model, world, adam, tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap", .find_unused_parameters = false});
   } else {
@@ -129,19 +136,20 @@ int main(int argc, char** argv) {
     world.barrier();
     const auto start = Clock::now();
     const auto input = x.narrow(1, 0, tokens);
-    const auto y = ddp ? (*ddp)(input) : model(input);
+    const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
     loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}), x.narrow(1, 1, tokens).reshape({-1}));
     loss.backward();
     const auto middle = Clock::now();
     if (strategy != "compute") optimizer->step();
     const auto end = Clock::now();
     for (auto& p : model->parameters()) p.mutable_grad() = torch::Tensor();
+    if (fsdp) {
+      for (auto& p : fsdp->parameters()) p.mutable_grad() = torch::Tensor();
+    }
     step_ms.push_back(std::chrono::duration<double, std::milli>(end - start).count());
     optimizer_ms.push_back(std::chrono::duration<double, std::milli>(end - middle).count());
   }
   if (world.rank() != 0) return 0;
-  int64_t parameters = 0;
-  for (const auto& p : model->parameters()) parameters += p.numel();
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   const auto kept = [&](const std::vector<double>& all) { return median({all.begin() + 2, all.end()}); };

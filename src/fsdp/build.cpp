@@ -62,7 +62,7 @@ Flat make_flat(const ShardedModel& model, std::vector<size_t> members, size_t un
     const auto& tensor = model.parameters[flat.members[m]].tensor;
     const int64_t offset = flat.layout.offset(m);
     const int64_t from = std::clamp(offset, begin, end), to = std::clamp(offset + tensor.numel(), begin, end);
-    sharding::OwnedPiece piece{flat.members[m], std::max<int64_t>(0, from - offset), to - from, from - begin, {}};
+    sharding::OwnedPiece piece{flat.members[m], std::clamp<int64_t>(from - offset, 0, tensor.numel()), to - from, from - begin, {}};
     piece.tensor = sharding::window(flat.shard, piece.at, piece.numel);
     if (piece.numel > 0) piece.tensor.copy_(sharding::in_memory_order(tensor).narrow(0, piece.begin, piece.numel));
     piece.tensor.set_requires_grad(tensor.requires_grad());
@@ -153,6 +153,9 @@ SlotPool* Core::pool(int64_t capacity, at::TensorOptions slot_options, bool root
 /// From here on the module's parameters have no memory of their own.
 void Core::make_pages() {
   at::NoGradGuard no_grad;
+  for (const auto& parameter : model.parameters) {
+    shapes_.push_back(at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(), at::TensorOptions().device(at::kMeta)));
+  }
   const auto largest = [&](const auto& like, auto options_of) {
     int64_t numel = 0;
     for (const auto& flat : model.flats) {
@@ -172,12 +175,15 @@ void Core::make_pages() {
       flat.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);
     }
     const NoDetection unseen;
-    for (size_t m = 0; m < flat.members.size(); ++m) {
-      auto& parameter = model.parameters[flat.members[m]].tensor;
-      parameter.set_data(sharding::window(flat.permanent ? flat.shard : flat.page->flat(), flat.layout.offset(m), parameter));
-    }
+    for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
   }
   comm::return_freed_memory();
+}
+
+void Core::restore(const Flat& flat, size_t m) {
+  auto& parameter = model.parameters[flat.members[m]].tensor;
+  const auto& like = shapes_[flat.members[m]];
+  parameter.set_data(sharding::window(flat.permanent ? flat.shard : flat.page->flat(), flat.layout.offset(m), like));
 }
 
 std::vector<FsdpUnit> Core::units() const {

@@ -25,6 +25,8 @@ class Core : public std::enable_shared_from_this<Core> {
   // build.cpp
   static ShardedModel build(torch::nn::Module& module, ProcessGroup group, const FullyShardedDataParallelOptions& options);
   void make_pages();
+  /// Member `m` of the module is a window of its page again. Under NoDetection.
+  void restore(const Flat& flat, size_t m);
   std::vector<FsdpUnit> units() const;
 
   // norm.cpp
@@ -68,7 +70,8 @@ class Core : public std::enable_shared_from_this<Core> {
     bool operator==(const PoolKey&) const = default;
   };
   std::vector<PoolKey> pool_keys_;
-  std::vector<at::Tensor> whole_;  // while summoned: one a flat
+  std::vector<at::Tensor> whole_;   // while summoned: one a flat
+  std::vector<at::Tensor> shapes_;  // of the parameters, without memory
 };
 
 }  // namespace tessera::fsdp

@@ -27,6 +27,7 @@ std::vector<size_t> Core::units_under(const std::string& path) const {
 void Core::summon(const std::vector<size_t>& units, bool keep) {
   require_idle("summon_full_params");
   at::NoGradGuard no_grad;
+  const NoDetection unseen;
   residency->release_all();
   whole_.resize(model.flats.size());
   for (const auto u : units) {
@@ -50,27 +51,27 @@ void Core::summon(const std::vector<size_t>& units, bool keep) {
 
 void Core::dismiss(const std::vector<size_t>& units, bool writeback) {
   at::NoGradGuard no_grad;
+  const NoDetection unseen;
   std::string problem;
   for (const auto u : units) {
     summoned.erase(u);
     for (const auto f : model.units[u].flats) {
       auto& flat = model.flats[f];
-      auto whole = std::exchange(whole_[f], at::Tensor());
+      auto whole = flat.permanent ? flat.shard : std::exchange(whole_[f], at::Tensor());
       if (!whole.defined()) continue;
-      const NoDetection unseen;
       for (size_t m = 0; m < flat.members.size(); ++m) {
-        auto& named = model.parameters[flat.members[m]];
-        const auto shape = sharding::window(flat.page->flat(), flat.layout.offset(m), named.tensor);
-        const auto data = named.tensor.detach();
-        if (data.storage().unsafeGetStorageImpl() != whole.storage().unsafeGetStorageImpl()) {
-          // The caller put another tensor there: its values count, if it has the parameter's shape.
-          if (data.numel() == flat.layout.size(m)) sharding::window(whole, flat.layout.offset(m), flat.layout.size(m)).copy_(sharding::in_memory_order(data));
-          else if (problem.empty()) problem = fmt::format("{}: rank {}: parameter {} (unit {}) has {} elements at the end of summon_full_params(); expected {}", kName,
-                                                          model.world.rank(), named.name, display_name(model.units[u]), data.numel(), flat.layout.size(m));
+        auto& [name, parameter] = model.parameters[flat.members[m]];
+        const auto data = parameter.detach();
+        const bool replaced = data.storage().unsafeGetStorageImpl() != whole.storage().unsafeGetStorageImpl();
+        if (replaced && data.numel() != flat.layout.size(m)) {
+          problem = fmt::format("{}: parameter {} (unit {}) has {} elements at the end of summon_full_params(); expected {}", prefix(), name, display_name(model.units[u]),
+                                data.numel(), flat.layout.size(m));
+        } else if (replaced && writeback) {
+          sharding::window(whole, flat.layout.offset(m), flat.layout.size(m)).copy_(sharding::in_memory_order(data));
         }
-        named.tensor.set_data(shape);
+        if (replaced || !flat.permanent) restore(flat, m);
       }
-      if (!writeback) continue;
+      if (flat.permanent || !writeback) continue;
       const int rank = model.shard_group.rank();
       flat.shard.copy_(whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]));
       for (auto& piece : flat.pieces) piece.tensor.unsafeGetTensorImpl()->bump_version();

@@ -29,6 +29,7 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, std::function<void(s
     pending_[f].expected.assign(model_.flats[f].members.size(), 1);
     pending_[f].expecting = model_.flats[f].members.size();
     pending_[f].has.assign(model_.flats[f].members.size(), 0);
+    pending_[f].came.assign(model_.flats[f].members.size(), 0);
   }
 }
 
@@ -62,9 +63,12 @@ void Gradients::arrived(size_t parameter) {
   } else {
     pending.views[member].copy_(grad);
     pending.has[member] = 1;
-    pending.arrived += pending.expected[member];
   }
   grad = at::Tensor();
+  if (!pending.came[member]) {
+    pending.came[member] = 1;
+    pending.arrived += pending.expected[member];
+  }
   if (sync_ && pending.arrived == pending.expecting) reduce(f);
 }
 
@@ -110,7 +114,6 @@ void Gradients::reduce(size_t f) {
   pending.flat = at::Tensor();
   pending.views.clear();
   std::fill(pending.has.begin(), pending.has.end(), 0);
-  pending.arrived = 0;
   reduced_(flat.unit);
 }
 
@@ -159,6 +162,7 @@ void Gradients::finish_one() {
 void Gradients::finish() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  forget_arrivals();
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
     if (pending_[f].flat.defined()) reduce(f);
@@ -176,6 +180,13 @@ void Gradients::abandon() {
     pending.flat = at::Tensor();
     pending.views.clear();
     std::fill(pending.has.begin(), pending.has.end(), 0);
+  }
+  forget_arrivals();
+}
+
+void Gradients::forget_arrivals() {
+  for (auto& pending : pending_) {
+    std::fill(pending.came.begin(), pending.came.end(), 0);
     pending.arrived = 0;
   }
 }

@@ -32,8 +32,9 @@ class Gradients {
   struct Pending {
     at::Tensor flat;               // a slot; undefined when nothing has arrived
     std::vector<at::Tensor> views; // one a member
-    std::vector<char> has;
-    size_t arrived = 0;
+    std::vector<char> has;         // since the last reduction
+    std::vector<char> came;        // in this backward
+    size_t arrived = 0;            // of those that are expected, in this backward
     std::vector<char> expected;
     size_t expecting = 0;
     at::Tensor shard;              // the mean, own segment
@@ -48,6 +49,7 @@ class Gradients {
   };
 
   void begin(size_t flat);
+  void forget_arrivals();
   void reduce(size_t flat);
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& run, double scale);

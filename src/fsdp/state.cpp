@@ -250,7 +250,7 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
           const int64_t from = std::clamp(flat.layout.offset(member), flat.layout.segment_begin(r), flat.layout.segment_begin(r) + flat.layout.counts()[r]);
           const int64_t to = std::clamp(flat.layout.offset(member) + flat.layout.size(member), flat.layout.segment_begin(r),
                                         flat.layout.segment_begin(r) + flat.layout.counts()[r]);
-          pieces.push_back({{"begin", std::max<int64_t>(0, from - flat.layout.offset(member))}, {"numel", to - from}});
+          pieces.push_back({{"begin", std::clamp<int64_t>(from - flat.layout.offset(member), 0, flat.layout.size(member))}, {"numel", to - from}});
         }
         const auto& tensor = core.model.parameters[i].tensor;
         index["parameters"][core.model.parameters[i].name] = {{"shape", tensor.sizes().vec()}, {"strides", tensor.strides().vec()},

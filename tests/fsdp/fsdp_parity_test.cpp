@@ -6,6 +6,7 @@
 #include "tessera/models/gpt2.h"
 #include "tessera/optim.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -43,8 +44,8 @@ struct Setting {
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, const std::vector<at::Tensor>& parameters) {
   if (name == "SGD") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05).momentum(0.9));
-  if (name == "torch.AdamW") return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01));
-  return default_optimizers().factory(name, {{"lr", 0.01}})({torch::optim::OptimizerParamGroup(parameters)});
+  // eps: a gradient that is zero but for rounding, as a key bias has, must not become a step of its own.
+  return default_optimizers().factory(name, {{"lr", 0.01}, {"eps", 1e-4}})({torch::optim::OptimizerParamGroup(parameters)});
 }
 
 template <class Net>
@@ -78,7 +79,7 @@ void expect_parity(const Trial<Net>& trial, FullyShardedDataParallelOptions opti
         FullyShardedDataParallel fsdp(net, group, options);
         auto optimizer = make_optimizer(name, fsdp.parameters());
         for (int step = 0; step < kSteps; ++step) {
-          optimizer->zero_grad();
+          for (auto p : fsdp.parameters()) p.mutable_grad() = at::Tensor();
           trial.loss([&](std::vector<at::Tensor> inputs) { return call_model(fsdp, inputs); }, step, rank, world).backward();
           optimizer->step();
         }
@@ -86,7 +87,7 @@ void expect_parity(const Trial<Net>& trial, FullyShardedDataParallelOptions opti
         for (auto& [key, value] : fsdp.state_dict(-1)) state[key] = value;
         for (const auto& [key, value] : plain) {
           if (!state.count(key)) continue;  // another name of a tied one
-          ASSERT_TRUE(at::allclose(state[key], value, 1e-5, 1e-5)) << key << " " << name << " world " << world << " off by " << (state[key] - value).abs().max().item<double>();
+          ASSERT_TRUE(at::allclose(state[key], value, 1e-5, 1e-5)) << key << " " << name << " world " << world << " off by " << (state[key] - value).abs().max();
           if (world == 1) {
             ASSERT_TRUE(at::equal(state[key], value)) << key;
           }
@@ -106,7 +107,7 @@ const auto kOne = [](auto& model, const std::vector<at::Tensor>& inputs) -> at::
 const auto kTwo = [](auto& model, const std::vector<at::Tensor>& inputs) -> at::Tensor { return model(inputs[0], inputs[1]); };
 const auto kTuple = [](auto& model, const std::vector<at::Tensor>& inputs) -> at::Tensor {
   auto [y, h] = model(inputs[0], inputs[1], 0.75);
-  return y + h.mean();
+  return y + h.mean(1, true);
 };
 
 std::vector<Setting> settings() {
@@ -176,7 +177,7 @@ TEST_P(FsdpParity, ResNetAgainstDdp) {
       auto optimizer = make_optimizer("AdamW", fsdp.parameters()), reference = make_optimizer("AdamW", other->parameters());
       for (int step = 0; step < kSteps; ++step) {
         const auto x = part(numbers({kBatch, 3, 6, 6}, 100 + step), rank, world);
-        optimizer->zero_grad();
+        for (auto p : fsdp.parameters()) p.mutable_grad() = at::Tensor();
         clear(other);
         auto loss = error_of(fsdp(x));
         auto expected = error_of(ddp(x));

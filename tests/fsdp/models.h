@@ -1,5 +1,7 @@
 #pragma once
 
+#include "tessera/fully_sharded_data_parallel.h"
+
 #include <torch/torch.h>
 
 #include <tuple>
@@ -11,6 +13,12 @@ namespace tessera::testing {
 
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
+
+inline FullyShardedDataParallelOptions every_leaf() {
+  FullyShardedDataParallelOptions options;
+  options.wrap_policy = wrap_leaves();
+  return options;
+}
 
 struct ResidualImpl : nn::Module {
   explicit ResidualImpl(int64_t channels) {
@@ -112,9 +120,10 @@ TORCH_MODULE(Skipping);
 struct ContainersImpl : nn::Module {
   ContainersImpl() {
     list = register_module("list", nn::ModuleList(nn::Linear(3, 4), nn::Linear(4, 4)));
-    dict = register_module("dict", nn::ModuleDict());
-    dict->insert("a", std::make_shared<nn::LinearImpl>(4, 5));
-    dict->insert("norm", std::make_shared<nn::LayerNormImpl>(nn::LayerNormOptions({5})));
+    torch::OrderedDict<std::string, std::shared_ptr<nn::Module>> items;
+    items.insert("a", std::make_shared<nn::LinearImpl>(4, 5));
+    items.insert("norm", std::make_shared<nn::LayerNormImpl>(nn::LayerNormOptions({5})));
+    dict = register_module("dict", nn::ModuleDict(items));
     any = nn::AnyModule(nn::Linear(5, 5));
     register_module("any", any.ptr());
     sequence = register_module("sequence", nn::Sequential(nn::Linear(5, 3), nn::Tanh(), nn::Linear(3, 2)));

@@ -2,6 +2,7 @@
 
 #include "comm/backends.h"
 #include "comm/process_group_impl.h"
+#include "tessera/error.h"
 #include "tessera/process_group.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -40,11 +41,17 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
   return errors;
 }
 
-/// As above; the first rank's exception is thrown on.
+/// As above; the first rank's exception is thrown on, or rather that of the rank that the others only missed.
 inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {}) {
+  std::exception_ptr broken;
   for (const auto& error : run_ranks_catching(world, body, options)) {
-    if (error) std::rethrow_exception(error);
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const BrokenWorldError&) {
+      if (!broken) broken = error;
+    }
   }
+  if (broken) std::rethrow_exception(broken);
 }
 
 /// The text of what a rank threw; empty when it threw nothing.

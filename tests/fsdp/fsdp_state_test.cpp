@@ -1,0 +1,194 @@
+#include "fsdp/models.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/optim.h"
+#include "tessera/safetensors.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+using ::testing::HasSubstr;
+
+namespace fs = std::filesystem;
+
+class FsdpState : public ::testing::Test {
+ protected:
+  FsdpState() {
+    std::string name = (fs::temp_directory_path() / "tessera-test-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
+    folder_ = name;
+  }
+  ~FsdpState() override { fs::remove_all(folder_); }
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  fs::path folder_;
+};
+
+at::Tensor images(int step, int rank = 0, int world = 1) {
+  return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
+}
+
+std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
+  return default_optimizers().factory("AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
+}
+
+template <class Net>
+void train(Net& net, torch::optim::Optimizer& optimizer, int from, int to, int rank = 0, int world = 1) {
+  for (int i = from; i < to; ++i) {
+    optimizer.zero_grad();
+    net(images(i, rank, world)).square().mean().backward();
+    optimizer.step();
+  }
+}
+
+std::map<std::string, at::Tensor> by_name(const std::vector<std::pair<std::string, at::Tensor>>& list) { return {list.begin(), list.end()}; }
+
+void expect_same(const OptimizerStateDict& a, const OptimizerStateDict& b, double tolerance = 0) {
+  ASSERT_EQ(a.state.size(), b.state.size());
+  for (const auto& [name, state] : a.state) {
+    for (const auto& [key, tensor] : state.tensors) {
+      const auto& other = b.state.at(name).tensors.at(key);
+      ASSERT_TRUE(tolerance > 0 ? at::allclose(tensor, other, tolerance, tolerance) : at::equal(tensor, other)) << name << " " << key;
+    }
+  }
+}
+
+TEST_F(FsdpState, WeightsAndOptimizerGoFromAnyWorldToAnyOther) {
+  // Without batch statistics a run does not depend on the world.
+  const auto make = [] {
+    auto net = seeded<ResNet>(3);
+    net->eval();
+    return net;
+  };
+  auto plain = make();
+  auto reference = adamw(plain->parameters());
+  train(plain, *reference, 0, 3);
+  const auto expected_state = state_dict(*reference, named_parameters(*plain));
+  for (int from = 1; from <= 4; ++from) {
+    OptimizerStateDict saved;
+    run_ranks(from, [&](ProcessGroup group, int rank) {
+      auto net = make();
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      auto optimizer = adamw(fsdp.parameters());
+      train(fsdp, *optimizer, 0, 3, rank, from);
+      fsdp.save_state_dict(path("full.safetensors"));
+      fsdp.save_sharded_state_dict(path("sharded"));
+      auto dict = fsdp.optim_state_dict(*optimizer);
+      if (rank == 0) saved = dict;
+      else EXPECT_TRUE(dict.state.empty());
+    });
+    expect_same(saved, expected_state, 1e-4);
+    SafetensorsFile file(path("full.safetensors"));
+    for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::allclose(file.load(item.key()), item.value(), 1e-4, 1e-5)) << item.key();
+    for (const int to : {1, 2, 3, 4}) {
+      for (const bool sharded : {true, false}) {
+        run_ranks(to, [&](ProcessGroup group, int rank) {
+          auto net = seeded<ResNet>(99);
+          net->eval();
+          FullyShardedDataParallel fsdp(net, group, every_leaf());
+          auto optimizer = adamw(fsdp.parameters());
+          if (sharded) fsdp.load_sharded_state_dict(path("sharded"));
+          else fsdp.load_state_dict(path("full.safetensors"));
+          fsdp.load_optim_state_dict(*optimizer, saved);
+          for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::equal(value, file.load(name))) << name << " from " << from << " to " << to;
+          expect_same(fsdp.optim_state_dict(*optimizer, -1), saved);
+          train(fsdp, *optimizer, 3, 4, rank, to);
+        });
+      }
+    }
+    fs::remove_all(path("sharded"));
+  }
+}
+
+TEST_F(FsdpState, GoesFromAndIntoZero) {
+  run_ranks(3, [&](ProcessGroup group, int rank) {
+    auto net = seeded<ResNet>(3), other = seeded<ResNet>(3);
+    net->eval();
+    other->eval();
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    auto optimizer = adamw(fsdp.parameters());
+    ZeroRedundancyOptimizer zero(*other, group, default_optimizers().factory("AdamW", {{"lr", 0.02}}));
+    train(other, zero, 0, 2, rank, 3);
+    zero.consolidate_state_dict(-1);
+    std::vector<std::pair<std::string, at::Tensor>> weights;
+    for (const auto& item : other->named_parameters()) weights.emplace_back(item.key(), item.value().detach());
+    for (const auto& item : other->named_buffers()) weights.emplace_back(item.key(), item.value());
+    fsdp.load_state_dict(weights);
+    fsdp.load_optim_state_dict(*optimizer, zero.state_dict());
+    expect_same(fsdp.optim_state_dict(*optimizer, -1), zero.state_dict());
+    train(fsdp, *optimizer, 2, 4, rank, 3);
+    train(other, zero, 2, 4, rank, 3);
+    auto state = by_name(fsdp.state_dict(-1));
+    for (const auto& item : other->named_parameters()) ASSERT_TRUE(at::allclose(state[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+    zero.load_state_dict(fsdp.optim_state_dict(*optimizer, -1));
+  });
+}
+
+TEST_F(FsdpState, ChannelsLastKeepsItsMemoryOrder) {
+  for (int world = 1; world <= 3; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Mixed>(3), plain = seeded<Mixed>(3);
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      EXPECT_EQ(net->conv->weight.strides(), plain->conv->weight.strides());
+      auto state = by_name(fsdp.state_dict(-1));
+      for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::equal(state[item.key()], item.value())) << item.key();
+      const auto x = at::randn({2, 2, 4, 4}, at::make_generator<at::CPUGeneratorImpl>(1));
+      EXPECT_TRUE(at::equal(fsdp(x), plain(x)));
+      fsdp.save_sharded_state_dict(path("mixed"));
+      auto elsewhere = seeded<Mixed>(4);
+      elsewhere->conv->weight.set_data(elsewhere->conv->weight.detach().contiguous());
+      FullyShardedDataParallel loaded(elsewhere, group, every_leaf());
+      loaded.load_sharded_state_dict(path("mixed"));
+      auto there = by_name(loaded.state_dict(-1));
+      for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::equal(there[item.key()], item.value())) << item.key();
+    });
+    fs::remove_all(path("mixed"));
+  }
+}
+
+TEST_F(FsdpState, WhatDoesNotFitIsNamedOnAllRanks) {
+  const auto error_of = [](const std::function<void()>& call) -> std::string {
+    try {
+      call();
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    const auto good = fsdp.state_dict(-1);
+    auto missing = good, more = good, shaped = good;
+    missing.pop_back();
+    more.emplace_back("last.weigt", at::zeros({1}));
+    shaped[1].second = at::zeros({2, 2});
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(missing); }), HasSubstr("last.bias is missing"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(more); }), HasSubstr("did you mean \"last.weight\""));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(shaped); }), HasSubstr(good[1].first + " has shape [2, 2]"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(path("nothing.safetensors")); }), HasSubstr("nothing.safetensors"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(rank == 1 ? missing : good); }), HasSubstr("rank 1"));  // one rank's mistake is everyone's error
+    fsdp.save_sharded_state_dict(path("s"));
+    if (rank == 0) fs::remove(path("s/rank-00001-of-00002.safetensors"));
+    group.barrier();
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }), HasSubstr("rank-00001-of-00002"));
+    if (rank == 0) std::ofstream(path("s/index.json")) << "{";
+    group.barrier();
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }), HasSubstr("load_sharded_state_dict"));
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("nowhere")); }), HasSubstr("nowhere"));
+    EXPECT_THAT(error_of([&] { fsdp.save_state_dict("/proc/nowhere/file"); }), HasSubstr("/proc/nowhere"));
+    auto after = by_name(fsdp.state_dict(-1));
+    for (const auto& [name, value] : good) ASSERT_TRUE(at::equal(after[name], value)) << name;
+  });
+}
+
+}  // namespace
