@@ -1,6 +1,7 @@
 #pragma once
 
 #include "tessera/comm_hook.h"
+#include "tessera/join.h"
 #include "tessera/process_group.h"
 
 #include <torch/torch.h>
@@ -39,6 +40,10 @@ class DataParallel {
   bool sync() const;
   int64_t gradient_bytes() const;
   size_t buckets() const;
+  ProcessGroup group() const;
+  void on_join_iteration(const JoinIteration& iteration);
+  void shadow_backward();
+  void finish_join(int last_active_rank);
 
  private:
   class Impl;
@@ -56,9 +61,9 @@ class DataParallel {
 /// `Module`: a torch::nn::ModuleHolder, a shared_ptr to a module, or a pointer to one; it stays usable by itself. Construction is
 /// collective: rank 0's parameters and buffers go to all; UsageError on every rank, naming the first difference, when models differ.
 /// Every backward under sync is collective. A gradient that is missing (without find_unused_parameters) or arrives twice is a
-/// UsageError naming the parameter and the rank; never a hang.
+/// UsageError naming the parameters and the rank; never a hang. Unequal amounts of data: join().
 template <class Module>
-class DistributedDataParallel {
+class DistributedDataParallel : public Joinable {
  public:
   using Options = DistributedDataParallelOptions;
 
@@ -90,6 +95,14 @@ class DistributedDataParallel {
 
   int64_t gradient_bytes() const { return core_->gradient_bytes(); }  ///< On this rank. Local.
   size_t buckets() const { return core_->buckets(); }                 ///< How many. Local.
+
+  /// The collectives of one forward and backward of the other ranks, for a rank without data: its gradients count as zero, and it
+  /// gets the mean. Collective. Joinable's: the same.
+  void shadow_backward() { core_->shadow_backward(); }
+  ProcessGroup join_group() const override { return core_->group(); }
+  void on_join_iteration(const JoinIteration& iteration) override { core_->on_join_iteration(iteration); }
+  void shadow_step() override { core_->shadow_backward(); }
+  void finish_join(int last_active_rank) override { core_->finish_join(last_active_rank); }
 
  private:
   Module module_;

@@ -142,6 +142,8 @@ class ProcessGroup {
   /// Ends the group because of this rank's mistake: throws UsageError(message) here, and on every other rank in the
   /// collective where it waits or that it calls next. Not a collective. The group cannot be used afterwards.
   [[noreturn]] void fail(const std::string& message);
+  /// A rank called fail(), and this one knows. Local.
+  bool ended() const;
 
   /// A 1-D zero-filled tensor whose memory peers can read in place when the group is on one host ("shm"), else an ordinary
   /// one. Collectives on (parts of) such tensors avoid a copy. Collective; same numel and dtype on every rank.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "tessera/join.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/partition.h"
@@ -48,7 +49,7 @@ struct ZeroRedundancyOptimizerOptions {
 /// Construction, step, add_param_group, clip_grad_norm_, consolidate_state_dict and load_state_dict are collective: all ranks
 /// call them, in the same order. They block.
 /// Memory per rank, P parameter bytes, W ranks: P parameters, P gradients, optimizer state / W.
-class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
+class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
 
@@ -106,6 +107,14 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
     bool before_;
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  /// What one backward of the other ranks asks of a rank without data; then it calls step() as they do, which updates its own part.
+  /// Collective with overlap_with_backward, else local.
+  void shadow_backward();
+  ProcessGroup join_group() const override;
+  void on_join_iteration(const JoinIteration& iteration) override;
+  void shadow_step() override;
+  void finish_join(int last_active_rank) override;
 
   /// Bytes on this rank: parameters, gradients, optimizer state. Local.
   struct Memory {

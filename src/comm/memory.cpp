@@ -3,6 +3,7 @@
 #include <malloc.h>
 
 #include <limits>
+#include <mutex>
 
 namespace tessera::comm {
 
@@ -13,7 +14,13 @@ void retain_freed_memory() {
   ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
 }
 
-void return_freed_memory() { ::malloc_trim(0); }
+void return_freed_memory() {
+  // Where another allocator serves the process (preloaded, or a sanitizer's), this call is what first starts glibc's, which two
+  // threads must not do at once.
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  ::malloc_trim(0);
+}
 
 #else
 

@@ -463,6 +463,7 @@ void ProcessGroup::check_contract(const std::string& component, const std::vecto
 }
 
 void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
+bool ProcessGroup::ended() const { return impl_->ended; }
 
 at::Device ProcessGroup::control_device() const {
   return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA) : at::Device(at::kCPU);

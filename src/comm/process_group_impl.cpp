@@ -45,11 +45,17 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeade
   auto* data = static_cast<char*>(text.data_ptr());
   if (mine.op == Op::fail) std::memcpy(data + before, failure_.data(), failure_.size());
   transport->all_gather(text, counts);
-  return {data, static_cast<size_t>(total)};
+  std::string lines;
+  for (const auto count : counts) {
+    if (count > 0) lines += (lines.empty() ? "" : "\n") + std::string(data, count);
+    data += count;
+  }
+  return lines;
 }
 
 void ProcessGroup::Impl::fail(const std::string& message) {
   failure_ = message.empty() ? "failed" : message;
+  ended = true;
   if (!alone()) {
     OpHeader header;
     header.op = Op::fail;
@@ -80,6 +86,7 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& w
   auto headers = transport->exchange(header);
   if (auto failure = failure_of(headers, header); !failure.empty()) {
     failure_ = failure;
+    ended = true;
     throw UsageError(failure_);
   }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {

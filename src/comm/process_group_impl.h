@@ -4,6 +4,7 @@
 #include "comm/transport.h"
 #include "comm/world.h"
 
+#include <atomic>
 #include <mutex>
 
 namespace tessera {
@@ -28,6 +29,7 @@ class ProcessGroup::Impl {
   std::unique_ptr<comm::Transport> transport;  // null in a world of one
   CommStats stats;
   uint64_t splits = 0;
+  std::atomic<bool> ended = false;  // failure_ is set
 
  private:
   void execute(comm::OpHeader header, const Body& body, const std::string& what);

@@ -4,7 +4,8 @@ namespace tessera {
 namespace {
 
 CommHook compress_to(at::ScalarType dtype) {
-  return [dtype](ProcessGroup& group, at::Tensor gradients) -> std::function<void()> {
+  return [dtype](ProcessGroup& group, const GradientBucket& bucket) -> std::function<void()> {
+    auto gradients = bucket.flat;
     auto small = gradients.to(dtype);
     auto work = group.all_reduce_async(small, 1.0 / group.size());
     return [work, small, gradients]() mutable {

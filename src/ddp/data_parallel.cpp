@@ -32,7 +32,7 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
 class DataParallel::Impl {
  public:
   Impl(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
-      : module_(module), group_(std::move(group)), options_(std::move(options)) {
+      : module_(module), group_(std::move(group)), options_(std::move(options)), divisor_(group_.size()) {
     check_options(options_, group_.rank());
     collect();
     auto contract = sharding::signatures(all_);
@@ -40,7 +40,7 @@ class DataParallel::Impl {
     contract.push_back(fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}", options_.first_bucket_mb,
                                    options_.bucket_cap_mb, options_.find_unused_parameters, options_.static_graph));
     group_.check_contract(kName, contract);
-    broadcast_everything();
+    broadcast_everything(0);
     std::vector<size_t> backwards(trainable_.size());
     for (size_t i = 0; i < backwards.size(); ++i) backwards[i] = backwards.size() - 1 - i;
     sharding::ReducerOptions reducing;
@@ -55,8 +55,23 @@ class DataParallel::Impl {
 
   void before_forward() {
     if (rebuild_due_) rebuild();
-    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() && at::GradMode::is_enabled()) broadcast_buffers();
+    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() && at::GradMode::is_enabled()) broadcast_buffers(authority_);
   }
+
+  void on_join_iteration(const JoinIteration& iteration) {
+    divisor_ = iteration.divisor;
+    authority_ = iteration.first_active;
+  }
+
+  void shadow_backward() {
+    at::AutoGradMode as_the_others(true);
+    before_forward();
+    reducer_->shadow();
+  }
+
+  void finish_join(int last_active_rank) { broadcast_everything(last_active_rank); }
+
+  const ProcessGroup& group() const { return group_; }
 
   sharding::Reducer& reducer() { return *reducer_; }
 
@@ -71,16 +86,16 @@ class DataParallel::Impl {
     if (trainable_.empty()) throw UsageError(fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName, group_.rank()));
   }
 
-  void broadcast_everything() {
+  void broadcast_everything(int root) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
-    group_.broadcast(tensors, 0);
-    broadcast_buffers();
+    group_.broadcast(tensors, root);
+    broadcast_buffers(root);
   }
 
-  void broadcast_buffers() {
+  void broadcast_buffers(int root) {
     const auto buffers = module_.buffers();
-    if (!buffers.empty()) group_.broadcast(buffers, 0);
+    if (!buffers.empty()) group_.broadcast(buffers, root);
   }
 
   /// Buckets in the order of `order`, which is about that of the gradients' arrival.
@@ -100,12 +115,16 @@ class DataParallel::Impl {
   }
 
   void send(size_t index) {
-    auto flat = reducer_->buckets()[index].flat;
-    if (options_.comm_hook) {
-      waiting_.push_back(options_.comm_hook(group_, flat));
-    } else {
-      waiting_.push_back([work = group_.all_reduce_async(flat, 1.0 / group_.size())]() mutable { work.wait(); });
+    const auto& bucket = reducer_->buckets()[index];
+    if (!options_.comm_hook) {
+      waiting_.push_back([work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_)]() mutable { work.wait(); });
+      return;
     }
+    GradientBucket gradients{index, bucket.flat, {}, bucket.views};
+    for (const auto i : bucket.members) gradients.names.push_back(trainable_[i].name);
+    waiting_.push_back(options_.comm_hook(group_, gradients));
+    if (divisor_ == group_.size()) return;
+    waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] { flat.mul_(scale); });
   }
 
   void receive() {
@@ -114,13 +133,13 @@ class DataParallel::Impl {
     if (!rebuilt_) rebuild_due_ = true;
   }
 
-  /// Once, after the first backward: buckets in the order in which rank 0's gradients really arrived.
+  /// Once, after the first backward: buckets in the order in which rank 0's gradients (in a join, an active rank's) really arrived.
   void rebuild() {
     rebuild_due_ = false;
     rebuilt_ = true;
     std::string mine;
     for (const auto i : reducer_->arrival_order()) mine += std::to_string(i) + " ";
-    const auto theirs = group_.broadcast_bytes(mine, 0);
+    const auto theirs = group_.broadcast_bytes(mine, authority_);
     std::vector<size_t> order;
     for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1) order.push_back(std::stoul(theirs.substr(at)));
     reducer_->replace_buckets(make_buckets(order));
@@ -132,6 +151,8 @@ class DataParallel::Impl {
   std::vector<NamedTensor> all_, trainable_;
   std::vector<std::function<void()>> waiting_;
   bool rebuild_due_ = false, rebuilt_ = false;
+  int divisor_ = 1;
+  int authority_ = 0;  // whose buffers count
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 
@@ -141,6 +162,10 @@ DataParallel::~DataParallel() = default;
 
 void DataParallel::before_forward() { impl_->before_forward(); }
 void DataParallel::set_sync(bool sync) { impl_->reducer().set_sync(sync); }
+ProcessGroup DataParallel::group() const { return impl_->group(); }
+void DataParallel::on_join_iteration(const JoinIteration& iteration) { impl_->on_join_iteration(iteration); }
+void DataParallel::shadow_backward() { impl_->shadow_backward(); }
+void DataParallel::finish_join(int last_active_rank) { impl_->finish_join(last_active_rank); }
 bool DataParallel::sync() const { return impl_->reducer().sync(); }
 size_t DataParallel::buckets() const { return impl_->reducer().buckets().size(); }
 

@@ -8,7 +8,7 @@
 namespace tessera {
 
 ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup group, OptimizerFactory factory, Options options)
-    : outer_(outer), group_(std::move(group)), factory_(std::move(factory)), options_(options), load_(group_.size(), 0) {
+    : outer_(outer), group_(std::move(group)), factory_(std::move(factory)), options_(options), load_(group_.size(), 0), divisor_(group_.size()) {
   if (!(options_.bucket_cap_mb > 0)) {
     throw UsageError(fmt::format("{}: option bucket_cap_mb is {}; expected a positive number of MiB", prefix(), options_.bucket_cap_mb));
   }

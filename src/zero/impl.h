@@ -33,6 +33,7 @@ class ZeroRedundancyOptimizer::Impl {
   // update.cpp
   at::Tensor step(const LossClosure& closure);
   void zero_grad(bool set_to_none);
+  void shadow_backward();
   double grad_norm(double norm_type);
   double clip(double max_norm, double norm_type);
 
@@ -87,6 +88,7 @@ class ZeroRedundancyOptimizer::Impl {
 
   bool reduced_ = false;        ///< `reduced` of every bucket holds this step's average.
   uint64_t reduced_generation_ = 0;
+  int divisor_;                 ///< Of the mean: the world size, or what a join says.
   bool want_shards_ = false;    ///< The reduction under way is to fill `reduced`, not to update.
   bool track_norm_ = false;
   double norm_squares_ = 0, last_norm_ = 0;

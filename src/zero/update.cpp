@@ -42,7 +42,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::shard_buffer(ShardBucket& bucket) {
 /// A run of own segment's sum has arrived: update with it, or keep it.
 void ZeroRedundancyOptimizer::Impl::consume(PendingUpdate& update, int64_t offset, const at::Tensor& run) {
   auto& bucket = *update.bucket;
-  const double scale = 1.0 / group_.size();
+  const double scale = 1.0 / divisor_;
   if (!update.direct) {
     auto kept = shard_buffer(bucket).narrow(0, offset, run.numel());
     kept.copy_(run);
@@ -310,6 +310,13 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
     if (set_to_none) grad = at::Tensor();
     else grad.zero_();
   }
+}
+
+/// A rank without data, while the others are in a backward. Gradients that somebody else averages are left as they are.
+void ZeroRedundancyOptimizer::Impl::shadow_backward() {
+  if (!reducer_) return;
+  if (options_.overlap_with_backward) reducer_->shadow();
+  else zero_grad(true);
 }
 
 double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {

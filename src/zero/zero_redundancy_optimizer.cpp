@@ -61,6 +61,21 @@ std::vector<std::pair<std::string, int64_t>> ZeroRedundancyOptimizer::owned() co
   return result;
 }
 
+void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
+ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group_; }
+void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) { impl_->divisor_ = iteration.divisor; }
+
+void ZeroRedundancyOptimizer::shadow_step() {
+  shadow_backward();
+  step();
+}
+
+void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : impl_->parameters_) tensors.push_back(parameter.tensor);
+  impl_->group_.broadcast(tensors, last_active_rank);
+}
+
 ZeroRedundancyOptimizer::NoSync::NoSync(ZeroRedundancyOptimizer& optimizer)
     : optimizer_(optimizer), before_(optimizer.impl_->reducer_ && optimizer.impl_->reducer_->sync()) {
   if (before_) optimizer_.impl_->reducer_->set_sync(false);

@@ -226,7 +226,7 @@ TEST_P(ShmCollectives, ExchangeAndPeerViews) {
 
 TEST_P(ShmCollectives, ATensorIsItsOwnersAgainOnReturn) {
   // One rank has nothing to do but to be read, returns first, and scribbles over what the others may still be reading.
-  constexpr int64_t n = 1 << 20;
+  constexpr int64_t n = 1 << 18;
   each_memory([](const Maker& make, int rank, int size) {
     for (int first = 0; first < size; ++first) {
       std::vector<int64_t> counts(size, 0), all_but(size, n / size);

@@ -1,0 +1,168 @@
+#include "tessera/distributed_optimizer.h"
+
+#include "distributed_optimizer/impl.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+namespace tessera {
+namespace {
+
+std::shared_ptr<torch::optim::Optimizer> build(const std::vector<DistributedOptimizer::Group>& groups,
+                                               const OptimizerFactory& factory) {
+  if (!factory) {
+    throw UsageError(
+        "DistributedOptimizer: the optimizer factory is empty; expected one, as from default_optimizers().factory(…)");
+  }
+  if (groups.empty()) throw UsageError("DistributedOptimizer: there are no parameter groups; expected at least one");
+  const auto defaults =
+      factory({torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{at::zeros({1})})})->defaults().clone();
+  std::vector<torch::optim::OptimizerParamGroup> param_groups;
+  std::vector<sharding::NamedTensor> all;
+  for (const auto& group : groups) {
+    std::vector<at::Tensor> tensors;
+    std::vector<sharding::NamedTensor> named;
+    for (const auto& [name, tensor] : group.parameters) {
+      tensors.push_back(tensor);
+      named.push_back({name, tensor});
+    }
+    sharding::check_parameters("DistributedOptimizer", named, param_groups.size(),
+                               group.dist_group ? group.dist_group->rank() : 0);
+    for (const auto& parameter : named) {
+      for (const auto& known : all) {
+        if (!known.tensor.is_same(parameter.tensor) && known.name != parameter.name) continue;
+        throw UsageError(fmt::format("DistributedOptimizer: group {}, parameter {}: already in an earlier group as {}",
+                                     param_groups.size(), parameter.name, known.name));
+      }
+    }
+    all.insert(all.end(), named.begin(), named.end());
+    param_groups.emplace_back(tensors, defaults->clone());
+    set_options(param_groups.back().options(), group.options);
+  }
+  return factory(std::move(param_groups));
+}
+
+NamedParameters names_of(const std::vector<DistributedOptimizer::Group>& groups) {
+  NamedParameters names;
+  for (const auto& group : groups) names.insert(names.end(), group.parameters.begin(), group.parameters.end());
+  return names;
+}
+
+std::vector<std::optional<ProcessGroup>> dist_groups_of(const std::vector<DistributedOptimizer::Group>& groups) {
+  std::vector<std::optional<ProcessGroup>> result;
+  for (const auto& group : groups) result.push_back(group.dist_group);
+  return result;
+}
+
+}  // namespace
+
+DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
+                                           const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
+                           std::move(options)) {}
+
+DistributedOptimizer::DistributedOptimizer(std::vector<Group> groups, const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(build(groups, factory), names_of(groups), dist_groups_of(groups), std::move(options)) {}
+
+DistributedOptimizer::DistributedOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                           const NamedParameters& names,
+                                           std::vector<std::optional<ProcessGroup>> dist_groups, Options options)
+    : impl_(std::make_unique<Impl>(std::move(optimizer), names, dist_groups, std::move(options))) {}
+
+DistributedOptimizer::~DistributedOptimizer() = default;
+
+void DistributedOptimizer::backward(const at::Tensor& loss) {
+  const auto before = impl_->reductions_;
+  loss.backward();
+  auto& reducer = impl_->reducer_;
+  // A loss without any of the parameters: the other ranks still count on this one.
+  if (reducer && reducer->sync() && impl_->reductions_ == before) reducer->flush();
+}
+
+at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure& closure) {
+  impl_->check_trainability();
+  impl_->repack();
+  ++impl_->steps_;
+  const auto period = impl_->options_.bcast_period;
+  if (period > 0 && impl_->steps_ % period == 0) bcast_param();
+  return impl_->optimizer_->step(closure);
+}
+
+void DistributedOptimizer::zero_grad(bool set_to_none) {
+  for (const auto& group : impl_->optimizer_->param_groups()) {
+    for (auto parameter : group.params()) {
+      auto& grad = parameter.mutable_grad();
+      if (!grad.defined()) continue;
+      if (set_to_none) grad = at::Tensor();
+      else grad.zero_();
+    }
+  }
+}
+
+void DistributedOptimizer::bcast_param() { impl_->broadcast(0); }
+torch::optim::Optimizer& DistributedOptimizer::optimizer() { return *impl_->optimizer_; }
+
+OptimizerStateDict DistributedOptimizer::state_dict() const {
+  return tessera::state_dict(*impl_->optimizer_, impl_->names_);
+}
+
+void DistributedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
+  tessera::load_state_dict(*impl_->optimizer_, impl_->names_, dict);
+}
+
+std::vector<std::vector<std::string>> DistributedOptimizer::packs(size_t group) const {
+  std::vector<std::vector<std::string>> result;
+  for (const auto& lane : impl_->lanes_) {
+    if (lane.parameter_group != group) continue;
+    for (const auto& pack : lane.packs) {
+      auto& names = result.emplace_back();
+      for (const auto i : pack) names.push_back(impl_->trainable_[i].name);
+    }
+  }
+  return result;
+}
+
+DistributedOptimizer::NoSync::NoSync(DistributedOptimizer& optimizer)
+    : optimizer_(optimizer), before_(optimizer.impl_->reducer_ && optimizer.impl_->reducer_->sync()) {
+  if (before_) optimizer_.impl_->reducer_->set_sync(false);
+}
+
+DistributedOptimizer::NoSync::~NoSync() {
+  if (before_) optimizer_.impl_->reducer_->set_sync(true);
+}
+
+void DistributedOptimizer::shadow_backward() {
+  if (!impl_->reducer_) return;
+  struct Flag {
+    bool& flag;
+    explicit Flag(bool& f) : flag(f) { flag = true; }
+    ~Flag() { flag = false; }
+  } flag(impl_->shadowing_);
+  impl_->reducer_->shadow();
+}
+
+ProcessGroup DistributedOptimizer::join_group() const {
+  const auto& lanes = impl_->lanes_;
+  if (lanes.empty())
+    throw UsageError("DistributedOptimizer: no parameter group has a dist_group; expected one, to be joined over");
+  for (const auto& lane : lanes) {
+    if (lane.group.world_ranks() == lanes[0].group.world_ranks()) continue;
+    throw UsageError(impl_->prefix() +
+                     ": its dist_groups have different ranks; expected the same ranks in all, to be joined over");
+  }
+  return lanes[0].group;
+}
+
+void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
+  impl_->divisor_ = iteration.divisor;
+  impl_->authority_ = iteration.first_active;
+}
+
+void DistributedOptimizer::shadow_step() {
+  shadow_backward();
+  step();
+}
+
+void DistributedOptimizer::finish_join(int last_active_rank) { impl_->broadcast(last_active_rank); }
+
+}  // namespace tessera

@@ -1,0 +1,401 @@
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/error.h"
+#include "tessera/join.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 0.02}}); }
+
+/// A batch of its own for each rank and step.
+at::Tensor rows(int step, int rank) {
+  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + 10 * step + rank));
+}
+at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
+
+/// How many batches each rank has.
+using Batches = std::vector<int>;
+
+int longest(const Batches& batches) { return *std::max_element(batches.begin(), batches.end()); }
+
+/// What one process computes that has all ranks' batches: the gradients of those that have one, over the divisor.
+std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_world) {
+  auto net = seeded<Uneven>(1);
+  auto optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+  for (int step = 0; step < longest(batches); ++step) {
+    std::vector<at::Tensor> losses;
+    for (size_t rank = 0; rank < batches.size(); ++rank) {
+      if (step < batches[rank]) losses.push_back(loss_of(net(rows(step, static_cast<int>(rank)))));
+    }
+    const auto divisor = static_cast<double>(divide_by_world ? batches.size() : losses.size());
+    optimizer->zero_grad();
+    (at::stack(losses).sum() / divisor).backward();
+    optimizer->step();
+  }
+  return copies(net->parameters());
+}
+
+void expect_equal(const std::vector<at::Tensor>& mine, const std::vector<at::Tensor>& expected,
+                  const std::string& where) {
+  ASSERT_EQ(mine.size(), expected.size());
+  for (size_t i = 0; i < mine.size(); ++i)
+    EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << where << ", parameter " << i;
+}
+
+/// The same loop, over whichever wrappers.
+struct Setup {
+  virtual ~Setup() = default;
+  virtual std::vector<std::reference_wrapper<Joinable>> joinables() = 0;
+  virtual void iteration(const at::Tensor& x) = 0;
+  Uneven net{nullptr};
+};
+
+struct DdpAlone : Setup {
+  DdpAlone(ProcessGroup group, DistributedDataParallelOptions options) {
+    net = seeded<Uneven>(1);
+    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
+    optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp}; }
+  void iteration(const at::Tensor& x) override {
+    optimizer->zero_grad();
+    loss_of((*ddp)(x)).backward();
+    optimizer->step();
+  }
+  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+};
+
+struct ZeroAlone : Setup {
+  ZeroAlone(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*zero}; }
+  void iteration(const at::Tensor& x) override {
+    zero->zero_grad();
+    loss_of(net(x)).backward();
+    zero->step();
+  }
+  std::unique_ptr<ZeroRedundancyOptimizer> zero;
+};
+
+struct DdpWithZero : Setup {
+  DdpWithZero(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    options.reduce_gradients = false;
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp, *zero}; }
+  void iteration(const at::Tensor& x) override {
+    zero->zero_grad();
+    loss_of((*ddp)(x)).backward();
+    zero->step();
+  }
+  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
+  std::unique_ptr<ZeroRedundancyOptimizer> zero;
+};
+
+struct DistributedAlone : Setup {
+  DistributedAlone(ProcessGroup group, DistributedOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    optimizer = std::make_unique<DistributedOptimizer>(*net, group, adamw(), options);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*optimizer}; }
+  void iteration(const at::Tensor& x) override {
+    optimizer->zero_grad();
+    optimizer->backward(loss_of(net(x)));
+    optimizer->step();
+  }
+  std::unique_ptr<DistributedOptimizer> optimizer;
+};
+
+struct Case {
+  std::string name;
+  std::function<std::unique_ptr<Setup>(ProcessGroup)> make;
+};
+
+constexpr double kTiny = 60.0 / (1 << 20);
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const auto ddp = [&](const std::string& name, DistributedDataParallelOptions options) {
+    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<DdpAlone>(group, options); }});
+  };
+  ddp("ddp", {});
+  ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
+  ddp("ddp_copied_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
+  ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
+  for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
+    const std::string name = partition_name(partition);
+    ZeroRedundancyOptimizerOptions options{.partition = partition},
+        overlap{.partition = partition, .overlap_with_backward = true, .bucket_cap_mb = kTiny};
+    auto strict = overlap;
+    strict.find_unused_parameters = false;
+    all.push_back(
+        {"zero_" + name, [options](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, options); }});
+    all.push_back({"zero_overlap_" + name,
+                   [overlap](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, overlap); }});
+    all.push_back({"zero_overlap_strict_" + name,
+                   [strict](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, strict); }});
+    all.push_back(
+        {"ddp_zero_" + name, [options](ProcessGroup group) { return std::make_unique<DdpWithZero>(group, options); }});
+  }
+  for (const bool pack : {false, true}) {
+    DistributedOptimizerOptions options{.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
+    all.push_back({pack ? "distributed_packed" : "distributed",
+                   [options](ProcessGroup group) { return std::make_unique<DistributedAlone>(group, options); }});
+  }
+  return all;
+}
+
+class JoinOver : public ::testing::TestWithParam<Case> {};
+
+TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
+  const std::vector<Batches> worlds{{3}, {4, 2}, {5, 3, 0}, {0, 3, 5}, {1, 4, 4, 2}, {3, 3}};
+  for (const auto& batches : worlds) {
+    for (const bool divide_by_world : {true, false}) {
+      const auto expected = reference(batches, divide_by_world);
+      run_ranks(static_cast<int>(batches.size()), [&](ProcessGroup group, int rank) {
+        auto setup = GetParam().make(group);
+        join(setup->joinables(), {.divide_by_initial_world_size = divide_by_world}, [&](JoinLoop& loop) {
+          for (int step = 0; step < batches[rank]; ++step) {
+            loop.next();
+            setup->iteration(rows(step, rank));
+          }
+        });
+        expect_equal(setup->net->parameters(), expected,
+                     "rank " + std::to_string(rank) + " of " + std::to_string(batches.size()));
+        // Afterwards everything divides by the world again. What ranks keep apart (a plain optimizer's state) does not
+        // count here.
+        EXPECT_NO_THROW(setup->iteration(rows(9, rank)));
+      });
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, JoinOver, ::testing::ValuesIn(cases()),
+                         [](const auto& tested) { return tested.param.name; });
+
+TEST(Join, EqualCountsCostOneNumberAnIteration) {
+  run_ranks(3, [](ProcessGroup group, int rank) {
+    DdpAlone setup(group, {});
+    const auto traffic = [&](bool joined) {
+      group.reset_stats();
+      join(setup.joinables(), {.enable = joined}, [&](JoinLoop& loop) {
+        for (int step = 0; step < 4; ++step) {
+          loop.next();
+          setup.iteration(rows(step, rank));
+        }
+      });
+      return group.stats();
+    };
+    traffic(false);  // buckets are rebuilt
+    const auto plain = traffic(false), joined = traffic(true);
+    EXPECT_EQ(joined.all_reduce.calls, plain.all_reduce.calls + 4 + 1);
+    EXPECT_EQ(joined.calls(), plain.calls() + 4 + 1);
+    EXPECT_LE(joined.all_reduce.bytes_sent, plain.all_reduce.bytes_sent + 5 * 8);
+  });
+}
+
+TEST(Join, SwitchedOffItIsThePlainLoop) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    DdpAlone a(group, {}), b(group, {});
+    join(a.joinables(), {.enable = false}, [&](JoinLoop& loop) {
+      for (int step = 0; step < 3; ++step) {
+        loop.next();
+        a.iteration(rows(step, rank));
+      }
+    });
+    for (int step = 0; step < 3; ++step) b.iteration(rows(step, rank));
+    for (size_t i = 0; i < a.net->parameters().size(); ++i)
+      EXPECT_TRUE(at::equal(a.net->parameters()[i], b.net->parameters()[i]));
+  });
+}
+
+TEST(Join, EarlyTerminationCanBeAnErrorOnAllRanksThatNamesTheFirst) {
+  const Batches batches{4, 2, 4};
+  std::vector<int> done(3);
+  const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+    DdpAlone setup(group, {});
+    join(setup.joinables(), {.throw_on_early_termination = true}, [&](JoinLoop& loop) {
+      for (int step = 0; step < batches[rank]; ++step) {
+        loop.next();
+        setup.iteration(rows(step, rank));
+        ++done[rank];
+      }
+    });
+  });
+  EXPECT_EQ(done, (std::vector<int>{2, 2, 2}));
+  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("join: rank 1 ran out of data"));
+  run_ranks(2, [](ProcessGroup group, int rank) {  // equal counts
+    DdpAlone setup(group, {});
+    join(setup.joinables(), {.throw_on_early_termination = true}, [&](JoinLoop& loop) {
+      loop.next();
+      setup.iteration(rows(0, rank));
+    });
+  });
+}
+
+TEST(Join, TheLastActiveRanksBuffersAndParametersAreEveryones) {
+  struct WithBuffer : torch::nn::Module {
+    WithBuffer() {
+      weight = register_parameter("weight", torch::ones({2}));
+      mean = register_buffer("mean", torch::zeros({2}));
+    }
+    torch::Tensor forward(torch::Tensor x) { return weight * x + mean; }
+    torch::Tensor weight, mean;
+  };
+  run_ranks(3, [](ProcessGroup group, int rank) {
+    auto net = std::make_shared<WithBuffer>();
+    DistributedDataParallel ddp(net, group);
+    join({ddp}, {}, [&](JoinLoop& loop) {
+      for (int step = 0; step < rank + 1; ++step) {
+        loop.next();
+        net->weight.mutable_grad() = at::Tensor();
+        net->mean.fill_(10 * rank + step);
+        auto y = ddp(torch::ones({2}));
+        // Rank 0 leads while it has data, then rank 1, then rank 2.
+        EXPECT_EQ(net->mean[0].item<float>(), 10 * step + step) << "rank " << rank;
+        y.sum().backward();
+        torch::NoGradGuard no_grad;
+        net->weight.sub_(net->weight.grad());
+      }
+    });
+    EXPECT_EQ(net->mean[0].item<float>(), 22);
+    // 3, then 2, then 1 of 3 ranks with a gradient of one.
+    EXPECT_NEAR(net->weight[0].item<float>(), 1 - 1 - 2.0 / 3 - 1.0 / 3, 1e-6);
+  });
+}
+
+TEST(Join, UserDefinedJoinablesAreShadowedInTheirOrder) {
+  struct Sum : Joinable {
+    explicit Sum(ProcessGroup g) : group(std::move(g)) {}
+    ProcessGroup join_group() const override { return group; }
+    void on_join_iteration(const JoinIteration& iteration) override { active.push_back(iteration.active_ranks); }
+    void shadow_step() override { add(0); }
+    void finish_join(int last_active_rank) override { last = last_active_rank; }
+    void add(double value) {
+      auto sum = at::full({1}, value, at::kDouble);
+      group.all_reduce(sum);
+      total += sum.item<double>();
+    }
+    ProcessGroup group;
+    std::vector<int> active;
+    double total = 0;
+    int last = -1;
+  };
+  run_ranks(3, [](ProcessGroup group, int rank) {
+    Sum ones(group), tens(group);
+    join({ones, tens}, {}, [&](JoinLoop& loop) {
+      for (int step = 0; step < 2 * rank; ++step) {
+        loop.next();
+        ones.add(1);
+        tens.add(10);
+      }
+    });
+    EXPECT_EQ(ones.total, 6);
+    EXPECT_EQ(tens.total, 60);
+    EXPECT_EQ(ones.last, 2);
+    EXPECT_EQ(ones.active, (std::vector<int>{2, 2, 1, 1, 3}));
+  });
+}
+
+TEST(Join, ClippingIsShadowedByAJoinableOfTheProgram) {
+  struct Clip : Joinable {
+    explicit Clip(ZeroRedundancyOptimizer& z) : zero(z) {}
+    ProcessGroup join_group() const override { return zero.join_group(); }
+    void shadow_step() override {
+      zero.shadow_backward();
+      zero.clip_grad_norm_(0.1);
+      zero.step();
+    }
+    void on_join_iteration(const JoinIteration& iteration) override { zero.on_join_iteration(iteration); }
+    ZeroRedundancyOptimizer& zero;
+  };
+  std::vector<std::vector<at::Tensor>> results(2);
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    ZeroRedundancyOptimizer zero(*net, group, adamw());
+    Clip clipped(zero);
+    join({clipped}, {}, [&](JoinLoop& loop) {
+      for (int step = 0; step < 4 - 3 * rank; ++step) {
+        loop.next();
+        zero.zero_grad();
+        loss_of(net(rows(step, rank))).backward();
+        zero.clip_grad_norm_(0.1);
+        zero.step();
+      }
+    });
+    results[rank] = copies(net->parameters());
+  });
+  expect_equal(results[0], results[1], "clipped");
+}
+
+TEST(Join, ARankThatThrowsEndsTheOthersWithItsRankAndMessage) {
+  for (const auto& tested : cases()) {
+    for (const int failing : {0, 2}) {
+      const auto start = std::chrono::steady_clock::now();
+      const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+        auto setup = tested.make(group);
+        join(setup->joinables(), {}, [&](JoinLoop& loop) {
+          for (int step = 0; step < (rank == 1 ? 1 : 5); ++step) {  // rank 1 is a shadow by then
+            loop.next();
+            if (rank == failing && step == 3) throw std::runtime_error("a bad record in shard 7");
+            setup->iteration(rows(step, rank));
+          }
+        });
+      });
+      const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      EXPECT_LT(seconds, 5) << tested.name;
+      for (int rank = 0; rank < 3; ++rank) {
+        EXPECT_THAT(message_of(errors[rank]), HasSubstr("a bad record in shard 7")) << tested.name << " rank " << rank;
+        if (rank != failing)
+          EXPECT_THAT(message_of(errors[rank]), HasSubstr("join: rank " + std::to_string(failing) + ":"))
+              << tested.name;
+      }
+    }
+  }
+}
+
+TEST(Join, AMistakeThatAllRanksSeeIsToldOnce) {
+  const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+    DdpAlone setup(group, {.bucket_cap_mb = kTiny});
+    join(setup.joinables(), {}, [&](JoinLoop& loop) {
+      loop.next();
+      auto x = torch::tanh(setup.net->second(rows(0, rank)));
+      if (rank == 1) loss_of(x).backward();  // without last.*
+      else setup.iteration(rows(0, rank));
+    });
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(message_of(error), AllOf(HasSubstr("DistributedDataParallel: rank 1"), HasSubstr("last.weight")));
+    EXPECT_THAT(message_of(error), ::testing::Not(HasSubstr("join:")));
+  }
+}
+
+TEST(Join, WrongUseIsToldAtOnce) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    EXPECT_THROW(join({}, {}, [](JoinLoop&) {}), UsageError);
+    DdpAlone all(group, {});
+    auto alone = *group.split(rank);
+    DdpAlone one(alone, {});
+    EXPECT_THROW(join({*all.ddp, *one.ddp}, {}, [](JoinLoop&) {}), UsageError);
+  });
+}
+
+}  // namespace
