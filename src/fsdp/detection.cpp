@@ -84,12 +84,8 @@ bool take_key() {
 }
 
 std::unique_ptr<at::ObserverContext> on_function(const at::RecordFunction& function) {
-  thread_local bool inside = false;
-  if (inside) return nullptr;
-  struct Inside {
-    Inside() { inside = true; }
-    ~Inside() { inside = false; }
-  } guard;
+  if (NoDetection::here()) return nullptr;
+  const NoDetection from_here_on;
   std::vector<PageUse> uses;
   for (const auto& value : function.inputs()) find(value, false, uses);
   if (uses.empty()) return nullptr;

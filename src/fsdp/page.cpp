@@ -4,7 +4,7 @@
 
 namespace tessera::fsdp {
 
-NoDetection::NoDetection() : guard_(kDetectionKey) {}
+thread_local int NoDetection::depth_ = 0;
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection)
     : link_(std::make_shared<Link>(Link{owner, this})), index_(index) {

@@ -67,13 +67,18 @@ class Page {
   at::Tensor memory_;
 };
 
-/// While alive on this thread, operators on pages go unnoticed (by the dispatch key): for our own use of them.
+/// While alive on this thread, operators on pages go unnoticed: for our own use of them.
 class NoDetection {
  public:
-  NoDetection();
+  NoDetection() : guard_(kDetectionKey) { ++depth_; }
+  ~NoDetection() { --depth_; }
+  NoDetection(const NoDetection&) = delete;
+
+  static bool here() { return depth_ > 0; }
 
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_;
+  static thread_local int depth_;
 };
 
 /// Makes sure that operators on pages are noticed, from now on; returns the mechanism. UsageError when `wanted` is the key and it is taken.
