@@ -28,6 +28,7 @@ struct DataConfig {
   std::vector<std::string> val_paths;  ///< TokenBin: at most one. When given, all of `paths` is training data.
   double val_fraction = 0.1;           ///< ByteText without val_paths: the last part, for evaluation
   BatchOptions batches;                ///< global_batch is `train.global_batch`
+  std::string uneven = "error";        ///< "error", "drop" or "join": what a world does that does not divide global_batch
 };
 
 struct OptimizerConfig {
@@ -48,16 +49,25 @@ struct SchedulerConfig {
 };
 
 struct ParallelConfig {
-  std::string type = "none";  ///< "none", "DistributedDataParallel" or "ZeroRedundancyOptimizer"
+  /// "none", "DistributedDataParallel", "ZeroRedundancyOptimizer" or "DistributedOptimizer"
+  std::string type = "none";
   double bucket_cap_mb = 25;
   double first_bucket_mb = 1;  ///< DistributedDataParallel
   bool find_unused_parameters = false;
   bool static_graph = false;              ///< DistributedDataParallel
   bool broadcast_buffers = true;          ///< DistributedDataParallel
   bool gradient_as_bucket_view = true;    ///< DistributedDataParallel
+  std::string comm_hook = "none";         ///< DistributedDataParallel: "none", "fp16", "bf16" or "power_sgd"
+  int64_t power_sgd_rank = 1;             ///< with comm_hook power_sgd; as PowerSgdOptions
+  int64_t power_sgd_start_iteration = 1000;
+  double power_sgd_min_compression_rate = 2;
   std::string partition = "flat";         ///< ZeroRedundancyOptimizer: "flat", "whole" or "first_fit"
   bool overlap_with_backward = false;     ///< ZeroRedundancyOptimizer
   bool parameters_as_bucket_view = true;  ///< ZeroRedundancyOptimizer
+  std::string reduce_method;              ///< DistributedOptimizer: "sum" or "mean", in any case
+  int64_t bcast_period = 0;               ///< DistributedOptimizer
+  bool param_pack = false;                ///< DistributedOptimizer
+  int64_t param_pack_thd = 10 << 20;      ///< DistributedOptimizer: bytes
   ProcessGroupOptions group;              ///< backend and timeout
 };
 

@@ -178,6 +178,7 @@ class PowerSgd::Impl {
 
   void take(Matrix& matrix, const at::Tensor& q) {
     const auto mean = matrix.p.matmul(q.t());
+    const auto owed = matrix.matrix - mean;  // before the gradient changes, of which the matrix may be a view
     matrix.gradient.copy_(mean.view(matrix.gradient.sizes()));
     // A gradient that overflowed on some rank is one on all, and must not stay in the memory.
     if (!q.isfinite().all().item<bool>()) {
@@ -185,7 +186,7 @@ class PowerSgd::Impl {
       q_.erase(matrix.name);
       return;
     }
-    if (options_.error_feedback) errors_[matrix.name] = (matrix.matrix - mean).view(matrix.gradient.sizes());
+    if (options_.error_feedback) errors_[matrix.name] = owed.view(matrix.gradient.sizes());
     if (options_.warm_start) q_[matrix.name] = q.clone();
   }
 

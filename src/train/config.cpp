@@ -100,14 +100,14 @@ void check_config_files(const Config& config) {
 
 void check_config_world(const Config& config, int world_size) {
   const int64_t batch = config.train.global_batch;
-  if (batch % world_size != 0) {
+  if (batch % world_size != 0 && config.data.uneven == "error") {
     throw UsageError(config.at("train.global_batch") + std::to_string(batch) + " sequences cannot be divided by " +
                      std::to_string(world_size) + " ranks; expected a multiple of " + std::to_string(world_size));
   }
   if (config.parallel.type == "none" && world_size > 1) {
     throw UsageError(config.at("parallel.type") + "none, but the world has " + std::to_string(world_size) +
-                     " ranks, and each would train a model of its own; expected DistributedDataParallel or "
-                     "ZeroRedundancyOptimizer (or one rank)");
+                     " ranks, and each would train a model of its own; expected DistributedDataParallel, "
+                     "ZeroRedundancyOptimizer or DistributedOptimizer (or one rank)");
   }
 }
 

@@ -1,5 +1,7 @@
 #include "train/config_sections.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 
 #include "tessera/error.h"
@@ -10,6 +12,7 @@ namespace {
 
 constexpr const char* kDdp = "DistributedDataParallel";
 constexpr const char* kZero = "ZeroRedundancyOptimizer";
+constexpr const char* kDistributed = "DistributedOptimizer";
 
 OptionValue option_value(const ConfigNode& node, const std::string& path) {
   if (node.kind == ConfigNode::Kind::Sequence) {
@@ -50,10 +53,23 @@ void refuse_unless(MapReader& keys, const std::string& type, const std::string& 
   }
 }
 
+void read_distributed(MapReader& keys, ParallelConfig& parallel) {
+  keys.require("reduce_method", "sum or mean");
+  keys.read("reduce_method", parallel.reduce_method);
+  std::string method = parallel.reduce_method;
+  std::transform(method.begin(), method.end(), method.begin(), [](unsigned char c) { return std::tolower(c); });
+  if (keys.has("reduce_method") && method != "sum" && method != "mean") {
+    keys.fail("reduce_method", "\"" + parallel.reduce_method + "\"; expected sum or mean");
+  }
+  keys.read("bcast_period", parallel.bcast_period, Range{-1});
+  keys.read("param_pack", parallel.param_pack);
+  keys.read("param_pack_thd", parallel.param_pack_thd, Range{1});
+}
+
 }  // namespace
 
 void read_parallel(MapReader keys, ParallelConfig& parallel) {
-  keys.read_choice("type", parallel.type, {"none", kDdp, kZero});
+  keys.read_choice("type", parallel.type, {"none", kDdp, kZero, kDistributed});
   std::string backend = "auto";
   keys.read_choice("backend", backend, {"auto", "shm", "gloo", "nccl", "mpi"});
   parallel.group.backend = backend_of(backend);
@@ -67,17 +83,38 @@ void read_parallel(MapReader keys, ParallelConfig& parallel) {
     keys.read("static_graph", parallel.static_graph);
     keys.read("broadcast_buffers", parallel.broadcast_buffers);
     keys.read("gradient_as_bucket_view", parallel.gradient_as_bucket_view);
+    keys.read_choice("comm_hook", parallel.comm_hook, {"none", "fp16", "bf16", "power_sgd"});
+  }
+  if (parallel.comm_hook == "power_sgd") {
+    keys.read("power_sgd_rank", parallel.power_sgd_rank, Range{1});
+    keys.read("power_sgd_start_iteration", parallel.power_sgd_start_iteration, kNotNegative);
+    keys.read("power_sgd_min_compression_rate", parallel.power_sgd_min_compression_rate, kPositive);
+  } else if (type == kDdp) {
+    for (const char* name : {"power_sgd_rank", "power_sgd_start_iteration", "power_sgd_min_compression_rate"}) {
+      keys.refuse(name, "an option of comm_hook power_sgd, and parallel.comm_hook is " + parallel.comm_hook);
+    }
   }
   if (type == kZero) {
     keys.read_choice("partition", parallel.partition, {"flat", "whole", "first_fit"});
     keys.read("overlap_with_backward", parallel.overlap_with_backward);
     keys.read("parameters_as_bucket_view", parallel.parameters_as_bucket_view);
   }
-  if (type != "none") {
+  if (type == kDistributed) {
+    read_distributed(keys, parallel);
+  }
+  if (type == kDdp || type == kZero) {
     keys.read("bucket_cap_mb", parallel.bucket_cap_mb, kPositive);
     keys.read("find_unused_parameters", parallel.find_unused_parameters);
   }
-  refuse_unless(keys, type, kDdp, {"first_bucket_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view"});
+  if (type == kDistributed) {
+    for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
+      keys.refuse(name, std::string("no option of DistributedOptimizer, which packs by param_pack and param_pack_thd"));
+    }
+  }
+  refuse_unless(keys, type, kDdp,
+                {"first_bucket_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "comm_hook",
+                 "power_sgd_rank", "power_sgd_start_iteration", "power_sgd_min_compression_rate"});
+  refuse_unless(keys, type, kDistributed, {"reduce_method", "bcast_period", "param_pack", "param_pack_thd"});
   refuse_unless(keys, type, kZero, {"partition", "overlap_with_backward", "parameters_as_bucket_view"});
   keys.finish();
 }

@@ -109,6 +109,7 @@ void read_data(MapReader keys, const ModelConfig& model, DataConfig& data) {
   keys.read_choice("order", order, {"shuffled", "sequential"});
   data.batches.order = order == "shuffled" ? BatchOptions::Order::shuffled : BatchOptions::Order::sequential;
   keys.read("seed", data.batches.seed);
+  keys.read_choice("uneven", data.uneven, {"error", "drop", "join"});
   if (data.type == "TokenBin") {
     keys.refuse("val_fraction", "a TokenBin file is all training data; name an evaluation file with data.val_path");
   } else if (!data.val_paths.empty()) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tessera/config.h"
+#include "tessera/join.h"
 #include "tessera/process_group.h"
 
 namespace tessera::train {
@@ -51,6 +52,13 @@ class Parallel {
   /// return every rank's model has the new parameters.
   virtual StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) = 0;
 
+  /// What takes part in a join; null when this way of training cannot.
+  virtual Joinable* joinable() { return nullptr; }
+  /// In place of forward and backward, on a rank without data; then step() with an undefined loss.
+  virtual void shadow_backward() {}
+  /// How many ranks give step() a loss. Local.
+  void set_active_ranks(int ranks) { active_ranks_ = ranks; }
+
   /// The configured one, before any set_lr.
   virtual double lr() const = 0;
   virtual void set_lr(double lr) = 0;
@@ -58,14 +66,18 @@ class Parallel {
   virtual MemoryUse memory() const = 0;
   /// What a single process would hold, given what the ranks do. Local.
   virtual MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const { return ranks.front(); }
+
+ protected:
+  int active_ranks_ = 0;  // 0: all
 };
 
 std::unique_ptr<Parallel> make_unsharded(const Config& config, Trainee trainee);
 std::unique_ptr<Parallel> make_ddp(const Config& config, Trainee trainee, ProcessGroup group);
 std::unique_ptr<Parallel> make_zero(const Config& config, Trainee trainee, ProcessGroup group);
+std::unique_ptr<Parallel> make_distributed(const Config& config, Trainee trainee, ProcessGroup group);
 
-/// Of a scalar. A collective.
-double mean_over_ranks(const at::Tensor& scalar, ProcessGroup group);
+/// Of the scalars of those ranks that have one; `active`: how many do, 0 for all. A collective.
+double mean_over_ranks(const at::Tensor& scalar, ProcessGroup group, int active = 0);
 
 /// By `parallel.type`. A collective.
 std::unique_ptr<Parallel> make_parallel(const Config& config, Trainee trainee, ProcessGroup group);

@@ -1,4 +1,5 @@
 #include "tessera/distributed_data_parallel.h"
+#include "tessera/power_sgd.h"
 #include "train/parallel.h"
 #include "train/whole_model.h"
 
@@ -13,6 +14,15 @@ DistributedDataParallelOptions ddp_options(const ParallelConfig& config) {
   options.static_graph = config.static_graph;
   options.broadcast_buffers = config.broadcast_buffers;
   options.gradient_as_bucket_view = config.gradient_as_bucket_view;
+  if (config.comm_hook == "fp16") options.comm_hook = fp16_compress_hook();
+  if (config.comm_hook == "bf16") options.comm_hook = bf16_compress_hook();
+  if (config.comm_hook == "power_sgd") {
+    PowerSgdOptions power;
+    power.rank = config.power_sgd_rank;
+    power.start_iteration = config.power_sgd_start_iteration;
+    power.min_compression_rate = config.power_sgd_min_compression_rate;
+    options.comm_hook = PowerSgd(power).hook();
+  }
   return options;
 }
 
@@ -29,9 +39,11 @@ class DataParallelTraining : public Parallel {
 
   StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) override {
     const double norm = model_.step(max_norm);
-    return {mean_over_ranks(loss, group_), norm};
+    return {mean_over_ranks(loss, group_, active_ranks_), norm};
   }
 
+  Joinable* joinable() override { return &ddp_; }
+  void shadow_backward() override { ddp_.shadow_backward(); }
   double lr() const override { return model_.lr(); }
   void set_lr(double lr) override { model_.set_lr(lr); }
   MemoryUse memory() const override {

@@ -42,9 +42,11 @@ class ZeroTraining : public Parallel {
       norm = optimizer_.last_grad_norm();
     }
     optimizer_.zero_grad();
-    return {mean_over_ranks(loss, group_), norm};
+    return {mean_over_ranks(loss, group_, active_ranks_), norm};
   }
 
+  Joinable* joinable() override { return &optimizer_; }
+  void shadow_backward() override { optimizer_.shadow_backward(); }
   double lr() const override { return optimizer_.param_groups().front().options().get_lr(); }
   void set_lr(double lr) override { set_group_lr(optimizer_, lr); }
 

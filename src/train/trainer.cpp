@@ -1,10 +1,13 @@
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
 
 #include "tessera/error.h"
+#include "tessera/join.h"
 #include "tessera/train.h"
 #include "train/agreement.h"
+#include "train/dealing.h"
 #include "train/evaluation.h"
 #include "train/outputs.h"
 #include "train/parallel.h"
@@ -62,27 +65,41 @@ GPT2 make_model(const Config& config, int rank) {
   return model;
 }
 
-/// One run on one rank. Members in the order in which they come to be.
-class Run {
+/// One run on one rank. Members in the order in which they come to be. In a join it is the one joinable: a rank out of
+/// data goes through the same steps and evaluations, without a batch.
+class Run : private Joinable {
  public:
-  Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
+  Run(const Config& config, ProcessGroup group)
+      : config_(config),
+        group_(std::move(group)),
+        dealing_(config.train.steps, config.train.global_batch, group_.size()) {
     train::agree(group_, [&] { prepare(); });
     const std::shared_ptr<GPT2Impl> model = model_.ptr();
     parallel_ = train::make_parallel(
         config_, {model, [model](const Batch& batch) { return model->loss(batch.inputs, batch.targets); }}, group_);
     base_lr_ = parallel_->lr();
+    if (uneven() && config_.data.uneven == "join" && parallel_->joinable() == nullptr) {
+      throw UsageError(config_.at("data.uneven") + "join is not supported by parallel.type " + config_.parallel.type);
+    }
   }
 
   TrainResult run() {
     introduce();
-    for (int64_t step = 0; step < config_.train.steps; ++step) {
-      train_step(step);
-      const int64_t every = config_.train.eval_every;
-      if (every > 0 && (step + 1) % every == 0 && step + 1 < config_.train.steps) {
-        evaluate(step + 1);
+    if (uneven() && config_.data.uneven == "join") {
+      JoinOptions options;
+      options.divide_by_initial_world_size = false;  // a mean over what there is
+      join({static_cast<Joinable&>(*this)}, options, [this](JoinLoop& loop) {
+        while (dealing_.part(done_, group_.rank()).count > 0) {
+          loop.next();
+          iteration(batch_of(done_));
+        }
+      });
+    } else {
+      while (done_ < dealing_.full()) {
+        iteration(batch_of(done_));
       }
     }
-    evaluate(config_.train.steps);
+    evaluate(done_);
     report_memory();
     save();
     sample();
@@ -91,13 +108,45 @@ class Run {
 
  private:
   bool first() const { return group_.rank() == 0; }
+  bool uneven() const { return config_.train.global_batch % group_.size() != 0; }
+  int64_t iterations() const { return uneven() && config_.data.uneven == "join" ? dealing_.some() : dealing_.full(); }
+
+  ProcessGroup join_group() const override { return group_; }
+  void on_join_iteration(const JoinIteration& iteration) override {
+    parallel_->set_active_ranks(iteration.active_ranks);
+    parallel_->joinable()->on_join_iteration(iteration);
+  }
+  void shadow_step() override { iteration(std::nullopt); }
+  void finish_join(int last_active_rank) override { parallel_->joinable()->finish_join(last_active_rank); }
+
+  Batch batch_of(int64_t step) const {
+    if (!uneven()) {
+      return batches_->batch(step, group_.rank(), group_.size());
+    }
+    const auto part = dealing_.part(step, group_.rank());
+    std::vector<at::Tensor> inputs, targets;
+    for (int64_t k = 0; k < part.count; ++k) {
+      const Batch one = batches_->batch(part.first + k, 0, 1);
+      inputs.push_back(one.inputs);
+      targets.push_back(one.targets);
+    }
+    return {at::cat(inputs), at::cat(targets)};
+  }
 
   /// Local: its errors are agreed upon.
   void prepare() {
     check_config_world(config_, group_.size());
     check_config_files(config_);
     data_ = load_data(config_);
-    batches_.emplace(named(config_, "data.seq_len", [&] { return TokenBatches(data_.train, config_.data.batches); }));
+    BatchOptions batches = config_.data.batches;
+    if (uneven()) {
+      batches.global_batch = 1;  // dealt sequence by sequence
+      if (iterations() == 0 && config_.train.steps > 0) {
+        throw UsageError(config_.at("data.uneven") + "drop leaves no step in which every rank has " +
+                         std::to_string(dealing_.per_rank) + " sequences; expected more steps, or join");
+      }
+    }
+    batches_.emplace(named(config_, "data.seq_len", [&] { return TokenBatches(data_.train, batches); }));
     if (data_.val.size() > 0) {
       named(config_, "data.seq_len", [&] { window_count(data_.val, config_.data.batches.seq_len); });
     }
@@ -125,20 +174,36 @@ class Run {
     }
   }
 
-  void train_step(int64_t step) {
+  /// A step, and an evaluation when it is time. Without a batch: as a shadow of those that have one.
+  void iteration(const std::optional<Batch>& batch) {
+    train_step(done_, batch);
+    ++done_;
+    const int64_t every = config_.train.eval_every;
+    if (every > 0 && done_ % every == 0 && done_ < iterations()) {
+      evaluate(done_);
+    }
+  }
+
+  void train_step(int64_t step, const std::optional<Batch>& batch) {
     const auto start = std::chrono::steady_clock::now();
-    const Batch batch = batches_->batch(step, group_.rank(), group_.size());
     const double lr = config_.scheduler.lr_at(step, base_lr_, config_.train.steps);
     parallel_->set_lr(lr);
-    const at::Tensor loss = parallel_->forward(batch);
-    parallel_->backward(loss);
+    at::Tensor loss;
+    if (batch) {
+      loss = parallel_->forward(*batch);
+      parallel_->backward(loss);
+    } else {
+      parallel_->shadow_backward();
+    }
     const train::StepFigures figures = parallel_->step(loss, config_.train.clip_grad_norm);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
     result_.losses.push_back(figures.loss);
     result_.grad_norms.push_back(figures.grad_norm);
     if (reporter_) {
-      const auto tokens = static_cast<double>(config_.train.global_batch * config_.data.batches.seq_len);
+      const auto tokens = static_cast<double>(
+          std::min(dealing_.total - step * dealing_.per_rank * dealing_.world, dealing_.per_rank * dealing_.world) *
+          config_.data.batches.seq_len);
       reporter_->step({step, figures.loss, figures.grad_norm, lr, seconds * 1000, tokens / seconds});
       if (!warned_ && !std::isfinite(figures.loss)) {
         warned_ = true;
@@ -198,6 +263,8 @@ class Run {
 
   const Config& config_;
   ProcessGroup group_;
+  train::Dealing dealing_;
+  int64_t done_ = 0;  // iterations
   TokenData data_;
   std::optional<TokenBatches> batches_;
   GPT2 model_{nullptr};

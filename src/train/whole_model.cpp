@@ -47,7 +47,7 @@ double WholeModel::grad_norm() const {
   return std::sqrt(squares);
 }
 
-double WholeModel::step(std::optional<double> max_norm) {
+double WholeModel::step(std::optional<double> max_norm, const std::function<void()>& update) {
   torch::NoGradGuard no_grad;
   const double norm = grad_norm();
   // The rule of torch.nn.utils.clip_grad_norm_.
@@ -58,7 +58,8 @@ double WholeModel::step(std::optional<double> max_norm) {
       }
     }
   }
-  optimizer_->step();
+  if (update) update();
+  else optimizer_->step();
   for (auto& parameter : parameters_) {
     parameter.mutable_grad() = at::Tensor();
   }

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -17,8 +18,10 @@ class WholeModel {
   WholeModel(const OptimizerConfig& config, const torch::nn::Module& module);
 
   /// Clips to `max_norm` if given, updates, lets go of the gradients. Returns their 2-norm before clipping.
-  double step(std::optional<double> max_norm);
+  /// `update`: in place of the optimizer's own step.
+  double step(std::optional<double> max_norm, const std::function<void()>& update = nullptr);
 
+  const std::shared_ptr<torch::optim::Optimizer>& optimizer() const { return optimizer_; }
   double lr() const;
   void set_lr(double lr);
   MemoryUse memory() const;
@@ -28,7 +31,7 @@ class WholeModel {
 
   std::vector<at::Tensor> parameters_;  // those that are trained
   int64_t parameter_bytes_ = 0;         // of all
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
 };
 
 /// The learning rate of the first group; and the same for all.

@@ -119,7 +119,8 @@ TEST_P(Collectives, BroadcastAndReduceWithEveryRoot) {
 
 TEST_P(Collectives, UnevenGatherAndScatter) {
   each_rank([&](ProcessGroup group, int rank) {
-    for (int64_t scale : {0, 1, 5, 40000}) {
+    for (int64_t scale : {0, 1, 5, 40000, 1'200'000}) {  // the last: own segment in several pieces of messages
+      if (scale > 40000 && world() > 3) continue;
       std::vector<int64_t> counts;
       int64_t total = 0, before = 0;
       for (int r = 0; r < world(); ++r) {

@@ -50,6 +50,33 @@ class ConfigTest : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
+TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
+  const Config config = load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
+                                      "param_pack_thd: 10485760, bcast_period: 500}",
+                                      "data.uneven=join"});
+  EXPECT_EQ(config.parallel.reduce_method, "Mean");
+  EXPECT_TRUE(config.parallel.param_pack);
+  EXPECT_EQ(config.parallel.param_pack_thd, 10485760);
+  EXPECT_EQ(config.parallel.bcast_period, 500);
+  EXPECT_EQ(config.data.uneven, "join");
+  const auto says = [&](const std::string& assignment, const std::string& text) {
+    EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
+  };
+  says("parallel={type: DistributedOptimizer}", "sum or mean");
+  says("parallel={type: DistributedOptimizer, reduce_method: max}", "expected sum or mean");
+  says("parallel={type: DistributedOptimizer, reduce_method: sum, bcast_period: -2}", "bcast_period");
+  says("parallel={type: DistributedOptimizer, reduce_method: sum, bucket_cap_mb: 3}", "param_pack_thd");
+  says("parallel={type: ZeroRedundancyOptimizer, param_pack: true}", "an option of DistributedOptimizer");
+  says("parallel={type: ZeroRedundancyOptimizer, comm_hook: fp16}", "an option of DistributedDataParallel");
+  says("parallel={type: DistributedDataParallel, power_sgd_rank: 3}", "comm_hook is none");
+  says("parallel={type: DistributedDataParallel, comm_hook: fp8}", "power_sgd");
+  says("data.uneven=maybe", "join");
+  const Config power = load(base(), {"parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: "
+                                     "4, power_sgd_start_iteration: 0}"});
+  EXPECT_EQ(power.parallel.power_sgd_rank, 4);
+  EXPECT_EQ(power.parallel.power_sgd_start_iteration, 0);
+}
+
 TEST_F(ConfigTest, ReadsEverySection) {
   const Config config = load(
       "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: 2, seed: 7, dropout: "

@@ -54,8 +54,9 @@ class TrainingTest : public ::testing::Test {
 
   /// Trains on `world` threads; returns rank 0's result after comparing it with the others'.
   TrainResult train_ranks(int world, std::vector<std::string> overrides) {
-    if (world > 1 && std::none_of(overrides.begin(), overrides.end(),
-                                  [](const std::string& o) { return o.rfind("parallel.type=", 0) == 0; })) {
+    if (world > 1 && std::none_of(overrides.begin(), overrides.end(), [](const std::string& o) {
+          return o.rfind("parallel.type=", 0) == 0 || o.rfind("parallel=", 0) == 0;
+        })) {
       overrides.push_back("parallel.type=ZeroRedundancyOptimizer");
     }
     const Config config = load_config("c.yaml", overrides);
@@ -145,6 +146,58 @@ TEST_F(TrainingTest, ClippingAndScheduleAreWhatTheConfigSays) {
   train_ranks(1, {"scheduler={type: warmup_cosine, warmup_steps: 3}"});
   EXPECT_NEAR(log()[0]["lr"].get<double>(), 1e-3, 1e-12);
   EXPECT_NEAR(log()[3]["lr"].get<double>(), 3e-3, 1e-12);
+}
+
+TEST_F(TrainingTest, DistributedOptimizerEqualsDataParallelBitByBit) {
+  for (const int world : {1, 2, 3, 4}) {
+    const auto ddp = train_ranks(world, {"parallel.type=DistributedDataParallel"});
+    const std::string ddp_bytes = bytes_of("out/model.safetensors");
+    for (const bool pack : {false, true}) {
+      const auto ours = train_ranks(
+          world, {"parallel.type=DistributedOptimizer", "parallel.reduce_method=mean", "parallel.bcast_period=2",
+                  pack ? "parallel.param_pack=true" : "parallel.param_pack=false", "parallel.param_pack_thd=4000"});
+      EXPECT_EQ(ours.losses, ddp.losses) << "world " << world << (pack ? ", packed" : "");
+      EXPECT_EQ(ours.grad_norms, ddp.grad_norms);
+      EXPECT_EQ(bytes_of("out/model.safetensors"), ddp_bytes);
+    }
+  }
+}
+
+TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
+  const std::vector<std::string> wrappers{
+      "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+      "parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
+      "parallel={type: DistributedOptimizer, reduce_method: mean, param_pack: true}"};
+  for (const auto& wrapper : wrappers) {
+    // 7 sequences a step on 2 ranks: 4 at a time, 42 in all: 5 full rounds, then 2 sequences for rank 0 alone.
+    const auto joined = train_ranks(
+        2, {wrapper, "train.global_batch=7", "data.uneven=join", "train.eval_every=3", "scheduler.type=constant"});
+    ASSERT_EQ(joined.losses.size(), 6u) << wrapper;
+    const auto dropped = train_ranks(2, {wrapper, "train.global_batch=7", "data.uneven=drop"});
+    ASSERT_EQ(dropped.losses.size(), 5u) << wrapper;
+    // The first five rounds are global batches of 8.
+    const auto even = train_ranks(1, {"train.global_batch=8", "train.steps=5"});
+    expect_near(dropped.losses, even.losses, 1e-4);
+    expect_near({joined.losses.begin(), joined.losses.begin() + 5}, even.losses, 1e-4);
+    EXPECT_LT(joined.losses[5], joined.losses[0]);
+  }
+  const auto one = train_ranks(2, {wrappers[0], "train.global_batch=7", "data.uneven=join"});
+  const auto other = train_ranks(2, {wrappers[1], "train.global_batch=7", "data.uneven=join"});
+  EXPECT_EQ(one.losses, other.losses) << "the last round too, bit by bit";
+  EXPECT_EQ(one.eval_loss, other.eval_loss);
+  EXPECT_THROW(train_ranks(2, {wrappers[0], "train.global_batch=7"}), UsageError);
+  EXPECT_THROW(train_ranks(4, {wrappers[0], "train.global_batch=5", "train.steps=1", "data.uneven=drop"}), UsageError);
+}
+
+TEST_F(TrainingTest, CompressedGradientsTrain) {
+  const auto plain = train_ranks(2, {"parallel.type=DistributedDataParallel", "train.steps=30"});
+  for (const char* hook : {"comm_hook: fp16", "comm_hook: bf16",
+                           "comm_hook: power_sgd, power_sgd_rank: 4, power_sgd_start_iteration: 3"}) {
+    const auto compressed =
+        train_ranks(2, {std::string("parallel={type: DistributedDataParallel, ") + hook + "}", "train.steps=30"});
+    EXPECT_NE(compressed.losses, plain.losses) << hook;
+    EXPECT_NEAR(compressed.losses.back(), plain.losses.back(), 0.1 * plain.losses.back()) << hook;
+  }
 }
 
 TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
