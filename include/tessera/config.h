@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tessera/data.h"
+#include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/option_map.h"
 #include "tessera/process_group.h"
@@ -49,7 +50,7 @@ struct SchedulerConfig {
 };
 
 struct ParallelConfig {
-  /// "none", "DistributedDataParallel", "ZeroRedundancyOptimizer" or "DistributedOptimizer"
+  /// "none", "DistributedDataParallel", "ZeroRedundancyOptimizer", "DistributedOptimizer" or "FullyShardedDataParallel"
   std::string type = "none";
   double bucket_cap_mb = 25;
   double first_bucket_mb = 1;  ///< DistributedDataParallel
@@ -68,6 +69,8 @@ struct ParallelConfig {
   int64_t bcast_period = 0;               ///< DistributedOptimizer
   bool param_pack = false;                ///< DistributedOptimizer
   int64_t param_pack_thd = 10 << 20;      ///< DistributedOptimizer: bytes
+  FullyShardedDataParallelOptions fsdp;   ///< FullyShardedDataParallel
+  std::string wrap_policy = "size_based"; ///< FullyShardedDataParallel: what made fsdp.wrap_policy
   ProcessGroupOptions group;              ///< backend and timeout
 };
 

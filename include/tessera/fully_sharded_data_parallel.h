@@ -154,6 +154,9 @@ class FullyShardedDataParallelBase {
   /// part. `rank0_only`: other ranks take part but do not keep the values (no writeback then). Outside forward and backward. Collective, both ends.
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true, bool rank0_only = false);
 
+  /// The same on the heap, for a scope that is not a block.
+  [[nodiscard]] std::unique_ptr<FullParams> summon_full_params_ptr(const std::string& prefix = "", bool writeback = true, bool rank0_only = false);
+
   /// While alive, backward passes accumulate unsharded gradients and reduce nothing; the next one outside reduces the sum. Local, on all ranks
   /// alike. Without it each backward reduces into the shards, which costs traffic and no memory.
   class NoSync {

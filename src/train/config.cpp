@@ -107,7 +107,7 @@ void check_config_world(const Config& config, int world_size) {
   if (config.parallel.type == "none" && world_size > 1) {
     throw UsageError(config.at("parallel.type") + "none, but the world has " + std::to_string(world_size) +
                      " ranks, and each would train a model of its own; expected DistributedDataParallel, "
-                     "ZeroRedundancyOptimizer or DistributedOptimizer (or one rank)");
+                     "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
   }
 }
 

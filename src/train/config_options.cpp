@@ -13,6 +13,7 @@ namespace {
 constexpr const char* kDdp = "DistributedDataParallel";
 constexpr const char* kZero = "ZeroRedundancyOptimizer";
 constexpr const char* kDistributed = "DistributedOptimizer";
+constexpr const char* kFsdp = "FullyShardedDataParallel";
 
 OptionValue option_value(const ConfigNode& node, const std::string& path) {
   if (node.kind == ConfigNode::Kind::Sequence) {
@@ -66,10 +67,71 @@ void read_distributed(MapReader& keys, ParallelConfig& parallel) {
   keys.read("param_pack_thd", parallel.param_pack_thd, Range{1});
 }
 
+void read_wrap_policy(MapReader keys, ParallelConfig& parallel) {
+  const auto policies = default_wrap_policies();
+  keys.read_choice("type", parallel.wrap_policy, policies.names());
+  OptionMap options;
+  for (const auto& key : keys.unread()) {
+    options[key] = option_value(*keys.take(key), keys.full(key));
+  }
+  try {
+    parallel.fsdp.wrap_policy = policies.make(parallel.wrap_policy, options);
+  } catch (const UsageError& error) {
+    keys.fail("type", error.what());
+  }
+  keys.finish();
+}
+
+void read_dtype(MapReader& keys, const std::string& key, std::optional<at::ScalarType>& out) {
+  static const std::vector<std::pair<std::string, at::ScalarType>> kTypes{
+      {"float32", at::kFloat}, {"float16", at::kHalf}, {"bfloat16", at::kBFloat16}, {"float64", at::kDouble}};
+  std::vector<std::string> names;
+  for (const auto& [name, type] : kTypes) names.push_back(name);
+  std::string chosen;
+  keys.read_choice(key, chosen, names);
+  for (const auto& [name, type] : kTypes) {
+    if (name == chosen) out = type;
+  }
+}
+
+template <class Choice>
+void read_named(MapReader& keys, const std::string& key, Choice& out, const std::vector<std::pair<std::string, Choice>>& choices) {
+  std::vector<std::string> names;
+  std::string chosen;
+  for (const auto& [name, choice] : choices) names.push_back(name);
+  keys.read_choice(key, chosen, names);
+  for (const auto& [name, choice] : choices) {
+    if (name == chosen) out = choice;
+  }
+}
+
+void read_fsdp(MapReader& keys, ParallelConfig& parallel) {
+  auto& fsdp = parallel.fsdp;
+  read_wrap_policy(keys.map("wrap_policy"), parallel);
+  read_named(keys, "sharding_strategy", fsdp.sharding_strategy,
+             {{"full_shard", ShardingStrategy::full_shard}, {"shard_grad_op", ShardingStrategy::shard_grad_op},
+              {"no_shard", ShardingStrategy::no_shard}, {"hybrid_shard", ShardingStrategy::hybrid_shard}});
+  int64_t group = fsdp.shard_group_size;
+  keys.read("shard_group_size", group, Range{0, 1e6});
+  fsdp.shard_group_size = static_cast<int>(group);
+  keys.read("resident_bytes", fsdp.resident_bytes, kNotNegative);
+  keys.read("reshard_after_forward", fsdp.reshard_after_forward);
+  read_named(keys, "backward_prefetch", fsdp.backward_prefetch,
+             {{"pre", BackwardPrefetch::pre}, {"post", BackwardPrefetch::post}, {"none", BackwardPrefetch::none},
+              {"BACKWARD_PRE", BackwardPrefetch::pre}, {"BACKWARD_POST", BackwardPrefetch::post}});
+  keys.read("forward_prefetch", fsdp.forward_prefetch);
+  keys.read("cpu_offload", fsdp.cpu_offload);
+  auto mixed = keys.map("mixed_precision");
+  read_dtype(mixed, "param_dtype", fsdp.mixed_precision.param_dtype);
+  read_dtype(mixed, "reduce_dtype", fsdp.mixed_precision.reduce_dtype);
+  read_dtype(mixed, "buffer_dtype", fsdp.mixed_precision.buffer_dtype);
+  mixed.finish();
+}
+
 }  // namespace
 
 void read_parallel(MapReader keys, ParallelConfig& parallel) {
-  keys.read_choice("type", parallel.type, {"none", kDdp, kZero, kDistributed});
+  keys.read_choice("type", parallel.type, {"none", kDdp, kZero, kDistributed, kFsdp});
   std::string backend = "auto";
   keys.read_choice("backend", backend, {"auto", "shm", "gloo", "nccl", "mpi"});
   parallel.group.backend = backend_of(backend);
@@ -102,6 +164,9 @@ void read_parallel(MapReader keys, ParallelConfig& parallel) {
   if (type == kDistributed) {
     read_distributed(keys, parallel);
   }
+  if (type == kFsdp) {
+    read_fsdp(keys, parallel);
+  }
   if (type == kDdp || type == kZero) {
     keys.read("bucket_cap_mb", parallel.bucket_cap_mb, kPositive);
     keys.read("find_unused_parameters", parallel.find_unused_parameters);
@@ -115,6 +180,9 @@ void read_parallel(MapReader keys, ParallelConfig& parallel) {
                 {"first_bucket_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "comm_hook",
                  "power_sgd_rank", "power_sgd_start_iteration", "power_sgd_min_compression_rate"});
   refuse_unless(keys, type, kDistributed, {"reduce_method", "bcast_period", "param_pack", "param_pack_thd"});
+  refuse_unless(keys, type, kFsdp,
+                {"wrap_policy", "sharding_strategy", "shard_group_size", "resident_bytes", "reshard_after_forward",
+                 "backward_prefetch", "forward_prefetch", "cpu_offload", "mixed_precision"});
   refuse_unless(keys, type, kZero, {"partition", "overlap_with_backward", "parameters_as_bucket_view"});
   keys.finish();
 }

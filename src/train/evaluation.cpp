@@ -9,7 +9,8 @@ constexpr int64_t kChunkWindows = 8;
 
 }  // namespace
 
-double evaluate(GPT2Impl& model, const Tokens& tokens, int64_t seq_len, int64_t max_windows, ProcessGroup group) {
+double evaluate(torch::nn::Module& model, const std::function<at::Tensor(const Batch&)>& loss, const Tokens& tokens, int64_t seq_len,
+                int64_t max_windows, ProcessGroup group) {
   int64_t windows = window_count(tokens, seq_len);
   if (max_windows > 0) {
     windows = std::min(windows, max_windows);
@@ -20,12 +21,15 @@ double evaluate(GPT2Impl& model, const Tokens& tokens, int64_t seq_len, int64_t 
   model.eval();
   {
     torch::NoGradGuard no_grad;
-    for (int64_t chunk = group.rank(); chunk < chunks; chunk += group.size()) {
+    for (int64_t round = 0; round < chunks; round += group.size()) {
+      // A rank without a chunk in the last round takes part with another's, which does not count.
+      const int64_t chunk = std::min(round + group.rank(), chunks - 1);
       const int64_t first = chunk * kChunkWindows;
       const int64_t count = std::min(kChunkWindows, windows - first);
-      const Batch batch = window_batch(tokens, seq_len, first, count);
-      sums.data_ptr<double>()[chunk] =
-          model.loss(batch.inputs, batch.targets).item<double>() * static_cast<double>(count);
+      const double mean = loss(window_batch(tokens, seq_len, first, count)).item<double>();
+      if (round + group.rank() < chunks) {
+        sums.data_ptr<double>()[chunk] = mean * static_cast<double>(count);
+      }
     }
   }
   model.train(was_training);

@@ -19,6 +19,9 @@ std::unique_ptr<Parallel> make_parallel(const Config& config, Trainee trainee, P
   if (config.parallel.type == "DistributedOptimizer") {
     return make_distributed(config, std::move(trainee), std::move(group));
   }
+  if (config.parallel.type == "FullyShardedDataParallel") {
+    return make_fsdp(config, std::move(trainee), std::move(group));
+  }
   return make_unsharded(config, std::move(trainee));
 }
 

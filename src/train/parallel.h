@@ -52,6 +52,11 @@ class Parallel {
   /// return every rank's model has the new parameters.
   virtual StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) = 0;
 
+  /// The loss of a batch, without gradients. All ranks call it equally often.
+  virtual at::Tensor evaluate(const Batch& batch) = 0;
+  /// While it lives, rank 0's module has whole parameters. Collective, both ends; null where they always are whole.
+  virtual std::unique_ptr<FullParams> whole_on_rank0() { return nullptr; }
+
   /// What takes part in a join; null when this way of training cannot.
   virtual Joinable* joinable() { return nullptr; }
   /// In place of forward and backward, on a rank without data; then step() with an undefined loss.
@@ -74,6 +79,7 @@ class Parallel {
 std::unique_ptr<Parallel> make_unsharded(const Config& config, Trainee trainee);
 std::unique_ptr<Parallel> make_ddp(const Config& config, Trainee trainee, ProcessGroup group);
 std::unique_ptr<Parallel> make_zero(const Config& config, Trainee trainee, ProcessGroup group);
+std::unique_ptr<Parallel> make_fsdp(const Config& config, Trainee trainee, ProcessGroup group);
 std::unique_ptr<Parallel> make_distributed(const Config& config, Trainee trainee, ProcessGroup group);
 
 /// Of the scalars of those ranks that have one; `active`: how many do, 0 for all. A collective.

@@ -35,6 +35,7 @@ class DataParallelTraining : public Parallel {
         model_(config.optimizer, *ddp_.module()) {}
 
   at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
+  at::Tensor evaluate(const Batch& batch) override { return ddp_.module().loss(batch); }
   void backward(const at::Tensor& loss) override { loss.backward(); }
 
   StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) override {

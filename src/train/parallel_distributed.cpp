@@ -34,6 +34,7 @@ class DistributedTraining : public Parallel {
         optimizer_(model_.optimizer(), trained(*trainee_), {std::move(group)}, distributed_options(config.parallel)) {}
 
   at::Tensor forward(const Batch& batch) override { return trainee_.loss(batch); }
+  at::Tensor evaluate(const Batch& batch) override { return trainee_.loss(batch); }
   void backward(const at::Tensor& loss) override { optimizer_.backward(loss); }
 
   StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) override {

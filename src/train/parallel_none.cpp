@@ -11,6 +11,7 @@ class Unsharded : public Parallel {
       : trainee_(std::move(trainee)), model_(config.optimizer, *trainee_) {}
 
   at::Tensor forward(const Batch& batch) override { return trainee_.loss(batch); }
+  at::Tensor evaluate(const Batch& batch) override { return trainee_.loss(batch); }
   void backward(const at::Tensor& loss) override { loss.backward(); }
   StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) override {
     return {loss.item<double>(), model_.step(max_norm)};

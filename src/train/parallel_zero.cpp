@@ -33,6 +33,7 @@ class ZeroTraining : public Parallel {
   }
 
   at::Tensor forward(const Batch& batch) override { return trainee_.loss(batch); }
+  at::Tensor evaluate(const Batch& batch) override { return trainee_.loss(batch); }
   void backward(const at::Tensor& loss) override { loss.backward(); }
 
   StepFigures step(const at::Tensor& loss, std::optional<double> max_norm) override {

@@ -75,6 +75,9 @@ class Run : private Joinable {
         dealing_(config.train.steps, config.train.global_batch, group_.size()) {
     train::agree(group_, [&] { prepare(); });
     const std::shared_ptr<GPT2Impl> model = model_.ptr();
+    for (const auto& parameter : model_->parameters()) {
+      parameters_ += parameter.numel();
+    }
     parallel_ = train::make_parallel(
         config_, {model, [model](const Batch& batch) { return model->loss(batch.inputs, batch.targets); }}, group_);
     base_lr_ = parallel_->lr();
@@ -101,8 +104,11 @@ class Run : private Joinable {
     }
     evaluate(done_);
     report_memory();
-    save();
-    sample();
+    if (!config_.train.save.empty() || config_.train.sample.length > 0) {
+      const auto whole = parallel_->whole_on_rank0();
+      save();
+      sample();
+    }
     return std::move(result_);
   }
 
@@ -162,11 +168,7 @@ class Run : private Joinable {
 
   void introduce() {
     if (reporter_) {
-      int64_t parameters = 0;
-      for (const auto& parameter : model_->parameters()) {
-        parameters += parameter.numel();
-      }
-      reporter_->line("GPT2 with " + std::to_string(parameters) + " parameters, " + std::to_string(data_.train.size()) +
+      reporter_->line("GPT2 with " + std::to_string(parameters_) + " parameters, " + std::to_string(data_.train.size()) +
                       " training and " + std::to_string(data_.val.size()) + " evaluation tokens; " +
                       config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
                       std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
@@ -217,8 +219,8 @@ class Run : private Joinable {
     if (data_.val.size() == 0) {
       return;
     }
-    const double loss = train::evaluate(*model_, data_.val, config_.data.batches.seq_len,
-                                        config_.train.eval_batches * config_.train.global_batch, group_);
+    const double loss = train::evaluate(*model_, [this](const Batch& batch) { return parallel_->evaluate(batch); },
+                                        data_.val, config_.data.batches.seq_len, config_.train.eval_batches * config_.train.global_batch, group_);
     result_.eval_loss = loss;
     if (reporter_) {
       reporter_->evaluation(steps_done, loss, result_.bigram_loss);
@@ -270,6 +272,7 @@ class Run : private Joinable {
   GPT2 model_{nullptr};
   std::unique_ptr<Reporter> reporter_;  // rank 0
   std::unique_ptr<Parallel> parallel_;
+  int64_t parameters_ = 0;  // elements
   double base_lr_ = 0;
   bool warned_ = false;
   TrainResult result_;

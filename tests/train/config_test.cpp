@@ -50,6 +50,32 @@ class ConfigTest : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
+TEST_F(ConfigTest, FullySharded) {
+  const Config config = load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, min_numel: 1e6}, sharding_strategy: shard_grad_op, "
+                                      "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32}}"});
+  const auto& fsdp = config.parallel.fsdp;
+  EXPECT_EQ(fsdp.sharding_strategy, ShardingStrategy::shard_grad_op);
+  EXPECT_EQ(fsdp.resident_bytes, 1000);
+  EXPECT_EQ(fsdp.backward_prefetch, BackwardPrefetch::post);
+  EXPECT_EQ(fsdp.mixed_precision.param_dtype, at::kBFloat16);
+  EXPECT_EQ(fsdp.mixed_precision.reduce_dtype, at::kFloat);
+  torch::nn::Linear module(1, 1);
+  EXPECT_TRUE(fsdp.wrap_policy(*module, "x", 1'000'000));
+  EXPECT_FALSE(fsdp.wrap_policy(*module, "x", 999'999));
+  const std::string start = "parallel={type: FullyShardedDataParallel, ";
+  const auto says = [&](const std::string& assignment, const std::string& text) {
+    EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
+  };
+  says(start + "wrap_policy: {type: size_base}}", "did you mean \"size_based\"");
+  says(start + "wrap_policy: {type: size_based, min_numel: 0}}", "min_numel is 0");
+  says(start + "wrap_policy: {type: size_based, min_num: 3}}", "min_numel");
+  says(start + "backward_prefetch: 3}", "backward_prefetch");
+  says(start + "backward_prefetch: before}", "pre");
+  says(start + "mixed_precision: {param_dtype: int8}}", "bfloat16");
+  says(start + "partition: flat}", "an option of ZeroRedundancyOptimizer");
+  says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}", "an option of FullyShardedDataParallel");
+}
+
 TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
   const Config config = load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
                                       "param_pack_thd: 10485760, bcast_period: 500}",
