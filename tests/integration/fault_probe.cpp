@@ -1,4 +1,5 @@
-// A rank that trains for ever: sums with all and with its host's ranks, prints its pid, then steps until something happens to it or to a peer.
+// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches]
+// A rank that trains for ever (with "branches", the last rank goes another way at step 6): sums with all and with its host's ranks, prints its pid, then steps until something happens to it or to a peer.
 #include "tessera/tessera.h"
 
 #include <unistd.h>
@@ -6,6 +7,22 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    first = register_module("first", torch::nn::Linear(300, 300));
+    middle = register_module("middle", torch::nn::Linear(300, 300));
+    last = register_module("last", torch::nn::Linear(300, 300));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = first(x);
+    if (!skips) x = middle(x);
+    return last(x);
+  }
+  torch::nn::Linear first{nullptr}, middle{nullptr}, last{nullptr};
+  bool skips = false;
+};
+TORCH_MODULE(Net);
 
 int main(int argc, char** argv) {
   tessera::ProcessGroupOptions options;
@@ -25,12 +42,23 @@ int main(int argc, char** argv) {
       const bool right = torch::equal(sums, torch::arange(300'000, torch::kDouble) * group->size() + expected);
       std::printf("rank %d: %s sum of %d on %s\n", rank, right ? "right" : "WRONG", group->size(), group->backend_name().c_str());
     }
-    torch::nn::Linear net(300, 300);
-    tessera::ZeroRedundancyOptimizer optimizer(*net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}));
+    const std::string strategy = argc > 3 ? argv[3] : "zero";
+    const auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
+    Net net;
+    std::unique_ptr<tessera::FullyShardedDataParallel<Net>> fsdp;
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (strategy == "zero") {
+      optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(*net, world, adamw);
+    } else {
+      fsdp = std::make_unique<tessera::FullyShardedDataParallel<Net>>(net, world, tessera::FullyShardedDataParallelOptions{.wrap_policy = tessera::wrap_leaves()});
+      optimizer = adamw({torch::optim::OptimizerParamGroup(fsdp->parameters())});
+    }
     for (long step = 0;; ++step) {
-      net(torch::ones({8, 300})).square().mean().backward();
-      optimizer.step();
-      optimizer.zero_grad();
+      net->skips = strategy == "branches" && step == 6 && rank == world.size() - 1;
+      const auto x = torch::ones({8, 300});
+      (fsdp ? (*fsdp)(x) : net(x)).square().mean().backward();
+      optimizer->step();
+      optimizer->zero_grad();
       if (step == 3) std::printf("pid %d of rank %d on %s\n", ::getpid(), rank, world.backend_name().c_str()), std::fflush(stdout);
     }
   } catch (const tessera::BrokenWorldError& error) {

@@ -56,8 +56,8 @@ class Run:
 
 
 class Faults(unittest.TestCase):
-    def lose(self, backend, sig, bound):
-        run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", backend, TIMEOUT_MS)
+    def lose(self, backend, sig, bound, strategy="zero"):
+        run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", backend, TIMEOUT_MS, strategy)
         self.addCleanup(run.close)
         run.wait_for(lambda: len(run.pids) == RANKS, 60, "all ranks train")
         start = time.monotonic()
@@ -70,15 +70,15 @@ class Faults(unittest.TestCase):
             self.assertLess(run.when(pattern) - start, bound, run.text())
         return run, start
 
-    def killed(self, backend):
-        run, start = self.lose(backend, signal.SIGKILL, 2.0)
+    def killed(self, backend, strategy="zero"):
+        run, start = self.lose(backend, signal.SIGKILL, 2.0, strategy)
         pattern = rf"rank {VICTIM} .*SIGKILL"
         run.wait_for(lambda: run.when(pattern), 5, pattern)
         self.assertLess(run.when(pattern) - start, 2.0, run.text())
         self.assertEqual(run.process.wait(10), 128 + signal.SIGKILL)
 
-    def stopped(self, backend):
-        run, _ = self.lose(backend, signal.SIGSTOP, TIMEOUT_MS / 1000 + 2)
+    def stopped(self, backend, strategy="zero"):
+        run, _ = self.lose(backend, signal.SIGSTOP, TIMEOUT_MS / 1000 + 2, strategy)
         self.assertNotEqual(run.process.wait(15), 0)
         with self.assertRaises(ProcessLookupError, msg="the stopped rank is ended too"):
             os.kill(run.pids[VICTIM], 0)
@@ -90,6 +90,21 @@ class Faults(unittest.TestCase):
         before = set(os.listdir("/dev/shm"))
         self.killed("shm")
         self.assertEqual(set(os.listdir("/dev/shm")) - before, set(), "no segment is left")
+
+    def test_killed_fully_sharded(self):
+        self.killed("gloo", "fsdp")
+        self.killed("shm", "fsdp")
+
+    def test_stopped_fully_sharded(self):
+        self.stopped("shm", "fsdp")
+
+    def test_other_branches_are_told_by_all(self):
+        run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", "auto", TIMEOUT_MS, "branches")
+        self.addCleanup(run.close)
+        self.assertNotEqual(run.process.wait(60), 0)
+        run.reader.join(5)
+        for rank in range(RANKS):
+            self.assertRegex(run.text(), rf"survivor {rank}: other error: .*rank 0 .*unit middle.*rank {RANKS - 1} .*unit last")
 
     def test_stopped_gloo(self):
         self.stopped("gloo")

@@ -107,6 +107,8 @@ class AgainstItself(Folder):
                 self.assert_close([e["grad_norm"] for e in entries], [e["grad_norm"] for e in log], 1e-3)
                 same[kind] = (losses, weights)
             self.assertEqual(same["DistributedDataParallel"], same["ZeroRedundancyOptimizer"], f"bit by bit on {ranks} ranks")
+            losses, _, _ = self.train(*steps, "-n", str(ranks), "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}")
+            self.assert_close(losses, expected, 1e-5)
         gloo, weights, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.backend=gloo", "parallel.partition=whole")
         again, others, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.overlap_with_backward=true")
         self.assertEqual((gloo, weights), (again, others), "any transport and partition")
