@@ -12,6 +12,7 @@ unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1
 "$build/bin/bench_adam" --json benchmark-out/adam.json
 "$build/bin/bench_collectives" --json benchmark-out/collectives.json
+"benchmarks/hooks.py" --build "$build" --json benchmark-out/hooks.json
 for python in "${@:-/usr/bin/python3}"; do
   version=$("$python" -c 'import torch; print(torch.__version__)')
   benchmarks/compare.py --build "$build" --python "$python" --json "benchmark-out/peers-$version.json"

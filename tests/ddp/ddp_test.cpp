@@ -69,7 +69,7 @@ TEST_P(Ddp, EqualsOneProcessOnTheConcatenatedBatch) {
         optimizer->step();
       }
       for (const auto& item : plain->named_parameters()) {
-        const auto& mine = net->named_parameters()[item.key()];
+        const auto mine = net->named_parameters()[item.key()];
         ASSERT_TRUE(at::allclose(mine, item.value(), 1e-5, 1e-6)) << item.key() << " world " << world;
         if (world == 1) ASSERT_TRUE(at::equal(mine, item.value())) << item.key();
       }
@@ -258,6 +258,12 @@ TEST(DdpBehaviour, UnusedParametersAreFoundAndKeepNoGradient) {
     auto alone = seeded<Uneven>(2);
     loss_of(alone(rows(0))).backward();
     EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2));
+    clear(net->parameters());
+    loss_of(ddp(rows(1))).backward();
+    clear(net->parameters());
+    auto again = ddp(rows(0));
+    (rank == 0 ? loss_of(again) : loss_of(torch::tanh(net->second(rows(0))))).backward();
+    EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2)) << "rank 1 counts as zero, not as its last gradient";
   });
 }
 

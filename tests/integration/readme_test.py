@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What the README shows is what is built and run: its C++ is part of a compiled example, its commands and files exist."""
-import pathlib, re, sys, unittest
+import pathlib, re, sys, textwrap, unittest
 
 SOURCE = pathlib.Path(sys.argv.pop(1))
 README = (SOURCE / "README.md").read_text()
@@ -14,6 +14,16 @@ class Readme(unittest.TestCase):
     def test_program_is_the_compiled_example(self):
         (snippet,) = blocks("cpp")
         self.assertIn(snippet, (SOURCE / "examples/zero_loop.cpp").read_text())
+
+    def test_snippets_of_the_pages_are_compiled_and_run(self):
+        tests = "".join((SOURCE / "tests" / name).read_text() for name in ("join/documented_loops_test.cpp", "fsdp/documented_fsdp_test.cpp"))
+        compiled = "\n".join(textwrap.dedent(part) for part in re.findall(r"// clang-format off\n(.*?) *// clang-format on\n", tests, re.S))
+        found = 0
+        for page in ("join.md", "distributed_optimizer.md", "fsdp.md"):
+            for snippet in re.findall(r"```cpp\n(.*?)```", (SOURCE / "docs" / page).read_text(), re.S):
+                self.assertIn(snippet, compiled, page)
+                found += 1
+        self.assertEqual(found, 5)
 
     def test_cmake_is_the_consumers(self):
         (snippet,) = blocks("cmake")

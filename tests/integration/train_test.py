@@ -2,12 +2,13 @@
 """`tessera train` as a user runs it: against an independent PyTorch program, against itself on other ranks and wrappers, and under
 every launcher that is here.
 
-    train_test.py SOURCE_FOLDER BUILD_FOLDER
+    train_test.py SOURCE_FOLDER BUILD_FOLDER PYTHON
+
+PYTHON has the PyTorch of the libtorch under test: torchrun serves the store that our ranks then talk to, and the protocol is the version's own.
 """
 import json, os, pathlib, shutil, struct, subprocess, sys, tempfile, unittest
 
-SOURCE, BUILD = pathlib.Path(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1))
-PYTHON = "/usr/bin/python3"  # the one that Debian's python3-torch belongs to
+SOURCE, BUILD, PYTHON = pathlib.Path(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
 TESSERA = str(BUILD / "bin/tessera")
 
 CONFIG = """

@@ -103,6 +103,36 @@ TEST(ZeroParity, EveryWayGivesTheSameBits) {
   }
 }
 
+TEST(ZeroParity, LargeParametersAreUpdatedInManyRuns) {
+  const auto make = [] { return std::vector<at::Tensor>{at::linspace(-1, 1, 50001).requires_grad_(), at::linspace(1, 3, 30011).requires_grad_()}; };
+  const auto loss = [](const std::vector<at::Tensor>& p) { return (p[0].square() * p[0]).sum() + (p[1].square() * 0.25).sum(); };
+  const auto plain = make();
+  const auto reference = factory("AdamW")({torch::optim::OptimizerParamGroup(plain)});
+  for (int step = 0; step < 3; ++step) {
+    reference->zero_grad();
+    loss(plain).backward();
+    reference->step();
+  }
+  for (const auto backend : {Backend::Auto, Backend::Gloo}) {
+    for (const bool overlap : {false, true}) {
+      for (int world = 1; world <= 3; ++world) {
+        ProcessGroupOptions options;
+        options.backend = backend;
+        run_ranks(world, [&](ProcessGroup group, int rank) {
+          const auto mine = make();
+          Zero zero({{{{"first", mine[0]}, {"second", mine[1]}}, {}}}, group, factory("AdamW"), {.overlap_with_backward = overlap});
+          for (int step = 0; step < 3; ++step) {
+            loss(mine).backward();
+            zero.step();
+            zero.zero_grad();
+          }
+          for (size_t i = 0; i < mine.size(); ++i) ASSERT_TRUE(at::allclose(mine[i], plain[i], 1e-5, 1e-6)) << i << " world " << world;
+        }, options);
+      }
+    }
+  }
+}
+
 TEST(ZeroParity, TwoDtypesAndChannelsLast) {
   auto plain = seeded<Mixed>(5);
   const auto reference = factory("AdamW")({torch::optim::OptimizerParamGroup(plain->parameters())});

@@ -1,0 +1,99 @@
+// The snippets of docs/join.md and docs/distributed_optimizer.md, word for word; tests/integration/readme_test.py
+// compares.
+
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/tessera.h"
+
+#include <gtest/gtest.h>
+
+namespace documented {
+namespace {
+
+using tessera::testing::Uneven;
+
+at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
+
+std::vector<at::Tensor> batches_of(int rank) { return {static_cast<size_t>(3 + 2 * rank), torch::ones({4, 3})}; }
+
+TEST(Documented, Join) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
+    Uneven net;
+    const auto batches = batches_of(rank);
+    // clang-format off
+    tessera::DistributedDataParallel ddp(net, world);
+    tessera::ZeroRedundancyOptimizer zero(*net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}),
+                                          {.reduce_gradients = false});
+    tessera::join({ddp, zero}, {}, [&](tessera::JoinLoop& loop) {
+      for (const auto& x : batches) {
+        loop.next();  // who still has data?
+        loss_of(ddp(x)).backward();
+        zero.step();
+        zero.zero_grad();
+      }
+    });
+    // clang-format on
+  });
+}
+
+TEST(Documented, OwnJoinable) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
+    // clang-format off
+    struct Average : tessera::Joinable {
+      explicit Average(tessera::ProcessGroup g) : group(g) {}
+      tessera::ProcessGroup join_group() const override { return group; }
+      void on_join_iteration(const tessera::JoinIteration& iteration) override { active = iteration.active_ranks; }
+      void shadow_step() override { of(0); }
+      double of(double value) {
+        auto sum = at::full({1}, value);
+        group.all_reduce(sum, 1.0 / active);
+        return sum.item<double>();
+      }
+      tessera::ProcessGroup group;
+      int active = 1;
+    };
+    // clang-format on
+    Average average(world);
+    tessera::join({average}, {}, [&](tessera::JoinLoop& loop) {
+      for (int step = 0; step <= rank; ++step) {
+        loop.next();
+        EXPECT_EQ(average.of(rank + 1), step == 0 ? 1.5 : 2);
+      }
+    });
+  });
+}
+
+TEST(Documented, DistributedOptimizer) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
+    Uneven net;
+    const auto batches = batches_of(0);
+    // clang-format off
+    tessera::DistributedOptimizer optimizer(*net, world, tessera::default_optimizers().factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
+                                            {.reduce_method = "mean", .bcast_period = 500, .param_pack = true});
+    torch::optim::StepLR schedule(optimizer.optimizer(), 30, 0.1);
+    for (const auto& x : batches) {
+      optimizer.zero_grad();
+      optimizer.backward(loss_of(net(x)));  // .grad are the mean over the ranks now
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
+      optimizer.step();
+      schedule.step();
+    }
+    // clang-format on
+  });
+}
+
+TEST(Documented, CompressionHook) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
+    Uneven net;
+    // clang-format off
+    tessera::PowerSgd power({.rank = 4, .start_iteration = 1000});
+    tessera::DistributedDataParallel ddp(net, world, {.comm_hook = power.hook()});
+    const auto state = power.state_dict();  // saved by each rank for itself
+    // clang-format on
+    EXPECT_EQ(state.size(), 1u);
+    loss_of(ddp(torch::ones({4, 3}))).backward();
+  });
+}
+
+}  // namespace
+}  // namespace documented
