@@ -235,6 +235,13 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
     return module_->forward(input(std::forward<Args>(args))...);
   }
 
+  /// Runs `function(module)` as the module's forward is run: for its other methods. Collective as forward is.
+  template <class Function>
+  decltype(auto) call(Function&& function) {
+    detail::ForwardScope running(*core_);
+    return std::forward<Function>(function)(module_);
+  }
+
   Module& module() { return module_; }
 
  private:

@@ -127,6 +127,7 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
   for (auto& planned : plan.units) {
     Unit unit;
     unit.name = planned.name;
+    unit.parent = planned.parent;
     unit.root = model.units.empty();
     for (auto& members : classes(model.parameters, planned.parameters)) {
       unit.flats.push_back(model.flats.size());

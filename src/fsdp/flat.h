@@ -39,6 +39,7 @@ struct Unit {
   std::string name;  ///< "" for the root
   std::vector<size_t> flats;
   int64_t gathered_bytes = 0;  ///< Of flats that come and go.
+  size_t parent = 0;           ///< The nearest unit around it.
   bool root = false;
   bool pages() const { return gathered_bytes > 0; }
 };

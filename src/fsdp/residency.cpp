@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <tuple>
 
 namespace tessera::fsdp {
 
@@ -137,18 +138,30 @@ void Residency::release(size_t index) {
   stats_.gathered_bytes -= model_.units[index].gathered_bytes;
 }
 
+/// Whether the unit's module holds that of a needed one, and so is likely to go on after it.
+bool Residency::around_needed(size_t unit, const std::vector<size_t>& needed) const {
+  for (auto inner : needed) {
+    while (!model_.units[inner].root) {
+      inner = model_.units[inner].parent;
+      if (inner == unit) return true;
+    }
+  }
+  return false;
+}
+
 /// Releases units until `bytes` more fit; only such as are used later than `nearer_than` uses from now. Returns whether they fit.
 bool Residency::make_room(int64_t bytes, const std::vector<size_t>& needed, size_t nearer_than) {
   while (resident_bytes_ + bytes > budget()) {
-    size_t victim = gathered_.size(), victim_next = 0;
+    // The one that is used last; where the record does not tell, none around the needed ones, and the one that was used longest ago.
+    using Lateness = std::tuple<size_t, bool, uint64_t>;
+    size_t victim = gathered_.size();
+    Lateness latest;
     for (size_t u = 0; u < gathered_.size(); ++u) {
       if (gathered_[u].state == State::released || model_.units[u].root || std::find(needed.begin(), needed.end(), u) != needed.end()) continue;
-      const size_t next = order_.next_use(u);
-      const bool later = victim == gathered_.size() || next > victim_next || (next == victim_next && gathered_[u].last_use < gathered_[victim].last_use);
-      if (next >= nearer_than && later) {
-        victim = u;
-        victim_next = next;
-      }
+      const Lateness lateness{order_.next_use(u), !around_needed(u, needed), clock_ - gathered_[u].last_use};
+      if (std::get<0>(lateness) < nearer_than || (victim != gathered_.size() && lateness <= latest)) continue;
+      victim = u;
+      latest = lateness;
     }
     if (victim == gathered_.size()) return false;
     release(victim);

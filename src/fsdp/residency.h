@@ -50,6 +50,7 @@ class Residency : public PageOwner {
   void fetch(size_t unit, Phase phase, bool prefetch);
   void finish(size_t unit);
   void release(size_t unit);
+  bool around_needed(size_t unit, const std::vector<size_t>& needed) const;
   bool make_room(int64_t bytes, const std::vector<size_t>& needed, size_t nearer_than);
   void prefetch_next(Phase phase);
   void agree_on_changes();

@@ -33,8 +33,13 @@ class Planner {
     result.parameters = std::move(parameters_);
     std::vector<std::vector<size_t>> members(nodes_.size());
     for (size_t i = 0; i < owner_.size(); ++i) members[owner_[i]].push_back(i);
+    std::vector<size_t> unit_of(nodes_.size(), 0);  // nodes come before what is in them
     for (size_t n = 0; n < nodes_.size(); ++n) {
-      if (n == kRoot || !members[n].empty()) result.units.push_back({nodes_[n].name, std::move(members[n])});
+      unit_of[n] = unit_of[nodes_[n].parent];
+      if (n != kRoot && members[n].empty()) continue;
+      const size_t parent = unit_of[n];
+      unit_of[n] = result.units.size();
+      result.units.push_back({nodes_[n].name, parent, std::move(members[n])});
     }
     return result;
   }

@@ -10,7 +10,8 @@ namespace tessera::fsdp {
 
 /// Parameters that are gathered together. Indices into UnitPlan::parameters.
 struct PlannedUnit {
-  std::string name;  ///< "" for the root
+  std::string name;   ///< "" for the root
+  size_t parent = 0;  ///< The nearest unit around it; the root's is itself.
   std::vector<size_t> parameters;
 };
 

@@ -125,6 +125,34 @@ TEST(FsdpCounts, ABudgetKeepsWhatIsUsedSoonest) {
   });
 }
 
+TEST(FsdpCounts, NestedUnitsAreGatheredOnceFromTheFirstStepOn) {
+  struct OuterImpl : torch::nn::Module {
+    OuterImpl() {
+      before = register_module("before", torch::nn::Linear(3, 3));
+      attention = register_module("attention", torch::nn::Linear(3, 3));
+      between = register_module("between", torch::nn::Linear(3, 3));
+      mlp = register_module("mlp", torch::nn::Linear(3, 3));
+      after = register_module("after", torch::nn::LayerNorm(torch::nn::LayerNormOptions({3})));
+    }
+    torch::Tensor forward(torch::Tensor x) { return after(mlp(between(attention(before(x))))); }
+    torch::nn::Linear before{nullptr}, attention{nullptr}, between{nullptr}, mlp{nullptr};
+    torch::nn::LayerNorm after{nullptr};
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    Options options;
+    options.wrap_policy = wrap_by_name({"0", "0.attention", "0.mlp"});
+    options.resident_bytes = (12 + 12 + 6 + 12) * 4;
+    torch::nn::Sequential net(std::make_shared<OuterImpl>(), torch::nn::Linear(3, 2));
+    FullyShardedDataParallel fsdp(net, group, options);
+    for (int i = 0; i < 3; ++i) {
+      fsdp.reset_stats();
+      loss_of(fsdp(rows(i, rank, 2))).backward();
+      EXPECT_EQ(fsdp.stats().gathers_forward, 4u) << "step " << i;
+      EXPECT_LE(fsdp.stats().gathers_backward, 3u) << "step " << i;
+    }
+  });
+}
+
 TEST(FsdpCounts, UnchangedUnitsStayWithinTheBudget) {
   run_ranks(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1);
@@ -410,6 +438,15 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
       EXPECT_EQ(reads(), "no error");
     }
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
+  });
+}
+
+TEST(FsdpForward, OtherMethodsOfTheModule) {
+  run_ranks(2, [&](ProcessGroup group, int) {
+    auto net = seeded<Chain>(1), plain = seeded<Chain>(1);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    const auto y = fsdp.call([](Chain& chain) { return chain->head(torch::ones({1, 3})); });
+    EXPECT_TRUE(at::equal(y, plain->head(torch::ones({1, 3}))));
   });
 }
 

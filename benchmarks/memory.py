@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Peak memory of each rank (RSS and PSS, sampled) for GPT-2 of 124M parameters, by way of training, beside the formula.
+
+    memory.py [--build build] [--ranks 2] [--steps 4] [--json out.json]
+
+Formula for FullyShardedDataParallel: 150 MiB + 16 bytes x parameters / ranks + the two largest units, besides activations: 4 of the 16 bytes are the parameters, 4 the
+gradients, 8 AdamW's state.
+"""
+import argparse, json, os, pathlib, re, subprocess, tempfile, threading, time
+
+CONFIG = """
+model: {type: GPT2, vocab_size: 50257, n_positions: 1024, n_embd: 768, n_layer: 12, n_head: 12, seed: 0}
+data: {type: ByteText, path: /usr/share/common-licenses, seq_len: 64, order: sequential}
+optimizer: {type: AdamW, lr: 1e-4}
+parallel: {type: none}
+train: {steps: 4, global_batch: 2, eval_batches: 1}
+"""
+PARAMETERS = 124_439_808
+LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872  # the root with the tied embedding, and a block
+WAYS = {
+    "none": ["parallel.type=none"],
+    "DistributedDataParallel": ["parallel.type=DistributedDataParallel"],
+    "ZeroRedundancyOptimizer": ["parallel.type=ZeroRedundancyOptimizer"],
+    "FullyShardedDataParallel": ["parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"],
+}
+
+
+def children(pid):
+    try:
+        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def descendants(pid):
+    found = [pid]
+    for child in children(pid):
+        found += descendants(child)
+    return found
+
+
+def sample(pid):
+    try:
+        text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0, 0
+    return tuple(int(re.search(rf"(?m)^{name}:\s+(\d+)", text)[1]) / 1024 for name in ("Rss", "Pss")) if "Pss" in text else (0, 0)
+
+
+def measure(build, ranks, steps, overrides, folder):
+    config = folder / "config.yaml"
+    config.write_text(CONFIG)
+    env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | {"OMP_NUM_THREADS": "1"}
+    command = [str(build / "bin/tessera"), "train", "-n", str(ranks), str(config), f"train.steps={steps}", *overrides]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = []
+    reader = threading.Thread(target=lambda: output.extend(process.stdout), daemon=True)
+    reader.start()
+    peaks = {}
+    while process.poll() is None:
+        for pid in descendants(process.pid):
+            rss, pss = sample(pid)
+            before = peaks.get(pid, (0, 0))
+            peaks[pid] = (max(rss, before[0]), max(pss, before[1]))
+        time.sleep(0.02)
+    reader.join(5)
+    if process.returncode:
+        raise SystemExit("".join(output))
+    ranks_only = sorted(peaks.values(), key=lambda peak: -peak[1])[:ranks]
+    return max(rss for rss, _ in ranks_only), max(pss for _, pss in ranks_only)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default="build", type=pathlib.Path)
+    parser.add_argument("--ranks", default=2, type=int)
+    parser.add_argument("--steps", default=4, type=int)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    formula = 150 + (16 * PARAMETERS / args.ranks + LARGEST_UNITS) / 2**20
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for way, overrides in WAYS.items():
+            ranks = 1 if way == "none" else args.ranks
+            rss, pss = measure(args.build, ranks, args.steps, overrides, pathlib.Path(folder))
+            rows.append({"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "pss_to_formula": round(pss / formula, 3)})
+    print(f"formula for a sharded rank: {formula:.0f} MiB")
+    print(f"{'way':<28}{'ranks':>6}{'peak RSS MiB':>14}{'peak PSS MiB':>14}{'PSS / formula':>15}")
+    for row in rows:
+        print(f"{row['way']:<28}{row['ranks']:>6}{row['peak_rss_mib']:>14}{row['peak_pss_mib']:>14}{row['pss_to_formula']:>15.3f}")
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps({"formula_mib": formula, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
