@@ -130,15 +130,22 @@ TEST(ShmFaults, AnErrorInConsumeIsThatRanksFault) {
 
 TEST(ShmFaults, AbortEndsABlockedCall) {
   std::atomic<Transport*> blocked{nullptr};
+  std::atomic<bool> abort_is_over{false};
   const auto errors = run_threads(2, [&](Transport& transport, int rank) {
     if (rank == 0) {
       blocked = &transport;
-      transport.exchange({});
+      try {
+        transport.exchange({});
+      } catch (...) {
+        while (!abort_is_over) std::this_thread::sleep_for(1ms);  // the transport is still in use
+        throw;
+      }
       return;
     }
     while (blocked == nullptr) std::this_thread::sleep_for(1ms);
     std::this_thread::sleep_for(20ms);
     blocked.load()->abort();
+    abort_is_over = true;
     std::this_thread::sleep_for(300ms);
   });
   EXPECT_THAT(message_of(errors[0]), HasSubstr("shut down on this rank"));

@@ -30,6 +30,9 @@ at::Tensor weights_of(const at::Tensor& y) {
   return at::arange(y.numel(), y.options()).remainder(7).view(y.sizes()) - 3;
 }
 
+/// libtorch's optional number, whose name differs between its versions.
+using Momentum = std::decay_t<decltype(std::declval<const torch::nn::BatchNormOptions&>().momentum())>;
+
 struct Shape {
   std::string name;
   std::vector<int64_t> rest;
@@ -46,7 +49,7 @@ TEST_P(SyncBatchNormParity, ForwardAndBackwardEqualOneProcessOnTheWholeBatch) {
   };
   for (const auto& batches : uneven_batches()) {
     const int64_t total = std::accumulate(batches.begin(), batches.end(), int64_t{0});
-    for (const c10::optional<double> momentum : {c10::optional<double>(0.3), c10::optional<double>()}) {
+    for (const Momentum& momentum : {Momentum(0.3), Momentum()}) {
       auto options = torch::nn::BatchNormOptions(4).momentum(momentum);
       torch::nn::BatchNorm2d plain(options);
       plain->to(tested.dtype);

@@ -241,27 +241,27 @@ class Fallback : public ::testing::TestWithParam<Deviation> {};
 TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
   const auto& tested = GetParam();
   const int world = static_cast<int>(tested.use.size());
-  run_ranks(world, [&](ProcessGroup group, int rank) {
-    Many net;
-    DistributedOptimizer optimizer(*net, group, sgd(0.01),
-                                   {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
-    const std::vector<std::vector<int>> usual(world, kForwards);
-    for (int step = 0; step < 6; ++step) {
-      const bool odd = step == 2;
-      optimizer.zero_grad();
-      group.reset_stats();
-      const auto& use = odd || step == 4 ? tested.use : usual;
-      optimizer.backward(net(input(step, rank), use[rank]).sum());
-      if (step == 1) EXPECT_EQ(group.stats().all_reduce.calls, 11u);
-      if (odd) EXPECT_EQ(group.stats().all_reduce.calls, tested.all_reduces);
-      expect_gradients(net, expected_gradients(net, step, use, world), "step " + std::to_string(step));
-      optimizer.step();
-      EXPECT_EQ(group.stats().bytes.calls, step == 1                                ? 0u
-                                           : (step == 0 || tested.all_reduces > 11) ? 1u
-                                                                                    : 0u)
-          << "step " << step;
-    }
-  });
+  for (const std::string method : {"mean", "sum"}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      Many net;
+      DistributedOptimizer optimizer(*net, group, sgd(0.001),
+                                     {.reduce_method = method, .param_pack = true, .param_pack_thd = 59});
+      const std::vector<std::vector<int>> usual(world, kForwards);
+      for (int step = 0; step < 6; ++step) {
+        const bool odd = step == 2;
+        optimizer.zero_grad();
+        group.reset_stats();
+        const auto& use = odd || step == 4 ? tested.use : usual;
+        optimizer.backward(net(input(step, rank), use[rank]).sum());
+        if (step == 1) EXPECT_EQ(group.stats().all_reduce.calls, 11u);
+        if (odd) EXPECT_EQ(group.stats().all_reduce.calls, tested.all_reduces);
+        expect_gradients(net, expected_gradients(net, step, use, method == "mean" ? world : 1),
+                         method + ", step " + std::to_string(step));
+        optimizer.step();
+        EXPECT_EQ(group.stats().bytes.calls, step == 1 ? 0u : 1u) << "packed anew after step " << step;
+      }
+    });
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Fallback,

@@ -34,6 +34,12 @@ def tensors(path):
     return result
 
 
+def without_key_bias(name, values):
+    """The gradient of attention's key bias (the middle third) is zero but for rounding, which Adam makes as large as any other step."""
+    third = len(values) // 3
+    return values[:third] + values[2 * third:] if name.endswith("attn.c_attn.bias") else values
+
+
 def environment():
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop) and k != "OPENBLAS_CORETYPE"}
@@ -82,9 +88,9 @@ class AgainstPyTorch(Folder):
         self.assert_close(mine, losses, 1e-4)
         self.assertEqual(set(final), set(weights))
         for name, values in weights.items():
-            # By norm: the gradient of attention's key bias is zero up to rounding, and Adam magnifies that rounding.
-            norm = sum(v * v for v in values) ** 0.5
-            self.assertLessEqual(sum((a - b) ** 2 for a, b in zip(final[name], values)) ** 0.5, 1e-4 * norm, name)
+            theirs, own = without_key_bias(name, values), without_key_bias(name, final[name])
+            norm = sum(v * v for v in theirs) ** 0.5
+            self.assertLessEqual(sum((a - b) ** 2 for a, b in zip(own, theirs)) ** 0.5, 1e-4 * norm, name)
 
     def test_one_process(self):
         self.compare(1)
