@@ -180,7 +180,8 @@ class P2pTransport : public Transport {
 
   void wait_for(Flying& item) {
     if (std::exchange(item.over, true)) return;
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
+    // Rounded up: what ends before the deadline is a peer that is gone, not one that is late.
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
     try {
       item.message->wait(std::max(left, std::chrono::milliseconds(1)));
     } catch (const std::exception& error) {

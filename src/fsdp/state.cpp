@@ -229,11 +229,17 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
   try {
     if (first_replica) {
       State mine;
-      for (const auto* piece : core.pieces()) mine.emplace_back(core.model.parameters[piece->parameter].name, piece->tensor.detach());
+      json layout = json::object();  // the file tells by itself what its pieces are
+      for (const auto* piece : core.pieces()) {
+        const auto& [name, tensor] = core.model.parameters[piece->parameter];
+        mine.emplace_back(name, piece->tensor.detach());
+        layout[name] = {{"shape", tensor.sizes().vec()}, {"strides", tensor.strides().vec()}, {"begin", piece->begin}};
+      }
       if (core.model.world.rank() == 0) {
         for (const auto& [name, buffer] : buffers(core)) mine.emplace_back(name, buffer.detach());
       }
-      save_safetensors((std::filesystem::path(folder) / shard_name(group.rank(), group.size())).string(), mine);
+      save_safetensors((std::filesystem::path(folder) / shard_name(group.rank(), group.size())).string(), mine,
+                       {{"format", "tessera-sharded"}, {"rank", std::to_string(group.rank())}, {"world", std::to_string(group.size())}, {"layout", layout.dump()}});
     }
   } catch (const std::exception& error) {
     problem = fmt::format("{}: save_sharded_state_dict: {}", core.prefix(), error.what());
