@@ -49,10 +49,12 @@ def main():
             return [str(binaries / "tessera"), "run", "-n", args.ranks, str(binaries / "peer_twin"), who[4:], *SIZES[size]]
         return [args.python, str(here / "torch_peer.py"), who + fused, args.ranks, *SIZES[size]]
 
+    # Before 2.x PyTorch's FSDP does not run on CPUs.
+    comparisons = {what: pair for what, pair in TARGETS.items() if fused or pair[1] != "fsdp"}
     rows = []
     for size in args.sizes.split(","):
         sides = []
-        for ours, theirs, _, _ in TARGETS.values():
+        for ours, theirs, _, _ in comparisons.values():
             for who in ("own:" + ours, theirs):
                 if who not in sides:
                     sides.append(who)
@@ -60,7 +62,7 @@ def main():
         for round_ in range(args.rounds):
             for who in sides if round_ % 2 == 0 else reversed(sides):
                 results[who].append(run(command(who, size)))
-        for what, (ours, theirs, figure, targets) in TARGETS.items():
+        for what, (ours, theirs, figure, targets) in comparisons.items():
             a = [r[figure] for r in results["own:" + ours]]
             b = [r[figure] for r in results[theirs]]
             rows.append({"what": what, "size": size, "peer": version, "ours": statistics.median(a), "theirs": statistics.median(b),

@@ -2,7 +2,7 @@
 //
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
-// STRATEGY: none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block),
+// STRATEGY: startup (the first all-reduce, and out) | none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block),
 // each optionally with "-gloo". Prints one JSON line of medians from rank 0.
 
 #include "tessera/tessera.h"
@@ -107,6 +107,11 @@ int main(int argc, char** argv) {
     strategy.resize(strategy.size() - 5);
   }
   auto world = tessera::init_process_group(options);
+  if (strategy == "startup") {
+    world.all_reduce(torch::ones({1}));
+    std::cout << "done" << std::endl;
+    return 0;
+  }
   torch::set_num_threads(1);
   torch::manual_seed(0);
   Gpt model(width, layers, heads, tokens, vocab);

@@ -16,4 +16,6 @@ export OMP_NUM_THREADS=1
 for python in "${@:-/usr/bin/python3}"; do
   version=$("$python" -c 'import torch; print(torch.__version__)')
   benchmarks/compare.py --build "$build" --python "$python" --json "benchmark-out/peers-$version.json"
+  benchmarks/startup.py --build "$build" --python "$python" --json "benchmark-out/startup-$version.json"
 done
+benchmarks/memory.py --build "$build" --json benchmark-out/memory.json
