@@ -2,6 +2,7 @@
 
 #include "tessera/comm_hook.h"
 #include "tessera/join.h"
+#include "tessera/no_sync.h"
 #include "tessera/process_group.h"
 
 #include <torch/torch.h>
@@ -81,17 +82,9 @@ class DistributedDataParallel : public Joinable {
 
   /// While alive, backward passes accumulate locally and nothing is sent; the next one outside sends the sum. Local; on all ranks
   /// alike, around forward and backward.
-  class NoSync {
-   public:
-    explicit NoSync(detail::DataParallel& core) : core_(core), before_(core.sync()) { core.set_sync(false); }
-    ~NoSync() { core_.set_sync(before_); }
-    NoSync(const NoSync&) = delete;
-
-   private:
-    detail::DataParallel& core_;
-    bool before_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*core_); }
+  [[nodiscard]] NoSync no_sync() {
+    return NoSync(core_->sync(), [core = core_.get()](bool sync) { core->set_sync(sync); });
+  }
 
   int64_t gradient_bytes() const { return core_->gradient_bytes(); }  ///< On this rank. Local.
   size_t buckets() const { return core_->buckets(); }                 ///< How many. Local.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "tessera/join.h"
+#include "tessera/no_sync.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/process_group.h"
@@ -86,17 +87,7 @@ class DistributedOptimizer : public Joinable {
 
   /// While alive, backward passes accumulate locally and nothing is sent; the next one outside sends the sum. Local, on
   /// all ranks alike.
-  class NoSync {
-   public:
-    explicit NoSync(DistributedOptimizer& optimizer);
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-
-   private:
-    DistributedOptimizer& optimizer_;
-    bool before_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+  [[nodiscard]] NoSync no_sync();
 
   /// The collectives of one backward of the other ranks, for a rank without data: its gradients count as zero, and it
   /// gets the result.

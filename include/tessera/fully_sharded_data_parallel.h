@@ -1,5 +1,6 @@
 #pragma once
 
+#include "tessera/no_sync.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/process_group.h"
 #include "tessera/wrap_policy.h"
@@ -154,21 +155,8 @@ class FullyShardedDataParallelBase {
   /// part. `rank0_only`: other ranks take part but do not keep the values (no writeback then). Outside forward and backward. Collective, both ends.
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true, bool rank0_only = false);
 
-  /// The same on the heap, for a scope that is not a block.
-  [[nodiscard]] std::unique_ptr<FullParams> summon_full_params_ptr(const std::string& prefix = "", bool writeback = true, bool rank0_only = false);
-
   /// While alive, backward passes accumulate unsharded gradients and reduce nothing; the next one outside reduces the sum. Local, on all ranks
   /// alike. Without it each backward reduces into the shards, which costs traffic and no memory.
-  class NoSync {
-   public:
-    explicit NoSync(fsdp::Core& core);
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-
-   private:
-    fsdp::Core& core_;
-    bool before_;
-  };
   [[nodiscard]] NoSync no_sync();
 
   /// Parameters and buffers, whole, by name, on the CPU of rank `to` (all for to < 0; empty elsewhere), in the parameters' own dtype. Gathered one

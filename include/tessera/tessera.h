@@ -10,6 +10,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/fused_optimizer.h"
 #include "tessera/join.h"
+#include "tessera/no_sync.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_state.h"
 #include "tessera/optimizer_state_dict.h"

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "tessera/join.h"
+#include "tessera/no_sync.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/partition.h"
@@ -96,17 +97,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void load_state_dict(const OptimizerStateDict& dict);
 
   /// While alive, backward passes accumulate locally and nothing is sent. Local, on all ranks alike.
-  class NoSync {
-   public:
-    explicit NoSync(ZeroRedundancyOptimizer& optimizer);
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-
-   private:
-    ZeroRedundancyOptimizer& optimizer_;
-    bool before_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+  [[nodiscard]] NoSync no_sync();
 
   /// What one backward of the other ranks asks of a rank without data; then it calls step() as they do, which updates its own part.
   /// Collective with overlap_with_backward, else local.

@@ -122,13 +122,11 @@ std::vector<std::vector<std::string>> DistributedOptimizer::packs(size_t group) 
   return result;
 }
 
-DistributedOptimizer::NoSync::NoSync(DistributedOptimizer& optimizer)
-    : optimizer_(optimizer), before_(optimizer.impl_->reducer_ && optimizer.impl_->reducer_->sync()) {
-  if (before_) optimizer_.impl_->reducer_->set_sync(false);
-}
-
-DistributedOptimizer::NoSync::~NoSync() {
-  if (before_) optimizer_.impl_->reducer_->set_sync(true);
+NoSync DistributedOptimizer::no_sync() {
+  const auto set = [impl = impl_.get()](bool sync) {
+    if (impl->reducer_) impl->reducer_->set_sync(sync);
+  };
+  return NoSync(impl_->reducer_ && impl_->reducer_->sync(), set);
 }
 
 void DistributedOptimizer::shadow_backward() {

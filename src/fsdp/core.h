@@ -8,7 +8,7 @@
 
 namespace tessera::fsdp {
 
-/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), norm.cpp, full_params.cpp, state.cpp.
+/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), norm.cpp, full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
 class Core : public std::enable_shared_from_this<Core> {
  public:
   static constexpr const char* kName = "FullyShardedDataParallel";

@@ -57,13 +57,10 @@ FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& p
   return FullParams(core_->core().shared_from_this(), prefix, writeback, rank0_only);
 }
 
-std::unique_ptr<FullParams> FullyShardedDataParallelBase::summon_full_params_ptr(const std::string& prefix, bool writeback, bool rank0_only) {
-  return std::make_unique<FullParams>(core_->core().shared_from_this(), prefix, writeback, rank0_only);
+NoSync FullyShardedDataParallelBase::no_sync() {
+  auto* gradients = core_->core().gradients.get();
+  return NoSync(gradients->sync(), [gradients](bool sync) { gradients->set_sync(sync); });
 }
-
-FullyShardedDataParallelBase::NoSync::NoSync(fsdp::Core& core) : core_(core), before_(core.gradients->sync()) { core.gradients->set_sync(false); }
-FullyShardedDataParallelBase::NoSync::~NoSync() { core_.gradients->set_sync(before_); }
-FullyShardedDataParallelBase::NoSync FullyShardedDataParallelBase::no_sync() { return NoSync(core_->core()); }
 
 std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return core_->core().units(); }
 

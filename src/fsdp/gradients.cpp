@@ -52,10 +52,7 @@ void Gradients::arrived(size_t parameter) {
   const auto [f, member] = model_.places[parameter];
   auto& grad = const_cast<at::Tensor&>(model_.parameters[parameter].tensor).mutable_grad();
   if (!grad.defined()) return;
-  if (grad.layout() != at::kStrided) {
-    throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))",
-                                 model_.world.rank(), model_.parameters[parameter].name));
-  }
+  sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad, model_.world.rank());
   begin(f);
   auto& pending = pending_[f];
   if (pending.has[member]) {
@@ -92,6 +89,8 @@ void Gradients::reduce(size_t f) {
   }
   const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]), digest(pending.has));
   const double scale = 1.0 / model_.world.size();
+  reduction->scale.number = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
+  reduction->scale.tensor = at::scalar_tensor(reduction->scale.number, flat.shard.options());
   {
     const CommStream::Scope issue_there(stream_);
     if (model_.replicas.size() > 1) {
@@ -103,7 +102,7 @@ void Gradients::reduce(size_t f) {
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
-          [this, reduction = reduction.get(), scale](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run, scale); }, what);
+          [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run); }, what);
     }
     reduction->mark = stream_.mark();
   }
@@ -123,7 +122,7 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
 }
 
 /// A run of the sum, from `offset` of own segment on, goes to the gradients of the pieces it covers.
-void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run, double scale) {
+void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run) {
   at::NoGradGuard no_grad;
   const auto& flat = model_.flats[reduction.flat];
   auto& shard = pending_[reduction.flat].shard;
@@ -139,9 +138,9 @@ void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor
     }
     auto target = shard.narrow(0, from, to - from);
     const auto part = run.narrow(0, from - offset, to - from);
-    if (reduction.adds[m]) target.add_(part, scale);
-    else if (part.scalar_type() == target.scalar_type() && part.device() == target.device()) at::mul_out(target, part, at::scalar_tensor(scale, target.options()));
-    else target.copy_(part).mul_(scale);
+    if (reduction.adds[m]) target.add_(part, reduction.scale.number);
+    else if (part.scalar_type() == target.scalar_type() && part.device() == target.device()) at::mul_out(target, part, reduction.scale.tensor);
+    else target.copy_(part).mul_(reduction.scale.number);
   }
 }
 
@@ -151,7 +150,7 @@ void Gradients::finish_one() {
   auto& flat = model_.flats[reduction->flat];
   reduction->work.wait();
   stream_.join(reduction->mark);
-  if (reduction->part.defined()) add(*reduction, 0, reduction->part, 1);
+  if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m]) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
   }

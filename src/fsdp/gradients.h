@@ -45,6 +45,10 @@ class Gradients {
     at::Tensor slot;
     at::Tensor part;               // of a replicated shard: summed over replicas before it is added
     std::vector<char> used, adds;
+    struct {
+      double number;
+      at::Tensor tensor;           // the same, made once for all runs
+    } scale;
     CommStream::Mark mark;
   };
 
@@ -52,7 +56,7 @@ class Gradients {
   void forget_arrivals();
   void reduce(size_t flat);
   void finish_one();
-  void add(const Reduction& reduction, int64_t offset, const at::Tensor& run, double scale);
+  void add(const Reduction& reduction, int64_t offset, const at::Tensor& run);
   at::Tensor window(size_t flat, size_t member) const;
 
   ShardedModel& model_;

@@ -39,6 +39,11 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
   }
 }
 
+void check_gradient(const std::string& component, const std::string& parameter, const at::Tensor& gradient, int rank) {
+  if (gradient.layout() == at::kStrided) return;
+  throw UsageError(fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))", component, rank, parameter));
+}
+
 std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters, const std::vector<size_t>& subset) {
   std::vector<std::vector<size_t>> classes;
   for (const auto i : subset) {

@@ -164,10 +164,7 @@ class Reducer::Core {
   void take(size_t i) {
     auto& grad = parameters_[i].tensor.mutable_grad();
     if (!grad.defined()) return;
-    if (grad.layout() != at::kStrided) {
-      throw UsageError(fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))",
-                                   options_.component, group_.rank(), parameters_[i].name));
-    }
+    check_gradient(options_.component, parameters_[i].name, grad, group_.rank());
     if (!options_.gradient_as_bucket_view) {
       if (sync_) view(i).copy_(grad);
       return;

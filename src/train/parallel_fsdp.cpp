@@ -41,7 +41,9 @@ class ShardedTraining : public Parallel {
     return {mean_over_ranks(loss, group_), norm};
   }
 
-  std::unique_ptr<FullParams> whole_on_rank0() override { return fsdp_.summon_full_params_ptr("", false, true); }
+  std::unique_ptr<FullParams> whole_on_rank0() override {
+    return std::unique_ptr<FullParams>(new FullParams(fsdp_.summon_full_params("", false, true)));
+   }
 
   double lr() const override { return group_lr(*optimizer_); }
   void set_lr(double lr) override { set_group_lr(*optimizer_, lr); }

@@ -1,3 +1,4 @@
+#include "sharding/gradient_norm.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
 
@@ -89,7 +90,7 @@ void ZeroRedundancyOptimizer::Impl::take_gradients_of_caller(ShardBucket& bucket
       kept.zero_();
       continue;
     }
-    if (grad.layout() != at::kStrided) throw UsageError(fmt::format("{}: parameter {} got a sparse gradient; expected a dense one", prefix(), parameter.name));
+    sharding::check_gradient(kName, parameter.name, grad, group_.rank());
     if (grad.strides() != parameter.tensor.strides()) grad = at::empty_like(parameter.tensor).copy_(grad);
     kept.copy_(sharding::in_memory_order(grad).narrow(0, piece.begin, piece.numel));
   }
@@ -320,28 +321,19 @@ void ZeroRedundancyOptimizer::Impl::shadow_backward() {
 }
 
 double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
-  if (!(p > 0)) throw UsageError(fmt::format("{}: norm_type is {}; expected a positive number or infinity", prefix(), p));
+  sharding::GradientNorm norm(prefix(), p);
   at::NoGradGuard no_grad;
   repartition_if_trainability_changed();
   ensure_reduced();
-  const bool maximum = std::isinf(p);
-  double total = 0;
-  for (auto& bucket : buckets_) {
-    const auto shard = shard_buffer(bucket);
-    if (shard.numel() == 0) continue;
-    if (maximum) total = std::max(total, shard.abs().max().item<double>());
-    else if (p == 2 && shard.scalar_type() == at::kFloat && shard.device().is_cpu()) total += sum_of_squares(shard.data_ptr<float>(), shard.numel());
-    else total += shard.to(at::kDouble).abs().pow(p).sum().item<double>();
-  }
-  auto all = group_.all_gather(at::full({1}, total, at::TensorOptions().dtype(at::kDouble).device(group_.control_device())));
-  return maximum ? all.max().item<double>() : std::pow(all.sum().item<double>(), 1 / p);
+  for (auto& bucket : buckets_) norm.add(shard_buffer(bucket));
+  return norm.total(group_);
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
-  if (!(max_norm >= 0)) throw UsageError(fmt::format("{}: max_norm is {}; expected 0 or more", prefix(), max_norm));
+  sharding::check_max_norm(prefix(), max_norm);
   const double norm = grad_norm(p);
-  const double factor = max_norm / (norm + 1e-6);
-  if (factor >= 1) return norm;
+  const double factor = sharding::clip_factor(max_norm, norm);
+  if (factor == 1) return norm;
   at::NoGradGuard no_grad;
   for (auto& bucket : buckets_) shard_buffer(bucket).mul_(factor);
   return norm;

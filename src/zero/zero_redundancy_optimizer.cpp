@@ -76,13 +76,11 @@ void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
   impl_->group_.broadcast(tensors, last_active_rank);
 }
 
-ZeroRedundancyOptimizer::NoSync::NoSync(ZeroRedundancyOptimizer& optimizer)
-    : optimizer_(optimizer), before_(optimizer.impl_->reducer_ && optimizer.impl_->reducer_->sync()) {
-  if (before_) optimizer_.impl_->reducer_->set_sync(false);
-}
-
-ZeroRedundancyOptimizer::NoSync::~NoSync() {
-  if (before_) optimizer_.impl_->reducer_->set_sync(true);
+NoSync ZeroRedundancyOptimizer::no_sync() {
+  const auto set = [impl = impl_.get()](bool sync) {
+    if (impl->reducer_) impl->reducer_->set_sync(sync);
+  };
+  return NoSync(impl_->reducer_ && impl_->reducer_->sync(), set);
 }
 
 }  // namespace tessera

@@ -1,0 +1,77 @@
+#include "fsdp/state_rules.h"
+#include "sharding/piece_state.h"
+#include "tessera/error.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace tessera {
+
+using namespace fsdp;
+
+OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(const torch::optim::Optimizer& optimizer, int to) {
+  auto& core = core_->core();
+  core.require_idle("optim_state_dict");
+  check_optimizer(optimizer);
+  std::unordered_map<const void*, size_t> index;
+  for (const auto* piece : core.pieces()) index[piece->tensor.unsafeGetTensorImpl()] = piece->parameter;
+  OptimizerStateDict dict;
+  for (const auto& group : optimizer.param_groups()) {
+    auto& entry = dict.groups.emplace_back();
+    entry.options = get_options(group.options());
+    for (const auto& tensor : group.params()) {
+      const auto found = index.find(tensor.unsafeGetTensorImpl());
+      if (found == index.end()) {
+        throw UsageError(fmt::format("{}: optim_state_dict: group {}, parameter {} of the optimizer is none of fsdp.parameters(); expected an optimizer made over these",
+                                     core.prefix(), dict.groups.size() - 1, entry.parameters.size()));
+      }
+      entry.parameters.push_back(core.model.parameters[found->second].name);
+    }
+  }
+  auto& group = core.model.shard_group;
+  const auto& ranks = group.world_ranks();
+  const auto place = std::find(ranks.begin(), ranks.end(), to);
+  if (to >= 0 && group.size() > 1 && place == ranks.end()) return dict;
+  const int root = to < 0 || group.size() == 1 ? -1 : static_cast<int>(place - ranks.begin());
+  dict.state = sharding::gather_piece_state(optimizer, core.pieces(), core.model.parameters, group, root);
+  return dict;
+}
+
+void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
+  auto& core = core_->core();
+  core.require_idle("load_optim_state_dict");
+  check_optimizer(optimizer);
+  const auto fail = [&](const std::string& problem) { throw UsageError(fmt::format("{}: load_optim_state_dict: {}", core.prefix(), problem)); };
+  auto& groups = optimizer.param_groups();
+  if (groups.size() != dict.groups.size()) fail(fmt::format("the state dict has {} parameter groups; expected {}", dict.groups.size(), groups.size()));
+  std::unordered_map<const void*, size_t> index;
+  std::map<std::string, size_t> by_name;
+  for (const auto* piece : core.pieces()) {
+    index[piece->tensor.unsafeGetTensorImpl()] = piece->parameter;
+    by_name[core.model.parameters[piece->parameter].name] = piece->parameter;
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (size_t i = 0; i < std::max(groups[g].params().size(), dict.groups[g].parameters.size()); ++i) {
+      const auto found = i < groups[g].params().size() ? index.find(groups[g].params()[i].unsafeGetTensorImpl()) : index.end();
+      const std::string here = found == index.end() ? "nothing of fsdp.parameters()" : core.model.parameters[found->second].name;
+      const std::string there = i < dict.groups[g].parameters.size() ? dict.groups[g].parameters[i] : "nothing";
+      if (here != there) fail(fmt::format("group {}, parameter {}: the optimizer has {}, the state dict {}", g, i, here, there));
+    }
+  }
+  for (const auto& [name, state] : dict.state) {
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) fail(fmt::format("state of unknown parameter {}", name));
+    const auto& parameter = core.model.parameters[found->second].tensor;
+    for (const auto& [key, tensor] : state.tensors) {
+      if (tensor.numel() > 1 && !tensor.sizes().equals(parameter.sizes())) {
+        fail(fmt::format("{} of parameter {} has shape {}; expected {}", key, name, shape_text(tensor.sizes()), shape_text(parameter.sizes())));
+      }
+    }
+  }
+  for (size_t g = 0; g < groups.size(); ++g) set_options(groups[g].options(), dict.groups[g].options);
+  sharding::load_piece_state(optimizer, core.pieces(), core.model.parameters, dict.state);
+}
+
+}  // namespace tessera

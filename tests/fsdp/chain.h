@@ -1,0 +1,48 @@
+#pragma once
+
+#include "fsdp/models.h"
+#include "tessera/error.h"
+
+#include <functional>
+#include <string>
+
+namespace tessera::testing {
+
+inline at::Tensor rows(int step, int rank = 0, int world = 1) {
+  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
+}
+inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
+
+struct ChainImpl : torch::nn::Module {
+  explicit ChainImpl(int blocks = 5) {
+    for (int i = 0; i < blocks; ++i) list->push_back(torch::nn::Linear(3, 3));
+    register_module("list", list);
+    head = register_module("head", torch::nn::Linear(3, 2));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (const auto& block : *list) x = torch::tanh(block->as<torch::nn::Linear>()->forward(x));
+    return head(x);
+  }
+  torch::nn::ModuleList list;
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Chain);
+
+template <class Optimizer, class Net>
+void step(Net& fsdp, Optimizer& optimizer, const at::Tensor& x) {
+  optimizer.zero_grad();
+  loss_of(fsdp(x)).backward();
+  optimizer.step();
+}
+
+/// The text of the UsageError that the call throws.
+inline std::string thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+}  // namespace tessera::testing
