@@ -41,6 +41,9 @@ struct CollectiveStats {
 
 struct CommStats {
   CollectiveStats all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier, bytes;
+  /// What the calling threads spent inside blocking collectives and in Work::wait(): for other ranks and for data. 0 where a
+  /// device's stream waits instead.
+  double waited_seconds = 0;
 
   /// Bytes received over all kinds but `bytes` (control messages).
   uint64_t payload_received() const;
@@ -156,7 +159,7 @@ class ProcessGroup {
   at::Device control_device() const;
 
   /// Local.
-  const CommStats& stats() const;
+  CommStats stats() const;
   void reset_stats();
 
   class Impl;

@@ -113,8 +113,8 @@ const std::vector<int>& ProcessGroup::world_ranks() const { return impl_->world.
 std::chrono::milliseconds ProcessGroup::timeout() const { return impl_->world.options.timeout; }
 std::string ProcessGroup::backend_name() const { return impl_->alone() ? "self" : impl_->transport->name(); }
 bool ProcessGroup::same_host() const { return impl_->world.same_host; }
-const CommStats& ProcessGroup::stats() const { return impl_->stats; }
-void ProcessGroup::reset_stats() { impl_->stats = {}; }
+CommStats ProcessGroup::stats() const { return impl_->snapshot(); }
+void ProcessGroup::reset_stats() { impl_->reset(); }
 
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   require(timeout.count() > 0, *impl_, "set_timeout", fmt::format("the time-out is {} ms; expected a positive one", timeout.count()));

@@ -25,10 +25,23 @@ ProcessGroup::Impl::~Impl() {
 
 void ProcessGroup::Impl::count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received) {
   std::lock_guard lock(stats_mutex_);
-  auto& entry = stats.*kind;
+  auto& entry = stats_.*kind;
   ++entry.calls;
   entry.bytes_sent += sent;
   entry.bytes_received += received;
+}
+
+CommStats ProcessGroup::Impl::snapshot() {
+  std::lock_guard lock(stats_mutex_);
+  CommStats stats = stats_;
+  stats.waited_seconds = std::chrono::duration<double>(queue_.waited()).count();
+  return stats;
+}
+
+void ProcessGroup::Impl::reset() {
+  std::lock_guard lock(stats_mutex_);
+  stats_ = {};
+  queue_.reset_waited();
 }
 
 /// The messages of the ranks that called fail(), of which all ranks learn here; `failure_` is mine, if I did.

@@ -24,10 +24,11 @@ class ProcessGroup::Impl {
 
   bool alone() const { return world.size == 1; }
   void count(CollectiveStats CommStats::* kind, uint64_t sent, uint64_t received);
+  CommStats snapshot();
+  void reset();
 
   comm::World world;
   std::unique_ptr<comm::Transport> transport;  // null in a world of one
-  CommStats stats;
   uint64_t splits = 0;
   std::atomic<bool> ended = false;  // failure_ is set
 
@@ -41,6 +42,7 @@ class ProcessGroup::Impl {
   uint64_t sequence_ = 0;
   std::string failure_;  // set once: what ended the group
   std::mutex stats_mutex_;
+  CommStats stats_;
   comm::Queue queue_;
 };
 

@@ -6,6 +6,7 @@ namespace tessera {
 
 void Work::State::wait() {
   std::unique_lock lock(mutex_);
+  const comm::WaitTimer timer(done_ ? nullptr : clock_.get());
   changed_.wait(lock, [&] { return done_; });
   if (error_) std::rethrow_exception(error_);
 }
@@ -53,11 +54,12 @@ void Queue::run(Operation operation) {
       queue.changed_.notify_all();
     }
   } release{*this};
+  const WaitTimer timer(clock_.get());
   operation();
 }
 
 Work Queue::submit(Operation operation) {
-  auto state = std::make_shared<Work::State>();
+  auto state = std::make_shared<Work::State>(clock_);
   {
     std::lock_guard lock(mutex_);
     if (stopped_) throw BrokenWorldError("ProcessGroup: a collective was started after the group had been shut down", {});

@@ -2,6 +2,8 @@
 
 #include "tessera/process_group.h"
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -11,8 +13,38 @@
 
 namespace tessera {
 
+namespace comm {
+
+/// Time that callers spent waiting.
+class WaitClock {
+ public:
+  void add(std::chrono::nanoseconds time) { nanoseconds_ += time.count(); }
+  std::chrono::nanoseconds total() const { return std::chrono::nanoseconds(nanoseconds_.load()); }
+  void reset() { nanoseconds_ = 0; }
+
+ private:
+  std::atomic<int64_t> nanoseconds_{0};
+};
+
+/// Adds its own lifetime to a clock.
+class WaitTimer {
+ public:
+  explicit WaitTimer(WaitClock* clock) : clock_(clock), start_(std::chrono::steady_clock::now()) {}
+  ~WaitTimer() {
+    if (clock_ != nullptr) clock_->add(std::chrono::steady_clock::now() - start_);
+  }
+  WaitTimer(const WaitTimer&) = delete;
+
+ private:
+  WaitClock* clock_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace comm
+
 class Work::State {
  public:
+  explicit State(std::shared_ptr<comm::WaitClock> clock = nullptr) : clock_(std::move(clock)) {}
   virtual ~State() = default;
   virtual void wait();
   virtual bool done();
@@ -23,6 +55,7 @@ class Work::State {
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
+  std::shared_ptr<comm::WaitClock> clock_;
 };
 
 namespace comm {
@@ -39,6 +72,10 @@ class Queue {
   /// Drops what has not begun (its Work throws) and waits for what has. The caller makes that end soon.
   void stop() noexcept;
 
+  /// What callers spent in run() and in waiting for submitted work.
+  std::chrono::nanoseconds waited() const { return clock_->total(); }
+  void reset_waited() { clock_->reset(); }
+
  private:
   struct Item {
     Operation operation;
@@ -52,6 +89,7 @@ class Queue {
   bool busy_ = false;
   bool stopped_ = false;
   std::thread worker_;
+  std::shared_ptr<WaitClock> clock_ = std::make_shared<WaitClock>();
 };
 
 }  // namespace comm

@@ -22,6 +22,8 @@ struct Dealing {
     return {first, std::clamp<int64_t>(total - first, 0, per_rank)};
   }
 
+  /// Samples of an iteration in which all ranks have a full part.
+  int64_t round() const { return per_rank * world; }
   /// Iterations in which all ranks have a full part.
   int64_t full() const { return total / (per_rank * world); }
   /// Iterations in which some rank has one.

@@ -1,44 +1,83 @@
 #include "train/evaluation.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tessera::train {
 namespace {
 
-constexpr int64_t kChunkWindows = 8;
+/// Samples that are evaluated together, on one rank.
+constexpr int64_t kChunk = 8;
+
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& module) : module_(module), was_training_(module.is_training()) {
+    module_.eval();
+  }
+  ~EvaluationMode() { module_.train(was_training_); }
+  EvaluationMode(const EvaluationMode&) = delete;
+
+ private:
+  torch::nn::Module& module_;
+  bool was_training_;
+};
+
+std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, const Dataset& data, int64_t first,
+                                                       int64_t count) {
+  std::vector<int64_t> samples(static_cast<size_t>(count));
+  std::iota(samples.begin(), samples.end(), first);
+  Batch batch = data.get(samples);
+  const at::Device device = model.model().module->parameters().front().device();
+  batch.inputs = batch.inputs.to(device);
+  batch.targets = batch.targets.defined() ? batch.targets.to(device) : batch.targets;
+  const ParsedLosses losses = model.val_losses(batch);
+  std::vector<std::pair<std::string, double>> figures{{"loss", losses.total.item<double>()}};
+  for (const auto& [name, value] : losses.values) {
+    if (name != "loss") {
+      figures.emplace_back(name, value.item<double>());
+    }
+  }
+  return figures;
+}
 
 }  // namespace
 
-double evaluate(torch::nn::Module& model, const std::function<at::Tensor(const Batch&)>& loss, const Tokens& tokens, int64_t seq_len,
-                int64_t max_windows, ProcessGroup group) {
-  int64_t windows = window_count(tokens, seq_len);
-  if (max_windows > 0) {
-    windows = std::min(windows, max_windows);
-  }
-  const int64_t chunks = (windows + kChunkWindows - 1) / kChunkWindows;
-  at::Tensor sums = at::zeros({chunks}, at::kDouble);
-  const bool was_training = model.is_training();
-  model.eval();
-  {
-    torch::NoGradGuard no_grad;
-    for (int64_t round = 0; round < chunks; round += group.size()) {
-      // A rank without a chunk in the last round takes part with another's, which does not count.
-      const int64_t chunk = std::min(round + group.rank(), chunks - 1);
-      const int64_t first = chunk * kChunkWindows;
-      const int64_t count = std::min(kChunkWindows, windows - first);
-      const double mean = loss(window_batch(tokens, seq_len, first, count)).item<double>();
+std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data, int64_t max_samples) {
+  const int64_t samples = max_samples > 0 ? std::min(max_samples, data.size()) : data.size();
+  const int64_t chunks = (samples + kChunk - 1) / kChunk;
+  ProcessGroup group = model.group();
+  const EvaluationMode evaluating(*model.model().module);
+  at::Tensor sums;
+  std::vector<std::string> names;
+  for (int64_t round = 0; round < chunks; round += group.size()) {
+    // A rank without a chunk in the last round takes part with another's, which does not count.
+    const int64_t chunk = std::min(round + group.rank(), chunks - 1);
+    const int64_t first = chunk * kChunk;
+    const int64_t count = std::min(kChunk, samples - first);
+    const auto figures = figures_of(model, data, first, count);
+    if (!sums.defined()) {
+      sums = at::zeros({chunks, static_cast<int64_t>(figures.size())}, at::kDouble);
+    }
+    names.resize(figures.size());
+    for (size_t i = 0; i < figures.size(); ++i) {
+      names[i] = figures[i].first;
       if (round + group.rank() < chunks) {
-        sums.data_ptr<double>()[chunk] = mean * static_cast<double>(count);
+        sums.index_put_({chunk, static_cast<int64_t>(i)}, figures[i].second * static_cast<double>(count));
       }
     }
   }
-  model.train(was_training);
-  group.all_reduce(sums);
-  double total = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    total += sums.data_ptr<double>()[chunk];
+  const at::Tensor everywhere = sums.to(group.control_device());
+  group.all_reduce(everywhere);
+  sums = everywhere.cpu();
+  std::map<std::string, double> means;
+  for (size_t i = 0; i < names.size(); ++i) {
+    double total = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      total += sums[chunk][static_cast<int64_t>(i)].item<double>();
+    }
+    means[names[i]] = total / static_cast<double>(samples);
   }
-  return total / static_cast<double>(windows);
+  return means;
 }
 
 }  // namespace tessera::train

@@ -1,15 +1,16 @@
 #pragma once
 
-#include "tessera/data.h"
-#include "tessera/process_group.h"
+#include <map>
+#include <string>
 
-#include <functional>
+#include "tessera/dataset.h"
+#include "tessera/model_wrapper.h"
 
 namespace tessera::train {
 
-/// Mean loss over the first `max_windows` (0: all) non-overlapping windows of `tokens`. Windows are dealt out in chunks
-/// of a fixed size and summed in their order, so that the figure is bit-identical for any world size. `loss` is called equally often on all ranks.
+/// Means over the first `max_samples` samples (0: all) of every figure that the model gives, "loss" being the sum of its
+/// losses. The module is in evaluation mode meanwhile. The result does not depend, in any bit, on the number of ranks.
 /// A collective.
-double evaluate(torch::nn::Module& model, const std::function<at::Tensor(const Batch&)>& loss, const Tokens& tokens, int64_t seq_len, int64_t max_windows, ProcessGroup group);
+std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data, int64_t max_samples);
 
 }  // namespace tessera::train

@@ -3,8 +3,8 @@
 #include <filesystem>
 #include <system_error>
 
-#include "checkpoint/atomic_file.h"
 #include "tessera/error.h"
+#include "tessera/files.h"
 
 namespace tessera::train {
 namespace {
@@ -24,7 +24,7 @@ void prepare_file(const Config& config, const std::string& key, const std::strin
     throw UsageError(config.at(key) + file + ": cannot make the folder " + folder.string() + ": " + failure.message());
   }
   try {
-    AtomicFile probe("output", file);
+    check_writable(file);
   } catch (const Error& error) {
     throw UsageError(config.at(key) + error.what());
   }
@@ -35,12 +35,6 @@ void prepare_file(const Config& config, const std::string& key, const std::strin
 void prepare_outputs(const Config& config) {
   prepare_file(config, "train.log", config.train.log);
   prepare_file(config, "train.save", config.train.save);
-}
-
-void write_text(const std::string& path, const std::string& text) {
-  AtomicFile file("output", path);
-  file.write_at(text.data(), text.size(), 0);
-  file.commit();
 }
 
 }  // namespace tessera::train

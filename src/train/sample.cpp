@@ -5,10 +5,10 @@
 
 namespace tessera::train {
 
-std::string sample_text(GPT2Impl& model, const SampleConfig& sample, bool bytes) {
+std::string sample_text(const TrainedModel& model, const SampleConfig& sample, bool bytes) {
   const at::Tensor tokens = model
-                                .generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.options,
-                                          at::make_generator<at::CPUGeneratorImpl>(sample.seed))
+                                .generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.temperature,
+                                          sample.top_k, at::make_generator<at::CPUGeneratorImpl>(sample.seed))
                                 .contiguous();
   const auto* token = tokens.data_ptr<int64_t>();
   std::string text;

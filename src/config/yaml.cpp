@@ -12,9 +12,9 @@
 #include <sstream>
 
 #include "tessera/error.h"
-#include "train/config_tree.h"
+#include "tessera/config_node.h"
 
-namespace tessera::train {
+namespace tessera {
 namespace {
 
 /// Builds the tree from the parser's events rather than from YAML::Node, which forgets quotes, keeps the last of two
@@ -204,9 +204,9 @@ ConfigNode parse_yaml_file(const std::string& path) {
   text.resize(static_cast<size_t>(file.gcount()));
   ConfigNode root = parse_yaml(text, path, true);
   if (root.kind != ConfigNode::Kind::Map) {
-    throw UsageError(path + ": " + root.describe() + "; expected a map with model, data, optimizer, train");
+    throw UsageError(path + ": " + root.describe() + "; expected a map with keys and values");
   }
   return root;
 }
 
-}  // namespace tessera::train
+}  // namespace tessera

@@ -1,12 +1,14 @@
-#include "train/config_values.h"
+#include "config/values.h"
 
 #include <charconv>
 #include <cmath>
 
-namespace tessera::train {
+namespace tessera::config {
 namespace {
 
 bool plain_scalar(const ConfigNode& node) { return node.kind == ConfigNode::Kind::Scalar && !node.quoted; }
+
+}  // namespace
 
 std::string number_text(double value) {
   if (value == std::floor(value) && std::abs(value) < 1e15) {
@@ -16,8 +18,6 @@ std::string number_text(double value) {
   auto end = std::to_chars(text, text + sizeof text, value);
   return {text, end.ptr};
 }
-
-}  // namespace
 
 std::string expectation(const std::string& noun, const Range& range) {
   std::string text = noun;
@@ -84,4 +84,4 @@ std::optional<bool> parse_bool(const ConfigNode& node) {
   return std::nullopt;
 }
 
-}  // namespace tessera::train
+}  // namespace tessera::config

@@ -1,53 +1,34 @@
-#include "train/config_tree.h"
-
 #include <algorithm>
-#include <utility>
+#include <charconv>
+#include <string>
 
+#include "tessera/config_node.h"
 #include "tessera/error.h"
 
-namespace tessera::train {
+namespace tessera {
+namespace {
 
-const ConfigNode* ConfigNode::find(const std::string& key) const {
-  for (const auto& member : members) {
-    if (member.key == key) {
-      return &member.value;
-    }
+/// The item of a list that `part` picks.
+ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string& label, const std::string& key) {
+  size_t index = 0;
+  const auto [stop, error] = std::from_chars(part.data(), part.data() + part.size(), index);
+  if (error != std::errc() || stop != part.data() + part.size() || index >= list.items.size()) {
+    throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " + std::to_string(list.items.size()) +
+                     "; expected a number from 0 to below that");
   }
-  return nullptr;
+  return list.items[index];
 }
 
-ConfigNode* ConfigNode::find(const std::string& key) { return const_cast<ConfigNode*>(std::as_const(*this).find(key)); }
-
-int64_t ConfigNode::node_count() const {
-  int64_t count = 1;
-  for (const auto& item : items) {
-    count += item.node_count();
+ConfigNode& member_of(ConfigNode& map, const std::string& part, const std::string& label) {
+  if (ConfigNode* found = map.find(part)) {
+    return *found;
   }
-  for (const auto& member : members) {
-    count += member.value.node_count();
-  }
-  return count;
+  map.members.push_back({part, ConfigNode{}});
+  map.members.back().value.where = label;
+  return map.members.back().value;
 }
 
-std::string ConfigNode::describe() const {
-  switch (kind) {
-    case Kind::Null:
-      return "nothing";
-    case Kind::Sequence:
-      return "a list of " + std::to_string(items.size());
-    case Kind::Map:
-      return "a map";
-    case Kind::Scalar:
-      break;
-  }
-  constexpr size_t kShown = 80;
-  std::string shown = text;
-  if (shown.size() > kShown) {
-    shown.resize(kShown);
-    shown.append("...");
-  }
-  return quoted ? "the string \"" + shown + "\"" : shown;
-}
+}  // namespace
 
 void apply_override(ConfigNode& root, const std::string& assignment) {
   const std::string label = "command line";
@@ -75,20 +56,17 @@ void apply_override(ConfigNode& root, const std::string& assignment) {
     if (node->kind == ConfigNode::Kind::Null) {
       node->kind = ConfigNode::Kind::Map;
     }
-    if (node->kind != ConfigNode::Kind::Map) {
+    if (node->kind == ConfigNode::Kind::Sequence) {
+      node = &item_of(*node, part, label, key);
+    } else if (node->kind == ConfigNode::Kind::Map) {
+      node = &member_of(*node, part, label);
+    } else {
       throw UsageError(label + ": " + key + ": " + key.substr(0, begin - 1) + " is " + node->describe() +
                        " and has no keys");
     }
-    ConfigNode* next = node->find(part);
-    if (next == nullptr) {
-      node->members.push_back({part, ConfigNode{}});
-      next = &node->members.back().value;
-      next->where = label;
-    }
-    node = next;
     begin = end + 1;
   }
   *node = std::move(value);
 }
 
-}  // namespace tessera::train
+}  // namespace tessera

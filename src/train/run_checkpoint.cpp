@@ -1,0 +1,228 @@
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/error.h"
+#include "train/agreement.h"
+#include "train/random_state.h"
+#include "train/run.h"
+#include "train/weights.h"
+
+namespace tessera::train {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kWeights = "weights.safetensors";
+constexpr const char* kState = "state.json";
+constexpr const char* kConfig = "config.yaml";
+/// The moving average travels with the state of its piece.
+constexpr const char* kAverage = "weight_average";
+
+std::string rank_file(const char* kind, int rank, int world) {
+  return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
+}
+
+}  // namespace
+
+/// Opens the folder for writing, and what the run goes on from.
+void Run::open_checkpoints() {
+  const CheckpointConfig& config = config_.checkpoint;
+  std::string path;
+  if (!config.folder.empty()) {
+    CheckpointStoreOptions options;
+    options.keep_last = static_cast<int>(config.keep_last);
+    options.keep_every = config.keep_every;
+    store_.emplace(config.folder, group_, options);
+    if (config.resume && first()) {
+      path = latest_checkpoint(config.folder).value_or("");
+    }
+  }
+  if (path.empty()) {
+    path = config.from;
+  }
+  path = group_.broadcast_bytes(path, 0);
+  if (path.empty()) {
+    return;
+  }
+  agree(group_, [&] { resumed_.emplace(path); });
+  resumed_->verify(group_);
+}
+
+void Run::load_weights_of(const Checkpoint& checkpoint) {
+  load_weights(*model_.module, checkpoint.path() + "/" + kWeights, checkpoint.tensors(kWeights).entries(),
+               [&](const std::string& name) { return checkpoint.load_tensor(kWeights, name); });
+}
+
+void Run::restore() {
+  agree(group_, [&] {
+    read_state(resumed_->text(kState), resumed_->path() + "/" + kState);
+    if (config_.train.ema.decay) {
+      start_averaging();
+    }
+    restore_slices(*resumed_);
+    restore_random(*resumed_);
+  });
+}
+
+void Run::restore_slices(const Checkpoint& checkpoint) {
+  std::vector<SliceRequest> requests;
+  for (const auto& piece : wrapper_->pieces()) {
+    requests.push_back({piece.parameter, piece.shape, piece.begin, piece.numel});
+  }
+  std::vector<StateSlice> slices = checkpoint.load_slices(requests);
+  std::vector<at::Tensor> averages;
+  for (auto& slice : slices) {
+    if (const auto found = slice.state.tensors.find(kAverage); found != slice.state.tensors.end()) {
+      averages.push_back(found->second);
+      slice.state.tensors.erase(found);
+    }
+  }
+  wrapper_->load_state_slices(slices);
+  if (average_ && averages.size() == slices.size()) {
+    average_->load(averages, averaged_updates_);
+  }
+}
+
+/// Where another number of ranks goes on, what they draw cannot be what fewer or more would have drawn.
+void Run::restore_random(const Checkpoint& checkpoint) {
+  if (checkpoint.world_size() != group_.size()) {
+    torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) + static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u);
+    return;
+  }
+  const std::string file = rank_file("rank", group_.rank(), group_.size());
+  std::vector<std::pair<std::string, at::Tensor>> random, extra;
+  for (const std::string& name : checkpoint.tensors(file).names()) {
+    const bool own = name.rfind("random.", 0) == 0;
+    (own ? random : extra).emplace_back(name.substr(name.find('.') + 1), checkpoint.load_tensor(file, name));
+  }
+  set_random_state(random);
+  if (!extra.empty()) {
+    wrapper_->load_extra_state(extra);
+  }
+}
+
+std::string Run::state_text() const {
+  Json json = {{"step", done_},
+               {"samples", done_ * dealing_->round()},
+               {"data", {{"size", sampler_->size()}, {"order", to_string(config_.data.order)}, {"seed", config_.data.seed}}},
+               {"parallel", config_.parallel.type},
+               {"ranks", group_.size()}};
+  if (config_.train.loss_scale.enabled) {
+    const auto& state = optimizer_->scaler().state();
+    json["loss_scale"] = {{"scale", state.scale}, {"growth_tracker", state.growth_tracker}};
+  }
+  if (early_stop_) {
+    const auto& state = early_stop_->state();
+    json["early_stop"] = {{"best", state.best ? Json(*state.best) : Json()}, {"waited", state.waited}, {"stopped", state.stopped}};
+  }
+  if (average_) {
+    json["weight_average_updates"] = average_->updates();
+  }
+  if (result_.best_eval_loss) {
+    json["best_eval_loss"] = *result_.best_eval_loss;
+  }
+  json["hooks"] = Json::array();
+  for (const auto& hook : hooks_) {
+    json["hooks"].push_back(hook->state());
+  }
+  return json.dump(2) + "\n";
+}
+
+void Run::read_state(const std::string& text, const std::string& where) {
+  try {
+    const Json json = Json::parse(text);
+    const Json& data = json.at("data");
+    SamplerState sampler = sampler_->state();
+    sampler.position = json.at("samples").get<int64_t>();
+    sampler.size = data.at("size").get<int64_t>();
+    sampler.order = data.at("order").get<std::string>() == "shuffled" ? SampleOrder::shuffled : SampleOrder::sequential;
+    sampler.seed = data.at("seed").get<uint64_t>();
+    sampler_->load_state(sampler);
+    const int64_t round = dealing_->round();
+    if (sampler.position % round != 0) {
+      throw UsageError("train.global_batch: the " + std::to_string(round) + " samples of a step do not divide the " +
+                       std::to_string(sampler.position) + " that the run has seen; expected a number that does");
+    }
+    done_ = sampler.position / round;
+    if (json.contains("loss_scale")) {
+      const Json& scale = json.at("loss_scale");
+      optimizer_->scaler().load_state({scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()});
+    }
+    if (early_stop_ && json.contains("early_stop")) {
+      const Json& stop = json.at("early_stop");
+      EarlyStop::State state{{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
+      if (!stop.at("best").is_null()) {
+        state.best = stop.at("best").get<double>();
+      }
+      early_stop_->load_state(state);
+    }
+    averaged_updates_ = json.value("weight_average_updates", int64_t{0});
+    if (json.contains("best_eval_loss")) {
+      result_.best_eval_loss = json.at("best_eval_loss").get<double>();
+    }
+    const Json& hooks = json.at("hooks");
+    for (size_t i = 0; i < std::min(hooks.size(), hooks_.size()); ++i) {
+      hooks_[i]->load_state(hooks[i].get<std::string>());
+    }
+  } catch (const UsageError& error) {
+    throw UsageError(where + ": " + error.what());
+  } catch (const Json::exception& error) {
+    throw UsageError(where + ": " + error.what());
+  }
+}
+
+std::vector<StateSlice> Run::slices_to_save() {
+  std::vector<StateSlice> slices = wrapper_->state_slices();
+  if (average_) {
+    for (size_t i = 0; i < slices.size(); ++i) {
+      slices[i].state.tensors[kAverage] = average_->averages()[i].reshape({-1});
+    }
+  }
+  return slices;
+}
+
+/// Every parameter and buffer, whole, on rank 0. A collective.
+void Run::write_weights(const std::function<void(const std::string& name, const at::Tensor& tensor)>& write) {
+  const auto buffers = model_.module->named_buffers(true);
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    const std::string& name = weights_[i].name;
+    const at::Tensor tensor = i < parameter_count_ ? wrapper_->whole_parameter(name) : buffers[name];
+    if (first()) {
+      write(name, tensor.to(weights_[i].dtype));
+    }
+  }
+}
+
+void Run::save_checkpoint() {
+  if (saved_at_ == done_) {
+    return;
+  }
+  CheckpointWriter writer(*store_, done_);
+  if (first()) {
+    writer.begin_tensors(kWeights, weights_, {{"format", "pt"}});
+  }
+  write_weights([&](const std::string& name, const at::Tensor& tensor) { writer.write_tensor(kWeights, name, tensor); });
+  if (wrapper_->saves_pieces()) {
+    writer.add_slices(slices_to_save());
+  }
+  auto own = random_state();
+  for (auto& [name, tensor] : own) {
+    name = "random." + name;
+  }
+  for (const auto& [name, tensor] : wrapper_->extra_state()) {
+    own.emplace_back("extra." + name, tensor);
+  }
+  writer.add_tensors(rank_file("rank", group_.rank(), group_.size()), own);
+  if (first()) {
+    writer.add_text(kState, state_text());
+    writer.add_text(kConfig, config_.dump(true));
+  }
+  result_.checkpoint = writer.commit();
+  saved_at_ = done_;
+  if (reporter_) {
+    reporter_->line("checkpoint written to " + result_.checkpoint);
+  }
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,151 @@
+#include <cmath>
+
+#include "tessera/error.h"
+#include "train/agreement.h"
+#include "train/builtin.h"
+#include "train/outputs.h"
+#include "train/run.h"
+#include "train/weights.h"
+
+namespace tessera::train {
+
+Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
+  open_checkpoints();
+  // Layers that communicate must not meet the wrapper's collectives, nor those of a failed start.
+  ProcessGroup own = group_;
+  const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
+  agree(group_, [&] {
+    prepare();
+    make_model(layers);
+  });
+  make();
+}
+
+void Run::prepare() {
+  check_config_world(config_, group_.size());
+  check_config_files(config_);
+  load_data();
+  if (first()) {
+    prepare_outputs(config_);
+    reporter_ = std::make_unique<Reporter>(config_, resumed_ ? resumed_->step() : 0);
+    if (data_.baseline) {
+      result_.baseline_loss = data_.baseline();
+    }
+  }
+  for (const auto& make_hook : config_.hooks) {
+    hooks_.push_back(make_hook());
+  }
+}
+
+void Run::load_data() {
+  data_ = config_.data.plan.load();
+  if (!data_.train) {
+    throw UsageError(config_.at("data.type") + config_.data.type + " gives no training data");
+  }
+  const int64_t samples = data_.train->size();
+  sampler_.emplace(samples, config_.data.order, config_.data.seed);
+  const int64_t batch = config_.train.global_batch;
+  int64_t steps = config_.train.steps;
+  if (config_.train.epochs > 0) {
+    steps = static_cast<int64_t>(std::floor(config_.train.epochs * static_cast<double>(samples) / static_cast<double>(batch)));
+    if (steps == 0) {
+      throw UsageError(config_.at("train.epochs") + "less than one step of " + std::to_string(batch) + " samples in " +
+                       std::to_string(samples) + "; expected more epochs or a smaller train.global_batch");
+    }
+  }
+  dealing_.emplace(steps, batch, group_.size());
+  if (uneven() && iterations() == 0 && steps > 0) {
+    throw UsageError(config_.at("data.uneven") + "drop leaves no step in which every rank has " +
+                     std::to_string(dealing_->per_rank) + " sequences; expected more steps, or join");
+  }
+}
+
+void Run::make_model(const ProcessGroup& own_group) {
+  // Every rank draws the same initial weights.
+  torch::manual_seed(config_.model.seed);
+  model_ = named(config_.at("model"), [&] { return config_.model.plan.make({own_group, config_.model.seed}); });
+  if (!model_.module) {
+    throw UsageError(config_.at("model.type") + config_.model.type + " made no module");
+  }
+  if (config_.loss) {
+    if (!model_.predict) {
+      throw UsageError(config_.at("loss") + "model " + config_.model.type +
+                       " gives no prediction; expected a forward(inputs) or predict(batch)");
+    }
+    model_.loss = [predict = model_.predict, loss = config_.loss](const Batch& batch) {
+      return loss(predict(batch), batch);
+    };
+  }
+  if (!model_.loss) {
+    throw UsageError(config_.at("model.type") + config_.model.type +
+                     " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
+  }
+  note_specs();
+  if (resumed_) {
+    load_weights_of(*resumed_);
+  } else if (!config_.model.init.empty()) {
+    named(config_.at("model.init"), [&] {
+      if (model_.load_weights) {
+        model_.load_weights(config_.model.init);
+      } else {
+        load_weights(*model_.module, config_.model.init);
+      }
+    });
+  }
+  // Dropout draws from the global state: every rank its own masks.
+  torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+}
+
+void Run::note_specs() {
+  for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+    weights_.push_back({name, parameter.scalar_type(), parameter.sizes().vec()});
+    parameters_ += parameter.numel();
+  }
+  parameter_count_ = weights_.size();
+  for (const auto& buffer : model_.module->named_buffers(true)) {
+    weights_.push_back({buffer.key(), buffer.value().scalar_type(), buffer.value().sizes().vec()});
+  }
+}
+
+void Run::check_joining() const {
+  if (joins() && wrapper_->joinable() == nullptr) {
+    throw UsageError(config_.at("data.uneven") + "join is not supported by parallel.type " + config_.parallel.type);
+  }
+}
+
+void Run::make() {
+  wrapper_ = config_.parallel.plan.make({model_, config_.preprocessor, group_, config_.optimizer});
+  check_joining();
+  OptimWrapperOptions options;
+  options.accumulative_counts = config_.train.accumulation;
+  options.clip_grad_norm = config_.train.clip_grad_norm;
+  options.clip_grad_value = config_.train.clip_grad_value;
+  options.autocast = config_.train.autocast;
+  options.scaler = config_.train.loss_scale;
+  optimizer_ = std::make_unique<OptimWrapper>(*wrapper_, options);
+  for (const auto& group : wrapper_->optimizer().param_groups()) {
+    base_lrs_.push_back(group.options().get_lr());
+  }
+  if (config_.train.early_stop.patience > 0) {
+    EarlyStopOptions stop;
+    stop.patience = config_.train.early_stop.patience;
+    stop.min_delta = config_.train.early_stop.min_delta;
+    early_stop_.emplace(stop);
+  }
+  if (resumed_) {
+    restore();
+  } else if (config_.train.ema.decay) {
+    start_averaging();
+  }
+}
+
+void Run::start_averaging() {
+  std::vector<at::Tensor> live;
+  for (const auto& piece : wrapper_->pieces()) {
+    live.push_back(piece.tensor);
+  }
+  average_ = std::make_unique<WeightAverage>(std::move(live), *config_.train.ema.decay,
+                                             WeightAverageOptions{config_.train.ema.warmup});
+}
+
+}  // namespace tessera::train

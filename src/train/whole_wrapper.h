@@ -1,0 +1,44 @@
+#pragma once
+
+#include <functional>
+
+#include "tessera/model_wrapper.h"
+#include "train/wrapper_parts.h"
+
+namespace tessera::train {
+
+/// What the wrappers share whose ranks hold whole parameters and gradients: an ordinary optimizer over all parameters,
+/// the norm and clipping of the gradients as they stand.
+class WholeWrapper : public ModelWrapper {
+ public:
+  explicit WholeWrapper(WrapperContext context);
+
+  std::vector<at::Tensor> gradients() override;
+  double update(const GradientRules& rules) override;
+  void drop_gradients() override;
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+
+  std::vector<ParameterPiece> pieces() override { return parameter_pieces(named_); }
+  void publish_pieces() override {}
+  std::vector<StateSlice> state_slices() override { return tessera::state_slices(*optimizer_, pieces()); }
+  void load_state_slices(const std::vector<StateSlice>& slices) override {
+    tessera::load_state_slices(*optimizer_, pieces(), slices);
+  }
+  bool saves_pieces() const override { return group_.rank() == 0; }
+  at::Tensor whole_parameter(const std::string& name) override { return whole_of(*model_.module, name, group_); }
+  MemoryUse memory() override;
+
+ protected:
+  at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
+  /// The optimizer's own step.
+  virtual void step() { optimizer_->step(); }
+  virtual int64_t gradient_bytes() const;
+  const std::shared_ptr<torch::optim::Optimizer>& shared_optimizer() const { return optimizer_; }
+  const NamedParameters& named() const { return named_; }  ///< trained ones
+
+ private:
+  NamedParameters named_;
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace tessera::train
