@@ -38,7 +38,7 @@ TokenData load_data(const Config& config) {
   const int64_t vocab_size = config.model.gpt2.vocab_size;
   if (data.type == "TokenBin") {
     return named(config, "data.path", [&] {
-      return TokenBin{data.paths.front(), data.val_paths.empty() ? "" : data.val_paths.front(), vocab_size}.load();
+      return TokenBin{data.paths, data.val_paths, vocab_size}.load();
     });
   }
   const bool own_val = !data.val_paths.empty();
