@@ -1,9 +1,10 @@
 #pragma once
 
-#include <torch/types.h>
+#include "tessera/dataset.h"
+#include "tessera/sampler.h"
+#include "tessera/tokens.h"
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,36 +12,6 @@
 // part of each batch by arithmetic: no collectives, nothing random that ranks could disagree on.
 
 namespace tessera {
-
-/// An immutable run of tokens, 8 or 16 bits each, in memory or mapped from a file. Cheap to copy; keeps its storage
-/// alive.
-class Tokens {
- public:
-  Tokens() = default;
-  /// `data` points to `size` tokens of `width` (1 or 2) bytes, little-endian, inside `storage`. `source` names them in
-  /// errors.
-  Tokens(std::shared_ptr<const void> storage, const void* data, int64_t size, int width, std::string source);
-  /// From memory, for tests and programs with their own tokenizer.
-  static Tokens from(const std::vector<uint16_t>& tokens, std::string source = "tokens");
-
-  int64_t size() const { return size_; }
-  int64_t operator[](int64_t i) const { return width_ == 1 ? bytes_[i] : words_[i]; }
-  const std::string& source() const { return source_; }
-  /// Tokens [begin, begin + count); throws UsageError when they are not all there.
-  Tokens slice(int64_t begin, int64_t count, std::string source) const;
-  /// A copy, int64 [size].
-  at::Tensor tensor() const;
-  /// Throws UsageError naming the first token ≥ vocab_size and its position.
-  void require_below(int64_t vocab_size) const;
-
- private:
-  std::shared_ptr<const void> storage_;
-  const uint8_t* bytes_ = nullptr;   // width 1
-  const uint16_t* words_ = nullptr;  // width 2
-  int64_t size_ = 0;
-  int width_ = 1;
-  std::string source_;
-};
 
 /// The two parts of a data set. `val` is empty (size 0) when there is none.
 struct TokenData {
@@ -62,24 +33,47 @@ struct ByteText {
 };
 
 /// Token files of llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens. Mapped, not read:
-/// do not shorten a file in use.
+/// do not shorten a file in use. Several files are one stream, in this order, as if they were one file: sequences run
+/// on across their ends.
 struct TokenBin {
-  std::string path;        ///< all of it is `train`
-  std::string val_path;    ///< all of it is `val`; empty: none
-  int64_t vocab_size = 0;  ///< of the model; 0: do not check
+  std::vector<std::string> paths;      ///< as ByteText's; all of it is `train`
+  std::vector<std::string> val_paths;  ///< all of it is `val`; none: no `val`
+  int64_t vocab_size = 0;              ///< of the model; 0: do not check
 
-  /// Throws UsageError naming the file: missing, wrong magic, version or size, a token ≥ vocab_size with its position.
+  /// Throws UsageError naming the file: missing, wrong magic, version or size, no tokens, a token ≥ vocab_size with its
+  /// position.
   TokenData load() const;
 };
 
-/// int64 [B, T] each; targets are the inputs' next tokens.
-struct Batch {
-  at::Tensor inputs;
-  at::Tensor targets;
+/// Sequences of T = seq_len tokens, of L tokens altogether. inputs and targets int64 [B, T]; a target is its input's
+/// next token.
+///
+/// continuous: position k of sample i is p = (i·T + k) mod (L − 1); its input is token p, its target token p + 1. So
+/// the samples follow one another through the text without a gap, wrap around, and every target is its input's true
+/// successor. Beyond size() they do not begin anew, they go on.
+///
+/// Otherwise sample n is window n mod N of the N = ⌊(L − 1)/T⌋ windows of inputs [n·T, n·T + T). In both cases size()
+/// is N.
+class TokenDataset : public Dataset {
+ public:
+  /// Throws UsageError when L < seq_len + 1, naming source and sizes, or seq_len < 1.
+  TokenDataset(Tokens tokens, int64_t seq_len, bool continuous);
+
+  int64_t size() const override { return (tokens_.size() - 1) / seq_len_; }
+  Batch get(const std::vector<int64_t>& samples) const override;
+  int64_t tokens_per_sample() const override { return seq_len_; }
+  std::string describe() const override;
+
+ private:
+  int64_t start(int64_t sample) const;
+
+  Tokens tokens_;
+  int64_t seq_len_;
+  bool continuous_;
 };
 
 struct BatchOptions {
-  enum class Order { sequential, shuffled };
+  using Order = SampleOrder;
 
   int64_t seq_len = 128;
   int64_t global_batch = 16;  ///< sequences a step, over all ranks
@@ -87,15 +81,10 @@ struct BatchOptions {
   uint64_t seed = 0;  ///< of `shuffled`
 };
 
-/// Which tokens make up which batch. With L tokens, T = seq_len and G = global_batch, sequence j of step s is number
-/// i = s·G + j, on whichever rank: rank r of W takes j in [r·G/W, (r+1)·G/W), in this order.
-///
-/// sequential: position k of sequence i is p = (i·T + k) mod (L − 1); its input is token p, its target token p + 1. So
-/// the sequences follow one another through the text without a gap, wrap around, and every target is its input's true
-/// successor.
-///
-/// shuffled: the N = ⌊(L − 1)/T⌋ windows of inputs [n·T, n·T + T), each once an epoch, in an order drawn from seed and
-/// epoch (i / N): independent of world size and of the batch's size.
+/// Which tokens make up which batch. With G = global_batch, sequence j of step s is number i = s·G + j, on whichever
+/// rank: rank r of W takes j in [r·G/W, (r + 1)·G/W), in this order. Number i is the sample that a Sampler of this
+/// order names: sequential, sample i of a continuous TokenDataset; shuffled, of one in windows, each window once an
+/// epoch.
 class TokenBatches {
  public:
   /// Throws UsageError when L < seq_len + 1, naming source and sizes, or an option is out of range.
@@ -106,13 +95,12 @@ class TokenBatches {
 
   const BatchOptions& options() const { return options_; }
   /// Non-overlapping windows: N above.
-  int64_t windows() const;
+  int64_t windows() const { return dataset_.size(); }
 
  private:
-  int64_t start(int64_t sequence) const;
-
-  Tokens tokens_;
   BatchOptions options_;
+  TokenDataset dataset_;
+  Sampler sampler_;
 };
 
 /// Evaluation: the non-overlapping windows of `tokens` in their order. The same for every caller.

@@ -1,0 +1,176 @@
+#include "tessera/batch_loader.h"
+
+#include <dlfcn.h>
+
+#include <ATen/Parallel.h>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <stop_token>
+#include <thread>
+
+#include "tessera/error.h"
+#include "tessera/torch_compat.h"
+
+namespace tessera {
+namespace {
+
+/// One thread of OpenMP for the calling thread alone; at::set_num_threads would also set what threads to come begin
+/// with. Looked up, because only libtorch knows which OpenMP it was linked with.
+void use_one_openmp_thread() {
+  at::get_num_threads();  // makes libtorch set its own default for this thread now, not later
+  if (void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads")) {
+    reinterpret_cast<void (*)(int)>(set)(1);
+  }
+}
+
+[[noreturn]] void rethrow_naming(int64_t iteration, const std::exception_ptr& error) {
+  const std::string place = "BatchLoader: iteration " + std::to_string(iteration) + ": ";
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError& e) {
+    throw UsageError(place + e.what());
+  } catch (const c10::Error& e) {
+    throw Error(place + compat::first_line(e.what()));
+  } catch (const std::exception& e) {
+    throw Error(place + e.what());
+  } catch (...) {
+    throw Error(place + "an exception that is no std::exception");
+  }
+}
+
+void require_options(const Dataset* dataset, bool has_samples, int64_t first, int64_t end,
+                     const BatchLoaderOptions& options) {
+  const auto refuse = [](const std::string& reason) { throw UsageError("BatchLoader: " + reason); };
+  if (dataset == nullptr || !has_samples) {
+    refuse("a dataset and a function that names its samples are expected");
+  }
+  if (first < 0 || end < first) {
+    refuse("iterations [" + std::to_string(first) + ", " + std::to_string(end) + "), expected 0 ≤ first ≤ end");
+  }
+  if (options.threads < 1) {
+    refuse("threads is " + std::to_string(options.threads) + ", expected 1 or more");
+  }
+  if (options.depth < 0) {
+    refuse("depth is " + std::to_string(options.depth) + ", expected 0 or more");
+  }
+}
+
+}  // namespace
+
+class BatchLoader::Impl {
+ public:
+  Impl(std::shared_ptr<const Dataset> dataset, std::function<std::vector<int64_t>(int64_t)> samples_of, int64_t first,
+       int64_t end, const BatchLoaderOptions& options)
+      : dataset_(std::move(dataset)),
+        samples_of_(std::move(samples_of)),
+        end_(end),
+        depth_(options.depth),
+        next_(first),
+        begun_(first) {
+    require_options(dataset_.get(), samples_of_ != nullptr, first, end, options);
+    for (int i = 0; i < std::min(options.threads, options.depth); ++i) {
+      threads_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+    }
+  }
+
+  ~Impl() {
+    for (std::jthread& thread : threads_) {
+      thread.request_stop();
+    }
+  }
+
+  Batch next() {
+    const auto begin = std::chrono::steady_clock::now();
+    const int64_t iteration = this->iteration();
+    if (iteration == end_) {
+      throw UsageError("BatchLoader: no iteration is left, the last one was " + std::to_string(end_ - 1));
+    }
+    Loaded loaded = depth_ == 0 ? load_here(iteration) : take(iteration);
+    waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (loaded.error) {
+      rethrow_naming(iteration, loaded.error);
+    }
+    return std::move(loaded.batch);
+  }
+
+  int64_t iteration() const {
+    const std::lock_guard lock(mutex_);
+    return next_;
+  }
+  double waited() const { return waited_; }
+
+ private:
+  struct Loaded {
+    Batch batch;
+    std::exception_ptr error;
+  };
+
+  Loaded load(int64_t iteration) const {
+    const at::NoGradGuard no_grad;
+    Loaded loaded;
+    try {
+      loaded.batch = dataset_->get(samples_of_(iteration));
+    } catch (...) {
+      loaded.error = std::current_exception();
+    }
+    return loaded;
+  }
+
+  Loaded load_here(int64_t iteration) {
+    ++next_;
+    return load(iteration);
+  }
+
+  Loaded take(int64_t iteration) {
+    std::unique_lock lock(mutex_);
+    ready_.wait(lock, [&] { return loaded_.count(iteration) > 0; });
+    Loaded loaded = std::move(loaded_.extract(iteration).mapped());
+    ++next_;
+    lock.unlock();
+    room_.notify_one();
+    return loaded;
+  }
+
+  void work(const std::stop_token& stop) {
+    use_one_openmp_thread();
+    std::unique_lock lock(mutex_);
+    while (room_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) && !stop.stop_requested()) {
+      const int64_t iteration = begun_++;
+      lock.unlock();
+      Loaded loaded = load(iteration);
+      lock.lock();
+      loaded_.emplace(iteration, std::move(loaded));
+      ready_.notify_one();
+    }
+  }
+
+  const std::shared_ptr<const Dataset> dataset_;
+  const std::function<std::vector<int64_t>(int64_t)> samples_of_;
+  const int64_t end_;
+  const int64_t depth_;
+  double waited_ = 0;  // the consumer's alone
+
+  mutable std::mutex mutex_;
+  std::condition_variable_any room_;  // to begin another batch
+  std::condition_variable ready_;
+  int64_t next_;   // to hand out
+  int64_t begun_;  // [next_, begun_) are loaded or being loaded
+  std::map<int64_t, Loaded> loaded_;
+  std::vector<std::jthread> threads_;  // last: they end before what they use
+};
+
+BatchLoader::BatchLoader(std::shared_ptr<const Dataset> dataset,
+                         std::function<std::vector<int64_t>(int64_t iteration)> samples_of, int64_t first_iteration,
+                         int64_t end_iteration, const BatchLoaderOptions& options)
+    : impl_(
+          std::make_unique<Impl>(std::move(dataset), std::move(samples_of), first_iteration, end_iteration, options)) {}
+
+BatchLoader::~BatchLoader() = default;
+
+Batch BatchLoader::next() { return impl_->next(); }
+int64_t BatchLoader::iteration() const { return impl_->iteration(); }
+double BatchLoader::waited() const { return impl_->waited(); }
+
+}  // namespace tessera

@@ -1,0 +1,113 @@
+#include "data/paths.h"
+
+#include <glob.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Expansion {
+ public:
+  explicit Expansion(const std::string& component) : component_(component) {}
+
+  void add(const std::string& path) {
+    std::error_code ignored;
+    const fs::file_status status = fs::status(path, ignored);
+    if (fs::is_directory(status)) {
+      add_folder(path);
+    } else if (fs::exists(status)) {
+      if (!fs::is_regular_file(status)) {
+        refuse(path, "is neither a file nor a folder");
+      }
+      files_.push_back(path);
+    } else if (path.find_first_of("*?[") != std::string::npos) {
+      add_pattern(path);
+    } else {
+      refuse(path, "no such file or folder");
+    }
+  }
+
+  std::vector<std::string> take() { return std::move(files_); }
+
+ private:
+  [[noreturn]] void refuse(const std::string& path, const std::string& reason) const {
+    throw UsageError(component_ + ": " + path + ": " + reason);
+  }
+
+  static bool counts(const fs::path& path) {
+    std::error_code ignored;
+    return fs::symlink_status(path, ignored).type() == fs::file_type::regular;
+  }
+
+  void add_sorted(std::vector<std::string> found) {
+    // Byte order, not the locale's: the same data everywhere.
+    std::sort(found.begin(), found.end());
+    files_.insert(files_.end(), found.begin(), found.end());
+  }
+
+  void add_folder(const std::string& folder) {
+    std::error_code error;
+    std::vector<std::string> found;
+    for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+      if (counts(it->path())) {
+        found.push_back(it->path().string());
+      }
+    }
+    if (error) {
+      refuse(folder, "cannot be listed: " + error.message());
+    }
+    if (found.empty()) {
+      refuse(folder, "the folder holds no regular file");
+    }
+    add_sorted(std::move(found));
+  }
+
+  void add_pattern(const std::string& pattern) {
+    glob_t matches{};
+    const int result = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &matches);
+    std::vector<std::string> found;
+    for (size_t i = 0; result == 0 && i < matches.gl_pathc; ++i) {
+      if (counts(matches.gl_pathv[i])) {
+        found.emplace_back(matches.gl_pathv[i]);
+      }
+    }
+    ::globfree(&matches);
+    if (found.empty()) {
+      refuse(pattern, "no such file, and as a pattern it matches no regular file");
+    }
+    add_sorted(std::move(found));
+  }
+
+  std::string component_;
+  std::vector<std::string> files_;
+};
+
+}  // namespace
+
+std::vector<std::string> expand_paths(const std::string& component, const std::string& option,
+                                      const std::vector<std::string>& paths) {
+  if (paths.empty()) {
+    throw UsageError(component + ": " + option + ": at least one file, folder or pattern is expected");
+  }
+  Expansion expansion(component);
+  for (const std::string& path : paths) {
+    expansion.add(path);
+  }
+  return expansion.take();
+}
+
+std::string listed(const std::vector<std::string>& paths) {
+  std::string text;
+  for (const std::string& path : paths) {
+    text += (text.empty() ? "" : ", ") + path;
+  }
+  return text;
+}
+
+}  // namespace tessera

@@ -1,0 +1,68 @@
+// Damaged .npy files: each is read as what it says or refused by name, and nothing outside the file is touched.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <random>
+
+#include "data/folder.h"
+#include "data/npy_files.h"
+#include "tessera/npy_dataset.h"
+
+namespace tessera {
+namespace {
+
+class NpyMutations : public FolderTest {
+ protected:
+  /// Whether it is read; what is read must lie within the file.
+  bool read_or_refused(const std::string& bytes) {
+    const std::string file = put("m.npy", bytes);
+    try {
+      const NpyArray array = NpyArray::open(file);
+      const at::Tensor all = array.gather({0, array.shape[0] - 1}, at::kFloat);
+      EXPECT_LE(all.numel(), 2 * static_cast<int64_t>(bytes.size()));
+      return true;
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find(file), std::string::npos) << error.what();
+      return false;
+    }
+  }
+
+  const std::string good_ = npy("<i2", "3, 2", "abcdefghijkl");
+};
+
+TEST_F(NpyMutations, EveryTruncationIsRefused) {
+  ASSERT_TRUE(read_or_refused(good_));
+  for (size_t size = 0; size < good_.size(); ++size) {
+    EXPECT_FALSE(read_or_refused(good_.substr(0, size))) << size;
+  }
+}
+
+TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
+  std::mt19937 random(1);
+  const size_t header = good_.size() - 12;
+  const std::string likely = "{}()[],:'\"0123456789<>|fiub \n";
+  int read = 0;
+  for (int i = 0; i < 3000; ++i) {
+    std::string bytes = good_;
+    for (unsigned changes = 1 + random() % 3; changes > 0; --changes) {
+      const size_t place = random() % header;
+      const char to = random() % 2 == 0 ? likely[random() % likely.size()] : static_cast<char>(random() % 256);
+      switch (random() % 3) {
+        case 0:
+          bytes[place] = to;
+          break;
+        case 1:
+          bytes.erase(place, 1 + random() % 8);
+          break;
+        default:
+          bytes.insert(place, 1, to);
+      }
+    }
+    read += read_or_refused(bytes) ? 1 : 0;
+  }
+  EXPECT_LT(read, 1500);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,167 @@
+// The image classifier: its options, its shapes, SyncBatchNorm over ranks, and that it learns the synthetic images of
+// scripts/make_synthetic_idx.py, read through the data layer.
+
+#include "tessera/models/image_classifier.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+#include "harness/ranks.h"
+#include "tessera/batch_loader.h"
+#include "tessera/error.h"
+#include "tessera/idx_dataset.h"
+#include "tessera/sampler.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+std::string refusal(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing thrown";
+}
+
+at::Tensor random_images(int64_t count) {
+  return at::randn({count, 2, 9, 10}, at::make_generator<at::CPUGeneratorImpl>(3));
+}
+
+TEST(ImageClassifier, GivesLogits) {
+  for (const char* norm : {"BatchNorm", "none"}) {
+    for (const int64_t blocks : {1, 3}) {
+      ImageClassifier model(ImageClassifierOptions{2, 4, blocks, 7, norm, 0});
+      EXPECT_EQ(model->forward(random_images(5)).sizes(), at::IntArrayRef({5, 7}));
+      model->loss(random_images(5), at::arange(5)).backward();
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_TRUE(item.value().grad().defined()) << item.key();
+      }
+    }
+  }
+  ImageClassifier model(ImageClassifierOptions{2, 4, 2, 7});
+  EXPECT_TRUE(model->named_parameters().contains("blocks.1.shortcut.weight"));
+  EXPECT_FALSE(model->named_parameters().contains("blocks.0.shortcut.weight"));
+  EXPECT_TRUE(model->named_buffers().contains("blocks.1.norm2.running_mean"));
+  EXPECT_EQ(model->named_parameters()["head.weight"].sizes(), at::IntArrayRef({7, 8}));
+}
+
+TEST(ImageClassifier, ItsWeightsComeFromTheSeedAlone) {
+  torch::manual_seed(1);
+  const at::Tensor before = at::rand({3});
+  torch::manual_seed(1);
+  ImageClassifier a(ImageClassifierOptions{1, 4, 2, 3, "BatchNorm", 5});
+  EXPECT_TRUE(at::equal(at::rand({3}), before)) << "the global generator was used";
+  ImageClassifier b(ImageClassifierOptions{1, 4, 2, 3, "BatchNorm", 5}),
+      other(ImageClassifierOptions{1, 4, 2, 3, "BatchNorm", 6});
+  for (const auto& item : a->named_parameters()) {
+    EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
+    if (item.value().dim() > 1) {
+      EXPECT_FALSE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
+    }
+  }
+}
+
+TEST(ImageClassifier, RefusesWhatCannotBe) {
+  const auto made = [](const ImageClassifierOptions& options) {
+    return refusal([&] { ImageClassifierImpl model(options); });
+  };
+  EXPECT_THAT(made({0, 16, 2, 10}), HasSubstr("in_channels is 0"));
+  EXPECT_THAT(made({1, 0, 2, 10}), HasSubstr("channels is 0"));
+  EXPECT_THAT(made({1, 16, 0, 10}), HasSubstr("blocks is 0"));
+  EXPECT_THAT(made({1, 16, 9, 10}), HasSubstr("blocks is 9, expected 1 to 8"));
+  EXPECT_THAT(made({1, 16, 2, 1}), HasSubstr("classes is 1"));
+  EXPECT_THAT(made({1, 60000, 8, 10}), HasSubstr("expected at most 65536"));
+  EXPECT_THAT(made({1, 16, 2, 10, "BatchNrom"}),
+              AllOf(HasSubstr("\"BatchNrom\""), HasSubstr("did you mean \"BatchNorm\"")));
+  EXPECT_THAT(made({1, 16, 2, 10, "SyncBatchNorm"}), HasSubstr("process group"));
+  ImageClassifier model(ImageClassifierOptions{2, 4, 1, 3});
+  EXPECT_THAT(refusal([&] {
+                model->forward(at::zeros({1, 3, 8, 8}));
+              }),
+              AllOf(HasSubstr("in_channels is 2"), HasSubstr("[1, 3, 8, 8]")));
+  EXPECT_THAT(refusal([&] { model->forward(at::zeros({2, 8, 8})); }), HasSubstr("[2, 8, 8]"));
+  EXPECT_THAT(refusal([&] { model->forward(at::zeros({1, 2, 8, 8}, at::kLong)); }), HasSubstr("floating-point"));
+  EXPECT_THAT(refusal([&] { model->loss(random_images(2), at::zeros({3}, at::kLong)); }), HasSubstr("one an image"));
+}
+
+TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
+  const std::vector<int64_t> parts = {3, 1, 2};
+  const at::Tensor images = random_images(6), labels = at::arange(6) % 4;
+  const auto loss_sum = [](const at::Tensor& logits, const at::Tensor& targets) {
+    return at::cross_entropy_loss(logits, targets, {}, at::Reduction::Sum);
+  };
+  ImageClassifier whole(ImageClassifierOptions{2, 4, 2, 4, "BatchNorm", 1});
+  const at::Tensor expected = whole->forward(images);
+  loss_sum(expected, labels).backward();
+  run_ranks(3, [&](ProcessGroup group, int rank) {
+    ImageClassifier part(ImageClassifierOptions{2, 4, 2, 4, "SyncBatchNorm", 1}, group);
+    const int64_t begin = rank == 0 ? 0 : rank == 1 ? 3 : 4;
+    const at::Tensor logits = part->forward(images.narrow(0, begin, parts[static_cast<size_t>(rank)]));
+    EXPECT_TRUE(at::allclose(logits, expected.narrow(0, begin, logits.size(0)), 1e-4, 1e-4));
+    loss_sum(logits, labels.narrow(0, begin, logits.size(0))).backward();
+    for (const auto& item : part->named_parameters()) {
+      at::Tensor sum = item.value().grad().contiguous();
+      group.all_reduce(sum);
+      EXPECT_TRUE(at::allclose(sum, whole->named_parameters()[item.key()].grad(), 1e-3, 1e-4)) << item.key();
+    }
+    for (const auto& item : whole->named_buffers()) {
+      EXPECT_TRUE(
+          at::allclose(part->named_buffers()[item.key()].to(at::kDouble), item.value().to(at::kDouble), 1e-4, 1e-5))
+          << item.key();
+    }
+  });
+}
+
+double accuracy(ImageClassifier& model, const IdxDataset& data) {
+  const at::NoGradGuard no_grad;
+  model->eval();
+  const Batch all = data.get(Sampler(data.size(), SampleOrder::sequential).samples(0, data.size()));
+  const at::Tensor right = model->forward(all.inputs).argmax(1) == all.targets;
+  model->train();
+  return right.to(at::kDouble).mean().item<double>();
+}
+
+TEST(ImageClassifier, LearnsTheSyntheticImages) {
+  std::string folder = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  const std::string script = TESSERA_SOURCE_DIR "/scripts/make_synthetic_idx.py";
+  ASSERT_EQ(
+      std::system(("python3 '" + script + "' '" + folder + "' --train 2000 --test 400 --size 12 --classes 6").c_str()),
+      0);
+  const auto train = std::make_shared<IdxDataset>(
+      IdxOptions{folder + "/train-images-idx3-ubyte", folder + "/train-labels-idx1-ubyte", 6});
+  const IdxDataset test({folder + "/t10k-images-idx3-ubyte", folder + "/t10k-labels-idx1-ubyte", 6});
+  EXPECT_TRUE(std::filesystem::exists(folder + "/SYNTHETIC.txt"));
+  ASSERT_EQ(train->size(), 2000);
+  ASSERT_EQ(test.size(), 400);
+  EXPECT_EQ(test.classes(), 6);
+
+  ImageClassifier model(ImageClassifierOptions{1, 8, 2, 6});
+  EXPECT_LT(accuracy(model, test), 0.5) << "untrained";
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+  const Sampler sampler(train->size(), SampleOrder::shuffled, 1);
+  BatchLoader loader(
+      train, [&](int64_t step) { return sampler.samples(32 * step, 32); }, 0, 100);
+  for (int64_t step = 0; step < 100; ++step) {
+    const Batch batch = loader.next();
+    optimizer.zero_grad();
+    model->loss(batch.inputs, batch.targets).backward();
+    optimizer.step();
+  }
+  const double reached = accuracy(model, test);
+  RecordProperty("accuracy", std::to_string(reached));
+  EXPECT_GT(reached, 0.9);
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace tessera
