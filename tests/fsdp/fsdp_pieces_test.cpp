@@ -21,7 +21,8 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-std::unique_ptr<torch::optim::Optimizer> optimizer_over(const std::vector<at::Tensor>& parameters, const std::string& name = "AdamW") {
+std::unique_ptr<torch::optim::Optimizer> optimizer_over(const std::vector<at::Tensor>& parameters,
+                                                        const std::string& name = "AdamW") {
   return default_optimizers().factory(name, {{"lr", 0.05}})({torch::optim::OptimizerParamGroup(parameters)});
 }
 
@@ -36,7 +37,8 @@ void train_some(Net& net, torch::optim::Optimizer& optimizer, int from, int to, 
 
 std::vector<FullyShardedDataParallelOptions> strategies(int world) {
   std::vector<FullyShardedDataParallelOptions> result;
-  for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op, ShardingStrategy::no_shard, ShardingStrategy::hybrid_shard}) {
+  for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op, ShardingStrategy::no_shard,
+                              ShardingStrategy::hybrid_shard}) {
     if (strategy == ShardingStrategy::hybrid_shard && world % 2 != 0) continue;
     auto options = every_leaf();
     options.sharding_strategy = strategy;
@@ -57,7 +59,9 @@ TEST(FsdpPieces, TheFirstReplicaHasEveryTrainableElementOnce) {
         for (auto* one : {&net, &plain}) (*one)->conv->bias.requires_grad_(false);
         FullyShardedDataParallel fsdp(net, group, options);
         if (rank == 0) expected.add_values(parameter_pieces(named_parameters(*plain)));
-        const int size = options.sharding_strategy == ShardingStrategy::no_shard ? 1 : options.sharding_strategy == ShardingStrategy::hybrid_shard ? 2 : world;
+        const int size = options.sharding_strategy == ShardingStrategy::no_shard       ? 1
+                         : options.sharding_strategy == ShardingStrategy::hybrid_shard ? 2
+                                                                                       : world;
         EXPECT_EQ(fsdp.first_replica(), rank < size);
         first += fsdp.first_replica();
         for (const auto& piece : fsdp.pieces()) {
@@ -113,7 +117,8 @@ TEST(FsdpPieces, StateGoesFromDdpThroughFsdpAndZeroAndBackBitByBit) {
         // From here on both do the same, but for the order of sums.
         train_some(fsdp, *optimizer, 2, 4, rank, world);
         train_some(whole, *reference, 2, 4, 0, 1);
-        for (const auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, whole->named_parameters()[name], 1e-4, 1e-5)) << name << " world " << world;
+        for (const auto& [name, value] : fsdp.state_dict(-1))
+          ASSERT_TRUE(at::allclose(value, whole->named_parameters()[name], 1e-4, 1e-5)) << name << " world " << world;
       });
       held.expect_equal(state);
       held_values.expect_equal(values);
@@ -171,7 +176,8 @@ TEST(FsdpPieces, ALoadedStateIsNotMixedWithThatOfEmptyPieces) {
     auto slices = state_slices(*optimizer, fsdp.pieces());
     for (auto& slice : slices) slice.state.scalars["step"] = int64_t{50};
     load_state_slices(*optimizer, fsdp.pieces(), slices);
-    for (const auto& [name, state] : fsdp.optim_state_dict(*optimizer, -1).state) EXPECT_EQ(std::get<int64_t>(state.scalars.at("step")), 50) << name;
+    for (const auto& [name, state] : fsdp.optim_state_dict(*optimizer, -1).state)
+      EXPECT_EQ(std::get<int64_t>(state.scalars.at("step")), 50) << name;
   });
 }
 
@@ -182,7 +188,8 @@ TEST(FsdpClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
         run_ranks(world, [&](ProcessGroup group, int rank) {
           auto net = seeded<Uneven>(1), plain = seeded<Uneven>(1);
           FullyShardedDataParallel fsdp(net, group, options);
-          const auto optimizer = optimizer_over(fsdp.parameters(), "SGD"), reference = optimizer_over(plain->parameters(), "SGD");
+          const auto optimizer = optimizer_over(fsdp.parameters(), "SGD"),
+                     reference = optimizer_over(plain->parameters(), "SGD");
           fsdp.clip_grad_value_(0.01);  // there are no gradients
           for (int step = 0; step < 3; ++step) {
             optimizer->zero_grad();
@@ -204,7 +211,8 @@ TEST(FsdpClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
             optimizer->step();
             reference->step();
           }
-          for (const auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name << " world " << world;
+          for (const auto& [name, value] : fsdp.state_dict(-1))
+            ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name << " world " << world;
         });
       }
     }

@@ -12,7 +12,8 @@
 
 namespace tessera::testing {
 
-/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through files. Threads may share one.
+/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through files. Threads may
+/// share one.
 class SlicePool {
  public:
   /// Copies. Each element once, over all calls.
@@ -31,7 +32,8 @@ class SlicePool {
         auto& [follows, into] = whole.tensors[name];
         follows = tensor.dim() > 0 && tensor.numel() == slice.numel;
         if (follows) EXPECT_EQ(tensor.dim(), 1) << slice.parameter << "." << name;
-        if (!into.defined()) into = follows ? at::empty({c10::multiply_integers(whole.shape)}, tensor.options()) : tensor.clone();
+        if (!into.defined())
+          into = follows ? at::empty({c10::multiply_integers(whole.shape)}, tensor.options()) : tensor.clone();
         if (follows) into.narrow(0, slice.begin, slice.numel).copy_(tensor);
       }
     }

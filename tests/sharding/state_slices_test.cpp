@@ -18,7 +18,9 @@ using ::testing::HasSubstr;
 using Optimizer = torch::optim::Optimizer;
 
 at::Tensor batch(int step) { return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step)); }
-at::Tensor image_batch(int step) { return at::randn({4, 2, 4, 4}, at::make_generator<at::CPUGeneratorImpl>(200 + step)); }
+at::Tensor image_batch(int step) {
+  return at::randn({4, 2, 4, 4}, at::make_generator<at::CPUGeneratorImpl>(200 + step));
+}
 
 template <class Net, class Input>
 void train(Net& net, Optimizer& optimizer, const Input& input, int from, int to) {
@@ -32,7 +34,8 @@ void train(Net& net, Optimizer& optimizer, const Input& input, int from, int to)
   }
 }
 
-std::unique_ptr<Optimizer> make(const std::string& name, const std::vector<at::Tensor>& parameters, OptionMap options = {{"lr", 0.05}}) {
+std::unique_ptr<Optimizer> make(const std::string& name, const std::vector<at::Tensor>& parameters,
+                                OptionMap options = {{"lr", 0.05}}) {
   return default_optimizers().factory(name, options)({torch::optim::OptimizerParamGroup(parameters)});
 }
 
@@ -53,8 +56,14 @@ struct Case {
 };
 
 TEST(StateSlices, AnyOptimizerGoesOnFromThemBitByBit) {
-  const std::vector<Case> cases = {{"SGD", {{"lr", 0.05}, {"momentum", 0.9}}}, {"SGD", {{"lr", 0.05}}}, {"Adam", {{"amsgrad", true}}}, {"AdamW", {}},
-                                   {"torch.AdamW", {}}, {"Adagrad", {}}, {"RMSprop", {{"momentum", 0.5}, {"centered", true}}}, {"LBFGS", {{"max_iter", int64_t{3}}}}};
+  const std::vector<Case> cases = {{"SGD", {{"lr", 0.05}, {"momentum", 0.9}}},
+                                   {"SGD", {{"lr", 0.05}}},
+                                   {"Adam", {{"amsgrad", true}}},
+                                   {"AdamW", {}},
+                                   {"torch.AdamW", {}},
+                                   {"Adagrad", {}},
+                                   {"RMSprop", {{"momentum", 0.5}, {"centered", true}}},
+                                   {"LBFGS", {{"max_iter", int64_t{3}}}}};
   for (const auto& [name, options] : cases) {
     auto net = seeded<Uneven>(1), other = seeded<Uneven>(2);
     const auto optimizer = make(name, net->parameters(), options), fresh = make(name, other->parameters(), options);
@@ -63,13 +72,15 @@ TEST(StateSlices, AnyOptimizerGoesOnFromThemBitByBit) {
     load_state_slices(*fresh, pieces_of(other), state_slices(*optimizer, pieces_of(net)));
     train(net, *optimizer, batch, 3, 6);
     train(other, *fresh, batch, 3, 6);
-    for (size_t i = 0; i < net->parameters().size(); ++i) EXPECT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << name << " " << i;
+    for (size_t i = 0; i < net->parameters().size(); ++i)
+      EXPECT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << name << " " << i;
   }
 }
 
 TEST(StateSlices, AnLbfgsOfOneParameterKeepsItsFlatVectors) {
   const auto input = batch(0);
-  auto first = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)), second = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false));
+  auto first = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)),
+       second = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false));
   const auto optimizer = make("LBFGS", first->parameters(), {}), fresh = make("LBFGS", second->parameters(), {});
   train(first, *optimizer, batch, 0, 2);
   copy_weights(first, second);
@@ -211,15 +222,25 @@ TEST_F(Refusals, NameTheParameterAndChangeNothing) {
   using Slices = std::vector<StateSlice>;
   refused([](Slices& s) { s.pop_back(); }, "there is no slice of parameter last.bias");
   refused([&](Slices& s) { slice(s, "last.bias").parameter = "last.bia"; }, "last.bias; did you mean \"last.bia\"?");
-  refused([&](Slices& s) { slice(s, "last.weight").begin = 2; }, "no slice for elements 0 to 14 of parameter last.weight, but for elements 2 to 16");
-  refused([&](Slices& s) { slice(s, "last.weight").numel = 13; }, "elements 0 to 14 of parameter last.weight, but for elements 0 to 13");
+  refused([&](Slices& s) { slice(s, "last.weight").begin = 2; },
+          "no slice for elements 0 to 14 of parameter last.weight, but for elements 2 to 16");
+  refused([&](Slices& s) { slice(s, "last.weight").numel = 13; },
+          "elements 0 to 14 of parameter last.weight, but for elements 0 to 13");
   refused([](Slices& s) { s.push_back(s[2]); }, "two slices for elements 0 to 21 of parameter second.weight");
-  refused([&](Slices& s) { slice(s, "last.weight").shape = {7, 2}; }, "parameter last.weight is of shape [7, 2]; expected [2, 7]");
-  refused([&](Slices& s) { slice(s, "last.weight").state.tensors["exp_avg"] = at::zeros({13}); }, "exp_avg of parameter last.weight has 13 elements; expected 14");
-  refused([&](Slices& s) { slice(s, "last.weight").state.tensors["exp_avg"] = at::Tensor(); }, "exp_avg of parameter last.weight has 0 elements");
+  refused(
+      [&](Slices& s) {
+        slice(s, "last.weight").shape = {7, 2};
+      },
+      "parameter last.weight is of shape [7, 2]; expected [2, 7]");
+  refused([&](Slices& s) { slice(s, "last.weight").state.tensors["exp_avg"] = at::zeros({13}); },
+          "exp_avg of parameter last.weight has 13 elements; expected 14");
+  refused([&](Slices& s) { slice(s, "last.weight").state.tensors["exp_avg"] = at::Tensor(); },
+          "exp_avg of parameter last.weight has 0 elements");
   // What only the optimizer itself can tell, after it has taken the others.
-  refused([&](Slices& s) { slice(s, "last.bias").state.tensors.erase("exp_avg"); }, "parameter last.bias: set_state: the tensor exp_avg is missing");
-  refused([&](Slices& s) { slice(s, "last.bias").state.tensors["exp_agv"] = at::zeros({2}); }, "parameter last.bias: set_state");
+  refused([&](Slices& s) { slice(s, "last.bias").state.tensors.erase("exp_avg"); },
+          "parameter last.bias: set_state: the tensor exp_avg is missing");
+  refused([&](Slices& s) { slice(s, "last.bias").state.tensors["exp_agv"] = at::zeros({2}); },
+          "parameter last.bias: set_state");
 }
 
 TEST_F(Refusals, SlicesOfOtherPiecesDoNotMatter) {
@@ -244,7 +265,8 @@ TEST_F(Refusals, APieceMustBeWhatItSays) {
 TEST(StateSlices, OfAUsersOptimizer) {
   auto net = seeded<Uneven>(1), other = seeded<Uneven>(1);
   using User = UserOptimizer<true>;
-  User optimizer({torch::optim::OptimizerParamGroup(net->parameters())}), fresh({torch::optim::OptimizerParamGroup(other->parameters())});
+  User optimizer({torch::optim::OptimizerParamGroup(net->parameters())}),
+      fresh({torch::optim::OptimizerParamGroup(other->parameters())});
   train(net, optimizer, batch, 0, 2);
   train(other, fresh, batch, 0, 1);
   auto slices = state_slices(optimizer, pieces_of(net));

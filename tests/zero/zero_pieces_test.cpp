@@ -3,9 +3,7 @@
 #include "tessera/distributed_optimizer.h"
 #include "zero/zero_harness.h"
 
-#include <limits>
-
-// What a rank holds, and what goes in and out of it: pieces, slices, values; clipping by value and loss scaling.
+// What a rank holds, and what goes in and out of it: pieces, slices, values.
 
 namespace {
 
@@ -13,23 +11,15 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-constexpr Partition kPartitions[] = {Partition::flat, Partition::whole, Partition::first_fit};
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 std::vector<ZeroOptions> all_ways() {
   std::vector<ZeroOptions> result;
   for (const auto partition : kPartitions) {
     for (const bool overlap : {false, true}) {
       for (const bool view : {true, false}) {
-        result.push_back({.partition = partition, .parameters_as_bucket_view = view, .overlap_with_backward = overlap, .bucket_cap_mb = 40.0 / (1 << 20)});
+        result.push_back({.partition = partition,
+                          .parameters_as_bucket_view = view,
+                          .overlap_with_backward = overlap,
+                          .bucket_cap_mb = 40.0 / (1 << 20)});
       }
     }
   }
@@ -49,14 +39,10 @@ void train(Net& net, Stepper& stepper, int from, int to, int rank, int world) {
 /// Two groups with options of their own.
 std::vector<Zero::Group> two_groups(const Uneven& net) {
   std::vector<Zero::Group> groups(2);
-  for (const auto& [name, tensor] : named_parameters(*net)) groups[name.rfind("second", 0) == 0].parameters.emplace_back(name, tensor);
+  for (const auto& [name, tensor] : named_parameters(*net))
+    groups[name.rfind("second", 0) == 0].parameters.emplace_back(name, tensor);
   groups[1].options = {{"lr", 0.002}, {"weight_decay", 0.25}};
   return groups;
-}
-
-template <class Net>
-void expect_same_weights(const Net& a, const Net& b) {
-  for (const auto& item : a->named_parameters()) EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
 }
 
 TEST(ZeroPieces, CoverEveryElementOnceWithTheParametersValues) {
@@ -80,9 +66,11 @@ TEST(ZeroPieces, CoverEveryElementOnceWithTheParametersValues) {
         EXPECT_EQ(held, owned);
         const auto order = named_parameters(*net);
         const auto place = [&](const ParameterPiece& piece) {
-          return std::find_if(order.begin(), order.end(), [&](const auto& entry) { return entry.first == piece.parameter; });
+          return std::find_if(order.begin(), order.end(),
+                              [&](const auto& entry) { return entry.first == piece.parameter; });
         };
-        EXPECT_TRUE(std::is_sorted(pieces.begin(), pieces.end(), [&](const auto& a, const auto& b) { return place(a) < place(b); }));
+        EXPECT_TRUE(std::is_sorted(pieces.begin(), pieces.end(),
+                                   [&](const auto& a, const auto& b) { return place(a) < place(b); }));
       });
       values.expect_equal(expected);
     }
@@ -160,7 +148,8 @@ TEST(ZeroPieces, AResumedRunIsTheUninterruptedOneWithItsGroups) {
   for (const auto& options : all_ways()) {
     run_ranks(3, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(1), resumed = seeded<Uneven>(2);
-      Zero zero(two_groups(net), group, factory("AdamW"), options), fresh(two_groups(resumed), group, factory("AdamW"), options);
+      Zero zero(two_groups(net), group, factory("AdamW"), options),
+          fresh(two_groups(resumed), group, factory("AdamW"), options);
       train(net, zero, 0, 2, rank, 3);
       zero.param_groups()[1].options().set_lr(0.125);  // as a scheduler does
       const auto groups = zero.groups();
@@ -199,7 +188,8 @@ TEST(ZeroPieces, FollowAChangeOfWhatIsTrainable) {
     net->second->weight.requires_grad_(true);
     train(net, zero, 3, 4, rank, 2);
     for (const auto& slice : zero.state_slices()) {
-      if (slice.parameter == "second.weight") EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 1) << "never stepped before";
+      if (slice.parameter == "second.weight")
+        EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 1) << "never stepped before";
       if (slice.parameter == "first.weight") EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 4);
     }
   });
@@ -215,13 +205,18 @@ TEST(ZeroPieces, WhatIsWrittenIntoThemReachesAllRanksInOneGatherABucket) {
         auto early = net(images(0)).sum();
         {
           torch::NoGradGuard no_grad;
-          for (const auto& piece : zero.pieces()) piece.tensor.copy_(at::arange(piece.begin, piece.begin + piece.numel).view({-1}).to(piece.tensor.dtype()).as_strided(piece.tensor.sizes(), piece.tensor.strides()));
+          for (const auto& piece : zero.pieces())
+            piece.tensor.copy_(at::arange(piece.begin, piece.begin + piece.numel)
+                                   .view({-1})
+                                   .to(piece.tensor.dtype())
+                                   .as_strided(piece.tensor.sizes(), piece.tensor.strides()));
         }
         group.barrier();
         group.reset_stats();
         zero.gather_parameters();
         const auto& stats = group.stats();
-        if (!options.overlap_with_backward) EXPECT_EQ(stats.all_gather.calls, world > 1 ? 2u : 0u) << "one for each dtype";
+        if (!options.overlap_with_backward)
+          EXPECT_EQ(stats.all_gather.calls, world > 1 ? 2u : 0u) << "one for each dtype";
         EXPECT_EQ(stats.calls(), stats.all_gather.calls);
         for (const auto& [name, tensor] : named_parameters(*net)) {
           const auto run = tensor.detach().as_strided({tensor.numel()}, {1});
@@ -247,10 +242,11 @@ TEST(ZeroPieces, SlicesThatDoNotFitNameParameterAndRankAndChangeNothing) {
     slices.back().state.tensors["exp_avg"] = at::zeros({3});
     for (auto& slice : slices) slice.state.scalars["step"] = int64_t{77};
     const auto who = "ZeroRedundancyOptimizer: rank " + std::to_string(rank) + ": load_state_slices: ";
-    EXPECT_THAT(refusal([&] { zero.load_state_slices(slices); }), HasSubstr(who + "exp_avg of parameter " + spoilt));
+    EXPECT_THAT(error_of([&] { zero.load_state_slices(slices); }), HasSubstr(who + "exp_avg of parameter " + spoilt));
     slices.pop_back();
-    EXPECT_THAT(refusal([&] { zero.load_state_slices(slices); }), HasSubstr(who + "there is no slice of parameter " + spoilt));
-    EXPECT_THAT(refusal([&] { zero.load_state_slices({}); }), HasSubstr("no slice of parameter"));
+    EXPECT_THAT(error_of([&] { zero.load_state_slices(slices); }),
+                HasSubstr(who + "there is no slice of parameter " + spoilt));
+    EXPECT_THAT(error_of([&] { zero.load_state_slices({}); }), HasSubstr("no slice of parameter"));
     after.add(zero.state_slices());
   });
   after.expect_equal(before);
@@ -261,156 +257,15 @@ TEST(ZeroPieces, NothingIsReadOrWrittenWhileOverlapUpdates) {
     auto net = seeded<Uneven>(1);
     Zero zero(*net, group, factory("AdamW"), {.overlap_with_backward = true});
     loss_of(net(rows(0, rank, 2))).backward();
-    EXPECT_THAT(refusal([&] { zero.gather_parameters(); }), HasSubstr("gather_parameters was called between backward and step()"));
-    EXPECT_THAT(refusal([&] { zero.state_slices(); }), HasSubstr("state_slices was called between"));
-    EXPECT_THAT(refusal([&] { zero.load_state_slices({}); }), HasSubstr("load_state_slices was called between"));
-    EXPECT_THAT(refusal([&] { zero.clip_grad_value_(1); }), HasSubstr("overlap_with_backward"));
+    EXPECT_THAT(error_of([&] { zero.gather_parameters(); }),
+                HasSubstr("gather_parameters was called between backward and step()"));
+    EXPECT_THAT(error_of([&] { zero.state_slices(); }), HasSubstr("state_slices was called between"));
+    EXPECT_THAT(error_of([&] { zero.load_state_slices({}); }), HasSubstr("load_state_slices was called between"));
+    EXPECT_THAT(error_of([&] { zero.clip_grad_value_(1); }), HasSubstr("overlap_with_backward"));
     zero.step();
     zero.gather_parameters();
     EXPECT_FALSE(zero.state_slices().empty());
   });
-}
-
-struct Clipping {
-  bool norm_first, value, norm_last;
-};
-
-TEST(ZeroClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
-  constexpr double kNorm = 0.1, kValue = 0.01;
-  for (const auto clipping : {Clipping{false, true, false}, Clipping{true, true, false}, Clipping{false, true, true}}) {
-    auto plain = seeded<Uneven>(8);
-    const auto reference = factory("SGD")({torch::optim::OptimizerParamGroup(plain->parameters())});
-    double expected = 0;
-    for (int step = 0; step < 3; ++step) {
-      reference->zero_grad();
-      (loss_of(plain(rows(2 * step))) + loss_of(plain(rows(2 * step + 1)))).backward();
-      if (clipping.norm_first) torch::nn::utils::clip_grad_norm_(plain->parameters(), kNorm);
-      if (clipping.value) torch::nn::utils::clip_grad_value_(plain->parameters(), kValue);
-      if (clipping.norm_last) expected = torch::nn::utils::clip_grad_norm_(plain->parameters(), kNorm / 10);
-      reference->step();
-    }
-    for (const auto partition : kPartitions) {
-      for (int world = 1; world <= 4; ++world) {
-        run_ranks(world, [&](ProcessGroup group, int rank) {
-          auto net = seeded<Uneven>(8);
-          Zero zero(*net, group, factory("SGD"), {.partition = partition});
-          double norm = 0;
-          for (int step = 0; step < 3; ++step) {
-            {
-              auto scope = zero.no_sync();
-              loss_of(net(rows(2 * step, rank, world))).backward();
-            }
-            loss_of(net(rows(2 * step + 1, rank, world))).backward();
-            const auto before = group.stats().calls();
-            if (clipping.norm_first) zero.clip_grad_norm_(kNorm);
-            if (clipping.value) zero.clip_grad_value_(kValue);
-            if (clipping.norm_last) norm = zero.clip_grad_norm_(kNorm / 10);
-            zero.step();
-            zero.zero_grad();
-            if (world > 1) EXPECT_EQ(group.stats().calls() - before, 3u + clipping.norm_first + clipping.norm_last) << "flags, reduction, gather; one a norm";
-          }
-          if (clipping.norm_last) EXPECT_NEAR(norm, expected, 1e-5 * expected);
-          for (size_t i = 0; i < net->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << "world " << world;
-        });
-      }
-    }
-  }
-}
-
-TEST(ZeroClipValue, ItsOwnTrafficIsTheReduction) {
-  for (int world = 2; world <= 4; ++world) {
-    run_ranks(world, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(8);
-      Zero zero(*net, group, factory("AdamW"));
-      loss_of(net(rows(0, rank, world))).backward();
-      const auto own = net->last->weight.grad().clone();
-      group.reset_stats();
-      zero.clip_grad_value_(0.001);
-      EXPECT_EQ(group.stats().reduce_scatter.calls, 1u);
-      EXPECT_EQ(group.stats().all_reduce.calls, 1u) << "who used what";
-      EXPECT_EQ(group.stats().calls(), 2u);
-      zero.clip_grad_value_(0.0005);
-      EXPECT_EQ(group.stats().calls(), 2u) << "it is reduced already";
-      EXPECT_TRUE(at::equal(net->last->weight.grad(), own)) << ".grad stays this rank's own";
-      zero.step();
-      EXPECT_EQ(group.stats().all_gather.calls, 1u);
-      EXPECT_EQ(group.stats().calls(), 3u);
-    });
-  }
-}
-
-TEST(ZeroClipValue, OfGradientsThatTheCallerReduced) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Mixed>(8), other = seeded<Mixed>(8);
-    Zero own(*net, group, factory("AdamW")), theirs(*other, group, factory("AdamW"), {.reduce_gradients = false});
-    for (int step = 0; step < 3; ++step) {
-      loss_of(net(images(step, rank, 2))).backward();
-      loss_of(other(images(step, rank, 2))).backward();
-      for (auto& p : other->parameters()) group.all_reduce(p.mutable_grad(), 0.5);
-      for (auto* zero : {&own, &theirs}) {
-        zero->clip_grad_value_(0.002);
-        zero->step();
-        zero->zero_grad();
-      }
-    }
-    expect_same_weights(net, other);
-  });
-}
-
-TEST(ZeroClipValue, MisuseIsRefused) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(8);
-    Zero zero(*net, group, factory("SGD"));
-    loss_of(net(rows(0, rank, 2))).backward();
-    EXPECT_THAT(refusal([&] { zero.clip_grad_value_(-1); }), HasSubstr("clip_value is -1; expected 0 or more"));
-    EXPECT_THAT(refusal([&] { zero.clip_grad_value_(std::numeric_limits<double>::quiet_NaN()); }), HasSubstr("clip_value is nan"));
-    zero.clip_grad_value_(1.0);
-    loss_of(net(rows(1, rank, 2))).backward();
-    EXPECT_THAT(refusal([&] { zero.step(); }), HasSubstr("a backward came between clipping"));
-    zero.zero_grad();
-    loss_of(net(rows(1, rank, 2))).backward();
-    zero.step();
-  });
-}
-
-/// As ZeroRedundancyOptimizer's comment says: unscale `.grad`, agree, step or not.
-TEST(ZeroLossScaling, NeedsNoMoreThanTheGradients) {
-  for (const auto partition : kPartitions) {
-    run_ranks(3, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
-      Zero plain(*net, group, factory("AdamW"), {.partition = partition}), scaled(*other, group, factory("AdamW"), {.partition = partition});
-      for (int step = 0; step < 4; ++step) {
-        const bool overflows = step == 1;
-        const double scale = 1024;
-        {
-          auto scope = scaled.no_sync();
-          (loss_of(other(rows(2 * step, rank, 3))) * scale).backward();
-        }
-        (loss_of(other(rows(2 * step + 1, rank, 3))) * scale).backward();
-        if (overflows && rank == 2) other->last->bias.mutable_grad()[0] = std::numeric_limits<float>::infinity();
-        auto infinite = at::zeros({1});
-        for (auto& p : other->parameters()) {
-          p.mutable_grad().mul_(1 / scale);
-          if (!at::isfinite(p.grad()).all().item<bool>()) infinite += 1;
-        }
-        group.all_reduce(infinite);
-        EXPECT_EQ(infinite.item<float>() > 0, overflows);
-        if (overflows) {
-          scaled.zero_grad();
-          continue;
-        }
-        scaled.clip_grad_norm_(0.5);
-        scaled.step();
-        scaled.zero_grad();
-        loss_of(net(rows(2 * step, rank, 3))).backward();
-        loss_of(net(rows(2 * step + 1, rank, 3))).backward();
-        plain.clip_grad_norm_(0.5);
-        plain.step();
-        plain.zero_grad();
-      }
-      expect_same_weights(net, other);
-    });
-  }
 }
 
 }  // namespace
