@@ -3,6 +3,7 @@
 #include "tessera/no_sync.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/process_group.h"
+#include "tessera/state_slice.h"
 #include "tessera/wrap_policy.h"
 
 #include <torch/torch.h>
@@ -150,6 +151,16 @@ class FullyShardedDataParallelBase {
   /// gradients 0, and a warning. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2);
   double grad_norm(double norm_type = 2);  ///< Collective.
+  /// Limits every element of the gradients to [-clip_value, clip_value]; NaNs stay. They are averages already, so each rank limits its own.
+  /// After backward; before or after clip_grad_norm_. UsageError for a clip_value that is negative or no number. Local.
+  void clip_grad_value_(double clip_value);
+
+  /// The trainable ones of parameters(), in order; empty pieces are left out. With state_slices() and load_state_slices(): the state of an optimizer over
+  /// them. What is written into them outside of forward and backward counts from the next forward on. Ranks at the same place of different shard groups (no_shard,
+  /// hybrid_shard) hold equal pieces, and must be given equal values. Local.
+  std::vector<ParameterPiece> pieces() const;
+  /// Whether this rank is in the first shard group: these ranks have each element of the model once between them, and are those that write. Local.
+  bool first_replica() const;
 
   /// Gathers all units (those under `prefix`) until the returned object goes. With `writeback`, what was written then goes to the shards, each rank its
   /// part. `rank0_only`: other ranks take part but do not keep the values (no writeback then). Outside forward and backward. Collective, both ends.

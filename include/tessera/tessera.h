@@ -18,6 +18,7 @@
 #include "tessera/power_sgd.h"
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
+#include "tessera/state_slice.h"
 #include "tessera/sync_batch_norm.h"
 #include "tessera/version.h"
 #include "tessera/wrap_policy.h"

@@ -6,6 +6,7 @@
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/partition.h"
 #include "tessera/process_group.h"
+#include "tessera/state_slice.h"
 
 #include <torch/torch.h>
 
@@ -27,7 +28,7 @@ struct ZeroRedundancyOptimizerOptions {
   /// by DistributedDataParallel or by the caller.
   bool reduce_gradients = true;
   /// With reduce_gradients: each bucket is reduced, updated and gathered as soon as backward has produced its gradients;
-  /// step() then only waits. The result is the same, bit by bit. Not with clip_grad_norm_, nor with optimizers that need a
+  /// step() then only waits. The result is the same, bit by bit. Not with clipping, nor with optimizers that need a
   /// closure. Gradient accumulation: no_sync().
   bool overlap_with_backward = false;
   /// Size of a bucket when overlapping, in MiB of parameters.
@@ -47,8 +48,10 @@ struct ZeroRedundancyOptimizerOptions {
 ///
 /// Is itself a torch::optim::Optimizer, whose param_groups() are the caller's: schedulers that hold it just work. The
 /// gradients in `.grad` stay those of this rank's own data.
-/// Construction, step, add_param_group, clip_grad_norm_, consolidate_state_dict and load_state_dict are collective: all ranks
-/// call them, in the same order. They block.
+/// Construction, step, add_param_group, clip_grad_norm_, clip_grad_value_, gather_parameters, consolidate_state_dict and
+/// load_state_dict are collective: all ranks call them, in the same order. They block.
+/// Dynamic loss scaling: between the last backward of a step and clipping, each rank multiplies its `.grad`s by 1 / scale, and the ranks agree whether
+/// any has an infinity; then zero_grad() in place of step(). Not with overlap_with_backward, which has no such moment.
 /// Memory per rank, P parameter bytes, W ranks: P parameters, P gradients, optimizer state / W.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
@@ -78,7 +81,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Scales the averaged gradient so that its p-norm (2, 1, infinity or any p > 0) is at most `max_norm`; returns the norm
   /// before. Between backward and step().
   double clip_grad_norm_(double max_norm, double norm_type = 2);
-  /// The same without scaling.
+  /// Limits every element of the averaged gradient to [-clip_value, clip_value]; NaNs stay. Between backward and step(); it
+  /// and clip_grad_norm_ may follow each other, the gradient is reduced once. UsageError for a clip_value that is negative or no number.
+  void clip_grad_value_(double clip_value);
+  /// clip_grad_norm_ without scaling.
   double grad_norm(double norm_type = 2);
   /// step() then also takes the 2-norm of the averaged gradient, in its one pass; last_grad_norm() returns it. Collective switch.
   void track_grad_norm(bool track);
@@ -95,6 +101,21 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Takes this rank's part of `dict` (the same on all ranks, from any world size or a plain optimizer), copying. Loaded
   /// hyper-parameters win.
   void load_state_dict(const OptimizerStateDict& dict);
+
+  /// What this rank updates, over all groups, in the order of the parameters; empty pieces are left out. `tensor` aliases the
+  /// parameter. Good until add_param_group, or the first step() or clipping after a change of requires_grad. Local.
+  std::vector<ParameterPiece> pieces() const;
+  /// The state of pieces(), as tessera::state_slices. Parameters that are frozen now have none. Local. With
+  /// overlap_with_backward not between backward and step(): UsageError; nor are the next two.
+  std::vector<StateSlice> state_slices() const;
+  /// As tessera::load_state_slices into pieces(); parameters that are frozen now are as never stepped. Hyper-parameters stay: see groups().
+  /// Local.
+  void load_state_slices(const std::vector<StateSlice>& slices);
+  /// All ranks get the values that each piece's owner has: for when somebody has written into pieces, as by loading them or by
+  /// exchanging them for averages. One all-gather a bucket.
+  void gather_parameters();
+  /// The groups, frozen parameters too, by name, and their options as they are now. set_options() puts options back into param_groups(). Local.
+  std::vector<OptimizerStateDict::Group> groups() const;
 
   /// While alive, backward passes accumulate locally and nothing is sent. Local, on all ranks alike.
   [[nodiscard]] NoSync no_sync();

@@ -20,6 +20,12 @@ at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.contiguous().view({-1});
 }
 
+at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
+  if (tensor.strides() == like.strides()) return in_memory_order(tensor);
+  if (!like.is_non_overlapping_and_dense()) return in_memory_order(tensor.contiguous());
+  return in_memory_order(at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor));
+}
+
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors) {
   Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}, 0};
   for (size_t i = 0; i < bucket.members.size(); ++i) {

@@ -29,6 +29,9 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel);
 /// `tensor`'s elements in memory order, one-dimensional: an alias where the tensor is dense, else a copy.
 at::Tensor in_memory_order(const at::Tensor& tensor);
 
+/// The same in the memory order of `like`, which has `tensor`'s shape: an alias where both are stored alike, else a copy.
+at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like);
+
 /// Fills in `views` for `members` of `tensors` over `flat`.
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors);
 

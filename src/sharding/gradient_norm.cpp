@@ -40,6 +40,10 @@ void check_max_norm(const std::string& who, double max_norm) {
   if (!(max_norm >= 0)) throw UsageError(fmt::format("{}: max_norm is {}; expected 0 or more", who, max_norm));
 }
 
+void check_clip_value(const std::string& who, double clip_value) {
+  if (!(clip_value >= 0)) throw UsageError(fmt::format("{}: clip_value is {}; expected 0 or more", who, clip_value));
+}
+
 double clip_factor(double max_norm, double norm) { return std::min(1.0, max_norm / (norm + 1e-6)); }
 
 }  // namespace tessera::sharding

@@ -28,6 +28,8 @@ class GradientNorm {
 
 /// UsageError "<who>: …" for a negative bound.
 void check_max_norm(const std::string& who, double max_norm);
+/// The same for the bound of single elements.
+void check_clip_value(const std::string& who, double clip_value);
 /// What the gradients are multiplied by so that their norm is at most `max_norm`: 1 or less. torch.nn.utils.clip_grad_norm_'s rule.
 double clip_factor(double max_norm, double norm);
 

@@ -1,6 +1,7 @@
 #include "sharding/piece_state.h"
 
 #include "sharding/bucket.h"
+#include "sharding/replace_state.h"
 
 #include <nlohmann/json.hpp>
 
@@ -50,6 +51,8 @@ std::map<std::string, ParamState> gather_piece_state(const torch::optim::Optimiz
   std::map<size_t, ParamState> mine;
   json listing = json::array();
   for (const auto* piece : pieces) {
+    // An empty piece may have stepped, or have been loaded, apart from the others: it has no say.
+    if (piece->numel == 0 && parameters[piece->parameter].tensor.numel() > 0) continue;
     auto state = get_state(local, piece->tensor);
     if (!state) continue;
     auto entry = describe(*state, piece->tensor);
@@ -110,31 +113,38 @@ std::map<std::string, ParamState> gather_piece_state(const torch::optim::Optimiz
 void load_piece_state(torch::optim::Optimizer& local, const std::vector<const OwnedPiece*>& pieces,
                       const std::vector<NamedTensor>& parameters, const std::map<std::string, ParamState>& state) {
   at::NoGradGuard no_grad;
+  std::vector<NewState> states;
   for (const auto* owned : pieces) {
     const auto& piece = *owned;
     const auto& parameter = parameters[piece.parameter];
+    auto& entry = states.emplace_back(NewState{parameter.name, piece.tensor, std::nullopt});
     const auto found = state.find(parameter.name);
-    if (found == state.end()) {
-      clear_state(local, piece.tensor);
-      continue;
-    }
+    if (found == state.end()) continue;
     ParamState own;
     own.scalars = found->second.scalars;
     for (const auto& [key, tensor] : found->second.tensors) {
-      if (!tensor.sizes().equals(parameter.tensor.sizes())) {
-        own.tensors[key] = tensor.to(piece.tensor.device(), tensor.scalar_type(), false, true);
-        continue;
-      }
-      // Into the parameter's memory order, then this rank's part of it.
-      auto placed = at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(), tensor.options());
-      placed.copy_(tensor);
-      auto part = in_memory_order(placed)
-                      .narrow(0, piece.begin, piece.numel)
-                      .to(piece.tensor.device(), tensor.scalar_type(), false, true);
-      own.tensors[key] = piece.tensor.dim() == 1 ? part : window(part, 0, piece.tensor);
+      const auto copy = [&](const at::Tensor& part) {
+        return part.to(piece.tensor.device(), tensor.scalar_type(), false, true);
+      };
+      const bool follows = tensor.sizes().equals(parameter.tensor.sizes());
+      if (!follows) own.tensors[key] = copy(tensor);
+      else own.tensors[key] = shaped_like(copy(in_memory_order(tensor, parameter.tensor).narrow(0, piece.begin, piece.numel)), piece.tensor);
     }
-    set_state(local, piece.tensor, own);
+    entry.state = std::move(own);
   }
+  replace_states(local, "load_state_dict", states);
+}
+
+std::vector<ParameterPiece> parameter_pieces(const std::vector<const OwnedPiece*>& owned, const std::vector<NamedTensor>& parameters) {
+  auto in_order = owned;
+  std::stable_sort(in_order.begin(), in_order.end(), [](const auto* a, const auto* b) { return a->parameter < b->parameter; });
+  std::vector<ParameterPiece> pieces;
+  for (const auto* piece : in_order) {
+    if (piece->numel == 0) continue;
+    const auto& [name, tensor] = parameters[piece->parameter];
+    pieces.push_back({name, tensor.sizes().vec(), piece->begin, piece->numel, piece->tensor});
+  }
+  return pieces;
 }
 
 }  // namespace tessera::sharding

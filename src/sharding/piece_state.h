@@ -4,6 +4,7 @@
 #include "sharding/owned_piece.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/process_group.h"
+#include "tessera/state_slice.h"
 
 #include <map>
 #include <string>
@@ -19,5 +20,8 @@ std::map<std::string, ParamState> gather_piece_state(const torch::optim::Optimiz
 /// This rank's part of `state` into its local optimizer, copied; pieces that have none there are as never stepped. Local.
 void load_piece_state(torch::optim::Optimizer& local, const std::vector<const OwnedPiece*>& pieces, const std::vector<NamedTensor>& parameters,
                       const std::map<std::string, ParamState>& state);
+
+/// What users see of them: those that are not empty, in the order of the parameters. Local.
+std::vector<ParameterPiece> parameter_pieces(const std::vector<const OwnedPiece*>& owned, const std::vector<NamedTensor>& parameters);
 
 }  // namespace tessera::sharding

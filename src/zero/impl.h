@@ -15,7 +15,7 @@
 namespace tessera {
 
 /// Parameters, their shards, the local optimizer over own pieces, and what moves between ranks. Files: construction.cpp (what is
-/// where), update.cpp (a step, norms), state.cpp (state dicts).
+/// where), update.cpp (a step, norms), state.cpp (state dicts), pieces.cpp.
 class ZeroRedundancyOptimizer::Impl {
  public:
   static constexpr const char* kName = "ZeroRedundancyOptimizer";
@@ -36,8 +36,13 @@ class ZeroRedundancyOptimizer::Impl {
   void shadow_backward();
   double grad_norm(double norm_type);
   double clip(double max_norm, double norm_type);
+  void clip_value(double clip_value);
+
+  // pieces.cpp
+  void require_settled(const char* call) const;
 
   // state.cpp
+  std::vector<OptimizerStateDict::Group> groups() const;
   OptimizerStateDict gather_state(int to);
   void load(const OptimizerStateDict& dict);
   std::vector<const sharding::OwnedPiece*> owned_pieces() const;

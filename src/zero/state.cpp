@@ -9,14 +9,17 @@
 
 namespace tessera {
 
+std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::Impl::groups() const {
+  std::vector<OptimizerStateDict::Group> result;
+  for (const auto& group : outer_.param_groups()) result.push_back({{}, get_options(group.options())});
+  for (size_t i = 0; i < parameters_.size(); ++i) result[group_of_[i]].parameters.push_back(parameters_[i].name);
+  return result;
+}
+
 OptimizerStateDict ZeroRedundancyOptimizer::Impl::gather_state(int to) {
   at::NoGradGuard no_grad;
   OptimizerStateDict dict;
-  for (size_t g = 0; g < outer_.param_groups().size(); ++g) {
-    dict.groups.push_back({{}, get_options(outer_.param_groups()[g].options())});
-  }
-  for (size_t i = 0; i < parameters_.size(); ++i) dict.groups[group_of_[i]].parameters.push_back(parameters_[i].name);
-
+  dict.groups = groups();
   const bool keep = to < 0 || to == group_.rank();
   dict.state = sharding::gather_piece_state(*local_, owned_pieces(), parameters_, group_, to);
   if (keep) {

@@ -91,8 +91,7 @@ void ZeroRedundancyOptimizer::Impl::take_gradients_of_caller(ShardBucket& bucket
       continue;
     }
     sharding::check_gradient(kName, parameter.name, grad, group_.rank());
-    if (grad.strides() != parameter.tensor.strides()) grad = at::empty_like(parameter.tensor).copy_(grad);
-    kept.copy_(sharding::in_memory_order(grad).narrow(0, piece.begin, piece.numel));
+    kept.copy_(sharding::in_memory_order(grad, parameter.tensor).narrow(0, piece.begin, piece.numel));
   }
 }
 
@@ -104,7 +103,7 @@ void ZeroRedundancyOptimizer::Impl::finish_reduction() {
 void ZeroRedundancyOptimizer::Impl::ensure_reduced() {
   at::NoGradGuard no_grad;
   if (options_.overlap_with_backward) {
-    throw UsageError(prefix() + ": the gradient norm is not known before the update when overlap_with_backward is set; clip without overlap");
+    throw UsageError(prefix() + ": backward has used the gradients up when overlap_with_backward is set, so there is no norm to take and nothing to clip; do so without overlap");
   }
   check_reduced_is_current();
   if (reduced_) return;
@@ -124,7 +123,7 @@ void ZeroRedundancyOptimizer::Impl::ensure_reduced() {
 
 void ZeroRedundancyOptimizer::Impl::check_reduced_is_current() const {
   if (reduced_ && reducer_ && reduced_generation_ != reducer_->generation()) {
-    throw UsageError(prefix() + ": a backward came between clip_grad_norm_ or grad_norm and step(), so its gradients would be lost; clip after the last backward");
+    throw UsageError(prefix() + ": a backward came between clipping (or grad_norm) and step(), so its gradients would be lost; clip after the last backward");
   }
 }
 
@@ -337,6 +336,14 @@ double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   at::NoGradGuard no_grad;
   for (auto& bucket : buckets_) shard_buffer(bucket).mul_(factor);
   return norm;
+}
+
+void ZeroRedundancyOptimizer::Impl::clip_value(double clip_value) {
+  sharding::check_clip_value(prefix(), clip_value);
+  at::NoGradGuard no_grad;
+  repartition_if_trainability_changed();
+  ensure_reduced();
+  for (auto& bucket : buckets_) shard_buffer(bucket).clamp_(-clip_value, clip_value);
 }
 
 }  // namespace tessera

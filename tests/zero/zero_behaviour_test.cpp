@@ -10,15 +10,6 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 std::vector<ZeroOptions> ways() {
   std::vector<ZeroOptions> result;
   for (const auto partition : {Partition::flat, Partition::whole}) {

@@ -28,6 +28,24 @@ inline at::Tensor images(int step, int rank = 0, int world = 1) {
   return all.narrow(0, 12 / world * rank, 12 / world);
 }
 
+inline constexpr Partition kPartitions[] = {Partition::flat, Partition::whole, Partition::first_fit};
+
+/// The text of the UsageError that the call throws.
+inline std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+/// Bit by bit.
+template <class Net>
+void expect_same_weights(const Net& a, const Net& b) {
+  for (const auto& item : a->named_parameters()) EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
+}
+
 inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
 }  // namespace tessera::testing

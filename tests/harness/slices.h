@@ -1,0 +1,106 @@
+#pragma once
+
+#include "tessera/state_slice.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::testing {
+
+/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through files. Threads may
+/// share one.
+class SlicePool {
+ public:
+  /// Copies. Each element once, over all calls.
+  void add(const std::vector<StateSlice>& slices) {
+    std::lock_guard lock(mutex_);
+    for (const auto& slice : slices) {
+      auto& whole = parameters_[slice.parameter];
+      if (whole.covered == 0) {
+        whole.shape = slice.shape;
+        whole.scalars = slice.state.scalars;
+      }
+      EXPECT_EQ(whole.shape, slice.shape) << slice.parameter;
+      EXPECT_EQ(whole.scalars, slice.state.scalars) << slice.parameter;
+      whole.covered += slice.numel;
+      for (const auto& [name, tensor] : slice.state.tensors) {
+        auto& [follows, into] = whole.tensors[name];
+        follows = tensor.dim() > 0 && tensor.numel() == slice.numel;
+        if (follows) EXPECT_EQ(tensor.dim(), 1) << slice.parameter << "." << name;
+        if (!into.defined())
+          into = follows ? at::empty({c10::multiply_integers(whole.shape)}, tensor.options()) : tensor.clone();
+        if (follows) into.narrow(0, slice.begin, slice.numel).copy_(tensor);
+      }
+    }
+  }
+
+  /// The values of `pieces`, as slices of a state "value".
+  void add_values(const std::vector<ParameterPiece>& pieces) {
+    std::vector<StateSlice> slices;
+    for (const auto& piece : pieces) {
+      const auto& tensor = piece.tensor;
+      const auto run = tensor.detach().as_strided({tensor.numel()}, {1}).clone();
+      slices.push_back({piece.parameter, piece.shape, piece.begin, piece.numel, {{{"value", run}}, {}}});
+    }
+    add(slices);
+  }
+
+  std::vector<StateSlice> cut(const std::vector<ParameterPiece>& pieces) const {
+    std::vector<StateSlice> slices;
+    for (const auto& piece : pieces) {
+      const auto& whole = parameters_.at(piece.parameter);
+      EXPECT_EQ(whole.covered, c10::multiply_integers(whole.shape)) << piece.parameter;
+      auto& slice = slices.emplace_back(StateSlice{piece.parameter, whole.shape, piece.begin, piece.numel, {}});
+      slice.state.scalars = whole.scalars;
+      for (const auto& [name, entry] : whole.tensors) {
+        slice.state.tensors[name] = entry.first ? entry.second.narrow(0, piece.begin, piece.numel) : entry.second;
+      }
+    }
+    return slices;
+  }
+
+  void cut_values(const std::vector<ParameterPiece>& pieces) const {
+    at::NoGradGuard no_grad;
+    const auto slices = cut(pieces);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const auto& tensor = pieces[i].tensor;
+      tensor.as_strided({tensor.numel()}, {1}).copy_(slices[i].state.tensors.at("value"));
+    }
+  }
+
+  /// Bit by bit.
+  void expect_equal(const SlicePool& other) const {
+    ASSERT_EQ(parameters_.size(), other.parameters_.size());
+    for (const auto& [parameter, whole] : parameters_) {
+      ASSERT_TRUE(other.parameters_.count(parameter)) << parameter;
+      const auto& there = other.parameters_.at(parameter);
+      EXPECT_EQ(whole.covered, c10::multiply_integers(whole.shape)) << parameter;
+      EXPECT_EQ(whole.covered, there.covered) << parameter;
+      EXPECT_EQ(whole.shape, there.shape) << parameter;
+      EXPECT_EQ(whole.scalars, there.scalars) << parameter;
+      ASSERT_EQ(whole.tensors.size(), there.tensors.size()) << parameter;
+      for (const auto& [name, entry] : whole.tensors) {
+        EXPECT_TRUE(at::equal(entry.second, there.tensors.at(name).second)) << parameter << "." << name;
+      }
+    }
+  }
+
+  bool empty() const { return parameters_.empty(); }
+
+ private:
+  struct Whole {
+    std::vector<int64_t> shape;
+    int64_t covered = 0;
+    std::map<std::string, std::pair<bool, at::Tensor>> tensors;  // whether it follows the parameter
+    std::map<std::string, ScalarValue> scalars;
+  };
+  std::map<std::string, Whole> parameters_;
+  std::mutex mutex_;
+};
+
+}  // namespace tessera::testing
