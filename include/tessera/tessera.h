@@ -3,6 +3,7 @@
 // Everything a training program needs.
 
 #include "tessera/checkpoint.h"
+#include "tessera/checkpoint_store.h"
 #include "tessera/comm_hook.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
@@ -18,6 +19,7 @@
 #include "tessera/power_sgd.h"
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
+#include "tessera/state_slice.h"
 #include "tessera/sync_batch_norm.h"
 #include "tessera/version.h"
 #include "tessera/wrap_policy.h"

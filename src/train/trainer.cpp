@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "tessera/join.h"
 #include "tessera/train.h"
-#include "train/agreement.h"
+#include "comm/agreement.h"
 #include "train/dealing.h"
 #include "train/evaluation.h"
 #include "train/outputs.h"
@@ -73,7 +73,7 @@ class Run : private Joinable {
       : config_(config),
         group_(std::move(group)),
         dealing_(config.train.steps, config.train.global_batch, group_.size()) {
-    train::agree(group_, [&] { prepare(); });
+    comm::agree(group_, [&] { prepare(); });
     const std::shared_ptr<GPT2Impl> model = model_.ptr();
     for (const auto& parameter : model_->parameters()) {
       parameters_ += parameter.numel();
