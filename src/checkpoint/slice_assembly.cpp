@@ -1,6 +1,6 @@
 #include "checkpoint/slice_assembly.h"
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
@@ -131,6 +131,10 @@ at::Tensor Assembly::whole(const std::vector<Part>& parts, const std::string& st
   const auto tensor = reader_.load(first.file(), first.layout().tensor_name(state));
   for (const Part& part : parts) {
     const std::string name = part.layout().tensor_name(state);
+    // One element follows the parameter or is kept whole: only the other slices tell.
+    if (part.layout().numel != 1 && !has(part.layout().whole, state)) {
+      refuse(fmt::format("{} follows the parameter in {}, and is kept whole elsewhere", state, part.file()));
+    }
     if (part.slice.file->tensors.at(name) != first.slice.file->tensors.at(first.layout().tensor_name(state))) {
       refuse(fmt::format("{} is kept whole, but differs between {} and {}", state, first.file(), part.file()));
     }
