@@ -84,6 +84,9 @@ class SafetensorsWriter {
   /// Throws UsageError, naming them, when tensors were not written; Error when the disk refuses.
   void commit();
 
+  /// The bytes in front of the data.
+  const std::string& header() const;
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

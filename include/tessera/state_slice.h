@@ -34,9 +34,21 @@ struct StateSlice {
   std::vector<int64_t> shape;
   int64_t begin = 0;
   int64_t numel = 0;
-  /// Tensors with `numel` elements follow the parameter: one-dimensional, in memory order. Others are whole. Empty:
-  /// never stepped.
+  /// Tensors of one dimension with `numel` elements, and those of the whole parameter's `shape`, follow the parameter:
+  /// they are cut where it is cut, and their elements are taken in their own memory order, which must be the parameter's.
+  /// All others (a step counter without dimensions, say) are kept whole by every rank, as are scalars; a tensor of one
+  /// element is also taken as kept whole when another rank's slice of the parameter shows that it is. Empty: never stepped.
   ParamState state;
+
+  bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }
+};
+
+/// Which run of which parameter a rank wants; as in StateSlice.
+struct SliceRequest {
+  std::string parameter;
+  std::vector<int64_t> shape;
+  int64_t begin = 0;
+  int64_t numel = 0;
 };
 
 /// Of parameters that are not sharded: each is one piece, from 0, of all its elements. Frozen and empty ones are left

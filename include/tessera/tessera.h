@@ -3,6 +3,7 @@
 // Everything a training program needs.
 
 #include "tessera/checkpoint.h"
+#include "tessera/checkpoint_store.h"
 #include "tessera/comm_hook.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"

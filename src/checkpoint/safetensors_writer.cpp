@@ -133,6 +133,8 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
   slot.written = true;
 }
 
+const std::string& SafetensorsWriter::header() const { return impl_->header; }
+
 void SafetensorsWriter::commit() {
   if (!impl_->file->open()) {
     throw UsageError("safetensors: " + impl_->path + ": commit: the writer " +

@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
-#include "train/agreement.h"
+#include "tessera/agreement.h"
 #include "train/random_state.h"
 #include "train/run.h"
 #include "train/weights.h"

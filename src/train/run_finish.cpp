@@ -2,7 +2,7 @@
 
 #include "tessera/error.h"
 #include "tessera/files.h"
-#include "train/agreement.h"
+#include "tessera/agreement.h"
 #include "train/evaluation.h"
 #include "train/interruption.h"
 #include "train/run.h"

@@ -1,7 +1,7 @@
 #include <cmath>
 
 #include "tessera/error.h"
-#include "train/agreement.h"
+#include "tessera/agreement.h"
 #include "train/builtin.h"
 #include "train/outputs.h"
 #include "train/run.h"

@@ -7,7 +7,7 @@
 
 #include "tessera/error.h"
 #include "tessera/train.h"
-#include "train/agreement.h"
+#include "tessera/agreement.h"
 
 namespace tessera {
 namespace {
@@ -77,7 +77,7 @@ int run(const Config& config) {
     try {
       run_training(config, group);
       return 0;
-    } catch (const train::AgreedError& error) {
+    } catch (const AgreedError& error) {
       if (rank == 0) {
         say(error.what());
       }
@@ -89,7 +89,7 @@ int run(const Config& config) {
     say("rank " + std::to_string(rank) + ": " + error.what());
     return kWrongCommand;
   } catch (const std::exception& error) {
-    say("rank " + std::to_string(rank) + ": " + train::message_of(error));
+    say("rank " + std::to_string(rank) + ": " + message_of(error));
     return kRunFailed;
   }
 }
@@ -106,7 +106,7 @@ int train_main(int argc, char** argv) {
     config = config_of(argc, argv);
   } catch (const std::exception& error) {
     if (first_of_host()) {
-      say(train::message_of(error));
+      say(message_of(error));
     }
     leave_after_the_speaker(first_of_host());
     return kWrongCommand;

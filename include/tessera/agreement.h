@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
-namespace tessera::train {
+namespace tessera {
 
 /// Thrown by agree(), on every rank with the same text: one of them may say it for all.
 class AgreedError : public UsageError {
@@ -21,4 +21,4 @@ void agree(const ProcessGroup& group, const std::function<void()>& prepare);
 /// What an exception says, without libtorch's backtrace.
 std::string message_of(const std::exception& error);
 
-}  // namespace tessera::train
+}  // namespace tessera

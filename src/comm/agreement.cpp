@@ -1,4 +1,4 @@
-#include "train/agreement.h"
+#include "tessera/agreement.h"
 
 #include <c10/util/Exception.h>
 
@@ -6,7 +6,7 @@
 #include <map>
 #include <vector>
 
-namespace tessera::train {
+namespace tessera {
 
 std::string message_of(const std::exception& error) {
   if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
@@ -52,4 +52,4 @@ void agree(const ProcessGroup& group, const std::function<void()>& prepare) {
   throw AgreedError(text);
 }
 
-}  // namespace tessera::train
+}  // namespace tessera

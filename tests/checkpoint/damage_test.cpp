@@ -1,0 +1,189 @@
+// Every byte of a checkpoint is vouched for: whatever changes, is missing or is too much is found, and named.
+
+#include "checkpoint/store_fixture.h"
+
+#include <algorithm>
+
+#include "checkpoint/manifest.h"
+#include "checkpoint/run_folder.h"
+#include "tessera/safetensors.h"
+
+namespace tessera {
+namespace {
+
+using namespace tessera::testing;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class Damage : public StoreTest {
+ protected:
+  Damage() {
+    CheckpointStore store(run_, ProcessGroup(), {.keep_last = 10});
+    for (const int64_t step : {10, 20, 30}) {
+      CheckpointWriter writer(store, step);
+      writer.add_tensors("model.safetensors", {{"a", at::arange(5, at::kFloat)}, {"b", at::arange(3, at::kLong)}, {"none", at::empty({0})}},
+                         {{"format", "pt"}});
+      writer.add_text("config.yaml", "steps: 30\n");
+      writer.add_text("empty.txt", "");
+      StateSlice slice{"a", {5}, 0, 5, {}};
+      slice.state.tensors["exp_avg"] = at::ones({5});
+      slice.state.scalars = {{"step", int64_t{30}}, {"beta", 0.9}};
+      writer.add_slices({slice});
+      path_ = writer.commit();
+    }
+  }
+
+  /// The tensor whose data holds byte `at` of a file; empty: none.
+  std::string tensor_at(const std::string& file, size_t at) const {
+    if (fs::path(file).extension() != ".safetensors") return "";
+    const SafetensorsFile opened(path_ + "/" + file);
+    uint64_t data = 0;
+    for (const auto& entry : opened.entries()) data = std::max(data, entry.end);
+    const size_t begin = fs::file_size(path_ + "/" + file) - data;
+    for (const auto& entry : opened.entries()) {
+      if (at >= begin + entry.begin && at < begin + entry.end) return entry.name;
+    }
+    return "";
+  }
+
+  void verify() const { Checkpoint(path_).verify(); }
+
+  std::string path_;
+};
+
+const char* const kAdvice = "older checkpoints in ";
+
+TEST_F(Damage, AWholeOneIsWhole) {
+  const Checkpoint checkpoint(path_ + "/");
+  checkpoint.verify();
+  EXPECT_EQ(checkpoint.path(), path_);
+  EXPECT_EQ(checkpoint.step(), 30);
+  EXPECT_EQ(checkpoint.world_size(), 1);
+  EXPECT_THAT(checkpoint.files(), ::testing::ElementsAre("config.yaml", "empty.txt", "model.safetensors", "optimizer-00000-of-00001.safetensors"));
+  EXPECT_EQ(checkpoint.text("config.yaml"), "steps: 30\n");
+  EXPECT_EQ(checkpoint.text("empty.txt"), "");
+  EXPECT_TRUE(same_bits(checkpoint.load_tensor("model.safetensors", "a"), at::arange(5, at::kFloat)));
+  EXPECT_EQ(checkpoint.tensors("model.safetensors").metadata().at("format"), "pt");
+  auto part = at::empty({2}, at::kLong);
+  checkpoint.load_slice("model.safetensors", "b", 1, 2, part);
+  EXPECT_TRUE(same_bits(part, at::arange(1, 3, at::kLong)));
+}
+
+TEST_F(Damage, EveryFlippedBitIsFoundAndNamed) {
+  int flips = 0;
+  for (const auto& file : names_in(path_)) {
+    const std::string good = contents_of(path_ + "/" + file);
+    for (size_t at = 0; at < good.size(); ++at) {
+      std::string bad = good;
+      bad[at] ^= static_cast<char>(1 << (at * 5 % 8));
+      const std::string tensor = tensor_at(file, at);
+      put_contents(path_ + "/" + file, bad);
+      const std::string message = usage_error([&] { verify(); });
+      ASSERT_THAT(message, HasSubstr(path_ + "/" + file)) << "byte " << at;
+      ASSERT_THAT(message, HasSubstr(kAdvice + run_ + ": step-00000020, step-00000010; to go on from one of them: train.resume=" + run_ + "/step-00000020"));
+      if (!tensor.empty()) ASSERT_THAT(message, HasSubstr("tensor \"" + tensor + "\"")) << "byte " << at;
+      put_contents(path_ + "/" + file, good);
+      ++flips;
+    }
+  }
+  EXPECT_GT(flips, 1000);
+  verify();
+}
+
+TEST_F(Damage, EveryTruncationAndEveryAdditionIsFound) {
+  for (const auto& file : names_in(path_)) {
+    const std::string good = contents_of(path_ + "/" + file);
+    for (size_t size = 0; size < good.size(); ++size) {
+      put_contents(path_ + "/" + file, good.substr(0, size));
+      ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice))) << size << " bytes";
+    }
+    for (const std::string more : {std::string(1, '\0'), std::string("\n"), good}) {
+      put_contents(path_ + "/" + file, good + more);
+      if (!more.empty()) ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), HasSubstr(path_ + "/" + file)) << more.size() << " more";
+    }
+    fs::remove(path_ + "/" + file);
+    ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice)));
+    fs::create_directory(path_ + "/" + file);
+    ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr("not a regular file")));
+    fs::remove(path_ + "/" + file);
+    put_contents(path_ + "/" + file, good);
+  }
+  verify();
+}
+
+TEST_F(Damage, LoadingComparesDigestsToo) {
+  const auto flip_last = [&](const std::string& file) {
+    std::string text = contents_of(path_ + "/" + file);
+    text.back() = static_cast<char>(text.back() ^ 4);
+    put_contents(path_ + "/" + file, text);
+  };
+  const std::string slices = "optimizer-00000-of-00001.safetensors";
+  flip_last("config.yaml");
+  flip_last(slices);
+  flip_last("model.safetensors");
+  const Checkpoint checkpoint(path_);
+  EXPECT_THAT(usage_error([&] { checkpoint.text("config.yaml"); }), HasSubstr("config.yaml"));
+  EXPECT_THAT(usage_error([&] { checkpoint.load_slices({{"a", {5}, 0, 5}}); }), AllOf(HasSubstr(slices), HasSubstr("tensor \"a/exp_avg\"")));
+  const std::string last = checkpoint.tensors("model.safetensors").entries().back().name;
+  const auto whole = [&] { checkpoint.load_tensor("model.safetensors", last); };
+  EXPECT_THAT(usage_error(whole), AllOf(HasSubstr("model.safetensors"), HasSubstr("tensor \"" + last + "\"")));
+  auto out = at::empty({5});
+  EXPECT_THAT(usage_error([&] { checkpoint.load_slice("model.safetensors", "a", 0, 5, out); }), HasSubstr("tensor \"a\""));
+}
+
+TEST_F(Damage, RanksShareTheReading) {
+  std::string text = contents_of(path_ + "/config.yaml");
+  text[0] ^= 1;
+  put_contents(path_ + "/config.yaml", text);
+  EXPECT_THAT(usage_error([&] { Checkpoint(path_).verify(ProcessGroup()); }), HasSubstr("config.yaml"));
+}
+
+TEST_F(Damage, OneFileOfAnotherCheckpointIsNotTaken) {
+  // The same size, each in itself whole: only the digest of the header or of the tensors can tell.
+  const std::string file = "optimizer-00000-of-00001.safetensors";
+  StateSlice slice{"a", {5}, 0, 5, {}};
+  slice.state.tensors["exp_avg"] = at::zeros({5});
+  CheckpointStore store(run_, ProcessGroup(), {.keep_last = 10});
+  CheckpointWriter writer(store, 40);
+  writer.add_slices({slice});
+  const std::string other = writer.commit();
+  put_contents(path_ + "/" + file, contents_of(other + "/" + file));
+  EXPECT_THAT(usage_error([&] { verify(); }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr("a/exp_avg")));
+  fs::rename(other, run_ + "/step-00000050");
+  EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000050"); }), HasSubstr("manifest of step 40, in the folder of step 50"));
+}
+
+TEST_F(Damage, WhatIsNoCheckpointSaysSo) {
+  EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000005"); }), AllOf(HasSubstr("step-00000005"), HasSubstr("there is no older checkpoint")));
+  EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000025"); }), HasSubstr("train.resume=" + run_ + "/step-00000020"));
+  EXPECT_THAT(usage_error([&] { Checkpoint("/dev/null"); }), HasSubstr("not a folder"));
+  EXPECT_THAT(usage_error([&] { Checkpoint{base_}; }), AllOf(HasSubstr("manifest.json"), Not(HasSubstr("older"))));
+  const Checkpoint checkpoint(path_);
+  EXPECT_THAT(usage_error([&] { checkpoint.text("confg.yaml"); }), HasSubstr("did you mean \"config.yaml\""));
+  EXPECT_THAT(usage_error([&] { checkpoint.text("model.safetensors"); }), HasSubstr("not a text"));
+  EXPECT_THAT(usage_error([&] { checkpoint.tensors("config.yaml"); }), HasSubstr("not a safetensors file"));
+  EXPECT_THAT(usage_error([&] { checkpoint.load_tensor("model.safetensors", "c"); }), HasSubstr("no tensor \"c\""));
+}
+
+TEST(Manifest, WhoeverWroteItIsNotTrusted) {
+  // Digests that fit, contents that do not: what a forger or a newer version could leave.
+  const auto refused = [](store::Manifest manifest) {
+    return usage_error([&] { store::manifest_from_text(store::manifest_to_text(manifest)); });
+  };
+  store::FileRecord file;
+  file.digest = std::string(32, '0');
+  for (const std::string name : {"../x", "a/b", "", ".hidden", "manifest.json"}) {
+    file.name = name;
+    EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("will not do")) << name;
+  }
+  file.name = "t";
+  file.header_bytes = 9;
+  EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("header_bytes"));
+  file.bytes = 9;
+  file.slices = {{"w", {3}, 2, 2, {}, {}, {}}};
+  EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("not within"));
+}
+
+}  // namespace
+}  // namespace tessera
