@@ -22,33 +22,6 @@ std::string trainer_path() {
   return path.string();
 }
 
-/// Takes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` out of the arguments; the trainer reads the rest.
-int take_nproc(std::vector<std::string>& arguments) {
-  int nproc = 0;
-  std::vector<std::string> rest;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const std::string& argument = arguments[i];
-    const size_t equals = argument.find('=');
-    const std::string name = argument.substr(0, equals);
-    const bool is_long = name == "--nproc-per-node" || name == "--nproc_per_node";
-    if (!is_long && argument.rfind("-n", 0) != 0) {
-      rest.push_back(argument);
-      continue;
-    }
-    std::string value;
-    if (is_long && equals != std::string::npos) {
-      value = argument.substr(equals + 1);
-    } else if (!is_long && argument.size() > 2) {
-      value = argument.substr(argument[2] == '=' ? 3 : 2);
-    } else if (++i < arguments.size()) {
-      value = arguments[i];
-    }
-    nproc = launch::parse_nproc(is_long ? name : "-n", value);
-  }
-  arguments = std::move(rest);
-  return nproc;
-}
-
 int replace_process(const std::vector<std::string>& program) {
   std::vector<char*> arguments;
   for (const std::string& argument : program) arguments.push_back(const_cast<char*>(argument.c_str()));
@@ -62,7 +35,7 @@ int replace_process(const std::vector<std::string>& program) {
 int train_command(int argc, char** argv) {
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
-    const int nproc = take_nproc(arguments);
+    const int nproc = launch::take_nproc(arguments);
     std::vector<std::string> program = {trainer_path()};
     program.insert(program.end(), arguments.begin(), arguments.end());
     if (nproc > 0 && std::getenv("WORLD_SIZE")) {

@@ -173,6 +173,8 @@ class FullyShardedDataParallelBase {
   /// Parameters and buffers, whole, by name, on the CPU of rank `to` (all for to < 0; empty elsewhere), in the parameters' own dtype. Gathered one
   /// by one: peak extra memory on other ranks is the largest tensor. Buffers are rank `to`'s own. Collective.
   std::vector<std::pair<std::string, at::Tensor>> state_dict(int to = 0);
+  /// One parameter of it. UsageError for a name that is not sharded here. Collective.
+  at::Tensor full_parameter(const std::string& name, int to = 0);
   /// The same, streamed into a safetensors file by rank 0. Collective.
   void save_state_dict(const std::string& path);
   /// Each rank takes its pieces. Every parameter must be there with its shape, and nothing else: UsageError on all ranks. Collective.

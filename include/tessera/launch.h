@@ -73,6 +73,8 @@ void validate(const LaunchOptions& options);
 
 /// Text forms of flags. Each throws UsageError naming `flag`.
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest);
+/// Takes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` out of the words, and returns N, or 0.
+int take_nproc(std::vector<std::string>& words);
 /// A number, or `auto` or `cpu`: the processors this process may use.
 int parse_nproc(const std::string& flag, const std::string& text);
 /// torchrun's form: `3`, or `0:3,2:1` for single local ranks.

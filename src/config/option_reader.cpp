@@ -260,7 +260,8 @@ void OptionReader::read_choice(const std::string& key, std::string& out, const s
                                const std::string& doc) {
   const std::string expected = "one of " + joined(choices, ", ");
   const ConfigNode standard = out.empty() ? ConfigNode{} : shown(out);
-  if (const ConfigNode* node = look(key)) {
+  const ConfigNode* node = look(key);
+  if (node != nullptr && !(node->kind == Kind::Null && out.empty())) {
     const bool scalar = node->kind == Kind::Scalar;
     if (!scalar || std::find(choices.begin(), choices.end(), node->text) == choices.end()) {
       fail_at(*node, full(key),
@@ -363,7 +364,7 @@ void OptionReader::refuse(const std::string& key, const std::string& why) {
 }
 
 void OptionReader::require(const std::string& key, const std::string& what) {
-  if (!has(key)) {
+  if (!given(key)) {
     missing_.push_back(full(key) + ": missing; expected " + what);
   }
 }

@@ -88,6 +88,15 @@ State FullyShardedDataParallelBase::state_dict(int to) {
   return state;
 }
 
+at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name, int to) {
+  auto& core = core_->core();
+  core.require_idle("full_parameter");
+  const auto& parameters = core.model.parameters;
+  const auto found = std::find_if(parameters.begin(), parameters.end(), [&](const auto& parameter) { return parameter.name == name; });
+  if (found == parameters.end()) throw UsageError(fmt::format("{}: full_parameter: no sharded parameter {}", core.prefix(), name));
+  return core.whole(static_cast<size_t>(found - parameters.begin()), to);
+}
+
 void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   auto& core = core_->core();
   core.require_idle("save_state_dict");

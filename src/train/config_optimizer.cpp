@@ -45,7 +45,7 @@ void read_custom_keys(OptionReader& keys, const std::string& type, ParamwiseOpti
   }
 }
 
-void read_paramwise(OptionReader keys, const std::string& type, ParamwiseOptions& paramwise) {
+void read_paramwise(OptionReader& keys, const std::string& type, ParamwiseOptions& paramwise) {
   read_custom_keys(keys, type, paramwise);
   keys.read("bias_lr_mult", paramwise.bias_lr_mult, "of biases, but not of normalisations", kNotNegative);
   keys.read("bias_decay_mult", paramwise.bias_decay_mult, "of biases", kNotNegative);
@@ -58,7 +58,12 @@ void read_paramwise(OptionReader keys, const std::string& type, ParamwiseOptions
 
 }  // namespace
 
-void read_optimizer(OptionReader keys, const ParallelConfig& parallel, OptimizerPlan& optimizer) {
+void describe_paramwise(OptionReader& keys) {
+  ParamwiseOptions paramwise;
+  read_paramwise(keys, "", paramwise);
+}
+
+void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, OptimizerPlan& optimizer) {
   const OptimizerRegistry& registry = registry::optimizers();
   optimizer.type = parallel.plan.optimizer_type;
   if (optimizer.type.empty()) {
@@ -82,7 +87,8 @@ void read_optimizer(OptionReader keys, const ParallelConfig& parallel, Optimizer
       optimizer.options[option.name] = checked(registry, optimizer.type, option.name, *node, keys.full(option.name));
     }
   }
-  read_paramwise(keys.map("paramwise"), optimizer.type, optimizer.paramwise);
+  OptionReader paramwise = keys.map("paramwise");
+  read_paramwise(paramwise, optimizer.type, optimizer.paramwise);
   keys.finish();
 }
 

@@ -8,18 +8,22 @@
 namespace tessera::train {
 namespace {
 
-void read_model(OptionReader keys, ModelConfig& model) {
+void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.require("type", "the name of a model");
   keys.read_choice("type", model.type, registry::models().names(), "the model");
   keys.read_path("init", model.init, "safetensors file of initial weights");
   keys.read("seed", model.seed, "of the initial weights, and of dropout");
+}
+
+void read_model(OptionReader& keys, ModelConfig& model) {
+  read_model_keys(keys, model);
   if (model.type.empty()) {
     return keys.finish();
   }
   model.plan = registry::models().read(model.type, keys);
 }
 
-void read_data(OptionReader keys, const Config& config, DataConfig& data) {
+void read_data_keys(OptionReader& keys, DataConfig& data) {
   keys.require("type", "the name of a dataset");
   keys.read_choice("type", data.type, registry::datasets().names(), "the dataset");
   keys.read_enum("order", data.order, {{"shuffled", SampleOrder::shuffled}, {"sequential", SampleOrder::sequential}},
@@ -29,6 +33,10 @@ void read_data(OptionReader keys, const Config& config, DataConfig& data) {
                    "what a world does that does not divide global_batch");
   keys.read("loader_threads", data.loader_threads, "that load batches in the background", kAtLeastOne);
   keys.read("prefetch", data.prefetch, "batches loaded ahead; 0: loaded when they are needed", kNotNegative);
+}
+
+void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
+  read_data_keys(keys, data);
   if (data.type.empty()) {
     return keys.finish();
   }
@@ -54,10 +62,34 @@ void read_hooks(OptionReader& keys, Config& config) {
   }
 }
 
-LrSchedule read_scheduler(OptionReader keys) {
+LrSchedule read_scheduler(OptionReader& keys) {
   std::string type = "none";
   keys.read_choice("type", type, registry::schedulers().names(), "how the learning rate changes");
   return registry::schedulers().read(type, keys);
+}
+
+/// What stands beside the sections.
+void read_components(OptionReader& keys, Config& config) {
+  config.loss = read_loss(keys);
+  config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
+                                       "what happens to a batch before the model gets it");
+  read_hooks(keys, config);
+}
+
+void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
+  keys.read_choice("type", parallel.type, registry::parallel().names(), "how ranks share the work");
+  keys.read_enum("backend", parallel.group.backend,
+                 {{"auto", Backend::Auto}, {"shm", Backend::SharedMemory}, {"gloo", Backend::Gloo},
+                  {"nccl", Backend::NCCL}, {"mpi", Backend::MPI}},
+                 "how ranks talk");
+  double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
+  keys.read("timeout", seconds, "seconds; bound of every wait for another rank", Range{0.001, 1e6});
+  parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+}
+
+void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
+  read_parallel_keys(keys, parallel);
+  parallel.plan = registry::parallel().read(parallel.type, keys);
 }
 
 void check_wholes(const OptionReader& keys, const Config& config) {
@@ -84,34 +116,39 @@ void read_config(OptionReader& keys, Config& config) {
   OptionReader model = keys.map("model"), data = keys.map("data"), optimizer = keys.map("optimizer"),
                scheduler = keys.map("scheduler"), parallel = keys.map("parallel"), run = keys.map("train"),
                checkpoint = keys.map("checkpoint");
-  config.loss = read_loss(keys);
-  config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
-                                       "what happens to a batch before the model gets it");
-  read_hooks(keys, config);
+  read_components(keys, config);
   keys.finish();
-  read_model(std::move(model), config.model);
-  read_data(std::move(data), config, config.data);
-  read_parallel(std::move(parallel), config.parallel);
-  read_optimizer(std::move(optimizer), config.parallel, config.optimizer);
-  config.scheduler = read_scheduler(std::move(scheduler));
-  read_train(std::move(run), config, config.train);
-  read_checkpoint(std::move(checkpoint), config.checkpoint);
+  read_model(model, config.model);
+  read_data(data, config, config.data);
+  read_parallel(parallel, config.parallel);
+  read_optimizer(optimizer, config.parallel, config.optimizer);
+  config.scheduler = read_scheduler(scheduler);
+  read_train(run, config, config.train);
+  read_checkpoint(checkpoint, config.checkpoint);
   check_wholes(keys, config);
 }
 
-void read_parallel(OptionReader keys, ParallelConfig& parallel) {
-  keys.read_choice("type", parallel.type, registry::parallel().names(), "how ranks share the work");
-  keys.read_enum("backend", parallel.group.backend,
-                 {{"auto", Backend::Auto}, {"shm", Backend::SharedMemory}, {"gloo", Backend::Gloo},
-                  {"nccl", Backend::NCCL}, {"mpi", Backend::MPI}},
-                 "how ranks talk");
-  double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
-  keys.read("timeout", seconds, "seconds; bound of every wait for another rank", Range{0.001, 1e6});
-  parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
-  parallel.plan = registry::parallel().read(parallel.type, keys);
+void describe_top_level(OptionReader& keys) {
+  Config config;
+  read_components(keys, config);
 }
 
-void read_checkpoint(OptionReader keys, CheckpointConfig& checkpoint) {
+void describe_model(OptionReader& keys) {
+  ModelConfig model;
+  read_model_keys(keys, model);
+}
+
+void describe_data(OptionReader& keys) {
+  DataConfig data;
+  read_data_keys(keys, data);
+}
+
+void describe_parallel(OptionReader& keys) {
+  ParallelConfig parallel;
+  read_parallel_keys(keys, parallel);
+}
+
+void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
   keys.read_path("folder", checkpoint.folder, "where checkpoints go, one folder a step; null: none");
   keys.read("every", checkpoint.every, "steps; 0: only at the end and when interrupted", kNotNegative);
   keys.read("keep_last", checkpoint.keep_last, "newest ones that are kept", kAtLeastOne);
@@ -119,11 +156,9 @@ void read_checkpoint(OptionReader keys, CheckpointConfig& checkpoint) {
   keys.read("resume", checkpoint.resume, "go on from the newest one in folder, when there is one");
   keys.read_path("from", checkpoint.from, "a checkpoint to start from, of any run; folder's own newest one goes first");
   keys.finish();
-  if (checkpoint.folder.empty()) {
-    for (const char* key : {"every", "keep_last", "keep_every"}) {
-      if (keys.has(key)) {
-        keys.fail(key, "has no meaning without checkpoint.folder");
-      }
+  for (const auto& [key, value] : {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
+    if (checkpoint.folder.empty() && value > 0) {
+      keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
     }
   }
 }

@@ -39,12 +39,13 @@ void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
 }
 
 void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) {
-  int64_t length = 200;
+  const bool wanted = keys.node() != nullptr;
+  int64_t length = wanted || keys.describing() ? 200 : 0;
   keys.read("length", length, "tokens", kNotNegative);
   keys.read("temperature", sample.temperature, "0: the likeliest", kNotNegative);
   keys.read("top_k", sample.top_k, "0: all", kNotNegative);
   keys.read("seed", sample.seed, "of the sample");
-  if (keys.node() == nullptr) {
+  if (!wanted) {
     return;
   }
   sample.length = length;
@@ -110,7 +111,7 @@ void read_averaging(OptionReader& keys, RunConfig& run) {
 
 }  // namespace
 
-void read_train(OptionReader keys, const Config& config, RunConfig& run) {
+void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   if (!keys.has("epochs")) {
     keys.require("steps", "the number of steps");
   }
@@ -135,7 +136,7 @@ void read_train(OptionReader keys, const Config& config, RunConfig& run) {
   if (run.save_config && run.save.empty()) {
     keys.fail("save_config", "true, but train.save names no file to put it beside");
   }
-  if (keys.has("epochs") && keys.has("steps") && run.epochs > 0) {
+  if (run.steps > 0 && run.epochs > 0) {
     keys.fail("epochs", "train.steps is given, too; expected one of the two");
   }
   if (run.early_stop.patience > 0 && run.eval_every == 0) {

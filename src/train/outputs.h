@@ -10,7 +10,4 @@ namespace tessera::train {
 /// Throws UsageError naming the key. For the rank that writes.
 void prepare_outputs(const Config& config);
 
-/// Replaces `path` by `text`, whole or not at all.
-void write_text(const std::string& path, const std::string& text);
-
 }  // namespace tessera::train

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/agreement.h"
 #include "tessera/batch_loader.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/early_stop.h"

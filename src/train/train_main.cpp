@@ -2,20 +2,29 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <string>
 #include <thread>
+#include <vector>
 
-#include "tessera/error.h"
-#include "tessera/train.h"
 #include "tessera/agreement.h"
+#include "tessera/error.h"
+#include "tessera/launch.h"
+#include "tessera/nearest.h"
+#include "tessera/train.h"
+#include "train/interruption.h"
 
 namespace tessera {
 namespace {
 
 constexpr const char* kUsage =
-    "usage: tessera train CONFIG.yaml [key=value ...]\n"
-    "  CONFIG.yaml   what to train; docs/config.md lists the keys\n"
-    "  key=value     replaces a value, for example optimizer.lr=3e-4 or optimizer.betas='[0.9, 0.99]'\n";
+    "usage: tessera train [-n RANKS] CONFIG.yaml [key=value ...] [options]\n"
+    "  CONFIG.yaml                what to train; docs/config.md lists the keys\n"
+    "  key=value                  replaces a value: optimizer.lr=3e-4, optimizer.betas='[0.9, 0.99]', hooks.0.every=5\n"
+    "  -n RANKS                   starts RANKS ranks on this host\n"
+    "  --no-resume                starts anew, whatever checkpoint.folder holds\n"
+    "  --dump-config full|minimal prints the config that holds, every option or what is not default, and ends\n"
+    "  --config-reference         prints all keys of all components, and ends\n";
 
 constexpr int kRunFailed = 1;
 constexpr int kWrongCommand = 2;
@@ -51,22 +60,62 @@ int rank_in_environment() {
   return 0;
 }
 
-bool wants_help(int argc, char** argv) {
-  return argc > 1 && (std::string(argv[1]) == "-h" || std::string(argv[1]) == "--help");
-}
+/// What the words of the command line ask for.
+struct Command {
+  std::string file;
+  std::vector<std::string> overrides;
+  std::string dump;  // "full", "minimal" or ""
+  bool help = false;
+  bool reference = false;
+  int ranks = 0;  // 0: not given
+};
 
-Config config_of(int argc, char** argv) {
-  if (argc < 2) {
-    throw UsageError(std::string("no config given\n") + kUsage);
-  }
-  for (int i = 1; i < argc; ++i) {
-    if (argv[i][0] == '-') {
-      throw UsageError(std::string(argv[i]) + ": unknown option\n" + kUsage);
+Command parse_command(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  Command command;
+  command.ranks = launch::take_nproc(words);
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word == "-h" || word == "--help") {
+      command.help = true;
+    } else if (word == "--config-reference") {
+      command.reference = true;
+    } else if (word == "--no-resume") {
+      command.overrides.push_back("checkpoint.resume=false");
+    } else if (word.rfind("--dump-config", 0) == 0) {
+      const size_t equals = word.find('=');
+      command.dump = equals != std::string::npos ? word.substr(equals + 1) : i + 1 < words.size() ? words[++i] : "";
+      if (command.dump != "full" && command.dump != "minimal") {
+        throw UsageError("--dump-config: \"" + command.dump + "\"; expected full or minimal");
+      }
+    } else if (word.rfind('-', 0) == 0) {
+      throw UsageError(word + ": unknown option" +
+                       did_you_mean(word, {"--dump-config", "--no-resume", "--config-reference", "--help"}) + "\n" + kUsage);
+    } else if (command.file.empty()) {
+      command.file = word;
+    } else {
+      command.overrides.push_back(word);
     }
   }
-  Config config = load_config(argv[1], {argv + 2, argv + argc});
-  check_config_files(config);
-  return config;
+  if (command.file.empty() && !command.help && !command.reference) {
+    throw UsageError(std::string("no config given\n") + kUsage);
+  }
+  return command;
+}
+
+/// The same command on `ranks` ranks of this host.
+int launch_ranks(int ranks, int argc, char** argv) {
+  if (const char* world = std::getenv("WORLD_SIZE")) {
+    throw UsageError("-n = " + std::to_string(ranks) + ": expected no -n under a launcher (WORLD_SIZE is set to '" + world + "')");
+  }
+  std::vector<std::string> words(argv + 1, argv + argc);
+  launch::take_nproc(words);
+  launch::LaunchOptions options;
+  options.program = {std::filesystem::read_symlink("/proc/self/exe").string()};
+  options.program.insert(options.program.end(), words.begin(), words.end());
+  options.nproc_per_node = ranks;
+  options.command = "tessera train";
+  return launch::run(options);
 }
 
 int run(const Config& config) {
@@ -75,8 +124,9 @@ int run(const Config& config) {
     ProcessGroup group = init_process_group(config.parallel.group);
     rank = group.rank();
     try {
-      run_training(config, group);
-      return 0;
+      train::handle_signals();
+      const int signal = run_training(config, group).interrupted_by;
+      return signal == 0 ? 0 : 128 + signal;
     } catch (const AgreedError& error) {
       if (rank == 0) {
         say(error.what());
@@ -97,13 +147,22 @@ int run(const Config& config) {
 }  // namespace
 
 int train_main(int argc, char** argv) {
-  if (wants_help(argc, argv)) {
-    std::fputs(first_of_host() ? kUsage : "", stdout);
-    return 0;
-  }
   Config config;
   try {
-    config = config_of(argc, argv);
+    const Command command = parse_command(argc, argv);
+    if (command.ranks > 1) {
+      return launch_ranks(command.ranks, argc, argv);
+    }
+    std::string print = command.help ? kUsage : command.reference ? config_reference() : "";
+    if (print.empty()) {
+      config = load_config(command.file, command.overrides);
+      print = command.dump.empty() ? "" : config.dump(command.dump == "full");
+    }
+    if (!print.empty()) {
+      std::fputs(first_of_host() ? print.c_str() : "", stdout);
+      return 0;
+    }
+    check_config_files(config);
   } catch (const std::exception& error) {
     if (first_of_host()) {
       say(message_of(error));

@@ -1,3 +1,5 @@
+#include <set>
+
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "train/builtin.h"
@@ -16,6 +18,7 @@ class FsdpWrapper : public ModelWrapper {
     std::map<std::string, at::Tensor> named;
     for (const auto& [name, piece] : fsdp_.named_parameters()) {
       named[name] = piece;
+      sharded_.insert(name);
     }
     std::vector<std::pair<std::vector<at::Tensor>, OptionMap>> groups;
     for (const auto& group : groups_) {
@@ -32,8 +35,6 @@ class FsdpWrapper : public ModelWrapper {
     fsdp_.check_optimizer(*optimizer_);
   }
 
-  void shadow_backward() override { fsdp_.shadow_backward(); }
-  Joinable* joinable() override { return &fsdp_; }
   std::unique_ptr<NoSync> no_sync() override { return std::unique_ptr<NoSync>(new NoSync(fsdp_.no_sync())); }
 
   std::vector<at::Tensor> gradients() override {
@@ -73,7 +74,9 @@ class FsdpWrapper : public ModelWrapper {
   std::shared_ptr<void> whole_on_rank0() override {
     return std::shared_ptr<FullParams>(new FullParams(fsdp_.summon_full_params("", false, true)));
   }
-  at::Tensor whole_parameter(const std::string& name) override { return fsdp_.full_parameter(name); }
+  at::Tensor whole_parameter(const std::string& name) override {
+    return sharded_.count(name) > 0 ? fsdp_.full_parameter(name) : whole_of(*model_.module, name, group_);
+  }
 
   MemoryUse memory() override {
     const auto memory = fsdp_.memory();
@@ -108,6 +111,7 @@ class FsdpWrapper : public ModelWrapper {
 
   std::vector<ParameterGroup> groups_;  // until the optimizer has them; before fsdp_, which shards what they name
   FullyShardedDataParallel<Trainee> fsdp_;
+  std::set<std::string> sharded_;  // names; others are ignored
   std::vector<at::Tensor> trained_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };

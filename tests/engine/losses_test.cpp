@@ -1,0 +1,64 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/error_text.h"
+#include "tessera/losses.h"
+
+namespace tessera {
+namespace {
+
+using testing::error_text;
+using ::testing::HasSubstr;
+
+TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
+  const auto parsed = parse_losses({{"loss_cls", at::tensor({1.0, 2.0, 6.0})},
+                                    {"aux", std::vector<at::Tensor>{at::tensor({1.0, 3.0}), at::tensor({5.0})}}});
+  ASSERT_EQ(parsed.values.size(), 2u);
+  EXPECT_EQ(parsed.values[0].first, "loss_cls");
+  EXPECT_EQ(parsed.values[0].second.dim(), 0);
+  EXPECT_EQ(parsed.values[0].second.item<double>(), 3);
+  EXPECT_EQ(parsed.values[1].first, "aux");
+  EXPECT_EQ(parsed.values[1].second.item<double>(), 7);
+}
+
+TEST(ParseLosses, TotalIsTheSumOfWhatIsCalledLoss) {
+  const auto parsed = parse_losses({{"loss_a", at::tensor({1.0})},
+                                    {"accuracy", at::tensor({100.0})},
+                                    {"my_losses", std::vector<at::Tensor>{at::tensor({10.0}), at::tensor({20.0})}}});
+  EXPECT_EQ(parsed.total.item<double>(), 31);
+}
+
+TEST(ParseLosses, TotalKeepsItsGraphAndValuesDoNot) {
+  const auto weight = at::tensor({2.0, 4.0}).requires_grad_();
+  const auto parsed = parse_losses({{"loss", weight * 3}, {"norm", weight}});
+  parsed.total.backward();
+  EXPECT_TRUE(at::equal(weight.grad(), at::tensor({1.5, 1.5})));
+  for (const auto& [name, value] : parsed.values) EXPECT_FALSE(value.requires_grad()) << name;
+}
+
+TEST(ParseLosses, RefusesWhatHasNoMean) {
+  const auto with = [](const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
+    return error_text([&] { parse_losses({{"loss", at::ones({1})}, {"extra", entry}}); });
+  };
+  EXPECT_THAT(with(at::Tensor()), HasSubstr("\"extra\" is an undefined tensor"));
+  EXPECT_THAT(with(std::vector<at::Tensor>{}), HasSubstr("\"extra\" is an empty list"));
+  EXPECT_THAT(with(std::vector<at::Tensor>{at::ones({1}), at::Tensor()}),
+              HasSubstr("\"extra\" is an undefined tensor"));
+  EXPECT_THAT(with(at::ones({0, 3})), HasSubstr("\"extra\" has no elements"));
+  EXPECT_THAT(with(at::ones({2}, at::kLong)), HasSubstr("\"extra\" is of Long; expected a floating-point tensor"));
+}
+
+TEST(ParseLosses, NoLossNamesTheEntries) {
+  EXPECT_EQ(error_text([] {
+              parse_losses({{"acc", at::ones({1})}, {"Loss", at::ones({1})}});
+            }),
+            "parse_losses: nothing to minimise in \"acc\", \"Loss\"; expected a name that contains \"loss\"");
+  EXPECT_THAT(error_text([] { parse_losses({}); }), HasSubstr("an empty map"));
+  EXPECT_THAT(error_text([] {
+                parse_losses({{"loss", at::ones({1})}, {"loss", at::ones({1})}});
+              }),
+              HasSubstr("\"loss\" is given twice"));
+}
+
+}  // namespace
+}  // namespace tessera
