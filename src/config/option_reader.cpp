@@ -21,7 +21,6 @@ std::string joined(const std::vector<std::string>& words, const char* separator)
 
 ConfigNode shown(bool value) { return ConfigNode::scalar(value ? "true" : "false"); }
 ConfigNode shown(int64_t value) { return ConfigNode::scalar(std::to_string(value)); }
-ConfigNode shown(uint64_t value) { return ConfigNode::scalar(std::to_string(value)); }
 ConfigNode shown(double value) { return ConfigNode::scalar(config::number_text(value)); }
 ConfigNode shown(const std::string& value) { return ConfigNode::scalar(value, true); }
 
