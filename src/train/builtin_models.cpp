@@ -49,9 +49,10 @@ ModelPlan read_gpt2(OptionReader& options) {
   ModelPlan plan;
   plan.vocab_size = gpt2.vocab_size;
   plan.max_length = gpt2.n_positions;
-  plan.make = [gpt2](const ModelContext& context) mutable {
-    gpt2.seed = context.seed;
-    const auto net = std::make_shared<GPT2Impl>(gpt2);
+  plan.make = [gpt2](const ModelContext& context) {
+    GPT2Options seeded = gpt2;
+    seeded.seed = context.seed;
+    const auto net = std::make_shared<GPT2Impl>(seeded);
     TrainedModel model = detail::trained_model(net);
     GPT2Impl* raw = net.get();
     model.load_weights = [raw](const std::string& path) { raw->load_weights(path); };
@@ -76,13 +77,14 @@ ModelPlan read_image_classifier(OptionReader& options) {
   options.finish();
   ModelPlan plan;
   plan.communicates = classifier.norm == "SyncBatchNorm";
-  plan.make = [classifier](const ModelContext& context) mutable {
-    classifier.seed = context.seed;
+  plan.make = [classifier](const ModelContext& context) {
+    ImageClassifierOptions seeded = classifier;
+    seeded.seed = context.seed;
     std::optional<ProcessGroup> group;
-    if (classifier.norm == "SyncBatchNorm") {
+    if (seeded.norm == "SyncBatchNorm") {
       group = context.group;
     }
-    return detail::trained_model(std::make_shared<ImageClassifierImpl>(classifier, group));
+    return detail::trained_model(std::make_shared<ImageClassifierImpl>(seeded, group));
   };
   return plan;
 }

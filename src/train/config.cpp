@@ -53,7 +53,7 @@ std::string Config::value(const std::string& key) const {
   for (const auto& option : *options) {
     if (dotted(option.path) == key) {
       const std::string text = to_yaml(option.value);
-      return text.substr(0, text.size() - 1);
+      return option.value.kind == ConfigNode::Kind::Scalar ? option.value.text : text.substr(0, text.size() - 1);
     }
   }
   throw UsageError("Config: no option " + key);
@@ -107,19 +107,19 @@ void check_config_files(const Config& config) {
 
 void check_config_world(const Config& config, int world_size) {
   if (world_size > 1 && !config.parallel.plan.distributed) {
-    throw UsageError(config.at("parallel.type") + config.parallel.type + " with " + std::to_string(world_size) +
-                     " ranks; expected one rank, or DistributedDataParallel or ZeroRedundancyOptimizer");
+    throw UsageError(config.at("parallel.type") + config.parallel.type + ", but the world has " + std::to_string(world_size) +
+                     " ranks, and each would train a model of its own; expected DistributedDataParallel, "
+                     "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
   }
   const int64_t batch = config.train.global_batch;
   if (batch % world_size != 0 && config.data.uneven == "error") {
     throw UsageError(config.at("train.global_batch") + std::to_string(batch) + " sequences cannot be divided by " +
-                     std::to_string(world_size) + " ranks; expected a multiple of " + std::to_string(world_size) +
-                     ", or data.uneven: join or drop");
+                     std::to_string(world_size) + " ranks; expected a multiple of " + std::to_string(world_size));
   }
-  const int64_t share = (batch + world_size - 1) / world_size;
-  if (config.train.accumulation > share) {
-    throw UsageError(config.at("train.accumulation") + std::to_string(config.train.accumulation) + " parts of a rank's " +
-                     std::to_string(share) + " samples; expected at most that");
+  if (config.train.accumulation > 1 && batch % (world_size * config.train.accumulation) != 0) {
+    throw UsageError(config.at("train.accumulation") + std::to_string(config.train.accumulation) + " equal parts of the " +
+                     std::to_string(batch) + " samples of a step on " + std::to_string(world_size) +
+                     " ranks are not whole; expected a train.global_batch that ranks times parts divide");
   }
 }
 

@@ -99,8 +99,9 @@ void check_wholes(const OptionReader& keys, const Config& config) {
                                : config.train.clip_grad_value ? "clip_grad_value"
                                                               : "loss_scale";
     throw UsageError(config.at("train." + option) +
-                     "needs all gradients before the update, and parallel.overlap_with_backward updates while backward "
-                     "runs; expected one of the two");
+                     (option == "clip_grad_norm" ? "the norm is" : "all gradients are") +
+                     " known only after backward, and parallel.overlap_with_backward updates during it; expected one of "
+                     "the two");
   }
 }
 

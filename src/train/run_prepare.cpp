@@ -1,4 +1,5 @@
 #include <cmath>
+#include <mutex>
 
 #include "tessera/error.h"
 #include "tessera/agreement.h"
@@ -61,7 +62,9 @@ void Run::load_data() {
 }
 
 void Run::make_model(const ProcessGroup& own_group) {
-  // Every rank draws the same initial weights.
+  // Every rank draws the same initial weights; ranks that are threads of one process share the generator.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   torch::manual_seed(config_.model.seed);
   model_ = named(config_.at("model"), [&] { return config_.model.plan.make({own_group, config_.model.seed}); });
   if (!model_.module) {

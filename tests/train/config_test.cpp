@@ -53,15 +53,16 @@ class ConfigTest : public ::testing::Test {
 TEST_F(ConfigTest, FullySharded) {
   const Config config = load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, min_numel: 1e6}, sharding_strategy: shard_grad_op, "
                                       "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32}}"});
-  const auto& fsdp = config.parallel.fsdp;
-  EXPECT_EQ(fsdp.sharding_strategy, ShardingStrategy::shard_grad_op);
-  EXPECT_EQ(fsdp.resident_bytes, 1000);
-  EXPECT_EQ(fsdp.backward_prefetch, BackwardPrefetch::post);
-  EXPECT_EQ(fsdp.mixed_precision.param_dtype, at::kBFloat16);
-  EXPECT_EQ(fsdp.mixed_precision.reduce_dtype, at::kFloat);
-  torch::nn::Linear module(1, 1);
-  EXPECT_TRUE(fsdp.wrap_policy(*module, "x", 1'000'000));
-  EXPECT_FALSE(fsdp.wrap_policy(*module, "x", 999'999));
+  EXPECT_EQ(config.value("parallel.sharding_strategy"), "shard_grad_op");
+  EXPECT_EQ(config.value("parallel.resident_bytes"), "1000");
+  EXPECT_EQ(config.value("parallel.backward_prefetch"), "BACKWARD_POST");
+  EXPECT_EQ(config.value("parallel.mixed_precision.param_dtype"), "bfloat16");
+  EXPECT_EQ(config.value("parallel.mixed_precision.reduce_dtype"), "float32");
+  EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1e6");
+  for (const char* good : {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
+                           "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
+    EXPECT_EQ(override_error(std::string("parallel={type: FullyShardedDataParallel, ") + good + "}"), "") << good;
+  }
   const std::string start = "parallel={type: FullyShardedDataParallel, ";
   const auto says = [&](const std::string& assignment, const std::string& text) {
     EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
@@ -72,6 +73,10 @@ TEST_F(ConfigTest, FullySharded) {
   says(start + "backward_prefetch: 3}", "backward_prefetch");
   says(start + "backward_prefetch: before}", "pre");
   says(start + "mixed_precision: {param_dtype: int8}}", "bfloat16");
+  says(start + "cpu_offload: 3}", "cpu_offload: 3; expected true or false");
+  says(start + "cpu_offload: [1]}", "expected true, false, or a map with offload_params");
+  says(start + "cpu_offload: {offload: true}}", "cpu_offload.offload: unknown key");
+  says(start + "wrap_policy: 3}", "size_based");
   says(start + "partition: flat}", "an option of ZeroRedundancyOptimizer");
   says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}", "an option of FullyShardedDataParallel");
 }
@@ -80,10 +85,10 @@ TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
   const Config config = load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
                                       "param_pack_thd: 10485760, bcast_period: 500}",
                                       "data.uneven=join"});
-  EXPECT_EQ(config.parallel.reduce_method, "Mean");
-  EXPECT_TRUE(config.parallel.param_pack);
-  EXPECT_EQ(config.parallel.param_pack_thd, 10485760);
-  EXPECT_EQ(config.parallel.bcast_period, 500);
+  EXPECT_EQ(config.value("parallel.reduce_method"), "Mean");
+  EXPECT_EQ(config.value("parallel.param_pack"), "true");
+  EXPECT_EQ(config.value("parallel.param_pack_thd"), "10485760");
+  EXPECT_EQ(config.value("parallel.bcast_period"), "500");
   EXPECT_EQ(config.data.uneven, "join");
   const auto says = [&](const std::string& assignment, const std::string& text) {
     EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
@@ -97,10 +102,12 @@ TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
   says("parallel={type: DistributedDataParallel, power_sgd_rank: 3}", "comm_hook is none");
   says("parallel={type: DistributedDataParallel, comm_hook: fp8}", "power_sgd");
   says("data.uneven=maybe", "join");
-  const Config power = load(base(), {"parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: "
-                                     "4, power_sgd_start_iteration: 0}"});
-  EXPECT_EQ(power.parallel.power_sgd_rank, 4);
-  EXPECT_EQ(power.parallel.power_sgd_start_iteration, 0);
+  EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4, "
+                           "power_sgd_start_iteration: 0}"),
+            "");
+  EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"), "");
+  says("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 0}", "0; expected a whole number >= 1");
+  says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rnak: 4}}", "did you mean \"rank\"?");
 }
 
 TEST_F(ConfigTest, ReadsEverySection) {
@@ -114,19 +121,19 @@ TEST_F(ConfigTest, ReadsEverySection) {
       "gloo, timeout: 1.5}\n"
       "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, eval_every: 5,\n"
       "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
-  EXPECT_EQ(config.model.gpt2.n_positions, 100);
-  EXPECT_EQ(config.model.gpt2.seed, 7u);
-  EXPECT_EQ(config.model.gpt2.attn_pdrop, 0.1);
-  EXPECT_EQ(config.data.paths, (std::vector<std::string>{"a.txt", "b"}));
-  EXPECT_EQ(config.data.batches.order, BatchOptions::Order::sequential);
-  EXPECT_EQ(config.data.batches.seq_len, 64);
-  EXPECT_EQ(config.data.batches.global_batch, 6);
-  EXPECT_EQ(config.data.val_fraction, 0.2);
+  EXPECT_EQ(config.model.plan.max_length, 100);
+  EXPECT_EQ(config.model.seed, 7u);
+  EXPECT_EQ(config.value("model.dropout"), "0.1");
+  EXPECT_EQ(config.data.plan.files, (std::vector<std::pair<std::string, std::string>>{{"data.path", "a.txt"}, {"data.path", "b"}}));
+  EXPECT_EQ(config.data.order, SampleOrder::sequential);
+  EXPECT_EQ(config.value("data.seq_len"), "64");
+  EXPECT_EQ(config.train.global_batch, 6);
+  EXPECT_EQ(config.value("data.val_fraction"), "0.2");
   EXPECT_EQ(config.optimizer.type, "AdamW");
   EXPECT_EQ(config.optimizer.options.size(), 3u);
-  EXPECT_EQ(config.scheduler.min_lr, 1e-5);
-  EXPECT_EQ(config.parallel.partition, "first_fit");
-  EXPECT_FALSE(config.parallel.parameters_as_bucket_view);
+  EXPECT_EQ(config.value("scheduler.min_lr"), "1e-05");
+  EXPECT_EQ(config.value("parallel.partition"), "first_fit");
+  EXPECT_EQ(config.value("parallel.parameters_as_bucket_view"), "false");
   EXPECT_EQ(config.parallel.group.backend, Backend::Gloo);
   EXPECT_EQ(config.parallel.group.timeout.count(), 1500);
   EXPECT_EQ(config.train.log, "l.jsonl");
@@ -138,13 +145,13 @@ TEST_F(ConfigTest, ReadsEverySection) {
 
 TEST_F(ConfigTest, DefaultsAreTheContract) {
   const Config config = load(base());
-  EXPECT_EQ(config.data.batches.seq_len, 32);
-  EXPECT_EQ(config.model.gpt2.attn_pdrop, 0.0);
-  EXPECT_EQ(config.model.gpt2.layer_norm_epsilon, 1e-5);
+  EXPECT_EQ(config.value("data.seq_len"), "32");
+  EXPECT_EQ(config.value("model.dropout"), "~");
+  EXPECT_EQ(config.value("model.layer_norm_epsilon"), "1e-05");
   EXPECT_EQ(config.parallel.type, "none");
   EXPECT_FALSE(config.train.clip_grad_norm.has_value());
-  EXPECT_EQ(config.scheduler.lr_at(0, 0.5, 3), 0.5);
-  EXPECT_EQ(config.scheduler.lr_at(99, 0.5, 3), 0.5);
+  EXPECT_EQ(config.scheduler({0, 3, 0, 1}, 0.5), 0.5);
+  EXPECT_EQ(config.scheduler({99, 3, 0, 1}, 0.5), 0.5);
 }
 
 TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
@@ -174,7 +181,7 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"train.sample.promt=x", "train.sample.promt: unknown key; did you mean \"prompt\"?"},
       {"train.sample.prompt=[300]", "token 300; expected tokens below model.vocab_size (256)"},
       {"train.sample.temperature=-1", "-1; expected a number >= 0"},
-      {"model.type=GPT3", "model.type: GPT3; expected one of GPT2; did you mean \"GPT2\"?"},
+      {"model.type=GPT3", "model.type: GPT3; expected one of GPT2, ImageClassifier; did you mean \"GPT2\"?"},
       {"model.n_head=3", "model.n_head: 3 does not divide n_embd (16)"},
       {"model.dropout=1", "model.dropout: 1; expected a number >= 0 and < 1"},
       {"model.seed=-1", "-1; expected a whole number >= 0"},
@@ -185,7 +192,7 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"data.path=[{a: b}]", "a map; expected a path"},
       {"data.val_fraction=1", "expected a number >= 0 and < 1"},
       {"data.type=TokenBin", ""},
-      {"scheduler.type=cosine", "expected one of none, constant, warmup_cosine"},
+      {"scheduler.type=cosin", "expected one of chained, constant, cosine, exponential, linear, multi_step, none, polynomial, step, warmup_cosine; did you mean \"cosine\"?"},
       {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
       {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
       {"parallel.partition=flat", "an option of ZeroRedundancyOptimizer, and parallel.type is none"},
@@ -210,7 +217,7 @@ TEST_F(ConfigTest, MissingKeysAndFiles) {
             "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train: {steps: 1}\n"),
             "c.yaml:4: train.global_batch: missing; expected the number of sequences a step, over all ranks");
-  EXPECT_EQ(error(""), "c.yaml: nothing; expected a map with model, data, optimizer, train");
+  EXPECT_EQ(error(""), "c.yaml: nothing; expected a map with keys and values");
   EXPECT_THROW(load_config("nowhere.yaml"), UsageError);
   EXPECT_THROW(load_config("/"), UsageError);
   const Config config = load(base(), {"data.path=nowhere.txt"});
@@ -245,14 +252,14 @@ TEST_F(ConfigTest, OverridesReplaceInOrder) {
                                       "parallel.type=DistributedDataParallel", "data={type: ByteText, path: other}"});
   EXPECT_EQ(config.train.steps, 10);
   EXPECT_EQ(config.parallel.type, "DistributedDataParallel");
-  EXPECT_EQ(config.data.paths, std::vector<std::string>{"other"});
+  EXPECT_EQ(config.data.plan.files.front().second, "other");
   EXPECT_EQ(config.at("train.steps"), "command line: train.steps: ");
 }
 
 TEST_F(ConfigTest, AliasesWork) {
   const Config config = load(std::string("model: {type: GPT2, n_positions: &n 48, n_embd: 16, n_head: 2}\n") +
                              "data: {type: ByteText, path: x, seq_len: *n}\n" + kOptimizer + kTrain);
-  EXPECT_EQ(config.data.batches.seq_len, 48);
+  EXPECT_EQ(config.value("data.seq_len"), "48");
 }
 
 /// Each must be an error at once; the bound is loose, a hang or a crash is what it catches.
@@ -328,16 +335,97 @@ TEST_F(ConfigTest, WorldMustFit) {
   }
 }
 
-TEST(Scheduler, WarmsUpThenFallsAlongACosine) {
-  SchedulerConfig scheduler;
-  scheduler.type = "warmup_cosine";
-  scheduler.warmup_steps = 4;
-  scheduler.min_lr = 0.1;
-  EXPECT_DOUBLE_EQ(scheduler.lr_at(0, 1.0, 24), 0.25);
-  EXPECT_DOUBLE_EQ(scheduler.lr_at(3, 1.0, 24), 1.0);
-  EXPECT_DOUBLE_EQ(scheduler.lr_at(4, 1.0, 24), 1.0);
-  EXPECT_DOUBLE_EQ(scheduler.lr_at(14, 1.0, 24), 0.55);
-  EXPECT_DOUBLE_EQ(scheduler.lr_at(24, 1.0, 24), 0.1);
+TEST_F(ConfigTest, BasesAreMergedLaterWins) {
+  std::filesystem::create_directory("common");
+  std::ofstream("common/model.yaml") << kModel;
+  std::ofstream("common/base.yaml") << "base: model.yaml\n" << kData << kOptimizer
+                                    << "train: {steps: 3, global_batch: 4, log: a.jsonl}\n"
+                                       "parallel: {type: ZeroRedundancyOptimizer, partition: whole}\n";
+  std::ofstream("other.yaml") << "train: {steps: 7}\n";
+  const Config config = load("base: [common/base.yaml, other.yaml]\nmodel: {n_layer: 2}\ntrain:\n  log: null\n");
+  EXPECT_EQ(config.value("model.n_layer"), "2");
+  EXPECT_EQ(config.value("model.n_embd"), "16");
+  EXPECT_EQ(config.train.steps, 7);
+  EXPECT_EQ(config.train.log, "");
+  EXPECT_EQ(config.value("parallel.partition"), "whole");
+  EXPECT_EQ(config.at("model.n_embd"), "common/model.yaml:1: model.n_embd: ");
+  EXPECT_EQ(config.at("train.log"), "c.yaml:4: train.log: ");
+
+  EXPECT_NE(error("base: common/base.yaml\nparallel: {type: DistributedDataParallel}\n")
+                .find("parallel.partition: an option of ZeroRedundancyOptimizer"), std::string::npos);
+  const Config dropped = load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
+  EXPECT_EQ(dropped.parallel.type, "DistributedDataParallel");
+  EXPECT_EQ(error("base: common/base.yaml\nmodel: {delete: 3}\n"),
+            "c.yaml:2: delete: 3; expected true (drops what the bases say of this map) or false");
+
+  std::ofstream("round.yaml") << "base: c.yaml\n";
+  EXPECT_NE(error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"), std::string::npos);
+  EXPECT_NE(error("base: nowhere.yaml\n").find("c.yaml:1: base: nowhere.yaml: No such file"), std::string::npos);
+  EXPECT_NE(error("base: {a: b}\n").find("a map; expected a YAML file or a list of them"), std::string::npos);
+}
+
+TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
+  for (int i = 0; i < 12; ++i) {
+    std::ofstream file("b" + std::to_string(i) + ".yaml");
+    file << "base: [" << (i == 0 ? "" : "b" + std::to_string(i - 1) + ".yaml, b" + std::to_string(i - 1) + ".yaml") << "]\n";
+  }
+  EXPECT_NE(error("base: b11.yaml\n").find("more than 64 files by base"), std::string::npos);
+}
+
+TEST_F(ConfigTest, TheEnvironmentReachesTheConfigWhereItAsks) {
+  ::setenv("TESSERA_TEST_STEPS", "12", 1);
+  ::unsetenv("TESSERA_TEST_NONE");
+  const Config config = load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}", "train.log=logs/${env:TESSERA_TEST_NONE:-x}.jsonl"});
+  EXPECT_EQ(config.train.steps, 12);
+  EXPECT_EQ(config.train.log, "logs/x.jsonl");
+  EXPECT_NE(override_error("train.log=${env:TESSERA_TEST_NONE}").find("environment variable TESSERA_TEST_NONE is not set"),
+            std::string::npos);
+  ::unsetenv("TESSERA_TEST_STEPS");
+}
+
+TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
+  const std::vector<std::vector<std::string>> cases = {
+      {},
+      {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, mixed_precision: {param_dtype: bfloat16}}"},
+      {"parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"},
+      {"parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4}"},
+      {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: AdamW}", "train.clip_grad_value=0.5"},
+      {"parallel={type: DistributedOptimizer, reduce_method: sum}", "train.loss_scale=dynamic", "train.autocast=bfloat16"},
+      {"scheduler={type: chained, schedules: [{type: linear, end: 2}, {type: cosine, t_max: 5, begin: 2}]}",
+       "train.sample={length: 3, prompt: \"a: b\"}"},
+      {"optimizer.paramwise={norm_decay_mult: 0, custom_keys: {transformer.h.0: {lr_mult: 0.5, decay_mult: 0}}}",
+       "checkpoint={folder: c, every: 3}", "train.ema.decay=0.99", "data_preprocessor={type: normalize, mean: [0.5]}"},
+  };
+  for (const auto& overrides : cases) {
+    const Config config = load(base(), overrides);
+    for (const bool full : {true, false}) {
+      const std::string text = config.dump(full);
+      std::ofstream("dump.yaml") << text;
+      Config again;
+      ASSERT_NO_THROW(again = load_config("dump.yaml")) << text;
+      EXPECT_EQ(again.dump(full), text);
+      EXPECT_EQ(again.dump(true), config.dump(true)) << text;
+    }
+    EXPECT_LT(config.dump(false).size(), config.dump(true).size());
+  }
+  EXPECT_EQ(load(base()).dump(false).find("n_inner"), std::string::npos);
+}
+
+TEST_F(ConfigTest, ListsAreOverriddenByNumber) {
+  const std::string chained = base() + "scheduler: {type: chained, schedules: [{type: linear, end: 2}, {type: constant, begin: 2}]}\n";
+  EXPECT_EQ(error(chained, {"scheduler.schedules.0.start_factor=0.5"}), "");
+  EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"}).find("\"2\" in a list of 2; expected a number from 0"), std::string::npos);
+  EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"}).find("scheduler.schedules.0.start: unknown key"), std::string::npos);
+}
+
+TEST_F(ConfigTest, OptimizerByWrapperOrBySection) {
+  const std::string rest = std::string(kModel) + kData + kTrain;
+  EXPECT_EQ(error(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}"}), "");
+  EXPECT_EQ(load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}", "optimizer.lr=0.5"}).optimizer.type, "Adam");
+  EXPECT_NE(error(rest, {"parallel.type=ZeroRedundancyOptimizer"}).find("optimizer"), std::string::npos);
+  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}").find("AdamW, and parallel.optimizer_type is Adam"),
+            std::string::npos);
+  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adan}").find("did you mean \"Adam\"?"), std::string::npos);
 }
 
 }  // namespace

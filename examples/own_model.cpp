@@ -1,0 +1,40 @@
+// A model, a loss and a dataset of one's own, trained by the runner: `own_model own_model.yaml` on one rank,
+// `own_model -n 2 own_model.yaml parallel.type=FullyShardedDataParallel` on two, with every option of `tessera train`.
+#include <tessera/tessera.h>
+
+struct SpiralNetImpl : torch::nn::Module {
+  struct Options {
+    int64_t width = 32;
+    void read(tessera::OptionReader& options) {
+      options.read("width", width, "hidden units", tessera::kAtLeastOne);
+    }
+  };
+  explicit SpiralNetImpl(const Options& options)
+      : layers(register_module("layers", torch::nn::Sequential(torch::nn::Linear(2, options.width), torch::nn::Tanh(),
+                                                               torch::nn::Linear(options.width, options.width), torch::nn::Tanh(),
+                                                               torch::nn::Linear(options.width, 2)))) {}
+  torch::Tensor forward(torch::Tensor points) { return layers->forward(points); }
+
+  torch::nn::Sequential layers;
+};
+TORCH_MODULE(SpiralNet);
+
+/// Two spirals; sample i is a point, its target the spiral.
+struct Spirals : tessera::Dataset {
+  int64_t size() const override { return 1000; }
+  std::string describe() const override { return "two spirals"; }
+  tessera::Batch get(const std::vector<int64_t>& samples) const override {
+    const auto i = torch::tensor(samples, torch::kLong) % size();
+    const auto spiral = i % 2, angle = i / 100.0;
+    return {torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 10, spiral};
+  }
+};
+
+int main(int argc, char** argv) {
+  tessera::registry::models().add<SpiralNet>("SpiralNet");
+  tessera::registry::datasets().add<Spirals>("Spirals");
+  tessera::registry::losses().add("margin", [](const at::Tensor& output, const at::Tensor& targets) {
+    return torch::nn::functional::multi_margin_loss(output, targets);
+  });
+  return tessera::train_main(argc, argv);
+}

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Runs of real processes that are stopped, killed and gone on with.
+
+    resume_test.py BUILD_FOLDER
+"""
+import json, os, pathlib, random, signal, struct, subprocess, sys, tempfile, time, unittest
+
+BUILD = pathlib.Path(sys.argv.pop(1))
+TESSERA = str(BUILD / "bin/tessera")
+
+CONFIG = """
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, dropout: 0.1}
+data: {type: ByteText, path: /usr/share/common-licenses/GPL-3, seq_len: 16}
+optimizer: {type: AdamW, lr: 1e-3}
+scheduler: {type: warmup_cosine, warmup_steps: 5}
+parallel: {type: ZeroRedundancyOptimizer}
+train: {steps: 40, global_batch: 12, log: log.jsonl, save: out.safetensors, eval_every: 10, ema: {decay: 0.9}}
+checkpoint: {folder: run, every: 4}
+"""
+
+
+def environment():
+    drop = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop) and k != "OPENBLAS_CORETYPE"}
+    env.update(OMP_NUM_THREADS="1")
+    return env
+
+
+def without_times(path):
+    lines = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("ms", "tokens_per_s", "samples_per_s")} for line in lines]
+
+
+class Runs(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        (self.folder / "c.yaml").write_text(CONFIG)
+
+    def command(self, *words, ranks=2):
+        return [TESSERA, "train", "-n", str(ranks), "c.yaml", *words]
+
+    def call(self, *words, ranks=2, code=0):
+        done = subprocess.run(self.command(*words, ranks=ranks), cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=120,
+                              stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def start(self, *words, ranks=2):
+        process = subprocess.Popen(self.command(*words, ranks=ranks), cwd=self.folder, env=environment(), stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.addCleanup(lambda: process.poll() is None and os.killpg(process.pid, signal.SIGKILL))
+        return process
+
+    def wait_for(self, process, text):
+        """Reads until a line has `text`."""
+        for line in process.stdout:
+            if text in line:
+                return
+        self.fail(f"no {text}")
+
+    def whole(self):
+        self.call("train.log=whole.jsonl", "train.save=whole.safetensors", "checkpoint.folder=whole")
+        return without_times(self.folder / "whole.jsonl"), (self.folder / "whole.safetensors").read_bytes()
+
+    def outcome(self):
+        return without_times(self.folder / "log.jsonl"), (self.folder / "out.safetensors").read_bytes()
+
+    def test_signals_save_and_have_their_own_codes(self):
+        whole = self.whole()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process = self.start("train.steps=40")
+            self.wait_for(process, "loss")
+            process.send_signal(number)
+            rest, _ = process.communicate(timeout=30)
+            self.assertEqual(process.returncode, 128 + number, rest)
+            self.assertIn("the same command goes on from run/step-", rest)
+        self.call()
+        self.assertEqual(self.outcome(), whole)
+
+    def test_killed_runs_go_on_bit_by_bit(self):
+        whole = self.whole()
+        choice = random.Random(1)
+        for _ in range(4):
+            process = self.start()
+            self.wait_for(process, "step ")
+            time.sleep(choice.uniform(0, 0.3))
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=10)
+        self.call()
+        self.assertEqual(self.outcome(), whole)
+
+    def test_a_second_signal_leaves_at_once_and_loses_nothing(self):
+        whole = self.whole()
+        process = self.start("train.steps=40", ranks=2)
+        self.wait_for(process, "checkpoint written to")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        self.assertNotEqual(process.returncode, 0)
+        self.call()
+        self.assertEqual(self.outcome(), whole)
+
+    def test_four_ranks_go_on_on_two_and_zero_as_fsdp(self):
+        self.call("train.steps=8", "model.dropout=0", ranks=4)
+        straight, _ = self.from_copy("straight", "parallel.type=ZeroRedundancyOptimizer", ranks=4)
+        for name, words in (("two", ("parallel.type=ZeroRedundancyOptimizer",)),
+                            ("fsdp", ("parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}",))):
+            log, _ = self.from_copy(name, *words, ranks=2)
+            self.assertEqual(log[0]["step"], 8)
+            for a, b in zip(straight, log, strict=True):
+                self.assertLess(abs(a["loss"] - b["loss"]), 1e-4 * a["loss"])
+
+    def from_copy(self, name, *words, ranks):
+        self.call("train.steps=20", "model.dropout=0", f"checkpoint={{folder: {name}, from: run/step-00000008}}", f"train.log={name}.jsonl",
+                  f"train.save={name}.safetensors", *words, ranks=ranks)
+        return without_times(self.folder / f"{name}.jsonl"), None
+
+    def test_a_second_run_in_the_folder_is_refused(self):
+        process = self.start("train.steps=1000000", "checkpoint.every=1000000", "train.eval_every=0")
+        self.wait_for(process, "step ")
+        done = self.call(code=2)
+        self.assertIn(".lock", done.stderr)
+        self.assertRegex(done.stderr, r"pid \d+")
+        os.killpg(process.pid, signal.SIGKILL)
+
+    def test_no_checkpoint_folder(self):
+        process = self.start("checkpoint=null", "train.steps=1000000", "train.eval_every=0")
+        self.wait_for(process, "step ")
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 143, rest)
+        self.assertIn("no checkpoint.folder", rest)
+        self.assertTrue((self.folder / "out.safetensors").exists(), "what there is was saved")
+
+
+if __name__ == "__main__":
+    unittest.main()

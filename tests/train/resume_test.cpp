@@ -1,0 +1,175 @@
+#include <csignal>
+
+#include "tessera/checkpoint_store.h"
+#include "tessera/error.h"
+#include "tessera/safetensors.h"
+#include "train/train_fixture.h"
+
+// Checkpoints of runs: what goes on is what would have gone on.
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+class ResumeTest : public testing::TrainFixture {
+ protected:
+  /// Two optimizer states, and weights, that must be equal bit by bit.
+  static void expect_equal_state(const std::string& a, const std::string& b) {
+    const Checkpoint left(a), right(b);
+    const auto names = left.tensors("weights.safetensors").names();
+    ASSERT_EQ(names, right.tensors("weights.safetensors").names());
+    std::vector<SliceRequest> requests;
+    for (const auto& name : names) {
+      const at::Tensor mine = left.load_tensor("weights.safetensors", name);
+      EXPECT_TRUE(at::equal(mine, right.load_tensor("weights.safetensors", name))) << name;
+      requests.push_back({name, mine.sizes().vec(), 0, mine.numel()});
+    }
+    const auto mine = left.load_slices(requests), theirs = right.load_slices(requests);
+    for (size_t i = 0; i < mine.size(); ++i) {
+      ASSERT_FALSE(mine[i].stateless()) << names[i];
+      ASSERT_EQ(mine[i].state.tensors.size(), theirs[i].state.tensors.size()) << names[i];
+      EXPECT_EQ(mine[i].state.scalars, theirs[i].state.scalars) << names[i];
+      for (const auto& [key, tensor] : mine[i].state.tensors) {
+        EXPECT_TRUE(at::equal(tensor, theirs[i].state.tensors.at(key))) << names[i] << " " << key;
+      }
+    }
+  }
+
+  static std::vector<std::string> joined(std::vector<std::string> a, const std::vector<std::string>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  }
+};
+
+const std::vector<std::string> kWrappers{
+    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
+    "parallel={type: DistributedOptimizer, reduce_method: mean}",
+    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+
+TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
+  const std::vector<std::string> everything{"train.steps=12",      "train.ema.decay=0.9", "model.dropout=0.1",
+                                            "data.order=shuffled", "train.eval_every=4",  "train.loss_scale=dynamic",
+                                            "train.clip_grad_norm=1", "scheduler={type: warmup_cosine, warmup_steps: 4}"};
+  for (const auto& wrapper : kWrappers) {
+    // Ranks that are threads share one generator, and draw from it in any order: dropout is for worlds of one here.
+    for (const int world : {1, 2, 3}) {
+      auto options = joined(everything, {wrapper});
+      if (world > 1) options.push_back("model.dropout=0");
+      fs::remove_all("whole");
+      fs::remove_all("parts");
+      const auto whole = train_ranks(world, joined(options, {"checkpoint.folder=whole"}));
+      const auto first = train_ranks(world, joined(options, {"checkpoint={folder: parts, every: 5}", "hooks=[]", "train.log=parts.jsonl"}));
+      ASSERT_EQ(first.losses, whole.losses) << "saving changes nothing";
+      fs::remove_all("parts/step-00000012");
+      const auto second = train_ranks(world, joined(options, {"checkpoint.folder=parts", "train.log=parts.jsonl"}));
+      EXPECT_EQ(second.first_step, 10) << wrapper;
+      EXPECT_EQ(second.losses, std::vector<double>(whole.losses.begin() + 10, whole.losses.end())) << wrapper << world;
+      EXPECT_EQ(second.grad_norms, std::vector<double>(whole.grad_norms.begin() + 10, whole.grad_norms.end()));
+      EXPECT_EQ(second.eval_loss, whole.eval_loss) << wrapper << world;
+      expect_equal_state("whole/step-00000012", "parts/step-00000012");
+      std::ifstream lines("parts.jsonl");
+      int64_t count = 0;
+      for (std::string line; std::getline(lines, line); ++count) EXPECT_EQ(nlohmann::json::parse(line)["step"], count);
+      EXPECT_EQ(count, 12) << "the log has every step once";
+    }
+  }
+}
+
+TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
+  for (const auto& from : kWrappers) {
+    fs::remove_all("a");
+    train_ranks(4, {from, "checkpoint.folder=a", "train.ema.decay=0.9"});
+    for (const auto& to : kWrappers) {
+      for (const int world : {1, 2, 3}) {
+        if (world == 1 && to != kWrappers[1]) continue;
+        fs::remove_all("b");
+        // No further step: what is written is what was read.
+        train_ranks(world, {to, "checkpoint={folder: b, from: a/step-00000006}", "train.ema.decay=0.9", "train.save=null"});
+        ASSERT_TRUE(fs::exists("b/step-00000006")) << to;
+        expect_equal_state("a/step-00000006", "b/step-00000006");
+      }
+    }
+  }
+}
+
+TEST_F(ResumeTest, ResumeIsTheDefaultAndCanBeRefused) {
+  EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=3"}), 0) << err_;
+  EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0) << err_;
+  EXPECT_NE(out_.find("going on from c/step-00000003"), std::string::npos) << out_;
+  EXPECT_EQ(out_.find("step 2/4"), std::string::npos) << out_;
+  EXPECT_NE(out_.find("step 3/4"), std::string::npos) << out_;
+  EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0) << "nothing is left to do: " << err_;
+  EXPECT_EQ(train({"c.yaml", "--no-resume", "checkpoint.folder=c", "train.steps=5"}), 0) << err_;
+  EXPECT_NE(out_.find("step 0/4"), std::string::npos) << out_;
+  EXPECT_EQ(load_config("c/step-00000005/config.yaml").value("train.steps"), "5") << "a checkpoint has its config";
+}
+
+TEST_F(ResumeTest, RetentionKeepsTheLastAndMultiples) {
+  train_ranks(2, {"train.steps=10", "checkpoint={folder: c, every: 1, keep_last: 2, keep_every: 4}"});
+  std::vector<std::string> left;
+  for (const auto& entry : fs::directory_iterator("c")) {
+    if (entry.is_directory()) left.push_back(entry.path().filename());
+  }
+  std::sort(left.begin(), left.end());
+  EXPECT_EQ(left, (std::vector<std::string>{"step-00000004", "step-00000008", "step-00000009", "step-00000010"}));
+}
+
+TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
+  train_ranks(2, {"checkpoint.folder=c"});
+  const auto says = [&](std::vector<std::string> overrides, const std::string& text) {
+    overrides.push_back("checkpoint.folder=c");
+    overrides.push_back("train.steps=9");
+    try {
+      train_ranks(2, overrides);
+      ADD_FAILURE() << overrides[0] << " was accepted";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  };
+  says({"model.n_embd=32"}, "expected [");
+  says({"model.n_layer=3"}, "missing transformer.h.2.");
+  says({"data.seed=3", "data.order=shuffled"}, "sequential");
+  says({"train.global_batch=10"}, "train.global_batch");
+  says({"optimizer={type: SGD, momentum: 0.9, lr: 1e-3}"}, "exp_avg");
+  std::fstream file("c/step-00000006/weights.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-3, std::ios::end);
+  file.put('\x55');
+  file.close();
+  says({"train.save=null"}, "weights.safetensors");
+}
+
+TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
+  const auto whole = train_ranks(2, {"train.steps=8"});
+  struct Asker : RunHook {
+    void after_step(RunState& state) override {
+      if (state.step == 3) request_stop(SIGTERM);
+    }
+  };
+  if (!registry::hooks().contains("Asker")) {
+    registry::hooks().add_plan("Asker", [] { return std::make_shared<Asker>(); });
+  }
+  const auto stopped = train_ranks(2, {"train.steps=8", "checkpoint.folder=c", "hooks=[{type: Asker}]"});
+  EXPECT_EQ(stopped.interrupted_by, SIGTERM);
+  EXPECT_LE(stopped.losses.size(), 5u);
+  EXPECT_GE(stopped.losses.size(), 4u);
+  const auto rest = train_ranks(2, {"train.steps=8", "checkpoint.folder=c"});
+  EXPECT_EQ(rest.interrupted_by, 0);
+  auto losses = stopped.losses;
+  losses.insert(losses.end(), rest.losses.begin(), rest.losses.end());
+  EXPECT_EQ(losses, whole.losses);
+  EXPECT_EQ(rest.eval_loss, whole.eval_loss);
+}
+
+TEST_F(ResumeTest, CompressionStateGoesOn) {
+  const std::vector<std::string> power{"parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, start_iteration: 2}}"};
+  const auto whole = train_ranks(2, joined(power, {"train.steps=8"}));
+  train_ranks(2, joined(power, {"train.steps=8", "checkpoint={folder: c, every: 5}"}));
+  fs::remove_all("c/step-00000008");
+  const auto rest = train_ranks(2, joined(power, {"train.steps=8", "checkpoint.folder=c"}));
+  EXPECT_EQ(rest.losses, std::vector<double>(whole.losses.begin() + 5, whole.losses.end()));
+}
+
+}  // namespace
+}  // namespace tessera
