@@ -55,8 +55,7 @@ void WeightAverage::update() {
       average.copy_(live_[i]);
       continue;
     }
-    // Not lerp_: its vector loop and its tail may round differently, and then the cut of the pieces would show.
-    average.add_((live_[i].to(average.scalar_type()) - average).mul_(1 - decay));
+    average.lerp_(live_[i].detach().to(average.scalar_type()), 1 - decay);
   }
   ++updates_;
 }
