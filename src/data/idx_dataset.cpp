@@ -7,6 +7,7 @@
 
 #include "data/mapped_file.h"
 #include "data/samples.h"
+#include "data/shape_text.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -22,14 +23,6 @@ struct IdxFile {
   std::vector<int64_t> shape;
   std::shared_ptr<const uint8_t> values;
 };
-
-std::string product(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) {
-    text += (text.empty() ? "" : " x ") + std::to_string(size);
-  }
-  return text;
-}
 
 void require_magic(const std::string& path, const MappedFile& file, int least, int most) {
   const uint8_t* bytes = file.data.get();
@@ -70,11 +63,11 @@ IdxFile open_idx(const std::string& path, int least, int most) {
     fits = fits && !__builtin_mul_overflow(values, idx.shape.back(), &values);
   }
   if (std::count(idx.shape.begin(), idx.shape.end(), 0) > 0) {
-    refuse_idx(path, "holds nothing: its header says " + product(idx.shape));
+    refuse_idx(path, "holds nothing: its header says " + shape_text(idx.shape));
   }
   if (!fits || values != file.size - header) {
-    refuse_idx(
-        path, "the header says " + product(idx.shape) + " bytes; " + std::to_string(file.size - header) + " follow it");
+    refuse_idx(path, "the header says " + shape_text(idx.shape) + " bytes; " + std::to_string(file.size - header) +
+                         " follow it");
   }
   idx.values = std::shared_ptr<const uint8_t>(file.data, file.data.get() + header);
   return idx;
@@ -121,7 +114,7 @@ Batch IdxDataset::get(const std::vector<int64_t>& samples) const {
 
 std::string IdxDataset::describe() const {
   return "IdxDataset: " + options_.images + ": " + std::to_string(count_) + " images of " +
-         product({channels_, height_, width_}) + ", " + std::to_string(classes_) + " classes";
+         shape_text({channels_, height_, width_}) + ", " + std::to_string(classes_) + " classes";
 }
 
 }  // namespace tessera

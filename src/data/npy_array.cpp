@@ -6,6 +6,7 @@
 
 #include "data/mapped_file.h"
 #include "data/npy_header.h"
+#include "data/shape_text.h"
 #include "tessera/error.h"
 #include "tessera/npy_dataset.h"
 
@@ -13,14 +14,6 @@ namespace tessera {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "arrays are little-endian and used in place");
-
-std::string in_brackets(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) {
-    text += (text.empty() ? "" : ", ") + std::to_string(size);
-  }
-  return "[" + text + "]";
-}
 
 template <class From, class To>
 void convert_run(const uint8_t* from, int64_t count, To* to) {
@@ -70,7 +63,7 @@ NpyArray NpyArray::open(const std::string& path) {
     refuse("is a single number, expected one dimension or more");
   }
   if (std::count(header.shape.begin(), header.shape.end(), 0) > 0) {
-    refuse("holds nothing: its shape is " + in_brackets(header.shape));
+    refuse("holds nothing: its shape is " + shape_text(header.shape));
   }
   int64_t bytes = width_of(header.type);
   bool fits = true;
@@ -79,7 +72,7 @@ NpyArray NpyArray::open(const std::string& path) {
   }
   const int64_t given = file.size - header.data_begin;
   if (!fits || bytes != given) {
-    refuse("its shape " + in_brackets(header.shape) + " of type " + name_of(header.type) + " makes " +
+    refuse("its shape " + shape_text(header.shape) + " of type " + name_of(header.type) + " makes " +
            (fits ? std::to_string(bytes) : std::string("more than 2^63")) + " bytes; " + std::to_string(given) +
            " follow the header");
   }

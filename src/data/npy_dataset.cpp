@@ -4,6 +4,7 @@
 
 #include "data/npy_header.h"
 #include "data/samples.h"
+#include "data/shape_text.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -12,11 +13,7 @@ namespace {
 bool is_floating(NpyArray::Type type) { return name_of(type)[0] == 'f'; }
 
 std::string shown(const NpyArray& array) {
-  std::string text = name_of(array.type);
-  for (const int64_t size : array.shape) {
-    text += (&size == array.shape.data() ? " " : " x ") + std::to_string(size);
-  }
-  return text;
+  return array.path + " (" + name_of(array.type) + " " + shape_text(array.shape) + ")";
 }
 
 }  // namespace
@@ -34,8 +31,6 @@ Batch NpyDataset::get(const std::vector<int64_t>& samples) const {
   return {inputs_.gather(rows, at::kFloat), targets_.gather(rows, is_floating(targets_.type) ? at::kFloat : at::kLong)};
 }
 
-std::string NpyDataset::describe() const {
-  return "NpyDataset: " + inputs_.path + " (" + shown(inputs_) + "), " + targets_.path + " (" + shown(targets_) + ")";
-}
+std::string NpyDataset::describe() const { return "NpyDataset: " + shown(inputs_) + ", " + shown(targets_); }
 
 }  // namespace tessera

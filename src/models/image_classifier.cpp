@@ -22,7 +22,7 @@ class ChannelBias : public torch::nn::Module {
   at::Tensor bias_;
 };
 
-AddNorm norm_maker(const std::string& norm, const std::optional<ProcessGroup>& group) {
+AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
   const auto add = [](torch::nn::Module& parent, const std::string& name, auto layer) {
     return torch::nn::AnyModule(parent.register_module(name, layer));
   };
@@ -70,11 +70,10 @@ void ImageClassifierOptions::validate() const {
   }
 }
 
-ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options,
-                                         const std::optional<ProcessGroup>& group)
+ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options, std::optional<ProcessGroup> group)
     : options_(options) {
   options_.validate();
-  const AddNorm add_norm = norm_maker(options_.norm, group);
+  const AddNorm add_norm = norm_maker(options_.norm, std::move(group));
   stem_ = add_convolution(*this, "stem", options_.in_channels, options_.channels, 3);
   stem_norm_ = add_norm(*this, "stem_norm", options_.channels);
   const auto list = register_module("blocks", torch::nn::ModuleList());

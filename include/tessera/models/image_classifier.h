@@ -37,7 +37,7 @@ class ImageClassifierImpl : public torch::nn::Module {
   /// Of "SyncBatchNorm", `group` is the data-parallel group, and all its ranks construct together: its layers get one
   /// sub-group of their own. UsageError without a group then; of the other norms a group is not looked at.
   explicit ImageClassifierImpl(const ImageClassifierOptions& options = {},
-                               const std::optional<ProcessGroup>& group = std::nullopt);
+                               std::optional<ProcessGroup> group = std::nullopt);
 
   /// Images float [B, in_channels, H, W] to logits [B, classes]. With SyncBatchNorm in training mode collective.
   /// UsageError on another shape.
