@@ -233,7 +233,7 @@ void fill_serialized(const ParamState& state, torch::optim::OptimizerParamState&
   }
   try {
     optim::from_values(values, object);
-  } catch (const c10::Error& error) {
+  } catch (const std::exception& error) {  // not all of libtorch's errors are c10::Error
     throw UsageError(std::string("set_state: the state ") + typeid(object).name() +
                      " does not take these values: " + compat::first_line(error.what()));
   }

@@ -276,7 +276,12 @@ TEST(StateSlices, OfAUsersOptimizer) {
   loaded.add(state_slices(fresh, pieces_of(other)));
   loaded.expect_equal(given);
   slices[1].state.scalars.erase("count");
-  EXPECT_THROW(load_state_slices(fresh, pieces_of(other), slices), UsageError);
+  try {
+    load_state_slices(fresh, pieces_of(other), slices);
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("parameter " + slices[1].parameter + ": set_state"));
+  }
   SlicePool after;
   after.add(state_slices(fresh, pieces_of(other)));
   after.expect_equal(given);
