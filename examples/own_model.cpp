@@ -5,14 +5,13 @@
 struct SpiralNetImpl : torch::nn::Module {
   struct Options {
     int64_t width = 32;
-    void read(tessera::OptionReader& options) {
-      options.read("width", width, "hidden units", tessera::kAtLeastOne);
-    }
+    void read(tessera::OptionReader& options) { options.read("width", width, "hidden units", tessera::kAtLeastOne); }
   };
   explicit SpiralNetImpl(const Options& options)
-      : layers(register_module("layers", torch::nn::Sequential(torch::nn::Linear(2, options.width), torch::nn::Tanh(),
-                                                               torch::nn::Linear(options.width, options.width), torch::nn::Tanh(),
-                                                               torch::nn::Linear(options.width, 2)))) {}
+      : layers(
+            register_module("layers", torch::nn::Sequential(torch::nn::Linear(2, options.width), torch::nn::Tanh(),
+                                                            torch::nn::Linear(options.width, options.width),
+                                                            torch::nn::Tanh(), torch::nn::Linear(options.width, 2)))) {}
   torch::Tensor forward(torch::Tensor points) { return layers->forward(points); }
 
   torch::nn::Sequential layers;

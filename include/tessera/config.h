@@ -19,16 +19,17 @@ namespace tessera {
 struct ModelConfig {
   std::string type;
   ModelPlan plan;
-  std::string init;   ///< safetensors file of the initial weights; empty: drawn from `seed`
-  uint64_t seed = 0;  ///< of the initial weights, and of what the model draws in training, each rank its own
+  std::string init;            ///< safetensors file of the initial weights; empty: drawn from `seed`
+  uint64_t seed = 0;           ///< of the initial weights, and of what the model draws in training, each rank its own
+  std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered LOCAL_RANK
 };
 
 struct DataConfig {
   std::string type;
   DataPlan plan;
   SampleOrder order = SampleOrder::shuffled;
-  uint64_t seed = 0;               ///< of the shuffling
-  std::string uneven = "error";    ///< "error", "drop" or "join": what a world does that does not divide global_batch
+  uint64_t seed = 0;             ///< of the shuffling
+  std::string uneven = "error";  ///< "error", "drop" or "join": what a world does that does not divide global_batch
   int loader_threads = 1;
   int prefetch = 2;  ///< batches loaded ahead; 0: loaded when they are needed
 };

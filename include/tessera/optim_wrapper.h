@@ -55,10 +55,10 @@ class OptimWrapper {
 
   bool should_update() const;  ///< whether the running iteration ends in an update
   bool should_sync() const { return should_update(); }
-  bool updated() const { return updated_; }       ///< whether the last update_params changed the parameters
-  bool skipped() const { return skipped_; }       ///< whether it found an infinity
-  double grad_norm() const { return norm_; }      ///< of the last update, before clipping
-  double scale_factor() const;                    ///< what the running iteration's loss is divided by
+  bool updated() const { return updated_; }   ///< whether the last update_params changed the parameters
+  bool skipped() const { return skipped_; }   ///< whether it found an infinity
+  double grad_norm() const { return norm_; }  ///< of the last update, before clipping
+  double scale_factor() const;                ///< what the running iteration's loss is divided by
   GradScaler& scaler() { return scaler_; }
   const OptimWrapperOptions& options() const { return options_; }
   ModelWrapper& model() { return model_; }

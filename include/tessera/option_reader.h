@@ -58,10 +58,10 @@ auto named(const std::string& place, const Function& function) {
 /// Thrown by OptionReader::finish() of a reader that only describes: what follows are checks of values.
 struct OptionsDescribed {};
 
-/// Reads one map into typed values. `out` holds the default and is left alone when the key is absent; a key that is there
-/// and wrong is a UsageError with file, line, full key, value and what was expected. finish() reports the keys that
-/// nobody read before those that are missing: a misspelt key is usually both. A component calls it after its last read,
-/// and checks what options mean together afterwards.
+/// Reads one map into typed values. `out` holds the default and is left alone when the key is absent; a key that is
+/// there and wrong is a UsageError with file, line, full key, value and what was expected. finish() reports the keys
+/// that nobody read before those that are missing: a misspelt key is usually both. A component calls it after its last
+/// read, and checks what options mean together afterwards.
 class OptionReader {
  public:
   /// `node` may be null (the map is absent). `where` names the file for messages about missing keys. `record`: what is
@@ -165,7 +165,8 @@ class OptionReader {
   const ConfigNode* look(const std::string& key);
   void read_optional_choice(const std::string& key, std::string& out, const std::vector<std::string>& choices,
                             const std::string& doc);
-  void note(const std::string& key, std::string expected, const std::string& doc, ConfigNode standard, ConfigNode value);
+  void note(const std::string& key, std::string expected, const std::string& doc, ConfigNode standard,
+            ConfigNode value);
   template <class Value, class Parse, class Show>
   void read_value(const std::string& key, Value& out, const std::string& expected, const std::string& doc,
                   const Parse& parse, const Show& show);

@@ -47,7 +47,7 @@ struct DataContext {
 /// Configured data.
 struct DataPlan {
   std::vector<std::pair<std::string, std::string>> files = {};  ///< key, path: must exist, checked before ranks start
-  bool text = false;                                          ///< tokens are bytes of text
+  bool text = false;                                            ///< tokens are bytes of text
   std::function<DataSplits()> load = {};
 };
 
@@ -65,39 +65,46 @@ namespace registry {
 
 class Models : public Registry<ModelPlan> {
  public:
-  using Registry::Registry;
   using Registry::add;
+  using Registry::Registry;
   /// See model_plan() for what a class needs: nothing, beyond being a torch::nn::Module.
   template <class Net>
   void add(const std::string& name, const std::string& doc = "") {
-    add(name, [](OptionReader& options) { return model_plan<Net>(options); }, doc);
+    add(
+        name, [](OptionReader& options) { return model_plan<Net>(options); }, doc);
   }
 };
 
 class Datasets : public Registry<DataPlan, const DataContext&> {
  public:
-  using Registry::Registry;
   using Registry::add;
+  using Registry::Registry;
   /// A Dataset class, constructed from `Data::Options` (with `void read(OptionReader&)`), or without arguments. Its
   /// `validation()`, when it has one, gives the evaluation samples.
   template <class Data>
   void add(const std::string& name, const std::string& doc = "") {
-    add(name, [](OptionReader& options, const DataContext&) {
-      DataPlan plan;
-      if constexpr (requires(typename Data::Options chosen) { chosen.read(options); Data(chosen); }) {
-        typename Data::Options chosen;
-        chosen.read(options);
-        plan.load = [chosen, place = options.at("type")] {
-          return named(place, [&] { return splits(std::make_shared<Data>(chosen)); });
-        };
-      } else {
-        plan.load = [place = options.at("type")] {
-          return named(place, [] { return splits(std::make_shared<Data>()); });
-        };
-      }
-      options.finish();
-      return plan;
-    }, doc);
+    add(
+        name,
+        [](OptionReader& options, const DataContext&) {
+          DataPlan plan;
+          if constexpr (requires(typename Data::Options chosen) {
+                          chosen.read(options);
+                          Data(chosen);
+                        }) {
+            typename Data::Options chosen;
+            chosen.read(options);
+            plan.load = [chosen, place = options.at("type")] {
+              return named(place, [&] { return splits(std::make_shared<Data>(chosen)); });
+            };
+          } else {
+            plan.load = [place = options.at("type")] {
+              return named(place, [] { return splits(std::make_shared<Data>()); });
+            };
+          }
+          options.finish();
+          return plan;
+        },
+        doc);
   }
 
  private:
@@ -114,12 +121,15 @@ class Datasets : public Registry<DataPlan, const DataContext&> {
 /// Where a loss comes from: tensors (one loss) or Losses, of (output, targets) or (output, batch).
 class LossFunctions : public Registry<LossFunction> {
  public:
-  using Registry::Registry;
   using Registry::add;
+  using Registry::Registry;
   template <class Function>
-    requires std::is_invocable_v<Function, const at::Tensor&, const at::Tensor&>
+  requires std::is_invocable_v<Function, const at::Tensor&, const at::Tensor&>
   void add(const std::string& name, Function loss, const std::string& doc = "") {
-    add_plan(name, [loss](const at::Tensor& output, const Batch& batch) { return detail::as_losses(loss(output, batch.targets)); }, doc);
+    add_plan(
+        name,
+        [loss](const at::Tensor& output, const Batch& batch) { return detail::as_losses(loss(output, batch.targets)); },
+        doc);
   }
 };
 

@@ -14,8 +14,8 @@
 namespace tessera {
 
 /// Components of one kind by name, for configurations: `type` is the key, everything else belongs to the component. An
-/// entry reads its options (option_reader.h) and returns a `Plan`: what was configured, to be made later, when ranks and
-/// data are there. Filled by explicit calls: no static initialisers, which linkers drop. Not thread-safe.
+/// entry reads its options (option_reader.h) and returns a `Plan`: what was configured, to be made later, when ranks
+/// and data are there. Filled by explicit calls: no static initialisers, which linkers drop. Not thread-safe.
 template <class Plan, class... Context>
 class Registry {
  public:
@@ -33,10 +33,13 @@ class Registry {
   }
   /// A component without options.
   void add_plan(const std::string& name, Plan plan, std::string doc = "") {
-    add(name, [plan = std::move(plan)](OptionReader& options, Context...) {
-      options.finish();
-      return plan;
-    }, std::move(doc));
+    add(
+        name,
+        [plan = std::move(plan)](OptionReader& options, Context...) {
+          options.finish();
+          return plan;
+        },
+        std::move(doc));
   }
 
   /// In order of the alphabet.
@@ -57,7 +60,8 @@ class Registry {
     const Entry& chosen = entry(name);
     options.explain([&](const std::string& key) {
       for (const auto& [other, known] : entries_) {
-        for (const OptionInfo& info : OptionReader::describe([&](OptionReader& reader) { known.read(reader, context...); })) {
+        for (const OptionInfo& info :
+             OptionReader::describe([&](OptionReader& reader) { known.read(reader, context...); })) {
           if (other != name && info.path.front() == key) {
             return "an option of " + other + ", and " + options.full("type") + " is " + name;
           }

@@ -12,10 +12,10 @@ namespace tessera {
 
 /// What a run came to. The same on every rank, but for `baseline_loss`.
 struct TrainResult {
-  int64_t first_step = 0;             ///< steps that were done before: 0, or where a checkpoint was
-  std::vector<double> losses;         ///< of each step: mean over the global batch, before the update
-  std::vector<double> grad_norms;     ///< of each step: 2-norm of the global mean gradient, before clipping
-  std::optional<double> eval_loss;    ///< after the last step; none without evaluation data
+  int64_t first_step = 0;                      ///< steps that were done before: 0, or where a checkpoint was
+  std::vector<double> losses;                  ///< of each step: mean over the global batch, before the update
+  std::vector<double> grad_norms;              ///< of each step: 2-norm of the global mean gradient, before clipping
+  std::optional<double> eval_loss;             ///< after the last step; none without evaluation data
   std::map<std::string, double> eval_figures;  ///< all of the last evaluation: "loss", "accuracy", …
   std::optional<double> best_eval_loss;
   std::optional<double> baseline_loss;  ///< rank 0: what a trivial model of the same data reaches
@@ -35,11 +35,11 @@ TrainResult run_training(const Config& config, ProcessGroup group);
 void request_stop(int signal) noexcept;
 
 /// The command line of `tessera train`, for a program's own main(): `NAME [-n RANKS] CONFIG.yaml [key=value …]
-/// [--dump-config full|minimal] [--no-resume] [--config-reference]`. Reads the config, starts this process's part of the
-/// world (init_process_group) and runs; with -n it starts RANKS copies of itself on this host. SIGTERM and SIGINT save a
-/// checkpoint, where there is a folder for it, and end the run; a second one ends the process at once. Never throws; returns
-/// the exit code: 0, 1 when the run failed (each rank says why on standard error), 2 when config, files or options are
-/// wrong (said once, by the first rank of each host), 130 or 143 when it was ended by SIGINT or SIGTERM.
+/// [--dump-config full|minimal] [--no-resume] [--config-reference]`. Reads the config, starts this process's part of
+/// the world (init_process_group) and runs; with -n it starts RANKS copies of itself on this host. SIGTERM and SIGINT
+/// save a checkpoint, where there is a folder for it, and end the run; a second one ends the process at once. Never
+/// throws; returns the exit code: 0, 1 when the run failed (each rank says why on standard error), 2 when config, files
+/// or options are wrong (said once, by the first rank of each host), 130 or 143 when it was ended by SIGINT or SIGTERM.
 int train_main(int argc, char** argv);
 
 }  // namespace tessera

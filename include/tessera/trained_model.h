@@ -21,7 +21,7 @@ namespace tessera {
 /// What the runner trains. Every rank makes the same.
 struct TrainedModel {
   std::shared_ptr<torch::nn::Module> module;
-  std::function<Losses(const Batch&)> loss = {};        ///< mmengine's mode "loss"; empty: config section `loss` says it
+  std::function<Losses(const Batch&)> loss = {};  ///< mmengine's mode "loss"; empty: config section `loss` says it
   std::function<at::Tensor(const Batch&)> predict = {};  ///< mode "predict"; empty: the module has no forward(Tensor)
 
   /// Reads weights from a safetensors file, in place of reading by parameter and buffer name.
@@ -39,8 +39,8 @@ struct ModelContext {
 
 /// A configured model.
 struct ModelPlan {
-  int64_t vocab_size = 0;  ///< tokens it knows; 0: its inputs are no tokens
-  int64_t max_length = 0;  ///< tokens of a sequence at most; 0: any
+  int64_t vocab_size = 0;     ///< tokens it knows; 0: its inputs are no tokens
+  int64_t max_length = 0;     ///< tokens of a sequence at most; 0: any
   bool communicates = false;  ///< its layers use ModelContext::group, which then is one of their own
   std::function<TrainedModel(const ModelContext&)> make = {};
 };
@@ -59,7 +59,7 @@ struct ModuleOf {
   using type = Net;
 };
 template <class Net>
-  requires requires { typename Net::ContainedType; }
+requires requires { typename Net::ContainedType; }
 struct ModuleOf<Net> {
   using type = typename Net::ContainedType;
 };
@@ -99,7 +99,10 @@ ModelPlan model_plan(OptionReader& options) {
   using Module = typename detail::ModuleOf<Net>::type;
   static_assert(std::is_base_of_v<torch::nn::Module, Module>, "a torch::nn::Module or a ModuleHolder of one");
   ModelPlan plan;
-  if constexpr (requires(typename Module::Options chosen) { chosen.read(options); Module(chosen); }) {
+  if constexpr (requires(typename Module::Options chosen) {
+                  chosen.read(options);
+                  Module(chosen);
+                }) {
     typename Module::Options chosen;
     chosen.read(options);
     options.finish();

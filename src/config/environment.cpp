@@ -23,8 +23,8 @@ std::string expanded(const ConfigNode& node) {
     const std::string name = inside.substr(0, colon);
     const char* value = std::getenv(name.c_str());
     if (value == nullptr && colon == std::string::npos) {
-      throw UsageError(node.where + ": environment variable " + name + " is not set; expected it, or a default as in ${env:" +
-                       name + ":-value}");
+      throw UsageError(node.where + ": environment variable " + name +
+                       " is not set; expected it, or a default as in ${env:" + name + ":-value}");
     }
     result += text.substr(at, start - at) + (value != nullptr ? value : inside.substr(colon + 2));
     at = end + 1;

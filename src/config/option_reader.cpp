@@ -115,9 +115,7 @@ const ConfigNode* OptionReader::look(const std::string& key) {
 
 bool OptionReader::has(const std::string& key) const { return node_ != nullptr && node_->find(key) != nullptr; }
 
-bool OptionReader::given(const std::string& key) const {
-  return has(key) && node_->find(key)->kind != Kind::Null;
-}
+bool OptionReader::given(const std::string& key) const { return has(key) && node_->find(key)->kind != Kind::Null; }
 
 void OptionReader::note(const std::string& key, std::string expected, const std::string& doc, ConfigNode standard,
                         ConfigNode value) {
@@ -162,9 +160,9 @@ void OptionReader::read_value(const std::string& key, Value& out, const std::str
 }
 
 void OptionReader::read(const std::string& key, int64_t& out, const std::string& doc, Range range) {
-  read_value(key, out, config::expectation("a whole number", range), doc,
-             [&](const ConfigNode& node) { return integer_in(node, range); },
-             [](int64_t value) { return shown(value); });
+  read_value(
+      key, out, config::expectation("a whole number", range), doc,
+      [&](const ConfigNode& node) { return integer_in(node, range); }, [](int64_t value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, int& out, const std::string& doc, Range range) {
@@ -182,9 +180,9 @@ void OptionReader::read(const std::string& key, uint64_t& out, const std::string
 }
 
 void OptionReader::read(const std::string& key, double& out, const std::string& doc, Range range) {
-  read_value(key, out, config::expectation("a number", range), doc,
-             [&](const ConfigNode& node) { return number_in(node, range); },
-             [](double value) { return shown(value); });
+  read_value(
+      key, out, config::expectation("a number", range), doc,
+      [&](const ConfigNode& node) { return number_in(node, range); }, [](double value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, bool& out, const std::string& doc) {
@@ -197,62 +195,71 @@ void OptionReader::read(const std::string& key, std::string& out, const std::str
 
 void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const std::string& doc, Range range) {
   const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
-  read_value(key, out, "a list, each " + config::expectation("a whole number", range), doc,
-             [&](const ConfigNode& node) { return parse_list<int64_t>(node, parse); },
-             [](const auto& value) { return shown(value); });
+  read_value(
+      key, out, "a list, each " + config::expectation("a whole number", range), doc,
+      [&](const ConfigNode& node) { return parse_list<int64_t>(node, parse); },
+      [](const auto& value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::vector<double>& out, const std::string& doc, Range range) {
   const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
-  read_value(key, out, "a list, each " + config::expectation("a number", range), doc,
-             [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
-             [](const auto& value) { return shown(value); });
+  read_value(
+      key, out, "a list, each " + config::expectation("a number", range), doc,
+      [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
+      [](const auto& value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
-  read_value(key, out, "a string or a list of strings", doc,
-             [](const ConfigNode& node) { return parse_list<std::string>(node, parse_text); },
-             [](const auto& value) { return shown(value); });
+  read_value(
+      key, out, "a string or a list of strings", doc,
+      [](const ConfigNode& node) { return parse_list<std::string>(node, parse_text); },
+      [](const auto& value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc, Range range) {
   using Maybe = std::optional<double>;
-  read_value(key, out, config::expectation("a number", range) + ", or null", doc,
-             [&](const ConfigNode& node) -> std::optional<Maybe> {
-               if (node.kind == Kind::Null) return Maybe();
-               const auto value = number_in(node, range);
-               return value ? std::optional<Maybe>(value) : std::nullopt;
-             },
-             [](const Maybe& value) { return shown(value); });
+  read_value(
+      key, out, config::expectation("a number", range) + ", or null", doc,
+      [&](const ConfigNode& node) -> std::optional<Maybe> {
+        if (node.kind == Kind::Null) return Maybe();
+        const auto value = number_in(node, range);
+        return value ? std::optional<Maybe>(value) : std::nullopt;
+      },
+      [](const Maybe& value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc, Range range) {
   using Maybe = std::optional<int64_t>;
-  read_value(key, out, config::expectation("a whole number", range) + ", or null", doc,
-             [&](const ConfigNode& node) -> std::optional<Maybe> {
-               if (node.kind == Kind::Null) return Maybe();
-               const auto value = integer_in(node, range);
-               return value ? std::optional<Maybe>(value) : std::nullopt;
-             },
-             [](const Maybe& value) { return shown(value); });
+  read_value(
+      key, out, config::expectation("a whole number", range) + ", or null", doc,
+      [&](const ConfigNode& node) -> std::optional<Maybe> {
+        if (node.kind == Kind::Null) return Maybe();
+        const auto value = integer_in(node, range);
+        return value ? std::optional<Maybe>(value) : std::nullopt;
+      },
+      [](const Maybe& value) { return shown(value); });
 }
 
 void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {
   if (const ConfigNode* node = has(key) ? node_->find(key) : nullptr; node != nullptr && node->kind == Kind::Sequence) {
     fail_at(*node, full(key), node->describe() + "; expected one path");
   }
-  read_value(key, out, "a path", doc,
-             [](const ConfigNode& node) { return node.kind == Kind::Null ? std::optional<std::string>("") : parse_path(node); },
-             [](const std::string& value) { return value.empty() ? ConfigNode{} : shown(value); });
+  read_value(
+      key, out, "a path", doc,
+      [](const ConfigNode& node) {
+        return node.kind == Kind::Null ? std::optional<std::string>("") : parse_path(node);
+      },
+      [](const std::string& value) { return value.empty() ? ConfigNode{} : shown(value); });
 }
 
 void OptionReader::read_paths(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
   using Paths = std::vector<std::string>;
-  read_value(key, out, "a path or a list of paths", doc,
-             [](const ConfigNode& node) -> std::optional<Paths> {
-               return node.kind == Kind::Null ? Paths() : parse_list<std::string>(node, parse_path);
-             },
-             [](const Paths& value) { return value.empty() ? ConfigNode{} : shown(value); });
+  read_value(
+      key, out, "a path or a list of paths", doc,
+      [](const ConfigNode& node) -> std::optional<Paths> {
+        return node.kind == Kind::Null ? Paths() : parse_list<std::string>(node, parse_path);
+      },
+      [](const Paths& value) { return value.empty() ? ConfigNode{} : shown(value); });
 }
 
 void OptionReader::read_choice(const std::string& key, std::string& out, const std::vector<std::string>& choices,

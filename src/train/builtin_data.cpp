@@ -66,7 +66,8 @@ DataPlan read_byte_text(OptionReader& options, const DataContext& context) {
   if (!val_paths.empty()) {
     options.refuse("val_fraction", "data.val_path names the evaluation text already; give one of the two");
   }
-  options.read("val_fraction", val_fraction, "without val_path: the last part of the text is for evaluation", kProbability);
+  options.read("val_fraction", val_fraction, "without val_path: the last part of the text is for evaluation",
+               kProbability);
   options.finish();
   if (paths.empty()) {
     options.fail("path", "no path; expected the training text or tokens");
@@ -102,8 +103,11 @@ DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
   note_files(plan, "data.path", paths);
   note_files(plan, "data.val_path", val_paths);
   plan.load = [=, at_path = options.at("path"), at_length = options.at("seq_len")] {
-    return splits_of(named(at_path, [&] { return TokenBin{paths, val_paths, context.vocab_size}.load(); }), seq_len,
-                     at_length, context);
+    return splits_of(named(at_path,
+                           [&] {
+                             return TokenBin{paths, val_paths, context.vocab_size}.load();
+                           }),
+                     seq_len, at_length, context);
   };
   return plan;
 }
@@ -117,7 +121,10 @@ DataPlan read_pairs(OptionReader& options, const std::string& first, const std::
       if (part.empty()) {
         options.require(key, "a file");
       }
-      options.read_path(key, paths[key], part.empty() ? "training data" : part == "val_" ? "evaluation data" : "test data");
+      options.read_path(key, paths[key],
+                        part.empty()     ? "training data"
+                        : part == "val_" ? "evaluation data"
+                                         : "test data");
     }
   }
   options.finish();
@@ -149,16 +156,18 @@ DataPlan read_pairs(OptionReader& options, const std::string& first, const std::
 void add_datasets(registry::Datasets& datasets) {
   datasets.add("ByteText", read_byte_text, "text as bytes, cut into sequences");
   datasets.add("TokenBin", read_token_bin, "llm.c's token files, cut into sequences");
-  datasets.add("Idx",
-               [](OptionReader& options, const DataContext&) {
-                 return read_pairs<IdxDataset, IdxOptions>(options, "images", "labels");
-               },
-               "images and labels in MNIST's IDX format");
-  datasets.add("Npy",
-               [](OptionReader& options, const DataContext&) {
-                 return read_pairs<NpyDataset, NpyOptions>(options, "inputs", "targets");
-               },
-               "arrays in NumPy's .npy files");
+  datasets.add(
+      "Idx",
+      [](OptionReader& options, const DataContext&) {
+        return read_pairs<IdxDataset, IdxOptions>(options, "images", "labels");
+      },
+      "images and labels in MNIST's IDX format");
+  datasets.add(
+      "Npy",
+      [](OptionReader& options, const DataContext&) {
+        return read_pairs<NpyDataset, NpyOptions>(options, "inputs", "targets");
+      },
+      "arrays in NumPy's .npy files");
 }
 
 }  // namespace tessera::train

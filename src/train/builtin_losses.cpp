@@ -23,9 +23,12 @@ LossFunction read_cross_entropy(OptionReader& options) {
 
 template <class Function>
 void add_plain(registry::LossFunctions& losses, const std::string& name, Function function, const std::string& doc) {
-  losses.add(name, [function](const at::Tensor& output, const at::Tensor& targets) -> at::Tensor {
-    return function(output, targets.to(output.scalar_type()));
-  }, doc);
+  losses.add(
+      name,
+      [function](const at::Tensor& output, const at::Tensor& targets) -> at::Tensor {
+        return function(output, targets.to(output.scalar_type()));
+      },
+      doc);
 }
 
 std::vector<double> channel_values(OptionReader& options, const std::string& key, double standard,
@@ -59,15 +62,15 @@ Preprocessor read_normalize(OptionReader& options) {
 CommHookPlan read_power_sgd(OptionReader& options) {
   PowerSgdOptions power;
   options.read("rank", power.rank, "of the approximation", kAtLeastOne);
-  options.read("start_iteration", power.start_iteration, "backward passes before it begin with exact means", kNotNegative);
+  options.read("start_iteration", power.start_iteration, "backward passes before it begin with exact means",
+               kNotNegative);
   options.read("min_compression_rate", power.min_compression_rate, "smaller gains are not worth it", kPositive);
   options.finish();
   return {[power] {
     const PowerSgd sgd(power);
-    return CommHookPlan::Instance{sgd.hook(), [sgd] { return sgd.state_dict(); },
-                                  [sgd](const std::map<std::string, at::Tensor>& state) {
-                                    PowerSgd(sgd).load_state_dict(state);
-                                  }};
+    return CommHookPlan::Instance{
+        sgd.hook(), [sgd] { return sgd.state_dict(); },
+        [sgd](const std::map<std::string, at::Tensor>& state) { PowerSgd(sgd).load_state_dict(state); }};
   }};
 }
 
@@ -75,15 +78,22 @@ CommHookPlan read_power_sgd(OptionReader& options) {
 
 void add_losses(registry::LossFunctions& losses) {
   losses.add("cross_entropy", read_cross_entropy, "of classes, with the accuracy as a figure");
-  add_plain(losses, "mse", [](const at::Tensor& output, const at::Tensor& targets) { return F::mse_loss(output, targets); },
-            "mean squared error");
-  add_plain(losses, "l1", [](const at::Tensor& output, const at::Tensor& targets) { return F::l1_loss(output, targets); },
-            "mean absolute error");
-  add_plain(losses, "smooth_l1", [](const at::Tensor& output, const at::Tensor& targets) { return F::smooth_l1_loss(output, targets); },
-            "Huber's, at 1");
-  add_plain(losses, "bce_with_logits",
-            [](const at::Tensor& output, const at::Tensor& targets) { return F::binary_cross_entropy_with_logits(output, targets); },
-            "binary cross entropy");
+  add_plain(
+      losses, "mse", [](const at::Tensor& output, const at::Tensor& targets) { return F::mse_loss(output, targets); },
+      "mean squared error");
+  add_plain(
+      losses, "l1", [](const at::Tensor& output, const at::Tensor& targets) { return F::l1_loss(output, targets); },
+      "mean absolute error");
+  add_plain(
+      losses, "smooth_l1",
+      [](const at::Tensor& output, const at::Tensor& targets) { return F::smooth_l1_loss(output, targets); },
+      "Huber's, at 1");
+  add_plain(
+      losses, "bce_with_logits",
+      [](const at::Tensor& output, const at::Tensor& targets) {
+        return F::binary_cross_entropy_with_logits(output, targets);
+      },
+      "binary cross entropy");
 }
 
 void add_preprocessors(Registry<Preprocessor>& preprocessors) {

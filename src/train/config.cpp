@@ -107,7 +107,8 @@ void check_config_files(const Config& config) {
 
 void check_config_world(const Config& config, int world_size) {
   if (world_size > 1 && !config.parallel.plan.distributed) {
-    throw UsageError(config.at("parallel.type") + config.parallel.type + ", but the world has " + std::to_string(world_size) +
+    throw UsageError(config.at("parallel.type") + config.parallel.type + ", but the world has " +
+                     std::to_string(world_size) +
                      " ranks, and each would train a model of its own; expected DistributedDataParallel, "
                      "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
   }
@@ -117,8 +118,9 @@ void check_config_world(const Config& config, int world_size) {
                      std::to_string(world_size) + " ranks; expected a multiple of " + std::to_string(world_size));
   }
   if (config.train.accumulation > 1 && batch % (world_size * config.train.accumulation) != 0) {
-    throw UsageError(config.at("train.accumulation") + std::to_string(config.train.accumulation) + " equal parts of the " +
-                     std::to_string(batch) + " samples of a step on " + std::to_string(world_size) +
+    throw UsageError(config.at("train.accumulation") + std::to_string(config.train.accumulation) +
+                     " equal parts of the " + std::to_string(batch) + " samples of a step on " +
+                     std::to_string(world_size) +
                      " ranks are not whole; expected a train.global_batch that ranks times parts divide");
   }
 }

@@ -13,6 +13,7 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.read_choice("type", model.type, registry::models().names(), "the model");
   keys.read_path("init", model.init, "safetensors file of initial weights");
   keys.read("seed", model.seed, "of the initial weights, and of dropout");
+  keys.read_choice("device", model.device, {"cpu", "cuda"}, "cuda: the device numbered LOCAL_RANK");
 }
 
 void read_model(OptionReader& keys, ModelConfig& model) {
@@ -79,8 +80,11 @@ void read_components(OptionReader& keys, Config& config) {
 void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   keys.read_choice("type", parallel.type, registry::parallel().names(), "how ranks share the work");
   keys.read_enum("backend", parallel.group.backend,
-                 {{"auto", Backend::Auto}, {"shm", Backend::SharedMemory}, {"gloo", Backend::Gloo},
-                  {"nccl", Backend::NCCL}, {"mpi", Backend::MPI}},
+                 {{"auto", Backend::Auto},
+                  {"shm", Backend::SharedMemory},
+                  {"gloo", Backend::Gloo},
+                  {"nccl", Backend::NCCL},
+                  {"mpi", Backend::MPI}},
                  "how ranks talk");
   double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
   keys.read("timeout", seconds, "seconds; bound of every wait for another rank", Range{0.001, 1e6});
@@ -98,10 +102,10 @@ void check_wholes(const OptionReader& keys, const Config& config) {
     const std::string option = config.train.clip_grad_norm    ? "clip_grad_norm"
                                : config.train.clip_grad_value ? "clip_grad_value"
                                                               : "loss_scale";
-    throw UsageError(config.at("train." + option) +
-                     (option == "clip_grad_norm" ? "the norm is" : "all gradients are") +
-                     " known only after backward, and parallel.overlap_with_backward updates during it; expected one of "
-                     "the two");
+    throw UsageError(
+        config.at("train." + option) + (option == "clip_grad_norm" ? "the norm is" : "all gradients are") +
+        " known only after backward, and parallel.overlap_with_backward updates during it; expected one of "
+        "the two");
   }
 }
 
@@ -157,7 +161,8 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
   keys.read("resume", checkpoint.resume, "go on from the newest one in folder, when there is one");
   keys.read_path("from", checkpoint.from, "a checkpoint to start from, of any run; folder's own newest one goes first");
   keys.finish();
-  for (const auto& [key, value] : {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
+  for (const auto& [key, value] :
+       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
     if (checkpoint.folder.empty() && value > 0) {
       keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
     }

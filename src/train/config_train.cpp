@@ -30,8 +30,8 @@ void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
       prompt.push_back(*token);
     }
   } else {
-    keys.fail("prompt", node->describe() + "; expected " +
-                            (text ? "a text" : "a list of tokens (a TokenBin has no text)"));
+    keys.fail("prompt",
+              node->describe() + "; expected " + (text ? "a text" : "a list of tokens (a TokenBin has no text)"));
   }
   if (prompt.empty()) {
     keys.fail("prompt", "empty; expected at least one token");
@@ -100,11 +100,13 @@ void read_amp(OptionReader& keys, RunConfig& run) {
 
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
-  ema.read("decay", run.ema.decay, "of the weights' moving average; evaluated and saved in their place; null: none", kProbability);
+  ema.read("decay", run.ema.decay, "of the weights' moving average; evaluated and saved in their place; null: none",
+           kProbability);
   ema.read("warmup", run.ema.warmup, "a shorter memory at first");
   ema.finish();
   OptionReader stop = keys.map("early_stop");
-  stop.read("patience", run.early_stop.patience, "evaluations without an improvement that end the run; 0: never", kNotNegative);
+  stop.read("patience", run.early_stop.patience, "evaluations without an improvement that end the run; 0: never",
+            kNotNegative);
   stop.read("min_delta", run.early_stop.min_delta, "an improvement is more than this", kNotNegative);
   stop.finish();
 }

@@ -51,7 +51,8 @@ ParsedLosses ModelWrapper::val_losses(const Batch& batch) {
 
 void ModelWrapper::load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state) {
   if (!state.empty()) {
-    throw UsageError("checkpoint: further state " + state.front().first + ", of which this parallel.type knows nothing");
+    throw UsageError("checkpoint: further state " + state.front().first +
+                     ", of which this parallel.type knows nothing");
   }
 }
 

@@ -40,8 +40,8 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
   if (options_.accumulative_counts < 1) {
     refuse("accumulative_counts", std::to_string(options_.accumulative_counts) + "; expected a whole number >= 1");
   }
-  for (const auto& [name, value] : {std::pair("clip_grad_norm", options_.clip_grad_norm),
-                                    std::pair("clip_grad_value", options_.clip_grad_value)}) {
+  for (const auto& [name, value] :
+       {std::pair("clip_grad_norm", options_.clip_grad_norm), std::pair("clip_grad_value", options_.clip_grad_value)}) {
     if (value && !(*value > 0)) refuse(name, std::to_string(*value) + "; expected a number > 0");
   }
   if (options_.autocast && *options_.autocast != at::kBFloat16 && *options_.autocast != at::kHalf) {
@@ -49,8 +49,9 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
   }
   if (model_.updates_in_backward() &&
       (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled)) {
-    refuse(options_.scaler.enabled ? "scaler" : "clip", "this model updates while backward runs, before all gradients "
-                                                        "are there; expected overlap_with_backward off");
+    refuse(options_.scaler.enabled ? "scaler" : "clip",
+           "this model updates while backward runs, before all gradients "
+           "are there; expected overlap_with_backward off");
   }
 }
 

@@ -37,8 +37,10 @@ std::string table(const OptionRecord& options, const std::vector<std::string>& w
     }
     const std::string standard = option.required ? "required" : inline_yaml(option.standard);
     rows += "| `" + dotted(option.path) + "` | " + escaped(option.expected) + " | " +
-            (standard.empty() ? "none" : option.required ? standard : "`" + escaped(standard) + "`") + " | " +
-            escaped(option.doc) + " |\n";
+            (standard.empty()  ? "none"
+             : option.required ? standard
+                               : "`" + escaped(standard) + "`") +
+            " | " + escaped(option.doc) + " |\n";
   }
   return rows.empty() ? "No options.\n" : "| Key | Value | Default | Meaning |\n|---|---|---|---|\n" + rows;
 }
@@ -74,11 +76,12 @@ std::string optimizers() {
 }  // namespace
 
 std::string config_reference() {
-  const std::vector<std::string> model_keys{"type", "init", "seed"};
+  const std::vector<std::string> model_keys{"type", "init", "seed", "device"};
   const std::vector<std::string> data_keys{"type", "order", "seed", "uneven", "loader_threads", "prefetch"};
   const std::vector<std::string> parallel_keys{"type", "backend", "timeout"};
   std::string text =
-      "# Reference of the config\n\nAll keys of all sections and of the components that the library brings along, as `tessera train "
+      "# Reference of the config\n\nAll keys of all sections and of the components that the library brings along, as "
+      "`tessera train "
       "--config-reference`\nprints them. What they mean together: [config.md](config.md).\n";
   text += section("Top level", table(OptionReader::describe(train::describe_top_level)));
   text += section("model", table(OptionReader::describe(train::describe_model))) +
@@ -96,13 +99,13 @@ std::string config_reference() {
           components(registry::parallel(), parallel_keys) + section("parallel.comm_hook", "`type` and its options.\n") +
           components(registry::comm_hooks(), {"type"});
   text += section("train", table(OptionReader::describe([](OptionReader& keys) {
-    RunConfig run;
-    train::read_train(keys, Config{}, run);
-  })));
+                    RunConfig run;
+                    train::read_train(keys, Config{}, run);
+                  })));
   text += section("checkpoint", table(OptionReader::describe([](OptionReader& keys) {
-    CheckpointConfig checkpoint;
-    train::read_checkpoint(keys, checkpoint);
-  })));
+                    CheckpointConfig checkpoint;
+                    train::read_checkpoint(keys, checkpoint);
+                  })));
   return text;
 }
 

@@ -29,10 +29,14 @@ void add_parallel(Registry<WrapperPlan>& parallel) {
 Models& models() { return filled<Models>("model", train::add_models); }
 Datasets& datasets() { return filled<Datasets>("dataset", train::add_datasets); }
 LossFunctions& losses() { return filled<LossFunctions>("loss", train::add_losses); }
-Registry<Preprocessor>& preprocessors() { return filled<Registry<Preprocessor>>("preprocessor", train::add_preprocessors); }
+Registry<Preprocessor>& preprocessors() {
+  return filled<Registry<Preprocessor>>("preprocessor", train::add_preprocessors);
+}
 Registry<LrSchedule>& schedulers() { return filled<Registry<LrSchedule>>("scheduler", train::add_schedulers); }
 Registry<WrapperPlan>& parallel() { return filled<Registry<WrapperPlan>>("parallel wrapper", add_parallel); }
-Registry<CommHookPlan>& comm_hooks() { return filled<Registry<CommHookPlan>>("communication hook", train::add_comm_hooks); }
+Registry<CommHookPlan>& comm_hooks() {
+  return filled<Registry<CommHookPlan>>("communication hook", train::add_comm_hooks);
+}
 
 OptimizerRegistry& optimizers() {
   static OptimizerRegistry registry = default_optimizers();

@@ -101,8 +101,11 @@ void Reporter::log(const StepRecord& record) {
     return;
   }
   const double seconds = record.ms / 1000;
-  nlohmann::ordered_json json = {{"step", record.step}, {"loss", record.loss}, {"grad_norm", record.grad_norm},
-                                 {"lr", record.lr},     {"ms", record.ms}};
+  nlohmann::ordered_json json = {{"step", record.step},
+                                 {"loss", record.loss},
+                                 {"grad_norm", record.grad_norm},
+                                 {"lr", record.lr},
+                                 {"ms", record.ms}};
   json["tokens_per_s"] = static_cast<double>(record.tokens) / seconds;
   json["samples_per_s"] = static_cast<double>(record.samples) / seconds;
   json["epoch"] = record.epoch;
@@ -146,8 +149,9 @@ void Reporter::memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse
 void Reporter::summary(const TrainResult& result, const CommStats& communication, double waited_for_data) {
   if (timed_ > 0) {
     const double rate = static_cast<double>(tokens_ > 0 ? tokens_ : samples_) / seconds_;
-    line(fmt::format("{} steps in {}: {:.0f} {}/s; waited {:.2f} s for data, {:.2f} s for communication", timed_, duration(seconds_),
-                     rate, tokens_ > 0 ? "tokens" : "samples", waited_for_data, communication.waited_seconds));
+    line(fmt::format("{} steps in {}: {:.0f} {}/s; waited {:.2f} s for data, {:.2f} s for communication", timed_,
+                     duration(seconds_), rate, tokens_ > 0 ? "tokens" : "samples", waited_for_data,
+                     communication.waited_seconds));
     line(fmt::format("communication of rank 0: {} calls, {} bytes sent, {} received; {} received a step",
                      grouped(static_cast<int64_t>(communication.calls())),
                      grouped(static_cast<int64_t>(communication.payload_sent())),
@@ -170,8 +174,8 @@ void Reporter::draw_bar() {
   const double part = static_cast<double>(done_) / static_cast<double>(steps_);
   const int full = static_cast<int>(part * kWidth);
   clear_bar();
-  fmt::print(stdout, "[{:#<{}}{:.<{}}] {:3.0f} %  {}/{}  {} left", "", full, "", kWidth - full, part * 100, done_, steps_,
-             duration(seconds_ / static_cast<double>(timed_) * static_cast<double>(steps_ - done_)));
+  fmt::print(stdout, "[{:#<{}}{:.<{}}] {:3.0f} %  {}/{}  {} left", "", full, "", kWidth - full, part * 100, done_,
+             steps_, duration(seconds_ / static_cast<double>(timed_) * static_cast<double>(steps_ - done_)));
   std::fflush(stdout);
   bar_drawn_ = true;
 }

@@ -17,7 +17,9 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 /// Samples [begin, begin + count) of a batch.
 Batch part_of(const Batch& batch, int64_t begin, int64_t count) {
-  Batch part{batch.inputs.narrow(0, begin, count), batch.targets.defined() ? batch.targets.narrow(0, begin, count) : at::Tensor(), {}};
+  Batch part{batch.inputs.narrow(0, begin, count),
+             batch.targets.defined() ? batch.targets.narrow(0, begin, count) : at::Tensor(),
+             {}};
   for (const auto& [name, tensor] : batch.extra) {
     part.extra[name] = tensor.narrow(0, begin, count);
   }
@@ -86,11 +88,11 @@ TrainResult Run::run() {
 
 void Run::introduce() {
   if (reporter_) {
-    reporter_->line(config_.model.type + " with " + std::to_string(parameters_) + " parameters; " +
-                    data_.train->describe() + (data_.val ? ", evaluation on " + std::to_string(data_.val->size()) + " samples" : "") +
-                    "; " + config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
-                    std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
-                    group_.backend_name() + ")");
+    reporter_->line(
+        config_.model.type + " with " + std::to_string(parameters_) + " parameters; " + data_.train->describe() +
+        (data_.val ? ", evaluation on " + std::to_string(data_.val->size()) + " samples" : "") + "; " +
+        config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " + std::to_string(group_.size()) +
+        (group_.size() == 1 ? " rank" : " ranks") + " (" + group_.backend_name() + ")");
     if (resumed_) {
       reporter_->line("going on from " + resumed_->path());
     }
@@ -260,7 +262,8 @@ void Run::evaluate() {
     return;
   }
   evaluate_averaged([&] {
-    result_.eval_figures = train::evaluate(*wrapper_, *data_.val, config_.train.eval_batches * config_.train.global_batch);
+    result_.eval_figures =
+        train::evaluate(*wrapper_, *data_.val, config_.train.eval_batches * config_.train.global_batch);
   });
   const double loss = result_.eval_figures.at("loss");
   result_.eval_loss = loss;
@@ -278,7 +281,8 @@ void Run::evaluate() {
   if (early_stop_ && early_stop_->observe(loss) && !stop_) {
     stop_ = true;
     if (reporter_) {
-      reporter_->line("early stop: no improvement in " + std::to_string(config_.train.early_stop.patience) + " evaluations");
+      reporter_->line("early stop: no improvement in " + std::to_string(config_.train.early_stop.patience) +
+                      " evaluations");
     }
   }
 }

@@ -101,7 +101,7 @@ class Run : private Joinable {
   int64_t done_ = 0;              // iterations
   int64_t saved_at_ = -1;
   int64_t averaged_updates_ = 0;  // of the checkpoint
-  int active_ranks_ = 0;  // 0: all
+  int active_ranks_ = 0;          // 0: all
   bool stop_ = false;
   bool warned_ = false;
   StepRecord record_;

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
@@ -46,6 +47,9 @@ void Run::open_checkpoints() {
     return;
   }
   agree(group_, [&] { resumed_.emplace(path); });
+  if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
+    saved_at_ = resumed_->step();
+  }
   resumed_->verify(group_);
 }
 
@@ -87,7 +91,8 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
 /// Where another number of ranks goes on, what they draw cannot be what fewer or more would have drawn.
 void Run::restore_random(const Checkpoint& checkpoint) {
   if (checkpoint.world_size() != group_.size()) {
-    torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) + static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u);
+    torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) +
+                       static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u);
     return;
   }
   const std::string file = rank_file("rank", group_.rank(), group_.size());
@@ -103,18 +108,20 @@ void Run::restore_random(const Checkpoint& checkpoint) {
 }
 
 std::string Run::state_text() const {
-  Json json = {{"step", done_},
-               {"samples", done_ * dealing_->round()},
-               {"data", {{"size", sampler_->size()}, {"order", to_string(config_.data.order)}, {"seed", config_.data.seed}}},
-               {"parallel", config_.parallel.type},
-               {"ranks", group_.size()}};
+  Json json = {
+      {"step", done_},
+      {"samples", done_ * dealing_->round()},
+      {"data", {{"size", sampler_->size()}, {"order", to_string(config_.data.order)}, {"seed", config_.data.seed}}},
+      {"parallel", config_.parallel.type},
+      {"ranks", group_.size()}};
   if (config_.train.loss_scale.enabled) {
     const auto& state = optimizer_->scaler().state();
     json["loss_scale"] = {{"scale", state.scale}, {"growth_tracker", state.growth_tracker}};
   }
   if (early_stop_) {
     const auto& state = early_stop_->state();
-    json["early_stop"] = {{"best", state.best ? Json(*state.best) : Json()}, {"waited", state.waited}, {"stopped", state.stopped}};
+    json["early_stop"] = {
+        {"best", state.best ? Json(*state.best) : Json()}, {"waited", state.waited}, {"stopped", state.stopped}};
   }
   if (average_) {
     json["weight_average_updates"] = average_->updates();
@@ -202,7 +209,8 @@ void Run::save_checkpoint() {
   if (first()) {
     writer.begin_tensors(kWeights, weights_, {{"format", "pt"}});
   }
-  write_weights([&](const std::string& name, const at::Tensor& tensor) { writer.write_tensor(kWeights, name, tensor); });
+  write_weights(
+      [&](const std::string& name, const at::Tensor& tensor) { writer.write_tensor(kWeights, name, tensor); });
   if (wrapper_->saves_pieces()) {
     writer.add_slices(slices_to_save());
   }

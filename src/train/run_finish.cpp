@@ -13,10 +13,10 @@ namespace tessera::train {
 void Run::finish() {
   if (result_.interrupted_by != 0) {
     if (reporter_) {
-      reporter_->line(result_.checkpoint.empty()
-                          ? "interrupted at step " + std::to_string(done_) + "; no checkpoint.folder, nothing to resume from"
-                          : "interrupted at step " + std::to_string(done_) + "; the same command goes on from " +
-                                result_.checkpoint);
+      reporter_->line(result_.checkpoint.empty() ? "interrupted at step " + std::to_string(done_) +
+                                                       "; no checkpoint.folder, nothing to resume from"
+                                                 : "interrupted at step " + std::to_string(done_) +
+                                                       "; the same command goes on from " + result_.checkpoint);
     }
     request_stop(0);
     if (store_) {
@@ -25,6 +25,9 @@ void Run::finish() {
   } else if (result_.eval_figures.empty()) {
     record_.step = done_;
     evaluate();
+  }
+  if (store_) {
+    save_checkpoint();
   }
   if (data_.test && result_.interrupted_by == 0) {
     evaluate_averaged([&] {
@@ -46,7 +49,8 @@ void Run::finish() {
 
 void Run::report_memory() {
   const MemoryUse use = wrapper_->memory();
-  const at::Tensor mine = at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong).to(group_.control_device());
+  const at::Tensor mine =
+      at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong).to(group_.control_device());
   const at::Tensor all = group_.all_gather(mine).cpu();
   if (reporter_) {
     std::vector<MemoryUse> ranks;
@@ -78,7 +82,8 @@ void Run::save() {
   };
   std::unique_ptr<SafetensorsWriter> writer;
   attempt([&] { writer = std::make_unique<SafetensorsWriter>(path, weights_, SafetensorsMetadata{{"format", "pt"}}); });
-  write_weights([&](const std::string& name, const at::Tensor& tensor) { attempt([&] { writer->write(name, tensor); }); });
+  write_weights(
+      [&](const std::string& name, const at::Tensor& tensor) { attempt([&] { writer->write(name, tensor); }); });
   attempt([&] {
     writer->commit();
     reporter_->line("weights written to " + path);

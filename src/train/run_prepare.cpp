@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 #include "tessera/error.h"
@@ -9,6 +10,22 @@
 #include "train/weights.h"
 
 namespace tessera::train {
+
+namespace {
+
+at::Device device_of(const Config& config) {
+  if (config.model.device == "cpu") {
+    return at::kCPU;
+  }
+  if (!torch::cuda::is_available()) {
+    throw UsageError(config.at("model.device") + "cuda, and this process sees no CUDA device; expected cpu");
+  }
+  const char* local_rank = std::getenv("LOCAL_RANK");
+  const int index = local_rank != nullptr ? std::atoi(local_rank) : 0;
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(index % static_cast<int>(torch::cuda::device_count()))};
+}
+
+}  // namespace
 
 Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
   open_checkpoints();
@@ -48,7 +65,8 @@ void Run::load_data() {
   const int64_t batch = config_.train.global_batch;
   int64_t steps = config_.train.steps;
   if (config_.train.epochs > 0) {
-    steps = static_cast<int64_t>(std::floor(config_.train.epochs * static_cast<double>(samples) / static_cast<double>(batch)));
+    steps = static_cast<int64_t>(
+        std::floor(config_.train.epochs * static_cast<double>(samples) / static_cast<double>(batch)));
     if (steps == 0) {
       throw UsageError(config_.at("train.epochs") + "less than one step of " + std::to_string(batch) + " samples in " +
                        std::to_string(samples) + "; expected more epochs or a smaller train.global_batch");
@@ -83,6 +101,7 @@ void Run::make_model(const ProcessGroup& own_group) {
     throw UsageError(config_.at("model.type") + config_.model.type +
                      " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
   }
+  model_.module->to(device_of(config_));
   note_specs();
   if (resumed_) {
     load_weights_of(*resumed_);

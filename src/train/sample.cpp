@@ -6,10 +6,13 @@
 namespace tessera::train {
 
 std::string sample_text(const TrainedModel& model, const SampleConfig& sample, bool bytes) {
-  const at::Tensor tokens = model
-                                .generate(at::tensor(sample.prompt, at::kLong), sample.length, sample.temperature,
-                                          sample.top_k, at::make_generator<at::CPUGeneratorImpl>(sample.seed))
-                                .contiguous();
+  const at::Device device = model.module->parameters().front().device();
+  const at::Tensor tokens =
+      model
+          .generate(at::tensor(sample.prompt, at::kLong).to(device), sample.length, sample.temperature, sample.top_k,
+                    at::make_generator<at::CPUGeneratorImpl>(sample.seed))
+          .cpu()
+          .contiguous();
   const auto* token = tokens.data_ptr<int64_t>();
   std::string text;
   for (int64_t i = 0; i < tokens.numel(); ++i) {

@@ -90,7 +90,8 @@ Command parse_command(int argc, char** argv) {
       }
     } else if (word.rfind('-', 0) == 0) {
       throw UsageError(word + ": unknown option" +
-                       did_you_mean(word, {"--dump-config", "--no-resume", "--config-reference", "--help"}) + "\n" + kUsage);
+                       did_you_mean(word, {"--dump-config", "--no-resume", "--config-reference", "--help"}) + "\n" +
+                       kUsage);
     } else if (command.file.empty()) {
       command.file = word;
     } else {
@@ -106,7 +107,8 @@ Command parse_command(int argc, char** argv) {
 /// The same command on `ranks` ranks of this host.
 int launch_ranks(int ranks, int argc, char** argv) {
   if (const char* world = std::getenv("WORLD_SIZE")) {
-    throw UsageError("-n = " + std::to_string(ranks) + ": expected no -n under a launcher (WORLD_SIZE is set to '" + world + "')");
+    throw UsageError("-n = " + std::to_string(ranks) + ": expected no -n under a launcher (WORLD_SIZE is set to '" +
+                     world + "')");
   }
   std::vector<std::string> words(argv + 1, argv + argc);
   launch::take_nproc(words);

@@ -48,7 +48,8 @@ class DdpWrapper : public WholeWrapper {
   DistributedDataParallel<Trainee> ddp_;
 };
 
-/// `comm_hook` with its options, which may also stand beside it as comm_hook's name and the option's ("power_sgd_rank").
+/// `comm_hook` with its options, which may also stand beside it as comm_hook's name and the option's
+/// ("power_sgd_rank").
 CommHookPlan read_comm_hook(OptionReader& options) {
   std::string name = "none";
   const ConfigNode* given = options.given("comm_hook") ? options.node()->find("comm_hook") : nullptr;

@@ -14,7 +14,8 @@ class DistributedWrapper : public WholeWrapper {
   DistributedWrapper(WrapperContext context, const DistributedOptimizerOptions& options)
       : WholeWrapper(std::move(context)),
         distributed_(shared_optimizer(), named(),
-                     std::vector<std::optional<ProcessGroup>>(shared_optimizer()->param_groups().size(), group_), options) {}
+                     std::vector<std::optional<ProcessGroup>>(shared_optimizer()->param_groups().size(), group_),
+                     options) {}
 
   void backward(const at::Tensor& loss) override { distributed_.backward(loss); }
   void shadow_backward() override { distributed_.shadow_backward(); }
@@ -34,7 +35,9 @@ WrapperPlan read_distributed(OptionReader& options) {
   DistributedOptimizerOptions distributed;
   options.require("reduce_method", "sum or mean");
   options.read("reduce_method", distributed.reduce_method, "sum or mean, in any case");
-  options.read("bcast_period", distributed.bcast_period, "updates from one broadcast of rank 0's parameters to the next; 0: never, -1: at construction", Range{-1});
+  options.read("bcast_period", distributed.bcast_period,
+               "updates from one broadcast of rank 0's parameters to the next; 0: never, -1: at construction",
+               Range{-1});
   options.read("param_pack", distributed.param_pack, "gradients are sent in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {

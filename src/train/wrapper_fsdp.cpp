@@ -163,25 +163,35 @@ WrapperPlan read_fsdp(OptionReader& options) {
   FullyShardedDataParallelOptions fsdp;
   fsdp.wrap_policy = read_wrap_policy(options);
   options.read_enum("sharding_strategy", fsdp.sharding_strategy,
-                    {{"full_shard", ShardingStrategy::full_shard}, {"shard_grad_op", ShardingStrategy::shard_grad_op},
-                     {"no_shard", ShardingStrategy::no_shard}, {"hybrid_shard", ShardingStrategy::hybrid_shard},
-                     {"FULL_SHARD", ShardingStrategy::full_shard}, {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
-                     {"NO_SHARD", ShardingStrategy::no_shard}, {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
+                    {{"full_shard", ShardingStrategy::full_shard},
+                     {"shard_grad_op", ShardingStrategy::shard_grad_op},
+                     {"no_shard", ShardingStrategy::no_shard},
+                     {"hybrid_shard", ShardingStrategy::hybrid_shard},
+                     {"FULL_SHARD", ShardingStrategy::full_shard},
+                     {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
+                     {"NO_SHARD", ShardingStrategy::no_shard},
+                     {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
                     "what is sharded");
-  options.read("shard_group_size", fsdp.shard_group_size, "hybrid_shard: ranks of a group; 0: the host's", Range{0, 1e6});
+  options.read("shard_group_size", fsdp.shard_group_size, "hybrid_shard: ranks of a group; 0: the host's",
+               Range{0, 1e6});
   options.read("resident_bytes", fsdp.resident_bytes, "what may stay gathered; 0: the two largest units", kNotNegative);
   options.read("reshard_after_forward", fsdp.reshard_after_forward, "units are released in forward");
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,
-                    {{"pre", BackwardPrefetch::pre}, {"post", BackwardPrefetch::post}, {"none", BackwardPrefetch::none},
-                     {"BACKWARD_PRE", BackwardPrefetch::pre}, {"BACKWARD_POST", BackwardPrefetch::post}},
+                    {{"pre", BackwardPrefetch::pre},
+                     {"post", BackwardPrefetch::post},
+                     {"none", BackwardPrefetch::none},
+                     {"BACKWARD_PRE", BackwardPrefetch::pre},
+                     {"BACKWARD_POST", BackwardPrefetch::post}},
                     "when the next unit of backward is gathered");
   options.read("forward_prefetch", fsdp.forward_prefetch, "the next unit of forward is gathered while one computes");
   read_cpu_offload(options, fsdp.cpu_offload);
   auto mixed = options.map("mixed_precision");
-  mixed.read_optional_enum("param_dtype", fsdp.mixed_precision.param_dtype, dtypes(), "of gathered parameters and computation");
+  mixed.read_optional_enum("param_dtype", fsdp.mixed_precision.param_dtype, dtypes(),
+                           "of gathered parameters and computation");
   mixed.read_optional_enum("reduce_dtype", fsdp.mixed_precision.reduce_dtype, dtypes(), "of gradients");
   mixed.read_optional_enum("buffer_dtype", fsdp.mixed_precision.buffer_dtype, dtypes(), "of buffers");
-  mixed.read("cast_forward_inputs", fsdp.mixed_precision.cast_forward_inputs, "floating-point inputs become param_dtype");
+  mixed.read("cast_forward_inputs", fsdp.mixed_precision.cast_forward_inputs,
+             "floating-point inputs become param_dtype");
   mixed.finish();
   options.read("ignored_modules", fsdp.ignored_modules, "names; their parameters stay untouched");
   options.read("ignored_parameters", fsdp.ignored_parameters, "names");

@@ -101,10 +101,13 @@ WrapperPlan read_zero(OptionReader& options) {
   std::string optimizer_type;
   options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
                       "mmengine's: the optimizer, in place of optimizer.type");
-  options.read_enum("partition", zero.partition, {{"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}},
+  options.read_enum("partition", zero.partition,
+                    {{"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}},
                     "who holds what: equal runs, or whole parameters");
-  options.read("overlap_with_backward", zero.overlap_with_backward, "updates run while backward does; excludes clipping");
-  options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view, "parameters lie in one buffer, gathered in place");
+  options.read("overlap_with_backward", zero.overlap_with_backward,
+               "updates run while backward does; excludes clipping");
+  options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
+               "parameters lie in one buffer, gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket when overlapping", kPositive);
   options.read("find_unused_parameters", zero.find_unused_parameters, "parameters may get no gradient");
   options.finish();

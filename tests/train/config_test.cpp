@@ -51,8 +51,10 @@ class ConfigTest : public ::testing::Test {
 };
 
 TEST_F(ConfigTest, FullySharded) {
-  const Config config = load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, min_numel: 1e6}, sharding_strategy: shard_grad_op, "
-                                      "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32}}"});
+  const Config config = load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, "
+                                      "min_numel: 1e6}, sharding_strategy: shard_grad_op, "
+                                      "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: "
+                                      "{param_dtype: bfloat16, reduce_dtype: float32}}"});
   EXPECT_EQ(config.value("parallel.sharding_strategy"), "shard_grad_op");
   EXPECT_EQ(config.value("parallel.resident_bytes"), "1000");
   EXPECT_EQ(config.value("parallel.backward_prefetch"), "BACKWARD_POST");
@@ -78,7 +80,8 @@ TEST_F(ConfigTest, FullySharded) {
   says(start + "cpu_offload: {offload: true}}", "cpu_offload.offload: unknown key");
   says(start + "wrap_policy: 3}", "size_based");
   says(start + "partition: flat}", "an option of ZeroRedundancyOptimizer");
-  says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}", "an option of FullyShardedDataParallel");
+  says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}",
+       "an option of FullyShardedDataParallel");
 }
 
 TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
@@ -106,7 +109,8 @@ TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
                            "power_sgd_start_iteration: 0}"),
             "");
   EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"), "");
-  says("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 0}", "0; expected a whole number >= 1");
+  says("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 0}",
+       "0; expected a whole number >= 1");
   says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rnak: 4}}", "did you mean \"rank\"?");
 }
 
@@ -124,7 +128,8 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.model.plan.max_length, 100);
   EXPECT_EQ(config.model.seed, 7u);
   EXPECT_EQ(config.value("model.dropout"), "0.1");
-  EXPECT_EQ(config.data.plan.files, (std::vector<std::pair<std::string, std::string>>{{"data.path", "a.txt"}, {"data.path", "b"}}));
+  EXPECT_EQ(config.data.plan.files,
+            (std::vector<std::pair<std::string, std::string>>{{"data.path", "a.txt"}, {"data.path", "b"}}));
   EXPECT_EQ(config.data.order, SampleOrder::sequential);
   EXPECT_EQ(config.value("data.seq_len"), "64");
   EXPECT_EQ(config.train.global_batch, 6);
@@ -192,7 +197,9 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"data.path=[{a: b}]", "a map; expected a path"},
       {"data.val_fraction=1", "expected a number >= 0 and < 1"},
       {"data.type=TokenBin", ""},
-      {"scheduler.type=cosin", "expected one of chained, constant, cosine, exponential, linear, multi_step, none, polynomial, step, warmup_cosine; did you mean \"cosine\"?"},
+      {"scheduler.type=cosin",
+       "expected one of chained, constant, cosine, exponential, linear, multi_step, none, polynomial, step, "
+       "warmup_cosine; did you mean \"cosine\"?"},
       {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
       {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
       {"parallel.partition=flat", "an option of ZeroRedundancyOptimizer, and parallel.type is none"},
@@ -338,7 +345,8 @@ TEST_F(ConfigTest, WorldMustFit) {
 TEST_F(ConfigTest, BasesAreMergedLaterWins) {
   std::filesystem::create_directory("common");
   std::ofstream("common/model.yaml") << kModel;
-  std::ofstream("common/base.yaml") << "base: model.yaml\n" << kData << kOptimizer
+  std::ofstream("common/base.yaml") << "base: model.yaml\n"
+                                    << kData << kOptimizer
                                     << "train: {steps: 3, global_batch: 4, log: a.jsonl}\n"
                                        "parallel: {type: ZeroRedundancyOptimizer, partition: whole}\n";
   std::ofstream("other.yaml") << "train: {steps: 7}\n";
@@ -352,14 +360,16 @@ TEST_F(ConfigTest, BasesAreMergedLaterWins) {
   EXPECT_EQ(config.at("train.log"), "c.yaml:4: train.log: ");
 
   EXPECT_NE(error("base: common/base.yaml\nparallel: {type: DistributedDataParallel}\n")
-                .find("parallel.partition: an option of ZeroRedundancyOptimizer"), std::string::npos);
+                .find("parallel.partition: an option of ZeroRedundancyOptimizer"),
+            std::string::npos);
   const Config dropped = load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
   EXPECT_EQ(dropped.parallel.type, "DistributedDataParallel");
   EXPECT_EQ(error("base: common/base.yaml\nmodel: {delete: 3}\n"),
             "c.yaml:2: delete: 3; expected true (drops what the bases say of this map) or false");
 
   std::ofstream("round.yaml") << "base: c.yaml\n";
-  EXPECT_NE(error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"), std::string::npos);
+  EXPECT_NE(error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"),
+            std::string::npos);
   EXPECT_NE(error("base: nowhere.yaml\n").find("c.yaml:1: base: nowhere.yaml: No such file"), std::string::npos);
   EXPECT_NE(error("base: {a: b}\n").find("a map; expected a YAML file or a list of them"), std::string::npos);
 }
@@ -367,7 +377,8 @@ TEST_F(ConfigTest, BasesAreMergedLaterWins) {
 TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
   for (int i = 0; i < 12; ++i) {
     std::ofstream file("b" + std::to_string(i) + ".yaml");
-    file << "base: [" << (i == 0 ? "" : "b" + std::to_string(i - 1) + ".yaml, b" + std::to_string(i - 1) + ".yaml") << "]\n";
+    file << "base: [" << (i == 0 ? "" : "b" + std::to_string(i - 1) + ".yaml, b" + std::to_string(i - 1) + ".yaml")
+         << "]\n";
   }
   EXPECT_NE(error("base: b11.yaml\n").find("more than 64 files by base"), std::string::npos);
 }
@@ -375,22 +386,26 @@ TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
 TEST_F(ConfigTest, TheEnvironmentReachesTheConfigWhereItAsks) {
   ::setenv("TESSERA_TEST_STEPS", "12", 1);
   ::unsetenv("TESSERA_TEST_NONE");
-  const Config config = load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}", "train.log=logs/${env:TESSERA_TEST_NONE:-x}.jsonl"});
+  const Config config =
+      load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}", "train.log=logs/${env:TESSERA_TEST_NONE:-x}.jsonl"});
   EXPECT_EQ(config.train.steps, 12);
   EXPECT_EQ(config.train.log, "logs/x.jsonl");
-  EXPECT_NE(override_error("train.log=${env:TESSERA_TEST_NONE}").find("environment variable TESSERA_TEST_NONE is not set"),
-            std::string::npos);
+  EXPECT_NE(
+      override_error("train.log=${env:TESSERA_TEST_NONE}").find("environment variable TESSERA_TEST_NONE is not set"),
+      std::string::npos);
   ::unsetenv("TESSERA_TEST_STEPS");
 }
 
 TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
   const std::vector<std::vector<std::string>> cases = {
       {},
-      {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, mixed_precision: {param_dtype: bfloat16}}"},
+      {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, mixed_precision: {param_dtype: "
+       "bfloat16}}"},
       {"parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"},
       {"parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4}"},
       {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: AdamW}", "train.clip_grad_value=0.5"},
-      {"parallel={type: DistributedOptimizer, reduce_method: sum}", "train.loss_scale=dynamic", "train.autocast=bfloat16"},
+      {"parallel={type: DistributedOptimizer, reduce_method: sum}", "train.loss_scale=dynamic",
+       "train.autocast=bfloat16"},
       {"scheduler={type: chained, schedules: [{type: linear, end: 2}, {type: cosine, t_max: 5, begin: 2}]}",
        "train.sample={length: 3, prompt: \"a: b\"}"},
       {"optimizer.paramwise={norm_decay_mult: 0, custom_keys: {transformer.h.0: {lr_mult: 0.5, decay_mult: 0}}}",
@@ -412,20 +427,28 @@ TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
 }
 
 TEST_F(ConfigTest, ListsAreOverriddenByNumber) {
-  const std::string chained = base() + "scheduler: {type: chained, schedules: [{type: linear, end: 2}, {type: constant, begin: 2}]}\n";
+  const std::string chained =
+      base() + "scheduler: {type: chained, schedules: [{type: linear, end: 2}, {type: constant, begin: 2}]}\n";
   EXPECT_EQ(error(chained, {"scheduler.schedules.0.start_factor=0.5"}), "");
-  EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"}).find("\"2\" in a list of 2; expected a number from 0"), std::string::npos);
-  EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"}).find("scheduler.schedules.0.start: unknown key"), std::string::npos);
+  EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"}).find("\"2\" in a list of 2; expected a number from 0"),
+            std::string::npos);
+  EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"}).find("scheduler.schedules.0.start: unknown key"),
+            std::string::npos);
 }
 
 TEST_F(ConfigTest, OptimizerByWrapperOrBySection) {
   const std::string rest = std::string(kModel) + kData + kTrain;
   EXPECT_EQ(error(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}"}), "");
-  EXPECT_EQ(load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}", "optimizer.lr=0.5"}).optimizer.type, "Adam");
+  EXPECT_EQ(
+      load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}", "optimizer.lr=0.5"}).optimizer.type,
+      "Adam");
   EXPECT_NE(error(rest, {"parallel.type=ZeroRedundancyOptimizer"}).find("optimizer"), std::string::npos);
-  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}").find("AdamW, and parallel.optimizer_type is Adam"),
+  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}")
+                .find("AdamW, and parallel.optimizer_type is Adam"),
             std::string::npos);
-  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adan}").find("did you mean \"Adam\"?"), std::string::npos);
+  EXPECT_NE(
+      override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adan}").find("did you mean \"Adam\"?"),
+      std::string::npos);
 }
 
 }  // namespace

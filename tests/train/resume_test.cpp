@@ -42,16 +42,18 @@ class ResumeTest : public testing::TrainFixture {
   }
 };
 
-const std::vector<std::string> kWrappers{
-    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-    "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
-    "parallel={type: DistributedOptimizer, reduce_method: mean}",
-    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+const std::vector<std::string> kWrappers{"parallel.type=DistributedDataParallel",
+                                         "parallel.type=ZeroRedundancyOptimizer",
+                                         "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
+                                         "parallel={type: DistributedOptimizer, reduce_method: mean}",
+                                         "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
-  const std::vector<std::string> everything{"train.steps=12",      "train.ema.decay=0.9", "model.dropout=0.1",
-                                            "data.order=shuffled", "train.eval_every=4",  "train.loss_scale=dynamic",
-                                            "train.clip_grad_norm=1", "scheduler={type: warmup_cosine, warmup_steps: 4}"};
+  const std::vector<std::string> everything{
+      "train.steps=12",         "train.ema.decay=0.9",
+      "model.dropout=0.1",      "data.order=shuffled",
+      "train.eval_every=4",     "train.loss_scale=dynamic",
+      "train.clip_grad_norm=1", "scheduler={type: warmup_cosine, warmup_steps: 4}"};
   for (const auto& wrapper : kWrappers) {
     // Ranks that are threads share one generator, and draw from it in any order: dropout is for worlds of one here.
     for (const int world : {1, 2, 3}) {
@@ -60,7 +62,8 @@ TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
       fs::remove_all("whole");
       fs::remove_all("parts");
       const auto whole = train_ranks(world, joined(options, {"checkpoint.folder=whole"}));
-      const auto first = train_ranks(world, joined(options, {"checkpoint={folder: parts, every: 5}", "hooks=[]", "train.log=parts.jsonl"}));
+      const auto first = train_ranks(
+          world, joined(options, {"checkpoint={folder: parts, every: 5}", "hooks=[]", "train.log=parts.jsonl"}));
       ASSERT_EQ(first.losses, whole.losses) << "saving changes nothing";
       fs::remove_all("parts/step-00000012");
       const auto second = train_ranks(world, joined(options, {"checkpoint.folder=parts", "train.log=parts.jsonl"}));
@@ -86,7 +89,8 @@ TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
         if (world == 1 && to != kWrappers[1]) continue;
         fs::remove_all("b");
         // No further step: what is written is what was read.
-        train_ranks(world, {to, "checkpoint={folder: b, from: a/step-00000006}", "train.ema.decay=0.9", "train.save=null"});
+        train_ranks(world,
+                    {to, "checkpoint={folder: b, from: a/step-00000006}", "train.ema.decay=0.9", "train.save=null"});
         ASSERT_TRUE(fs::exists("b/step-00000006")) << to;
         expect_equal_state("a/step-00000006", "b/step-00000006");
       }
@@ -163,7 +167,8 @@ TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
 }
 
 TEST_F(ResumeTest, CompressionStateGoesOn) {
-  const std::vector<std::string> power{"parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, start_iteration: 2}}"};
+  const std::vector<std::string> power{
+      "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, start_iteration: 2}}"};
   const auto whole = train_ranks(2, joined(power, {"train.steps=8"}));
   train_ranks(2, joined(power, {"train.steps=8", "checkpoint={folder: c, every: 5}"}));
   fs::remove_all("c/step-00000008");

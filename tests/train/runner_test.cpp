@@ -15,10 +15,10 @@ namespace {
 using testing::expect_near;
 using RunnerTest = testing::TrainFixture;
 
-const std::vector<std::string> kWrappers{
-    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-    "parallel={type: DistributedOptimizer, reduce_method: mean}",
-    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+const std::vector<std::string> kWrappers{"parallel.type=DistributedDataParallel",
+                                         "parallel.type=ZeroRedundancyOptimizer",
+                                         "parallel={type: DistributedOptimizer, reduce_method: mean}",
+                                         "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 struct LineImpl : torch::nn::Module {
   LineImpl() : linear(register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(3, 1).bias(false)))) {}
@@ -52,7 +52,8 @@ Batch batch_of(int64_t number) {
 at::Tensor whole_weight(ModelWrapper& model) {
   std::vector<at::Tensor> parts;
   at::Tensor mine = at::zeros({3});
-  for (const auto& piece : model.pieces()) mine.narrow(0, piece.begin, piece.numel).copy_(piece.tensor.detach().reshape({-1}));
+  for (const auto& piece : model.pieces())
+    mine.narrow(0, piece.begin, piece.numel).copy_(piece.tensor.detach().reshape({-1}));
   return mine;
 }
 
@@ -80,7 +81,9 @@ TEST(OptimWrapper, AccumulationDividesByTheCountAndTheTailByWhatIsLeft) {
   at::Tensor weight = torch::tensor({{0.5f, -0.25f, 1.0f}}).requires_grad_();
   for (const std::vector<int64_t>& group : {std::vector<int64_t>{0, 1}, {2, 3}, {4}}) {
     at::Tensor loss = at::zeros({});
-    for (const int64_t i : group) loss = loss + torch::mse_loss(torch::linear(batch_of(i).inputs, weight), batch_of(i).targets) / static_cast<double>(group.size());
+    for (const int64_t i : group)
+      loss = loss + torch::mse_loss(torch::linear(batch_of(i).inputs, weight), batch_of(i).targets) /
+                        static_cast<double>(group.size());
     loss.backward();
     const torch::NoGradGuard no_grad;
     weight -= 0.1 * weight.grad();
@@ -176,7 +179,8 @@ TEST_F(RunnerTest, AccumulatedStepsAreTheSameSteps) {
 TEST_F(RunnerTest, MixedPrecisionTrains) {
   const auto reference = train_ranks(1, {"train.steps=20"});
   for (const auto& wrapper : kWrappers) {
-    const auto result = train_ranks(2, {wrapper, "train.steps=20", "train.autocast=bfloat16", "train.loss_scale={init_scale: 64}"});
+    const auto result =
+        train_ranks(2, {wrapper, "train.steps=20", "train.autocast=bfloat16", "train.loss_scale={init_scale: 64}"});
     EXPECT_NE(result.losses, reference.losses);
     expect_near(result.losses, reference.losses, 0.02);
     EXPECT_EQ(result.skipped_steps, 0);
@@ -206,7 +210,8 @@ TEST_F(RunnerTest, AveragesAreTheSameOverPieces) {
 
 TEST_F(RunnerTest, ParamwiseOptionsReachTheOptimizerOfEveryWrapper) {
   const std::string rules =
-      "optimizer.paramwise={norm_decay_mult: 0, bias_lr_mult: 2, custom_keys: {wte: {lr_mult: 0.1}, wpe: {lr_mult: 0}}}";
+      "optimizer.paramwise={norm_decay_mult: 0, bias_lr_mult: 2, custom_keys: {wte: {lr_mult: 0.1}, wpe: {lr_mult: "
+      "0}}}";
   const auto reference = train_ranks(1, {rules});
   const SafetensorsFile expected("out/model.safetensors");
   EXPECT_NE(reference.losses, train_ranks(1, {}).losses);
@@ -219,8 +224,8 @@ TEST_F(RunnerTest, ParamwiseOptionsReachTheOptimizerOfEveryWrapper) {
 }
 
 TEST_F(RunnerTest, EarlyStopEndsAllRanks) {
-  const auto result = train_ranks(2, {"optimizer={type: SGD, lr: 0}", "train.steps=50", "train.eval_every=2",
-                                      "train.early_stop.patience=3"});
+  const auto result = train_ranks(
+      2, {"optimizer={type: SGD, lr: 0}", "train.steps=50", "train.eval_every=2", "train.early_stop.patience=3"});
   EXPECT_EQ(result.losses.size(), 8u) << "the first evaluation is the best, three more do not improve";
   EXPECT_NE(out_.find("early stop: no improvement in 3 evaluations"), std::string::npos);
 }
@@ -301,16 +306,18 @@ TEST_F(RunnerTest, OwnModelDatasetLossAndHook) {
     };
   });
   EXPECT_THROW(registry::models().add<OwnNet>("OwnNet"), UsageError);
-  std::ofstream("c.yaml") << "model: {type: OwnNet, width: 7}\ndata: {type: Halves, count: 96}\nloss: {type: own_loss}\n"
-                             "optimizer: {type: Adam, lr: 0.05}\nhooks: [{type: Recorder, stop_at: 40}]\n"
-                             "train: {steps: 60, global_batch: 12, save: own.safetensors, eval_every: 20}\n";
+  std::ofstream("c.yaml")
+      << "model: {type: OwnNet, width: 7}\ndata: {type: Halves, count: 96}\nloss: {type: own_loss}\n"
+         "optimizer: {type: Adam, lr: 0.05}\nhooks: [{type: Recorder, stop_at: 40}]\n"
+         "train: {steps: 60, global_batch: 12, save: own.safetensors, eval_every: 20}\n";
   std::vector<double> losses;
   for (const auto& wrapper : kWrappers) {
     Recorder::calls.clear();
     const auto result = train_ranks(2, {wrapper});
     EXPECT_EQ(result.losses.size(), 40u) << "the hook ended it";
     EXPECT_LT(result.losses.back(), 0.5 * result.losses.front()) << wrapper;
-    EXPECT_EQ(Recorder::calls, (std::map<std::string, int>{{"before", 2}, {"step", 80}, {"evaluation", 4}, {"after", 2}}));
+    EXPECT_EQ(Recorder::calls,
+              (std::map<std::string, int>{{"before", 2}, {"step", 80}, {"evaluation", 4}, {"after", 2}}));
     if (losses.empty()) losses = result.losses;
     expect_near(result.losses, losses, 1e-4);
     EXPECT_EQ(SafetensorsFile("own.safetensors").info("one.weight").shape, (std::vector<int64_t>{7, 3}));

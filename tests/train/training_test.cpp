@@ -81,14 +81,18 @@ TEST_F(TrainingTest, FullyShardedTrainsAsDataParallel) {
     const SafetensorsFile expected("out/model.safetensors");
     for (const char* policy : {"{type: none}", "{type: leaves}", "{type: size_based, min_numel: 1e3}",
                                "{type: name_based, patterns: transformer.h.*}"}) {
-      const auto ours = train_ranks(world, {std::string("parallel={type: FullyShardedDataParallel, backward_prefetch: pre, wrap_policy: ") + policy + "}",
-                                            "train.sample={length: 3, prompt: li}"});
+      const auto ours = train_ranks(
+          world, {std::string("parallel={type: FullyShardedDataParallel, backward_prefetch: pre, wrap_policy: ") +
+                      policy + "}",
+                  "train.sample={length: 3, prompt: li}"});
       expect_near(ours.losses, ddp.losses, 1e-5);
       expect_near(ours.grad_norms, ddp.grad_norms, 1e-4);
       EXPECT_NEAR(*ours.eval_loss, *ddp.eval_loss, 1e-5 * *ddp.eval_loss);
       const SafetensorsFile file("out/model.safetensors");
       ASSERT_EQ(file.names(), expected.names());
-      for (const auto& name : file.names()) EXPECT_TRUE(at::allclose(file.load(name), expected.load(name), 1e-4, 1e-5)) << name << " " << policy << " world " << world;
+      for (const auto& name : file.names())
+        EXPECT_TRUE(at::allclose(file.load(name), expected.load(name), 1e-4, 1e-5))
+            << name << " " << policy << " world " << world;
     }
   }
 }
