@@ -60,7 +60,8 @@ std::string Checkpoint::Impl::older_ones() const {
     names = newest + (names.empty() ? "" : ", ") + names;
   }
   if (names.empty()) return "; there is no older checkpoint in " + parent;
-  return fmt::format("; older checkpoints in {}: {}; to go on from one of them: train.resume={}/{}", parent, names, parent, newest);
+  return fmt::format("; older checkpoints in {}: {}; to go on from one of them: train.resume={}/{}", parent, names,
+                     parent, newest);
 }
 
 void Checkpoint::Impl::damaged(const std::string& file, const std::string& tensor, const std::string& reason) const {
@@ -84,7 +85,8 @@ void Checkpoint::Impl::read_manifest() {
   }
   const auto named = store::step_of_name(fs::path(path).filename().string());
   if (named && *named != manifest.step) {
-    damaged(file.name, "", fmt::format("it is the manifest of step {}, in the folder of step {}", manifest.step, *named));
+    damaged(file.name, "",
+            fmt::format("it is the manifest of step {}, in the folder of step {}", manifest.step, *named));
   }
 }
 
@@ -93,9 +95,12 @@ void Checkpoint::Impl::check_files() const {
     uint64_t size = 0;
     const int error = size_of_file(path + "/" + file.name, size);
     if (error == ENOENT) damaged(file.name, "", "the file is missing");
-    if (error != 0) damaged(file.name, "", error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+    if (error != 0)
+      damaged(file.name, "", error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
     if (size != file.bytes) {
-      damaged(file.name, "", fmt::format("the file has {} bytes; the manifest says {}: it is {}", size, file.bytes, size < file.bytes ? "cut short" : "damaged"));
+      damaged(file.name, "",
+              fmt::format("the file has {} bytes; the manifest says {}: it is {}", size, file.bytes,
+                          size < file.bytes ? "cut short" : "damaged"));
     }
   }
 }
@@ -107,7 +112,8 @@ void Checkpoint::Impl::index_slices() {
       for (const auto* names : {&slice.following, &slice.whole}) {
         for (const auto& name : *names) {
           if (file.tensors.count(slice.tensor_name(name)) == 0) {
-            damaged(store::kManifestName, "", "it lists no digest for " + in_quotes(slice.tensor_name(name)) + " of " + file.name);
+            damaged(store::kManifestName, "",
+                    "it lists no digest for " + in_quotes(slice.tensor_name(name)) + " of " + file.name);
           }
         }
       }
@@ -126,7 +132,8 @@ const FileRecord& Checkpoint::Impl::record(const std::string& file) const {
 
 const FileRecord& Checkpoint::Impl::tensor_record(const std::string& file) const {
   const auto& found = record(file);
-  if (!found.has_tensors()) throw UsageError(fmt::format("checkpoint: {}/{} is a text, not a safetensors file", path, file));
+  if (!found.has_tensors())
+    throw UsageError(fmt::format("checkpoint: {}/{} is a text, not a safetensors file", path, file));
   return found;
 }
 
@@ -143,7 +150,8 @@ void Checkpoint::Impl::check_header(const FileRecord& file) const {
   } catch (const Error& error) {
     damaged(file.name, "", error.what());
   }
-  if (found != file.digest) damaged(file.name, "", "its header does not have the digest that the manifest says: the file is damaged");
+  if (found != file.digest)
+    damaged(file.name, "", "its header does not have the digest that the manifest says: the file is damaged");
 }
 
 const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const {
@@ -153,7 +161,9 @@ const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const 
     check_header(expected);
     auto parsed = std::make_unique<SafetensorsFile>(path + "/" + file);
     if (parsed->entries().size() != expected.tensors.size()) {
-      damaged(file, "", fmt::format("it has {} tensors; the manifest says {}", parsed->entries().size(), expected.tensors.size()));
+      damaged(
+          file, "",
+          fmt::format("it has {} tensors; the manifest says {}", parsed->entries().size(), expected.tensors.size()));
     }
     slot = std::move(parsed);
   }
@@ -177,12 +187,14 @@ void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& 
   } catch (const Error& error) {
     damaged(file.name, name, error.what());
   }
-  if (found != digest) damaged(file.name, name, "its data does not have the digest that the manifest says: the file is damaged");
+  if (found != digest)
+    damaged(file.name, name, "its data does not have the digest that the manifest says: the file is damaged");
 }
 
 std::string Checkpoint::Impl::text(const std::string& file) const {
   const auto& expected = record(file);
-  if (expected.has_tensors()) throw UsageError(fmt::format("checkpoint: {}/{} is a safetensors file, not a text", path, file));
+  if (expected.has_tensors())
+    throw UsageError(fmt::format("checkpoint: {}/{} is a safetensors file, not a text", path, file));
   std::string contents;
   try {
     contents = all_of(open(expected), expected.bytes);
@@ -191,7 +203,8 @@ std::string Checkpoint::Impl::text(const std::string& file) const {
   } catch (const Error& error) {
     damaged(file, "", error.what());
   }
-  if (store::digest_of(contents) != expected.digest) damaged(file, "", "it does not have the digest that the manifest says: the file is damaged");
+  if (store::digest_of(contents) != expected.digest)
+    damaged(file, "", "it does not have the digest that the manifest says: the file is damaged");
   return contents;
 }
 
@@ -217,13 +230,16 @@ at::Tensor Checkpoint::Impl::load(const std::string& file, const std::string& na
   return tensor;
 }
 
-void Checkpoint::Impl::load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count, at::Tensor out) const {
+void Checkpoint::Impl::load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
+                                  at::Tensor out) const {
   const auto& source = tensors(file);
   source.load_slice(name, begin, count, out);
   if (begin == 0 && count == source.info(name).numel()) compare(file, name, out);
 }
 
-at::ScalarType Checkpoint::Impl::dtype(const std::string& file, const std::string& name) const { return tensors(file).scalar_type(name); }
+at::ScalarType Checkpoint::Impl::dtype(const std::string& file, const std::string& name) const {
+  return tensors(file).scalar_type(name);
+}
 
 Checkpoint::Checkpoint(const std::string& path) : impl_(std::make_unique<Impl>(path)) {}
 Checkpoint::~Checkpoint() = default;
@@ -249,9 +265,12 @@ void Checkpoint::verify(const ProcessGroup& group) const {
 
 std::string Checkpoint::text(const std::string& file) const { return impl_->text(file); }
 const SafetensorsFile& Checkpoint::tensors(const std::string& file) const { return impl_->tensors(file); }
-at::Tensor Checkpoint::load_tensor(const std::string& file, const std::string& name) const { return impl_->load(file, name); }
+at::Tensor Checkpoint::load_tensor(const std::string& file, const std::string& name) const {
+  return impl_->load(file, name);
+}
 
-void Checkpoint::load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count, at::Tensor out) const {
+void Checkpoint::load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
+                            at::Tensor out) const {
   impl_->load_slice(file, name, begin, count, std::move(out));
 }
 

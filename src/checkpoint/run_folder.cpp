@@ -99,7 +99,8 @@ void sync_folder(const std::string& folder) {
 void make_folder(const std::string& folder) {
   std::error_code error;
   std::vector<fs::path> made;
-  for (fs::path path = folder; !path.empty() && !fs::exists(path, error) && path != path.parent_path(); path = path.parent_path()) {
+  for (fs::path path = folder; !path.empty() && !fs::exists(path, error) && path != path.parent_path();
+       path = path.parent_path()) {
     made.push_back(path);
   }
   fs::create_directories(folder, error);

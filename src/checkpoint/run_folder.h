@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-// A run's folder on disk: `step-00000120` is a committed checkpoint, `.step-00000120.partial-…` is none. All functions throw
-// Error with path and reason when the system refuses.
+// A run's folder on disk: `step-00000120` is a committed checkpoint, `.step-00000120.partial-…` is none. All functions
+// throw Error with path and reason when the system refuses.
 
 namespace tessera::store {
 

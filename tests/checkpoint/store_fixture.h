@@ -48,6 +48,13 @@ inline void put_contents(const std::string& path, const std::string& text) {
   file << text;
 }
 
+/// In place: truncating and writing anew makes some file systems wait for the disk.
+inline void put_byte(const std::string& path, size_t at, char byte) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekp(static_cast<std::streamoff>(at));
+  file.put(byte);
+}
+
 /// The text of the UsageError that `body` throws; fails for anything else.
 inline std::string usage_error(const std::function<void()>& body) {
   try {
@@ -70,7 +77,8 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 inline bool same_bits(const ScalarValue& a, const ScalarValue& b) {
   if (a.index() != b.index()) return false;
-  if (const auto* value = std::get_if<double>(&a)) return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
+  if (const auto* value = std::get_if<double>(&a))
+    return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
   return a == b;
 }
 

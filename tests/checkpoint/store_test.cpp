@@ -41,6 +41,7 @@ class Child {
     if (pid_ == 0) {
       std::string said;
       try {
+        at::set_num_threads(1);  // after a fork libtorch makes its pool anew, on one thread
         said = body();
       } catch (const std::exception& error) {
         said = error.what();
@@ -97,8 +98,10 @@ TEST_F(Store, RanksWriteTheirOwnFilesAndAllOfThemAreThere) {
     EXPECT_EQ(checkpoint.files().size(), static_cast<size_t>(world) + 1);
     EXPECT_EQ(names_in(checkpoint.path()).size(), static_cast<size_t>(world) + 2);
     EXPECT_EQ(checkpoint.text("random-" + std::to_string(world - 1) + ".json"), std::string(world - 1, 'x'));
-    EXPECT_TRUE(same_bits(checkpoint.load_tensor("model.safetensors", "w"), at::arange(6, at::kFloat).view({3, 2}).t()));
-    EXPECT_TRUE(same_bits(SafetensorsFile(checkpoint.path() + "/model.safetensors").load("b"), at::scalar_tensor(2.5, at::kBFloat16)));
+    EXPECT_TRUE(
+        same_bits(checkpoint.load_tensor("model.safetensors", "w"), at::arange(6, at::kFloat).view({3, 2}).t()));
+    EXPECT_TRUE(same_bits(SafetensorsFile(checkpoint.path() + "/model.safetensors").load("b"),
+                          at::scalar_tensor(2.5, at::kBFloat16)));
   }
 }
 
@@ -128,7 +131,8 @@ TEST(FolderNames, OnlyOursCount) {
   EXPECT_EQ(store::step_name(120), "step-00000120");
   EXPECT_EQ(store::step_of_name("step-00000120"), 120);
   EXPECT_EQ(store::step_of_name("step-123456789012"), 123456789012);
-  for (const char* name : {"step-120", "step-", "step-000000120", "step-0000012x", "step--0000012", "xstep-00000120", "step-00000120~", ""}) {
+  for (const char* name : {"step-120", "step-", "step-000000120", "step-0000012x", "step--0000012", "xstep-00000120",
+                           "step-00000120~", ""}) {
     EXPECT_EQ(store::step_of_name(name), std::nullopt) << name;
   }
   EXPECT_TRUE(store::is_partial_name(store::partial_name(7)));
@@ -145,7 +149,8 @@ TEST_F(Store, TheLatestIsTheHighestCommittedStep) {
   write(store, 9);
   write(store, 123456789);
   write(store, 10);
-  for (const char* name : {"step-999999999.old", ".step-99999999.partial-1", "step-9999999999x"}) fs::create_directory(run_ + "/" + name);
+  for (const char* name : {"step-999999999.old", ".step-99999999.partial-1", "step-9999999999x"})
+    fs::create_directory(run_ + "/" + name);
   put_contents(run_ + "/step-99999999", "a file");
   EXPECT_EQ(latest_checkpoint(run_), run_ + "/step-123456789");
   EXPECT_EQ(Checkpoint(*latest_checkpoint(run_)).step(), 123456789);
@@ -184,7 +189,8 @@ TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstIsGone) {
   ASSERT_EQ(first.line(), "open");
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
-  EXPECT_THAT(usage_error(open), AllOf(HasSubstr(run_), HasSubstr("pid " + std::to_string(first.pid())), HasSubstr(host)));
+  EXPECT_THAT(usage_error(open),
+              AllOf(HasSubstr(run_), HasSubstr("pid " + std::to_string(first.pid())), HasSubstr(host)));
   Child second([&] { return open(); });
   EXPECT_THAT(second.line(), HasSubstr("pid " + std::to_string(first.pid())));
   first.kill();
@@ -231,11 +237,20 @@ TEST_F(Store, AnErrorOnOneRankIsAnErrorOnAll) {
       {[](auto& writer) { writer.add_text("manifest.json", ""); }, "manifest.json"},
       {[](auto& writer) { writer.add_text(".hidden", ""); }, ".hidden"},
       {[](auto& writer) { writer.add_text("x", ""), writer.add_text("x", ""); }, "/x is added twice"},
-      {[](auto& writer) { writer.add_tensors("t", {{"u", at::Tensor()}}); }, "\"u\" is undefined"},
+      {[](auto& writer) {
+         writer.add_tensors("t", {{"u", at::Tensor()}});
+       },
+       "\"u\" is undefined"},
       {[](auto& writer) { writer.add_slices({}), writer.add_slices({}); }, "added twice"},
-      {[](auto& writer) { writer.begin_tensors("t", {{"u", at::kFloat, {2}}}); }, "not written: \"u\""},
+      {[](auto& writer) {
+         writer.begin_tensors("t", {{"u", at::kFloat, {2}}});
+       },
+       "not written: \"u\""},
       {[](auto& writer) { writer.write_tensor("t", "u", at::ones(2)); }, "t was not begun"},
-      {[](auto& writer) { writer.begin_tensors("t", {{"u", at::kFloat, {2}}}), writer.write_tensor("t", "u", at::ones(3)); }, "declared as Float [2]"},
+      {[](auto& writer) {
+         writer.begin_tensors("t", {{"u", at::kFloat, {2}}}), writer.write_tensor("t", "u", at::ones(3));
+       },
+       "declared as Float [2]"},
   };
   run_ranks(1, [&](ProcessGroup group, int) {
     CheckpointStore store(run_, group);
@@ -268,15 +283,18 @@ TEST_F(Store, RanksThatDoNotFitTogether) {
       writer.add_text("same", std::string(rank, 'x'));
       EXPECT_THAT(usage_error([&] { writer.commit(); }), HasSubstr("same is written by ranks 0 and 1"));
     }
-    EXPECT_THAT(usage_error([&] { CheckpointWriter(store, 1 + rank); }), AllOf(HasSubstr("rank 1: "), HasSubstr("step 2 here")));
+    EXPECT_THAT(usage_error([&] { CheckpointWriter(store, 1 + rank); }),
+                AllOf(HasSubstr("rank 1: "), HasSubstr("step 2 here")));
     { CheckpointWriter left(store, 4); }
     group.barrier();
-    if (rank == 0) EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"}) << "writers that nobody committed leave nothing";
+    if (rank == 0)
+      EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"}) << "writers that nobody committed leave nothing";
   });
-  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-    CheckpointStore store(rank == 0 ? run_ : base_ + "/elsewhere", group);
-  });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 1: "), HasSubstr("elsewhere"), HasSubstr("all ranks must see")));
+  const auto errors = run_ranks_catching(
+      2, [&](ProcessGroup group, int rank) { CheckpointStore store(rank == 0 ? run_ : base_ + "/elsewhere", group); });
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error),
+                AllOf(HasSubstr("rank 1: "), HasSubstr("elsewhere"), HasSubstr("all ranks must see")));
 }
 
 TEST_F(Store, ADiskThatRefusesIsAnErrorOnAll) {
@@ -308,7 +326,8 @@ TEST_F(Store, ADiskThatRefusesIsAnErrorOnAll) {
     return said + " | " + left;
   });
   const auto said = child.line();
-  EXPECT_THAT(said, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"), HasSubstr("File too large"), HasSubstr("| .lock step-00000001 ")));
+  EXPECT_THAT(said, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"), HasSubstr("File too large"),
+                          HasSubstr("| .lock step-00000001 ")));
   Checkpoint(*latest_checkpoint(run_)).verify();
 }
 
@@ -327,7 +346,8 @@ TEST_F(Store, AFolderThatGoesAwayIsAnErrorOnAll) {
     if (rank == 1) writer.add_text("gone", "");
     writer.commit();
   });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 1: "), HasSubstr("/gone"), HasSubstr("does not exist")));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 1: "), HasSubstr("/gone"), HasSubstr("does not exist")));
 }
 
 TEST_F(Store, AFileInPlaceOfTheCheckpointIsNotReplaced) {
@@ -338,25 +358,42 @@ TEST_F(Store, AFileInPlaceOfTheCheckpointIsNotReplaced) {
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}));
 }
 
+/// Root may do everything, so what a folder's permissions refuse is tried as nobody.
+std::string as_nobody(const std::string& base, const std::function<void()>& body) {
+  fs::permissions(base, fs::perms::all);
+  const Child child([&]() -> std::string {
+    if (::geteuid() == 0 && ::setuid(65534) != 0) return "setuid";
+    body();
+    return "nothing thrown";
+  });
+  return child.line();
+}
+
 TEST_F(Store, APruningThatFailsSaysThatTheCheckpointIsThere) {
-  CheckpointStore store(run_, ProcessGroup(), {.keep_last = 1});
-  write(store, 1);
-  // A mount point cannot be renamed, but neither made here; a folder that cannot be emptied will do where we are not root.
-  fs::create_directory(run_ + "/step-00000001/locked");
-  put_contents(run_ + "/step-00000001/locked/file", "");
-  fs::permissions(run_ + "/step-00000001/locked", fs::perms::owner_read);
-  std::string message;
-  try {
+  const auto said = as_nobody(base_, [&] {
+    CheckpointStore store(run_, ProcessGroup(), {.keep_last = 1});
+    write(store, 1);
+    fs::create_directory(run_ + "/step-00000001/locked");
+    put_contents(run_ + "/step-00000001/locked/file", "");
+    fs::permissions(run_ + "/step-00000001/locked", fs::perms::owner_read);
     write(store, 2);
-  } catch (const Error& error) {
-    message = error.what();
-  }
-  if (::geteuid() != 0) EXPECT_THAT(message, HasSubstr("step 2 is committed, but pruning"));
+  });
+  EXPECT_THAT(said, AllOf(HasSubstr("step 2 is committed, but pruning"), HasSubstr(".step-00000001.partial-"),
+                          HasSubstr("Permission denied")));
   EXPECT_THAT(steps(), ::testing::ElementsAre(2));
+  Checkpoint(run_ + "/step-00000002").verify();
   for (const auto& name : names_in(run_)) {
     if (store::is_partial_name(name)) fs::permissions(run_ + "/" + name + "/locked", fs::perms::owner_all);
   }
-  Checkpoint(run_ + "/step-00000002").verify();
+}
+
+TEST_F(Store, AFolderThatCannotBeWritten) {
+  const auto said = as_nobody(base_, [&] {
+    fs::create_directory(run_);
+    fs::permissions(run_, fs::perms::owner_read | fs::perms::owner_exec);
+    CheckpointStore{run_};
+  });
+  EXPECT_THAT(said, AllOf(HasSubstr(run_ + ": cannot be written"), HasSubstr("Permission denied")));
 }
 
 }  // namespace
