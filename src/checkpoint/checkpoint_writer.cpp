@@ -8,20 +8,15 @@
 #include <functional>
 #include <map>
 
-#include "checkpoint/atomic_file.h"
+#include "checkpoint/committing.h"
 #include "checkpoint/run_folder.h"
 #include "checkpoint/slice_file.h"
-#include "checkpoint/store_impl.h"
 #include "checkpoint/tensor_file.h"
 #include "comm/agreement.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 
 namespace tessera {
-
-// [Note: committing] Each rank syncs its own files and tells rank 0 their sizes and digests. Rank 0 alone writes the
-// manifest, and then renames the folder: whatever happens before, there is no checkpoint; whatever happens after, there
-// is one.
 
 struct CheckpointWriter::Impl {
   Impl(std::shared_ptr<CheckpointStore::Impl> of, int64_t at_step)
@@ -31,7 +26,6 @@ struct CheckpointWriter::Impl {
   void add(const std::string& file, const std::function<void()>& action);
   void check_new(const std::string& file) const;
   std::string finish();
-  void publish(const std::vector<std::string>& records);
   void abandon() noexcept;
 
   std::shared_ptr<CheckpointStore::Impl> run;
@@ -60,43 +54,6 @@ class Patience {
   std::chrono::milliseconds before_;
 };
 
-uint64_t size_of(const std::string& path) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) {
-    throw Error(fmt::format("checkpoint: {}: not seen by rank 0: {}; all ranks must write to one folder", path,
-                            errno_text(errno)));
-  }
-  return static_cast<uint64_t>(status.st_size);
-}
-
-/// What all ranks wrote, under different names.
-std::vector<store::FileRecord> gathered(const std::string& folder, const std::vector<std::string>& ranks) {
-  std::vector<store::FileRecord> files;
-  std::map<std::string, int> writers;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (auto& file : store::records_from_text(ranks[rank])) {
-      file.rank = static_cast<int>(rank);
-      const auto [other, fresh] = writers.emplace(file.name, file.rank);
-      if (!fresh)
-        throw UsageError(
-            fmt::format("checkpoint: {}/{} is written by ranks {} and {}", folder, file.name, other->second, rank));
-      files.push_back(std::move(file));
-    }
-  }
-  return files;
-}
-
-/// Each is there, of the size that its writer says.
-void check_files(const std::string& folder, const std::vector<store::FileRecord>& files) {
-  for (const auto& file : files) {
-    const uint64_t size = size_of(folder + "/" + file.name);
-    if (size != file.bytes) {
-      throw Error(fmt::format("checkpoint: {}/{} has {} bytes; rank {} wrote {}", folder, file.name, size, file.rank,
-                              file.bytes));
-    }
-  }
-}
-
 }  // namespace
 
 void CheckpointWriter::Impl::begin() {
@@ -114,7 +71,7 @@ void CheckpointWriter::Impl::begin() {
     if (!store::is_partial_name(told) || told.rfind("." + store::step_name(step) + ".", 0) != 0) {
       throw UsageError(fmt::format("checkpoint: step {} here, while rank 0 writes {}", step, told));
     }
-    size_of(folder);
+    store::size_seen(folder);
   });
 }
 
@@ -145,24 +102,6 @@ std::string CheckpointWriter::Impl::finish() {
   for (auto& [name, file] : open) records.push_back(file->finish());
   open.clear();
   return store::records_to_text(records);
-}
-
-void CheckpointWriter::Impl::publish(const std::vector<std::string>& ranks) {
-  const store::Manifest manifest{step, group.size(), gathered(folder, ranks)};
-  check_files(folder, manifest.files);
-  const std::string text = store::manifest_to_text(manifest);
-  AtomicFile file("checkpoint", folder + "/" + store::kManifestName);
-  file.write_at(text.data(), text.size(), 0);
-  file.commit();
-  store::publish(run->folder, folder, step);
-  try {
-    const auto steps = store::committed_steps(run->folder);
-    for (const int64_t old : store::expired(steps, step, run->options.keep_last, run->options.keep_every)) {
-      store::retire(run->folder, old);
-    }
-  } catch (const Error& error) {
-    throw Error(fmt::format("checkpoint: step {} is committed, but pruning older ones failed: {}", step, error.what()));
-  }
 }
 
 /// After a failed commit rank 0 is alone in the folder. Writers that are given up without one may come here in any
@@ -251,7 +190,7 @@ std::string CheckpointWriter::commit() {
     comm::agree(impl.group, [&] { records = impl.finish(); });
     const auto all = impl.group.gather_bytes(records, 0);
     comm::agree(impl.group, [&] {
-      if (impl.group.rank() == 0) impl.publish(all);
+      if (impl.group.rank() == 0) store::commit_files(*impl.run, impl.folder, impl.step, all);
     });
   } catch (...) {
     impl.abandon();

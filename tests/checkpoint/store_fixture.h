@@ -1,5 +1,6 @@
 #pragma once
 
+#include "checkpoint/run_folder.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 
@@ -27,6 +28,14 @@ class StoreTest : public ::testing::Test {
     run_ = base_ + "/run";
   }
   ~StoreTest() override { fs::remove_all(base_); }
+
+  std::string write(const CheckpointStore& store, int64_t step) {
+    CheckpointWriter writer(store, step);
+    writer.add_text("step.txt", std::to_string(step));
+    return writer.commit();
+  }
+
+  std::vector<int64_t> steps() const { return store::committed_steps(run_); }
 
   std::string base_;  ///< Exists.
   std::string run_;   ///< Does not, yet.
