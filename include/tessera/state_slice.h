@@ -35,9 +35,10 @@ struct StateSlice {
   int64_t begin = 0;
   int64_t numel = 0;
   /// Tensors of one dimension with `numel` elements, and those of the whole parameter's `shape`, follow the parameter:
-  /// they are cut where it is cut, and their elements are taken in their own memory order, which must be the parameter's.
-  /// All others (a step counter without dimensions, say) are kept whole by every rank, as are scalars; a tensor of one
-  /// element is also taken as kept whole when another rank's slice of the parameter shows that it is. Empty: never stepped.
+  /// they are cut where it is cut, and their elements are taken in their own memory order, which must be the
+  /// parameter's. All others (a step counter without dimensions, say) are kept whole by every rank, as are scalars; a
+  /// tensor of one element is also taken as kept whole when another rank's slice of the parameter shows that it is.
+  /// Empty: never stepped.
   ParamState state;
 
   bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }

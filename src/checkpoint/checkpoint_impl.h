@@ -34,7 +34,8 @@ struct Checkpoint::Impl : store::SliceReader {
   void verify_share(int rank, int ranks) const;
 
   at::Tensor load(const std::string& file, const std::string& name) const override;
-  void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count, at::Tensor out) const override;
+  void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
+                  at::Tensor out) const override;
   at::ScalarType dtype(const std::string& file, const std::string& name) const override;
 
   std::string path;

@@ -8,10 +8,9 @@
 #include <functional>
 #include <map>
 
-#include "checkpoint/atomic_file.h"
+#include "checkpoint/committing.h"
 #include "checkpoint/run_folder.h"
 #include "checkpoint/slice_file.h"
-#include "checkpoint/store_impl.h"
 #include "checkpoint/tensor_file.h"
 #include "tessera/agreement.h"
 #include "tessera/checkpoint_store.h"
@@ -19,20 +18,17 @@
 
 namespace tessera {
 
-// [Note: committing] Each rank syncs its own files and tells rank 0 their sizes and digests. Rank 0 alone writes the manifest,
-// and then renames the folder: whatever happens before, there is no checkpoint; whatever happens after, there is one.
-
 struct CheckpointWriter::Impl {
-  Impl(std::shared_ptr<CheckpointStore::Impl> of, int64_t at_step) : store(std::move(of)), group(store->group), step(at_step) {}
+  Impl(std::shared_ptr<CheckpointStore::Impl> of, int64_t at_step)
+      : run(std::move(of)), group(run->group), step(at_step) {}
 
   void begin();
   void add(const std::string& file, const std::function<void()>& action);
   void check_new(const std::string& file) const;
   std::string finish();
-  void publish(const std::vector<std::string>& records);
   void abandon() noexcept;
 
-  std::shared_ptr<CheckpointStore::Impl> store;
+  std::shared_ptr<CheckpointStore::Impl> run;
   ProcessGroup group;
   int64_t step;
   std::string folder;   // the hidden one
@@ -58,53 +54,24 @@ class Patience {
   std::chrono::milliseconds before_;
 };
 
-uint64_t size_of(const std::string& path) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) {
-    throw Error(fmt::format("checkpoint: {}: not seen by rank 0: {}; all ranks must write to one folder", path, errno_text(errno)));
-  }
-  return static_cast<uint64_t>(status.st_size);
-}
-
-/// All ranks' files, each there and of the size that its writer says.
-std::vector<store::FileRecord> gathered(const std::string& folder, const std::vector<std::string>& ranks) {
-  std::vector<store::FileRecord> files;
-  std::map<std::string, int> writers;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (auto& file : store::records_from_text(ranks[rank])) {
-      file.rank = static_cast<int>(rank);
-      const auto [other, fresh] = writers.emplace(file.name, file.rank);
-      if (!fresh) {
-        throw UsageError(fmt::format("checkpoint: {}/{} is written by ranks {} and {}", folder, file.name, other->second, rank));
-      }
-      const uint64_t size = size_of(folder + "/" + file.name);
-      if (size != file.bytes) {
-        throw Error(fmt::format("checkpoint: {}/{} has {} bytes; rank {} wrote {}", folder, file.name, size, rank, file.bytes));
-      }
-      files.push_back(std::move(file));
-    }
-  }
-  return files;
-}
-
 }  // namespace
 
 void CheckpointWriter::Impl::begin() {
   agree(group, [&] {
     if (step < 0) throw UsageError(fmt::format("checkpoint: the step is {}; expected none below 0", step));
     if (group.rank() != 0) return;
-    folder = store->folder + "/" + store::partial_name(step);
+    folder = run->folder + "/" + store::partial_name(step);
     if (::mkdir(folder.c_str(), 0777) != 0) {
       throw Error(fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
     }
   });
   const std::string told = group.broadcast_bytes(std::filesystem::path(folder).filename().string(), 0);
-  folder = store->folder + "/" + told;
+  folder = run->folder + "/" + told;
   agree(group, [&] {
     if (!store::is_partial_name(told) || told.rfind("." + store::step_name(step) + ".", 0) != 0) {
       throw UsageError(fmt::format("checkpoint: step {} here, while rank 0 writes {}", step, told));
     }
-    size_of(folder);
+    store::size_seen(folder);
   });
 }
 
@@ -121,51 +88,43 @@ void CheckpointWriter::Impl::add(const std::string& file, const std::function<vo
 
 void CheckpointWriter::Impl::check_new(const std::string& file) const {
   store::check_file_name(file);
-  const bool known = open.count(file) > 0 ||
-                     std::any_of(records.begin(), records.end(), [&](const auto& record) { return record.name == file; });
+  const bool known = open.count(file) > 0 || std::any_of(records.begin(), records.end(),
+                                                         [&](const auto& record) { return record.name == file; });
   if (known) throw UsageError("checkpoint: " + folder + "/" + file + " is added twice");
 }
 
 /// This rank's part is on disk; returns what rank 0 needs to know of it.
 std::string CheckpointWriter::Impl::finish() {
-  if (!problem.empty()) throw Error(problem);
+  if (!problem.empty()) {
+    open.clear();  // before the others know, and rank 0 removes the folder
+    throw Error(problem);
+  }
   for (auto& [name, file] : open) records.push_back(file->finish());
   open.clear();
   return store::records_to_text(records);
 }
 
-void CheckpointWriter::Impl::publish(const std::vector<std::string>& ranks) {
-  store::Manifest manifest{step, group.size(), gathered(folder, ranks)};
-  const std::string text = store::manifest_to_text(manifest);
-  AtomicFile file("checkpoint", folder + "/" + store::kManifestName);
-  file.write_at(text.data(), text.size(), 0);
-  file.commit();
-  store::publish(store->folder, folder, step);
-  try {
-    const auto steps = store::committed_steps(store->folder);
-    for (const int64_t old : store::expired(steps, step, store->options.keep_last, store->options.keep_every)) {
-      store::retire(store->folder, old);
-    }
-  } catch (const Error& error) {
-    throw Error(fmt::format("checkpoint: step {} is committed, but pruning older ones failed: {}", step, error.what()));
-  }
-}
-
-/// Ranks come here in any order: the last one finds the folder empty.
+/// After a failed commit rank 0 is alone in the folder. Writers that are given up without one may come here in any
+/// order, while others still write: rank 0 takes away what there is, and the last one finds the folder empty.
 void CheckpointWriter::Impl::abandon() noexcept {
   over = true;
   open.clear();
   if (folder.empty()) return;
-  std::error_code ignored;
-  if (group.rank() == 0) {
-    std::filesystem::remove_all(folder, ignored);
+  if (group.rank() != 0) {
+    for (const auto& file : records) ::unlink((folder + "/" + file.name).c_str());
+    ::rmdir(folder.c_str());
     return;
   }
-  for (const auto& file : records) ::unlink((folder + "/" + file.name).c_str());
-  ::rmdir(folder.c_str());
+  // Files that other ranks remove meanwhile end a round early.
+  std::error_code error;
+  for (int round = 0; round < 100; ++round) {
+    std::filesystem::remove_all(folder, error);
+    if (!std::filesystem::exists(folder, error)) return;
+  }
 }
 
-CheckpointWriter::CheckpointWriter(const CheckpointStore& store, int64_t step) : impl_(std::make_unique<Impl>(store.impl_, step)) {
+CheckpointWriter::CheckpointWriter(const CheckpointStore& store, int64_t step)
+    : impl_(std::make_unique<Impl>(store.impl_, step)) {
   try {
     impl_->begin();
   } catch (...) {
@@ -178,7 +137,8 @@ CheckpointWriter::~CheckpointWriter() {
   if (!impl_->over) impl_->abandon();
 }
 
-void CheckpointWriter::add_tensors(const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+void CheckpointWriter::add_tensors(const std::string& file,
+                                   const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                                    const SafetensorsMetadata& metadata) {
   impl_->add(file, [&] {
     begin_tensors(file, store::specs_of(file, tensors), metadata);
@@ -189,7 +149,8 @@ void CheckpointWriter::add_tensors(const std::string& file, const std::vector<st
   });
 }
 
-void CheckpointWriter::begin_tensors(const std::string& file, std::vector<SafetensorsSpec> specs, const SafetensorsMetadata& metadata) {
+void CheckpointWriter::begin_tensors(const std::string& file, std::vector<SafetensorsSpec> specs,
+                                     const SafetensorsMetadata& metadata) {
   impl_->add(file, [&] {
     impl_->check_new(file);
     impl_->open.emplace(file, std::make_unique<store::TensorFile>(impl_->folder, file, std::move(specs), metadata));
@@ -223,20 +184,20 @@ void CheckpointWriter::add_slices(const std::vector<StateSlice>& slices) {
 std::string CheckpointWriter::commit() {
   Impl& impl = *impl_;
   if (impl.over) throw UsageError("checkpoint: commit: the writer of step " + std::to_string(impl.step) + " is done");
-  const Patience patience(impl.group, impl.store->options.timeout);
+  const Patience patience(impl.group, impl.run->options.timeout);
   try {
     std::string records;
     agree(impl.group, [&] { records = impl.finish(); });
     const auto all = impl.group.gather_bytes(records, 0);
     agree(impl.group, [&] {
-      if (impl.group.rank() == 0) impl.publish(all);
+      if (impl.group.rank() == 0) store::commit_files(*impl.run, impl.folder, impl.step, all);
     });
   } catch (...) {
     impl.abandon();
     throw;
   }
   impl.over = true;
-  return impl.store->folder + "/" + store::step_name(impl.step);
+  return impl.run->folder + "/" + store::step_name(impl.step);
 }
 
 }  // namespace tessera

@@ -16,8 +16,8 @@ inline constexpr size_t kDigestLength = 32;
 std::string digest_of(const void* data, size_t bytes);
 inline std::string digest_of(const std::string& text) { return digest_of(text.data(), text.size()); }
 
-/// Of `bytes` bytes of a file from `offset` on, read in small parts. Throws Error with the system's reason, UsageError when
-/// the file ends before; neither names the file.
+/// Of `bytes` bytes of a file from `offset` on, read in small parts. Throws Error with the system's reason, UsageError
+/// when the file ends before; neither names the file.
 std::string digest_of(const FileDescriptor& file, uint64_t offset, uint64_t bytes);
 
 }  // namespace tessera::store

@@ -28,7 +28,8 @@ std::string holder(const FileDescriptor& file) {
 
 /// Somebody may have removed the file, and another process locked a new one of its name.
 bool still_named(const FileDescriptor& file, const std::string& path) {
-  struct stat mine {}, there {};
+  struct stat mine {
+  }, there{};
   return ::fstat(file.get(), &mine) == 0 && ::stat(path.c_str(), &there) == 0 && mine.st_ino == there.st_ino &&
          mine.st_dev == there.st_dev;
 }
@@ -43,9 +44,10 @@ FolderLock::FolderLock(const std::string& folder) {
     while (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno == EINTR) continue;
       if (errno != EWOULDBLOCK) throw Error(fmt::format("checkpoint: {}: locking failed: {}", path, errno_text(errno)));
-      throw UsageError(fmt::format("checkpoint: the folder {} is being written by {}; two runs cannot share a folder: end that one, or "
-                                   "choose another folder",
-                                   folder, holder(file_)));
+      throw UsageError(fmt::format(
+          "checkpoint: the folder {} is being written by {}; two runs cannot share a folder: end that one, or "
+          "choose another folder",
+          folder, holder(file_)));
     }
   } while (!still_named(file_, path));
   const std::string text = fmt::format("pid {} on {}\n", ::getpid(), host_name());

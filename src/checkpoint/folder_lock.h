@@ -6,8 +6,8 @@
 
 namespace tessera::store {
 
-/// An exclusive lock (flock) on `<folder>/.lock`, held while alive. The kernel lets go of it when the process ends, however
-/// it ends; the file stays.
+/// An exclusive lock (flock) on `<folder>/.lock`, held while alive. The kernel lets go of it when the process ends,
+/// however it ends; the file stays.
 class FolderLock {
  public:
   FolderLock() = default;

@@ -29,8 +29,10 @@ json to_json(const ScalarValue& value) {
 ScalarValue scalar_from_json(const json& value) {
   if (value.is_number_integer()) return value.get<int64_t>();
   const auto text = value.get<std::string>();
-  if (text.size() != 20 || text.rfind("f64:", 0) != 0 || text.find_first_not_of("0123456789abcdef", 4) != std::string::npos) {
-    throw UsageError("the scalar " + safetensors::in_quotes(text) + " is neither an integer nor f64: and 16 hexadecimal digits");
+  if (text.size() != 20 || text.rfind("f64:", 0) != 0 ||
+      text.find_first_not_of("0123456789abcdef", 4) != std::string::npos) {
+    throw UsageError("the scalar " + safetensors::in_quotes(text) +
+                     " is neither an integer nor f64: and 16 hexadecimal digits");
   }
   return std::bit_cast<double>(static_cast<uint64_t>(std::stoull(text.substr(4), nullptr, 16)));
 }
@@ -44,8 +46,13 @@ json to_json(const SliceRecord& slice) {
 }
 
 SliceRecord slice_from_json(const json& value) {
-  SliceRecord slice{value.at("parameter"), value.at("shape"), value.at("begin"), value.at("numel"),
-                    value.value("following", std::vector<std::string>()), value.value("whole", std::vector<std::string>()), {}};
+  SliceRecord slice{value.at("parameter"),
+                    value.at("shape"),
+                    value.at("begin"),
+                    value.at("numel"),
+                    value.value("following", std::vector<std::string>()),
+                    value.value("whole", std::vector<std::string>()),
+                    {}};
   if (value.contains("scalars")) {
     for (const auto& item : value.at("scalars").items()) slice.scalars[item.key()] = scalar_from_json(item.value());
   }
@@ -129,15 +136,17 @@ int64_t count_elements(const std::vector<int64_t>& shape) {
 void check_run(const std::vector<int64_t>& shape, int64_t begin, int64_t numel) {
   const int64_t all = count_elements(shape);
   if (begin < 0 || numel < 0 || begin > all || numel > all - begin) {
-    throw UsageError(fmt::format("elements [{}, +{}) are not within the {} of shape [{}]", begin, numel, all, fmt::join(shape, ", ")));
+    throw UsageError(fmt::format("elements [{}, +{}) are not within the {} of shape [{}]", begin, numel, all,
+                                 fmt::join(shape, ", ")));
   }
 }
 
 void check_file_name(const std::string& name) {
   if (name.empty() || name.size() > 200 || name[0] == '.' || name.rfind("manifest.", 0) == 0 ||
       name.find_first_of(std::string("/\\\0", 3)) != std::string::npos) {
-    throw UsageError("checkpoint: the file name " + safetensors::in_quotes(name) +
-                     " will not do; expected a plain name of at most 200 bytes that does not begin with '.' or \"manifest.\"");
+    throw UsageError(
+        "checkpoint: the file name " + safetensors::in_quotes(name) +
+        " will not do; expected a plain name of at most 200 bytes that does not begin with '.' or \"manifest.\"");
   }
 }
 
@@ -154,12 +163,8 @@ std::vector<FileRecord> records_from_text(const std::string& text) {
 }
 
 std::string manifest_to_text(const Manifest& manifest) {
-  json value = {{"format", kFormat},
-                {"version", kManifestVersion},
-                {"digest_algorithm", kDigestAlgorithm},
-                {"step", manifest.step},
-                {"world_size", manifest.world_size},
-                {"files", json::object()}};
+  json value = {{"format", kFormat},     {"version", kManifestVersion},       {"digest_algorithm", kDigestAlgorithm},
+                {"step", manifest.step}, {"world_size", manifest.world_size}, {"files", json::object()}};
   for (const auto& file : manifest.files) value["files"][file.name] = to_json(file);
   std::string body = dumped(value, 1);
   body.resize(body.size() - std::strlen("\n}"));
@@ -168,7 +173,8 @@ std::string manifest_to_text(const Manifest& manifest) {
 
 Manifest manifest_from_text(std::string_view text) {
   const size_t trailer = kTrailerBegin.size() + kDigestLength + kTrailerEnd.size();
-  if (text.size() < trailer) throw UsageError(fmt::format("it has {} bytes, too few for a manifest: it is cut short", text.size()));
+  if (text.size() < trailer)
+    throw UsageError(fmt::format("it has {} bytes, too few for a manifest: it is cut short", text.size()));
   const std::string_view end = text.substr(text.size() - trailer);
   const std::string body(text.substr(0, text.size() - trailer));
   if (end.substr(0, kTrailerBegin.size()) != kTrailerBegin || end.substr(trailer - kTrailerEnd.size()) != kTrailerEnd) {

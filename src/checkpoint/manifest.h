@@ -64,7 +64,8 @@ std::vector<FileRecord> records_from_text(const std::string& text);
 /// The file's text, which ends with a digest of all that stands before it.
 std::string manifest_to_text(const Manifest& manifest);
 
-/// Throws UsageError with what is wrong (not where): any changed, missing or additional byte, another format or version.
+/// Throws UsageError with what is wrong (not where): any changed, missing or additional byte, another format or
+/// version.
 Manifest manifest_from_text(std::string_view text);
 
 }  // namespace tessera::store

@@ -26,12 +26,6 @@ constexpr std::string_view kPartial = ".partial-";
   throw Error(fmt::format("checkpoint: {}: {} failed: {}", path, action, errno_text(error)));
 }
 
-void remove_tree(const std::string& path) {
-  std::error_code error;
-  fs::remove_all(path, error);
-  if (error) refuse(path, "removing it", error.value());
-}
-
 std::vector<std::string> names_in(const std::string& folder) {
   std::vector<std::string> names;
   std::error_code error;
@@ -90,6 +84,12 @@ std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written,
   return old;
 }
 
+void remove_tree(const std::string& path) {
+  std::error_code error;
+  fs::remove_all(path, error);
+  if (error) refuse(path, "removing it", error.value());
+}
+
 void sync_folder(const std::string& folder) {
   const FileDescriptor file(::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   // Some file systems cannot sync a folder and say EINVAL; there is nothing more to do on those.
@@ -99,7 +99,8 @@ void sync_folder(const std::string& folder) {
 void make_folder(const std::string& folder) {
   std::error_code error;
   std::vector<fs::path> made;
-  for (fs::path path = folder; !path.empty() && !fs::exists(path, error) && path != path.parent_path(); path = path.parent_path()) {
+  for (fs::path path = folder; !path.empty() && !fs::exists(path, error) && path != path.parent_path();
+       path = path.parent_path()) {
     made.push_back(path);
   }
   fs::create_directories(folder, error);
@@ -107,20 +108,21 @@ void make_folder(const std::string& folder) {
   for (const auto& path : made) sync_folder(path.parent_path().string());
 }
 
-void publish(const std::string& folder, const std::string& partial, int64_t step) {
+std::string publish(const std::string& folder, const std::string& partial, int64_t step) {
   const std::string target = folder + "/" + step_name(step);
-  if (::rename(partial.c_str(), target.c_str()) == 0) return sync_folder(folder);
-  if (errno != ENOTEMPTY && errno != EEXIST) refuse(partial, "renaming it to " + target, errno);
-  // There is one of this step: the two change places at once where the file system can do that.
-  if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
-    sync_folder(folder);
-    return remove_tree(partial);
+  std::string replaced;
+  if (::rename(partial.c_str(), target.c_str()) != 0) {
+    if (errno != ENOTEMPTY && errno != EEXIST) refuse(partial, "renaming it to " + target, errno);
+    // There is one of this step: the two change places at once where the file system can do that.
+    replaced = partial;
+    if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
+      replaced = folder + "/" + partial_name(step);
+      rename_folder(target, replaced);
+      rename_folder(partial, target);
+    }
   }
-  const std::string old = folder + "/" + partial_name(step);
-  rename_folder(target, old);
-  rename_folder(partial, target);
   sync_folder(folder);
-  remove_tree(old);
+  return replaced;
 }
 
 void retire(const std::string& folder, int64_t step) {

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-// A run's folder on disk: `step-00000120` is a committed checkpoint, `.step-00000120.partial-…` is none. All functions throw
-// Error with path and reason when the system refuses.
+// A run's folder on disk: `step-00000120` is a committed checkpoint, `.step-00000120.partial-…` is none. All functions
+// throw Error with path and reason when the system refuses.
 
 namespace tessera::store {
 
@@ -27,11 +27,15 @@ std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written,
 void make_folder(const std::string& folder);
 void sync_folder(const std::string& folder);
 
-/// `partial` becomes the committed checkpoint of `step`, in one rename, and is synced. One that is there is replaced.
-void publish(const std::string& folder, const std::string& partial, int64_t step);
+/// `partial` becomes the committed checkpoint of `step`, in one rename, and is synced. Returns where one that was there
+/// is now, under a partial name; "" when there was none.
+std::string publish(const std::string& folder, const std::string& partial, int64_t step);
 
 /// Removes a committed checkpoint: first its name, so that a half-removed one is never taken for committed.
 void retire(const std::string& folder, int64_t step);
+
+/// Removes a folder with all that is in it; nothing when it is not there.
+void remove_tree(const std::string& path);
 
 /// Removes everything with a partial name.
 void remove_leftovers(const std::string& folder);

@@ -23,8 +23,12 @@ struct Part {
 
 class Assembly {
  public:
-  Assembly(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved, const SliceReader& reader)
-      : where_(where + ": optimizer state of " + safetensors::in_quotes(request.parameter)), request_(request), saved_(saved), reader_(reader) {}
+  Assembly(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved,
+           const SliceReader& reader)
+      : where_(where + ": optimizer state of " + safetensors::in_quotes(request.parameter)),
+        request_(request),
+        saved_(saved),
+        reader_(reader) {}
 
   StateSlice run();
 
@@ -57,7 +61,8 @@ std::vector<std::string> state_names(const SliceRecord& slice) {
 
 bool same_bits(const ScalarValue& a, const ScalarValue& b) {
   if (a.index() != b.index()) return false;
-  if (const auto* value = std::get_if<double>(&a)) return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
+  if (const auto* value = std::get_if<double>(&a))
+    return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
   return a == b;
 }
 
@@ -69,13 +74,14 @@ bool same_bits(const std::map<std::string, ScalarValue>& a, const std::map<std::
 void Assembly::check_shapes() const {
   for (const auto& slice : saved_) {
     if (slice.layout->shape != request_.shape) {
-      refuse(fmt::format("the parameter has shape [{}] here; it was saved with shape [{}] (in {})", fmt::join(request_.shape, ", "),
-                         fmt::join(slice.layout->shape, ", "), slice.file->name));
+      refuse(fmt::format("the parameter has shape [{}] here; it was saved with shape [{}] (in {})",
+                         fmt::join(request_.shape, ", "), fmt::join(slice.layout->shape, ", "), slice.file->name));
     }
   }
 }
 
-/// A slice of just this run if there is one, so that each rank of the same cutting gets its own back; else what covers it.
+/// A slice of just this run if there is one, so that each rank of the same cutting gets its own back; else what covers
+/// it.
 std::vector<Part> Assembly::parts() const {
   for (const auto& slice : saved_) {
     if (slice.layout->begin == request_.begin && slice.layout->numel == request_.numel) {
@@ -113,10 +119,13 @@ std::vector<Part> Assembly::cover() const {
 void Assembly::check_consistent(const std::vector<Part>& parts) const {
   const Part& first = parts.front();
   for (const Part& part : parts) {
-    const auto contradict = [&](const std::string& what) { refuse(fmt::format("{} and {} contradict each other: {}", first.file(), part.file(), what)); };
+    const auto contradict = [&](const std::string& what) {
+      refuse(fmt::format("{} and {} contradict each other: {}", first.file(), part.file(), what));
+    };
     if (part.layout().stateless() != first.layout().stateless()) contradict("in one of them it was never stepped");
     if (state_names(part.layout()) != state_names(first.layout())) {
-      contradict(fmt::format("tensors {} and {}", fmt::join(state_names(first.layout()), ", "), fmt::join(state_names(part.layout()), ", ")));
+      contradict(fmt::format("tensors {} and {}", fmt::join(state_names(first.layout()), ", "),
+                             fmt::join(state_names(part.layout()), ", ")));
     }
     if (!same_bits(part.layout().scalars, first.layout().scalars)) contradict("their scalars differ");
   }
@@ -173,7 +182,8 @@ StateSlice Assembly::run() {
 
 }  // namespace
 
-StateSlice assemble(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved, const SliceReader& reader) {
+StateSlice assemble(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved,
+                    const SliceReader& reader) {
   return Assembly(where, request, saved, reader).run();
 }
 

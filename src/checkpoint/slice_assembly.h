@@ -18,12 +18,14 @@ class SliceReader {
  public:
   virtual ~SliceReader() = default;
   virtual at::Tensor load(const std::string& file, const std::string& name) const = 0;
-  virtual void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count, at::Tensor out) const = 0;
+  virtual void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
+                          at::Tensor out) const = 0;
   virtual at::ScalarType dtype(const std::string& file, const std::string& name) const = 0;
 };
 
 /// The state of one run, from `saved`: all slices of that parameter. Throws UsageError as Checkpoint::load_slices does;
 /// `where` begins the message.
-StateSlice assemble(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved, const SliceReader& reader);
+StateSlice assemble(const std::string& where, const SliceRequest& request, const std::vector<SavedSlice>& saved,
+                    const SliceReader& reader);
 
 }  // namespace tessera::store

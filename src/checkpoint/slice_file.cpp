@@ -37,7 +37,8 @@ SliceFile slice_file(const std::vector<StateSlice>& slices) {
       if (!tensor.defined()) throw UsageError(where + name + " is undefined");
       const bool cut = follows(tensor, slice);
       (cut ? record.following : record.whole).push_back(name);
-      file.tensors.emplace_back(record.tensor_name(name), cut ? sharding::in_memory_order(tensor.detach()) : tensor.detach());
+      file.tensors.emplace_back(record.tensor_name(name),
+                                cut ? sharding::in_memory_order(tensor.detach()) : tensor.detach());
     }
     file.layout.push_back(std::move(record));
   }

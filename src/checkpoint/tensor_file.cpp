@@ -41,10 +41,12 @@ FileRecord write_text_file(const std::string& folder, const std::string& name, c
   return record;
 }
 
-std::vector<SafetensorsSpec> specs_of(const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+std::vector<SafetensorsSpec> specs_of(const std::string& file,
+                                      const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   std::vector<SafetensorsSpec> specs;
   for (const auto& [name, tensor] : tensors) {
-    if (!tensor.defined()) throw UsageError("checkpoint: " + file + ": tensor " + safetensors::in_quotes(name) + " is undefined");
+    if (!tensor.defined())
+      throw UsageError("checkpoint: " + file + ": tensor " + safetensors::in_quotes(name) + " is undefined");
     specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
   return specs;

@@ -9,8 +9,8 @@
 
 namespace tessera::store {
 
-/// A safetensors file of a checkpoint, being written. Digests are of the tensors in memory, as they are handed over, so that
-/// a disk that changes them is found out.
+/// A safetensors file of a checkpoint, being written. Digests are of the tensors in memory, as they are handed over, so
+/// that a disk that changes them is found out.
 class TensorFile {
  public:
   /// Throws as SafetensorsWriter does, here and below.
@@ -30,6 +30,7 @@ class TensorFile {
 FileRecord write_text_file(const std::string& folder, const std::string& name, const std::string& text);
 
 /// name, tensor as specs. Throws UsageError for undefined tensors.
-std::vector<SafetensorsSpec> specs_of(const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+std::vector<SafetensorsSpec> specs_of(const std::string& file,
+                                      const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
 }  // namespace tessera::store

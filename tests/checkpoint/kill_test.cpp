@@ -32,6 +32,7 @@ StateSlice slice_of(int64_t step, int rank) {
 /// Commits step after step, on two ranks, and says so. Never returns.
 [[noreturn]] void train(const std::string& run, int64_t from, int out) {
   try {
+    at::set_num_threads(1);  // after a fork libtorch makes its pool anew, on one thread
     run_ranks(2, [&](ProcessGroup group, int rank) {
       CheckpointStore store(run, group, {.keep_last = 2, .keep_every = 50});
       for (int64_t step = from;; ++step) {
@@ -64,7 +65,7 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
   std::mt19937 random(2026);
   int64_t next = 1;
   int killed_half_way = 0;
-  for (int round = 0; round < 120; ++round) {
+  for (int round = 0; round < 100; ++round) {
     int ends[2];
     ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
     const pid_t pid = ::fork();
@@ -75,9 +76,10 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
     pollfd ready{ends[0], POLLIN, 0};
     if (round % 2 == 0) {
       ASSERT_EQ(::poll(&ready, 1, 20000), 1);
-      ASSERT_EQ(::read(ends[0], &reported, sizeof reported), static_cast<ssize_t>(sizeof reported)) << "the child ended by itself";
+      ASSERT_EQ(::read(ends[0], &reported, sizeof reported), static_cast<ssize_t>(sizeof reported))
+          << "the child ended by itself";
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<int>(0, 30000)(random)));
+    std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<int>(0, 20000)(random)));
     ::kill(pid, SIGKILL);
     int status = 0;
     ::waitpid(pid, &status, 0);
@@ -94,7 +96,8 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
     ASSERT_GE(step, reported);
     ASSERT_LE(step, reported + 1);
     ASSERT_NO_FATAL_FAILURE(expect_complete(*latest, step));
-    for (const int64_t other : store::committed_steps(run_)) ASSERT_NO_FATAL_FAILURE(expect_complete(run_ + "/" + store::step_name(other), other));
+    for (const int64_t other : store::committed_steps(run_))
+      ASSERT_NO_FATAL_FAILURE(expect_complete(run_ + "/" + store::step_name(other), other));
     for (const auto& name : names_in(run_)) killed_half_way += store::is_partial_name(name);
     {
       const CheckpointStore store(run_);
@@ -102,7 +105,7 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
     }
     next = step + 1;
   }
-  EXPECT_GT(next, 60);
+  EXPECT_GT(next, 50);
   EXPECT_GT(killed_half_way, 10) << "the kills did not hit the writing";
 }
 

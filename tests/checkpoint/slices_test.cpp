@@ -21,25 +21,31 @@ struct Parameter {
 };
 
 std::vector<Parameter> parameters() {
-  std::vector<Parameter> list = {{"wte.weight", {7, 5}, 0, true},  {"bias", {13}, 0, true},       {"scale", {}, 0, true},
-                                 {"never.stepped", {4, 4}, 0, false}, {"one", {1}, 0, true},       {"empty", {0, 3}, 0, true},
-                                 {"block/0\"é.w", {2, 3, 4}, 0, true}, {"frozen", {3}, 0, false}};
+  std::vector<Parameter> list = {
+      {"wte.weight", {7, 5}, 0, true},      {"bias", {13}, 0, true},  {"scale", {}, 0, true},
+      {"never.stepped", {4, 4}, 0, false},  {"one", {1}, 0, true},    {"empty", {0, 3}, 0, true},
+      {"block/0\"é.w", {2, 3, 4}, 0, true}, {"frozen", {3}, 0, false}};
   for (auto& each : list) each.numel = c10::multiply_integers(each.shape);
   return list;
 }
 
-/// What an element-wise optimizer could have: random bits, NaNs among them, in several dtypes, a counter without dimensions.
+/// What an element-wise optimizer could have: random bits, NaNs among them, in several dtypes, a counter without
+/// dimensions.
 ParamState whole_state(const Parameter& parameter, int seed) {
   if (!parameter.stepped) return {};
   at::manual_seed(seed);
-  const auto bits = at::randint(std::numeric_limits<int>::min(), std::numeric_limits<int>::max(), {parameter.numel}, at::kLong);
+  const auto bits =
+      at::randint(std::numeric_limits<int>::min(), std::numeric_limits<int>::max(), {parameter.numel}, at::kLong);
   ParamState state;
   state.tensors["exp_avg"] = bits.to(at::kInt).view(at::kFloat);
   state.tensors["exp_avg_sq"] = bits.mul(31).view(at::kDouble);
   state.tensors["half"] = bits.to(at::kShort).view(at::kBFloat16);
   state.tensors["step"] = at::scalar_tensor(seed, at::kLong);
   state.tensors["rows"] = at::arange(9, at::kFloat).view({3, 3});
-  state.scalars = {{"step", int64_t{1} << 60}, {"decay", -0.0}, {"weird", std::numeric_limits<double>::quiet_NaN()}, {"third", 1.0 / 3}};
+  state.scalars = {{"step", int64_t{1} << 60},
+                   {"decay", -0.0},
+                   {"weird", std::numeric_limits<double>::quiet_NaN()},
+                   {"third", 1.0 / 3}};
   return state;
 }
 
@@ -49,7 +55,8 @@ bool follows(const std::string& name) { return name == "exp_avg" || name == "exp
 StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t begin, int64_t numel) {
   StateSlice slice{parameter.name, parameter.shape, begin, numel, {}};
   slice.state.scalars = whole.scalars;
-  for (const auto& [name, tensor] : whole.tensors) slice.state.tensors[name] = follows(name) ? tensor.narrow(0, begin, numel).clone() : tensor;
+  for (const auto& [name, tensor] : whole.tensors)
+    slice.state.tensors[name] = follows(name) ? tensor.narrow(0, begin, numel).clone() : tensor;
   return slice;
 }
 
@@ -83,9 +90,11 @@ void expect_same(const StateSlice& loaded, const StateSlice& expected) {
   ASSERT_EQ(loaded.begin, expected.begin) << where;
   ASSERT_EQ(loaded.numel, expected.numel) << where;
   ASSERT_EQ(loaded.state.scalars.size(), expected.state.scalars.size()) << where;
-  for (const auto& [name, value] : expected.state.scalars) EXPECT_TRUE(same_bits(loaded.state.scalars.at(name), value)) << where << " " << name;
+  for (const auto& [name, value] : expected.state.scalars)
+    EXPECT_TRUE(same_bits(loaded.state.scalars.at(name), value)) << where << " " << name;
   ASSERT_EQ(loaded.state.tensors.size(), expected.state.tensors.size()) << where;
-  for (const auto& [name, tensor] : expected.state.tensors) EXPECT_TRUE(same_bits(loaded.state.tensors.at(name), tensor)) << where << " " << name;
+  for (const auto& [name, tensor] : expected.state.tensors)
+    EXPECT_TRUE(same_bits(loaded.state.tensors.at(name), tensor)) << where << " " << name;
 }
 
 class Slices : public StoreTest {
@@ -105,13 +114,15 @@ class Slices : public StoreTest {
 TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
   std::mt19937 random(7);
   std::map<std::string, ParamState> whole;
-  for (const auto& parameter : parameters()) whole[parameter.name] = whole_state(parameter, 11 + static_cast<int>(whole.size()));
+  for (const auto& parameter : parameters())
+    whole[parameter.name] = whole_state(parameter, 11 + static_cast<int>(whole.size()));
   int64_t step = 0;
   for (const int saved : {1, 2, 3, 4}) {
     std::vector<std::vector<StateSlice>> ranks;
     for (const auto& runs : random_cutting(saved, random)) {
       auto& rank = ranks.emplace_back();
-      for (const auto& run : runs) rank.push_back(slice_of(named(run.parameter), whole[run.parameter], run.begin, run.numel));
+      for (const auto& run : runs)
+        rank.push_back(slice_of(named(run.parameter), whole[run.parameter], run.begin, run.numel));
     }
     const Checkpoint checkpoint(save(ranks, ++step));
     checkpoint.verify();
@@ -139,7 +150,9 @@ TEST_F(Slices, TheSameCuttingGivesEachRankItsOwn) {
   const auto loaded = checkpoint.load_slices({{"w", {2, 3}, 0, 4}, {"w", {2, 3}, 4, 2}});
   expect_same(loaded[0], left);
   EXPECT_TRUE(loaded[1].stateless());
-  EXPECT_THAT(usage_error([&] { checkpoint.load_slices({{"w", {2, 3}, 2, 3}}); }),
+  EXPECT_THAT(usage_error([&] {
+                checkpoint.load_slices({{"w", {2, 3}, 2, 3}});
+              }),
               ::testing::AllOf(HasSubstr("\"w\""), HasSubstr("never stepped")));
 }
 
@@ -169,7 +182,8 @@ TEST_F(Slices, ATensorOfOneElementIsKeptWholeWhenAnotherSliceShowsIt) {
 }
 
 TEST_F(Slices, WhatDoesNotFitIsNamed) {
-  const auto part = [](const std::string& name, int64_t begin, int64_t numel, int64_t step, at::ScalarType dtype = at::kFloat) {
+  const auto part = [](const std::string& name, int64_t begin, int64_t numel, int64_t step,
+                       at::ScalarType dtype = at::kFloat) {
     StateSlice slice{name, {10}, begin, numel, {}};
     slice.state.scalars["step"] = step;
     slice.state.tensors["m"] = at::zeros({numel}, dtype);
@@ -180,8 +194,9 @@ TEST_F(Slices, WhatDoesNotFitIsNamed) {
   auto counted = part("count", 0, 5, 1), counted_more = part("count", 5, 5, 1);
   counted.state.tensors["n"] = at::scalar_tensor(1);
   counted_more.state.tensors["n"] = at::scalar_tensor(2);
-  const Checkpoint checkpoint(save({{part("gap", 0, 3, 1), part("step", 0, 5, 1), part("dtype", 0, 5, 1), part("names", 0, 5, 1), counted},
-                                    {part("gap", 5, 5, 1), part("step", 5, 5, 2), part("dtype", 5, 5, 1, at::kDouble), renamed, counted_more}}));
+  const Checkpoint checkpoint(save(
+      {{part("gap", 0, 3, 1), part("step", 0, 5, 1), part("dtype", 0, 5, 1), part("names", 0, 5, 1), counted},
+       {part("gap", 5, 5, 1), part("step", 5, 5, 2), part("dtype", 5, 5, 1, at::kDouble), renamed, counted_more}}));
   const auto text = [&](const SliceRequest& request) {
     const auto message = usage_error([&] { checkpoint.load_slices({request}); });
     EXPECT_THAT(message, HasSubstr("\"" + request.parameter + "\""));
@@ -225,7 +240,8 @@ TEST_F(Slices, OverlappingCopiesServe) {
     return slice;
   };
   const Checkpoint checkpoint(save({{part(0, 4)}, {part(4, 5)}, {part(0, 4)}, {part(4, 5)}}));
-  EXPECT_TRUE(same_bits(checkpoint.load_slices({{"w", {9}, 0, 9}})[0].state.tensors.at("m"), at::arange(9, at::kFloat)));
+  EXPECT_TRUE(
+      same_bits(checkpoint.load_slices({{"w", {9}, 0, 9}})[0].state.tensors.at("m"), at::arange(9, at::kFloat)));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "checkpoint/run_folder.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 
@@ -28,6 +29,14 @@ class StoreTest : public ::testing::Test {
   }
   ~StoreTest() override { fs::remove_all(base_); }
 
+  std::string write(const CheckpointStore& store, int64_t step) {
+    CheckpointWriter writer(store, step);
+    writer.add_text("step.txt", std::to_string(step));
+    return writer.commit();
+  }
+
+  std::vector<int64_t> steps() const { return store::committed_steps(run_); }
+
   std::string base_;  ///< Exists.
   std::string run_;   ///< Does not, yet.
 };
@@ -46,6 +55,13 @@ inline std::string contents_of(const std::string& path) {
 inline void put_contents(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << text;
+}
+
+/// In place: truncating and writing anew makes some file systems wait for the disk.
+inline void put_byte(const std::string& path, size_t at, char byte) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekp(static_cast<std::streamoff>(at));
+  file.put(byte);
 }
 
 /// The text of the UsageError that `body` throws; fails for anything else.
@@ -70,7 +86,8 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 inline bool same_bits(const ScalarValue& a, const ScalarValue& b) {
   if (a.index() != b.index()) return false;
-  if (const auto* value = std::get_if<double>(&a)) return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
+  if (const auto* value = std::get_if<double>(&a))
+    return std::bit_cast<uint64_t>(*value) == std::bit_cast<uint64_t>(std::get<double>(b));
   return a == b;
 }
 
