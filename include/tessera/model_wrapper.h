@@ -34,8 +34,8 @@ struct MemoryUse {
 
 /// What is done with gradients when they become an update.
 struct GradientRules {
-  std::optional<double> clip_norm;
-  std::optional<double> clip_value;
+  std::optional<double> clip_norm = {};
+  std::optional<double> clip_value = {};
 };
 
 /// A model and its optimizer under one way of training on a group of ranks (mmengine's model wrapper): everything a

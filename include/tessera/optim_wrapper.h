@@ -14,9 +14,9 @@ class ModelWrapper;
 
 struct OptimWrapperOptions {
   int64_t accumulative_counts = 1;         ///< backward passes an update
-  std::optional<double> clip_grad_norm;    ///< largest 2-norm of the global mean gradient
-  std::optional<double> clip_grad_value;   ///< largest absolute value of an element of it; after the norm
-  std::optional<at::ScalarType> autocast;  ///< bfloat16 (CPU, GPU) or float16 (GPU)
+  std::optional<double> clip_grad_norm = {}; ///< largest 2-norm of the global mean gradient
+  std::optional<double> clip_grad_value = {}; ///< largest absolute value of an element of it; after the norm
+  std::optional<at::ScalarType> autocast = {};///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
 

@@ -41,6 +41,7 @@ struct ModelContext {
 struct ModelPlan {
   int64_t vocab_size = 0;     ///< tokens it knows; 0: its inputs are no tokens
   int64_t max_length = 0;     ///< tokens of a sequence at most; 0: any
+  int64_t classes = 0;     ///< of its predictions; 0: not a classifier
   bool communicates = false;  ///< its layers use ModelContext::group, which then is one of their own
   std::function<TrainedModel(const ModelContext&)> make = {};
 };

@@ -114,7 +114,8 @@ DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
 
 /// Datasets of two files each: `train` must be there, `val` and `test` may.
 template <class Data, class Options>
-DataPlan read_pairs(OptionReader& options, const std::string& first, const std::string& second) {
+DataPlan read_pairs(OptionReader& options, const std::string& first, const std::string& second,
+                    const std::function<void(Options&)>& complete = [](Options&) {}) {
   std::map<std::string, std::string> paths;
   for (const std::string part : {"", "val_", "test_"}) {
     for (const auto& key : {part + first, part + second}) {
@@ -144,7 +145,10 @@ DataPlan read_pairs(OptionReader& options, const std::string& first, const std::
     const auto open = [&](const std::string& part) -> std::shared_ptr<const Dataset> {
       const std::string inputs = paths.at(part + first);
       if (inputs.empty()) return nullptr;
-      return named(place, [&] { return std::make_shared<Data>(Options{inputs, paths.at(part + second)}); });
+      Options files{inputs, paths.at(part + second)};
+      complete(files);
+      return named(place, [&] { return std::make_shared<Data>(files); });
+});
     };
     return DataSplits{open(""), open("val_"), open("test_")};
   };

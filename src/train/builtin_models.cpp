@@ -76,6 +76,7 @@ ModelPlan read_image_classifier(OptionReader& options) {
                       "SyncBatchNorm: over the batch of all ranks");
   options.finish();
   ModelPlan plan;
+  plan.classes = classifier.classes;
   plan.communicates = classifier.norm == "SyncBatchNorm";
   plan.make = [classifier](const ModelContext& context) {
     ImageClassifierOptions seeded = classifier;

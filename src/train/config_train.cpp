@@ -45,12 +45,9 @@ void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) 
   keys.read("temperature", sample.temperature, "0: the likeliest", kNotNegative);
   keys.read("top_k", sample.top_k, "0: all", kNotNegative);
   keys.read("seed", sample.seed, "of the sample");
-  if (!wanted) {
-    return;
-  }
-  sample.length = length;
   read_prompt(keys, config.data.plan.text, sample.prompt);
   keys.finish();
+  sample.length = length;
   for (const int64_t token : sample.prompt) {
     if (sample.length > 0 && config.model.plan.vocab_size > 0 && token >= config.model.plan.vocab_size) {
       keys.fail("prompt", "token " + std::to_string(token) + "; expected tokens below model.vocab_size (" +

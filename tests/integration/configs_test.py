@@ -30,6 +30,23 @@ class Configs(unittest.TestCase):
                     self.assertLess(abs(a - b), 1e-4 * b, name)
             self.assertEqual(losses["ddp"], losses["zero"], "bit by bit")
 
+    def test_images_train_with_synchronised_normalisation(self):
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, SOURCE / "scripts/make_synthetic_idx.py", "images", "--classes", "4"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            outcome = {}
+            for ranks in (1, 2):
+                words = ("train.epochs=2", "parallel.type=none") if ranks == 1 else ("train.epochs=2",)
+                done = call("-n", ranks, SOURCE / "configs/images.yaml", *words, cwd=folder)
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                lines = [json.loads(line) for line in (pathlib.Path(folder) / "images/log.jsonl").read_text().splitlines()]
+                outcome[ranks] = [line["loss"] for line in lines]
+                self.assertGreater(lines[-1]["eval_accuracy"], 0.9, lines[-1])
+            for a, b in zip(outcome[1][:10], outcome[2][:10], strict=True):
+                self.assertLess(abs(a - b), 1e-3 * max(a, 0.1), "two ranks are one process on the whole batch")
+            done = call("-n", 2, SOURCE / "configs/images.yaml", "model.classes=3", cwd=folder)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("data.images: ", done.stderr)
+
     def test_the_reference_is_current(self):
         done = call("--config-reference")
         self.assertEqual(done.returncode, 0, done.stderr)

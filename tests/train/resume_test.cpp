@@ -42,7 +42,7 @@ class ResumeTest : public testing::TrainFixture {
   }
 };
 
-const std::vector<std::string> kWrappers{"parallel.type=DistributedDataParallel",
+const std::vector<std::string> kWays{"parallel.type=DistributedDataParallel",
                                          "parallel.type=ZeroRedundancyOptimizer",
                                          "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
                                          "parallel={type: DistributedOptimizer, reduce_method: mean}",
@@ -54,7 +54,7 @@ TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
       "model.dropout=0.1",      "data.order=shuffled",
       "train.eval_every=4",     "train.loss_scale=dynamic",
       "train.clip_grad_norm=1", "scheduler={type: warmup_cosine, warmup_steps: 4}"};
-  for (const auto& wrapper : kWrappers) {
+  for (const auto& wrapper : kWays) {
     // Ranks that are threads share one generator, and draw from it in any order: dropout is for worlds of one here.
     for (const int world : {1, 2, 3}) {
       auto options = joined(everything, {wrapper});
@@ -81,12 +81,12 @@ TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
 }
 
 TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
-  for (const auto& from : kWrappers) {
+  for (const auto& from : kWays) {
     fs::remove_all("a");
     train_ranks(4, {from, "checkpoint.folder=a", "train.ema.decay=0.9"});
-    for (const auto& to : kWrappers) {
+    for (const auto& to : kWays) {
       for (const int world : {1, 2, 3}) {
-        if (world == 1 && to != kWrappers[1]) continue;
+        if (world == 1 && to != kWays[1]) continue;
         fs::remove_all("b");
         // No further step: what is written is what was read.
         train_ranks(world,
