@@ -47,7 +47,7 @@ TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
   for (int i = 0; i < 20000; ++i) {
     std::string bytes = good_;
     for (unsigned changes = 1 + random() % 3; changes > 0; --changes) {
-      const size_t place = random() % header;
+      const size_t place = random() % std::min(header, bytes.size());
       const char to = random() % 2 == 0 ? likely[random() % likely.size()] : static_cast<char>(random() % 256);
       switch (random() % 3) {
         case 0:
