@@ -38,12 +38,15 @@ class ShardedTraining : public Parallel {
     for (auto& piece : pieces_) {
       piece.mutable_grad() = at::Tensor();
     }
-    return {mean_over_ranks(loss, group_), norm};
+    return {mean_over_ranks(loss, group_, active_ranks_), norm};
   }
+
+  Joinable* joinable() override { return &fsdp_; }
+  void shadow_backward() override { fsdp_.shadow_backward(); }
 
   std::unique_ptr<FullParams> whole_on_rank0() override {
     return std::unique_ptr<FullParams>(new FullParams(fsdp_.summon_full_params("", false, true)));
-   }
+  }
 
   double lr() const override { return group_lr(*optimizer_); }
   void set_lr(double lr) override { set_group_lr(*optimizer_, lr); }
