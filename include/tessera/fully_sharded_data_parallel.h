@@ -1,5 +1,6 @@
 #pragma once
 
+#include "tessera/join.h"
 #include "tessera/no_sync.h"
 #include "tessera/optimizer_state_dict.h"
 #include "tessera/process_group.h"
@@ -8,6 +9,7 @@
 
 #include <torch/torch.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -134,7 +136,7 @@ class FullParams {
 };
 
 /// What FullyShardedDataParallel offers besides running its module.
-class FullyShardedDataParallelBase {
+class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
 
@@ -190,6 +192,18 @@ class FullyShardedDataParallelBase {
   OptimizerStateDict optim_state_dict(const torch::optim::Optimizer& optimizer, int to = 0);
   /// Takes this rank's part of `dict`, the same on all ranks.
   void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
+
+  /// For join(): what a rank without data does in an iteration of the others, with shadow_backward() where they have forward and backward, and then
+  /// whatever they do with the pieces and their gradients: clip_grad_norm_(), optimizer.step(), zero_grad(). Without it shadow_step() is a UsageError, for this
+  /// rank's pieces would stay behind. Local.
+  void set_shadow_step(std::function<void()> step);
+  /// The collectives of one forward and backward of the others (those under no_sync before it too), on a rank without data; its gradients count as zero, and its
+  /// pieces get the mean. Not of forward passes without gradients. Collective.
+  void shadow_backward();
+  ProcessGroup join_group() const override;
+  void on_join_iteration(const JoinIteration& iteration) override;
+  void shadow_step() override;
+  void finish_join(int last_active_rank) override;  ///< Buffers become those of `last_active_rank`; pieces are current everywhere.
 
   std::vector<FsdpUnit> units() const;  ///< Local.
   std::string table() const;            ///< Of units, as text. Local.

@@ -17,7 +17,8 @@ struct JoinIteration {
 };
 
 /// What can take part in join(): something whose iteration makes collectives that all ranks must be in. Implemented by
-/// DistributedDataParallel, ZeroRedundancyOptimizer and DistributedOptimizer; a program may add its own.
+/// DistributedDataParallel, FullyShardedDataParallel, ZeroRedundancyOptimizer and DistributedOptimizer; a program may add
+/// its own.
 class Joinable {
  public:
   virtual ~Joinable() = default;

@@ -170,9 +170,11 @@ void Core::make_pages() {
     const bool root = model.units[flat.unit].root;
     const auto page_options = [](const Flat& each) { return each.page_options(); };
     const auto gradient_options = [](const Flat& each) { return each.gradient_options(); };
-    if (flat.trainable) flat.gradient_slots = pool(largest(flat, gradient_options), flat.gradient_options(), root, true);
+    if (!flat.permanent) flat.slots = pool(largest(flat, page_options), flat.page_options(), root, false);
+    // The root's parameters are often given back before its gradients need room: see Gradients::Pending::patient.
+    if (root && !flat.permanent && flat.reduce == flat.compute) flat.gradient_slots = flat.slots;
+    else if (flat.trainable) flat.gradient_slots = pool(largest(flat, gradient_options), flat.gradient_options(), root, true);
     if (!flat.permanent) {
-      flat.slots = pool(largest(flat, page_options), flat.page_options(), root, false);
       flat.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);
     }
     const NoDetection unseen;

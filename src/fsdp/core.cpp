@@ -8,9 +8,11 @@
 namespace tessera::fsdp {
 
 Core::Core(torch::nn::Module& m, ProcessGroup group, FullyShardedDataParallelOptions given)
-    : module(m), options(std::move(given)), detection(start_detection(options.detection)), model(build(module, std::move(group), options)) {
-  residency = std::make_unique<Residency>(model, options, stats, [this] { if (watch_) watch_->begin(); });
-  gradients = std::make_unique<Gradients>(model, stats, [this](size_t unit) { residency->gradients_done(unit); });
+    : module(m), options(std::move(given)), detection(start_detection(options.detection)), model(build(module, std::move(group), options)), lead(model.world) {
+  residency = std::make_unique<Residency>(model, options, stats, lead, [this] { if (watch_) watch_->begin(); });
+  gradients = std::make_unique<Gradients>(
+      model, stats, lead,
+      Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); }, [this](size_t unit) { residency->gradients_done(unit); }});
   make_pages();
   for (size_t i = 0; i < model.parameters.size(); ++i) {
     if (model.flat_of(i).trainable) trainable_.push_back(i);
@@ -36,12 +38,15 @@ void Core::watch() {
   for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
   sharding::BackwardWatch::Callbacks callbacks;
   callbacks.arrived = [this](size_t i) { gradients->arrived(trainable_[i]); };
-  callbacks.ended = [this] {
-    gradients->finish();
-    residency->end_step();
-  };
+  callbacks.ended = [this] { end_backward(); };
   callbacks.abandoned = [this] { gradients->abandon(); };
   watch_ = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
+}
+
+void Core::end_backward() {
+  gradients->finish();
+  lead.tell(Event::Kind::over, {gradients->sync()});
+  residency->end_step();
 }
 
 void Core::require_idle(const char* call) const {

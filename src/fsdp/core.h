@@ -1,6 +1,7 @@
 #pragma once
 
 #include "fsdp/gradients.h"
+#include "fsdp/lead.h"
 #include "fsdp/residency.h"
 #include "sharding/backward_watch.h"
 
@@ -8,7 +9,7 @@
 
 namespace tessera::fsdp {
 
-/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), norm.cpp, full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
+/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), shadow.cpp (in a join), norm.cpp, full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
 class Core : public std::enable_shared_from_this<Core> {
  public:
   static constexpr const char* kName = "FullyShardedDataParallel";
@@ -21,6 +22,7 @@ class Core : public std::enable_shared_from_this<Core> {
   void end_forward();
   void require_idle(const char* call) const;
   void watch();
+  void end_backward();
 
   // build.cpp
   static ShardedModel build(torch::nn::Module& module, ProcessGroup group, const FullyShardedDataParallelOptions& options);
@@ -28,6 +30,11 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Member `m` of the module is a window of its page again. Under NoDetection.
   void restore(const Flat& flat, size_t m);
   std::vector<FsdpUnit> units() const;
+
+  // shadow.cpp
+  void shadow_backward();
+  void shadow_step();
+  void finish_join(int last_active_rank);
 
   // norm.cpp
   double grad_norm(double norm_type);
@@ -52,6 +59,8 @@ class Core : public std::enable_shared_from_this<Core> {
   ParameterDetection detection;
   ShardedModel model;
   FsdpStats stats;
+  Lead lead;
+  std::function<void()> step_of_shadow;  ///< What set_shadow_step() was given.
   std::unique_ptr<Gradients> gradients;
   std::unique_ptr<Residency> residency;
   std::set<size_t> summoned;  ///< Units that are whole at the moment.

@@ -33,19 +33,6 @@ void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
   }
 }
 
-void tell_owners(const std::vector<PageUse>& uses, const std::string& op) {
-  PageOwner* owner = uses[0].page->owner();
-  const auto alike = [&](const PageUse& use) { return use.page->owner() == owner; };
-  if (std::all_of(uses.begin(), uses.end(), alike)) {
-    if (owner) owner->need(uses, op);
-    return;
-  }
-  std::vector<PageUse> mine, others;
-  std::partition_copy(uses.begin(), uses.end(), std::back_inserter(mine), std::back_inserter(others), alike);
-  tell_owners(mine, op);
-  tell_owners(others, op);
-}
-
 /// Operators that are said to write but change no element.
 bool changes_elements(const std::string& name) {
   return name != "aten::requires_grad_" && name != "aten::retain_grad" && name != "aten::detach_" && name != "aten::set_data";
@@ -75,6 +62,7 @@ bool take_key() {
     try {
       static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
       library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      register_frequent_operators();
       return true;
     } catch (const c10::Error&) {
       return false;
@@ -90,7 +78,7 @@ std::unique_ptr<at::ObserverContext> on_function(const at::RecordFunction& funct
   for (const auto& value : function.inputs()) find(value, false, uses);
   if (uses.empty()) return nullptr;
   try {
-    tell_owners(uses, function.name());
+    tell_owners(uses, std::string_view(function.name()));
   } catch (const std::exception& error) {
     spdlog::error("tessera: {}", error.what());  // libtorch takes no exception here; the operator then finds no memory
   }
@@ -102,6 +90,19 @@ int recording_users = 0;
 at::CallbackHandle recording_handle;
 
 }  // namespace
+
+void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
+  PageOwner* owner = uses[0].page->owner();
+  const auto alike = [&](const PageUse& use) { return use.page->owner() == owner; };
+  if (std::all_of(uses.begin(), uses.end(), alike)) {
+    if (owner) owner->need(uses, op);
+    return;
+  }
+  std::vector<PageUse> mine, others;
+  std::partition_copy(uses.begin(), uses.end(), std::back_inserter(mine), std::back_inserter(others), alike);
+  tell_owners(mine, op);
+  tell_owners(others, op);
+}
 
 ParameterDetection start_detection(ParameterDetection wanted) {
   if (wanted != ParameterDetection::record_function && take_key()) return ParameterDetection::dispatch_key;

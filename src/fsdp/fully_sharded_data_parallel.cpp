@@ -62,6 +62,13 @@ NoSync FullyShardedDataParallelBase::no_sync() {
   return NoSync(gradients->sync(), [gradients](bool sync) { gradients->set_sync(sync); });
 }
 
+void FullyShardedDataParallelBase::shadow_backward() { core_->core().shadow_backward(); }
+void FullyShardedDataParallelBase::set_shadow_step(std::function<void()> step) { core_->core().step_of_shadow = std::move(step); }
+ProcessGroup FullyShardedDataParallelBase::join_group() const { return group(); }
+void FullyShardedDataParallelBase::on_join_iteration(const JoinIteration& iteration) { core_->core().lead.begin_iteration(iteration); }
+void FullyShardedDataParallelBase::shadow_step() { core_->core().shadow_step(); }
+void FullyShardedDataParallelBase::finish_join(int last_active_rank) { core_->core().finish_join(last_active_rank); }
+
 std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return core_->core().units(); }
 
 std::string FullyShardedDataParallelBase::table() const {

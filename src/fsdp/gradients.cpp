@@ -22,14 +22,17 @@ std::string digest(const std::vector<char>& used) {
 
 }  // namespace
 
-Gradients::Gradients(ShardedModel& model, FsdpStats& stats, std::function<void(size_t)> reduced)
-    : model_(model), stats_(stats), reduced_(std::move(reduced)), pending_(model.flats.size()),
+Gradients::Gradients(ShardedModel& model, FsdpStats& stats, Lead& lead, Callbacks callbacks)
+    : model_(model), stats_(stats), lead_(lead), callbacks_(std::move(callbacks)), pending_(model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
   for (size_t f = 0; f < pending_.size(); ++f) {
     pending_[f].expected.assign(model_.flats[f].members.size(), 1);
     pending_[f].expecting = model_.flats[f].members.size();
     pending_[f].has.assign(model_.flats[f].members.size(), 0);
     pending_[f].came.assign(model_.flats[f].members.size(), 0);
+    for (const auto i : model_.flats[f].members) {
+      pending_[f].patient |= model_.flats[f].trainable && 2 * model_.parameters[i].tensor.numel() > model_.flats[f].layout.numel();
+    }
   }
 }
 
@@ -37,7 +40,9 @@ void Gradients::begin(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
   if (pending.flat.defined()) return;
+  lead_.tell(Event::Kind::gradient, {sync_, static_cast<int64_t>(f)});
   while (sync_ && open_.size() >= kAtMostOpen) finish_one();
+  if (sync_ && pending.patient) callbacks_.complete(flat.unit);
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m), model_.parameters[flat.members[m]].tensor));
@@ -50,28 +55,47 @@ void Gradients::arrived(size_t parameter) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   const auto [f, member] = model_.places[parameter];
-  auto& grad = const_cast<at::Tensor&>(model_.parameters[parameter].tensor).mutable_grad();
+  const auto& grad = gradient_of(f, member);
   if (!grad.defined()) return;
   sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad, model_.world.rank());
-  begin(f);
   auto& pending = pending_[f];
-  if (pending.has[member]) {
-    pending.views[member].add_(grad);
-  } else {
-    pending.views[member].copy_(grad);
-    pending.has[member] = 1;
-  }
-  grad = at::Tensor();
   if (!pending.came[member]) {
     pending.came[member] = 1;
     pending.arrived += pending.expected[member];
   }
-  if (sync_ && pending.arrived == pending.expecting) reduce(f);
+  const bool complete = sync_ && pending.arrived == pending.expecting;
+  if (sync_ && pending.patient && !pending.flat.defined() && !complete) return;
+  if (pending.patient) take_all(f);
+  else take(f, member);
+  if (complete) reduce(f);
+}
+
+/// What is in `.grad` of the module goes to the flat buffer.
+void Gradients::take(size_t f, size_t member) {
+  auto& grad = gradient_of(f, member);
+  if (!grad.defined()) return;
+  begin(f);
+  auto& pending = pending_[f];
+  if (pending.has[member]) pending.views[member].add_(grad);
+  else pending.views[member].copy_(grad);
+  pending.has[member] = 1;
+  grad = at::Tensor();
+}
+
+void Gradients::take_all(size_t f) {
+  for (size_t m = 0; m < pending_[f].has.size(); ++m) take(f, m);
+}
+
+at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
+  return const_cast<at::Tensor&>(model_.parameters[model_.flats[f].members[member]].tensor).mutable_grad();
 }
 
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
+  std::vector<int64_t> told{static_cast<int64_t>(f)};
+  told.insert(told.end(), pending.has.begin(), pending.has.end());
+  lead_.tell(Event::Kind::reduce, std::move(told));
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it
   auto reduction = std::make_shared<Reduction>();
@@ -88,7 +112,7 @@ void Gradients::reduce(size_t f) {
     reduction->adds.push_back(grad.defined());
   }
   const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]), digest(pending.has));
-  const double scale = 1.0 / model_.world.size();
+  const double scale = 1.0 / lead_.divisor();
   reduction->scale.number = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
   reduction->scale.tensor = at::scalar_tensor(reduction->scale.number, flat.shard.options());
   {
@@ -113,7 +137,7 @@ void Gradients::reduce(size_t f) {
   pending.flat = at::Tensor();
   pending.views.clear();
   std::fill(pending.has.begin(), pending.has.end(), 0);
-  reduced_(flat.unit);
+  callbacks_.reduced(flat.unit);
 }
 
 at::Tensor Gradients::window(size_t f, size_t member) const {
@@ -158,12 +182,29 @@ void Gradients::finish_one() {
   flat.gradient_slots->give(reduction->slot);
 }
 
+void Gradients::shadow_gradient(size_t f) {
+  std::lock_guard lock(mutex_);
+  begin(f);
+}
+
+void Gradients::shadow_reduce(const std::vector<int64_t>& flat_and_used) {
+  std::lock_guard lock(mutex_);
+  const auto f = static_cast<size_t>(flat_and_used.at(0));
+  auto& pending = pending_[f];
+  for (size_t m = 0; m < pending.has.size(); ++m) {
+    if (!pending.has[m]) pending.views[m].zero_();
+    pending.has[m] = static_cast<char>(flat_and_used.at(m + 1));
+  }
+  reduce(f);
+}
+
 void Gradients::finish() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   forget_arrivals();
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
+    if (pending_[f].patient) take_all(f);
     if (pending_[f].flat.defined()) reduce(f);
   }
   while (!open_.empty()) finish_one();
@@ -173,6 +214,7 @@ void Gradients::abandon() {
   std::lock_guard lock(mutex_);
   for (size_t f = 0; f < pending_.size(); ++f) {
     auto& pending = pending_[f];
+    for (size_t m = 0; pending.patient && m < pending.has.size(); ++m) gradient_of(f, m) = at::Tensor();
     if (!pending.flat.defined()) continue;
     bytes_ -= static_cast<int64_t>(pending.flat.nbytes());
     model_.flats[f].gradient_slots->give(pending.flat);

@@ -2,6 +2,7 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/flat.h"
+#include "fsdp/lead.h"
 
 #include <deque>
 #include <functional>
@@ -13,8 +14,11 @@ namespace tessera::fsdp {
 /// is free again. Expected is what came in the last backward that reduced; what comes later than that, or alone, is reduced at the end.
 class Gradients {
  public:
-  /// `reduced`: a unit's gradients were given away.
-  Gradients(ShardedModel& model, FsdpStats& stats, std::function<void(size_t unit)> reduced);
+  struct Callbacks {
+    std::function<void(size_t unit)> complete;  ///< All of a unit's gradients are there, about to be put together. Not of every unit.
+    std::function<void(size_t unit)> reduced;   ///< They were given away.
+  };
+  Gradients(ShardedModel& model, FsdpStats& stats, Lead& lead, Callbacks callbacks);
 
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
@@ -25,6 +29,10 @@ class Gradients {
   void finish();
   /// Backward was given up: what it has not reduced yet is dropped.
   void abandon();
+
+  // What others do, on a rank without data: zeros, and what it has accumulated itself.
+  void shadow_gradient(size_t flat);
+  void shadow_reduce(const std::vector<int64_t>& flat_and_used);
 
   int64_t shard_bytes() const;
 
@@ -37,6 +45,9 @@ class Gradients {
     size_t arrived = 0;            // of those that are expected, in this backward
     std::vector<char> expected;
     size_t expecting = 0;
+    /// Most of it is one parameter. If that one is tied, autograd keeps its first gradient until it has the second: the buffer waits until all are there,
+    /// or the same gradient would be in memory three times.
+    bool patient = false;
     at::Tensor shard;              // the mean, own segment
   };
   struct Reduction {
@@ -53,6 +64,9 @@ class Gradients {
   };
 
   void begin(size_t flat);
+  void take(size_t flat, size_t member);
+  void take_all(size_t flat);
+  at::Tensor& gradient_of(size_t flat, size_t member) const;
   void forget_arrivals();
   void reduce(size_t flat);
   void finish_one();
@@ -61,7 +75,8 @@ class Gradients {
 
   ShardedModel& model_;
   FsdpStats& stats_;
-  std::function<void(size_t unit)> reduced_;
+  Lead& lead_;
+  Callbacks callbacks_;
   std::vector<Pending> pending_;
   std::deque<std::shared_ptr<Reduction>> open_;
   CommStream stream_;

@@ -5,8 +5,7 @@
 #include <torch/torch.h>
 
 #include <memory>
-#include <string>
-#include <vector>
+#include <string_view>
 
 namespace tessera::fsdp {
 
@@ -27,7 +26,7 @@ class PageOwner {
  public:
   virtual ~PageOwner() = default;
   /// Called before operator `op` runs, with all of the owner's pages that it takes. Throws to stop it.
-  virtual void need(const std::vector<PageUse>& uses, const std::string& op) = 0;
+  virtual void need(c10::ArrayRef<PageUse> uses, std::string_view op) = 0;
 };
 
 /// A flat tensor whose memory comes and goes under it: views of it, and tensors saved for backward, share its storage and so come and go with
@@ -80,6 +79,12 @@ class NoDetection {
   c10::impl::ExcludeDispatchKeyGuard guard_;
   static thread_local int depth_;
 };
+
+/// Tells the owners of `uses` (at least one) that operator `op` is about to run.
+void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op);
+
+/// The operators of which most models are made go without the boxing of a fallback, which costs more than the rest of the detection. Once.
+void register_frequent_operators();
 
 /// Makes sure that operators on pages are noticed, from now on; returns the mechanism. UsageError when `wanted` is the key and it is taken.
 ParameterDetection start_detection(ParameterDetection wanted);

@@ -16,8 +16,9 @@ constexpr size_t kAtMostWaiting = 2;
 
 }  // namespace
 
-Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, std::function<void()> in_backward)
-    : model_(model), options_(options), stats_(stats), in_backward_(std::move(in_backward)), gathered_(model.units.size()), order_(model.units.size()),
+Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, Lead& lead,
+                     std::function<void()> in_backward)
+    : model_(model), options_(options), stats_(stats), lead_(lead), in_backward_(std::move(in_backward)), gathered_(model.units.size()), order_(model.units.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
   unlimited_ = !options.reshard_after_forward || options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
@@ -44,32 +45,51 @@ std::string Residency::describe(const PageUse& use) const {
   return fmt::format("unit {}", display_name(model_.units[flat.unit]));
 }
 
-void Residency::refuse_outside(const PageUse& use, const std::string& op) const {
+void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
   throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: {} takes {}, which is sharded and only whole while the model runs; expected a use inside the forward "
                                "of the wrapped model or its backward, or inside summon_full_params()", model_.world.rank(), op, describe(use)));
 }
 
-void Residency::refuse_write(const PageUse& use, const std::string& op) const {
+void Residency::refuse_write(const PageUse& use, std::string_view op) const {
   throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: {} writes to {}, of which only a gathered copy is there, so the change would be lost; expected writes inside "
                                "summon_full_params(), or to fsdp.parameters()", model_.world.rank(), op, describe(use)));
 }
 
-void Residency::need(const std::vector<PageUse>& uses, const std::string& op) {
+void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
   const bool backward = sharding::BackwardWatch::in_backward();
   if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
-  if (backward) in_backward_();
   const auto phase = backward ? Phase::backward : Phase::forward;
+  // Most operators use what the last one did.
+  if (uses.size() == 1 && !uses[0].written) {
+    const auto unit = model_.flats[uses[0].page->index()].unit;
+    if (order_.last_is(unit, phase) && gathered_[unit].state == State::resident) return;
+  }
+  if (backward) in_backward_();
   needed_.clear();
-  bool moved = false;
   for (const auto& use : uses) {
     if (use.written) refuse_write(use, op);
     const auto unit = model_.flats[use.page->index()].unit;
-    if (std::find(needed_.begin(), needed_.end(), unit) != needed_.end()) continue;
-    needed_.push_back(unit);
+    if (std::find(needed_.begin(), needed_.end(), unit) == needed_.end()) needed_.push_back(unit);
+  }
+  use(phase);
+}
+
+/// An operator uses the needed units.
+void Residency::use(Phase phase) {
+  at::NoGradGuard no_grad;
+  const bool backward = phase == Phase::backward;
+  bool moved = false, there = true;
+  for (const auto unit : needed_) {
     moved |= order_.touch(unit, phase);
+    there &= gathered_[unit].state == State::resident;
     gathered_[unit].last_use = ++clock_;
+  }
+  if (!moved && there) return;
+  if (backward || followed_) {
+    std::vector<int64_t> told{static_cast<int64_t>(phase)};
+    told.insert(told.end(), needed_.begin(), needed_.end());
+    lead_.tell(Event::Kind::use, std::move(told));
   }
   for (const auto unit : needed_) {
     if (gathered_[unit].state != State::released) continue;
@@ -177,6 +197,11 @@ void Residency::prefetch_next(Phase phase) {
   fetch(*next, phase, true);
 }
 
+void Residency::gradients_complete(size_t unit) {
+  std::lock_guard lock(mutex_);
+  if (order_.next_use(unit) == UseOrder::kNever) release(unit);
+}
+
 void Residency::gradients_done(size_t unit) {
   std::lock_guard lock(mutex_);
   gathered_[unit].changed = true;
@@ -187,8 +212,23 @@ void Residency::gradients_done(size_t unit) {
 
 void Residency::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (forwards_ == 0) agree_on_changes();
+  if (forwards_ == 0) {
+    followed_ = at::GradMode::is_enabled();
+    if (followed_) lead_.tell(Event::Kind::forward, {});
+    agree_on_changes();
+  }
   ++forwards_;
+}
+
+void Residency::shadow_forward() {
+  std::lock_guard lock(mutex_);
+  agree_on_changes();
+}
+
+void Residency::shadow_use(const std::vector<int64_t>& phase_and_units) {
+  std::lock_guard lock(mutex_);
+  needed_.assign(phase_and_units.begin() + 1, phase_and_units.end());
+  use(static_cast<Phase>(phase_and_units.at(0)));
 }
 
 void Residency::end_forward(bool step_over) {
@@ -227,11 +267,14 @@ void Residency::agree_on_changes() {
   if (kept.empty()) return;
   std::vector<int> changed;
   for (const auto u : kept) changed.push_back(gathered_[u].changed || versions(u) != gathered_[u].versions);
-  auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
-  model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
-  flags = flags.cpu();
+  if (model_.world.size() > 1) {
+    auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
+    model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+    flags = flags.cpu();
+    changed.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
+  }
   for (size_t i = 0; i < kept.size(); ++i) {
-    if (flags.data_ptr<int>()[i]) release(kept[i]);
+    if (changed[i]) release(kept[i]);
   }
 }
 

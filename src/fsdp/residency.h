@@ -2,6 +2,7 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/flat.h"
+#include "fsdp/lead.h"
 #include "fsdp/use_order.h"
 
 #include <functional>
@@ -18,19 +19,25 @@ namespace tessera::fsdp {
 class Residency : public PageOwner {
  public:
   /// `in_backward`: called when an operator of a backward takes a page.
-  Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, std::function<void()> in_backward);
+  Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, Lead& lead, std::function<void()> in_backward);
 
-  void need(const std::vector<PageUse>& uses, const std::string& op) override;
+  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
   void begin_forward();
   /// `step_over`: no backward can follow.
   void end_forward(bool step_over);
   void end_step();
-  /// The gradients of `unit` are on their way.
+  /// The gradients of `unit` are all there, and need room.
+  void gradients_complete(size_t unit);
+  /// They are on their way.
   void gradients_done(size_t unit);
   /// Lets go of everything: the shards have changed, or are about to.
   void release_all();
   bool running() const { return forwards_ > 0; }
+
+  // What others do, on a rank without data.
+  void shadow_forward();
+  void shadow_use(const std::vector<int64_t>& phase_and_units);
 
  private:
   enum class State : uint8_t { released, gathering, resident };
@@ -44,9 +51,10 @@ class Residency : public PageOwner {
     uint64_t last_use = 0;
   };
 
-  void refuse_outside(const PageUse& use, const std::string& op) const;
-  void refuse_write(const PageUse& use, const std::string& op) const;
+  void refuse_outside(const PageUse& use, std::string_view op) const;
+  void refuse_write(const PageUse& use, std::string_view op) const;
   std::string describe(const PageUse& use) const;
+  void use(Phase phase);
   void fetch(size_t unit, Phase phase, bool prefetch);
   void finish(size_t unit);
   void release(size_t unit);
@@ -60,6 +68,7 @@ class Residency : public PageOwner {
   ShardedModel& model_;
   const FullyShardedDataParallelOptions& options_;
   FsdpStats& stats_;
+  Lead& lead_;
   std::function<void()> in_backward_;
   std::recursive_mutex mutex_;
   std::vector<Gathered> gathered_;
@@ -70,6 +79,7 @@ class Residency : public PageOwner {
   int64_t resident_bytes_ = 0;  // without the root
   uint64_t clock_ = 0;
   int forwards_ = 0;
+  bool followed_ = false;  // the forward under way: one without gradients is none that a rank without data is in
   bool unlimited_ = false, keeps_unchanged_ = false;
 };
 

@@ -13,8 +13,8 @@ constexpr size_t kLongestStep = 1'000'000;
 }  // namespace
 
 bool UseOrder::touch(size_t unit, Phase phase) {
+  if (last_is(unit, phase)) return false;
   const Use use{unit, phase};
-  if (!current_.empty() && current_.back() == use) return false;
   if (current_.size() >= kLongestStep) current_.clear();
   current_.push_back(use);
   if (!lost_) follow(use);

@@ -19,6 +19,8 @@ class UseOrder {
 
   /// Returns whether this is another unit, or another phase, than the last.
   bool touch(size_t unit, Phase phase);
+  /// Whether a touch() of this would return false.
+  bool last_is(size_t unit, Phase phase) const { return !current_.empty() && current_.back() == Use{unit, phase}; }
   /// What was touched since the last call is now the record.
   void end_step();
 

@@ -35,6 +35,8 @@ class FsdpWrapper : public ModelWrapper {
     fsdp_.check_optimizer(*optimizer_);
   }
 
+  void shadow_backward() override { fsdp_.shadow_backward(); }
+  Joinable* joinable() override { return &fsdp_; }
   std::unique_ptr<NoSync> no_sync() override { return std::unique_ptr<NoSync>(new NoSync(fsdp_.no_sync())); }
 
   std::vector<at::Tensor> gradients() override {

@@ -36,6 +36,32 @@ TEST(Documented, Join) {
   });
 }
 
+TEST(Documented, JoinOverShards) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
+    Uneven net;
+    const auto batches = batches_of(rank);
+    tessera::FullyShardedDataParallel fsdp(net, world);
+    torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
+    // clang-format off
+    fsdp.set_shadow_step([&] {  // an iteration without data
+      optimizer.zero_grad();
+      fsdp.shadow_backward();
+      fsdp.clip_grad_norm_(1.0);
+      optimizer.step();
+    });
+    tessera::join({fsdp}, {}, [&](tessera::JoinLoop& loop) {
+      for (const auto& x : batches) {
+        loop.next();
+        optimizer.zero_grad();
+        loss_of(fsdp(x)).backward();
+        fsdp.clip_grad_norm_(1.0);
+        optimizer.step();
+      }
+    });
+    // clang-format on
+  });
+}
+
 TEST(Documented, OwnJoinable) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
     // clang-format off

@@ -1,10 +1,4 @@
-#include "harness/models.h"
-#include "harness/ranks.h"
-#include "tessera/distributed_data_parallel.h"
-#include "tessera/distributed_optimizer.h"
-#include "tessera/error.h"
-#include "tessera/join.h"
-#include "tessera/zero_redundancy_optimizer.h"
+#include "join/setups.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,153 +9,9 @@ namespace {
 
 using namespace tessera;
 using namespace tessera::testing;
+using namespace tessera::testing::joined;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 0.02}}); }
-
-/// A batch of its own for each rank and step.
-at::Tensor rows(int step, int rank) {
-  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + 10 * step + rank));
-}
-at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
-
-/// How many batches each rank has.
-using Batches = std::vector<int>;
-
-int longest(const Batches& batches) { return *std::max_element(batches.begin(), batches.end()); }
-
-/// What one process computes that has all ranks' batches: the gradients of those that have one, over the divisor.
-std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_world) {
-  auto net = seeded<Uneven>(1);
-  auto optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
-  for (int step = 0; step < longest(batches); ++step) {
-    std::vector<at::Tensor> losses;
-    for (size_t rank = 0; rank < batches.size(); ++rank) {
-      if (step < batches[rank]) losses.push_back(loss_of(net(rows(step, static_cast<int>(rank)))));
-    }
-    const auto divisor = static_cast<double>(divide_by_world ? batches.size() : losses.size());
-    optimizer->zero_grad();
-    (at::stack(losses).sum() / divisor).backward();
-    optimizer->step();
-  }
-  return copies(net->parameters());
-}
-
-void expect_equal(const std::vector<at::Tensor>& mine, const std::vector<at::Tensor>& expected,
-                  const std::string& where) {
-  ASSERT_EQ(mine.size(), expected.size());
-  for (size_t i = 0; i < mine.size(); ++i)
-    EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << where << ", parameter " << i;
-}
-
-/// The same loop, over whichever wrappers.
-struct Setup {
-  virtual ~Setup() = default;
-  virtual std::vector<std::reference_wrapper<Joinable>> joinables() = 0;
-  virtual void iteration(const at::Tensor& x) = 0;
-  Uneven net{nullptr};
-};
-
-struct DdpAlone : Setup {
-  DdpAlone(ProcessGroup group, DistributedDataParallelOptions options) {
-    net = seeded<Uneven>(1);
-    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
-    optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
-  }
-  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp}; }
-  void iteration(const at::Tensor& x) override {
-    optimizer->zero_grad();
-    loss_of((*ddp)(x)).backward();
-    optimizer->step();
-  }
-  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-};
-
-struct ZeroAlone : Setup {
-  ZeroAlone(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
-    net = seeded<Uneven>(1);
-    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
-  }
-  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*zero}; }
-  void iteration(const at::Tensor& x) override {
-    zero->zero_grad();
-    loss_of(net(x)).backward();
-    zero->step();
-  }
-  std::unique_ptr<ZeroRedundancyOptimizer> zero;
-};
-
-struct DdpWithZero : Setup {
-  DdpWithZero(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
-    net = seeded<Uneven>(1);
-    options.reduce_gradients = false;
-    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
-    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group);
-  }
-  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp, *zero}; }
-  void iteration(const at::Tensor& x) override {
-    zero->zero_grad();
-    loss_of((*ddp)(x)).backward();
-    zero->step();
-  }
-  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
-  std::unique_ptr<ZeroRedundancyOptimizer> zero;
-};
-
-struct DistributedAlone : Setup {
-  DistributedAlone(ProcessGroup group, DistributedOptimizerOptions options) {
-    net = seeded<Uneven>(1);
-    optimizer = std::make_unique<DistributedOptimizer>(*net, group, adamw(), options);
-  }
-  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*optimizer}; }
-  void iteration(const at::Tensor& x) override {
-    optimizer->zero_grad();
-    optimizer->backward(loss_of(net(x)));
-    optimizer->step();
-  }
-  std::unique_ptr<DistributedOptimizer> optimizer;
-};
-
-struct Case {
-  std::string name;
-  std::function<std::unique_ptr<Setup>(ProcessGroup)> make;
-};
-
-constexpr double kTiny = 60.0 / (1 << 20);
-
-std::vector<Case> cases() {
-  std::vector<Case> all;
-  const auto ddp = [&](const std::string& name, DistributedDataParallelOptions options) {
-    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<DdpAlone>(group, options); }});
-  };
-  ddp("ddp", {});
-  ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
-  ddp("ddp_copied_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
-  ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
-  for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
-    const std::string name = partition_name(partition);
-    ZeroRedundancyOptimizerOptions options{.partition = partition},
-        overlap{.partition = partition, .overlap_with_backward = true, .bucket_cap_mb = kTiny};
-    auto strict = overlap;
-    strict.find_unused_parameters = false;
-    all.push_back(
-        {"zero_" + name, [options](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, options); }});
-    all.push_back({"zero_overlap_" + name,
-                   [overlap](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, overlap); }});
-    all.push_back({"zero_overlap_strict_" + name,
-                   [strict](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, strict); }});
-    all.push_back(
-        {"ddp_zero_" + name, [options](ProcessGroup group) { return std::make_unique<DdpWithZero>(group, options); }});
-  }
-  for (const bool pack : {false, true}) {
-    DistributedOptimizerOptions options{.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
-    all.push_back({pack ? "distributed_packed" : "distributed",
-                   [options](ProcessGroup group) { return std::make_unique<DistributedAlone>(group, options); }});
-  }
-  return all;
-}
 
 class JoinOver : public ::testing::TestWithParam<Case> {};
 
@@ -178,7 +28,7 @@ TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
             setup->iteration(rows(step, rank));
           }
         });
-        expect_equal(setup->net->parameters(), expected,
+        expect_equal(setup->parameters(), expected,
                      "rank " + std::to_string(rank) + " of " + std::to_string(batches.size()));
         // Afterwards everything divides by the world again. What ranks keep apart (a plain optimizer's state) does not
         // count here.

@@ -101,7 +101,8 @@ TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
   const std::vector<std::string> wrappers{
       "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
       "parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
-      "parallel={type: DistributedOptimizer, reduce_method: mean, param_pack: true}"};
+      "parallel={type: DistributedOptimizer, reduce_method: mean, param_pack: true}",
+      "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"};
   for (const auto& wrapper : wrappers) {
     // 7 sequences a step on 2 ranks: 4 at a time, 42 in all: 5 full rounds, then 2 sequences for rank 0 alone.
     const auto joined = train_ranks(

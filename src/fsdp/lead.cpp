@@ -1,0 +1,25 @@
+#include "fsdp/lead.h"
+
+#include <cstring>
+#include <string>
+
+namespace tessera::fsdp {
+
+void Lead::tell(Event::Kind kind, std::vector<int64_t> values) {
+  if (follows_ || iteration_.active_ranks == world_.size()) return;
+  std::string text;
+  if (world_.rank() == iteration_.first_active) {
+    values.insert(values.begin(), static_cast<int64_t>(kind));
+    text.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t));
+  }
+  world_.broadcast_bytes(text, iteration_.first_active);
+}
+
+Event Lead::hear() {
+  const auto text = world_.broadcast_bytes("", iteration_.first_active);
+  std::vector<int64_t> values(text.size() / sizeof(int64_t));
+  std::memcpy(values.data(), text.data(), text.size());
+  return {static_cast<Event::Kind>(values.at(0)), {values.begin() + 1, values.end()}};
+}
+
+}  // namespace tessera::fsdp

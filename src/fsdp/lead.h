@@ -1,0 +1,57 @@
+#pragma once
+
+#include "tessera/join.h"
+#include "tessera/process_group.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace tessera::fsdp {
+
+/// [Note: ranks without data] In a join, while some rank is out of data, the first rank that has some tells what it is
+/// about to do that others must be in, and ranks without data do the same, with gradients of zero. They so take
+/// whatever way the model takes, also one that they have never seen, and come out with the same forecast and the same
+/// units as all. Told are decisions' causes, not their results: every rank decides alike what to release and prefetch.
+struct Event {
+  enum class Kind : int64_t {
+    forward,   ///< Begins.
+    use,       ///< Of units: phase, units.
+    gradient,  ///< The first of a flat: sync, flat.
+    reduce,    ///< Of a flat: flat, and of each member whether it has a gradient.
+    over,      ///< Backward is: sync.
+  };
+  Kind kind;
+  std::vector<int64_t> values;
+};
+
+class Lead {
+ public:
+  explicit Lead(ProcessGroup world) : world_(std::move(world)), iteration_{world_.size(), 0, world_.size()} {}
+
+  void begin_iteration(const JoinIteration& iteration) { iteration_ = iteration; }
+  /// Of the mean of gradients.
+  int divisor() const { return iteration_.divisor; }
+
+  /// To ranks without data, if there are any: on all others. Collective then.
+  void tell(Event::Kind kind, std::vector<int64_t> values);
+  /// On ranks without data. Collective.
+  Event hear();
+
+  /// While alive, this rank hears and does not tell.
+  class Follow {
+   public:
+    explicit Follow(Lead& lead) : lead_(lead) { lead_.follows_ = true; }
+    ~Follow() { lead_.follows_ = false; }
+    Follow(const Follow&) = delete;
+
+   private:
+    Lead& lead_;
+  };
+
+ private:
+  ProcessGroup world_;
+  JoinIteration iteration_;
+  bool follows_ = false;
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,201 @@
+#pragma once
+
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/join.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace tessera::testing::joined {
+
+inline OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 0.02}}); }
+
+/// A batch of its own for each rank and step.
+inline at::Tensor rows(int step, int rank) {
+  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + 10 * step + rank));
+}
+inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
+
+/// How many batches each rank has.
+using Batches = std::vector<int>;
+
+inline int longest(const Batches& batches) { return *std::max_element(batches.begin(), batches.end()); }
+
+/// What one process computes that has all ranks' batches: the gradients of those that have one, over the divisor.
+inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_world) {
+  auto net = seeded<Uneven>(1);
+  auto optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+  for (int step = 0; step < longest(batches); ++step) {
+    std::vector<at::Tensor> losses;
+    for (size_t rank = 0; rank < batches.size(); ++rank) {
+      if (step < batches[rank]) losses.push_back(loss_of(net(rows(step, static_cast<int>(rank)))));
+    }
+    const auto divisor = static_cast<double>(divide_by_world ? batches.size() : losses.size());
+    optimizer->zero_grad();
+    (at::stack(losses).sum() / divisor).backward();
+    optimizer->step();
+  }
+  return copies(net->parameters());
+}
+
+inline void expect_equal(const std::vector<at::Tensor>& mine, const std::vector<at::Tensor>& expected,
+                         const std::string& where) {
+  ASSERT_EQ(mine.size(), expected.size());
+  for (size_t i = 0; i < mine.size(); ++i)
+    EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << where << ", parameter " << i;
+}
+
+/// The same loop, over whichever wrappers.
+struct Setup {
+  virtual ~Setup() = default;
+  virtual std::vector<std::reference_wrapper<Joinable>> joinables() = 0;
+  virtual void iteration(const at::Tensor& x) = 0;
+  virtual std::vector<at::Tensor> parameters() { return copies(net->parameters()); }
+  Uneven net{nullptr};
+};
+
+struct DdpAlone : Setup {
+  DdpAlone(ProcessGroup group, DistributedDataParallelOptions options) {
+    net = seeded<Uneven>(1);
+    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
+    optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp}; }
+  void iteration(const at::Tensor& x) override {
+    optimizer->zero_grad();
+    loss_of((*ddp)(x)).backward();
+    optimizer->step();
+  }
+  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+};
+
+struct ZeroAlone : Setup {
+  ZeroAlone(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*zero}; }
+  void iteration(const at::Tensor& x) override {
+    zero->zero_grad();
+    loss_of(net(x)).backward();
+    zero->step();
+  }
+  std::unique_ptr<ZeroRedundancyOptimizer> zero;
+};
+
+struct DdpWithZero : Setup {
+  DdpWithZero(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    options.reduce_gradients = false;
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp, *zero}; }
+  void iteration(const at::Tensor& x) override {
+    zero->zero_grad();
+    loss_of((*ddp)(x)).backward();
+    zero->step();
+  }
+  std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
+  std::unique_ptr<ZeroRedundancyOptimizer> zero;
+};
+
+struct DistributedAlone : Setup {
+  DistributedAlone(ProcessGroup group, DistributedOptimizerOptions options) {
+    net = seeded<Uneven>(1);
+    optimizer = std::make_unique<DistributedOptimizer>(*net, group, adamw(), options);
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*optimizer}; }
+  void iteration(const at::Tensor& x) override {
+    optimizer->zero_grad();
+    optimizer->backward(loss_of(net(x)));
+    optimizer->step();
+  }
+  std::unique_ptr<DistributedOptimizer> optimizer;
+};
+
+struct FsdpAlone : Setup {
+  FsdpAlone(ProcessGroup group, FullyShardedDataParallelOptions options) {
+    net = seeded<Uneven>(1);
+    fsdp = std::make_unique<FullyShardedDataParallel<Uneven>>(net, group, options);
+    optimizer = adamw()({torch::optim::OptimizerParamGroup(fsdp->parameters())});
+    fsdp->set_shadow_step([this] {
+      optimizer->zero_grad();
+      fsdp->shadow_backward();
+      optimizer->step();
+    });
+  }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*fsdp}; }
+  void iteration(const at::Tensor& x) override {
+    optimizer->zero_grad();
+    loss_of((*fsdp)(x)).backward();
+    optimizer->step();
+  }
+  std::vector<at::Tensor> parameters() override {
+    const auto whole = fsdp->summon_full_params("", false);
+    return copies(net->parameters());
+  }
+  std::unique_ptr<FullyShardedDataParallel<Uneven>> fsdp;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+};
+
+struct Case {
+  std::string name;
+  std::function<std::unique_ptr<Setup>(ProcessGroup)> make;
+};
+
+inline constexpr double kTiny = 60.0 / (1 << 20);
+
+inline std::vector<Case> cases() {
+  std::vector<Case> all;
+  const auto ddp = [&](const std::string& name, DistributedDataParallelOptions options) {
+    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<DdpAlone>(group, options); }});
+  };
+  ddp("ddp", {});
+  ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
+  ddp("ddp_copied_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
+  ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
+  for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
+    const std::string name = partition_name(partition);
+    ZeroRedundancyOptimizerOptions options{.partition = partition},
+        overlap{.partition = partition, .overlap_with_backward = true, .bucket_cap_mb = kTiny};
+    auto strict = overlap;
+    strict.find_unused_parameters = false;
+    all.push_back(
+        {"zero_" + name, [options](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, options); }});
+    all.push_back({"zero_overlap_" + name,
+                   [overlap](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, overlap); }});
+    all.push_back({"zero_overlap_strict_" + name,
+                   [strict](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, strict); }});
+    all.push_back(
+        {"ddp_zero_" + name, [options](ProcessGroup group) { return std::make_unique<DdpWithZero>(group, options); }});
+  }
+  for (const bool pack : {false, true}) {
+    DistributedOptimizerOptions options{.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
+    all.push_back({pack ? "distributed_packed" : "distributed",
+                   [options](ProcessGroup group) { return std::make_unique<DistributedAlone>(group, options); }});
+  }
+  const auto fsdp = [&](const std::string& name, FullyShardedDataParallelOptions options) {
+    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<FsdpAlone>(group, options); }});
+  };
+  const auto leaves = wrap_leaves();
+  fsdp("fsdp_root", {});
+  fsdp("fsdp_leaves", {.wrap_policy = leaves});
+  fsdp("fsdp_prefetching", {.wrap_policy = leaves, .forward_prefetch = true});
+  fsdp("fsdp_post", {.wrap_policy = leaves, .backward_prefetch = BackwardPrefetch::post});
+  fsdp("fsdp_tiny_budget", {.wrap_policy = leaves, .resident_bytes = 1});
+  fsdp("fsdp_all_stays", {.wrap_policy = leaves, .resident_bytes = 1 << 20});
+  fsdp("fsdp_grad_op", {.wrap_policy = leaves, .sharding_strategy = ShardingStrategy::shard_grad_op});
+  fsdp("fsdp_no_shard", {.wrap_policy = leaves, .sharding_strategy = ShardingStrategy::no_shard});
+  return all;
+}
+
+}  // namespace tessera::testing::joined
