@@ -86,6 +86,11 @@ class ModelWrapper {
   /// Optimizer state of the pieces. Local.
   virtual std::vector<StateSlice> state_slices() = 0;
   virtual void load_state_slices(const std::vector<StateSlice>& slices) = 0;
+  /// The optimizer's whole state by parameter name, gathered to rank 0 by itself; other ranks get an empty one. As of
+  /// any other wrapper, and of the plain optimizer.
+  virtual OptimizerStateDict optimizer_state_dict() = 0;
+  /// Takes this rank's part of `dict`, the same on all ranks.
+  virtual void load_optimizer_state_dict(const OptimizerStateDict& dict) = 0;
   /// Whether this rank is the one that saves its pieces' state: one of those that hold the same. Local.
   virtual bool saves_pieces() const { return true; }
   /// While it lives, rank 0's module has whole parameters; null where they always are whole.
@@ -99,6 +104,8 @@ class ModelWrapper {
   virtual MemoryUse memory() = 0;  ///< After the first step. Local.
   /// What a single process would hold, given what the ranks do. Local.
   virtual MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const { return ranks.front(); }
+  /// What a rank should hold then, by the formula of this way of training. Local.
+  virtual MemoryUse formula(const MemoryUse& unsharded) const { return unsharded; }
 
  protected:
   /// Mean loss over this rank's batch with its graph, through the wrapper's own forward; notes the figures.

@@ -7,16 +7,17 @@
 #include <optional>
 
 #include "tessera/grad_scaler.h"
+#include "tessera/optimizer_state_dict.h"
 
 namespace tessera {
 
 class ModelWrapper;
 
 struct OptimWrapperOptions {
-  int64_t accumulative_counts = 1;         ///< backward passes an update
-  std::optional<double> clip_grad_norm = {}; ///< largest 2-norm of the global mean gradient
-  std::optional<double> clip_grad_value = {}; ///< largest absolute value of an element of it; after the norm
-  std::optional<at::ScalarType> autocast = {};///< bfloat16 (CPU, GPU) or float16 (GPU)
+  int64_t accumulative_counts = 1;              ///< backward passes an update
+  std::optional<double> clip_grad_norm = {};    ///< largest 2-norm of the global mean gradient
+  std::optional<double> clip_grad_value = {};   ///< largest absolute value of an element of it; after the norm
+  std::optional<at::ScalarType> autocast = {};  ///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
 
@@ -60,6 +61,9 @@ class OptimWrapper {
   double grad_norm() const { return norm_; }  ///< of the last update, before clipping
   double scale_factor() const;                ///< what the running iteration's loss is divided by
   GradScaler& scaler() { return scaler_; }
+  /// As ModelWrapper's: consolidates by itself, empty on ranks other than 0. A collective.
+  OptimizerStateDict state_dict();
+  void load_state_dict(const OptimizerStateDict& dict);
   const OptimWrapperOptions& options() const { return options_; }
   ModelWrapper& model() { return model_; }
 

@@ -114,8 +114,9 @@ DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
 
 /// Datasets of two files each: `train` must be there, `val` and `test` may.
 template <class Data, class Options>
-DataPlan read_pairs(OptionReader& options, const std::string& first, const std::string& second,
-                    const std::function<void(Options&)>& complete = [](Options&) {}) {
+DataPlan read_pairs(
+    OptionReader& options, const std::string& first, const std::string& second,
+    const std::function<void(Options&)>& complete = [](Options&) {}) {
   std::map<std::string, std::string> paths;
   for (const std::string part : {"", "val_", "test_"}) {
     for (const auto& key : {part + first, part + second}) {
@@ -149,10 +150,10 @@ DataPlan read_pairs(OptionReader& options, const std::string& first, const std::
       complete(files);
       return named(place, [&] { return std::make_shared<Data>(files); });
 });
-    };
-    return DataSplits{open(""), open("val_"), open("test_")};
   };
-  return plan;
+  return DataSplits{open(""), open("val_"), open("test_")};
+};
+return plan;
 }
 
 }  // namespace

@@ -57,6 +57,10 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
 
 OptimWrapper::~OptimWrapper() = default;
 
+OptimizerStateDict OptimWrapper::state_dict() { return model_.optimizer_state_dict(); }
+
+void OptimWrapper::load_state_dict(const OptimizerStateDict& dict) { model_.load_optimizer_state_dict(dict); }
+
 void OptimWrapper::initialize_count_status(int64_t done, int64_t all) {
   if (done < 0 || all < 0 || (all > 0 && done > all)) {
     throw UsageError("OptimWrapper: count status " + std::to_string(done) + " of " + std::to_string(all) +

@@ -137,12 +137,13 @@ void Reporter::test(const std::map<std::string, double>& figures) {
   line(fmt::format("test: loss {:.4f}{}", figures.at("loss"), others(figures)));
 }
 
-void Reporter::memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& unsharded) {
+void Reporter::memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& formula, const MemoryUse& unsharded) {
   line(fmt::format("{:<20}{:>16}{:>16}{:>18}{:>16}", "bytes per rank", "parameters", "gradients", "optimizer state",
                    "total"));
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     line(memory_row("rank " + std::to_string(rank), ranks[rank]));
   }
+  line(memory_row("formula", formula));
   line(memory_row("unsharded", unsharded));
 }
 

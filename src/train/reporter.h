@@ -51,7 +51,7 @@ class Reporter {
   void evaluation(int64_t step, const std::map<std::string, double>& figures, const std::optional<double>& baseline,
                   const std::string& baseline_name);
   void test(const std::map<std::string, double>& figures);
-  void memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& unsharded);
+  void memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& formula, const MemoryUse& unsharded);
   /// Best evaluation, throughput, bytes and calls of communication, seconds waited for data.
   void summary(const TrainResult& result, const CommStats& communication, double waited_for_data);
 

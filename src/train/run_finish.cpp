@@ -58,7 +58,8 @@ void Run::report_memory() {
       const auto* row = all.data_ptr<int64_t>() + 3 * rank;
       ranks.push_back({row[0], row[1], row[2]});
     }
-    reporter_->memory_table(ranks, wrapper_->unsharded(ranks));
+    const MemoryUse whole = wrapper_->unsharded(ranks);
+    reporter_->memory_table(ranks, wrapper_->formula(whole), whole);
   }
 }
 

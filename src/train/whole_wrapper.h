@@ -24,6 +24,12 @@ class WholeWrapper : public ModelWrapper {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     tessera::load_state_slices(*optimizer_, pieces(), slices);
   }
+  OptimizerStateDict optimizer_state_dict() override {
+    return group_.rank() == 0 ? state_dict(*optimizer_, named_) : OptimizerStateDict{};
+  }
+  void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
+    load_state_dict(*optimizer_, named_, dict);
+  }
   bool saves_pieces() const override { return group_.rank() == 0; }
   at::Tensor whole_parameter(const std::string& name) override { return whole_of(*model_.module, name, group_); }
   MemoryUse memory() override;

@@ -71,6 +71,10 @@ class FsdpWrapper : public ModelWrapper {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     tessera::load_state_slices(*optimizer_, fsdp_.pieces(), slices);
   }
+  OptimizerStateDict optimizer_state_dict() override { return fsdp_.optim_state_dict(*optimizer_); }
+  void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
+    fsdp_.load_optim_state_dict(*optimizer_, dict);
+  }
   bool saves_pieces() const override { return fsdp_.first_replica(); }
 
   std::shared_ptr<void> whole_on_rank0() override {
@@ -93,6 +97,10 @@ class FsdpWrapper : public ModelWrapper {
       use.optimizer_state += rank.optimizer_state;
     }
     return use;
+  }
+  MemoryUse formula(const MemoryUse& unsharded) const override {
+    const int ranks = group_.size();
+    return {unsharded.parameters / ranks, unsharded.gradients / ranks, unsharded.optimizer_state / ranks};
   }
 
  protected:
@@ -132,7 +140,8 @@ WrapPolicy read_wrap_policy(OptionReader& outer) {
   const auto make = [&](OptionReader& reader, const OptionMap& options) {
     return named(reader.at("type"), [&] { return registry::wrap_policies().make(type, options); });
   };
-  const std::string doc = "what becomes a unit; see fsdp.md";
+  const std::string doc =
+      "what becomes a unit: size_based (min_numel), name_based (patterns), leaves, none, or your own";
   if (given != nullptr && given->kind == ConfigNode::Kind::Scalar) {
     outer.read_choice("wrap_policy", type, registry::wrap_policies().names(), doc);
     return make(outer, {});

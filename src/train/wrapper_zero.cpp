@@ -59,6 +59,11 @@ class ZeroWrapper : public ModelWrapper {
   void publish_pieces() override { optimizer_.gather_parameters(); }
   std::vector<StateSlice> state_slices() override { return optimizer_.state_slices(); }
   void load_state_slices(const std::vector<StateSlice>& slices) override { optimizer_.load_state_slices(slices); }
+  OptimizerStateDict optimizer_state_dict() override {
+    optimizer_.consolidate_state_dict(0);
+    return group_.rank() == 0 ? optimizer_.state_dict() : OptimizerStateDict{};
+  }
+  void load_optimizer_state_dict(const OptimizerStateDict& dict) override { optimizer_.load_state_dict(dict); }
   at::Tensor whole_parameter(const std::string& name) override { return whole_of(*model_.module, name, group_); }
 
   MemoryUse memory() override {
@@ -74,6 +79,9 @@ class ZeroWrapper : public ModelWrapper {
       use.optimizer_state += rank.optimizer_state;
     }
     return use;
+  }
+  MemoryUse formula(const MemoryUse& unsharded) const override {
+    return {unsharded.parameters, unsharded.gradients, unsharded.optimizer_state / group_.size()};
   }
 
  protected:

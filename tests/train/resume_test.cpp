@@ -42,11 +42,10 @@ class ResumeTest : public testing::TrainFixture {
   }
 };
 
-const std::vector<std::string> kWays{"parallel.type=DistributedDataParallel",
-                                         "parallel.type=ZeroRedundancyOptimizer",
-                                         "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
-                                         "parallel={type: DistributedOptimizer, reduce_method: mean}",
-                                         "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+const std::vector<std::string> kWays{"parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+                                     "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
+                                     "parallel={type: DistributedOptimizer, reduce_method: mean}",
+                                     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
   const std::vector<std::string> everything{

@@ -4,6 +4,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/model_wrapper.h"
 #include "tessera/optim_wrapper.h"
+#include "tessera/registries.h"
 #include "tessera/safetensors.h"
 #include "train/train_fixture.h"
 
@@ -27,7 +28,8 @@ struct LineImpl : torch::nn::Module {
 };
 
 /// A line with given weights under a wrapper of this type, with plain SGD.
-std::unique_ptr<ModelWrapper> wrapped(const std::string& parallel, ProcessGroup group) {
+std::unique_ptr<ModelWrapper> wrapped(const std::string& parallel, ProcessGroup group,
+                                      const OptimizerPlan& optimizer = {"SGD", {{"lr", 0.1}}, {}}) {
   const auto line = std::make_shared<LineImpl>();
   {
     const torch::NoGradGuard no_grad;
@@ -41,7 +43,7 @@ std::unique_ptr<ModelWrapper> wrapped(const std::string& parallel, ProcessGroup 
   OptionReader reader(&options, {"parallel"}, "test");
   std::string type;
   reader.read_choice("type", type, registry::parallel().names(), "");
-  return registry::parallel().read(type, reader).make({model, nullptr, group, {"SGD", {{"lr", 0.1}}, {}}});
+  return registry::parallel().read(type, reader).make({model, nullptr, group, optimizer});
 }
 
 Batch batch_of(int64_t number) {
@@ -161,6 +163,34 @@ TEST(OptimWrapper, ScalingAndClippingChangeNothingThatTheyShouldNot) {
           const at::Tensor moved = (clipped - start).narrow(0, piece.begin, piece.numel).abs();
           EXPECT_LE(moved.numel() ? moved.max().item<double>() : 0, 5 * 0.1 * 1.01e-5) << type;
         }
+      });
+    }
+  }
+}
+
+TEST(OptimWrapper, StateDictConsolidatesByItselfAndIsEmptyOnOtherRanks) {
+  for (const int world : {1, 3}) {
+    std::map<std::string, at::Tensor> averages;
+    for (const auto& type : kTypes) {
+      OptimizerStateDict saved;
+      testing::run_ranks(world, [&](ProcessGroup group, int rank) {
+        const auto model = wrapped(type, group, {"Adam", {{"lr", 0.1}}, {}});
+        OptimWrapper optimizer(*model);
+        for (int64_t i = 0; i < 3; ++i) model->train_step(batch_of(i), optimizer);
+        const OptimizerStateDict dict = optimizer.state_dict();
+        EXPECT_EQ(dict.state.size(), rank == 0 ? 1u : 0u) << type;
+        if (rank == 0) saved = dict;
+      });
+      const at::Tensor average = saved.state.at("linear.weight").tensors.at("exp_avg");
+      EXPECT_EQ(average.sizes(), (std::vector<int64_t>{1, 3})) << type;
+      averages[type] = average;
+      EXPECT_TRUE(at::allclose(average, averages.begin()->second, 1e-6, 1e-8)) << type;
+      testing::run_ranks(2, [&](ProcessGroup group, int rank) {
+        const auto model = wrapped(type, group, {"Adam", {{"lr", 0.1}}, {}});
+        OptimWrapper optimizer(*model);
+        optimizer.load_state_dict(saved);
+        const OptimizerStateDict again = optimizer.state_dict();
+        if (rank == 0) EXPECT_TRUE(at::equal(again.state.at("linear.weight").tensors.at("exp_avg"), average)) << type;
       });
     }
   }
