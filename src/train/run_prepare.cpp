@@ -32,10 +32,9 @@ Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std
   // Layers that communicate must not meet the wrapper's collectives, nor those of a failed start.
   ProcessGroup own = group_;
   const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
-  agree(group_, [&] {
-    prepare();
-    make_model(layers);
-  });
+  agree(group_, [&] { prepare(); });
+  // Only now: making a model may be collective.
+  agree(group_, [&] { make_model(layers); });
   make();
 }
 
