@@ -7,9 +7,11 @@
 #include <poll.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <csignal>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "checkpoint/run_folder.h"
 
@@ -61,37 +63,72 @@ void expect_complete(const std::string& path, int64_t step) {
   EXPECT_TRUE(same_bits(state.scalars.at("step"), ScalarValue(step)));
 }
 
+using Clock = std::chrono::steady_clock;
+
+/// A process that trains from `from` on.
+class Trainee {
+ public:
+  Trainee(const std::string& run, int64_t from) {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
+    pid_ = ::fork();
+    if (pid_ == 0) train(run, from, ends[1]);
+    ::close(ends[1]);
+    out_ = ends[0];
+  }
+  ~Trainee() {
+    if (pid_ > 0) kill();
+    ::close(out_);
+  }
+  /// The next step that it reports; 0 when it is gone, or silent for long.
+  int64_t report() const {
+    pollfd ready{out_, POLLIN, 0};
+    int64_t step = 0;
+    return ::poll(&ready, 1, 20000) == 1 && ::read(out_, &step, sizeof step) == sizeof step ? step : 0;
+  }
+  /// False when it had ended by itself.
+  bool kill() {
+    ::kill(pid_, SIGKILL);
+    int status = 0;
+    ::waitpid(std::exchange(pid_, -1), &status, 0);
+    return WIFSIGNALED(status);
+  }
+
+ private:
+  pid_t pid_ = -1;
+  int out_ = -1;
+};
+
 TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
-  std::mt19937 random(2026);
+  // How long a start and a commit take here, so that the kills are spread over all of them.
+  Clock::duration start, commit;
   int64_t next = 1;
+  {
+    const auto began = Clock::now();
+    Trainee trainee(run_, next);
+    ASSERT_EQ(trainee.report(), 1);
+    const auto first = Clock::now();
+    while (next < 11) ASSERT_EQ(trainee.report(), ++next);
+    start = first - began;
+    commit = (Clock::now() - first) / 10;
+    ASSERT_TRUE(trainee.kill());
+    next = *store::step_of_name(fs::path(*latest_checkpoint(run_)).filename().string()) + 1;
+  }
+  std::mt19937 random(2026);
+  const int64_t first = next;
   int killed_half_way = 0;
   for (int round = 0; round < 100; ++round) {
-    int ends[2];
-    ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
-    const pid_t pid = ::fork();
-    if (pid == 0) train(run_, next, ends[1]);
-    ::close(ends[1]);
-    // Half of them die before the first commit of their own, with some luck.
+    Trainee trainee(run_, next);
     int64_t reported = next - 1;
-    pollfd ready{ends[0], POLLIN, 0};
-    if (round % 2 == 0) {
-      ASSERT_EQ(::poll(&ready, 1, 20000), 1);
-      ASSERT_EQ(::read(ends[0], &reported, sizeof reported), static_cast<ssize_t>(sizeof reported))
-          << "the child ended by itself";
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<int>(0, 20000)(random)));
-    ::kill(pid, SIGKILL);
-    int status = 0;
-    ::waitpid(pid, &status, 0);
-    ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself";
-    for (int64_t step = 0; ::read(ends[0], &step, sizeof step) == sizeof step;) reported = step;
-    ::close(ends[0]);
+    const bool wait = round % 4 != 0;
+    if (wait) ASSERT_GT(reported = trainee.report(), 0) << "it ended by itself";
+    const double part = std::uniform_real_distribution<double>(0, 1.3)(random);
+    std::this_thread::sleep_for(part * std::chrono::duration<double>(wait ? commit : start));
+    ASSERT_TRUE(trainee.kill()) << "it ended by itself";
+    for (int64_t step; (step = trainee.report()) > 0;) reported = step;
 
     const auto latest = latest_checkpoint(run_);
-    if (!latest) {
-      ASSERT_EQ(reported, 0) << "nothing is there";
-      continue;
-    }
+    ASSERT_TRUE(latest);
     const int64_t step = *store::step_of_name(fs::path(*latest).filename().string());
     ASSERT_GE(step, reported);
     ASSERT_LE(step, reported + 1);
@@ -105,7 +142,7 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
     }
     next = step + 1;
   }
-  EXPECT_GT(next, 50);
+  EXPECT_GT(next - first, 50);
   EXPECT_GT(killed_half_way, 10) << "the kills did not hit the writing";
 }
 
