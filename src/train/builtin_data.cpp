@@ -149,11 +149,10 @@ DataPlan read_pairs(
       Options files{inputs, paths.at(part + second)};
       complete(files);
       return named(place, [&] { return std::make_shared<Data>(files); });
-});
+    };
+    return DataSplits{open(""), open("val_"), open("test_")};
   };
-  return DataSplits{open(""), open("val_"), open("test_")};
-};
-return plan;
+  return plan;
 }
 
 }  // namespace

@@ -24,6 +24,29 @@ std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
 }
 
+/// A run that starts anew must not find the checkpoints of the one before as its own: they move to a folder beside.
+void set_aside_checkpoints(const std::string& folder) {
+  namespace fs = std::filesystem;
+  if (!latest_checkpoint(folder)) {
+    return;
+  }
+  int number = 1;
+  while (fs::exists(fs::path(folder) / fmt::format("earlier-{}", number))) {
+    ++number;
+  }
+  const fs::path aside = fs::path(folder) / fmt::format("earlier-{}", number);
+  fs::create_directory(aside);
+  std::vector<fs::path> steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.is_directory() && entry.path().filename().string().rfind("step-", 0) == 0) {
+      steps.push_back(entry.path());
+    }
+  }
+  for (const auto& step : steps) {
+    fs::rename(step, aside / step.filename());
+  }
+}
+
 }  // namespace
 
 /// Opens the folder for writing, and what the run goes on from.
@@ -35,8 +58,12 @@ void Run::open_checkpoints() {
     options.keep_last = static_cast<int>(config.keep_last);
     options.keep_every = config.keep_every;
     store_.emplace(config.folder, group_, options);
-    if (config.resume && first()) {
-      path = latest_checkpoint(config.folder).value_or("");
+    if (first()) {
+      if (config.resume) {
+        path = latest_checkpoint(config.folder).value_or("");
+      } else {
+        set_aside_checkpoints(config.folder);
+      }
     }
   }
   if (path.empty()) {

@@ -106,6 +106,7 @@ TEST_F(ResumeTest, ResumeIsTheDefaultAndCanBeRefused) {
   EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0) << "nothing is left to do: " << err_;
   EXPECT_EQ(train({"c.yaml", "--no-resume", "checkpoint.folder=c", "train.steps=5"}), 0) << err_;
   EXPECT_NE(out_.find("step 0/4"), std::string::npos) << out_;
+  EXPECT_TRUE(fs::exists("c/earlier-1/step-00000005")) << "nothing is lost";
   EXPECT_EQ(load_config("c/step-00000005/config.yaml").value("train.steps"), "5") << "a checkpoint has its config";
 }
 
