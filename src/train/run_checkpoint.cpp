@@ -58,13 +58,16 @@ void Run::open_checkpoints() {
     options.keep_last = static_cast<int>(config.keep_last);
     options.keep_every = config.keep_every;
     store_.emplace(config.folder, group_, options);
-    if (first()) {
+    agree(group_, [&] {
+      if (!first()) {
+        return;
+      }
       if (config.resume) {
         path = latest_checkpoint(config.folder).value_or("");
       } else {
         set_aside_checkpoints(config.folder);
       }
-    }
+    });
   }
   if (path.empty()) {
     path = config.from;
