@@ -84,7 +84,9 @@ struct FsdpStats {
   uint64_t prefetches = 0;        ///< Of the gathers: those begun before the first use.
   int64_t gathered_bytes = 0;     ///< Now. (Not reset.)
   int64_t peak_gathered_bytes = 0;
-  int64_t peak_gradient_bytes = 0;  ///< Unsharded gradients in flight.
+  int64_t gradient_bytes = 0;  ///< Unsharded gradients in flight, now. (Not reset.)
+  int64_t peak_gradient_bytes = 0;
+  int64_t peak_bytes = 0;  ///< Of both together.
 };
 
 namespace fsdp {

@@ -12,6 +12,7 @@ struct Seen {
   size_t count = 0;
 
   void see(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
     auto* page = Page::of(tensor);
     if (!page) return;
     // Of one page that an operator takes twice (weight and bias) once is enough.
@@ -58,7 +59,9 @@ void add_all(torch::Library& library) {
 void register_frequent_operators() {
   using namespace at::_ops;
   static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
-  add_all<linear, t, mm, addmm, matmul, transpose_int, view, detach, embedding, layer_norm, native_layer_norm,
+  // Transposes read no element, and whatever takes their result is noticed.
+  for (const char* name : {"t", "transpose.int"}) library.impl(name, torch::CppFunction::makeFallthrough());
+  add_all<linear, mm, addmm, matmul, view, detach, embedding, layer_norm, native_layer_norm,
           native_layer_norm_backward>(library);
 }
 

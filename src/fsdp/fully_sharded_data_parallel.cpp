@@ -84,9 +84,11 @@ const FsdpStats& FullyShardedDataParallelBase::stats() const { return core_->cor
 
 void FullyShardedDataParallelBase::reset_stats() {
   auto& stats = core_->core().stats;
-  const auto now = stats.gathered_bytes;
+  const auto gathered = stats.gathered_bytes, gradients = stats.gradient_bytes;
   stats = {};
-  stats.gathered_bytes = stats.peak_gathered_bytes = now;
+  stats.gathered_bytes = stats.peak_gathered_bytes = gathered;
+  stats.gradient_bytes = stats.peak_gradient_bytes = gradients;
+  stats.peak_bytes = gathered + gradients;
 }
 
 FullyShardedDataParallelBase::Memory FullyShardedDataParallelBase::memory() const {

@@ -47,8 +47,9 @@ void Gradients::begin(size_t f) {
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m), model_.parameters[flat.members[m]].tensor));
   }
-  bytes_ += static_cast<int64_t>(pending.flat.nbytes());
-  stats_.peak_gradient_bytes = std::max(stats_.peak_gradient_bytes, bytes_);
+  stats_.gradient_bytes += static_cast<int64_t>(pending.flat.nbytes());
+  stats_.peak_gradient_bytes = std::max(stats_.peak_gradient_bytes, stats_.gradient_bytes);
+  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.gathered_bytes + stats_.gradient_bytes);
 }
 
 void Gradients::arrived(size_t parameter) {
@@ -93,9 +94,11 @@ at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
-  std::vector<int64_t> told{static_cast<int64_t>(f)};
-  told.insert(told.end(), pending.has.begin(), pending.has.end());
-  lead_.tell(Event::Kind::reduce, std::move(told));
+  if (lead_.leads()) {
+    std::vector<int64_t> told{static_cast<int64_t>(f)};
+    told.insert(told.end(), pending.has.begin(), pending.has.end());
+    lead_.tell(Event::Kind::reduce, std::move(told));
+  }
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it
   auto reduction = std::make_shared<Reduction>();
@@ -178,7 +181,7 @@ void Gradients::finish_one() {
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m]) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
   }
-  bytes_ -= static_cast<int64_t>(reduction->slot.nbytes());
+  stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
   flat.gradient_slots->give(reduction->slot);
 }
 
@@ -216,7 +219,7 @@ void Gradients::abandon() {
     auto& pending = pending_[f];
     for (size_t m = 0; pending.patient && m < pending.has.size(); ++m) gradient_of(f, m) = at::Tensor();
     if (!pending.flat.defined()) continue;
-    bytes_ -= static_cast<int64_t>(pending.flat.nbytes());
+    stats_.gradient_bytes -= static_cast<int64_t>(pending.flat.nbytes());
     model_.flats[f].gradient_slots->give(pending.flat);
     pending.flat = at::Tensor();
     pending.views.clear();

@@ -80,7 +80,6 @@ class Gradients {
   std::vector<Pending> pending_;
   std::deque<std::shared_ptr<Reduction>> open_;
   CommStream stream_;
-  int64_t bytes_ = 0;
   bool sync_ = true;
   std::recursive_mutex mutex_;
 };

@@ -6,7 +6,7 @@
 namespace tessera::fsdp {
 
 void Lead::tell(Event::Kind kind, std::vector<int64_t> values) {
-  if (follows_ || iteration_.active_ranks == world_.size()) return;
+  if (!leads()) return;
   std::string text;
   if (world_.rank() == iteration_.first_active) {
     values.insert(values.begin(), static_cast<int64_t>(kind));

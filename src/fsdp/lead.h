@@ -26,12 +26,15 @@ struct Event {
 
 class Lead {
  public:
-  explicit Lead(ProcessGroup world) : world_(std::move(world)), iteration_{world_.size(), 0, world_.size()} {}
+  explicit Lead(ProcessGroup world)
+      : world_(std::move(world)), world_size_(world_.size()), iteration_{world_size_, 0, world_size_} {}
 
   void begin_iteration(const JoinIteration& iteration) { iteration_ = iteration; }
   /// Of the mean of gradients.
   int divisor() const { return iteration_.divisor; }
 
+  /// Whether some rank has no data and hears what this one tells.
+  bool leads() const { return !follows_ && iteration_.active_ranks < world_size_; }
   /// To ranks without data, if there are any: on all others. Collective then.
   void tell(Event::Kind kind, std::vector<int64_t> values);
   /// On ranks without data. Collective.
@@ -50,6 +53,7 @@ class Lead {
 
  private:
   ProcessGroup world_;
+  int world_size_;
   JoinIteration iteration_;
   bool follows_ = false;
 };

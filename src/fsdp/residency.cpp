@@ -77,7 +77,6 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
 
 /// An operator uses the needed units.
 void Residency::use(Phase phase) {
-  at::NoGradGuard no_grad;
   const bool backward = phase == Phase::backward;
   bool moved = false, there = true;
   for (const auto unit : needed_) {
@@ -86,21 +85,24 @@ void Residency::use(Phase phase) {
     gathered_[unit].last_use = ++clock_;
   }
   if (!moved && there) return;
-  if (backward || followed_) {
+  if (lead_.leads() && (backward || followed_)) {
     std::vector<int64_t> told{static_cast<int64_t>(phase)};
     told.insert(told.end(), needed_.begin(), needed_.end());
     lead_.tell(Event::Kind::use, std::move(told));
   }
-  for (const auto unit : needed_) {
-    if (gathered_[unit].state != State::released) continue;
-    if (!model_.units[unit].root) make_room(model_.units[unit].gathered_bytes, needed_, 0);
-    fetch(unit, phase, false);
+  if (!there) {
+    for (const auto unit : needed_) {
+      if (gathered_[unit].state != State::released) continue;
+      if (!model_.units[unit].root) make_room(model_.units[unit].gathered_bytes, needed_, 0);
+      fetch(unit, phase, false);
+    }
+    for (const auto unit : needed_) finish(unit);
   }
-  for (const auto unit : needed_) finish(unit);
   if (moved && (backward ? options_.backward_prefetch == BackwardPrefetch::pre : options_.forward_prefetch)) prefetch_next(phase);
 }
 
 void Residency::fetch(size_t index, Phase phase, bool prefetch) {
+  at::NoGradGuard no_grad;
   auto& unit = model_.units[index];
   auto& gathered = gathered_[index];
   const auto what = "gather of unit " + display_name(unit);
@@ -125,6 +127,7 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
   if (!unit.root) resident_bytes_ += unit.gathered_bytes;
   stats_.gathered_bytes += unit.gathered_bytes;
   stats_.peak_gathered_bytes = std::max(stats_.peak_gathered_bytes, stats_.gathered_bytes);
+  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.gathered_bytes + stats_.gradient_bytes);
 }
 
 void Residency::finish(size_t index) {
@@ -190,9 +193,10 @@ bool Residency::make_room(int64_t bytes, const std::vector<size_t>& needed, size
 }
 
 void Residency::prefetch_next(Phase phase) {
-  const auto waiting = std::count_if(gathered_.begin(), gathered_.end(), [](const Gathered& g) { return g.state == State::gathering; });
   const auto next = order_.next();
-  if (!next || gathered_[*next].state != State::released || !model_.units[*next].pages() || static_cast<size_t>(waiting) >= kAtMostWaiting) return;
+  if (!next || gathered_[*next].state != State::released || !model_.units[*next].pages()) return;
+  const auto waiting = std::count_if(gathered_.begin(), gathered_.end(), [](const Gathered& g) { return g.state == State::gathering; });
+  if (static_cast<size_t>(waiting) >= kAtMostWaiting) return;
   if (!model_.units[*next].root && !make_room(model_.units[*next].gathered_bytes, needed_, 1)) return;
   fetch(*next, phase, true);
 }

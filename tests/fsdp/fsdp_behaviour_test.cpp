@@ -134,6 +134,41 @@ TEST(FsdpCounts, UnchangedUnitsStayWithinTheBudget) {
   });
 }
 
+struct TiedRootImpl : torch::nn::Module {
+  TiedRootImpl() {
+    embedding = register_module("embedding", torch::nn::Embedding(50, 4));
+    block = register_module("block", torch::nn::Linear(4, 4));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})));
+  }
+  torch::Tensor forward(torch::Tensor tokens) { return torch::nn::functional::linear(norm(torch::tanh(block(embedding(tokens)))), embedding->weight); }
+  torch::nn::Embedding embedding{nullptr};
+  torch::nn::Linear block{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+};
+TORCH_MODULE(TiedRoot);
+
+TEST(FsdpCounts, TheGradientsOfATiedRootComeWhenItsParametersHaveGone) {
+  constexpr int64_t kRoot = (50 * 4 + 2 * 4) * 4, kBlock = 20 * 4;
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<TiedRoot>(1), plain = seeded<TiedRoot>(1);
+    FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_by_name({"block"})});
+    torch::optim::SGD optimizer(fsdp.parameters(), 0.5), other(plain->parameters(), 0.5);
+    const auto tokens = at::arange(12).view({3, 4}) * 4;
+    for (int i = 0; i < 3; ++i) {
+      fsdp.reset_stats();
+      step(fsdp, optimizer, tokens);
+      step(plain, other, tokens);
+      EXPECT_EQ(fsdp.stats().gathers_forward + fsdp.stats().gathers_backward, 2u) << i;
+      EXPECT_EQ(fsdp.stats().peak_gathered_bytes, kRoot + kBlock);
+      EXPECT_LE(fsdp.stats().peak_bytes, kRoot + 3 * kBlock) << i;
+      EXPECT_EQ(fsdp.stats().gradient_bytes, 0);
+    }
+    for (const auto& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    const auto whole = fsdp.summon_full_params();
+    for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
+  });
+}
+
 TEST(FsdpCounts, FrozenParametersAreNeitherReducedNorGivenGradients) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1), plain = seeded<Chain>(1);

@@ -77,9 +77,10 @@ TEST(JoinFsdp, ARankWithoutDataTakesWaysThatItHasNeverSeen) {
   // The model skips a block on odd steps; one rank has nothing from the start, another stops after a step without it.
   for (const auto& batches : std::vector<Batches>{{0, 5}, {5, 2, 0}, {1, 4, 4}}) {
     const auto expected = one_process(seeded<Skipping>(3), batches);
-    for (const bool prefetch : {false, true}) {
-      auto options = every_leaf();
-      options.forward_prefetch = prefetch;
+    auto prefetching = every_leaf();
+    prefetching.forward_prefetch = true;
+    // The last: of one unit, a part.
+    for (const auto& options : {every_leaf(), prefetching, FullyShardedDataParallelOptions{}}) {
       run_ranks(static_cast<int>(batches.size()), [&](ProcessGroup group, int rank) {
         Loop<Skipping> loop(seeded<Skipping>(3), group, options);
         loop.train(batches, rank);
