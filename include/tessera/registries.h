@@ -38,9 +38,10 @@ struct DataSplits {
 
 /// What a dataset may know of the rest of the config.
 struct DataContext {
-  int64_t vocab_size = 0;  ///< of the model; 0: not a language model
-  int64_t max_length = 0;  ///< of a sequence for it; 0: any
-  int64_t classes = 0;     ///< of the model; 0: not a classifier
+  int64_t vocab_size = 0;          ///< of the model; 0: not a language model
+  std::string vocab_size_at = {};  ///< where the config says it, to begin a message
+  int64_t max_length = 0;          ///< of a sequence for it; 0: any
+  int64_t classes = 0;             ///< of the model; 0: not a classifier
   SampleOrder order = SampleOrder::shuffled;
   uint64_t seed = 0;
 };

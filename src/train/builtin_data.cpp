@@ -34,8 +34,10 @@ void check_seq_len(OptionReader& options, const DataContext& context, int64_t se
 /// Sequences of `tokens`, and what a bigram model reaches on the evaluation part. `place`: of data.seq_len.
 DataSplits splits_of(const TokenData& tokens, int64_t seq_len, const std::string& place, const DataContext& context) {
   if (context.vocab_size > 0) {
-    tokens.train.require_below(context.vocab_size);
-    tokens.val.require_below(context.vocab_size);
+    named(context.vocab_size_at, [&] {
+      tokens.train.require_below(context.vocab_size);
+      tokens.val.require_below(context.vocab_size);
+    });
   }
   const auto sequences = [&](const Tokens& part, bool continuous) {
     return named(place, [&] { return std::make_shared<TokenDataset>(part, seq_len, continuous); });

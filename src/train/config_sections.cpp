@@ -41,8 +41,12 @@ void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
   if (data.type.empty()) {
     return keys.finish();
   }
-  const DataContext context{config.model.plan.vocab_size, config.model.plan.max_length, config.model.plan.classes,
-                            data.order, data.seed};
+  const DataContext context{config.model.plan.vocab_size,
+                            config.at("model.vocab_size"),
+                            config.model.plan.max_length,
+                            config.model.plan.classes,
+                            data.order,
+                            data.seed};
   data.plan = registry::datasets().read(data.type, keys, context);
 }
 
