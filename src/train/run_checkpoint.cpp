@@ -114,6 +114,9 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
   }
   wrapper_->load_state_slices(slices);
   if (average_ && averages.size() == slices.size()) {
+    for (size_t i = 0; i < averages.size(); ++i) {
+      averages[i] = averages[i].reshape(average_->averages()[i].sizes());
+    }
     average_->load(averages, averaged_updates_);
   }
 }
