@@ -59,8 +59,8 @@ void add_all(torch::Library& library) {
 void register_frequent_operators() {
   using namespace at::_ops;
   static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
-  // Transposes read no element, and whatever takes their result is noticed.
-  for (const char* name : {"t", "transpose.int"}) library.impl(name, torch::CppFunction::makeFallthrough());
+  // Transposes, and what they are made of, read no element, and whatever takes their result is noticed.
+  for (const char* name : {"t", "transpose.int", "as_strided"}) library.impl(name, torch::CppFunction::makeFallthrough());
   add_all<linear, mm, addmm, matmul, view, detach, embedding, layer_norm, native_layer_norm,
           native_layer_norm_backward>(library);
 }

@@ -74,7 +74,6 @@ void Core::dismiss(const std::vector<size_t>& units, bool writeback) {
       if (flat.permanent || !writeback) continue;
       const int rank = model.shard_group.rank();
       flat.shard.copy_(whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]));
-      for (auto& piece : flat.pieces) piece.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
   if (options.mixed_precision.param_dtype) watch();  // set_data to another dtype gave the parameters new accumulators

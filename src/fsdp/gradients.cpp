@@ -108,7 +108,6 @@ void Gradients::reduce(size_t f) {
   const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
   if (!pending.shard.defined()) pending.shard = at::empty({own}, flat.shard.options());
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    if (!pending.has[m]) pending.views[m].zero_();
     auto& grad = flat.pieces[m].tensor.mutable_grad();
     auto mine = window(f, m);
     if (grad.defined() && grad.data_ptr() != mine.data_ptr()) mine.copy_(grad);  // the caller's own

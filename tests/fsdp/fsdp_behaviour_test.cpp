@@ -48,6 +48,9 @@ TEST(FsdpCounts, GathersAndReductionsOfAStep) {
             EXPECT_GE(fsdp.stats().prefetches, 6u);
           }
         }
+        torch::NoGradGuard evaluating;
+        fsdp(rows(0));
+        EXPECT_EQ(fsdp.stats().gathered_bytes, 0);
       });
     }
   }
@@ -131,6 +134,60 @@ TEST(FsdpCounts, UnchangedUnitsStayWithinTheBudget) {
     for (auto p : fsdp.parameters()) p.mul_(2);  // seen
     EXPECT_FALSE(at::equal(fsdp(rows(0)), first));
     EXPECT_EQ(fsdp.stats().gathers_forward, 6u);
+    fsdp.reset_stats();
+    if (rank == 1) fsdp.parameters()[0].add_(1);  // also by one rank alone
+    fsdp(rows(0));
+    EXPECT_EQ(fsdp.stats().gathers_forward, 1u);
+  });
+}
+
+TEST(FsdpCounts, AtMostTwoPrefetchedUnitsWait) {
+  struct Net : ChainImpl {
+    Net() : ChainImpl(8) {}
+    torch::Tensor forward(torch::Tensor x, int stride) {
+      for (size_t i = 0; i < list->size(); i += stride) x = torch::tanh(list[i]->as<torch::nn::Linear>()->forward(x));
+      return x;
+    }
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto options = every_leaf();
+    options.forward_prefetch = true;
+    options.resident_bytes = 1 << 20;
+    FullyShardedDataParallel fsdp(std::make_shared<Net>(), group, options);
+    loss_of(fsdp(rows(0, rank, 2), 1)).backward();
+    fsdp.reset_stats();
+    fsdp(rows(0, rank, 2), 2);  // 0, 2, 4, 6; expects 1, 3, 5, 7
+    EXPECT_EQ(fsdp.stats().gathers_forward, 4u + 2u);
+    EXPECT_EQ(fsdp.stats().prefetches, 2u);
+  });
+}
+
+TEST(FsdpCounts, ParametersThatAreNeverUsedAreNotWaitedFor) {
+  struct Block : torch::nn::Module {
+    Block() {
+      weight = register_parameter("weight", torch::eye(4));
+      unused = register_parameter("unused", torch::ones({4, 4}));
+    }
+    torch::Tensor weight, unused;
+  };
+  struct Net : torch::nn::Module {
+    Net() {
+      for (int i = 0; i < 6; ++i) blocks.push_back(register_module("b" + std::to_string(i), std::make_shared<Block>()));
+    }
+    torch::Tensor forward(torch::Tensor x) {
+      for (const auto& block : blocks) x = torch::tanh(x.mm(block->weight));
+      return x;
+    }
+    std::vector<std::shared_ptr<Block>> blocks;
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    FullyShardedDataParallel fsdp(std::make_shared<Net>(), group, every_leaf());
+    for (int i = 0; i < 2; ++i) {
+      fsdp.reset_stats();
+      loss_of(fsdp(torch::ones({2, 4}))).backward();
+    }
+    EXPECT_EQ(fsdp.stats().reductions, 6u);
+    EXPECT_LE(fsdp.stats().peak_gradient_bytes, 3 * 32 * 4);  // once it is known, as if they were not there
   });
 }
 

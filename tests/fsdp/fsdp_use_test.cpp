@@ -87,6 +87,7 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
       EXPECT_EQ(reads(), "no error");
     }
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
+    EXPECT_EQ(net->head->weight.storage().data_ptr().get(), nullptr);  // nor is there anything for raw pointers
   });
 }
 
@@ -253,6 +254,10 @@ TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
         auto whole = fsdp.summon_full_params();
         EXPECT_EQ(net->head->weight.scalar_type(), at::kFloat);
       }
+      FullyShardedDataParallel one_unit(seeded<Chain>(1), group, {.mixed_precision = options.mixed_precision});
+      loss_of(one_unit(rows(0)).to(at::kFloat)).backward();
+      EXPECT_EQ(one_unit.stats().peak_gathered_bytes, 68 * 2);
+      EXPECT_EQ(one_unit.stats().peak_gradient_bytes, 68 * 4);
       step(fsdp, optimizer, rows(9, rank, world));
       for (const auto& p : fsdp.parameters()) {
         if (p.numel() > 0) EXPECT_TRUE(p.grad().defined());
@@ -270,7 +275,10 @@ TEST(FsdpAutocast, KeepsNoCastCopies) {
       at::Tensor a, b;
       {
         const compat::AutocastState::Scope scope(on);
-        a = loss_of(fsdp(rows(i)).to(at::kFloat));
+        a = loss_of(fsdp.call([&](auto& module) {
+                          EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+                          return module->forward(rows(i));
+                        }).to(at::kFloat));
         b = loss_of(plain(rows(i)).to(at::kFloat));
       }
       at::autocast::clear_cache();
