@@ -197,7 +197,12 @@ struct TiedRootImpl : torch::nn::Module {
     block = register_module("block", torch::nn::Linear(4, 4));
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})));
   }
-  torch::Tensor forward(torch::Tensor tokens) { return torch::nn::functional::linear(norm(torch::tanh(block(embedding(tokens)))), embedding->weight); }
+  torch::Tensor forward(torch::Tensor tokens) {
+    auto x = torch::tanh(block(embedding(tokens)));
+    if (fails && x.requires_grad()) x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a bad gradient"); });
+    return torch::nn::functional::linear(norm(x), embedding->weight);
+  }
+  bool fails = false;
   torch::nn::Embedding embedding{nullptr};
   torch::nn::Linear block{nullptr};
   torch::nn::LayerNorm norm{nullptr};
@@ -221,6 +226,25 @@ TEST(FsdpCounts, TheGradientsOfATiedRootComeWhenItsParametersHaveGone) {
       EXPECT_EQ(fsdp.stats().gradient_bytes, 0);
     }
     for (const auto& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    const auto whole = fsdp.summon_full_params();
+    for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
+  });
+}
+
+TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<TiedRoot>(1), plain = seeded<TiedRoot>(1);
+    FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_by_name({"block"})});
+    torch::optim::SGD optimizer(fsdp.parameters(), 0.5), other(plain->parameters(), 0.5);
+    const auto tokens = at::arange(12).view({3, 4}) * 4;
+    for (int i = 0; i < 3; ++i) {
+      net->fails = true;
+      EXPECT_THROW(loss_of(fsdp(tokens)).backward(), std::runtime_error);
+      net->fails = false;
+      step(fsdp, optimizer, tokens);
+      step(plain, other, tokens);
+    }
+    EXPECT_EQ(fsdp.stats().gradient_bytes, 0);
     const auto whole = fsdp.summon_full_params();
     for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
   });

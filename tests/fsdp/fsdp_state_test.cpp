@@ -155,6 +155,15 @@ TEST_F(FsdpState, ChannelsLastKeepsItsMemoryOrder) {
   }
 }
 
+TEST_F(FsdpState, OptionsOfTheOptimizerAreLoaded) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    FullyShardedDataParallel fsdp(seeded<Chain>(1), group, {});
+    torch::optim::SGD optimizer(fsdp.parameters(), 0.1), other(fsdp.parameters(), 0.5);
+    fsdp.load_optim_state_dict(other, fsdp.optim_state_dict(optimizer, -1));
+    EXPECT_EQ(static_cast<torch::optim::SGDOptions&>(other.param_groups()[0].options()).lr(), 0.1);
+  });
+}
+
 TEST_F(FsdpState, WhatDoesNotFitIsNamedOnAllRanks) {
   const auto error_of = [](const std::function<void()>& call) -> std::string {
     try {
