@@ -24,7 +24,7 @@ class Readme(unittest.TestCase):
             for snippet in re.findall(r"```cpp\n(.*?)```", (SOURCE / "docs" / page).read_text(), re.S):
                 self.assertIn(snippet, compiled, page)
                 found += 1
-        self.assertEqual(found, 6)
+        self.assertEqual(found, 7)
 
     def test_cmake_is_the_consumers(self):
         (snippet,) = blocks("cmake")

@@ -121,7 +121,7 @@ class Runs(unittest.TestCase):
         process = self.start("train.steps=1000000", "checkpoint.every=1000000", "train.eval_every=0")
         self.wait_for(process, "step ")
         done = self.call(code=2)
-        self.assertIn(".lock", done.stderr)
+        self.assertIn("two runs cannot share a folder", done.stderr)
         self.assertRegex(done.stderr, r"pid \d+")
         os.killpg(process.pid, signal.SIGKILL)
 
