@@ -25,7 +25,7 @@ struct Spirals : tessera::Dataset {
   tessera::Batch get(const std::vector<int64_t>& samples) const override {
     const auto i = torch::tensor(samples, torch::kLong) % size();
     const auto spiral = i % 2, angle = i / 100.0;
-    return {torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 10, spiral};
+    return {torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 2, spiral};
   }
 };
 

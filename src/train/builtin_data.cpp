@@ -164,8 +164,9 @@ void add_datasets(registry::Datasets& datasets) {
   datasets.add("TokenBin", read_token_bin, "llm.c's token files, cut into sequences");
   datasets.add(
       "Idx",
-      [](OptionReader& options, const DataContext&) {
-        return read_pairs<IdxDataset, IdxOptions>(options, "images", "labels");
+      [](OptionReader& options, const DataContext& context) {
+        return read_pairs<IdxDataset, IdxOptions>(
+            options, "images", "labels", [classes = context.classes](IdxOptions& files) { files.classes = classes; });
       },
       "images and labels in MNIST's IDX format");
   datasets.add(
