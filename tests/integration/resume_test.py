@@ -14,8 +14,8 @@ data: {type: ByteText, path: /usr/share/common-licenses/GPL-3, seq_len: 16}
 optimizer: {type: AdamW, lr: 1e-3}
 scheduler: {type: warmup_cosine, warmup_steps: 5}
 parallel: {type: ZeroRedundancyOptimizer}
-train: {steps: 40, global_batch: 12, log: log.jsonl, save: out.safetensors, eval_every: 10, ema: {decay: 0.9}}
-checkpoint: {folder: run, every: 4}
+train: {steps: 400, global_batch: 12, log: log.jsonl, save: out.safetensors, eval_every: 100, ema: {decay: 0.9}}
+checkpoint: {folder: run, every: 20}
 """
 
 
@@ -70,7 +70,7 @@ class Runs(unittest.TestCase):
     def test_signals_save_and_have_their_own_codes(self):
         whole = self.whole()
         for number in (signal.SIGTERM, signal.SIGINT):
-            process = self.start("train.steps=40")
+            process = self.start()
             self.wait_for(process, "loss")
             process.send_signal(number)
             rest, _ = process.communicate(timeout=30)
@@ -85,7 +85,8 @@ class Runs(unittest.TestCase):
         for _ in range(4):
             process = self.start()
             self.wait_for(process, "step ")
-            time.sleep(choice.uniform(0, 0.3))
+            time.sleep(choice.uniform(0, 0.25))
+            self.assertIsNone(process.poll(), "killed in the middle of the run")
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)
         self.call()
@@ -93,7 +94,7 @@ class Runs(unittest.TestCase):
 
     def test_a_second_signal_leaves_at_once_and_loses_nothing(self):
         whole = self.whole()
-        process = self.start("train.steps=40", ranks=2)
+        process = self.start()
         self.wait_for(process, "checkpoint written to")
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -124,6 +125,7 @@ class Runs(unittest.TestCase):
         self.assertIn("two runs cannot share a folder", done.stderr)
         self.assertRegex(done.stderr, r"pid \d+")
         os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
 
     def test_no_checkpoint_folder(self):
         process = self.start("checkpoint=null", "train.steps=1000000", "train.eval_every=0")
