@@ -142,8 +142,8 @@ class ProcessGroup {
   /// and what this rank and the lowest rank that differs from it have there. For wrappers: names, shapes, dtypes, options, in order.
   void check_contract(const std::string& component, const std::vector<std::string>& entries);
 
-  /// Ends the group because of this rank's mistake: throws UsageError(message) here, and on every other rank in the
-  /// collective where it waits or that it calls next. Not a collective. The group cannot be used afterwards.
+  /// Ends the group and its sub-groups because of this rank's mistake: throws UsageError(message) here, and on every other rank in
+  /// the collective of one of these groups where it waits or that it calls next. Not a collective. They cannot be used afterwards.
   [[noreturn]] void fail(const std::string& message);
   /// A rank called fail(), and this one knows. Local.
   bool ended() const;

@@ -428,7 +428,9 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.options = impl_->world.options;
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color), impl_->world.store);
   auto transport = comm::make_transport(world);
-  return ProcessGroup(std::make_shared<Impl>(std::move(world), std::move(transport)));
+  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
+  impl_->add_child(child);
+  return ProcessGroup(std::move(child));
 }
 
 void ProcessGroup::check_contract(const std::string& component, const std::vector<std::string>& entries) {

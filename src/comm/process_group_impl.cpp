@@ -4,7 +4,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <optional>
+#include <thread>
 #include <utility>
 
 namespace tessera {
@@ -66,19 +70,63 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeade
   return lines;
 }
 
-void ProcessGroup::Impl::fail(const std::string& message) {
-  failure_ = message.empty() ? "failed" : message;
+Work ProcessGroup::Impl::announce(const std::string& message) {
+  failure_ = message;
   ended = true;
-  if (!alone()) {
-    OpHeader header;
-    header.op = Op::fail;
-    header.numel = static_cast<int64_t>(failure_.size());
-    header.free_numel = 1;
-    // Behind whatever is queued: the other ranks count on that too.
-    queue_.submit([this, header]() mutable {
-      header.sequence = ++sequence_;
-      failure_ = failure_of(transport->exchange(header), header);
-    }).wait();
+  if (alone()) return {};
+  OpHeader header;
+  header.op = Op::fail;
+  header.numel = static_cast<int64_t>(failure_.size());
+  header.free_numel = 1;
+  // Behind whatever is queued: the other ranks count on that too.
+  return queue_.submit([this, header]() mutable {
+    header.sequence = ++sequence_;
+    failure_ = failure_of(transport->exchange(header), header);
+  });
+}
+
+void ProcessGroup::Impl::add_child(const std::shared_ptr<Impl>& child) {
+  std::lock_guard lock(children_mutex_);
+  children_.push_back(child);
+}
+
+std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants() {
+  std::vector<std::shared_ptr<Impl>> result;
+  std::lock_guard lock(children_mutex_);
+  for (const auto& known : children_) {
+    if (const auto child = known.lock()) {
+      result.push_back(child);
+      for (const auto& further : child->descendants()) result.push_back(further);
+    }
+  }
+  return result;
+}
+
+void ProcessGroup::Impl::fail(const std::string& message) {
+  const std::string text = message.empty() ? "failed" : message;
+  std::vector<Work> told;
+  const auto below = descendants();
+  for (const auto& group : below) {
+    if (!group->ended) told.push_back(group->announce(text));
+  }
+  Work own = announce(text);
+  if (told.empty()) {
+    own.wait();
+  } else {
+    // The others wait in one of these groups, different ones in different groups perhaps; in the rest nobody answers.
+    told.push_back(own);
+    constexpr std::chrono::milliseconds kOthers{500}, kPoll{2};
+    const auto give_up = std::chrono::steady_clock::now() + world.options.timeout;
+    std::optional<std::chrono::steady_clock::time_point> first;
+    while (true) {
+      const auto now = std::chrono::steady_clock::now();
+      const auto done = std::count_if(told.begin(), told.end(), [](const Work& work) { return work.done(); });
+      if (done > 0 && !first) first = now;
+      if (done == static_cast<int64_t>(told.size()) || now > give_up || (first && now > *first + kOthers)) break;
+      std::this_thread::sleep_for(kPoll);
+    }
+    if (!own.done()) throw UsageError(text);
+    own.wait();
   }
   throw UsageError(failure_);
 }

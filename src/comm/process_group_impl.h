@@ -19,7 +19,9 @@ class ProcessGroup::Impl {
   /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a world of one. `what`: for messages.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
   void run(comm::OpHeader header, Body body, const std::string& what = "");
+  /// Tells the ranks of this group and of its sub-groups, in whichever they wait.
   [[noreturn]] void fail(const std::string& message);
+  void add_child(const std::shared_ptr<Impl>& child);
   Work submit(comm::OpHeader header, Body body, const std::string& what = "");
 
   bool alone() const { return world.size == 1; }
@@ -37,10 +39,16 @@ class ProcessGroup::Impl {
   std::vector<comm::OpHeader> compare(const comm::OpHeader& header, const std::string& what);
   std::vector<std::string> exchange_purposes(const std::string& mine);
 
+  /// Begins to tell this group's ranks.
+  Work announce(const std::string& message);
+  std::vector<std::shared_ptr<Impl>> descendants();
+
   std::string failure_of(const std::vector<comm::OpHeader>& headers, const comm::OpHeader& mine);
 
   uint64_t sequence_ = 0;
   std::string failure_;  // set once: what ended the group
+  std::mutex children_mutex_;
+  std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;
   CommStats stats_;
   comm::Queue queue_;

@@ -275,6 +275,25 @@ TEST(JoinFsdp, ForwardPassesWithoutGradientsAreMadeByAll) {
   });
 }
 
+TEST(JoinFsdp, ARankOfAHybridGroupThatThrowsEndsTheOthers) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {
+    joined::FsdpAlone setup(
+        group,
+        {.wrap_policy = wrap_leaves(), .sharding_strategy = ShardingStrategy::hybrid_shard, .shard_group_size = 2});
+    join(setup.joinables(), {}, [&](JoinLoop& loop) {
+      for (int step = 0; step < 5; ++step) {
+        loop.next();
+        if (rank == 2 && step == 2) throw std::runtime_error("a bad record");
+        setup.iteration(rows(step, rank));
+      }
+    });
+  });
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 5);
+  for (const int rank : {2, 3}) EXPECT_THAT(message_of(errors[rank]), HasSubstr("join: rank 2: a bad record")) << rank;
+  for (const int rank : {0, 1}) EXPECT_TRUE(errors[rank]) << rank;
+}
+
 TEST(JoinFsdp, WithoutAStepForShadowsItIsRefused) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     Loop<Uneven> loop(seeded<Uneven>(1), group, {});
