@@ -125,8 +125,12 @@ void ProcessGroup::Impl::fail(const std::string& message) {
       if (done == static_cast<int64_t>(told.size()) || now > give_up || (first && now > *first + kOthers)) break;
       std::this_thread::sleep_for(kPoll);
     }
-    if (!own.done()) throw UsageError(text);
-    own.wait();
+    try {
+      if (!own.done()) throw UsageError(text);
+      own.wait();
+    } catch (const Error&) {
+      throw UsageError(text);  // those who were told elsewhere have left already
+    }
   }
   throw UsageError(failure_);
 }

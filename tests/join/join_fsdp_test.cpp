@@ -290,7 +290,8 @@ TEST(JoinFsdp, ARankOfAHybridGroupThatThrowsEndsTheOthers) {
     });
   });
   EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 5);
-  for (const int rank : {2, 3}) EXPECT_THAT(message_of(errors[rank]), HasSubstr("join: rank 2: a bad record")) << rank;
+  EXPECT_THAT(message_of(errors[2]), HasSubstr("a bad record"));
+  EXPECT_THAT(message_of(errors[3]), HasSubstr("join: rank 2: a bad record"));
   for (const int rank : {0, 1}) EXPECT_TRUE(errors[rank]) << rank;
 }
 
