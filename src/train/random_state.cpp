@@ -19,7 +19,8 @@ at::Generator generator_of(const std::string& name) {
 std::vector<std::string> generators() {
   std::vector<std::string> names{"cpu"};
   if (torch::cuda::is_available()) {
-    for (size_t i = 0; i < torch::cuda::device_count(); ++i) {
+    const auto devices = static_cast<int>(torch::cuda::device_count());
+    for (int i = 0; i < devices; ++i) {
       names.push_back("cuda." + std::to_string(i));
     }
   }
