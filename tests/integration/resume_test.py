@@ -79,6 +79,19 @@ class Runs(unittest.TestCase):
         self.call()
         self.assertEqual(self.outcome(), whole)
 
+    def test_a_signal_to_one_rank_stops_all(self):
+        whole = self.whole()
+        process = self.start()
+        self.wait_for(process, "step ")
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (second,) = [pid for pid in children if b"RANK=1" in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        os.kill(int(second), signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+        self.assertEqual(process.returncode, 143, rest)
+        self.assertIn("the same command goes on from run/step-", rest)
+        self.call()
+        self.assertEqual(self.outcome(), whole)
+
     def test_killed_runs_go_on_bit_by_bit(self):
         whole = self.whole()
         choice = random.Random(1)

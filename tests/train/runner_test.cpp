@@ -224,6 +224,8 @@ TEST_F(RunnerTest, AveragesAreTheSameOverPieces) {
   const auto reference = train_ranks(1, ema);
   EXPECT_EQ(reference.losses, plain.losses) << "an average only looks";
   EXPECT_GT(*reference.eval_loss, *plain.eval_loss) << "it lags behind";
+  EXPECT_LT(*reference.eval_loss,
+            0.99 * *train_ranks(1, {"train.steps=0", "train.save=null", "train.save_config=false"}).eval_loss);
   const SafetensorsFile expected("out/model.safetensors");
   for (const auto& wrapper : kWrappers) {
     for (const int world : {1, 2, 3}) {
@@ -245,6 +247,11 @@ TEST_F(RunnerTest, ParamwiseOptionsReachTheOptimizerOfEveryWrapper) {
   const auto reference = train_ranks(1, {rules});
   const SafetensorsFile expected("out/model.safetensors");
   EXPECT_NE(reference.losses, train_ranks(1, {}).losses);
+  train_ranks(1, {"train.steps=0", "train.save=initial.safetensors"});
+  train_ranks(1, {rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
+  const SafetensorsFile initial("initial.safetensors"), ruled("out/model.safetensors");
+  EXPECT_TRUE(at::equal(ruled.load("transformer.wpe.weight"), initial.load("transformer.wpe.weight"))) << "lr_mult: 0";
+  EXPECT_FALSE(at::equal(ruled.load("transformer.wte.weight"), initial.load("transformer.wte.weight")));
   for (const auto& wrapper : kWrappers) {
     const auto result = train_ranks(2, {wrapper, rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
     const auto same = train_ranks(1, {rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
