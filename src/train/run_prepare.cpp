@@ -79,9 +79,13 @@ void Run::load_data() {
 }
 
 void Run::make_model(const ProcessGroup& own_group) {
-  // Every rank draws the same initial weights; ranks that are threads of one process share the generator.
+  // Every rank draws the same initial weights; ranks that are threads of one process share the generator. Models that
+  // communicate while they are made wait for the other ranks: not under a lock.
   static std::mutex one_at_a_time;
-  const std::lock_guard lock(one_at_a_time);
+  std::unique_lock lock(one_at_a_time, std::defer_lock);
+  if (!config_.model.plan.communicates) {
+    lock.lock();
+  }
   torch::manual_seed(config_.model.seed);
   model_ = named(config_.at("model"), [&] { return config_.model.plan.make({own_group, config_.model.seed}); });
   if (!model_.module) {
