@@ -377,6 +377,22 @@ TEST_F(RunnerTest, OwnModelDatasetLossAndHook) {
   EXPECT_THROW(train_ranks(1, {"loss=null"}), UsageError) << "a model without a loss";
 }
 
+TEST_F(RunnerTest, ModelsMayCommunicateWhileTheyAreMade) {
+  registry::models().add("Meeting", [](OptionReader& options) {
+    ModelPlan plan = model_plan<LineImpl>(options);
+    plan.communicates = true;
+    plan.make = [make = plan.make](const ModelContext& context) {
+      ProcessGroup(context.group).barrier();
+      return make(context);
+    };
+    return plan;
+  });
+  registry::datasets().add<Halves>("MeetingHalves");
+  std::ofstream("c.yaml") << "model: {type: Meeting}\ndata: {type: MeetingHalves}\nloss: {type: cross_entropy}\n"
+                             "optimizer: {type: SGD}\ntrain: {steps: 0, global_batch: 6}\n";
+  EXPECT_NO_THROW(train_ranks(3, {"parallel.type=DistributedDataParallel", "data.count=6", "loss.type=l1"}));
+}
+
 TEST_F(RunnerTest, ValAndTestStepsPredict) {
   testing::run_ranks(2, [&](ProcessGroup group, int rank) {
     for (const auto& type : kTypes) {
