@@ -102,7 +102,7 @@ class FullySharded {
   ~FullySharded();
 
   void begin_forward();
-  void end_forward();
+  void end_forward(bool threw);
   at::Tensor cast_input(const at::Tensor& input) const;
 
   fsdp::Core& core() const { return *core_; }
@@ -113,12 +113,13 @@ class FullySharded {
 
 class ForwardScope {
  public:
-  explicit ForwardScope(FullySharded& core) : core_(core) { core_.begin_forward(); }
-  ~ForwardScope() { core_.end_forward(); }
+  explicit ForwardScope(FullySharded& core) : core_(core), exceptions_(std::uncaught_exceptions()) { core_.begin_forward(); }
+  ~ForwardScope() noexcept(false) { core_.end_forward(std::uncaught_exceptions() > exceptions_); }
   ForwardScope(const ForwardScope&) = delete;
 
  private:
   FullySharded& core_;
+  int exceptions_;
 };
 
 }  // namespace detail

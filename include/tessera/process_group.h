@@ -126,7 +126,8 @@ class ProcessGroup {
   /// send_counts[r] elements of `input`, in rank order, go to rank r; recv_counts[r] arrive from it. 1-D tensors.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts);
-  void barrier();
+  /// `what` as in all_gather_async.
+  void barrier(const std::string& what = "");
 
   /// Byte strings (control data; sizes may differ between ranks).
   std::vector<std::string> all_gather_bytes(const std::string& mine);
@@ -154,6 +155,10 @@ class ProcessGroup {
   /// Rank `peer`'s tensor of that same allocate() call, for reading between barriers; undefined when it is not
   /// shared. Local.
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const;
+  /// A 1-D zero-filled tensor of which there is one for all ranks of a group on one host ("shm"): what one writes, all see. Undefined where ranks share no
+  /// memory. all_gather of (a part of) it moves nothing, for every segment is in its place: when it returns, what each rank wrote before calling is everyone's. Other
+  /// collectives take parts that do not overlap between ranks. Who writes while another reads is the caller's affair. Collective; same numel and dtype on every rank; undefined in a world of one.
+  at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
   /// Where tensors of a few numbers must live to be reduced: the CPU, or the current CUDA device for NCCL. Local.
   at::Device control_device() const;

@@ -339,13 +339,14 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input, const std::ve
   });
 }
 
-void ProcessGroup::barrier() {
+void ProcessGroup::barrier(const std::string& what) {
   impl_->count(&CommStats::barrier, 0, 0);
   if (impl_->alone()) return;
   OpHeader header;
   header.op = Op::barrier;
   header.free_numel = 1;  // the exchange of headers is the barrier: it must take place
-  impl_->run(header, [](Transport&, const Headers&) {});
+  if (!what.empty()) header.detail = XXH64(what.data(), what.size(), 1);
+  impl_->run(header, [](Transport&, const Headers&) {}, what);
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine) {
@@ -471,19 +472,32 @@ at::Device ProcessGroup::control_device() const {
   return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA) : at::Device(at::kCPU);
 }
 
-at::Tensor ProcessGroup::allocate(int64_t numel, at::TensorOptions options) {
-  require(numel >= 0, *impl_, "allocate", fmt::format("numel is {}; expected 0 or more", numel));
-  if (impl_->alone()) return at::zeros({numel}, options);
+namespace {
+
+at::Tensor allocate_in(ProcessGroup::Impl& impl, const char* op, int64_t numel, at::TensorOptions options, bool common) {
+  require(numel >= 0, impl, op, fmt::format("numel is {}; expected 0 or more", numel));
+  if (impl.alone()) return {};
   OpHeader header;
   header.op = Op::allocate;
   header.numel = numel;
   header.dtype = static_cast<int8_t>(c10::typeMetaToScalarType(options.dtype()));
+  header.detail = common;
   at::Tensor result;
-  impl_->run(header, [&](Transport& transport, const Headers&) {
-    if (numel && options.device().is_cpu()) result = transport.allocate(numel, options);
-    if (!result.defined()) result = at::zeros({numel}, options);
+  impl.run(header, [&](Transport& transport, const Headers&) {
+    if (numel && options.device().is_cpu()) result = transport.allocate(numel, options, common);
   });
   return result;
+}
+
+}  // namespace
+
+at::Tensor ProcessGroup::allocate(int64_t numel, at::TensorOptions options) {
+  const auto result = allocate_in(*impl_, "allocate", numel, options, false);
+  return result.defined() ? result : at::zeros({numel}, options);
+}
+
+at::Tensor ProcessGroup::allocate_common(int64_t numel, at::TensorOptions options) {
+  return allocate_in(*impl_, "allocate_common", numel, options, true);
 }
 
 at::Tensor ProcessGroup::peer_view(const at::Tensor& allocated, int peer) const {

@@ -19,6 +19,8 @@ struct ShmAllocation {
   std::vector<std::shared_ptr<SharedSegment>> segments;
 
   std::byte* data(int r) const { return segments[r]->data(); }
+  /// One segment for all ranks.
+  bool common() const { return segments.size() > 1 && segments[0] == segments[1]; }
 };
 
 /// Finds out which tensors lie in shared memory. A tensor made from an allocation keeps it mapped; the arena does not.

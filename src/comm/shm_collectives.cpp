@@ -148,6 +148,7 @@ void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& count
     const auto from_each_peer = [&](auto&& take) {
       for (int next = 1; next < size_; ++next) take((rank_ + next) % size_);
     };
+    if (direct && agreement.direct[0] == agreement.direct[1]) return;  // one memory for all
     if (direct) {
       from_each_peer([&](int peer) {
         const int64_t begin = starts[peer] * width;

@@ -92,7 +92,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
   std::shared_ptr<SharedSegment> segment(new SharedSegment);
   const ProcessIdentity self = this_process();
   segment->card_ = {self.pid, -1, self.start_time, random_nonce(), bytes};
-  segment->map(file.fd);
+  segment->map(file.fd, true);
   segment->card_.fd = file.release();
   std::memcpy(segment->base_, &segment->card_.nonce, sizeof segment->card_.nonce);
   std::lock_guard lock(registry().mutex);
@@ -122,13 +122,13 @@ std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentCard& card) {
   std::shared_ptr<SharedSegment> segment(new SharedSegment);
   segment->card_ = card;
   segment->card_.fd = -1;
-  segment->map(file.fd);
+  segment->map(file.fd, false);  // of a peer's memory, what is used counts
   return segment;
 }
 
-void SharedSegment::map(int fd) {
+void SharedSegment::map(int fd, bool now) {
   const size_t total = header_bytes + card_.bytes;
-  void* base = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  void* base = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED | (now ? MAP_POPULATE : 0), fd, 0);
   if (base == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
   base_ = static_cast<std::byte*>(base);
   mapped_ = total;

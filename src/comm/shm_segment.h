@@ -41,7 +41,7 @@ class SharedSegment {
 
  private:
   SharedSegment() = default;
-  void map(int fd);
+  void map(int fd, bool now);
 
   SegmentCard card_;
   std::byte* base_ = nullptr;

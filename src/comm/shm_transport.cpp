@@ -56,6 +56,7 @@ void ShmTransport::run(Op op, const at::Tensor& tensor, const std::function<void
     control_.begin(fmt::format("{} of {} {}", op_name(op), tensor.numel(), c10::toString(tensor.scalar_type())));
   }
   try {
+    op_ = op;
     body();
   } catch (...) {
     control_.give_up();
@@ -82,6 +83,13 @@ ShmTransport::Agreement ShmTransport::agree(const at::Tensor& tensor, const std:
     agreement.filled = agreement.filled && theirs.allocation < 0;
     agreement.largest = std::max(agreement.largest, theirs.amount);
   }
+  if (direct && place->allocation->common() && op_ != Op::all_gather) {
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_ || std::abs(all[r].offset - mine.offset) >= static_cast<int64_t>(tensor.nbytes())) continue;
+      throw UsageError(fmt::format("ProcessGroup.{}: ranks {} and {} gave the same memory, of allocate_common(); expected all_gather, or memory of each rank's own",
+                                   op_name(op_), std::min(r, rank_), std::max(r, rank_)));
+    }
+  }
   for (int r = 0; direct && r < size_; ++r) agreement.direct.push_back(place->allocation->data(r) + all[r].offset);
   return agreement;
 }
@@ -97,16 +105,16 @@ void ShmTransport::rounds(int64_t count, const Agreement& agreement, const Step&
   }
 }
 
-std::vector<std::shared_ptr<SharedSegment>> ShmTransport::open_all(const std::shared_ptr<SharedSegment>& own,
+std::vector<std::shared_ptr<SharedSegment>> ShmTransport::open_all(const std::shared_ptr<SharedSegment>& own, int makers,
                                                                    const std::string& problem) {
   const auto cards = control_.share(own ? own->card() : SegmentCard{});
   // Not before: only now has everybody read what stood here last.
   auto& block = control_.block(rank_);
   std::snprintf(block.problem, sizeof block.problem, "%s", problem.c_str());
   std::vector<std::shared_ptr<SharedSegment>> opened;
-  const bool all_made = std::all_of(cards.begin(), cards.end(), [](const SegmentCard& card) { return card.fd >= 0; });
+  const bool all_made = std::all_of(cards.begin(), cards.begin() + makers, [](const SegmentCard& card) { return card.fd >= 0; });
   try {
-    for (int r = 0; all_made && r < size_; ++r) opened.push_back(r == rank_ ? own : SharedSegment::open(cards[r]));
+    for (int r = 0; all_made && r < makers; ++r) opened.push_back(r == rank_ ? own : SharedSegment::open(cards[r]));
   } catch (const std::exception& error) {
     std::snprintf(block.problem, sizeof block.problem, "%s", error.what());
   }
@@ -118,7 +126,7 @@ std::vector<std::shared_ptr<SharedSegment>> ShmTransport::open_all(const std::sh
   return opened;
 }
 
-at::Tensor ShmTransport::allocate(int64_t numel, at::TensorOptions options) {
+at::Tensor ShmTransport::allocate(int64_t numel, at::TensorOptions options, bool common) {
   if (!std::exchange(announced_, false)) control_.begin(fmt::format("allocate of {} elements", numel));
   const int64_t id = next_allocation_++;
   std::string problem;
@@ -126,15 +134,17 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::TensorOptions options) {
   try {
     const auto width = static_cast<int64_t>(options.dtype().itemsize());
     if (numel > INT64_MAX / width) throw std::runtime_error(fmt::format("{} elements of {} bytes are more than any machine has", numel, width));
-    own = SharedSegment::create(numel * width, size_);
+    if (!common) own = SharedSegment::create(numel * width, size_);
+    else if (rank_ == 0) own = SharedSegment::create(numel * width, 1);
   } catch (const std::exception& error) {
     problem = error.what();
   }
   auto allocation = std::make_shared<ShmAllocation>();
   allocation->id = id;
   allocation->rank = rank_;
-  allocation->segments = open_all(own, problem);
-  own->close_file();
+  allocation->segments = open_all(own, common ? 1 : size_, problem);
+  allocation->segments.resize(size_, allocation->segments[0]);
+  if (own) own->close_file();
   return arena_.adopt(std::move(allocation), numel, options);
 }
 

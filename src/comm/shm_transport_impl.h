@@ -33,7 +33,7 @@ class ShmTransport : public Transport {
   void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun* consume) override;
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts) override;
-  at::Tensor allocate(int64_t numel, at::TensorOptions options) override;
+  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override;
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const override;
   void set_timeout(std::chrono::milliseconds timeout) override { control_.set_timeout(timeout); }
   void abort() noexcept override { control_.leave(); }
@@ -60,7 +60,8 @@ class ShmTransport : public Transport {
   void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t count,
                    int64_t offset, const ConsumeRun* consume);
   void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale);
-  std::vector<std::shared_ptr<SharedSegment>> open_all(const std::shared_ptr<SharedSegment>& own, const std::string& problem);
+  /// The segments that the first `makers` ranks have made.
+  std::vector<std::shared_ptr<SharedSegment>> open_all(const std::shared_ptr<SharedSegment>& own, int makers, const std::string& problem);
 
   int rank_;
   int size_;
@@ -70,6 +71,7 @@ class ShmTransport : public Transport {
   ShmArena arena_;
   int64_t next_allocation_ = 0;
   uint64_t turn_ = 0;
+  Op op_ = Op::barrier;     // under way
   bool announced_ = false;  // exchange() has named the collective that comes next
   at::Tensor scratch_;      // what consume gets
 };

@@ -55,8 +55,8 @@ class Transport {
   virtual void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                           const std::vector<int64_t>& send_counts) = 0;
 
-  /// Memory that peers can read in place; undefined where the transport has none. Zero-filled.
-  virtual at::Tensor allocate(int64_t numel, at::TensorOptions options) { return {}; }
+  /// Memory that peers can read in place, or (`common`) one memory for all; undefined where the transport has none. Zero-filled.
+  virtual at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) { return {}; }
   virtual at::Tensor peer_view(const at::Tensor& allocated, int peer) const { return {}; }
 
   /// True when operations are ordered on a device stream and so are issued from the caller's thread, never queued.

@@ -37,7 +37,7 @@ std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor
   return result;
 }
 
-Flat make_flat(const ShardedModel& model, std::vector<size_t> members, size_t unit, const FullyShardedDataParallelOptions& options) {
+Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, const FullyShardedDataParallelOptions& options) {
   const auto& first = model.parameters[members[0]].tensor;
   Flat flat;
   flat.unit = unit;
@@ -56,8 +56,9 @@ Flat make_flat(const ShardedModel& model, std::vector<size_t> members, size_t un
   auto shard_options = first.options().device(offload ? at::Device(at::kCPU) : flat.device).requires_grad(false);
   if (offload) shard_options = shard_options.pinned_memory(true);
   const int rank = model.shard_group.rank();
-  flat.shard = at::empty({flat.layout.counts()[rank]}, shard_options);
   const int64_t begin = flat.layout.segment_begin(rank), end = begin + flat.layout.counts()[rank];
+  if (!flat.permanent && flat.compute == flat.dtype && flat.device.is_cpu()) flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
+  flat.shard = flat.common.defined() ? flat.common.narrow(0, begin, end - begin) : at::empty({end - begin}, shard_options);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     const auto& tensor = model.parameters[flat.members[m]].tensor;
     const int64_t offset = flat.layout.offset(m);
@@ -170,9 +171,9 @@ void Core::make_pages() {
     const bool root = model.units[flat.unit].root;
     const auto page_options = [](const Flat& each) { return each.page_options(); };
     const auto gradient_options = [](const Flat& each) { return each.gradient_options(); };
-    if (!flat.permanent) flat.slots = pool(largest(flat, page_options), flat.page_options(), root, false);
+    if (!flat.permanent && !flat.common.defined()) flat.slots = pool(largest(flat, page_options), flat.page_options(), root, false);
     // The root's parameters are often given back before its gradients need room: see Gradients::Pending::patient.
-    if (root && !flat.permanent && flat.reduce == flat.compute) flat.gradient_slots = flat.slots;
+    if (root && flat.slots && flat.reduce == flat.compute) flat.gradient_slots = flat.slots;
     else if (flat.trainable) flat.gradient_slots = pool(largest(flat, gradient_options), flat.gradient_options(), root, true);
     if (!flat.permanent) {
       flat.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);

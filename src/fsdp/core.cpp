@@ -46,7 +46,7 @@ void Core::watch() {
 void Core::end_backward() {
   gradients->finish();
   lead.tell(Event::Kind::over, {gradients->sync()});
-  residency->end_step();
+  residency->end_backward();
 }
 
 void Core::require_idle(const char* call) const {
@@ -74,8 +74,13 @@ void Core::begin_forward() {
   residency->begin_forward();
 }
 
-void Core::end_forward() {
-  residency->end_forward(!at::GradMode::is_enabled());
+void Core::end_forward(bool threw) {
+  const bool step_over = !at::GradMode::is_enabled();
+  try {
+    threw ? residency->abandon_forward(step_over) : residency->end_forward(step_over);
+  } catch (const Error&) {
+    if (!threw) throw;
+  }
   if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }
 

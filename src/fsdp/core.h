@@ -19,7 +19,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   // core.cpp
   void begin_forward();
-  void end_forward();
+  void end_forward(bool threw);
   void require_idle(const char* call) const;
   void watch();
   void end_backward();

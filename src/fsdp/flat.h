@@ -24,6 +24,9 @@ struct Flat {
   bool trainable = true;
   bool permanent = false;  ///< The page is the shard: nothing is ever gathered or released.
 
+  /// The page's contents, where the ranks share memory and compute in the shards' dtype: every rank's shard in its place, one memory for all. A gather then
+  /// moves nothing. Undefined elsewhere. See [Note: shards in common].
+  at::Tensor common;
   at::Tensor shard;                          ///< Own segment.
   std::vector<sharding::OwnedPiece> pieces;  ///< One a member, possibly empty.
   std::unique_ptr<Page> page;

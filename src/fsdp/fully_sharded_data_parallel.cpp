@@ -15,7 +15,7 @@ FullySharded::FullySharded(torch::nn::Module& module, ProcessGroup group, FullyS
 FullySharded::~FullySharded() = default;
 
 void FullySharded::begin_forward() { core_->begin_forward(); }
-void FullySharded::end_forward() { core_->end_forward(); }
+void FullySharded::end_forward(bool threw) { core_->end_forward(threw); }
 
 at::Tensor FullySharded::cast_input(const at::Tensor& input) const {
   const auto& mixed = core_->options.mixed_precision;

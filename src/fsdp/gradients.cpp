@@ -78,7 +78,7 @@ void Gradients::take(size_t f, size_t member) {
   begin(f);
   auto& pending = pending_[f];
   if (pending.has[member]) pending.views[member].add_(grad);
-  else pending.views[member].copy_(grad);
+  else sharding::place(grad, pending.views[member]);
   pending.has[member] = 1;
   grad = at::Tensor();
 }

@@ -22,6 +22,7 @@ Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions&
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
   unlimited_ = !options.reshard_after_forward || options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
+  for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
   std::vector<int64_t> sizes;
   for (const auto& unit : model.units) {
     if (!unit.root) sizes.push_back(unit.gathered_bytes);
@@ -111,9 +112,12 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
     for (const auto f : unit.flats) {
       auto& flat = model_.flats[f];
       if (flat.permanent) continue;
-      auto memory = flat.slots->take(flat.layout.numel());
-      const int rank = model_.shard_group.rank();
-      memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]).copy_(flat.shard, true);
+      auto memory = flat.common;
+      if (!memory.defined()) {
+        memory = flat.slots->take(flat.layout.numel());
+        const int rank = model_.shard_group.rank();
+        memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]).copy_(flat.shard, true);
+      }
       gathered.memory.push_back(memory);
       gathered.work.push_back(model_.shard_group.size() > 1 ? model_.shard_group.all_gather_async(memory, flat.layout.counts(), what) : Work());
     }
@@ -153,7 +157,8 @@ void Residency::release(size_t index) {
     auto& flat = model_.flats[f];
     if (flat.permanent) continue;
     flat.page->detach();
-    flat.slots->give(gathered.memory[i++]);
+    if (flat.slots) flat.slots->give(gathered.memory[i]);
+    ++i;
   }
   gathered.memory.clear();
   gathered.state = State::released;
@@ -237,16 +242,38 @@ void Residency::shadow_use(const std::vector<int64_t>& phase_and_units) {
 
 void Residency::end_forward(bool step_over) {
   std::lock_guard lock(mutex_);
+  if (--forwards_ > 0) return;
+  if (step_over) end_step();
+  if (followed_) lead_.tell(Event::Kind::forward_over, {});
+  stop_reading("end of forward");
+}
+
+void Residency::abandon_forward(bool step_over) {
+  std::lock_guard lock(mutex_);
   if (--forwards_ == 0 && step_over) end_step();
 }
 
-void Residency::end_step() {
+void Residency::shadow_forward_over() {
   std::lock_guard lock(mutex_);
+  stop_reading("end of forward");
+}
+
+void Residency::end_backward() {
+  std::lock_guard lock(mutex_);
+  end_step();
+  stop_reading("end of backward");
+}
+
+void Residency::end_step() {
   order_.end_step();
   needed_.clear();
   for (size_t u = 0; u < gathered_.size(); ++u) {
     if (!keeps_unchanged_ || gathered_[u].changed) release(u);
   }
+}
+
+void Residency::stop_reading(const char* when) {
+  if (shares_memory_) model_.shard_group.barrier(when);
 }
 
 void Residency::release_all() {

@@ -16,6 +16,9 @@ namespace tessera::fsdp {
 ///
 /// [Note: a step] begins with a forward and ends with the end of a backward, or of a forward without gradients. Between them, and only there, sharded parameters can
 /// be used: in the thread that runs forward, and in backward. The order of use in one step is the forecast for the next.
+///
+/// [Note: shards in common] Where the ranks' shards are one memory, a gather is a meeting: what peers wrote before it is there. That nobody writes what another rank still reads
+/// follows from two more meetings: no rank leaves a forward or a backward before all have done with the parameters in it, and shards are only written outside of both.
 class Residency : public PageOwner {
  public:
   /// `in_backward`: called when an operator of a backward takes a page.
@@ -26,7 +29,9 @@ class Residency : public PageOwner {
   void begin_forward();
   /// `step_over`: no backward can follow.
   void end_forward(bool step_over);
-  void end_step();
+  /// The forward threw: no other rank is waited for.
+  void abandon_forward(bool step_over);
+  void end_backward();
   /// The gradients of `unit` are all there, and need room.
   void gradients_complete(size_t unit);
   /// They are on their way.
@@ -37,6 +42,7 @@ class Residency : public PageOwner {
 
   // What others do, on a rank without data.
   void shadow_forward();
+  void shadow_forward_over();
   void shadow_use(const std::vector<int64_t>& phase_and_units);
 
  private:
@@ -62,6 +68,8 @@ class Residency : public PageOwner {
   bool make_room(int64_t bytes, const std::vector<size_t>& needed, size_t nearer_than);
   void prefetch_next(Phase phase);
   void agree_on_changes();
+  void end_step();
+  void stop_reading(const char* when);
   uint64_t versions(size_t unit) const;
   int64_t budget() const;
 
@@ -80,7 +88,7 @@ class Residency : public PageOwner {
   uint64_t clock_ = 0;
   int forwards_ = 0;
   bool followed_ = false;  // the forward under way: one without gradients is none that a rank without data is in
-  bool unlimited_ = false, keeps_unchanged_ = false;
+  bool unlimited_ = false, keeps_unchanged_ = false, shares_memory_ = false;
 };
 
 }  // namespace tessera::fsdp

@@ -16,6 +16,9 @@ void Core::shadow_backward() {
       case Event::Kind::forward:
         residency->shadow_forward();
         break;
+      case Event::Kind::forward_over:
+        residency->shadow_forward_over();
+        break;
       case Event::Kind::use:
         residency->shadow_use(event.values);
         break;

@@ -1,11 +1,23 @@
 #include "sharding/bucket.h"
 
+#include "comm/shm_kernels.h"
+
 namespace tessera::sharding {
 
 at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   at::AutoDispatchBelowADInplaceOrView no_views;
   if (like.is_non_overlapping_and_dense()) return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);
   return flat.narrow(0, offset, like.numel()).view(like.sizes());
+}
+
+void place(const at::Tensor& gradient, const at::Tensor& window) {
+  const bool same = gradient.layout() == at::kStrided && gradient.device().is_cpu() && window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
+                    gradient.sizes() == window.sizes() && gradient.strides() == window.strides() && window.is_non_overlapping_and_dense();
+  if (!same) {
+    window.copy_(gradient);
+    return;
+  }
+  comm::copy_bytes(static_cast<std::byte*>(window.data_ptr()), static_cast<const std::byte*>(gradient.data_ptr()), static_cast<int64_t>(window.nbytes()));
 }
 
 at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel) {

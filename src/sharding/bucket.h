@@ -23,6 +23,9 @@ struct Bucket {
 /// that it can be a gradient or a parameter's data.
 at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like);
 
+/// `window` becomes `gradient`. What goes to a bucket is read again when the bucket is complete: a large one is written past the caches.
+void place(const at::Tensor& gradient, const at::Tensor& window);
+
 /// A one-dimensional window, in memory order.
 at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel);
 

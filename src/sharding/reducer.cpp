@@ -166,11 +166,11 @@ class Reducer::Core {
     if (!grad.defined()) return;
     check_gradient(options_.component, parameters_[i].name, grad, group_.rank());
     if (!options_.gradient_as_bucket_view) {
-      if (sync_) view(i).copy_(grad);
+      if (sync_) place(grad, view(i));
       return;
     }
     if (same_memory(grad, view(i))) return;
-    view(i).copy_(grad);
+    place(grad, view(i));
     grad = view(i);
   }
 
@@ -219,7 +219,7 @@ class Reducer::Core {
   void take_unsent(size_t i) {
     auto& grad = parameters_[i].tensor.mutable_grad();
     if (same_memory(grad, view(i))) return;
-    view(i).copy_(grad);
+    place(grad, view(i));
     if (options_.gradient_as_bucket_view) grad = view(i);
   }
 

@@ -217,6 +217,32 @@ TEST_P(Collectives, AllocatedTensorsBehaveLikeOthers) {
   });
 }
 
+TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto flat = group.allocate_common(10 * world(), at::kFloat);
+    EXPECT_EQ(flat.defined(), group.backend_name() == "shm");
+    EXPECT_FALSE(group.allocate_common(0, at::kFloat).defined());
+    if (!flat.defined()) return;
+    EXPECT_EQ(flat.abs().sum().item<float>(), 0);
+    group.barrier();
+    auto own = flat.narrow(0, 10 * rank, 10);
+    own.fill_(rank + 1);
+    group.all_gather(flat, std::vector<int64_t>(world(), 10));
+    for (int peer = 0; peer < world(); ++peer) EXPECT_EQ(flat[10 * peer + 9].item<float>(), peer + 1);
+    group.barrier();
+    group.all_reduce(own);
+    EXPECT_EQ(own[0].item<float>(), world() * (world() + 1) / 2);
+    group.broadcast(own, 1);
+    group.barrier();
+    try {
+      group.all_reduce(flat);
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("gave the same memory, of allocate_common()"));
+    }
+  });
+}
+
 TEST_P(SeveralRanks, DisagreementIsAnErrorOnAllBeforeDataMoves) {
   each_rank([&](ProcessGroup group, int rank) {
     auto kept = pattern(100, rank);

@@ -40,6 +40,7 @@ Trial<Net> one_input(std::function<at::Tensor(int step)> batch) {
 struct Setting {
   std::string name;
   FullyShardedDataParallelOptions options;
+  Backend backend = Backend::Auto;
 };
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, const std::vector<at::Tensor>& parameters) {
@@ -70,13 +71,15 @@ Weights train_plainly(const Trial<Net>& trial, const std::string& optimizer_name
 }
 
 template <class Net, class Call>
-void expect_parity(const Trial<Net>& trial, FullyShardedDataParallelOptions options, Call call_model) {
+void expect_parity(const Trial<Net>& trial, const Setting& setting, Call call_model) {
+  ProcessGroupOptions group_options;
+  group_options.backend = setting.backend;
   for (const std::string name : {"SGD", "AdamW"}) {
     const auto plain = train_plainly(trial, name, call_model);
     for (int world = 1; world <= 4; ++world) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
         auto net = trial.make();
-        FullyShardedDataParallel fsdp(net, group, options);
+        FullyShardedDataParallel fsdp(net, group, setting.options);
         auto optimizer = make_optimizer(name, fsdp.parameters());
         for (int step = 0; step < kSteps; ++step) {
           for (auto p : fsdp.parameters()) p.mutable_grad() = at::Tensor();
@@ -98,7 +101,7 @@ void expect_parity(const Trial<Net>& trial, FullyShardedDataParallelOptions opti
           for (const auto& unit : fsdp.units()) bytes += unit.numel * 4;
           ASSERT_LE(fsdp.memory().parameters, bytes / world + 4 * static_cast<int64_t>(fsdp.units().size()));
         }
-      });
+      }, group_options);
     }
   }
 }
@@ -120,37 +123,37 @@ std::vector<Setting> settings() {
   stay.sharding_strategy = ShardingStrategy::shard_grad_op;
   budget.wrap_policy = wrap_leaves();
   budget.resident_bytes = 1;
-  return {{"leaves", leaves}, {"root_alone", root}, {"prefetch", fetch}, {"shard_grad_op", stay}, {"no_room", budget}};
+  return {{"leaves", leaves}, {"root_alone", root}, {"prefetch", fetch}, {"shard_grad_op", stay}, {"no_room", budget}, {"gloo", leaves, Backend::Gloo}};
 }
 
 class FsdpParity : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(FsdpParity, UnevenMlp) {
-  expect_parity(one_input<Uneven>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam().options, kOne);
+  expect_parity(one_input<Uneven>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam(), kOne);
 }
 TEST_P(FsdpParity, Recurrent) {
-  expect_parity(one_input<Recurrent>([](int step) { return tokens({kBatch, 4}, 100 + step); }), GetParam().options, kOne);
+  expect_parity(one_input<Recurrent>([](int step) { return tokens({kBatch, 4}, 100 + step); }), GetParam(), kOne);
 }
 TEST_P(FsdpParity, Transformer) {
   const Trial<Translator> trial{[] { return seeded<Translator>(7); }, [](auto run, int step, int rank, int world) {
                                   return error_of(run({part(numbers({kBatch, 3, 8}, 100 + step), rank, world), part(numbers({kBatch, 2, 8}, 200 + step), rank, world)}));
                                 }};
-  expect_parity(trial, GetParam().options, kTwo);
+  expect_parity(trial, GetParam(), kTwo);
 }
 TEST_P(FsdpParity, BlocksCalledTwiceAndOperatorsOfSeveralUnits) {
-  expect_parity(one_input<Twice>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam().options, kOne);
+  expect_parity(one_input<Twice>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam(), kOne);
 }
 TEST_P(FsdpParity, BranchesThatSkipABlock) {
-  expect_parity(one_input<Skipping>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam().options, kOne);
+  expect_parity(one_input<Skipping>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam(), kOne);
 }
 TEST_P(FsdpParity, Containers) {
-  expect_parity(one_input<Containers>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam().options, kOne);
+  expect_parity(one_input<Containers>([](int step) { return numbers({kBatch, 3}, 100 + step); }), GetParam(), kOne);
 }
 TEST_P(FsdpParity, SeveralInputsAndATuple) {
   const Trial<Tuple> trial{[] { return seeded<Tuple>(7); }, [](auto run, int step, int rank, int world) {
                              return error_of(run({part(numbers({kBatch, 3}, 100 + step), rank, world), part(numbers({kBatch, 3}, 200 + step), rank, world)}));
                            }};
-  expect_parity(trial, GetParam().options, kTuple);
+  expect_parity(trial, GetParam(), kTuple);
 }
 TEST_P(FsdpParity, Gpt2WithTiedHead) {
   GPT2Options gpt;
@@ -164,7 +167,7 @@ TEST_P(FsdpParity, Gpt2WithTiedHead) {
                             auto logits = run({all.narrow(1, 0, 4)});
                             return F::cross_entropy(logits.reshape({-1, 11}), all.narrow(1, 1, 4).reshape({-1}));
                           }};
-  expect_parity(trial, GetParam().options, kOne);
+  expect_parity(trial, GetParam(), kOne);
 }
 
 /// Batch statistics are each rank's own, so DDP is what to compare with.
