@@ -3,8 +3,8 @@
 
     memory.py [--build build] [--ranks 2] [--steps 4] [--json out.json]
 
-Formula for FullyShardedDataParallel: 150 MiB + 16 bytes x parameters / ranks + the two largest units, besides activations: 4 of the 16 bytes are the parameters, 4 the
-gradients, 8 AdamW's state.
+Formula for FullyShardedDataParallel: 150 MiB + 16 bytes x parameters / ranks + the two largest units + activations: 4 of the 16 bytes are the parameters, 4 the
+gradients, 8 AdamW's state. Activations, with whatever else autograd holds for a moment: what the plain run of one rank's batch takes above 150 MiB + 16 bytes x parameters.
 """
 import argparse, json, os, pathlib, re, subprocess, tempfile, threading, time
 
@@ -77,19 +77,23 @@ def main():
     parser.add_argument("--steps", default=4, type=int)
     parser.add_argument("--json")
     args = parser.parse_args()
-    formula = 150 + (16 * PARAMETERS / args.ranks + LARGEST_UNITS) / 2**20
+    activations = formula = 0
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for way, overrides in WAYS.items():
             ranks = 1 if way == "none" else args.ranks
-            rss, pss = measure(args.build, ranks, args.steps, overrides, pathlib.Path(folder))
+            batch = [f"train.global_batch={ranks}"]  # one sequence a rank
+            rss, pss = measure(args.build, ranks, args.steps, overrides + batch, pathlib.Path(folder))
+            if way == "none":
+                activations = max(0, pss - 150 - 16 * PARAMETERS / 2**20)
+                formula = 150 + (16 * PARAMETERS / args.ranks + LARGEST_UNITS) / 2**20 + activations
             rows.append({"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "pss_to_formula": round(pss / formula, 3)})
-    print(f"formula for a sharded rank: {formula:.0f} MiB")
+    print(f"formula for a sharded rank: {formula:.0f} MiB, {activations:.0f} of it activations")
     print(f"{'way':<28}{'ranks':>6}{'peak RSS MiB':>14}{'peak PSS MiB':>14}{'PSS / formula':>15}")
     for row in rows:
         print(f"{row['way']:<28}{row['ranks']:>6}{row['peak_rss_mib']:>14}{row['peak_pss_mib']:>14}{row['pss_to_formula']:>15.3f}")
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"formula_mib": formula, "rows": rows}, indent=1))
+        pathlib.Path(args.json).write_text(json.dumps({"formula_mib": formula, "activations_mib": activations, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,9 @@ class ProcessGroup {
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun& consume);
   /// `consume` then runs on another thread.
   Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts, ConsumeRun consume, const std::string& what = "");
+  /// Own segment's sum, times `scale` (rounded after the sum), goes to `output`: 1-D, contiguous, counts[rank] elements of flat's dtype and device, no part of `flat`, which
+  /// is not modified. `what` as in all_gather_async.
+  Work reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale = 1, const std::string& what = "");
 
   /// send_counts[r] elements of `input`, in rank order, go to rank r; recv_counts[r] arrive from it. 1-D tensors.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,

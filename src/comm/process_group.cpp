@@ -304,6 +304,23 @@ Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<
   return submit_with_purpose(*impl_, reduce_scatter_call(*impl_, flat, counts, std::move(consume)), what);
 }
 
+Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale, const std::string& what) {
+  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
+  const bool fits = output.dim() == 1 && output.is_contiguous() && output.numel() == counts[rank()] && output.scalar_type() == flat.scalar_type() && output.device() == flat.device();
+  require(fits, *impl_, "reduce_scatter", fmt::format("output is {} of {} elements; expected 1-D contiguous {} of {} elements on {}", c10::toString(output.scalar_type()),
+                                                      output.numel(), c10::toString(flat.scalar_type()), counts[rank()], flat.device().str()));
+  if (impl_->alone()) {
+    at::NoGradGuard no_grad;
+    output.copy_(flat);
+    if (scale != 1) output.mul_(scale);
+    return {};
+  }
+  call.body = [flat = flat.detach(), counts, output = output.detach(), scale](Transport& transport, const Headers&) {
+    if (flat.numel()) transport.reduce_scatter_into(flat, counts, output, scale);
+  };
+  return submit_with_purpose(*impl_, std::move(call), what);
+}
+
 void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                               const std::vector<int64_t>& send_counts) {
   check_tensor(*impl_, "all_to_all", output);

@@ -164,22 +164,30 @@ void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& count
   });
 }
 
-// The sum of `count` elements of own segment, `offset` elements into it: to `output`, or to `consume` in runs.
-void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* output,
-                               int64_t count, int64_t offset, const ConsumeRun* consume) {
-  if (consume == nullptr) return sum_ranks(dtype, {output}, inputs, count);
+// The sum of `count` elements of own segment, `offset` elements into it.
+void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* own,
+                               int64_t count, int64_t offset, const Target& target) {
   const auto width = static_cast<int64_t>(c10::elementSize(dtype));
+  if (target.consume == nullptr) return sum_ranks(dtype, {target.output ? target.output + offset * width : own}, inputs, count, target.scale);
   const int64_t step = consume_bytes / width;
   if (!scratch_.defined()) scratch_ = at::empty({consume_bytes}, at::TensorOptions().dtype(at::kByte));
   const auto run = at::from_blob(scratch_.data_ptr(), {step}, at::TensorOptions().dtype(dtype));
   for (int64_t done = 0; done < count; done += step) {
     const int64_t length = std::min(step, count - done);
     sum_ranks(dtype, {data_of(scratch_)}, shifted<const std::byte*>(inputs, done * width), length);
-    (*consume)(offset + done, length == step ? run : run.narrow(0, 0, length));
+    (*target.consume)(offset + done, length == step ? run : run.narrow(0, 0, length));
   }
 }
 
 void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun* consume) {
+  scatter_sums(flat, counts, {consume, nullptr, 1});
+}
+
+void ShmTransport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale) {
+  scatter_sums(flat, counts, {nullptr, data_of(output), scale});
+}
+
+void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_t>& counts, const Target& target) {
   run(Op::reduce_scatter, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto starts = starts_of(counts);
@@ -197,7 +205,7 @@ void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& c
     const auto agreement = agree(flat, [&] { fill(0); });
     if (!agreement.direct.empty()) {
       const int64_t at = starts[rank_] * width;
-      sum_segment(dtype, shifted<const std::byte*>(agreement.direct, at), data_of(flat) + at, counts[rank_], 0, consume);
+      sum_segment(dtype, shifted<const std::byte*>(agreement.direct, at), data_of(flat) + at, counts[rank_], 0, target);
       return control_.barrier();
     }
     rounds(ceil_div(*std::max_element(counts.begin(), counts.end()), step), agreement, fill, [&](int64_t round) {
@@ -205,7 +213,7 @@ void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& c
       std::byte* own = data_of(flat) + (starts[rank_] + round * step) * width;
       std::vector<const std::byte*> inputs;
       for (int r = 0; r < size_; ++r) inputs.push_back(r == rank_ ? own : staging(r) + rank_ * place_bytes);
-      sum_segment(dtype, inputs, own, count(rank_, round), round * step, consume);
+      sum_segment(dtype, inputs, own, count(rank_, round), round * step, target);
     });
   });
 }

@@ -31,6 +31,7 @@ class ShmTransport : public Transport {
   void broadcast(at::Tensor flat, int root) override;
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override;
   void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun* consume) override;
+  void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale) override;
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts) override;
   at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override;
@@ -57,8 +58,15 @@ class ShmTransport : public Transport {
 
   void reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs, const std::vector<std::byte*>& outputs,
                      double scale);
-  void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t count,
-                   int64_t offset, const ConsumeRun* consume);
+  /// Where the sums of own segment go: to `consume` in runs, else to `output`, else where they stand in the tensor.
+  struct Target {
+    const ConsumeRun* consume = nullptr;
+    std::byte* output = nullptr;
+    double scale = 1;
+  };
+  void scatter_sums(const at::Tensor& flat, const std::vector<int64_t>& counts, const Target& target);
+  void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs, std::byte* own, int64_t count,
+                   int64_t offset, const Target& target);
   void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale);
   /// The segments that the first `makers` ranks have made.
   std::vector<std::shared_ptr<SharedSegment>> open_all(const std::shared_ptr<SharedSegment>& own, int makers, const std::string& problem);

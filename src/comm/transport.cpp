@@ -31,6 +31,14 @@ std::string describe(const OpHeader& header) {
   return text;
 }
 
+void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale) {
+  const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
+    auto part = output.narrow(0, offset, run.numel()).copy_(run);
+    if (scale != 1) part.mul_(scale);
+  };
+  reduce_scatter(flat, counts, &keep);
+}
+
 void add_in_place(at::Tensor& accumulator, const at::Tensor& addend) {
   at::NoGradGuard no_grad;
   accumulator.add_(addend);

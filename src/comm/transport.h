@@ -52,6 +52,8 @@ class Transport {
   virtual void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) = 0;
   /// With `consume`, flat is left as it is and the sums go to it, in ascending runs; without, to own segment of flat.
   virtual void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, const ConsumeRun* consume) = 0;
+  /// flat is left as it is; own segment's sum, times `scale`, goes to `output`.
+  virtual void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output, double scale);
   virtual void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                           const std::vector<int64_t>& send_counts) = 0;
 

@@ -1,5 +1,6 @@
 #include "fsdp/core.h"
 
+#include "comm/memory.h"
 #include "tessera/error.h"
 
 #include <ATen/autocast_mode.h>
@@ -45,6 +46,8 @@ void Core::watch() {
 
 void Core::end_backward() {
   gradients->finish();
+  // The optimizer is about to make its state, which stays: not between holes that this backward has left.
+  if (!std::exchange(trimmed_, true)) comm::return_freed_memory();
   lead.tell(Event::Kind::over, {gradients->sync()});
   residency->end_backward();
 }

@@ -70,6 +70,7 @@ class Core : public std::enable_shared_from_this<Core> {
   std::vector<size_t> trainable_;  // in the order of the watch
   std::unique_ptr<sharding::BackwardWatch> watch_;
   bool autocast_cache_ = true;
+  bool trimmed_ = false;
 
   SlotPool* pool(int64_t capacity, at::TensorOptions options, bool root, bool for_gradients);
   struct PoolKey {

@@ -115,8 +115,9 @@ void Gradients::reduce(size_t f) {
   }
   const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]), digest(pending.has));
   const double scale = 1.0 / lead_.divisor();
-  reduction->scale.number = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
-  reduction->scale.tensor = at::scalar_tensor(reduction->scale.number, flat.shard.options());
+  reduction->scale = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
+  const auto all = [](const std::vector<char>& flags, char value) { return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size()); };
+  reduction->whole = model_.replicas.size() == 1 && flat.reduce == flat.dtype && flat.device == flat.shard.device() && all(reduction->used, 1) && all(reduction->adds, 0);
   {
     const CommStream::Scope issue_there(stream_);
     if (model_.replicas.size() > 1) {
@@ -125,6 +126,8 @@ void Gradients::reduce(size_t f) {
           pending.flat, flat.layout.counts(), [part = reduction->part](int64_t offset, const at::Tensor& run) { part.narrow(0, offset, run.numel()).copy_(run); }, what);
       sum.wait();
       reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, what);
+    } else if (reduction->whole) {
+      reduction->work = model_.shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(), pending.shard, scale, what);
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
@@ -164,9 +167,8 @@ void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor
     }
     auto target = shard.narrow(0, from, to - from);
     const auto part = run.narrow(0, from - offset, to - from);
-    if (reduction.adds[m]) target.add_(part, reduction.scale.number);
-    else if (part.scalar_type() == target.scalar_type() && part.device() == target.device()) at::mul_out(target, part, reduction.scale.tensor);
-    else target.copy_(part).mul_(reduction.scale.number);
+    if (reduction.adds[m]) target.add_(part, reduction.scale);
+    else target.copy_(part).mul_(reduction.scale);
   }
 }
 

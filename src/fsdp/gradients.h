@@ -56,10 +56,8 @@ class Gradients {
     at::Tensor slot;
     at::Tensor part;               // of a replicated shard: summed over replicas before it is added
     std::vector<char> used, adds;
-    struct {
-      double number;
-      at::Tensor tensor;           // the same, made once for all runs
-    } scale;
+    double scale = 1;
+    bool whole = false;            // the sum went to the shard as it is
     CommStream::Mark mark;
   };
 

@@ -96,6 +96,7 @@ class ZeroRedundancyOptimizer::Impl {
   int divisor_;                 ///< Of the mean: the world size, or what a join says.
   bool want_shards_ = false;    ///< The reduction under way is to fill `reduced`, not to update.
   bool track_norm_ = false;
+  bool trimmed_ = false;
   double norm_squares_ = 0, last_norm_ = 0;
   std::vector<Work> sent_;      ///< Overlap: what step() waits for.
   std::optional<OptimizerStateDict> consolidated_;

@@ -1,3 +1,4 @@
+#include "comm/memory.h"
 #include "sharding/gradient_norm.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
@@ -230,6 +231,8 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     repartition_if_trainability_changed();
     copy_options(true);
     check_reduced_is_current();
+    // The optimizer is about to make its state, which stays: not between holes that the first backward has left.
+    if (!std::exchange(trimmed_, true)) comm::return_freed_memory();
     if (!reduced_) {
       norm_squares_ = 0;
       if (reducer_) reducer_->flush();

@@ -137,6 +137,17 @@ TEST_P(Collectives, UnevenGatherAndScatter) {
       auto grads = pattern(total, rank), seen = at::zeros({counts[rank]});
       group.reduce_scatter_each(grads, counts, [&](int64_t offset, const at::Tensor& run) { seen.narrow(0, offset, run.numel()).copy_(run); });
       ASSERT_TRUE(at::equal(seen, sum));
+      auto halved = at::full({counts[rank]}, -1.0f);
+      group.reduce_scatter_into_async(grads, counts, halved, 0.5).wait();
+      ASSERT_TRUE(at::equal(halved, sum * 0.5));
+      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, at::zeros({counts[rank] + 1})), UsageError);
+      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, halved.to(at::kDouble)), UsageError);
+      auto shared = group.allocate(total, at::kFloat);
+      shared.copy_(grads);
+      halved.fill_(-1);
+      group.reduce_scatter_into_async(shared, counts, halved, 0.5).wait();
+      ASSERT_TRUE(at::equal(halved, sum * 0.5)) << "read in place";
+      ASSERT_TRUE(at::equal(shared, grads)) << "left as it was";
       ASSERT_TRUE(at::equal(grads, pattern(total, rank))) << "left as it was";
       group.reduce_scatter(grads, counts);
       ASSERT_TRUE(at::equal(grads.narrow(0, before, counts[rank]), sum));
