@@ -1,7 +1,6 @@
 #pragma once
 
 #include "tessera/dataset.h"
-#include "tessera/sampler.h"
 #include "tessera/tokens.h"
 
 #include <cstdint>
@@ -71,42 +70,6 @@ class TokenDataset : public Dataset {
   int64_t seq_len_;
   bool continuous_;
 };
-
-struct BatchOptions {
-  using Order = SampleOrder;
-
-  int64_t seq_len = 128;
-  int64_t global_batch = 16;  ///< sequences a step, over all ranks
-  Order order = Order::shuffled;
-  uint64_t seed = 0;  ///< of `shuffled`
-};
-
-/// Which tokens make up which batch. With G = global_batch, sequence j of step s is number i = s·G + j, on whichever
-/// rank: rank r of W takes j in [r·G/W, (r + 1)·G/W), in this order. Number i is the sample that a Sampler of this
-/// order names: sequential, sample i of a continuous TokenDataset; shuffled, of one in windows, each window once an
-/// epoch.
-class TokenBatches {
- public:
-  /// Throws UsageError when L < seq_len + 1, naming source and sizes, or an option is out of range.
-  TokenBatches(Tokens tokens, const BatchOptions& options);
-
-  /// Throws UsageError when world does not divide global_batch.
-  Batch batch(int64_t step, int rank, int world) const;
-
-  const BatchOptions& options() const { return options_; }
-  /// Non-overlapping windows: N above.
-  int64_t windows() const { return dataset_.size(); }
-
- private:
-  BatchOptions options_;
-  TokenDataset dataset_;
-  Sampler sampler_;
-};
-
-/// Evaluation: the non-overlapping windows of `tokens` in their order. The same for every caller.
-int64_t window_count(const Tokens& tokens, int64_t seq_len);
-/// Windows [first, first + count); count is cut at the last one. Throws UsageError when there is none from `first` on.
-Batch window_batch(const Tokens& tokens, int64_t seq_len, int64_t first, int64_t count);
 
 /// Cross entropy in nats per token of `val` under a bigram model of `train`: p(b|a) = (n(a,b) + k) / (n(a) +
 /// k·vocab_size), at the best of k = 1, 0.1, 0.01, 0.001 for `val`: the strongest figure such a model can claim. Throws

@@ -1,5 +1,7 @@
 #include "tessera/optimizer_state_dict.h"
 
+#include "sharding/piece_state.h"
+
 #include "tessera/error.h"
 
 #include <fmt/format.h>
@@ -58,22 +60,18 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
   at::NoGradGuard no_grad;
   const auto names = names_by_address(parameters);
   auto& groups = optimizer.param_groups();
-  if (groups.size() != dict.groups.size()) {
-    throw UsageError(fmt::format("load_state_dict: the optimizer has {} parameter groups, the state dict {}", groups.size(), dict.groups.size()));
-  }
+  std::vector<std::vector<std::string>> mine(groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    std::vector<std::string> mine;
-    for (const auto& parameter : groups[g].params()) mine.push_back(name_of(names, parameter, g, mine.size()));
-    for (size_t i = 0; i < std::max(mine.size(), dict.groups[g].parameters.size()); ++i) {
-      const std::string here = i < mine.size() ? mine[i] : "nothing", there = i < dict.groups[g].parameters.size() ? dict.groups[g].parameters[i] : "nothing";
-      if (here != there) throw UsageError(fmt::format("load_state_dict: group {}, parameter {}: the optimizer has {}, the state dict {}", g, i, here, there));
-    }
-    for (size_t i = 0; i < mine.size(); ++i) {
-      const auto found = dict.state.find(mine[i]);
+    for (const auto& parameter : groups[g].params()) mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
+  }
+  sharding::check_groups("load_state_dict", mine, dict);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (size_t i = 0; i < mine[g].size(); ++i) {
+      const auto found = dict.state.find(mine[g][i]);
       if (found == dict.state.end()) continue;
       for (const auto& [key, tensor] : found->second.tensors) {
         if (tensor.numel() == groups[g].params()[i].numel() || tensor.dim() <= 1) continue;
-        throw UsageError(fmt::format("load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key, mine[i], tensor.numel(),
+        throw UsageError(fmt::format("load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key, mine[g][i], tensor.numel(),
                                      groups[g].params()[i].numel()));
       }
     }

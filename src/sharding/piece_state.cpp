@@ -2,7 +2,9 @@
 
 #include "sharding/bucket.h"
 #include "sharding/replace_state.h"
+#include "tessera/error.h"
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -145,6 +147,19 @@ std::vector<ParameterPiece> parameter_pieces(const std::vector<const OwnedPiece*
     pieces.push_back({name, tensor.sizes().vec(), piece->begin, piece->numel, piece->tensor});
   }
   return pieces;
+}
+
+void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names, const OptimizerStateDict& dict) {
+  if (names.size() != dict.groups.size()) {
+    throw UsageError(fmt::format("{}: the state dict has {} parameter groups; expected {}", who, dict.groups.size(), names.size()));
+  }
+  for (size_t g = 0; g < names.size(); ++g) {
+    const auto &mine = names[g], &theirs = dict.groups[g].parameters;
+    for (size_t i = 0; i < std::max(mine.size(), theirs.size()); ++i) {
+      const auto here = i < mine.size() ? mine[i] : "nothing", there = i < theirs.size() ? theirs[i] : "nothing";
+      if (here != there) throw UsageError(fmt::format("{}: group {}, parameter {}: the optimizer has {}, the state dict {}", who, g, i, here, there));
+    }
+  }
 }
 
 }  // namespace tessera::sharding

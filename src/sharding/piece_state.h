@@ -21,6 +21,9 @@ std::map<std::string, ParamState> gather_piece_state(const torch::optim::Optimiz
 void load_piece_state(torch::optim::Optimizer& local, const std::vector<const OwnedPiece*>& pieces, const std::vector<NamedTensor>& parameters,
                       const std::map<std::string, ParamState>& state);
 
+/// `names`: the optimizer's parameters by group, in order. UsageError "<who>: …" where the groups of `dict` have others. Local.
+void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names, const OptimizerStateDict& dict);
+
 /// What users see of them: those that are not empty, in the order of the parameters. Local.
 std::vector<ParameterPiece> parameter_pieces(const std::vector<const OwnedPiece*>& owned, const std::vector<NamedTensor>& parameters);
 

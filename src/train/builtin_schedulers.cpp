@@ -15,6 +15,17 @@ LrSchedule made(OptionReader& options, LrSchedule (*make)(const Options&), const
   return named(options.at("type"), [&] { return make(chosen); });
 }
 
+/// Most kinds: what `read_keys` reads, and by what it counts.
+template <class Options>
+auto reader(LrSchedule (*make)(const Options&), void (*read_keys)(OptionReader&, Options&)) {
+  return [=](OptionReader& options) {
+    Options chosen;
+    read_keys(options, chosen);
+    read_by(options, chosen.by);
+    return made(options, make, chosen);
+  };
+}
+
 LrSchedule read_none(OptionReader& options) {
   for (const char* key : {"warmup_steps", "decay_steps", "min_lr"}) {
     options.refuse(key, "has no meaning without a scheduler; set scheduler.type to constant or warmup_cosine");
@@ -23,14 +34,11 @@ LrSchedule read_none(OptionReader& options) {
   return constant_lr();
 }
 
-LrSchedule read_constant(OptionReader& options) {
-  ConstantLrOptions chosen;
+void read_constant(OptionReader& options, ConstantLrOptions& chosen) {
   options.read("warmup_steps", chosen.warmup_steps, "step s before has lr · (s + 1) / warmup_steps", kNotNegative);
-  read_by(options, chosen.by);
   for (const char* key : {"decay_steps", "min_lr"}) {
     options.refuse(key, "belongs to scheduler.type warmup_cosine, and the type is constant");
   }
-  return made(options, constant_lr, chosen);
 }
 
 LrSchedule read_warmup_cosine(OptionReader& options) {
@@ -48,56 +56,38 @@ LrSchedule read_warmup_cosine(OptionReader& options) {
   return made(options, warmup_cosine_lr, chosen);
 }
 
-LrSchedule read_linear(OptionReader& options) {
-  LinearLrOptions chosen;
+void read_linear(OptionReader& options, LinearLrOptions& chosen) {
   options.read("start_factor", chosen.start_factor, "of lr, at first", Range{0, 1, true, false});
   options.read("end_factor", chosen.end_factor, "of lr, from total_iters on", Range{0, 1});
   options.read("total_iters", chosen.total_iters, "how long it takes", kAtLeastOne);
-  read_by(options, chosen.by);
-  return made(options, linear_lr, chosen);
 }
 
-LrSchedule read_step(OptionReader& options) {
-  StepLrOptions chosen;
+void read_step(OptionReader& options, StepLrOptions& chosen) {
   options.require("step_size", "a whole number >= 1");
   options.read("step_size", chosen.step_size, "lr is multiplied by gamma each time", kAtLeastOne);
   options.read("gamma", chosen.gamma, "factor", kPositive);
-  read_by(options, chosen.by);
-  return made(options, step_lr, chosen);
 }
 
-LrSchedule read_multi_step(OptionReader& options) {
-  MultiStepLrOptions chosen;
+void read_multi_step(OptionReader& options, MultiStepLrOptions& chosen) {
   options.require("milestones", "a list of whole numbers >= 1");
   options.read("milestones", chosen.milestones, "where lr is multiplied by gamma; ascending", kAtLeastOne);
   options.read("gamma", chosen.gamma, "factor", kPositive);
-  read_by(options, chosen.by);
-  return made(options, multi_step_lr, chosen);
 }
 
-LrSchedule read_exponential(OptionReader& options) {
-  ExponentialLrOptions chosen;
+void read_exponential(OptionReader& options, ExponentialLrOptions& chosen) {
   options.require("gamma", "a number > 0");
   options.read("gamma", chosen.gamma, "factor of each step or epoch", kPositive);
-  read_by(options, chosen.by);
-  return made(options, exponential_lr, chosen);
 }
 
-LrSchedule read_polynomial(OptionReader& options) {
-  PolynomialLrOptions chosen;
+void read_polynomial(OptionReader& options, PolynomialLrOptions& chosen) {
   options.read("total_iters", chosen.total_iters, "where lr reaches 0", kAtLeastOne);
   options.read("power", chosen.power, "of the decay", kPositive);
-  read_by(options, chosen.by);
-  return made(options, polynomial_lr, chosen);
 }
 
-LrSchedule read_cosine(OptionReader& options) {
-  CosineLrOptions chosen;
+void read_cosine(OptionReader& options, CosineLrOptions& chosen) {
   options.require("t_max", "a whole number >= 1");
   options.read("t_max", chosen.t_max, "half a period", kAtLeastOne);
   options.read("eta_min", chosen.eta_min, "the lowest rate", kNotNegative);
-  read_by(options, chosen.by);
-  return made(options, cosine_lr, chosen);
 }
 
 LrSchedule read_chained(OptionReader& options) {
@@ -126,14 +116,14 @@ LrSchedule read_chained(OptionReader& options) {
 
 void add_schedulers(Registry<LrSchedule>& schedulers) {
   schedulers.add("none", read_none, "the optimizer's lr");
-  schedulers.add("constant", read_constant, "the optimizer's lr, after a warm-up");
+  schedulers.add("constant", reader(constant_lr, read_constant), "the optimizer's lr, after a warm-up");
   schedulers.add("warmup_cosine", read_warmup_cosine, "a warm-up, then a cosine");
-  schedulers.add("linear", read_linear, "PyTorch's LinearLR");
-  schedulers.add("step", read_step, "PyTorch's StepLR");
-  schedulers.add("multi_step", read_multi_step, "PyTorch's MultiStepLR");
-  schedulers.add("exponential", read_exponential, "PyTorch's ExponentialLR");
-  schedulers.add("polynomial", read_polynomial, "PyTorch's PolynomialLR");
-  schedulers.add("cosine", read_cosine, "PyTorch's CosineAnnealingLR");
+  schedulers.add("linear", reader(linear_lr, read_linear), "PyTorch's LinearLR");
+  schedulers.add("step", reader(step_lr, read_step), "PyTorch's StepLR");
+  schedulers.add("multi_step", reader(multi_step_lr, read_multi_step), "PyTorch's MultiStepLR");
+  schedulers.add("exponential", reader(exponential_lr, read_exponential), "PyTorch's ExponentialLR");
+  schedulers.add("polynomial", reader(polynomial_lr, read_polynomial), "PyTorch's PolynomialLR");
+  schedulers.add("cosine", reader(cosine_lr, read_cosine), "PyTorch's CosineAnnealingLR");
   schedulers.add("chained", read_chained, "several, one after another");
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "train/to_device.h"
+
 namespace tessera::train {
 namespace {
 
@@ -26,10 +28,7 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
                                                        int64_t count) {
   std::vector<int64_t> samples(static_cast<size_t>(count));
   std::iota(samples.begin(), samples.end(), first);
-  Batch batch = data.get(samples);
-  const at::Device device = model.model().module->parameters().front().device();
-  batch.inputs = batch.inputs.to(device);
-  batch.targets = batch.targets.defined() ? batch.targets.to(device) : batch.targets;
+  const Batch batch = to_device(data.get(samples), model.model().module->parameters().front().device());
   const ParsedLosses losses = model.val_losses(batch);
   std::vector<std::pair<std::string, double>> figures{{"loss", losses.total.item<double>()}};
   for (const auto& [name, value] : losses.values) {

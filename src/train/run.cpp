@@ -7,6 +7,7 @@
 #include "tessera/error.h"
 #include "train/evaluation.h"
 #include "train/interruption.h"
+#include "train/to_device.h"
 
 namespace tessera::train {
 namespace {
@@ -24,18 +25,6 @@ Batch part_of(const Batch& batch, int64_t begin, int64_t count) {
     part.extra[name] = tensor.narrow(0, begin, count);
   }
   return part;
-}
-
-Batch to_device(Batch batch, const at::Device& device) {
-  if (device.is_cpu()) {
-    return batch;
-  }
-  batch.inputs = batch.inputs.to(device);
-  batch.targets = batch.targets.defined() ? batch.targets.to(device) : batch.targets;
-  for (auto& [name, tensor] : batch.extra) {
-    tensor = tensor.to(device);
-  }
-  return batch;
 }
 
 }  // namespace

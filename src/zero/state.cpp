@@ -30,22 +30,15 @@ OptimizerStateDict ZeroRedundancyOptimizer::Impl::gather_state(int to) {
 
 void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
   at::NoGradGuard no_grad;
-  const auto fail = [&](const std::string& problem) { throw UsageError(fmt::format("{}.load_state_dict: rank {}: {}", kName, group_.rank(), problem)); };
-  if (dict.groups.size() != outer_.param_groups().size()) {
-    fail(fmt::format("the state dict has {} parameter groups; expected {}", dict.groups.size(), outer_.param_groups().size()));
-  }
+  const auto who = fmt::format("{}.load_state_dict: rank {}", kName, group_.rank());
+  const auto fail = [&](const std::string& problem) { throw UsageError(who + ": " + problem); };
   std::map<std::string, size_t> index;
-  std::vector<std::vector<std::string>> names(dict.groups.size());
+  std::vector<std::vector<std::string>> names(outer_.param_groups().size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     index[parameters_[i].name] = i;
     names[group_of_[i]].push_back(parameters_[i].name);
   }
-  for (size_t g = 0; g < names.size(); ++g) {
-    if (names[g] == dict.groups[g].parameters) continue;
-    const auto [here, there] = std::mismatch(names[g].begin(), names[g].end(), dict.groups[g].parameters.begin(), dict.groups[g].parameters.end());
-    fail(fmt::format("group {} has parameter {} where the state dict has {}", g, here == names[g].end() ? "nothing more" : *here,
-                     there == dict.groups[g].parameters.end() ? "nothing more" : *there));
-  }
+  sharding::check_groups(who, names, dict);
   for (const auto& [name, state] : dict.state) {
     const auto found = index.find(name);
     if (found == index.end()) fail(fmt::format("state of unknown parameter {}", name));

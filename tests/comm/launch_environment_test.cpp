@@ -54,6 +54,29 @@ TEST(LaunchEnvironment, EveryLauncher) {
   EXPECT_EQ(world.job, "9.0");
 }
 
+TEST(LaunchEnvironment, ATaskOfSlurmOnSeveralHosts) {
+  const std::map<std::string, std::string> task = {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"}, {"SLURM_NODEID", "1"},
+                                                   {"SLURM_NNODES", "2"}, {"SLURM_STEP_NUM_NODES", "2"}, {"SLURM_STEP_NODELIST", "node[1-2]"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "3"}};
+  auto world = read(task);
+  EXPECT_EQ(world.rank, 5);
+  EXPECT_EQ(world.size, 8);
+  EXPECT_EQ(world.local_rank, 1);
+  EXPECT_EQ(world.local_size, std::nullopt) << "tasks may lie unevenly";
+  EXPECT_EQ(world.job, "9.3") << "another step of the job is another world";
+  EXPECT_EQ(world.master_address, "") << "the user names it, as for every launcher but torchrun";
+  auto with_address = task;
+  with_address.insert({{"MASTER_ADDR", "node1"}, {"MASTER_PORT", "29500"}});
+  world = read(with_address);
+  EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.master_address, "node1");
+  EXPECT_EQ(world.master_port, 29500);
+  with_address.erase("MASTER_PORT");
+  EXPECT_THAT(error_of(with_address), HasSubstr("MASTER_ADDR is set but MASTER_PORT is not"));
+  auto wrong = task;
+  wrong["SLURM_LOCALID"] = "one";
+  EXPECT_THAT(error_of(wrong), HasSubstr("SLURM_LOCALID is 'one'"));
+}
+
 TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
   const auto world = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_SIZE", "6"}});
   EXPECT_EQ(world.launcher, "torchrun");

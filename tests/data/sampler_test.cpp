@@ -7,6 +7,7 @@
 #include <set>
 
 #include "data/folder.h"
+#include "data/permutation.h"
 
 namespace tessera {
 namespace {
@@ -47,6 +48,30 @@ TEST(Sampler, ShuffledGoesOnceThroughAllSamplesInEachEpoch) {
 TEST(Sampler, TheOrderOfASeedNeverChanges) {
   EXPECT_THAT(Sampler(10, SampleOrder::shuffled, 42).samples(0, 20), ElementsAre(7, 9, 5, 2, 6, 8, 1, 3, 0, 4,  //
                                                                                  1, 7, 9, 2, 0, 5, 6, 8, 4, 3));
+}
+
+TEST(Permutation, IsOneForEverySizeAndLooksRandom) {
+  for (uint64_t size = 1; size < 200; ++size) {
+    std::set<uint64_t> seen;
+    for (uint64_t i = 0; i < size; ++i) {
+      const uint64_t image = permuted(i, size, size * 77);
+      ASSERT_LT(image, size);
+      seen.insert(image);
+    }
+    ASSERT_EQ(seen.size(), size);
+  }
+  // Where each element of 16 lands, over many keys: about evenly.
+  int counts[16][16] = {};
+  for (uint64_t key = 0; key < 4000; ++key) {
+    for (uint64_t i = 0; i < 16; ++i) {
+      ++counts[i][permuted(i, 16, mixed(key))];
+    }
+  }
+  for (const auto& row : counts) {
+    for (const int count : row) {
+      EXPECT_NEAR(count, 250, 100);
+    }
+  }
 }
 
 TEST(Sampler, KeepsItsPlace) {

@@ -1,4 +1,4 @@
-// A dataset of token sequences: its own contract. TokenBatches, which is made of it, is checked in batches_test.cpp.
+// Which tokens make up which sequence: checked against the contract's formula, written out again here.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,6 +7,7 @@
 
 #include "data/folder.h"
 #include "tessera/data.h"
+#include "tessera/sampler.h"
 
 namespace tessera {
 namespace {
@@ -31,6 +32,45 @@ TEST(TokenDataset, WindowsBeginAnewAndAContinuousOneGoesOn) {
   EXPECT_TRUE(batch.extra.empty());
 }
 
+TEST(TokenDataset, AContinuousOneFollowsTheFormula) {
+  // Lengths that divide evenly, that wrap inside a sequence, and one that is shorter than a batch.
+  for (const int64_t length : {int64_t{97}, int64_t{101}, int64_t{1000}, int64_t{9}}) {
+    const int64_t seq = 8, count = 6;
+    const TokenDataset dataset(first_numbers(length), seq, true);
+    for (int64_t first = 0; first < 240; first += count) {
+      const Batch batch = dataset.get(Sampler(dataset.size(), SampleOrder::sequential).samples(first, count));
+      ASSERT_EQ(batch.inputs.sizes(), at::IntArrayRef({count, seq}));
+      for (int64_t row = 0; row < count; ++row) {
+        for (int64_t k = 0; k < seq; ++k) {
+          const int64_t p = ((first + row) * seq + k) % (length - 1);
+          ASSERT_EQ(batch.inputs[row][k].item<int64_t>(), p) << length << " " << first << " " << row;
+          ASSERT_EQ(batch.targets[row][k].item<int64_t>(), p + 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(TokenDataset, NumbersNeverOverflow) {
+  const TokenDataset dataset(first_numbers(100), 7, true);
+  // 2^61 mod 99 by repeated doubling.
+  int64_t residue = 1;
+  for (int i = 0; i < 61; ++i) {
+    residue = residue * 2 % 99;
+  }
+  EXPECT_EQ(dataset.get({int64_t{1} << 61}).inputs[0][0].item<int64_t>(), residue * 7 % 99);
+}
+
+TEST(TokenDataset, AnEpochCoversEveryWholeWindowOnce) {
+  const TokenDataset windows(first_numbers(35), 5, false);  // 34 positions with a successor: 6 windows of 5, 4 left over
+  ASSERT_EQ(windows.size(), 6);
+  for (const SampleOrder order : {SampleOrder::sequential, SampleOrder::shuffled}) {
+    const Batch batch = windows.get(Sampler(6, order, 7).samples(6, 6));
+    EXPECT_TRUE(at::equal(std::get<0>(batch.inputs.flatten().sort()), at::arange(30)));
+    EXPECT_TRUE(at::equal(batch.targets, batch.inputs + 1));
+  }
+}
+
 TEST(TokenDataset, SequencesLongerThanHalfTheTextWrapOften) {
   const TokenDataset dataset(first_numbers(4), 3, true);
   for (int64_t sample = 0; sample < 9; ++sample) {
@@ -43,6 +83,8 @@ TEST(TokenDataset, NoSamplesNoRowsAndNegativeOnesAreRefused) {
   EXPECT_EQ(dataset.get({}).inputs.sizes(), at::IntArrayRef({0, 4}));
   EXPECT_THAT(refusal_of([&] { dataset.get({0, -1}); }), HasSubstr("sample -1"));
   EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 4, true); }), HasSubstr("numbers: 4 tokens are too few"));
+  EXPECT_EQ(refusal_of([] { TokenDataset(first_numbers(5), 4, true); }), "nothing thrown");
+  EXPECT_THAT(refusal_of([] { TokenDataset(Tokens(), 4, true); }), HasSubstr("0 tokens"));
   EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 0, true); }), HasSubstr("seq_len is 0"));
   EXPECT_THAT(dataset.describe(), HasSubstr("numbers: 12 tokens, 2 sequences of 4"));
 }

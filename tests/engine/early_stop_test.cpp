@@ -3,13 +3,13 @@
 
 #include <limits>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "tessera/early_stop.h"
 
 namespace tessera {
 namespace {
 
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 using Mode = EarlyStopOptions::Mode;
 
@@ -71,10 +71,10 @@ TEST(EarlyStop, GoesOnFromItsState) {
 }
 
 TEST(EarlyStop, ImpossibleOptionsAreNamed) {
-  EXPECT_EQ(error_text([] { EarlyStop({.patience = 0}); }), "EarlyStop: option patience = 0, expected an integer >= 1");
-  EXPECT_THAT(error_text([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta = -1"));
-  EXPECT_THAT(error_text([] { EarlyStop({.min_delta = kNaN}); }), HasSubstr("min_delta = nan"));
-  EXPECT_THAT(error_text([] { EarlyStop().load_state({.waited = -2}); }), HasSubstr("state.waited = -2"));
+  EXPECT_EQ(thrown_by([] { EarlyStop({.patience = 0}); }), "EarlyStop: option patience = 0, expected an integer >= 1");
+  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta = -1"));
+  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = kNaN}); }), HasSubstr("min_delta = nan"));
+  EXPECT_THAT(thrown_by([] { EarlyStop().load_state({.waited = -2}); }), HasSubstr("state.waited = -2"));
 }
 
 }  // namespace

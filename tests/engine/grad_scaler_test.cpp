@@ -4,14 +4,14 @@
 #include <atomic>
 #include <limits>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "harness/ranks.h"
 #include "tessera/grad_scaler.h"
 
 namespace tessera {
 namespace {
 
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 
 constexpr double kNotANumber = std::numeric_limits<double>::quiet_NaN();
@@ -125,16 +125,16 @@ TEST(GradScaler, GoesOnFromItsState) {
 }
 
 TEST(GradScaler, ImpossibleOptionsAreNamed) {
-  EXPECT_EQ(error_text([] { GradScaler({.init_scale = 0}); }),
+  EXPECT_EQ(thrown_by([] { GradScaler({.init_scale = 0}); }),
             "GradScaler: option init_scale = 0, expected a number > 0");
-  EXPECT_THAT(error_text([] { GradScaler({.init_scale = kInfinity}); }), HasSubstr("init_scale = inf"));
-  EXPECT_THAT(error_text([] { GradScaler({.growth_factor = 1}); }),
+  EXPECT_THAT(thrown_by([] { GradScaler({.init_scale = kInfinity}); }), HasSubstr("init_scale = inf"));
+  EXPECT_THAT(thrown_by([] { GradScaler({.growth_factor = 1}); }),
               HasSubstr("growth_factor = 1, expected a number > 1"));
-  EXPECT_THAT(error_text([] { GradScaler({.backoff_factor = 1}); }),
+  EXPECT_THAT(thrown_by([] { GradScaler({.backoff_factor = 1}); }),
               HasSubstr("backoff_factor = 1, expected a number in (0, 1)"));
-  EXPECT_THAT(error_text([] { GradScaler({.growth_interval = 0}); }), HasSubstr("growth_interval = 0"));
-  EXPECT_THAT(error_text([] { GradScaler().load_state({.scale = kNotANumber}); }), HasSubstr("state.scale = nan"));
-  EXPECT_THAT(error_text([] { GradScaler().load_state({.growth_tracker = -1}); }),
+  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval = 0}); }), HasSubstr("growth_interval = 0"));
+  EXPECT_THAT(thrown_by([] { GradScaler().load_state({.scale = kNotANumber}); }), HasSubstr("state.scale = nan"));
+  EXPECT_THAT(thrown_by([] { GradScaler().load_state({.growth_tracker = -1}); }),
               HasSubstr("state.growth_tracker = -1"));
 }
 

@@ -1,13 +1,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "tessera/losses.h"
 
 namespace tessera {
 namespace {
 
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 
 TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
@@ -38,7 +38,7 @@ TEST(ParseLosses, TotalKeepsItsGraphAndValuesDoNot) {
 
 TEST(ParseLosses, RefusesWhatHasNoMean) {
   const auto with = [](const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
-    return error_text([&] { parse_losses({{"loss", at::ones({1})}, {"extra", entry}}); });
+    return thrown_by([&] { parse_losses({{"loss", at::ones({1})}, {"extra", entry}}); });
   };
   EXPECT_THAT(with(at::Tensor()), HasSubstr("\"extra\" is an undefined tensor"));
   EXPECT_THAT(with(std::vector<at::Tensor>{}), HasSubstr("\"extra\" is an empty list"));
@@ -49,12 +49,12 @@ TEST(ParseLosses, RefusesWhatHasNoMean) {
 }
 
 TEST(ParseLosses, NoLossNamesTheEntries) {
-  EXPECT_EQ(error_text([] {
+  EXPECT_EQ(thrown_by([] {
               parse_losses({{"acc", at::ones({1})}, {"Loss", at::ones({1})}});
             }),
             "parse_losses: nothing to minimise in \"acc\", \"Loss\"; expected a name that contains \"loss\"");
-  EXPECT_THAT(error_text([] { parse_losses({}); }), HasSubstr("an empty map"));
-  EXPECT_THAT(error_text([] {
+  EXPECT_THAT(thrown_by([] { parse_losses({}); }), HasSubstr("an empty map"));
+  EXPECT_THAT(thrown_by([] {
                 parse_losses({{"loss", at::ones({1})}, {"loss", at::ones({1})}});
               }),
               HasSubstr("\"loss\" is given twice"));

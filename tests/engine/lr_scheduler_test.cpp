@@ -5,13 +5,13 @@
 #include <limits>
 #include <numbers>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "tessera/lr_scheduler.h"
 
 namespace tessera {
 namespace {
 
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 
 constexpr auto kEpoch = ScheduleBy::epoch;
@@ -168,31 +168,31 @@ TEST(LrScheduler, ChainedMixesStepsAndEpochs) {
 
 TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_EQ(error_text([] { constant_lr({.warmup_steps = -1}); }),
+  EXPECT_EQ(thrown_by([] { constant_lr({.warmup_steps = -1}); }),
             "scheduler constant: option warmup_steps = -1, expected an integer >= 0");
-  EXPECT_EQ(error_text([] { warmup_cosine_lr({.warmup_steps = 9, .decay_steps = 8}); }),
+  EXPECT_EQ(thrown_by([] { warmup_cosine_lr({.warmup_steps = 9, .decay_steps = 8}); }),
             "scheduler warmup_cosine: option decay_steps = 8, expected at least warmup_steps = 9");
-  EXPECT_THAT(error_text([] { warmup_cosine_lr({.min_lr = -1e-3}); }),
+  EXPECT_THAT(thrown_by([] { warmup_cosine_lr({.min_lr = -1e-3}); }),
               HasSubstr("warmup_cosine: option min_lr = -0.001"));
-  EXPECT_THAT(error_text([] { linear_lr({.start_factor = 0}); }),
+  EXPECT_THAT(thrown_by([] { linear_lr({.start_factor = 0}); }),
               HasSubstr("linear: option start_factor = 0, expected a number in (0, 1]"));
-  EXPECT_THAT(error_text([] { linear_lr({.end_factor = 1.5}); }), HasSubstr("linear: option end_factor = 1.5"));
-  EXPECT_THAT(error_text([] { linear_lr({.total_iters = 0}); }), HasSubstr("linear: option total_iters = 0"));
-  EXPECT_THAT(error_text([] { step_lr({}); }), HasSubstr("step: option step_size = 0, expected an integer >= 1"));
-  EXPECT_THAT(error_text([&] { step_lr({.step_size = 1, .gamma = nan}); }), HasSubstr("step: option gamma = nan"));
-  EXPECT_THAT(error_text([] { multi_step_lr({}); }), HasSubstr("multi_step: option milestones = []"));
-  EXPECT_THAT(error_text([] { multi_step_lr({.milestones = {3, 3}}); }), HasSubstr("milestones = [3, 3], expected"));
-  EXPECT_THAT(error_text([] { multi_step_lr({.milestones = {0, 3}}); }), HasSubstr("milestones = [0, 3], expected"));
-  EXPECT_THAT(error_text([] { exponential_lr({}); }),
+  EXPECT_THAT(thrown_by([] { linear_lr({.end_factor = 1.5}); }), HasSubstr("linear: option end_factor = 1.5"));
+  EXPECT_THAT(thrown_by([] { linear_lr({.total_iters = 0}); }), HasSubstr("linear: option total_iters = 0"));
+  EXPECT_THAT(thrown_by([] { step_lr({}); }), HasSubstr("step: option step_size = 0, expected an integer >= 1"));
+  EXPECT_THAT(thrown_by([&] { step_lr({.step_size = 1, .gamma = nan}); }), HasSubstr("step: option gamma = nan"));
+  EXPECT_THAT(thrown_by([] { multi_step_lr({}); }), HasSubstr("multi_step: option milestones = []"));
+  EXPECT_THAT(thrown_by([] { multi_step_lr({.milestones = {3, 3}}); }), HasSubstr("milestones = [3, 3], expected"));
+  EXPECT_THAT(thrown_by([] { multi_step_lr({.milestones = {0, 3}}); }), HasSubstr("milestones = [0, 3], expected"));
+  EXPECT_THAT(thrown_by([] { exponential_lr({}); }),
               HasSubstr("exponential: option gamma = 0, expected a number > 0"));
-  EXPECT_THAT(error_text([] { polynomial_lr({.power = -1}); }), HasSubstr("polynomial: option power = -1"));
-  EXPECT_THAT(error_text([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: option t_max = 0"));
+  EXPECT_THAT(thrown_by([] { polynomial_lr({.power = -1}); }), HasSubstr("polynomial: option power = -1"));
+  EXPECT_THAT(thrown_by([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: option t_max = 0"));
 }
 
 TEST(LrScheduler, ImpossibleChainsNameTheLink) {
   const auto one = constant_lr();
   const auto chain = [](std::vector<ChainedLrOptions::Link> links) {
-    return error_text([&] { chained_lr({.schedules = links}); });
+    return thrown_by([&] { chained_lr({.schedules = links}); });
   };
   EXPECT_EQ(chain({}), "scheduler chained: option schedules is empty, expected at least one");
   EXPECT_THAT(chain({{one, 0, 5}, {nullptr, 5, 6}}), HasSubstr("schedules[1].schedule is empty"));

@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "tessera/optim.h"
 #include "tessera/paramwise.h"
 #include "tessera/sync_batch_norm.h"
@@ -11,7 +11,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 
 /// Each kind of parameter that a rule knows, and a flat one that is nothing else.
@@ -176,7 +176,7 @@ TEST(Paramwise, KeysAreSubstringsAndADotMarksTheOwnName) {
 
 TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorWithTheNearest) {
   const auto with_key = [](const std::string& key) {
-    return error_text([&] { paramwise_groups(*Kinds(), {.custom_keys = {{key, {.lr_mult = 2}}}}, kBase); });
+    return thrown_by([&] { paramwise_groups(*Kinds(), {.custom_keys = {{key, {.lr_mult = 2}}}}, kBase); });
   };
   EXPECT_EQ(with_key("bakcbone"),
             "paramwise: custom_keys: \"bakcbone\" is part of no parameter's name; did you mean \"backbone\"?");
@@ -205,7 +205,7 @@ TEST(Paramwise, DuplicatesAreAnErrorUnlessBypassed) {
       register_module("decoder", shared);
     }
   } tied;
-  EXPECT_THAT(error_text([&] { paramwise_groups(tied, {}, kBase); }),
+  EXPECT_THAT(thrown_by([&] { paramwise_groups(tied, {}, kBase); }),
               AllOf(HasSubstr("decoder.weight is the same tensor as encoder.weight"), HasSubstr("bypass_duplicate")));
   EXPECT_EQ(option_by_name(tied, {.custom_keys = {{"decoder", {.lr_mult = 2}}}, .bypass_duplicate = true}, "lr"),
             (Values{{"encoder.weight", 1}, {"encoder.bias", 1}}));
@@ -215,7 +215,7 @@ TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
   const auto without = [](const std::string& option, const ParamwiseOptions& options) {
     auto base = kBase;
     base.erase(option);
-    return error_text([&] { paramwise_groups(*Kinds(), options, base); });
+    return thrown_by([&] { paramwise_groups(*Kinds(), options, base); });
   };
   const auto no_decay = [&](const ParamwiseOptions& options) { return without("weight_decay", options); };
   EXPECT_EQ(no_decay({.norm_decay_mult = 0}),
@@ -230,13 +230,13 @@ TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
 }
 
 TEST(Paramwise, ImpossibleMultipliersAreNamed) {
-  EXPECT_EQ(error_text([] { paramwise_groups(*Kinds(), {.flat_decay_mult = -1}, kBase); }),
+  EXPECT_EQ(thrown_by([] { paramwise_groups(*Kinds(), {.flat_decay_mult = -1}, kBase); }),
             "paramwise: option flat_decay_mult = -1, expected a number >= 0");
-  EXPECT_THAT(error_text([] {
+  EXPECT_THAT(thrown_by([] {
                 paramwise_groups(*Kinds(), {.custom_keys = {{"head", {.lr_mult = -2}}}}, kBase);
               }),
               HasSubstr("custom_keys.head.lr_mult = -2"));
-  EXPECT_THAT(error_text([] {
+  EXPECT_THAT(thrown_by([] {
                 paramwise_groups(*Kinds(), {.bias_lr_mult = 2}, {{"lr", std::string("fast")}});
               }),
               HasSubstr("lr = \"fast\", expected a number"));

@@ -3,13 +3,13 @@
 
 #include <cstring>
 
-#include "engine/error_text.h"
+#include "harness/thrown_by.h"
 #include "tessera/weight_average.h"
 
 namespace tessera {
 namespace {
 
-using testing::error_text;
+using testing::thrown_by;
 using ::testing::HasSubstr;
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
@@ -129,29 +129,29 @@ TEST(WeightAverage, GoesOnFromWhatWasSaved) {
 }
 
 TEST(WeightAverage, MistakesAreNamed) {
-  EXPECT_EQ(error_text([] { WeightAverage({at::ones({1})}, 1.0); }),
+  EXPECT_EQ(thrown_by([] { WeightAverage({at::ones({1})}, 1.0); }),
             "WeightAverage: option decay = 1, expected a number in [0, 1)");
-  EXPECT_THAT(error_text([] {
+  EXPECT_THAT(thrown_by([] {
                 WeightAverage({at::ones({1}), at::Tensor()}, 0.5);
               }),
               HasSubstr("tensor 1 of 2 is undefined"));
   WeightAverage average({at::ones({2, 3})}, 0.5);
-  EXPECT_THAT(error_text([&] { average.load({}, 0); }), HasSubstr("got 0 tensors, expected 1"));
-  EXPECT_THAT(error_text([&] {
+  EXPECT_THAT(thrown_by([&] { average.load({}, 0); }), HasSubstr("got 0 tensors, expected 1"));
+  EXPECT_THAT(thrown_by([&] {
                 average.load({at::ones({3, 2})}, 0);
               }),
               HasSubstr("tensor 0 is [3, 2], expected [2, 3]"));
-  EXPECT_THAT(error_text([&] { average.load({at::Tensor()}, 0); }), HasSubstr("tensor 0 is undefined"));
-  EXPECT_THAT(error_text([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates = -1"));
+  EXPECT_THAT(thrown_by([&] { average.load({at::Tensor()}, 0); }), HasSubstr("tensor 0 is undefined"));
+  EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates = -1"));
   average.swap();
-  EXPECT_THAT(error_text([&] { average.update(); }), HasSubstr("update() while the averages are in the live tensors"));
-  EXPECT_THAT(error_text([&] { average.load({at::ones({2, 3})}, 0); }), HasSubstr("load() while"));
+  EXPECT_THAT(thrown_by([&] { average.update(); }), HasSubstr("update() while the averages are in the live tensors"));
+  EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, 0); }), HasSubstr("load() while"));
 }
 
 TEST(WeightAverage, ARankWithoutPiecesBehavesTheSame) {
   WeightAverage average({}, 0.5);
   average.swap();
-  EXPECT_THAT(error_text([&] { average.update(); }), HasSubstr("expected swap() first"));
+  EXPECT_THAT(thrown_by([&] { average.update(); }), HasSubstr("expected swap() first"));
 }
 
 }  // namespace

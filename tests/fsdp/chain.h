@@ -1,10 +1,7 @@
 #pragma once
 
 #include "fsdp/models.h"
-#include "tessera/error.h"
-
-#include <functional>
-#include <string>
+#include "harness/thrown_by.h"
 
 namespace tessera::testing {
 
@@ -33,16 +30,6 @@ void step(Net& fsdp, Optimizer& optimizer, const at::Tensor& x) {
   optimizer.zero_grad();
   loss_of(fsdp(x)).backward();
   optimizer.step();
-}
-
-/// The text of the UsageError that the call throws.
-inline std::string thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 }  // namespace tessera::testing

@@ -89,22 +89,33 @@ class TwoHosts(unittest.TestCase):
         self.kill(0, "auto", 29873)
 
 
-def main():
+def make():
+    """Both hosts, or OSError and nothing left."""
     try:
         if not shutil.which("ip"):
             raise OSError("no ip command; it is in Debian's iproute2")
         remove_left_over()
         make_hosts()
+    except OSError:
+        remove_all()
+        raise
+
+
+def remove_all():
+    for name in NAMES:
+        remove(name)
+
+
+def main():
+    try:
+        make()
     except OSError as error:
-        for name in NAMES:
-            remove(name)
         print(f"hosts_test: could not run: two network namespaces cannot be made here (needs root): {error}", file=sys.stderr)
         return SKIPPED
     try:
         return 0 if unittest.main(exit=False).result.wasSuccessful() else 1
     finally:
-        for name in NAMES:
-            remove(name)
+        remove_all()
 
 
 if __name__ == "__main__":

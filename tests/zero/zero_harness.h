@@ -2,7 +2,7 @@
 
 #include "harness/models.h"
 #include "harness/ranks.h"
-#include "tessera/error.h"
+#include "harness/thrown_by.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 #include <gmock/gmock.h>
@@ -30,16 +30,6 @@ inline at::Tensor images(int step, int rank = 0, int world = 1) {
 
 inline constexpr Partition kPartitions[] = {Partition::flat, Partition::whole, Partition::first_fit};
 
-/// The text of the UsageError that the call throws.
-inline std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 /// Bit by bit.
 template <class Net>
 void expect_same_weights(const Net& a, const Net& b) {
@@ -47,5 +37,26 @@ void expect_same_weights(const Net& a, const Net& b) {
 }
 
 inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
+
+/// Gradients that the caller reduced: three steps on two ranks end, bit by bit, where the optimizer's own reduction does.
+/// `before_step` does to both what comes before step().
+template <class Net>
+void expect_callers_reduction_is_as_good(at::Tensor (*batch)(int step, int rank, int world), const std::function<void(Zero&)>& before_step) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Net>(8), other = seeded<Net>(8);
+    Zero own(*net, group, factory("AdamW")), theirs(*other, group, factory("AdamW"), {.reduce_gradients = false});
+    for (int step = 0; step < 3; ++step) {
+      loss_of(net(batch(step, rank, 2))).backward();
+      loss_of(other(batch(step, rank, 2))).backward();
+      for (auto& p : other->parameters()) group.all_reduce(p.mutable_grad(), 0.5);
+      for (auto* zero : {&own, &theirs}) {
+        before_step(*zero);
+        zero->step();
+        zero->zero_grad();
+      }
+    }
+    expect_same_weights(net, other);
+  });
+}
 
 }  // namespace tessera::testing

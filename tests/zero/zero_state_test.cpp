@@ -127,17 +127,18 @@ TEST(ZeroState, WhatDoesNotFitIsNamed) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(11);
     Zero zero(*net, group, factory("AdamW"));
-    const auto refused = [&](OptimizerStateDict wrong, const std::string& words) {
-      try {
-        zero.load_state_dict(wrong);
-        ADD_FAILURE() << words;
-      } catch (const UsageError& error) {
-        EXPECT_THAT(error.what(), ::testing::HasSubstr(words));
-      }
+    const auto refused = [&](const OptimizerStateDict& wrong, const std::string& words) {
+      EXPECT_THAT(thrown_by([&] { zero.load_state_dict(wrong); }), ::testing::HasSubstr(words));
     };
     auto renamed = dict;
     renamed.groups[0].parameters[1] = "other";
-    refused(renamed, "has parameter");
+    refused(renamed, "group 0, parameter 1: the optimizer has " + dict.groups[0].parameters[1] + ", the state dict other");
+    auto shorter = dict;
+    shorter.groups[0].parameters.pop_back();
+    refused(shorter, "the optimizer has " + dict.groups[0].parameters.back() + ", the state dict nothing");
+    auto longer = dict;
+    longer.groups[0].parameters.push_back("more");
+    refused(longer, "the optimizer has nothing, the state dict more");
     auto unknown = dict;
     unknown.state["nowhere"] = unknown.state.begin()->second;
     refused(unknown, "unknown parameter nowhere");

@@ -7,8 +7,8 @@
 
 namespace tessera::testing {
 
-/// The text of the UsageError that `call` throws.
-inline std::string error_text(const std::function<void()>& call) {
+/// The text of the UsageError that the call throws.
+inline std::string thrown_by(const std::function<void()>& call) {
   try {
     call();
   } catch (const UsageError& error) {
