@@ -22,7 +22,8 @@ constexpr Names kLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
      "OMPI_MCA_orte_ess_jobid"},
     {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", "HYDRA_JOBID"},
-    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID", "SLURM_STEP_ID"},
+    // SLURM_NTASKS and SLURM_NNODES may be the job's, of which a step can be a part: with srun -E, in a script for sbatch.
+    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID", "SLURM_STEP_ID"},
 };
 
 std::optional<int> number(const GetVariable& get, const char* name, int least, int most) {
@@ -43,14 +44,21 @@ std::string text(const GetVariable& get, const char* name) {
 
 constexpr int kMany = 1 << 20;
 
+/// What srun --mpi=pmi2 sets says the same as Slurm's own variables, which tell of the hosts besides. Ranks of an mpiexec inside a step have other numbers.
+bool same_as_slurms(const GetVariable& get, int rank, int size) {
+  return number(get, "SLURM_PROCID", 0, kMany) == rank && number(get, "SLURM_STEP_NUM_TASKS", 1, kMany) == size;
+}
+
 }  // namespace
 
 LaunchEnvironment read_launch_environment(const GetVariable& get) {
   LaunchEnvironment result;
   for (const auto& names : kLaunchers) {
     const auto rank = number(get, names.rank, 0, kMany), size = number(get, names.size, 1, kMany);
-    // A Slurm batch script has SLURM_NTASKS but is no rank of a step.
     if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
+    // A script for sbatch has SLURM_PROCID = 0 but is no rank of a step.
+    if (!size && std::strcmp(names.launcher, "Slurm") == 0) continue;
+    if (rank && size && std::strcmp(names.launcher, "PMI") == 0 && same_as_slurms(get, *rank, *size)) continue;
     if (!rank || !size) {
       throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; a launcher sets both", rank ? names.rank : names.size,
                                    rank ? names.size : names.rank));
@@ -69,7 +77,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     }
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
-    if (result.launcher == "Slurm" && number(get, "SLURM_NNODES", 1, kMany) == 1) result.local_size = result.size;
+    if (result.launcher == "Slurm" && number(get, "SLURM_STEP_NUM_NODES", 1, kMany) == 1) result.local_size = result.size;
     break;
   }
   result.master_address = text(get, "MASTER_ADDR");

@@ -148,7 +148,9 @@ Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds tim
   }
   if (environment.master_port == 0) {
     throw UsageError(fmt::format("init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set; "
-                                 "pass them to every rank (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …)", environment.rank, environment.launcher, environment.size));
+                                 "pass them to every rank ({})", environment.rank, environment.launcher, environment.size,
+                                 environment.launcher == "Slurm" ? "export MASTER_ADDR=host MASTER_PORT=29500 before srun; the host is the first of SLURM_STEP_NODELIST"
+                                                                 : "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …"));
   }
   const bool server = !environment.agent_store && environment.rank == 0;
   Meeting meeting;

@@ -48,7 +48,7 @@ TEST(LaunchEnvironment, EveryLauncher) {
   EXPECT_EQ(world.job, "job7");
   world = read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}});
   EXPECT_EQ(world.launcher, "PMI");
-  world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
+  world = read({{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(world.launcher, "Slurm");
   EXPECT_EQ(world.local_size, 2);
   EXPECT_EQ(world.job, "9.0");
@@ -83,7 +83,32 @@ TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
   EXPECT_EQ(world.size, 2);
 }
 
-TEST(LaunchEnvironment, ABatchScriptOfSlurmIsNoRank) { EXPECT_EQ(read({{"SLURM_NTASKS", "8"}}).size, 1); }
+// The variables as Slurm 22.05 sets them.
+TEST(LaunchEnvironment, AScriptForSbatchIsNoRank) {
+  const auto world = read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "0"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}});
+  EXPECT_EQ(world.size, 1);
+  EXPECT_EQ(world.launcher, "none");
+}
+
+TEST(LaunchEnvironment, AStepIsSmallerThanItsJob) {
+  const auto world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NNODES", "2"}, {"SLURM_STEP_NUM_NODES", "1"}});
+  EXPECT_EQ(world.size, 2);
+  EXPECT_EQ(world.local_size, 2);
+}
+
+TEST(LaunchEnvironment, PmiOfSlurmItselfAndOfAnMpiexecInsideAStep) {
+  std::map<std::string, std::string> both = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_JOBID", "9.0"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"},
+                                             {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_LOCALID", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}};
+  auto world = read(both);
+  EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.local_size, 2);
+  both["PMI_RANK"] = "3";
+  both["PMI_SIZE"] = "4";
+  world = read(both);
+  EXPECT_EQ(world.launcher, "PMI");
+  EXPECT_EQ(world.rank, 3);
+  EXPECT_EQ(world.size, 4);
+}
 
 TEST(LaunchEnvironment, WhatIsWrongNamesTheVariable) {
   EXPECT_THAT(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 'x'"));

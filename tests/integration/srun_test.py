@@ -30,7 +30,7 @@ class Cluster:
     """Slurm with a node at each of `addresses`; `enter` is the command in front of whatever runs on a node's host."""
 
     def __init__(self, addresses, enter):
-        absent = [name for name in ("munged", "slurmctld", "slurmd", "srun", "salloc", "sinfo", "scancel") if not shutil.which(name, path=PATH)]
+        absent = [name for name in ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo", "scancel") if not shutil.which(name, path=PATH)]
         if absent:
             raise unittest.SkipTest(f"no {', '.join(absent)} here; they are in Debian's slurm-wlm and munge")
         self.enter, self.daemons = enter, []
@@ -165,6 +165,17 @@ class OneHost(SlurmTest):
         self.assertEqual(code, 0, text)
         self.assertEqual(len(re.findall(r"2 ranks \(shm\)", text)), 4, text)
 
+    def test_other_ways_to_start(self):
+        self.trains(2, "srun", "--mpi=pmi2", "-n", "2")
+        self.trains(2, "salloc", "-n", "4", "srun", "-E", "-n", "2")
+
+    def test_a_script_for_sbatch_is_no_rank(self):
+        script, out = self.config.with_name("script"), self.config.with_name("out")
+        script.write_text(f"#!/bin/bash\nset -e\n{BUILD}/bin/tessera-train {self.config} parallel.type=none\n{BUILD}/bin/tessera train -n 2 {self.config}\n")
+        code, text = self.ends("sbatch", "-W", "-n", "2", "-o", out, script)
+        self.assertEqual(code, 0, text + out.read_text())
+        self.assertIn("2 ranks (shm)", out.read_text())
+
     def test_a_lost_rank_ends_all(self):
         self.lose(self.probe("-n", "3"), 1)
         self.lose(self.probe("-n", "3", "-K1"), 0, srun_waits=False)
@@ -201,7 +212,7 @@ class TwoHosts(SlurmTest):
     def test_without_an_address_it_says_what_to_set(self):
         code, text = self.ends("srun", "--ntasks-per-node=1", "-n", "2", BUILD / "bin/tessera-train", self.config)
         self.assertEqual(code, 2, text)
-        self.assertRegex(text, "rank 1: .*Slurm started 2 ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set")
+        self.assertRegex(text, "rank 1: .*Slurm started 2 ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set.*SLURM_STEP_NODELIST")
 
     def test_a_step_on_one_of_the_hosts_needs_no_address(self):
         self.trains(2, "salloc", "-N", "2", "-n", "4", "srun", "-N", "1", "-n", "2")
