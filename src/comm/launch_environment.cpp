@@ -22,8 +22,7 @@ constexpr Names kLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
      "OMPI_MCA_orte_ess_jobid"},
     {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", "HYDRA_JOBID"},
-    // SLURM_NTASKS and SLURM_NNODES may be the job's, of which a step can be a part: with srun -E, in a script for sbatch.
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID", "SLURM_STEP_ID"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID", "SLURM_STEP_ID"},
 };
 
 std::optional<int> number(const GetVariable& get, const char* name, int least, int most) {
@@ -44,9 +43,20 @@ std::string text(const GetVariable& get, const char* name) {
 
 constexpr int kMany = 1 << 20;
 
+/// SLURM_NTASKS and SLURM_NNODES may be the job's, of which a step can be a part (srun -E): what is said of the step goes before.
+std::optional<int> of_step(const GetVariable& get, const char* step, const char* job) {
+  const auto value = number(get, step, 1, kMany);
+  return value ? value : number(get, job, 1, kMany);
+}
+
+/// A script for sbatch has SLURM_PROCID = 0 but is no rank of a step.
+bool is_batch_script(const GetVariable& get) {
+  return text(get, "ENVIRONMENT") == "BATCH" && text(get, "SLURM_STEP_NUM_TASKS").empty();
+}
+
 /// What srun --mpi=pmi2 sets says the same as Slurm's own variables, which tell of the hosts besides. Ranks of an mpiexec inside a step have other numbers.
 bool same_as_slurms(const GetVariable& get, int rank, int size) {
-  return number(get, "SLURM_PROCID", 0, kMany) == rank && number(get, "SLURM_STEP_NUM_TASKS", 1, kMany) == size;
+  return number(get, "SLURM_PROCID", 0, kMany) == rank && of_step(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == size;
 }
 
 }  // namespace
@@ -54,10 +64,11 @@ bool same_as_slurms(const GetVariable& get, int rank, int size) {
 LaunchEnvironment read_launch_environment(const GetVariable& get) {
   LaunchEnvironment result;
   for (const auto& names : kLaunchers) {
-    const auto rank = number(get, names.rank, 0, kMany), size = number(get, names.size, 1, kMany);
+    const bool slurm = std::strcmp(names.launcher, "Slurm") == 0;
+    const auto rank = number(get, names.rank, 0, kMany);
+    const auto size = slurm ? of_step(get, "SLURM_STEP_NUM_TASKS", names.size) : number(get, names.size, 1, kMany);
     if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
-    // A script for sbatch has SLURM_PROCID = 0 but is no rank of a step.
-    if (!size && std::strcmp(names.launcher, "Slurm") == 0) continue;
+    if (slurm && is_batch_script(get)) continue;
     if (rank && size && std::strcmp(names.launcher, "PMI") == 0 && same_as_slurms(get, *rank, *size)) continue;
     if (!rank || !size) {
       throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; a launcher sets both", rank ? names.rank : names.size,
@@ -77,7 +88,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     }
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
-    if (result.launcher == "Slurm" && number(get, "SLURM_STEP_NUM_NODES", 1, kMany) == 1) result.local_size = result.size;
+    if (slurm && of_step(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1) result.local_size = result.size;
     break;
   }
   result.master_address = text(get, "MASTER_ADDR");

@@ -85,9 +85,16 @@ TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
 
 // The variables as Slurm 22.05 sets them.
 TEST(LaunchEnvironment, AScriptForSbatchIsNoRank) {
-  const auto world = read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "0"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}});
+  const auto world = read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "0"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}, {"ENVIRONMENT", "BATCH"}});
   EXPECT_EQ(world.size, 1);
   EXPECT_EQ(world.launcher, "none");
+}
+
+TEST(LaunchEnvironment, WhereTheStepIsNotToldTheJobIs) {
+  const auto world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_NNODES", "1"}});
+  EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.size, 2);
+  EXPECT_EQ(world.local_size, 2);
 }
 
 TEST(LaunchEnvironment, AStepIsSmallerThanItsJob) {
