@@ -6,9 +6,9 @@
 
 namespace tessera::sharding {
 
-/// For callbacks that run on a process group's thread: a backward that throws leaves collectives under way, which may outlive what
-/// their callbacks work on. Guarded ones do nothing once the lifeline is gone; its destruction waits for the one that runs.
-/// A member that is declared last.
+/// For callbacks that run on a process group's thread: a backward that throws leaves collectives under way, which may
+/// outlive what their callbacks work on. Guarded ones do nothing once the lifeline is gone; its destruction waits for
+/// the one that runs. A member that is declared last.
 class Lifeline {
  public:
   Lifeline() = default;
