@@ -382,7 +382,7 @@ std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine)
     for (const auto& h : headers) total += counts.emplace_back(h.numel);
     auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
     auto* data = static_cast<char*>(all.data_ptr());
-    std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}), mine.data(), mine.size());
+    if (!mine.empty()) std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}), mine.data(), mine.size());
     if (total) transport.all_gather(all, counts);
     for (int r = 0; r < size(); data += counts[r++]) result[r].assign(data, counts[r]);
   });

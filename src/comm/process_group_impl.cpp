@@ -48,8 +48,21 @@ void ProcessGroup::Impl::reset() {
   queue_.reset_waited();
 }
 
-/// The messages of the ranks that called fail(), of which all ranks learn here; `failure_` is mine, if I did.
-std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeader& mine) {
+std::string ProcessGroup::Impl::failure() {
+  std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+void ProcessGroup::Impl::set_failure(std::string text) {
+  {
+    std::lock_guard lock(failure_mutex_);
+    failure_ = std::move(text);
+  }
+  ended = true;
+}
+
+/// The messages of the ranks that called fail(), of which all ranks learn here; `mine` is empty if I did not.
+std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::string& mine) {
   std::vector<int64_t> counts;
   int64_t total = 0, before = 0;
   for (int r = 0; r < world.size; ++r) {
@@ -60,7 +73,7 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeade
   if (total == 0) return "";
   auto text = at::empty({total}, at::TensorOptions().dtype(at::kByte));
   auto* data = static_cast<char*>(text.data_ptr());
-  if (mine.op == Op::fail) std::memcpy(data + before, failure_.data(), failure_.size());
+  if (!mine.empty()) std::memcpy(data + before, mine.data(), mine.size());
   transport->all_gather(text, counts);
   std::string lines;
   for (const auto count : counts) {
@@ -71,17 +84,16 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const OpHeade
 }
 
 Work ProcessGroup::Impl::announce(const std::string& message) {
-  failure_ = message;
-  ended = true;
+  set_failure(message);
   if (alone()) return {};
   OpHeader header;
   header.op = Op::fail;
-  header.numel = static_cast<int64_t>(failure_.size());
+  header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
   // Behind whatever is queued: the other ranks count on that too.
-  return queue_.submit([this, header]() mutable {
+  return queue_.submit([this, header, message]() mutable {
     header.sequence = ++sequence_;
-    failure_ = failure_of(transport->exchange(header), header);
+    set_failure(failure_of(transport->exchange(header), message));
   });
 }
 
@@ -132,7 +144,7 @@ void ProcessGroup::Impl::fail(const std::string& message) {
       throw UsageError(text);  // those who were told elsewhere have left already
     }
   }
-  throw UsageError(failure_);
+  throw UsageError(failure());
 }
 
 /// Ranks that disagree all know it, and tell each other what they were about.
@@ -149,10 +161,9 @@ std::vector<std::string> ProcessGroup::Impl::exchange_purposes(const std::string
 
 Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& what) {
   auto headers = transport->exchange(header);
-  if (auto failure = failure_of(headers, header); !failure.empty()) {
-    failure_ = failure;
-    ended = true;
-    throw UsageError(failure_);
+  if (const auto text = failure_of(headers, ""); !text.empty()) {
+    set_failure(text);
+    throw UsageError(text);
   }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {
     return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root || a.detail != b.detail ||
@@ -175,7 +186,7 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& w
 
 void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& what) {
   at::NoGradGuard no_grad;
-  if (!failure_.empty()) throw UsageError("ProcessGroup: the group has ended: " + failure_);
+  if (ended) throw UsageError("ProcessGroup: the group has ended: " + failure());
   header.sequence = ++sequence_;
   Headers headers;
   if (world.options.check_collectives || header.free_numel) headers = compare(header, what);

@@ -32,7 +32,7 @@ class ProcessGroup::Impl {
   comm::World world;
   std::unique_ptr<comm::Transport> transport;  // null in a world of one
   uint64_t splits = 0;
-  std::atomic<bool> ended = false;  // failure_ is set
+  std::atomic<bool> ended = false;  // there is a failure()
 
  private:
   void execute(comm::OpHeader header, const Body& body, const std::string& what);
@@ -43,10 +43,13 @@ class ProcessGroup::Impl {
   Work announce(const std::string& message);
   std::vector<std::shared_ptr<Impl>> descendants();
 
-  std::string failure_of(const std::vector<comm::OpHeader>& headers, const comm::OpHeader& mine);
+  std::string failure_of(const std::vector<comm::OpHeader>& headers, const std::string& mine);
+  std::string failure();
+  void set_failure(std::string text);
 
   uint64_t sequence_ = 0;
-  std::string failure_;  // set once: what ended the group
+  std::mutex failure_mutex_;  // fail() is called while the queue works
+  std::string failure_;       // what ended the group
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;

@@ -50,7 +50,7 @@ class DataParallel::Impl {
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(backwards), reducing,
-        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); }});
+        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); }, [this] { drain(); }});
   }
 
   void before_forward() {
@@ -127,9 +127,13 @@ class DataParallel::Impl {
     waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] { flat.mul_(scale); });
   }
 
-  void receive() {
+  void drain() {
     auto waiting = std::exchange(waiting_, {});
     for (auto& wait : waiting) wait();
+  }
+
+  void receive() {
+    drain();
     if (!rebuilt_) rebuild_due_ = true;
   }
 

@@ -152,7 +152,7 @@ void DistributedOptimizer::Impl::make_reducer() {
   reducing.gradient_as_bucket_view = !options_.param_pack;
   reducer_ = std::make_unique<sharding::Reducer>(
       lanes_[0].group, trainable_, make_buckets(), reducing,
-      sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { finish(); }});
+      sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { finish(); }, [this] { drain(); }});
 }
 
 std::vector<Bucket> DistributedOptimizer::Impl::make_buckets() {

@@ -45,6 +45,7 @@ class DistributedOptimizer::Impl {
   // reduction.cpp
   void send(size_t bucket);
   void finish();
+  void drain();
   bool follows_record(const Lane& lane, const sharding::Bucket& bucket) const;
   at::Tensor start_agreement(size_t lane);
   void settle(size_t lane, const at::Tensor& counts);

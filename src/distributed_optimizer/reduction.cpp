@@ -31,15 +31,19 @@ void DistributedOptimizer::Impl::send(size_t index) {
   sent_.push_back(lane.group.all_reduce_async(bucket.flat, scale(lane)));
 }
 
-void DistributedOptimizer::Impl::finish() {
+void DistributedOptimizer::Impl::drain() {
   auto sent = std::exchange(sent_, {});
+  for (auto& work : sent) work.wait();
+}
+
+void DistributedOptimizer::Impl::finish() {
   std::vector<at::Tensor> counts;
   std::vector<Work> agreed;
   for (size_t l = 0; l < lanes_.size(); ++l) {
     counts.push_back(start_agreement(l));
     agreed.push_back(lanes_[l].group.all_reduce_async(counts.back()));
   }
-  for (auto& work : sent) work.wait();
+  drain();
   for (size_t l = 0; l < lanes_.size(); ++l) {
     agreed[l].wait();
     settle(l, counts[l].cpu());

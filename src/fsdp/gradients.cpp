@@ -131,7 +131,7 @@ void Gradients::reduce(size_t f) {
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
-          [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run); }, what);
+          lifeline_.guard([this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run); }), what);
     }
     reduction->mark = stream_.mark();
   }

@@ -3,6 +3,7 @@
 #include "fsdp/comm_stream.h"
 #include "fsdp/flat.h"
 #include "fsdp/lead.h"
+#include "sharding/lifeline.h"
 
 #include <deque>
 #include <functional>
@@ -80,6 +81,7 @@ class Gradients {
   CommStream stream_;
   bool sync_ = true;
   std::recursive_mutex mutex_;
+  sharding::Lifeline lifeline_;  // of the reductions that are open
 };
 
 }  // namespace tessera::fsdp

@@ -70,7 +70,7 @@ class Reducer::Core {
   void flush() {
     std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
-    reset();
+    start();
     std::fill(pending_.begin(), pending_.end(), 0);
     finish_all();
   }
@@ -140,13 +140,19 @@ class Reducer::Core {
     }
   }
 
+  void start() {
+    if (std::exchange(abandoned_, false) && callbacks_.drain) callbacks_.drain();
+    reset();
+  }
+
   void begin() {
     std::lock_guard lock(mutex_);
-    reset();
+    start();
   }
 
   void abandon() {
     std::lock_guard lock(mutex_);
+    abandoned_ = true;
     reset();
   }
 
@@ -264,6 +270,7 @@ class Reducer::Core {
   std::vector<int64_t> pending_;
   std::vector<Lane> lanes_;
   bool shadowing_ = false;
+  bool abandoned_ = false;  // the last backward threw
   std::unique_ptr<BackwardWatch> watch_;
 };
 

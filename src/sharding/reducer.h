@@ -35,6 +35,8 @@ class Reducer {
     std::function<void(size_t index)> ready;
     /// All buckets were started and backward is over: wait for them.
     std::function<void()> finish;
+    /// Optional. A backward threw, and buckets are about to be filled again: wait for what it had started.
+    std::function<void()> drain = {};
   };
 
   /// `buckets` cover each of `parameters` once; all of these are trainable. Local.

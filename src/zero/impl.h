@@ -1,5 +1,6 @@
 #pragma once
 
+#include "sharding/lifeline.h"
 #include "sharding/reducer.h"
 #include "tessera/fused_optimizer.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -101,6 +102,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::vector<Work> sent_;      ///< Overlap: what step() waits for.
   std::optional<OptimizerStateDict> consolidated_;
   std::map<std::string, ParamState> parked_;  ///< State of parameters that were frozen after they had been stepped; on all ranks.
+  sharding::Lifeline lifeline_;               ///< Overlap: of the updates behind reductions.
 };
 
 }  // namespace tessera

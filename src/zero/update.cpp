@@ -164,7 +164,7 @@ void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
     const auto member = std::find(bucket.members.begin(), bucket.members.end(), parameter) - bucket.members.begin();
     return flags[member].item<int>() > 0;
   };
-  sent_.push_back(group_.reduce_scatter_each_async(bucket.gradients.flat, bucket.layout.counts(), [this, update](int64_t offset, const at::Tensor& run) {
+  sent_.push_back(group_.reduce_scatter_each_async(bucket.gradients.flat, bucket.layout.counts(), lifeline_.guard([this, update](int64_t offset, const at::Tensor& run) {
     consume(*update, offset, run);
     if (offset + run.numel() < update->bucket->layout.counts()[group_.rank()]) return;
     if (update->direct) {
@@ -175,7 +175,7 @@ void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
     hand_out_gradients(*update->bucket, update->is_used);
     local_->step();
     take_back_gradients(*update->bucket);
-  }));
+  })));
   if (bucket.parameters.defined()) sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
 }
 

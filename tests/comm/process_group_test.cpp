@@ -379,6 +379,17 @@ INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SeveralRanks, kShared, kName);
 
+TEST(ProcessGroupFail, ReachesAllWhileCollectivesAreUnderWay) {
+  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
+    std::vector<tessera::Work> works;
+    for (int i = 0; i < 20; ++i) works.push_back(group.all_reduce_async(at::ones({1000})));
+    if (rank == 0) group.fail("rank 0 has had enough");
+    for (auto& work : works) work.wait();
+    group.barrier();
+  });
+  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
+}
+
 TEST(ProcessGroupFail, ReachesThoseWhoWaitInASubGroup) {
   const auto start = std::chrono::steady_clock::now();
   const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {

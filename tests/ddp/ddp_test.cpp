@@ -302,7 +302,7 @@ TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
 }
 
 TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
-  run_ranks(1, [&](ProcessGroup group, int rank) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
     struct Fails : torch::autograd::Function<Fails> {
       static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor x) { return x.clone(); }
       static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
@@ -311,7 +311,9 @@ TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
     };
     auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
     DistributedDataParallel ddp(net, group, cases()[1].options);
-    auto hidden = Fails::apply(torch::tanh(net->first(rows(0))));
+    auto hidden = Fails::apply(torch::tanh(net->first(rows(1))));
+    // What rank 0 has sent is still under way when its next backward begins.
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     EXPECT_THROW(loss_of(net->last(torch::tanh(net->second(hidden)))).backward(), std::runtime_error);
     clear(net->parameters());
     loss_of(ddp(rows(0))).backward();

@@ -11,6 +11,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
+
 namespace {
 
 using namespace tessera;
@@ -248,6 +250,28 @@ TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
     const auto whole = fsdp.summon_full_params();
     for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
   });
+}
+
+TEST(FsdpGradients, AReductionThatOutlivesTheWrapperTouchesNothing) {
+  std::promise<void> gone;
+  const auto errors = run_ranks_catching(2, [&, wrapper_gone = gone.get_future().share()](ProcessGroup group, int rank) {
+    auto net = seeded<Chain>(1);
+    auto options = every_leaf();
+    options.sharding_strategy = ShardingStrategy::shard_grad_op;  // no gathers in backward: they would be waited for
+    auto fsdp = std::make_unique<FullyShardedDataParallel<Chain>>(net, group, options);
+    auto loss = loss_of((*fsdp)(rows(0)));
+    if (rank == 1) {
+      wrapper_gone.wait_for(std::chrono::seconds(10));
+      return loss.backward();
+    }
+    net->list[4]->as<torch::nn::Linear>()->weight.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("inside backward"); });
+    EXPECT_THROW(loss.backward(), std::runtime_error);
+    EXPECT_EQ(fsdp->stats().reductions, 1u);
+    fsdp.reset();
+    gone.set_value();
+    group.barrier();  // behind the reduction
+  });
+  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("rank 0 calls barrier"));
 }
 
 TEST(FsdpCounts, FrozenParametersAreNeitherReducedNorGivenGradients) {

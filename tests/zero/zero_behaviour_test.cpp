@@ -2,6 +2,9 @@
 
 #include <torch/optim/schedulers/step_lr.h>
 
+#include <future>
+#include <memory>
+
 // Rules of step(), groups, accumulation, clipping, traffic, and bad input.
 
 namespace {
@@ -386,6 +389,26 @@ TEST(ZeroBehaviour, AMissingGradientUnderOverlapNamesParameterAndRankEverywhere)
     EXPECT_THAT(message_of(error), HasSubstr("rank 1"));
     EXPECT_THAT(message_of(error), HasSubstr("last.weight"));
   }
+}
+
+TEST(ZeroBehaviour, AnUpdateThatOutlivesTheOptimizerTouchesNothing) {
+  std::promise<void> gone;
+  const auto errors = run_ranks_catching(2, [&, optimizer_gone = gone.get_future().share()](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(8);
+    auto zero = std::make_unique<Zero>(*net, group, factory("SGD"), ZeroOptions{.overlap_with_backward = true, .bucket_cap_mb = 40.0 / (1 << 20)});
+    auto loss = loss_of(net(rows(0)));
+    if (rank == 1) {
+      optimizer_gone.wait_for(std::chrono::seconds(10));
+      return loss.backward();
+    }
+    net->first->weight.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("inside backward"); });
+    EXPECT_THROW(loss.backward(), std::runtime_error);
+    EXPECT_GT(group.stats().reduce_scatter.calls, 0u);
+    zero.reset();
+    gone.set_value();
+    group.barrier();  // behind the updates
+  });
+  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("rank 0 calls barrier"));
 }
 
 }  // namespace
