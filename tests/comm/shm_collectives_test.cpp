@@ -49,7 +49,7 @@ struct Maker {
 
   at::Tensor operator()(const at::Tensor& content) const {
     if (memory == Memory::own) return content.clone();
-    auto whole = transport.allocate(content.numel() + 16, content.options());
+    auto whole = transport.allocate(content.numel() + 16, content.options(), false);
     if (memory == Memory::mixed && rank == 0) return content.clone();
     auto part = whole.narrow(0, 16, content.numel());
     part.copy_(content);
@@ -206,7 +206,7 @@ TEST_P(ShmCollectives, ExchangeAndPeerViews) {
         ASSERT_EQ(all[r].numel, 100 * r);
       }
     }
-    auto whole = transport.allocate(3000, at::kDouble);
+    auto whole = transport.allocate(3000, at::kDouble, false);
     EXPECT_EQ(whole.sum().item<double>(), 0);
     whole.fill_(rank);
     transport.exchange({});

@@ -23,7 +23,7 @@ using tessera::comm::Transport;
 
 /// Reduces until the world breaks, which must be `blamed`'s fault.
 void reduce_until_broken(Transport& transport, const std::vector<int>& blamed, bool shared, const std::string& words) {
-  auto tensor = shared ? transport.allocate(300000, at::kFloat) : at::ones({300000});
+  auto tensor = shared ? transport.allocate(300000, at::kFloat, false) : at::ones({300000});
   try {
     while (true) transport.all_reduce(tensor, 1);
   } catch (const BrokenWorldError& error) {
@@ -121,7 +121,7 @@ TEST(ShmFaults, AnErrorInConsumeIsThatRanksFault) {
     const Transport::ConsumeRun consume = [&](int64_t, const at::Tensor&) {
       if (rank == 0) throw std::runtime_error("consumer's trouble");
     };
-    auto flat = transport.allocate(1000, at::kFloat);
+    auto flat = transport.allocate(1000, at::kFloat, false);
     transport.reduce_scatter(flat, {500, 500}, &consume);
   });
   EXPECT_EQ(message_of(errors[0]), "consumer's trouble");
@@ -185,7 +185,7 @@ TEST(ShmFaults, MemoryThatCannotBeHadIsAnErrorOnAllAndNamesTheRank) {
   Processes ranks(3, [](Transport& transport, int rank) {
     const auto fails = [&](int64_t numel, const std::string& words) {
       try {
-        transport.allocate(numel, at::kFloat);
+        transport.allocate(numel, at::kFloat, false);
         ADD_FAILURE() << words;
       } catch (const UsageError& error) {
         EXPECT_THAT(error.what(), HasSubstr(words));
@@ -197,7 +197,7 @@ TEST(ShmFaults, MemoryThatCannotBeHadIsAnErrorOnAllAndNamesTheRank) {
     }
     fails(1 << 20, "rank 1 failed: the limit of file sizes (ulimit -f) is 1 MiB, shared memory of 5 MiB needs more");
     fails(int64_t{1} << 45, "failed: ");
-    auto tensor = transport.allocate(1000, at::kFloat);
+    auto tensor = transport.allocate(1000, at::kFloat, false);
     tensor.fill_(1);
     transport.all_reduce(tensor, 1);
     EXPECT_EQ(tensor[7].item<float>(), 3) << "as before the failed calls";
