@@ -46,7 +46,7 @@ endfunction()
 # The torch headers are parsed once, here; everything that includes them reuses the result.
 function(tessera_pch target)
   if(NOT TARGET tessera_pch)
-    file(WRITE ${PROJECT_BINARY_DIR}/pch.cpp "")
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/pch.cpp CONTENT "")
     add_library(tessera_pch OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
     tessera_common(tessera_pch)
     target_link_libraries(tessera_pch PRIVATE Tessera::torch Threads::Threads)
