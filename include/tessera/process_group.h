@@ -180,7 +180,7 @@ class ProcessGroup {
 
 /// Starts this process's part of the world, from the environment, in this order: torchrun and `tessera run` (RANK,
 /// WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), Open MPI (OMPI_COMM_WORLD_*), PMI (PMI_RANK, PMI_SIZE),
-/// Slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS). With none set the world is one rank. On one host only loopback addresses are
+/// Slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS, or where that is missing SLURM_NTASKS). With none set the world is one rank. On one host only loopback addresses are
 /// bound. Blocks until all ranks have arrived, at most the time-out. Errors: UsageError for a contradictory or
 /// malformed environment (naming the variable), BrokenWorldError naming the ranks that did not arrive.
 ProcessGroup init_process_group(ProcessGroupOptions options = {});

@@ -84,10 +84,11 @@ ShmTransport::Agreement ShmTransport::agree(const at::Tensor& tensor, const std:
     agreement.largest = std::max(agreement.largest, theirs.amount);
   }
   if (direct && place->allocation->common() && op_ != Op::all_gather) {
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_ || std::abs(all[r].offset - mine.offset) >= static_cast<int64_t>(tensor.nbytes())) continue;
-      throw UsageError(fmt::format("ProcessGroup.{}: ranks {} and {} gave the same memory, of allocate_common(); expected all_gather, or memory of each rank's own",
-                                   op_name(op_), std::min(r, rank_), std::max(r, rank_)));
+    for (int b = 1; b < size_; ++b) {
+      for (int a = 0; a < b; ++a) {
+        if (std::abs(all[b].offset - all[a].offset) >= static_cast<int64_t>(tensor.nbytes())) continue;
+        throw UsageError(fmt::format("ProcessGroup.{}: ranks {} and {} gave the same memory, of allocate_common(); expected all_gather, or memory of each rank's own", op_name(op_), a, b));
+      }
     }
   }
   for (int r = 0; direct && r < size_; ++r) agreement.direct.push_back(place->allocation->data(r) + all[r].offset);

@@ -117,7 +117,7 @@ void Gradients::reduce(size_t f) {
   const double scale = 1.0 / lead_.divisor();
   reduction->scale = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
   const auto all = [](const std::vector<char>& flags, char value) { return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size()); };
-  reduction->whole = model_.replicas.size() == 1 && flat.reduce == flat.dtype && flat.device == flat.shard.device() && all(reduction->used, 1) && all(reduction->adds, 0);
+  const bool as_it_is = model_.replicas.size() == 1 && flat.reduce == flat.dtype && flat.device == flat.shard.device() && all(reduction->used, 1) && all(reduction->adds, 0);
   {
     const CommStream::Scope issue_there(stream_);
     if (model_.replicas.size() > 1) {
@@ -126,7 +126,7 @@ void Gradients::reduce(size_t f) {
           pending.flat, flat.layout.counts(), [part = reduction->part](int64_t offset, const at::Tensor& run) { part.narrow(0, offset, run.numel()).copy_(run); }, what);
       sum.wait();
       reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, what);
-    } else if (reduction->whole) {
+    } else if (as_it_is) {
       reduction->work = model_.shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(), pending.shard, scale, what);
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(

@@ -58,7 +58,6 @@ class Gradients {
     at::Tensor part;               // of a replicated shard: summed over replicas before it is added
     std::vector<char> used, adds;
     double scale = 1;
-    bool whole = false;            // the sum went to the shard as it is
     CommStream::Mark mark;
   };
 
