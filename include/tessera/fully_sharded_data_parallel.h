@@ -3,6 +3,7 @@
 #include "tessera/join.h"
 #include "tessera/no_sync.h"
 #include "tessera/optimizer_state_dict.h"
+#include "tessera/partition.h"
 #include "tessera/process_group.h"
 #include "tessera/state_slice.h"
 #include "tessera/wrap_policy.h"
@@ -45,11 +46,16 @@ struct MixedPrecision {
   std::optional<at::ScalarType> reduce_dtype = {};  ///< In which gradients accumulate and are reduced. Unset: param_dtype.
   std::optional<at::ScalarType> buffer_dtype = {};  ///< Floating-point buffers are converted at construction.
   bool cast_forward_inputs = true;                  ///< Floating-point tensors given to forward become param_dtype.
+  /// A forward of a module in evaluation mode (eval()) computes in the parameters' own dtype, with buffers in theirs, and leaves inputs as they are.
+  bool full_precision_in_eval = false;
 };
 
 struct FullyShardedDataParallelOptions {
   WrapPolicy wrap_policy = {};
   ShardingStrategy sharding_strategy = ShardingStrategy::full_shard;
+  /// Who holds what of a unit. flat: equal runs of elements, for element-wise optimizers. whole, first_fit: each parameter on one rank, in its shape, for
+  /// optimizers that look at a whole one (at norms, rows, shapes); a rank then holds at least the largest parameter it was dealt.
+  Partition partition = Partition::flat;
   int shard_group_size = 0;  ///< hybrid_shard: divides the world; 0: the ranks of this host, told by LOCAL_WORLD_SIZE.
   /// A budget in bytes for gathered parameters besides the root's. Within it units stay, and the one whose next use is farthest goes first
   /// (Belady's rule, over the order of the last step). 0: the two largest units. Reaching for more than fits exceeds it for that operator.
@@ -103,8 +109,6 @@ class FullySharded {
 
   void begin_forward();
   void end_forward(bool threw);
-  at::Tensor cast_input(const at::Tensor& input) const;
-
   fsdp::Core& core() const { return *core_; }
 
  private:
@@ -143,13 +147,15 @@ class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
 
-  /// This rank's pieces, one for each parameter of the module that is not ignored, in its order: one-dimensional, possibly empty, of the parameter's
-  /// dtype. What the optimizer gets; their `.grad` is the mean over ranks. Element-wise optimizers only, see check_optimizer(). Local.
+  /// This rank's pieces, one for each parameter of the module that is not ignored, in its order, of the parameter's dtype: one-dimensional, possibly empty; in the
+  /// parameter's shape, or empty, where `partition` keeps parameters whole or a shard group is one rank. What the optimizer gets; their `.grad` is the mean over
+  /// ranks. See check_optimizer(). Local.
   std::vector<at::Tensor> parameters() const;
   /// With the parameters' own names.
   NamedParameters named_parameters() const;
 
-  /// UsageError unless `optimizer` is element-wise: pieces are runs of elements, on which any other is silently wrong. Local.
+  /// UsageError for an optimizer that would be silently wrong on these pieces: one that is not element-wise, where they are runs of elements; LBFGS, which looks at all
+  /// parameters at once, wherever they are dealt to ranks. Local.
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
 
   /// Scales the gradients so that their p-norm over all ranks (2, 1, infinity or any p > 0) is at most `max_norm`; returns the norm before. Without
@@ -208,6 +214,9 @@ class FullyShardedDataParallelBase : public Joinable {
   void shadow_step() override;
   void finish_join(int last_active_rank) override;  ///< Buffers become those of `last_active_rank`; pieces are current everywhere.
 
+  /// As forward gets it: floating point becomes param_dtype where mixed_precision says so. Within a forward, for what is not among its own arguments. Local.
+  at::Tensor cast_input(const at::Tensor& input) const;
+
   std::vector<FsdpUnit> units() const;  ///< Local.
   std::string table() const;            ///< Of units, as text. Local.
   const FsdpStats& stats() const;       ///< Local.
@@ -265,7 +274,7 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
  private:
   template <class Arg>
   decltype(auto) input(Arg&& arg) {
-    if constexpr (std::is_same_v<std::decay_t<Arg>, at::Tensor>) return core_->cast_input(arg);
+    if constexpr (std::is_same_v<std::decay_t<Arg>, at::Tensor>) return cast_input(arg);
     else return std::forward<Arg>(arg);
   }
 

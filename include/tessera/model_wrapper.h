@@ -112,6 +112,8 @@ class ModelWrapper {
   virtual at::Tensor forward(const Batch& batch) = 0;
   /// Runs `function`, which uses the module, outside training.
   virtual void run(const std::function<void()>& function) { function(); }
+  /// A batch as the module computes with it. While it runs. Local.
+  virtual Batch cast(Batch batch) const { return batch; }
   /// What `forward` ends in: the model's losses, parsed.
   at::Tensor compute_loss(const Batch& batch);
 

@@ -1,6 +1,8 @@
 #include "comm/memory.h"
 
 #include <malloc.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <limits>
 #include <mutex>
@@ -28,5 +30,14 @@ void retain_freed_memory() {}
 void return_freed_memory() {}
 
 #endif
+
+void return_pages(void* memory, int64_t bytes) {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page, end = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
+  if (begin >= end) return;
+  auto* const pages = reinterpret_cast<void*>(begin);
+  // The first is for memory that processes share, the second for a process's own; a refusal changes nothing.
+  if (::madvise(pages, end - begin, MADV_REMOVE) != 0) ::madvise(pages, end - begin, MADV_DONTNEED);
+}
 
 }  // namespace tessera::comm

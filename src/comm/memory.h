@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 namespace tessera::comm {
 
 /// See ProcessGroupOptions::retain_freed_memory.
@@ -7,5 +9,8 @@ void retain_freed_memory();
 
 /// Gives what is free now back to the system, once: for after a model's parameters have moved into other storage.
 void return_freed_memory();
+
+/// Gives the pages of [memory, memory + bytes) back to the system: their contents are then unspecified, and writing them costs new ones. Nobody may read them at the moment.
+void return_pages(void* memory, int64_t bytes);
 
 }  // namespace tessera::comm

@@ -37,7 +37,31 @@ std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor
   return result;
 }
 
-Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, const FullyShardedDataParallelOptions& options) {
+/// `members` in the order of the ranks that hold them, each at its place in the buffer.
+sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, Partition partition, std::vector<int64_t>& load) {
+  const auto numel = [&](size_t parameter) { return model.parameters[parameter].tensor.numel(); };
+  const int ranks = model.shard_group.size();
+  std::vector<int64_t> sizes;
+  for (const auto i : members) sizes.push_back(numel(i));
+  if (partition == Partition::flat) return sharding::Layout::flat(std::move(sizes), ranks);
+  const auto owners = assign_owners(sizes, load, partition);
+  std::vector<size_t> by_owner;
+  std::vector<int> owners_in_order;
+  sizes.clear();
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (size_t m = 0; m < members.size(); ++m) {
+      if (owners[m] != rank) continue;
+      by_owner.push_back(members[m]);
+      owners_in_order.push_back(rank);
+      sizes.push_back(numel(members[m]));
+    }
+  }
+  members = std::move(by_owner);
+  return sharding::Layout::owned(std::move(sizes), owners_in_order, ranks);
+}
+
+/// `load`: elements that each rank holds already, where parameters stay whole.
+Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, const FullyShardedDataParallelOptions& options, std::vector<int64_t>& load) {
   const auto& first = model.parameters[members[0]].tensor;
   Flat flat;
   flat.unit = unit;
@@ -45,27 +69,29 @@ Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, co
   flat.device = first.device();
   flat.trainable = first.requires_grad();
   const bool floating = at::isFloatingType(flat.dtype);
-  flat.compute = floating ? options.mixed_precision.param_dtype.value_or(flat.dtype) : flat.dtype;
-  flat.reduce = floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute) : flat.dtype;
-  std::vector<int64_t> sizes;
-  for (const auto i : members) sizes.push_back(model.parameters[i].tensor.numel());
-  flat.layout = sharding::Layout::flat(std::move(sizes), model.shard_group.size());
+  flat.compute.dtype = floating ? options.mixed_precision.param_dtype.value_or(flat.dtype) : flat.dtype;
+  flat.idle.dtype = flat.dtype;
+  flat.reduce = floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
+  flat.layout = deal(model, members, options.partition, load);
   flat.members = std::move(members);
   const bool offload = options.cpu_offload && !flat.device.is_cpu();
-  flat.permanent = model.shard_group.size() == 1 && flat.compute == flat.dtype && !offload;
+  flat.permanent = model.shard_group.size() == 1 && flat.compute.dtype == flat.dtype && !offload;
   auto shard_options = first.options().device(offload ? at::Device(at::kCPU) : flat.device).requires_grad(false);
   if (offload) shard_options = shard_options.pinned_memory(true);
   const int rank = model.shard_group.rank();
+  const bool keeps_whole = options.partition != Partition::flat || model.shard_group.size() == 1;
   const int64_t begin = flat.layout.segment_begin(rank), end = begin + flat.layout.counts()[rank];
-  if (!flat.permanent && flat.compute == flat.dtype && flat.device.is_cpu()) flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
+  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu()) flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
   flat.shard = flat.common.defined() ? flat.common.narrow(0, begin, end - begin) : at::empty({end - begin}, shard_options);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     const auto& tensor = model.parameters[flat.members[m]].tensor;
     const int64_t offset = flat.layout.offset(m);
     const int64_t from = std::clamp(offset, begin, end), to = std::clamp(offset + tensor.numel(), begin, end);
     sharding::OwnedPiece piece{flat.members[m], std::clamp<int64_t>(from - offset, 0, tensor.numel()), to - from, from - begin, {}};
-    piece.tensor = sharding::window(flat.shard, piece.at, piece.numel);
-    if (piece.numel > 0) piece.tensor.copy_(sharding::in_memory_order(tensor).narrow(0, piece.begin, piece.numel));
+    const auto run = sharding::window(flat.shard, piece.at, piece.numel);
+    run.copy_(sharding::in_memory_order(tensor).narrow(0, piece.begin, piece.numel));
+    const bool whole = keeps_whole && piece.numel == tensor.numel();
+    piece.tensor = whole ? sharding::window(flat.shard, piece.at, tensor) : run;
     piece.tensor.set_requires_grad(tensor.requires_grad());
     flat.pieces.push_back(std::move(piece));
   }
@@ -74,10 +100,10 @@ Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, co
 
 std::string option_text(const FullyShardedDataParallelOptions& options) {
   const auto name = [](const std::optional<at::ScalarType>& dtype) { return dtype ? c10::toString(*dtype) : "as it is"; };
-  return fmt::format("options: strategy {}, group of {}, resident_bytes {}, reshard {}, prefetch {} and {}, dtypes {}, {}, {}",
-                     static_cast<int>(options.sharding_strategy), options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
+  return fmt::format("options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} and {}, dtypes {}, {}, {}, full in eval {}",
+                     static_cast<int>(options.sharding_strategy), partition_name(options.partition), options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
                      static_cast<int>(options.backward_prefetch), options.forward_prefetch, name(options.mixed_precision.param_dtype),
-                     name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype));
+                     name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval);
 }
 
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {
@@ -113,18 +139,18 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
     }
     group.broadcast(tensors, 0);
   }
-  if (options.mixed_precision.buffer_dtype) {
-    for (auto& buffer : module.buffers()) {
-      if (buffer.defined() && buffer.is_floating_point()) buffer.set_data(buffer.detach().to(*options.mixed_precision.buffer_dtype));
-    }
-  }
   ShardedModel model;
+  for (const auto& buffer : module.buffers()) {
+    if (buffer.defined() && buffer.is_floating_point()) model.buffers.push_back({buffer, buffer.scalar_type()});
+  }
+  convert_buffers(model, options.mixed_precision.buffer_dtype);
   model.parameters = std::move(plan.parameters);
   model.world = group;
   const int size = shard_group_size(options, group);
   model.shard_group = size == 1 ? ProcessGroup() : size == group.size() ? group : *group.split(group.rank() / size);
   model.replicas = size == group.size() ? ProcessGroup() : size == 1 ? group : *group.split(group.rank() % size);
   model.places.resize(model.parameters.size());
+  std::vector<int64_t> load(model.shard_group.size(), 0);
   for (auto& planned : plan.units) {
     Unit unit;
     unit.name = planned.name;
@@ -132,17 +158,32 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
     unit.root = model.units.empty();
     for (auto& members : classes(model.parameters, planned.parameters)) {
       unit.flats.push_back(model.flats.size());
-      model.flats.push_back(make_flat(model, std::move(members), model.units.size(), options));
+      model.flats.push_back(make_flat(model, std::move(members), model.units.size(), options, load));
       const auto& flat = model.flats.back();
       for (size_t m = 0; m < flat.members.size(); ++m) model.places[flat.members[m]] = {unit.flats.back(), m};
-      if (!flat.permanent) unit.gathered_bytes += flat.gathered_bytes();
     }
     model.units.push_back(std::move(unit));
   }
+  model.measure();
   return model;
 }
 
-SlotPool* Core::pool(int64_t capacity, at::TensorOptions slot_options, bool root, bool for_gradients) {
+void ShardedModel::measure() {
+  for (auto& unit : units) unit.gathered_bytes = 0;
+  for (const auto& flat : flats) {
+    if (!flat.permanent) units[flat.unit].gathered_bytes += flat.gathered_bytes();
+  }
+}
+
+/// Of slots for `flat`, which all units of its dtype and device share; the root has its own.
+SlotPool* Core::pool(const Flat& flat, at::TensorOptions (Flat::*options_of)() const, bool for_gradients) {
+  const auto slot_options = (flat.*options_of)();
+  const bool root = model.units[flat.unit].root;
+  int64_t capacity = flat.layout.numel();
+  for (const auto& other : model.flats) {
+    const bool shares = !root && !model.units[other.unit].root && other.device == flat.device && (other.*options_of)().dtype() == slot_options.dtype();
+    if (shares) capacity = std::max(capacity, other.layout.numel());
+  }
   const PoolKey key{c10::typeMetaToScalarType(slot_options.dtype()), slot_options.device(), root, for_gradients};
   for (size_t i = 0; i < pool_keys_.size(); ++i) {
     if (!root && pool_keys_[i] == key) return pools_[i].get();
@@ -158,36 +199,33 @@ void Core::make_pages() {
   for (const auto& parameter : model.parameters) {
     shapes_.push_back(at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(), at::TensorOptions().device(at::kMeta)));
   }
-  const auto largest = [&](const auto& like, auto options_of) {
-    int64_t numel = 0;
-    for (const auto& flat : model.flats) {
-      const bool same = options_of(flat).dtype() == options_of(like).dtype() && flat.device == like.device && !model.units[flat.unit].root;
-      if (same) numel = std::max(numel, flat.layout.numel());
-    }
-    return model.units[like.unit].root ? like.layout.numel() : numel;
-  };
   for (size_t f = 0; f < model.flats.size(); ++f) {
     auto& flat = model.flats[f];
-    const bool root = model.units[flat.unit].root;
-    const auto page_options = [](const Flat& each) { return each.page_options(); };
-    const auto gradient_options = [](const Flat& each) { return each.gradient_options(); };
-    if (!flat.permanent && !flat.common.defined()) flat.slots = pool(largest(flat, page_options), flat.page_options(), root, false);
+    make_page(f);
     // The root's parameters are often given back before its gradients need room: see Gradients::Pending::patient.
-    if (root && flat.slots && flat.reduce == flat.compute) flat.gradient_slots = flat.slots;
-    else if (flat.trainable) flat.gradient_slots = pool(largest(flat, gradient_options), flat.gradient_options(), root, true);
-    if (!flat.permanent) {
-      flat.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);
-    }
-    const NoDetection unseen;
-    for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
+    if (model.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype) flat.gradient_slots = flat.compute.slots;
+    else if (flat.trainable) flat.gradient_slots = pool(flat, &Flat::gradient_options, true);
+    restore(flat);
   }
   comm::return_freed_memory();
+}
+
+void Core::make_page(size_t f) {
+  auto& flat = model.flats[f];
+  if (flat.permanent) return;
+  if (!flat.common.defined()) flat.compute.slots = pool(flat, &Flat::page_options, false);
+  flat.compute.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);
+}
+
+void Core::restore(const Flat& flat) {
+  const NoDetection unseen;
+  for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
 }
 
 void Core::restore(const Flat& flat, size_t m) {
   auto& parameter = model.parameters[flat.members[m]].tensor;
   const auto& like = shapes_[flat.members[m]];
-  parameter.set_data(sharding::window(flat.permanent ? flat.shard : flat.page->flat(), flat.layout.offset(m), like));
+  parameter.set_data(sharding::window(flat.permanent ? flat.shard : flat.compute.page->flat(), flat.layout.offset(m), like));
 }
 
 std::vector<FsdpUnit> Core::units() const {

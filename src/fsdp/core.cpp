@@ -63,7 +63,7 @@ void Core::begin_forward() {
   }
   if (!residency->running()) {
     for (const auto& flat : model.flats) {
-      const auto* home = (flat.permanent ? flat.shard : flat.page->flat()).storage().unsafeGetStorageImpl();
+      const auto* home = (flat.permanent ? flat.shard : flat.compute.page->flat()).storage().unsafeGetStorageImpl();
       for (const auto i : flat.members) {
         if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == home) continue;
         model.world.fail(fmt::format("{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); wrap the module after such changes",
@@ -74,6 +74,7 @@ void Core::begin_forward() {
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
   }
+  if (!residency->running()) set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
   residency->begin_forward();
 }
 

@@ -9,7 +9,7 @@
 
 namespace tessera::fsdp {
 
-/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), shadow.cpp (in a join), norm.cpp, full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
+/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the model dealt out), precision.cpp (in which dtype it runs), shadow.cpp (in a join), norm.cpp, full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
 class Core : public std::enable_shared_from_this<Core> {
  public:
   static constexpr const char* kName = "FullyShardedDataParallel";
@@ -27,9 +27,18 @@ class Core : public std::enable_shared_from_this<Core> {
   // build.cpp
   static ShardedModel build(torch::nn::Module& module, ProcessGroup group, const FullyShardedDataParallelOptions& options);
   void make_pages();
-  /// Member `m` of the module is a window of its page again. Under NoDetection.
+  /// The page and the slots of flat `f`, for the dtype that it computes in.
+  void make_page(size_t f);
+  /// The members of `flat` are windows of its page again.
+  void restore(const Flat& flat);
+  /// Member `m` is. Under NoDetection.
   void restore(const Flat& flat, size_t m);
   std::vector<FsdpUnit> units() const;
+
+  // precision.cpp
+  /// Whether the model runs in the shards' dtypes although mixed_precision says others. Outside of forward. Units are released when it changes. Local.
+  void set_full_precision(bool full);
+  bool full_precision() const { return full_precision_; }
 
   // shadow.cpp
   void shadow_backward();
@@ -71,8 +80,9 @@ class Core : public std::enable_shared_from_this<Core> {
   std::unique_ptr<sharding::BackwardWatch> watch_;
   bool autocast_cache_ = true;
   bool trimmed_ = false;
+  bool full_precision_ = false;
 
-  SlotPool* pool(int64_t capacity, at::TensorOptions options, bool root, bool for_gradients);
+  SlotPool* pool(const Flat& flat, at::TensorOptions (Flat::*options_of)() const, bool for_gradients);
   struct PoolKey {
     at::ScalarType dtype;
     at::Device device;

@@ -7,20 +7,27 @@
 #include "sharding/owned_piece.h"
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace tessera::fsdp {
+
+/// A dtype to compute in, and what a flat is gathered into for it.
+struct Form {
+  at::ScalarType dtype = at::kFloat;
+  std::unique_ptr<Page> page;
+  SlotPool* slots = nullptr;  ///< Null where shards are common.
+};
 
 /// Parameters of one unit, dtype, device and trainability: one shard, one gather, one reduction.
 struct Flat {
   size_t unit = 0;
   std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.
   sharding::Layout layout;
-  at::ScalarType dtype = at::kFloat;    ///< Of the shard.
-  at::ScalarType compute = at::kFloat;  ///< Of the page.
-  at::ScalarType reduce = at::kFloat;   ///< Of unsharded gradients.
-  at::Device device = at::kCPU;         ///< Of the page.
+  at::ScalarType dtype = at::kFloat;   ///< Of the shard.
+  at::ScalarType reduce = at::kFloat;  ///< Of unsharded gradients.
+  at::Device device = at::kCPU;        ///< Of the page.
   bool trainable = true;
   bool permanent = false;  ///< The page is the shard: nothing is ever gathered or released.
 
@@ -29,12 +36,12 @@ struct Flat {
   at::Tensor common;
   at::Tensor shard;                          ///< Own segment.
   std::vector<sharding::OwnedPiece> pieces;  ///< One a member, possibly empty.
-  std::unique_ptr<Page> page;
-  SlotPool* slots = nullptr;           ///< For gathered parameters.
+  Form compute;                        ///< What the model computes with.
+  Form idle;                           ///< Where evaluation has full precision: the other one. See precision.cpp.
   SlotPool* gradient_slots = nullptr;  ///< For unsharded gradients.
 
-  int64_t gathered_bytes() const { return layout.numel() * static_cast<int64_t>(c10::elementSize(compute)); }
-  at::TensorOptions page_options() const { return at::TensorOptions().dtype(compute).device(device); }
+  int64_t gathered_bytes() const { return layout.numel() * static_cast<int64_t>(c10::elementSize(compute.dtype)); }
+  at::TensorOptions page_options() const { return at::TensorOptions().dtype(compute.dtype).device(device); }
   at::TensorOptions gradient_options() const { return at::TensorOptions().dtype(reduce).device(device); }
 };
 
@@ -49,8 +56,15 @@ struct Unit {
 
 inline std::string display_name(const Unit& unit) { return unit.root ? "(root)" : unit.name; }
 
+struct ShardedModel;
+/// Floating-point buffers become `dtype`; unset: their own.
+void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype);
+
 /// The model as it is dealt out. Everything else in this folder works on it.
 struct ShardedModel {
+  /// Fills in `gathered_bytes` of the units.
+  void measure();
+
   std::vector<sharding::NamedTensor> parameters;
   std::vector<Unit> units;
   std::vector<Flat> flats;
@@ -58,6 +72,11 @@ struct ShardedModel {
     size_t flat = 0, member = 0;
   };
   std::vector<Place> places;  ///< One a parameter.
+  struct Buffer {
+    at::Tensor tensor;
+    at::ScalarType own;  ///< Its dtype at construction.
+  };
+  std::vector<Buffer> buffers;  ///< Those of floating point.
   ProcessGroup world, shard_group, replicas;
 
   const Flat& flat_of(size_t parameter) const { return flats[places[parameter].flat]; }

@@ -17,12 +17,6 @@ FullySharded::~FullySharded() = default;
 void FullySharded::begin_forward() { core_->begin_forward(); }
 void FullySharded::end_forward(bool threw) { core_->end_forward(threw); }
 
-at::Tensor FullySharded::cast_input(const at::Tensor& input) const {
-  const auto& mixed = core_->options.mixed_precision;
-  if (!mixed.param_dtype || !mixed.cast_forward_inputs || !input.defined() || !input.is_floating_point()) return input;
-  return input.to(*mixed.param_dtype);
-}
-
 }  // namespace detail
 
 namespace {
@@ -46,8 +40,21 @@ NamedParameters FullyShardedDataParallelBase::named_parameters() const { return 
 void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer& optimizer) const {
   const auto& core = core_->core();
   if (is_element_wise(optimizer) || core.model.shard_group.size() == 1) return;
-  throw UsageError(core.prefix() + ": the optimizer is not known to be element-wise, but parameters are cut into pieces, on which any other is silently wrong; expected SGD, "
-                                   "Adam, AdamW, Adagrad, RMSprop, a class declared with declare_element_wise<YourOptimizer>(), or sharding_strategy no_shard");
+  const std::string known = "SGD, Adam, AdamW, Adagrad, RMSprop, a class declared with declare_element_wise<YourOptimizer>(), ";
+  if (core.options.partition == Partition::flat) {
+    throw UsageError(core.prefix() + ": the optimizer is not known to be element-wise, but parameters are cut into pieces, on which any other is silently wrong; expected " +
+                     known + "or, for one that takes parameters one by one, option partition whole");
+  }
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer)) {
+    throw UsageError(core.prefix() + ": LBFGS looks at all parameters at once, but each rank has some of them; expected " + known + "or sharding_strategy no_shard");
+  }
+}
+
+at::Tensor FullyShardedDataParallelBase::cast_input(const at::Tensor& input) const {
+  const auto& core = core_->core();
+  const auto& mixed = core.options.mixed_precision;
+  const bool casts = mixed.param_dtype && mixed.cast_forward_inputs && !core.full_precision();
+  return casts && input.defined() && input.is_floating_point() ? input.to(*mixed.param_dtype) : input;
 }
 
 double FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) { return core_->core().clip(max_norm, norm_type); }

@@ -1,5 +1,7 @@
 #include "fsdp/gradients.h"
 
+#include "comm/memory.h"
+
 #include "sharding/bucket.h"
 #include "tessera/error.h"
 
@@ -12,6 +14,10 @@ namespace tessera::fsdp {
 namespace {
 
 constexpr size_t kAtMostOpen = 2;
+
+/// [Note: giants] A parameter of this size, most of its unit (a tied embedding), decides what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there. Before that moment
+/// what backward has freed goes back to the system, and so does the flat buffer after it. Both cost new pages in the next step, a few per cent of it.
+constexpr int64_t kGiantBytes = 64 << 20;
 
 /// A few characters that say which parameters a unit's gradients are of, so that ranks notice when they differ.
 std::string digest(const std::vector<char>& used) {
@@ -142,12 +148,29 @@ void Gradients::reduce(size_t f) {
   pending.flat = at::Tensor();
   pending.views.clear();
   std::fill(pending.has.begin(), pending.has.end(), 0);
+  pending.reduced = true;
+  if (only_giants_are_left()) comm::return_freed_memory();
   callbacks_.reduced(flat.unit);
+}
+
+bool Gradients::giant(size_t f) const {
+  const auto& flat = model_.flats[f];
+  return pending_[f].patient && flat.layout.numel() * static_cast<int64_t>(c10::elementSize(flat.reduce)) >= kGiantBytes;
+}
+
+bool Gradients::only_giants_are_left() const {
+  bool any = false;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    if (!model_.flats[f].trainable || pending_[f].reduced) continue;
+    if (!giant(f)) return false;
+    any = true;
+  }
+  return any;
 }
 
 at::Tensor Gradients::window(size_t f, size_t member) const {
   const auto& piece = model_.flats[f].pieces[member];
-  return sharding::window(pending_[f].shard, piece.at, piece.numel);
+  return sharding::window(pending_[f].shard, piece.at, piece.tensor);
 }
 
 /// A run of the sum, from `offset` of own segment on, goes to the gradients of the pieces it covers.
@@ -183,7 +206,7 @@ void Gradients::finish_one() {
     if (reduction->used[m]) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
   }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
-  flat.gradient_slots->give(reduction->slot);
+  flat.gradient_slots->give(reduction->slot, !giant(reduction->flat));
 }
 
 void Gradients::shadow_gradient(size_t f) {
@@ -233,6 +256,7 @@ void Gradients::forget_arrivals() {
   for (auto& pending : pending_) {
     std::fill(pending.came.begin(), pending.came.end(), 0);
     pending.arrived = 0;
+    pending.reduced = false;
   }
 }
 

@@ -49,6 +49,7 @@ class Gradients {
     /// Most of it is one parameter. If that one is tied, autograd keeps its first gradient until it has the second: the buffer waits until all are there,
     /// or the same gradient would be in memory three times.
     bool patient = false;
+    bool reduced = false;          // in this backward
     at::Tensor shard;              // the mean, own segment
   };
   struct Reduction {
@@ -67,6 +68,8 @@ class Gradients {
   at::Tensor& gradient_of(size_t flat, size_t member) const;
   void forget_arrivals();
   void reduce(size_t flat);
+  bool giant(size_t flat) const;
+  bool only_giants_are_left() const;
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& run);
   at::Tensor window(size_t flat, size_t member) const;

@@ -43,30 +43,31 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
   auto& core = core_->core();
   core.require_idle("load_optim_state_dict");
   check_optimizer(optimizer);
-  const auto fail = [&](const std::string& problem) { throw UsageError(fmt::format("{}: load_optim_state_dict: {}", core.prefix(), problem)); };
+  const auto who = core.prefix() + ": load_optim_state_dict";
   auto& groups = optimizer.param_groups();
-  if (groups.size() != dict.groups.size()) fail(fmt::format("the state dict has {} parameter groups; expected {}", dict.groups.size(), groups.size()));
   std::unordered_map<const void*, size_t> index;
   std::map<std::string, size_t> by_name;
   for (const auto* piece : core.pieces()) {
     index[piece->tensor.unsafeGetTensorImpl()] = piece->parameter;
     by_name[core.model.parameters[piece->parameter].name] = piece->parameter;
   }
-  for (size_t g = 0; g < groups.size(); ++g) {
-    for (size_t i = 0; i < std::max(groups[g].params().size(), dict.groups[g].parameters.size()); ++i) {
-      const auto found = i < groups[g].params().size() ? index.find(groups[g].params()[i].unsafeGetTensorImpl()) : index.end();
-      const std::string here = found == index.end() ? "nothing of fsdp.parameters()" : core.model.parameters[found->second].name;
-      const std::string there = i < dict.groups[g].parameters.size() ? dict.groups[g].parameters[i] : "nothing";
-      if (here != there) fail(fmt::format("group {}, parameter {}: the optimizer has {}, the state dict {}", g, i, here, there));
+  std::vector<std::vector<std::string>> names;
+  for (const auto& group : groups) {
+    auto& own = names.emplace_back();
+    for (const auto& tensor : group.params()) {
+      const auto found = index.find(tensor.unsafeGetTensorImpl());
+      own.push_back(found == index.end() ? "nothing of fsdp.parameters()" : core.model.parameters[found->second].name);
     }
   }
+  sharding::check_groups(who, names, dict);
   for (const auto& [name, state] : dict.state) {
     const auto found = by_name.find(name);
-    if (found == by_name.end()) fail(fmt::format("state of unknown parameter {}", name));
+    if (found == by_name.end()) throw UsageError(fmt::format("{}: state of unknown parameter {}", who, name));
     const auto& parameter = core.model.parameters[found->second].tensor;
     for (const auto& [key, tensor] : state.tensors) {
-      if (tensor.numel() > 1 && !tensor.sizes().equals(parameter.sizes())) {
-        fail(fmt::format("{} of parameter {} has shape {}; expected {}", key, name, shape_text(tensor.sizes()), shape_text(parameter.sizes())));
+      if (is_element_wise(optimizer) && tensor.numel() > 1 && !tensor.sizes().equals(parameter.sizes())) {
+        throw UsageError(
+            fmt::format("{}: {} of parameter {} has shape {}; expected {}", who, key, name, shape_text(tensor.sizes()), shape_text(parameter.sizes())));
       }
     }
   }

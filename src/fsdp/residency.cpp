@@ -23,17 +23,16 @@ Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions&
   unlimited_ = !options.reshard_after_forward || options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
   for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
-  std::vector<int64_t> sizes;
-  for (const auto& unit : model.units) {
-    if (!unit.root) sizes.push_back(unit.gathered_bytes);
-  }
-  std::sort(sizes.rbegin(), sizes.rend());
-  for (size_t i = 0; i < std::min<size_t>(sizes.size(), 2); ++i) default_budget_ += sizes[i];
 }
 
 int64_t Residency::budget() const {
   if (unlimited_) return std::numeric_limits<int64_t>::max();
-  return options_.resident_bytes > 0 ? options_.resident_bytes : default_budget_;
+  if (options_.resident_bytes > 0) return options_.resident_bytes;
+  int64_t largest = 0, second = 0;
+  for (const auto& unit : model_.units) {
+    if (!unit.root) second = std::max(second, std::min(largest, unit.gathered_bytes)), largest = std::max(largest, unit.gathered_bytes);
+  }
+  return largest + second;
 }
 
 std::string Residency::describe(const PageUse& use) const {
@@ -56,6 +55,12 @@ void Residency::refuse_write(const PageUse& use, std::string_view op) const {
                                "summon_full_params(), or to fsdp.parameters()", model_.world.rank(), op, describe(use)));
 }
 
+void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
+  throw UsageError(fmt::format("FullyShardedDataParallel: rank {}: {} takes {} of a forward in {}, but the model has since run in another precision (option full_precision_in_eval); "
+                               "expected backward before forward changes between training and evaluation mode", model_.world.rank(), op, describe(use),
+                               c10::toString(use.page->flat().scalar_type())));
+}
+
 void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   std::lock_guard lock(mutex_);
   const bool backward = sharding::BackwardWatch::in_backward();
@@ -64,12 +69,13 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   // Most operators use what the last one did.
   if (uses.size() == 1 && !uses[0].written) {
     const auto unit = model_.flats[uses[0].page->index()].unit;
-    if (order_.last_is(unit, phase) && gathered_[unit].state == State::resident) return;
+    if (order_.last_is(unit, phase) && gathered_[unit].state == State::resident && uses[0].page->attached()) return;
   }
   if (backward) in_backward_();
   needed_.clear();
   for (const auto& use : uses) {
     if (use.written) refuse_write(use, op);
+    if (use.page != model_.flats[use.page->index()].compute.page.get()) refuse_idle(use, op);
     const auto unit = model_.flats[use.page->index()].unit;
     if (std::find(needed_.begin(), needed_.end(), unit) == needed_.end()) needed_.push_back(unit);
   }
@@ -114,7 +120,7 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
       if (flat.permanent) continue;
       auto memory = flat.common;
       if (!memory.defined()) {
-        memory = flat.slots->take(flat.layout.numel());
+        memory = flat.compute.slots->take(flat.layout.numel());
         const int rank = model_.shard_group.rank();
         memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]).copy_(flat.shard, true);
       }
@@ -142,7 +148,7 @@ void Residency::finish(size_t index) {
   size_t i = 0;
   for (const auto f : model_.units[index].flats) {
     auto& flat = model_.flats[f];
-    if (!flat.permanent) flat.page->attach(gathered.memory[i++]);
+    if (!flat.permanent) flat.compute.page->attach(gathered.memory[i++]);
   }
   gathered.work.clear();
   gathered.state = State::resident;
@@ -156,8 +162,8 @@ void Residency::release(size_t index) {
   for (const auto f : model_.units[index].flats) {
     auto& flat = model_.flats[f];
     if (flat.permanent) continue;
-    flat.page->detach();
-    if (flat.slots) flat.slots->give(gathered.memory[i]);
+    flat.compute.page->detach();
+    if (flat.compute.slots) flat.compute.slots->give(gathered.memory[i]);
     ++i;
   }
   gathered.memory.clear();

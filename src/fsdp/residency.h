@@ -58,6 +58,7 @@ class Residency : public PageOwner {
   };
 
   void refuse_outside(const PageUse& use, std::string_view op) const;
+  void refuse_idle(const PageUse& use, std::string_view op) const;
   void refuse_write(const PageUse& use, std::string_view op) const;
   std::string describe(const PageUse& use) const;
   void use(Phase phase);
@@ -83,7 +84,6 @@ class Residency : public PageOwner {
   UseOrder order_;
   CommStream stream_;
   std::vector<size_t> needed_;  // by the operator that runs
-  int64_t default_budget_ = 0;
   int64_t resident_bytes_ = 0;  // without the root
   uint64_t clock_ = 0;
   int forwards_ = 0;

@@ -1,5 +1,6 @@
 #include "checkpoint/atomic_file.h"
 #include "fsdp/state_rules.h"
+#include "sharding/bucket.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
 
@@ -43,7 +44,7 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
       json layout = json::object();  // the file tells by itself what its pieces are
       for (const auto* piece : core.pieces()) {
         const auto& [name, tensor] = core.model.parameters[piece->parameter];
-        mine.emplace_back(name, piece->tensor.detach());
+        mine.emplace_back(name, sharding::in_memory_order(piece->tensor.detach()));
         layout[name] = {{"shape", tensor.sizes().vec()}, {"strides", tensor.strides().vec()}, {"begin", piece->begin}};
       }
       if (core.model.world.rank() == 0) {
@@ -128,7 +129,7 @@ void FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& fo
         if (!run.defined()) run = at::empty({end - begin}, at::TensorOptions().dtype(files[r]->scalar_type(name)));
         if (from < to) files[r]->load_slice(name, from - there, to - from, run.narrow(0, from - begin, to - from));
       }
-      if (same_order) piece.tensor.detach().copy_(run);
+      if (same_order) sharding::in_memory_order(piece.tensor.detach()).copy_(run);
       else core.take_piece(i, run.as_strided(tensor.sizes(), entry.at("strides").get<std::vector<int64_t>>()));
     }
     for (auto& [name, buffer] : buffers(core)) buffer.copy_(files.at(0)->load(name));

@@ -1,5 +1,7 @@
 #include "fsdp/slots.h"
 
+#include "comm/memory.h"
+
 #include <algorithm>
 
 namespace tessera::fsdp {
@@ -15,8 +17,9 @@ at::Tensor SlotPool::take(int64_t numel) {
   return slot.narrow(0, 0, numel);
 }
 
-void SlotPool::give(const at::Tensor& slot) {
+void SlotPool::give(const at::Tensor& slot, bool keeps_pages) {
   const auto home = std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) { return each.data_ptr() == slot.data_ptr(); });
+  if (!keeps_pages && home->device().is_cpu()) comm::return_pages(home->data_ptr(), static_cast<int64_t>(home->nbytes()));
   free_.push_back(*home);
 }
 

@@ -16,7 +16,8 @@ class SlotPool {
 
   /// The first `numel` elements of a free slot, with unspecified contents. May be collective.
   at::Tensor take(int64_t numel);
-  void give(const at::Tensor& slot);
+  /// `keeps_pages` false: its memory goes back to the system until it is taken again.
+  void give(const at::Tensor& slot, bool keeps_pages = true);
 
  private:
   ProcessGroup group_;

@@ -39,7 +39,7 @@ at::Tensor Core::whole(size_t index, int to) {
     const int64_t from = flat.layout.segment_begin(r), until = from + flat.layout.counts()[r];
     counts.push_back(std::max<int64_t>(0, std::min(end, until) - std::max(begin, from)));
   }
-  const auto own = flat.pieces[member].tensor.detach().to(group.control_device());
+  const auto own = sharding::in_memory_order(flat.pieces[member].tensor.detach()).to(group.control_device());
   at::Tensor out;
   if (group.size() == 1) {
     out = own;
@@ -67,7 +67,7 @@ void Core::take_piece(size_t index, const at::Tensor& whole) {
   auto placed = at::empty(whole.sizes(), whole.options());
   if (parameter.is_non_overlapping_and_dense()) placed = at::empty_strided(parameter.sizes(), parameter.strides(), whole.options());
   placed.copy_(whole);
-  piece.tensor.copy_(sharding::in_memory_order(placed).narrow(0, piece.begin, piece.numel));
+  sharding::in_memory_order(piece.tensor).copy_(sharding::in_memory_order(placed).narrow(0, piece.begin, piece.numel));
 }
 
 }  // namespace fsdp

@@ -10,7 +10,7 @@ ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, Proces
     : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {}
 
 at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
-  ParsedLosses losses = parse_losses(model_.loss(batch));
+  ParsedLosses losses = parse_losses(model_.loss(cast(batch)));
   figures_ = std::move(losses.values);
   return losses.total;
 }
@@ -37,7 +37,7 @@ at::Tensor ModelWrapper::val_step(const Batch& batch) {
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   at::Tensor output;
-  run([&] { output = model_.predict(input); });
+  run([&] { output = model_.predict(cast(input)); });
   return output;
 }
 
@@ -45,7 +45,7 @@ ParsedLosses ModelWrapper::val_losses(const Batch& batch) {
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   ParsedLosses losses;
-  run([&] { losses = parse_losses(model_.loss(input)); });
+  run([&] { losses = parse_losses(model_.loss(cast(input))); });
   return losses;
 }
 

@@ -39,6 +39,12 @@ at::Tensor whole_of(const torch::nn::Module& module, const std::string& name, co
   return group.rank() == 0 ? module.named_parameters(true)[name].detach() : at::Tensor();
 }
 
+const std::vector<std::pair<std::string, Partition>>& partitions() {
+  static const std::vector<std::pair<std::string, Partition>> known{
+      {"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}};
+  return known;
+}
+
 void clamp_gradients(const std::vector<at::Tensor>& gradients, double largest) {
   const torch::NoGradGuard no_grad;
   for (const auto& gradient : gradients) {

@@ -104,21 +104,16 @@ class FsdpWrapper : public ModelWrapper {
   }
 
  protected:
-  at::Tensor forward(const Batch& batch) override { return fsdp_(cast(batch)); }
+  at::Tensor forward(const Batch& batch) override { return fsdp_(batch); }
   void run(const std::function<void()>& function) override {
     fsdp_.call([&](Trainee&) { function(); });
   }
-
- private:
-  /// What fsdp_ does with a tensor that it is given.
-  Batch cast(Batch batch) const {
-    const MixedPrecision& mixed = fsdp_.options().mixed_precision;
-    if (mixed.param_dtype && mixed.cast_forward_inputs && batch.inputs.is_floating_point()) {
-      batch.inputs = batch.inputs.to(*mixed.param_dtype);
-    }
+  Batch cast(Batch batch) const override {
+    batch.inputs = fsdp_.cast_input(batch.inputs);
     return batch;
   }
 
+ private:
   std::vector<ParameterGroup> groups_;  // until the optimizer has them; before fsdp_, which shards what they name
   FullyShardedDataParallel<Trainee> fsdp_;
   std::set<std::string> sharded_;  // names; others are ignored
@@ -183,6 +178,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
                      {"NO_SHARD", ShardingStrategy::no_shard},
                      {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
                     "what is sharded");
+  options.read_enum("partition", fsdp.partition, partitions(),
+                    "who holds what of a unit: equal runs, or whole parameters, for optimizers that look at them");
   options.read("shard_group_size", fsdp.shard_group_size, "hybrid_shard: ranks of a group; 0: the host's",
                Range{0, 1e6});
   options.read("resident_bytes", fsdp.resident_bytes, "what may stay gathered; 0: the two largest units", kNotNegative);
@@ -203,6 +200,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
   mixed.read_optional_enum("buffer_dtype", fsdp.mixed_precision.buffer_dtype, dtypes(), "of buffers");
   mixed.read("cast_forward_inputs", fsdp.mixed_precision.cast_forward_inputs,
              "floating-point inputs become param_dtype");
+  mixed.read("full_precision_in_eval", fsdp.mixed_precision.full_precision_in_eval,
+             "evaluation computes in the parameters' own dtype");
   mixed.finish();
   options.read("ignored_modules", fsdp.ignored_modules, "names; their parameters stay untouched");
   options.read("ignored_parameters", fsdp.ignored_parameters, "names");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tessera/model_wrapper.h"
+#include "tessera/partition.h"
 
 namespace tessera::train {
 
@@ -32,6 +33,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
 
 /// The parameter of that name on rank 0, undefined elsewhere.
 at::Tensor whole_of(const torch::nn::Module& module, const std::string& name, const ProcessGroup& group);
+
+/// By their names in configurations.
+const std::vector<std::pair<std::string, Partition>>& partitions();
 
 void clamp_gradients(const std::vector<at::Tensor>& gradients, double largest);
 

@@ -109,8 +109,7 @@ WrapperPlan read_zero(OptionReader& options) {
   std::string optimizer_type;
   options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
                       "mmengine's: the optimizer, in place of optimizer.type");
-  options.read_enum("partition", zero.partition,
-                    {{"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}},
+  options.read_enum("partition", zero.partition, partitions(),
                     "who holds what: equal runs, or whole parameters");
   options.read("overlap_with_backward", zero.overlap_with_backward,
                "updates run while backward does; excludes clipping");

@@ -97,9 +97,11 @@ void expect_parity(const Trial<Net>& trial, const Setting& setting, Call call_mo
         }
         ASSERT_EQ(state.size(), fsdp.named_parameters().size() + net->buffers().size());
         if (world > 1) {
-          int64_t bytes = 0;
+          int64_t bytes = 0, largest = 0;
           for (const auto& unit : fsdp.units()) bytes += unit.numel * 4;
-          ASSERT_LE(fsdp.memory().parameters, bytes / world + 4 * static_cast<int64_t>(fsdp.units().size()));
+          for (const auto& [key, value] : plain) largest = std::max(largest, value.numel() * 4);
+          const int64_t uneven = setting.options.partition == Partition::flat ? 4 * static_cast<int64_t>(fsdp.units().size()) : largest;
+          ASSERT_LE(fsdp.memory().parameters, bytes / world + uneven);
         }
       }, group_options);
     }
@@ -114,7 +116,7 @@ const auto kTuple = [](auto& model, const std::vector<at::Tensor>& inputs) -> at
 };
 
 std::vector<Setting> settings() {
-  FullyShardedDataParallelOptions leaves, root, fetch, stay, budget;
+  FullyShardedDataParallelOptions leaves, root, fetch, stay, budget, whole;
   leaves.wrap_policy = wrap_leaves();
   fetch.wrap_policy = wrap_leaves();
   fetch.forward_prefetch = true;
@@ -123,7 +125,9 @@ std::vector<Setting> settings() {
   stay.sharding_strategy = ShardingStrategy::shard_grad_op;
   budget.wrap_policy = wrap_leaves();
   budget.resident_bytes = 1;
-  return {{"leaves", leaves}, {"root_alone", root}, {"prefetch", fetch}, {"shard_grad_op", stay}, {"no_room", budget}, {"gloo", leaves, Backend::Gloo}};
+  whole.wrap_policy = wrap_leaves();
+  whole.partition = Partition::whole;
+  return {{"leaves", leaves}, {"root_alone", root}, {"prefetch", fetch}, {"shard_grad_op", stay}, {"no_room", budget}, {"whole", whole}, {"gloo", leaves, Backend::Gloo}};
 }
 
 class FsdpParity : public ::testing::TestWithParam<Setting> {};

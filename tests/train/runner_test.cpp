@@ -406,5 +406,18 @@ TEST_F(RunnerTest, ValAndTestStepsPredict) {
   });
 }
 
+TEST_F(RunnerTest, ValStepsComputeInTheDtypeOfMixedPrecision) {
+  testing::run_ranks(2, [&](ProcessGroup group, int rank) {
+    for (const std::string full : {"false", "true"}) {
+      const auto model = wrapped("{type: FullyShardedDataParallel, mixed_precision: {param_dtype: bfloat16, "
+                                 "full_precision_in_eval: " + full + "}}", group);
+      EXPECT_EQ(model->val_step(batch_of(3)).scalar_type(), at::kBFloat16);
+      model->model().module->eval();
+      EXPECT_EQ(model->val_step(batch_of(3)).scalar_type(), full == "true" ? at::kFloat : at::kBFloat16);
+      EXPECT_NO_THROW(model->val_losses(batch_of(3)));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tessera
