@@ -113,8 +113,9 @@ TEST(FsdpFullPrecisionInEval, GradientsInEvaluationModeAreThePlainOnes) {
         step(fsdp, optimizer, rows(i, rank, world));
         step(plain, reference, rows(i));
       }
+      const auto parameters = plain->named_parameters();
       for (auto& [name, value] : fsdp.state_dict(-1)) {
-        const auto* expected = plain->named_parameters().find(name);
+        const auto* expected = parameters.find(name);
         if (expected) EXPECT_TRUE(at::allclose(value, *expected, 1e-5, 1e-6)) << name;
       }
       net->train();

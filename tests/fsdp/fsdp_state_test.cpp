@@ -1,4 +1,4 @@
-#include "fsdp/models.h"
+#include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/error.h"
@@ -33,21 +33,8 @@ class FsdpState : public ::testing::Test {
   fs::path folder_;
 };
 
-at::Tensor images(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
-}
-
 std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
   return default_optimizers().factory("AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
-}
-
-template <class Net>
-void train(Net& net, torch::optim::Optimizer& optimizer, int from, int to, int rank = 0, int world = 1) {
-  for (int i = from; i < to; ++i) {
-    optimizer.zero_grad();
-    net(images(i, rank, world)).square().mean().backward();
-    optimizer.step();
-  }
 }
 
 std::map<std::string, at::Tensor> by_name(const std::vector<std::pair<std::string, at::Tensor>>& list) { return {list.begin(), list.end()}; }
