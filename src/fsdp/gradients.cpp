@@ -15,8 +15,8 @@ namespace {
 
 constexpr size_t kAtMostOpen = 2;
 
-/// [Note: giants] A parameter of this size, most of its unit (a tied embedding), decides what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there. Before that moment
-/// what backward has freed goes back to the system, and so does the flat buffer after it. Both cost new pages in the next step, a few per cent of it.
+/// [Note: giants] A parameter of this size, most of its unit (a tied embedding), decides what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there. What backward has
+/// freed goes back to the system before they come, and again before they are copied; so does the flat buffer once it is reduced. New pages in the next step are a few per cent of it.
 constexpr int64_t kGiantBytes = 64 << 20;
 
 /// A few characters that say which parameters a unit's gradients are of, so that ranks notice when they differ.
@@ -49,6 +49,7 @@ void Gradients::begin(size_t f) {
   lead_.tell(Event::Kind::gradient, {sync_, static_cast<int64_t>(f)});
   while (sync_ && open_.size() >= kAtMostOpen) finish_one();
   if (sync_ && pending.patient) callbacks_.complete(flat.unit);
+  if (giant(f)) comm::return_freed_memory();  // of the gradients that autograd has put together
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m), model_.parameters[flat.members[m]].tensor));

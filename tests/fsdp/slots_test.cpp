@@ -1,0 +1,53 @@
+#include "fsdp/slots.h"
+
+#include "harness/ranks.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+
+/// Whole pages of `tensor` that are in memory.
+int64_t resident_pages(const at::Tensor& tensor) {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) / page * page;
+  std::vector<unsigned char> flags((end - begin) / page);
+  EXPECT_EQ(::mincore(reinterpret_cast<void*>(begin), end - begin, flags.data()), 0);
+  return std::count_if(flags.begin(), flags.end(), [](unsigned char flag) { return flag & 1; });
+}
+
+TEST(FsdpSlots, GiveTheirPagesBackWhenAsked) {
+  constexpr int64_t kNumel = 1 << 18;
+  for (int world = 1; world <= 3; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      fsdp::SlotPool pool(group, kNumel, at::kFloat);
+      auto slot = pool.take(kNumel);
+      slot.fill_(1);
+      const auto* place = slot.data_ptr();
+      const auto pages = resident_pages(slot);
+      EXPECT_GT(pages, 200);
+      pool.give(slot);
+      slot = pool.take(kNumel);
+      EXPECT_EQ(resident_pages(slot), pages);
+      group.barrier();
+      pool.give(slot, false);
+      EXPECT_EQ(resident_pages(slot), 0) << "world " << world;
+      slot = pool.take(kNumel / 2);
+      EXPECT_EQ(slot.data_ptr(), place);
+      slot.fill_(2);
+      EXPECT_EQ(slot.sum().item<double>(), kNumel);
+      group.barrier();
+    });
+  }
+}
+
+}  // namespace
