@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <string>
@@ -59,15 +60,16 @@ class Registry {
   Plan read(const std::string& name, OptionReader& options, Context... context) const {
     const Entry& chosen = entry(name);
     options.explain([&](const std::string& key) {
+      std::string owners;
       for (const auto& [other, known] : entries_) {
-        for (const OptionInfo& info :
-             OptionReader::describe([&](OptionReader& reader) { known.read(reader, context...); })) {
-          if (other != name && info.path.front() == key) {
-            return "an option of " + other + ", and " + options.full("type") + " is " + name;
-          }
+        const auto infos = OptionReader::describe([&](OptionReader& reader) { known.read(reader, context...); });
+        const bool has =
+            std::any_of(infos.begin(), infos.end(), [&](const OptionInfo& info) { return info.path.front() == key; });
+        if (has && other != name) {
+          owners += (owners.empty() ? "" : " and ") + other;
         }
       }
-      return std::string();
+      return owners.empty() ? "" : "an option of " + owners + ", and " + options.full("type") + " is " + name;
     });
     Plan plan = chosen.read(options, context...);
     options.finish();

@@ -93,6 +93,10 @@ at::CallbackHandle recording_handle;
 
 void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
   PageOwner* owner = uses[0].page->owner();
+  if (uses.size() == 1) {
+    if (owner) owner->need(uses, op);
+    return;
+  }
   const auto alike = [&](const PageUse& use) { return use.page->owner() == owner; };
   if (std::all_of(uses.begin(), uses.end(), alike)) {
     if (owner) owner->need(uses, op);

@@ -104,7 +104,7 @@ void Gradients::reduce(size_t f) {
   if (lead_.leads()) {
     std::vector<int64_t> told{static_cast<int64_t>(f)};
     told.insert(told.end(), pending.has.begin(), pending.has.end());
-    lead_.tell(Event::Kind::reduce, std::move(told));
+    lead_.tell(Event::Kind::reduce, told);
   }
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it

@@ -5,12 +5,13 @@
 
 namespace tessera::fsdp {
 
-void Lead::tell(Event::Kind kind, std::vector<int64_t> values) {
+void Lead::tell(Event::Kind kind, c10::ArrayRef<int64_t> values) {
   if (!leads()) return;
   std::string text;
   if (world_.rank() == iteration_.first_active) {
-    values.insert(values.begin(), static_cast<int64_t>(kind));
-    text.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t));
+    std::vector<int64_t> told{static_cast<int64_t>(kind)};
+    told.insert(told.end(), values.begin(), values.end());
+    text.assign(reinterpret_cast<const char*>(told.data()), told.size() * sizeof(int64_t));
   }
   world_.broadcast_bytes(text, iteration_.first_active);
 }

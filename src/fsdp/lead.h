@@ -37,7 +37,7 @@ class Lead {
   /// Whether some rank has no data and hears what this one tells.
   bool leads() const { return !follows_ && iteration_.active_ranks < world_size_; }
   /// To ranks without data, if there are any: on all others. Collective then.
-  void tell(Event::Kind kind, std::vector<int64_t> values);
+  void tell(Event::Kind kind, c10::ArrayRef<int64_t> values);
   /// On ranks without data. Collective.
   Event hear();
 

@@ -4,8 +4,6 @@
 
 namespace tessera::fsdp {
 
-thread_local int NoDetection::depth_ = 0;
-
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection)
     : link_(std::make_shared<Link>(Link{owner, this})), index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());

@@ -69,15 +69,13 @@ class Page {
 /// While alive on this thread, operators on pages go unnoticed: for our own use of them.
 class NoDetection {
  public:
-  NoDetection() : guard_(kDetectionKey) { ++depth_; }
-  ~NoDetection() { --depth_; }
+  NoDetection() : guard_(kDetectionKey) {}
   NoDetection(const NoDetection&) = delete;
 
-  static bool here() { return depth_ > 0; }
+  static bool here() { return c10::impl::tls_is_dispatch_key_excluded(kDetectionKey); }
 
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_;
-  static thread_local int depth_;
 };
 
 /// Tells the owners of `uses` (at least one) that operator `op` is about to run.

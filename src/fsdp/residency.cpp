@@ -95,7 +95,7 @@ void Residency::use(Phase phase) {
   if (lead_.leads() && (backward || followed_)) {
     std::vector<int64_t> told{static_cast<int64_t>(phase)};
     told.insert(told.end(), needed_.begin(), needed_.end());
-    lead_.tell(Event::Kind::use, std::move(told));
+    lead_.tell(Event::Kind::use, told);
   }
   if (!there) {
     for (const auto unit : needed_) {
@@ -297,21 +297,22 @@ uint64_t Residency::versions(size_t unit) const {
 
 /// Units that stayed are as their shards on all ranks, or are released on all.
 void Residency::agree_on_changes() {
-  std::vector<size_t> kept;
+  kept_.clear();
+  changed_.clear();
   for (size_t u = 0; u < gathered_.size(); ++u) {
-    if (gathered_[u].state != State::released) kept.push_back(u);
+    if (gathered_[u].state == State::released) continue;
+    kept_.push_back(u);
+    changed_.push_back(gathered_[u].changed || versions(u) != gathered_[u].versions);
   }
-  if (kept.empty()) return;
-  std::vector<int> changed;
-  for (const auto u : kept) changed.push_back(gathered_[u].changed || versions(u) != gathered_[u].versions);
+  if (kept_.empty()) return;
   if (model_.world.size() > 1) {
-    auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
+    auto flags = at::tensor(changed_, at::kInt).to(model_.world.control_device());
     model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
     flags = flags.cpu();
-    changed.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
+    changed_.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
   }
-  for (size_t i = 0; i < kept.size(); ++i) {
-    if (changed[i]) release(kept[i]);
+  for (size_t i = 0; i < kept_.size(); ++i) {
+    if (changed_[i]) release(kept_[i]);
   }
 }
 

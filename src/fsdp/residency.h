@@ -84,6 +84,8 @@ class Residency : public PageOwner {
   UseOrder order_;
   CommStream stream_;
   std::vector<size_t> needed_;  // by the operator that runs
+  std::vector<size_t> kept_;    // since the last step …
+  std::vector<int> changed_;    // … and whether each may not stay
   int64_t resident_bytes_ = 0;  // without the root
   uint64_t clock_ = 0;
   int forwards_ = 0;

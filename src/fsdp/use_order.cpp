@@ -23,6 +23,10 @@ bool UseOrder::touch(size_t unit, Phase phase) {
 
 /// The next place in the record where this use stands: what was skipped this time is passed over.
 void UseOrder::follow(const Use& use) {
+  if (cursor_ < recorded_.size() && recorded_[cursor_] == use) {
+    ++cursor_;
+    return;
+  }
   const auto& places = recorded_at_[use.unit];
   for (auto at = std::lower_bound(places.begin(), places.end(), cursor_); at != places.end(); ++at) {
     if (recorded_[*at].phase != use.phase) continue;
@@ -34,11 +38,14 @@ void UseOrder::follow(const Use& use) {
 
 void UseOrder::end_step() {
   if (current_.empty()) return;
-  recorded_ = std::exchange(current_, {});
-  for (auto& places : recorded_at_) places.clear();
-  for (size_t i = 0; i < recorded_.size(); ++i) recorded_at_[recorded_[i].unit].push_back(i);
+  const bool as_recorded = !lost_ && cursor_ == recorded_.size() && current_.size() == recorded_.size();
+  std::swap(recorded_, current_);
+  current_.clear();
   cursor_ = 0;
   lost_ = false;
+  if (as_recorded) return;
+  for (auto& places : recorded_at_) places.clear();
+  for (size_t i = 0; i < recorded_.size(); ++i) recorded_at_[recorded_[i].unit].push_back(i);
 }
 
 std::optional<size_t> UseOrder::next() const {

@@ -79,7 +79,8 @@ TEST_F(ConfigTest, FullySharded) {
   says(start + "cpu_offload: [1]}", "expected true, false, or a map with offload_params");
   says(start + "cpu_offload: {offload: true}}", "cpu_offload.offload: unknown key");
   says(start + "wrap_policy: 3}", "size_based");
-  says(start + "partition: flat}", "an option of ZeroRedundancyOptimizer");
+  says(start + "parameters_as_bucket_view: true}", "an option of ZeroRedundancyOptimizer");
+  says(start + "partition: halves}", "expected one of flat, whole, first_fit");
   says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}",
        "an option of FullyShardedDataParallel");
 }
@@ -202,7 +203,7 @@ TEST_F(ConfigTest, EachKindOfMistake) {
        "warmup_cosine; did you mean \"cosine\"?"},
       {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
       {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
-      {"parallel.partition=flat", "an option of ZeroRedundancyOptimizer, and parallel.type is none"},
+      {"parallel.partition=flat", "an option of FullyShardedDataParallel and ZeroRedundancyOptimizer, and parallel.type is none"},
       {"parallel.timeout=0", "parallel.timeout: 0; expected a number >= 0.001"},
       {"parallel.backend=mpl", "did you mean \"mpi\"?"},
       {"optimizer.lr={a: 1}", "optimizer.lr: a map; expected a number"},
@@ -270,6 +271,12 @@ TEST_F(ConfigTest, AliasesWork) {
 }
 
 /// Each must be an error at once; the bound is loose, a hang or a crash is what it catches.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr double kAtOnce = 60;  // seconds; instrumented code takes ten times as long
+#else
+constexpr double kAtOnce = 5;
+#endif
+
 TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
   std::string bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n";
   for (int i = 1; i < 12; ++i) {
@@ -313,7 +320,7 @@ TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
     const auto start = std::chrono::steady_clock::now();
     EXPECT_NE(error(text), "") << name;
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    EXPECT_LT(seconds, 5) << name;
+    EXPECT_LT(seconds, kAtOnce) << name;
     RecordProperty(name, std::to_string(seconds));
   }
   std::ofstream("big.yaml").close();
@@ -360,7 +367,7 @@ TEST_F(ConfigTest, BasesAreMergedLaterWins) {
   EXPECT_EQ(config.at("train.log"), "c.yaml:4: train.log: ");
 
   EXPECT_NE(error("base: common/base.yaml\nparallel: {type: DistributedDataParallel}\n")
-                .find("parallel.partition: an option of ZeroRedundancyOptimizer"),
+                .find("parallel.partition: an option of FullyShardedDataParallel and ZeroRedundancyOptimizer"),
             std::string::npos);
   const Config dropped = load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
   EXPECT_EQ(dropped.parallel.type, "DistributedDataParallel");
