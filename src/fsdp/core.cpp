@@ -40,11 +40,15 @@ void Core::watch() {
   sharding::BackwardWatch::Callbacks callbacks;
   callbacks.arrived = [this](size_t i) { gradients->arrived(trainable_[i]); };
   callbacks.ended = [this] { end_backward(); };
-  callbacks.abandoned = [this] { gradients->abandon(); };
+  callbacks.abandoned = [this] {
+    residency->leave_backward();
+    gradients->abandon();
+  };
   watch_ = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
 }
 
 void Core::end_backward() {
+  residency->leave_backward();
   gradients->finish();
   // The optimizer is about to make its state, which stays: not between holes that this backward has left.
   if (!std::exchange(trimmed_, true)) comm::return_freed_memory();

@@ -232,6 +232,7 @@ void Gradients::finish() {
   forget_arrivals();
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
+    if (!model_.flats[f].trainable) continue;
     if (pending_[f].patient) take_all(f);
     if (pending_[f].flat.defined()) reduce(f);
   }
@@ -254,7 +255,9 @@ void Gradients::abandon() {
 }
 
 void Gradients::forget_arrivals() {
-  for (auto& pending : pending_) {
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    if (!model_.flats[f].trainable) continue;
+    auto& pending = pending_[f];
     std::fill(pending.came.begin(), pending.came.end(), 0);
     pending.arrived = 0;
     pending.reduced = false;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 namespace tessera::fsdp {
 
@@ -63,22 +64,20 @@ void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
 
 void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   std::lock_guard lock(mutex_);
-  const bool backward = sharding::BackwardWatch::in_backward();
+  // Where one is known to be under way, libtorch is not asked: that costs more than the rest of this.
+  const bool backward = (backward_ && forwards_ == 0) || sharding::BackwardWatch::in_backward();
   if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
   const auto phase = backward ? Phase::backward : Phase::forward;
-  // Most operators use what the last one did.
-  if (uses.size() == 1 && !uses[0].written) {
-    const auto unit = model_.flats[uses[0].page->index()].unit;
-    if (order_.last_is(unit, phase) && gathered_[unit].state == State::resident && uses[0].page->attached()) return;
-  }
-  if (backward) in_backward_();
   needed_.clear();
   for (const auto& use : uses) {
+    const auto& flat = model_.flats[use.page->index()];
     if (use.written) refuse_write(use, op);
-    if (use.page != model_.flats[use.page->index()].compute.page.get()) refuse_idle(use, op);
-    const auto unit = model_.flats[use.page->index()].unit;
-    if (std::find(needed_.begin(), needed_.end(), unit) == needed_.end()) needed_.push_back(unit);
+    if (use.page != flat.compute.page.get()) refuse_idle(use, op);
+    // Most operators use what the last one did.
+    if (uses.size() == 1 && order_.last_is(flat.unit, phase) && gathered_[flat.unit].state == State::resident) return;
+    if (std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end()) needed_.push_back(flat.unit);
   }
+  if (backward && !std::exchange(backward_, true)) in_backward_();
   use(phase);
 }
 

@@ -31,6 +31,8 @@ class Residency : public PageOwner {
   void end_forward(bool step_over);
   /// The forward threw: no other rank is waited for.
   void abandon_forward(bool step_over);
+  /// No operator of the backward under way comes any more, whether it ended or was given up.
+  void leave_backward() { backward_ = false; }
   void end_backward();
   /// The gradients of `unit` are all there, and need room.
   void gradients_complete(size_t unit);
@@ -89,6 +91,7 @@ class Residency : public PageOwner {
   int64_t resident_bytes_ = 0;  // without the root
   uint64_t clock_ = 0;
   int forwards_ = 0;
+  bool backward_ = false;  // one is under way, and has used a page
   bool followed_ = false;  // the forward under way: one without gradients is none that a rank without data is in
   bool unlimited_ = false, keeps_unchanged_ = false, shares_memory_ = false;
 };

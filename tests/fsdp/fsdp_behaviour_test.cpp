@@ -242,6 +242,7 @@ TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
     for (int i = 0; i < 3; ++i) {
       net->fails = true;
       EXPECT_THROW(loss_of(fsdp(tokens)).backward(), std::runtime_error);
+      EXPECT_THAT(thrown_by([&] { net->norm->weight + 1; }), HasSubstr("norm.weight"));
       net->fails = false;
       step(fsdp, optimizer, tokens);
       step(plain, other, tokens);
