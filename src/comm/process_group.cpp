@@ -1,10 +1,8 @@
 #include "tessera/process_group.h"
 
-#include "comm/backends.h"
+#include "comm/argument_checks.h"
 #include "comm/process_group_impl.h"
 #include "tessera/error.h"
-
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <fmt/format.h>
 #define XXH_INLINE_ALL
@@ -40,10 +38,6 @@ uint64_t CommStats::calls() const {
 
 namespace {
 
-void require(bool condition, const ProcessGroup::Impl& impl, const char* what, const std::string& problem) {
-  if (!condition) throw UsageError(fmt::format("ProcessGroup.{}: rank {}: {}", what, impl.world.rank, problem));
-}
-
 void check_tensor(const ProcessGroup::Impl& impl, const char* what, const at::Tensor& tensor) {
   require(tensor.defined(), impl, what, "the tensor is undefined; expected a dense tensor");
   require(tensor.layout() == at::kStrided, impl, what, "the tensor is sparse; expected a dense tensor");
@@ -55,10 +49,6 @@ void check_sum(const ProcessGroup::Impl& impl, const char* what, const at::Tenso
   check_tensor(impl, what, tensor);
   require(tensor.scalar_type() != at::kBool && !tensor.is_complex(), impl, what,
           fmt::format("sums of dtype {} are not defined; expected a floating-point or integer dtype", c10::toString(tensor.scalar_type())));
-}
-
-void check_root(const ProcessGroup::Impl& impl, const char* what, int root) {
-  require(root >= 0 && root < impl.world.size, impl, what, fmt::format("root is {}; expected 0 to {}", root, impl.world.size - 1));
 }
 
 void check_counts(const ProcessGroup::Impl& impl, const char* what, const char* name, const std::vector<int64_t>& counts, const at::Tensor& tensor) {
@@ -364,163 +354,6 @@ void ProcessGroup::barrier(const std::string& what) {
   header.free_numel = 1;  // the exchange of headers is the barrier: it must take place
   if (!what.empty()) header.detail = XXH64(what.data(), what.size(), 1);
   impl_->run(header, [](Transport&, const Headers&) {}, what);
-}
-
-std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine) {
-  if (impl_->alone()) {
-    impl_->count(&CommStats::bytes, 0, 0);
-    return {mine};
-  }
-  OpHeader header;
-  header.op = Op::bytes;
-  header.numel = static_cast<int64_t>(mine.size());
-  header.free_numel = 1;
-  std::vector<std::string> result(size());
-  uint64_t total = 0;
-  impl_->run(header, [&](Transport& transport, const Headers& headers) {
-    std::vector<int64_t> counts;
-    for (const auto& h : headers) total += counts.emplace_back(h.numel);
-    auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
-    auto* data = static_cast<char*>(all.data_ptr());
-    if (!mine.empty()) std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}), mine.data(), mine.size());
-    if (total) transport.all_gather(all, counts);
-    for (int r = 0; r < size(); data += counts[r++]) result[r].assign(data, counts[r]);
-  });
-  impl_->count(&CommStats::bytes, mine.size() * (size() - 1), total - mine.size());
-  return result;
-}
-
-std::string ProcessGroup::broadcast_bytes(const std::string& mine, int root) {
-  check_root(*impl_, "broadcast_bytes", root);
-  return all_gather_bytes(rank() == root ? mine : std::string())[root];
-}
-
-std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int root) {
-  check_root(*impl_, "gather_bytes", root);
-  if (impl_->alone()) return all_gather_bytes(mine);
-  OpHeader header;
-  header.op = Op::bytes;
-  header.numel = static_cast<int64_t>(mine.size());
-  header.root = root;
-  header.free_numel = 1;
-  std::vector<std::string> result;
-  uint64_t total = 0;
-  impl_->run(header, [&](Transport& transport, const Headers& headers) {
-    std::vector<int64_t> recv(size(), 0), send(size(), 0);
-    send[root] = static_cast<int64_t>(mine.size());
-    for (int r = 0; rank() == root && r < size(); ++r) total += recv[r] = headers[r].numel;
-    const auto options = at::TensorOptions().dtype(at::kByte);
-    auto input = at::empty({send[root]}, options), output = at::empty({static_cast<int64_t>(total)}, options);
-    if (!mine.empty()) std::memcpy(input.data_ptr(), mine.data(), mine.size());
-    transport.all_to_all(output, input, recv, send);
-    if (rank() != root) return;
-    const auto* data = static_cast<const char*>(output.data_ptr());
-    for (int r = 0; r < size(); data += recv[r++]) result.emplace_back(data, recv[r]);
-  });
-  impl_->count(&CommStats::bytes, rank() == root ? 0 : mine.size(), rank() == root ? total - mine.size() : 0);
-  return result;
-}
-
-std::optional<ProcessGroup> ProcessGroup::split(int color) {
-  const auto colors = all_gather_bytes(std::to_string(color));
-  const auto number = ++impl_->splits;
-  if (color < 0) return std::nullopt;
-  if (impl_->alone()) return ProcessGroup();
-  comm::World world;
-  world.rank = -1;
-  for (int r = 0; r < size(); ++r) {
-    if (colors[r] != std::to_string(color)) continue;
-    if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
-    world.world_ranks.push_back(impl_->world.world_ranks[r]);
-    if (!impl_->world.hosts.empty()) world.hosts.push_back(impl_->world.hosts[r]);
-  }
-  world.size = static_cast<int>(world.world_ranks.size());
-  if (world.size == 1) {
-    auto alone = std::make_shared<Impl>();
-    alone->world.world_ranks = world.world_ranks;
-    return ProcessGroup(std::move(alone));
-  }
-  require(impl_->world.store != nullptr, *impl_, "split", "this group was made by the caller without a store");
-  world.same_host = impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
-  world.address = impl_->world.address;
-  world.options = impl_->world.options;
-  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color), impl_->world.store);
-  auto transport = comm::make_transport(world);
-  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
-  impl_->add_child(child);
-  return ProcessGroup(std::move(child));
-}
-
-void ProcessGroup::check_contract(const std::string& component, const std::vector<std::string>& entries) {
-  if (impl_->alone()) return;
-  XXH64_state_t* state = XXH64_createState();
-  XXH64_reset(state, entries.size());
-  for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
-  const auto digest = fmt::format("{:016x}", XXH64_digest(state));
-  XXH64_freeState(state);
-  const auto digests = all_gather_bytes(component + "\n" + digest);
-  if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; })) return;
-
-  std::string all;
-  for (const auto& entry : entries) all += entry + '\n';
-  const auto lists = all_gather_bytes(component + "\n" + all);
-  int other = 0;
-  while (lists[other] == lists[rank()]) ++other;
-  const auto lines = [](const std::string& text) {
-    std::vector<std::string> result;
-    for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) result.push_back(text.substr(at, end - at));
-    return result;
-  };
-  const auto mine = lines(lists[rank()]), theirs = lines(lists[other]);
-  size_t index = 0;
-  while (index < mine.size() && index < theirs.size() && mine[index] == theirs[index]) ++index;
-  const auto at = [&](const std::vector<std::string>& list) { return index < list.size() ? "'" + list[index] + "'" : std::string("nothing more"); };
-  if (index == 0) {
-    throw UsageError(fmt::format("ProcessGroup: the ranks construct different things: rank {} {}, rank {} {}", rank(), at(mine), other, at(theirs)));
-  }
-  throw UsageError(fmt::format("{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on rank {} ({} entries)", component,
-                               index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other, theirs.size() - 1));
-}
-
-void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
-bool ProcessGroup::ended() const { return impl_->ended; }
-
-at::Device ProcessGroup::control_device() const {
-  return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA) : at::Device(at::kCPU);
-}
-
-namespace {
-
-at::Tensor allocate_in(ProcessGroup::Impl& impl, const char* op, int64_t numel, at::TensorOptions options, bool common) {
-  require(numel >= 0, impl, op, fmt::format("numel is {}; expected 0 or more", numel));
-  if (impl.alone()) return {};
-  OpHeader header;
-  header.op = Op::allocate;
-  header.numel = numel;
-  header.dtype = static_cast<int8_t>(c10::typeMetaToScalarType(options.dtype()));
-  header.detail = common;
-  at::Tensor result;
-  impl.run(header, [&](Transport& transport, const Headers&) {
-    if (numel && options.device().is_cpu()) result = transport.allocate(numel, options, common);
-  });
-  return result;
-}
-
-}  // namespace
-
-at::Tensor ProcessGroup::allocate(int64_t numel, at::TensorOptions options) {
-  const auto result = allocate_in(*impl_, "allocate", numel, options, false);
-  return result.defined() ? result : at::zeros({numel}, options);
-}
-
-at::Tensor ProcessGroup::allocate_common(int64_t numel, at::TensorOptions options) {
-  return allocate_in(*impl_, "allocate_common", numel, options, true);
-}
-
-at::Tensor ProcessGroup::peer_view(const at::Tensor& allocated, int peer) const {
-  check_root(*impl_, "peer_view", peer);
-  if (impl_->alone() || peer == rank()) return allocated;
-  return impl_->transport->peer_view(allocated, peer);
 }
 
 }  // namespace tessera
