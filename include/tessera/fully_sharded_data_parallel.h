@@ -109,6 +109,7 @@ class FullySharded {
 
   void begin_forward();
   void end_forward(bool threw);
+
   fsdp::Core& core() const { return *core_; }
 
  private:

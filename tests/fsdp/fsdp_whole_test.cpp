@@ -186,6 +186,41 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
   }
 }
 
+TEST(FsdpWhole, LbfgsRunsWhereNothingIsDealt) {
+  const auto options = torch::optim::LBFGSOptions(0.5).max_iter(5);
+  auto plain = seeded<Chain>(1);
+  torch::optim::LBFGS reference(plain->parameters(), options);
+  for (int i = 0; i < 3; ++i) {
+    reference.step([&] {
+      reference.zero_grad();
+      auto loss = loss_of(plain(rows(i)));
+      loss.backward();
+      return loss;
+    });
+  }
+  for (int world = 1; world <= 4; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto sharding = every_leaf();
+      sharding.sharding_strategy = ShardingStrategy::no_shard;
+      FullyShardedDataParallel fsdp(seeded<Chain>(1), group, sharding);
+      torch::optim::LBFGS optimizer(fsdp.parameters(), options);
+      fsdp.check_optimizer(optimizer);
+      for (int i = 0; i < 3; ++i) {
+        optimizer.step([&] {
+          optimizer.zero_grad();
+          auto loss = loss_of(fsdp(rows(i, rank, world)));
+          loss.backward();
+          loss = loss.detach();
+          group.all_reduce(loss, 1.0 / world);
+          return loss;
+        });
+      }
+      const auto parameters = plain->named_parameters();
+      for (auto& [name, value] : fsdp.state_dict(-1)) EXPECT_TRUE(at::allclose(value, parameters[name], 1e-4, 1e-5)) << name << " world " << world;
+    });
+  }
+}
+
 TEST(FsdpWhole, WhatCannotBeDealtIsRefused) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     FullyShardedDataParallel cut(seeded<Chain>(1), group, every_leaf());

@@ -270,13 +270,13 @@ TEST_F(ConfigTest, AliasesWork) {
   EXPECT_EQ(config.value("data.seq_len"), "48");
 }
 
-/// Each must be an error at once; the bound is loose, a hang or a crash is what it catches.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr double kAtOnce = 60;  // seconds; instrumented code takes ten times as long
 #else
 constexpr double kAtOnce = 5;
 #endif
 
+/// Each must be an error at once; the bound is loose, a hang or a crash is what it catches.
 TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
   std::string bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n";
   for (int i = 1; i < 12; ++i) {
