@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kAtMostOpen = 2;
 
 /// [Note: giants] A parameter of this size, most of its unit (a tied embedding), decides what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there. What backward has
-/// freed goes back to the system before they come, and again before they are copied; so does the flat buffer once it is reduced. New pages in the next step are a few per cent of it.
+/// freed goes back to the system before they come, and again before they are copied; so does the flat buffer once it is reduced. The price is new pages in the next step.
 constexpr int64_t kGiantBytes = 64 << 20;
 
 /// A few characters that say which parameters a unit's gradients are of, so that ranks notice when they differ.
