@@ -31,6 +31,14 @@ std::string expectation(const std::string& noun, const Range& range) {
   return text;
 }
 
+std::string joined(const std::vector<std::string>& words, const char* separator) {
+  std::string text;
+  for (const auto& word : words) {
+    text += (text.empty() ? "" : separator) + word;
+  }
+  return text;
+}
+
 bool inside(double value, const Range& range) {
   return (range.min_open ? value > range.min : value >= range.min) &&
          (range.max_open ? value < range.max : value <= range.max);

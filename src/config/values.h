@@ -3,11 +3,14 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tessera/config_node.h"
 #include "tessera/option_reader.h"
 
 namespace tessera::config {
+
+std::string joined(const std::vector<std::string>& words, const char* separator);
 
 bool inside(double value, const Range& range);
 /// "a number > 0 and < 1", where `noun` is "a number".

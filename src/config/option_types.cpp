@@ -1,0 +1,251 @@
+// What each type of option accepts, and how it is shown.
+#include <algorithm>
+
+#include "config/values.h"
+#include "tessera/nearest.h"
+#include "tessera/option_reader.h"
+
+namespace tessera {
+namespace {
+
+using Kind = ConfigNode::Kind;
+using config::joined;
+
+ConfigNode shown(bool value) { return ConfigNode::scalar(value ? "true" : "false"); }
+ConfigNode shown(int64_t value) { return ConfigNode::scalar(std::to_string(value)); }
+ConfigNode shown(double value) { return ConfigNode::scalar(config::number_text(value)); }
+ConfigNode shown(const std::string& value) { return ConfigNode::scalar(value, true); }
+
+template <class Value>
+ConfigNode shown(const std::vector<Value>& values) {
+  ConfigNode node;
+  node.kind = Kind::Sequence;
+  for (const auto& value : values) {
+    node.items.push_back(shown(value));
+  }
+  return node;
+}
+
+template <class Value>
+ConfigNode shown(const std::optional<Value>& value) {
+  return value ? shown(*value) : ConfigNode{};
+}
+
+/// Each item by `parse`; none when one is wrong. A single value stands for a list of one.
+template <class Value, class Parse>
+std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse& parse) {
+  std::vector<Value> values;
+  const bool sequence = node.kind == Kind::Sequence;
+  for (size_t i = 0; i < (sequence ? node.items.size() : 1); ++i) {
+    const auto value = parse(sequence ? node.items[i] : node);
+    if (!value) {
+      return std::nullopt;
+    }
+    values.push_back(*value);
+  }
+  return values;
+}
+
+std::optional<std::string> parse_text(const ConfigNode& node) {
+  return node.kind == Kind::Scalar ? std::optional(node.text) : std::nullopt;
+}
+
+std::optional<std::string> parse_path(const ConfigNode& node) {
+  return node.kind == Kind::Scalar && !node.text.empty() ? std::optional(node.text) : std::nullopt;
+}
+
+std::optional<int64_t> integer_in(const ConfigNode& node, const Range& range) {
+  const auto value = config::parse_integer(node);
+  return value && config::inside(static_cast<double>(*value), range) ? value : std::nullopt;
+}
+
+std::optional<double> number_in(const ConfigNode& node, const Range& range) {
+  const auto value = config::parse_number(node);
+  return value && config::inside(*value, range) ? value : std::nullopt;
+}
+
+}  // namespace
+
+template <class Value, class Parse, class Show>
+void OptionReader::read_value(const std::string& key, Value& out, const std::string& expected, const std::string& doc,
+                              const Parse& parse, const Show& show) {
+  const ConfigNode standard = show(out);
+  if (const ConfigNode* node = look(key)) {
+    const auto value = parse(*node);
+    if (!value) {
+      const ConfigNode* wrong = node;
+      if (node->kind == Kind::Sequence) {
+        for (const auto& item : node->items) {
+          if (!parse(item)) {
+            wrong = &item;
+            break;
+          }
+        }
+      }
+      fail_at(*wrong, full(key), wrong->describe() + "; expected " + expected);
+    }
+    out = *value;
+  }
+  note(key, expected, doc, standard, show(out));
+}
+
+void OptionReader::read(const std::string& key, int64_t& out, const std::string& doc, Range range) {
+  read_value(
+      key, out, config::expectation("a whole number", range), doc,
+      [&](const ConfigNode& node) { return integer_in(node, range); }, [](int64_t value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, int& out, const std::string& doc, Range range) {
+  range.min = std::max(range.min, -2147483648.0);
+  range.max = std::min(range.max, 2147483647.0);
+  int64_t value = out;
+  read(key, value, doc, range);
+  out = static_cast<int>(value);
+}
+
+void OptionReader::read(const std::string& key, uint64_t& out, const std::string& doc) {
+  auto value = static_cast<int64_t>(out);
+  read(key, value, doc, kNotNegative);
+  out = static_cast<uint64_t>(value);
+}
+
+void OptionReader::read(const std::string& key, double& out, const std::string& doc, Range range) {
+  read_value(
+      key, out, config::expectation("a number", range), doc,
+      [&](const ConfigNode& node) { return number_in(node, range); }, [](double value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, bool& out, const std::string& doc) {
+  read_value(key, out, "true or false", doc, config::parse_bool, [](bool value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::string& out, const std::string& doc) {
+  read_value(key, out, "a string", doc, parse_text, [](const std::string& value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const std::string& doc, Range range) {
+  const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
+  read_value(
+      key, out, "a list, each " + config::expectation("a whole number", range), doc,
+      [&](const ConfigNode& node) { return parse_list<int64_t>(node, parse); },
+      [](const auto& value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::vector<double>& out, const std::string& doc, Range range) {
+  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
+  read_value(
+      key, out, "a list, each " + config::expectation("a number", range), doc,
+      [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
+      [](const auto& value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
+  read_value(
+      key, out, "a string or a list of strings", doc,
+      [](const ConfigNode& node) { return parse_list<std::string>(node, parse_text); },
+      [](const auto& value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc, Range range) {
+  using Maybe = std::optional<double>;
+  read_value(
+      key, out, config::expectation("a number", range) + ", or null", doc,
+      [&](const ConfigNode& node) -> std::optional<Maybe> {
+        if (node.kind == Kind::Null) return Maybe();
+        const auto value = number_in(node, range);
+        return value ? std::optional<Maybe>(value) : std::nullopt;
+      },
+      [](const Maybe& value) { return shown(value); });
+}
+
+void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc, Range range) {
+  using Maybe = std::optional<int64_t>;
+  read_value(
+      key, out, config::expectation("a whole number", range) + ", or null", doc,
+      [&](const ConfigNode& node) -> std::optional<Maybe> {
+        if (node.kind == Kind::Null) return Maybe();
+        const auto value = integer_in(node, range);
+        return value ? std::optional<Maybe>(value) : std::nullopt;
+      },
+      [](const Maybe& value) { return shown(value); });
+}
+
+void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {
+  if (const ConfigNode* node = has(key) ? node_->find(key) : nullptr; node != nullptr && node->kind == Kind::Sequence) {
+    fail_at(*node, full(key), node->describe() + "; expected one path");
+  }
+  read_value(
+      key, out, "a path", doc,
+      [](const ConfigNode& node) {
+        return node.kind == Kind::Null ? std::optional<std::string>("") : parse_path(node);
+      },
+      [](const std::string& value) { return value.empty() ? ConfigNode{} : shown(value); });
+}
+
+void OptionReader::read_paths(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
+  using Paths = std::vector<std::string>;
+  read_value(
+      key, out, "a path or a list of paths", doc,
+      [](const ConfigNode& node) -> std::optional<Paths> {
+        return node.kind == Kind::Null ? Paths() : parse_list<std::string>(node, parse_path);
+      },
+      [](const Paths& value) { return value.empty() ? ConfigNode{} : shown(value); });
+}
+
+void OptionReader::read_choice(const std::string& key, std::string& out, const std::vector<std::string>& choices,
+                               const std::string& doc) {
+  const std::string expected = "one of " + joined(choices, ", ");
+  const ConfigNode standard = out.empty() ? ConfigNode{} : shown(out);
+  const ConfigNode* node = look(key);
+  if (node != nullptr && !(node->kind == Kind::Null && out.empty())) {
+    const bool scalar = node->kind == Kind::Scalar;
+    if (!scalar || std::find(choices.begin(), choices.end(), node->text) == choices.end()) {
+      fail_at(*node, full(key),
+              node->describe() + "; expected " + expected + (scalar ? did_you_mean(node->text, choices) : ""));
+    }
+    out = node->text;
+  }
+  note(key, expected, doc, standard, out.empty() ? ConfigNode{} : shown(out));
+}
+
+void OptionReader::read_optional_choice(const std::string& key, std::string& out,
+                                        const std::vector<std::string>& choices, const std::string& doc) {
+  if (has(key) && !given(key)) {
+    look(key);
+    note(key, "one of " + joined(choices, ", ") + ", or null", doc, {}, {});
+  } else {
+    read_choice(key, out, choices, doc);
+  }
+}
+
+OptionValue OptionReader::value_of(const ConfigNode& node, const std::string& path) {
+  if (node.kind == Kind::Sequence) {
+    const auto values = parse_list<double>(node, config::parse_number);
+    if (!values) {
+      for (const auto& item : node.items) {
+        if (!config::parse_number(item)) {
+          fail_at(item, path, item.describe() + " in a list; expected numbers");
+        }
+      }
+    }
+    return *values;
+  }
+  if (node.kind != Kind::Scalar) {
+    fail_at(node, path, node.describe() + "; expected a number, true or false, a word, or a list of numbers");
+  }
+  if (const auto flag = config::parse_bool(node)) return *flag;
+  if (const auto whole = config::parse_integer(node)) return *whole;
+  if (const auto number = config::parse_number(node)) return *number;
+  return node.text;
+}
+
+OptionMap OptionReader::rest() {
+  OptionMap options;
+  for (const auto& key : unread()) {
+    const ConfigNode& node = *take(key, "a value", "");
+    options[key] = value_of(node, full(key));
+  }
+  return options;
+}
+
+}  // namespace tessera
