@@ -58,6 +58,7 @@ class ZeroRedundancyOptimizer::Impl {
   /// One bucket's update while its reduction goes on.
   struct PendingUpdate;
   void copy_options(bool inwards);
+  void check_options_since_backward();
   void check_storage();
   bool one_pass(const ShardBucket& bucket) const;
   bool used(size_t parameter) const;
@@ -99,7 +100,8 @@ class ZeroRedundancyOptimizer::Impl {
   bool track_norm_ = false;
   bool trimmed_ = false;
   double norm_squares_ = 0, last_norm_ = 0;
-  std::vector<Work> sent_;      ///< Overlap: what step() waits for.
+  std::vector<Work> sent_;      ///< Overlap: what step() waits for …
+  std::vector<OptionMap> sent_with_;  ///< … and each group's options when backward began to send.
   std::optional<OptimizerStateDict> consolidated_;
   std::map<std::string, ParamState> parked_;  ///< State of parameters that were frozen after they had been stepped; on all ranks.
   sharding::Lifeline lifeline_;               ///< Overlap: of the updates behind reductions.

@@ -147,6 +147,8 @@ void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
   if (index == 0) {
     if (!sent_.empty()) throw UsageError(prefix() + ": overlap_with_backward: a second backward before step(); put all but the last of a step's into no_sync()");
     copy_options(true);
+    sent_with_.clear();
+    for (const auto& group : outer_.param_groups()) sent_with_.push_back(get_options(group.options()));
   }
   auto update = std::make_shared<PendingUpdate>();
   update->bucket = &bucket;
@@ -200,6 +202,20 @@ void ZeroRedundancyOptimizer::Impl::copy_options(bool inwards) {
   }
 }
 
+/// With overlap the update has begun by then: what changes only before step() would be used by some buckets, or by none.
+void ZeroRedundancyOptimizer::Impl::check_options_since_backward() {
+  for (size_t g = 0; g < std::min(sent_with_.size(), outer_.param_groups().size()); ++g) {
+    const auto now = get_options(outer_.param_groups()[g].options());
+    const auto changed = std::find_if(now.begin(), now.end(), [&](const auto& option) {
+      const auto before = sent_with_[g].find(option.first);
+      return before == sent_with_[g].end() || before->second != option.second;
+    });
+    if (changed == now.end()) continue;
+    group_.fail(fmt::format("{}: overlap_with_backward: option {} of group {} has changed since backward, which has updated with the value of then; expected options to be set before "
+                            "forward, or after step()", prefix(), changed->first, g));
+  }
+}
+
 void ZeroRedundancyOptimizer::Impl::check_storage() {
   for (const auto& [parameter, data] : placed_at_) {
     if (parameters_[parameter].tensor.data_ptr() == data) continue;
@@ -218,6 +234,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   at::NoGradGuard no_grad;
   check_storage();
   if (options_.overlap_with_backward) {
+    if (!sent_.empty()) check_options_since_backward();
     if (sent_.empty() && reducer_) reducer_->flush();  // every backward was under no_sync
     auto sent = std::exchange(sent_, {});
     for (auto& work : sent) work.wait();

@@ -11,6 +11,7 @@ namespace {
 
 using namespace tessera;
 using namespace tessera::testing;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 std::vector<ZeroOptions> ways() {
@@ -50,6 +51,26 @@ TEST(ZeroBehaviour, SchedulersThatHoldTheWrapperWork) {
       }
       EXPECT_NEAR(zero.param_groups()[0].options().get_lr(), 0.05 * 0.01, 1e-9);
       for (size_t i = 0; i < net->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6));
+    });
+  }
+}
+
+TEST(ZeroBehaviour, OptionsThatChangeAfterAnOverlappedBackwardAreAnErrorOnAllRanks) {
+  for (const int changing : {0, 1}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      Zero zero(*net, group, factory("AdamW"), {.overlap_with_backward = true, .bucket_cap_mb = 40.0 / (1 << 20)});
+      const auto set_lr = [&](double lr) { zero.param_groups()[0].options().set_lr(lr); };
+      for (int step = 0; step < 2; ++step) {
+        set_lr(0.05 / (step + 1));  // before forward, as it should be
+        loss_of(net(rows(step, rank, 2))).backward();
+        zero.step();
+        zero.zero_grad();
+        EXPECT_EQ(zero.param_groups()[0].options().get_lr(), 0.05 / (step + 1));
+      }
+      loss_of(net(rows(2, rank, 2))).backward();
+      if (rank == changing) set_lr(0.5);
+      EXPECT_THAT(thrown_by([&] { zero.step(); }), AllOf(HasSubstr("rank " + std::to_string(changing)), HasSubstr("option lr of group 0")));
     });
   }
 }
