@@ -17,12 +17,14 @@ void Core::set_full_precision(bool full) {
   full_precision_ = full;
   at::NoGradGuard no_grad;
   residency->release_all();
+  std::vector<size_t> changing;
   for (size_t f = 0; f < model.flats.size(); ++f) {
-    auto& flat = model.flats[f];
-    if (flat.compute.dtype == flat.idle.dtype) continue;
-    std::swap(flat.compute, flat.idle);
-    if (!flat.compute.page) make_page(f);
-    restore(flat);
+    if (model.flats[f].compute.dtype != model.flats[f].idle.dtype) changing.push_back(f);
+  }
+  for (const auto f : changing) std::swap(model.flats[f].compute, model.flats[f].idle);
+  for (const auto f : changing) {
+    if (!model.flats[f].compute.page) make_page(f);  // its slots have room for the largest flat of their dtype: all have theirs by now
+    restore(model.flats[f]);
   }
   model.measure();
   convert_buffers(model, full ? std::nullopt : options.mixed_precision.buffer_dtype);

@@ -81,6 +81,18 @@ TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothin
   }
 }
 
+TEST(FsdpFullPrecisionInEval, UnitsMayBeLargerThanTheFirst) {
+  for (int world = 1; world <= 4; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int) {
+      auto net = seeded<Uneven>(1), plain = seeded<Uneven>(1);
+      FullyShardedDataParallel fsdp(net, group, half(true));
+      net->eval();
+      const torch::NoGradGuard no_grad;
+      EXPECT_TRUE(at::equal(fsdp(rows(3)), plain(rows(3))));
+    });
+  }
+}
+
 TEST(FsdpFullPrecisionInEval, GathersWhatItComputesWith) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     for (const bool full : {true, false}) {
