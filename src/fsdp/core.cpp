@@ -79,7 +79,7 @@ void Core::begin_forward() {
     at::autocast::set_autocast_cache_enabled(false);
   }
   if (!residency->running()) set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
-  residency->begin_forward();
+  residency->begin_forward(full_precision_);
 }
 
 void Core::end_forward(bool threw) {

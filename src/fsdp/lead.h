@@ -14,7 +14,7 @@ namespace tessera::fsdp {
 /// units as all. Told are decisions' causes, not their results: every rank decides alike what to release and prefetch.
 struct Event {
   enum class Kind : int64_t {
-    forward,   ///< Begins.
+    forward,   ///< Begins: whether in full precision.
     forward_over,
     use,       ///< Of units: phase, units.
     gradient,  ///< The first of a flat: sync, flat.

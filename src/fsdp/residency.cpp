@@ -224,11 +224,11 @@ void Residency::gradients_done(size_t unit) {
   if (options_.backward_prefetch == BackwardPrefetch::post) prefetch_next(Phase::backward);
 }
 
-void Residency::begin_forward() {
+void Residency::begin_forward(bool full_precision) {
   std::lock_guard lock(mutex_);
   if (forwards_ == 0) {
     followed_ = at::GradMode::is_enabled();
-    if (followed_) lead_.tell(Event::Kind::forward, {});
+    if (followed_) lead_.tell(Event::Kind::forward, {full_precision});
     agree_on_changes();
   }
   ++forwards_;

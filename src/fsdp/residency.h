@@ -26,7 +26,8 @@ class Residency : public PageOwner {
 
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
-  void begin_forward();
+  /// `full_precision`: for ranks without data.
+  void begin_forward(bool full_precision);
   /// `step_over`: no backward can follow.
   void end_forward(bool step_over);
   /// The forward threw: no other rank is waited for.

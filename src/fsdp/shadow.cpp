@@ -14,6 +14,7 @@ void Core::shadow_backward() {
     const auto event = lead.hear();
     switch (event.kind) {
       case Event::Kind::forward:
+        set_full_precision(event.values.at(0));
         residency->shadow_forward();
         break;
       case Event::Kind::forward_over:

@@ -239,6 +239,23 @@ TEST(JoinFsdp, MixedPrecisionAndFrozenParameters) {
   }
 }
 
+TEST(JoinFsdp, GradientsOfAModelInEvaluationModeAreInFullPrecisionEverywhere) {
+  for (const auto& batches : {Batches{0, 2, 5}, Batches{3, 1, 1}}) {
+    run_ranks(3, [&](ProcessGroup group, int rank) {
+      Loop<Uneven> full(seeded<Uneven>(1), group, every_leaf());
+      full.train(batches, rank);
+      const auto expected = full.parameters();
+      auto options = every_leaf();
+      options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .full_precision_in_eval = true};
+      Loop<Uneven> loop(seeded<Uneven>(1), group, options);
+      if (batches[rank] > 0) loop.net->eval();  // a rank that never has data need not know
+      loop.train(batches, rank);
+      const auto got = loop.parameters();
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6)) << i;  // bfloat16 would be off by 1e-3
+    });
+  }
+}
+
 TEST(JoinFsdp, TheLastActiveRanksBuffersAreEveryones) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<torch::nn::BatchNorm1d>(1, torch::nn::BatchNorm1dOptions(3));
