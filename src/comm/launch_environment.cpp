@@ -70,12 +70,13 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
     if (slurm && is_batch_script(get)) continue;
     if (rank && size && std::strcmp(names.launcher, "PMI") == 0 && same_as_slurms(get, *rank, *size)) continue;
+    const char* const size_name = slurm && !text(get, "SLURM_STEP_NUM_TASKS").empty() ? "SLURM_STEP_NUM_TASKS" : names.size;
     if (!rank || !size) {
-      throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; a launcher sets both", rank ? names.rank : names.size,
-                                   rank ? names.size : names.rank));
+      throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; a launcher sets both", rank ? names.rank : size_name,
+                                   rank ? size_name : names.rank));
     }
     if (*rank >= *size) {
-      throw UsageError(fmt::format("init_process_group: environment variable {} is {}; expected less than {}, which is {}", names.rank, *rank, names.size, *size));
+      throw UsageError(fmt::format("init_process_group: environment variable {} is {}; expected less than {}, which is {}", names.rank, *rank, size_name, *size));
     }
     result.launcher = names.launcher;
     result.rank = *rank;
@@ -84,7 +85,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     result.local_size = number(get, names.local_size, 1, kMany);
     if (result.local_size && *result.local_size > result.size) {
       throw UsageError(fmt::format("init_process_group: environment variable {} is {}; expected at most {}, which is {}", names.local_size,
-                                   *result.local_size, names.size, result.size));
+                                   *result.local_size, size_name, result.size));
     }
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;

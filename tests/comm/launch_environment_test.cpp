@@ -126,6 +126,8 @@ TEST(LaunchEnvironment, WhatIsWrongNamesTheVariable) {
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}}), HasSubstr("MASTER_ADDR is set but MASTER_PORT is not"));
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "99999"}}), HasSubstr("MASTER_PORT is '99999'"));
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}), HasSubstr("LOCAL_WORLD_SIZE is 3"));
+  EXPECT_THAT(error_of({{"SLURM_PROCID", "4"}, {"SLURM_NTASKS", "4"}}), HasSubstr("SLURM_PROCID is 4; expected less than SLURM_NTASKS, which is 4"));
+  EXPECT_THAT(error_of({{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}}), HasSubstr("expected less than SLURM_STEP_NUM_TASKS, which is 2"));
 }
 
 }  // namespace
