@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 #include <thread>
+#include <vector>
 
 namespace tessera::comm {
 namespace fs = std::filesystem;
@@ -44,23 +45,48 @@ std::string start_time(int pid) {
   return line.substr(at, line.find(' ', at) - at);
 }
 
+/// Takes the lock if nobody has it; `make`: also where there is no such file. Returns what holds it, or -1. A file that was swept between opening and locking is no lock any more.
+int try_lock(const fs::path& lock, bool make) {
+  const int fd = ::open(lock.c_str(), O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0600);
+  if (fd < 0 && make) throw UsageError(fmt::format("init_process_group: cannot open {}: {}", lock.string(), std::strerror(errno)));
+  if (fd < 0) return -1;
+  struct stat held {}, named {};
+  if (::flock(fd, LOCK_EX | LOCK_NB) == 0 && ::fstat(fd, &held) == 0 && ::stat(lock.c_str(), &named) == 0 && held.st_ino == named.st_ino) return fd;
+  ::close(fd);
+  return -1;
+}
+
 /// Held until the process ends, so that a second run under the same key is seen whatever becomes of the files.
 void hold_key(const fs::path& lock, const std::string& key, Clock::time_point deadline) {
-  const int fd = ::open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-  if (fd < 0) throw UsageError(fmt::format("init_process_group: cannot open {}: {}", lock.string(), std::strerror(errno)));
-  while (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    if (Clock::now() > deadline) {
-      ::close(fd);
-      throw UsageError(fmt::format("init_process_group: rank 0: another run on this host already uses {}; choose another", key));
-    }
+  while (try_lock(lock, true) < 0) {
+    if (Clock::now() > deadline) throw UsageError(fmt::format("init_process_group: rank 0: another run on this host already uses {}; choose another", key));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
 
-void sweep(const fs::path& base, const std::string& key) {
+void remove_folders(const fs::path& base, const std::string& key) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(base, ignored)) {
     if (entry.path().filename().string().starts_with(key + ".d.")) fs::remove_all(entry.path(), ignored);
+  }
+}
+
+/// What runs have left whose rank 0 has ended: nobody holds their locks.
+void sweep(const fs::path& base) {
+  std::error_code ignored;
+  std::vector<fs::path> locks;
+  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+    if (entry.path().extension() == ".lock") locks.push_back(entry.path());
+  }
+  for (const auto& lock : locks) {
+    const int fd = try_lock(lock, false);
+    if (fd < 0) continue;
+    const auto key = lock.stem().string();
+    remove_folders(base, key);
+    fs::remove(base / (key + ".now"), ignored);
+    fs::remove(base / (key + ".now.new"), ignored);
+    fs::remove(lock, ignored);
+    ::close(fd);
   }
 }
 
@@ -72,7 +98,8 @@ std::string announced_folder(const std::string& key, int rank, int size, std::ch
   const auto pointer = base / (key + ".now");
   if (rank == 0) {
     hold_key(base / (key + ".lock"), key, deadline);
-    sweep(base, key);
+    remove_folders(base, key);
+    sweep(base);
     auto name = (base / (key + ".d.XXXXXX")).string();
     if (!::mkdtemp(name.data())) throw UsageError(fmt::format("init_process_group: cannot make a folder in {}: {}", base.string(), std::strerror(errno)));
     const auto beside = pointer.string() + ".new";
