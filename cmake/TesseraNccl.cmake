@@ -14,6 +14,7 @@ find_path(TESSERA_NCCL_INCLUDE nccl.h HINTS ${TESSERA_TORCH}/../nvidia/nccl/incl
 if(NOT TESSERA_NCCL_INCLUDE)
   message(FATAL_ERROR "TESSERA_WITH_NCCL: nccl.h was not found; install NCCL's headers, or set TESSERA_NCCL_INCLUDE to their folder")
 endif()
+set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${TESSERA_TORCH_CUDA_LIBRARY})
 mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_NCCL_INCLUDE)
 
 set_source_files_properties(nccl_transport.cpp PROPERTIES

@@ -1,7 +1,8 @@
 # Defines the imported target Tessera::torch from one of two libtorch installations:
 #   - the system's (Debian: libtorch-dev), when TESSERA_TORCH is empty;
 #   - a PyTorch wheel's package folder (…/site-packages/torch) or an unpacked libtorch, given in TESSERA_TORCH.
-# Both are used the same way: headers, libtorch, libtorch_cpu, libc10. NDEBUG is always defined, because the layout
+# Both are used the same way: headers, libtorch_cpu, libc10. libtorch itself is an empty shell that brings CUDA's libraries, where it was built with them, into every
+# process: 100 MiB a rank, and a longer start; TESSERA_WITH_NCCL links what it needs of them. NDEBUG is always defined, because the layout
 # of at::RecordFunction depends on it and every release libtorch is built with it.
 include_guard(GLOBAL)
 
@@ -14,11 +15,10 @@ else()
   find_path(TESSERA_TORCH_INCLUDE torch/csrc/autograd/variable.h REQUIRED)
   set(_torch_hints "")
 endif()
-find_library(TESSERA_TORCH_LIBRARY torch ${_torch_hints} REQUIRED)
 find_library(TESSERA_TORCH_CPU_LIBRARY torch_cpu ${_torch_hints} REQUIRED)
 find_library(TESSERA_C10_LIBRARY c10 ${_torch_hints} REQUIRED)
 find_path(TESSERA_GLOO_INCLUDE gloo/algorithm.h REQUIRED)
-mark_as_advanced(TESSERA_TORCH_INCLUDE TESSERA_TORCH_LIBRARY TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_GLOO_INCLUDE)
+mark_as_advanced(TESSERA_TORCH_INCLUDE TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_GLOO_INCLUDE)
 
 set(_torch_version unknown)
 if(EXISTS ${TESSERA_TORCH_INCLUDE}/torch/headeronly/version.h)
@@ -39,8 +39,7 @@ if(NOT TARGET Tessera::torch)
   target_compile_options(Tessera::torch INTERFACE -idirafter ${TESSERA_GLOO_INCLUDE})
   target_compile_definitions(Tessera::torch INTERFACE USE_C10D_GLOO)
   target_compile_options(Tessera::torch INTERFACE -DNDEBUG)
-  target_link_libraries(Tessera::torch INTERFACE
-    ${TESSERA_TORCH_LIBRARY} ${TESSERA_TORCH_CPU_LIBRARY} ${TESSERA_C10_LIBRARY})
+  target_link_libraries(Tessera::torch INTERFACE ${TESSERA_TORCH_CPU_LIBRARY} ${TESSERA_C10_LIBRARY})
   if(TESSERA_TORCH)
     # The wheel's libraries find their own dependencies by their run paths, which the linker does not follow.
     target_link_options(Tessera::torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${TESSERA_TORCH}/lib)

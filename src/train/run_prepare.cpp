@@ -18,7 +18,7 @@ at::Device device_of(const Config& config) {
     return at::kCPU;
   }
   if (!torch::cuda::is_available()) {
-    throw UsageError(config.at("model.device") + "cuda, and this process sees no CUDA device; expected cpu");
+    throw UsageError(config.at("model.device") + "cuda, and this process sees no CUDA device, or Tessera was built without TESSERA_WITH_NCCL; expected cpu");
   }
   const char* local_rank = std::getenv("LOCAL_RANK");
   const int index = local_rank != nullptr ? std::atoi(local_rank) : 0;
