@@ -29,7 +29,7 @@ struct ZeroRedundancyOptimizerOptions {
   bool reduce_gradients = true;
   /// With reduce_gradients: each bucket is reduced, updated and gathered as soon as backward has produced its gradients;
   /// step() then only waits. The result is the same, bit by bit. Not with clipping, nor with optimizers that need a
-  /// closure. Gradient accumulation: no_sync(). Options (lr) that change between backward and step() are an error on every rank.
+  /// closure. Gradient accumulation: no_sync(). Options (lr) that change between backward and step() are an error.
   bool overlap_with_backward = false;
   /// Size of a bucket when overlapping, in MiB of parameters.
   double bucket_cap_mb = 25;
