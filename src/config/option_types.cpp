@@ -46,6 +46,14 @@ std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse
   return values;
 }
 
+/// Nothing for null, else by `parse`; none when that is wrong.
+template <class Value, class Parse>
+std::optional<std::optional<Value>> parse_or_null(const ConfigNode& node, const Parse& parse) {
+  if (node.kind == Kind::Null) return std::optional<Value>();
+  const auto value = parse(node);
+  return value ? std::optional<std::optional<Value>>(value) : std::nullopt;
+}
+
 std::optional<std::string> parse_text(const ConfigNode& node) {
   return node.kind == Kind::Scalar ? std::optional(node.text) : std::nullopt;
 }
@@ -147,27 +155,19 @@ void OptionReader::read(const std::string& key, std::vector<std::string>& out, c
 }
 
 void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc, Range range) {
-  using Maybe = std::optional<double>;
+  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
   read_value(
       key, out, config::expectation("a number", range) + ", or null", doc,
-      [&](const ConfigNode& node) -> std::optional<Maybe> {
-        if (node.kind == Kind::Null) return Maybe();
-        const auto value = number_in(node, range);
-        return value ? std::optional<Maybe>(value) : std::nullopt;
-      },
-      [](const Maybe& value) { return shown(value); });
+      [&](const ConfigNode& node) { return parse_or_null<double>(node, parse); },
+      [](const auto& value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc, Range range) {
-  using Maybe = std::optional<int64_t>;
+  const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
   read_value(
       key, out, config::expectation("a whole number", range) + ", or null", doc,
-      [&](const ConfigNode& node) -> std::optional<Maybe> {
-        if (node.kind == Kind::Null) return Maybe();
-        const auto value = integer_in(node, range);
-        return value ? std::optional<Maybe>(value) : std::nullopt;
-      },
-      [](const Maybe& value) { return shown(value); });
+      [&](const ConfigNode& node) { return parse_or_null<int64_t>(node, parse); },
+      [](const auto& value) { return shown(value); });
 }
 
 void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {
