@@ -1,6 +1,7 @@
 #include "comm/c10d_mailbox.h"
 
 #include "comm/process_group_impl.h"
+#include "comm/sigpipe.h"
 #include "tessera/c10d.h"
 #include "tessera/error.h"
 
@@ -35,10 +36,12 @@ class C10dMailbox : public Mailbox {
 
   const char* name() const override { return name_; }
   std::unique_ptr<Message> send(at::Tensor tensor, int to, int tag) override {
+    const SigpipeBlocked sigpipe;
     std::vector<at::Tensor> tensors{std::move(tensor)};
     return std::make_unique<C10dMessage>(backend_->send(tensors, to, tag));
   }
   std::unique_ptr<Message> receive(at::Tensor tensor, int from, int tag) override {
+    const SigpipeBlocked sigpipe;
     std::vector<at::Tensor> tensors{std::move(tensor)};
     return std::make_unique<C10dMessage>(backend_->recv(tensors, from, tag));
   }

@@ -1,4 +1,5 @@
 #include "comm/c10d_mailbox.h"
+#include "comm/sigpipe.h"
 #include "tessera/error.h"
 #include "tessera/torch_compat.h"
 
@@ -12,6 +13,7 @@ namespace tessera::comm {
 
 std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
+  const SigpipeBlocked sigpipe;
   try {
     auto options = Gloo::Options::create(world.options.timeout);
     const char* interface = std::getenv("GLOO_SOCKET_IFNAME");

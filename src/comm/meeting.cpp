@@ -1,6 +1,7 @@
 #include "comm/meeting.h"
 
 #include "comm/announced_folder.h"
+#include "comm/sigpipe.h"
 #include "comm/world.h"
 #include "tessera/error.h"
 #include "tessera/torch_compat.h"
@@ -77,6 +78,7 @@ Store tcp_store(const LaunchEnvironment& environment, bool server, std::chrono::
   options.isServer = server;
   options.waitWorkers = false;
   options.timeout = timeout;
+  const SigpipeBlocked sigpipe;
   try {
     return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
   } catch (const std::exception& error) {
