@@ -15,6 +15,7 @@ if(NOT TESSERA_NCCL_INCLUDE)
   message(FATAL_ERROR "TESSERA_WITH_NCCL: nccl.h was not found; install NCCL's headers, or set TESSERA_NCCL_INCLUDE to their folder")
 endif()
 set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${TESSERA_TORCH_CUDA_LIBRARY})
+target_link_libraries(tessera_comm INTERFACE ${TESSERA_TORCH_CUDA_LIBRARY})  # tests link the layer alone
 mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_NCCL_INCLUDE)
 
 set_source_files_properties(nccl_transport.cpp PROPERTIES

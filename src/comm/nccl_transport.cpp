@@ -4,6 +4,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <fmt/format.h>
+
 #include <cstring>
 #include <numeric>
 
@@ -99,6 +101,16 @@ class NcclTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_nccl_transport(const World& world) { return std::make_unique<NcclTransport>(world); }
+std::unique_ptr<Transport> make_nccl_transport(const World& world) {
+  if (!at::globalContext().hasCUDA()) {
+    throw UsageError(fmt::format("ProcessGroup: backend NCCL: rank {} of {} sees no CUDA device; expected one a rank, or backend Gloo", world.rank, world.size));
+  }
+  try {
+    return std::make_unique<NcclTransport>(world);
+  } catch (const std::exception& error) {
+    throw BrokenWorldError(fmt::format("ProcessGroup: rank {} of {} could not connect to the other ranks through NCCL: {}", world.rank, world.size,
+                                       compat::first_line(error.what())), {});
+  }
+}
 
 }  // namespace tessera::comm

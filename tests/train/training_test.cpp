@@ -161,6 +161,13 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
   }
 }
 
+TEST_F(TrainingTest, CudaWithoutADeviceOrItsBuildSaysWhich) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "a CUDA device is there, and this build uses it";
+  EXPECT_EQ(train({"c.yaml", "model.device=cuda"}), 2);
+  EXPECT_NE(err_.find("command line: model.device: cuda, and this process sees no CUDA device, or Tessera was built without TESSERA_WITH_NCCL"), std::string::npos)
+      << err_;
+}
+
 TEST_F(TrainingTest, TokensAboveTheVocabularyEndBeforeTraining) {
   std::ofstream("high.txt") << std::string(400, 'a') + "\xf0";
   ASSERT_EQ(train({"c.yaml", "data.path=high.txt", "model.vocab_size=200"}), 2);
