@@ -6,6 +6,7 @@
 #include "tessera/partition.h"
 #include "tessera/process_group.h"
 #include "tessera/state_slice.h"
+#include "tessera/tensors_in.h"
 #include "tessera/wrap_policy.h"
 
 #include <torch/torch.h>
@@ -42,10 +43,13 @@ enum class ParameterDetection {
 
 /// Data types while the model runs; unset: the parameters' own. What the optimizer sees keeps its own dtype.
 struct MixedPrecision {
-  std::optional<at::ScalarType> param_dtype = {};   ///< Of gathered parameters and of the computation.
+  /// Of gathered parameters and of the computation. Batch norms compute in the dtype of their buffers instead, where it is another: libtorch mixes
+  /// the two in one direction only, and running statistics want their digits.
+  std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};  ///< In which gradients accumulate and are reduced. Unset: param_dtype.
   std::optional<at::ScalarType> buffer_dtype = {};  ///< Floating-point buffers are converted at construction.
-  bool cast_forward_inputs = true;                  ///< Floating-point tensors given to forward become param_dtype.
+  /// Floating-point tensors given to forward become param_dtype, in vectors, maps, optionals and tuples too. Forward then gets copies.
+  bool cast_forward_inputs = true;
   /// A forward of a module in evaluation mode (eval()) computes in the parameters' own dtype, with buffers in theirs, and leaves inputs as they are.
   bool full_precision_in_eval = false;
 };
@@ -181,6 +185,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// While alive, backward passes accumulate unsharded gradients and reduce nothing; the next one outside reduces the sum. Local, on all ranks
   /// alike. Without it each backward reduces into the shards, which costs traffic and no memory.
   [[nodiscard]] NoSync no_sync();
+  /// Clears the gradients of all pieces, and what no_sync() has accumulated and nothing has reduced yet, which an optimizer's zero_grad() does not know. Outside of
+  /// forward and backward; local, on all ranks alike.
+  void zero_grad(bool set_to_none = true);
 
   /// Parameters and buffers, whole, by name, on the CPU of rank `to` (all for to < 0; empty elsewhere), in the parameters' own dtype. Gathered one
   /// by one: peak extra memory on other ranks is the largest tensor. Buffers are rank `to`'s own. Collective.
@@ -217,6 +224,7 @@ class FullyShardedDataParallelBase : public Joinable {
 
   /// As forward gets it: floating point becomes param_dtype where mixed_precision says so. Within a forward, for what is not among its own arguments. Local.
   at::Tensor cast_input(const at::Tensor& input) const;
+  bool casts_inputs() const;  ///< Whether it may change anything, as the model is at the moment. Local.
 
   std::vector<FsdpUnit> units() const;  ///< Local.
   std::string table() const;            ///< Of units, as text. Local.
@@ -273,10 +281,21 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
   Module& module() { return module_; }
 
  private:
+  /// Where a cast copy of an argument lives as long as the call.
   template <class Arg>
-  decltype(auto) input(Arg&& arg) {
-    if constexpr (std::is_same_v<std::decay_t<Arg>, at::Tensor>) return cast_input(arg);
-    else return std::forward<Arg>(arg);
+  using Room = std::conditional_t<detail::holds_tensors<std::decay_t<Arg>>, std::optional<std::decay_t<Arg>>, std::nullptr_t>;
+
+  /// The caller's own, so that forward may take it by any kind of reference.
+  template <class Arg>
+  Arg&& input(Arg&& arg, Room<Arg>&& room = {}) const {
+    if constexpr (detail::holds_tensors<std::decay_t<Arg>>) {
+      if (casts_inputs()) {
+        room.emplace(arg);
+        detail::TensorsIn<std::decay_t<Arg>>::visit(*room, [this](at::Tensor& tensor) { tensor = cast_input(tensor); });
+        return static_cast<Arg&&>(*room);
+      }
+    }
+    return std::forward<Arg>(arg);
   }
 
   Module module_;

@@ -78,6 +78,14 @@ OpHeader header_of(Op op, const at::Tensor& tensor, const std::vector<int64_t>& 
   return header;
 }
 
+/// `tensor` without the dimensions along which it was expanded: one element of memory once, so that it can be written.
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
 /// Calls `body` with a flat contiguous tensor that stands for `tensor`, and copies back when it had to make one.
 template <class Body>
 void with_flat(const at::Tensor& tensor, bool write_back, Body&& body) {
@@ -140,8 +148,9 @@ Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
           }};
 }
 
-Call broadcast_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
+Call broadcast_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root) {
   check_tensor(impl, "broadcast", tensor);
+  tensor = without_repeats(std::move(tensor));
   check_root(impl, "broadcast", root);
   const bool owner = impl.world.rank == root;
   impl.count(&CommStats::broadcast, owner ? bytes_of(tensor) * (impl.world.size - 1) : 0, owner ? 0 : bytes_of(tensor));
@@ -214,6 +223,7 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
   check_root(*impl_, "broadcast", root);
   if (impl_->alone()) return;
   at::NoGradGuard no_grad;
+  for (auto& tensor : tensors) tensor = without_repeats(tensor.detach());
   size_t begin = 0;
   while (begin < tensors.size()) {
     size_t end = begin;

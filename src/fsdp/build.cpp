@@ -6,9 +6,12 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
+#include <unordered_map>
 
 namespace tessera::fsdp {
 
@@ -28,12 +31,37 @@ int shard_group_size(const FullyShardedDataParallelOptions& options, const Proce
   return size;
 }
 
-/// One flat for each dtype, device and trainability in a unit; trainable ones first.
-std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor>& parameters, const std::vector<size_t>& members) {
-  std::vector<size_t> trainable, frozen;
-  for (const auto i : members) (parameters[i].tensor.requires_grad() ? trainable : frozen).push_back(i);
-  auto result = sharding::by_dtype_and_device(parameters, trainable);
-  for (auto& members_of_one : sharding::by_dtype_and_device(parameters, frozen)) result.push_back(std::move(members_of_one));
+/// Of each parameter, what the model computes with it in.
+std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module, const std::vector<sharding::NamedTensor>& parameters, const MixedPrecision& mixed) {
+  std::unordered_map<const void*, at::ScalarType> beside_buffers;
+  for (const auto& each : module.modules()) {
+    const bool batch_norm = each->as<torch::nn::BatchNorm1dImpl>() || each->as<torch::nn::BatchNorm2dImpl>() || each->as<torch::nn::BatchNorm3dImpl>();
+    for (const auto& parameter : batch_norm ? each->parameters(false) : std::vector<at::Tensor>()) {
+      beside_buffers[parameter.unsafeGetTensorImpl()] = mixed.buffer_dtype.value_or(parameter.scalar_type());
+    }
+  }
+  std::vector<at::ScalarType> result;
+  for (const auto& [name, tensor] : parameters) {
+    const auto own = tensor.scalar_type();
+    const auto found = beside_buffers.find(tensor.unsafeGetTensorImpl());
+    if (!at::isFloatingType(own) || !mixed.param_dtype) result.push_back(own);
+    else result.push_back(found != beside_buffers.end() ? found->second : *mixed.param_dtype);
+  }
+  return result;
+}
+
+/// One flat for each dtype (its own and that of computing), device and trainability in a unit; trainable ones first.
+std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor>& parameters, const std::vector<at::ScalarType>& compute, const std::vector<size_t>& members) {
+  std::vector<std::vector<size_t>> result;
+  for (const bool trainable : {true, false}) {
+    std::map<at::ScalarType, std::vector<size_t>> by_compute;
+    for (const auto i : members) {
+      if (parameters[i].tensor.requires_grad() == trainable) by_compute[compute[i]].push_back(i);
+    }
+    for (const auto& [dtype, alike] : by_compute) {
+      for (auto& members_of_one : sharding::by_dtype_and_device(parameters, alike)) result.push_back(std::move(members_of_one));
+    }
+  }
   return result;
 }
 
@@ -61,7 +89,8 @@ sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, P
 }
 
 /// `load`: elements that each rank holds already, where parameters stay whole.
-Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, const FullyShardedDataParallelOptions& options, std::vector<int64_t>& load) {
+Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, at::ScalarType compute, const FullyShardedDataParallelOptions& options,
+               std::vector<int64_t>& load) {
   const auto& first = model.parameters[members[0]].tensor;
   Flat flat;
   flat.unit = unit;
@@ -69,7 +98,7 @@ Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, co
   flat.device = first.device();
   flat.trainable = first.requires_grad();
   const bool floating = at::isFloatingType(flat.dtype);
-  flat.compute.dtype = floating ? options.mixed_precision.param_dtype.value_or(flat.dtype) : flat.dtype;
+  flat.compute.dtype = compute;
   flat.idle.dtype = flat.dtype;
   flat.reduce = floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
   flat.layout = deal(model, members, options.partition, load);
@@ -96,6 +125,18 @@ Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, co
     flat.pieces.push_back(std::move(piece));
   }
   return flat;
+}
+
+/// A view of a parameter that something keeps would go on seeing the memory that the parameter leaves.
+void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int rank) {
+  const auto storage_of = [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(); };
+  std::unordered_map<const void*, size_t> known;
+  for (const auto& parameter : parameters) ++known[storage_of(parameter.tensor)];
+  for (const auto& [name, tensor] : parameters) {
+    if (rank != 0 || tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() <= known[storage_of(tensor)]) continue;
+    spdlog::warn("tessera: {}: something else shares the memory of parameter {}: a view that the model made in its constructor (weight.t(), chunk), or a graph or "
+                 "tensor that you keep. It keeps the values of now; a model must make such views in forward", Core::kName, name);
+  }
 }
 
 std::string option_text(const FullyShardedDataParallelOptions& options) {
@@ -127,6 +168,7 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
   check_options(options, group.rank());
   auto plan = plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
+  warn_of_views(plan.parameters, group.rank());
   auto contract = sharding::signatures(plan.parameters);
   for (const auto& unit : plan.units) contract.push_back(fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
   contract.push_back(option_text(options));
@@ -150,15 +192,17 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
   model.shard_group = size == 1 ? ProcessGroup() : size == group.size() ? group : *group.split(group.rank() / size);
   model.replicas = size == group.size() ? ProcessGroup() : size == 1 ? group : *group.split(group.rank() % size);
   model.places.resize(model.parameters.size());
+  const auto compute = compute_dtypes(module, model.parameters, options.mixed_precision);
   std::vector<int64_t> load(model.shard_group.size(), 0);
   for (auto& planned : plan.units) {
     Unit unit;
     unit.name = planned.name;
     unit.parent = planned.parent;
     unit.root = model.units.empty();
-    for (auto& members : classes(model.parameters, planned.parameters)) {
+    for (auto& members : classes(model.parameters, compute, planned.parameters)) {
       unit.flats.push_back(model.flats.size());
-      model.flats.push_back(make_flat(model, std::move(members), model.units.size(), options, load));
+      const auto dtype = compute[members[0]];
+      model.flats.push_back(make_flat(model, std::move(members), model.units.size(), dtype, options, load));
       const auto& flat = model.flats.back();
       for (size_t m = 0; m < flat.members.size(); ++m) model.places[flat.members[m]] = {unit.flats.back(), m};
     }
@@ -207,6 +251,8 @@ void Core::make_pages() {
     else if (flat.trainable) flat.gradient_slots = pool(flat, &Flat::gradient_options, true);
     restore(flat);
   }
+  // Of the module as it was: autograd would add to them, and nothing clears them but the module.
+  for (auto& parameter : model.parameters) parameter.tensor.mutable_grad() = at::Tensor();
   comm::return_freed_memory();
 }
 
@@ -214,7 +260,8 @@ void Core::make_page(size_t f) {
   auto& flat = model.flats[f];
   if (flat.permanent) return;
   if (!flat.common.defined()) flat.compute.slots = pool(flat, &Flat::page_options, false);
-  flat.compute.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection);
+  flat.compute.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection,
+                                             "a parameter of unit " + display_name(model.units[flat.unit]));
 }
 
 void Core::restore(const Flat& flat) {

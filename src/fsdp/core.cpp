@@ -69,6 +69,10 @@ void Core::begin_forward() {
     for (const auto& flat : model.flats) {
       const auto* home = (flat.permanent ? flat.shard : flat.compute.page->flat()).storage().unsafeGetStorageImpl();
       for (const auto i : flat.members) {
+        if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
+          model.world.fail(fmt::format("{}: parameter {} requires a gradient, but was frozen at construction; expected it to be trainable then (it may be frozen later, and "
+                                       "thawed), or to be wrapped anew", prefix(), model.parameters[i].name));
+        }
         if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == home) continue;
         model.world.fail(fmt::format("{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); wrap the module after such changes",
                                      prefix(), model.parameters[i].name));

@@ -52,9 +52,13 @@ void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer
 
 at::Tensor FullyShardedDataParallelBase::cast_input(const at::Tensor& input) const {
   const auto& core = core_->core();
+  return casts_inputs() && input.defined() && input.is_floating_point() ? input.to(*core.options.mixed_precision.param_dtype) : input;
+}
+
+bool FullyShardedDataParallelBase::casts_inputs() const {
+  const auto& core = core_->core();
   const auto& mixed = core.options.mixed_precision;
-  const bool casts = mixed.param_dtype && mixed.cast_forward_inputs && !core.full_precision();
-  return casts && input.defined() && input.is_floating_point() ? input.to(*mixed.param_dtype) : input;
+  return mixed.param_dtype && mixed.cast_forward_inputs && !core.full_precision();
 }
 
 double FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) { return core_->core().clip(max_norm, norm_type); }
@@ -67,6 +71,11 @@ FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& p
 NoSync FullyShardedDataParallelBase::no_sync() {
   auto* gradients = core_->core().gradients.get();
   return NoSync(gradients->sync(), [gradients](bool sync) { gradients->set_sync(sync); });
+}
+
+void FullyShardedDataParallelBase::zero_grad(bool set_to_none) {
+  core_->core().require_idle("zero_grad");
+  core_->core().gradients->zero_grad(set_to_none);
 }
 
 void FullyShardedDataParallelBase::shadow_backward() { core_->core().shadow_backward(); }

@@ -176,6 +176,7 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
 
 /// A run of the sum, from `offset` of own segment on, goes to the gradients of the pieces it covers.
 void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run) {
+  if (reduction.dropped) return;
   at::NoGradGuard no_grad;
   const auto& flat = model_.flats[reduction.flat];
   auto& shard = pending_[reduction.flat].shard;
@@ -204,7 +205,7 @@ void Gradients::finish_one() {
   stream_.join(reduction->mark);
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    if (reduction->used[m]) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
+    if (reduction->used[m] && !reduction->dropped) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
   }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
   flat.gradient_slots->give(reduction->slot, !giant(reduction->flat));
@@ -241,6 +242,27 @@ void Gradients::finish() {
 
 void Gradients::abandon() {
   std::lock_guard lock(mutex_);
+  for (auto& reduction : open_) reduction->dropped = true;
+  drop();
+  forget_arrivals();
+}
+
+void Gradients::zero_grad(bool set_to_none) {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  drop();
+  for (auto& flat : model_.flats) {
+    for (auto& piece : flat.pieces) {
+      auto& grad = piece.tensor.mutable_grad();
+      if (!grad.defined()) continue;
+      if (set_to_none) grad = at::Tensor();
+      else grad.zero_();
+    }
+  }
+}
+
+/// What has been accumulated and not reduced.
+void Gradients::drop() {
   for (size_t f = 0; f < pending_.size(); ++f) {
     auto& pending = pending_[f];
     for (size_t m = 0; pending.patient && m < pending.has.size(); ++m) gradient_of(f, m) = at::Tensor();
@@ -251,7 +273,6 @@ void Gradients::abandon() {
     pending.views.clear();
     std::fill(pending.has.begin(), pending.has.end(), 0);
   }
-  forget_arrivals();
 }
 
 void Gradients::forget_arrivals() {

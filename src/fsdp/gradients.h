@@ -5,6 +5,7 @@
 #include "fsdp/lead.h"
 #include "sharding/lifeline.h"
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -28,8 +29,10 @@ class Gradients {
   void arrived(size_t parameter);
   /// Backward is over: reduces what is left and waits; `.grad` of the pieces are then current. Under no_sync only keeps.
   void finish();
-  /// Backward was given up: what it has not reduced yet is dropped.
+  /// Backward was given up: what it has not reduced yet is dropped, and what is being reduced.
   void abandon();
+  /// Outside of backward: of the pieces, and what is kept unreduced.
+  void zero_grad(bool set_to_none);
 
   // What others do, on a rank without data: zeros, and what it has accumulated itself.
   void shadow_gradient(size_t flat);
@@ -59,6 +62,7 @@ class Gradients {
     at::Tensor part;               // of a replicated shard: summed over replicas before it is added
     std::vector<char> used, adds;
     double scale = 1;
+    std::atomic<bool> dropped = false;  // its backward was given up: it is waited for, and no more
     CommStream::Mark mark;
   };
 
@@ -67,6 +71,7 @@ class Gradients {
   void take_all(size_t flat);
   at::Tensor& gradient_of(size_t flat, size_t member) const;
   void forget_arrivals();
+  void drop();
   void reduce(size_t flat);
   bool giant(size_t flat) const;
   bool only_giants_are_left() const;

@@ -1,11 +1,12 @@
 #include "fsdp/page.h"
 
 #include "sharding/bucket.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
 
-Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection)
-    : link_(std::make_shared<Link>(Link{owner, this})), index_(index) {
+Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection, std::string what)
+    : link_(std::make_shared<Link>(Link{owner, this, std::move(what)})), index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const auto device = options.device();
   c10::Storage storage(c10::Storage::use_byte_size_t(), numel * static_cast<int64_t>(c10::elementSize(dtype)), at::DataPtr(nullptr, device), nullptr, false);
@@ -44,7 +45,12 @@ Page* Page::of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto& data = tensor.storage().data_ptr();
   if (data.get_deleter() != &Page::release) return nullptr;
-  return (*static_cast<std::shared_ptr<Link>*>(data.get_context()))->page;
+  const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
+  if (!link.page) {
+    throw UsageError("FullyShardedDataParallel: " + link.what + " was used after the wrapper was destroyed, and the memory with it; expected the wrapper to live as long as its "
+                     "module, or state_dict() before");
+  }
+  return link.page;
 }
 
 }  // namespace tessera::fsdp

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <memory>
+#include <string>
 #include <string_view>
 
 namespace tessera::fsdp {
@@ -33,7 +34,8 @@ class PageOwner {
 /// it. Sizes stay. Operators on it and on its views are noticed; see detection.cpp.
 class Page {
  public:
-  Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection);
+  /// `what`: what its tensors are called when they are used after the page is gone.
+  Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options, ParameterDetection detection, std::string what);
   ~Page();
   Page(const Page&) = delete;
 
@@ -46,7 +48,7 @@ class Page {
   void attach(at::Tensor memory);
   void detach();
 
-  /// The page whose storage `tensor` has; null for others.
+  /// The page whose storage `tensor` has; null for others. UsageError when that page is gone.
   static Page* of(const at::Tensor& tensor);
   /// Null after the owner is gone.
   PageOwner* owner() const { return link_->owner; }
@@ -56,6 +58,7 @@ class Page {
   struct Link {
     PageOwner* owner;
     Page* page;
+    std::string what;
   };
   static void release(void* link);
   void point_at(void* data);

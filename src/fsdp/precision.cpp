@@ -15,6 +15,7 @@ void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& d
 void Core::set_full_precision(bool full) {
   if (full == full_precision_) return;
   full_precision_ = full;
+  const c10::InferenceMode off(false);  // pages outlive the caller's
   at::NoGradGuard no_grad;
   residency->release_all();
   std::vector<size_t> changing;

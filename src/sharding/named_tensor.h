@@ -16,7 +16,7 @@ struct NamedTensor {
 std::string signature(const NamedTensor& parameter);
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters);
 
-/// Refuses undefined, sparse and repeated tensors: UsageError "<component>: group G, parameter I (name): …".
+/// Refuses undefined, sparse and repeated tensors, and trainable ones whose gradients have no sum here (complex): UsageError "<component>: group G, parameter I (name): …".
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters, size_t group, int rank);
 
 /// Refuses a gradient that is not dense.

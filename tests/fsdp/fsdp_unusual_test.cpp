@@ -1,0 +1,329 @@
+// What models and loops of all kinds do, and a sharded one must bear: or say why not.
+#include "fsdp/chain.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+FullyShardedDataParallelOptions leaves_in_bf16() {
+  auto options = every_leaf();
+  options.mixed_precision.param_dtype = at::kBFloat16;
+  return options;
+}
+
+void copy_parameters(const torch::nn::Module& from, torch::nn::Module& to) {
+  at::NoGradGuard no_grad;
+  const auto source = from.parameters();
+  auto target = to.parameters();
+  for (size_t i = 0; i < source.size(); ++i) target[i].copy_(source[i]);
+}
+
+/// Gradients of a chain's pieces, cut out of those of a plain one.
+template <class Net>
+void expect_gradients_of(const Net& plain, FullyShardedDataParallel<Net>& fsdp, const std::string& when) {
+  for (const auto& slice : fsdp.pieces()) {
+    const auto whole = plain->named_parameters()[slice.parameter].grad().reshape({-1}).narrow(0, slice.begin, slice.numel);
+    if (slice.numel == 0) continue;
+    ASSERT_TRUE(slice.tensor.grad().defined()) << slice.parameter << " " << when;
+    EXPECT_TRUE(at::allclose(slice.tensor.grad().reshape({-1}), whole, 1e-5, 1e-7)) << slice.parameter << " " << when;
+  }
+}
+
+TEST(FsdpUnusual, ForwardMayTakeItsTensorsByAnyReference) {
+  struct RefersImpl : torch::nn::Module {
+    RefersImpl() { linear = register_module("linear", torch::nn::Linear(3, 3)); }
+    torch::Tensor forward(torch::Tensor& a, const torch::Tensor& b, torch::Tensor&& c) {
+      EXPECT_EQ(a.scalar_type(), c.scalar_type());
+      auto y = linear(a + b + c);
+      a = y;
+      return y;
+    }
+    torch::nn::Linear linear{nullptr};
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto a = rows(0, rank, 2);
+    FullyShardedDataParallel fsdp(std::make_shared<RefersImpl>(), group, every_leaf());
+    const auto y = fsdp(a, rows(1, rank, 2), rows(2, rank, 2));
+    EXPECT_TRUE(a.is_same(y)) << "nothing is cast, so it is the caller's own";
+    FullyShardedDataParallel half(std::make_shared<RefersImpl>(), group, leaves_in_bf16());
+    auto kept = rows(0, rank, 2);
+    EXPECT_EQ(half(kept, rows(1, rank, 2), rows(2, rank, 2)).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(kept.scalar_type(), at::kFloat);
+  });
+}
+
+TEST(FsdpUnusual, TensorsInContainersAreCast) {
+  using Pair = std::pair<torch::Tensor, int>;
+  struct ManyImpl : torch::nn::Module {
+    ManyImpl() { lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(3, 4).batch_first(true))); }
+    torch::Tensor forward(torch::Tensor x, std::tuple<torch::Tensor, torch::Tensor> state, const std::vector<torch::Tensor>& list, std::optional<torch::Tensor> maybe,
+                          std::map<std::string, std::vector<torch::Tensor>> named, const Pair& pair, const std::string& text, torch::Tensor tokens) {
+      EXPECT_EQ(text, "as it is");
+      EXPECT_EQ(tokens.scalar_type(), at::kLong);
+      EXPECT_FALSE(list[1].defined());
+      for (const auto& each : {list[0], *maybe, named.at("a")[0], pair.first}) EXPECT_EQ(each.scalar_type(), at::kBFloat16);
+      return std::get<0>(lstm(x, state));
+    }
+    torch::nn::LSTM lstm{nullptr};
+  };
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    FullyShardedDataParallel fsdp(std::make_shared<ManyImpl>(), group, leaves_in_bf16());
+    const auto x = rows(0, rank, 2).unsqueeze(1);
+    const auto zeros = at::zeros({1, x.size(0), 4});
+    const std::map<std::string, std::vector<torch::Tensor>> named{{"a", {at::ones({2})}}};
+    const auto y = fsdp(x, std::make_tuple(zeros, zeros.clone()), std::vector<torch::Tensor>{at::ones({1}), {}}, std::optional<torch::Tensor>(at::ones({1})), named,
+                        Pair(at::ones({1}), 3), "as it is", at::ones({2}, at::kLong));
+    y.sum().backward();
+    EXPECT_EQ(named.at("a")[0].scalar_type(), at::kFloat);
+  });
+}
+
+/// Backward through it throws where it is told to.
+struct Trap : torch::autograd::Function<Trap> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, bool throws) {
+    context->saved_data["throws"] = throws;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    if (context->saved_data["throws"].toBool()) throw std::runtime_error("sprung");
+    return {gradients[0], torch::Tensor()};
+  }
+};
+
+struct TrappedImpl : torch::nn::Module {
+  TrappedImpl() {
+    first = register_module("first", torch::nn::Linear(3, 4));
+    middle = register_module("middle", torch::nn::Linear(4, 4));
+    last = register_module("last", torch::nn::Linear(4, 2));
+  }
+  torch::Tensor forward(torch::Tensor x, bool throws) { return last(middle(Trap::apply(torch::tanh(first(x)), throws))); }
+  torch::nn::Linear first{nullptr}, middle{nullptr}, last{nullptr};
+};
+TORCH_MODULE(Trapped);
+
+TEST(FsdpUnusual, ABackwardThatThrewLeavesNothingForTheNext) {
+  const Trapped start;
+  for (const int world : {1, 2, 3, 4}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      Trapped plain, net;
+      copy_parameters(*start, *plain);
+      copy_parameters(*start, *net);
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_THROW((fsdp(rows(9, rank, world) * 100, true).square().sum().backward()), std::runtime_error);
+        fsdp.zero_grad();
+        plain->zero_grad();
+        loss_of(fsdp(rows(i, rank, world), false)).backward();
+        loss_of(plain(rows(i), false)).backward();
+        expect_gradients_of(plain, fsdp, "world " + std::to_string(world));
+      }
+    });
+  }
+}
+
+TEST(FsdpUnusual, AParameterWhoseWrapperIsGoneIsNamed) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    Chain net(2);
+    at::Tensor loss;
+    {
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      loss = loss_of(fsdp(rows(0, rank, 2)));
+    }
+    const auto expected = AllOf(HasSubstr("a parameter of unit list.0 was used after the wrapper was destroyed"), HasSubstr("as long as its module"));
+    EXPECT_THAT(thrown_by([&] { net(rows(0)); }), expected);
+    EXPECT_THAT(thrown_by([&] { loss.backward(); }), HasSubstr("was used after the wrapper was destroyed"));
+    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel again(net, group, every_leaf()); }), HasSubstr("was used after the wrapper was destroyed"));
+  });
+}
+
+TEST(FsdpUnusual, AFirstForwardInInferenceModeIsNoHarm) {
+  const Chain start(3);
+  for (const auto backend : {Backend::Auto, Backend::Gloo}) {
+    for (const bool half : {false, true}) {
+      run_ranks(2, [&](ProcessGroup group, int rank) {
+        Chain plain(3), net(3);
+        copy_parameters(*start, *plain);
+        copy_parameters(*start, *net);
+        auto options = half ? leaves_in_bf16() : every_leaf();
+        options.mixed_precision.full_precision_in_eval = half;
+        FullyShardedDataParallel fsdp(net, group, options);
+        for (int i = 0; i < 2; ++i) {
+          {
+            const c10::InferenceMode inference;
+            fsdp(rows(0));
+            net->eval();
+            EXPECT_TRUE(at::allclose(fsdp(rows(0)), plain(rows(0)), 1e-5, 1e-6));
+            net->train();
+          }
+          fsdp.zero_grad();
+          plain->zero_grad();
+          loss_of(fsdp(rows(i, rank, 2)).to(at::kFloat)).backward();
+          loss_of(plain(rows(i))).backward();
+          if (!half) expect_gradients_of(plain, fsdp, "after inference");
+        }
+      }, {.backend = backend});
+    }
+  }
+}
+
+TEST(FsdpUnusual, GradientsFromBeforeAreNotCarriedAlong) {
+  const Chain start(2);
+  for (const int world : {1, 2}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      Chain plain(2), net(2);
+      copy_parameters(*start, *plain);
+      copy_parameters(*start, *net);
+      (net(rows(7)) * 100).sum().backward();
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      loss_of(fsdp(rows(0, rank, world))).backward();
+      loss_of(plain(rows(0))).backward();
+      expect_gradients_of(plain, fsdp, "world " + std::to_string(world));
+    });
+  }
+}
+
+TEST(FsdpUnusual, AParameterThatWasFrozenAndIsNoLongerIsNamed) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    Chain net(2);
+    net->head->bias.set_requires_grad(false);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    loss_of(fsdp(rows(0, rank, 2))).backward();
+    net->head->bias.set_requires_grad(true);
+    EXPECT_THAT(thrown_by([&] { fsdp(rows(0, rank, 2)); }), AllOf(HasSubstr("parameter head.bias requires a gradient, but was frozen at construction"), HasSubstr("wrapped anew")));
+  });
+}
+
+TEST(FsdpUnusual, ZeroGradDropsWhatNoSyncHasKept) {
+  const Chain start(2);
+  for (const int world : {1, 2, 3, 4}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      Chain plain(2), net(2);
+      copy_parameters(*start, *plain);
+      copy_parameters(*start, *net);
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      {
+        const auto rejected = fsdp.no_sync();
+        (fsdp(rows(7, rank, world)) * 100).sum().backward();
+      }
+      fsdp.zero_grad();
+      EXPECT_EQ(fsdp.stats().gradient_bytes, 0);
+      loss_of(fsdp(rows(0, rank, world))).backward();
+      loss_of(plain(rows(0))).backward();
+      expect_gradients_of(plain, fsdp, "world " + std::to_string(world));
+      fsdp.zero_grad(false);
+      for (const auto& piece : fsdp.parameters()) {
+        if (piece.numel() > 0) EXPECT_EQ(piece.grad().abs().sum().item<float>(), 0);
+      }
+    });
+  }
+}
+
+struct PositionsImpl : torch::nn::Module {
+  explicit PositionsImpl(int rank) {
+    linear = register_module("linear", torch::nn::Linear(4, 2));
+    ids = register_buffer("ids", torch::arange(4, at::kFloat).add(rank).expand({3, -1}));
+  }
+  torch::Tensor forward(torch::Tensor x) { return linear(x + ids); }
+  torch::nn::Linear linear{nullptr};
+  torch::Tensor ids;
+};
+TORCH_MODULE(Positions);
+
+TEST(FsdpUnusual, BuffersThatWereExpandedAreRankZeros) {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      const auto expected = torch::arange(4, at::kFloat).expand({3, -1});
+      Positions one(rank), other(rank);
+      FullyShardedDataParallel fsdp(one, group, every_leaf());
+      EXPECT_TRUE(at::equal(one->ids, expected)) << rank;
+      fsdp(at::ones({3, 4})).sum().backward();
+      DistributedDataParallel ddp(other, group);
+      EXPECT_TRUE(at::equal(other->ids, expected)) << rank;
+      ddp(at::ones({3, 4})).sum().backward();
+      EXPECT_EQ(other->ids.stride(0), 0);
+    });
+  }
+}
+
+TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
+  for (const int world : {1, 2}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      torch::nn::Sequential net(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4), torch::nn::Flatten(), torch::nn::Linear(64, 2), torch::nn::BatchNorm1d(2));
+      FullyShardedDataParallel fsdp(net, group, leaves_in_bf16());
+      for (int i = 0; i < 3; ++i) {
+        const auto y = fsdp(images(i, rank, world));
+        EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+        y.to(at::kFloat).square().mean().backward();
+      }
+      const auto& norm = net[1]->as<torch::nn::BatchNorm2d>();
+      EXPECT_EQ(norm->weight.scalar_type(), at::kFloat);
+      EXPECT_EQ(norm->running_mean.scalar_type(), at::kFloat);
+      EXPECT_GT(norm->running_mean.abs().sum().item<float>(), 0);
+      for (const auto& [name, piece] : fsdp.named_parameters()) {
+        if (piece.numel() > 0) EXPECT_TRUE(piece.grad().defined()) << name;
+      }
+      auto both = leaves_in_bf16();
+      both.mixed_precision.buffer_dtype = at::kBFloat16;
+      torch::nn::Sequential small(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));
+      FullyShardedDataParallel half(small, group, both);
+      half(images(0, rank, world)).sum().backward();
+      EXPECT_EQ(small[1]->as<torch::nn::BatchNorm2d>()->weight.scalar_type(), at::kBFloat16);
+    });
+  }
+}
+
+TEST(FsdpUnusual, ComplexParametersAreRefusedByName) {
+  struct SpectralImpl : torch::nn::Module {
+    SpectralImpl() { weight = register_parameter("weight", torch::ones({2, 2}, at::kComplexFloat)); }
+    torch::Tensor forward(torch::Tensor x) { return at::real(at::mm(x.to(at::kComplexFloat), weight)); }
+    torch::Tensor weight;
+  };
+  const auto expected = AllOf(HasSubstr("rank 0: group 0, parameter 0 (weight): the dtype is ComplexFloat"), HasSubstr("view_as_complex"));
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    const auto text = thrown_by([&] { FullyShardedDataParallel fsdp(std::make_shared<SpectralImpl>(), group); });
+    const auto of_ddp = thrown_by([&] { DistributedDataParallel ddp(std::make_shared<SpectralImpl>(), group); });
+    if (rank == 0) EXPECT_THAT(text, expected);
+    if (rank == 0) EXPECT_THAT(of_ddp, expected);
+  });
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto frozen = std::make_shared<SpectralImpl>();
+    frozen->weight.set_requires_grad(false);
+    frozen->register_parameter("gain", torch::ones({1}));
+    FullyShardedDataParallel fsdp(frozen, group);
+    EXPECT_EQ(fsdp(at::ones({1, 2})).sum().item<float>(), 4);
+  });
+}
+
+TEST(FsdpUnusual, AViewThatTheModelKeepsIsWarnedOf) {
+  struct TiedImpl : torch::nn::Module {
+    TiedImpl() {
+      encoder = register_module("encoder", torch::nn::Linear(3, 2));
+      decoder = encoder->weight.t();
+    }
+    torch::Tensor forward(torch::Tensor x) { return torch::mm(encoder(x), decoder.t()); }
+    torch::nn::Linear encoder{nullptr};
+    torch::Tensor decoder;
+  };
+  ::testing::internal::CaptureStdout();
+  run_ranks(1, [&](ProcessGroup group, int) {
+    Chain usual(2);
+    FullyShardedDataParallel quiet(usual, group);
+  });
+  EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
+  ::testing::internal::CaptureStdout();
+  run_ranks(1, [&](ProcessGroup group, int) { FullyShardedDataParallel fsdp(std::make_shared<TiedImpl>(), group); });
+  EXPECT_THAT(::testing::internal::GetCapturedStdout(), HasSubstr("something else shares the memory of parameter encoder.weight"));
+}
+
+}  // namespace
