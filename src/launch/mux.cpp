@@ -54,8 +54,12 @@ bool Console::flush(int interrupt) {
     while (sink->wants_write()) {
       pollfd polled[] = {{sink->fd(), POLLOUT, 0}, {interrupt, POLLIN, 0}};
       poll(polled, 2, -1);
-      if (polled[1].revents != 0) return false;
-      if (polled[0].revents != 0) sink->write_some();
+      // A signal ends the wait for a reader that stands still, not the output that another would take.
+      if (polled[0].revents != 0) {
+        sink->write_some();
+      } else if (polled[1].revents != 0) {
+        return false;
+      }
     }
   }
   return true;

@@ -16,6 +16,10 @@ constexpr auto kGrace = std::chrono::milliseconds(1500);
 constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL works at once, unless a process hangs inside the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
+// One stop may bring several signals: timeout(1) signals its child and then the group, a closed terminal its kernel and its shell, systemd SIGHUP
+// besides SIGTERM. Only what comes later is a person's "once more".
+constexpr auto kSameStop = std::chrono::seconds(1);
+constexpr const char* kOnceMore = " (once more after 1 s: kill at once)";
 
 }  // namespace
 
@@ -95,9 +99,9 @@ void Supervisor::watch() {
   std::vector<pollfd> polled;
   while (alive() > 0 && phase_ != Phase::Lost) {
     wait_for_events(polled);
-    // Deaths first: reading a lot of output must not delay them.
-    collect_exits();
+    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot of output must not delay them.
     for (int number : around_.signals.take()) on_signal(number);
+    collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
     if (deadline_ && Clock::now() >= *deadline_) on_deadline();
   }
@@ -169,12 +173,17 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
 void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
+  if (phase_ == Phase::Killing) return;
+  if (asked_at_ && Clock::now() - *asked_at_ >= kSameStop) return kill_now(signal_name(number) + " once more");
+  if (asked_at_) return;
   if (phase_ == Phase::Running) return interrupt(number);
-  if (phase_ != Phase::Killing) kill_now(signal_name(number) + " once more");
+  asked_at_ = Clock::now();
+  say(signal_name(number) + ": the ranks are being ended" + kOnceMore);
 }
 
 void Supervisor::interrupt(int number) {
   interrupted_by_ = number;
+  asked_at_ = Clock::now();
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
   const auto seconds = std::chrono::duration_cast<std::chrono::duration<double>>(around_.options.grace).count();
@@ -182,7 +191,7 @@ void Supervisor::interrupt(int number) {
   span.erase(span.find_last_not_of('0') + 1);
   if (span.back() == '.') span.pop_back();
   say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
-      " s (once more: kill at once)");
+      " s" + kOnceMore);
   signal_all(number);
 }
 
@@ -239,7 +248,7 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
-  result.interrupted = interrupted_by_ != 0;
+  result.interrupted = asked_at_.has_value();
   result.root = root_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;

@@ -17,7 +17,7 @@ namespace tessera::launch {
 struct Outcome {
   int exit_code = 0;
   std::optional<Exit> root;   ///< The failure that ended it.
-  bool interrupted = false;   ///< By a signal to the launcher.
+  bool interrupted = false;   ///< A signal asked the launcher to end.
   std::string not_started;    ///< Why the program could not be executed; empty when it could.
 };
 
@@ -34,7 +34,7 @@ struct Surroundings {
 /// Starts the ranks of one attempt and watches over them until the last one has ended.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
-///   Running --signal---> Interrupted --the user's grace, or a second signal--> Killing
+///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
 class Supervisor {
  public:
   Supervisor(Surroundings surroundings, Attempt attempt);
@@ -83,6 +83,7 @@ class Supervisor {
   std::optional<Clock::time_point> deadline_;
   std::optional<Exit> root_;
   int interrupted_by_ = 0;
+  std::optional<Clock::time_point> asked_at_;  ///< When the first signal arrived that asks for an end.
   bool terminal_given_ = false;
 };
 
