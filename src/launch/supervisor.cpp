@@ -44,6 +44,7 @@ Outcome Supervisor::run() {
     end_groups();
     throw;
   }
+  if (!root_ && !suspects_.empty()) name_root();
   end_groups();
   take_terminal();
   mux_.finish();
@@ -148,26 +149,42 @@ void Supervisor::collect_exits() {
 }
 
 void Supervisor::on_failures(const std::vector<Exit>& failures) {
-  if (phase_ != Phase::Running) {
+  if (interrupted_by_) {
     // The code that an interrupted program leaves with is passed on.
-    if (interrupted_by_ && !root_) root_ = failures.front();
+    if (!root_) root_ = failures.front();
     return;
   }
-  std::vector<Exit> judged = failures;
-  for (Exit& exit : judged) {
-    mux_.drain(exit.local_rank);
-    exit.consequence = speaks_of_broken_world(mux_.last_lines(exit.local_rank));
-  }
-  root_ = judged[root_cause(judged)];
-  if (terminal_given_ && root_->rank == 0 && root_->signal == SIGINT) {
+  if (root_) return;
+  judge(failures);
+  const Exit& likely = suspects_[root_cause(suspects_)];
+  if (terminal_given_ && likely.rank == 0 && likely.signal == SIGINT) {
     // Ctrl-C went to rank 0 alone, which has the terminal.
+    root_ = likely;
     return interrupt(SIGINT);
   }
-  std::string text = describe(*root_) + " on " + host_name() + "; it is the root cause";
+  if (phase_ == Phase::Running) {
+    phase_ = Phase::Grace;
+    deadline_ = Clock::now() + kGrace;
+  }
+  if (!likely.consequence || alive() == 0) return name_root();
+  for (const Exit& exit : failures) say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+}
+
+void Supervisor::judge(const std::vector<Exit>& failures) {
+  for (Exit exit : failures) {
+    mux_.drain(exit.local_rank);
+    // The error ends a program by its code or, uncaught, by abort().
+    const bool by_error = exit.signal == 0 || exit.signal == SIGABRT;
+    exit.consequence = by_error && speaks_of_broken_world(mux_.last_lines(exit.local_rank));
+    suspects_.push_back(exit);
+  }
+}
+
+void Supervisor::name_root() {
+  root_ = suspects_[root_cause(suspects_)];
+  std::string text = describe(*root_) + " on " + host_name() + "; it is the " + title(*root_);
   if (alive() > 0) text += "; ending the other " + count_ranks(alive());
   say(text);
-  phase_ = Phase::Grace;
-  deadline_ = Clock::now() + kGrace;
 }
 
 void Supervisor::on_signal(int number) {
@@ -198,6 +215,7 @@ void Supervisor::interrupt(int number) {
 void Supervisor::on_deadline() {
   switch (phase_) {
     case Phase::Grace:
+      if (!root_) name_root();
       phase_ = Phase::Terminating;
       deadline_ = Clock::now() + kTermination;
       signal_all(SIGTERM);
@@ -263,7 +281,7 @@ Outcome Supervisor::outcome() const {
 void Supervisor::report() const {
   if (interrupted_by_ || inherits_) return;
   const auto lines = mux_.last_lines(root_->local_rank);
-  say("root cause: " + describe(*root_) + (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
+  say(title(*root_) + ": " + describe(*root_) + (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
   for (const std::string& line : lines) around_.console.say("  | " + line);
   std::string others;
   for (const Rank& rank : ranks_) {

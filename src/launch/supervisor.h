@@ -31,7 +31,8 @@ struct Surroundings {
   SignalWatch& signals;
 };
 
-/// Starts the ranks of one attempt and watches over them until the last one has ended.
+/// Starts the ranks of one attempt and watches over them until the last one has ended. A failure is named at once as the root
+/// cause, unless it is a consequence of another one: that one may show within the Grace.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
@@ -58,6 +59,8 @@ class Supervisor {
 
   void collect_exits();
   void on_failures(const std::vector<Exit>& failures);
+  void judge(const std::vector<Exit>& failures);
+  void name_root();
   void on_signal(int number);
   void on_deadline();
   void interrupt(int number);
@@ -81,6 +84,7 @@ class Supervisor {
   bool inherits_;  ///< A world of one: it has the launcher's own streams.
   Phase phase_ = Phase::Running;
   std::optional<Clock::time_point> deadline_;
+  std::vector<Exit> suspects_;  ///< Failures before one was named as the root cause.
   std::optional<Exit> root_;
   int interrupted_by_ = 0;
   std::optional<Clock::time_point> asked_at_;  ///< When the first signal arrived that asks for an end.
