@@ -42,11 +42,21 @@ bool write_all(int fd, std::string_view bytes) {
 
 }  // namespace
 
-Console::Console() : out_(std::make_shared<Sink>(1)) { err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2); }
+Console::Console(std::string command) : command_(std::move(command)), out_(std::make_shared<Sink>(1)) {
+  err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2);
+}
 
 std::vector<Sink*> Console::sinks() const {
   if (merged()) return {out_.get()};
   return {out_.get(), err_.get()};
+}
+
+void Console::write_some(Sink& sink) {
+  sink.write_some();
+  const int error = sink.take_error();
+  // Standard error cannot tell of its own failure.
+  if (error == 0 || &sink == err_.get()) return;
+  say(command_ + ": stdout: " + std::strerror(error) + "; what the ranks write there is lost from here on, they run on");
 }
 
 bool Console::flush(int interrupt) {
@@ -56,7 +66,7 @@ bool Console::flush(int interrupt) {
       poll(polled, 2, -1);
       // A signal ends the wait for a reader that stands still, not the output that another would take.
       if (polled[0].revents != 0) {
-        sink->write_some();
+        write_some(*sink);
       } else if (polled[1].revents != 0) {
         return false;
       }
@@ -109,7 +119,7 @@ void Mux::handle(const pollfd* first) {
     if ((first++)->revents != 0) read_some(*stream);
   }
   for (Sink* sink : polled_sinks_) {
-    if ((first++)->revents != 0) sink->write_some();
+    if ((first++)->revents != 0) console_.write_some(*sink);
   }
   for (Sink* sink : console_.sinks()) sink->tick(Clock::now());
 }
@@ -144,7 +154,7 @@ void Mux::take(Stream& stream, std::string_view bytes) {
     if (stream.sink && !stream.passed) stream.sink->line(stream.prefix + line);
   });
   // The console's reader has gone and nobody else wants the bytes: the rank shall see it too.
-  if (stream.sink && stream.sink->closed() && !stream.file) end(stream);
+  if (stream.sink && stream.sink->reader_gone() && !stream.file) end(stream);
 }
 
 void Mux::end(Stream& stream) {

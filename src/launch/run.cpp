@@ -87,7 +87,7 @@ void flush(Console& console, SignalWatch& signals) {
 int run(const LaunchOptions& options) {
   validate(options);
   open_standard_streams();
-  Console console;
+  Console console(options.command);
   const auto environment = current_environment();
   const Program program = find_program(options.program[0]);
   SignalWatch signals;
