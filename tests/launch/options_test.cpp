@@ -39,9 +39,14 @@ TEST(LaunchOptionsTest, StreamChoices) {
   EXPECT_EQ(some.of(0), kBothStreams);
   EXPECT_EQ(some.of(1), kNoStream);
   EXPECT_EQ(some.of(2), kStdout);
-  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2"}) {
+  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2", "0:3,0:1"}) {
     EXPECT_THROW(parse_streams("--tee", bad), UsageError) << bad;
   }
+}
+
+TEST(LaunchOptionsTest, ARankTwiceIsNamed) {
+  EXPECT_THAT([] { parse_streams("--tee", "0:3,1:1,0:1"); },
+              ThrowsMessage<UsageError>("--tee = '0:3,1:1,0:1': expected every local rank once, not 0 again"));
 }
 
 TEST(LaunchOptionsTest, Seconds) {

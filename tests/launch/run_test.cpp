@@ -121,6 +121,10 @@ TEST(Run, BadFlagsAreNamed) {
       {{"run", "--standalone", "--nnodes=2", "true"}, "--standalone"},
       {{"run", "--master-port", "70000", "true"}, "from 1 to 65535"},
       {{"run", "--tee", "9", "true"}, "--tee = '9'"},
+      {{"run", "--log-dir", "", "true"}, "--log-dir = '': expected a value"},
+      {{"run", "--log_dir=", "true"}, "--log-dir = '': expected a value"},
+      {{"run", "-t", "", "true"}, "-t = '': expected a value"},
+      {{"run", "--redirects=0:1,0:2", "true"}, "--redirects = '0:1,0:2': expected every local rank once"},
       {{"rum"}, "did you mean \"run\"?"},
       {{}, "usage"},
   };
