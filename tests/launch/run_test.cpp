@@ -136,6 +136,26 @@ TEST(Run, BadFlagsAreNamed) {
   }
 }
 
+TEST(Run, ATrainingWithoutAConfigStartsNoRanks) {
+  // A trainer beside a copy of the command, which tells how it was started.
+  const TemporaryFolder folder;
+  std::filesystem::copy_file(TESSERA_COMMAND, folder.path() + "/tessera");
+  const std::string trainer = folder.path() + "/tessera-train";
+  std::ofstream(trainer) << "#!/bin/sh\necho \"rank=$RANK; $*\"\n";
+  chmod(trainer.c_str(), 0755);
+  const auto train = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), {"-c", "unset RANK WORLD_SIZE; exec \"$@\"", "sh", folder.path() + "/tessera", "train", "-n", "2"});
+    words.insert(words.begin(), {"run", "sh"});
+    Launched run(words);
+    EXPECT_EQ(run.finish(), 0) << run.err();
+    return run.out();
+  };
+  EXPECT_EQ(train({}), "rank=; \n");
+  EXPECT_EQ(train({"--help"}), "rank=; --help\n");
+  EXPECT_EQ(train({"--dump-config", "full"}), "rank=; --dump-config full\n");
+  EXPECT_THAT(train({"--no-resume", "c.yaml"}), HasSubstr("rank=0; --no-resume c.yaml\n"));
+}
+
 TEST(Run, VersionAndHelp) {
   Launched version({"--version"});
   EXPECT_EQ(version.finish(), 0);
