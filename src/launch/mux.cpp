@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "launch/environment.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -75,12 +76,29 @@ bool Console::flush(int interrupt) {
   return true;
 }
 
+bool inherits_streams(const LaunchOptions& options) {
+  return options.nnodes * options.nproc_per_node == 1 && options.log_dir.empty();
+}
+
+StreamPlan plan_streams(const LaunchOptions& options, int local_rank) {
+  StreamPlan plan;
+  plan.rank = global_rank(options, local_rank);
+  if (options.log_dir.empty()) return plan;
+  const int tee = options.tee ? options.tee->of(local_rank) : options.redirects ? kNoStream : kBothStreams;
+  const int redirected = options.redirects ? options.redirects->of(local_rank) : kNoStream;
+  plan.files = tee | redirected;
+  plan.console = kBothStreams & ~(redirected & ~tee);
+  return plan;
+}
+
+bool shares_a_pipe(const StreamPlan& plan, bool merged) {
+  return merged && plan.files == kNoStream && plan.console == kBothStreams;
+}
+
 Mux::Ends Mux::add_rank(const StreamPlan& plan) {
   Ends ends;
-  // One pipe for both streams keeps their order, where nothing needs them apart.
-  const bool together = console_.merged() && plan.files == kNoStream && plan.console == kBothStreams;
   ends.out = add_stream(plan, kStdout, console_.out());
-  if (!together) ends.err = add_stream(plan, kStderr, console_.err());
+  if (!shares_a_pipe(plan, console_.merged())) ends.err = add_stream(plan, kStderr, console_.err());
   ++ranks_;
   return ends;
 }

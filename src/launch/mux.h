@@ -45,6 +45,13 @@ struct StreamPlan {
   std::string folder;          ///< this folder.
 };
 
+/// A world of one without log files has the launcher's own streams.
+bool inherits_streams(const LaunchOptions& options);
+/// The plan for a rank, but for the folder.
+StreamPlan plan_streams(const LaunchOptions& options, int local_rank);
+/// One pipe for both streams keeps their order, where nothing needs them apart. `merged` as Console::merged().
+bool shares_a_pipe(const StreamPlan& plan, bool merged);
+
 /// Reads the output of all ranks of one attempt and hands it on to console and log files.
 class Mux {
  public:

@@ -16,8 +16,8 @@ constexpr auto kGrace = std::chrono::milliseconds(1500);
 constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL works at once, unless a process hangs inside the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
-// One stop may bring several signals: timeout(1) signals its child and then the group, a closed terminal its kernel and its shell, systemd SIGHUP
-// besides SIGTERM. Only what comes later is a person's "once more".
+// One stop may bring several signals: timeout(1) signals its child and then the group, a closed terminal its kernel and
+// its shell, systemd SIGHUP besides SIGTERM. Only what comes later is a person's "once more".
 constexpr auto kSameStop = std::chrono::seconds(1);
 constexpr const char* kOnceMore = " (once more after 1 s: kill at once)";
 
@@ -27,7 +27,7 @@ Supervisor::Supervisor(Surroundings surroundings, Attempt attempt)
     : around_(surroundings),
       attempt_(std::move(attempt)),
       mux_(around_.console),
-      inherits_(around_.options.nnodes * around_.options.nproc_per_node == 1 && around_.options.log_dir.empty()) {}
+      inherits_(inherits_streams(around_.options)) {}
 
 Outcome Supervisor::run() {
   try {
@@ -59,23 +59,17 @@ void Supervisor::start_ranks() {
 void Supervisor::start_rank(int local_rank) {
   const LaunchOptions& options = around_.options;
   ChildSpec spec;
+  spec.rank = global_rank(options, local_rank);
   spec.path = around_.path;
   spec.arguments = options.program;
   spec.environment = rank_environment(options, attempt_, local_rank, around_.environment);
   spec.mask = around_.signals.former_mask();
 
-  const int rank = global_rank(options, local_rank);
+  const int rank = spec.rank;
   Mux::Ends ends;
   if (!inherits_) {
-    StreamPlan plan;
-    plan.rank = rank;
-    if (!options.log_dir.empty()) {
-      const int tee = options.tee ? options.tee->of(local_rank) : options.redirects ? kNoStream : kBothStreams;
-      const int redirected = options.redirects ? options.redirects->of(local_rank) : kNoStream;
-      plan.files = tee | redirected;
-      plan.console = kBothStreams & ~(redirected & ~tee);
-      plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" + std::to_string(rank);
-    }
+    StreamPlan plan = plan_streams(options, local_rank);
+    plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" + std::to_string(rank);
     ends = mux_.add_rank(plan);
     spec.out = ends.out.get();
     spec.err = ends.err ? ends.err.get() : ends.out.get();
@@ -100,7 +94,8 @@ void Supervisor::watch() {
   std::vector<pollfd> polled;
   while (alive() > 0 && phase_ != Phase::Lost) {
     wait_for_events(polled);
-    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot of output must not delay them.
+    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot of output must not
+    // delay them.
     for (int number : around_.signals.take()) on_signal(number);
     collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
@@ -167,7 +162,9 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
     deadline_ = Clock::now() + kGrace;
   }
   if (!likely.consequence || alive() == 0) return name_root();
-  for (const Exit& exit : failures) say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+  for (const Exit& exit : failures) {
+    say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+  }
 }
 
 void Supervisor::judge(const std::vector<Exit>& failures) {
@@ -207,8 +204,7 @@ void Supervisor::interrupt(int number) {
   std::string span = std::to_string(seconds);
   span.erase(span.find_last_not_of('0') + 1);
   if (span.back() == '.') span.pop_back();
-  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
-      " s" + kOnceMore);
+  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span + " s" + kOnceMore);
   signal_all(number);
 }
 

@@ -52,7 +52,8 @@ TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
 }
 
 TEST(Interrupt, AfterAFailureItKeepsTheRanksFromStartingAgain) {
-  Launched run(run_shell(2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done", {"--max-restarts=1"}));
+  Launched run(run_shell(2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done",
+                         {"--max-restarts=1"}));
   run.wait_for("it is the root cause");
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 3);

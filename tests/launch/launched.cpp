@@ -92,6 +92,7 @@ Launched::Launched(const std::vector<std::string>& arguments, const Variables& s
       dup2(streams.out >= 0 ? streams.out : out[1], 1);
       dup2(streams.merged ? out[1] : err[1], 2);
     }
+    close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
     execve(TESSERA_COMMAND, argv.data(), envp.data());
     _exit(99);
   }

@@ -136,6 +136,39 @@ TEST(Run, BadFlagsAreNamed) {
   }
 }
 
+/// The command with a limit on its open files.
+std::vector<std::string> limited(int64_t files, const std::vector<std::string>& arguments) {
+  std::vector<std::string> result = {"run", "sh", "-c", "ulimit -n " + std::to_string(files) + "; exec \"$@\"", "sh", TESSERA_COMMAND, "run"};
+  result.insert(result.end(), arguments.begin(), arguments.end());
+  return result;
+}
+
+TEST(Run, OpenFilesAreCountedBeforeRanksStart) {
+  const TemporaryFolder logs;
+  const std::vector<std::vector<std::string>> cases = {
+      {"-n", "1"}, {"-n", "2"}, {"-n", "30"}, {"-n", "9", "--log-dir", logs.path()}, {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
+  for (std::vector<std::string> arguments : cases) {
+    const std::string who = "--nproc-per-node = '" + arguments[1] + "': needs ";
+    arguments.insert(arguments.end(), {"echo", "started"});
+    Launched refused(limited(6, arguments));
+    EXPECT_EQ(refused.finish(), 2);
+    EXPECT_EQ(refused.out(), "");
+    EXPECT_THAT(refused.err(), HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
+    const size_t at = refused.err().find(who);
+    ASSERT_NE(at, std::string::npos) << refused.err();
+    const int enough = std::atoi(refused.err().c_str() + at + who.size());
+    EXPECT_EQ(Launched(limited(enough - 1, arguments)).finish(), 2);
+    Launched started(limited(enough, arguments));
+    EXPECT_EQ(started.finish(), 0) << started.err();
+  }
+}
+
+TEST(Run, MoreRanksThanOpenFilesAreRefusedAtOnce) {
+  Launched run(limited(1000, {"-n", "1000000", "true"}));
+  EXPECT_EQ(run.finish(), 2);
+  EXPECT_THAT(run.err(), HasSubstr("--nproc-per-node = '1000000': needs 40000"));
+}
+
 TEST(Run, ATrainingWithoutAConfigStartsNoRanks) {
   // A trainer beside a copy of the command, which tells how it was started.
   const TemporaryFolder folder;
