@@ -64,9 +64,14 @@ std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arg
     std::replace(name.begin(), name.end(), '_', '-');
     const CLI::Option* option = app.get_option_no_throw(name);
     if (!option) throw UsageError(name + ": no such flag" + did_you_mean(name, known_flags(app)));
+    const bool takes_value = option->get_items_expected_max() != 0;
+    const bool last = i + 1 == arguments.size();
+    if (takes_value && (rest == "=" || (rest.empty() && !last && arguments[i + 1].empty()))) {
+      throw UsageError(name + " = '': expected a value, or no " + name);
+    }
     own.push_back(name + rest);
-    if (!rest.empty() || option->get_items_expected_max() == 0) continue;
-    if (i + 1 == arguments.size()) throw UsageError(name + ": expected a value");
+    if (!rest.empty() || !takes_value) continue;
+    if (last) throw UsageError(name + ": expected a value");
     own.push_back(arguments[++i]);
   }
   return {arguments.begin() + static_cast<std::ptrdiff_t>(std::min(i, arguments.size())), arguments.end()};

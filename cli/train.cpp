@@ -30,6 +30,18 @@ int replace_process(const std::vector<std::string>& program) {
   throw UsageError(program[0] + ": cannot be executed: " + std::strerror(errno));
 }
 
+/// Without a config the trainer has only itself to explain, which it does once instead of on every rank.
+bool names_config(const std::vector<std::string>& words) {
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i] == "--dump-config") {
+      ++i;
+    } else if (words[i].rfind('-', 0) != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 int train_command(int argc, char** argv) {
@@ -42,7 +54,7 @@ int train_command(int argc, char** argv) {
       throw UsageError("-n = " + std::to_string(nproc) + ": expected no -n under a launcher (WORLD_SIZE is set to '" +
                        std::getenv("WORLD_SIZE") + "')");
     }
-    if (nproc <= 1) return replace_process(program);
+    if (nproc <= 1 || !names_config(arguments)) return replace_process(program);
     launch::LaunchOptions options;
     options.program = std::move(program);
     options.nproc_per_node = nproc;

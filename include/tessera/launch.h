@@ -60,7 +60,7 @@ struct LaunchOptions {
 ///   lines behind `[rank N] `, and their standard input is empty. A world of one rank inherits all three streams.
 /// - The first rank that fails is named as the root cause, with its last lines. The others get 1.5 s to report,
 ///   SIGTERM, and SIGKILL 2 s later, each rank with its process group.
-/// - A first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded, a second kills at once.
+/// - A first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded, one that comes a second later or after kills at once.
 /// - When the launcher itself is killed, ranks and their process groups are killed too.
 ///
 /// Returns the exit code: 0, the root cause's code, 128 + its signal, 126 or 127 when the program cannot be executed or found.

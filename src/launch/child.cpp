@@ -48,6 +48,13 @@ void place(int from, int to) {
   }
 }
 
+UsageError refused(const std::string& what, int rank, int error) {
+  std::string text = "no " + what + " for rank " + std::to_string(rank) + ": " + std::strerror(error);
+  if (error == EAGAIN)
+    text += ": expected fewer ranks (-n), or a higher limit on processes ('ulimit -u', a container's pids.max)";
+  return UsageError(text);
+}
+
 [[noreturn]] void become(const ChildSpec& spec, char* const* arguments, char* const* environment, pid_t launcher,
                          int report_fd) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -96,7 +103,7 @@ Program find_program(const std::string& name) {
 
 Child::Child(const ChildSpec& spec) {
   int report[2];
-  if (pipe2(report, O_CLOEXEC) != 0) throw UsageError(std::string("no pipe for a rank: ") + std::strerror(errno));
+  if (pipe2(report, O_CLOEXEC) != 0) throw refused("pipe", spec.rank, errno);
   exec_fd_ = Fd(report[0]);
   Fd writer(report[1]);
   // Between fork and execve only what is prepared here is used.
@@ -104,7 +111,7 @@ Child::Child(const ChildSpec& spec) {
   const auto environment = pointers(spec.environment);
   const pid_t launcher = getpid();
   pid_ = fork();
-  if (pid_ < 0) throw UsageError(std::string("no process for a rank: ") + std::strerror(errno));
+  if (pid_ < 0) throw refused("process", spec.rank, errno);
   if (pid_ == 0) become(spec, arguments.data(), environment.data(), launcher, writer.get());
   setpgid(pid_, pid_);  // in both processes: whichever comes first, a signal to the group reaches it
   end_fd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
@@ -112,7 +119,7 @@ Child::Child(const ChildSpec& spec) {
     const int error = errno;
     kill(pid_, SIGKILL);
     reap();
-    throw UsageError(std::string("no descriptor for a rank: ") + std::strerror(error));
+    throw refused("descriptor", spec.rank, error);
   }
 }
 

@@ -23,6 +23,7 @@ Program find_program(const std::string& name);
 Program exec_failure(const std::string& path, int error);
 
 struct ChildSpec {
+  int rank = 0;  ///< For messages.
   std::string path;
   std::vector<std::string> arguments;    ///< argv, the program's name first.
   std::vector<std::string> environment;  ///< NAME=value.

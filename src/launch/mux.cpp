@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "launch/environment.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -42,11 +43,21 @@ bool write_all(int fd, std::string_view bytes) {
 
 }  // namespace
 
-Console::Console() : out_(std::make_shared<Sink>(1)) { err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2); }
+Console::Console(std::string command) : command_(std::move(command)), out_(std::make_shared<Sink>(1)) {
+  err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2);
+}
 
 std::vector<Sink*> Console::sinks() const {
   if (merged()) return {out_.get()};
   return {out_.get(), err_.get()};
+}
+
+void Console::write_some(Sink& sink) {
+  sink.write_some();
+  const int error = sink.take_error();
+  // Standard error cannot tell of its own failure.
+  if (error == 0 || &sink == err_.get()) return;
+  say(command_ + ": stdout: " + std::strerror(error) + "; what the ranks write there is lost from here on, they run on");
 }
 
 bool Console::flush(int interrupt) {
@@ -54,19 +65,40 @@ bool Console::flush(int interrupt) {
     while (sink->wants_write()) {
       pollfd polled[] = {{sink->fd(), POLLOUT, 0}, {interrupt, POLLIN, 0}};
       poll(polled, 2, -1);
-      if (polled[1].revents != 0) return false;
-      if (polled[0].revents != 0) sink->write_some();
+      // A signal ends the wait for a reader that stands still, not the output that another would take.
+      if (polled[0].revents != 0) {
+        write_some(*sink);
+      } else if (polled[1].revents != 0) {
+        return false;
+      }
     }
   }
   return true;
 }
 
+bool inherits_streams(const LaunchOptions& options) {
+  return options.nnodes * options.nproc_per_node == 1 && options.log_dir.empty();
+}
+
+StreamPlan plan_streams(const LaunchOptions& options, int local_rank) {
+  StreamPlan plan;
+  plan.rank = global_rank(options, local_rank);
+  if (options.log_dir.empty()) return plan;
+  const int tee = options.tee ? options.tee->of(local_rank) : options.redirects ? kNoStream : kBothStreams;
+  const int redirected = options.redirects ? options.redirects->of(local_rank) : kNoStream;
+  plan.files = tee | redirected;
+  plan.console = kBothStreams & ~(redirected & ~tee);
+  return plan;
+}
+
+bool shares_a_pipe(const StreamPlan& plan, bool merged) {
+  return merged && plan.files == kNoStream && plan.console == kBothStreams;
+}
+
 Mux::Ends Mux::add_rank(const StreamPlan& plan) {
   Ends ends;
-  // One pipe for both streams keeps their order, where nothing needs them apart.
-  const bool together = console_.merged() && plan.files == kNoStream && plan.console == kBothStreams;
   ends.out = add_stream(plan, kStdout, console_.out());
-  if (!together) ends.err = add_stream(plan, kStderr, console_.err());
+  if (!shares_a_pipe(plan, console_.merged())) ends.err = add_stream(plan, kStderr, console_.err());
   ++ranks_;
   return ends;
 }
@@ -105,7 +137,7 @@ void Mux::handle(const pollfd* first) {
     if ((first++)->revents != 0) read_some(*stream);
   }
   for (Sink* sink : polled_sinks_) {
-    if ((first++)->revents != 0) sink->write_some();
+    if ((first++)->revents != 0) console_.write_some(*sink);
   }
   for (Sink* sink : console_.sinks()) sink->tick(Clock::now());
 }
@@ -140,7 +172,7 @@ void Mux::take(Stream& stream, std::string_view bytes) {
     if (stream.sink && !stream.passed) stream.sink->line(stream.prefix + line);
   });
   // The console's reader has gone and nobody else wants the bytes: the rank shall see it too.
-  if (stream.sink && stream.sink->closed() && !stream.file) end(stream);
+  if (stream.sink && stream.sink->reader_gone() && !stream.file) end(stream);
 }
 
 void Mux::end(Stream& stream) {

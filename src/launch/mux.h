@@ -18,7 +18,8 @@ namespace tessera::launch {
 /// The launcher's own output: standard output and error, one Sink when both are the same file.
 class Console {
  public:
-  Console();
+  /// `command` stands in front of the console's own messages.
+  explicit Console(std::string command);
 
   Sink& out() { return *out_; }
   Sink& err() { return *err_; }
@@ -26,10 +27,13 @@ class Console {
   std::vector<Sink*> sinks() const;
   /// A line of the launcher itself, on standard error.
   void say(const std::string& text) { err_->urgent_line(text); }
+  /// Writes a part of what is queued for a sink that poll() calls writable.
+  void write_some(Sink& sink);
   /// Writes what is queued. False: `interrupt` (a descriptor, or -1) became readable first.
   bool flush(int interrupt);
 
  private:
+  std::string command_;
   std::shared_ptr<Sink> out_, err_;
 };
 
@@ -40,6 +44,13 @@ struct StreamPlan {
   int files = kNoStream;       ///< StreamBits written to files, in
   std::string folder;          ///< this folder.
 };
+
+/// A world of one without log files has the launcher's own streams.
+bool inherits_streams(const LaunchOptions& options);
+/// The plan for a rank, but for the folder.
+StreamPlan plan_streams(const LaunchOptions& options, int local_rank);
+/// One pipe for both streams keeps their order, where nothing needs them apart. `merged` as Console::merged().
+bool shares_a_pipe(const StreamPlan& plan, bool merged);
 
 /// Reads the output of all ranks of one attempt and hands it on to console and log files.
 class Mux {

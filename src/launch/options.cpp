@@ -85,7 +85,9 @@ StreamChoice parse_streams(const std::string& flag, const std::string& text) {
     const size_t colon = item.find(':');
     if (colon == std::string::npos) refuse(flag, text, expected);
     const int local_rank = number(item.substr(0, colon), std::numeric_limits<int>::max());
-    choice.ranks[local_rank] = number(item.substr(colon + 1), kBothStreams);
+    const int bits = number(item.substr(colon + 1), kBothStreams);
+    if (!choice.ranks.emplace(local_rank, bits).second)
+      refuse(flag, text, "every local rank once, not " + std::to_string(local_rank) + " again");
     begin = end + 1;
   }
   return choice;

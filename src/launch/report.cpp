@@ -36,6 +36,8 @@ std::string describe(const Exit& exit) {
   return who + "was killed by " + signal_name(exit.signal) + (exit.dumped ? " (core dumped)" : "");
 }
 
+std::string title(const Exit& exit) { return exit.consequence ? "first failure" : "root cause"; }
+
 std::string count_ranks(size_t count) { return std::to_string(count) + (count == 1 ? " rank" : " ranks"); }
 
 std::string host_name() {

@@ -25,8 +25,8 @@ struct Exit {
   int shell_code() const { return signal ? 128 + signal : code; }
 };
 
-/// Index of the failure that most likely brought the others about, among failures that were noticed at the same moment, in
-/// the order noticed: consequences last; before the others, deaths by a signal that is not the program's own abort().
+/// Index of the failure that most likely brought the others about, among failures in the order noticed: consequences last;
+/// before the others, deaths by a signal that is not the program's own abort().
 size_t root_cause(const std::vector<Exit>& failures);
 
 /// Whether last lines show that the rank died because another one had.
@@ -34,6 +34,10 @@ bool speaks_of_broken_world(const std::deque<std::string>& last_lines);
 
 /// "rank 2 (pid 123) was killed by SIGKILL", "rank 0 (pid 7) exited with code 3".
 std::string describe(const Exit& exit);
+
+/// What the failure that a run is said to have ended by is called: "root cause", or "first failure" for a consequence whose cause is
+/// not among the ranks of this host.
+std::string title(const Exit& exit);
 
 /// "4 ranks", "1 rank".
 std::string count_ranks(size_t count);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <random>
 
+#include "launch/open_files.h"
 #include "launch/rendezvous.h"
 #include "launch/supervisor.h"
 #include "tessera/launch.h"
@@ -87,7 +88,7 @@ void flush(Console& console, SignalWatch& signals) {
 int run(const LaunchOptions& options) {
   validate(options);
   open_standard_streams();
-  Console console;
+  Console console(options.command);
   const auto environment = current_environment();
   const Program program = find_program(options.program[0]);
   SignalWatch signals;
@@ -95,6 +96,7 @@ int run(const LaunchOptions& options) {
   if (exit_code != 0) {
     console.say(options.command + ": " + program.why);
   } else {
+    check_open_files(options, console.merged());
     if (options.nnodes == 1) sweep_stale_folders(rendezvous_base());
     if (limits_threads(options, environment)) {
       console.say(options.command + ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");

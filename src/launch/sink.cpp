@@ -72,6 +72,7 @@ void Sink::write_some() {
   if (put_out < 0) {
     if (errno == EINTR || errno == EAGAIN) return;
     closed_ = true;
+    error_ = errno;
     queue_.clear();
     waiting_.clear();
     written_ = 0;
@@ -85,6 +86,12 @@ void Sink::write_some() {
     queue_.erase(0, written_);
     written_ = 0;
   }
+}
+
+int Sink::take_error() {
+  if (error_ == 0 || reader_gone() || error_taken_) return 0;
+  error_taken_ = true;
+  return error_;
 }
 
 std::optional<Clock::time_point> Sink::deadline() const {

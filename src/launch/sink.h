@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cerrno>
 #include <chrono>
 #include <deque>
 #include <optional>
@@ -28,8 +29,12 @@ class Sink {
   bool wants_write() const { return !closed_ && written_ < queue_.size(); }
   /// Enough is queued: its writers wait.
   bool full() const { return !closed_ && queue_.size() - written_ > kFull; }
-  /// The reader has gone; what comes is dropped.
+  /// A write has failed; what comes is dropped.
   bool closed() const { return closed_; }
+  /// The reader of a pipe or socket has gone, and its writers shall see it too. Any other failure (a full disk) is not theirs.
+  bool reader_gone() const { return error_ == EPIPE; }
+  /// The errno of a failed write other than a gone reader's, once; else 0.
+  int take_error();
 
   /// Writes a part, after poll() said that the descriptor takes some.
   void write_some();
@@ -50,6 +55,8 @@ class Sink {
   int fd_;
   bool terminal_;
   bool closed_ = false;
+  int error_ = 0;
+  bool error_taken_ = false;
   bool settled_ = false;
   std::string queue_;
   size_t written_ = 0;

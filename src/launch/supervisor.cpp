@@ -16,6 +16,10 @@ constexpr auto kGrace = std::chrono::milliseconds(1500);
 constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL works at once, unless a process hangs inside the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
+// One stop may bring several signals: timeout(1) signals its child and then the group, a closed terminal its kernel and
+// its shell, systemd SIGHUP besides SIGTERM. Only what comes later is a person's "once more".
+constexpr auto kSameStop = std::chrono::seconds(1);
+constexpr const char* kOnceMore = " (once more after 1 s: kill at once)";
 
 }  // namespace
 
@@ -23,7 +27,7 @@ Supervisor::Supervisor(Surroundings surroundings, Attempt attempt)
     : around_(surroundings),
       attempt_(std::move(attempt)),
       mux_(around_.console),
-      inherits_(around_.options.nnodes * around_.options.nproc_per_node == 1 && around_.options.log_dir.empty()) {}
+      inherits_(inherits_streams(around_.options)) {}
 
 Outcome Supervisor::run() {
   try {
@@ -40,6 +44,7 @@ Outcome Supervisor::run() {
     end_groups();
     throw;
   }
+  if (!root_ && !suspects_.empty()) name_root();
   end_groups();
   take_terminal();
   mux_.finish();
@@ -54,23 +59,17 @@ void Supervisor::start_ranks() {
 void Supervisor::start_rank(int local_rank) {
   const LaunchOptions& options = around_.options;
   ChildSpec spec;
+  spec.rank = global_rank(options, local_rank);
   spec.path = around_.path;
   spec.arguments = options.program;
   spec.environment = rank_environment(options, attempt_, local_rank, around_.environment);
   spec.mask = around_.signals.former_mask();
 
-  const int rank = global_rank(options, local_rank);
+  const int rank = spec.rank;
   Mux::Ends ends;
   if (!inherits_) {
-    StreamPlan plan;
-    plan.rank = rank;
-    if (!options.log_dir.empty()) {
-      const int tee = options.tee ? options.tee->of(local_rank) : options.redirects ? kNoStream : kBothStreams;
-      const int redirected = options.redirects ? options.redirects->of(local_rank) : kNoStream;
-      plan.files = tee | redirected;
-      plan.console = kBothStreams & ~(redirected & ~tee);
-      plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" + std::to_string(rank);
-    }
+    StreamPlan plan = plan_streams(options, local_rank);
+    plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" + std::to_string(rank);
     ends = mux_.add_rank(plan);
     spec.out = ends.out.get();
     spec.err = ends.err ? ends.err.get() : ends.out.get();
@@ -95,9 +94,10 @@ void Supervisor::watch() {
   std::vector<pollfd> polled;
   while (alive() > 0 && phase_ != Phase::Lost) {
     wait_for_events(polled);
-    // Deaths first: reading a lot of output must not delay them.
-    collect_exits();
+    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot of output must not
+    // delay them.
     for (int number : around_.signals.take()) on_signal(number);
+    collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
     if (deadline_ && Clock::now() >= *deadline_) on_deadline();
   }
@@ -144,51 +144,74 @@ void Supervisor::collect_exits() {
 }
 
 void Supervisor::on_failures(const std::vector<Exit>& failures) {
-  if (phase_ != Phase::Running) {
+  if (interrupted_by_) {
     // The code that an interrupted program leaves with is passed on.
-    if (interrupted_by_ && !root_) root_ = failures.front();
+    if (!root_) root_ = failures.front();
     return;
   }
-  std::vector<Exit> judged = failures;
-  for (Exit& exit : judged) {
-    mux_.drain(exit.local_rank);
-    exit.consequence = speaks_of_broken_world(mux_.last_lines(exit.local_rank));
-  }
-  root_ = judged[root_cause(judged)];
-  if (terminal_given_ && root_->rank == 0 && root_->signal == SIGINT) {
+  if (root_) return;
+  judge(failures);
+  const Exit& likely = suspects_[root_cause(suspects_)];
+  if (terminal_given_ && likely.rank == 0 && likely.signal == SIGINT) {
     // Ctrl-C went to rank 0 alone, which has the terminal.
+    root_ = likely;
     return interrupt(SIGINT);
   }
-  std::string text = describe(*root_) + " on " + host_name() + "; it is the root cause";
+  if (phase_ == Phase::Running) {
+    phase_ = Phase::Grace;
+    deadline_ = Clock::now() + kGrace;
+  }
+  if (!likely.consequence || alive() == 0) return name_root();
+  for (const Exit& exit : failures) {
+    say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+  }
+}
+
+void Supervisor::judge(const std::vector<Exit>& failures) {
+  for (Exit exit : failures) {
+    mux_.drain(exit.local_rank);
+    // The error ends a program by its code or, uncaught, by abort().
+    const bool by_error = exit.signal == 0 || exit.signal == SIGABRT;
+    exit.consequence = by_error && speaks_of_broken_world(mux_.last_lines(exit.local_rank));
+    suspects_.push_back(exit);
+  }
+}
+
+void Supervisor::name_root() {
+  root_ = suspects_[root_cause(suspects_)];
+  std::string text = describe(*root_) + " on " + host_name() + "; it is the " + title(*root_);
   if (alive() > 0) text += "; ending the other " + count_ranks(alive());
   say(text);
-  phase_ = Phase::Grace;
-  deadline_ = Clock::now() + kGrace;
 }
 
 void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
+  if (phase_ == Phase::Killing) return;
+  if (asked_at_ && Clock::now() - *asked_at_ >= kSameStop) return kill_now(signal_name(number) + " once more");
+  if (asked_at_) return;
   if (phase_ == Phase::Running) return interrupt(number);
-  if (phase_ != Phase::Killing) kill_now(signal_name(number) + " once more");
+  asked_at_ = Clock::now();
+  say(signal_name(number) + ": the ranks are being ended" + kOnceMore);
 }
 
 void Supervisor::interrupt(int number) {
   interrupted_by_ = number;
+  asked_at_ = Clock::now();
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
   const auto seconds = std::chrono::duration_cast<std::chrono::duration<double>>(around_.options.grace).count();
   std::string span = std::to_string(seconds);
   span.erase(span.find_last_not_of('0') + 1);
   if (span.back() == '.') span.pop_back();
-  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
-      " s (once more: kill at once)");
+  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span + " s" + kOnceMore);
   signal_all(number);
 }
 
 void Supervisor::on_deadline() {
   switch (phase_) {
     case Phase::Grace:
+      if (!root_) name_root();
       phase_ = Phase::Terminating;
       deadline_ = Clock::now() + kTermination;
       signal_all(SIGTERM);
@@ -239,7 +262,7 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
-  result.interrupted = interrupted_by_ != 0;
+  result.interrupted = asked_at_.has_value();
   result.root = root_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;
@@ -254,7 +277,7 @@ Outcome Supervisor::outcome() const {
 void Supervisor::report() const {
   if (interrupted_by_ || inherits_) return;
   const auto lines = mux_.last_lines(root_->local_rank);
-  say("root cause: " + describe(*root_) + (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
+  say(title(*root_) + ": " + describe(*root_) + (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
   for (const std::string& line : lines) around_.console.say("  | " + line);
   std::string others;
   for (const Rank& rank : ranks_) {

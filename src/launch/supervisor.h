@@ -17,7 +17,7 @@ namespace tessera::launch {
 struct Outcome {
   int exit_code = 0;
   std::optional<Exit> root;   ///< The failure that ended it.
-  bool interrupted = false;   ///< By a signal to the launcher.
+  bool interrupted = false;   ///< A signal asked the launcher to end.
   std::string not_started;    ///< Why the program could not be executed; empty when it could.
 };
 
@@ -31,10 +31,11 @@ struct Surroundings {
   SignalWatch& signals;
 };
 
-/// Starts the ranks of one attempt and watches over them until the last one has ended.
+/// Starts the ranks of one attempt and watches over them until the last one has ended. A failure is named at once as the root
+/// cause, unless it is a consequence of another one: that one may show within the Grace.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
-///   Running --signal---> Interrupted --the user's grace, or a second signal--> Killing
+///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
 class Supervisor {
  public:
   Supervisor(Surroundings surroundings, Attempt attempt);
@@ -58,6 +59,8 @@ class Supervisor {
 
   void collect_exits();
   void on_failures(const std::vector<Exit>& failures);
+  void judge(const std::vector<Exit>& failures);
+  void name_root();
   void on_signal(int number);
   void on_deadline();
   void interrupt(int number);
@@ -81,8 +84,10 @@ class Supervisor {
   bool inherits_;  ///< A world of one: it has the launcher's own streams.
   Phase phase_ = Phase::Running;
   std::optional<Clock::time_point> deadline_;
+  std::vector<Exit> suspects_;  ///< Failures before one was named as the root cause.
   std::optional<Exit> root_;
   int interrupted_by_ = 0;
+  std::optional<Clock::time_point> asked_at_;  ///< When the first signal arrived that asks for an end.
   bool terminal_given_ = false;
 };
 

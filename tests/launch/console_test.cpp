@@ -1,5 +1,8 @@
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <sstream>
@@ -63,6 +66,29 @@ TEST(ConsoleOutput, MuchOutputArrivesInFull) {
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(occurrences(run.out(), "\n"), 400000);
   EXPECT_EQ(occurrences(run.out(), "[rank 1] 200000\n"), 1);
+}
+
+TEST(ConsoleOutput, AFullDiskLosesOutputAndNoRank) {
+  const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  const std::string script = "seq 1 20000; sleep 0.2; echo more; echo done$RANK >&2; [ $RANK = 0 ] || exit $CODE";
+  for (int code : {0, 3}) {
+    Launched run(run_shell(2, script), {{"CODE", std::to_string(code)}}, {.out = full});
+    EXPECT_EQ(run.finish(), code);
+    EXPECT_EQ(occurrences(run.err(), "tessera run: stdout: No space left on device; what the ranks write there is lost"), 1);
+    EXPECT_THAT(run.err(), HasSubstr("done0"));
+    EXPECT_THAT(run.err(), HasSubstr("[rank 1] done1"));
+  }
+  close(full);
+}
+
+TEST(ConsoleOutput, AGoneReaderEndsTheRanks) {
+  int ends[2];
+  ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+  close(ends[0]);
+  Launched run(run_shell(2, "while :; do echo x; sleep 0.01; done"), {}, {.out = ends[1]});
+  close(ends[1]);
+  EXPECT_EQ(run.finish(), 128 + SIGPIPE);
+  EXPECT_THAT(run.err(), HasSubstr("SIGPIPE"));
 }
 
 TEST(ConsoleOutput, ALastLineWithoutNewlineIsKept) {

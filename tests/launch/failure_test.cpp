@@ -72,6 +72,31 @@ TEST(Failure, SurvivorsThatEndBecauseOfItAreNotTheCause) {
   EXPECT_EQ(occurrences(run.err(), "it is the root cause"), 1);
 }
 
+TEST(Failure, AConsequenceThatEndsFirstIsNotTheCause) {
+  const std::pair<std::string, int> ends[] = {{"exit 4", 4}, {"kill -KILL $$", 137}};
+  for (const auto& [end, code] : ends) {
+    Launched run(run_shell(3, kMeet + "[ $RANK = 0 ] || { echo 'train: BrokenWorldError: rank 0 has left' >&2; exit 1; }; sleep 0.3; " + end));
+    EXPECT_EQ(run.finish(), code);
+    EXPECT_EQ(occurrences(run.err(), "by its last lines because of another rank"), 2);
+    EXPECT_THAT(run.err(), HasSubstr("root cause: rank 0 "));
+    EXPECT_EQ(occurrences(run.err(), "it is the root cause"), 1);
+  }
+}
+
+TEST(Failure, AConsequenceWithoutItsCauseIsTheFirstFailure) {
+  Launched run(run_shell(2, kMeet + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; exit 5"));
+  run.wait_for("it is the first failure; ending the other 1 rank");
+  EXPECT_EQ(run.finish(), 5);
+  EXPECT_THAT(run.err(), HasSubstr("first failure: rank 1 "));
+  EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
+}
+
+TEST(Failure, AKilledRankIsNoConsequenceWhateverItWrote) {
+  Launched run(run_shell(2, kMeet + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; kill -KILL $$"));
+  EXPECT_EQ(run.finish(), 137);
+  EXPECT_THAT(run.err(), HasSubstr("it is the root cause"));
+}
+
 TEST(Failure, AStoppedRankEndsToo) {
   Launched run(run_shell(2, "echo pid=$$; [ $RANK = 0 ] && kill -STOP $$; exec sleep 60"));
   run.wait_for("pid=", 2);

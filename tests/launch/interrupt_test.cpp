@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include "launch/launched.h"
 
@@ -38,12 +39,36 @@ TEST(Interrupt, AnExitCodeOfAnInterruptedProgramPasses) {
   EXPECT_EQ(run.finish(), 9);
 }
 
-TEST(Interrupt, TwiceKillsAtOnce) {
+TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
+  Launched run(run_shell(2, "trap 'sleep 0.3; echo saved; exit 0' TERM HUP; echo ready; while :; do sleep 0.05; done"));
+  run.wait_for("ready", 2);
+  run.send(SIGTERM);
+  run.wait_for("SIGTERM: asked 2 ranks to end");
+  run.send(SIGTERM);
+  run.send(SIGHUP);
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.out(), "saved"), 2);
+  EXPECT_THAT(run.err(), Not(HasSubstr("killing")));
+}
+
+TEST(Interrupt, AfterAFailureItKeepsTheRanksFromStartingAgain) {
+  Launched run(run_shell(2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done",
+                         {"--max-restarts=1"}));
+  run.wait_for("it is the root cause");
+  run.send(SIGINT);
+  EXPECT_EQ(run.finish(), 3);
+  EXPECT_THAT(run.err(), HasSubstr("SIGINT: the ranks are being ended"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("restart 1 of 1")));
+  EXPECT_EQ(run.out(), "told\n");  // they had their time
+}
+
+TEST(Interrupt, OnceMoreKillsAtOnce) {
   Launched run(run_shell(2, "trap '' INT; echo pid=$$; while :; do sleep 60; done"));
   run.wait_for("pid=", 2);
   const Watched first(run.pids()[0]), second(run.pids()[1]);
   run.send(SIGINT);
-  run.wait_for("once more: kill at once");
+  run.wait_for("once more after 1 s: kill at once");
+  usleep(1'100'000);
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 130);
   EXPECT_TRUE(first.ended(0));

@@ -89,9 +89,10 @@ Launched::Launched(const std::vector<std::string>& arguments, const Variables& s
       for (int fd = 0; fd < 3; ++fd) dup2(streams.terminal, fd);
     } else {
       dup2(streams.in >= 0 ? streams.in : null, 0);
-      dup2(out[1], 1);
+      dup2(streams.out >= 0 ? streams.out : out[1], 1);
       dup2(streams.merged ? out[1] : err[1], 2);
     }
+    close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
     execve(TESSERA_COMMAND, argv.data(), envp.data());
     _exit(99);
   }

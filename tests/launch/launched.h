@@ -43,6 +43,7 @@ class Launched {
 
   struct Streams {
     int in = -1;  ///< -1: /dev/null.
+    int out = -1;  ///< -1: a pipe, read as out().
     int terminal = -1;  ///< Slave of a pseudo terminal for all three streams, as controlling terminal of a new session.
     bool merged = false;  ///< Both outputs in one pipe, read as out().
   };

@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "launch/open_files.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
@@ -39,9 +40,14 @@ TEST(LaunchOptionsTest, StreamChoices) {
   EXPECT_EQ(some.of(0), kBothStreams);
   EXPECT_EQ(some.of(1), kNoStream);
   EXPECT_EQ(some.of(2), kStdout);
-  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2"}) {
+  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2", "0:3,0:1"}) {
     EXPECT_THROW(parse_streams("--tee", bad), UsageError) << bad;
   }
+}
+
+TEST(LaunchOptionsTest, ARankTwiceIsNamed) {
+  EXPECT_THAT([] { parse_streams("--tee", "0:3,1:1,0:1"); },
+              ThrowsMessage<UsageError>("--tee = '0:3,1:1,0:1': expected every local rank once, not 0 again"));
 }
 
 TEST(LaunchOptionsTest, Seconds) {
@@ -77,6 +83,20 @@ TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {
   options = good();
   options.tee = parse_streams("--tee", "3:1");
   EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("local ranks")));
+}
+
+TEST(LaunchOptionsTest, OpenFilesOfTheRanks) {
+  LaunchOptions options = good();
+  EXPECT_EQ(needed_open_files(options, false), 1 + 2 + 1);  // guard; process and execve's pipe; its other end
+  options.nproc_per_node = 3;
+  EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 3 + 1 + 1 + 1);  // a pipe each, its other end, /dev/null
+  EXPECT_EQ(needed_open_files(options, false), 1 + 3 * 4 + 1 + 2 + 1);
+  options.log_dir = "logs";
+  EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 6 + 1 + 2 + 1);
+  options.redirects = parse_streams("--redirects", "0:3,1:2");
+  EXPECT_EQ(needed_open_files(options, true), 1 + (6 + 5 + 3) + 1 + 1 + 1);
+  options.nproc_per_node = 2'000'000'000;
+  EXPECT_EQ(needed_open_files(options, false), 1 + 4 * int64_t{2'000'000'000} + 3 + 1 + 2 + 1);
 }
 
 }  // namespace

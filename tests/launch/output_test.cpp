@@ -117,6 +117,21 @@ TEST_F(SinkTest, AGoneReaderIsNoticed) {
   sink.line("x");
   sink.write_some();
   EXPECT_TRUE(sink.closed());
+  EXPECT_TRUE(sink.reader_gone());
+  EXPECT_EQ(sink.take_error(), 0);
+  sink.line("y");
+  EXPECT_FALSE(sink.wants_write());
+}
+
+TEST_F(SinkTest, AFullDiskIsNoGoneReaderAndIsToldOnce) {
+  const Fd full(open("/dev/full", O_WRONLY | O_CLOEXEC));
+  Sink sink(full.get());
+  sink.line("x");
+  sink.write_some();
+  EXPECT_TRUE(sink.closed());
+  EXPECT_FALSE(sink.reader_gone());
+  EXPECT_EQ(sink.take_error(), ENOSPC);
+  EXPECT_EQ(sink.take_error(), 0);
   sink.line("y");
   EXPECT_FALSE(sink.wants_write());
 }

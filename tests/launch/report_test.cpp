@@ -32,11 +32,14 @@ TEST(ReportTest, AnAbortIsNoBetterEvidenceThanACode) { EXPECT_EQ(root_cause({cod
 TEST(ReportTest, ConsequencesComeLast) {
   EXPECT_EQ(root_cause({killed(0, SIGABRT, true), coded(1, 3)}), 1u);
   EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true)}), 0u);
+  EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true), killed(2, SIGKILL)}), 2u);
   EXPECT_TRUE(speaks_of_broken_world({"terminate called after throwing 'tessera::BrokenWorldError'", "what(): …"}));
   EXPECT_FALSE(speaks_of_broken_world({"out of memory"}));
 }
 
 TEST(ReportTest, Words) {
+  EXPECT_EQ(title(coded(0, 3)), "root cause");
+  EXPECT_EQ(title(coded(0, 3, true)), "first failure");
   EXPECT_EQ(describe(coded(0, 3)), "rank 0 (pid 100) exited with code 3");
   EXPECT_EQ(describe(killed(2, SIGKILL)), "rank 2 (pid 102) was killed by SIGKILL");
   EXPECT_EQ(killed(2, SIGKILL).shell_code(), 137);

@@ -121,6 +121,10 @@ TEST(Run, BadFlagsAreNamed) {
       {{"run", "--standalone", "--nnodes=2", "true"}, "--standalone"},
       {{"run", "--master-port", "70000", "true"}, "from 1 to 65535"},
       {{"run", "--tee", "9", "true"}, "--tee = '9'"},
+      {{"run", "--log-dir", "", "true"}, "--log-dir = '': expected a value"},
+      {{"run", "--log_dir=", "true"}, "--log-dir = '': expected a value"},
+      {{"run", "-t", "", "true"}, "-t = '': expected a value"},
+      {{"run", "--redirects=0:1,0:2", "true"}, "--redirects = '0:1,0:2': expected every local rank once"},
       {{"rum"}, "did you mean \"run\"?"},
       {{}, "usage"},
   };
@@ -130,6 +134,59 @@ TEST(Run, BadFlagsAreNamed) {
     EXPECT_THAT(run.err(), HasSubstr(c.word));
     EXPECT_EQ(run.out(), "");
   }
+}
+
+/// The command with a limit on its open files.
+std::vector<std::string> limited(int64_t files, const std::vector<std::string>& arguments) {
+  std::vector<std::string> result = {"run", "sh", "-c", "ulimit -n " + std::to_string(files) + "; exec \"$@\"", "sh", TESSERA_COMMAND, "run"};
+  result.insert(result.end(), arguments.begin(), arguments.end());
+  return result;
+}
+
+TEST(Run, OpenFilesAreCountedBeforeRanksStart) {
+  const TemporaryFolder logs;
+  const std::vector<std::vector<std::string>> cases = {
+      {"-n", "1"}, {"-n", "2"}, {"-n", "30"}, {"-n", "9", "--log-dir", logs.path()}, {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
+  for (std::vector<std::string> arguments : cases) {
+    const std::string who = "--nproc-per-node = '" + arguments[1] + "': needs ";
+    arguments.insert(arguments.end(), {"echo", "started"});
+    Launched refused(limited(6, arguments));
+    EXPECT_EQ(refused.finish(), 2);
+    EXPECT_EQ(refused.out(), "");
+    EXPECT_THAT(refused.err(), HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
+    const size_t at = refused.err().find(who);
+    ASSERT_NE(at, std::string::npos) << refused.err();
+    const int enough = std::atoi(refused.err().c_str() + at + who.size());
+    EXPECT_EQ(Launched(limited(enough - 1, arguments)).finish(), 2);
+    Launched started(limited(enough, arguments));
+    EXPECT_EQ(started.finish(), 0) << started.err();
+  }
+}
+
+TEST(Run, MoreRanksThanOpenFilesAreRefusedAtOnce) {
+  Launched run(limited(1000, {"-n", "1000000", "true"}));
+  EXPECT_EQ(run.finish(), 2);
+  EXPECT_THAT(run.err(), HasSubstr("--nproc-per-node = '1000000': needs 40000"));
+}
+
+TEST(Run, ATrainingWithoutAConfigStartsNoRanks) {
+  // A trainer beside a copy of the command, which tells how it was started.
+  const TemporaryFolder folder;
+  std::filesystem::copy_file(TESSERA_COMMAND, folder.path() + "/tessera");
+  const std::string trainer = folder.path() + "/tessera-train";
+  std::ofstream(trainer) << "#!/bin/sh\necho \"rank=$RANK; $*\"\n";
+  chmod(trainer.c_str(), 0755);
+  const auto train = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), {"-c", "unset RANK WORLD_SIZE; exec \"$@\"", "sh", folder.path() + "/tessera", "train", "-n", "2"});
+    words.insert(words.begin(), {"run", "sh"});
+    Launched run(words);
+    EXPECT_EQ(run.finish(), 0) << run.err();
+    return run.out();
+  };
+  EXPECT_EQ(train({}), "rank=; \n");
+  EXPECT_EQ(train({"--help"}), "rank=; --help\n");
+  EXPECT_EQ(train({"--dump-config", "full"}), "rank=; --dump-config full\n");
+  EXPECT_THAT(train({"--no-resume", "c.yaml"}), HasSubstr("rank=0; --no-resume c.yaml\n"));
 }
 
 TEST(Run, VersionAndHelp) {
