@@ -24,8 +24,6 @@ void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
 void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
   if (value.isTensor()) {
     find(value.toTensor(), written, uses);
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) find(tensor, written, uses);
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) {
       if (item.isTensor()) find(item.toTensor(), written, uses);
