@@ -58,10 +58,8 @@ std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& 
 
 Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
   struct stat info {};
-  if (::stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    throw UsageError(fmt::format("init_process_group: rank {}: the meeting folder {} cannot be used: {}", environment.rank, folder,
-                                 std::strerror(S_ISDIR(info.st_mode) ? ENOTDIR : errno)));
-  }
+  const int error = ::stat(folder.c_str(), &info) != 0 ? errno : S_ISDIR(info.st_mode) ? 0 : ENOTDIR;
+  if (error) throw UsageError(fmt::format("init_process_group: rank {}: the meeting folder {} cannot be used: {}", environment.rank, folder, std::strerror(error)));
   Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
   // Its destructor writes to the file and would end the process when the folder went first; a store lives as long
   // as the process anyhow.
@@ -131,10 +129,17 @@ std::string file_name(std::string text) {
 }
 
 Meeting in_folder(const std::string& folder, const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-  Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
-  meeting.store->setTimeout(timeout);
-  roll_call(meeting.store, environment, "", timeout);
-  return meeting;
+  try {
+    Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
+    meeting.store->setTimeout(timeout);
+    roll_call(meeting.store, environment, "", timeout);
+    return meeting;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw UsageError(fmt::format("init_process_group: rank {} of {} cannot use the file {}/store, in which the ranks meet: {}", environment.rank, environment.size, folder,
+                                 compat::first_line(error.what())));
+  }
 }
 
 }  // namespace
