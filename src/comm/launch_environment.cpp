@@ -81,6 +81,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     result.launcher = names.launcher;
     result.rank = *rank;
     result.size = *size;
+    result.size_variable = size_name;
     result.local_rank = number(get, names.local_rank, 0, kMany).value_or(result.rank);
     result.local_size = number(get, names.local_size, 1, kMany);
     if (result.local_size && *result.local_size > result.size) {

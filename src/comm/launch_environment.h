@@ -11,6 +11,7 @@ struct LaunchEnvironment {
   std::string launcher = "none";   ///< "torchrun" (also `tessera run`), "Open MPI", "PMI", "Slurm", "none"
   int rank = 0;
   int size = 1;
+  std::string size_variable = "WORLD_SIZE";  ///< Where it stood.
   int local_rank = 0;
   std::optional<int> local_size;   ///< Ranks on this host, where the launcher tells.
   std::string master_address;      ///< MASTER_ADDR; empty when unset

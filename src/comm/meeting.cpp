@@ -31,10 +31,21 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
+/// A rank's value in the roll call, behind the size of the world that it was told of; returns the value.
+std::string value_of(const std::string& written, int rank, const LaunchEnvironment& environment) {
+  const auto blank = written.find(' ');
+  const auto size = written.substr(0, blank);
+  if (size != std::to_string(environment.size)) {
+    throw UsageError(fmt::format("init_process_group: rank {}: {} is {} here and {} on rank {}; expected the same on every rank", environment.rank,
+                                 environment.size_variable, environment.size, size, rank));
+  }
+  return written.substr(blank + 1);
+}
+
 /// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
 std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
   const auto key = [](int rank) { return fmt::format("here/{}", rank); };
-  store->set(key(environment.rank), bytes(value));
+  store->set(key(environment.rank), bytes(fmt::format("{} {}", environment.size, value)));
   const auto deadline = Clock::now() + timeout;
   std::vector<std::string> values(environment.size);
   std::vector<int> missing;
@@ -42,8 +53,8 @@ std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& 
   while (!missing.empty()) {
     std::erase_if(missing, [&](int r) {
       if (!store->check({key(r)})) return false;
-      const auto value_bytes = store->get(key(r));
-      values[r].assign(value_bytes.begin(), value_bytes.end());
+      const auto written = store->get(key(r));
+      values[r] = value_of({written.begin(), written.end()}, r, environment);
       return true;
     });
     if (missing.empty()) break;

@@ -50,6 +50,7 @@ TEST(LaunchEnvironment, EveryLauncher) {
   EXPECT_EQ(world.launcher, "PMI");
   world = read({{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.size_variable, "SLURM_STEP_NUM_TASKS");
   EXPECT_EQ(world.local_size, 2);
   EXPECT_EQ(world.job, "9.0");
 }

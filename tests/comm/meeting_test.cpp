@@ -11,6 +11,8 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -66,6 +68,23 @@ TEST(Meeting, AFolderThatTakesNoMoreBytesIsNamed) {
     ::_exit(right && !text.starts_with("not") ? 7 : 1);
   }).wait();
   EXPECT_EQ(WEXITSTATUS(status), 7);
+}
+
+/// What each of these says, when all come at once.
+std::vector<std::string> errors_of(const std::vector<LaunchEnvironment>& environments, std::chrono::milliseconds timeout = 10s) {
+  std::vector<std::string> errors(environments.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < errors.size(); ++i) threads.emplace_back([&, i] { errors[i] = error_of(environments[i], timeout); });
+  for (auto& thread : threads) thread.join();
+  return errors;
+}
+
+TEST(Meeting, RanksThatWereToldOfWorldsOfOtherSizesSayBoth) {
+  const Folder folder;
+  const auto errors = errors_of({in_folder(0, 2, folder.path()), in_folder(1, 3, folder.path()), in_folder(2, 3, folder.path())});
+  EXPECT_THAT(errors[0], HasSubstr("rank 0: WORLD_SIZE is 2 here and 3 on rank 1; expected the same"));
+  EXPECT_THAT(errors[1], HasSubstr("rank 1: WORLD_SIZE is 3 here and 2 on rank 0; expected the same"));
+  EXPECT_THAT(errors[2], HasSubstr("rank 2: WORLD_SIZE is 3 here and 2 on rank 0; expected the same"));
 }
 
 }  // namespace
