@@ -1,14 +1,14 @@
 #include "comm/meeting.h"
 
 #include "comm/announced_folder.h"
-#include "comm/sigpipe.h"
+#include "comm/tcp_store.h"
+#include "comm/within.h"
 #include "comm/world.h"
 #include "tessera/error.h"
 #include "tessera/torch_compat.h"
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <fmt/format.h>
 
@@ -43,10 +43,10 @@ std::string value_of(const std::string& written, int rank, const LaunchEnvironme
 }
 
 /// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
-std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
+std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout,
+                                   Clock::time_point deadline) {
   const auto key = [](int rank) { return fmt::format("here/{}", rank); };
   store->set(key(environment.rank), bytes(fmt::format("{} {}", environment.size, value)));
-  const auto deadline = Clock::now() + timeout;
   std::vector<std::string> values(environment.size);
   std::vector<int> missing;
   for (int r = 0; r < environment.size; ++r) missing.push_back(r);
@@ -79,25 +79,6 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
   std::lock_guard lock(mutex);
   kept->push_back(store);
   return store;
-}
-
-Store tcp_store(const LaunchEnvironment& environment, bool server, std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(environment.master_port);
-  options.isServer = server;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  const SigpipeBlocked sigpipe;
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
-  } catch (const std::exception& error) {
-    const auto where = fmt::format("{}:{}", environment.master_address, environment.master_port);
-    if (server) {
-      throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {}: {}", where, compat::first_line(error.what())));
-    }
-    throw BrokenWorldError(fmt::format("init_process_group: rank {} of {} cannot reach the store at MASTER_ADDR:MASTER_PORT = {} within {} ms: {}", environment.rank,
-                                       environment.size, where, timeout.count(), compat::first_line(error.what())), {0});
-  }
 }
 
 /// Names what shares a loopback interface: the boot, the host's name, the network namespace.
@@ -143,7 +124,7 @@ Meeting in_folder(const std::string& folder, const LaunchEnvironment& environmen
   try {
     Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
     meeting.store->setTimeout(timeout);
-    roll_call(meeting.store, environment, "", timeout);
+    roll_call(meeting.store, environment, "", timeout, Clock::now() + timeout);
     return meeting;
   } catch (const Error&) {
     throw;
@@ -151,6 +132,50 @@ Meeting in_folder(const std::string& folder, const LaunchEnvironment& environmen
     throw UsageError(fmt::format("init_process_group: rank {} of {} cannot use the file {}/store, in which the ranks meet: {}", environment.rank, environment.size, folder,
                                  compat::first_line(error.what())));
   }
+}
+
+/// The store at MASTER_ADDR:MASTER_PORT, and what all ranks wrote there.
+struct Handshake {
+  Store store;
+  std::vector<std::string> values;
+};
+
+Handshake shake_hands(const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  try {
+    Handshake done;
+    done.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, timeout));
+    done.store->setTimeout(timeout);
+    done.values = roll_call(done.store, environment, value, timeout, deadline);
+    return done;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw_useless_store(environment, timeout, compat::first_line(error.what()));
+  }
+}
+
+Meeting between_hosts(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  // What knows better why nothing came of it has said so by then.
+  constexpr std::chrono::milliseconds kLonger{1500};
+  const auto own = network_identity();
+  const auto address = address_towards(environment.master_address);
+  const auto value = own + " " + address;
+  const auto done = within(timeout + kLonger, [=] { return shake_hands(environment, value, timeout); });
+  if (!done) throw_useless_store(environment, timeout, "it does not answer");
+  Meeting meeting{done->store, {}, address};
+  std::vector<std::string> addresses, identities;
+  for (const auto& theirs : done->values) {
+    const auto blank = theirs.rfind(' ');
+    identities.push_back(theirs.substr(0, blank));
+    addresses.push_back(theirs.substr(blank + 1));
+    meeting.hosts.push_back(static_cast<int>(std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
+  }
+  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way to some other host.
+  for (int r = 0; r < environment.size && (meeting.address.empty() || is_loopback(meeting.address)); ++r) {
+    if (identities[r] != own && !is_loopback(addresses[r])) meeting.address = address_towards(addresses[r]);
+  }
+  return meeting;
 }
 
 }  // namespace
@@ -170,25 +195,7 @@ Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds tim
                                  environment.launcher == "Slurm" ? "export MASTER_ADDR=host MASTER_PORT=29500 before srun; the host is the first of SLURM_STEP_NODELIST"
                                                                  : "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …"));
   }
-  const bool server = !environment.agent_store && environment.rank == 0;
-  Meeting meeting;
-  meeting.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, server, timeout));
-  meeting.store->setTimeout(timeout);
-  const auto own = network_identity();
-  const auto address = address_towards(environment.master_address);
-  std::vector<std::string> addresses, identities;
-  for (const auto& value : roll_call(meeting.store, environment, own + " " + address, timeout)) {
-    const auto blank = value.rfind(' ');
-    identities.push_back(value.substr(0, blank));
-    addresses.push_back(value.substr(blank + 1));
-    meeting.hosts.push_back(static_cast<int>(std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
-  }
-  meeting.address = address;
-  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way to some other host.
-  for (int r = 0; r < environment.size && (meeting.address.empty() || is_loopback(meeting.address)); ++r) {
-    if (identities[r] != own && !is_loopback(addresses[r])) meeting.address = address_towards(addresses[r]);
-  }
-  return meeting;
+  return between_hosts(environment, timeout);
 }
 
 }  // namespace tessera::comm

@@ -6,17 +6,25 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <netinet/in.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <filesystem>
+#include <functional>
 #include <thread>
 #include <vector>
 
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using tessera::comm::LaunchEnvironment;
 using tessera::comm::meet;
@@ -85,6 +93,100 @@ TEST(Meeting, RanksThatWereToldOfWorldsOfOtherSizesSayBoth) {
   EXPECT_THAT(errors[0], HasSubstr("rank 0: WORLD_SIZE is 2 here and 3 on rank 1; expected the same"));
   EXPECT_THAT(errors[1], HasSubstr("rank 1: WORLD_SIZE is 3 here and 2 on rank 0; expected the same"));
   EXPECT_THAT(errors[2], HasSubstr("rank 2: WORLD_SIZE is 3 here and 2 on rank 0; expected the same"));
+}
+
+LaunchEnvironment through_the_launchers_store(int rank, int port) {
+  LaunchEnvironment environment;
+  environment.rank = rank;
+  environment.size = 2;
+  environment.local_size = 1;
+  environment.master_address = "127.0.0.1";
+  environment.master_port = port;
+  environment.agent_store = true;
+  return environment;
+}
+
+TEST(Meeting, RanksOfSeveralHostsMeetInTheLaunchersStore) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const c10d::TCPStore store("127.0.0.1", options);
+  const int port = store.getPort();
+  EXPECT_THAT(errors_of({through_the_launchers_store(0, port), through_the_launchers_store(1, port)}), ElementsAre("no error", "no error"));
+  EXPECT_THAT(error_of([&] { auto late = through_the_launchers_store(0, port); late.attempt = 1; return late; }(), 300ms), HasSubstr("rank 1 did not arrive within 300 ms"));
+}
+
+/// Something that is no store and treats each connection as told.
+class Service {
+ public:
+  explicit Service(std::function<void(int connection)> treat) : treat_(std::move(treat)), listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_TRUE(::bind(listener_, any, size) == 0 && ::listen(listener_, 9) == 0 && ::getsockname(listener_, any, &size) == 0);
+    port_ = ntohs(address.sin_port);
+    thread_ = std::thread([this] { serve(); });
+  }
+  ~Service() {
+    ::shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    for (const int fd : connections_) ::close(fd);
+    ::close(listener_);
+  }
+  int port() const { return port_; }
+
+ private:
+  void serve() {
+    for (int fd; (fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
+      connections_.push_back(fd);
+      treat_(fd);
+    }
+  }
+
+  std::function<void(int)> treat_;
+  int listener_, port_ = 0;
+  std::vector<int> connections_;
+  std::thread thread_;
+};
+
+/// What two ranks say of that service, and that they say it soon.
+std::vector<std::string> errors_about(const Service& service) {
+  const auto start = std::chrono::steady_clock::now();
+  auto errors = errors_of({through_the_launchers_store(0, service.port()), through_the_launchers_store(1, service.port())}, 500ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 4s);
+  for (int rank : {0, 1}) {
+    EXPECT_THAT(errors[rank], HasSubstr("init_process_group: rank " + std::to_string(rank) + " of 2 could not use the store at MASTER_ADDR:MASTER_PORT = 127.0.0.1:" +
+                                        std::to_string(service.port()) + " within 500 ms: "));
+    EXPECT_THAT(errors[rank], HasSubstr("another service, or the torchrun of another PyTorch, may answer there"));
+  }
+  return errors;
+}
+
+constexpr char kRefusal[] = "HTTP/1.1 400 Bad Request\r\n\r\n";
+
+TEST(Meeting, AServiceThatNeverAnswersIsAnErrorAtTheTimeOut) {
+  const Service silent([](int) {});
+  EXPECT_THAT(errors_about(silent), Each(HasSubstr("it does not answer")));
+}
+
+TEST(Meeting, AServiceThatAnswersSomethingElseIsAnError) {
+  const Service http([](int fd) {
+    char request[8];
+    const timeval briefly{0, 200'000};
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &briefly, sizeof briefly);
+    if (::recv(fd, request, sizeof request, 0) > 0) ::send(fd, kRefusal, sizeof kRefusal, MSG_NOSIGNAL);
+  });
+  errors_about(http);
+}
+
+TEST(Meeting, AServiceThatSpeaksFirstOrHangsUpIsAnError) {
+  const Service banner([](int fd) { ::send(fd, kRefusal, sizeof kRefusal, MSG_NOSIGNAL); });
+  EXPECT_THAT(errors_about(banner), Each(HasSubstr("sends data before it is asked")));
+  const Service closing([](int fd) { ::shutdown(fd, SHUT_RDWR); });
+  EXPECT_THAT(errors_about(closing), Each(HasSubstr("closes the connection")));
 }
 
 }  // namespace
