@@ -19,6 +19,7 @@ struct LaunchEnvironment {
   std::string rendezvous;          ///< TESSERA_RENDEZVOUS: a private folder that all ranks see
   bool agent_store = false;        ///< TORCHELASTIC_USE_AGENT_STORE: the launcher serves the store
   int attempt = 0;                 ///< TORCHELASTIC_RESTART_COUNT
+  std::string run;                 ///< TORCHELASTIC_RUN_ID; other runs may have the same
   std::string job;                 ///< Something all ranks of this job share and no other job of this user has; may be empty
 };
 

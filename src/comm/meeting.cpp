@@ -178,17 +178,26 @@ Meeting between_hosts(const LaunchEnvironment& environment, std::chrono::millise
   return meeting;
 }
 
+/// Several agents of torchrun may call each other by a loopback address and still be containers: only what they count says that there is one.
+bool on_one_host(const LaunchEnvironment& environment) {
+  return environment.local_size == environment.size || (!environment.agent_store && is_loopback(environment.master_address));
+}
+
+std::string folder_key(const LaunchEnvironment& environment) {
+  if (environment.master_port == 0) return file_name("job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid()) : environment.job));
+  const auto port = fmt::format("port-{}", environment.master_port);
+  if (!environment.agent_store) return port;
+  // An agent's port is its own only in its network, and stays the same when the ranks start again.
+  constexpr size_t kLongest = 100;
+  return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt, environment.run.substr(0, kLongest)));
+}
+
 }  // namespace
 
 Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   if (!environment.rendezvous.empty()) return in_folder(environment.rendezvous, environment, timeout);
 
-  const bool one_host = environment.local_size == environment.size || is_loopback(environment.master_address);
-  if (!environment.agent_store && one_host) {
-    std::string key = "port-" + std::to_string(environment.master_port);
-    if (environment.master_port == 0) key = "job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid()) : environment.job);
-    return in_folder(announced_folder(file_name(key), environment.rank, environment.size, timeout), environment, timeout);
-  }
+  if (on_one_host(environment)) return in_folder(announced_folder(folder_key(environment), environment.rank, environment.size, timeout), environment, timeout);
   if (environment.master_port == 0) {
     throw UsageError(fmt::format("init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set; "
                                  "pass them to every rank ({})", environment.rank, environment.launcher, environment.size,

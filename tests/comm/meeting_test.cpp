@@ -117,6 +117,43 @@ TEST(Meeting, RanksOfSeveralHostsMeetInTheLaunchersStore) {
   EXPECT_THAT(error_of([&] { auto late = through_the_launchers_store(0, port); late.attempt = 1; return late; }(), 300ms), HasSubstr("rank 1 did not arrive within 300 ms"));
 }
 
+/// A port of loopback on which nobody listens while this lives.
+class DeafPort {
+ public:
+  DeafPort() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_TRUE(::bind(socket_, any, size) == 0 && ::getsockname(socket_, any, &size) == 0);
+    number_ = ntohs(address.sin_port);
+  }
+  ~DeafPort() { ::close(socket_); }
+  int number() const { return number_; }
+
+ private:
+  int socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), number_ = 0;
+};
+
+TEST(Meeting, UnderTorchrunOnOneHostNobodyAsksTheAgentsStore) {
+  const DeafPort port;
+  const auto ranks = [&](int attempt, const std::string& run) {
+    std::vector<LaunchEnvironment> both{through_the_launchers_store(0, port.number()), through_the_launchers_store(1, port.number())};
+    for (auto& environment : both) {
+      environment.local_size = 2;
+      environment.attempt = attempt;
+      environment.run = run;
+    }
+    return both;
+  };
+  // What has met keeps its folder as long as this process lives.
+  EXPECT_THAT(errors_of(ranks(0, "one")), Each("no error"));
+  EXPECT_THAT(errors_of(ranks(1, "one")), Each("no error")) << "the ranks start again";
+  EXPECT_THAT(errors_of(ranks(0, "a/n other " + std::string(300, 'x'))), Each("no error"));
+  EXPECT_THAT(error_of(ranks(0, "one")[0], 100ms), HasSubstr("another run on this host already uses port-" + std::to_string(port.number()) + "-attempt-0-one"));
+}
+
 /// Something that is no store and treats each connection as told.
 class Service {
  public:
