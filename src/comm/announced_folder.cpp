@@ -103,7 +103,10 @@ std::string announced_folder(const std::string& key, int rank, int size, std::ch
     auto name = (base / (key + ".d.XXXXXX")).string();
     if (!::mkdtemp(name.data())) throw UsageError(fmt::format("init_process_group: cannot make a folder in {}: {}", base.string(), std::strerror(errno)));
     const auto beside = pointer.string() + ".new";
-    std::ofstream(beside) << name << '\n' << ::getpid() << '\n' << start_time(::getpid()) << '\n';
+    std::ofstream announcement(beside);
+    announcement << name << '\n' << ::getpid() << '\n' << start_time(::getpid()) << '\n';
+    announcement.close();
+    if (!announcement) throw UsageError(fmt::format("init_process_group: rank 0 cannot write {}: {}", beside, std::strerror(errno)));
     fs::rename(beside, pointer);
     return name;
   }

@@ -81,6 +81,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     result.launcher = names.launcher;
     result.rank = *rank;
     result.size = *size;
+    result.size_variable = size_name;
     result.local_rank = number(get, names.local_rank, 0, kMany).value_or(result.rank);
     result.local_size = number(get, names.local_size, 1, kMany);
     if (result.local_size && *result.local_size > result.size) {
@@ -98,6 +99,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
   const auto agent = text(get, "TORCHELASTIC_USE_AGENT_STORE");
   result.agent_store = agent == "True" || agent == "true" || agent == "1";
   result.attempt = number(get, "TORCHELASTIC_RESTART_COUNT", 0, kMany).value_or(0);
+  result.run = text(get, "TORCHELASTIC_RUN_ID");
   if (result.master_address.empty() != (result.master_port == 0) && result.size > 1 && result.rendezvous.empty()) {
     throw UsageError(fmt::format("init_process_group: environment variable {} is set but {} is not; set both or neither",
                                  result.master_port ? "MASTER_PORT" : "MASTER_ADDR", result.master_port ? "MASTER_ADDR" : "MASTER_PORT"));

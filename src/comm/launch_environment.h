@@ -11,6 +11,7 @@ struct LaunchEnvironment {
   std::string launcher = "none";   ///< "torchrun" (also `tessera run`), "Open MPI", "PMI", "Slurm", "none"
   int rank = 0;
   int size = 1;
+  std::string size_variable = "WORLD_SIZE";  ///< Where it stood.
   int local_rank = 0;
   std::optional<int> local_size;   ///< Ranks on this host, where the launcher tells.
   std::string master_address;      ///< MASTER_ADDR; empty when unset
@@ -18,6 +19,7 @@ struct LaunchEnvironment {
   std::string rendezvous;          ///< TESSERA_RENDEZVOUS: a private folder that all ranks see
   bool agent_store = false;        ///< TORCHELASTIC_USE_AGENT_STORE: the launcher serves the store
   int attempt = 0;                 ///< TORCHELASTIC_RESTART_COUNT
+  std::string run;                 ///< TORCHELASTIC_RUN_ID; other runs may have the same
   std::string job;                 ///< Something all ranks of this job share and no other job of this user has; may be empty
 };
 

@@ -1,14 +1,14 @@
 #include "comm/meeting.h"
 
 #include "comm/announced_folder.h"
-#include "comm/sigpipe.h"
+#include "comm/tcp_store.h"
+#include "comm/within.h"
 #include "comm/world.h"
 #include "tessera/error.h"
 #include "tessera/torch_compat.h"
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <fmt/format.h>
 
@@ -31,19 +31,30 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
+/// A rank's value in the roll call, behind the size of the world that it was told of; returns the value.
+std::string value_of(const std::string& written, int rank, const LaunchEnvironment& environment) {
+  const auto blank = written.find(' ');
+  const auto size = written.substr(0, blank);
+  if (size != std::to_string(environment.size)) {
+    throw UsageError(fmt::format("init_process_group: rank {}: {} is {} here and {} on rank {}; expected the same on every rank", environment.rank,
+                                 environment.size_variable, environment.size, size, rank));
+  }
+  return written.substr(blank + 1);
+}
+
 /// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
-std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
+std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout,
+                                   Clock::time_point deadline) {
   const auto key = [](int rank) { return fmt::format("here/{}", rank); };
-  store->set(key(environment.rank), bytes(value));
-  const auto deadline = Clock::now() + timeout;
+  store->set(key(environment.rank), bytes(fmt::format("{} {}", environment.size, value)));
   std::vector<std::string> values(environment.size);
   std::vector<int> missing;
   for (int r = 0; r < environment.size; ++r) missing.push_back(r);
   while (!missing.empty()) {
     std::erase_if(missing, [&](int r) {
       if (!store->check({key(r)})) return false;
-      const auto value_bytes = store->get(key(r));
-      values[r].assign(value_bytes.begin(), value_bytes.end());
+      const auto written = store->get(key(r));
+      values[r] = value_of({written.begin(), written.end()}, r, environment);
       return true;
     });
     if (missing.empty()) break;
@@ -58,10 +69,8 @@ std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& 
 
 Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
   struct stat info {};
-  if (::stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    throw UsageError(fmt::format("init_process_group: rank {}: the meeting folder {} cannot be used: {}", environment.rank, folder,
-                                 std::strerror(S_ISDIR(info.st_mode) ? ENOTDIR : errno)));
-  }
+  const int error = ::stat(folder.c_str(), &info) != 0 ? errno : S_ISDIR(info.st_mode) ? 0 : ENOTDIR;
+  if (error) throw UsageError(fmt::format("init_process_group: rank {}: the meeting folder {} cannot be used: {}", environment.rank, folder, std::strerror(error)));
   Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
   // Its destructor writes to the file and would end the process when the folder went first; a store lives as long
   // as the process anyhow.
@@ -70,25 +79,6 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
   std::lock_guard lock(mutex);
   kept->push_back(store);
   return store;
-}
-
-Store tcp_store(const LaunchEnvironment& environment, bool server, std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(environment.master_port);
-  options.isServer = server;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  const SigpipeBlocked sigpipe;
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
-  } catch (const std::exception& error) {
-    const auto where = fmt::format("{}:{}", environment.master_address, environment.master_port);
-    if (server) {
-      throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {}: {}", where, compat::first_line(error.what())));
-    }
-    throw BrokenWorldError(fmt::format("init_process_group: rank {} of {} cannot reach the store at MASTER_ADDR:MASTER_PORT = {} within {} ms: {}", environment.rank,
-                                       environment.size, where, timeout.count(), compat::first_line(error.what())), {0});
-  }
 }
 
 /// Names what shares a loopback interface: the boot, the host's name, the network namespace.
@@ -131,10 +121,75 @@ std::string file_name(std::string text) {
 }
 
 Meeting in_folder(const std::string& folder, const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-  Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
-  meeting.store->setTimeout(timeout);
-  roll_call(meeting.store, environment, "", timeout);
+  try {
+    Meeting meeting{file_store(folder, environment), std::vector<int>(environment.size, 0), ""};
+    meeting.store->setTimeout(timeout);
+    roll_call(meeting.store, environment, "", timeout, Clock::now() + timeout);
+    return meeting;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw UsageError(fmt::format("init_process_group: rank {} of {} cannot use the file {}/store, in which the ranks meet: {}", environment.rank, environment.size, folder,
+                                 compat::first_line(error.what())));
+  }
+}
+
+/// The store at MASTER_ADDR:MASTER_PORT, and what all ranks wrote there.
+struct Handshake {
+  Store store;
+  std::vector<std::string> values;
+};
+
+Handshake shake_hands(const LaunchEnvironment& environment, const std::string& value, std::chrono::milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  try {
+    Handshake done;
+    done.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, timeout));
+    done.store->setTimeout(timeout);
+    done.values = roll_call(done.store, environment, value, timeout, deadline);
+    return done;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw_useless_store(environment, timeout, compat::first_line(error.what()));
+  }
+}
+
+Meeting between_hosts(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  // What knows better why nothing came of it has said so by then.
+  constexpr std::chrono::milliseconds kLonger{1500};
+  const auto own = network_identity();
+  const auto address = address_towards(environment.master_address);
+  const auto value = own + " " + address;
+  const auto done = within(timeout + kLonger, [=] { return shake_hands(environment, value, timeout); });
+  if (!done) throw_useless_store(environment, timeout, "it does not answer");
+  Meeting meeting{done->store, {}, address};
+  std::vector<std::string> addresses, identities;
+  for (const auto& theirs : done->values) {
+    const auto blank = theirs.rfind(' ');
+    identities.push_back(theirs.substr(0, blank));
+    addresses.push_back(theirs.substr(blank + 1));
+    meeting.hosts.push_back(static_cast<int>(std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
+  }
+  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way to some other host.
+  for (int r = 0; r < environment.size && (meeting.address.empty() || is_loopback(meeting.address)); ++r) {
+    if (identities[r] != own && !is_loopback(addresses[r])) meeting.address = address_towards(addresses[r]);
+  }
   return meeting;
+}
+
+/// Several agents of torchrun may call each other by a loopback address and still be containers: only what they count says that there is one.
+bool on_one_host(const LaunchEnvironment& environment) {
+  return environment.local_size == environment.size || (!environment.agent_store && is_loopback(environment.master_address));
+}
+
+std::string folder_key(const LaunchEnvironment& environment) {
+  if (environment.master_port == 0) return file_name("job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid()) : environment.job));
+  const auto port = fmt::format("port-{}", environment.master_port);
+  if (!environment.agent_store) return port;
+  // An agent's port is its own only in its network, and stays the same when the ranks start again.
+  constexpr size_t kLongest = 100;
+  return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt, environment.run.substr(0, kLongest)));
 }
 
 }  // namespace
@@ -142,37 +197,14 @@ Meeting in_folder(const std::string& folder, const LaunchEnvironment& environmen
 Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   if (!environment.rendezvous.empty()) return in_folder(environment.rendezvous, environment, timeout);
 
-  const bool one_host = environment.local_size == environment.size || is_loopback(environment.master_address);
-  if (!environment.agent_store && one_host) {
-    std::string key = "port-" + std::to_string(environment.master_port);
-    if (environment.master_port == 0) key = "job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid()) : environment.job);
-    return in_folder(announced_folder(file_name(key), environment.rank, environment.size, timeout), environment, timeout);
-  }
+  if (on_one_host(environment)) return in_folder(announced_folder(folder_key(environment), environment.rank, environment.size, timeout), environment, timeout);
   if (environment.master_port == 0) {
     throw UsageError(fmt::format("init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set; "
                                  "pass them to every rank ({})", environment.rank, environment.launcher, environment.size,
                                  environment.launcher == "Slurm" ? "export MASTER_ADDR=host MASTER_PORT=29500 before srun; the host is the first of SLURM_STEP_NODELIST"
                                                                  : "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …"));
   }
-  const bool server = !environment.agent_store && environment.rank == 0;
-  Meeting meeting;
-  meeting.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.attempt), tcp_store(environment, server, timeout));
-  meeting.store->setTimeout(timeout);
-  const auto own = network_identity();
-  const auto address = address_towards(environment.master_address);
-  std::vector<std::string> addresses, identities;
-  for (const auto& value : roll_call(meeting.store, environment, own + " " + address, timeout)) {
-    const auto blank = value.rfind(' ');
-    identities.push_back(value.substr(0, blank));
-    addresses.push_back(value.substr(blank + 1));
-    meeting.hosts.push_back(static_cast<int>(std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
-  }
-  meeting.address = address;
-  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way to some other host.
-  for (int r = 0; r < environment.size && (meeting.address.empty() || is_loopback(meeting.address)); ++r) {
-    if (identities[r] != own && !is_loopback(addresses[r])) meeting.address = address_towards(addresses[r]);
-  }
-  return meeting;
+  return between_hosts(environment, timeout);
 }
 
 }  // namespace tessera::comm

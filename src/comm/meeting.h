@@ -19,10 +19,10 @@ struct Meeting {
 
 /// Blocks until all ranks have arrived. In order:
 ///   - a folder given by the launcher (TESSERA_RENDEZVOUS): a FileStore in it, one host;
-///   - the launcher's own store (TORCHELASTIC_USE_AGENT_STORE): a client of MASTER_ADDR:MASTER_PORT on every rank;
-///   - one host (loopback MASTER_ADDR, or a launcher that says so): a FileStore in a private folder that rank 0 makes
-///     and announces under the job's or the port's name, because c10d's TCPStore listens on every address and takes
-///     anyone's keys;
+///   - one host (a launcher that says so, or a loopback MASTER_ADDR unless torchrun's agents serve the store): a FileStore in a
+///     private folder that rank 0 makes and announces under the job's or the port's name, because c10d's TCPStore listens on
+///     every address and takes anyone's keys, and the agent's, where torchrun is another PyTorch's, speaks another protocol;
+///   - torchrun's agent's store (TORCHELASTIC_USE_AGENT_STORE): a client of MASTER_ADDR:MASTER_PORT on every rank;
 ///   - else a TCPStore served by rank 0 at MASTER_ADDR:MASTER_PORT.
 Meeting meet(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 

@@ -197,10 +197,13 @@ class P2pTransport : public Transport {
   }
 
   [[noreturn]] void fail(int peer, const std::string& cause) {
-    const bool late = Clock::now() >= deadline_;
-    const auto blamed = ledger_.resolve({peer});
-    const auto text = late ? fmt::format("did not arrive within {} ms", timeout_.load().count())
-                           : std::string("is gone (it died, or ended, or its process group was destroyed)");
+    using Cause = FailureLedger::Cause;
+    const auto left = deadline_ - Clock::now();
+    const bool late = left.count() <= 0;
+    const auto blamed = ledger_.resolve({peer}, late ? Cause::late : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out : Cause::gone);
+    const auto text = blamed == std::vector<int>{rank_} ? "is this one, on which the others gave up before (it was stopped, or late)"
+                      : late                            ? fmt::format("did not arrive within {} ms", timeout_.load().count())
+                                                        : "is gone (it died, or ended, or its process group was destroyed)";
     throw BrokenWorldError(fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(), rank_, size_, what_,
                                        rank_list(blamed), text, compat::first_line(cause.c_str())), blamed);
   }

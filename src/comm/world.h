@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,19 +29,26 @@ struct World {
 /// Whether members with these host numbers are all on one.
 bool all_equal(const std::vector<int>& hosts);
 
-/// Who gave up, and whom they blamed, kept in the store so that a survivor that sees another survivor leave can name
-/// the rank where it began.
+/// Who gave up, and whom they blamed, kept in the store so that a survivor that sees another survivor leave, or misses it, can
+/// name the rank where it began.
 class FailureLedger {
  public:
-  explicit FailureLedger(const World& world);
+  /// `patience`: how long a rank whose time is almost up waits for the reasons of those it misses. Their times are up within
+  /// moments of each other, and they may yet write.
+  explicit FailureLedger(const World& world, std::chrono::milliseconds patience = std::chrono::milliseconds(300));
 
-  /// The ranks to blame for `suspects` being gone, after following what they recorded before leaving; and records that as
-  /// this rank's own reason. Never throws.
-  std::vector<int> resolve(const std::vector<int>& suspects) noexcept;
+  /// A peer that goes when the time is almost up may have given up itself: Gloo closes its connections before it can say why.
+  enum class Cause { gone, gone_near_the_time_out, late };
+
+  /// The ranks to blame for `suspects` being gone or late, after following what they recorded; and records that as this
+  /// rank's own reason. It is this rank itself where the others gave up on it first. Never throws, and takes no longer than
+  /// a second more than the patience, whatever has become of the store.
+  std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
-  int rank_;
+  int rank_, size_;
+  std::chrono::milliseconds patience_;
 };
 
 /// "rank 2" / "ranks 1 and 3".

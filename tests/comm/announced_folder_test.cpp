@@ -1,22 +1,21 @@
 #include "comm/announced_folder.h"
 
+#include "child.h"
 #include "tessera/error.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
-#include <functional>
 #include <set>
 
 namespace {
 
 using namespace std::chrono_literals;
 using tessera::comm::announced_folder;
+using tessera::testing::Child;
 
 std::string key_of(const std::string& what) { return "test-" + what + "-" + std::to_string(::getpid()); }
 
@@ -29,30 +28,6 @@ std::set<std::string> left_of(const std::string& key) {
   }
   return names;
 }
-
-/// A process of its own; ends it by id.
-class Child {
- public:
-  explicit Child(const std::function<void()>& body) : pid_(::fork()) {
-    if (pid_ != 0) return;
-    ::alarm(20);
-    body();
-    ::_exit(0);
-  }
-  int wait() {
-    int status = -1;
-    ::waitpid(std::exchange(pid_, 0), &status, 0);
-    return status;
-  }
-  ~Child() {
-    if (pid_ <= 0) return;
-    ::kill(pid_, SIGKILL);
-    wait();
-  }
-
- private:
-  pid_t pid_;
-};
 
 TEST(AnnouncedFolder, WhatEndedRunsHaveLeftGoesWithTheNextRunOfAnyKey) {
   const auto ended = key_of("ended"), live = key_of("live"), next = key_of("next");

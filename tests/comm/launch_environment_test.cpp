@@ -37,12 +37,13 @@ TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
 
 TEST(LaunchEnvironment, EveryLauncher) {
   auto world = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"},
-                     {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "2"}});
+                     {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "2"}, {"TORCHELASTIC_RUN_ID", "7"}});
   EXPECT_EQ(world.rank, 3);
   EXPECT_EQ(world.local_rank, 1);
   EXPECT_EQ(world.local_size, 2);
   EXPECT_TRUE(world.agent_store);
   EXPECT_EQ(world.attempt, 2);
+  EXPECT_EQ(world.run, "7");
   world = read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"PMIX_NAMESPACE", "job7"}});
   EXPECT_EQ(world.launcher, "Open MPI");
   EXPECT_EQ(world.job, "job7");
@@ -50,6 +51,7 @@ TEST(LaunchEnvironment, EveryLauncher) {
   EXPECT_EQ(world.launcher, "PMI");
   world = read({{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(world.launcher, "Slurm");
+  EXPECT_EQ(world.size_variable, "SLURM_STEP_NUM_TASKS");
   EXPECT_EQ(world.local_size, 2);
   EXPECT_EQ(world.job, "9.0");
 }

@@ -4,7 +4,7 @@ every launcher that is here.
 
     train_test.py SOURCE_FOLDER BUILD_FOLDER PYTHON
 
-PYTHON has the PyTorch of the libtorch under test: torchrun serves the store that our ranks then talk to, and the protocol is the version's own.
+PYTHON has PyTorch, for the independent program and for torchrun; any version will do.
 """
 import json, os, pathlib, shutil, struct, subprocess, sys, tempfile, unittest
 

@@ -1,0 +1,19 @@
+#pragma once
+
+#include "comm/launch_environment.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+
+namespace tessera::comm {
+
+/// The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless the launcher does. May block for longer than `timeout`
+/// where something else answers there: call it through within().
+c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+
+/// The error of a rank to which that store is of no use, for `reason`.
+[[noreturn]] void throw_useless_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout, const std::string& reason);
+
+}  // namespace tessera::comm

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <utility>
+
+namespace tessera::testing {
+
+/// A process of its own; ends it by id.
+class Child {
+ public:
+  explicit Child(const std::function<void()>& body) : pid_(::fork()) {
+    if (pid_ != 0) return;
+    ::alarm(20);
+    body();
+    ::_exit(0);
+  }
+  int wait() {
+    int status = -1;
+    ::waitpid(std::exchange(pid_, 0), &status, 0);
+    return status;
+  }
+  ~Child() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    wait();
+  }
+
+ private:
+  pid_t pid_;
+};
+
+}  // namespace tessera::testing

@@ -1,0 +1,95 @@
+#include "comm/world.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::ElementsAre;
+using tessera::comm::FailureLedger;
+using Cause = FailureLedger::Cause;
+
+constexpr int kRanks = 4;
+
+/// Rank `rank` gives up because it misses `missed`.
+struct GivesUp {
+  int rank;
+  int missed;
+  Cause cause = Cause::late;
+};
+
+std::vector<int> resolve(const c10::intrusive_ptr<c10d::Store>& store, const GivesUp& call) {
+  auto world = tessera::comm::World::start(call.rank, kRanks, {});
+  world.store = store;
+  return FailureLedger(world, 700ms).resolve({call.missed}, call.cause);
+}
+
+/// Whom each rank blames when they give up in this order: each as soon as the one before has had the time to look around.
+std::map<int, std::vector<int>> blamed_by(const std::vector<GivesUp>& calls) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::map<int, std::vector<int>> blamed;
+  for (const auto& call : calls) blamed[call.rank];
+  std::vector<std::thread> threads;
+  for (const auto& call : calls) {
+    threads.emplace_back([&] { blamed.at(call.rank) = resolve(store, call); });
+    while (!store->check({"failed/" + std::to_string(call.rank)})) std::this_thread::sleep_for(1ms);
+    std::this_thread::sleep_for(20ms);
+  }
+  for (auto& thread : threads) thread.join();
+  return blamed;
+}
+
+TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankWhoeverGivesUpFirst) {
+  // 3 waits for 0, 0 for 1, and 1 for 2, which is stopped.
+  const GivesUp three{3, 0}, zero{0, 1}, one{1, 2};
+  for (const auto& order : {std::vector{three, zero, one}, std::vector{one, zero, three}, std::vector{zero, three, one}}) {
+    for (const auto& [rank, ranks] : blamed_by(order)) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  }
+}
+
+TEST(FailureLedger, AConnectionThatIsClosedBeforeItsRankSaysWhyDoesNotMakeItGuilty) {
+  for (const auto& [rank, ranks] : blamed_by({{0, 1, Cause::gone_near_the_time_out}, {1, 2}, {3, 0}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  // The one has come to its conclusion before the other writes anything at all.
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  resolve(store, {0, 1, Cause::gone});
+  EXPECT_THAT(resolve(store, {1, 2}), ElementsAre(2));
+}
+
+TEST(FailureLedger, AStoppedRankThatGoesOnBeforeTheOthersHaveDecidedIsStillTheOne) {
+  for (const auto& [rank, ranks] : blamed_by({{0, 1}, {1, 2}, {2, 0}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+}
+
+TEST(FailureLedger, AStoppedRankThatGoesOnAfterwardsNamesItselfAndChangesNothing) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(resolve(store, {1, 2}), ElementsAre(2));
+  EXPECT_THAT(resolve(store, {2, 3}), ElementsAre(2));
+  EXPECT_THAT(resolve(store, {0, 1, Cause::gone}), ElementsAre(2));
+}
+
+TEST(FailureLedger, APeerThatIsGoneIsNamedAtOnce) {
+  const auto start = std::chrono::steady_clock::now();
+  for (const auto& [rank, ranks] : blamed_by({{0, 2, Cause::gone}, {1, 0, Cause::gone}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 500ms);
+}
+
+/// Its server was stopped.
+struct DeafStore : c10d::HashStore {
+  bool check(const std::vector<std::string>&) override {
+    std::this_thread::sleep_for(6s);
+    return false;
+  }
+};
+
+TEST(FailureLedger, AStoreThatDoesNotAnswerHoldsNobodyUp) {
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(resolve(c10::make_intrusive<DeafStore>(), {1, 0}), ElementsAre(0));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 3s);
+}
+
+}  // namespace
