@@ -58,6 +58,7 @@ class Run : private Joinable {
   void agree_on_figures(double loss, const std::vector<std::pair<std::string, double>>& figures, bool active);
   double set_learning_rates();
   void evaluate();
+  void evaluate_what_was_due();
   void evaluate_averaged(const std::function<void()>& evaluation);
   RunState run_state() const;
   template <class Call>
@@ -78,6 +79,7 @@ class Run : private Joinable {
   void restore_random(const Checkpoint& checkpoint);
   std::string state_text() const;
   void read_state(const std::string& text, const std::string& where);
+  void check_global_batch(int64_t before) const;
 
   const Config& config_;
   ProcessGroup group_;
@@ -104,6 +106,7 @@ class Run : private Joinable {
   int active_ranks_ = 0;          // 0: all
   bool stop_ = false;
   bool warned_ = false;
+  bool evaluation_due_ = false;  // the run was interrupted before it
   StepRecord record_;
   TrainResult result_;
 };
