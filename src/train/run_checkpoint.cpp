@@ -77,6 +77,22 @@ void set_aside_checkpoints(const std::string& folder) {
   }
 }
 
+/// As one word of a shell's command.
+std::string quoted(const std::string& path) {
+  std::string text = "'";
+  for (const char letter : path) {
+    text += letter == '\'' ? "'\\''" : std::string(1, letter);
+  }
+  return text + "'";
+}
+
+/// What to do about the folder's newest checkpoint when it cannot be read.
+std::string way_around(const std::string& path) {
+  const std::filesystem::path step(path);
+  const std::string aside = (step.parent_path() / ("damaged-" + step.filename().string())).string();
+  return fmt::format("; to go on without it: mv {} {}, and the same command again", quoted(path), quoted(aside));
+}
+
 }  // namespace
 
 /// Opens the folder for writing, and what the run goes on from.
@@ -99,18 +115,23 @@ void Run::open_checkpoints() {
       }
     });
   }
-  if (path.empty()) {
-    path = config.from;
-  }
   path = group_.broadcast_bytes(path, 0);
+  const bool own = !path.empty();
+  if (!own) {
+    path = group_.broadcast_bytes(config.from, 0);
+  }
   if (path.empty()) {
     return;
   }
-  agree(group_, [&] { resumed_.emplace(path); });
+  try {
+    agree(group_, [&] { resumed_.emplace(path); });
+    resumed_->verify(group_);
+  } catch (const UsageError& error) {  // the same on all ranks
+    throw own ? AgreedError(error.what() + way_around(path)) : AgreedError(config_.at("checkpoint.from") + error.what());
+  }
   if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
     saved_at_ = resumed_->step();
   }
-  resumed_->verify(group_);
 }
 
 void Run::load_weights_of(const Checkpoint& checkpoint) {

@@ -128,5 +128,24 @@ TEST_F(StopTest, AnotherGlobalBatchIsRefusedAndItsAdviceWorks) {
   EXPECT_EQ(train({"c.yaml", "checkpoint.folder=d", init, "train.global_batch=24"}), 0) << err_;
 }
 
+TEST_F(StopTest, TheAdviceAfterADamagedCheckpointWorks) {
+  const std::vector<std::string> command{"c.yaml", "checkpoint={folder: a run's, every: 2}"};
+  ASSERT_EQ(train(command), 0) << err_;
+  for (const std::string newest : {"step-00000006", "step-00000004"}) {
+    const std::string path = "a run's/" + newest;
+    fs::resize_file(path + "/weights.safetensors", 100);
+    ASSERT_EQ(train(command), 2);
+    EXPECT_NE(err_.find("checkpoint: " + path + "/weights.safetensors: the file has 100 bytes"), std::string::npos) << err_;
+    const size_t from = err_.find("mv "), to = err_.find(", and the same command again");
+    ASSERT_TRUE(from < to && to != std::string::npos) << err_;
+    ASSERT_EQ(std::system(err_.substr(from, to - from).c_str()), 0) << err_;
+    EXPECT_TRUE(fs::exists("a run's/damaged-" + newest));
+  }
+  EXPECT_EQ(train(command), 0) << "nothing is left, so it starts anew: " << err_;
+  fs::resize_file("a run's/step-00000006/manifest.json", 100);
+  EXPECT_EQ(train({"c.yaml", "checkpoint.from=a run's/step-00000006"}), 2);
+  EXPECT_NE(err_.find("tessera train: command line: checkpoint.from: checkpoint: a run's/step-00000006/manifest.json"), std::string::npos) << err_;
+}
+
 }  // namespace
 }  // namespace tessera
