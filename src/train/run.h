@@ -38,6 +38,7 @@ class Run : private Joinable {
   void prepare();
   void load_data();
   void make_model(const ProcessGroup& own_group);
+  Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
   void note_specs();
   void make();
   void start_averaging();
