@@ -93,11 +93,13 @@ class Runs(unittest.TestCase):
         self.assertEqual(self.outcome(), whole)
 
     def test_a_stop_of_every_process_is_one_stop(self):
-        process = self.start("train.steps=1000000", "checkpoint.every=0", "train.eval_every=0")
+        process = self.start("train.steps=1000000", "checkpoint.every=0", "train.eval_every=0", "train.global_batch=3000")  # a step takes a while
         self.wait_for(process, "step ")
         children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in (*children, *children, process.pid):
-            os.kill(int(pid), signal.SIGTERM)
+        for pids in (children, (*children, process.pid)):
+            for pid in pids:
+                os.kill(int(pid), signal.SIGTERM)
+            time.sleep(0.05)
         rest, _ = process.communicate(timeout=30)
         self.assertEqual(process.returncode, 143, rest)
         self.assertIn("the same command goes on from run/step-", rest)
