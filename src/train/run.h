@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -81,6 +82,8 @@ class Run : private Joinable {
   std::string state_text() const;
   void read_state(const std::string& text, const std::string& where);
   void check_global_batch(int64_t before) const;
+  void check_model(const std::map<std::string, std::string>& before) const;
+  void warn_of_optimizer(const std::string& before);
 
   const Config& config_;
   ProcessGroup group_;

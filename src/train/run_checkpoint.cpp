@@ -198,6 +198,7 @@ std::string Run::state_text() const {
       {"global_batch", config_.train.global_batch},
       {"data", {{"size", sampler_->size()}, {"order", to_string(config_.data.order)}, {"seed", config_.data.seed}}},
       {"parallel", config_.parallel.type},
+      {"optimizer", config_.optimizer.type},
       {"ranks", group_.size()}};
   if (config_.train.loss_scale.enabled) {
     const auto& state = optimizer_->scaler().state();
@@ -207,6 +208,10 @@ std::string Run::state_text() const {
     const auto& state = early_stop_->state();
     json["early_stop"] = {
         {"best", state.best ? Json(*state.best) : Json()}, {"waited", state.waited}, {"stopped", state.stopped}};
+  }
+  json["model"] = Json::object();
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    json["model"][option] = value;
   }
   if (evaluation_due_) {
     json["evaluation_due"] = json_of(record_);
@@ -234,10 +239,30 @@ void Run::check_global_batch(int64_t before) const {
   }
 }
 
+/// Shapes tell most other models apart; these options they do not.
+void Run::check_model(const std::map<std::string, std::string>& before) const {
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    const auto found = before.find(option);
+    if (found != before.end() && found->second != value) {
+      throw UsageError(config_.at("model." + option) + value + ", but the weights of " + resumed_->path() + " are of a model with " + found->second +
+                       "; expected " + found->second);
+    }
+  }
+}
+
+void Run::warn_of_optimizer(const std::string& before) {
+  if (reporter_ && before != config_.optimizer.type) {
+    reporter_->line("warning: " + config_.at("optimizer.type") + config_.optimizer.type + " goes on with the state of " + before);
+  }
+}
+
 void Run::read_state(const std::string& text, const std::string& where) {
   int64_t global_batch = 0;
+  std::map<std::string, std::string> model;
   try {
     const Json json = Json::parse(text);
+    model = json.value("model", model);
+    warn_of_optimizer(json.value("optimizer", config_.optimizer.type));
     const Json& data = json.at("data");
     SamplerState sampler = sampler_->state();
     sampler.position = json.at("samples").get<int64_t>();
@@ -279,6 +304,7 @@ void Run::read_state(const std::string& text, const std::string& where) {
     throw UsageError(where + ": " + error.what());
   }
   check_global_batch(global_batch);
+  check_model(model);
 }
 
 std::vector<StateSlice> Run::slices_to_save() {
