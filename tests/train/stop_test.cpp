@@ -25,6 +25,7 @@ TEST(Signals, ARepeatAtOnceIsTheSameStop) {
 }
 
 TEST(Signals, ALaterOneEndsTheProcess) {
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   const auto stop_twice = [] {
     train::handle_signals();
     std::raise(SIGTERM);
