@@ -68,6 +68,10 @@ struct LaunchOptions {
 /// forks, and handles the signals above while it runs.
 int run(const LaunchOptions& options);
 
+/// Opens /dev/null in place of standard streams that are closed: else the first files or pipes that the program opens
+/// get their numbers, and what it prints. For the start of a main().
+void open_standard_streams();
+
 /// Throws UsageError naming the flag, its value and what was expected.
 void validate(const LaunchOptions& options);
 

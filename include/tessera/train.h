@@ -37,8 +37,8 @@ void request_stop(int signal) noexcept;
 /// The command line of `tessera train`, for a program's own main(): `NAME [-n RANKS] CONFIG.yaml [key=value …]
 /// [--dump-config full|minimal] [--no-resume] [--config-reference]`. Reads the config, starts this process's part of
 /// the world (init_process_group) and runs; with -n it starts RANKS copies of itself on this host. SIGTERM and SIGINT
-/// save a checkpoint, where there is a folder for it, and end the run; a second one ends the process at once. Never
-/// throws; returns the exit code: 0, 1 when the run failed (each rank says why on standard error), 2 when config, files
+/// save a checkpoint, where there is a folder for it, and end the run; one that comes more than a second after the first
+/// ends the process at once. Never throws; returns the exit code: 0, 1 when the run failed (each rank says why on standard error), 2 when config, files
 /// or options are wrong (said once, by the first rank of each host), 130 or 143 when it was ended by SIGINT or SIGTERM.
 int train_main(int argc, char** argv);
 

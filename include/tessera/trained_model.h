@@ -44,6 +44,8 @@ struct ModelPlan {
   int64_t classes = 0;     ///< of its predictions; 0: not a classifier
   bool communicates = false;  ///< its layers use ModelContext::group, which then is one of their own
   std::function<TrainedModel(const ModelContext&)> make = {};
+  /// Options, with values, that change what weights of the same shapes mean: a run goes on with its checkpoint's.
+  std::vector<std::pair<std::string, std::string>> meaning = {};
 };
 
 /// From a model's output: named losses and figures, as parse_losses wants them.

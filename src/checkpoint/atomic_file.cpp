@@ -45,6 +45,10 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   if (::stat(target_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
     throw UsageError(component_ + ": " + path_ + " exists and is not a regular file");
   }
+  // The temporary's name is short: without this, only the last rename would tell.
+  if (::lstat(target_.c_str(), &status) != 0 && errno == ENAMETOOLONG) {
+    throw UsageError(component_ + ": " + path_ + ": " + errno_text(ENAMETOOLONG) + "; expected a name of at most 255 bytes");
+  }
   folder_ = std::filesystem::path(target_).parent_path().string();
   folder_ = folder_.empty() ? "." : folder_;
   if (::stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {

@@ -53,15 +53,11 @@ std::string Checkpoint::Impl::older_ones() const {
   const auto own = store::step_of_name(self.filename().string());
   if (!own) return "";
   const std::string parent = self.has_parent_path() ? self.parent_path().string() : ".";
-  std::string names, newest;
+  std::string names;
   for (const int64_t step : store::committed_steps(parent)) {
-    if (step >= *own) continue;
-    newest = store::step_name(step);
-    names = newest + (names.empty() ? "" : ", ") + names;
+    if (step < *own) names = store::step_name(step) + (names.empty() ? "" : ", ") + names;
   }
-  if (names.empty()) return "; there is no older checkpoint in " + parent;
-  return fmt::format("; older checkpoints in {}: {}; to go on from one of them: train.resume={}/{}", parent, names,
-                     parent, newest);
+  return names.empty() ? "; there is no older checkpoint in " + parent : fmt::format("; older checkpoints in {}: {}", parent, names);
 }
 
 void Checkpoint::Impl::damaged(const std::string& file, const std::string& tensor, const std::string& reason) const {

@@ -21,13 +21,6 @@ std::vector<std::string> current_environment() {
   return result;
 }
 
-/// Started with 0, 1 or 2 closed, the pipes of ranks would take these numbers.
-void open_standard_streams() {
-  for (int fd = 0; fd < 3; ++fd) {
-    if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", O_RDWR);
-  }
-}
-
 std::string random_id() {
   std::random_device source;
   char text[17];
@@ -84,6 +77,12 @@ void flush(Console& console, SignalWatch& signals) {
 }
 
 }  // namespace
+
+void open_standard_streams() {
+  for (int fd = 0; fd < 3; ++fd) {
+    if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", O_RDWR);
+  }
+}
 
 int run(const LaunchOptions& options) {
   validate(options);

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/models/image_classifier.h"
@@ -49,6 +51,7 @@ ModelPlan read_gpt2(OptionReader& options) {
   ModelPlan plan;
   plan.vocab_size = gpt2.vocab_size;
   plan.max_length = gpt2.n_positions;
+  plan.meaning = {{"n_head", std::to_string(gpt2.n_head)}, {"activation", gpt2.activation}, {"layer_norm_epsilon", fmt::format("{}", gpt2.layer_norm_epsilon)}};
   plan.make = [gpt2](const ModelContext& context) {
     GPT2Options seeded = gpt2;
     seeded.seed = context.seed;

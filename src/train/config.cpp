@@ -117,7 +117,7 @@ void check_config_world(const Config& config, int world_size) {
     throw UsageError(config.at("train.global_batch") + std::to_string(batch) + " sequences cannot be divided by " +
                      std::to_string(world_size) + " ranks; expected a multiple of " + std::to_string(world_size));
   }
-  if (config.train.accumulation > 1 && batch % (world_size * config.train.accumulation) != 0) {
+  if (config.train.accumulation > 1 && (batch % world_size != 0 || batch / world_size % config.train.accumulation != 0)) {
     throw UsageError(config.at("train.accumulation") + std::to_string(config.train.accumulation) +
                      " equal parts of the " + std::to_string(batch) + " samples of a step on " +
                      std::to_string(world_size) +

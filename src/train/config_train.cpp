@@ -108,6 +108,23 @@ void read_averaging(OptionReader& keys, RunConfig& run) {
   stop.finish();
 }
 
+/// Samples are counted in 64 bits; twice that leaves room for the rounds of any world.
+constexpr int64_t kMostSamples = int64_t{1} << 62;
+constexpr int64_t kLargestBatch = int64_t{1} << 31;
+
+void check_counts(const OptionReader& keys, const RunConfig& run) {
+  const std::string batch = std::to_string(run.global_batch);
+  if (run.global_batch > kLargestBatch) {
+    keys.fail("global_batch", batch + "; expected at most " + std::to_string(kLargestBatch));
+  }
+  for (const auto& [key, count] : {std::pair("steps", run.steps), std::pair("eval_batches", run.eval_batches)}) {
+    const int64_t most = kMostSamples / run.global_batch;
+    if (count > most) {
+      keys.fail(key, std::to_string(count) + " times a train.global_batch of " + batch + "; expected at most " + std::to_string(most));
+    }
+  }
+}
+
 }  // namespace
 
 void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
@@ -132,6 +149,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   OptionReader sample = keys.map("sample");
   keys.finish();
   read_sample(std::move(sample), config, run.sample);
+  check_counts(keys, run);
   if (run.save_config && run.save.empty()) {
     keys.fail("save_config", "true, but train.save names no file to put it beside");
   }

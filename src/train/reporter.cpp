@@ -57,16 +57,20 @@ std::string others(const Figures& figures) {
 
 Reporter::Reporter(const Config& config, int64_t first_step)
     : config_(config), log_(nullptr, &std::fclose), terminal_(on_terminal()) {
-  const std::string& path = config.train.log;
+  open_log(first_step);
+}
+
+void Reporter::open_log(int64_t first_step) {
+  const std::string& path = config_.train.log;
   if (path.empty()) {
     return;
   }
   if (first_step > 0) {
-    named(config.at("train.log"), [&] { keep_log_before(path, first_step); });
+    named(config_.at("train.log"), [&] { keep_log_before(path, first_step); });
   }
   log_.reset(std::fopen(path.c_str(), first_step > 0 ? "ae" : "we"));
   if (!log_) {
-    throw UsageError(config.at("train.log") + path + ": " + std::strerror(errno));
+    throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
   }
 }
 
@@ -122,6 +126,11 @@ void Reporter::log(const StepRecord& record) {
   if (std::fputs(text.c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0) {
     throw Error(config_.at("train.log") + config_.train.log + ": cannot write: " + std::strerror(errno));
   }
+}
+
+void Reporter::log_again(const StepRecord& record) {
+  open_log(record.step);
+  log(record);
 }
 
 void Reporter::evaluation(int64_t step, const std::map<std::string, double>& figures,

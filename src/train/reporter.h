@@ -47,6 +47,8 @@ class Reporter {
   void step(const StepRecord& record, int64_t steps);
   /// Into the log. Throws Error when it cannot be written.
   void log(const StepRecord& record);
+  /// In place of the line of that step, the last one.
+  void log_again(const StepRecord& record);
   /// `step`: the number of steps done.
   void evaluation(int64_t step, const std::map<std::string, double>& figures, const std::optional<double>& baseline,
                   const std::string& baseline_name);
@@ -56,6 +58,8 @@ class Reporter {
   void summary(const TrainResult& result, const CommStats& communication, double waited_for_data);
 
  private:
+  /// Drops lines from `first_step` on and opens the log behind the others.
+  void open_log(int64_t first_step);
   void draw_bar();
   void clear_bar();
 

@@ -69,6 +69,7 @@ void Run::call_hooks(const Call& call) {
 TrainResult Run::run() {
   introduce();
   call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
+  evaluate_what_was_due();
   train();
   finish();
   call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
@@ -122,7 +123,10 @@ void Run::iteration(std::optional<Batch> batch) {
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
   const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
-  if (last || (every > 0 && done_ % every == 0 && !stop_)) {
+  const bool evaluation = data_.val && (last || (every > 0 && done_ % every == 0));
+  // Whoever interrupts a run may not wait for long: its checkpoint comes first, and says what is due.
+  evaluation_due_ = evaluation && result_.interrupted_by != 0;
+  if (evaluation && !evaluation_due_) {
     evaluate();
   }
   if (reporter_) {
@@ -131,6 +135,21 @@ void Run::iteration(std::optional<Batch> batch) {
   const int64_t save_every = config_.checkpoint.every;
   if (store_ && (last || stop_ || (save_every > 0 && done_ % save_every == 0))) {
     save_checkpoint();
+  }
+}
+
+/// The evaluation that the checkpoint's step was interrupted before. The step's line in the log is written anew with it.
+void Run::evaluate_what_was_due() {
+  if (!evaluation_due_) {
+    return;
+  }
+  evaluation_due_ = false;
+  evaluate();
+  if (reporter_) {
+    reporter_->log_again(record_);
+  }
+  if (stop_ || done_ == iterations()) {
+    saved_at_ = -1;  // no step follows; what the evaluation changed belongs into the run's last checkpoint
   }
 }
 
@@ -193,7 +212,7 @@ void Run::train_step(std::optional<Batch> batch) {
   record_.ms = seconds * 1000;
   record_.epoch = progress(done_ + 1).epoch;
   const int64_t round = dealing_->round();
-  record_.samples = std::min(dealing_->total - done_ * round, round);
+  record_.samples = std::min(dealing_->total - dealing_->dealt(done_), round);
   record_.tokens = record_.samples * data_.train->tokens_per_sample();
   result_.losses.push_back(record_.loss);
   result_.grad_norms.push_back(record_.grad_norm);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,6 +39,7 @@ class Run : private Joinable {
   void prepare();
   void load_data();
   void make_model(const ProcessGroup& own_group);
+  Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
   void note_specs();
   void make();
   void start_averaging();
@@ -58,6 +60,7 @@ class Run : private Joinable {
   void agree_on_figures(double loss, const std::vector<std::pair<std::string, double>>& figures, bool active);
   double set_learning_rates();
   void evaluate();
+  void evaluate_what_was_due();
   void evaluate_averaged(const std::function<void()>& evaluation);
   RunState run_state() const;
   template <class Call>
@@ -78,6 +81,9 @@ class Run : private Joinable {
   void restore_random(const Checkpoint& checkpoint);
   std::string state_text() const;
   void read_state(const std::string& text, const std::string& where);
+  void check_global_batch(int64_t before) const;
+  void check_model(const std::map<std::string, std::string>& before) const;
+  void warn_of_optimizer(const std::string& before);
 
   const Config& config_;
   ProcessGroup group_;
@@ -104,6 +110,7 @@ class Run : private Joinable {
   int active_ranks_ = 0;          // 0: all
   bool stop_ = false;
   bool warned_ = false;
+  bool evaluation_due_ = false;  // the run was interrupted before it
   StepRecord record_;
   TrainResult result_;
 };

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -22,6 +23,35 @@ constexpr const char* kAverage = "weight_average";
 
 std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
+}
+
+/// What a step came to, for the run that goes on with its evaluation. A figure that is not finite has no number in JSON.
+Json json_of(const StepRecord& record) {
+  const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
+  Json figures = Json::array();
+  for (const auto& [name, value] : record.figures) {
+    figures.push_back({name, number(value)});
+  }
+  return {{"loss", number(record.loss)}, {"grad_norm", number(record.grad_norm)}, {"lr", record.lr}, {"ms", record.ms}, {"samples", record.samples},
+          {"tokens", record.tokens}, {"epoch", record.epoch}, {"loss_scale", record.loss_scale}, {"figures", figures}};
+}
+
+StepRecord record_of(const Json& json, int64_t step) {
+  const auto number = [](const Json& value) { return value.is_null() ? std::nan("") : value.get<double>(); };
+  StepRecord record;
+  record.step = step;
+  record.loss = number(json.at("loss"));
+  record.grad_norm = number(json.at("grad_norm"));
+  record.lr = json.at("lr").get<double>();
+  record.ms = json.at("ms").get<double>();
+  record.samples = json.at("samples").get<int64_t>();
+  record.tokens = json.at("tokens").get<int64_t>();
+  record.epoch = json.at("epoch").get<double>();
+  record.loss_scale = json.at("loss_scale").get<double>();
+  for (const auto& figure : json.at("figures")) {
+    record.figures.emplace_back(figure.at(0).get<std::string>(), number(figure.at(1)));
+  }
+  return record;
 }
 
 /// A run that starts anew must not find the checkpoints of the one before as its own: they move to a folder beside.
@@ -47,6 +77,22 @@ void set_aside_checkpoints(const std::string& folder) {
   }
 }
 
+/// As one word of a shell's command.
+std::string quoted(const std::string& path) {
+  std::string text = "'";
+  for (const char letter : path) {
+    text += letter == '\'' ? "'\\''" : std::string(1, letter);
+  }
+  return text + "'";
+}
+
+/// What to do about the folder's newest checkpoint when it cannot be read.
+std::string way_around(const std::string& path) {
+  const std::filesystem::path step(path);
+  const std::string aside = (step.parent_path() / ("damaged-" + step.filename().string())).string();
+  return fmt::format("; to go on without it: mv {} {}, and the same command again", quoted(path), quoted(aside));
+}
+
 }  // namespace
 
 /// Opens the folder for writing, and what the run goes on from.
@@ -69,18 +115,23 @@ void Run::open_checkpoints() {
       }
     });
   }
-  if (path.empty()) {
-    path = config.from;
-  }
   path = group_.broadcast_bytes(path, 0);
+  const bool own = !path.empty();
+  if (!own) {
+    path = group_.broadcast_bytes(config.from, 0);
+  }
   if (path.empty()) {
     return;
   }
-  agree(group_, [&] { resumed_.emplace(path); });
+  try {
+    agree(group_, [&] { resumed_.emplace(path); });
+    resumed_->verify(group_);
+  } catch (const UsageError& error) {  // the same on all ranks
+    throw own ? AgreedError(error.what() + way_around(path)) : AgreedError(config_.at("checkpoint.from") + error.what());
+  }
   if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
     saved_at_ = resumed_->step();
   }
-  resumed_->verify(group_);
 }
 
 void Run::load_weights_of(const Checkpoint& checkpoint) {
@@ -143,9 +194,11 @@ void Run::restore_random(const Checkpoint& checkpoint) {
 std::string Run::state_text() const {
   Json json = {
       {"step", done_},
-      {"samples", done_ * dealing_->round()},
+      {"samples", dealing_->dealt(done_)},
+      {"global_batch", config_.train.global_batch},
       {"data", {{"size", sampler_->size()}, {"order", to_string(config_.data.order)}, {"seed", config_.data.seed}}},
       {"parallel", config_.parallel.type},
+      {"optimizer", config_.optimizer.type},
       {"ranks", group_.size()}};
   if (config_.train.loss_scale.enabled) {
     const auto& state = optimizer_->scaler().state();
@@ -155,6 +208,13 @@ std::string Run::state_text() const {
     const auto& state = early_stop_->state();
     json["early_stop"] = {
         {"best", state.best ? Json(*state.best) : Json()}, {"waited", state.waited}, {"stopped", state.stopped}};
+  }
+  json["model"] = Json::object();
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    json["model"][option] = value;
+  }
+  if (evaluation_due_) {
+    json["evaluation_due"] = json_of(record_);
   }
   if (average_) {
     json["weight_average_updates"] = average_->updates();
@@ -169,9 +229,40 @@ std::string Run::state_text() const {
   return json.dump(2) + "\n";
 }
 
+/// Steps are counted, scheduled, logged and saved by number: of another size, the numbers would mean something else.
+void Run::check_global_batch(int64_t before) const {
+  const int64_t batch = config_.train.global_batch;
+  if (batch != before) {
+    throw UsageError(config_.at("train.global_batch") + std::to_string(batch) + ", but " + resumed_->path() + " is of a run with " +
+                     std::to_string(before) + "; expected " + std::to_string(before) +
+                     ", or a new run from its weights, in another folder: checkpoint.folder=… model.init=" + resumed_->path() + "/" + kWeights);
+  }
+}
+
+/// Shapes tell most other models apart; these options they do not.
+void Run::check_model(const std::map<std::string, std::string>& before) const {
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    const auto found = before.find(option);
+    if (found != before.end() && found->second != value) {
+      throw UsageError(config_.at("model." + option) + value + ", but the weights of " + resumed_->path() + " are of a model with " + found->second +
+                       "; expected " + found->second);
+    }
+  }
+}
+
+void Run::warn_of_optimizer(const std::string& before) {
+  if (reporter_ && before != config_.optimizer.type) {
+    reporter_->line("warning: " + config_.at("optimizer.type") + config_.optimizer.type + " goes on with the state of " + before);
+  }
+}
+
 void Run::read_state(const std::string& text, const std::string& where) {
+  int64_t global_batch = 0;
+  std::map<std::string, std::string> model;
   try {
     const Json json = Json::parse(text);
+    model = json.value("model", model);
+    warn_of_optimizer(json.value("optimizer", config_.optimizer.type));
     const Json& data = json.at("data");
     SamplerState sampler = sampler_->state();
     sampler.position = json.at("samples").get<int64_t>();
@@ -179,12 +270,14 @@ void Run::read_state(const std::string& text, const std::string& where) {
     sampler.order = data.at("order").get<std::string>() == "shuffled" ? SampleOrder::shuffled : SampleOrder::sequential;
     sampler.seed = data.at("seed").get<uint64_t>();
     sampler_->load_state(sampler);
-    const int64_t round = dealing_->round();
-    if (sampler.position % round != 0) {
-      throw UsageError("train.global_batch: the " + std::to_string(round) + " samples of a step do not divide the " +
-                       std::to_string(sampler.position) + " that the run has seen; expected a number that does");
+    done_ = json.at("step").get<int64_t>();
+    global_batch = json.value("global_batch", done_ > 0 ? sampler.position / done_ : config_.train.global_batch);
+    dealing_->start = done_;
+    dealing_->start_sample = sampler.position;
+    if (json.contains("evaluation_due")) {
+      evaluation_due_ = data_.val != nullptr;
+      record_ = record_of(json.at("evaluation_due"), done_ - 1);
     }
-    done_ = sampler.position / round;
     if (json.contains("loss_scale")) {
       const Json& scale = json.at("loss_scale");
       optimizer_->scaler().load_state({scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()});
@@ -210,6 +303,8 @@ void Run::read_state(const std::string& text, const std::string& where) {
   } catch (const Json::exception& error) {
     throw UsageError(where + ": " + error.what());
   }
+  check_global_batch(global_batch);
+  check_model(model);
 }
 
 std::vector<StateSlice> Run::slices_to_save() {

@@ -106,8 +106,13 @@ void Run::sample() {
     return;
   }
   const auto whole = wrapper_->whole_on_rank0();
-  if (first()) {
+  if (!first()) {
+    return;
+  }
+  try {
     reporter_->line("sample:\n" + sample_text(model_, sample, config_.data.plan.text));
+  } catch (const c10::Error& error) {  // as of weights that are not finite; all else is written
+    reporter_->line("warning: train.sample: no sample: " + message_of(error));
   }
 }
 

@@ -1,6 +1,9 @@
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
+#include <sstream>
 
 #include "tessera/error.h"
 #include "tessera/agreement.h"
@@ -64,8 +67,13 @@ void Run::load_data() {
   const int64_t batch = config_.train.global_batch;
   int64_t steps = config_.train.steps;
   if (config_.train.epochs > 0) {
-    steps = static_cast<int64_t>(
-        std::floor(config_.train.epochs * static_cast<double>(samples) / static_cast<double>(batch)));
+    const double whole = std::floor(config_.train.epochs * static_cast<double>(samples) / static_cast<double>(batch));
+    constexpr double kMostOfEpochs = 4e18;  // counted in 64 bits, with room for the rounds of any world
+    if (whole > kMostOfEpochs / static_cast<double>(batch)) {
+      throw UsageError(config_.at("train.epochs") + fmt::format("{} times ", config_.train.epochs) + std::to_string(samples) +
+                       " samples; expected at most 4e18 samples in all");
+    }
+    steps = static_cast<int64_t>(whole);
     if (steps == 0) {
       throw UsageError(config_.at("train.epochs") + "less than one step of " + std::to_string(batch) + " samples in " +
                        std::to_string(samples) + "; expected more epochs or a smaller train.global_batch");
@@ -96,9 +104,7 @@ void Run::make_model(const ProcessGroup& own_group) {
       throw UsageError(config_.at("loss") + "model " + config_.model.type +
                        " gives no prediction; expected a forward(inputs) or predict(batch)");
     }
-    model_.loss = [predict = model_.predict, loss = config_.loss](const Batch& batch) {
-      return loss(predict(batch), batch);
-    };
+    model_.loss = [this, predict = model_.predict](const Batch& batch) { return loss_of(predict(batch), batch); };
   }
   if (!model_.loss) {
     throw UsageError(config_.at("model.type") + config_.model.type +
@@ -119,6 +125,18 @@ void Run::make_model(const ProcessGroup& own_group) {
   }
   // Dropout draws from the global state: every rank its own masks.
   torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+}
+
+/// The config's loss; one that cannot take what the model gives says so, with the shapes.
+Losses Run::loss_of(const at::Tensor& prediction, const Batch& batch) const {
+  try {
+    return config_.loss(prediction, batch);
+  } catch (const c10::Error& error) {
+    std::ostringstream shapes;
+    shapes << "of a prediction of shape " << prediction.sizes() << " and targets of shape " << batch.targets.sizes();
+    const std::string type = config_.options ? config_.value("loss.type") + " " : "";
+    throw Error(config_.at("loss.type") + type + shapes.str() + ": " + message_of(error));
+  }
 }
 
 void Run::note_specs() {

@@ -13,6 +13,7 @@
 #include "tessera/nearest.h"
 #include "tessera/train.h"
 #include "train/interruption.h"
+#include "train/run.h"
 
 namespace tessera {
 namespace {
@@ -120,23 +121,36 @@ int launch_ranks(int ranks, int argc, char** argv) {
   return launch::run(options);
 }
 
+/// What all ranks agree is wrong before the first step is the command's fault; later it is a disk's.
+int train_on(const Config& config, ProcessGroup group) {
+  int failure = kWrongCommand;
+  try {
+    train::handle_signals();
+    train::Run run(config, group);
+    failure = kRunFailed;
+    const int signal = run.run().interrupted_by;
+    return signal == 0 ? 0 : 128 + signal;
+  } catch (const AgreedError& error) {
+    if (group.rank() == 0) {
+      say(error.what());
+    }
+    group.barrier();
+    leave_after_the_speaker(group.rank() == 0);
+    return failure;
+  }
+}
+
 int run(const Config& config) {
   int rank = rank_in_environment();
   try {
     ProcessGroup group = init_process_group(config.parallel.group);
     rank = group.rank();
-    try {
-      train::handle_signals();
-      const int signal = run_training(config, group).interrupted_by;
-      return signal == 0 ? 0 : 128 + signal;
-    } catch (const AgreedError& error) {
-      if (rank == 0) {
-        say(error.what());
-      }
-      group.barrier();
-      leave_after_the_speaker(rank == 0);
-      return kWrongCommand;
-    }
+    return train_on(config, std::move(group));
+  } catch (const BrokenWorldError& error) {
+    // The launcher knows the class name: a rank that only lost another is not the cause.
+    say("rank " + std::to_string(rank) + ": BrokenWorldError: " + error.what());
+    leave_after_the_speaker(false);
+    return kRunFailed;
   } catch (const UsageError& error) {
     say("rank " + std::to_string(rank) + ": " + error.what());
     return kWrongCommand;
@@ -149,6 +163,7 @@ int run(const Config& config) {
 }  // namespace
 
 int train_main(int argc, char** argv) {
+  launch::open_standard_streams();
   Config config;
   try {
     const Command command = parse_command(argc, argv);

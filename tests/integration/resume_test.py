@@ -3,7 +3,7 @@
 
     resume_test.py BUILD_FOLDER
 """
-import json, os, pathlib, random, signal, struct, subprocess, sys, tempfile, time, unittest
+import json, os, pathlib, random, shlex, signal, struct, subprocess, sys, tempfile, time, unittest
 
 BUILD = pathlib.Path(sys.argv.pop(1))
 TESSERA = str(BUILD / "bin/tessera")
@@ -91,6 +91,40 @@ class Runs(unittest.TestCase):
         self.assertIn("the same command goes on from run/step-", rest)
         self.call()
         self.assertEqual(self.outcome(), whole)
+
+    def test_a_stop_of_every_process_is_one_stop(self):
+        process = self.start("train.steps=1000000", "checkpoint.every=0", "train.eval_every=0", "train.global_batch=3000")  # a step takes a while
+        self.wait_for(process, "step ")
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pids in (children, (*children, process.pid)):
+            for pid in pids:
+                os.kill(int(pid), signal.SIGTERM)
+            time.sleep(0.05)
+        rest, _ = process.communicate(timeout=30)
+        self.assertEqual(process.returncode, 143, rest)
+        self.assertIn("the same command goes on from run/step-", rest)
+
+    def test_a_file_that_cannot_grow_ends_the_run_with_its_name(self):
+        """What a full disk does: no signal, code 1, and the rank that has the file is the cause."""
+        def limited(*words):
+            command = " ".join(shlex.quote(word) for word in self.command("train.save=null", *words))
+            return subprocess.run(["bash", "-c", f"ulimit -f 4; exec {command}"], cwd=self.folder, env=environment(), capture_output=True, text=True,
+                                  timeout=60, stdin=subprocess.DEVNULL)
+        for words, text in ((("checkpoint=null", "train.steps=2000", "train.eval_every=0"), "log.jsonl: cannot write: File too large"),
+                            (("train.log=null",), "weights.safetensors")):
+            done = limited(*words)
+            self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+            self.assertIn(text, done.stderr)
+            self.assertRegex(done.stderr, r"rank 0 \(pid \d+\) exited with code 1.*; it is the root cause")
+        self.assertIn("File too large", done.stderr)
+
+    def test_closed_streams_do_not_become_files(self):
+        run = f"exec {BUILD}/bin/tessera-train c.yaml parallel.type=none train.steps=8 checkpoint.every=4"
+        for streams in (">&-", "<&- >&-", "<&- >&- 2>&-"):
+            done = subprocess.run(["bash", "-c", f"{run} checkpoint.resume=false {streams}"], cwd=self.folder, env=environment(), timeout=60)
+            self.assertEqual(done.returncode, 0, streams)
+            self.assertEqual([line["step"] for line in without_times(self.folder / "log.jsonl")], list(range(8)), streams)
+        self.call("train.steps=9", "parallel.type=ZeroRedundancyOptimizer", ranks=2)
 
     def test_killed_runs_go_on_bit_by_bit(self):
         whole = self.whole()

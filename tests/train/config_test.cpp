@@ -195,6 +195,8 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"data.seq_len=33", "command line: data.seq_len: 33 is longer than model.n_positions (32)"},
       {"data.order=shufled", "data.order: shufled; expected one of shuffled, sequential; did you mean \"shuffled\"?"},
       {"data.path=null", "data.path: missing; expected the training text or tokens"},
+      {"model.type=null", "model.type: missing; expected the name of a model"},
+      {"data.type=null", "data.type: missing; expected the name of a dataset"},
       {"data.path=[{a: b}]", "a map; expected a path"},
       {"data.val_fraction=1", "expected a number >= 0 and < 1"},
       {"data.type=TokenBin", ""},

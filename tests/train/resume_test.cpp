@@ -133,10 +133,15 @@ TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
     }
   };
   says({"model.n_embd=32"}, "expected [");
+  says({"model.n_head=4"}, "command line: model.n_head: 4, but the weights of c/step-00000006 are of a model with 2; expected 2");
+  says({"model.activation=relu"}, "model.activation: relu, but the weights of");
+  says({"model.layer_norm_epsilon=1e-4"}, "model.layer_norm_epsilon: 0.0001, but the weights of");
   says({"model.n_layer=3"}, "missing transformer.h.2.");
   says({"data.seed=3", "data.order=shuffled"}, "sequential");
   says({"train.global_batch=10"}, "train.global_batch");
   says({"optimizer={type: SGD, momentum: 0.9, lr: 1e-3}"}, "momentum_buffer");
+  train_ranks(2, {"checkpoint={folder: d, from: c/step-00000006}", "optimizer={type: Adam, lr: 1e-3}"});
+  EXPECT_NE(out_.find("warning: command line: optimizer.type: Adam goes on with the state of AdamW\n"), std::string::npos) << out_;
   std::fstream file("c/step-00000006/weights.safetensors", std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-3, std::ios::end);
   file.put('\x55');

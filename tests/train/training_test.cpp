@@ -161,6 +161,64 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
   }
 }
 
+TEST_F(TrainingTest, AnOutputReplacesNeitherAnotherNorAnInput) {
+  std::ofstream("base.yaml") << kConfig;
+  std::ofstream("c.yaml") << "base: base.yaml\n";
+  std::filesystem::create_directory("out");
+  std::filesystem::create_symlink("../text.txt", "out/link");
+  const std::string text = bytes_of("text.txt"), base = bytes_of("base.yaml");
+  const std::pair<std::vector<std::string>, std::string> cases[] = {
+      {{"train.save=out/../out/log.jsonl"}, "train.save: out/../out/log.jsonl: train.log writes it, too; expected a file of its own"},
+      {{"train.save=out/config.json"}, "train.save_config: out/config.json: train.save writes it, too"},
+      {{"train.log=out/config.json"}, "train.save_config: out/config.json: train.log writes it, too"},
+      {{"train.log=out/link"}, "train.log: out/link: data.path reads it"},
+      {{"train.save=text.txt"}, "train.save: text.txt: data.path reads it"},
+      {{"train.log=text.txt", "data.path='t*.txt'"}, "train.log: text.txt: data.path reads it"},
+      {{"train.save=c.yaml"}, "train.save: c.yaml: the config is read from it"},
+      {{"train.log=base.yaml"}, "train.log: base.yaml: the config is read from it"},
+      {{"train.save=out/" + std::string(256, 'x')}, ": File name too long; expected a name of at most 255 bytes"},
+      {{"train.log=out/" + std::string(256, 'x')}, ": File name too long; expected a name of at most 255 bytes"},
+  };
+  for (const auto& [changes, expected] : cases) {
+    std::vector<std::string> words{"c.yaml"};
+    words.insert(words.end(), changes.begin(), changes.end());
+    EXPECT_EQ(train(words), 2) << expected;
+    EXPECT_NE(err_.find(expected), std::string::npos) << expected << " is not in: " << err_;
+    EXPECT_EQ(out_, "");
+  }
+  EXPECT_EQ(bytes_of("text.txt"), text);
+  EXPECT_EQ(bytes_of("base.yaml"), base);
+  EXPECT_EQ(train({"c.yaml", "train.save=out/" + std::string(255, 'x')}), 0) << err_;
+}
+
+TEST_F(TrainingTest, MoreSamplesThanAreCountedEndBeforeTraining) {
+  const std::pair<std::vector<std::string>, std::string> cases[] = {
+      {{"train.steps=9223372036854775807"}, "command line: train.steps: 9223372036854775807 times a train.global_batch of 12; expected at most 384307168202282325"},
+      {{"train.steps=1537228672809129302"}, "command line: train.steps: "},
+      {{"train.eval_batches=9223372036854775807"}, "command line: train.eval_batches: "},
+      {{"train.global_batch=9223372036854775807"}, "command line: train.global_batch: 9223372036854775807; expected at most 2147483648"},
+      {{"train.accumulation=9223372036854775807"}, "command line: train.accumulation: "},
+      {{"train={epochs: 1e300, global_batch: 12}"}, "command line: train.epochs: 1e+300 times "},
+  };
+  for (const auto& [changes, expected] : cases) {
+    EXPECT_EQ(train({"c.yaml", changes[0]}), 2) << expected;
+    EXPECT_NE(err_.find(expected), std::string::npos) << expected << " is not in: " << err_;
+    EXPECT_EQ(out_, "");
+  }
+}
+
+TEST_F(TrainingTest, ALossThatDoesNotFitNamesItself) {
+  EXPECT_EQ(train({"c.yaml", "loss={type: mse}"}), 1);
+  EXPECT_NE(err_.find("tessera train: rank 0: command line: loss.type: mse of a prediction of shape [12, 16, 256] and targets of shape [12, 16]: The size of"),
+            std::string::npos)
+      << err_;
+}
+
+TEST_F(TrainingTest, WeightsThatAreNotFiniteHaveNoSample) {
+  EXPECT_EQ(train({"c.yaml", "optimizer.lr=1e38", "train.sample={length: 5}"}), 0) << err_;
+  EXPECT_NE(out_.find("warning: train.sample: no sample: "), std::string::npos) << out_;
+}
+
 TEST_F(TrainingTest, CudaWithoutADeviceOrItsBuildSaysWhich) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "a CUDA device is there, and this build uses it";
   EXPECT_EQ(train({"c.yaml", "model.device=cuda"}), 2);
