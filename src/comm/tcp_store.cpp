@@ -78,8 +78,7 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment, 
   } catch (const std::exception& error) {
     const auto reason = compat::first_line(error.what());
     if (options.isServer) throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at {}: {}", place_of(environment), reason));
-    throw BrokenWorldError(fmt::format("init_process_group: rank {} of {} cannot reach the store at {} within {} ms: {}", environment.rank, environment.size,
-                                       place_of(environment), timeout.count(), reason), server_of(environment));
+    throw_useless_store(environment, timeout, reason);
   }
 }
 
