@@ -41,15 +41,18 @@ void Page::detach() {
   memory_ = at::Tensor();
 }
 
+/// Apart, because every operator comes by Page::of().
+[[gnu::cold, gnu::noinline]] void Page::refuse_orphan(const Link& link) {
+  throw UsageError("FullyShardedDataParallel: " + link.what + " was used after the wrapper was destroyed, and the memory with it; expected the wrapper to live as long as its "
+                   "module, or state_dict() before");
+}
+
 Page* Page::of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto& data = tensor.storage().data_ptr();
   if (data.get_deleter() != &Page::release) return nullptr;
   const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
-  if (!link.page) {
-    throw UsageError("FullyShardedDataParallel: " + link.what + " was used after the wrapper was destroyed, and the memory with it; expected the wrapper to live as long as its "
-                     "module, or state_dict() before");
-  }
+  if (!link.page) refuse_orphan(link);
   return link.page;
 }
 

@@ -61,6 +61,7 @@ class Page {
     std::string what;
   };
   static void release(void* link);
+  [[noreturn]] static void refuse_orphan(const Link& link);
   void point_at(void* data);
 
   std::shared_ptr<Link> link_;

@@ -7,9 +7,9 @@
 namespace tessera::fsdp {
 
 at::Tensor SlotPool::take(int64_t numel) {
-  const c10::InferenceMode off(false);  // a slot made under the caller's could not be written in training
-  at::NoGradGuard no_grad;
   if (free_.empty()) {
+    const c10::InferenceMode off(false);  // a slot made under the caller's could not be written in training
+    at::NoGradGuard no_grad;
     const bool shared = group_.backend_name() == "shm" && options_.device().is_cpu();
     free_.push_back(shared ? group_.allocate(capacity_, options_) : at::empty({capacity_}, options_));
     slots_.push_back(free_.back());
