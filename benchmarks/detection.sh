@@ -11,7 +11,7 @@ count() {
 }
 printf '%-6s %-16s %18s %8s\n' model detection instructions ratio
 for model in mlp gpt; do
-  few=2 many=$([ "$model" = mlp ] && echo 202 || echo 4)
+  few=2 many=$([ "$model" = mlp ] && echo 2002 || echo 4)
   plain=0
   for mode in plain dispatch_key record_function; do
     a=$(count "$mode" "$model" "$few")

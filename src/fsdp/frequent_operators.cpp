@@ -10,13 +10,16 @@ namespace {
 struct Seen {
   std::array<PageUse, 8> uses;
   size_t count = 0;
+  const c10::StorageImpl* last = nullptr;
 
   void see(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
+    // Of one page that an operator takes twice (weight and bias) once is enough.
+    const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (storage == last) return;
     auto* page = Page::of(tensor);
     if (!page) return;
-    // Of one page that an operator takes twice (weight and bias) once is enough.
-    if (count > 0 && uses[count - 1].page == page) return;
+    last = storage;
     uses[count++] = {page, tensor.storage_offset(), false};
   }
   void see(const c10::optional<at::Tensor>& tensor) {

@@ -51,8 +51,9 @@ void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer
 }
 
 at::Tensor FullyShardedDataParallelBase::cast_input(const at::Tensor& input) const {
-  const auto& core = core_->core();
-  return casts_inputs() && input.defined() && input.is_floating_point() ? input.to(*core.options.mixed_precision.param_dtype) : input;
+  if (!casts_inputs() || !input.defined() || !input.is_floating_point()) return input;
+  const auto dtype = *core_->core().options.mixed_precision.param_dtype;
+  return input.scalar_type() == dtype ? input : input.to(dtype);
 }
 
 bool FullyShardedDataParallelBase::casts_inputs() const {

@@ -203,6 +203,7 @@ void Gradients::finish_one() {
   auto& flat = model_.flats[reduction->flat];
   reduction->work.wait();
   stream_.join(reduction->mark);
+  const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m] && !reduction->dropped) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
@@ -229,11 +230,11 @@ void Gradients::shadow_reduce(const std::vector<int64_t>& flat_and_used) {
 
 void Gradients::finish() {
   std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
   forget_arrivals();
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
-    if (!model_.flats[f].trainable) continue;
+    if (!model_.flats[f].trainable || !(pending_[f].patient || pending_[f].flat.defined())) continue;
+    const at::NoGradGuard no_grad;
     if (pending_[f].patient) take_all(f);
     if (pending_[f].flat.defined()) reduce(f);
   }

@@ -20,7 +20,7 @@ constexpr size_t kAtMostWaiting = 2;
 Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats, Lead& lead,
                      std::function<void()> in_backward)
     : model_(model), options_(options), stats_(stats), lead_(lead), in_backward_(std::move(in_backward)), gathered_(model.units.size()), order_(model.units.size()),
-      stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
+      stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device), changed_(model.units.size()) {
   unlimited_ = !options.reshard_after_forward || options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
   for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
@@ -73,9 +73,7 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
     const auto& flat = model_.flats[use.page->index()];
     if (use.written) refuse_write(use, op);
     if (use.page != flat.compute.page.get()) refuse_idle(use, op);
-    // Most operators use what the last one did.
-    if (uses.size() == 1 && order_.last_is(flat.unit, phase) && gathered_[flat.unit].state == State::resident) return;
-    if (std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end()) needed_.push_back(flat.unit);
+    if (needed_.empty() || std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end()) needed_.push_back(flat.unit);
   }
   if (backward && !std::exchange(backward_, true)) in_backward_();
   use(phase);
@@ -86,9 +84,10 @@ void Residency::use(Phase phase) {
   const bool backward = phase == Phase::backward;
   bool moved = false, there = true;
   for (const auto unit : needed_) {
+    auto& gathered = gathered_[unit];
     moved |= order_.touch(unit, phase);
-    there &= gathered_[unit].state == State::resident;
-    gathered_[unit].last_use = ++clock_;
+    there &= gathered.state == State::resident;
+    gathered.last_use = ++clock_;
   }
   if (!moved && there) return;
   if (lead_.leads() && (backward || followed_)) {
@@ -296,22 +295,21 @@ uint64_t Residency::versions(size_t unit) const {
 
 /// Units that stayed are as their shards on all ranks, or are released on all.
 void Residency::agree_on_changes() {
-  kept_.clear();
-  changed_.clear();
+  bool stayed = false;
   for (size_t u = 0; u < gathered_.size(); ++u) {
-    if (gathered_[u].state == State::released) continue;
-    kept_.push_back(u);
-    changed_.push_back(gathered_[u].changed || versions(u) != gathered_[u].versions);
+    const bool there = gathered_[u].state != State::released;
+    stayed |= there;
+    changed_[u] = there && (gathered_[u].changed || versions(u) != gathered_[u].versions);
   }
-  if (kept_.empty()) return;
+  if (!stayed) return;
   if (model_.world.size() > 1) {
     auto flags = at::tensor(changed_, at::kInt).to(model_.world.control_device());
     model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
     flags = flags.cpu();
     changed_.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
   }
-  for (size_t i = 0; i < kept_.size(); ++i) {
-    if (changed_[i]) release(kept_[i]);
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    if (changed_[u]) release(u);
   }
 }
 

@@ -82,13 +82,12 @@ class Residency : public PageOwner {
   FsdpStats& stats_;
   Lead& lead_;
   std::function<void()> in_backward_;
-  std::recursive_mutex mutex_;
+  std::mutex mutex_;
   std::vector<Gathered> gathered_;
   UseOrder order_;
   CommStream stream_;
   std::vector<size_t> needed_;  // by the operator that runs
-  std::vector<size_t> kept_;    // since the last step …
-  std::vector<int> changed_;    // … and whether each may not stay
+  std::vector<int> changed_;    // of each unit, whether it may not stay
   int64_t resident_bytes_ = 0;  // without the root
   uint64_t clock_ = 0;
   int forwards_ = 0;

@@ -12,21 +12,17 @@ constexpr size_t kLongestStep = 1'000'000;
 
 }  // namespace
 
-bool UseOrder::touch(size_t unit, Phase phase) {
-  if (last_is(unit, phase)) return false;
-  const Use use{unit, phase};
+void UseOrder::move(const Use& use) {
+  last_ = use;
   if (current_.size() >= kLongestStep) current_.clear();
   current_.push_back(use);
-  if (!lost_) follow(use);
-  return true;
+  if (lost_) return;
+  if (cursor_ < recorded_.size() && recorded_[cursor_] == use) ++cursor_;
+  else find(use);
 }
 
 /// The next place in the record where this use stands: what was skipped this time is passed over.
-void UseOrder::follow(const Use& use) {
-  if (cursor_ < recorded_.size() && recorded_[cursor_] == use) {
-    ++cursor_;
-    return;
-  }
+void UseOrder::find(const Use& use) {
   const auto& places = recorded_at_[use.unit];
   for (auto at = std::lower_bound(places.begin(), places.end(), cursor_); at != places.end(); ++at) {
     if (recorded_[*at].phase != use.phase) continue;
@@ -42,6 +38,7 @@ void UseOrder::end_step() {
   std::swap(recorded_, current_);
   current_.clear();
   cursor_ = 0;
+  last_ = {kNever, Phase::forward};
   lost_ = false;
   if (as_recorded) return;
   for (auto& places : recorded_at_) places.clear();

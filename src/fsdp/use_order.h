@@ -18,9 +18,12 @@ class UseOrder {
   explicit UseOrder(size_t units = 0) : recorded_at_(units) {}
 
   /// Returns whether this is another unit, or another phase, than the last.
-  bool touch(size_t unit, Phase phase);
-  /// Whether a touch() of this would return false.
-  bool last_is(size_t unit, Phase phase) const { return !current_.empty() && current_.back() == Use{unit, phase}; }
+  bool touch(size_t unit, Phase phase) {
+    const Use use{unit, phase};
+    if (use == last_) return false;
+    move(use);
+    return true;
+  }
   /// What was touched since the last call is now the record.
   void end_step();
 
@@ -37,9 +40,11 @@ class UseOrder {
     Phase phase;
     bool operator==(const Use&) const = default;
   };
-  void follow(const Use& use);
+  void move(const Use& use);
+  void find(const Use& use);
 
   std::vector<Use> current_, recorded_;
+  Use last_{kNever, Phase::forward};              // touched in this step
   std::vector<std::vector<size_t>> recorded_at_;  // by unit, ascending
   size_t cursor_ = 0;                             // behind the last touched, in the record
   bool lost_ = true;
