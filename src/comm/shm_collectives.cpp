@@ -51,12 +51,12 @@ std::byte* data_of(const at::Tensor& tensor) {
 }  // namespace
 
 // Each rank sums one slice of all inputs into all outputs: nothing is read or written twice.
-void ShmTransport::reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs,
-                                 const std::vector<std::byte*>& outputs, double scale) {
+void ShmTransport::reduce_direct(const at::Tensor& flat, const Agreement& agreement, const std::vector<std::byte*>& outputs, double scale) {
   const auto width = static_cast<int64_t>(flat.element_size());
   const Slice mine(flat.numel(), width, rank_, size_);
-  sum_ranks(flat.scalar_type(), shifted<std::byte*>(outputs, mine.begin * width),
-            shifted<const std::byte*>(inputs, mine.begin * width), mine.count(), scale);
+  in_windows(agreement, mine.begin * width, mine.count() * width, [&](int64_t at, int64_t bytes) {
+    sum_ranks(flat.scalar_type(), shifted<std::byte*>(outputs, at), shifted<const std::byte*>(agreement.direct, at), bytes / width, scale);
+  });
   control_.barrier();
 }
 
@@ -68,7 +68,7 @@ void ShmTransport::all_reduce(at::Tensor flat, double scale) {
     const auto count = [&](int64_t round) { return std::min(step, flat.numel() - round * step); };
     const Step fill = [&](int64_t round) { std::memcpy(staging(rank_), chunk(round), count(round) * width); };
     const auto agreement = agree(flat, [&] { if (flat.numel()) fill(0); });
-    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, agreement.direct, scale);
+    if (!agreement.direct.empty()) return reduce_direct(flat, agreement, agreement.direct, scale);
     rounds(ceil_div(flat.numel(), step), agreement, fill,
            [&](int64_t round) { sum_staged_chunk(flat.scalar_type(), chunk(round), count(round), scale); });
   });
@@ -102,7 +102,7 @@ void ShmTransport::reduce(at::Tensor flat, int root) {
       if (rank_ != root) std::memcpy(staging(rank_), chunk(round), count(round) * width);
     };
     const auto agreement = agree(flat, [&] { if (flat.numel()) fill(0); });
-    if (!agreement.direct.empty()) return reduce_direct(flat, agreement.direct, {agreement.direct[root]}, 1);
+    if (!agreement.direct.empty()) return reduce_direct(flat, agreement, {agreement.direct[root]}, 1);
     rounds(ceil_div(flat.numel(), step), agreement, fill, [&](int64_t round) {
       if (rank_ != root) return;
       std::vector<const std::byte*> inputs;
@@ -122,7 +122,7 @@ void ShmTransport::broadcast(at::Tensor flat, int root) {
     };
     const auto agreement = agree(flat, [&] { if (bytes) fill(0); });
     if (!agreement.direct.empty()) {
-      if (rank_ != root) copy_bytes(data_of(flat), agreement.direct[root], bytes);
+      if (rank_ != root) in_windows(agreement, 0, bytes, [&](int64_t from, int64_t part) { copy_bytes(data_of(flat) + from, agreement.direct[root] + from, part); });
       return control_.barrier();
     }
     rounds(ceil_div(bytes, staging_bytes), agreement, fill, [&](int64_t round) {
@@ -151,8 +151,8 @@ void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& count
     if (direct && agreement.direct[0] == agreement.direct[1]) return;  // one memory for all
     if (direct) {
       from_each_peer([&](int peer) {
-        const int64_t begin = starts[peer] * width;
-        copy_bytes(data_of(flat) + begin, agreement.direct[peer] + begin, counts[peer] * width);
+        in_windows(agreement, starts[peer] * width, counts[peer] * width,
+                   [&](int64_t from, int64_t bytes) { copy_bytes(data_of(flat) + from, agreement.direct[peer] + from, bytes); });
       });
       return control_.barrier();
     }
@@ -204,8 +204,10 @@ void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_
     };
     const auto agreement = agree(flat, [&] { fill(0); });
     if (!agreement.direct.empty()) {
-      const int64_t at = starts[rank_] * width;
-      sum_segment(dtype, shifted<const std::byte*>(agreement.direct, at), data_of(flat) + at, counts[rank_], 0, target);
+      const int64_t start = starts[rank_] * width;
+      in_windows(agreement, start, counts[rank_] * width, [&](int64_t at, int64_t bytes) {
+        sum_segment(dtype, shifted<const std::byte*>(agreement.direct, at), data_of(flat) + at, bytes / width, (at - start) / width, target);
+      });
       return control_.barrier();
     }
     rounds(ceil_div(*std::max_element(counts.begin(), counts.end()), step), agreement, fill, [&](int64_t round) {

@@ -7,7 +7,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -20,6 +22,10 @@ namespace {
 // The first page of the file holds the nonce; data starts on the second.
 constexpr size_t header_bytes = 4096;
 
+#ifndef MADV_COLLAPSE
+constexpr int MADV_COLLAPSE = 25;  // glibc 2.36 has not got it yet
+#endif
+
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error(what);
 }
@@ -30,6 +36,23 @@ constexpr size_t header_bytes = 4096;
 
 std::string mebibytes(uint64_t bytes) {
   return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+/// [Note: huge pages] Each page of a peer's memory that a rank reads counts as memory of that rank too, unless it is unmapped again; and unmapping is only cheap in huge
+/// pages. The system gives shared memory none by default, but makes them when it is asked for each run of pages (MADV_COLLAPSE, Linux 6.1).
+constexpr uint64_t huge_bytes = 2 << 20;
+// Not worth the time at start-up below this.
+constexpr uint64_t least_collapsed = 4 << 20;
+// Where memory is in pieces the system has to move things about; peers wait meanwhile.
+constexpr auto at_most_collapsing = std::chrono::seconds(1);
+
+/// Puts [base, base + bytes) of a file that is mapped from its start into huge pages, as far as they are to be had; returns how far.
+uint64_t collapse(std::byte* base, uint64_t bytes) {
+  if (bytes < least_collapsed || sysconf(_SC_PAGESIZE) != 4096) return 0;  // where pages are larger, so are huge ones
+  const auto begin = std::chrono::steady_clock::now();
+  uint64_t done = 0;
+  while (done + huge_bytes <= bytes && std::chrono::steady_clock::now() - begin < at_most_collapsing && madvise(base + done, huge_bytes, MADV_COLLAPSE) == 0) done += huge_bytes;
+  return done;
 }
 
 struct File {
@@ -92,7 +115,9 @@ std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
   std::shared_ptr<SharedSegment> segment(new SharedSegment);
   const ProcessIdentity self = this_process();
   segment->card_ = {self.pid, -1, self.start_time, random_nonce(), bytes};
+  segment->own_ = true;
   segment->map(file.fd, true);
+  segment->card_.huge = collapse(segment->base_, total);
   segment->card_.fd = file.release();
   std::memcpy(segment->base_, &segment->card_.nonce, sizeof segment->card_.nonce);
   std::lock_guard lock(registry().mutex);
@@ -128,22 +153,36 @@ std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentCard& card) {
 
 void SharedSegment::map(int fd, bool now) {
   const size_t total = header_bytes + card_.bytes;
-  void* base = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED | (now ? MAP_POPULATE : 0), fd, 0);
+  // Huge pages can only be mapped where they start at an address of their size.
+  const size_t slack = total < huge_bytes ? 0 : huge_bytes;
+  void* room = mmap(nullptr, total + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
+  room_ = room;
+  room_bytes_ = total + slack;
+  auto* start = static_cast<std::byte*>(room);
+  if (slack > 0) start += -reinterpret_cast<uintptr_t>(room) & (huge_bytes - 1);
+  void* base = mmap(start, total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | (now ? MAP_POPULATE : 0), fd, 0);
   if (base == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
   base_ = static_cast<std::byte*>(base);
-  mapped_ = total;
+}
+
+void SharedSegment::forget(const std::byte* from, size_t bytes) const {
+  if (!forgets()) return;
+  const auto offset = static_cast<uint64_t>(from - base_);
+  const uint64_t begin = offset / huge_bytes * huge_bytes;
+  const uint64_t end = std::min<uint64_t>((offset + bytes + huge_bytes - 1) / huge_bytes * huge_bytes, card_.huge);
+  if (begin < end) madvise(base_ + begin, end - begin, MADV_DONTNEED);
 }
 
 SharedSegment::~SharedSegment() {
-  if (base_ == nullptr) return;
-  const bool mine = card_.pid == getpid();
-  if (mine) {
+  if (room_ == nullptr) return;
+  if (own_) {
     std::lock_guard lock(registry().mutex);
     const auto found = registry().by_nonce.find(card_.nonce);
     if (found != registry().by_nonce.end() && found->second.expired()) registry().by_nonce.erase(found);
   }
   close_file();
-  munmap(base_, mapped_);
+  munmap(room_, room_bytes_);
 }
 
 std::byte* SharedSegment::data() const {

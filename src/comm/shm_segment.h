@@ -16,6 +16,7 @@ struct SegmentCard {
   uint64_t start_time = 0;
   uint64_t nonce = 0;
   uint64_t bytes = 0;  ///< Of data.
+  uint64_t huge = 0;   ///< The leading bytes of the file that are in huge pages.
 };
 
 /// A run of memory that several processes map. It has no name: it ends with the last process that maps it, however that ends,
@@ -36,6 +37,11 @@ class SharedSegment {
   std::byte* data() const;
   size_t bytes() const { return card_.bytes; }
   const SegmentCard& card() const { return card_; }
+  /// Whether forget() does anything: of a peer's memory in huge pages. In small ones, coming back would cost as much as a copy.
+  bool forgets() const { return base_ != nullptr && !own_ && card_.huge > 0; }
+  /// Lets go of what this process has mapped of [from, from + bytes), and somewhat around it, so that a peer's memory does not count as this process's own. The data
+  /// stay where they are, and are there again when they are next read or written.
+  void forget(const std::byte* from, size_t bytes) const;
   /// Nobody else can map it from now on. Call it once all peers have.
   void close_file();
 
@@ -44,8 +50,10 @@ class SharedSegment {
   void map(int fd, bool now);
 
   SegmentCard card_;
+  bool own_ = false;  // of this very process
+  void* room_ = nullptr;  // addresses set aside
+  size_t room_bytes_ = 0;
   std::byte* base_ = nullptr;
-  size_t mapped_ = 0;
 };
 
 }  // namespace tessera::comm

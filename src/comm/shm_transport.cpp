@@ -92,7 +92,15 @@ ShmTransport::Agreement ShmTransport::agree(const at::Tensor& tensor, const std:
     }
   }
   for (int r = 0; direct && r < size_; ++r) agreement.direct.push_back(place->allocation->data(r) + all[r].offset);
+  const auto forgets = [](const auto& segment) { return segment->forgets(); };
+  if (direct && !place->allocation->common() && std::any_of(place->allocation->segments.begin(), place->allocation->segments.end(), forgets)) {
+    agreement.allocation = place->allocation;
+  }
   return agreement;
+}
+
+void ShmTransport::forget_peers(const Agreement& agreement, int64_t begin, int64_t bytes) const {
+  for (int r = 0; r < size_; ++r) agreement.allocation->segments[r]->forget(agreement.direct[r] + begin, bytes);
 }
 
 void ShmTransport::rounds(int64_t count, const Agreement& agreement, const Step& fill, const Step& drain) {

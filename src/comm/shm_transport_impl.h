@@ -5,6 +5,7 @@
 #include "comm/shm_segment.h"
 #include "comm/transport.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -19,6 +20,7 @@ class ShmTransport : public Transport {
  public:
   static constexpr int64_t staging_bytes = 1 << 20;  ///< Of one buffer.
   static constexpr int64_t control_bytes = 4096;
+  static constexpr int64_t window_bytes = 4 << 20;  ///< Of peers' memory, mapped at a time.
   static constexpr int64_t segment_bytes = control_bytes + 2 * staging_bytes;
 
   ShmTransport(int rank, std::vector<std::shared_ptr<SharedSegment>> segments, std::chrono::milliseconds timeout);
@@ -43,6 +45,7 @@ class ShmTransport : public Transport {
   /// What the ranks have agreed about one tensor.
   struct Agreement {
     std::vector<std::byte*> direct;  ///< Each rank's tensor; empty: the staged way.
+    std::shared_ptr<const ShmAllocation> allocation;  ///< What they are in, where there is something to forget of it.
     bool filled = false;             ///< All ranks have filled their staging buffer for the first round.
     int64_t largest = 0;             ///< Over ranks, of the `amount` each passed.
   };
@@ -56,8 +59,19 @@ class ShmTransport : public Transport {
   void rounds(int64_t count, const Agreement& agreement, const Step& fill, const Step& drain);
   std::byte* staging(int r) const { return staging_[r] + (turn_ & 1) * staging_bytes; }
 
-  void reduce_direct(const at::Tensor& flat, const std::vector<std::byte*>& inputs, const std::vector<std::byte*>& outputs,
-                     double scale);
+  /// Calls part(from, bytes) for windows of [begin, begin + bytes) of the ranks' tensors, and forgets what each has mapped of the peers'.
+  template <class Part>
+  void in_windows(const Agreement& agreement, int64_t begin, int64_t bytes, Part&& part) {
+    const int64_t window = agreement.allocation ? window_bytes : bytes;
+    for (int64_t done = 0; done < bytes; done += window) {
+      const int64_t length = std::min(window, bytes - done);
+      part(begin + done, length);
+      if (agreement.allocation) forget_peers(agreement, begin + done, length);
+    }
+  }
+  void forget_peers(const Agreement& agreement, int64_t begin, int64_t bytes) const;
+  /// `outputs`: of the ranks' tensors.
+  void reduce_direct(const at::Tensor& flat, const Agreement& agreement, const std::vector<std::byte*>& outputs, double scale);
   /// Where the sums of own segment go: to `consume` in runs, else to `output`, else where they stand in the tensor.
   struct Target {
     const ConsumeRun* consume = nullptr;
