@@ -12,7 +12,7 @@ constexpr size_t kLongestStep = 1'000'000;
 
 }  // namespace
 
-void UseOrder::move(const Use& use) {
+void UseOrder::advance(const Use& use) {
   last_ = use;
   if (current_.size() >= kLongestStep) current_.clear();
   current_.push_back(use);

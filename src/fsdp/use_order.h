@@ -21,7 +21,7 @@ class UseOrder {
   bool touch(size_t unit, Phase phase) {
     const Use use{unit, phase};
     if (use == last_) return false;
-    move(use);
+    advance(use);
     return true;
   }
   /// What was touched since the last call is now the record.
@@ -40,7 +40,7 @@ class UseOrder {
     Phase phase;
     bool operator==(const Use&) const = default;
   };
-  void move(const Use& use);
+  void advance(const Use& use);
   void find(const Use& use);
 
   std::vector<Use> current_, recorded_;

@@ -119,6 +119,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
     auto output = at::empty({counts[rank]});
     transport.reduce_scatter_into(flat, counts, output, 0.5);
     EXPECT_TRUE(at::equal(output, own(sum) * 0.5));
+    expect_nothing_mapped("reduce_scatter_into");
 
     fill();
     auto kept = at::zeros({counts[rank]});
@@ -132,6 +133,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
     transport.reduce_scatter(flat, counts, &consume);
     EXPECT_EQ(next, counts[rank]);
     EXPECT_TRUE(at::equal(kept, own(sum)));
+    EXPECT_EQ(most > 0, huge) << "what is just being read is mapped";
     EXPECT_LE(most, 8 * kMiB) << "a window, and what it shares with others";
     expect_nothing_mapped("reduce_scatter with consume");
 
