@@ -63,7 +63,8 @@ struct ProcessGroupOptions {
   /// them before data moves. Off saves the latency of that exchange, and mismatches are no longer seen.
   bool check_collectives = true;
   /// Memory that is freed stays with the process instead of going back to the system and being touched afresh in the next step, which
-  /// costs more than the work on it (glibc: M_MMAP_MAX 0, M_TRIM_THRESHOLD unbounded, for the whole process). A world of more than one.
+  /// costs more than the work on it, and is found again: tensors on the CPU are allocated so that blocks of one size fit each other (glibc: M_MMAP_MAX 0, M_TRIM_THRESHOLD unbounded, and
+  /// libtorch's allocator for CPUs, where it is its own, over malloc; for the whole process). A world of more than one.
   bool retain_freed_memory = true;
 };
 

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <torch/version.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,28 @@ inline auto state_key(const at::Tensor& parameter) {
   return c10::guts::to_string(parameter.unsafeGetTensorImpl());
 #endif
 }
+
+template <class Base>
+struct CopyingAllocator : Base {
+  /// Since 2.x part of every allocator.
+  void copy_data(void* to, const void* from, std::size_t bytes) const { std::memcpy(to, from, bytes); }
+};
+
+template <class Allocate>
+struct AllocatorFor;
+template <class Base>
+struct AllocatorFor<at::DataPtr (Base::*)(size_t) const> : CopyingAllocator<Base> {
+  at::DataPtr allocate(size_t bytes) const final { return serve(bytes); }
+  virtual at::DataPtr serve(size_t bytes) const = 0;
+};
+template <class Base>
+struct AllocatorFor<at::DataPtr (Base::*)(size_t)> : CopyingAllocator<Base> {
+  at::DataPtr allocate(size_t bytes) final { return serve(bytes); }
+  virtual at::DataPtr serve(size_t bytes) const = 0;
+};
+
+/// Base of an allocator of CPU memory that defines `serve`: libtorch's `allocate` is const in some versions.
+using Allocator = AllocatorFor<decltype(&at::Allocator::allocate)>;
 
 /// c10 errors carry a backtrace after the first line.
 inline std::string first_line(const char* message) {

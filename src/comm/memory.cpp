@@ -1,5 +1,7 @@
 #include "comm/memory.h"
 
+#include "comm/exact_fit.h"
+
 #include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,6 +16,7 @@ namespace tessera::comm {
 void retain_freed_memory() {
   ::mallopt(M_MMAP_MAX, 0);
   ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  fit_exactly();
 }
 
 void return_freed_memory() {

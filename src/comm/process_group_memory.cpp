@@ -7,6 +7,11 @@
 
 namespace tessera {
 
+using comm::Op;
+using comm::OpHeader;
+using comm::Transport;
+using Headers = std::vector<OpHeader>;
+
 namespace {
 
 at::Tensor allocate_in(ProcessGroup::Impl& impl, const char* op, int64_t numel, at::TensorOptions options, bool common) {
