@@ -1,4 +1,3 @@
-#include "comm/memory.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
 
@@ -90,7 +89,6 @@ void ZeroRedundancyOptimizer::Impl::make_shards(const std::vector<size_t>& subse
   if (options_.overlap_with_backward) plan.cap_bytes = static_cast<int64_t>(options_.bucket_cap_mb * (1 << 20));
   for (auto& bucket : zero::make_shards(parameters_, subset, group_of_, plan, load_, group_)) buckets_.push_back(std::move(bucket));
   for (const auto i : subset) placed_at_[i] = parameters_[i].tensor.data_ptr();
-  if (options_.parameters_as_bucket_view) comm::return_freed_memory();
 }
 
 /// Local group i is the exposed group i, with this rank's pieces.

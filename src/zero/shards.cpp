@@ -1,5 +1,6 @@
 #include "zero/shards.h"
 
+#include "comm/memory.h"
 #include "sharding/bucket_plan.h"
 
 #include <algorithm>
@@ -72,16 +73,19 @@ std::vector<ShardBucket> make_shards(const std::vector<NamedTensor>& parameters,
     bucket.members = members;
     bucket.layout = flat ? Layout::flat(sizes, group.size()) : Layout::owned(sizes, bucket_owners, group.size());
     if (plan.as_bucket_view) adopt_storage(bucket, parameters, group);
-    if (plan.with_gradients) {
-      auto gradients = group.allocate(bucket.layout.numel(), tensors[members[0]].options().requires_grad(false));
-      bucket.gradients = sharding::make_bucket(members, bucket.layout, std::move(gradients), tensors);
-    }
     for (const auto& piece : bucket.layout.pieces(group.rank())) {
       const auto parameter = members[piece.tensor];
       bucket.pieces.push_back({parameter, piece.begin, piece.numel, piece.offset - bucket.layout.segment_begin(group.rank()),
                                alias(tensors[parameter], piece.begin, piece.numel, !flat)});
     }
     buckets.push_back(std::move(bucket));
+  }
+  // Before gradients come: the parameters' former storage is free, and together they would be the peak.
+  if (plan.as_bucket_view) comm::return_freed_memory();
+  if (!plan.with_gradients) return buckets;
+  for (auto& bucket : buckets) {
+    auto gradients = group.allocate(bucket.layout.numel(), tensors[bucket.members[0]].options().requires_grad(false));
+    bucket.gradients = sharding::make_bucket(bucket.members, bucket.layout, std::move(gradients), tensors);
   }
   return buckets;
 }
