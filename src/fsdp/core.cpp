@@ -38,7 +38,7 @@ void Core::watch() {
   std::vector<at::Tensor> tensors;
   for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
   sharding::BackwardWatch::Callbacks callbacks;
-  callbacks.arrived = [this](size_t i) { gradients->arrived(trainable_[i]); };
+  callbacks.arrived = [this](size_t i, const at::Tensor&) { gradients->arrived(trainable_[i]); };
   callbacks.ended = [this] { end_backward(); };
   callbacks.abandoned = [this] {
     residency->leave_backward();

@@ -27,8 +27,8 @@ class BackwardWatch::Core : public std::enable_shared_from_this<Core> {
     class Hook : public torch::autograd::FunctionPostHook {
      public:
       Hook(std::weak_ptr<Core> core, size_t parameter) : core_(std::move(core)), parameter_(parameter) {}
-      torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
-        if (auto core = core_.lock()) core->arrived(parameter_);
+      torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list& inputs) override {
+        if (auto core = core_.lock()) core->arrived(parameter_, inputs.empty() ? at::Tensor() : inputs[0]);
         return outputs;
       }
 
@@ -77,9 +77,9 @@ class BackwardWatch::Core : public std::enable_shared_from_this<Core> {
   bool running_ = false;
 
  private:
-  void arrived(size_t parameter) {
+  void arrived(size_t parameter, const at::Tensor& computed) {
     begin();
-    callbacks_.arrived(parameter);
+    callbacks_.arrived(parameter, computed);
   }
 
   void end() {

@@ -18,7 +18,8 @@ class BackwardWatch {
  public:
   struct Callbacks {
     std::function<void()> began;
-    std::function<void(size_t parameter)> arrived;  ///< `.grad` of the parameter is complete for this graph.
+    /// `.grad` of the parameter is complete for this graph; `computed` is what was put there, or added to it.
+    std::function<void(size_t parameter, const at::Tensor& computed)> arrived;
     std::function<void()> ended;
     std::function<void()> abandoned;
   };

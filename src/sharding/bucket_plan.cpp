@@ -1,5 +1,7 @@
 #include "sharding/bucket_plan.h"
 
+#include "sharding/bucket.h"
+
 #include <algorithm>
 
 namespace tessera::sharding {
@@ -32,6 +34,9 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& ten
       kind->open = false;
       kind->limit = cap_bytes;
     }
+  }
+  for (auto& bucket : buckets) {
+    std::stable_partition(bucket.begin(), bucket.end(), [&](size_t i) { return tensors[i].numel() * static_cast<int64_t>(tensors[i].element_size()) % kTensorAlignment == 0; });
   }
   return buckets;
 }

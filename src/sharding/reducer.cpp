@@ -1,19 +1,27 @@
 #include "sharding/reducer.h"
 
 #include "sharding/backward_watch.h"
+#include "sharding/gradient_placement.h"
 #include "tessera/error.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <utility>
 
 namespace tessera::sharding {
 namespace {
 
-bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.strides() == b.strides(); }
+bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides(); }
+
+/// Whether nobody but autograd holds the memory of `grad`, a parameter's, while the post hook runs that got `computed`: that tensor, the one it is a view of, and `.grad` itself. Who has
+/// the tensor makes autograd copy it for `.grad`; who has an alias of it does not.
+bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed) {
+  return computed.defined() && grad.storage().use_count() <= (computed.is_view() ? 3u : 2u);
+}
 
 }  // namespace
 
@@ -23,9 +31,7 @@ class Reducer::Core {
       : group_(std::move(group)), parameters_(std::move(parameters)), options_(std::move(options)), callbacks_(std::move(callbacks)) {}
 
   void attach() {
-    std::vector<at::Tensor> tensors;
-    for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
-    watch_ = std::make_unique<BackwardWatch>(tensors, BackwardWatch::Callbacks{[this] { begin(); }, [this](size_t i) { arrived(i); }, [this] { end(); },
+    watch_ = std::make_unique<BackwardWatch>(tensors(), BackwardWatch::Callbacks{[this] { begin(); }, [this](size_t i, const at::Tensor& computed) { arrived(i, computed); }, [this] { end(); },
                                                                                [this] { abandon(); }});
   }
 
@@ -37,6 +43,8 @@ class Reducer::Core {
       for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
     }
     std::swap(buckets_, buckets);
+    shared_.clear();
+    returning_.assign(parameters_.size(), 0);
     lanes_.clear();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (lanes_.size() <= buckets_[b].lane) lanes_.resize(buckets_[b].lane + 1);
@@ -48,14 +56,18 @@ class Reducer::Core {
       view(i).copy_(grad);
       grad = view(i);
     }
+    std::vector<at::Tensor> windows;
+    for (size_t i = 0; i < parameters_.size(); ++i) windows.push_back(options_.gradient_as_bucket_view ? view(i) : at::Tensor());
+    placement_.set_windows(tensors(), windows);
     reset();
   }
 
-  void arrived(size_t i) {
+  void arrived(size_t i, const at::Tensor& computed) {
     std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
     ++generation_;
-    take(i);
+    if (const auto& grad = parameters_[i].tensor.grad(); grad.defined()) placement_.arrived(i, grad);
+    take(i, computed);
     if (!sync_) return;
     ++arrivals_[i];
     if (arrivals_[i] > expected(i)) {
@@ -122,6 +134,12 @@ class Reducer::Core {
     size_t next = 0;
   };
 
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const auto& parameter : parameters_) all.push_back(parameter.tensor);
+    return all;
+  }
+
   const at::Tensor& view(size_t i) const { return buckets_[where_[i].bucket].views[where_[i].member]; }
 
   int expected(size_t i) const {
@@ -142,16 +160,19 @@ class Reducer::Core {
 
   void start() {
     if (std::exchange(abandoned_, false) && callbacks_.drain) callbacks_.drain();
+    move_back();
     reset();
   }
 
   void begin() {
     std::lock_guard lock(mutex_);
     start();
+    placement_.begin();
   }
 
   void abandon() {
     std::lock_guard lock(mutex_);
+    placement_.end(false);
     abandoned_ = true;
     reset();
   }
@@ -163,11 +184,12 @@ class Reducer::Core {
       Core& core;
       ~Reset() { core.reset(); }
     } reset_at_the_end{*this};
+    placement_.end(true);
     if (sync_) finish_all();
   }
 
   /// The gradient that autograd left in `.grad` goes to its place in the bucket.
-  void take(size_t i) {
+  void take(size_t i, const at::Tensor& computed) {
     auto& grad = parameters_[i].tensor.mutable_grad();
     if (!grad.defined()) return;
     check_gradient(options_.component, parameters_[i].name, grad, group_.rank());
@@ -175,15 +197,67 @@ class Reducer::Core {
       if (sync_) place(grad, view(i));
       return;
     }
-    if (same_memory(grad, view(i))) return;
-    place(grad, view(i));
+    if (same_memory(grad, view(i))) {
+      if (lent(i) && !held_by_autograd(grad, computed)) move_out(where_[i].bucket);
+      else returning_[i] = true;
+    } else {
+      place(grad, free_view(i));
+    }
     grad = view(i);
   }
 
   void complete(size_t i) {
     --pending_[where_[i].bucket];
     auto& lane = lanes_[buckets_[where_[i].bucket].lane];
-    while (lane.next < lane.buckets.size() && pending_[lane.buckets[lane.next]] == 0) callbacks_.ready(lane.buckets[lane.next++]);
+    while (lane.next < lane.buckets.size() && pending_[lane.buckets[lane.next]] == 0) ready(lane.buckets[lane.next++]);
+  }
+
+  void ready(size_t b) {
+    const auto& members = buckets_[b].members;
+    if (std::any_of(members.begin(), members.end(), [&](size_t i) { return lent(i); })) move_out(b);
+    callbacks_.ready(b);
+  }
+
+  /// Somebody else has a tensor in the parameter's window (see gradient_placement.h).
+  bool lent(size_t i) const { return !returning_[i] && !shared_.contains(where_[i].bucket) && placement_.lent(i); }
+
+  /// The parameter's window, to be written to.
+  const at::Tensor& free_view(size_t i) {
+    if (lent(i)) move_out(where_[i].bucket);
+    return view(i);
+  }
+
+  /// Leaves a bucket's memory to the tensors that others have in it, and goes on in memory of its own: slower for collectives, and the same to them otherwise.
+  void move_out(size_t b) {
+    placement_.end(false);  // this backward is not like the last one
+    auto& bucket = buckets_[b];
+    auto own = make_bucket(bucket.members, bucket.layout, at::empty_like(bucket.flat), tensors());
+    own.lane = bucket.lane;
+    std::vector<size_t> taken;
+    std::copy_if(bucket.members.begin(), bucket.members.end(), std::back_inserter(taken), [&](size_t i) { return lent(i); });
+    placement_.retire(taken);
+    for (size_t m = 0; m < bucket.members.size(); ++m) {
+      const auto i = bucket.members[m];
+      auto& grad = parameters_[i].tensor.mutable_grad();
+      if (!grad.defined() || !same_memory(grad, bucket.views[m])) continue;
+      own.views[m].copy_(grad);
+      grad = own.views[m];
+    }
+    shared_.emplace(b, std::exchange(bucket, std::move(own)));
+  }
+
+  /// Between backwards: the buckets whose memory is free again.
+  void move_back() {
+    std::fill(returning_.begin(), returning_.end(), 0);
+    std::erase_if(shared_, [&](auto& entry) {
+      auto& [b, home] = entry;
+      for (size_t m = 0; m < home.members.size(); ++m) {
+        const auto& grad = parameters_[home.members[m]].tensor.grad();
+        if (placement_.lent(home.members[m]) || (grad.defined() && same_memory(grad, buckets_[b].views[m]))) return false;
+      }
+      buckets_[b] = std::move(home);
+      return true;
+    });
   }
 
   /// What is still open at the end: parameters without a gradient, then the buckets that waited for them.
@@ -199,7 +273,7 @@ class Reducer::Core {
         take_unsent(i);
       } else {
         missing.push_back(parameters_[i].name);
-        if (may_be_unused() || shadowing_) view(i).zero_();
+        if (may_be_unused() || shadowing_) free_view(i).zero_();
       }
     }
     if (!missing.empty() && !may_be_unused() && !shadowing_) {
@@ -208,7 +282,7 @@ class Reducer::Core {
                               fmt::join(missing.begin(), missing.begin() + std::min<size_t>(missing.size(), 10), ", ")));
     }
     for (auto& lane : lanes_) {
-      while (lane.next < lane.buckets.size()) callbacks_.ready(lane.buckets[lane.next++]);
+      while (lane.next < lane.buckets.size()) ready(lane.buckets[lane.next++]);
     }
     if (options_.static_graph && expected_.empty() && !shadowing_) expected_.assign(arrivals_.begin(), arrivals_.end());
     agree_on_use(have);
@@ -225,7 +299,7 @@ class Reducer::Core {
   void take_unsent(size_t i) {
     auto& grad = parameters_[i].tensor.mutable_grad();
     if (same_memory(grad, view(i))) return;
-    place(grad, view(i));
+    place(grad, free_view(i));
     if (options_.gradient_as_bucket_view) grad = view(i);
   }
 
@@ -269,6 +343,9 @@ class Reducer::Core {
   std::vector<size_t> last_order_;
   std::vector<int64_t> pending_;
   std::vector<Lane> lanes_;
+  GradientPlacement placement_;
+  std::map<size_t, Bucket> shared_;  // buckets as they were before they moved out
+  std::vector<char> returning_;      // windows that nobody but autograd holds, until the hook returns
   bool shadowing_ = false;
   bool abandoned_ = false;  // the last backward threw
   std::unique_ptr<BackwardWatch> watch_;

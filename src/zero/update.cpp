@@ -76,7 +76,7 @@ void ZeroRedundancyOptimizer::Impl::reduce(ShardBucket& bucket, bool update_dire
   update.direct = update_directly;
   update.track_norm = track_norm_;
   update.is_used = [this](size_t parameter) { return used(parameter); };
-  group_.reduce_scatter_each(bucket.gradients.flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
+  group_.reduce_scatter_each(reducer_->buckets()[&bucket - buckets_.data()].flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
   norm_squares_ += update.squares;
 }
 
@@ -166,7 +166,7 @@ void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
     const auto member = std::find(bucket.members.begin(), bucket.members.end(), parameter) - bucket.members.begin();
     return flags[member].item<int>() > 0;
   };
-  sent_.push_back(group_.reduce_scatter_each_async(bucket.gradients.flat, bucket.layout.counts(), lifeline_.guard([this, update](int64_t offset, const at::Tensor& run) {
+  sent_.push_back(group_.reduce_scatter_each_async(reducer_->buckets()[index].flat, bucket.layout.counts(), lifeline_.guard([this, update](int64_t offset, const at::Tensor& run) {
     consume(*update, offset, run);
     if (offset + run.numel() < update->bucket->layout.counts()[group_.rank()]) return;
     if (update->direct) {

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <memory>
+
+namespace tessera::sharding {
+
+/// Less is not worth lending: copying it costs as much.
+inline constexpr size_t kWorthLending = 64 << 10;
+
+/// Where tensors get their memory instead of from the heap.
+class MemorySource {
+ public:
+  virtual ~MemorySource() = default;
+  /// `bytes` >= kWorthLending; from `heap` where this one has nothing to lend.
+  virtual at::DataPtr serve(size_t bytes, at::Allocator& heap) = 0;
+};
+
+/// Whatever this thread wants for tensors on CPUs is asked of `source` first, while that lives. The first call in a process puts an allocator before libtorch's; one that the
+/// program has given precedence, or sets later, is left in its place, and nobody is asked.
+void ask_first(std::weak_ptr<MemorySource> source);
+/// Who is asked first in this thread.
+std::shared_ptr<MemorySource> asked_first();
+
+/// The memory of `owner`, which is contiguous and on a CPU, for another tensor: it is lent while a tensor made of it lives, and kept so long. Nothing where it is lent
+/// already. Any thread.
+at::DataPtr lend(const at::Tensor& owner);
+bool is_lent(const at::Tensor& owner);
+
+}  // namespace tessera::sharding

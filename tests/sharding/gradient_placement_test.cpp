@@ -1,0 +1,320 @@
+// [Note: gradients in place] in src/sharding/gradient_placement.h: what DDP and ZeRO then train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "sharding/lent_memory.h"
+#include "tessera/checkpoint.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/fused_optimizer.h"
+#include "tessera/optim.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+
+using Order = std::vector<int>;
+const Order kAll{0, 1, 2, 3};
+constexpr int64_t kWide = 160;
+
+/// Weights of one size, which at kWide rows is also that of what backward passes on; at the end one whose size keeps nothing aligned.
+struct WideImpl : torch::nn::Module {
+  WideImpl() {
+    for (int i = 0; i < 4; ++i) layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(kWide, kWide)));
+    odd = register_module("odd", torch::nn::Linear(kWide, 131));
+  }
+  torch::Tensor forward(torch::Tensor x, const Order& order) {
+    for (const int i : order) {
+      const auto layer = [this, i](at::Tensor h) { return torch::tanh(layers[i](h)); };
+      x = recompute ? checkpoint(layer, x) : layer(x);
+    }
+    return odd(x);
+  }
+  std::vector<torch::nn::Linear> layers;
+  torch::nn::Linear odd{nullptr};
+  bool recompute = false;
+};
+TORCH_MODULE(Wide);
+
+at::Tensor batch(int step, int rank) { return at::randn({kWide, kWide}, at::make_generator<at::CPUGeneratorImpl>(1000 * rank + step)); }
+at::Tensor loss_of(const at::Tensor& y) { return (y - 0.25).square().mean(); }
+
+OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 1e-3}}); }
+
+enum class Wrapper { ddp, zero, overlap };
+
+/// A model under a wrapper, and its twin: a plain one whose gradients are all-reduced by hand.
+class Trained {
+ public:
+  Trained(Wrapper wrapper, ProcessGroup g) : group(std::move(g)), net(seeded<Wide>(3)), twin(seeded<Wide>(3)) {
+    if (wrapper == Wrapper::ddp) {
+      ddp = std::make_unique<DistributedDataParallel<Wide>>(net, group, DistributedDataParallelOptions{.bucket_cap_mb = 0.25, .find_unused_parameters = true});
+      optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+    } else {
+      auto zero = std::make_unique<ZeroRedundancyOptimizer>(
+          *net, group, adamw(), ZeroRedundancyOptimizerOptions{.overlap_with_backward = wrapper == Wrapper::overlap, .bucket_cap_mb = 0.25});
+      sharded = zero.get();
+      optimizer = std::move(zero);
+    }
+    by_hand = adamw()({torch::optim::OptimizerParamGroup(twin->parameters())});
+    for (auto& p : net->parameters()) {
+      p.register_hook([this, at = windows.size()](const at::Tensor& gradient) { born_in_place += gradient.data_ptr() == windows[at]; });
+      windows.push_back(nullptr);
+    }
+  }
+
+  at::Tensor forward(bool wrapped, const at::Tensor& x, const Order& order) { return ddp && wrapped ? (*ddp)(x, order) : (wrapped ? net : twin)(x, order); }
+
+  /// `backward(wrapped)` does one step's backwards with either.
+  void step(const std::function<void(bool wrapped)>& backward) {
+    born_in_place = 0;
+    backward(true);
+    for (size_t i = 0; i < windows.size(); ++i) windows[i] = net->parameters()[i].grad().defined() ? net->parameters()[i].grad().data_ptr() : nullptr;
+    optimizer->step();
+    optimizer->zero_grad();
+    for (auto& p : net->parameters()) p.mutable_grad() = at::Tensor();
+    backward(false);
+    for (auto& p : twin->parameters()) {
+      if (p.grad().defined()) group.all_reduce(p.mutable_grad(), 1.0 / group.size());
+    }
+    by_hand->step();
+    for (auto& p : twin->parameters()) p.mutable_grad() = at::Tensor();
+  }
+
+  void step(int n, const Order& order) {
+    step([&](bool wrapped) { loss_of(forward(wrapped, batch(n, group.rank()), order)).backward(); });
+  }
+
+  void expect_equal(const char* when) {
+    for (const auto& item : net->named_parameters()) EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()])) << when << ": " << item.key() << ", rank " << group.rank();
+  }
+
+  void quietly(const std::function<void()>& backward) {
+    const auto quiet = ddp ? ddp->no_sync() : sharded->no_sync();
+    backward();
+  }
+
+  ProcessGroup group;
+  Wide net, twin;
+  std::unique_ptr<DistributedDataParallel<Wide>> ddp;
+  ZeroRedundancyOptimizer* sharded = nullptr;
+  std::unique_ptr<torch::optim::Optimizer> optimizer, by_hand;
+  std::vector<const void*> windows;
+  int born_in_place = 0;
+};
+
+class Placement : public ::testing::TestWithParam<Wrapper> {
+ protected:
+  void on_worlds(const std::function<void(Trained&)>& body) {
+    for (int world = 1; world <= 4; ++world) {
+      SCOPED_TRACE(world);
+      run_ranks(world, [&](ProcessGroup group, int) {
+        Trained trained(GetParam(), std::move(group));
+        body(trained);
+      });
+    }
+  }
+};
+
+// The first backward learns (DDP makes new buckets after it); what it sees before its first gradient it does not know.
+constexpr int kLearned = 3;
+
+TEST_P(Placement, GradientsAreBornInTheirWindows) {
+  on_worlds([](Trained& trained) {
+    for (int n = 0; n < 6; ++n) {
+      trained.step(n, kAll);
+      if (n >= kLearned) EXPECT_GE(trained.born_in_place, 4) << "step " << n;
+    }
+    trained.expect_equal("the same graph");
+  });
+}
+
+TEST_P(Placement, AGraphThatChangesTrainsTheSame) {
+  const std::vector<Order> orders{{0, 1, 2, 3}, {3, 2, 1, 0}, {1, 1, 0}, {2, 0, 3, 1}, {2}, {0, 1, 2, 3, 0, 1, 2, 3}, {0, 1, 2, 3}};
+  on_worlds([&](Trained& trained) {
+    for (int n = 0; n < 14; ++n) {
+      trained.net->recompute = n % 4 == 3;
+      trained.step(n, orders[n % orders.size()]);
+    }
+    trained.expect_equal("other layers in each step");
+  });
+}
+
+TEST_P(Placement, RecomputedActivationsTrainTheSame) {
+  on_worlds([](Trained& trained) {
+    trained.net->recompute = trained.twin->recompute = true;
+    for (int n = 0; n < 5; ++n) trained.step(n, kAll);
+    trained.expect_equal("activation checkpointing");
+  });
+}
+
+TEST_P(Placement, GradientsThatAccumulateTrainTheSame) {
+  on_worlds([](Trained& trained) {
+    for (int n = 0; n < 6; ++n) {
+      trained.step([&](bool wrapped) {
+        for (int part = 0; part < 3; ++part) {
+          const auto backward = [&] { loss_of(trained.forward(wrapped, batch(3 * n + part, trained.group.rank()), kAll)).backward(); };
+          if (wrapped && part < 2) trained.quietly(backward);
+          else backward();
+        }
+      });
+      if (n >= kLearned) EXPECT_GE(trained.born_in_place, 4) << "step " << n;
+    }
+    trained.expect_equal("three backwards a step");
+  });
+}
+
+TEST_P(Placement, GradientsOfGradientsTrainTheSame) {
+  on_worlds([](Trained& trained) {
+    for (int n = 0; n < 5; ++n) {
+      trained.step([&](bool wrapped) {
+        auto x = batch(n, trained.group.rank()).requires_grad_();
+        const auto y = loss_of(trained.forward(wrapped, x, kAll));
+        const auto slope = torch::autograd::grad({y}, {x}, {}, true, true)[0];
+        (y + slope.square().sum()).backward();
+      });
+    }
+    trained.expect_equal("a gradient penalty");
+  });
+}
+
+// Who keeps a gradient, or an alias of it, keeps its values.
+TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
+  for (const bool alias : {false, true}) {
+    SCOPED_TRACE(alias ? "an alias" : "the tensor itself");
+    on_worlds([&](Trained& trained) {
+      struct Kept {
+        at::Tensor gradient, copy;
+      };
+      std::vector<Kept> kept;
+      bool keep = false;
+      for (auto& p : trained.net->parameters()) {
+        p.register_hook([&](const at::Tensor& gradient) {
+          if (keep) kept.push_back({alias ? gradient.detach() : gradient, gradient.clone()});
+        });
+      }
+      for (int n = 0; n < 9; ++n) {
+        keep = n == 3 || n == 5;
+        trained.step(n, kAll);
+        for (const auto& one : kept) EXPECT_TRUE(at::equal(one.gradient, one.copy)) << "after step " << n;
+        if (n == 7) kept.clear();
+      }
+      trained.expect_equal("a hook that keeps gradients");
+    });
+  }
+}
+
+TEST_P(Placement, WhatIsKeptOutlivesEverything) {
+  at::Tensor kept, copy;
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    Trained trained(GetParam(), std::move(group));
+    bool keep = false;
+    trained.net->layers[1]->weight.register_hook([&](const at::Tensor& gradient) {
+      if (!keep || rank != 0) return;
+      kept = gradient.detach();
+      copy = gradient.clone();
+    });
+    for (int n = 0; n < 5; ++n) {
+      keep = n == 4;
+      trained.step(n, kAll);
+    }
+  });
+  ASSERT_TRUE(kept.defined());
+  EXPECT_TRUE(at::equal(kept, copy));
+}
+
+TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
+  on_worlds([](Trained& trained) {
+    bool fail = false;
+    trained.net->layers[1]->bias.register_hook([&](const at::Tensor&) {
+      if (fail) throw std::runtime_error("on purpose");
+    });
+    for (int n = 0; n < 6; ++n) {
+      if (n == 4 && GetParam() != Wrapper::overlap) {  // there, what was sent is used up, and says so
+        fail = true;
+        EXPECT_THROW(loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(), std::exception);
+        fail = false;
+        for (auto& p : trained.net->parameters()) p.mutable_grad() = at::Tensor();
+      }
+      trained.step(n, kAll);
+    }
+    trained.expect_equal("after a backward that threw");
+  });
+}
+
+std::string name_of(const ::testing::TestParamInfo<Wrapper>& instance) {
+  const std::vector<std::string> names{"ddp", "zero", "overlap"};
+  return names[static_cast<size_t>(instance.param)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Wrappers, Placement, ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap), name_of);
+
+TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Wide>(3), twin = seeded<Wide>(3);
+    const auto split = [](Wide& model) {
+      std::vector<std::vector<std::pair<std::string, at::Tensor>>> halves(2);
+      for (const auto& item : model->named_parameters()) halves[item.key().starts_with("layer0") || item.key().starts_with("layer2")].emplace_back(item.key(), item.value());
+      return halves;
+    };
+    std::vector<std::unique_ptr<ZeroRedundancyOptimizer>> halves;
+    for (const auto& half : split(net)) halves.push_back(std::make_unique<ZeroRedundancyOptimizer>(std::vector<ZeroRedundancyOptimizer::Group>{{half, {}}}, group, adamw()));
+    auto by_hand = adamw()({torch::optim::OptimizerParamGroup(twin->parameters())});
+    for (int n = 0; n < 6; ++n) {
+      loss_of(net(batch(n, rank), kAll)).backward();
+      for (auto& half : halves) half->step();
+      for (auto& p : net->parameters()) p.mutable_grad() = at::Tensor();
+      loss_of(twin(batch(n, rank), kAll)).backward();
+      for (auto& p : twin->parameters()) group.all_reduce(p.mutable_grad(), 0.5);
+      by_hand->step();
+      for (auto& p : twin->parameters()) p.mutable_grad() = at::Tensor();
+    }
+    for (const auto& item : net->named_parameters()) EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()])) << item.key();
+  });
+}
+
+TEST(LentMemory, IsLentToOneTensorAtATime) {
+  const auto owner = at::zeros({1 << 16});
+  EXPECT_FALSE(sharding::is_lent(owner));
+  auto first = sharding::lend(owner);
+  ASSERT_TRUE(first);
+  EXPECT_EQ(first.get(), owner.data_ptr());
+  EXPECT_TRUE(sharding::is_lent(owner));
+  EXPECT_FALSE(sharding::lend(owner));
+  first.clear();
+  EXPECT_FALSE(sharding::is_lent(owner));
+  EXPECT_TRUE(sharding::lend(owner));
+}
+
+// libtorch's oneDNN asks for memory without a deleter, and frees it by address.
+TEST(LentMemory, IsTakenBackByAddressToo) {
+  struct Source : sharding::MemorySource {
+    at::DataPtr serve(size_t bytes, at::Allocator& heap) override {
+      auto lent = bytes == owner.nbytes() ? sharding::lend(owner) : at::DataPtr();
+      return lent ? std::move(lent) : heap.allocate(bytes);
+    }
+    at::Tensor owner = at::zeros({1 << 16});
+  };
+  auto source = std::make_shared<Source>();
+  const auto owner = source->owner;
+  sharding::ask_first(source);
+  auto* const allocator = c10::GetAllocator(at::kCPU);
+  void* const lent = allocator->raw_allocate(owner.nbytes());
+  void* const heap = allocator->raw_allocate(owner.nbytes());
+  EXPECT_EQ(lent, owner.data_ptr());
+  EXPECT_NE(heap, owner.data_ptr());
+  EXPECT_TRUE(sharding::is_lent(owner));
+  source.reset();
+  allocator->raw_deallocate(lent);
+  allocator->raw_deallocate(heap);
+  EXPECT_FALSE(sharding::is_lent(owner));
+  EXPECT_EQ(sharding::asked_first(), nullptr);
+}
+
+}  // namespace
