@@ -224,9 +224,30 @@ TEST_P(Placement, WhatIsKeptOutlivesEverything) {
       keep = n == 4;
       trained.step(n, kAll);
     }
+    trained.expect_equal("one rank's bucket has moved");
   });
   ASSERT_TRUE(kept.defined());
   EXPECT_TRUE(at::equal(kept, copy));
+}
+
+TEST_P(Placement, WithoutSharedMemory) {
+  ProcessGroupOptions gloo;
+  gloo.backend = Backend::Gloo;
+  const auto body = [&](ProcessGroup group, int rank) {
+    Trained trained(GetParam(), std::move(group));
+    std::vector<at::Tensor> kept;
+    bool keep = false;
+    trained.net->layers[2]->weight.register_hook([&](const at::Tensor& gradient) {
+      if (keep && rank == 0) kept.push_back(gradient.detach());
+    });
+    for (int n = 0; n < 6; ++n) {
+      keep = n == 4;
+      trained.step(n, kAll);
+      if (n == kLearned) EXPECT_GE(trained.born_in_place, 4);
+    }
+    trained.expect_equal("over Gloo");
+  };
+  for (int world = 2; world <= 3; ++world) run_ranks(world, body, gloo);
 }
 
 TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
