@@ -4,8 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
-#include <set>
+#include <cstring>
+#include <map>
+#include <vector>
 
 namespace {
 
@@ -17,27 +18,27 @@ TEST(ExactFit, WhatWasFreedFitsAgain) {
   if (!comm::fit_exactly()) GTEST_SKIP() << "malloc is not glibc's (a sanitizer's)";
   comm::retain_freed_memory();
 
-  // Between blocks of several sizes, what keeps them apart when they are freed.
-  const auto fill = [](std::vector<at::Tensor>& tensors, std::vector<void*>* apart) {
-    for (int i = 0; i < 200; ++i) {
-      tensors.push_back(at::empty({30000 + 1000 * (i % 5)}));
-      if (apart) apart->push_back(std::malloc(4000));
-    }
-  };
   std::vector<at::Tensor> tensors;
-  std::vector<void*> apart;
-  fill(tensors, &apart);
-  std::set<const void*> places;
-  for (const auto& tensor : tensors) {
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 64, 0u);
-    places.insert(tensor.data_ptr());
+  std::map<const void*, size_t> by_address;
+  for (size_t i = 0; i < 50; ++i) {
+    tensors.push_back(at::empty({123457}));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(tensors[i].data_ptr()) % 64, 0u);
+    by_address[tensors[i].data_ptr()] = i;
   }
-  tensors.clear();
-  fill(tensors, nullptr);
-  int found = 0;
-  for (const auto& tensor : tensors) found += places.contains(tensor.data_ptr());
-  EXPECT_GE(found, 180);
-  for (void* block : apart) std::free(block);
+  // One between two others, which keep what it frees from becoming part of something larger.
+  int tried = 0, found = 0;
+  for (auto left = by_address.begin(), at = std::next(left), right = std::next(at); right != by_address.end(); ++left, ++at, ++right) {
+    const auto* const place = static_cast<const char*>(at->first);
+    constexpr int64_t room = 4 * 123457 + 2000;
+    if (place - static_cast<const char*>(left->first) > room || static_cast<const char*>(right->first) - place > room) continue;
+    auto& tensor = tensors[at->second];
+    tensor = at::Tensor();
+    tensor = at::empty({123457});
+    ++tried;
+    found += tensor.data_ptr() == place;
+  }
+  EXPECT_GE(tried, 10);
+  EXPECT_EQ(found, tried);
 
   // Freed by address, whoever allocated it.
   auto* const now = c10::GetAllocator(at::kCPU);
