@@ -23,7 +23,8 @@ struct DistributedDataParallelOptions {
   bool find_unused_parameters = false;
   /// Which parameters are used, and how often, never changes: learned in the first backward.
   bool static_graph = false;
-  bool gradient_as_bucket_view = true;  ///< `.grad` are windows of the buckets: no copy after the reduction.
+  /// `.grad` are windows of the buckets: no copy after the reduction. On CPUs none before it either, where backward's graph is that of the last step: gradients are computed there.
+  bool gradient_as_bucket_view = true;
   std::vector<std::string> parameters_to_ignore = {};  ///< Names; neither broadcast nor reduced.
   CommHook comm_hook = {};  ///< Empty: the mean.
 };

@@ -43,7 +43,7 @@ class Reducer::Core {
       for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
     }
     std::swap(buckets_, buckets);
-    shared_.clear();
+    former_.clear();
     returning_.assign(parameters_.size(), 0);
     lanes_.clear();
     for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -219,7 +219,7 @@ class Reducer::Core {
   }
 
   /// Somebody else has a tensor in the parameter's window (see gradient_placement.h).
-  bool lent(size_t i) const { return !returning_[i] && !shared_.contains(where_[i].bucket) && placement_.lent(i); }
+  bool lent(size_t i) const { return !returning_[i] && !former_.contains(where_[i].bucket) && placement_.lent(i); }
 
   /// The parameter's window, to be written to.
   const at::Tensor& free_view(size_t i) {
@@ -243,13 +243,13 @@ class Reducer::Core {
       own.views[m].copy_(grad);
       grad = own.views[m];
     }
-    shared_.emplace(b, std::exchange(bucket, std::move(own)));
+    former_.emplace(b, std::exchange(bucket, std::move(own)));
   }
 
   /// Between backwards: the buckets whose memory is free again.
   void move_back() {
     std::fill(returning_.begin(), returning_.end(), 0);
-    std::erase_if(shared_, [&](auto& entry) {
+    std::erase_if(former_, [&](auto& entry) {
       auto& [b, home] = entry;
       for (size_t m = 0; m < home.members.size(); ++m) {
         const auto& grad = parameters_[home.members[m]].tensor.grad();
@@ -344,7 +344,7 @@ class Reducer::Core {
   std::vector<int64_t> pending_;
   std::vector<Lane> lanes_;
   GradientPlacement placement_;
-  std::map<size_t, Bucket> shared_;  // buckets as they were before they moved out
+  std::map<size_t, Bucket> former_;  // buckets as they were before they moved out
   std::vector<char> returning_;      // windows that nobody but autograd holds, until the hook returns
   bool shadowing_ = false;
   bool abandoned_ = false;  // the last backward threw
