@@ -1,21 +1,20 @@
 #include "comm/exact_fit.h"
 
+#include <cstdlib>
+
 #ifdef __GLIBC__
 
 #include "tessera/torch_compat.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
 #include <dlfcn.h>
 #include <gnu/libc-version.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 
 namespace tessera::comm {
 namespace {
-
-constexpr uintptr_t kAlignment = 64;  // as libtorch has it
 
 /// Where malloc's block begins is kept before the aligned memory. A block that libtorch aligned itself has malloc's own word there, the block's size.
 void*& block_of(void* memory) { return static_cast<void**>(memory)[-1]; }
@@ -24,7 +23,7 @@ void release(void* memory) {
   if (memory == nullptr) return;
   void* const block = block_of(memory);
   const auto before = reinterpret_cast<uintptr_t>(memory) - reinterpret_cast<uintptr_t>(block);
-  std::free(before >= sizeof block && before < sizeof block + kAlignment ? block : memory);
+  std::free(before >= sizeof block && before < sizeof block + c10::gAlignment ? block : memory);
 }
 
 class ExactFitAllocator final : public compat::Allocator {
@@ -32,11 +31,11 @@ class ExactFitAllocator final : public compat::Allocator {
   explicit ExactFitAllocator(at::Allocator* base) : base_(base) {}
 
   at::DataPtr serve(size_t bytes) const override {
-    // The first reports what it does to the profiler, and says what there is no memory for.
+    // libtorch's own tells the profiler what it does, and the caller what there is no memory for.
     if (bytes == 0 || c10::memoryProfilingEnabled()) return base_->allocate(bytes);
-    void* const block = std::malloc(bytes + sizeof(void*) + kAlignment - 1);
+    void* const block = std::malloc(bytes + sizeof(void*) + c10::gAlignment - 1);
     if (block == nullptr) return base_->allocate(bytes);
-    auto* const memory = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + sizeof(void*) + kAlignment - 1) / kAlignment * kAlignment);
+    auto* const memory = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + sizeof(void*) + c10::gAlignment - 1) / c10::gAlignment * c10::gAlignment);
     block_of(memory) = block;
     return {memory, memory, &release, at::Device(at::kCPU)};
   }

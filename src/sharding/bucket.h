@@ -8,9 +8,6 @@
 
 namespace tessera::sharding {
 
-/// Of the memory that libtorch gives a tensor, in bytes.
-inline constexpr int64_t kTensorAlignment = 64;
-
 /// The flat storage of one layout, one dtype, one device, with the tensors as views into it.
 struct Bucket {
   std::vector<size_t> members;    ///< Indices of the tensors in their owner's list, in the layout's order.

@@ -1,6 +1,6 @@
 #include "sharding/bucket_plan.h"
 
-#include "sharding/bucket.h"
+#include <c10/core/alignment.h>
 
 #include <algorithm>
 
@@ -36,7 +36,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& ten
     }
   }
   for (auto& bucket : buckets) {
-    std::stable_partition(bucket.begin(), bucket.end(), [&](size_t i) { return tensors[i].numel() * static_cast<int64_t>(tensors[i].element_size()) % kTensorAlignment == 0; });
+    std::stable_partition(bucket.begin(), bucket.end(), [&](size_t i) { return tensors[i].nbytes() % c10::gAlignment == 0; });
   }
   return buckets;
 }

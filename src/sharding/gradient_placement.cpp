@@ -1,7 +1,8 @@
 #include "sharding/gradient_placement.h"
 
-#include "sharding/bucket.h"
 #include "sharding/lent_memory.h"
+
+#include <c10/core/alignment.h>
 
 #include <algorithm>
 #include <mutex>
@@ -18,7 +19,7 @@ constexpr size_t kRequests = 1 << 16;
 constexpr int kSurprises = 4;
 
 bool fit(const at::Tensor& window) {
-  return window.defined() && window.device().is_cpu() && window.nbytes() >= kWorthLending && reinterpret_cast<uintptr_t>(window.data_ptr()) % kTensorAlignment == 0;
+  return window.defined() && window.device().is_cpu() && window.nbytes() >= kWorthLending && reinterpret_cast<uintptr_t>(window.data_ptr()) % c10::gAlignment == 0;
 }
 
 }  // namespace
@@ -37,13 +38,15 @@ class GradientPlacement::State : public MemorySource {
     open_ = false;
   }
 
-  void begin() {
+  /// False where there is nothing to lend, and nothing to learn.
+  bool begin() {
     std::lock_guard lock(mutex_);
+    if (requests_.empty() || surprises_ >= kSurprises) return false;
     for (auto& [bytes, requests] : requests_) {
       requests.at.clear();
       requests.became.clear();
     }
-    open_ = true;
+    return open_ = true;
   }
 
   bool open() {
@@ -99,7 +102,7 @@ class GradientPlacement::State : public MemorySource {
   void retire(const std::vector<size_t>& parameters) {
     std::lock_guard lock(mutex_);
     for (const auto i : parameters) retired_[i] = true;
-    if (++surprises_ >= kSurprises) retired_.assign(retired_.size(), true);
+    ++surprises_;
   }
 
  private:
@@ -132,8 +135,7 @@ void GradientPlacement::set_windows(std::vector<at::Tensor> parameters, const st
 void GradientPlacement::begin() {
   const auto other = std::dynamic_pointer_cast<State>(asked_first());
   if (other && other != state_ && other->open()) return;  // two reducers in one backward: the first
-  state_->begin();
-  if (other != state_) ask_first(state_);
+  if (state_->begin() && other != state_) ask_first(state_);
 }
 
 void GradientPlacement::arrived(size_t i, const at::Tensor& gradient) { state_->arrived(i, gradient); }

@@ -6,7 +6,7 @@
 
 namespace tessera::sharding {
 
-/// Less is not worth lending: copying it costs as much.
+/// What is smaller is copied.
 inline constexpr size_t kWorthLending = 64 << 10;
 
 /// Where tensors get their memory instead of from the heap.

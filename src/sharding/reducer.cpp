@@ -231,7 +231,8 @@ class Reducer::Core {
   void move_out(size_t b) {
     placement_.end(false);  // this backward is not like the last one
     auto& bucket = buckets_[b];
-    auto own = make_bucket(bucket.members, bucket.layout, at::empty_like(bucket.flat), tensors());
+    // Zeros: what counts as zero may have been zeroed before.
+    auto own = make_bucket(bucket.members, bucket.layout, at::zeros_like(bucket.flat), tensors());
     own.lane = bucket.lane;
     std::vector<size_t> taken;
     std::copy_if(bucket.members.begin(), bucket.members.end(), std::back_inserter(taken), [&](size_t i) { return lent(i); });

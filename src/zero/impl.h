@@ -66,7 +66,7 @@ class ZeroRedundancyOptimizer::Impl {
   void send_bucket(size_t index);
   void consume(PendingUpdate& update, int64_t offset, const at::Tensor& run);
   at::Tensor shard_buffer(ShardBucket& bucket);
-  void reduce(ShardBucket& bucket, bool update_directly);
+  void reduce(size_t index, bool update_directly);
   void take_gradients_of_caller(ShardBucket& bucket);
   void ensure_reduced();
   void check_reduced_is_current() const;

@@ -70,13 +70,14 @@ void ZeroRedundancyOptimizer::Impl::consume(PendingUpdate& update, int64_t offse
   if (update.track_norm) update.squares += sum_of_squares(gradient, run.numel()) * scale * scale;
 }
 
-void ZeroRedundancyOptimizer::Impl::reduce(ShardBucket& bucket, bool update_directly) {
+void ZeroRedundancyOptimizer::Impl::reduce(size_t index, bool update_directly) {
+  auto& bucket = buckets_[index];
   PendingUpdate update;
   update.bucket = &bucket;
   update.direct = update_directly;
   update.track_norm = track_norm_;
   update.is_used = [this](size_t parameter) { return used(parameter); };
-  group_.reduce_scatter_each(reducer_->buckets()[&bucket - buckets_.data()].flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
+  group_.reduce_scatter_each(reducer_->buckets()[index].flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
   norm_squares_ += update.squares;
 }
 
@@ -98,7 +99,7 @@ void ZeroRedundancyOptimizer::Impl::take_gradients_of_caller(ShardBucket& bucket
 
 /// What the reducer calls when this rank's gradients are complete and the ranks know which parameters were used.
 void ZeroRedundancyOptimizer::Impl::finish_reduction() {
-  for (auto& bucket : buckets_) reduce(bucket, !want_shards_ && one_pass(bucket));
+  for (size_t b = 0; b < buckets_.size(); ++b) reduce(b, !want_shards_ && one_pass(buckets_[b]));
 }
 
 void ZeroRedundancyOptimizer::Impl::ensure_reduced() {

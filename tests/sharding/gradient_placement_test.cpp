@@ -1,16 +1,19 @@
-// [Note: gradients in place] in src/sharding/gradient_placement.h: what DDP and ZeRO then train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
+// [Note: gradients in place] in src/sharding/gradient_placement.h: what the wrappers then train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "sharding/lent_memory.h"
 #include "tessera/checkpoint.h"
 #include "tessera/distributed_data_parallel.h"
-#include "tessera/fused_optimizer.h"
+#include "tessera/distributed_optimizer.h"
 #include "tessera/optim.h"
+#include "tessera/torch_compat.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <functional>
 #include <memory>
 
@@ -23,6 +26,15 @@ using Order = std::vector<int>;
 const Order kAll{0, 1, 2, 3};
 constexpr int64_t kWide = 160;
 
+/// A gradient as somebody keeps it, and what it was.
+struct Kept {
+  at::Tensor gradient, copy;
+};
+
+void expect_kept(const std::vector<Kept>& kept, const char* when) {
+  for (const auto& one : kept) EXPECT_TRUE(at::equal(one.gradient, one.copy)) << when;
+}
+
 /// Weights of one size, which at kWide rows is also that of what backward passes on; at the end one whose size keeps nothing aligned.
 struct WideImpl : torch::nn::Module {
   WideImpl() {
@@ -33,12 +45,14 @@ struct WideImpl : torch::nn::Module {
     for (const int i : order) {
       const auto layer = [this, i](at::Tensor h) { return torch::tanh(layers[i](h)); };
       x = recompute ? checkpoint(layer, x) : layer(x);
+      if (kept) x.register_hook([this](const at::Tensor& gradient) { kept->push_back({gradient, gradient.clone()}); });
     }
     return odd(x);
   }
   std::vector<torch::nn::Linear> layers;
   torch::nn::Linear odd{nullptr};
   bool recompute = false;
+  std::vector<Kept>* kept = nullptr;  // of what backward passes on, everything
 };
 TORCH_MODULE(Wide);
 
@@ -47,7 +61,28 @@ at::Tensor loss_of(const at::Tensor& y) { return (y - 0.25).square().mean(); }
 
 OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 1e-3}}); }
 
-enum class Wrapper { ddp, zero, overlap };
+/// While it lives, fresh memory holds NaN.
+class NanAllocator final : public compat::Allocator {
+ public:
+  NanAllocator() {
+    sharding::ask_first({});  // the allocator that lends comes to stay, and so must not be put before this one
+    base_ = c10::GetAllocator(at::kCPU);
+    c10::SetAllocator(at::kCPU, this);
+  }
+  ~NanAllocator() override { c10::SetAllocator(at::kCPU, base_); }
+
+  at::DataPtr serve(size_t bytes) const override {
+    auto memory = base_->allocate(bytes);
+    if (bytes > 0) std::memset(memory.get(), 0xff, bytes);
+    return memory;
+  }
+  at::DeleterFnPtr raw_deleter() const override { return base_->raw_deleter(); }
+
+ private:
+  at::Allocator* base_ = nullptr;
+};
+
+enum class Wrapper { ddp, zero, overlap, distributed };
 
 /// A model under a wrapper, and its twin: a plain one whose gradients are all-reduced by hand.
 class Trained {
@@ -56,6 +91,8 @@ class Trained {
     if (wrapper == Wrapper::ddp) {
       ddp = std::make_unique<DistributedDataParallel<Wide>>(net, group, DistributedDataParallelOptions{.bucket_cap_mb = 0.25, .find_unused_parameters = true});
       optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+    } else if (wrapper == Wrapper::distributed) {
+      distributed = std::make_unique<DistributedOptimizer>(*net, group, adamw(), DistributedOptimizerOptions{.reduce_method = "mean"});
     } else {
       auto zero = std::make_unique<ZeroRedundancyOptimizer>(
           *net, group, adamw(), ZeroRedundancyOptimizerOptions{.overlap_with_backward = wrapper == Wrapper::overlap, .bucket_cap_mb = 0.25});
@@ -76,11 +113,12 @@ class Trained {
     born_in_place = 0;
     backward(true);
     for (size_t i = 0; i < windows.size(); ++i) windows[i] = net->parameters()[i].grad().defined() ? net->parameters()[i].grad().data_ptr() : nullptr;
-    optimizer->step();
-    optimizer->zero_grad();
+    if (distributed) distributed->step();
+    else optimizer->step();
     for (auto& p : net->parameters()) p.mutable_grad() = at::Tensor();
     backward(false);
     for (auto& p : twin->parameters()) {
+      if (!p.grad().defined() && others_use_all) p.mutable_grad() = at::zeros_like(p);
       if (p.grad().defined()) group.all_reduce(p.mutable_grad(), 1.0 / group.size());
     }
     by_hand->step();
@@ -96,17 +134,19 @@ class Trained {
   }
 
   void quietly(const std::function<void()>& backward) {
-    const auto quiet = ddp ? ddp->no_sync() : sharded->no_sync();
+    const auto quiet = ddp ? ddp->no_sync() : distributed ? distributed->no_sync() : sharded->no_sync();
     backward();
   }
 
   ProcessGroup group;
   Wide net, twin;
   std::unique_ptr<DistributedDataParallel<Wide>> ddp;
+  std::unique_ptr<DistributedOptimizer> distributed;
   ZeroRedundancyOptimizer* sharded = nullptr;
   std::unique_ptr<torch::optim::Optimizer> optimizer, by_hand;
   std::vector<const void*> windows;
   int born_in_place = 0;
+  bool others_use_all = false;  // what this rank has not used counts as zero
 };
 
 class Placement : public ::testing::TestWithParam<Wrapper> {
@@ -189,9 +229,6 @@ TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
   for (const bool alias : {false, true}) {
     SCOPED_TRACE(alias ? "an alias" : "the tensor itself");
     on_worlds([&](Trained& trained) {
-      struct Kept {
-        at::Tensor gradient, copy;
-      };
       std::vector<Kept> kept;
       bool keep = false;
       for (auto& p : trained.net->parameters()) {
@@ -202,7 +239,7 @@ TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
       for (int n = 0; n < 9; ++n) {
         keep = n == 3 || n == 5;
         trained.step(n, kAll);
-        for (const auto& one : kept) EXPECT_TRUE(at::equal(one.gradient, one.copy)) << "after step " << n;
+        expect_kept(kept, "after a step");
         if (n == 7) kept.clear();
       }
       trained.expect_equal("a hook that keeps gradients");
@@ -211,14 +248,13 @@ TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
 }
 
 TEST_P(Placement, WhatIsKeptOutlivesEverything) {
-  at::Tensor kept, copy;
+  std::vector<Kept> kept;
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Trained trained(GetParam(), std::move(group));
     bool keep = false;
     trained.net->layers[1]->weight.register_hook([&](const at::Tensor& gradient) {
       if (!keep || rank != 0) return;
-      kept = gradient.detach();
-      copy = gradient.clone();
+      kept.push_back({gradient.detach(), gradient.clone()});
     });
     for (int n = 0; n < 5; ++n) {
       keep = n == 4;
@@ -226,8 +262,75 @@ TEST_P(Placement, WhatIsKeptOutlivesEverything) {
     }
     trained.expect_equal("one rank's bucket has moved");
   });
-  ASSERT_TRUE(kept.defined());
-  EXPECT_TRUE(at::equal(kept, copy));
+  ASSERT_EQ(kept.size(), 1u);
+  expect_kept(kept, "after the group has ended");
+}
+
+// On one rank another graph: a window holds what is kept, others of its bucket count as zero there.
+TEST_P(Placement, WhatCountsAsZeroIsZeroInABucketThatHasMoved) {
+  NanAllocator nothing_is_zero_by_chance;
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    Trained trained(GetParam(), std::move(group));
+    const Order usual{3, 2, 1, 0}, other{1, 1, 1, 1, 1};
+    std::vector<Kept> kept;
+    for (int n = 0; n < 7; ++n) {
+      const bool odd_one = n == 4 && rank == 0;
+      const auto windows = trained.windows;
+      trained.others_use_all = odd_one;
+      trained.step([&](bool wrapped) {
+        trained.net->kept = wrapped && odd_one ? &kept : nullptr;
+        loss_of(trained.forward(wrapped, batch(n, rank), odd_one ? other : usual)).backward();
+      });
+      trained.net->kept = nullptr;
+      if (odd_one) {
+        EXPECT_TRUE(std::any_of(kept.begin(), kept.end(), [&](const Kept& one) { return std::find(windows.begin(), windows.end(), one.gradient.data_ptr()) != windows.end(); }))
+            << "something lives in a window";
+      }
+      expect_kept(kept, "what backward passed on");
+    }
+    trained.expect_equal("what counts as zero");
+  });
+}
+
+TEST_P(Placement, ABucketComesHome) {
+  on_worlds([](Trained& trained) {
+    std::vector<Kept> kept;
+    bool keep = false;
+    trained.net->layers[2]->weight.register_hook([&](const at::Tensor& gradient) {
+      if (keep) kept.push_back({gradient.detach(), gradient.clone()});
+    });
+    std::vector<const void*> home;
+    for (int n = 0; n < 9; ++n) {
+      keep = n == 4;
+      if (n == 6) kept.clear();
+      trained.step(n, kAll);
+      if (n == 3) home = trained.windows;
+      if (n == 5) EXPECT_NE(trained.windows, home);
+    }
+    EXPECT_EQ(trained.windows, home);
+    EXPECT_GE(trained.born_in_place, 3) << "all but the one that was a surprise";
+    trained.expect_equal("there and back");
+  });
+}
+
+TEST_P(Placement, NothingIsLentAfterAFewSurprises) {
+  on_worlds([](Trained& trained) {
+    std::vector<Kept> kept;
+    int keep = -1;
+    for (int layer = 0; layer < 4; ++layer) {
+      trained.net->layers[layer]->weight.register_hook([&kept, &keep, layer](const at::Tensor& gradient) {
+        if (keep == layer) kept.push_back({gradient.detach(), gradient.clone()});
+      });
+    }
+    for (int n = 0; n < 10; ++n) {
+      keep = n - kLearned;
+      kept.clear();
+      trained.step(n, kAll);
+      expect_kept(kept, "an alias");
+    }
+    EXPECT_EQ(trained.born_in_place, 0);
+    trained.expect_equal("four surprises");
+  });
 }
 
 TEST_P(Placement, WithoutSharedMemory) {
@@ -235,16 +338,18 @@ TEST_P(Placement, WithoutSharedMemory) {
   gloo.backend = Backend::Gloo;
   const auto body = [&](ProcessGroup group, int rank) {
     Trained trained(GetParam(), std::move(group));
-    std::vector<at::Tensor> kept;
+    std::vector<Kept> kept;
     bool keep = false;
     trained.net->layers[2]->weight.register_hook([&](const at::Tensor& gradient) {
-      if (keep && rank == 0) kept.push_back(gradient.detach());
+      if (keep && rank == 0) kept.push_back({gradient.detach(), gradient.clone()});
     });
     for (int n = 0; n < 6; ++n) {
       keep = n == 4;
       trained.step(n, kAll);
       if (n == kLearned) EXPECT_GE(trained.born_in_place, 4);
     }
+    EXPECT_EQ(kept.size(), rank == 0 ? 1u : 0u);
+    expect_kept(kept, "over Gloo");
     trained.expect_equal("over Gloo");
   };
   for (int world = 2; world <= 3; ++world) run_ranks(world, body, gloo);
@@ -257,7 +362,7 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
       if (fail) throw std::runtime_error("on purpose");
     });
     for (int n = 0; n < 6; ++n) {
-      if (n == 4 && GetParam() != Wrapper::overlap) {  // there, what was sent is used up, and says so
+      if (n == 4 && GetParam() != Wrapper::overlap && GetParam() != Wrapper::distributed) {  // these say that they are used up
         fail = true;
         EXPECT_THROW(loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(), std::exception);
         fail = false;
@@ -270,11 +375,11 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Wrapper>& instance) {
-  const std::vector<std::string> names{"ddp", "zero", "overlap"};
+  const std::vector<std::string> names{"ddp", "zero", "overlap", "distributed"};
   return names[static_cast<size_t>(instance.param)];
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrappers, Placement, ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap), name_of);
+INSTANTIATE_TEST_SUITE_P(Wrappers, Placement, ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap, Wrapper::distributed), name_of);
 
 TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {
   run_ranks(2, [](ProcessGroup group, int rank) {
