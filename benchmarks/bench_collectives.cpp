@@ -1,16 +1,5 @@
-// Collectives of one host against a memcpy of as many bytes on all ranks at once, and those over Gloo against c10d's, interleaved in one run. Forks its ranks.
-
-#include "tessera/process_group.h"
-
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
-#include <CLI/CLI.hpp>
-#include <fmt/format.h>
-#include <nlohmann/json.hpp>
-
-#include <sys/wait.h>
-#include <unistd.h>
+// Collectives of one host against a memcpy of as many bytes on all ranks at once, and those over
+// Gloo against c10d's, interleaved in one run. Forks its ranks.
 
 #include <algorithm>
 #include <chrono>
@@ -22,6 +11,16 @@
 #include <functional>
 #include <string>
 #include <vector>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <sys/wait.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <unistd.h>
+
+#include "tessera/process_group.h"
 
 namespace {
 
@@ -54,29 +53,42 @@ tessera::ProcessGroup join(const std::string& folder, tessera::Backend backend) 
   return tessera::init_process_group(options);
 }
 
-// glibc's memcpy takes three times as long between buffers that begin a few bytes after one another modulo 4096: the base
-// line is its better case.
+// glibc's memcpy takes three times as long between buffers that begin a few bytes after one another
+// modulo 4096: the base line is its better case.
 at::Tensor page_aligned(int64_t numel) {
   const size_t bytes = static_cast<size_t>(numel * 4 + 4095) / 4096 * 4096;
-  return at::from_blob(std::aligned_alloc(4096, bytes), {numel}, [](void* data) { std::free(data); }, at::kFloat).fill_(1);
+  return at::from_blob(
+             std::aligned_alloc(4096, bytes), {numel}, [](void* data) { std::free(data); },
+             at::kFloat)
+      .fill_(1);
 }
 
 void report(const Settings& settings, const std::vector<Case>& cases) {
   const auto base_of = [&](const Case& entry) {
-    const auto base = std::find_if(cases.begin(), cases.end(), [&](const Case& other) { return other.name == entry.against; });
+    const auto base = std::find_if(cases.begin(), cases.end(),
+                                   [&](const Case& other) { return other.name == entry.against; });
     return median(base->milliseconds);
   };
-  fmt::print("{} ranks, {} MiB, medians of {} interleaved rounds\n", settings.ranks, settings.mebibytes, settings.rounds);
+  fmt::print("{} ranks, {} MiB, medians of {} interleaved rounds\n", settings.ranks,
+             settings.mebibytes, settings.rounds);
   auto rows = nlohmann::json::array();
   for (const auto& entry : cases) {
     const double ms = median(entry.milliseconds), ratio = ms / base_of(entry);
     fmt::print("  {:<34} {:9.2f} ms  {:6.2f} of {}", entry.name, ms, ratio, entry.against);
-    if (entry.target > 0) fmt::print("  target {:.2f} {}", entry.target, ratio <= entry.target ? "met" : "MISSED");
+    if (entry.target > 0)
+      fmt::print("  target {:.2f} {}", entry.target, ratio <= entry.target ? "met" : "MISSED");
     fmt::print("\n");
-    rows.push_back({{"name", entry.name}, {"ms", ms}, {"against", entry.against}, {"ratio", ratio}, {"target", entry.target}});
+    rows.push_back({{"name", entry.name},
+                    {"ms", ms},
+                    {"against", entry.against},
+                    {"ratio", ratio},
+                    {"target", entry.target}});
   }
   if (settings.json.empty()) return;
-  std::ofstream(settings.json) << nlohmann::json{{"ranks", settings.ranks}, {"mebibytes", settings.mebibytes}, {"cases", rows}}.dump(2)
+  std::ofstream(settings.json) << nlohmann::json{{"ranks", settings.ranks},
+                                                 {"mebibytes", settings.mebibytes},
+                                                 {"cases", rows}}
+                                      .dump(2)
                                << "\n";
 }
 
@@ -88,11 +100,15 @@ void report_latency(tessera::ProcessGroup& group, const char* name) {
     for (int i = 0; i < 20; ++i) body();
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < repeats; ++i) body();
-    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / repeats;
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin)
+               .count() /
+           repeats;
   };
   const double reduce = time([&] { group.all_reduce(tensor); });
   const double barrier = time([&] { group.barrier(); });
-  if (group.rank() == 0) fmt::print("  {}: all-reduce of 16 floats {:.1f} us, barrier {:.1f} us\n", name, reduce, barrier);
+  if (group.rank() == 0)
+    fmt::print("  {}: all-reduce of 16 floats {:.1f} us, barrier {:.1f} us\n", name, reduce,
+               barrier);
 }
 
 void run_rank(const Settings& settings, const std::string& folder) {
@@ -111,7 +127,8 @@ void run_rank(const Settings& settings, const std::string& folder) {
   std::vector<Case> cases;
   cases.push_back({"memcpy", [&] { std::memcpy(to.data_ptr(), from.data_ptr(), bytes); }});
   cases.push_back({"reduce-scatter", [&] { shm.reduce_scatter(shared, counts); }, 0.7});
-  cases.push_back({"reduce-scatter, consumed", [&] { shm.reduce_scatter_each(shared, counts, discard); }, 0.7});
+  cases.push_back(
+      {"reduce-scatter, consumed", [&] { shm.reduce_scatter_each(shared, counts, discard); }, 0.7});
   cases.push_back({"all-gather", [&] { shm.all_gather(shared, counts); }, 1.0});
   cases.push_back({"all-reduce", [&] { shm.all_reduce(shared, 0.5); }, 1.8});
   cases.push_back({"reduce-scatter, staged", [&] { shm.reduce_scatter(own, counts); }});
@@ -125,7 +142,9 @@ void run_rank(const Settings& settings, const std::string& folder) {
     gloo = join(folder + "/gloo", tessera::Backend::Gloo);
     auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::FileStore>(folder + "/c10d", settings.ranks), gloo.rank(), settings.ranks, options);
+    c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
+        c10::make_intrusive<c10d::FileStore>(folder + "/c10d", settings.ranks), gloo.rank(),
+        settings.ranks, options);
     for (const auto count : counts) listed.push_back(at::ones({count}));
     cases.push_back({"all-reduce, c10d's Gloo", [&] {
                        std::vector<at::Tensor> tensors{own};
@@ -136,9 +155,12 @@ void run_rank(const Settings& settings, const std::string& folder) {
                        std::vector<at::Tensor> inputs{mine};
                        c10d_gloo->allgather(lists, inputs)->wait();
                      }});
-    cases.push_back({"reduce-scatter, Gloo", [&] { gloo.reduce_scatter(own, counts); }, 0.55, "all-reduce, c10d's Gloo"});
-    cases.push_back({"all-gather, Gloo", [&] { gloo.all_gather(own, counts); }, 0.45, "all-gather of lists, c10d's Gloo"});
-    cases.push_back({"all-reduce, Gloo", [&] { gloo.all_reduce(own, 0.5); }, 0, "all-reduce, c10d's Gloo"});
+    cases.push_back({"reduce-scatter, Gloo", [&] { gloo.reduce_scatter(own, counts); }, 0.55,
+                     "all-reduce, c10d's Gloo"});
+    cases.push_back({"all-gather, Gloo", [&] { gloo.all_gather(own, counts); }, 0.45,
+                     "all-gather of lists, c10d's Gloo"});
+    cases.push_back(
+        {"all-reduce, Gloo", [&] { gloo.all_reduce(own, 0.5); }, 0, "all-reduce, c10d's Gloo"});
   }
   for (int round = -1; round < settings.rounds; ++round) {
     for (auto& entry : cases) {
@@ -148,7 +170,9 @@ void run_rank(const Settings& settings, const std::string& folder) {
       entry.body();
       shm.barrier();
       const auto end = std::chrono::steady_clock::now();
-      if (round >= 0) entry.milliseconds.push_back(std::chrono::duration<double, std::milli>(end - begin).count());
+      if (round >= 0)
+        entry.milliseconds.push_back(
+            std::chrono::duration<double, std::milli>(end - begin).count());
     }
   }
   if (shm.rank() == 0) report(settings, cases);
@@ -178,8 +202,10 @@ int main(int argc, char** argv) {
       children.push_back(pid);
       continue;
     }
-    for (const auto& [key, value] : {std::pair("RANK", rank), std::pair("LOCAL_RANK", rank), std::pair("WORLD_SIZE", settings.ranks),
-                                     std::pair("LOCAL_WORLD_SIZE", settings.ranks), std::pair("MASTER_PORT", 1)}) {
+    for (const auto& [key, value] :
+         {std::pair("RANK", rank), std::pair("LOCAL_RANK", rank),
+          std::pair("WORLD_SIZE", settings.ranks), std::pair("LOCAL_WORLD_SIZE", settings.ranks),
+          std::pair("MASTER_PORT", 1)}) {
       setenv(key, std::to_string(value).c_str(), 1);
     }
     setenv("MASTER_ADDR", "127.0.0.1", 1);

@@ -1,16 +1,18 @@
-// What it costs to notice the use of parameters: one forward and backward of a model whose units all stay, plain or sharded, to be counted in instructions (callgrind).
+// What it costs to notice the use of parameters: one forward and backward of a model whose units
+// all stay, plain or sharded, to be counted in instructions (callgrind).
 //
 //   bench_detection plain|dispatch_key|record_function mlp|gpt STEPS
 //
-// The sharded side keeps double shards and computes in float, so that a world of one has pages; parameters are frozen, so that nothing is gathered after the
-// first step (but the GPT's position embedding, so that its backward has something to do).
-
-#include "tessera/models/gpt2.h"
-#include "tessera/tessera.h"
+// The sharded side keeps double shards and computes in float, so that a world of one has pages;
+// parameters are frozen, so that nothing is gathered after the first step (but the GPT's position
+// embedding, so that its backward has something to do).
 
 #include <cstdlib>
 #include <iostream>
 #include <string>
+
+#include "tessera/models/gpt2.h"
+#include "tessera/tessera.h"
 
 namespace {
 
@@ -28,8 +30,10 @@ struct MlpImpl : torch::nn::Module {
 TORCH_MODULE(Mlp);
 
 template <class Net>
-void run(Net net, const std::string& mode, int steps, const std::function<at::Tensor(const std::function<at::Tensor(at::Tensor)>&)>& loss) {
-  for (auto& item : net->named_parameters()) item.value().requires_grad_(item.key().find("wpe") != std::string::npos);
+void run(Net net, const std::string& mode, int steps,
+         const std::function<at::Tensor(const std::function<at::Tensor(at::Tensor)>&)>& loss) {
+  for (auto& item : net->named_parameters())
+    item.value().requires_grad_(item.key().find("wpe") != std::string::npos);
   if (mode == "plain") {
     for (int i = 0; i < steps; ++i) loss([&](at::Tensor x) { return net(x); }).backward();
     return;
@@ -39,10 +43,12 @@ void run(Net net, const std::string& mode, int steps, const std::function<at::Te
   options.wrap_policy = tessera::wrap_leaves();
   options.reshard_after_forward = false;
   options.mixed_precision.param_dtype = torch::kFloat;
-  options.detection = mode == "record_function" ? tessera::ParameterDetection::record_function : tessera::ParameterDetection::dispatch_key;
+  options.detection = mode == "record_function" ? tessera::ParameterDetection::record_function
+                                                : tessera::ParameterDetection::dispatch_key;
   tessera::FullyShardedDataParallel fsdp(net, tessera::ProcessGroup(), options);
   for (int i = 0; i < steps; ++i) loss([&](at::Tensor x) { return fsdp(x); }).backward();
-  std::cout << "gathers " << fsdp.stats().gathers_forward << " + " << fsdp.stats().gathers_backward << std::endl;
+  std::cout << "gathers " << fsdp.stats().gathers_forward << " + " << fsdp.stats().gathers_backward
+            << std::endl;
 }
 
 }  // namespace
@@ -63,5 +69,6 @@ int main(int argc, char** argv) {
   gpt.n_layer = 6;
   gpt.n_head = 6;
   const auto tokens = torch::randint(0, 256, {1, 128});
-  run(tessera::GPT2(gpt), mode, steps, [&](const auto& net) { return net(tokens).square().mean(); });
+  run(tessera::GPT2(gpt), mode, steps,
+      [&](const auto& net) { return net(tokens).square().mean(); });
 }

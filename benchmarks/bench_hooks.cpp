@@ -2,19 +2,20 @@
 //
 //   tessera run -n RANKS bench_hooks CONFIG.yaml [key=value …]
 //
-// The last line that rank 0 prints is one JSON object: all-reduce bytes that a rank sent a step, mean loss of the last
-// ten steps, evaluation loss. benchmarks/hooks.py makes a table of several runs.
-
-#include "tessera/config.h"
-#include "tessera/process_group.h"
-#include "tessera/train.h"
-
-#include <nlohmann/json.hpp>
+// The last line that rank 0 prints is one JSON object: all-reduce bytes that a rank sent a step,
+// mean loss of the last ten steps, evaluation loss. benchmarks/hooks.py makes a table of several
+// runs.
 
 #include <algorithm>
 #include <exception>
 #include <iostream>
 #include <numeric>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/process_group.h"
+#include "tessera/train.h"
+#include "tessera/train/config.h"
 
 int main(int argc, char** argv) {
   try {
@@ -29,7 +30,8 @@ int main(int argc, char** argv) {
         {"ranks", group.size()},
         {"steps", steps},
         {"bytes_per_step", group.stats().all_reduce.bytes_sent / static_cast<uint64_t>(steps)},
-        {"loss", std::accumulate(result.losses.end() - last, result.losses.end(), 0.0) / static_cast<double>(last)}};
+        {"loss", std::accumulate(result.losses.end() - last, result.losses.end(), 0.0) /
+                     static_cast<double>(last)}};
     if (result.eval_loss) line["eval_loss"] = *result.eval_loss;
     std::cout << line.dump() << std::endl;
     return 0;

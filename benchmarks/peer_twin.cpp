@@ -1,21 +1,22 @@
-// The C++ twin of torch_peer.py: the same GPT, sizes, batches and timing, with Tessera's strategies.
+// The C++ twin of torch_peer.py: the same GPT, sizes, batches and timing, with Tessera's
+// strategies.
 //
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
-// STRATEGY: startup (the first all-reduce, and out) | none (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block),
-// each optionally with "-gloo". Prints one JSON line of medians from rank 0.
-
-#include "tessera/tessera.h"
-
-#include <nlohmann/json.hpp>
-
-#include <sys/resource.h>
+// STRATEGY: startup (the first all-reduce, and out) | none (no communication) | compute (forward
+// and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block), each optionally with
+// "-gloo". Prints one JSON line of medians from rank 0.
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <fstream>
 #include <iostream>
+
+#include <nlohmann/json.hpp>
+#include <sys/resource.h>
+
+#include "tessera/tessera.h"
 
 namespace {
 
@@ -39,7 +40,8 @@ struct BlockImpl : torch::nn::Module {
     const auto b = x.size(0), t = x.size(1), c = x.size(2);
     auto parts = qkv(ln1(x)).split(c, 2);
     for (auto& part : parts) part = part.view({b, t, heads, c / heads}).transpose(1, 2);
-    auto a = parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(c / heads));
+    auto a =
+        parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(c / heads));
     const auto mask = torch::ones({t, t}, torch::kBool).triu(1);
     a = a.masked_fill(mask, -std::numeric_limits<float>::infinity()).softmax(-1);
     x = x + proj(a.matmul(parts[2]).transpose(1, 2).reshape({b, t, c}));
@@ -99,7 +101,8 @@ int main(int argc, char** argv) {
   std::string strategy = argc > 1 ? argv[1] : "zero";
   int64_t size[7] = {384, 6, 6, 128, 256, 4, 12};
   for (int i = 2; i < argc && i < 9; ++i) size[i - 2] = std::atoll(argv[i]);
-  const auto [width, layers, heads, tokens, vocab, batch, steps] = std::tuple(size[0], size[1], size[2], size[3], size[4], size[5], size[6]);
+  const auto [width, layers, heads, tokens, vocab, batch, steps] =
+      std::tuple(size[0], size[1], size[2], size[3], size[4], size[5], size[6]);
 
   tessera::ProcessGroupOptions options;
   if (strategy.ends_with("-gloo")) {
@@ -123,13 +126,19 @@ int main(int argc, char** argv) {
   for (const auto& p : model->parameters()) parameters += p.numel();
   if (strategy == "fsdp") {
     fsdp = std::make_unique<tessera::FullyShardedDataParallel<Gpt>>(
-        model, world, tessera::FullyShardedDataParallelOptions{.wrap_policy = tessera::wrap_by_type<BlockImpl>(), .backward_prefetch = tessera::BackwardPrefetch::none});
+        model, world,
+        tessera::FullyShardedDataParallelOptions{
+            .wrap_policy = tessera::wrap_by_type<BlockImpl>(),
+            .backward_prefetch = tessera::BackwardPrefetch::none});
     optimizer = adam({torch::optim::OptimizerParamGroup(fsdp->parameters())});
   } else if (strategy.starts_with("zero")) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
-        *model, world, adam, tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap", .find_unused_parameters = false});
+        *model, world, adam,
+        tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap",
+                                                .find_unused_parameters = false});
   } else {
-    if (strategy == "ddp") ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(model, world);
+    if (strategy == "ddp")
+      ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(model, world);
     optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 
@@ -142,7 +151,8 @@ int main(int argc, char** argv) {
     const auto start = Clock::now();
     const auto input = x.narrow(1, 0, tokens);
     const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
-    loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}), x.narrow(1, 1, tokens).reshape({-1}));
+    loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}),
+                                                x.narrow(1, 1, tokens).reshape({-1}));
     loss.backward();
     const auto middle = Clock::now();
     if (strategy != "compute") optimizer->step();
@@ -157,8 +167,18 @@ int main(int argc, char** argv) {
   if (world.rank() != 0) return 0;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
-  const auto kept = [&](const std::vector<double>& all) { return median({all.begin() + 2, all.end()}); };
-  std::cout << nlohmann::json{{"strategy", strategy}, {"backend", world.backend_name()}, {"ranks", world.size()}, {"parameters", parameters},
-                              {"step_ms", kept(step_ms)}, {"optimizer_ms", kept(optimizer_ms)}, {"peak_rss_mib", usage.ru_maxrss / 1024},
-                              {"pss_mib", pss_mib()}, {"loss", loss.item<float>()}}.dump() << std::endl;
+  const auto kept = [&](const std::vector<double>& all) {
+    return median({all.begin() + 2, all.end()});
+  };
+  std::cout << nlohmann::json{{"strategy", strategy},
+                              {"backend", world.backend_name()},
+                              {"ranks", world.size()},
+                              {"parameters", parameters},
+                              {"step_ms", kept(step_ms)},
+                              {"optimizer_ms", kept(optimizer_ms)},
+                              {"peak_rss_mib", usage.ru_maxrss / 1024},
+                              {"pss_mib", pss_mib()},
+                              {"loss", loss.item<float>()}}
+                   .dump()
+            << std::endl;
 }

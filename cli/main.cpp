@@ -3,7 +3,7 @@
 #include <string>
 
 #include "commands.h"
-#include "tessera/nearest.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/version.h"
 
 namespace {
@@ -13,7 +13,8 @@ constexpr const char* kHelp =
     "\n"
     "commands:\n"
     "  run    start a program on several ranks:      tessera run -n 4 ./program args…\n"
-    "  train  train a language model from a config:  tessera train [-n 4] CONFIG.yaml [key=value …]\n"
+    "  train  train a language model from a config:  tessera train [-n 4] CONFIG.yaml [key=value "
+    "…]\n"
     "\n"
     "  --version, -V  version of Tessera\n"
     "  --help, -h     this text; tessera COMMAND --help shows the command's flags\n";

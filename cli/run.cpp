@@ -1,14 +1,15 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include <CLI/CLI.hpp>
+
 #include "commands.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
-#include "tessera/nearest.h"
 
 namespace tessera::cli {
 namespace {
@@ -17,26 +18,36 @@ constexpr int kUnbounded = std::numeric_limits<int>::max();
 
 /// The flags as typed, before their meaning is checked.
 struct Flags {
-  std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0", log_dir, tee, redirects;
+  std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
+              log_dir, tee, redirects;
   std::string grace = "30";
   bool standalone = false;
 };
 
 void declare(CLI::App& app, Flags& f) {
-  app.footer("All after PROGRAM is passed to it untouched. Flags may be spelt with '_' instead of '-'.");
-  app.add_option("-n,--nproc-per-node", f.nproc, "Ranks to start on this host: a number, or auto or cpu for one a core [1]");
+  app.footer(
+      "All after PROGRAM is passed to it untouched. Flags may be spelt with '_' instead of '-'.");
+  app.add_option("-n,--nproc-per-node", f.nproc,
+                 "Ranks to start on this host: a number, or auto or cpu for one a core [1]");
   app.add_option("--nnodes", f.nnodes, "Hosts in the world, each with a launcher of its own [1]");
-  app.add_option("--node-rank", f.node_rank, "This host's number, from 0; needed with several hosts");
+  app.add_option("--node-rank", f.node_rank,
+                 "This host's number, from 0; needed with several hosts");
   app.add_option("--master-addr", f.master_addr, "Address of host 0; needed with several hosts");
-  app.add_option("--master-port", f.master_port, "Port on host 0; needed with several hosts, else a free one");
-  app.add_flag("--standalone", f.standalone, "This host alone (the default; contradicts --nnodes above 1)");
-  app.add_option("--max-restarts", f.max_restarts, "How often to start all ranks again after a failure [0]");
+  app.add_option("--master-port", f.master_port,
+                 "Port on host 0; needed with several hosts, else a free one");
+  app.add_flag("--standalone", f.standalone,
+               "This host alone (the default; contradicts --nnodes above 1)");
+  app.add_option("--max-restarts", f.max_restarts,
+                 "How often to start all ranks again after a failure [0]");
   app.add_option("--log-dir", f.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
   app.add_option("-t,--tee", f.tee,
-                 "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank 0:3,1:2"
+                 "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
+                 "by local rank 0:3,1:2"
                  " [3 with --log-dir]");
-  app.add_option("-r,--redirects", f.redirects, "Streams that go to the log file only, in the same form [0]");
-  app.add_option("--grace", f.grace, "Seconds that ranks may take to end after Ctrl-C or SIGTERM [30]");
+  app.add_option("-r,--redirects", f.redirects,
+                 "Streams that go to the log file only, in the same form [0]");
+  app.add_option("--grace", f.grace,
+                 "Seconds that ranks may take to end after Ctrl-C or SIGTERM [30]");
 }
 
 std::vector<std::string> known_flags(const CLI::App& app) {
@@ -48,8 +59,10 @@ std::vector<std::string> known_flags(const CLI::App& app) {
   return names;
 }
 
-/// Moves the launcher's own arguments to `own`, with '-' for '_' in names; what is left is the program with its arguments.
-std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arguments, std::vector<std::string>& own) {
+/// Moves the launcher's own arguments to `own`, with '-' for '_' in names; what is left is the
+/// program with its arguments.
+std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arguments,
+                               std::vector<std::string>& own) {
   size_t i = 0;
   for (; i < arguments.size(); ++i) {
     const std::string& argument = arguments[i];
@@ -74,7 +87,8 @@ std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arg
     if (last) throw UsageError(name + ": expected a value");
     own.push_back(arguments[++i]);
   }
-  return {arguments.begin() + static_cast<std::ptrdiff_t>(std::min(i, arguments.size())), arguments.end()};
+  return {arguments.begin() + static_cast<std::ptrdiff_t>(std::min(i, arguments.size())),
+          arguments.end()};
 }
 
 launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program) {
@@ -82,16 +96,19 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   o.program = std::move(program);
   o.nproc_per_node = launch::parse_nproc("--nproc-per-node", f.nproc);
   o.nnodes = launch::parse_integer("--nnodes", f.nnodes, 1, kUnbounded);
-  if (!f.node_rank.empty()) o.node_rank = launch::parse_integer("--node-rank", f.node_rank, 0, kUnbounded);
+  if (!f.node_rank.empty())
+    o.node_rank = launch::parse_integer("--node-rank", f.node_rank, 0, kUnbounded);
   o.master_addr = f.master_addr;
-  if (!f.master_port.empty()) o.master_port = launch::parse_integer("--master-port", f.master_port, 1, 65535);
+  if (!f.master_port.empty())
+    o.master_port = launch::parse_integer("--master-port", f.master_port, 1, 65535);
   o.max_restarts = launch::parse_integer("--max-restarts", f.max_restarts, 0, kUnbounded);
   o.log_dir = f.log_dir;
   if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
   if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);
   o.grace = launch::parse_seconds("--grace", f.grace);
   if (f.standalone && o.nnodes > 1) {
-    throw UsageError("--standalone contradicts --nnodes = " + std::to_string(o.nnodes) + ": expected one of them");
+    throw UsageError("--standalone contradicts --nnodes = " + std::to_string(o.nnodes) +
+                     ": expected one of them");
   }
   return o;
 }

@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -7,6 +5,8 @@
 #include <filesystem>
 #include <string>
 #include <vector>
+
+#include <unistd.h>
 
 #include "commands.h"
 #include "tessera/error.h"
@@ -18,19 +18,22 @@ namespace {
 /// The trainer links libtorch; it lies beside this program.
 std::string trainer_path() {
   const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tessera-train";
-  if (access(path.c_str(), X_OK) != 0) throw UsageError(path.string() + ": " + std::strerror(errno) + ": expected the trainer");
+  if (access(path.c_str(), X_OK) != 0)
+    throw UsageError(path.string() + ": " + std::strerror(errno) + ": expected the trainer");
   return path.string();
 }
 
 int replace_process(const std::vector<std::string>& program) {
   std::vector<char*> arguments;
-  for (const std::string& argument : program) arguments.push_back(const_cast<char*>(argument.c_str()));
+  for (const std::string& argument : program)
+    arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
   execv(program[0].c_str(), arguments.data());
   throw UsageError(program[0] + ": cannot be executed: " + std::strerror(errno));
 }
 
-/// Without a config the trainer has only itself to explain, which it does once instead of on every rank.
+/// Without a config the trainer has only itself to explain, which it does once instead of on every
+/// rank.
 bool names_config(const std::vector<std::string>& words) {
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == "--dump-config") {
@@ -51,7 +54,8 @@ int train_command(int argc, char** argv) {
     std::vector<std::string> program = {trainer_path()};
     program.insert(program.end(), arguments.begin(), arguments.end());
     if (nproc > 0 && std::getenv("WORLD_SIZE")) {
-      throw UsageError("-n = " + std::to_string(nproc) + ": expected no -n under a launcher (WORLD_SIZE is set to '" +
+      throw UsageError("-n = " + std::to_string(nproc) +
+                       ": expected no -n under a launcher (WORLD_SIZE is set to '" +
                        std::getenv("WORLD_SIZE") + "')");
     }
     if (nproc <= 1 || !names_config(arguments)) return replace_process(program);

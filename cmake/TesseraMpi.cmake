@@ -17,6 +17,6 @@ if(NOT TESSERA_TORCH_HAS_MPI)
                       "(programs under mpirun need it not: their ranks are read from Open MPI's variables)")
 endif()
 
-set_source_files_properties(mpi_mailbox.cpp PROPERTIES
+set_source_files_properties(p2p/mpi_mailbox.cpp PROPERTIES
   SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON COMPILE_DEFINITIONS USE_C10D_MPI)
 target_link_libraries(tessera_comm PRIVATE MPI::MPI_CXX)

@@ -18,6 +18,6 @@ set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${TESSERA_TORCH_CUDA
 target_link_libraries(tessera_comm INTERFACE ${TESSERA_TORCH_CUDA_LIBRARY})  # tests link the layer alone
 mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_NCCL_INCLUDE)
 
-set_source_files_properties(nccl_transport.cpp PROPERTIES
+set_source_files_properties(nccl/nccl_transport.cpp PROPERTIES
   SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON COMPILE_DEFINITIONS USE_C10D_NCCL)
 target_include_directories(tessera_comm SYSTEM PRIVATE ${TESSERA_NCCL_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})

@@ -1,17 +1,21 @@
-// A model, a loss and a dataset of one's own, trained by the runner: `own_model own_model.yaml` on one rank,
-// `own_model -n 2 own_model.yaml parallel.type=FullyShardedDataParallel` on two, with every option of `tessera train`.
+// A model, a loss and a dataset of one's own, trained by the runner: `own_model own_model.yaml` on
+// one rank, `own_model -n 2 own_model.yaml parallel.type=FullyShardedDataParallel` on two, with
+// every option of `tessera train`.
 #include <tessera/tessera.h>
 
 struct SpiralNetImpl : torch::nn::Module {
   struct Options {
     int64_t width = 32;
-    void read(tessera::OptionReader& options) { options.read("width", width, "hidden units", tessera::kAtLeastOne); }
+    void read(tessera::OptionReader& options) {
+      options.read("width", width, "hidden units", tessera::kAtLeastOne);
+    }
   };
   explicit SpiralNetImpl(const Options& options)
-      : layers(
-            register_module("layers", torch::nn::Sequential(torch::nn::Linear(2, options.width), torch::nn::Tanh(),
-                                                            torch::nn::Linear(options.width, options.width),
-                                                            torch::nn::Tanh(), torch::nn::Linear(options.width, 2)))) {}
+      : layers(register_module(
+            "layers",
+            torch::nn::Sequential(torch::nn::Linear(2, options.width), torch::nn::Tanh(),
+                                  torch::nn::Linear(options.width, options.width),
+                                  torch::nn::Tanh(), torch::nn::Linear(options.width, 2)))) {}
   torch::Tensor forward(torch::Tensor points) { return layers->forward(points); }
 
   torch::nn::Sequential layers;
@@ -25,15 +29,18 @@ struct Spirals : tessera::Dataset {
   tessera::Batch get(const std::vector<int64_t>& samples) const override {
     const auto i = torch::tensor(samples, torch::kLong) % size();
     const auto spiral = i % 2, angle = i / 100.0;
-    return {torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 2, spiral};
+    return {
+        torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 2,
+        spiral};
   }
 };
 
 int main(int argc, char** argv) {
   tessera::registry::models().add<SpiralNet>("SpiralNet");
   tessera::registry::datasets().add<Spirals>("Spirals");
-  tessera::registry::losses().add("margin", [](const at::Tensor& output, const at::Tensor& targets) {
-    return torch::nn::functional::multi_margin_loss(output, targets);
-  });
+  tessera::registry::losses().add(
+      "margin", [](const at::Tensor& output, const at::Tensor& targets) {
+        return torch::nn::functional::multi_margin_loss(output, targets);
+      });
   return tessera::train_main(argc, argv);
 }

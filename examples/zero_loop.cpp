@@ -1,10 +1,13 @@
-// A training loop of one's own with a sharded optimizer. Runs alone, or on several ranks: tessera run -n 4 ./zero_loop
+// A training loop of one's own with a sharded optimizer. Runs alone, or on several ranks: tessera
+// run -n 4 ./zero_loop
 #include <tessera/tessera.h>
 
 int main() {
   auto world = tessera::init_process_group();
-  torch::nn::Sequential net(torch::nn::Linear(64, 256), torch::nn::Tanh(), torch::nn::Linear(256, 1));
-  tessera::ZeroRedundancyOptimizer optimizer(*net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}));
+  torch::nn::Sequential net(torch::nn::Linear(64, 256), torch::nn::Tanh(),
+                            torch::nn::Linear(256, 1));
+  tessera::ZeroRedundancyOptimizer optimizer(
+      *net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}));
 
   torch::manual_seed(world.rank());  // every rank has its own data
   for (int step = 0; step < 100; ++step) {
@@ -13,6 +16,7 @@ int main() {
     loss.backward();
     optimizer.step();  // averages the gradients, updates this rank's part, gathers the others'
     optimizer.zero_grad();
-    if (world.rank() == 0 && step % 20 == 19) std::cout << "step " << step + 1 << ", loss " << loss.item<float>() << std::endl;
+    if (world.rank() == 0 && step % 20 == 19)
+      std::cout << "step " << step + 1 << ", loss " << loss.item<float>() << std::endl;
   }
 }

@@ -2,9 +2,9 @@
 #include <filesystem>
 
 #include "config/values.h"
-#include "tessera/config_node.h"
 #include "tessera/error.h"
-#include "tessera/option_reader.h"
+#include "tessera/train/config_node.h"
+#include "tessera/train/option_reader.h"
 
 namespace tessera {
 namespace {
@@ -17,8 +17,9 @@ constexpr const char* kDelete = "delete";
 
 /// Takes a member out of a map; Null when there is none.
 ConfigNode take_member(ConfigNode& map, const std::string& key) {
-  const auto found = std::find_if(map.members.begin(), map.members.end(),
-                                  [&](const ConfigNode::Member& member) { return member.key == key; });
+  const auto found =
+      std::find_if(map.members.begin(), map.members.end(),
+                   [&](const ConfigNode::Member& member) { return member.key == key; });
   if (found == map.members.end()) {
     return {};
   }
@@ -35,7 +36,8 @@ bool take_delete(ConfigNode& node) {
   }
   const auto flag = config::parse_bool(value);
   if (!flag) {
-    fail_at(value, kDelete, value.describe() + "; expected true (drops what the bases say of this map) or false");
+    fail_at(value, kDelete,
+            value.describe() + "; expected true (drops what the bases say of this map) or false");
   }
   return *flag;
 }
@@ -95,8 +97,12 @@ ConfigNode load(const std::string& path, std::vector<std::string> chain, int& fi
   merged.where = path;
   for (const auto& file : base_files(base)) {
     const fs::path inner = fs::path(path).parent_path() / file;
-    if (std::find(chain.begin(), chain.end(), fs::weakly_canonical(inner).string()) != chain.end()) {
-      fail_at(base, kBase, file + "; these files name one another as base, expected files that do not lead back here");
+    if (std::find(chain.begin(), chain.end(), fs::weakly_canonical(inner).string()) !=
+        chain.end()) {
+      fail_at(
+          base, kBase,
+          file +
+              "; these files name one another as base, expected files that do not lead back here");
     }
     try {
       merge(merged, load(inner.lexically_normal().string(), chain, files));
@@ -109,7 +115,8 @@ ConfigNode load(const std::string& path, std::vector<std::string> chain, int& fi
   }
   merge(merged, std::move(own));
   if (merged.node_count() > kMaxConfigNodes) {
-    throw UsageError(path + ": more than " + std::to_string(kMaxConfigNodes) + " values with its bases");
+    throw UsageError(path + ": more than " + std::to_string(kMaxConfigNodes) +
+                     " values with its bases");
   }
   return merged;
 }

@@ -1,8 +1,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "tessera/config_node.h"
 #include "tessera/error.h"
+#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {
@@ -16,7 +16,8 @@ std::string expanded(const ConfigNode& node) {
   for (size_t start; (start = text.find(kStart, at)) != std::string::npos;) {
     const size_t end = text.find('}', start);
     if (end == std::string::npos) {
-      throw UsageError(node.where + ": " + node.describe() + ": expected ${env:NAME} or ${env:NAME:-default}");
+      throw UsageError(node.where + ": " + node.describe() +
+                       ": expected ${env:NAME} or ${env:NAME:-default}");
     }
     const std::string inside = text.substr(start + 6, end - start - 6);
     const size_t colon = inside.find(":-");

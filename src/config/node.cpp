@@ -1,9 +1,8 @@
-#include "tessera/config_node.h"
-
 #include <algorithm>
 #include <utility>
 
 #include "tessera/error.h"
+#include "tessera/train/config_node.h"
 
 namespace tessera {
 
@@ -16,8 +15,8 @@ ConfigNode ConfigNode::scalar(std::string text, bool quoted) {
 }
 
 bool ConfigNode::operator==(const ConfigNode& other) const {
-  return kind == other.kind && text == other.text && quoted == other.quoted && items == other.items &&
-         members == other.members;
+  return kind == other.kind && text == other.text && quoted == other.quoted &&
+         items == other.items && members == other.members;
 }
 
 const ConfigNode* ConfigNode::find(const std::string& key) const {
@@ -29,7 +28,9 @@ const ConfigNode* ConfigNode::find(const std::string& key) const {
   return nullptr;
 }
 
-ConfigNode* ConfigNode::find(const std::string& key) { return const_cast<ConfigNode*>(std::as_const(*this).find(key)); }
+ConfigNode* ConfigNode::find(const std::string& key) {
+  return const_cast<ConfigNode*>(std::as_const(*this).find(key));
+}
 
 int64_t ConfigNode::node_count() const {
   int64_t count = 1;

@@ -1,10 +1,10 @@
-#include "tessera/option_reader.h"
+#include "tessera/train/option_reader.h"
 
 #include <algorithm>
 
 #include "config/values.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
-#include "tessera/nearest.h"
 
 namespace tessera {
 namespace {
@@ -52,12 +52,16 @@ const ConfigNode* OptionReader::look(const std::string& key) {
   return node_ == nullptr ? nullptr : node_->find(key);
 }
 
-bool OptionReader::has(const std::string& key) const { return node_ != nullptr && node_->find(key) != nullptr; }
+bool OptionReader::has(const std::string& key) const {
+  return node_ != nullptr && node_->find(key) != nullptr;
+}
 
-bool OptionReader::given(const std::string& key) const { return has(key) && node_->find(key)->kind != Kind::Null; }
+bool OptionReader::given(const std::string& key) const {
+  return has(key) && node_->find(key)->kind != Kind::Null;
+}
 
-void OptionReader::note(const std::string& key, std::string expected, const std::string& doc, ConfigNode standard,
-                        ConfigNode value) {
+void OptionReader::note(const std::string& key, std::string expected, const std::string& doc,
+                        ConfigNode standard, ConfigNode value) {
   if (record_ == nullptr) {
     return;
   }
@@ -75,8 +79,8 @@ void OptionReader::note(const std::string& key, std::string expected, const std:
   record_->push_back(std::move(info));
 }
 
-const ConfigNode* OptionReader::take(const std::string& key, const std::string& expected, const std::string& doc,
-                                     const ConfigNode& standard) {
+const ConfigNode* OptionReader::take(const std::string& key, const std::string& expected,
+                                     const std::string& doc, const ConfigNode& standard) {
   const ConfigNode* node = look(key);
   note(key, expected, doc, standard, node == nullptr ? standard : *node);
   return node;
@@ -139,7 +143,9 @@ std::string OptionReader::at(const std::string& key) const {
   return (node == nullptr ? where_ : node->where) + ": " + full(key) + ": ";
 }
 
-void OptionReader::fail(const std::string& key, const std::string& what) const { throw UsageError(at(key) + what); }
+void OptionReader::fail(const std::string& key, const std::string& what) const {
+  throw UsageError(at(key) + what);
+}
 
 void OptionReader::finish() const {
   if (describing_) {

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "config/values.h"
-#include "tessera/nearest.h"
-#include "tessera/option_reader.h"
+#include "tessera/detail/nearest.h"
+#include "tessera/train/option_reader.h"
 
 namespace tessera {
 namespace {
@@ -75,8 +75,8 @@ std::optional<double> number_in(const ConfigNode& node, const Range& range) {
 }  // namespace
 
 template <class Value, class Parse, class Show>
-void OptionReader::read_value(const std::string& key, Value& out, const std::string& expected, const std::string& doc,
-                              const Parse& parse, const Show& show) {
+void OptionReader::read_value(const std::string& key, Value& out, const std::string& expected,
+                              const std::string& doc, const Parse& parse, const Show& show) {
   const ConfigNode standard = show(out);
   if (const ConfigNode* node = look(key)) {
     const auto value = parse(*node);
@@ -100,7 +100,8 @@ void OptionReader::read_value(const std::string& key, Value& out, const std::str
 void OptionReader::read(const std::string& key, int64_t& out, const std::string& doc, Range range) {
   read_value(
       key, out, config::expectation("a whole number", range), doc,
-      [&](const ConfigNode& node) { return integer_in(node, range); }, [](int64_t value) { return shown(value); });
+      [&](const ConfigNode& node) { return integer_in(node, range); },
+      [](int64_t value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, int& out, const std::string& doc, Range range) {
@@ -120,18 +121,22 @@ void OptionReader::read(const std::string& key, uint64_t& out, const std::string
 void OptionReader::read(const std::string& key, double& out, const std::string& doc, Range range) {
   read_value(
       key, out, config::expectation("a number", range), doc,
-      [&](const ConfigNode& node) { return number_in(node, range); }, [](double value) { return shown(value); });
+      [&](const ConfigNode& node) { return number_in(node, range); },
+      [](double value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, bool& out, const std::string& doc) {
-  read_value(key, out, "true or false", doc, config::parse_bool, [](bool value) { return shown(value); });
+  read_value(key, out, "true or false", doc, config::parse_bool,
+             [](bool value) { return shown(value); });
 }
 
 void OptionReader::read(const std::string& key, std::string& out, const std::string& doc) {
-  read_value(key, out, "a string", doc, parse_text, [](const std::string& value) { return shown(value); });
+  read_value(key, out, "a string", doc, parse_text,
+             [](const std::string& value) { return shown(value); });
 }
 
-void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const std::string& doc, Range range) {
+void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const std::string& doc,
+                        Range range) {
   const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
   read_value(
       key, out, "a list, each " + config::expectation("a whole number", range), doc,
@@ -139,7 +144,8 @@ void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const
       [](const auto& value) { return shown(value); });
 }
 
-void OptionReader::read(const std::string& key, std::vector<double>& out, const std::string& doc, Range range) {
+void OptionReader::read(const std::string& key, std::vector<double>& out, const std::string& doc,
+                        Range range) {
   const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
   read_value(
       key, out, "a list, each " + config::expectation("a number", range), doc,
@@ -147,14 +153,16 @@ void OptionReader::read(const std::string& key, std::vector<double>& out, const 
       [](const auto& value) { return shown(value); });
 }
 
-void OptionReader::read(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
+void OptionReader::read(const std::string& key, std::vector<std::string>& out,
+                        const std::string& doc) {
   read_value(
       key, out, "a string or a list of strings", doc,
       [](const ConfigNode& node) { return parse_list<std::string>(node, parse_text); },
       [](const auto& value) { return shown(value); });
 }
 
-void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc, Range range) {
+void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc,
+                        Range range) {
   const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
   read_value(
       key, out, config::expectation("a number", range) + ", or null", doc,
@@ -162,7 +170,8 @@ void OptionReader::read(const std::string& key, std::optional<double>& out, cons
       [](const auto& value) { return shown(value); });
 }
 
-void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc, Range range) {
+void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc,
+                        Range range) {
   const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
   read_value(
       key, out, config::expectation("a whole number", range) + ", or null", doc,
@@ -171,7 +180,8 @@ void OptionReader::read(const std::string& key, std::optional<int64_t>& out, con
 }
 
 void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {
-  if (const ConfigNode* node = has(key) ? node_->find(key) : nullptr; node != nullptr && node->kind == Kind::Sequence) {
+  if (const ConfigNode* node = has(key) ? node_->find(key) : nullptr;
+      node != nullptr && node->kind == Kind::Sequence) {
     fail_at(*node, full(key), node->describe() + "; expected one path");
   }
   read_value(
@@ -182,7 +192,8 @@ void OptionReader::read_path(const std::string& key, std::string& out, const std
       [](const std::string& value) { return value.empty() ? ConfigNode{} : shown(value); });
 }
 
-void OptionReader::read_paths(const std::string& key, std::vector<std::string>& out, const std::string& doc) {
+void OptionReader::read_paths(const std::string& key, std::vector<std::string>& out,
+                              const std::string& doc) {
   using Paths = std::vector<std::string>;
   read_value(
       key, out, "a path or a list of paths", doc,
@@ -192,8 +203,8 @@ void OptionReader::read_paths(const std::string& key, std::vector<std::string>& 
       [](const Paths& value) { return value.empty() ? ConfigNode{} : shown(value); });
 }
 
-void OptionReader::read_choice(const std::string& key, std::string& out, const std::vector<std::string>& choices,
-                               const std::string& doc) {
+void OptionReader::read_choice(const std::string& key, std::string& out,
+                               const std::vector<std::string>& choices, const std::string& doc) {
   const std::string expected = "one of " + joined(choices, ", ");
   const ConfigNode standard = out.empty() ? ConfigNode{} : shown(out);
   const ConfigNode* node = look(key);
@@ -201,7 +212,8 @@ void OptionReader::read_choice(const std::string& key, std::string& out, const s
     const bool scalar = node->kind == Kind::Scalar;
     if (!scalar || std::find(choices.begin(), choices.end(), node->text) == choices.end()) {
       fail_at(*node, full(key),
-              node->describe() + "; expected " + expected + (scalar ? did_you_mean(node->text, choices) : ""));
+              node->describe() + "; expected " + expected +
+                  (scalar ? did_you_mean(node->text, choices) : ""));
     }
     out = node->text;
   }
@@ -209,7 +221,8 @@ void OptionReader::read_choice(const std::string& key, std::string& out, const s
 }
 
 void OptionReader::read_optional_choice(const std::string& key, std::string& out,
-                                        const std::vector<std::string>& choices, const std::string& doc) {
+                                        const std::vector<std::string>& choices,
+                                        const std::string& doc) {
   if (has(key) && !given(key)) {
     look(key);
     note(key, "one of " + joined(choices, ", ") + ", or null", doc, {}, {});
@@ -231,7 +244,8 @@ OptionValue OptionReader::value_of(const ConfigNode& node, const std::string& pa
     return *values;
   }
   if (node.kind != Kind::Scalar) {
-    fail_at(node, path, node.describe() + "; expected a number, true or false, a word, or a list of numbers");
+    fail_at(node, path,
+            node.describe() + "; expected a number, true or false, a word, or a list of numbers");
   }
   if (const auto flag = config::parse_bool(node)) return *flag;
   if (const auto whole = config::parse_integer(node)) return *whole;

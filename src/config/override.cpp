@@ -2,18 +2,20 @@
 #include <charconv>
 #include <string>
 
-#include "tessera/config_node.h"
 #include "tessera/error.h"
+#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {
 
 /// The item of a list that `part` picks.
-ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string& label, const std::string& key) {
+ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string& label,
+                    const std::string& key) {
   size_t index = 0;
   const auto [stop, error] = std::from_chars(part.data(), part.data() + part.size(), index);
   if (error != std::errc() || stop != part.data() + part.size() || index >= list.items.size()) {
-    throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " + std::to_string(list.items.size()) +
+    throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " +
+                     std::to_string(list.items.size()) +
                      "; expected a number from 0 to below that");
   }
   return list.items[index];
@@ -35,7 +37,8 @@ void apply_override(ConfigNode& root, const std::string& assignment) {
   const size_t equals = assignment.find('=');
   const std::string key = assignment.substr(0, equals);
   if (equals == std::string::npos || key.empty()) {
-    throw UsageError(label + ": \"" + assignment.substr(0, 80) + "\": expected key=value, as in optimizer.lr=3e-4");
+    throw UsageError(label + ": \"" + assignment.substr(0, 80) +
+                     "\": expected key=value, as in optimizer.lr=3e-4");
   }
   ConfigNode value;
   try {
@@ -51,7 +54,8 @@ void apply_override(ConfigNode& root, const std::string& assignment) {
     const size_t end = std::min(key.find('.', begin), key.size());
     const std::string part = key.substr(begin, end - begin);
     if (part.empty() || depth >= kMaxConfigDepth) {
-      throw UsageError(label + ": \"" + key.substr(0, 80) + "\": expected names joined by dots, as in optimizer.lr");
+      throw UsageError(label + ": \"" + key.substr(0, 80) +
+                       "\": expected names joined by dots, as in optimizer.lr");
     }
     if (node->kind == ConfigNode::Kind::Null) {
       node->kind = ConfigNode::Kind::Map;
@@ -61,8 +65,8 @@ void apply_override(ConfigNode& root, const std::string& assignment) {
     } else if (node->kind == ConfigNode::Kind::Map) {
       node = &member_of(*node, part, label);
     } else {
-      throw UsageError(label + ": " + key + ": " + key.substr(0, begin - 1) + " is " + node->describe() +
-                       " and has no keys");
+      throw UsageError(label + ": " + key + ": " + key.substr(0, begin - 1) + " is " +
+                       node->describe() + " and has no keys");
     }
     begin = end + 1;
   }

@@ -6,7 +6,9 @@
 namespace tessera::config {
 namespace {
 
-bool plain_scalar(const ConfigNode& node) { return node.kind == ConfigNode::Kind::Scalar && !node.quoted; }
+bool plain_scalar(const ConfigNode& node) {
+  return node.kind == ConfigNode::Kind::Scalar && !node.quoted;
+}
 
 }  // namespace
 
@@ -26,7 +28,8 @@ std::string expectation(const std::string& noun, const Range& range) {
     text += (range.min_open ? " > " : " >= ") + number_text(range.min);
   }
   if (std::isfinite(range.max)) {
-    text += std::string(low ? " and" : "") + (range.max_open ? " < " : " <= ") + number_text(range.max);
+    text +=
+        std::string(low ? " and" : "") + (range.max_open ? " < " : " <= ") + number_text(range.max);
   }
   return text;
 }

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/config_node.h"
-#include "tessera/option_reader.h"
+#include "tessera/train/config_node.h"
+#include "tessera/train/option_reader.h"
 
 namespace tessera::config {
 

@@ -1,9 +1,3 @@
-#include <sys/stat.h>
-#include <yaml-cpp/eventhandler.h>
-#include <yaml-cpp/exceptions.h>
-#include <yaml-cpp/mark.h>
-#include <yaml-cpp/parser.h>
-
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -11,17 +5,25 @@
 #include <optional>
 #include <sstream>
 
+#include <sys/stat.h>
+#include <yaml-cpp/eventhandler.h>
+#include <yaml-cpp/exceptions.h>
+#include <yaml-cpp/mark.h>
+#include <yaml-cpp/parser.h>
+
 #include "tessera/error.h"
-#include "tessera/config_node.h"
+#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {
 
-/// Builds the tree from the parser's events rather than from YAML::Node, which forgets quotes, keeps the last of two
-/// equal keys, and would have built everything before a limit could be checked.
+/// Builds the tree from the parser's events rather than from YAML::Node, which forgets quotes,
+/// keeps the last of two equal keys, and would have built everything before a limit could be
+/// checked.
 class TreeBuilder : public YAML::EventHandler {
  public:
-  TreeBuilder(std::string label, bool with_lines) : label_(std::move(label)), with_lines_(with_lines) {}
+  TreeBuilder(std::string label, bool with_lines)
+      : label_(std::move(label)), with_lines_(with_lines) {}
 
   ConfigNode take_root() { return std::move(root_); }
 
@@ -99,7 +101,8 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   bool expects_key() const {
-    return !stack_.empty() && stack_.back().node.kind == ConfigNode::Kind::Map && !stack_.back().key;
+    return !stack_.empty() && stack_.back().node.kind == ConfigNode::Kind::Map &&
+           !stack_.back().key;
   }
 
   void check_tag(const YAML::Mark& mark, const std::string& tag) const {
@@ -115,7 +118,8 @@ class TreeBuilder : public YAML::EventHandler {
     }
   }
 
-  void open(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor, ConfigNode::Kind kind) {
+  void open(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
+            ConfigNode::Kind kind) {
     check_tag(mark, tag);
     if (expects_key()) {
       fail(mark, "a list or a map as a key (or a bracket left open); expected a plain name");
@@ -164,7 +168,8 @@ ConfigNode parse_yaml(const std::string& text, const std::string& label, bool wi
                      std::to_string(kMaxConfigBytes));
   }
   if (const size_t zero = text.find('\0'); zero != std::string::npos) {
-    throw UsageError(label + ": a zero byte at offset " + std::to_string(zero) + "; expected YAML text");
+    throw UsageError(label + ": a zero byte at offset " + std::to_string(zero) +
+                     "; expected YAML text");
   }
   std::istringstream stream(text);
   TreeBuilder builder(label, with_lines);
@@ -179,7 +184,8 @@ ConfigNode parse_yaml(const std::string& text, const std::string& label, bool wi
     return root;
   } catch (const YAML::Exception& error) {
     const bool placed = with_lines && error.mark.line >= 0;
-    throw UsageError(label + (placed ? ":" + std::to_string(error.mark.line + 1) : "") + ": not YAML: " + error.msg);
+    throw UsageError(label + (placed ? ":" + std::to_string(error.mark.line + 1) : "") +
+                     ": not YAML: " + error.msg);
   }
 }
 
@@ -192,8 +198,8 @@ ConfigNode parse_yaml_file(const std::string& path) {
     throw UsageError(path + ": not a regular file; expected a YAML config file");
   }
   if (status.st_size > kMaxConfigBytes) {
-    throw UsageError(path + ": " + std::to_string(status.st_size) + " bytes; a config has at most " +
-                     std::to_string(kMaxConfigBytes));
+    throw UsageError(path + ": " + std::to_string(status.st_size) +
+                     " bytes; a config has at most " + std::to_string(kMaxConfigBytes));
   }
   std::ifstream file(path, std::ios::binary);
   if (!file) {

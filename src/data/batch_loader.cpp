@@ -1,8 +1,5 @@
-#include "tessera/batch_loader.h"
+#include "tessera/data/batch_loader.h"
 
-#include <dlfcn.h>
-
-#include <ATen/Parallel.h>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -10,14 +7,18 @@
 #include <stop_token>
 #include <thread>
 
+#include <ATen/Parallel.h>
+#include <dlfcn.h>
+
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
-#include "tessera/torch_compat.h"
 
 namespace tessera {
 namespace {
 
-/// One thread of OpenMP for the calling thread alone; at::set_num_threads would also set what threads to come begin
-/// with. Looked up, because only libtorch knows which OpenMP it was linked with.
+/// One thread of OpenMP for the calling thread alone; at::set_num_threads would also set what
+/// threads to come begin with. Looked up, because only libtorch knows which OpenMP it was linked
+/// with.
 void use_one_openmp_thread() {
   at::get_num_threads();  // makes libtorch set its own default for this thread now, not later
   if (void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads")) {
@@ -47,7 +48,8 @@ void require_options(const Dataset* dataset, bool has_samples, int64_t first, in
     refuse("a dataset and a function that names its samples are expected");
   }
   if (first < 0 || end < first) {
-    refuse("iterations [" + std::to_string(first) + ", " + std::to_string(end) + "), expected 0 ≤ first ≤ end");
+    refuse("iterations [" + std::to_string(first) + ", " + std::to_string(end) +
+           "), expected 0 ≤ first ≤ end");
   }
   if (options.threads < 1) {
     refuse("threads is " + std::to_string(options.threads) + ", expected 1 or more");
@@ -61,8 +63,9 @@ void require_options(const Dataset* dataset, bool has_samples, int64_t first, in
 
 class BatchLoader::Impl {
  public:
-  Impl(std::shared_ptr<const Dataset> dataset, std::function<std::vector<int64_t>(int64_t)> samples_of, int64_t first,
-       int64_t end, const BatchLoaderOptions& options)
+  Impl(std::shared_ptr<const Dataset> dataset,
+       std::function<std::vector<int64_t>(int64_t)> samples_of, int64_t first, int64_t end,
+       const BatchLoaderOptions& options)
       : dataset_(std::move(dataset)),
         samples_of_(std::move(samples_of)),
         end_(end),
@@ -85,7 +88,8 @@ class BatchLoader::Impl {
     const auto begin = std::chrono::steady_clock::now();
     const int64_t iteration = this->iteration();
     if (iteration == end_) {
-      throw UsageError("BatchLoader: no iteration is left, the last one was " + std::to_string(end_ - 1));
+      throw UsageError("BatchLoader: no iteration is left, the last one was " +
+                       std::to_string(end_ - 1));
     }
     Loaded loaded = depth_ == 0 ? load_here(iteration) : take(iteration);
     waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -136,7 +140,8 @@ class BatchLoader::Impl {
   void work(const std::stop_token& stop) {
     use_one_openmp_thread();
     std::unique_lock lock(mutex_);
-    while (room_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) && !stop.stop_requested()) {
+    while (room_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) &&
+           !stop.stop_requested()) {
       const int64_t iteration = begun_++;
       lock.unlock();
       Loaded loaded = load(iteration);
@@ -162,10 +167,11 @@ class BatchLoader::Impl {
 };
 
 BatchLoader::BatchLoader(std::shared_ptr<const Dataset> dataset,
-                         std::function<std::vector<int64_t>(int64_t iteration)> samples_of, int64_t first_iteration,
-                         int64_t end_iteration, const BatchLoaderOptions& options)
-    : impl_(
-          std::make_unique<Impl>(std::move(dataset), std::move(samples_of), first_iteration, end_iteration, options)) {}
+                         std::function<std::vector<int64_t>(int64_t iteration)> samples_of,
+                         int64_t first_iteration, int64_t end_iteration,
+                         const BatchLoaderOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(dataset), std::move(samples_of), first_iteration,
+                                   end_iteration, options)) {}
 
 BatchLoader::~BatchLoader() = default;
 

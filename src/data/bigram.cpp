@@ -2,7 +2,7 @@
 #include <cmath>
 #include <unordered_map>
 
-#include "tessera/data.h"
+#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -38,10 +38,12 @@ double bigram_cross_entropy(const Tokens& train, const Tokens& val, int64_t voca
     const auto pair = static_cast<double>(count_of(pairs, val[i] * vocab_size + val[i + 1]));
     const auto first = static_cast<double>(count_of(firsts, val[i]));
     for (size_t s = 0; s < std::size(kSmoothing); ++s) {
-      totals[s] -= std::log((pair + kSmoothing[s]) / (first + kSmoothing[s] * static_cast<double>(vocab_size)));
+      totals[s] -= std::log((pair + kSmoothing[s]) /
+                            (first + kSmoothing[s] * static_cast<double>(vocab_size)));
     }
   }
-  return *std::min_element(std::begin(totals), std::end(totals)) / static_cast<double>(val.size() - 1);
+  return *std::min_element(std::begin(totals), std::end(totals)) /
+         static_cast<double>(val.size() - 1);
 }
 
 }  // namespace tessera

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "data/paths.h"
-#include "tessera/data.h"
+#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -31,7 +31,8 @@ void append(std::string& text, const std::string& path) {
 
 TokenData ByteText::load() const {
   if (!(val_fraction >= 0 && val_fraction < 1)) {
-    throw UsageError("ByteText: val_fraction is " + std::to_string(val_fraction) + ", expected [0, 1)");
+    throw UsageError("ByteText: val_fraction is " + std::to_string(val_fraction) +
+                     ", expected [0, 1)");
   }
   const auto text = std::make_shared<std::string>();
   for (const std::string& file : expand_paths("ByteText", "path", paths)) {

@@ -1,19 +1,21 @@
 #include "data/mapped_file.h"
 
+#include <cerrno>
+#include <system_error>
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <system_error>
 
 #include "tessera/error.h"
 
 namespace tessera {
 
 MappedFile map_file(const std::string& component, const std::string& path) {
-  const auto refuse = [&](const std::string& reason) { throw UsageError(component + ": " + path + ": " + reason); };
+  const auto refuse = [&](const std::string& reason) {
+    throw UsageError(component + ": " + path + ": " + reason);
+  };
   // Without O_NONBLOCK, a FIFO would keep us here.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
@@ -34,8 +36,9 @@ MappedFile map_file(const std::string& component, const std::string& path) {
   if (bytes == 0) {
     return {};
   }
-  return {std::shared_ptr<const uint8_t>(static_cast<const uint8_t*>(data),
-                                         [bytes](const uint8_t* p) { ::munmap(const_cast<uint8_t*>(p), bytes); }),
+  return {std::shared_ptr<const uint8_t>(
+              static_cast<const uint8_t*>(data),
+              [bytes](const uint8_t* p) { ::munmap(const_cast<uint8_t*>(p), bytes); }),
           static_cast<int64_t>(bytes)};
 }
 

@@ -11,7 +11,8 @@ struct MappedFile {
   int64_t size = 0;
 };
 
-/// A regular file, mapped for reading for as long as `data` lives. Throws UsageError, `component: path: reason`.
+/// A regular file, mapped for reading for as long as `data` lives. Throws UsageError, `component:
+/// path: reason`.
 MappedFile map_file(const std::string& component, const std::string& path);
 
 }  // namespace tessera

@@ -1,19 +1,20 @@
-#include <torch/torch.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
+#include <torch/torch.h>
+
 #include "data/mapped_file.h"
 #include "data/npy_header.h"
 #include "data/shape_text.h"
+#include "tessera/data/npy_dataset.h"
 #include "tessera/error.h"
-#include "tessera/npy_dataset.h"
 
 namespace tessera {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "arrays are little-endian and used in place");
+static_assert(std::endian::native == std::endian::little,
+              "arrays are little-endian and used in place");
 
 template <class From, class To>
 void convert_run(const uint8_t* from, int64_t count, To* to) {
@@ -48,17 +49,20 @@ auto converter(NpyArray::Type type) -> void (*)(const uint8_t*, int64_t, To*) {
   }
   // NumPy takes any byte but 0 for true.
   return [](const uint8_t* from, int64_t count, To* to) {
-    std::transform(from, from + count, to, [](uint8_t value) { return static_cast<To>(value != 0); });
+    std::transform(from, from + count, to,
+                   [](uint8_t value) { return static_cast<To>(value != 0); });
   };
 }
 
 }  // namespace
 
 NpyArray NpyArray::open(const std::string& path) {
-  const auto refuse = [&](const std::string& reason) { throw UsageError("NpyDataset: " + path + ": " + reason); };
+  const auto refuse = [&](const std::string& reason) {
+    throw UsageError("NpyDataset: " + path + ": " + reason);
+  };
   const MappedFile file = map_file("NpyDataset", path);
-  const NpyHeader header =
-      parse_npy_header(path, {reinterpret_cast<const char*>(file.data.get()), static_cast<size_t>(file.size)});
+  const NpyHeader header = parse_npy_header(
+      path, {reinterpret_cast<const char*>(file.data.get()), static_cast<size_t>(file.size)});
   if (header.shape.empty()) {
     refuse("is a single number, expected one dimension or more");
   }
@@ -72,9 +76,9 @@ NpyArray NpyArray::open(const std::string& path) {
   }
   const int64_t given = file.size - header.data_begin;
   if (!fits || bytes != given) {
-    refuse("its shape " + shape_text(header.shape) + " of type " + name_of(header.type) + " makes " +
-           (fits ? std::to_string(bytes) : std::string("more than 2^63")) + " bytes; " + std::to_string(given) +
-           " follow the header");
+    refuse("its shape " + shape_text(header.shape) + " of type " + name_of(header.type) +
+           " makes " + (fits ? std::to_string(bytes) : std::string("more than 2^63")) + " bytes; " +
+           std::to_string(given) + " follow the header");
   }
   return {path, header.type, header.shape, {file.data, file.data.get() + header.data_begin}};
 }

@@ -1,4 +1,4 @@
-#include "tessera/npy_dataset.h"
+#include "tessera/data/npy_dataset.h"
 
 #include <torch/torch.h>
 
@@ -21,16 +21,20 @@ std::string shown(const NpyArray& array) {
 NpyDataset::NpyDataset(const NpyOptions& options)
     : inputs_(NpyArray::open(options.inputs)), targets_(NpyArray::open(options.targets)) {
   if (inputs_.shape[0] != targets_.shape[0]) {
-    throw UsageError("NpyDataset: " + targets_.path + ": " + std::to_string(targets_.shape[0]) + " targets for the " +
-                     std::to_string(inputs_.shape[0]) + " inputs of " + inputs_.path);
+    throw UsageError("NpyDataset: " + targets_.path + ": " + std::to_string(targets_.shape[0]) +
+                     " targets for the " + std::to_string(inputs_.shape[0]) + " inputs of " +
+                     inputs_.path);
   }
 }
 
 Batch NpyDataset::get(const std::vector<int64_t>& samples) const {
   const std::vector<int64_t> rows = wrapped("NpyDataset", samples, size());
-  return {inputs_.gather(rows, at::kFloat), targets_.gather(rows, is_floating(targets_.type) ? at::kFloat : at::kLong)};
+  return {inputs_.gather(rows, at::kFloat),
+          targets_.gather(rows, is_floating(targets_.type) ? at::kFloat : at::kLong)};
 }
 
-std::string NpyDataset::describe() const { return "NpyDataset: " + shown(inputs_) + ", " + shown(targets_); }
+std::string NpyDataset::describe() const {
+  return "NpyDataset: " + shown(inputs_) + ", " + shown(targets_);
+}
 
 }  // namespace tessera

@@ -8,7 +8,8 @@ namespace tessera {
 namespace {
 
 constexpr std::string_view kMagicBytes("\x93NUMPY", 6);
-constexpr size_t kMostHeaderBytes = 65535;  // version 1's limit; NumPy itself refuses more than 10,000 by default
+constexpr size_t kMostHeaderBytes =
+    65535;  // version 1's limit; NumPy itself refuses more than 10,000 by default
 constexpr size_t kMostDimensions = 32;
 
 struct TypeName {
@@ -18,9 +19,11 @@ struct TypeName {
 };
 
 constexpr TypeName kTypes[] = {
-    {NpyArray::Type::f2, "f2", 2}, {NpyArray::Type::f4, "f4", 4}, {NpyArray::Type::f8, "f8", 8},
-    {NpyArray::Type::i1, "i1", 1}, {NpyArray::Type::i2, "i2", 2}, {NpyArray::Type::i4, "i4", 4},
-    {NpyArray::Type::i8, "i8", 8}, {NpyArray::Type::u1, "u1", 1}, {NpyArray::Type::boolean, "b1", 1},
+    {NpyArray::Type::f2, "f2", 2},      {NpyArray::Type::f4, "f4", 4},
+    {NpyArray::Type::f8, "f8", 8},      {NpyArray::Type::i1, "i1", 1},
+    {NpyArray::Type::i2, "i2", 2},      {NpyArray::Type::i4, "i4", 4},
+    {NpyArray::Type::i8, "i8", 8},      {NpyArray::Type::u1, "u1", 1},
+    {NpyArray::Type::boolean, "b1", 1},
 };
 
 [[noreturn]] void refuse_npy(const std::string& path, const std::string& reason) {
@@ -36,7 +39,8 @@ std::string printable(std::string_view text) {
   return "\"" + result + (text.size() > 40 ? "…\"" : "\"");
 }
 
-/// Python's dictionary of three keys, as numpy writes it: {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
+/// Python's dictionary of three keys, as numpy writes it: {'descr': '<f4', 'fortran_order': False,
+/// 'shape': (3, 4), }
 class HeaderParser {
  public:
   HeaderParser(const std::string& path, std::string_view text) : path_(path), text_(text) {}
@@ -55,15 +59,18 @@ class HeaderParser {
       fail("something follows the dictionary");
     }
     if (!has_descr_ || !has_order_ || !has_shape_) {
-      fail(std::string(!has_descr_ ? "descr" : !has_order_ ? "fortran_order" : "shape") + " is missing");
+      fail(std::string(!has_descr_   ? "descr"
+                       : !has_order_ ? "fortran_order"
+                                     : "shape") +
+           " is missing");
     }
     return header_;
   }
 
  private:
   [[noreturn]] void fail(const std::string& reason) const {
-    refuse_npy(path_, "its header is not as NumPy writes it: " + reason + " (at byte " + std::to_string(at_) + " of " +
-                          printable(text_) + ")");
+    refuse_npy(path_, "its header is not as NumPy writes it: " + reason + " (at byte " +
+                          std::to_string(at_) + " of " + printable(text_) + ")");
   }
 
   void skip() {
@@ -92,7 +99,8 @@ class HeaderParser {
   std::string_view quoted() {
     skip();
     const char quote = at_ < text_.size() ? text_[at_] : '\0';
-    const size_t end = quote == '\'' || quote == '"' ? text_.find(quote, at_ + 1) : std::string_view::npos;
+    const size_t end =
+        quote == '\'' || quote == '"' ? text_.find(quote, at_ + 1) : std::string_view::npos;
     if (end == std::string_view::npos) {
       fail("expected a quoted name");
     }
@@ -141,8 +149,9 @@ class HeaderParser {
         return;
       }
     }
-    refuse_npy(path_, "is of type " + printable(text) +
-                          ", expected <f2, <f4, <f8, |i1, <i2, <i4, <i8, |u1 or |b1 (little-endian)");
+    refuse_npy(path_,
+               "is of type " + printable(text) +
+                   ", expected <f2, <f4, <f8, |i1, <i2, <i4, <i8, |u1 or |b1 (little-endian)");
   }
 
   int64_t integer() {
@@ -200,8 +209,9 @@ NpyHeader parse_npy_header(const std::string& path, std::string_view bytes) {
     refuse_npy(path, "is empty");
   }
   if (!bytes.starts_with(kMagicBytes)) {
-    refuse_npy(path, bytes.starts_with("PK") ? "is an archive (.npz), expected one array (.npy)"
-                                             : "is no .npy file: it does not begin with \\x93NUMPY");
+    refuse_npy(path, bytes.starts_with("PK")
+                         ? "is an archive (.npz), expected one array (.npy)"
+                         : "is no .npy file: it does not begin with \\x93NUMPY");
   }
   if (bytes.size() < 12) {
     refuse_npy(path, "has " + std::to_string(bytes.size()) + " bytes, fewer than a header");
@@ -209,13 +219,14 @@ NpyHeader parse_npy_header(const std::string& path, std::string_view bytes) {
   const int version = static_cast<unsigned char>(bytes[6]);
   if (version < 1 || version > 3 || bytes[7] != 0) {
     refuse_npy(path, "is of version " + std::to_string(version) + "." +
-                         std::to_string(static_cast<unsigned char>(bytes[7])) + ", expected 1.0, 2.0 or 3.0");
+                         std::to_string(static_cast<unsigned char>(bytes[7])) +
+                         ", expected 1.0, 2.0 or 3.0");
   }
   const size_t begin = version == 1 ? 10 : 12, length = little_endian(bytes.substr(8, begin - 8));
   if (length > kMostHeaderBytes || length > bytes.size() - begin) {
     refuse_npy(path, "says that its header has " + std::to_string(length) + " bytes; " +
-                         std::to_string(bytes.size() - begin) + " follow, and " + std::to_string(kMostHeaderBytes) +
-                         " are the most");
+                         std::to_string(bytes.size() - begin) + " follow, and " +
+                         std::to_string(kMostHeaderBytes) + " are the most");
   }
   NpyHeader header = HeaderParser(path, bytes.substr(begin, length)).parse();
   header.data_begin = static_cast<int64_t>(begin + length);

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tessera/npy_dataset.h"
+#include "tessera/data/npy_dataset.h"
 
 namespace tessera {
 
@@ -18,8 +18,8 @@ struct NpyHeader {
 int64_t width_of(NpyArray::Type type);
 const char* name_of(NpyArray::Type type);
 
-/// The header of a .npy file that begins with `bytes` (the whole file may be passed; only its header is looked at).
-/// Throws UsageError, `NpyDataset: path: reason`. Pure.
+/// The header of a .npy file that begins with `bytes` (the whole file may be passed; only its
+/// header is looked at). Throws UsageError, `NpyDataset: path: reason`. Pure.
 NpyHeader parse_npy_header(const std::string& path, std::string_view bytes);
 
 }  // namespace tessera

@@ -1,9 +1,9 @@
 #include "data/paths.h"
 
-#include <glob.h>
-
 #include <algorithm>
 #include <filesystem>
+
+#include <glob.h>
 
 #include "tessera/error.h"
 
@@ -93,7 +93,8 @@ class Expansion {
 std::vector<std::string> expand_paths(const std::string& component, const std::string& option,
                                       const std::vector<std::string>& paths) {
   if (paths.empty()) {
-    throw UsageError(component + ": " + option + ": at least one file, folder or pattern is expected");
+    throw UsageError(component + ": " + option +
+                     ": at least one file, folder or pattern is expected");
   }
   Expansion expansion(component);
   for (const std::string& path : paths) {

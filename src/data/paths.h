@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// The files that `paths` name, by ByteText's rule. Throws UsageError, `component: path: reason`; of an empty list,
-/// `component: option: …`.
+/// The files that `paths` name, by ByteText's rule. Throws UsageError, `component: path: reason`;
+/// of an empty list, `component: option: …`.
 std::vector<std::string> expand_paths(const std::string& component, const std::string& option,
                                       const std::vector<std::string>& paths);
 

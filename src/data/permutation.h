@@ -12,9 +12,9 @@ inline uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// The image of `index` under a permutation of [0, size) chosen by `key`: a Feistel network over the next even number
-/// of bits, walked until it lands inside (fewer than 4 turns on average). No memory, so that huge files shuffle at no
-/// cost.
+/// The image of `index` under a permutation of [0, size) chosen by `key`: a Feistel network over
+/// the next even number of bits, walked until it lands inside (fewer than 4 turns on average). No
+/// memory, so that huge files shuffle at no cost.
 inline uint64_t permuted(uint64_t index, uint64_t size, uint64_t key) {
   int half = 1;
   while (half < 32 && (uint64_t{1} << (2 * half)) < size) {

@@ -1,4 +1,4 @@
-#include "tessera/sampler.h"
+#include "tessera/data/sampler.h"
 
 #include "data/permutation.h"
 #include "tessera/error.h"
@@ -8,21 +8,25 @@ namespace {
 
 void require_position(const char* what, int64_t value) {
   if (value < 0) {
-    throw UsageError("Sampler: " + std::string(what) + " is " + std::to_string(value) + ", expected 0 or more");
+    throw UsageError("Sampler: " + std::string(what) + " is " + std::to_string(value) +
+                     ", expected 0 or more");
   }
 }
 
 template <class Value>
 void require_same(const char* what, const Value& loaded, const Value& own) {
   if (loaded != own) {
-    throw UsageError("Sampler: the loaded state is of " + std::string(what) + " " + loaded + ", this run's data has " +
-                     what + " " + own + "; expected the same data in the same order");
+    throw UsageError("Sampler: the loaded state is of " + std::string(what) + " " + loaded +
+                     ", this run's data has " + what + " " + own +
+                     "; expected the same data in the same order");
   }
 }
 
 }  // namespace
 
-const char* to_string(SampleOrder order) { return order == SampleOrder::sequential ? "sequential" : "shuffled"; }
+const char* to_string(SampleOrder order) {
+  return order == SampleOrder::sequential ? "sequential" : "shuffled";
+}
 
 Sampler::Sampler(int64_t size, SampleOrder order, uint64_t seed) : state_{0, size, order, seed} {
   if (size < 1) {

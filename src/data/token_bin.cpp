@@ -3,13 +3,14 @@
 
 #include "data/mapped_file.h"
 #include "data/paths.h"
-#include "tessera/data.h"
+#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "llm.c's token files are little-endian and used in place");
+static_assert(std::endian::native == std::endian::little,
+              "llm.c's token files are little-endian and used in place");
 
 constexpr int64_t kHeaderBytes = 256 * sizeof(int32_t);
 constexpr int32_t kMagic = 20240520;
@@ -22,17 +23,18 @@ constexpr int32_t kVersion = 1;
 Tokens open_tokens(const std::string& path, int64_t vocab_size) {
   const MappedFile file = map_file("TokenBin", path);
   if (file.size < kHeaderBytes) {
-    refuse_tokens(
-        path, "has " + std::to_string(file.size) + " bytes, fewer than the header's " + std::to_string(kHeaderBytes));
+    refuse_tokens(path, "has " + std::to_string(file.size) + " bytes, fewer than the header's " +
+                            std::to_string(kHeaderBytes));
   }
   int32_t header[3];
   std::memcpy(header, file.data.get(), sizeof header);
   if (header[0] != kMagic) {
-    refuse_tokens(path,
-                  "begins with " + std::to_string(header[0]) + ", expected the magic number " + std::to_string(kMagic));
+    refuse_tokens(path, "begins with " + std::to_string(header[0]) +
+                            ", expected the magic number " + std::to_string(kMagic));
   }
   if (header[1] != kVersion) {
-    refuse_tokens(path, "version " + std::to_string(header[1]) + ", expected " + std::to_string(kVersion));
+    refuse_tokens(
+        path, "version " + std::to_string(header[1]) + ", expected " + std::to_string(kVersion));
   }
   const int64_t count = header[2];
   if (count < 0 || kHeaderBytes + 2 * count != file.size) {
@@ -50,7 +52,8 @@ Tokens open_tokens(const std::string& path, int64_t vocab_size) {
   return tokens;
 }
 
-Tokens open_all(const std::string& option, const std::vector<std::string>& paths, int64_t vocab_size) {
+Tokens open_all(const std::string& option, const std::vector<std::string>& paths,
+                int64_t vocab_size) {
   std::vector<Tokens> parts;
   for (const std::string& file : expand_paths("TokenBin", option, paths)) {
     parts.push_back(open_tokens(file, vocab_size));

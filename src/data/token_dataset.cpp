@@ -1,9 +1,10 @@
-#include <torch/torch.h>
+#include "tessera/data/token_dataset.h"
 
 #include <algorithm>
 
+#include <torch/torch.h>
+
 #include "data/samples.h"
-#include "tessera/data.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -15,8 +16,8 @@ TokenDataset::TokenDataset(Tokens tokens, int64_t seq_len, bool continuous)
   }
   if (tokens_.size() - 1 < seq_len_) {
     throw UsageError((tokens_.source().empty() ? std::string("data") : tokens_.source()) + ": " +
-                     std::to_string(tokens_.size()) + " tokens are too few for seq_len " + std::to_string(seq_len_) +
-                     ", which needs one more than that");
+                     std::to_string(tokens_.size()) + " tokens are too few for seq_len " +
+                     std::to_string(seq_len_) + ", which needs one more than that");
   }
 }
 
@@ -25,7 +26,8 @@ int64_t TokenDataset::start(int64_t sample) const {
     return sample % size() * seq_len_;
   }
   // The product overflows only after 2^63 tokens; reduced first, it never does.
-  return static_cast<int64_t>(static_cast<unsigned __int128>(sample) * static_cast<uint64_t>(seq_len_) %
+  return static_cast<int64_t>(static_cast<unsigned __int128>(sample) *
+                              static_cast<uint64_t>(seq_len_) %
                               static_cast<uint64_t>(tokens_.size() - 1));
 }
 
@@ -52,9 +54,9 @@ Batch TokenDataset::get(const std::vector<int64_t>& samples) const {
 }
 
 std::string TokenDataset::describe() const {
-  return "TokenDataset: " + (tokens_.source().empty() ? std::string("tokens") : tokens_.source()) + ": " +
-         std::to_string(tokens_.size()) + " tokens, " + std::to_string(size()) + " sequences of " +
-         std::to_string(seq_len_) + (continuous_ ? ", continuous" : "");
+  return "TokenDataset: " + (tokens_.source().empty() ? std::string("tokens") : tokens_.source()) +
+         ": " + std::to_string(tokens_.size()) + " tokens, " + std::to_string(size()) +
+         " sequences of " + std::to_string(seq_len_) + (continuous_ ? ", continuous" : "");
 }
 
 }  // namespace tessera

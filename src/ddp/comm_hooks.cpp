@@ -1,4 +1,4 @@
-#include "tessera/comm_hook.h"
+#include "tessera/step/comm_hook.h"
 
 namespace tessera {
 namespace {

@@ -1,13 +1,12 @@
-#include "tessera/distributed_data_parallel.h"
-
-#include "sharding/bucket_plan.h"
-#include "sharding/reducer.h"
-#include "tessera/error.h"
-#include "tessera/optimizer_state_dict.h"
+#include <algorithm>
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include "sharding/bucket_plan.h"
+#include "sharding/gradients/reducer.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
+#include "tessera/optim/optimizer_state_dict.h"
 
 namespace tessera::detail {
 namespace {
@@ -21,7 +20,10 @@ using sharding::NamedTensor;
 
 void check_options(const DistributedDataParallelOptions& options, int rank) {
   const auto positive = [&](const char* name, double value) {
-    if (!(value > 0)) throw UsageError(fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kName, rank, name, value));
+    if (!(value > 0))
+      throw UsageError(
+          fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kName,
+                      rank, name, value));
   };
   positive("first_bucket_mb", options.first_bucket_mb);
   positive("bucket_cap_mb", options.bucket_cap_mb);
@@ -32,13 +34,19 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
 class DataParallel::Impl {
  public:
   Impl(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
-      : module_(module), group_(std::move(group)), options_(std::move(options)), divisor_(group_.size()) {
+      : module_(module),
+        group_(std::move(group)),
+        options_(std::move(options)),
+        divisor_(group_.size()) {
     check_options(options_, group_.rank());
     collect();
     auto contract = sharding::signatures(all_);
-    for (const auto& buffer : module_.named_buffers()) contract.push_back("buffer " + sharding::signature({buffer.key(), buffer.value()}));
-    contract.push_back(fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}", options_.first_bucket_mb,
-                                   options_.bucket_cap_mb, options_.find_unused_parameters, options_.static_graph));
+    for (const auto& buffer : module_.named_buffers())
+      contract.push_back("buffer " + sharding::signature({buffer.key(), buffer.value()}));
+    contract.push_back(
+        fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}",
+                    options_.first_bucket_mb, options_.bucket_cap_mb,
+                    options_.find_unused_parameters, options_.static_graph));
     group_.check_contract(kName, contract);
     broadcast_everything(0);
     std::vector<size_t> backwards(trainable_.size());
@@ -50,17 +58,20 @@ class DataParallel::Impl {
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(backwards), reducing,
-        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); }, [this] { drain(); }});
+        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); },
+                                     [this] { drain(); }});
   }
 
   void before_forward() {
     if (rebuild_due_) rebuild();
-    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() && at::GradMode::is_enabled()) broadcast_buffers(authority_);
+    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() &&
+        at::GradMode::is_enabled())
+      broadcast_buffers(publisher_);
   }
 
   void on_join_iteration(const JoinIteration& iteration) {
     divisor_ = iteration.divisor;
-    authority_ = iteration.first_active;
+    publisher_ = iteration.first_active;
   }
 
   void shadow_backward() {
@@ -78,12 +89,18 @@ class DataParallel::Impl {
  private:
   void collect() {
     for (const auto& [name, tensor] : named_parameters(module_)) {
-      if (std::find(options_.parameters_to_ignore.begin(), options_.parameters_to_ignore.end(), name) != options_.parameters_to_ignore.end()) continue;
+      if (std::find(options_.parameters_to_ignore.begin(), options_.parameters_to_ignore.end(),
+                    name) != options_.parameters_to_ignore.end())
+        continue;
       all_.push_back({name, tensor});
     }
     sharding::check_parameters(kName, all_, 0, group_.rank());
-    std::copy_if(all_.begin(), all_.end(), std::back_inserter(trainable_), [](const auto& p) { return p.tensor.requires_grad(); });
-    if (trainable_.empty()) throw UsageError(fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName, group_.rank()));
+    std::copy_if(all_.begin(), all_.end(), std::back_inserter(trainable_),
+                 [](const auto& p) { return p.tensor.requires_grad(); });
+    if (trainable_.empty())
+      throw UsageError(
+          fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName,
+                      group_.rank()));
   }
 
   void broadcast_everything(int root) {
@@ -103,13 +120,16 @@ class DataParallel::Impl {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : trainable_) tensors.push_back(parameter.tensor);
     std::vector<Bucket> buckets;
-    const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB), cap = static_cast<int64_t>(options_.bucket_cap_mb * kMiB);
+    const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB),
+               cap = static_cast<int64_t>(options_.bucket_cap_mb * kMiB);
     for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
       std::vector<int64_t> sizes;
       for (const auto i : members) sizes.push_back(tensors[i].numel());
       auto layout = Layout::flat(std::move(sizes), group_.size());
-      auto flat = group_.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
-      buckets.push_back(sharding::make_bucket(std::move(members), std::move(layout), std::move(flat), tensors));
+      auto flat =
+          group_.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
+      buckets.push_back(
+          sharding::make_bucket(std::move(members), std::move(layout), std::move(flat), tensors));
     }
     return buckets;
   }
@@ -117,14 +137,17 @@ class DataParallel::Impl {
   void send(size_t index) {
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
-      waiting_.push_back([work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_)]() mutable { work.wait(); });
+      waiting_.push_back(
+          [work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_)]() mutable { work.wait(); });
       return;
     }
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
     for (const auto i : bucket.members) gradients.names.push_back(trainable_[i].name);
     waiting_.push_back(options_.comm_hook(group_, gradients));
     if (divisor_ == group_.size()) return;
-    waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] { flat.mul_(scale); });
+    waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] {
+      flat.mul_(scale);
+    });
   }
 
   void drain() {
@@ -137,15 +160,17 @@ class DataParallel::Impl {
     if (!rebuilt_) rebuild_due_ = true;
   }
 
-  /// Once, after the first backward: buckets in the order in which rank 0's gradients (in a join, an active rank's) really arrived.
+  /// Once, after the first backward: buckets in the order in which rank 0's gradients (in a join,
+  /// an active rank's) really arrived.
   void rebuild() {
     rebuild_due_ = false;
     rebuilt_ = true;
     std::string mine;
     for (const auto i : reducer_->arrival_order()) mine += std::to_string(i) + " ";
-    const auto theirs = group_.broadcast_bytes(mine, authority_);
+    const auto theirs = group_.broadcast_bytes(mine, publisher_);
     std::vector<size_t> order;
-    for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1) order.push_back(std::stoul(theirs.substr(at)));
+    for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1)
+      order.push_back(std::stoul(theirs.substr(at)));
     reducer_->replace_buckets(make_buckets(order));
   }
 
@@ -156,18 +181,21 @@ class DataParallel::Impl {
   std::vector<std::function<void()>> waiting_;
   bool rebuild_due_ = false, rebuilt_ = false;
   int divisor_ = 1;
-  int authority_ = 0;  // whose buffers count
+  int publisher_ = 0;  // whose buffers count
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 
-DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
+DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group,
+                           DistributedDataParallelOptions options)
     : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
 DataParallel::~DataParallel() = default;
 
 void DataParallel::before_forward() { impl_->before_forward(); }
 void DataParallel::set_sync(bool sync) { impl_->reducer().set_sync(sync); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }
-void DataParallel::on_join_iteration(const JoinIteration& iteration) { impl_->on_join_iteration(iteration); }
+void DataParallel::on_join_iteration(const JoinIteration& iteration) {
+  impl_->on_join_iteration(iteration);
+}
 void DataParallel::shadow_backward() { impl_->shadow_backward(); }
 void DataParallel::finish_join(int last_active_rank) { impl_->finish_join(last_active_rank); }
 bool DataParallel::sync() const { return impl_->reducer().sync(); }

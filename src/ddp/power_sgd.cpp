@@ -1,12 +1,12 @@
-#include "tessera/power_sgd.h"
-
-#include "tessera/error.h"
-
-#include <fmt/format.h>
+#include "tessera/step/power_sgd.h"
 
 #include <algorithm>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
 
 namespace tessera {
 namespace {
@@ -19,8 +19,8 @@ uint64_t hash_of(const std::string& text) {  // FNV-1a: the same on every machin
   return hash;
 }
 
-/// Columns of length 1, at right angles; those that depend on earlier ones become zero or any such direction.
-/// Gram–Schmidt, each column twice.
+/// Columns of length 1, at right angles; those that depend on earlier ones become zero or any such
+/// direction. Gram–Schmidt, each column twice.
 void orthogonalize(const at::Tensor& matrix) {
   for (int64_t c = 0; c < matrix.size(1); ++c) {
     auto column = matrix.select(1, c);
@@ -32,8 +32,9 @@ void orthogonalize(const at::Tensor& matrix) {
 }
 
 at::Tensor as_matrix(const at::Tensor& gradient) {
-  const auto dtype =
-      gradient.element_size() < static_cast<int64_t>(sizeof(float)) ? at::kFloat : gradient.scalar_type();
+  const auto dtype = gradient.element_size() < static_cast<int64_t>(sizeof(float))
+                         ? at::kFloat
+                         : gradient.scalar_type();
   return gradient.reshape({gradient.size(0), -1}).to(dtype);
 }
 
@@ -43,7 +44,8 @@ class PowerSgd::Impl {
  public:
   explicit Impl(PowerSgdOptions options) : options_(options) {
     const auto refuse = [](const char* option, double value, const char* expected) {
-      throw UsageError(fmt::format("{}: option {} is {}; expected {}", kPowerSgd, option, value, expected));
+      throw UsageError(
+          fmt::format("{}: option {} is {}; expected {}", kPowerSgd, option, value, expected));
     };
     if (options_.rank < 1) refuse("rank", static_cast<double>(options_.rank), "1 or more");
     if (options_.start_iteration < 0)
@@ -73,7 +75,8 @@ class PowerSgd::Impl {
     }
     // Orthogonalisation takes the scale of P away.
     if (!left.empty()) pass->works.push_back(group.all_reduce_async(pass->left = at::cat(left)));
-    if (!exact.empty()) pass->works.push_back(group.all_reduce_async(pass->flat = at::cat(exact), scale));
+    if (!exact.empty())
+      pass->works.push_back(group.all_reduce_async(pass->flat = at::cat(exact), scale));
     return [this, group, pass]() mutable { finish(group, *pass); };
   }
 
@@ -92,10 +95,12 @@ class PowerSgd::Impl {
       else if (key.rfind("error.", 0) == 0) errors[key.substr(6)] = tensor.clone();
       else if (key.rfind("q.", 0) == 0) q[key.substr(2)] = tensor.clone();
       else
-        throw UsageError(fmt::format("{}.load_state_dict: unknown entry {}; expected iteration, error.NAME and q.NAME",
-                                     kPowerSgd, key));
+        throw UsageError(fmt::format(
+            "{}.load_state_dict: unknown entry {}; expected iteration, error.NAME and q.NAME",
+            kPowerSgd, key));
     }
-    if (iteration < 0) throw UsageError(fmt::format("{}.load_state_dict: there is no entry iteration", kPowerSgd));
+    if (iteration < 0)
+      throw UsageError(fmt::format("{}.load_state_dict: there is no entry iteration", kPowerSgd));
     iteration_ = iteration;
     errors_ = std::move(errors);
     q_ = std::move(q);
@@ -115,12 +120,15 @@ class PowerSgd::Impl {
     std::vector<Work> works;
   };
 
-  int64_t rank_of(int64_t rows, int64_t columns) const { return std::min({options_.rank, rows, columns}); }
+  int64_t rank_of(int64_t rows, int64_t columns) const {
+    return std::min({options_.rank, rows, columns});
+  }
 
   bool compresses(const at::Tensor& gradient) const {
     if (gradient.dim() < 2 || gradient.numel() == 0) return false;
     const int64_t rows = gradient.size(0), columns = gradient.numel() / rows;
-    return static_cast<double>((rows + columns) * rank_of(rows, columns)) * options_.min_compression_rate <
+    return static_cast<double>((rows + columns) * rank_of(rows, columns)) *
+               options_.min_compression_rate <
            static_cast<double>(rows * columns);
   }
 
@@ -138,15 +146,17 @@ class PowerSgd::Impl {
 
   at::Tensor first_guess(const std::string& name, const at::Tensor& m) {
     const auto rank = rank_of(m.size(0), m.size(1));
-    if (const auto last = q_.find(name); options_.warm_start && last != q_.end() && last->second.size(1) == rank) {
+    if (const auto last = q_.find(name);
+        options_.warm_start && last != q_.end() && last->second.size(1) == rank) {
       auto q = last->second.to(m.options());
       // A gradient that was zero leaves nothing to start from.
       if (q.norm(2, 0).min().item<double>() > 0) return q;
     }
     const auto number = options_.warm_start ? 0 : static_cast<uint64_t>(iteration_);
-    auto generator =
-        at::make_generator<at::CPUGeneratorImpl>(options_.seed ^ hash_of(name) ^ (number * 0x9E3779B97F4A7C15ull));
-    return at::randn({m.size(1), rank}, generator, at::TensorOptions().dtype(at::kFloat)).to(m.options());
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed ^ hash_of(name) ^
+                                                              (number * 0x9E3779B97F4A7C15ull));
+    return at::randn({m.size(1), rank}, generator, at::TensorOptions().dtype(at::kFloat))
+        .to(m.options());
   }
 
   void finish(ProcessGroup& group, Pass& pass) {
@@ -178,7 +188,8 @@ class PowerSgd::Impl {
 
   void take(Matrix& matrix, const at::Tensor& q) {
     const auto mean = matrix.p.matmul(q.t());
-    const auto owed = matrix.matrix - mean;  // before the gradient changes, of which the matrix may be a view
+    const auto owed =
+        matrix.matrix - mean;  // before the gradient changes, of which the matrix may be a view
     matrix.gradient.copy_(mean.view(matrix.gradient.sizes()));
     // A gradient that overflowed on some rank is one on all, and must not stay in the memory.
     if (!q.isfinite().all().item<bool>()) {

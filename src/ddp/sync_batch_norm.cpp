@@ -1,12 +1,12 @@
-#include "tessera/sync_batch_norm.h"
+#include "tessera/step/sync_batch_norm.h"
 
-#include "tessera/error.h"
+#include <algorithm>
+#include <map>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-#include <map>
+#include "tessera/error.h"
 
 namespace tessera {
 namespace {
@@ -28,7 +28,8 @@ at::Tensor along(const at::Tensor& channels, const at::Tensor& input) {
 }
 
 at::ScalarType compute_dtype(const at::Tensor& input) {
-  return input.element_size() < static_cast<int64_t>(sizeof(float)) ? at::kFloat : input.scalar_type();
+  return input.element_size() < static_cast<int64_t>(sizeof(float)) ? at::kFloat
+                                                                    : input.scalar_type();
 }
 
 struct Moments {
@@ -43,20 +44,22 @@ Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
   auto mine = at::zeros({2 * channels + 1}, options);
   const auto count = static_cast<double>(input.numel() / std::max<int64_t>(channels, 1));
   if (count > 0) {
-    const auto [var, mean] =
-        at::var_mean(input.to(compute_dtype(input)), at::IntArrayRef(batch_dims(input)), false, false);
+    const auto [var, mean] = at::var_mean(input.to(compute_dtype(input)),
+                                          at::IntArrayRef(batch_dims(input)), false, false);
     mine.narrow(0, 0, channels).copy_(mean);
     mine.narrow(0, channels, channels).copy_(var);
     mine[2 * channels].fill_(count);
   }
-  const auto all =
-      group.all_gather(mine.to(group.control_device())).to(input.device()).view({group.size(), 2 * channels + 1});
+  const auto all = group.all_gather(mine.to(group.control_device()))
+                       .to(input.device())
+                       .view({group.size(), 2 * channels + 1});
   const auto means = all.narrow(1, 0, channels), vars = all.narrow(1, channels, channels),
              counts = all.narrow(1, 2 * channels, 1);
   Moments result;
   result.count = counts.sum().item<double>();
   if (result.count == 0)
-    throw UsageError(fmt::format("{}: the batch is empty on all ranks; expected some input", kSyncBatchNorm));
+    throw UsageError(
+        fmt::format("{}: the batch is empty on all ranks; expected some input", kSyncBatchNorm));
   result.mean = (means * counts).sum(0) / result.count;
   result.var = ((vars + (means - result.mean).square()) * counts).sum(0) / result.count;
   return result;
@@ -67,19 +70,24 @@ struct GroupHolder : torch::CustomClassHolder {
   ProcessGroup group;
 };
 
-/// (input − mean) · invstd · weight + bias, whose backward knows that mean and invstd come from the input of all ranks.
+/// (input − mean) · invstd · weight + bias, whose backward knows that mean and invstd come from the
+/// input of all ranks.
 class Normalize : public torch::autograd::Function<Normalize> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
-                            const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
-                            const at::Tensor& invstd, double count, ProcessGroup group) {
+                            const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& mean, const at::Tensor& invstd, double count,
+                            ProcessGroup group) {
     const auto dtype = compute_dtype(input);
-    const auto normal = (input.to(dtype) - along(mean.to(dtype), input)) * along(invstd.to(dtype), input);
+    const auto normal =
+        (input.to(dtype) - along(mean.to(dtype), input)) * along(invstd.to(dtype), input);
     context->save_for_backward({input, weight, mean, invstd});
     context->saved_data["count"] = count;
     context->saved_data["input"] = input.requires_grad();
-    context->saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<GroupHolder>(std::move(group)));
-    return (normal * along(weight.to(dtype), input) + along(bias.to(dtype), input)).to(input.scalar_type());
+    context->saved_data["group"] =
+        c10::IValue::make_capsule(c10::make_intrusive<GroupHolder>(std::move(group)));
+    return (normal * along(weight.to(dtype), input) + along(bias.to(dtype), input))
+        .to(input.scalar_type());
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -89,9 +97,11 @@ class Normalize : public torch::autograd::Function<Normalize> {
     const auto dtype = compute_dtype(input);
     const auto dims = batch_dims(input);
     const auto dy = gradients[0].to(dtype);
-    const auto normal = (input.to(dtype) - along(mean.to(dtype), input)) * along(invstd.to(dtype), input);
+    const auto normal =
+        (input.to(dtype) - along(mean.to(dtype), input)) * along(invstd.to(dtype), input);
     const auto sums =
-        at::stack({dy.sum(at::IntArrayRef(dims)), (dy * normal).sum(at::IntArrayRef(dims))}).to(at::kDouble);
+        at::stack({dy.sum(at::IntArrayRef(dims)), (dy * normal).sum(at::IntArrayRef(dims))})
+            .to(at::kDouble);
     at::Tensor input_gradient;
     if (context->saved_data["input"].toBool()) {
       auto group = static_cast<GroupHolder&>(*context->saved_data["group"].toCapsule()).group;
@@ -99,17 +109,25 @@ class Normalize : public torch::autograd::Function<Normalize> {
       group.all_reduce(total);
       total = (total.to(input.device()) / context->saved_data["count"].toDouble()).to(dtype);
       const auto centered = dy - along(total[0], input) - normal * along(total[1], input);
-      input_gradient = (centered * along((invstd * weight).to(dtype), input)).to(input.scalar_type());
+      input_gradient =
+          (centered * along((invstd * weight).to(dtype), input)).to(input.scalar_type());
     }
     const auto none = at::Tensor();
-    return {input_gradient, sums[1].to(weight.scalar_type()), sums[0].to(weight.scalar_type()), none, none, none, none};
+    return {input_gradient,
+            sums[1].to(weight.scalar_type()),
+            sums[0].to(weight.scalar_type()),
+            none,
+            none,
+            none,
+            none};
   }
 };
 
 void check_input(const at::Tensor& input, int64_t channels, int rank) {
   if (input.dim() >= 2 && input.size(1) == channels) return;
-  throw UsageError(fmt::format("{}: rank {}: the input is [{}]; expected [N, {}, …]", kSyncBatchNorm, rank,
-                               fmt::join(input.sizes().begin(), input.sizes().end(), ", "), channels));
+  throw UsageError(
+      fmt::format("{}: rank {}: the input is [{}]; expected [N, {}, …]", kSyncBatchNorm, rank,
+                  fmt::join(input.sizes().begin(), input.sizes().end(), ", "), channels));
 }
 
 }  // namespace
@@ -144,8 +162,8 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   const auto channels = options.num_features();
   check_input(input, channels, group_.rank());
   if (!is_training()) {
-    return at::batch_norm(input, weight, bias, running_mean, running_var, !running_mean.defined(), 0, options.eps(),
-                          false);
+    return at::batch_norm(input, weight, bias, running_mean, running_var, !running_mean.defined(),
+                          0, options.eps(), false);
   }
   Moments moments;
   {
@@ -153,22 +171,26 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
     moments = global_moments(input, group_);
     if (moments.count < 2) {
       throw UsageError(
-          fmt::format("{}: one value a channel over all ranks; expected more in training mode", kSyncBatchNorm));
+          fmt::format("{}: one value a channel over all ranks; expected more in training mode",
+                      kSyncBatchNorm));
     }
     if (running_mean.defined()) {
       num_batches_tracked.add_(1);
-      const double momentum =
-          options.momentum() ? *options.momentum() : 1.0 / static_cast<double>(num_batches_tracked.item<int64_t>());
-      running_mean.mul_(1 - momentum).add_((moments.mean * momentum).to(running_mean.scalar_type()));
+      const double momentum = options.momentum()
+                                  ? *options.momentum()
+                                  : 1.0 / static_cast<double>(num_batches_tracked.item<int64_t>());
+      running_mean.mul_(1 - momentum)
+          .add_((moments.mean * momentum).to(running_mean.scalar_type()));
       const double unbiased = moments.count / (moments.count - 1);
-      running_var.mul_(1 - momentum).add_((moments.var * (momentum * unbiased)).to(running_var.scalar_type()));
+      running_var.mul_(1 - momentum)
+          .add_((moments.var * (momentum * unbiased)).to(running_var.scalar_type()));
     }
   }
   const auto invstd = (moments.var + options.eps()).rsqrt();
   const auto plain = at::TensorOptions().dtype(compute_dtype(input)).device(input.device());
   return Normalize::apply(input, weight.defined() ? weight : at::ones({channels}, plain),
-                          bias.defined() ? bias : at::zeros({channels}, plain), moments.mean, invstd, moments.count,
-                          group_);
+                          bias.defined() ? bias : at::zeros({channels}, plain), moments.mean,
+                          invstd, moments.count, group_);
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
@@ -179,8 +201,11 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 namespace {
 
 /// The layer that shall stand for `module`; null when that is no BatchNorm.
-std::shared_ptr<SyncBatchNormImpl> synced(const std::shared_ptr<torch::nn::Module>& module, const ProcessGroup& group) {
-  const auto from = [&](const auto* plain) { return std::make_shared<SyncBatchNormImpl>(*plain, group, nullptr); };
+std::shared_ptr<SyncBatchNormImpl> synced(const std::shared_ptr<torch::nn::Module>& module,
+                                          const ProcessGroup& group) {
+  const auto from = [&](const auto* plain) {
+    return std::make_shared<SyncBatchNormImpl>(*plain, group, nullptr);
+  };
   if (const auto* plain = module->as<torch::nn::BatchNorm1dImpl>()) return from(plain);
   if (const auto* plain = module->as<torch::nn::BatchNorm2dImpl>()) return from(plain);
   if (const auto* plain = module->as<torch::nn::BatchNorm3dImpl>()) return from(plain);
@@ -192,7 +217,8 @@ bool is_batch_norm(const torch::nn::Module& module) {
          module.as<torch::nn::BatchNorm3dImpl>();
 }
 
-void find_fixed(torch::nn::Module& module, const std::string& path, std::vector<std::string>& fixed) {
+void find_fixed(torch::nn::Module& module, const std::string& path,
+                std::vector<std::string>& fixed) {
   const bool exchangeable = module.as<torch::nn::SequentialImpl>() != nullptr;
   for (const auto& child : module.named_children()) {
     const auto name = path.empty() ? child.key() : path + "." + child.key();
@@ -227,7 +253,8 @@ std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, Proc
   find_fixed(module, "", fixed);
   if (!fixed.empty()) {
     throw UsageError(
-        fmt::format("convert_sync_batch_norm: rank {}: only elements of a torch::nn::Sequential can be exchanged, and "
+        fmt::format("convert_sync_batch_norm: rank {}: only elements of a torch::nn::Sequential "
+                    "can be exchanged, and "
                     "these are not: {}; expected their "
                     "members to be declared as tessera::SyncBatchNorm",
                     group.rank(), fmt::join(fixed, ", ")));

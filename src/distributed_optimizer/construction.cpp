@@ -1,12 +1,11 @@
-#include "distributed_optimizer/impl.h"
-
-#include "tessera/error.h"
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cctype>
 #include <unordered_map>
+
+#include <fmt/format.h>
+
+#include "distributed_optimizer/impl.h"
+#include "tessera/error.h"
 
 namespace tessera {
 namespace {
@@ -38,13 +37,16 @@ std::string dtype_name(const at::Tensor& tensor) {
 
 }  // namespace
 
-DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimizer, const NamedParameters& names,
-                                 const std::vector<std::optional<ProcessGroup>>& dist_groups, Options options)
+DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                 const NamedParameters& names,
+                                 const std::vector<std::optional<ProcessGroup>>& dist_groups,
+                                 Options options)
     : optimizer_(std::move(optimizer)), names_(names), options_(std::move(options)) {
   const auto groups = optimizer_->param_groups().size();
   if (dist_groups.size() != groups) {
     throw UsageError(
-        fmt::format("{}: there are {} dist_groups for {} parameter groups; expected one entry for each (an empty one: "
+        fmt::format("{}: there are {} dist_groups for {} parameter groups; expected one entry for "
+                    "each (an empty one: "
                     "not synchronised)",
                     kName, dist_groups.size(), groups));
   }
@@ -61,10 +63,18 @@ std::string DistributedOptimizer::Impl::prefix() const {
   return lanes_.empty() ? kName : fmt::format("{}: rank {}", kName, lanes_[0].group.rank());
 }
 
-void DistributedOptimizer::Impl::add_lane(size_t index, ProcessGroup group, const NamedParameters& names) {
+void DistributedOptimizer::Impl::add_lane(size_t index, ProcessGroup group,
+                                          const NamedParameters& names) {
   std::unordered_map<const void*, std::string> name_of;
   for (const auto& [name, tensor] : names) name_of.emplace(tensor.unsafeGetTensorImpl(), name);
-  Lane lane{std::move(group), index, optimizer_->param_groups()[index].params(), {}, {}, {}, false, false};
+  Lane lane{std::move(group),
+            index,
+            optimizer_->param_groups()[index].params(),
+            {},
+            {},
+            {},
+            false,
+            false};
   std::vector<sharding::NamedTensor> named;
   for (const auto& tensor : lane.tensors) {
     const auto found = name_of.find(tensor.unsafeGetTensorImpl());
@@ -91,20 +101,24 @@ void DistributedOptimizer::Impl::add_lane(size_t index, ProcessGroup group, cons
 
 void DistributedOptimizer::Impl::check_options() {
   std::string method = options_.reduce_method;
-  std::transform(method.begin(), method.end(), method.begin(), [](unsigned char c) { return std::tolower(c); });
-  const bool alone = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.group.size() == 1; });
+  std::transform(method.begin(), method.end(), method.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  const bool alone = std::all_of(lanes_.begin(), lanes_.end(),
+                                 [](const Lane& lane) { return lane.group.size() == 1; });
   if (method != "sum" && method != "mean" && !(alone && method.empty())) {
-    throw UsageError(fmt::format("{}: option reduce_method is \"{}\"; expected \"sum\" or \"mean\"", prefix(),
-                                 options_.reduce_method));
+    throw UsageError(fmt::format("{}: option reduce_method is \"{}\"; expected \"sum\" or \"mean\"",
+                                 prefix(), options_.reduce_method));
   }
   mean_ = method == "mean";
   if (options_.bcast_period < -1) {
-    throw UsageError(fmt::format("{}: option bcast_period is {}; expected -1 (never), 0 (once) or a number of steps",
-                                 prefix(), options_.bcast_period));
+    throw UsageError(fmt::format(
+        "{}: option bcast_period is {}; expected -1 (never), 0 (once) or a number of steps",
+        prefix(), options_.bcast_period));
   }
   if (options_.param_pack_thd <= 0) {
-    throw UsageError(fmt::format("{}: option param_pack_thd is {}; expected a positive number of bytes", prefix(),
-                                 options_.param_pack_thd));
+    throw UsageError(
+        fmt::format("{}: option param_pack_thd is {}; expected a positive number of bytes",
+                    prefix(), options_.param_pack_thd));
   }
 }
 
@@ -113,9 +127,10 @@ void DistributedOptimizer::Impl::check_contract() {
     std::vector<std::string> contract;
     for (const auto i : lane.members) contract.push_back(sharding::signature(trainable_[i]));
     contract.push_back(fmt::format("parameters: {}", lane.tensors.size()));
-    contract.push_back(fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}",
-                                   mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
-                                   options_.param_pack_thd));
+    contract.push_back(
+        fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}",
+                    mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
+                    options_.param_pack_thd));
     lane.group.check_contract(kName, contract);
   }
 }
@@ -126,10 +141,10 @@ void DistributedOptimizer::Impl::check_trainability() const {
     if (!tensor.requires_grad()) continue;
     for (const auto& [name, known] : names_) {
       if (!known.is_same(tensor)) continue;
-      throw UsageError(
-          fmt::format("{}: parameter {} was frozen at construction and requires a gradient now; construct "
-                      "the optimizer after such changes",
-                      prefix(), name));
+      throw UsageError(fmt::format(
+          "{}: parameter {} was frozen at construction and requires a gradient now; construct "
+          "the optimizer after such changes",
+          prefix(), name));
     }
   }
 }
@@ -147,12 +162,13 @@ void DistributedOptimizer::Impl::make_reducer() {
   sharding::ReducerOptions reducing;
   reducing.component = kName;
   reducing.find_unused_parameters = true;
-  reducing.caller_agrees = true;
+  reducing.caller_tracks_use = true;
   // Packs are copies, so that what this rank contributed is still there if a pack does not count.
   reducing.gradient_as_bucket_view = !options_.param_pack;
   reducer_ = std::make_unique<sharding::Reducer>(
       lanes_[0].group, trainable_, make_buckets(), reducing,
-      sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { finish(); }, [this] { drain(); }});
+      sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { finish(); },
+                                   [this] { drain(); }});
 }
 
 std::vector<Bucket> DistributedOptimizer::Impl::make_buckets() {
@@ -164,7 +180,8 @@ std::vector<Bucket> DistributedOptimizer::Impl::make_buckets() {
       std::vector<int64_t> sizes;
       for (const auto i : pack) sizes.push_back(tensors[i].numel());
       auto layout = Layout::flat(std::move(sizes), lanes_[l].group.size());
-      auto flat = lanes_[l].group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
+      auto flat =
+          lanes_[l].group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
       buckets.push_back(sharding::make_bucket(pack, std::move(layout), std::move(flat), tensors));
       buckets.back().lane = l;
     }
@@ -175,7 +192,8 @@ std::vector<Bucket> DistributedOptimizer::Impl::make_buckets() {
 
 /// The packing that rank 0's order of arrival gives becomes everyone's.
 void DistributedOptimizer::Impl::repack() {
-  if (std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.repack_due; })) return;
+  if (std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.repack_due; }))
+    return;
   std::vector<PackItem> items;
   for (const auto& [name, tensor] : trainable_)
     items.push_back({dtype_name(tensor), static_cast<int64_t>(tensor.nbytes())});
@@ -183,15 +201,17 @@ void DistributedOptimizer::Impl::repack() {
     if (!lane.repack_due) continue;
     // Places in the lane: its ranks may have other groups besides.
     const auto first = lane.members.front();
-    auto packs = distributed_optimizer::pack_by_arrival(items, lane.record, options_.param_pack_thd);
+    auto packs =
+        distributed_optimizer::pack_by_arrival(items, lane.record, options_.param_pack_thd);
     for (const auto i : lane.members) {
-      if (std::find(lane.record.begin(), lane.record.end(), i) == lane.record.end()) packs.push_back({i});
+      if (std::find(lane.record.begin(), lane.record.end(), i) == lane.record.end())
+        packs.push_back({i});
     }
     for (auto& pack : packs) {
       for (auto& i : pack) i -= first;
     }
     lane.packs = distributed_optimizer::packs_from_text(
-        lane.group.broadcast_bytes(distributed_optimizer::to_text(packs), authority_));
+        lane.group.broadcast_bytes(distributed_optimizer::to_text(packs), publisher_));
     for (auto& pack : lane.packs) {
       for (auto& i : pack) i += first;
     }

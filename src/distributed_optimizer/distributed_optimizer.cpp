@@ -1,22 +1,26 @@
 #include "tessera/distributed_optimizer.h"
 
+#include <fmt/format.h>
+
 #include "distributed_optimizer/impl.h"
 #include "tessera/error.h"
-
-#include <fmt/format.h>
 
 namespace tessera {
 namespace {
 
-std::shared_ptr<torch::optim::Optimizer> build(const std::vector<DistributedOptimizer::Group>& groups,
-                                               const OptimizerFactory& factory) {
+std::shared_ptr<torch::optim::Optimizer> build(
+    const std::vector<DistributedOptimizer::Group>& groups, const OptimizerFactory& factory) {
   if (!factory) {
     throw UsageError(
-        "DistributedOptimizer: the optimizer factory is empty; expected one, as from default_optimizers().factory(…)");
+        "DistributedOptimizer: the optimizer factory is empty; expected one, as from "
+        "default_optimizers().factory(…)");
   }
-  if (groups.empty()) throw UsageError("DistributedOptimizer: there are no parameter groups; expected at least one");
+  if (groups.empty())
+    throw UsageError("DistributedOptimizer: there are no parameter groups; expected at least one");
   const auto defaults =
-      factory({torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{at::zeros({1})})})->defaults().clone();
+      factory({torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{at::zeros({1})})})
+          ->defaults()
+          .clone();
   std::vector<torch::optim::OptimizerParamGroup> param_groups;
   std::vector<sharding::NamedTensor> all;
   for (const auto& group : groups) {
@@ -31,8 +35,9 @@ std::shared_ptr<torch::optim::Optimizer> build(const std::vector<DistributedOpti
     for (const auto& parameter : named) {
       for (const auto& known : all) {
         if (!known.tensor.is_same(parameter.tensor) && known.name != parameter.name) continue;
-        throw UsageError(fmt::format("DistributedOptimizer: group {}, parameter {}: already in an earlier group as {}",
-                                     param_groups.size(), parameter.name, known.name));
+        throw UsageError(fmt::format(
+            "DistributedOptimizer: group {}, parameter {}: already in an earlier group as {}",
+            param_groups.size(), parameter.name, known.name));
       }
     }
     all.insert(all.end(), named.begin(), named.end());
@@ -44,11 +49,13 @@ std::shared_ptr<torch::optim::Optimizer> build(const std::vector<DistributedOpti
 
 NamedParameters names_of(const std::vector<DistributedOptimizer::Group>& groups) {
   NamedParameters names;
-  for (const auto& group : groups) names.insert(names.end(), group.parameters.begin(), group.parameters.end());
+  for (const auto& group : groups)
+    names.insert(names.end(), group.parameters.begin(), group.parameters.end());
   return names;
 }
 
-std::vector<std::optional<ProcessGroup>> dist_groups_of(const std::vector<DistributedOptimizer::Group>& groups) {
+std::vector<std::optional<ProcessGroup>> dist_groups_of(
+    const std::vector<DistributedOptimizer::Group>& groups) {
   std::vector<std::optional<ProcessGroup>> result;
   for (const auto& group : groups) result.push_back(group.dist_group);
   return result;
@@ -58,15 +65,19 @@ std::vector<std::optional<ProcessGroup>> dist_groups_of(const std::vector<Distri
 
 DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
                                            const OptimizerFactory& factory, Options options)
-    : DistributedOptimizer(std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
-                           std::move(options)) {}
+    : DistributedOptimizer(
+          std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
+          std::move(options)) {}
 
-DistributedOptimizer::DistributedOptimizer(std::vector<Group> groups, const OptimizerFactory& factory, Options options)
-    : DistributedOptimizer(build(groups, factory), names_of(groups), dist_groups_of(groups), std::move(options)) {}
+DistributedOptimizer::DistributedOptimizer(std::vector<Group> groups,
+                                           const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(build(groups, factory), names_of(groups), dist_groups_of(groups),
+                           std::move(options)) {}
 
 DistributedOptimizer::DistributedOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                            const NamedParameters& names,
-                                           std::vector<std::optional<ProcessGroup>> dist_groups, Options options)
+                                           std::vector<std::optional<ProcessGroup>> dist_groups,
+                                           Options options)
     : impl_(std::make_unique<Impl>(std::move(optimizer), names, dist_groups, std::move(options))) {}
 
 DistributedOptimizer::~DistributedOptimizer() = default;
@@ -142,18 +153,21 @@ void DistributedOptimizer::shadow_backward() {
 ProcessGroup DistributedOptimizer::join_group() const {
   const auto& lanes = impl_->lanes_;
   if (lanes.empty())
-    throw UsageError("DistributedOptimizer: no parameter group has a dist_group; expected one, to be joined over");
+    throw UsageError(
+        "DistributedOptimizer: no parameter group has a dist_group; expected one, to be joined "
+        "over");
   for (const auto& lane : lanes) {
     if (lane.group.world_ranks() == lanes[0].group.world_ranks()) continue;
     throw UsageError(impl_->prefix() +
-                     ": its dist_groups have different ranks; expected the same ranks in all, to be joined over");
+                     ": its dist_groups have different ranks; expected the same ranks in all, to "
+                     "be joined over");
   }
   return lanes[0].group;
 }
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
   impl_->divisor_ = iteration.divisor;
-  impl_->authority_ = iteration.first_active;
+  impl_->publisher_ = iteration.first_active;
 }
 
 void DistributedOptimizer::shadow_step() {

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "distributed_optimizer/packing.h"
-#include "sharding/reducer.h"
-#include "tessera/distributed_optimizer.h"
-
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "distributed_optimizer/packing.h"
+#include "sharding/gradients/reducer.h"
+#include "tessera/distributed_optimizer.h"
 
 namespace tessera {
 
@@ -68,7 +68,7 @@ class DistributedOptimizer::Impl {
   int64_t steps_ = 0;
   bool shadowing_ = false;
   int divisor_ = 0;    ///< In a join; 0: the size of the group.
-  int authority_ = 0;  ///< Who publishes packs.
+  int publisher_ = 0;  ///< Who publishes packs.
 };
 
 }  // namespace tessera

@@ -10,7 +10,8 @@ constexpr size_t kSingles = 8;
 
 }  // namespace
 
-Packs pack_by_arrival(const std::vector<PackItem>& items, const std::vector<size_t>& order, int64_t threshold) {
+Packs pack_by_arrival(const std::vector<PackItem>& items, const std::vector<size_t>& order,
+                      int64_t threshold) {
   struct Open {
     std::vector<size_t> members;
     int64_t bytes = 0;
@@ -52,7 +53,8 @@ Packs packs_from_text(const std::string& text) {
   for (std::string word; words >> word;) {
     auto& pack = packs.emplace_back();
     std::istringstream numbers(word);
-    for (std::string number; std::getline(numbers, number, ',');) pack.push_back(std::stoul(number));
+    for (std::string number; std::getline(numbers, number, ',');)
+      pack.push_back(std::stoul(number));
   }
   return packs;
 }

@@ -1,16 +1,19 @@
-#include "distributed_optimizer/impl.h"
-
 #include <algorithm>
 
-// [Note: packs that do not count] Every rank sends every pack in every backward, so nobody ever waits for a pack that
-// does not come. A rank that sees its gradients leave the recorded order marks the packs from there on. At the end of
-// the backward the ranks add up the marks, with who had which gradient, in one small collective: where anybody marked a
-// pack, all take their own gradients, which packs only copied, and reduce them singly.
+#include "distributed_optimizer/impl.h"
+
+// [Note: packs that do not count] Every rank sends every pack in every backward, so nobody ever
+// waits for a pack that does not come. A rank that sees its gradients leave the recorded order
+// marks the packs from there on. At the end of the backward the ranks add up the marks, with who
+// had which gradient, in one small collective: where anybody marked a pack, all take their own
+// gradients, which packs only copied, and reduce them singly.
 
 namespace tessera {
 
-/// Whether what has arrived on this rank is what had arrived when the packs were made, up to this pack's end.
-bool DistributedOptimizer::Impl::follows_record(const Lane& lane, const sharding::Bucket& bucket) const {
+/// Whether what has arrived on this rank is what had arrived when the packs were made, up to this
+/// pack's end.
+bool DistributedOptimizer::Impl::follows_record(const Lane& lane,
+                                                const sharding::Bucket& bucket) const {
   if (!lane.packed || shadowing_) return true;
   const auto number = lane_of_[lane.members.front()];
   size_t position = 0;
@@ -20,7 +23,8 @@ bool DistributedOptimizer::Impl::follows_record(const Lane& lane, const sharding
     ++position;
   }
   return std::all_of(bucket.members.begin(), bucket.members.end(), [&](size_t i) {
-    return reducer_->has_gradient(i) || std::find(lane.record.begin(), lane.record.end(), i) == lane.record.end();
+    return reducer_->has_gradient(i) ||
+           std::find(lane.record.begin(), lane.record.end(), i) == lane.record.end();
   });
 }
 
@@ -38,14 +42,14 @@ void DistributedOptimizer::Impl::drain() {
 
 void DistributedOptimizer::Impl::finish() {
   std::vector<at::Tensor> counts;
-  std::vector<Work> agreed;
+  std::vector<Work> counted;
   for (size_t l = 0; l < lanes_.size(); ++l) {
     counts.push_back(start_agreement(l));
-    agreed.push_back(lanes_[l].group.all_reduce_async(counts.back()));
+    counted.push_back(lanes_[l].group.all_reduce_async(counts.back()));
   }
   drain();
   for (size_t l = 0; l < lanes_.size(); ++l) {
-    agreed[l].wait();
+    counted[l].wait();
     settle(l, counts[l].cpu());
   }
   ++reductions_;

@@ -1,4 +1,4 @@
-#include "tessera/early_stop.h"
+#include "tessera/step/early_stop.h"
 
 #include "engine/option_check.h"
 
@@ -30,7 +30,8 @@ bool EarlyStop::observe(double value) {
     return false;
   }
   ++state_.waited;
-  state_.stopped = state_.waited >= options_.patience || (options_.check_finite && !std::isfinite(value));
+  state_.stopped =
+      state_.waited >= options_.patience || (options_.check_finite && !std::isfinite(value));
   return state_.stopped;
 }
 

@@ -1,9 +1,9 @@
-#include "tessera/grad_scaler.h"
-
-#include "engine/option_check.h"
+#include "tessera/step/grad_scaler.h"
 
 #include <algorithm>
 #include <limits>
+
+#include "engine/option_check.h"
 
 namespace tessera {
 
@@ -17,8 +17,9 @@ bool is_half(const at::Tensor& tensor) {
 
 bool counts(const at::Tensor& gradient) { return gradient.defined() && gradient.numel() > 0; }
 
-/// A sum is finite only if every element is: one pass without a temporary, and one wait for the device. The other way
-/// round finite elements may overflow, so that an infinite sum needs a closer look.
+/// A sum is finite only if every element is: one pass without a temporary, and one wait for the
+/// device. The other way round finite elements may overflow, so that an infinite sum needs a closer
+/// look.
 bool all_finite(const std::vector<at::Tensor>& gradients) {
   at::Tensor total = at::zeros({});
   for (const auto& gradient : gradients) {
@@ -37,9 +38,11 @@ bool all_finite(const std::vector<at::Tensor>& gradients) {
 GradScaler::GradScaler(GradScalerOptions options) : options_(options) {
   engine::check_positive(kGradScaler, "init_scale", options.init_scale);
   engine::check_option(kGradScaler, "growth_factor", options.growth_factor,
-                       std::isfinite(options.growth_factor) && options.growth_factor > 1, "a number > 1");
+                       std::isfinite(options.growth_factor) && options.growth_factor > 1,
+                       "a number > 1");
   engine::check_option(kGradScaler, "backoff_factor", options.backoff_factor,
-                       options.backoff_factor > 0 && options.backoff_factor < 1, "a number in (0, 1)");
+                       options.backoff_factor > 0 && options.backoff_factor < 1,
+                       "a number in (0, 1)");
   engine::check_at_least(kGradScaler, "growth_interval", options.growth_interval, 1);
   state_.scale = options.init_scale;
 }
@@ -56,8 +59,8 @@ bool GradScaler::found_inf(const std::vector<at::Tensor>& gradients, ProcessGrou
     return false;
   }
   at::NoGradGuard no_grad;
-  const auto ranks_with =
-      at::full({1}, all_finite(gradients) ? 0.0 : 1.0, at::TensorOptions(at::kFloat).device(group.control_device()));
+  const auto ranks_with = at::full({1}, all_finite(gradients) ? 0.0 : 1.0,
+                                   at::TensorOptions(at::kFloat).device(group.control_device()));
   group.all_reduce(ranks_with);
   return ranks_with.item<double>() > 0;
 }

@@ -1,10 +1,10 @@
-#include "tessera/losses.h"
+#include "tessera/step/losses.h"
 
-#include "tessera/error.h"
+#include <set>
 
 #include <fmt/format.h>
 
-#include <set>
+#include "tessera/error.h"
 
 namespace tessera {
 
@@ -17,12 +17,14 @@ at::Tensor checked_mean(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined()) refuse("is an undefined tensor; expected a value");
   if (tensor.numel() == 0) refuse("has no elements, and so no mean");
   if (!tensor.is_floating_point()) {
-    refuse(fmt::format("is of {}; expected a floating-point tensor", c10::toString(tensor.scalar_type())));
+    refuse(fmt::format("is of {}; expected a floating-point tensor",
+                       c10::toString(tensor.scalar_type())));
   }
   return tensor.mean();
 }
 
-at::Tensor value_of(const std::string& name, const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
+at::Tensor value_of(const std::string& name,
+                    const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
   if (const auto* tensor = std::get_if<at::Tensor>(&entry)) {
     return checked_mean(name, *tensor);
   }
@@ -32,7 +34,8 @@ at::Tensor value_of(const std::string& name, const std::variant<at::Tensor, std:
     sum = sum.defined() ? sum + mean : mean;
   }
   if (!sum.defined()) {
-    throw UsageError(fmt::format("parse_losses: \"{}\" is an empty list; expected at least one tensor", name));
+    throw UsageError(
+        fmt::format("parse_losses: \"{}\" is an empty list; expected at least one tensor", name));
   }
   return sum;
 }
@@ -45,7 +48,8 @@ ParsedLosses parse_losses(const Losses& losses) {
   std::string names;
   for (const auto& [name, entry] : losses) {
     if (!seen.insert(name).second) {
-      throw UsageError(fmt::format("parse_losses: \"{}\" is given twice; expected each name once", name));
+      throw UsageError(
+          fmt::format("parse_losses: \"{}\" is given twice; expected each name once", name));
     }
     names += (names.empty() ? "\"" : ", \"") + name + '"';
     const auto value = value_of(name, entry);
@@ -55,8 +59,9 @@ ParsedLosses parse_losses(const Losses& losses) {
     }
   }
   if (!parsed.total.defined()) {
-    throw UsageError(fmt::format("parse_losses: nothing to minimise in {}; expected a name that contains \"loss\"",
-                                 names.empty() ? "an empty map" : names));
+    throw UsageError(fmt::format(
+        "parse_losses: nothing to minimise in {}; expected a name that contains \"loss\"",
+        names.empty() ? "an empty map" : names));
   }
   return parsed;
 }

@@ -1,10 +1,9 @@
-#include "tessera/lr_scheduler.h"
+#include <algorithm>
+#include <cmath>
 
 #include "engine/option_check.h"
 #include "engine/schedule_clock.h"
-
-#include <algorithm>
-#include <cmath>
+#include "tessera/step/lr_scheduler.h"
 
 namespace tessera {
 
@@ -25,14 +24,16 @@ void check_links(const ChainedLrOptions& options) {
     engine::check_at_least(name, place + "begin", link.begin, free_from);
     const bool open = link.end == -1 && i + 1 == options.schedules.size();
     engine::check_option(name, place + "end", link.end, open || link.end > link.begin,
-                         "more than its begin = " + std::to_string(link.begin) + " (-1, no end, is for the last one)");
+                         "more than its begin = " + std::to_string(link.begin) +
+                             " (-1, no end, is for the last one)");
     free_from = link.end;
   }
 }
 
 double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
-/// `progress` in a training that is [begin, end) of the whole one, in units of `by`; no later than `end`.
+/// `progress` in a training that is [begin, end) of the whole one, in units of `by`; no later than
+/// `end`.
 Progress inside(const Progress& progress, ScheduleBy by, double begin, double end) {
   const auto steps = [](double x) { return static_cast<int64_t>(std::llround(x)); };
   Progress local = progress;
@@ -67,15 +68,18 @@ LrSchedule chained_lr(const ChainedLrOptions& options) {
   return [options](const Progress& progress, double base_lr) {
     const double t = engine::moment(progress, options.by);
     const auto& links = options.schedules;
-    const auto after =
-        std::find_if(links.begin(), links.end(), [t](const auto& link) { return t < static_cast<double>(link.begin); });
+    const auto after = std::find_if(links.begin(), links.end(), [t](const auto& link) {
+      return t < static_cast<double>(link.begin);
+    });
     if (after == links.begin()) {
       return base_lr;
     }
     const auto& link = *std::prev(after);
-    const double end = link.end < 0 ? std::max(engine::total(progress, options.by), static_cast<double>(link.begin))
+    const double end = link.end < 0 ? std::max(engine::total(progress, options.by),
+                                               static_cast<double>(link.begin))
                                     : static_cast<double>(link.end);
-    return link.schedule(inside(progress, options.by, static_cast<double>(link.begin), end), base_lr);
+    return link.schedule(inside(progress, options.by, static_cast<double>(link.begin), end),
+                         base_lr);
   };
 }
 

@@ -1,15 +1,15 @@
-#include "tessera/paramwise.h"
-
-#include "engine/option_check.h"
-#include "tessera/nearest.h"
-#include "tessera/sync_batch_norm.h"
-
-#include <fmt/format.h>
+#include "tessera/step/paramwise.h"
 
 #include <algorithm>
 #include <set>
 #include <unordered_map>
 #include <utility>
+
+#include <fmt/format.h>
+
+#include "engine/option_check.h"
+#include "tessera/detail/nearest.h"
+#include "tessera/step/sync_batch_norm.h"
 
 namespace tessera {
 
@@ -24,20 +24,23 @@ bool is_any_of(const torch::nn::Module& module) {
 
 bool is_norm(const torch::nn::Module& module) {
   using namespace torch::nn;
-  return is_any_of<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
-                   InstanceNorm3dImpl, LayerNormImpl, GroupNormImpl, SyncBatchNormImpl>(module);
+  return is_any_of<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl,
+                   InstanceNorm2dImpl, InstanceNorm3dImpl, LayerNormImpl, GroupNormImpl,
+                   SyncBatchNormImpl>(module);
 }
 
 template <class... Convolutions>
 bool is_depth_wise_of(const torch::nn::Module& module) {
   const auto check = [](const auto* conv) {
-    return conv != nullptr && conv->options.groups() == conv->options.in_channels() && conv->options.groups() > 1;
+    return conv != nullptr && conv->options.groups() == conv->options.in_channels() &&
+           conv->options.groups() > 1;
   };
   return (... || check(dynamic_cast<const Convolutions*>(&module)));
 }
 
 bool is_depth_wise(const torch::nn::Module& module) {
-  return is_depth_wise_of<torch::nn::Conv1dImpl, torch::nn::Conv2dImpl, torch::nn::Conv3dImpl>(module);
+  return is_depth_wise_of<torch::nn::Conv1dImpl, torch::nn::Conv2dImpl, torch::nn::Conv3dImpl>(
+      module);
 }
 
 /// A parameter and the module that has it.
@@ -54,7 +57,8 @@ struct Found {
 void collect(const torch::nn::Module& module, const std::string& path, std::vector<Found>& found) {
   for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
     if (parameter.value().defined()) {
-      found.push_back({path, parameter.key(), parameter.value(), is_norm(module), is_depth_wise(module)});
+      found.push_back(
+          {path, parameter.key(), parameter.value(), is_norm(module), is_depth_wise(module)});
     }
   }
   for (const auto& child : module.named_children()) {
@@ -66,14 +70,15 @@ std::vector<Found> each_once(std::vector<Found> found, bool bypass_duplicate) {
   std::unordered_map<const void*, std::string> names;
   std::vector<Found> result;
   for (auto& parameter : found) {
-    const auto [first, added] = names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.full_name());
+    const auto [first, added] =
+        names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.full_name());
     if (added) {
       result.push_back(std::move(parameter));
     } else if (!bypass_duplicate) {
-      throw UsageError(
-          fmt::format("{}: parameter {} is the same tensor as {}; expected each once, or bypass_duplicate = "
-                      "true, which counts it under the first name",
-                      kParamwise, parameter.full_name(), first->second));
+      throw UsageError(fmt::format(
+          "{}: parameter {} is the same tensor as {}; expected each once, or bypass_duplicate = "
+          "true, which counts it under the first name",
+          kParamwise, parameter.full_name(), first->second));
     }
   }
   return result;
@@ -83,7 +88,8 @@ std::vector<Found> each_once(std::vector<Found> found, bool bypass_duplicate) {
 std::vector<std::string> sorted_keys(const ParamwiseOptions& options) {
   std::vector<std::string> keys;
   for (const auto& [key, wanted] : options.custom_keys) keys.push_back(key);
-  std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.size() > b.size(); });
+  std::stable_sort(keys.begin(), keys.end(),
+                   [](const auto& a, const auto& b) { return a.size() > b.size(); });
   return keys;
 }
 
@@ -101,30 +107,32 @@ void add_runs(const std::string& name, std::set<std::string>& runs) {
 
 void check_keys_match(const std::vector<std::string>& keys, const std::vector<Found>& parameters) {
   for (const auto& key : keys) {
-    const bool matches = std::any_of(parameters.begin(), parameters.end(), [&](const Found& parameter) {
-      return parameter.matched_name().find(key) != std::string::npos;
-    });
+    const bool matches =
+        std::any_of(parameters.begin(), parameters.end(), [&](const Found& parameter) {
+          return parameter.matched_name().find(key) != std::string::npos;
+        });
     if (matches) continue;
     std::set<std::string> runs;
     for (const auto& parameter : parameters) add_runs(parameter.full_name(), runs);
-    throw UsageError(fmt::format("{}: custom_keys: \"{}\" is part of no parameter's name{}", kParamwise, key,
-                                 did_you_mean(key, {runs.begin(), runs.end()})));
+    throw UsageError(fmt::format("{}: custom_keys: \"{}\" is part of no parameter's name{}",
+                                 kParamwise, key, did_you_mean(key, {runs.begin(), runs.end()})));
   }
 }
 
 /// Checks a multiplier where it is given.
-void check_multiplier(const std::string& name, const std::optional<double>& multiplier, const char* option,
-                      const OptionMap& base) {
+void check_multiplier(const std::string& name, const std::optional<double>& multiplier,
+                      const char* option, const OptionMap& base) {
   if (!multiplier) return;
   engine::check_not_negative(kParamwise, name, *multiplier);
   const auto found = base.find(option);
   if (found == base.end()) {
-    throw UsageError(fmt::format("{}: option {} = {}, but the optimizer has no {} to multiply", kParamwise, name,
-                                 to_string(OptionValue(*multiplier)), option));
+    throw UsageError(fmt::format("{}: option {} = {}, but the optimizer has no {} to multiply",
+                                 kParamwise, name, to_string(OptionValue(*multiplier)), option));
   }
-  if (!std::holds_alternative<double>(found->second) && !std::holds_alternative<int64_t>(found->second)) {
-    throw UsageError(
-        fmt::format("{}: the optimizer's {} = {}, expected a number", kParamwise, option, to_string(found->second)));
+  if (!std::holds_alternative<double>(found->second) &&
+      !std::holds_alternative<int64_t>(found->second)) {
+    throw UsageError(fmt::format("{}: the optimizer's {} = {}, expected a number", kParamwise,
+                                 option, to_string(found->second)));
   }
 }
 
@@ -136,7 +144,8 @@ void check_multipliers(const ParamwiseOptions& options, const OptionMap& base) {
   check_multiplier("dwconv_decay_mult", options.dwconv_decay_mult, "weight_decay", base);
   for (const auto& [key, wanted] : options.custom_keys) {
     if (key.empty())
-      throw UsageError(fmt::format("{}: custom_keys: an empty key; expected a part of a name", kParamwise));
+      throw UsageError(
+          fmt::format("{}: custom_keys: an empty key; expected a part of a name", kParamwise));
     check_multiplier("custom_keys." + key + ".lr_mult", wanted.lr_mult, "lr", base);
     check_multiplier("custom_keys." + key + ".decay_mult", wanted.decay_mult, "weight_decay", base);
   }
@@ -152,7 +161,8 @@ void as_numbers(OptionMap& values) {
   for (const char* option : {"lr", "weight_decay"}) {
     const auto found = values.find(option);
     if (found == values.end()) continue;
-    if (const auto* integer = std::get_if<int64_t>(&found->second)) found->second = static_cast<double>(*integer);
+    if (const auto* integer = std::get_if<int64_t>(&found->second))
+      found->second = static_cast<double>(*integer);
   }
 }
 
@@ -164,14 +174,15 @@ std::optional<double> decay_multiplier(const Found& parameter, const ParamwiseOp
   return std::nullopt;
 }
 
-OptionMap options_of(const Found& parameter, const ParamwiseOptions& options, const std::vector<std::string>& keys,
-                     const OptionMap& base) {
+OptionMap options_of(const Found& parameter, const ParamwiseOptions& options,
+                     const std::vector<std::string>& keys, const OptionMap& base) {
   OptionMap values = base;
   as_numbers(values);
   if (!parameter.tensor.requires_grad()) return values;
-  const auto key = std::find_if(keys.begin(), keys.end(), [name = parameter.matched_name()](const auto& part) {
-    return name.find(part) != std::string::npos;
-  });
+  const auto key =
+      std::find_if(keys.begin(), keys.end(), [name = parameter.matched_name()](const auto& part) {
+        return name.find(part) != std::string::npos;
+      });
   if (key != keys.end()) {
     const auto& wanted = options.custom_keys.at(*key);
     multiply(values, "lr", wanted.lr_mult);
@@ -187,7 +198,8 @@ OptionMap options_of(const Found& parameter, const ParamwiseOptions& options, co
 
 }  // namespace
 
-std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module, const ParamwiseOptions& options,
+std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module,
+                                             const ParamwiseOptions& options,
                                              const OptionMap& base) {
   check_multipliers(options, base);
   std::vector<Found> found;
@@ -197,7 +209,8 @@ std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module, co
   std::vector<ParameterGroup> groups;
   for (const auto& parameter : each_once(std::move(found), options.bypass_duplicate)) {
     auto values = options_of(parameter, options, keys, base);
-    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.options == values; });
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const auto& g) { return g.options == values; });
     if (group == groups.end()) {
       group = groups.insert(group, {{}, std::move(values)});
     }

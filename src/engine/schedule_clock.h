@@ -1,13 +1,13 @@
 #pragma once
 
-#include "tessera/lr_scheduler.h"
-
 #include <cmath>
+
+#include "tessera/step/lr_scheduler.h"
 
 namespace tessera::engine {
 
-/// Whole epochs done. `epoch` is a quotient of steps, which may fall a rounding short of the whole number that it
-/// means.
+/// Whole epochs done. `epoch` is a quotient of steps, which may fall a rounding short of the whole
+/// number that it means.
 inline double whole_epochs(double epoch) { return std::floor(epoch + 1e-9); }
 
 /// t of a schedule: exact in a double.

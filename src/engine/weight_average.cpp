@@ -1,11 +1,11 @@
-#include "tessera/weight_average.h"
+#include "tessera/step/weight_average.h"
 
-#include "engine/option_check.h"
+#include <algorithm>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
+#include "engine/option_check.h"
 
 namespace tessera {
 
@@ -25,13 +25,15 @@ at::Tensor copy_as(const at::Tensor& tensor, at::ScalarType dtype) {
 
 }  // namespace
 
-WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay, WeightAverageOptions options)
+WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay,
+                             WeightAverageOptions options)
     : live_(std::move(live)), decay_(decay), options_(options) {
-  engine::check_option(kWeightAverage, "decay", decay, decay >= 0 && decay < 1, "a number in [0, 1)");
+  engine::check_option(kWeightAverage, "decay", decay, decay >= 0 && decay < 1,
+                       "a number in [0, 1)");
   for (size_t i = 0; i < live_.size(); ++i) {
     if (!live_[i].defined()) {
-      throw UsageError(
-          fmt::format("{}: tensor {} of {} is undefined; expected weights", kWeightAverage, i, live_.size()));
+      throw UsageError(fmt::format("{}: tensor {} of {} is undefined; expected weights",
+                                   kWeightAverage, i, live_.size()));
     }
     averages_.push_back(copy_as(live_[i], average_dtype(live_[i])));
   }
@@ -40,7 +42,8 @@ WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay, WeightA
 void WeightAverage::refuse_while_swapped(const char* call) const {
   if (swapped_) {
     throw UsageError(
-        fmt::format("{}: {} while the averages are in the live tensors; expected swap() first", kWeightAverage, call));
+        fmt::format("{}: {} while the averages are in the live tensors; expected swap() first",
+                    kWeightAverage, call));
   }
 }
 
@@ -77,16 +80,16 @@ void WeightAverage::load(const std::vector<at::Tensor>& averages, int64_t update
   refuse_while_swapped("load()");
   engine::check_at_least(kWeightAverage, "updates", updates, 0);
   if (averages.size() != averages_.size()) {
-    throw UsageError(
-        fmt::format("{}: load() got {} tensors, expected {}", kWeightAverage, averages.size(), averages_.size()));
+    throw UsageError(fmt::format("{}: load() got {} tensors, expected {}", kWeightAverage,
+                                 averages.size(), averages_.size()));
   }
   for (size_t i = 0; i < averages.size(); ++i) {
     if (!averages[i].defined() || averages[i].sizes() != averages_[i].sizes()) {
       const auto text = [](const at::Tensor& t) {
         return t.defined() ? fmt::format("[{}]", fmt::join(t.sizes().vec(), ", ")) : "undefined";
       };
-      throw UsageError(fmt::format("{}: load(): tensor {} is {}, expected {}", kWeightAverage, i, text(averages[i]),
-                                   text(averages_[i])));
+      throw UsageError(fmt::format("{}: load(): tensor {} is {}, expected {}", kWeightAverage, i,
+                                   text(averages[i]), text(averages_[i])));
     }
   }
   at::NoGradGuard no_grad;

@@ -1,17 +1,17 @@
-#include "comm/memory.h"
-#include "fsdp/core.h"
-#include "fsdp/units.h"
-#include "sharding/bucket.h"
-#include "tessera/error.h"
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <unordered_map>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <map>
-#include <unordered_map>
+#include "fsdp/sharded_module.h"
+#include "fsdp/units.h"
+#include "memory/heap.h"
+#include "sharding/bucket.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
 
@@ -26,18 +26,25 @@ int shard_group_size(const FullyShardedDataParallelOptions& options, const Proce
     size = world.same_host() || !local ? world.size() : std::atoi(local);
   }
   if (size < 1 || world.size() % size != 0) {
-    throw UsageError(fmt::format("{}: rank {}: option shard_group_size is {}; expected a divisor of the world size {}", Core::kName, world.rank(), size, world.size()));
+    throw UsageError(fmt::format(
+        "{}: rank {}: option shard_group_size is {}; expected a divisor of the world size {}",
+        ShardedModule::kName, world.rank(), size, world.size()));
   }
   return size;
 }
 
 /// Of each parameter, what the model computes with it in.
-std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module, const std::vector<sharding::NamedTensor>& parameters, const MixedPrecision& mixed) {
+std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module,
+                                           const std::vector<sharding::NamedTensor>& parameters,
+                                           const MixedPrecision& mixed) {
   std::unordered_map<const void*, at::ScalarType> beside_buffers;
   for (const auto& each : module.modules()) {
-    const bool batch_norm = each->as<torch::nn::BatchNorm1dImpl>() || each->as<torch::nn::BatchNorm2dImpl>() || each->as<torch::nn::BatchNorm3dImpl>();
+    const bool batch_norm = each->as<torch::nn::BatchNorm1dImpl>() ||
+                            each->as<torch::nn::BatchNorm2dImpl>() ||
+                            each->as<torch::nn::BatchNorm3dImpl>();
     for (const auto& parameter : batch_norm ? each->parameters(false) : std::vector<at::Tensor>()) {
-      beside_buffers[parameter.unsafeGetTensorImpl()] = mixed.buffer_dtype.value_or(parameter.scalar_type());
+      beside_buffers[parameter.unsafeGetTensorImpl()] =
+          mixed.buffer_dtype.value_or(parameter.scalar_type());
     }
   }
   std::vector<at::ScalarType> result;
@@ -50,8 +57,11 @@ std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module, const std:
   return result;
 }
 
-/// One flat for each dtype (its own and that of computing), device and trainability in a unit; trainable ones first.
-std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor>& parameters, const std::vector<at::ScalarType>& compute, const std::vector<size_t>& members) {
+/// One flat for each dtype (its own and that of computing), device and trainability in a unit;
+/// trainable ones first.
+std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor>& parameters,
+                                         const std::vector<at::ScalarType>& compute,
+                                         const std::vector<size_t>& members) {
   std::vector<std::vector<size_t>> result;
   for (const bool trainable : {true, false}) {
     std::map<at::ScalarType, std::vector<size_t>> by_compute;
@@ -59,14 +69,16 @@ std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor
       if (parameters[i].tensor.requires_grad() == trainable) by_compute[compute[i]].push_back(i);
     }
     for (const auto& [dtype, alike] : by_compute) {
-      for (auto& members_of_one : sharding::by_dtype_and_device(parameters, alike)) result.push_back(std::move(members_of_one));
+      for (auto& members_of_one : sharding::by_dtype_and_device(parameters, alike))
+        result.push_back(std::move(members_of_one));
     }
   }
   return result;
 }
 
 /// `members` in the order of the ranks that hold them, each at its place in the buffer.
-sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, Partition partition, std::vector<int64_t>& load) {
+sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, Partition partition,
+                      std::vector<int64_t>& load) {
   const auto numel = [&](size_t parameter) { return model.parameters[parameter].tensor.numel(); };
   const int ranks = model.shard_group.size();
   std::vector<int64_t> sizes;
@@ -89,10 +101,11 @@ sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, P
 }
 
 /// `load`: elements that each rank holds already, where parameters stay whole.
-Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, at::ScalarType compute, const FullyShardedDataParallelOptions& options,
-               std::vector<int64_t>& load) {
+FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit,
+                        at::ScalarType compute, const FullyShardedDataParallelOptions& options,
+                        std::vector<int64_t>& load) {
   const auto& first = model.parameters[members[0]].tensor;
-  Flat flat;
+  FlatParameter flat;
   flat.unit = unit;
   flat.dtype = first.scalar_type();
   flat.device = first.device();
@@ -100,60 +113,86 @@ Flat make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit, at
   const bool floating = at::isFloatingType(flat.dtype);
   flat.compute.dtype = compute;
   flat.idle.dtype = flat.dtype;
-  flat.reduce = floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
+  flat.reduce =
+      floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
   flat.layout = deal(model, members, options.partition, load);
   flat.members = std::move(members);
   const bool offload = options.cpu_offload && !flat.device.is_cpu();
   flat.permanent = model.shard_group.size() == 1 && flat.compute.dtype == flat.dtype && !offload;
-  auto shard_options = first.options().device(offload ? at::Device(at::kCPU) : flat.device).requires_grad(false);
+  auto shard_options =
+      first.options().device(offload ? at::Device(at::kCPU) : flat.device).requires_grad(false);
   if (offload) shard_options = shard_options.pinned_memory(true);
   const int rank = model.shard_group.rank();
   const bool keeps_whole = options.partition != Partition::flat || model.shard_group.size() == 1;
   const int64_t begin = flat.layout.segment_begin(rank), end = begin + flat.layout.counts()[rank];
-  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu()) flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
-  flat.shard = flat.common.defined() ? flat.common.narrow(0, begin, end - begin) : at::empty({end - begin}, shard_options);
+  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu())
+    flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
+  flat.own_segment = flat.common.defined() ? flat.common.narrow(0, begin, end - begin)
+                                           : at::empty({end - begin}, shard_options);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     const auto& tensor = model.parameters[flat.members[m]].tensor;
     const int64_t offset = flat.layout.offset(m);
-    const int64_t from = std::clamp(offset, begin, end), to = std::clamp(offset + tensor.numel(), begin, end);
-    sharding::OwnedPiece piece{flat.members[m], std::clamp<int64_t>(from - offset, 0, tensor.numel()), to - from, from - begin, {}};
-    const auto run = sharding::window(flat.shard, piece.at, piece.numel);
-    run.copy_(sharding::in_memory_order(tensor).narrow(0, piece.begin, piece.numel));
-    const bool whole = keeps_whole && piece.numel == tensor.numel();
-    piece.tensor = whole ? sharding::window(flat.shard, piece.at, tensor) : run;
-    piece.tensor.set_requires_grad(tensor.requires_grad());
-    flat.pieces.push_back(std::move(piece));
+    const int64_t from = std::clamp(offset, begin, end),
+                  to = std::clamp(offset + tensor.numel(), begin, end);
+    sharding::OwnedShard shard{flat.members[m],
+                               std::clamp<int64_t>(from - offset, 0, tensor.numel()),
+                               to - from,
+                               from - begin,
+                               {}};
+    const auto run = sharding::window(flat.own_segment, shard.at, shard.numel);
+    run.copy_(sharding::in_memory_order(tensor).narrow(0, shard.begin, shard.numel));
+    const bool whole = keeps_whole && shard.numel == tensor.numel();
+    shard.tensor = whole ? sharding::window(flat.own_segment, shard.at, tensor) : run;
+    shard.tensor.set_requires_grad(tensor.requires_grad());
+    flat.shards.push_back(std::move(shard));
   }
   return flat;
 }
 
-/// A view of a parameter that something keeps would go on seeing the memory that the parameter leaves.
+/// A view of a parameter that something keeps would go on seeing the memory that the parameter
+/// leaves.
 void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int rank) {
-  const auto storage_of = [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(); };
+  const auto storage_of = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  };
   std::unordered_map<const void*, size_t> known;
   for (const auto& parameter : parameters) ++known[storage_of(parameter.tensor)];
   for (const auto& [name, tensor] : parameters) {
-    if (rank != 0 || tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() <= known[storage_of(tensor)]) continue;
-    spdlog::warn("tessera: {}: something else shares the memory of parameter {}: a view that the model made in its constructor (weight.t(), chunk), or a graph or "
-                 "tensor that you keep. It keeps the values of now; a model must make such views in forward", Core::kName, name);
+    if (rank != 0 ||
+        tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() <= known[storage_of(tensor)])
+      continue;
+    spdlog::warn(
+        "tessera: {}: something else shares the memory of parameter {}: a view that the model made "
+        "in its constructor (weight.t(), chunk), or a graph or "
+        "tensor that you keep. It keeps the values of now; a model must make such views in forward",
+        ShardedModule::kName, name);
   }
 }
 
 std::string option_text(const FullyShardedDataParallelOptions& options) {
-  const auto name = [](const std::optional<at::ScalarType>& dtype) { return dtype ? c10::toString(*dtype) : "as it is"; };
-  return fmt::format("options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} and {}, dtypes {}, {}, {}, full in eval {}",
-                     static_cast<int>(options.sharding_strategy), partition_name(options.partition), options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
-                     static_cast<int>(options.backward_prefetch), options.forward_prefetch, name(options.mixed_precision.param_dtype),
-                     name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval);
+  const auto name = [](const std::optional<at::ScalarType>& dtype) {
+    return dtype ? c10::toString(*dtype) : "as it is";
+  };
+  return fmt::format(
+      "options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} "
+      "and {}, dtypes {}, {}, {}, full in eval {}",
+      static_cast<int>(options.sharding_strategy), partition_name(options.partition),
+      options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
+      static_cast<int>(options.backward_prefetch), options.forward_prefetch,
+      name(options.mixed_precision.param_dtype), name(options.mixed_precision.reduce_dtype),
+      name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval);
 }
 
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {
   if (options.resident_bytes < 0) {
-    throw UsageError(fmt::format("{}: rank {}: option resident_bytes is {}; expected 0 or more", Core::kName, rank, options.resident_bytes));
+    throw UsageError(fmt::format("{}: rank {}: option resident_bytes is {}; expected 0 or more",
+                                 ShardedModule::kName, rank, options.resident_bytes));
   }
   const auto check = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
     if (dtype && !at::isFloatingType(*dtype)) {
-      throw UsageError(fmt::format("{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype", Core::kName, rank, name, c10::toString(*dtype)));
+      throw UsageError(fmt::format(
+          "{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype",
+          ShardedModule::kName, rank, name, c10::toString(*dtype)));
     }
   };
   check("param_dtype", options.mixed_precision.param_dtype);
@@ -163,14 +202,18 @@ void check_options(const FullyShardedDataParallelOptions& options, int rank) {
 
 }  // namespace
 
-ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const FullyShardedDataParallelOptions& options) {
+ShardedModel ShardedModule::build(torch::nn::Module& module, ProcessGroup group,
+                                  const FullyShardedDataParallelOptions& options) {
   at::NoGradGuard no_grad;
   check_options(options, group.rank());
-  auto plan = plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
+  auto plan =
+      plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
   warn_of_views(plan.parameters, group.rank());
   auto contract = sharding::signatures(plan.parameters);
-  for (const auto& unit : plan.units) contract.push_back(fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
+  for (const auto& unit : plan.units)
+    contract.push_back(
+        fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
   contract.push_back(option_text(options));
   group.check_contract(kName, contract);
   if (options.sync_module_states) {
@@ -183,14 +226,19 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
   }
   ShardedModel model;
   for (const auto& buffer : module.buffers()) {
-    if (buffer.defined() && buffer.is_floating_point()) model.buffers.push_back({buffer, buffer.scalar_type()});
+    if (buffer.defined() && buffer.is_floating_point())
+      model.buffers.push_back({buffer, buffer.scalar_type()});
   }
   convert_buffers(model, options.mixed_precision.buffer_dtype);
   model.parameters = std::move(plan.parameters);
   model.world = group;
   const int size = shard_group_size(options, group);
-  model.shard_group = size == 1 ? ProcessGroup() : size == group.size() ? group : *group.split(group.rank() / size);
-  model.replicas = size == group.size() ? ProcessGroup() : size == 1 ? group : *group.split(group.rank() % size);
+  model.shard_group = size == 1              ? ProcessGroup()
+                      : size == group.size() ? group
+                                             : *group.split(group.rank() / size);
+  model.replicas = size == group.size() ? ProcessGroup()
+                   : size == 1          ? group
+                                        : *group.split(group.rank() % size);
   model.places.resize(model.parameters.size());
   const auto compute = compute_dtypes(module, model.parameters, options.mixed_precision);
   std::vector<int64_t> load(model.shard_group.size(), 0);
@@ -202,9 +250,11 @@ ShardedModel Core::build(torch::nn::Module& module, ProcessGroup group, const Fu
     for (auto& members : classes(model.parameters, compute, planned.parameters)) {
       unit.flats.push_back(model.flats.size());
       const auto dtype = compute[members[0]];
-      model.flats.push_back(make_flat(model, std::move(members), model.units.size(), dtype, options, load));
+      model.flats.push_back(
+          make_flat(model, std::move(members), model.units.size(), dtype, options, load));
       const auto& flat = model.flats.back();
-      for (size_t m = 0; m < flat.members.size(); ++m) model.places[flat.members[m]] = {unit.flats.back(), m};
+      for (size_t m = 0; m < flat.members.size(); ++m)
+        model.places[flat.members[m]] = {unit.flats.back(), m};
     }
     model.units.push_back(std::move(unit));
   }
@@ -220,15 +270,19 @@ void ShardedModel::measure() {
 }
 
 /// Of slots for `flat`, which all units of its dtype and device share; the root has its own.
-SlotPool* Core::pool(const Flat& flat, at::TensorOptions (Flat::*options_of)() const, bool for_gradients) {
+SlotPool* ShardedModule::pool(const FlatParameter& flat,
+                              at::TensorOptions (FlatParameter::*options_of)() const,
+                              bool for_gradients) {
   const auto slot_options = (flat.*options_of)();
   const bool root = model.units[flat.unit].root;
   int64_t capacity = flat.layout.numel();
   for (const auto& other : model.flats) {
-    const bool shares = !root && !model.units[other.unit].root && other.device == flat.device && (other.*options_of)().dtype() == slot_options.dtype();
+    const bool shares = !root && !model.units[other.unit].root && other.device == flat.device &&
+                        (other.*options_of)().dtype() == slot_options.dtype();
     if (shares) capacity = std::max(capacity, other.layout.numel());
   }
-  const PoolKey key{c10::typeMetaToScalarType(slot_options.dtype()), slot_options.device(), root, for_gradients};
+  const PoolKey key{c10::typeMetaToScalarType(slot_options.dtype()), slot_options.device(), root,
+                    for_gradients};
   for (size_t i = 0; i < pool_keys_.size(); ++i) {
     if (!root && pool_keys_[i] == key) return pools_[i].get();
   }
@@ -238,44 +292,50 @@ SlotPool* Core::pool(const Flat& flat, at::TensorOptions (Flat::*options_of)() c
 }
 
 /// From here on the module's parameters have no memory of their own.
-void Core::make_pages() {
+void ShardedModule::make_pages() {
   at::NoGradGuard no_grad;
   for (const auto& parameter : model.parameters) {
-    shapes_.push_back(at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(), at::TensorOptions().device(at::kMeta)));
+    shapes_.push_back(at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(),
+                                        at::TensorOptions().device(at::kMeta)));
   }
   for (size_t f = 0; f < model.flats.size(); ++f) {
     auto& flat = model.flats[f];
     make_page(f);
-    // The root's parameters are often given back before its gradients need room: see Gradients::Pending::patient.
-    if (model.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype) flat.gradient_slots = flat.compute.slots;
-    else if (flat.trainable) flat.gradient_slots = pool(flat, &Flat::gradient_options, true);
+    // The root's parameters are often given back before its gradients need room: see
+    // Gradients::Pending::defer_until_complete.
+    if (model.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype)
+      flat.gradient_slots = flat.compute.slots;
+    else if (flat.trainable)
+      flat.gradient_slots = pool(flat, &FlatParameter::gradient_options, true);
     restore(flat);
   }
   // Of the module as it was: autograd would add to them, and nothing clears them but the module.
   for (auto& parameter : model.parameters) parameter.tensor.mutable_grad() = at::Tensor();
-  comm::return_freed_memory();
+  memory::return_freed_memory();
 }
 
-void Core::make_page(size_t f) {
+void ShardedModule::make_page(size_t f) {
   auto& flat = model.flats[f];
   if (flat.permanent) return;
-  if (!flat.common.defined()) flat.compute.slots = pool(flat, &Flat::page_options, false);
-  flat.compute.page = std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(), detection,
-                                             "a parameter of unit " + display_name(model.units[flat.unit]));
+  if (!flat.common.defined()) flat.compute.slots = pool(flat, &FlatParameter::page_options, false);
+  flat.compute.page = std::make_unique<Page>(
+      residency.get(), f, flat.layout.numel(), flat.page_options(), detection,
+      "a parameter of unit " + display_name(model.units[flat.unit]));
 }
 
-void Core::restore(const Flat& flat) {
+void ShardedModule::restore(const FlatParameter& flat) {
   const NoDetection unseen;
   for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
 }
 
-void Core::restore(const Flat& flat, size_t m) {
+void ShardedModule::restore(const FlatParameter& flat, size_t m) {
   auto& parameter = model.parameters[flat.members[m]].tensor;
   const auto& like = shapes_[flat.members[m]];
-  parameter.set_data(sharding::window(flat.permanent ? flat.shard : flat.compute.page->flat(), flat.layout.offset(m), like));
+  parameter.set_data(sharding::window(flat.permanent ? flat.own_segment : flat.compute.page->flat(),
+                                      flat.layout.offset(m), like));
 }
 
-std::vector<FsdpUnit> Core::units() const {
+std::vector<FsdpUnit> ShardedModule::units() const {
   std::vector<FsdpUnit> result;
   for (const auto& unit : model.units) {
     FsdpUnit line;
@@ -284,7 +344,7 @@ std::vector<FsdpUnit> Core::units() const {
     for (const auto f : unit.flats) {
       const auto& flat = model.flats[f];
       line.numel += flat.layout.numel();
-      line.sharded_bytes += static_cast<int64_t>(flat.shard.nbytes());
+      line.sharded_bytes += static_cast<int64_t>(flat.own_segment.nbytes());
       line.gathered_bytes += flat.gathered_bytes();
       for (const auto i : flat.members) line.parameters.push_back(model.parameters[i].name);
     }

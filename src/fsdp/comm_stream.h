@@ -1,23 +1,26 @@
 #pragma once
 
+#include <memory>
+#include <optional>
+
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
 
-#include <memory>
-#include <optional>
-
 namespace tessera::fsdp {
 
-/// A stream of its own for gathers and reductions on a device; on the CPU nothing. Order between it and the stream that computes is kept by events
-/// alone: memory that both use is never handed back to the allocator while either may use it, for slots live as long as the model.
+/// A stream of its own for gathers and reductions on a device; on the CPU nothing. Order between it
+/// and the stream that computes is kept by events alone: memory that both use is never handed back
+/// to the allocator while either may use it, for slots live as long as the model.
 class CommStream {
  public:
   explicit CommStream(at::Device device) : device_(device) {
-    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+    if (!device.is_cpu())
+      stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   }
 
-  /// While alive, work is issued on the communication stream, behind everything that the stream used before has been given.
+  /// While alive, work is issued on the communication stream, behind everything that the stream
+  /// used before has been given.
   class Scope {
    public:
     explicit Scope(const CommStream& comm) {

@@ -1,13 +1,12 @@
 #include "fsdp/gradients.h"
 
-#include "comm/memory.h"
-
-#include "sharding/bucket.h"
-#include "tessera/error.h"
+#include <algorithm>
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include "memory/heap.h"
+#include "sharding/bucket.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
 
@@ -15,21 +14,30 @@ namespace {
 
 constexpr size_t kAtMostOpen = 2;
 
-/// [Note: giants] A parameter of this size, most of its unit (a tied embedding), decides what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there. What backward has
-/// freed goes back to the system before they come, and again before they are copied; so does the flat buffer once it is reduced. The price is new pages in the next step.
-constexpr int64_t kGiantBytes = 64 << 20;
+/// [Note: large parameters] A parameter of this size, most of its unit (a tied embedding), decides
+/// what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there.
+/// What backward has freed goes back to the system before they come, and again before they are
+/// copied; so does the flat buffer once it is reduced. The price is new pages in the next step.
+constexpr int64_t kLargeParameterBytes = 64 << 20;
 
-/// A few characters that say which parameters a unit's gradients are of, so that ranks notice when they differ.
+/// A few characters that say which parameters a unit's gradients are of, so that ranks notice when
+/// they differ.
 std::string digest(const std::vector<char>& used) {
   uint64_t hash = 1469598103934665603ull;
   for (const char bit : used) hash = (hash ^ static_cast<uint64_t>(bit)) * 1099511628211ull;
-  return fmt::format("{} of {} parameters used, set {:04x}", std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
+  return fmt::format("{} of {} parameters used, set {:04x}",
+                     std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
 }
 
 }  // namespace
 
-Gradients::Gradients(ShardedModel& model, FsdpStats& stats, Lead& lead, Callbacks callbacks)
-    : model_(model), stats_(stats), lead_(lead), callbacks_(std::move(callbacks)), pending_(model.flats.size()),
+Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
+                     Callbacks callbacks)
+    : model_(model),
+      stats_(stats),
+      join_leader_(join_leader),
+      callbacks_(std::move(callbacks)),
+      pending_(model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
   for (size_t f = 0; f < pending_.size(); ++f) {
     pending_[f].expected.assign(model_.flats[f].members.size(), 1);
@@ -37,7 +45,9 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, Lead& lead, Callback
     pending_[f].has.assign(model_.flats[f].members.size(), 0);
     pending_[f].came.assign(model_.flats[f].members.size(), 0);
     for (const auto i : model_.flats[f].members) {
-      pending_[f].patient |= model_.flats[f].trainable && 2 * model_.parameters[i].tensor.numel() > model_.flats[f].layout.numel();
+      pending_[f].defer_until_complete |=
+          model_.flats[f].trainable &&
+          2 * model_.parameters[i].tensor.numel() > model_.flats[f].layout.numel();
     }
   }
 }
@@ -46,13 +56,15 @@ void Gradients::begin(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
   if (pending.flat.defined()) return;
-  lead_.tell(Event::Kind::gradient, {sync_, static_cast<int64_t>(f)});
+  join_leader_.broadcast_event(Event::Kind::gradient, {sync_, static_cast<int64_t>(f)});
   while (sync_ && open_.size() >= kAtMostOpen) finish_one();
-  if (sync_ && pending.patient) callbacks_.complete(flat.unit);
-  if (giant(f)) comm::return_freed_memory();  // of the gradients that autograd has put together
+  if (sync_ && pending.defer_until_complete) callbacks_.complete(flat.unit);
+  if (is_large(f))
+    memory::return_freed_memory();  // of the gradients that autograd has put together
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m), model_.parameters[flat.members[m]].tensor));
+    pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
+                                             model_.parameters[flat.members[m]].tensor));
   }
   stats_.gradient_bytes += static_cast<int64_t>(pending.flat.nbytes());
   stats_.peak_gradient_bytes = std::max(stats_.peak_gradient_bytes, stats_.gradient_bytes);
@@ -65,15 +77,16 @@ void Gradients::arrived(size_t parameter) {
   const auto [f, member] = model_.places[parameter];
   const auto& grad = gradient_of(f, member);
   if (!grad.defined()) return;
-  sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad, model_.world.rank());
+  sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad,
+                           model_.world.rank());
   auto& pending = pending_[f];
   if (!pending.came[member]) {
     pending.came[member] = 1;
     pending.arrived += pending.expected[member];
   }
   const bool complete = sync_ && pending.arrived == pending.expecting;
-  if (sync_ && pending.patient && !pending.flat.defined() && !complete) return;
-  if (pending.patient) take_all(f);
+  if (sync_ && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
+  if (pending.defer_until_complete) take_all(f);
   else take(f, member);
   if (complete) reduce(f);
 }
@@ -95,16 +108,17 @@ void Gradients::take_all(size_t f) {
 }
 
 at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
-  return const_cast<at::Tensor&>(model_.parameters[model_.flats[f].members[member]].tensor).mutable_grad();
+  return const_cast<at::Tensor&>(model_.parameters[model_.flats[f].members[member]].tensor)
+      .mutable_grad();
 }
 
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
-  if (lead_.leads()) {
+  if (join_leader_.is_leader()) {
     std::vector<int64_t> told{static_cast<int64_t>(f)};
     told.insert(told.end(), pending.has.begin(), pending.has.end());
-    lead_.tell(Event::Kind::reduce, told);
+    join_leader_.broadcast_event(Event::Kind::reduce, told);
   }
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it
@@ -113,32 +127,47 @@ void Gradients::reduce(size_t f) {
   reduction->slot = pending.flat;
   reduction->used = pending.has;
   const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
-  if (!pending.shard.defined()) pending.shard = at::empty({own}, flat.shard.options());
+  if (!pending.own_segment.defined())
+    pending.own_segment = at::empty({own}, flat.own_segment.options());
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    auto& grad = flat.pieces[m].tensor.mutable_grad();
+    auto& grad = flat.shards[m].tensor.mutable_grad();
     auto mine = window(f, m);
     if (grad.defined() && grad.data_ptr() != mine.data_ptr()) mine.copy_(grad);  // the caller's own
     reduction->adds.push_back(grad.defined());
   }
-  const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]), digest(pending.has));
-  const double scale = 1.0 / lead_.divisor();
+  const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]),
+                                digest(pending.has));
+  const double scale = 1.0 / join_leader_.divisor();
   reduction->scale = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
-  const auto all = [](const std::vector<char>& flags, char value) { return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size()); };
-  const bool as_it_is = model_.replicas.size() == 1 && flat.reduce == flat.dtype && flat.device == flat.shard.device() && all(reduction->used, 1) && all(reduction->adds, 0);
+  const auto all = [](const std::vector<char>& flags, char value) {
+    return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
+  };
+  const bool as_it_is = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
+                        flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
+                        all(reduction->adds, 0);
   {
     const CommStream::Scope issue_there(stream_);
     if (model_.replicas.size() > 1) {
       reduction->part = at::empty({own}, flat.gradient_options());
       auto sum = model_.shard_group.reduce_scatter_each_async(
-          pending.flat, flat.layout.counts(), [part = reduction->part](int64_t offset, const at::Tensor& run) { part.narrow(0, offset, run.numel()).copy_(run); }, what);
+          pending.flat, flat.layout.counts(),
+          [part = reduction->part](int64_t offset, const at::Tensor& run) {
+            part.narrow(0, offset, run.numel()).copy_(run);
+          },
+          what);
       sum.wait();
       reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, what);
     } else if (as_it_is) {
-      reduction->work = model_.shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(), pending.shard, scale, what);
+      reduction->work = model_.shard_group.reduce_scatter_into_async(
+          pending.flat, flat.layout.counts(), pending.own_segment, scale, what);
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
-          lifeline_.guard([this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) { add(*reduction, offset, run); }), what);
+          callback_guard_.guard(
+              [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
+                add(*reduction, offset, run);
+              }),
+          what);
     }
     reduction->mark = stream_.mark();
   }
@@ -150,47 +179,51 @@ void Gradients::reduce(size_t f) {
   pending.views.clear();
   std::fill(pending.has.begin(), pending.has.end(), 0);
   pending.reduced = true;
-  if (only_giants_are_left()) comm::return_freed_memory();
+  if (only_large_parameters_are_left()) memory::return_freed_memory();
   callbacks_.reduced(flat.unit);
 }
 
-bool Gradients::giant(size_t f) const {
+bool Gradients::is_large(size_t f) const {
   const auto& flat = model_.flats[f];
-  return pending_[f].patient && flat.layout.numel() * static_cast<int64_t>(c10::elementSize(flat.reduce)) >= kGiantBytes;
+  return pending_[f].defer_until_complete &&
+         flat.layout.numel() * static_cast<int64_t>(c10::elementSize(flat.reduce)) >=
+             kLargeParameterBytes;
 }
 
-bool Gradients::only_giants_are_left() const {
+bool Gradients::only_large_parameters_are_left() const {
   bool any = false;
   for (size_t f = 0; f < pending_.size(); ++f) {
     if (!model_.flats[f].trainable || pending_[f].reduced) continue;
-    if (!giant(f)) return false;
+    if (!is_large(f)) return false;
     any = true;
   }
   return any;
 }
 
 at::Tensor Gradients::window(size_t f, size_t member) const {
-  const auto& piece = model_.flats[f].pieces[member];
-  return sharding::window(pending_[f].shard, piece.at, piece.tensor);
+  const auto& shard = model_.flats[f].shards[member];
+  return sharding::window(pending_[f].own_segment, shard.at, shard.tensor);
 }
 
-/// A run of the sum, from `offset` of own segment on, goes to the gradients of the pieces it covers.
+/// A run of the sum, from `offset` of own segment on, goes to the gradients of the shards it
+/// covers.
 void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run) {
   if (reduction.dropped) return;
   at::NoGradGuard no_grad;
   const auto& flat = model_.flats[reduction.flat];
-  auto& shard = pending_[reduction.flat].shard;
+  auto& segment = pending_[reduction.flat].own_segment;
   const int64_t end = offset + run.numel();
-  for (size_t m = 0; m < flat.pieces.size(); ++m) {
+  for (size_t m = 0; m < flat.shards.size(); ++m) {
     if (!reduction.used[m]) continue;
-    const int64_t from = std::max(offset, flat.pieces[m].at);
-    int64_t to = std::min(end, flat.pieces[m].at + flat.pieces[m].numel);
+    const int64_t from = std::max(offset, flat.shards[m].at);
+    int64_t to = std::min(end, flat.shards[m].at + flat.shards[m].numel);
     if (from >= to) continue;
-    while (m + 1 < flat.pieces.size() && to < end && reduction.used[m + 1] && reduction.adds[m + 1] == reduction.adds[m]) {
+    while (m + 1 < flat.shards.size() && to < end && reduction.used[m + 1] &&
+           reduction.adds[m + 1] == reduction.adds[m]) {
       ++m;
-      to = std::min(end, flat.pieces[m].at + flat.pieces[m].numel);
+      to = std::min(end, flat.shards[m].at + flat.shards[m].numel);
     }
-    auto target = shard.narrow(0, from, to - from);
+    auto target = segment.narrow(0, from, to - from);
     const auto part = run.narrow(0, from - offset, to - from);
     if (reduction.adds[m]) target.add_(part, reduction.scale);
     else target.copy_(part).mul_(reduction.scale);
@@ -206,10 +239,11 @@ void Gradients::finish_one() {
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    if (reduction->used[m] && !reduction->dropped) flat.pieces[m].tensor.mutable_grad() = window(reduction->flat, m);
+    if (reduction->used[m] && !reduction->dropped)
+      flat.shards[m].tensor.mutable_grad() = window(reduction->flat, m);
   }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
-  flat.gradient_slots->give(reduction->slot, !giant(reduction->flat));
+  flat.gradient_slots->give(reduction->slot, !is_large(reduction->flat));
 }
 
 void Gradients::shadow_gradient(size_t f) {
@@ -233,9 +267,11 @@ void Gradients::finish() {
   forget_arrivals();
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
-    if (!model_.flats[f].trainable || !(pending_[f].patient || pending_[f].flat.defined())) continue;
+    if (!model_.flats[f].trainable ||
+        !(pending_[f].defer_until_complete || pending_[f].flat.defined()))
+      continue;
     const at::NoGradGuard no_grad;
-    if (pending_[f].patient) take_all(f);
+    if (pending_[f].defer_until_complete) take_all(f);
     if (pending_[f].flat.defined()) reduce(f);
   }
   while (!open_.empty()) finish_one();
@@ -253,8 +289,8 @@ void Gradients::zero_grad(bool set_to_none) {
   at::NoGradGuard no_grad;
   drop();
   for (auto& flat : model_.flats) {
-    for (auto& piece : flat.pieces) {
-      auto& grad = piece.tensor.mutable_grad();
+    for (auto& shard : flat.shards) {
+      auto& grad = shard.tensor.mutable_grad();
       if (!grad.defined()) continue;
       if (set_to_none) grad = at::Tensor();
       else grad.zero_();
@@ -266,7 +302,8 @@ void Gradients::zero_grad(bool set_to_none) {
 void Gradients::drop() {
   for (size_t f = 0; f < pending_.size(); ++f) {
     auto& pending = pending_[f];
-    for (size_t m = 0; pending.patient && m < pending.has.size(); ++m) gradient_of(f, m) = at::Tensor();
+    for (size_t m = 0; pending.defer_until_complete && m < pending.has.size(); ++m)
+      gradient_of(f, m) = at::Tensor();
     if (!pending.flat.defined()) continue;
     stats_.gradient_bytes -= static_cast<int64_t>(pending.flat.nbytes());
     model_.flats[f].gradient_slots->give(pending.flat);
@@ -289,7 +326,7 @@ void Gradients::forget_arrivals() {
 int64_t Gradients::shard_bytes() const {
   int64_t bytes = 0;
   for (const auto& pending : pending_) {
-    if (pending.shard.defined()) bytes += static_cast<int64_t>(pending.shard.nbytes());
+    if (pending.own_segment.defined()) bytes += static_cast<int64_t>(pending.own_segment.nbytes());
   }
   return bytes;
 }

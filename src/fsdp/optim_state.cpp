@@ -1,22 +1,24 @@
-#include "fsdp/state_rules.h"
-#include "sharding/piece_state.h"
-#include "tessera/error.h"
+#include <algorithm>
+#include <unordered_map>
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <unordered_map>
+#include "fsdp/state_rules.h"
+#include "sharding/shard_state.h"
+#include "tessera/error.h"
 
 namespace tessera {
 
 using namespace fsdp;
 
-OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(const torch::optim::Optimizer& optimizer, int to) {
+OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
+    const torch::optim::Optimizer& optimizer, int to) {
   auto& core = core_->core();
   core.require_idle("optim_state_dict");
   check_optimizer(optimizer);
   std::unordered_map<const void*, size_t> index;
-  for (const auto* piece : core.pieces()) index[piece->tensor.unsafeGetTensorImpl()] = piece->parameter;
+  for (const auto* shard : core.shards())
+    index[shard->tensor.unsafeGetTensorImpl()] = shard->parameter;
   OptimizerStateDict dict;
   for (const auto& group : optimizer.param_groups()) {
     auto& entry = dict.groups.emplace_back();
@@ -24,8 +26,10 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(const torch::o
     for (const auto& tensor : group.params()) {
       const auto found = index.find(tensor.unsafeGetTensorImpl());
       if (found == index.end()) {
-        throw UsageError(fmt::format("{}: optim_state_dict: group {}, parameter {} of the optimizer is none of fsdp.parameters(); expected an optimizer made over these",
-                                     core.prefix(), dict.groups.size() - 1, entry.parameters.size()));
+        throw UsageError(
+            fmt::format("{}: optim_state_dict: group {}, parameter {} of the optimizer is none of "
+                        "fsdp.parameters(); expected an optimizer made over these",
+                        core.prefix(), dict.groups.size() - 1, entry.parameters.size()));
       }
       entry.parameters.push_back(core.model.parameters[found->second].name);
     }
@@ -35,11 +39,13 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(const torch::o
   const auto place = std::find(ranks.begin(), ranks.end(), to);
   if (to >= 0 && group.size() > 1 && place == ranks.end()) return dict;
   const int root = to < 0 || group.size() == 1 ? -1 : static_cast<int>(place - ranks.begin());
-  dict.state = sharding::gather_piece_state(optimizer, core.pieces(), core.model.parameters, group, root);
+  dict.state =
+      sharding::gather_shard_state(optimizer, core.shards(), core.model.parameters, group, root);
   return dict;
 }
 
-void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
+void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                                         const OptimizerStateDict& dict) {
   auto& core = core_->core();
   core.require_idle("load_optim_state_dict");
   check_optimizer(optimizer);
@@ -47,32 +53,37 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
   auto& groups = optimizer.param_groups();
   std::unordered_map<const void*, size_t> index;
   std::map<std::string, size_t> by_name;
-  for (const auto* piece : core.pieces()) {
-    index[piece->tensor.unsafeGetTensorImpl()] = piece->parameter;
-    by_name[core.model.parameters[piece->parameter].name] = piece->parameter;
+  for (const auto* shard : core.shards()) {
+    index[shard->tensor.unsafeGetTensorImpl()] = shard->parameter;
+    by_name[core.model.parameters[shard->parameter].name] = shard->parameter;
   }
   std::vector<std::vector<std::string>> names;
   for (const auto& group : groups) {
     auto& own = names.emplace_back();
     for (const auto& tensor : group.params()) {
       const auto found = index.find(tensor.unsafeGetTensorImpl());
-      own.push_back(found == index.end() ? "nothing of fsdp.parameters()" : core.model.parameters[found->second].name);
+      own.push_back(found == index.end() ? "nothing of fsdp.parameters()"
+                                         : core.model.parameters[found->second].name);
     }
   }
   sharding::check_groups(who, names, dict);
   for (const auto& [name, state] : dict.state) {
     const auto found = by_name.find(name);
-    if (found == by_name.end()) throw UsageError(fmt::format("{}: state of unknown parameter {}", who, name));
+    if (found == by_name.end())
+      throw UsageError(fmt::format("{}: state of unknown parameter {}", who, name));
     const auto& parameter = core.model.parameters[found->second].tensor;
     for (const auto& [key, tensor] : state.tensors) {
-      if (is_element_wise(optimizer) && tensor.numel() > 1 && !tensor.sizes().equals(parameter.sizes())) {
-        throw UsageError(
-            fmt::format("{}: {} of parameter {} has shape {}; expected {}", who, key, name, shape_text(tensor.sizes()), shape_text(parameter.sizes())));
+      if (is_element_wise(optimizer) && tensor.numel() > 1 &&
+          !tensor.sizes().equals(parameter.sizes())) {
+        throw UsageError(fmt::format("{}: {} of parameter {} has shape {}; expected {}", who, key,
+                                     name, shape_text(tensor.sizes()),
+                                     shape_text(parameter.sizes())));
       }
     }
   }
-  for (size_t g = 0; g < groups.size(); ++g) set_options(groups[g].options(), dict.groups[g].options);
-  sharding::load_piece_state(optimizer, core.pieces(), core.model.parameters, dict.state);
+  for (size_t g = 0; g < groups.size(); ++g)
+    set_options(groups[g].options(), dict.groups[g].options);
+  sharding::load_shard_state(optimizer, core.shards(), core.model.parameters, dict.state);
 }
 
 }  // namespace tessera

@@ -1,17 +1,17 @@
-#include "fsdp/core.h"
+#include "fsdp/sharded_module.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
 
-/// One forward and backward of the ranks with data (and what they do under no_sync before), see [Note: ranks without
-/// data].
-void Core::shadow_backward() {
+/// One forward and backward of the ranks with data (and what they do under no_sync before), see
+/// [Note: ranks without data].
+void ShardedModule::shadow_backward() {
   require_idle("shadow_backward");
   const bool sync = gradients->sync();
-  const Lead::Follow follow(lead);
+  const JoinLeader::Follow follow(join_leader);
   at::NoGradGuard no_grad;
   for (bool over = false; !over;) {
-    const auto event = lead.hear();
+    const auto event = join_leader.receive_event();
     switch (event.kind) {
       case Event::Kind::forward:
         set_full_precision(event.values.at(0));
@@ -40,19 +40,20 @@ void Core::shadow_backward() {
   gradients->set_sync(sync);
 }
 
-void Core::shadow_step() {
+void ShardedModule::shadow_step() {
   if (!step_of_shadow) {
-    throw UsageError(
-        prefix() +
-        ": a join has ranks without data, and it is not known how they step the optimizer, which has their pieces of "
-        "the parameters; expected "
-        "set_shadow_step([&] { optimizer.zero_grad(); fsdp.shadow_backward(); optimizer.step(); }) before join()");
+    throw UsageError(prefix() +
+                     ": a join has ranks without data, and it is not known how they step the "
+                     "optimizer, which has their shards of "
+                     "the parameters; expected "
+                     "set_shadow_step([&] { optimizer.zero_grad(); fsdp.shadow_backward(); "
+                     "optimizer.step(); }) before join()");
   }
   step_of_shadow();
 }
 
-/// Pieces are right everywhere, for every rank stepped its own; buffers went their ways.
-void Core::finish_join(int last_active_rank) {
+/// Shards are right everywhere, for every rank stepped its own; buffers went their ways.
+void ShardedModule::finish_join(int last_active_rank) {
   const auto buffers = module.buffers();
   if (!buffers.empty()) model.world.broadcast(buffers, last_active_rank);
 }

@@ -1,12 +1,12 @@
+#include <algorithm>
+#include <optional>
+
+#include <fmt/format.h>
+
 #include "fsdp/state_rules.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
-
-#include <fmt/format.h>
-
-#include <algorithm>
-#include <optional>
 
 namespace tessera {
 
@@ -15,22 +15,23 @@ using State = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace fsdp {
 
-std::vector<const sharding::OwnedPiece*> Core::pieces() const {
-  std::vector<const sharding::OwnedPiece*> result;
+std::vector<const sharding::OwnedShard*> ShardedModule::shards() const {
+  std::vector<const sharding::OwnedShard*> result;
   for (const auto& flat : model.flats) {
-    for (const auto& piece : flat.pieces) result.push_back(&piece);
+    for (const auto& shard : flat.shards) result.push_back(&shard);
   }
   return result;
 }
 
-at::Tensor Core::whole(size_t index, int to) {
+at::Tensor ShardedModule::whole(size_t index, int to) {
   at::NoGradGuard no_grad;
   const auto [f, member] = model.places[index];
   const auto& flat = model.flats[f];
   auto& group = model.shard_group;
   const auto& ranks = group.world_ranks();
   const auto place = std::find(ranks.begin(), ranks.end(), group.size() == 1 ? 0 : to);
-  if (to >= 0 && (group.size() == 1 ? model.world.rank() != to : place == ranks.end())) return {};  // it is a replica that gathers
+  if (to >= 0 && (group.size() == 1 ? model.world.rank() != to : place == ranks.end()))
+    return {};  // it is a replica that gathers
   const int root = to < 0 ? -1 : static_cast<int>(place - ranks.begin());
   const bool keep = to < 0 || model.world.rank() == to;
   const int64_t begin = flat.layout.offset(member), end = begin + flat.layout.size(member);
@@ -39,7 +40,8 @@ at::Tensor Core::whole(size_t index, int to) {
     const int64_t from = flat.layout.segment_begin(r), until = from + flat.layout.counts()[r];
     counts.push_back(std::max<int64_t>(0, std::min(end, until) - std::max(begin, from)));
   }
-  const auto own = sharding::in_memory_order(flat.pieces[member].tensor.detach()).to(group.control_device());
+  const auto own =
+      sharding::in_memory_order(flat.shards[member].tensor.detach()).to(group.control_device());
   at::Tensor out;
   if (group.size() == 1) {
     out = own;
@@ -60,14 +62,16 @@ at::Tensor Core::whole(size_t index, int to) {
   return sharding::window(out.cpu(), 0, model.parameters[index].tensor).contiguous().clone();
 }
 
-void Core::take_piece(size_t index, const at::Tensor& whole) {
+void ShardedModule::take_shard(size_t index, const at::Tensor& whole) {
   at::NoGradGuard no_grad;
   const auto& parameter = model.parameters[index].tensor;
-  auto& piece = model.flats[model.places[index].flat].pieces[model.places[index].member];
+  auto& shard = model.flats[model.places[index].flat].shards[model.places[index].member];
   auto placed = at::empty(whole.sizes(), whole.options());
-  if (parameter.is_non_overlapping_and_dense()) placed = at::empty_strided(parameter.sizes(), parameter.strides(), whole.options());
+  if (parameter.is_non_overlapping_and_dense())
+    placed = at::empty_strided(parameter.sizes(), parameter.strides(), whole.options());
   placed.copy_(whole);
-  sharding::in_memory_order(piece.tensor).copy_(sharding::in_memory_order(placed).narrow(0, piece.begin, piece.numel));
+  sharding::in_memory_order(shard.tensor)
+      .copy_(sharding::in_memory_order(placed).narrow(0, shard.begin, shard.numel));
 }
 
 }  // namespace fsdp
@@ -75,7 +79,10 @@ void Core::take_piece(size_t index, const at::Tensor& whole) {
 State FullyShardedDataParallelBase::state_dict(int to) {
   auto& core = core_->core();
   core.require_idle("state_dict");
-  if (to >= core.model.world.size()) throw UsageError(fmt::format("{}: state_dict: to is {}; expected a rank below {}, or -1 for all", core.prefix(), to, core.model.world.size()));
+  if (to >= core.model.world.size())
+    throw UsageError(
+        fmt::format("{}: state_dict: to is {}; expected a rank below {}, or -1 for all",
+                    core.prefix(), to, core.model.world.size()));
   const bool keep = to < 0 || core.model.world.rank() == to;
   State state;
   for (size_t i = 0; i < core.model.parameters.size(); ++i) {
@@ -83,7 +90,8 @@ State FullyShardedDataParallelBase::state_dict(int to) {
     if (keep) state.emplace_back(core.model.parameters[i].name, std::move(tensor));
   }
   for (const auto& [name, buffer] : buffers(core)) {
-    if (keep) state.emplace_back(name, buffer.detach().to(at::kCPU, buffer.scalar_type(), false, true));
+    if (keep)
+      state.emplace_back(name, buffer.detach().to(at::kCPU, buffer.scalar_type(), false, true));
   }
   return state;
 }
@@ -92,8 +100,11 @@ at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name,
   auto& core = core_->core();
   core.require_idle("full_parameter");
   const auto& parameters = core.model.parameters;
-  const auto found = std::find_if(parameters.begin(), parameters.end(), [&](const auto& parameter) { return parameter.name == name; });
-  if (found == parameters.end()) throw UsageError(fmt::format("{}: full_parameter: no sharded parameter {}", core.prefix(), name));
+  const auto found = std::find_if(parameters.begin(), parameters.end(),
+                                  [&](const auto& parameter) { return parameter.name == name; });
+  if (found == parameters.end())
+    throw UsageError(
+        fmt::format("{}: full_parameter: no sharded parameter {}", core.prefix(), name));
   return core.whole(static_cast<size_t>(found - parameters.begin()), to);
 }
 
@@ -113,9 +124,11 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   attempt([&] {
     std::vector<SafetensorsSpec> specs;
     for (size_t i = 0; i < core.model.parameters.size(); ++i) {
-      specs.push_back({core.model.parameters[i].name, core.model.flat_of(i).dtype, core.model.parameters[i].tensor.sizes().vec()});
+      specs.push_back({core.model.parameters[i].name, core.model.flat_of(i).dtype,
+                       core.model.parameters[i].tensor.sizes().vec()});
     }
-    for (const auto& [name, buffer] : buffers(core)) specs.push_back({name, buffer.scalar_type(), buffer.sizes().vec()});
+    for (const auto& [name, buffer] : buffers(core))
+      specs.push_back({name, buffer.scalar_type(), buffer.sizes().vec()});
     writer.emplace(path, std::move(specs));
   });
   agree(core, problem);
@@ -142,7 +155,8 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   }
   agree(core, mismatch(core, given));
   core.residency->release_all();
-  for (size_t i = 0; i < core.model.parameters.size(); ++i) core.take_piece(i, by_name[core.model.parameters[i].name]);
+  for (size_t i = 0; i < core.model.parameters.size(); ++i)
+    core.take_shard(i, by_name[core.model.parameters[i].name]);
   for (auto& [name, buffer] : buffers(core)) buffer.copy_(by_name[name]);
 }
 
@@ -162,7 +176,8 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   }
   agree(core, problem);
   core.residency->release_all();
-  for (size_t i = 0; i < core.model.parameters.size(); ++i) core.take_piece(i, file->load(core.model.parameters[i].name));
+  for (size_t i = 0; i < core.model.parameters.size(); ++i)
+    core.take_shard(i, file->load(core.model.parameters[i].name));
   for (auto& [name, buffer] : buffers(core)) buffer.copy_(file->load(name));
 }
 

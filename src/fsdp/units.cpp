@@ -1,14 +1,14 @@
 #include "fsdp/units.h"
 
-#include "tessera/error.h"
-#include "tessera/nearest.h"
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <map>
 #include <set>
 #include <unordered_map>
+
+#include <fmt/format.h>
+
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
 namespace {
@@ -22,8 +22,11 @@ struct Node {
 
 class Planner {
  public:
-  Planner(const WrapPolicy& policy, std::set<std::string> ignored_modules, std::set<std::string> ignored_parameters)
-      : policy_(policy), ignored_modules_(std::move(ignored_modules)), ignored_parameters_(std::move(ignored_parameters)) {}
+  Planner(const WrapPolicy& policy, std::set<std::string> ignored_modules,
+          std::set<std::string> ignored_parameters)
+      : policy_(policy),
+        ignored_modules_(std::move(ignored_modules)),
+        ignored_parameters_(std::move(ignored_parameters)) {}
 
   UnitPlan plan(torch::nn::Module& root) {
     find(root, "");
@@ -45,11 +48,14 @@ class Planner {
   }
 
  private:
-  static std::string join(const std::string& path, const std::string& name) { return path.empty() ? name : path + "." + name; }
+  static std::string join(const std::string& path, const std::string& name) {
+    return path.empty() ? name : path + "." + name;
+  }
 
   bool ignored(const std::string& path) const { return ignored_modules_.count(path) > 0; }
 
-  /// Children before parents: which modules the policy takes. Returns elements that are in no unit yet, each tensor counted once.
+  /// Children before parents: which modules the policy takes. Returns elements that are in no unit
+  /// yet, each tensor counted once.
   std::set<const void*> find(torch::nn::Module& module, const std::string& path) {
     std::set<const void*> open;
     if (!visited_.insert(&module).second || (!path.empty() && ignored(path))) return open;
@@ -60,7 +66,8 @@ class Planner {
       numel_[key] = parameter.value().numel();
       open.insert(key);
     }
-    for (const auto& child : module.named_children()) open.merge(find(*child.value(), join(path, child.key())));
+    for (const auto& child : module.named_children())
+      open.merge(find(*child.value(), join(path, child.key())));
     if (path.empty() || !policy_) return open;
     int64_t unwrapped = 0;
     for (const auto* key : open) unwrapped += numel_[key];
@@ -71,7 +78,8 @@ class Planner {
     return open;
   }
 
-  /// Parents first: every parameter to the unit of the module that holds it; where several do, to what these have in common.
+  /// Parents first: every parameter to the unit of the module that holds it; where several do, to
+  /// what these have in common.
   void assign(torch::nn::Module& module, const std::string& path, size_t node) {
     if (!path.empty() && ignored(path)) return;
     const bool first = assigned_.emplace(&module, node).second;
@@ -85,7 +93,8 @@ class Planner {
     for (const auto& parameter : module.named_parameters(false)) {
       const auto name = join(path, parameter.key());
       if (!parameter.value().defined() || ignored_parameters_.count(name)) continue;
-      const auto [found, fresh] = index_.emplace(parameter.value().unsafeGetTensorImpl(), parameters_.size());
+      const auto [found, fresh] =
+          index_.emplace(parameter.value().unsafeGetTensorImpl(), parameters_.size());
       if (fresh) {
         parameters_.push_back({name, parameter.value()});
         owner_.push_back(node);
@@ -93,7 +102,8 @@ class Planner {
         owner_[found->second] = common(owner_[found->second], node);
       }
     }
-    for (const auto& child : module.named_children()) assign(*child.value(), join(path, child.key()), node);
+    for (const auto& child : module.named_children())
+      assign(*child.value(), join(path, child.key()), node);
   }
 
   size_t common(size_t a, size_t b) const {
@@ -114,23 +124,28 @@ class Planner {
   std::vector<size_t> owner_;
 };
 
-void require_known(const char* option, const std::vector<std::string>& given, const std::vector<std::string>& known) {
+void require_known(const char* option, const std::vector<std::string>& given,
+                   const std::vector<std::string>& known) {
   for (const auto& name : given) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    throw UsageError(fmt::format("FullyShardedDataParallel: option {} names {}, which the module does not have{}", option, name, did_you_mean(name, known)));
+    throw UsageError(fmt::format(
+        "FullyShardedDataParallel: option {} names {}, which the module does not have{}", option,
+        name, did_you_mean(name, known)));
   }
 }
 
 }  // namespace
 
-UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy, const std::vector<std::string>& ignored_modules,
+UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy,
+                    const std::vector<std::string>& ignored_modules,
                     const std::vector<std::string>& ignored_parameters) {
   std::vector<std::string> modules, parameters;
   for (const auto& item : root.named_modules("", false)) modules.push_back(item.key());
   for (const auto& item : root.named_parameters()) parameters.push_back(item.key());
   require_known("ignored_modules", ignored_modules, modules);
   require_known("ignored_parameters", ignored_parameters, parameters);
-  Planner planner(policy, {ignored_modules.begin(), ignored_modules.end()}, {ignored_parameters.begin(), ignored_parameters.end()});
+  Planner planner(policy, {ignored_modules.begin(), ignored_modules.end()},
+                  {ignored_parameters.begin(), ignored_parameters.end()});
   return planner.plan(root);
 }
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "sharding/named_tensor.h"
-#include "tessera/wrap_policy.h"
-
 #include <string>
 #include <vector>
+
+#include "sharding/named_tensor.h"
+#include "tessera/wrap_policy.h"
 
 namespace tessera::fsdp {
 
@@ -16,13 +16,17 @@ struct PlannedUnit {
 };
 
 struct UnitPlan {
-  std::vector<sharding::NamedTensor> parameters;  ///< Each once, by its first name, in the module's order; those that are ignored are not there.
-  std::vector<PlannedUnit> units;                 ///< The root first, then in the module's order; all but the root have parameters.
+  std::vector<sharding::NamedTensor> parameters;  ///< Each once, by its first name, in the module's
+                                                  ///< order; those that are ignored are not there.
+  std::vector<PlannedUnit>
+      units;  ///< The root first, then in the module's order; all but the root have parameters.
 };
 
-/// Deals the parameters of `root` into units. A parameter of several modules (tied) belongs to the nearest unit that holds all of these.
-/// UsageError for names to ignore that do not exist (with the nearest).
-UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy, const std::vector<std::string>& ignored_modules,
+/// Deals the parameters of `root` into units. A parameter of several modules (tied) belongs to the
+/// nearest unit that holds all of these. UsageError for names to ignore that do not exist (with the
+/// nearest).
+UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy,
+                    const std::vector<std::string>& ignored_modules,
                     const std::vector<std::string>& ignored_parameters);
 
 }  // namespace tessera::fsdp

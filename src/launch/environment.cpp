@@ -9,7 +9,8 @@ namespace {
 std::string name_of(const std::string& entry) { return entry.substr(0, entry.find('=')); }
 
 bool has(const std::vector<std::string>& base, const std::string& name) {
-  return std::any_of(base.begin(), base.end(), [&](const std::string& entry) { return name_of(entry) == name; });
+  return std::any_of(base.begin(), base.end(),
+                     [&](const std::string& entry) { return name_of(entry) == name; });
 }
 
 }  // namespace
@@ -22,8 +23,8 @@ bool limits_threads(const LaunchOptions& options, const std::vector<std::string>
   return options.nproc_per_node > 1 && !has(base, "OMP_NUM_THREADS");
 }
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt, int local_rank,
-                                          const std::vector<std::string>& base) {
+std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,
+                                          int local_rank, const std::vector<std::string>& base) {
   const std::string node_rank = std::to_string(options.node_rank.value_or(0));
   const int rank = global_rank(options, local_rank);
   std::map<std::string, std::string> set = {
@@ -48,12 +49,14 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
   }
 
   // A surrounding launcher's word on where the ranks meet would contradict ours.
-  const std::vector<std::string> dropped = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
-                                            "TESSERA_RENDEZVOUS", "TESSERA_TTY"};
+  const std::vector<std::string> dropped = {"TORCHELASTIC_USE_AGENT_STORE",
+                                            "TORCHELASTIC_ERROR_FILE", "TESSERA_RENDEZVOUS",
+                                            "TESSERA_TTY"};
   std::vector<std::string> result;
   for (const std::string& entry : base) {
     const std::string name = name_of(entry);
-    if (set.count(name) || std::find(dropped.begin(), dropped.end(), name) != dropped.end()) continue;
+    if (set.count(name) || std::find(dropped.begin(), dropped.end(), name) != dropped.end())
+      continue;
     result.push_back(entry);
   }
   for (const auto& [name, value] : set) result.push_back(name + "=" + value);

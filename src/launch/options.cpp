@@ -1,9 +1,9 @@
-#include <sched.h>
-
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+
+#include <sched.h>
 
 #include "tessera/error.h"
 #include "tessera/launch.h"
@@ -11,7 +11,8 @@
 namespace tessera::launch {
 namespace {
 
-[[noreturn]] void refuse(const std::string& flag, const std::string& value, const std::string& expected) {
+[[noreturn]] void refuse(const std::string& flag, const std::string& value,
+                         const std::string& expected) {
   throw UsageError(flag + " = '" + value + "': expected " + expected);
 }
 
@@ -23,12 +24,14 @@ int usable_processors() {
 }
 
 std::string range(int lowest, int highest) {
-  if (highest == std::numeric_limits<int>::max()) return "an integer of at least " + std::to_string(lowest);
+  if (highest == std::numeric_limits<int>::max())
+    return "an integer of at least " + std::to_string(lowest);
   return "an integer from " + std::to_string(lowest) + " to " + std::to_string(highest);
 }
 
 void check_range(const std::string& flag, int value, int lowest, int highest) {
-  if (value < lowest || value > highest) refuse(flag, std::to_string(value), range(lowest, highest));
+  if (value < lowest || value > highest)
+    refuse(flag, std::to_string(value), range(lowest, highest));
 }
 
 void check_streams(const std::string& flag, const std::optional<StreamChoice>& choice, int nproc) {
@@ -65,11 +68,13 @@ int parse_nproc(const std::string& flag, const std::string& text) {
 }
 
 StreamChoice parse_streams(const std::string& flag, const std::string& text) {
-  const std::string expected = "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list such as 0:3,1:2 by local rank";
+  const std::string expected =
+      "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list such as 0:3,1:2 by local rank";
   const auto number = [&](const std::string& part, int highest) {
     int value = 0;
     const auto parsed = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (parsed.ec != std::errc() || parsed.ptr != part.data() + part.size() || value < 0 || value > highest) {
+    if (parsed.ec != std::errc() || parsed.ptr != part.data() + part.size() || value < 0 ||
+        value > highest) {
       refuse(flag, text, expected);
     }
     return value;
@@ -104,7 +109,8 @@ std::chrono::milliseconds parse_seconds(const std::string& flag, const std::stri
 }
 
 void validate(const LaunchOptions& o) {
-  if (o.program.empty() || o.program[0].empty()) throw UsageError("no program given: expected flags, then the program");
+  if (o.program.empty() || o.program[0].empty())
+    throw UsageError("no program given: expected flags, then the program");
   const int unbounded = std::numeric_limits<int>::max();
   check_range("--nproc-per-node", o.nproc_per_node, 1, unbounded);
   check_range("--nnodes", o.nnodes, 1, unbounded / o.nproc_per_node);
@@ -113,9 +119,12 @@ void validate(const LaunchOptions& o) {
   if (o.node_rank) check_range("--node-rank", *o.node_rank, 0, o.nnodes - 1);
   if (o.nnodes > 1) {
     const std::string several = ", because --nnodes = " + std::to_string(o.nnodes);
-    if (!o.node_rank) throw UsageError("--node-rank is missing: expected this host's number" + several);
-    if (o.master_addr.empty()) throw UsageError("--master-addr is missing: expected the address of node 0" + several);
-    if (!o.master_port) throw UsageError("--master-port is missing: expected a free port of node 0" + several);
+    if (!o.node_rank)
+      throw UsageError("--node-rank is missing: expected this host's number" + several);
+    if (o.master_addr.empty())
+      throw UsageError("--master-addr is missing: expected the address of node 0" + several);
+    if (!o.master_port)
+      throw UsageError("--master-port is missing: expected a free port of node 0" + several);
     if (o.max_restarts > 0) refuse("--max-restarts", std::to_string(o.max_restarts), "0" + several);
   }
   check_streams("--tee", o.tee, o.nproc_per_node);

@@ -1,10 +1,5 @@
 #include "launch/rendezvous.h"
 
-#include <arpa/inet.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +7,11 @@
 #include <fstream>
 #include <optional>
 #include <sstream>
+
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tessera/error.h"
 
@@ -22,7 +22,8 @@ namespace fs = std::filesystem;
 
 const std::string kPrefix = "tessera-rdzv-";
 
-/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nothing when there is no such process or it is a zombie.
+/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nothing when there is no such process
+/// or it is a zombie.
 std::optional<std::string> start_time(const std::string& pid) {
   std::ifstream file("/proc/" + pid + "/stat");
   std::string text((std::istreambuf_iterator<char>(file)), {});
@@ -45,16 +46,17 @@ std::string pid_namespace() {
 
 bool usable(const std::string& folder) {
   struct stat info;
-  return folder.size() > 1 && folder[0] == '/' && stat(folder.c_str(), &info) == 0 && S_ISDIR(info.st_mode) &&
-         info.st_uid == geteuid() && access(folder.c_str(), W_OK | X_OK) == 0;
+  return folder.size() > 1 && folder[0] == '/' && stat(folder.c_str(), &info) == 0 &&
+         S_ISDIR(info.st_mode) && info.st_uid == geteuid() &&
+         access(folder.c_str(), W_OK | X_OK) == 0;
 }
 
 /// tessera-rdzv-<namespace>-<pid>-<start>-<random>: the owner has ended.
 bool is_stale(const std::string& name) {
   std::istringstream parts(name.substr(kPrefix.size()));
   std::string space, pid, start, random;
-  if (!std::getline(parts, space, '-') || !std::getline(parts, pid, '-') || !std::getline(parts, start, '-') ||
-      !std::getline(parts, random)) {
+  if (!std::getline(parts, space, '-') || !std::getline(parts, pid, '-') ||
+      !std::getline(parts, start, '-') || !std::getline(parts, random)) {
     return false;
   }
   const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
@@ -72,8 +74,8 @@ std::string rendezvous_base() {
 
 RendezvousFolder::RendezvousFolder() {
   const std::string pid = std::to_string(getpid());
-  path_ = rendezvous_base() + "/" + kPrefix + pid_namespace() + "-" + pid + "-" + start_time(pid).value_or("0") +
-          "-XXXXXX";
+  path_ = rendezvous_base() + "/" + kPrefix + pid_namespace() + "-" + pid + "-" +
+          start_time(pid).value_or("0") + "-XXXXXX";
   if (!mkdtemp(path_.data())) {
     throw UsageError("rendezvous folder " + path_ + ": " + std::strerror(errno) +
                      ": expected a writable folder in XDG_RUNTIME_DIR, TMPDIR or /tmp");
@@ -89,8 +91,8 @@ void remove_folder(const std::string& path) noexcept {
 
 void sweep_stale_folders(const std::string& base) noexcept {
   std::error_code error;
-  for (fs::directory_iterator it(base, fs::directory_options::skip_permission_denied, error), end; !error && it != end;
-       it.increment(error)) {
+  for (fs::directory_iterator it(base, fs::directory_options::skip_permission_denied, error), end;
+       !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
     if (name.rfind(kPrefix, 0) != 0) continue;
     struct stat info;
@@ -110,7 +112,9 @@ int free_port() {
                      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0;
   const int error = errno;
   if (fd >= 0) close(fd);
-  if (!bound) throw UsageError(std::string("no free loopback port: ") + std::strerror(error) + ": give --master-port");
+  if (!bound)
+    throw UsageError(std::string("no free loopback port: ") + std::strerror(error) +
+                     ": give --master-port");
   return ntohs(address.sin_port);
 }
 

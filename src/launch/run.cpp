@@ -1,13 +1,13 @@
+#include <memory>
+#include <random>
+
 #include <fcntl.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <memory>
-#include <random>
-
-#include "launch/open_files.h"
 #include "launch/rendezvous.h"
-#include "launch/supervisor.h"
+#include "launch/supervise/open_files.h"
+#include "launch/supervise/supervisor.h"
 #include "tessera/launch.h"
 
 extern char** environ;
@@ -28,7 +28,8 @@ std::string random_id() {
   return text;
 }
 
-Attempt make_attempt(const LaunchOptions& options, int number, const std::string& run_id, bool terminal) {
+Attempt make_attempt(const LaunchOptions& options, int number, const std::string& run_id,
+                     bool terminal) {
   Attempt attempt;
   attempt.number = number;
   attempt.run_id = run_id;
@@ -56,14 +57,15 @@ Outcome run_attempt(const Surroundings& around, Attempt attempt) {
 int run_attempts(const Surroundings& around) {
   const std::string run_id = random_id();
   for (int number = 0;; ++number) {
-    const Outcome outcome =
-        run_attempt(around, make_attempt(around.options, number, run_id, around.console.out().terminal()));
+    const Outcome outcome = run_attempt(
+        around, make_attempt(around.options, number, run_id, around.console.out().terminal()));
     const std::string& command = around.options.command;
     if (!outcome.not_started.empty()) around.console.say(command + ": " + outcome.not_started);
     if (outcome.exit_code == 0 || !outcome.root || outcome.interrupted) return outcome.exit_code;
     if (number == around.options.max_restarts) return outcome.exit_code;
     around.console.say(command + ": restart " + std::to_string(number + 1) + " of " +
-                       std::to_string(around.options.max_restarts) + ", because " + describe(*outcome.root));
+                       std::to_string(around.options.max_restarts) + ", because " +
+                       describe(*outcome.root));
   }
 }
 
@@ -98,7 +100,8 @@ int run(const LaunchOptions& options) {
     check_open_files(options, console.merged());
     if (options.nnodes == 1) sweep_stale_folders(rendezvous_base());
     if (limits_threads(options, environment)) {
-      console.say(options.command + ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");
+      console.say(options.command +
+                  ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");
     }
     Guard guard;
     exit_code = run_attempts({options, program.path, environment, console, guard, signals});

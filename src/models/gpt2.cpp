@@ -6,15 +6,18 @@
 
 namespace tessera {
 
-// The submodule `transformer` and its list `h` only carry names; the code holds what is inside directly.
+// The submodule `transformer` and its list `h` only carry names; the code holds what is inside
+// directly.
 GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
   options_.validate();
-  const auto transformer = register_module("transformer", std::make_shared<torch::nn::Module>("GPT2Model"));
+  const auto transformer =
+      register_module("transformer", std::make_shared<torch::nn::Module>("GPT2Model"));
   const auto embedding = [&](const char* name, int64_t rows) {
-    // The storage is filled by initialize(); this keeps Embedding from drawing from the global generator first.
+    // The storage is filled by initialize(); this keeps Embedding from drawing from the global
+    // generator first.
     return transformer->register_module(
-        name, torch::nn::Embedding(
-                  torch::nn::EmbeddingOptions(rows, options_.n_embd)._weight(at::empty({rows, options_.n_embd}))));
+        name, torch::nn::Embedding(torch::nn::EmbeddingOptions(rows, options_.n_embd)
+                                       ._weight(at::empty({rows, options_.n_embd}))));
   };
   wte_ = embedding("wte", options_.vocab_size);
   wpe_ = embedding("wpe", options_.n_positions);
@@ -24,10 +27,12 @@ GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
     list->push_back(blocks_.back());
   }
   ln_f_ = transformer->register_module(
-      "ln_f", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options_.n_embd}).eps(options_.layer_norm_epsilon)));
+      "ln_f", torch::nn::LayerNorm(
+                  torch::nn::LayerNormOptions({options_.n_embd}).eps(options_.layer_norm_epsilon)));
   if (!options_.tie_word_embeddings) {
     const auto head = register_module("lm_head", std::make_shared<torch::nn::Module>("LMHead"));
-    lm_head_ = head->register_parameter("weight", at::empty({options_.vocab_size, options_.n_embd}));
+    lm_head_ =
+        head->register_parameter("weight", at::empty({options_.vocab_size, options_.n_embd}));
   }
   initialize();
 }
@@ -36,7 +41,8 @@ void GPT2Impl::initialize() {
   const torch::NoGradGuard no_grad;
   // One generator, parameters in their order: the same numbers on every rank.
   at::Generator generator = at::detail::createCPUGenerator(options_.seed);
-  const double residual = options_.initializer_range / std::sqrt(2.0 * static_cast<double>(options_.n_layer));
+  const double residual =
+      options_.initializer_range / std::sqrt(2.0 * static_cast<double>(options_.n_layer));
   for (auto& item : named_parameters()) {
     const std::string& name = item.key();
     at::Tensor& parameter = item.value();
@@ -46,7 +52,8 @@ void GPT2Impl::initialize() {
     } else if (parameter.dim() == 1) {
       parameter.fill_(1.0);
     } else {
-      parameter.normal_(0.0, ends_with("c_proj.weight") ? residual : options_.initializer_range, generator);
+      parameter.normal_(0.0, ends_with("c_proj.weight") ? residual : options_.initializer_range,
+                        generator);
     }
   }
 }
@@ -54,8 +61,8 @@ void GPT2Impl::initialize() {
 at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   if (tokens.dim() != 2 || tokens.scalar_type() != at::kLong) {
     throw UsageError("GPT2: tokens must be int64 [batch, length], given " +
-                     std::string(c10::toString(tokens.scalar_type())) + " with " + std::to_string(tokens.dim()) +
-                     " dimensions");
+                     std::string(c10::toString(tokens.scalar_type())) + " with " +
+                     std::to_string(tokens.dim()) + " dimensions");
   }
   const int64_t length = tokens.size(1);
   if (length > options_.n_positions) {

@@ -33,8 +33,9 @@ GPT2AttentionImpl::GPT2AttentionImpl(const GPT2Options& options)
 
 at::Tensor GPT2AttentionImpl::forward(const at::Tensor& rows, int64_t batch, int64_t length) {
   const int64_t width = rows.size(1);
-  // [3, B·heads, T, width / heads] in one copy, so that both products run on contiguous blocks, and backward fills one
-  // gradient instead of joining three. On CPUs this with baddbmm is as fast as newer libtorch's fused attention.
+  // [3, B·heads, T, width / heads] in one copy, so that both products run on contiguous blocks, and
+  // backward fills one gradient instead of joining three. On CPUs this with baddbmm is as fast as
+  // newer libtorch's fused attention.
   const std::vector<at::Tensor> parts = c_attn_(rows)
                                             .view({batch, length, 3, heads_, width / heads_})
                                             .permute({2, 0, 3, 1, 4})
@@ -47,12 +48,14 @@ at::Tensor GPT2AttentionImpl::forward(const at::Tensor& rows, int64_t batch, int
   return dropped(c_proj_(mixed), resid_pdrop_, is_training());
 }
 
-at::Tensor GPT2AttentionImpl::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+at::Tensor GPT2AttentionImpl::attend(const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v) {
   const int64_t length = q.size(1);
   if (!mask_.defined() || mask_.size(0) != length || mask_.device() != q.device() ||
       mask_.scalar_type() != q.scalar_type()) {
-    mask_ =
-        at::full({length, length}, -std::numeric_limits<double>::infinity(), q.options().requires_grad(false)).triu(1);
+    mask_ = at::full({length, length}, -std::numeric_limits<double>::infinity(),
+                     q.options().requires_grad(false))
+                .triu(1);
   }
   const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2)));
   const at::Tensor weights = at::softmax(at::baddbmm(mask_, q, k.transpose(1, 2), 1, scale), -1);
@@ -73,7 +76,8 @@ at::Tensor GPT2MLPImpl::forward(const at::Tensor& rows) {
 namespace {
 
 torch::nn::LayerNorm layer_norm(const GPT2Options& options) {
-  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.n_embd}).eps(options.layer_norm_epsilon));
+  return torch::nn::LayerNorm(
+      torch::nn::LayerNormOptions({options.n_embd}).eps(options.layer_norm_epsilon));
 }
 
 }  // namespace

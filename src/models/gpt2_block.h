@@ -2,7 +2,7 @@
 
 #include "tessera/models/gpt2.h"
 
-// The pieces of a block, with Hugging Face's names.
+// The parts of a block, with Hugging Face's names.
 
 namespace tessera {
 
@@ -30,7 +30,8 @@ class GPT2AttentionImpl : public torch::nn::Module {
   int64_t heads_;
   double attn_pdrop_, resid_pdrop_;
   Conv1D c_attn_{nullptr}, c_proj_{nullptr};
-  at::Tensor mask_;  // [T, T], -inf above the diagonal, else 0; kept for the last T; no buffer: it is no state
+  at::Tensor mask_;  // [T, T], -inf above the diagonal, else 0; kept for the last T; no buffer: it
+                     // is no state
 };
 
 class GPT2MLPImpl : public torch::nn::Module {

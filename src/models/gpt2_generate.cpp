@@ -10,7 +10,8 @@ namespace {
 // Restores training mode when an exception leaves the scope, too.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(torch::nn::Module& module) : module_(module), training_(module.is_training()) {
+  explicit EvaluationMode(torch::nn::Module& module)
+      : module_(module), training_(module.is_training()) {
     module_.eval();
   }
   ~EvaluationMode() { module_.train(training_); }
@@ -34,20 +35,23 @@ at::Tensor sample_token(at::Tensor logits, const GPT2SampleOptions& sample,
     logits = logits.masked_fill(logits < least, -std::numeric_limits<double>::infinity());
   }
   const at::Tensor probabilities = at::softmax(logits, 0);
-  return generator ? at::multinomial(probabilities, 1, false, *generator) : at::multinomial(probabilities, 1);
+  return generator ? at::multinomial(probabilities, 1, false, *generator)
+                   : at::multinomial(probabilities, 1);
 }
 
 }  // namespace
 
-at::Tensor GPT2Impl::generate(const at::Tensor& prompt, int64_t count, const GPT2SampleOptions& sample,
+at::Tensor GPT2Impl::generate(const at::Tensor& prompt, int64_t count,
+                              const GPT2SampleOptions& sample,
                               std::optional<at::Generator> generator) {
-  if (!prompt.defined() || prompt.dim() != 1 || prompt.size(0) < 1 || prompt.scalar_type() != at::kLong) {
+  if (!prompt.defined() || prompt.dim() != 1 || prompt.size(0) < 1 ||
+      prompt.scalar_type() != at::kLong) {
     throw UsageError("GPT2: generate: the prompt must be int64 [length] with at least one token");
   }
   if (count < 0 || !(sample.temperature >= 0) || sample.top_k < 0) {
     throw UsageError("GPT2: generate: count " + std::to_string(count) + ", temperature " +
-                     std::to_string(sample.temperature) + " and top_k " + std::to_string(sample.top_k) +
-                     " must not be negative");
+                     std::to_string(sample.temperature) + " and top_k " +
+                     std::to_string(sample.top_k) + " must not be negative");
   }
   const torch::NoGradGuard no_grad;
   const EvaluationMode evaluation(*this);
@@ -55,7 +59,8 @@ at::Tensor GPT2Impl::generate(const at::Tensor& prompt, int64_t count, const GPT
   at::Tensor tokens = at::empty({length + count}, prompt.options());
   tokens.slice(0, 0, length).copy_(prompt);
   for (int64_t end = length; end < length + count; ++end) {
-    const at::Tensor seen = tokens.slice(0, std::max<int64_t>(0, end - options_.n_positions), end).unsqueeze(0);
+    const at::Tensor seen =
+        tokens.slice(0, std::max<int64_t>(0, end - options_.n_positions), end).unsqueeze(0);
     const at::Tensor logits = project(hidden(seen).select(1, -1)).squeeze(0);
     tokens.slice(0, end, end + 1).copy_(sample_token(logits, sample, generator));
   }

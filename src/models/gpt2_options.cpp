@@ -1,11 +1,12 @@
 #include <cmath>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
+#include <nlohmann/json.hpp>
+
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
-#include "tessera/nearest.h"
 
 namespace tessera {
 namespace {
@@ -15,13 +16,15 @@ using Json = nlohmann::ordered_json;
 void require_size(const char* name, int64_t value) {
   // 2^31 elements a side is far above any model and keeps every product within int64.
   if (value < 1 || value > int64_t{1} << 31) {
-    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) + ", expected 1 to 2^31");
+    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
+                     ", expected 1 to 2^31");
   }
 }
 
 void require_probability(const char* name, double value) {
   if (!(value >= 0 && value < 1)) {
-    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) + ", expected [0, 1)");
+    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
+                     ", expected [0, 1)");
   }
 }
 
@@ -51,7 +54,8 @@ class ConfigReader {
 
   void integer(const char* key, int64_t& value) const {
     if (const Json* found = find(key)) {
-      if (!found->is_number_integer() || (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0)) {
+      if (!found->is_number_integer() ||
+          (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0)) {
         refuse(key, *found, "an integer");
       }
       value = found->get<int64_t>();
@@ -91,8 +95,8 @@ class ConfigReader {
 
   [[noreturn]] void refuse(const char* key, const Json& value, const std::string& expected) const {
     throw UsageError("GPT2: " + path_ + ": \"" + key + "\" is " +
-                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) + ", expected " +
-                     expected);
+                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) +
+                     ", expected " + expected);
   }
 
  private:
@@ -117,17 +121,19 @@ void GPT2Options::validate() const {
     require_size("n_inner", n_inner);
   }
   if (n_embd % n_head != 0) {
-    throw UsageError("GPT2: n_head is " + std::to_string(n_head) + ", which does not divide n_embd, " +
-                     std::to_string(n_embd));
+    throw UsageError("GPT2: n_head is " + std::to_string(n_head) +
+                     ", which does not divide n_embd, " + std::to_string(n_embd));
   }
   require_probability("embd_pdrop", embd_pdrop);
   require_probability("attn_pdrop", attn_pdrop);
   require_probability("resid_pdrop", resid_pdrop);
   if (!(layer_norm_epsilon > 0 && std::isfinite(layer_norm_epsilon))) {
-    throw UsageError("GPT2: layer_norm_epsilon is " + std::to_string(layer_norm_epsilon) + ", expected above 0");
+    throw UsageError("GPT2: layer_norm_epsilon is " + std::to_string(layer_norm_epsilon) +
+                     ", expected above 0");
   }
   if (!(initializer_range >= 0 && std::isfinite(initializer_range))) {
-    throw UsageError("GPT2: initializer_range is " + std::to_string(initializer_range) + ", expected 0 or above");
+    throw UsageError("GPT2: initializer_range is " + std::to_string(initializer_range) +
+                     ", expected 0 or above");
   }
   if (activation != "gelu_new" && activation != "gelu" && activation != "relu") {
     throw UsageError("GPT2: activation is \"" + activation + "\", known are gelu_new, gelu, relu" +

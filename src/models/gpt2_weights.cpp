@@ -2,9 +2,9 @@
 #include <map>
 #include <set>
 
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
-#include "tessera/nearest.h"
 #include "tessera/safetensors.h"
 
 namespace tessera {
@@ -15,7 +15,9 @@ constexpr const char* kHead = "lm_head.weight";
 constexpr const char* kEmbedding = "transformer.wte.weight";
 
 // Masks that older files carry as buffers.
-bool is_mask(const std::string& name) { return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"); }
+bool is_mask(const std::string& name) {
+  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+}
 
 std::string with_prefix(const std::string& name) {
   return name.starts_with(kPrefix) || name == kHead ? name : kPrefix + name;
@@ -53,10 +55,11 @@ class Faults {
   std::map<std::string, std::vector<std::string>> kinds_;
 };
 
-// The name in the file of each parameter. What is missing, unexpected or mis-shaped goes to `faults`.
-std::map<std::string, std::string> match(const SafetensorsFile& file,
-                                         const torch::OrderedDict<std::string, at::Tensor>& parameters, bool tied,
-                                         Faults& faults) {
+// The name in the file of each parameter. What is missing, unexpected or mis-shaped goes to
+// `faults`.
+std::map<std::string, std::string> match(
+    const SafetensorsFile& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
+    bool tied, Faults& faults) {
   std::map<std::string, std::string> names;
   std::vector<std::string> unexpected;
   for (const SafetensorsEntry& entry : file.entries()) {
@@ -69,8 +72,8 @@ std::map<std::string, std::string> match(const SafetensorsFile& file,
     } else if (!names.emplace(name, entry.name).second) {
       faults.add("given twice, with and without \"transformer.\"", "\"" + name + "\"");
     } else if (parameter->sizes() != at::IntArrayRef(entry.shape)) {
-      faults.add("of another shape", "\"" + name + "\" is " + shape_text(entry.shape) + ", the model has " +
-                                         shape_text(parameter->sizes()));
+      faults.add("of another shape", "\"" + name + "\" is " + shape_text(entry.shape) +
+                                         ", the model has " + shape_text(parameter->sizes()));
     }
   }
   // A writer that stores shared memory once may have kept the head's name.
@@ -102,7 +105,8 @@ void GPT2Impl::load_weights(const std::string& path) {
   faults.raise(path);
   if (tied && file.contains(kHead) && names.at(kEmbedding) != kHead &&
       !at::equal(file.load(kHead), file.load(names.at(kEmbedding)))) {
-    throw UsageError("GPT2: " + path + ": \"" + kHead + "\" differs from \"" + names.at(kEmbedding) +
+    throw UsageError("GPT2: " + path + ": \"" + kHead + "\" differs from \"" +
+                     names.at(kEmbedding) +
                      "\", but the model ties them; set tie_word_embeddings to false");
   }
   const torch::NoGradGuard no_grad;

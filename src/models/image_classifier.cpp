@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "models/residual_block.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
-#include "tessera/nearest.h"
-#include "tessera/sync_batch_norm.h"
+#include "tessera/step/sync_batch_norm.h"
 
 namespace tessera {
 namespace {
@@ -15,7 +15,9 @@ constexpr int64_t kMostChannels = 65536;
 /// In the place of a norm: a bias a channel.
 class ChannelBias : public torch::nn::Module {
  public:
-  explicit ChannelBias(int64_t channels) { bias_ = register_parameter("bias", at::zeros({channels})); }
+  explicit ChannelBias(int64_t channels) {
+    bias_ = register_parameter("bias", at::zeros({channels}));
+  }
   at::Tensor forward(const at::Tensor& x) { return x + bias_.view({-1, 1, 1}); }
 
  private:
@@ -37,18 +39,20 @@ AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
     };
   }
   if (!group) {
-    throw UsageError("ImageClassifier: norm is SyncBatchNorm, which needs the process group; none was given");
+    throw UsageError(
+        "ImageClassifier: norm is SyncBatchNorm, which needs the process group; none was given");
   }
   // Backward's collectives of DistributedDataParallel must not meet the layers'.
-  return [add, own = group->split(0).value()](torch::nn::Module& parent, const std::string& name, int64_t channels) {
+  return [add, own = group->split(0).value()](torch::nn::Module& parent, const std::string& name,
+                                              int64_t channels) {
     return add(parent, name, SyncBatchNorm(torch::nn::BatchNormOptions(channels), own));
   };
 }
 
 void require_between(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most) {
-    throw UsageError("ImageClassifier: " + std::string(name) + " is " + std::to_string(value) + ", expected " +
-                     std::to_string(least) + " to " + std::to_string(most));
+    throw UsageError("ImageClassifier: " + std::string(name) + " is " + std::to_string(value) +
+                     ", expected " + std::to_string(least) + " to " + std::to_string(most));
   }
 }
 
@@ -60,17 +64,20 @@ void ImageClassifierOptions::validate() const {
   require_between("blocks", blocks, 1, 8);
   require_between("classes", classes, 2, int64_t{1} << 31);
   if (channels << (blocks - 1) > kMostChannels) {
-    throw UsageError("ImageClassifier: channels is " + std::to_string(channels) + ", which " + std::to_string(blocks) +
-                     " blocks make " + std::to_string(channels << (blocks - 1)) + "; expected at most " +
+    throw UsageError("ImageClassifier: channels is " + std::to_string(channels) + ", which " +
+                     std::to_string(blocks) + " blocks make " +
+                     std::to_string(channels << (blocks - 1)) + "; expected at most " +
                      std::to_string(kMostChannels));
   }
   if (norm != "BatchNorm" && norm != "SyncBatchNorm" && norm != "none") {
-    throw UsageError("ImageClassifier: norm is \"" + norm + "\", expected BatchNorm, SyncBatchNorm or none" +
+    throw UsageError("ImageClassifier: norm is \"" + norm +
+                     "\", expected BatchNorm, SyncBatchNorm or none" +
                      did_you_mean(norm, {"BatchNorm", "SyncBatchNorm", "none"}));
   }
 }
 
-ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options, std::optional<ProcessGroup> group)
+ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options,
+                                         std::optional<ProcessGroup> group)
     : options_(options) {
   options_.validate();
   const AddNorm add_norm = norm_maker(options_.norm, std::move(group));
@@ -92,7 +99,8 @@ ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options, 
 
 void ImageClassifierImpl::initialize() {
   const torch::NoGradGuard no_grad;
-  // One generator, parameters in their order: the same numbers on every rank. Norms and biases have theirs.
+  // One generator, parameters in their order: the same numbers on every rank. Norms and biases have
+  // theirs.
   at::Generator generator = at::detail::createCPUGenerator(options_.seed);
   for (auto& parameter : parameters()) {
     if (parameter.dim() > 1) {
@@ -108,8 +116,9 @@ at::Tensor ImageClassifierImpl::forward(const at::Tensor& images) {
     for (const int64_t size : images.sizes()) {
       shape += (shape.empty() ? "" : ", ") + std::to_string(size);
     }
-    throw UsageError("ImageClassifier: images must be floating-point [batch, " + std::to_string(options_.in_channels) +
-                     ", height, width] (in_channels is " + std::to_string(options_.in_channels) + "), given " +
+    throw UsageError("ImageClassifier: images must be floating-point [batch, " +
+                     std::to_string(options_.in_channels) + ", height, width] (in_channels is " +
+                     std::to_string(options_.in_channels) + "), given " +
                      std::string(c10::toString(images.scalar_type())) + " [" + shape + "]");
   }
   at::Tensor x = at::relu(stem_norm_.forward(at::conv2d(images, stem_, {}, 1, 1)));
@@ -120,7 +129,8 @@ at::Tensor ImageClassifierImpl::forward(const at::Tensor& images) {
 }
 
 at::Tensor ImageClassifierImpl::loss(const at::Tensor& images, const at::Tensor& labels) {
-  if (labels.dim() != 1 || labels.scalar_type() != at::kLong || images.dim() < 1 || labels.size(0) != images.size(0)) {
+  if (labels.dim() != 1 || labels.scalar_type() != at::kLong || images.dim() < 1 ||
+      labels.size(0) != images.size(0)) {
     throw UsageError("ImageClassifier: labels must be int64 [batch], one an image");
   }
   return at::cross_entropy_loss(forward(images), labels);

@@ -2,13 +2,16 @@
 
 namespace tessera {
 
-at::Tensor add_convolution(torch::nn::Module& parent, const std::string& name, int64_t from, int64_t to, int64_t side) {
+at::Tensor add_convolution(torch::nn::Module& parent, const std::string& name, int64_t from,
+                           int64_t to, int64_t side) {
   // Not torch::nn::Conv2d, whose constructor draws from the global generator.
-  const auto holder = parent.register_module(name, std::make_shared<torch::nn::Module>("Convolution"));
+  const auto holder =
+      parent.register_module(name, std::make_shared<torch::nn::Module>("Convolution"));
   return holder->register_parameter("weight", at::empty({to, from, side, side}));
 }
 
-ResidualBlockImpl::ResidualBlockImpl(int64_t from, int64_t to, int64_t stride, const AddNorm& add_norm)
+ResidualBlockImpl::ResidualBlockImpl(int64_t from, int64_t to, int64_t stride,
+                                     const AddNorm& add_norm)
     : stride_(stride) {
   conv1_ = add_convolution(*this, "conv1", from, to, 3);
   norm1_ = add_norm(*this, "norm1", to);
@@ -23,7 +26,8 @@ ResidualBlockImpl::ResidualBlockImpl(int64_t from, int64_t to, int64_t stride, c
 at::Tensor ResidualBlockImpl::forward(const at::Tensor& x) {
   at::Tensor y = at::relu(norm1_.forward(at::conv2d(x, conv1_, {}, stride_, 1)));
   y = norm2_.forward(at::conv2d(y, conv2_, {}, 1, 1));
-  const at::Tensor direct = shortcut_.defined() ? shortcut_norm_.forward(at::conv2d(x, shortcut_, {}, stride_)) : x;
+  const at::Tensor direct =
+      shortcut_.defined() ? shortcut_norm_.forward(at::conv2d(x, shortcut_, {}, stride_)) : x;
   return at::relu(y + direct);
 }
 

@@ -18,7 +18,8 @@ struct Declarations {
 };
 
 Declarations& declarations() {
-  static auto* const all = new Declarations;  // lives until the process ends, for optimizers in static storage
+  static auto* const all =
+      new Declarations;  // lives until the process ends, for optimizers in static storage
   return *all;
 }
 

@@ -3,7 +3,7 @@
 #include <optional>
 #include <typeindex>
 
-#include "tessera/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera::optim {
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <type_traits>
+#include <typeinfo>
+
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -7,11 +10,8 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <type_traits>
-#include <typeinfo>
-
-// The fields of libtorch's option and state structs, each named once. `visit(name, field)` is called for each, with a
-// reference to the field (const where the struct is).
+// The fields of libtorch's option and state structs, each named once. `visit(name, field)` is
+// called for each, with a reference to the field (const where the struct is).
 
 namespace tessera::optim {
 

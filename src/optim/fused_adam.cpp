@@ -37,7 +37,8 @@ RangeUpdate prepare_adam(State& state, const at::Tensor& values, const optim::Ad
                                  n.decoupled ? 1 - n.lr * n.weight_decay : 1.0,
                                  n.decoupled ? 0.0 : n.weight_decay};
   std::copy(std::begin(coefficients), std::end(coefficients), update.coefficients);
-  update.kernel = optim::adam_kernel(optim::precision_of(values), update.coefficients[8] != 0, n.amsgrad);
+  update.kernel =
+      optim::adam_kernel(optim::precision_of(values), update.coefficients[8] != 0, n.amsgrad);
   return update;
 }
 
@@ -54,9 +55,10 @@ void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamN
       optim::match_state("max_exp_avg_sq", state.max_exp_avg_sq(), values);
     }
     state.step(state.step() + 1);
-    const optim::AdamTensors tensors{param,  grad, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(),
-                                     state.step()};
-    if (param.is_cuda() && grad.strides() == param.strides() && grad.scalar_type() == param.scalar_type()) {
+    const optim::AdamTensors tensors{
+        param, grad, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.step()};
+    if (param.is_cuda() && grad.strides() == param.strides() &&
+        grad.scalar_type() == param.scalar_type()) {
       on_gpu[{param.device().index(), param.scalar_type(), state.step()}].push_back(tensors);
     } else {
       optim::plain_adam(tensors, n);
@@ -73,7 +75,8 @@ void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamN
 
 }  // namespace
 
-FusedAdam::FusedAdam(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamOptions defaults)
+FusedAdam::FusedAdam(std::vector<torch::optim::OptimizerParamGroup> groups,
+                     torch::optim::AdamOptions defaults)
     : FusedOptimizer(std::move(groups), checked("FusedAdam", defaults)) {}
 
 FusedAdam::FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults)
@@ -85,9 +88,11 @@ RangeUpdate FusedAdam::prepare(const at::Tensor& param, const at::Tensor& values
                       optim::adam_numbers(static_cast<const torch::optim::AdamOptions&>(options)));
 }
 
-void FusedAdam::plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) {
+void FusedAdam::plain_update(const Gradients& gradients,
+                             const torch::optim::OptimizerOptions& options) {
   plain_adam<torch::optim::AdamParamState>(
-      state_, gradients, optim::adam_numbers(static_cast<const torch::optim::AdamOptions&>(options)));
+      state_, gradients,
+      optim::adam_numbers(static_cast<const torch::optim::AdamOptions&>(options)));
 }
 
 void FusedAdam::save(torch::serialize::OutputArchive& archive) const {
@@ -98,7 +103,8 @@ void FusedAdam::load(torch::serialize::InputArchive& archive) {
   torch::optim::serialize<torch::optim::AdamParamState, torch::optim::AdamOptions>(archive, *this);
 }
 
-FusedAdamW::FusedAdamW(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults)
+FusedAdamW::FusedAdamW(std::vector<torch::optim::OptimizerParamGroup> groups,
+                       torch::optim::AdamWOptions defaults)
     : FusedOptimizer(std::move(groups), checked("FusedAdamW", defaults)) {}
 
 FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults)
@@ -110,17 +116,21 @@ RangeUpdate FusedAdamW::prepare(const at::Tensor& param, const at::Tensor& value
                       optim::adam_numbers(static_cast<const torch::optim::AdamWOptions&>(options)));
 }
 
-void FusedAdamW::plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) {
+void FusedAdamW::plain_update(const Gradients& gradients,
+                              const torch::optim::OptimizerOptions& options) {
   plain_adam<torch::optim::AdamWParamState>(
-      state_, gradients, optim::adam_numbers(static_cast<const torch::optim::AdamWOptions&>(options)));
+      state_, gradients,
+      optim::adam_numbers(static_cast<const torch::optim::AdamWOptions&>(options)));
 }
 
 void FusedAdamW::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
+  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive,
+                                                                                     *this);
 }
 
 void FusedAdamW::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
+  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive,
+                                                                                     *this);
 }
 
 }  // namespace tessera

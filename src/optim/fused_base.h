@@ -3,9 +3,9 @@
 #include <string>
 
 #include "optim/kernels.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
-#include "tessera/fused_optimizer.h"
-#include "tessera/torch_compat.h"
+#include "tessera/optim/fused_optimizer.h"
 
 // What the three fused optimizers share.
 
@@ -15,8 +15,8 @@ inline Precision precision_of(const at::Tensor& values) {
   return values.scalar_type() == at::kFloat ? Precision::Float32 : Precision::Float64;
 }
 
-/// `state` made to lie in memory as `values` does, with its dtype: created as zeros where undefined, converted where a
-/// loaded one differs. Throws UsageError when the sizes differ.
+/// `state` made to lie in memory as `values` does, with its dtype: created as zeros where
+/// undefined, converted where a loaded one differs. Throws UsageError when the sizes differ.
 void* match_state(const char* name, at::Tensor& state, const at::Tensor& values);
 
 /// The state of `param` as the type that the optimizer keeps; created where missing.
@@ -28,8 +28,8 @@ State& state_of(StateMap& states, const at::Tensor& param) {
   }
   auto* typed = dynamic_cast<State*>(slot.get());
   if (typed == nullptr) {
-    throw UsageError(std::string("fused optimizer: the parameter's state is a ") + typeid(*slot).name() +
-                     ", expected a " + typeid(State).name());
+    throw UsageError(std::string("fused optimizer: the parameter's state is a ") +
+                     typeid(*slot).name() + ", expected a " + typeid(State).name());
   }
   return *typed;
 }

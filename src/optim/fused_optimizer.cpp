@@ -1,4 +1,4 @@
-#include "tessera/fused_optimizer.h"
+#include "tessera/optim/fused_optimizer.h"
 
 #include <ATen/Parallel.h>
 
@@ -40,30 +40,37 @@ void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
   for (const auto& job : jobs) {
     const int64_t from = std::max(begin, start), to = std::min(end, start + job.update.numel);
     if (from < to) {
-      const auto* grad = static_cast<const char*>(job.grad.data_ptr()) + (from - start) * job.grad.element_size();
+      const auto* grad =
+          static_cast<const char*>(job.grad.data_ptr()) + (from - start) * job.grad.element_size();
       job.update.kernel(job.update, from - start, grad, to - from, 1.0, nullptr);
     }
     start += job.update.numel;
   }
 }
 
-// Zeros laid out as `values`. They stay for good, so large ones get a mapping of their own: on the heap they would lie between what comes and goes in every step, and hold
-// it apart. On large pages where the system gives them: several streams through memory lose a few percent at each 4 KiB border, and the first touch is cheaper.
+// Zeros laid out as `values`. They stay for good, so large ones get a mapping of their own: on the
+// heap they would lie between what comes and goes in every step, and hold it apart. On large pages
+// where the system gives them: several streams through memory lose a few percent at each 4 KiB
+// border, and the first touch is cheaper.
 at::Tensor new_state(const at::Tensor& values) {
 #ifdef __linux__
   constexpr size_t kLargePage = size_t{1} << 21, kLarge = size_t{1} << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t bytes = (values.nbytes() + page - 1) / page * page;
   if (values.device().is_cpu() && bytes >= kLarge) {
-    // A large page more than is needed, to start at an address of its size; what is before and behind is given back.
-    void* const room = mmap(nullptr, bytes + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // A large page more than is needed, to start at an address of its size; what is before and
+    // behind is given back.
+    void* const room = mmap(nullptr, bytes + kLargePage, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (room != MAP_FAILED) {
       const size_t before = -reinterpret_cast<uintptr_t>(room) & (kLargePage - 1);
       auto* const start = static_cast<char*>(room) + before;
       if (before > 0) munmap(room, before);
       munmap(start + bytes, kLargePage - before);
       madvise(start, bytes, MADV_HUGEPAGE);  // only advice: a refusal changes nothing
-      return at::from_blob(start, values.sizes(), values.strides(), [bytes](void* memory) { munmap(memory, bytes); }, values.options().requires_grad(false));
+      return at::from_blob(
+          start, values.sizes(), values.strides(), [bytes](void* memory) { munmap(memory, bytes); },
+          values.options().requires_grad(false));
     }
   }
 #endif
@@ -76,8 +83,9 @@ void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& 
   if (!state.defined()) {
     state = new_state(values);
   } else if (state.sizes() != values.sizes()) {
-    throw UsageError(std::string("fused optimizer: state ") + name + " has sizes " + c10::str(state.sizes()) +
-                     ", expected those of its parameter, " + c10::str(values.sizes()));
+    throw UsageError(std::string("fused optimizer: state ") + name + " has sizes " +
+                     c10::str(state.sizes()) + ", expected those of its parameter, " +
+                     c10::str(values.sizes()));
   } else if (state.scalar_type() != values.scalar_type() || state.strides() != values.strides() ||
              state.device() != values.device()) {
     state = at::empty_like(values).copy_(state);
@@ -85,20 +93,23 @@ void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& 
   return state.data_ptr();
 }
 
-// Threads of our own, for a moment: at::parallel_for is a template over OpenMP, which the caller's build may lack.
+// Threads of our own, for a moment: at::parallel_for is a template over OpenMP, which the caller's
+// build may lack.
 void optim::run_jobs(const std::vector<Job>& jobs) {
   int64_t total = 0;
   for (const auto& job : jobs) {
     total += job.update.numel;
   }
   const int64_t allowed = at::in_parallel_region() ? 1 : at::get_num_threads();
-  const int64_t count = std::clamp<int64_t>(total / kElementsPerThread, 1, std::max<int64_t>(allowed, 1));
+  const int64_t count =
+      std::clamp<int64_t>(total / kElementsPerThread, 1, std::max<int64_t>(allowed, 1));
   const int64_t share = (total + count - 1) / count;
   std::vector<std::thread> threads;
   int64_t begin = share;
   try {
     for (; begin < total; begin += share) {
-      threads.emplace_back([&jobs, begin, end = std::min(total, begin + share)] { run_span(jobs, begin, end); });
+      threads.emplace_back(
+          [&jobs, begin, end = std::min(total, begin + share)] { run_span(jobs, begin, end); });
     }
   } catch (const std::system_error&) {  // no more threads to be had: the rest is done here
   }
@@ -116,7 +127,9 @@ bool FusedOptimizer::supports_range(const at::Tensor& param) {
 
 RangeUpdate FusedOptimizer::begin_update(const at::Tensor& param) {
   if (!supports_range(param)) {
-    throw UsageError("FusedOptimizer::begin_update: the parameter must be a dense contiguous float32 CPU tensor");
+    throw UsageError(
+        "FusedOptimizer::begin_update: the parameter must be a dense contiguous float32 CPU "
+        "tensor");
   }
   for (const auto& group : param_groups_) {
     for (const auto& one : group.params()) {
@@ -138,13 +151,14 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   std::vector<optim::Job> jobs;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameter, the dense values updated in its place
+  std::vector<std::pair<at::Tensor, at::Tensor>>
+      copies;  // parameter, the dense values updated in its place
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& params = param_groups_[g].params();
     for (size_t i = 0; i < params.size(); ++i) {
       if (params[i].grad().defined() && params[i].grad().layout() != at::kStrided) {
-        throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " + std::to_string(g) +
-                         " has a sparse gradient, expected a dense one");
+        throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " +
+                         std::to_string(g) + " has a sparse gradient, expected a dense one");
       }
     }
   }

@@ -13,7 +13,8 @@ std::unique_ptr<torch::optim::SGDOptions> checked(const torch::optim::SGDOptions
 
 }  // namespace
 
-FusedSGD::FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::SGDOptions defaults)
+FusedSGD::FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups,
+                   torch::optim::SGDOptions defaults)
     : FusedOptimizer(std::move(groups), checked(defaults)) {}
 
 FusedSGD::FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
@@ -41,12 +42,15 @@ RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
   return update;
 }
 
-void FusedSGD::plain_update(const Gradients& gradients, const torch::optim::OptimizerOptions& options) {
+void FusedSGD::plain_update(const Gradients& gradients,
+                            const torch::optim::OptimizerOptions& options) {
   const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
   for (const auto& [param, grad] : gradients) {
     at::Tensor none;
     auto& buffer =
-        o.momentum() != 0 ? optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer() : none;
+        o.momentum() != 0
+            ? optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer()
+            : none;
     optim::plain_sgd(param, grad, buffer, o);
   }
 }

@@ -4,21 +4,23 @@
 #include <cstdint>
 #include <cstring>
 
-#include "tessera/range_update.h"
+#include "tessera/detail/range_update.h"
 
-// Included by kernels.cpp alone: always inlined into one function per instruction set, so that each is vectorised for it.
+// Included by kernels.cpp alone: always inlined into one function per instruction set, so that each
+// is vectorised for it.
 
 #define TESSERA_INLINE [[gnu::always_inline]] inline
 
 namespace tessera::optim {
 
 template <class T, bool L2, bool Amsgrad, bool Copy>
-TESSERA_INLINE void adam_loop(const RangeUpdate& u, int64_t offset, const T* __restrict grad, int64_t n, T scale,
-                              T* __restrict copy_out) {
+TESSERA_INLINE void adam_loop(const RangeUpdate& u, int64_t offset, const T* __restrict grad,
+                              int64_t n, T scale, T* __restrict copy_out) {
   const double* c = u.coefficients;
   const T beta1 = static_cast<T>(c[0]), keep1 = static_cast<T>(c[1]);
   const T beta2 = static_cast<T>(c[2]), keep2 = static_cast<T>(c[3]);
-  const T correction = static_cast<T>(c[4]), eps = static_cast<T>(c[5]), step = static_cast<T>(c[6]);
+  const T correction = static_cast<T>(c[4]), eps = static_cast<T>(c[5]),
+          step = static_cast<T>(c[6]);
   const T shrink = static_cast<T>(c[7]), l2 = static_cast<T>(c[8]);
   T* __restrict parameter = static_cast<T*>(u.parameter) + offset;
   T* __restrict first = static_cast<T*>(u.first) + offset;
@@ -50,8 +52,8 @@ TESSERA_INLINE void adam_loop(const RangeUpdate& u, int64_t offset, const T* __r
 }
 
 template <class T, bool L2, bool HasMomentum, bool Nesterov, bool Copy>
-TESSERA_INLINE void sgd_loop(const RangeUpdate& u, int64_t offset, const T* __restrict grad, int64_t n, T scale,
-                             T* __restrict copy_out) {
+TESSERA_INLINE void sgd_loop(const RangeUpdate& u, int64_t offset, const T* __restrict grad,
+                             int64_t n, T scale, T* __restrict copy_out) {
   const double* c = u.coefficients;
   const T momentum = static_cast<T>(c[0]), keep = static_cast<T>(c[1]);
   const T lr = static_cast<T>(c[2]), l2 = static_cast<T>(c[3]);
@@ -77,25 +79,26 @@ TESSERA_INLINE void sgd_loop(const RangeUpdate& u, int64_t offset, const T* __re
 }
 
 template <class T, bool L2, bool Amsgrad>
-TESSERA_INLINE void adam_range(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
-                               void* copy_out) {
+TESSERA_INLINE void adam_range(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n,
+                               double scale, void* copy_out) {
   if (copy_out != nullptr) {
-    adam_loop<T, L2, Amsgrad, true>(u, offset, static_cast<const T*>(grad), n, static_cast<T>(scale),
-                                    static_cast<T*>(copy_out));
+    adam_loop<T, L2, Amsgrad, true>(u, offset, static_cast<const T*>(grad), n,
+                                    static_cast<T>(scale), static_cast<T*>(copy_out));
   } else {
-    adam_loop<T, L2, Amsgrad, false>(u, offset, static_cast<const T*>(grad), n, static_cast<T>(scale), nullptr);
+    adam_loop<T, L2, Amsgrad, false>(u, offset, static_cast<const T*>(grad), n,
+                                     static_cast<T>(scale), nullptr);
   }
 }
 
 template <class T, bool L2, bool HasMomentum, bool Nesterov>
-TESSERA_INLINE void sgd_range(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
-                              void* copy_out) {
+TESSERA_INLINE void sgd_range(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n,
+                              double scale, void* copy_out) {
   if (copy_out != nullptr) {
-    sgd_loop<T, L2, HasMomentum, Nesterov, true>(u, offset, static_cast<const T*>(grad), n, static_cast<T>(scale),
-                                                 static_cast<T*>(copy_out));
+    sgd_loop<T, L2, HasMomentum, Nesterov, true>(u, offset, static_cast<const T*>(grad), n,
+                                                 static_cast<T>(scale), static_cast<T*>(copy_out));
   } else {
-    sgd_loop<T, L2, HasMomentum, Nesterov, false>(u, offset, static_cast<const T*>(grad), n, static_cast<T>(scale),
-                                                  nullptr);
+    sgd_loop<T, L2, HasMomentum, Nesterov, false>(u, offset, static_cast<const T*>(grad), n,
+                                                  static_cast<T>(scale), nullptr);
   }
 }
 

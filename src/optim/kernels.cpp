@@ -22,24 +22,26 @@ bool cpu_has_avx2() { return false; }
 std::atomic<bool> avx2_allowed{true};
 
 template <class T, bool L2, bool Amsgrad>
-void adam_any(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale, void* copy_out) {
+void adam_any(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
+              void* copy_out) {
   adam_range<T, L2, Amsgrad>(u, offset, grad, n, scale, copy_out);
 }
 
 template <class T, bool L2, bool Amsgrad>
-TESSERA_AVX2 void adam_avx2(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
-                            void* copy_out) {
+TESSERA_AVX2 void adam_avx2(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n,
+                            double scale, void* copy_out) {
   adam_range<T, L2, Amsgrad>(u, offset, grad, n, scale, copy_out);
 }
 
 template <class T, bool L2, bool HasMomentum, bool Nesterov>
-void sgd_any(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale, void* copy_out) {
+void sgd_any(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
+             void* copy_out) {
   sgd_range<T, L2, HasMomentum, Nesterov>(u, offset, grad, n, scale, copy_out);
 }
 
 template <class T, bool L2, bool HasMomentum, bool Nesterov>
-TESSERA_AVX2 void sgd_avx2(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n, double scale,
-                           void* copy_out) {
+TESSERA_AVX2 void sgd_avx2(const RangeUpdate& u, int64_t offset, const void* grad, int64_t n,
+                           double scale, void* copy_out) {
   sgd_range<T, L2, HasMomentum, Nesterov>(u, offset, grad, n, scale, copy_out);
 }
 
@@ -58,7 +60,8 @@ RangeKernel pick_adam(bool l2, bool amsgrad) {
 
 template <class T, bool L2, bool HasMomentum, bool Nesterov>
 RangeKernel pick_sgd() {
-  return uses_avx2() ? sgd_avx2<T, L2, HasMomentum, Nesterov> : sgd_any<T, L2, HasMomentum, Nesterov>;
+  return uses_avx2() ? sgd_avx2<T, L2, HasMomentum, Nesterov>
+                     : sgd_any<T, L2, HasMomentum, Nesterov>;
 }
 
 template <class T, bool L2>
@@ -88,7 +91,8 @@ bool uses_avx2() {
 void allow_avx2(bool allowed) { avx2_allowed.store(allowed, std::memory_order_relaxed); }
 
 RangeKernel adam_kernel(Precision precision, bool l2, bool amsgrad) {
-  return precision == Precision::Float32 ? pick_adam<float>(l2, amsgrad) : pick_adam<double>(l2, amsgrad);
+  return precision == Precision::Float32 ? pick_adam<float>(l2, amsgrad)
+                                         : pick_adam<double>(l2, amsgrad);
 }
 
 RangeKernel sgd_kernel(Precision precision, bool l2, Momentum momentum) {
@@ -98,6 +102,8 @@ RangeKernel sgd_kernel(Precision precision, bool l2, Momentum momentum) {
   return l2 ? pick_sgd<double, true>(momentum) : pick_sgd<double, false>(momentum);
 }
 
-double sum_of_squares(const float* x, int64_t n) { return uses_avx2() ? sum_avx2(x, n) : sum_any(x, n); }
+double sum_of_squares(const float* x, int64_t n) {
+  return uses_avx2() ? sum_avx2(x, n) : sum_any(x, n);
+}
 
 }  // namespace tessera::optim

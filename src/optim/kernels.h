@@ -1,9 +1,9 @@
 #pragma once
 
-#include "tessera/range_update.h"
+#include "tessera/detail/range_update.h"
 
-// The loops over elements, compiled once for any CPU and once for AVX2, chosen at run time. See [Note: bit identity] in
-// tessera/fused_optimizer.h.
+// The loops over elements, compiled once for any CPU and once for AVX2, chosen at run time. See
+// [Note: bit identity] in tessera/fused_optimizer.h.
 
 namespace tessera::optim {
 
@@ -24,7 +24,8 @@ double sum_of_squares(const float* x, int64_t n);
 /// Whether the AVX2 code is in use.
 bool uses_avx2();
 
-/// For tests and measurements: lets kernels asked for from now on be the code for any CPU (false), or the chosen (true).
+/// For tests and measurements: lets kernels asked for from now on be the code for any CPU (false),
+/// or the chosen (true).
 void allow_avx2(bool allowed);
 
 }  // namespace tessera::optim

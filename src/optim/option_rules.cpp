@@ -4,7 +4,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "tessera/nearest.h"
+#include "tessera/detail/nearest.h"
 
 namespace tessera {
 
@@ -56,7 +56,9 @@ const char* type_name(OptionType type) {
   return "a list of numbers";
 }
 
-bool has_type(OptionType type, const OptionValue& value) { return value.index() == static_cast<size_t>(type); }
+bool has_type(OptionType type, const OptionValue& value) {
+  return value.index() == static_cast<size_t>(type);
+}
 
 bool in_unit_interval(double x) { return x >= 0 && x < 1; }
 
@@ -74,7 +76,9 @@ KnownOption known_option(const std::string& name, OptionType type) {
     };
   } else if (type == OptionType::Text) {
     option.expected = "\"strong_wolfe\"";
-    option.accepts = [](const OptionValue& value) { return std::get<std::string>(value) == "strong_wolfe"; };
+    option.accepts = [](const OptionValue& value) {
+      return std::get<std::string>(value) == "strong_wolfe";
+    };
   } else if (type == OptionType::Integer) {
     option.expected = "an integer >= 1";
     option.accepts = [](const OptionValue& value) { return std::get<int64_t>(value) >= 1; };
@@ -82,31 +86,35 @@ KnownOption known_option(const std::string& name, OptionType type) {
     option.accepts = [](const OptionValue& value) { return std::isfinite(number(value)); };
   } else if (type == OptionType::Number) {
     option.expected = "a number >= 0";
-    option.accepts = [](const OptionValue& value) { return std::isfinite(number(value)) && number(value) >= 0; };
+    option.accepts = [](const OptionValue& value) {
+      return std::isfinite(number(value)) && number(value) >= 0;
+    };
   }
   return option;
 }
 
-OptionValue checked_value(const std::string& component, const KnownOption& option, const OptionValue& value) {
+OptionValue checked_value(const std::string& component, const KnownOption& option,
+                          const OptionValue& value) {
   OptionValue converted = value;
   if (option.type == OptionType::Number && std::holds_alternative<int64_t>(value)) {
     converted = static_cast<double>(std::get<int64_t>(value));
   }
   if (!has_type(option.type, converted) || (option.accepts && !option.accepts(converted))) {
-    throw UsageError(component + ": option " + option.name + " = " + to_string(value) + ", expected " +
+    throw UsageError(component + ": option " + option.name + " = " + to_string(value) +
+                     ", expected " +
                      (option.expected.empty() ? type_name(option.type) : option.expected));
   }
   return converted;
 }
 
-UsageError unknown_name(const std::string& component, const std::string& what, const std::string& name,
-                        const std::vector<std::string>& known) {
+UsageError unknown_name(const std::string& component, const std::string& what,
+                        const std::string& name, const std::vector<std::string>& known) {
   std::string list;
   for (const auto& one : known) {
     list += (list.empty() ? "" : ", ") + one;
   }
-  return UsageError(component + ": unknown " + what + " \"" + name + "\"" + did_you_mean(name, known) +
-                    "; known: " + (list.empty() ? "none" : list));
+  return UsageError(component + ": unknown " + what + " \"" + name + "\"" +
+                    did_you_mean(name, known) + "; known: " + (list.empty() ? "none" : list));
 }
 
 }  // namespace optim

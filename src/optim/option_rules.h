@@ -7,7 +7,8 @@
 #include "tessera/error.h"
 #include "tessera/optim.h"
 
-// What values the options of libtorch's optimizers may have, and conversion between their fields and OptionValue.
+// What values the options of libtorch's optimizers may have, and conversion between their fields
+// and OptionValue.
 
 namespace tessera::optim {
 
@@ -54,12 +55,14 @@ void from_option(const OptionValue& value, Field& field) {
   }
 }
 
-/// An option of libtorch's optimizers by its name, which means the same in all of them. Without a default.
+/// An option of libtorch's optimizers by its name, which means the same in all of them. Without a
+/// default.
 KnownOption known_option(const std::string& name, OptionType type);
 
-/// `value` as the option's type, integers made numbers where those are expected. Throws UsageError, beginning with
-/// `component`, when the type or the value is not what the option takes.
-OptionValue checked_value(const std::string& component, const KnownOption& option, const OptionValue& value);
+/// `value` as the option's type, integers made numbers where those are expected. Throws UsageError,
+/// beginning with `component`, when the type or the value is not what the option takes.
+OptionValue checked_value(const std::string& component, const KnownOption& option,
+                          const OptionValue& value);
 
 template <class Options>
 std::vector<KnownOption> known_options_of(const Options& defaults) {
@@ -81,15 +84,17 @@ void check_options(const std::string& component, const Options& options) {
   }
   if constexpr (is_one_of<Options, torch::optim::SGDOptions>) {
     if (options.nesterov() && (options.momentum() <= 0 || options.dampening() != 0)) {
-      throw UsageError(component + ": option nesterov = true needs momentum > 0 and dampening = 0, not momentum = " +
-                       to_string(OptionValue(options.momentum())) +
-                       ", dampening = " + to_string(OptionValue(options.dampening())));
+      throw UsageError(
+          component +
+          ": option nesterov = true needs momentum > 0 and dampening = 0, not momentum = " +
+          to_string(OptionValue(options.momentum())) +
+          ", dampening = " + to_string(OptionValue(options.dampening())));
     }
   }
 }
 
 /// An error about `name`, listing the known names and the nearest.
-UsageError unknown_name(const std::string& component, const std::string& what, const std::string& name,
-                        const std::vector<std::string>& known);
+UsageError unknown_name(const std::string& component, const std::string& what,
+                        const std::string& name, const std::vector<std::string>& known);
 
 }  // namespace tessera::optim

@@ -3,8 +3,8 @@
 
 #include "optim/option_rules.h"
 #include "optim/serialized.h"
-#include "tessera/optimizer_state.h"
-#include "tessera/torch_compat.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
 
@@ -43,7 +43,8 @@ std::optional<OptionValue> to_option_value(const c10::IValue& value) {
 
 // `model` is the value that it replaces, and has the same kind.
 c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
-  if (const auto* numbers = std::get_if<std::vector<double>>(&value); numbers != nullptr && model.isTuple()) {
+  if (const auto* numbers = std::get_if<std::vector<double>>(&value);
+      numbers != nullptr && model.isTuple()) {
     return c10::ivalue::Tuple::create(std::vector<c10::IValue>(numbers->begin(), numbers->end()));
   }
   return std::visit([](const auto& v) { return c10::IValue(v); }, value);
@@ -51,12 +52,14 @@ c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
 
 std::vector<std::string> keys_of(const OptionMap& values) {
   std::vector<std::string> keys;
-  std::transform(values.begin(), values.end(), std::back_inserter(keys), [](const auto& v) { return v.first; });
+  std::transform(values.begin(), values.end(), std::back_inserter(keys),
+                 [](const auto& v) { return v.first; });
   return keys;
 }
 
 // What a field of a user-defined type takes is what it holds now.
-OptionValue checked_like(const std::string& name, const OptionValue& value, const OptionMap& present) {
+OptionValue checked_like(const std::string& name, const OptionValue& value,
+                         const OptionMap& present) {
   const auto found = present.find(name);
   if (found == present.end()) {
     throw optim::unknown_name(kComponent, "option", name, keys_of(present));
@@ -125,7 +128,9 @@ void set_options(torch::optim::OptimizerOptions& options, const OptionMap& value
       names.emplace_back(name);
       if (const auto found = values.find(name); found != values.end()) {
         const auto type = optim::option_type<std::remove_reference_t<decltype(field)>>();
-        optim::from_option(optim::checked_value(kComponent, optim::known_option(name, type), found->second), field);
+        optim::from_option(
+            optim::checked_value(kComponent, optim::known_option(name, type), found->second),
+            field);
         ++taken;
       }
     });
@@ -144,23 +149,26 @@ void set_options(torch::optim::OptimizerOptions& options, const OptionMap& value
 
 void copy_options(const torch::optim::OptimizerOptions& from, torch::optim::OptimizerOptions& to) {
   if (typeid(from) != typeid(to)) {
-    throw UsageError(std::string("copy_options: the options are of different types, ") + typeid(from).name() + " and " +
-                     typeid(to).name());
+    throw UsageError(std::string("copy_options: the options are of different types, ") +
+                     typeid(from).name() + " and " + typeid(to).name());
   }
-  const bool known = optim::with_options(
-      to, [&from](auto& typed) { typed = static_cast<const std::remove_reference_t<decltype(typed)>&>(from); });
+  const bool known = optim::with_options(to, [&from](auto& typed) {
+    typed = static_cast<const std::remove_reference_t<decltype(typed)>&>(from);
+  });
   if (known) {
     return;
   }
   const auto stored = optim::to_values(from);
   if (!stored) {
     throw UsageError(std::string("copy_options: ") + typeid(from).name() +
-                     " does not implement serialize(OutputArchive&): copy the parameter group's options instead");
+                     " does not implement serialize(OutputArchive&): copy the parameter group's "
+                     "options instead");
   }
   optim::from_values(*stored, to);
 }
 
-void copy_options(const torch::optim::OptimizerParamGroup& from, torch::optim::OptimizerParamGroup& to) {
+void copy_options(const torch::optim::OptimizerParamGroup& from,
+                  torch::optim::OptimizerParamGroup& to) {
   to.set_options(from.options().clone());
 }
 

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "tessera/torch_compat.h"
+#include "tessera/detail/torch_compat.h"
 
 namespace tessera::optim {
 
@@ -34,9 +34,11 @@ bool libtorch_fused_adam(const std::vector<AdamTensors>& tensors, const AdamNumb
     return false;
   }
   compat::FusedAdamLists lists;
-  // The kernel reads the counts from the device as float32; all are equal here, so one tensor serves them all.
-  const auto step = at::full({}, static_cast<double>(tensors.front().step),
-                             tensors.front().param.options().dtype(at::kFloat).requires_grad(false));
+  // The kernel reads the counts from the device as float32; all are equal here, so one tensor
+  // serves them all.
+  const auto step =
+      at::full({}, static_cast<double>(tensors.front().step),
+               tensors.front().param.options().dtype(at::kFloat).requires_grad(false));
   for (const auto& t : tensors) {
     lists.params.push_back(t.param.detach());
     lists.grads.push_back(t.grad);

@@ -1,14 +1,14 @@
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-#include <utility>
-#include <vector>
-
-// The updates as tensor operations, for tensors that the fused kernels do not take: other dtypes, other devices. The
-// arithmetic is libtorch's own optimizers'. Call without autograd.
+// The updates as tensor operations, for tensors that the fused kernels do not take: other dtypes,
+// other devices. The arithmetic is libtorch's own optimizers'. Call without autograd.
 
 namespace tessera::optim {
 
@@ -26,18 +26,23 @@ struct AdamNumbers {
 
 template <class Options>
 AdamNumbers adam_numbers(const Options& o) {
-  return {o.lr(),           std::get<0>(o.betas()), std::get<1>(o.betas()),
-          o.eps(),          o.weight_decay(),       o.amsgrad(),
+  return {o.lr(),
+          std::get<0>(o.betas()),
+          std::get<1>(o.betas()),
+          o.eps(),
+          o.weight_decay(),
+          o.amsgrad(),
           std::is_same_v<Options, torch::optim::AdamWOptions>};
 }
 
 void plain_adam(const AdamTensors& tensors, const AdamNumbers& numbers);
 
-/// libtorch's fused kernel over lists of tensors of one device and dtype, all at the same step. False, with nothing
-/// done, where this libtorch has none.
+/// libtorch's fused kernel over lists of tensors of one device and dtype, all at the same step.
+/// False, with nothing done, where this libtorch has none.
 bool libtorch_fused_adam(const std::vector<AdamTensors>& tensors, const AdamNumbers& numbers);
 
-/// `buffer`: the momentum buffer; undefined at the first step with momentum, and then defined afterwards.
+/// `buffer`: the momentum buffer; undefined at the first step with momentum, and then defined
+/// afterwards.
 void plain_sgd(const at::Tensor& param, const at::Tensor& grad, at::Tensor& buffer,
                const torch::optim::SGDOptions& options);
 

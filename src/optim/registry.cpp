@@ -2,8 +2,8 @@
 #include <iterator>
 
 #include "optim/option_rules.h"
-#include "tessera/fused_optimizer.h"
 #include "tessera/optim.h"
+#include "tessera/optim/fused_optimizer.h"
 
 namespace tessera {
 
@@ -44,11 +44,14 @@ void OptimizerRegistry::add(const std::string& name, OptimizerEntry entry) {
 
 std::vector<std::string> OptimizerRegistry::names() const {
   std::vector<std::string> names;
-  std::transform(entries_.begin(), entries_.end(), std::back_inserter(names), [](const auto& e) { return e.first; });
+  std::transform(entries_.begin(), entries_.end(), std::back_inserter(names),
+                 [](const auto& e) { return e.first; });
   return names;
 }
 
-bool OptimizerRegistry::contains(const std::string& name) const { return entries_.count(name) != 0; }
+bool OptimizerRegistry::contains(const std::string& name) const {
+  return entries_.count(name) != 0;
+}
 
 const OptimizerEntry& OptimizerRegistry::entry(const std::string& name) const {
   const auto found = entries_.find(name);
@@ -73,8 +76,8 @@ OptionMap OptimizerRegistry::complete(const std::string& name, const OptionMap& 
     }
   }
   for (const auto& [option_name, value] : options) {
-    const auto found =
-        std::find_if(known.begin(), known.end(), [&key = option_name](const auto& o) { return o.name == key; });
+    const auto found = std::find_if(known.begin(), known.end(),
+                                    [&key = option_name](const auto& o) { return o.name == key; });
     if (found == known.end()) {
       throw optim::unknown_name("optimizer " + name, "option", option_name, known_names);
     }
@@ -83,12 +86,13 @@ OptionMap OptimizerRegistry::complete(const std::string& name, const OptionMap& 
   return complete;
 }
 
-OptimizerFactory OptimizerRegistry::factory(const std::string& name, const OptionMap& options) const {
+OptimizerFactory OptimizerRegistry::factory(const std::string& name,
+                                            const OptionMap& options) const {
   return entry(name).make_factory(complete(name, options));
 }
 
-std::unique_ptr<torch::optim::OptimizerOptions> OptimizerRegistry::options_for(const std::string& name,
-                                                                               const OptionMap& options) const {
+std::unique_ptr<torch::optim::OptimizerOptions> OptimizerRegistry::options_for(
+    const std::string& name, const OptionMap& options) const {
   return entry(name).make_options(complete(name, options));
 }
 

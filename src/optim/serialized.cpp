@@ -7,10 +7,11 @@ namespace {
 // InputArchive has no constructor from an OutputArchive: the way between them is bytes.
 torch::serialize::InputArchive reopen(const torch::serialize::OutputArchive& archive) {
   std::string bytes;
-  const_cast<torch::serialize::OutputArchive&>(archive).save_to([&bytes](const void* data, size_t size) {
-    bytes.append(static_cast<const char*>(data), size);
-    return size;
-  });
+  const_cast<torch::serialize::OutputArchive&>(archive).save_to(
+      [&bytes](const void* data, size_t size) {
+        bytes.append(static_cast<const char*>(data), size);
+        return size;
+      });
   torch::serialize::InputArchive reopened;
   reopened.load_from(bytes.data(), bytes.size());
   return reopened;

@@ -1,14 +1,14 @@
 #pragma once
 
-#include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
-
 #include <map>
 #include <optional>
 #include <string>
 
-// User-defined states and options as named values, through their `serialize` functions and an archive in memory. No
-// bytes from outside ever enter such an archive.
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+// User-defined states and options as named values, through their `serialize` functions and an
+// archive in memory. No bytes from outside ever enter such an archive.
 
 namespace tessera::optim {
 
@@ -29,7 +29,8 @@ std::optional<NamedValues> to_values(const Serializable& object) {
   return read_archive(archive);
 }
 
-/// Throws c10::Error when the type does not implement `serialize` or `values` are not what it wrote.
+/// Throws c10::Error when the type does not implement `serialize` or `values` are not what it
+/// wrote.
 template <class Serializable>
 void from_values(const NamedValues& values, Serializable& object) {
   auto archive = make_archive(values);

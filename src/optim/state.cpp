@@ -4,9 +4,9 @@
 #include "optim/fields.h"
 #include "optim/option_rules.h"
 #include "optim/serialized.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
-#include "tessera/optimizer_state.h"
-#include "tessera/torch_compat.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
 
@@ -154,8 +154,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const ParamState& 
   return made;
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> make_like_options(const torch::optim::OptimizerOptions& options,
-                                                                     const ParamState& state) {
+std::unique_ptr<torch::optim::OptimizerParamState> make_like_options(
+    const torch::optim::OptimizerOptions& options, const ParamState& state) {
   using namespace torch::optim;
   if (typeid(options) == typeid(SGDOptions)) {
     return make_state<SGDParamState>(state);
@@ -192,8 +192,9 @@ void put_value(const std::string& name, const c10::IValue& value, ParamState& st
   } else if (value.isTensorList()) {
     put_list(name, value.toTensorVector(), state);
   } else if (!value.isNone()) {
-    throw UsageError("get_state: the state's field " + name + " is a " + value.tagKind() +
-                     ", expected a tensor, a list of tensors or a number: use declare_state with functions");
+    throw UsageError(
+        "get_state: the state's field " + name + " is a " + value.tagKind() +
+        ", expected a tensor, a list of tensors or a number: use declare_state with functions");
   }
 }
 
@@ -211,7 +212,8 @@ std::optional<ParamState> read_serialized(const torch::optim::OptimizerParamStat
 
 UsageError unreadable(const torch::optim::OptimizerParamState& object) {
   return UsageError(std::string("get_state: the state ") + typeid(object).name() +
-                    " does not implement serialize(OutputArchive&), and declare_state was not called for its optimizer");
+                    " does not implement serialize(OutputArchive&), and declare_state was not "
+                    "called for its optimizer");
 }
 
 void fill_serialized(const ParamState& state, torch::optim::OptimizerParamState& object) {
@@ -241,7 +243,8 @@ void fill_serialized(const ParamState& state, torch::optim::OptimizerParamState&
 
 }  // namespace
 
-StateAdapter serializing_adapter(std::function<std::unique_ptr<torch::optim::OptimizerParamState>()> make_empty) {
+StateAdapter serializing_adapter(
+    std::function<std::unique_ptr<torch::optim::OptimizerParamState>()> make_empty) {
   StateAdapter adapter;
   adapter.read = [](const torch::optim::OptimizerParamState& object) {
     if (auto state = read_serialized(object)) {
@@ -257,7 +260,8 @@ StateAdapter serializing_adapter(std::function<std::unique_ptr<torch::optim::Opt
   return adapter;
 }
 
-std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer,
+                                    const at::Tensor& param) {
   const auto found = optimizer.state().find(compat::state_key(param));
   if (found == optimizer.state().end() || !found->second) {
     return std::nullopt;
@@ -277,7 +281,8 @@ std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer, co
   return state;
 }
 
-void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const ParamState& state) {
+void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
+               const ParamState& state) {
   const auto key = compat::state_key(param);
   if (const auto adapter = optim::declared_adapter(optimizer)) {
     optimizer.state()[key] = adapter->make(state);
@@ -287,8 +292,9 @@ void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, cons
   const auto present = optimizer.state().find(key);
   if (present != optimizer.state().end() && present->second) {
     auto& object = *present->second;
-    const bool known = optim::with_state(
-        object, [&](auto& typed) { made = make_state<std::remove_reference_t<decltype(typed)>>(state); });
+    const bool known = optim::with_state(object, [&](auto& typed) {
+      made = make_state<std::remove_reference_t<decltype(typed)>>(state);
+    });
     if (!known) {
       fill_serialized(state, object);
       return;
@@ -317,9 +323,12 @@ void clear_state(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   }
 }
 
-bool follows_parameter(const at::Tensor& state, const at::Tensor& param) { return state.sizes() == param.sizes(); }
+bool follows_parameter(const at::Tensor& state, const at::Tensor& param) {
+  return state.sizes() == param.sizes();
+}
 
-void add_param_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group) {
+void add_param_group(torch::optim::Optimizer& optimizer,
+                     const torch::optim::OptimizerParamGroup& group) {
   optimizer.add_param_group(group);
   auto& added = optimizer.param_groups().back();
   if (group.has_options()) {

@@ -1,23 +1,28 @@
 #include "sharding/bucket.h"
 
-#include "comm/shm_kernels.h"
+#include "comm/shm/shm_kernels.h"
 
 namespace tessera::sharding {
 
 at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   at::AutoDispatchBelowADInplaceOrView no_views;
-  if (like.is_non_overlapping_and_dense()) return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);
+  if (like.is_non_overlapping_and_dense())
+    return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);
   return flat.narrow(0, offset, like.numel()).view(like.sizes());
 }
 
 void place(const at::Tensor& gradient, const at::Tensor& window) {
-  const bool same = gradient.layout() == at::kStrided && gradient.device().is_cpu() && window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
-                    gradient.sizes() == window.sizes() && gradient.strides() == window.strides() && window.is_non_overlapping_and_dense();
+  const bool same = gradient.layout() == at::kStrided && gradient.device().is_cpu() &&
+                    window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
+                    gradient.sizes() == window.sizes() && gradient.strides() == window.strides() &&
+                    window.is_non_overlapping_and_dense();
   if (!same) {
     window.copy_(gradient);
     return;
   }
-  comm::copy_bytes(static_cast<std::byte*>(window.data_ptr()), static_cast<const std::byte*>(gradient.data_ptr()), static_cast<int64_t>(window.nbytes()));
+  comm::copy_bytes(static_cast<std::byte*>(window.data_ptr()),
+                   static_cast<const std::byte*>(gradient.data_ptr()),
+                   static_cast<int64_t>(window.nbytes()));
 }
 
 at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel) {
@@ -35,13 +40,16 @@ at::Tensor in_memory_order(const at::Tensor& tensor) {
 at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
   if (tensor.strides() == like.strides()) return in_memory_order(tensor);
   if (!like.is_non_overlapping_and_dense()) return in_memory_order(tensor.contiguous());
-  return in_memory_order(at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor));
+  return in_memory_order(
+      at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor));
 }
 
-Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat, const std::vector<at::Tensor>& tensors) {
+Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat,
+                   const std::vector<at::Tensor>& tensors) {
   Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}, 0};
   for (size_t i = 0; i < bucket.members.size(); ++i) {
-    bucket.views.push_back(window(bucket.flat, bucket.layout.offset(i), tensors[bucket.members[i]]));
+    bucket.views.push_back(
+        window(bucket.flat, bucket.layout.offset(i), tensors[bucket.members[i]]));
   }
   return bucket;
 }

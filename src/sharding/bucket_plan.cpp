@@ -1,12 +1,13 @@
 #include "sharding/bucket_plan.h"
 
-#include <c10/core/alignment.h>
-
 #include <algorithm>
+
+#include <c10/core/alignment.h>
 
 namespace tessera::sharding {
 
-std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& order, int64_t first_bytes,
+std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& tensors,
+                                              const std::vector<size_t>& order, int64_t first_bytes,
                                               int64_t cap_bytes) {
   struct Kind {
     at::ScalarType dtype;
@@ -20,8 +21,11 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& ten
   std::vector<std::vector<size_t>> buckets;
   for (const auto i : order) {
     const auto& tensor = tensors[i];
-    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& k) { return k.dtype == tensor.scalar_type() && k.device == tensor.device(); });
-    if (kind == kinds.end()) kind = kinds.insert(kinds.end(), Kind{tensor.scalar_type(), tensor.device(), first_bytes});
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& k) {
+      return k.dtype == tensor.scalar_type() && k.device == tensor.device();
+    });
+    if (kind == kinds.end())
+      kind = kinds.insert(kinds.end(), Kind{tensor.scalar_type(), tensor.device(), first_bytes});
     if (!kind->open) {
       kind->open = true;
       kind->bytes = 0;
@@ -36,7 +40,8 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<at::Tensor>& ten
     }
   }
   for (auto& bucket : buckets) {
-    std::stable_partition(bucket.begin(), bucket.end(), [&](size_t i) { return tensors[i].nbytes() % c10::gAlignment == 0; });
+    std::stable_partition(bucket.begin(), bucket.end(),
+                          [&](size_t i) { return tensors[i].nbytes() % c10::gAlignment == 0; });
   }
   return buckets;
 }

@@ -7,18 +7,23 @@ namespace tessera {
 
 const char* partition_name(Partition partition) {
   switch (partition) {
-    case Partition::flat: return "flat";
-    case Partition::whole: return "whole";
-    case Partition::first_fit: return "first_fit";
+    case Partition::flat:
+      return "flat";
+    case Partition::whole:
+      return "whole";
+    case Partition::first_fit:
+      return "first_fit";
   }
   return "unknown";
 }
 
-std::vector<int> assign_owners(const std::vector<int64_t>& sizes, std::vector<int64_t>& load, Partition partition) {
+std::vector<int> assign_owners(const std::vector<int64_t>& sizes, std::vector<int64_t>& load,
+                               Partition partition) {
   std::vector<size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), size_t{0});
   if (partition == Partition::whole) {
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
   }
   std::vector<int> owners(sizes.size());
   for (const auto tensor : order) {
@@ -48,7 +53,8 @@ Layout Layout::flat(std::vector<int64_t> sizes, int world) {
   }
   const int64_t part = (total + world - 1) / world;
   std::vector<int64_t> counts;
-  for (int rank = 0; rank < world; ++rank) counts.push_back(std::clamp<int64_t>(total - rank * part, 0, part));
+  for (int rank = 0; rank < world; ++rank)
+    counts.push_back(std::clamp<int64_t>(total - rank * part, 0, part));
   layout.cut(std::move(counts));
   return layout;
 }
@@ -72,11 +78,12 @@ Layout Layout::owned(std::vector<int64_t> sizes, const std::vector<int>& owners,
   return layout;
 }
 
-std::vector<Piece> Layout::pieces(int rank) const {
+std::vector<LayoutSlice> Layout::slices(int rank) const {
   const int64_t begin = begins_[rank], end = begins_[rank + 1];
-  std::vector<Piece> result;
+  std::vector<LayoutSlice> result;
   for (const auto tensor : in_order_) {
-    const int64_t from = std::max(begin, offsets_[tensor]), to = std::min(end, offsets_[tensor] + sizes_[tensor]);
+    const int64_t from = std::max(begin, offsets_[tensor]),
+                  to = std::min(end, offsets_[tensor] + sizes_[tensor]);
     if (from < to) result.push_back({tensor, from - offsets_[tensor], to - from, from});
   }
   return result;

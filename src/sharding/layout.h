@@ -1,24 +1,25 @@
 #pragma once
 
-#include "tessera/partition.h"
-
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "tessera/optim/partition.h"
+
 namespace tessera::sharding {
 
 /// A run of elements of one tensor that one rank holds.
-struct Piece {
+struct LayoutSlice {
   size_t tensor;   ///< Index into the sizes that the layout was made from.
   int64_t begin;   ///< First element, in the tensor.
   int64_t numel;   ///< > 0
   int64_t offset;  ///< Of the first element, in the flat buffer.
-  bool operator==(const Piece&) const = default;
+  bool operator==(const LayoutSlice&) const = default;
 };
 
-/// Which slice of which tensor lives where in a flat buffer that is cut into one segment a rank. Segments follow each
-/// other in rank order without gaps, and so do the tensors: each is one run of the buffer. Pure numbers.
+/// Which slice of which tensor lives where in a flat buffer that is cut into one segment a rank.
+/// Segments follow each other in rank order without gaps, and so do the tensors: each is one run of
+/// the buffer. Pure numbers.
 class Layout {
  public:
   Layout() = default;
@@ -36,14 +37,14 @@ class Layout {
   int64_t size(size_t tensor) const { return sizes_[tensor]; }
   int64_t offset(size_t tensor) const { return offsets_[tensor]; }
   /// What `rank` holds, by ascending offset; covers its segment exactly.
-  std::vector<Piece> pieces(int rank) const;
+  std::vector<LayoutSlice> slices(int rank) const;
 
  private:
   void cut(std::vector<int64_t> counts);
 
   std::vector<int64_t> sizes_, offsets_, counts_;
-  std::vector<int64_t> begins_;    // of segments; one more than ranks
-  std::vector<size_t> in_order_;   // tensors by offset
+  std::vector<int64_t> begins_;   // of segments; one more than ranks
+  std::vector<size_t> in_order_;  // tensors by offset
 };
 
 }  // namespace tessera::sharding

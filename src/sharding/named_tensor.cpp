@@ -1,20 +1,21 @@
 #include "sharding/named_tensor.h"
 
-#include "tessera/error.h"
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-#include <unordered_map>
-#include <utility>
+#include "tessera/error.h"
 
 namespace tessera::sharding {
 
 std::string signature(const NamedTensor& parameter) {
   const auto& tensor = parameter.tensor;
   return fmt::format("{} {} [{}] {}", parameter.name, c10::toString(tensor.scalar_type()),
-                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "), tensor.requires_grad() ? "trainable" : "frozen");
+                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "),
+                     tensor.requires_grad() ? "trainable" : "frozen");
 }
 
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters) {
@@ -23,37 +24,52 @@ std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters) 
   return result;
 }
 
-void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters, size_t group, int rank) {
+void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
+                      size_t group, int rank) {
   const auto fail = [&](size_t index, const std::string& problem) {
-    throw UsageError(fmt::format("{}: rank {}: group {}, parameter {} ({}): {}", component, rank, group, index, parameters[index].name, problem));
+    throw UsageError(fmt::format("{}: rank {}: group {}, parameter {} ({}): {}", component, rank,
+                                 group, index, parameters[index].name, problem));
   };
-  if (parameters.empty()) throw UsageError(fmt::format("{}: rank {}: group {} has no parameters; expected at least one", component, rank, group));
+  if (parameters.empty())
+    throw UsageError(fmt::format("{}: rank {}: group {} has no parameters; expected at least one",
+                                 component, rank, group));
   std::unordered_map<const void*, size_t> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& tensor = parameters[i].tensor;
     if (!tensor.defined()) fail(i, "the tensor is undefined; expected a parameter");
     if (tensor.layout() != at::kStrided) fail(i, "the tensor is sparse; expected a dense one");
-    if (!tensor.is_leaf()) fail(i, "the tensor is not a leaf (it is the result of an operation); expected a parameter");
+    if (!tensor.is_leaf())
+      fail(i, "the tensor is not a leaf (it is the result of an operation); expected a parameter");
     if (tensor.is_complex() && tensor.requires_grad()) {
-      fail(i, fmt::format("the dtype is {}, and sums of complex gradients are not defined; expected a real parameter that forward takes as view_as_complex(parameter)",
-                          c10::toString(tensor.scalar_type())));
+      fail(i,
+           fmt::format("the dtype is {}, and sums of complex gradients are not defined; expected a "
+                       "real parameter that forward takes as view_as_complex(parameter)",
+                       c10::toString(tensor.scalar_type())));
     }
     const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), i);
-    if (!added) fail(i, fmt::format("the same tensor as parameter {} ({}); expected each once", first->second, parameters[first->second].name));
+    if (!added)
+      fail(i, fmt::format("the same tensor as parameter {} ({}); expected each once", first->second,
+                          parameters[first->second].name));
   }
 }
 
-void check_gradient(const std::string& component, const std::string& parameter, const at::Tensor& gradient, int rank) {
+void check_gradient(const std::string& component, const std::string& parameter,
+                    const at::Tensor& gradient, int rank) {
   if (gradient.layout() == at::kStrided) return;
-  throw UsageError(fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build the embedding with sparse(false))", component, rank, parameter));
+  throw UsageError(
+      fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build "
+                  "the embedding with sparse(false))",
+                  component, rank, parameter));
 }
 
-std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters, const std::vector<size_t>& subset) {
+std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters,
+                                                     const std::vector<size_t>& subset) {
   std::vector<std::vector<size_t>> classes;
   for (const auto i : subset) {
     const auto alike = [&](const std::vector<size_t>& members) {
       const auto& first = parameters[members[0]].tensor;
-      return first.scalar_type() == parameters[i].tensor.scalar_type() && first.device() == parameters[i].tensor.device();
+      return first.scalar_type() == parameters[i].tensor.scalar_type() &&
+             first.device() == parameters[i].tensor.device();
     };
     auto found = std::find_if(classes.begin(), classes.end(), alike);
     if (found == classes.end()) classes.push_back({i});

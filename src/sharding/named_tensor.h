@@ -1,9 +1,9 @@
 #pragma once
 
-#include <torch/torch.h>
-
 #include <string>
 #include <vector>
+
+#include <torch/torch.h>
 
 namespace tessera::sharding {
 
@@ -16,13 +16,18 @@ struct NamedTensor {
 std::string signature(const NamedTensor& parameter);
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters);
 
-/// Refuses undefined, sparse and repeated tensors, and trainable ones whose gradients have no sum here (complex): UsageError "<component>: group G, parameter I (name): …".
-void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters, size_t group, int rank);
+/// Refuses undefined, sparse and repeated tensors, and trainable ones whose gradients have no sum
+/// here (complex): UsageError "<component>: group G, parameter I (name): …".
+void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
+                      size_t group, int rank);
 
 /// Refuses a gradient that is not dense.
-void check_gradient(const std::string& component, const std::string& parameter, const at::Tensor& gradient, int rank);
+void check_gradient(const std::string& component, const std::string& parameter,
+                    const at::Tensor& gradient, int rank);
 
-/// Tensors that can share one flat buffer: same dtype and device. Indices into `parameters`, classes by first appearance.
-std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters, const std::vector<size_t>& subset);
+/// Tensors that can share one flat buffer: same dtype and device. Indices into `parameters`,
+/// classes by first appearance.
+std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters,
+                                                     const std::vector<size_t>& subset);
 
 }  // namespace tessera::sharding

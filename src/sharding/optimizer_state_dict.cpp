@@ -1,13 +1,12 @@
-#include "tessera/optimizer_state_dict.h"
-
-#include "sharding/piece_state.h"
-
-#include "tessera/error.h"
-
-#include <fmt/format.h>
+#include "tessera/optim/optimizer_state_dict.h"
 
 #include <unordered_map>
 #include <unordered_set>
+
+#include <fmt/format.h>
+
+#include "sharding/shard_state.h"
+#include "tessera/error.h"
 
 namespace tessera {
 
@@ -15,7 +14,8 @@ NamedParameters named_parameters(const torch::nn::Module& module) {
   NamedParameters result;
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
-    if (!item.value().defined() || seen.insert(item.value().unsafeGetTensorImpl()).second) result.emplace_back(item.key(), item.value());
+    if (!item.value().defined() || seen.insert(item.value().unsafeGetTensorImpl()).second)
+      result.emplace_back(item.key(), item.value());
   }
   return result;
 }
@@ -28,17 +28,22 @@ std::unordered_map<const void*, std::string> names_by_address(const NamedParamet
   return names;
 }
 
-std::string name_of(const std::unordered_map<const void*, std::string>& names, const at::Tensor& parameter, size_t group, size_t index) {
+std::string name_of(const std::unordered_map<const void*, std::string>& names,
+                    const at::Tensor& parameter, size_t group, size_t index) {
   const auto found = names.find(parameter.unsafeGetTensorImpl());
   if (found == names.end()) {
-    throw UsageError(fmt::format("optimizer state dict: group {}, parameter {} of the optimizer is not among the named parameters", group, index));
+    throw UsageError(
+        fmt::format("optimizer state dict: group {}, parameter {} of the optimizer is not among "
+                    "the named parameters",
+                    group, index));
   }
   return found->second;
 }
 
 }  // namespace
 
-OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
+OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer,
+                              const NamedParameters& parameters) {
   at::NoGradGuard no_grad;
   const auto names = names_by_address(parameters);
   OptimizerStateDict dict;
@@ -46,23 +51,27 @@ OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer, const Na
     auto& entry = dict.groups.emplace_back();
     entry.options = get_options(group.options());
     for (const auto& parameter : group.params()) {
-      entry.parameters.push_back(name_of(names, parameter, dict.groups.size() - 1, entry.parameters.size()));
+      entry.parameters.push_back(
+          name_of(names, parameter, dict.groups.size() - 1, entry.parameters.size()));
       auto state = get_state(optimizer, parameter);
       if (!state) continue;
-      for (auto& [key, tensor] : state->tensors) tensor = at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).copy_(tensor);
+      for (auto& [key, tensor] : state->tensors)
+        tensor = at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).copy_(tensor);
       dict.state.emplace(entry.parameters.back(), std::move(*state));
     }
   }
   return dict;
 }
 
-void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters, const OptimizerStateDict& dict) {
+void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
+                     const OptimizerStateDict& dict) {
   at::NoGradGuard no_grad;
   const auto names = names_by_address(parameters);
   auto& groups = optimizer.param_groups();
   std::vector<std::vector<std::string>> mine(groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    for (const auto& parameter : groups[g].params()) mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
+    for (const auto& parameter : groups[g].params())
+      mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
   }
   sharding::check_groups("load_state_dict", mine, dict);
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -71,8 +80,9 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
       if (found == dict.state.end()) continue;
       for (const auto& [key, tensor] : found->second.tensors) {
         if (tensor.numel() == groups[g].params()[i].numel() || tensor.dim() <= 1) continue;
-        throw UsageError(fmt::format("load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key, mine[g][i], tensor.numel(),
-                                     groups[g].params()[i].numel()));
+        throw UsageError(fmt::format(
+            "load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key,
+            mine[g][i], tensor.numel(), groups[g].params()[i].numel()));
       }
     }
   }
@@ -86,7 +96,8 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
         continue;
       }
       auto state = found->second;
-      for (auto& [key, tensor] : state.tensors) tensor = tensor.to(parameter.device(), tensor.scalar_type(), false, true);
+      for (auto& [key, tensor] : state.tensors)
+        tensor = tensor.to(parameter.device(), tensor.scalar_type(), false, true);
       set_state(optimizer, parameter, state);
     }
   }

@@ -1,27 +1,28 @@
-#include "sharding/bucket.h"
-#include "sharding/replace_state.h"
-#include "tessera/error.h"
-#include "tessera/nearest.h"
-#include "tessera/state_slice.h"
-
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
 #include <map>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "sharding/bucket.h"
+#include "sharding/replace_state.h"
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+#include "tessera/optim/state_slice.h"
+
 namespace tessera {
 
 namespace sharding {
 
-void replace_states(torch::optim::Optimizer& optimizer, const std::string& who, const std::vector<NewState>& states) {
+void replace_states(torch::optim::Optimizer& optimizer, const std::string& who,
+                    const std::vector<NewState>& states) {
   std::vector<std::optional<ParamState>> before;
-  for (const auto& entry : states) before.push_back(get_state(optimizer, entry.piece));
+  for (const auto& entry : states) before.push_back(get_state(optimizer, entry.shard));
   const auto put = [&](const NewState& entry, const std::optional<ParamState>& state) {
-    if (state) set_state(optimizer, entry.piece, *state);
-    else clear_state(optimizer, entry.piece);
+    if (state) set_state(optimizer, entry.shard, *state);
+    else clear_state(optimizer, entry.shard);
   };
   size_t at = 0;
   const auto roll_back = [&] {
@@ -38,8 +39,8 @@ void replace_states(torch::optim::Optimizer& optimizer, const std::string& who, 
   }
 }
 
-at::Tensor shaped_like(const at::Tensor& run, const at::Tensor& piece) {
-  return piece.dim() == 1 ? run : window(run, 0, piece);
+at::Tensor shaped_like(const at::Tensor& run, const at::Tensor& shard) {
+  return shard.dim() == 1 ? run : window(run, 0, shard);
 }
 
 }  // namespace sharding
@@ -48,14 +49,17 @@ namespace {
 
 constexpr const char* kLoadSlices = "load_state_slices";
 
-std::string elements(int64_t begin, int64_t numel) { return fmt::format("elements {} to {}", begin, begin + numel); }
+std::string elements(int64_t begin, int64_t numel) {
+  return fmt::format("elements {} to {}", begin, begin + numel);
+}
 
-void check_piece(const char* who, const ParameterPiece& piece) {
-  if (piece.tensor.defined() && piece.tensor.numel() == piece.numel) return;
+void check_shard(const char* who, const ParameterShard& shard) {
+  if (shard.tensor.defined() && shard.tensor.numel() == shard.numel) return;
   throw UsageError(fmt::format(
-      "{}: the piece of parameter {}, {}, has {}; expected {} elements", who, piece.parameter,
-      elements(piece.begin, piece.numel),
-      piece.tensor.defined() ? fmt::format("a tensor of {}", piece.tensor.numel()) : "no tensor", piece.numel));
+      "{}: the shard of parameter {}, {}, has {}; expected {} elements", who, shard.parameter,
+      elements(shard.begin, shard.numel),
+      shard.tensor.defined() ? fmt::format("a tensor of {}", shard.tensor.numel()) : "no tensor",
+      shard.numel));
 }
 
 /// Slices by what they are of.
@@ -63,39 +67,43 @@ class GivenSlices {
  public:
   explicit GivenSlices(const std::vector<StateSlice>& slices) : slices_(slices) {
     for (const auto& slice : slices) {
-      const auto [first, added] = by_run_.emplace(std::tuple(slice.parameter, slice.begin, slice.numel), &slice);
+      const auto [first, added] =
+          by_run_.emplace(std::tuple(slice.parameter, slice.begin, slice.numel), &slice);
       if (!added) twice_.insert(first->second);
     }
   }
 
-  const StateSlice& of(const ParameterPiece& piece) const {
-    const auto found = by_run_.find(std::tuple(piece.parameter, piece.begin, piece.numel));
-    if (found == by_run_.end()) throw missing(piece);
+  const StateSlice& of(const ParameterShard& shard) const {
+    const auto found = by_run_.find(std::tuple(shard.parameter, shard.begin, shard.numel));
+    if (found == by_run_.end()) throw missing(shard);
     const auto& slice = *found->second;
     if (twice_.count(&slice) > 0) {
-      throw UsageError(fmt::format("{}: there are two slices for {} of parameter {}; expected one", kLoadSlices,
-                                   elements(piece.begin, piece.numel), piece.parameter));
+      throw UsageError(fmt::format("{}: there are two slices for {} of parameter {}; expected one",
+                                   kLoadSlices, elements(shard.begin, shard.numel),
+                                   shard.parameter));
     }
-    if (slice.shape != piece.shape) {
-      throw UsageError(fmt::format("{}: the slice of parameter {} is of shape [{}]; expected [{}]", kLoadSlices,
-                                   piece.parameter, fmt::join(slice.shape, ", "), fmt::join(piece.shape, ", ")));
+    if (slice.shape != shard.shape) {
+      throw UsageError(fmt::format("{}: the slice of parameter {} is of shape [{}]; expected [{}]",
+                                   kLoadSlices, shard.parameter, fmt::join(slice.shape, ", "),
+                                   fmt::join(shard.shape, ", ")));
     }
     return slice;
   }
 
  private:
-  UsageError missing(const ParameterPiece& piece) const {
+  UsageError missing(const ParameterShard& shard) const {
     std::vector<std::string> names, runs;
     for (const auto& slice : slices_) {
       names.push_back(slice.parameter);
-      if (slice.parameter == piece.parameter) runs.push_back(elements(slice.begin, slice.numel));
+      if (slice.parameter == shard.parameter) runs.push_back(elements(slice.begin, slice.numel));
     }
     if (runs.empty()) {
-      return UsageError(fmt::format("{}: there is no slice of parameter {}{}", kLoadSlices, piece.parameter,
-                                    did_you_mean(piece.parameter, names)));
+      return UsageError(fmt::format("{}: there is no slice of parameter {}{}", kLoadSlices,
+                                    shard.parameter, did_you_mean(shard.parameter, names)));
     }
-    return UsageError(fmt::format("{}: there is no slice for {} of parameter {}, but for {}", kLoadSlices,
-                                  elements(piece.begin, piece.numel), piece.parameter, fmt::join(runs, ", ")));
+    return UsageError(fmt::format("{}: there is no slice for {} of parameter {}, but for {}",
+                                  kLoadSlices, elements(shard.begin, shard.numel), shard.parameter,
+                                  fmt::join(runs, ", ")));
   }
 
   const std::vector<StateSlice>& slices_;
@@ -103,55 +111,61 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// Copies of the slice's tensors as the optimizer keeps them for the piece.
-ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterPiece& piece, const StateSlice& slice) {
-  // LBFGS's vectors run over all of its parameters; with one parameter they only look as if they followed it.
+/// Copies of the slice's tensors as the optimizer keeps them for the shard.
+ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterShard& shard,
+                     const StateSlice& slice) {
+  // LBFGS's vectors run over all of its parameters; with one parameter they only look as if they
+  // followed it.
   const bool may_follow = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
   const bool element_wise = is_element_wise(optimizer);
   ParamState own;
   own.scalars = slice.state.scalars;
   for (const auto& [name, tensor] : slice.state.tensors) {
     const int64_t numel = tensor.defined() ? tensor.numel() : 0;
-    const bool follows = may_follow && tensor.defined() && tensor.dim() > 0 && numel == piece.numel;
+    const bool follows = may_follow && tensor.defined() && tensor.dim() > 0 && numel == shard.numel;
     if (!tensor.defined() || (element_wise && !follows && numel != 1)) {
-      throw UsageError(fmt::format("{}: {} of parameter {} has {} elements; expected {}", kLoadSlices, name,
-                                   piece.parameter, numel, piece.numel));
+      throw UsageError(fmt::format("{}: {} of parameter {} has {} elements; expected {}",
+                                   kLoadSlices, name, shard.parameter, numel, shard.numel));
     }
-    const auto copy = tensor.to(piece.tensor.device(), tensor.scalar_type(), false, true);
-    own.tensors[name] = follows ? sharding::shaped_like(sharding::in_memory_order(copy), piece.tensor) : copy;
+    const auto copy = tensor.to(shard.tensor.device(), tensor.scalar_type(), false, true);
+    own.tensors[name] =
+        follows ? sharding::shaped_like(sharding::in_memory_order(copy), shard.tensor) : copy;
   }
   return own;
 }
 
 }  // namespace
 
-std::vector<ParameterPiece> parameter_pieces(const NamedParameters& parameters) {
-  std::vector<ParameterPiece> pieces;
+std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters) {
+  std::vector<ParameterShard> shards;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.defined() || !tensor.requires_grad() || tensor.numel() == 0) continue;
-    pieces.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
+    shards.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
   }
-  return pieces;
+  return shards;
 }
 
 std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
-                                     const std::vector<ParameterPiece>& pieces) {
+                                     const std::vector<ParameterShard>& shards) {
   at::NoGradGuard no_grad;
   std::vector<StateSlice> slices;
-  for (const auto& piece : pieces) {
-    check_piece("state_slices", piece);
-    auto& slice = slices.emplace_back(StateSlice{piece.parameter, piece.shape, piece.begin, piece.numel, {}});
-    auto state = get_state(optimizer, piece.tensor);
+  for (const auto& shard : shards) {
+    check_shard("state_slices", shard);
+    auto& slice =
+        slices.emplace_back(StateSlice{shard.parameter, shard.shape, shard.begin, shard.numel, {}});
+    auto state = get_state(optimizer, shard.tensor);
     if (!state) continue;
     for (auto& [name, tensor] : state->tensors) {
-      if (follows_parameter(tensor, piece.tensor)) tensor = sharding::in_memory_order(tensor, piece.tensor);
+      if (follows_parameter(tensor, shard.tensor))
+        tensor = sharding::in_memory_order(tensor, shard.tensor);
     }
     slice.state = std::move(*state);
   }
   return slices;
 }
 
-void load_state_slices(torch::optim::Optimizer& optimizer, const std::vector<ParameterPiece>& pieces,
+void load_state_slices(torch::optim::Optimizer& optimizer,
+                       const std::vector<ParameterShard>& shards,
                        const std::vector<StateSlice>& slices) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> optimized;
@@ -160,18 +174,18 @@ void load_state_slices(torch::optim::Optimizer& optimizer, const std::vector<Par
   }
   const GivenSlices given(slices);
   std::vector<sharding::NewState> states;
-  for (const auto& piece : pieces) {
-    check_piece(kLoadSlices, piece);
-    const auto& slice = given.of(piece);
+  for (const auto& shard : shards) {
+    check_shard(kLoadSlices, shard);
+    const auto& slice = given.of(shard);
     const bool stepped = !slice.state.tensors.empty() || !slice.state.scalars.empty();
-    if (optimized.count(piece.tensor.unsafeGetTensorImpl()) == 0) {
+    if (optimized.count(shard.tensor.unsafeGetTensorImpl()) == 0) {
       if (!stepped) continue;
-      throw UsageError(
-          fmt::format("{}: there is state of parameter {}, which is none of the optimizer's; expected none",
-                      kLoadSlices, piece.parameter));
+      throw UsageError(fmt::format(
+          "{}: there is state of parameter {}, which is none of the optimizer's; expected none",
+          kLoadSlices, shard.parameter));
     }
-    states.push_back({piece.parameter, piece.tensor, std::nullopt});
-    if (stepped) states.back().state = own_state(optimizer, piece, slice);
+    states.push_back({shard.parameter, shard.tensor, std::nullopt});
+    if (stepped) states.back().state = own_state(optimizer, shard, slice);
   }
   sharding::replace_states(optimizer, kLoadSlices, states);
 }

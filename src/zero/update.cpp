@@ -1,71 +1,79 @@
-#include "comm/memory.h"
-#include "sharding/gradient_norm.h"
-#include "tessera/error.h"
-#include "zero/impl.h"
-
-#include <fmt/format.h>
-
 #include <cmath>
 #include <limits>
 
+#include <fmt/format.h>
+
+#include "memory/heap.h"
+#include "sharding/gradients/gradient_norm.h"
+#include "tessera/error.h"
+#include "zero/impl.h"
+
 namespace tessera {
 
-// [Note: two ways to update] Where the local optimizer is one of ours and the pieces are float32 on the CPU, each run of the
-// averaged gradient updates its elements while it is hot in cache, straight from the reduce-scatter. Else own segment of
-// the average is kept in `reduced`, pieces get windows of it as gradients, and the local optimizer steps. Both give the same bits.
+// [Note: two ways to update] Where the local optimizer is one of ours and the shards are float32 on
+// the CPU, each run of the averaged gradient updates its elements while it is hot in cache,
+// straight from the reduce-scatter. Else own segment of the average is kept in `reduced`, shards
+// get windows of it as gradients, and the local optimizer steps. Both give the same bits.
 
 struct ZeroRedundancyOptimizer::Impl::PendingUpdate {
   ShardBucket* bucket = nullptr;
   bool direct = false;
   bool track_norm = false;
   std::function<bool(size_t)> is_used;
-  std::vector<RangeUpdate> ranges;   // one a piece; direct only
-  size_t next = 0;                   // first piece that is not over yet
+  std::vector<RangeUpdate> ranges;  // one a shard; direct only
+  size_t next = 0;                  // first shard that is not over yet
   double squares = 0;
 };
 
 bool ZeroRedundancyOptimizer::Impl::used(size_t parameter) const {
-  return reducer_ ? reducer_->used(position_[parameter]) : parameters_[parameter].tensor.grad().defined();
+  return reducer_ ? reducer_->used(position_[parameter])
+                  : parameters_[parameter].tensor.grad().defined();
 }
 
 bool ZeroRedundancyOptimizer::Impl::one_pass(const ShardBucket& bucket) const {
   if (!dynamic_cast<const FusedOptimizer*>(local_.get())) return false;
-  return std::all_of(bucket.pieces.begin(), bucket.pieces.end(), [](const auto& piece) { return FusedOptimizer::supports_range(piece.tensor); });
+  return std::all_of(bucket.shards.begin(), bucket.shards.end(), [](const auto& shard) {
+    return FusedOptimizer::supports_range(shard.tensor);
+  });
 }
 
-at::Tensor ZeroRedundancyOptimizer::Impl::shard_buffer(ShardBucket& bucket) {
+at::Tensor ZeroRedundancyOptimizer::Impl::own_segment(ShardBucket& bucket) {
   if (!bucket.reduced.defined()) {
     const auto& first = parameters_[bucket.members[0]].tensor;
-    bucket.reduced = at::empty({bucket.layout.counts()[group_.rank()]}, first.options().requires_grad(false));
+    bucket.reduced =
+        at::empty({bucket.layout.counts()[group_.rank()]}, first.options().requires_grad(false));
   }
   return bucket.reduced;
 }
 
 /// A run of own segment's sum has arrived: update with it, or keep it.
-void ZeroRedundancyOptimizer::Impl::consume(PendingUpdate& update, int64_t offset, const at::Tensor& run) {
+void ZeroRedundancyOptimizer::Impl::consume(PendingUpdate& update, int64_t offset,
+                                            const at::Tensor& run) {
   auto& bucket = *update.bucket;
   const double scale = 1.0 / divisor_;
   if (!update.direct) {
-    auto kept = shard_buffer(bucket).narrow(0, offset, run.numel());
+    auto kept = own_segment(bucket).narrow(0, offset, run.numel());
     kept.copy_(run);
     if (scale != 1) kept.mul_(scale);
     return;
   }
   if (update.ranges.empty()) {
     auto& fused = dynamic_cast<FusedOptimizer&>(*local_);
-    for (const auto& piece : bucket.pieces) {
-      update.ranges.push_back(update.is_used(piece.parameter) ? fused.begin_update(piece.tensor) : RangeUpdate());
+    for (const auto& shard : bucket.shards) {
+      update.ranges.push_back(update.is_used(shard.parameter) ? fused.begin_update(shard.tensor)
+                                                              : RangeUpdate());
     }
   }
   const auto* gradient = run.data_ptr<float>();
   const int64_t end = offset + run.numel();
-  for (size_t p = update.next; p < bucket.pieces.size() && bucket.pieces[p].at < end; ++p) {
-    const auto& piece = bucket.pieces[p];
-    const int64_t from = std::max(offset, piece.at), to = std::min(end, piece.at + piece.numel);
+  for (size_t p = update.next; p < bucket.shards.size() && bucket.shards[p].at < end; ++p) {
+    const auto& shard = bucket.shards[p];
+    const int64_t from = std::max(offset, shard.at), to = std::min(end, shard.at + shard.numel);
     if (update.ranges[p].kernel) {
-      FusedOptimizer::update_range(update.ranges[p], from - piece.at, gradient + (from - offset), to - from, static_cast<float>(scale));
+      FusedOptimizer::update_range(update.ranges[p], from - shard.at, gradient + (from - offset),
+                                   to - from, static_cast<float>(scale));
     }
-    if (to == piece.at + piece.numel) update.next = p + 1;
+    if (to == shard.at + shard.numel) update.next = p + 1;
   }
   if (update.track_norm) update.squares += sum_of_squares(gradient, run.numel()) * scale * scale;
 }
@@ -77,27 +85,31 @@ void ZeroRedundancyOptimizer::Impl::reduce(size_t index, bool update_directly) {
   update.direct = update_directly;
   update.track_norm = track_norm_;
   update.is_used = [this](size_t parameter) { return used(parameter); };
-  group_.reduce_scatter_each(reducer_->buckets()[index].flat, bucket.layout.counts(), [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
+  group_.reduce_scatter_each(
+      reducer_->buckets()[index].flat, bucket.layout.counts(),
+      [&](int64_t offset, const at::Tensor& run) { consume(update, offset, run); });
   norm_squares_ += update.squares;
 }
 
-/// `.grad` is averaged already: own pieces' part of it.
+/// `.grad` is averaged already: own shards' part of it.
 void ZeroRedundancyOptimizer::Impl::take_gradients_of_caller(ShardBucket& bucket) {
-  auto shard = shard_buffer(bucket);
-  for (const auto& piece : bucket.pieces) {
-    const auto& parameter = parameters_[piece.parameter];
+  auto segment = own_segment(bucket);
+  for (const auto& shard : bucket.shards) {
+    const auto& parameter = parameters_[shard.parameter];
     auto grad = parameter.tensor.grad();
-    auto kept = shard.narrow(0, piece.at, piece.numel);
+    auto kept = segment.narrow(0, shard.at, shard.numel);
     if (!grad.defined()) {
       kept.zero_();
       continue;
     }
     sharding::check_gradient(kName, parameter.name, grad, group_.rank());
-    kept.copy_(sharding::in_memory_order(grad, parameter.tensor).narrow(0, piece.begin, piece.numel));
+    kept.copy_(
+        sharding::in_memory_order(grad, parameter.tensor).narrow(0, shard.begin, shard.numel));
   }
 }
 
-/// What the reducer calls when this rank's gradients are complete and the ranks know which parameters were used.
+/// What the reducer calls when this rank's gradients are complete and the ranks know which
+/// parameters were used.
 void ZeroRedundancyOptimizer::Impl::finish_reduction() {
   for (size_t b = 0; b < buckets_.size(); ++b) reduce(b, !want_shards_ && one_pass(buckets_[b]));
 }
@@ -105,7 +117,9 @@ void ZeroRedundancyOptimizer::Impl::finish_reduction() {
 void ZeroRedundancyOptimizer::Impl::ensure_reduced() {
   at::NoGradGuard no_grad;
   if (options_.overlap_with_backward) {
-    throw UsageError(prefix() + ": backward has used the gradients up when overlap_with_backward is set, so there is no norm to take and nothing to clip; do so without overlap");
+    throw UsageError(prefix() +
+                     ": backward has used the gradients up when overlap_with_backward is set, so "
+                     "there is no norm to take and nothing to clip; do so without overlap");
   }
   check_reduced_is_current();
   if (reduced_) return;
@@ -125,31 +139,40 @@ void ZeroRedundancyOptimizer::Impl::ensure_reduced() {
 
 void ZeroRedundancyOptimizer::Impl::check_reduced_is_current() const {
   if (reduced_ && reducer_ && reduced_generation_ != reducer_->generation()) {
-    throw UsageError(prefix() + ": a backward came between clipping (or grad_norm) and step(), so its gradients would be lost; clip after the last backward");
+    throw UsageError(prefix() +
+                     ": a backward came between clipping (or grad_norm) and step(), so its "
+                     "gradients would be lost; clip after the last backward");
   }
 }
 
-void ZeroRedundancyOptimizer::Impl::hand_out_gradients(ShardBucket& bucket, const std::function<bool(size_t)>& is_used) {
-  for (auto& piece : bucket.pieces) {
-    if (!is_used(piece.parameter)) continue;
-    auto gradient = sharding::window(bucket.reduced, piece.at, piece.numel);
-    if (piece.tensor.dim() != 1) gradient = sharding::window(bucket.reduced, piece.at, piece.tensor);
-    piece.tensor.mutable_grad() = gradient;
+void ZeroRedundancyOptimizer::Impl::hand_out_gradients(ShardBucket& bucket,
+                                                       const std::function<bool(size_t)>& is_used) {
+  for (auto& shard : bucket.shards) {
+    if (!is_used(shard.parameter)) continue;
+    auto gradient = sharding::window(bucket.reduced, shard.at, shard.numel);
+    if (shard.tensor.dim() != 1)
+      gradient = sharding::window(bucket.reduced, shard.at, shard.tensor);
+    shard.tensor.mutable_grad() = gradient;
   }
 }
 
 void ZeroRedundancyOptimizer::Impl::take_back_gradients(ShardBucket& bucket) {
-  for (auto& piece : bucket.pieces) piece.tensor.mutable_grad() = at::Tensor();
+  for (auto& shard : bucket.shards) shard.tensor.mutable_grad() = at::Tensor();
 }
 
-/// Overlap: called from within backward, in the order of the buckets; the update runs behind the reduction on the group's thread.
+/// Overlap: called from within backward, in the order of the buckets; the update runs behind the
+/// reduction on the group's thread.
 void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
   auto& bucket = buckets_[index];
   if (index == 0) {
-    if (!sent_.empty()) throw UsageError(prefix() + ": overlap_with_backward: a second backward before step(); put all but the last of a step's into no_sync()");
+    if (!sent_.empty())
+      throw UsageError(prefix() +
+                       ": overlap_with_backward: a second backward before step(); put all but the "
+                       "last of a step's into no_sync()");
     copy_options(true);
     sent_with_.clear();
-    for (const auto& group : outer_.param_groups()) sent_with_.push_back(get_options(group.options()));
+    for (const auto& group : outer_.param_groups())
+      sent_with_.push_back(get_options(group.options()));
   }
   auto update = std::make_shared<PendingUpdate>();
   update->bucket = &bucket;
@@ -164,22 +187,27 @@ void ZeroRedundancyOptimizer::Impl::send_bucket(size_t index) {
   }
   update->is_used = [&bucket, flags](size_t parameter) {
     if (!flags.defined()) return true;
-    const auto member = std::find(bucket.members.begin(), bucket.members.end(), parameter) - bucket.members.begin();
+    const auto member =
+        std::find(bucket.members.begin(), bucket.members.end(), parameter) - bucket.members.begin();
     return flags[member].item<int>() > 0;
   };
-  sent_.push_back(group_.reduce_scatter_each_async(reducer_->buckets()[index].flat, bucket.layout.counts(), lifeline_.guard([this, update](int64_t offset, const at::Tensor& run) {
-    consume(*update, offset, run);
-    if (offset + run.numel() < update->bucket->layout.counts()[group_.rank()]) return;
-    if (update->direct) {
-      norm_squares_ += update->squares;
-      return;
-    }
-    if (track_norm_) norm_squares_ += at::sum(update->bucket->reduced.to(at::kDouble).square()).item<double>();
-    hand_out_gradients(*update->bucket, update->is_used);
-    local_->step();
-    take_back_gradients(*update->bucket);
-  })));
-  if (bucket.parameters.defined()) sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
+  sent_.push_back(group_.reduce_scatter_each_async(
+      reducer_->buckets()[index].flat, bucket.layout.counts(),
+      callback_guard_.guard([this, update](int64_t offset, const at::Tensor& run) {
+        consume(*update, offset, run);
+        if (offset + run.numel() < update->bucket->layout.counts()[group_.rank()]) return;
+        if (update->direct) {
+          norm_squares_ += update->squares;
+          return;
+        }
+        if (track_norm_)
+          norm_squares_ += at::sum(update->bucket->reduced.to(at::kDouble).square()).item<double>();
+        hand_out_gradients(*update->bucket, update->is_used);
+        local_->step();
+        take_back_gradients(*update->bucket);
+      })));
+  if (bucket.parameters.defined())
+    sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
 }
 
 void ZeroRedundancyOptimizer::Impl::gather_all() {
@@ -203,7 +231,8 @@ void ZeroRedundancyOptimizer::Impl::copy_options(bool inwards) {
   }
 }
 
-/// With overlap the update has begun by then: what changes only before step() would be used by some buckets, or by none.
+/// With overlap the update has begun by then: what changes only before step() would be used by some
+/// buckets, or by none.
 void ZeroRedundancyOptimizer::Impl::check_options_since_backward() {
   for (size_t g = 0; g < std::min(sent_with_.size(), outer_.param_groups().size()); ++g) {
     const auto now = get_options(outer_.param_groups()[g].options());
@@ -212,16 +241,22 @@ void ZeroRedundancyOptimizer::Impl::check_options_since_backward() {
       return before == sent_with_[g].end() || before->second != option.second;
     });
     if (changed == now.end()) continue;
-    group_.fail(fmt::format("{}: overlap_with_backward: option {} of group {} has changed since backward, which has updated with the value of then; expected options to be set before "
-                            "forward, or after step()", prefix(), changed->first, g));
+    group_.fail(
+        fmt::format("{}: overlap_with_backward: option {} of group {} has changed since backward, "
+                    "which has updated with the value of then; expected options to be set before "
+                    "forward, or after step()",
+                    prefix(), changed->first, g));
   }
 }
 
 void ZeroRedundancyOptimizer::Impl::check_storage() {
   for (const auto& [parameter, data] : placed_at_) {
     if (parameters_[parameter].tensor.data_ptr() == data) continue;
-    group_.fail(fmt::format("{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); construct the optimizer after such changes, and "
-                            "copy values in place", prefix(), parameters_[parameter].name));
+    group_.fail(
+        fmt::format("{}: parameter {} has other storage than at construction (set_data, or "
+                    "module->to(…)?); construct the optimizer after such changes, and "
+                    "copy values in place",
+                    prefix(), parameters_[parameter].name));
   }
 }
 
@@ -249,8 +284,9 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     repartition_if_trainability_changed();
     copy_options(true);
     check_reduced_is_current();
-    // The optimizer is about to make its state, which stays: not between holes that the first backward has left.
-    if (!std::exchange(trimmed_, true)) comm::return_freed_memory();
+    // The optimizer is about to make its state, which stays: not between holes that the first
+    // backward has left.
+    if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
     if (!reduced_) {
       norm_squares_ = 0;
       if (reducer_) reducer_->flush();
@@ -259,8 +295,9 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     const bool all_in_shards = std::exchange(reduced_, false);
     for (auto& bucket : buckets_) {
       if (all_in_shards || !one_pass(bucket)) {
-        if (track_norm_) norm_squares_ += at::sum(shard_buffer(bucket).to(at::kDouble).square()).item<double>();
-        shard_buffer(bucket);
+        if (track_norm_)
+          norm_squares_ += at::sum(own_segment(bucket).to(at::kDouble).square()).item<double>();
+        own_segment(bucket);
         hand_out_gradients(bucket, [this](size_t parameter) { return used(parameter); });
       }
     }
@@ -270,15 +307,16 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   }
   copy_options(false);
   if (track_norm_) {
-    auto sum = at::full({1}, std::exchange(norm_squares_, 0), at::TensorOptions().dtype(at::kDouble).device(group_.control_device()));
+    auto sum = at::full({1}, std::exchange(norm_squares_, 0),
+                        at::TensorOptions().dtype(at::kDouble).device(group_.control_device()));
     group_.all_reduce(sum);
     last_norm_ = std::sqrt(sum.item<double>());
   }
   return loss;
 }
 
-/// Optimizers that evaluate the loss as often as they like, each rank its own number of times: all take part in every evaluation
-/// until the last has enough.
+/// Optimizers that evaluate the loss as often as they like, each rank its own number of times: all
+/// take part in every evaluation until the last has enough.
 at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& closure) {
   repartition_if_trainability_changed();
   copy_options(true);
@@ -296,19 +334,22 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
     at::NoGradGuard no_grad;
     reduced_ = false;
     ensure_reduced();
-    for (auto& bucket : buckets_) hand_out_gradients(bucket, [this](size_t parameter) { return used(parameter); });
+    for (auto& bucket : buckets_)
+      hand_out_gradients(bucket, [this](size_t parameter) { return used(parameter); });
     auto mean = loss.detach().clone();
     group_.all_reduce(mean, 1.0 / group_.size());
     if (!first_loss.defined()) first_loss = mean;
     return mean;
   };
   const auto anybody = [&](bool me) {
-    auto count = at::full({1}, me ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
+    auto count = at::full({1}, me ? 1 : 0,
+                          at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
     group_.all_reduce(count);
     return count.item<int>() > 0;
   };
-  const bool any_piece = std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return !bucket.pieces.empty(); });
-  if (any_piece) {
+  const bool any_shard = std::any_of(buckets_.begin(), buckets_.end(),
+                                     [](const auto& bucket) { return !bucket.shards.empty(); });
+  if (any_shard) {
     local_->step([&] {
       anybody(true);
       return evaluate();
@@ -333,7 +374,8 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
   }
 }
 
-/// A rank without data, while the others are in a backward. Gradients that somebody else averages are left as they are.
+/// A rank without data, while the others are in a backward. Gradients that somebody else averages
+/// are left as they are.
 void ZeroRedundancyOptimizer::Impl::shadow_backward() {
   if (!reducer_) return;
   if (options_.overlap_with_backward) reducer_->shadow();
@@ -345,7 +387,7 @@ double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
   at::NoGradGuard no_grad;
   repartition_if_trainability_changed();
   ensure_reduced();
-  for (auto& bucket : buckets_) norm.add(shard_buffer(bucket));
+  for (auto& bucket : buckets_) norm.add(own_segment(bucket));
   return norm.total(group_);
 }
 
@@ -355,7 +397,7 @@ double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   const double factor = sharding::clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
-  for (auto& bucket : buckets_) shard_buffer(bucket).mul_(factor);
+  for (auto& bucket : buckets_) own_segment(bucket).mul_(factor);
   return norm;
 }
 
@@ -364,7 +406,7 @@ void ZeroRedundancyOptimizer::Impl::clip_value(double clip_value) {
   at::NoGradGuard no_grad;
   repartition_if_trainability_changed();
   ensure_reduced();
-  for (auto& bucket : buckets_) shard_buffer(bucket).clamp_(-clip_value, clip_value);
+  for (auto& bucket : buckets_) own_segment(bucket).clamp_(-clip_value, clip_value);
 }
 
 }  // namespace tessera

@@ -1,15 +1,15 @@
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <fcntl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <csignal>
 #include <exception>
 #include <functional>
 #include <stdexcept>
 #include <string>
+
+#include <ATen/Parallel.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 namespace tessera::testing {
 

@@ -1,9 +1,10 @@
-// Commits that fail: an error on one rank is an error on all, and older checkpoints stay as they were.
+// Commits that fail: an error on one rank is an error on all, and older checkpoints stay as they
+// were.
 
 #include <sys/resource.h>
 
 #include "checkpoint/child.h"
-#include "checkpoint/run_folder.h"
+#include "checkpoint/store/run_folder.h"
 #include "checkpoint/store_fixture.h"
 #include "harness/ranks.h"
 
@@ -27,7 +28,8 @@ TEST_F(Commit, AnErrorOnOneRankIsAnErrorOnAll) {
       {[](auto& writer) { writer.add_text("a/b", ""); }, "\"a/b\""},
       {[](auto& writer) { writer.add_text("manifest.json", ""); }, "manifest.json"},
       {[](auto& writer) { writer.add_text(".hidden", ""); }, ".hidden"},
-      {[](auto& writer) { writer.add_text("x", ""), writer.add_text("x", ""); }, "/x is added twice"},
+      {[](auto& writer) { writer.add_text("x", ""), writer.add_text("x", ""); },
+       "/x is added twice"},
       {[](auto& writer) {
          writer.add_tensors("t", {{"u", at::Tensor()}});
        },
@@ -39,7 +41,8 @@ TEST_F(Commit, AnErrorOnOneRankIsAnErrorOnAll) {
        "not written: \"u\""},
       {[](auto& writer) { writer.write_tensor("t", "u", at::ones(2)); }, "t was not begun"},
       {[](auto& writer) {
-         writer.begin_tensors("t", {{"u", at::kFloat, {2}}}), writer.write_tensor("t", "u", at::ones(3));
+         writer.begin_tensors("t", {{"u", at::kFloat, {2}}}),
+             writer.write_tensor("t", "u", at::ones(3));
        },
        "declared as Float [2]"},
   };
@@ -59,7 +62,9 @@ TEST_F(Commit, AnErrorOnOneRankIsAnErrorOnAll) {
         EXPECT_THAT(message, HasSubstr(failure.text));
         if (world > 1) EXPECT_THAT(message, HasSubstr("rank 2: "));
         group.barrier();
-        if (rank == 0) EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"})) << failure.text;
+        if (rank == 0)
+          EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}))
+              << failure.text;
       });
     }
   }
@@ -72,20 +77,23 @@ TEST_F(Commit, RanksThatDoNotFitTogether) {
     {
       CheckpointWriter writer(store, 1);
       writer.add_text("same", std::string(rank, 'x'));
-      EXPECT_THAT(usage_error([&] { writer.commit(); }), HasSubstr("same is written by ranks 0 and 1"));
+      EXPECT_THAT(usage_error([&] { writer.commit(); }),
+                  HasSubstr("same is written by ranks 0 and 1"));
     }
     EXPECT_THAT(usage_error([&] { CheckpointWriter(store, 1 + rank); }),
                 AllOf(HasSubstr("rank 1: "), HasSubstr("step 2 here")));
     { CheckpointWriter left(store, 4); }
     group.barrier();
     if (rank == 0)
-      EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"}) << "writers that nobody committed leave nothing";
+      EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"})
+          << "writers that nobody committed leave nothing";
   });
-  const auto errors = run_ranks_catching(
-      2, [&](ProcessGroup group, int rank) { CheckpointStore store(rank == 0 ? run_ : base_ + "/elsewhere", group); });
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    CheckpointStore store(rank == 0 ? run_ : base_ + "/elsewhere", group);
+  });
   for (const auto& error : errors)
-    EXPECT_THAT(message_of(error),
-                AllOf(HasSubstr("rank 1: "), HasSubstr("elsewhere"), HasSubstr("all ranks must see")));
+    EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 1: "), HasSubstr("elsewhere"),
+                                         HasSubstr("all ranks must see")));
 }
 
 TEST_F(Commit, ADiskThatRefusesIsAnErrorOnAll) {
@@ -117,8 +125,8 @@ TEST_F(Commit, ADiskThatRefusesIsAnErrorOnAll) {
     return said + " | " + left;
   });
   const auto said = child.line();
-  EXPECT_THAT(said, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"), HasSubstr("File too large"),
-                          HasSubstr("| .lock step-00000001 ")));
+  EXPECT_THAT(said, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"),
+                          HasSubstr("File too large"), HasSubstr("| .lock step-00000001 ")));
   Checkpoint(*latest_checkpoint(run_)).verify();
 }
 
@@ -138,13 +146,15 @@ TEST_F(Commit, AFolderThatGoesAwayIsAnErrorOnAll) {
     writer.commit();
   });
   for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 1: "), HasSubstr("/gone"), HasSubstr("does not exist")));
+    EXPECT_THAT(message_of(error),
+                AllOf(HasSubstr("rank 1: "), HasSubstr("/gone"), HasSubstr("does not exist")));
 }
 
 TEST_F(Commit, AFileInPlaceOfTheCheckpointIsNotReplaced) {
   CheckpointStore store(run_);
   put_contents(run_ + "/step-00000001", "mine");
-  EXPECT_THAT(usage_error([&] { write(store, 1); }), AllOf(HasSubstr("step-00000001"), HasSubstr("Not a directory")));
+  EXPECT_THAT(usage_error([&] { write(store, 1); }),
+              AllOf(HasSubstr("step-00000001"), HasSubstr("Not a directory")));
   EXPECT_EQ(contents_of(run_ + "/step-00000001"), "mine");
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}));
 }
@@ -169,12 +179,13 @@ TEST_F(Commit, APruningThatFailsSaysThatTheCheckpointIsThere) {
     fs::permissions(run_ + "/step-00000001/locked", fs::perms::owner_read);
     write(store, 2);
   });
-  EXPECT_THAT(said, AllOf(HasSubstr("step 2 is committed, but pruning"), HasSubstr(".step-00000001.partial-"),
-                          HasSubstr("Permission denied")));
+  EXPECT_THAT(said, AllOf(HasSubstr("step 2 is committed, but pruning"),
+                          HasSubstr(".step-00000001.partial-"), HasSubstr("Permission denied")));
   EXPECT_THAT(steps(), ::testing::ElementsAre(2));
   Checkpoint(run_ + "/step-00000002").verify();
   for (const auto& name : names_in(run_)) {
-    if (store::is_partial_name(name)) fs::permissions(run_ + "/" + name + "/locked", fs::perms::owner_all);
+    if (store::is_partial_name(name))
+      fs::permissions(run_ + "/" + name + "/locked", fs::perms::owner_all);
   }
 }
 

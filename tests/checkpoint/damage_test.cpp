@@ -1,11 +1,11 @@
-// Every byte of a checkpoint is vouched for: whatever changes, is missing or is too much is found, and named.
-
-#include "checkpoint/store_fixture.h"
+// Every byte of a checkpoint is vouched for: whatever changes, is missing or is too much is found,
+// and named.
 
 #include <algorithm>
 
-#include "checkpoint/manifest.h"
-#include "checkpoint/run_folder.h"
+#include "checkpoint/store/manifest.h"
+#include "checkpoint/store/run_folder.h"
+#include "checkpoint/store_fixture.h"
 #include "tessera/safetensors.h"
 
 namespace tessera {
@@ -23,7 +23,9 @@ class Damage : public StoreTest {
     for (const int64_t step : {10, 20, 30}) {
       CheckpointWriter writer(store, step);
       writer.add_tensors("model.safetensors",
-                         {{"a", at::arange(5, at::kFloat)}, {"b", at::arange(3, at::kLong)}, {"none", at::empty({0})}},
+                         {{"a", at::arange(5, at::kFloat)},
+                          {"b", at::arange(3, at::kLong)},
+                          {"none", at::empty({0})}},
                          {{"format", "pt"}});
       writer.add_text("config.yaml", "steps: 30\n");
       writer.add_text("empty.txt", "");
@@ -61,11 +63,13 @@ TEST_F(Damage, AWholeOneIsWhole) {
   EXPECT_EQ(checkpoint.path(), path_);
   EXPECT_EQ(checkpoint.step(), 30);
   EXPECT_EQ(checkpoint.world_size(), 1);
-  EXPECT_THAT(checkpoint.files(), ::testing::ElementsAre("config.yaml", "empty.txt", "model.safetensors",
-                                                         "optimizer-00000-of-00001.safetensors"));
+  EXPECT_THAT(checkpoint.files(),
+              ::testing::ElementsAre("config.yaml", "empty.txt", "model.safetensors",
+                                     "optimizer-00000-of-00001.safetensors"));
   EXPECT_EQ(checkpoint.text("config.yaml"), "steps: 30\n");
   EXPECT_EQ(checkpoint.text("empty.txt"), "");
-  EXPECT_TRUE(same_bits(checkpoint.load_tensor("model.safetensors", "a"), at::arange(5, at::kFloat)));
+  EXPECT_TRUE(
+      same_bits(checkpoint.load_tensor("model.safetensors", "a"), at::arange(5, at::kFloat)));
   EXPECT_EQ(checkpoint.tensors("model.safetensors").metadata().at("format"), "pt");
   auto part = at::empty({2}, at::kLong);
   checkpoint.load_slice("model.safetensors", "b", 1, 2, part);
@@ -82,7 +86,8 @@ TEST_F(Damage, EveryFlippedBitIsFoundAndNamed) {
       const std::string message = usage_error([&] { verify(); });
       ASSERT_THAT(message, HasSubstr(path_ + "/" + file)) << "byte " << at;
       ASSERT_THAT(message, HasSubstr(kAdvice + run_ + ": step-00000020, step-00000010"));
-      if (!tensor.empty()) ASSERT_THAT(message, HasSubstr("tensor \"" + tensor + "\"")) << "byte " << at;
+      if (!tensor.empty())
+        ASSERT_THAT(message, HasSubstr("tensor \"" + tensor + "\"")) << "byte " << at;
       put_byte(path_ + "/" + file, at, good[at]);
       ++flips;
     }
@@ -96,16 +101,19 @@ TEST_F(Damage, EveryTruncationAndEveryAdditionIsFound) {
     const std::string good = contents_of(path_ + "/" + file);
     for (size_t size = good.size(); size-- > 0;) {
       fs::resize_file(path_ + "/" + file, size);
-      ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice)))
+      ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }),
+                  AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice)))
           << size << " bytes";
     }
     for (const std::string& more : {std::string(1, '\0'), std::string("\n"), good}) {
       put_contents(path_ + "/" + file, good + more);
       if (!more.empty())
-        ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), HasSubstr(path_ + "/" + file)) << more.size() << " more";
+        ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), HasSubstr(path_ + "/" + file))
+            << more.size() << " more";
     }
     fs::remove(path_ + "/" + file);
-    ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice)));
+    ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }),
+                AllOf(HasSubstr(path_ + "/" + file), HasSubstr(kAdvice)));
     fs::create_directory(path_ + "/" + file);
     ASSERT_THAT(usage_error([&] { Checkpoint{path_}; }),
                 AllOf(HasSubstr(path_ + "/" + file), HasSubstr("not a regular file")));
@@ -120,7 +128,8 @@ TEST_F(Damage, LoadingComparesDigestsToo) {
     const std::string text = contents_of(path_ + "/" + file);
     put_byte(path_ + "/" + file, text.size() - 1, static_cast<char>(text.back() ^ 4));
   };
-  const std::string last = tensor_at("model.safetensors", fs::file_size(path_ + "/model.safetensors") - 1);
+  const std::string last =
+      tensor_at("model.safetensors", fs::file_size(path_ + "/model.safetensors") - 1);
   const std::string slices = "optimizer-00000-of-00001.safetensors";
   flip_last("config.yaml");
   flip_last(slices);
@@ -132,7 +141,8 @@ TEST_F(Damage, LoadingComparesDigestsToo) {
               }),
               AllOf(HasSubstr(slices), HasSubstr("tensor \"a/exp_avg\"")));
   const auto whole = [&] { checkpoint.load_tensor("model.safetensors", last); };
-  EXPECT_THAT(usage_error(whole), AllOf(HasSubstr("model.safetensors"), HasSubstr("tensor \"" + last + "\"")));
+  EXPECT_THAT(usage_error(whole),
+              AllOf(HasSubstr("model.safetensors"), HasSubstr("tensor \"" + last + "\"")));
   auto out = at::empty({5});
   EXPECT_THAT(usage_error([&] { checkpoint.load_slice("model.safetensors", last, 0, 5, out); }),
               HasSubstr("tensor \"a\""));
@@ -140,7 +150,8 @@ TEST_F(Damage, LoadingComparesDigestsToo) {
 
 TEST_F(Damage, RanksShareTheReading) {
   put_byte(path_ + "/config.yaml", 0, 'S');
-  EXPECT_THAT(usage_error([&] { Checkpoint(path_).verify(ProcessGroup()); }), HasSubstr("config.yaml"));
+  EXPECT_THAT(usage_error([&] { Checkpoint(path_).verify(ProcessGroup()); }),
+              HasSubstr("config.yaml"));
 }
 
 TEST_F(Damage, OneFileOfAnotherCheckpointIsNotTaken) {
@@ -153,7 +164,8 @@ TEST_F(Damage, OneFileOfAnotherCheckpointIsNotTaken) {
   writer.add_slices({slice});
   const std::string other = writer.commit();
   put_contents(path_ + "/" + file, contents_of(other + "/" + file));
-  EXPECT_THAT(usage_error([&] { verify(); }), AllOf(HasSubstr(path_ + "/" + file), HasSubstr("a/exp_avg")));
+  EXPECT_THAT(usage_error([&] { verify(); }),
+              AllOf(HasSubstr(path_ + "/" + file), HasSubstr("a/exp_avg")));
   fs::rename(other, run_ + "/step-00000050");
   EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000050"); }),
               HasSubstr("manifest of step 40, in the folder of step 50"));
@@ -165,12 +177,16 @@ TEST_F(Damage, WhatIsNoCheckpointSaysSo) {
   EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000025"); }),
               HasSubstr(kAdvice + run_ + ": step-00000020, step-00000010"));
   EXPECT_THAT(usage_error([&] { Checkpoint("/dev/null"); }), HasSubstr("not a folder"));
-  EXPECT_THAT(usage_error([&] { Checkpoint{base_}; }), AllOf(HasSubstr("manifest.json"), Not(HasSubstr("older"))));
+  EXPECT_THAT(usage_error([&] { Checkpoint{base_}; }),
+              AllOf(HasSubstr("manifest.json"), Not(HasSubstr("older"))));
   const Checkpoint checkpoint(path_);
-  EXPECT_THAT(usage_error([&] { checkpoint.text("confg.yaml"); }), HasSubstr("did you mean \"config.yaml\""));
+  EXPECT_THAT(usage_error([&] { checkpoint.text("confg.yaml"); }),
+              HasSubstr("did you mean \"config.yaml\""));
   EXPECT_THAT(usage_error([&] { checkpoint.text("model.safetensors"); }), HasSubstr("not a text"));
-  EXPECT_THAT(usage_error([&] { checkpoint.tensors("config.yaml"); }), HasSubstr("not a safetensors file"));
-  EXPECT_THAT(usage_error([&] { checkpoint.load_tensor("model.safetensors", "c"); }), HasSubstr("no tensor \"c\""));
+  EXPECT_THAT(usage_error([&] { checkpoint.tensors("config.yaml"); }),
+              HasSubstr("not a safetensors file"));
+  EXPECT_THAT(usage_error([&] { checkpoint.load_tensor("model.safetensors", "c"); }),
+              HasSubstr("no tensor \"c\""));
 }
 
 TEST(Manifest, WhoeverWroteItIsNotTrusted) {

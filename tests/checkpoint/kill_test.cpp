@@ -1,11 +1,5 @@
-// A run that is killed at any moment leaves a checkpoint that loads: the last one that it reported, or the next.
-
-#include "checkpoint/store_fixture.h"
-#include "harness/ranks.h"
-
-#include <fcntl.h>
-#include <poll.h>
-#include <sys/wait.h>
+// A run that is killed at any moment leaves a checkpoint that loads: the last one that it reported,
+// or the next.
 
 #include <chrono>
 #include <csignal>
@@ -13,7 +7,13 @@
 #include <thread>
 #include <utility>
 
-#include "checkpoint/run_folder.h"
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/wait.h>
+
+#include "checkpoint/store/run_folder.h"
+#include "checkpoint/store_fixture.h"
+#include "harness/ranks.h"
 
 namespace tessera {
 namespace {
@@ -57,7 +57,8 @@ void expect_complete(const std::string& path, int64_t step) {
   checkpoint.verify();
   ASSERT_EQ(checkpoint.step(), step);
   EXPECT_TRUE(same_bits(checkpoint.load_tensor("model.safetensors", "w"), weights_of(step)));
-  for (const int rank : {0, 1}) EXPECT_EQ(checkpoint.text("rank-" + std::to_string(rank)), std::to_string(step));
+  for (const int rank : {0, 1})
+    EXPECT_EQ(checkpoint.text("rank-" + std::to_string(rank)), std::to_string(step));
   const auto state = checkpoint.load_slices({{"w", {16}, 0, 16}})[0].state;
   EXPECT_TRUE(same_bits(state.tensors.at("m"), weights_of(step).to(at::kDouble)));
   EXPECT_TRUE(same_bits(state.scalars.at("step"), ScalarValue(step)));
@@ -84,7 +85,8 @@ class Trainee {
   int64_t report() const {
     pollfd ready{out_, POLLIN, 0};
     int64_t step = 0;
-    return ::poll(&ready, 1, 20000) == 1 && ::read(out_, &step, sizeof step) == sizeof step ? step : 0;
+    return ::poll(&ready, 1, 20000) == 1 && ::read(out_, &step, sizeof step) == sizeof step ? step
+                                                                                            : 0;
   }
   /// False when it had ended by itself.
   bool kill() {

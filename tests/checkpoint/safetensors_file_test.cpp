@@ -1,18 +1,18 @@
 // Files: reading, writing, and what a failure leaves behind.
 
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <csignal>
-#include <filesystem>
-#include <fstream>
-
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
-#include "tessera/torch_compat.h"
 
 namespace tessera {
 namespace {
@@ -33,7 +33,8 @@ class SafetensorsFiles : public testing::Test {
 
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
 
-  std::string put(const std::string& name, const std::string& header, const std::string& data) const {
+  std::string put(const std::string& name, const std::string& header,
+                  const std::string& data) const {
     std::ofstream file(path(name), std::ios::binary);
     for (size_t i = 0; i < 8; ++i) {
       file.put(static_cast<char>(header.size() >> (8 * i) & 0xff));
@@ -42,7 +43,9 @@ class SafetensorsFiles : public testing::Test {
     return path(name);
   }
 
-  size_t files() const { return static_cast<size_t>(std::distance(fs::directory_iterator(folder_), {})); }
+  size_t files() const {
+    return static_cast<size_t>(std::distance(fs::directory_iterator(folder_), {}));
+  }
 
   fs::path folder_;
 };
@@ -59,9 +62,11 @@ std::string message_of(Function function) {
 
 TEST_F(SafetensorsFiles, EveryDtypeComesBackBitForBit) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
-                                    at::kChar, at::kByte, at::kBool, at::kComplexFloat}) {
-    tensors.emplace_back(std::string("t.") + c10::toString(type), (at::arange(-6, 6).view({3, 4}) * 1.25).to(type));
+  for (const at::ScalarType type :
+       {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
+        at::kChar, at::kByte, at::kBool, at::kComplexFloat}) {
+    tensors.emplace_back(std::string("t.") + c10::toString(type),
+                         (at::arange(-6, 6).view({3, 4}) * 1.25).to(type));
   }
   tensors.emplace_back("scalar", at::scalar_tensor(3.5));
   tensors.emplace_back("empty", at::empty({0, 5}));
@@ -77,12 +82,14 @@ TEST_F(SafetensorsFiles, EveryDtypeComesBackBitForBit) {
     EXPECT_EQ(loaded.scalar_type(), tensor.scalar_type()) << name;
     EXPECT_EQ(loaded.sizes(), tensor.sizes()) << name;
     EXPECT_TRUE(at::equal(loaded, tensor)) << name;
-    EXPECT_EQ(file.info(name).begin % static_cast<uint64_t>(tensor.element_size()), 0u) << name << " is not aligned";
+    EXPECT_EQ(file.info(name).begin % static_cast<uint64_t>(tensor.element_size()), 0u)
+        << name << " is not aligned";
   }
 }
 
 TEST_F(SafetensorsFiles, LayoutIsTheFormatsOwn) {
-  save_safetensors(path("a"), {{"x", at::tensor({1.0f, -2.0f})}, {"b", at::tensor({7}, at::kLong)}});
+  save_safetensors(path("a"),
+                   {{"x", at::tensor({1.0f, -2.0f})}, {"b", at::tensor({7}, at::kLong)}});
   std::ifstream in(path("a"), std::ios::binary);
   const std::string bytes((std::istreambuf_iterator<char>(in)), {});
   const std::string header =
@@ -128,16 +135,20 @@ TEST_F(SafetensorsFiles, DtypesThatLibtorchLacksAreListedButNotLoaded) {
 }
 
 TEST_F(SafetensorsFiles, BadFilesAreRefusedByName) {
-  EXPECT_THAT(message_of([&] { SafetensorsFile(path("none")); }), HasSubstr("none: cannot be opened: No such file"));
-  EXPECT_THAT(message_of([&] { SafetensorsFile(folder_.string()); }), HasSubstr("not a regular file"));
+  EXPECT_THAT(message_of([&] { SafetensorsFile(path("none")); }),
+              HasSubstr("none: cannot be opened: No such file"));
+  EXPECT_THAT(message_of([&] { SafetensorsFile(folder_.string()); }),
+              HasSubstr("not a regular file"));
   ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
   EXPECT_THAT(message_of([&] { SafetensorsFile(path("pipe")); }), HasSubstr("not a regular file"));
   std::ofstream(path("short")) << "1234567";
   EXPECT_THAT(message_of([&] { SafetensorsFile(path("short")); }), HasSubstr("7 bytes"));
   put("trailing", R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", "ab");
-  EXPECT_THAT(message_of([&] { SafetensorsFile(path("trailing")); }), HasSubstr("1 trailing bytes"));
+  EXPECT_THAT(message_of([&] { SafetensorsFile(path("trailing")); }),
+              HasSubstr("1 trailing bytes"));
   put("cut", R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}})", "ab");
-  EXPECT_THAT(message_of([&] { SafetensorsFile(path("cut")); }), HasSubstr("beyond the 2 data bytes"));
+  EXPECT_THAT(message_of([&] { SafetensorsFile(path("cut")); }),
+              HasSubstr("beyond the 2 data bytes"));
   std::ofstream(path("huge"), std::ios::binary) << std::string(7, '\xff') << '\x7f' << "{}";
   EXPECT_THAT(message_of([&] { SafetensorsFile(path("huge")); }), HasSubstr("limit"));
 }
@@ -172,7 +183,8 @@ TEST_F(SafetensorsFiles, WriterRefusesBadDeclarations) {
   EXPECT_THAT(declare({{"x", at::kFloat, {}}, {"x", at::kFloat, {}}}), HasSubstr("twice"));
   EXPECT_THAT(declare({{"__metadata__", at::kFloat, {}}}), HasSubstr("reserved"));
   EXPECT_THAT(declare({{"x", at::kFloat, {-1}}}), HasSubstr("negative"));
-  EXPECT_THAT(declare({{"x", at::kFloat, {int64_t{1} << 40, int64_t{1} << 40}}}), HasSubstr("overflow"));
+  EXPECT_THAT(declare({{"x", at::kFloat, {int64_t{1} << 40, int64_t{1} << 40}}}),
+              HasSubstr("overflow"));
   EXPECT_THAT(declare({{"x", at::kComplexDouble, {}}}), HasSubstr("cannot hold"));
   EXPECT_THAT(declare({{"\xff", at::kFloat, {}}}), HasSubstr("UTF-8"));
   EXPECT_THAT(declare({}, {{"k", "\xff"}}), HasSubstr("UTF-8"));
@@ -209,8 +221,8 @@ TEST_F(SafetensorsFiles, ASymbolicLinkKeepsPointing) {
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::zeros({2})));
 }
 
-// Stands for a full disk, which a test cannot make without privileges: the limit on file size fails writes half-way
-// too.
+// Stands for a full disk, which a test cannot make without privileges: the limit on file size fails
+// writes half-way too.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {

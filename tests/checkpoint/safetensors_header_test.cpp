@@ -1,6 +1,6 @@
 // The header's grammar and rules, one refusal a case. No files: the parser takes text.
 
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/io/safetensors_header.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,9 @@ namespace {
 
 using testing::HasSubstr;
 
-Header parse(const std::string& text, uint64_t data_bytes) { return parse_header("f.safetensors", text, data_bytes); }
+Header parse(const std::string& text, uint64_t data_bytes) {
+  return parse_header("f.safetensors", text, data_bytes);
+}
 
 std::string refusal(const std::string& text, uint64_t data_bytes) {
   try {
@@ -29,8 +31,9 @@ std::string entry(const std::string& dtype, const std::string& shape, const std:
 
 TEST(SafetensorsHeader, ReadsWhatTheFormatAllows) {
   const Header header =
-      parse(R"({"__metadata__":{"format":"pt","é":"✓"},"b":)" + entry("F32", "[2,3]", "[8,32]") + R"(,"scalar":)" +
-                entry("I64", "[]", "[0,8]") + R"(,"empty":)" + entry("F16", "[0,7]", "[32,32]") + "}   ",
+      parse(R"({"__metadata__":{"format":"pt","é":"✓"},"b":)" + entry("F32", "[2,3]", "[8,32]") +
+                R"(,"scalar":)" + entry("I64", "[]", "[0,8]") + R"(,"empty":)" +
+                entry("F16", "[0,7]", "[32,32]") + "}   ",
             32);
   ASSERT_EQ(header.entries.size(), 3u);
   EXPECT_EQ(header.entries[0].name, "scalar");
@@ -47,8 +50,9 @@ TEST(SafetensorsHeader, ReadsWhatTheFormatAllows) {
 }
 
 TEST(SafetensorsHeader, KnowsEveryDtypeOfTheFormat) {
-  for (const char* name : {"BOOL", "U8",  "I8",  "I16", "U16",     "F16",     "BF16",    "I32",     "U32",     "F32",
-                           "I64",  "U64", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}) {
+  for (const char* name :
+       {"BOOL", "U8",  "I8",  "I16", "U16",     "F16",     "BF16",    "I32",     "U32",     "F32",
+        "I64",  "U64", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}) {
     EXPECT_GT(dtype_bits(name), 0) << name;
   }
   EXPECT_EQ(dtype_bits("f32"), 0);
@@ -79,27 +83,35 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Refused{"empty", "", 0, "begin with '{'"}, Refused{"space", " {}", 0, "begin with '{'"},
         Refused{"list", "[]", 0, "begin with '{'"}, Refused{"unfinished", "{", 0, "valid JSON"},
-        Refused{"two", "{}{}", 0, "valid JSON"}, Refused{"zeros", std::string("{}\0 junk", 8), 0, "valid JSON"},
+        Refused{"two", "{}{}", 0, "valid JSON"},
+        Refused{"zeros", std::string("{}\0 junk", 8), 0, "valid JSON"},
         Refused{"comment", "{/**/}", 0, "valid JSON"},
         Refused{"trailing_comma", R"({"a":)" + kF32 + ",}", 4, "valid JSON"},
         Refused{"utf8_name", "{\"\xff\":" + kF32 + "}", 4, "valid JSON"},
         Refused{"utf8_overlong", "{\"\xc0\xaf\":" + kF32 + "}", 4, "valid JSON"},
         Refused{"lone_surrogate", R"({"\ud800":)" + kF32 + "}", 4, "valid JSON"},
-        Refused{"duplicate_tensor", R"({"a":)" + kF32 + R"(,"a":)" + kF32 + "}", 4, R"("a" is there twice)"},
-        Refused{"duplicate_escaped", R"({"a":)" + kF32 + R"(,"\u0061":)" + kF32 + "}", 4, R"("a" is there twice)"},
-        Refused{"duplicate_dtype", R"({"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4,
+        Refused{"duplicate_tensor", R"({"a":)" + kF32 + R"(,"a":)" + kF32 + "}", 4,
+                R"("a" is there twice)"},
+        Refused{"duplicate_escaped", R"({"a":)" + kF32 + R"(,"\u0061":)" + kF32 + "}", 4,
+                R"("a" is there twice)"},
+        Refused{"duplicate_dtype",
+                R"({"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4,
                 R"(tensor "a": the key "dtype" is there twice)"},
         Refused{"duplicate_metadata", R"({"__metadata__":{},"__metadata__":{}})", 0, "twice"},
-        Refused{"duplicate_metadata_key", R"({"__metadata__":{"k":"1","k":"2"}})", 0, R"("k" is there twice)"},
+        Refused{"duplicate_metadata_key", R"({"__metadata__":{"k":"1","k":"2"}})", 0,
+                R"("k" is there twice)"},
         Refused{"metadata_number", R"({"__metadata__":{"k":1}})", 0, R"(key "k")"},
         Refused{"metadata_nested", R"({"__metadata__":{"k":{}}})", 0, "a string is expected"},
         Refused{"metadata_list", R"({"__metadata__":[]})", 0, "an object of strings"},
         Refused{"metadata_null", R"({"__metadata__":null})", 0, "an object of strings"},
         Refused{"unknown_key", R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4,
                 R"(unknown key "x")"},
-        Refused{"no_dtype", R"({"a":{"shape":[1],"data_offsets":[0,4]}})", 4, R"("dtype" is missing)"},
-        Refused{"no_shape", R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4, R"("shape" is missing)"},
-        Refused{"no_offsets", R"({"a":{"dtype":"F32","shape":[1]}})", 4, R"("data_offsets" is missing)"},
+        Refused{"no_dtype", R"({"a":{"shape":[1],"data_offsets":[0,4]}})", 4,
+                R"("dtype" is missing)"},
+        Refused{"no_shape", R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4,
+                R"("shape" is missing)"},
+        Refused{"no_offsets", R"({"a":{"dtype":"F32","shape":[1]}})", 4,
+                R"("data_offsets" is missing)"},
         Refused{"entry_null", R"({"a":null})", 0, R"(tensor "a")"},
         Refused{"entry_list", R"({"a":[]})", 0, R"(tensor "a")"},
         Refused{"deep_lists", R"({"a":)" + std::string(1'000'000, '['), 0, R"(tensor "a")"},
@@ -117,42 +129,65 @@ INSTANTIATE_TEST_SUITE_P(
 INSTANTIATE_TEST_SUITE_P(
     Values, SafetensorsHeaderRefuses,
     testing::Values(
-        Refused{"unknown_dtype", R"({"a":)" + entry("F33", "[1]", "[0,4]") + "}", 4, R"(unknown dtype "F33")"},
-        Refused{"dtype_number", R"({"a":{"dtype":32,"shape":[1],"data_offsets":[0,4]}})", 4, "name of a dtype"},
-        Refused{"negative_size", R"({"a":)" + entry("F32", "[-1]", "[0,4]") + "}", 4, "the number -1"},
-        Refused{"float_size", R"({"a":)" + entry("F32", "[1.0]", "[0,4]") + "}", 4, "the number 1.0"},
+        Refused{"unknown_dtype", R"({"a":)" + entry("F33", "[1]", "[0,4]") + "}", 4,
+                R"(unknown dtype "F33")"},
+        Refused{"dtype_number", R"({"a":{"dtype":32,"shape":[1],"data_offsets":[0,4]}})", 4,
+                "name of a dtype"},
+        Refused{"negative_size", R"({"a":)" + entry("F32", "[-1]", "[0,4]") + "}", 4,
+                "the number -1"},
+        Refused{"float_size", R"({"a":)" + entry("F32", "[1.0]", "[0,4]") + "}", 4,
+                "the number 1.0"},
         Refused{"text_size", R"({"a":)" + entry("F32", R"(["1"])", "[0,4]") + "}", 4, "a size"},
         Refused{"bool_size", R"({"a":)" + entry("F32", "[true]", "[0,4]") + "}", 4, "a boolean"},
-        Refused{"nested_shape", R"({"a":)" + entry("F32", "[[1]]", "[0,4]") + "}", 4, "a list where a size"},
-        Refused{"huge_size", R"({"a":)" + entry("F32", "[9223372036854775808]", "[0,4]") + "}", 4, "a size"},
-        Refused{"shape_number", R"({"a":)" + entry("F32", "1", "[0,4]") + "}", 4, "a list of sizes"},
-        Refused{"product_overflow", R"({"a":)" + entry("F32", "[4294967296,4294967296]", "[0,4]") + "}", 4,
+        Refused{"nested_shape", R"({"a":)" + entry("F32", "[[1]]", "[0,4]") + "}", 4,
+                "a list where a size"},
+        Refused{"huge_size", R"({"a":)" + entry("F32", "[9223372036854775808]", "[0,4]") + "}", 4,
+                "a size"},
+        Refused{"shape_number", R"({"a":)" + entry("F32", "1", "[0,4]") + "}", 4,
+                "a list of sizes"},
+        Refused{"product_overflow",
+                R"({"a":)" + entry("F32", "[4294967296,4294967296]", "[0,4]") + "}", 4,
                 "overflows"},
         // 2^62 elements of 4 bytes wrap to 0 bytes in 64-bit arithmetic.
-        Refused{"bytes_wrap", R"({"a":)" + entry("F32", "[4611686018427387904]", "[0,0]") + "}", 0, "overflows"},
-        Refused{"zero_hides_overflow", R"({"a":)" + entry("F32", "[0,4294967296,4294967296]", "[0,0]") + "}", 0,
+        Refused{"bytes_wrap", R"({"a":)" + entry("F32", "[4611686018427387904]", "[0,0]") + "}", 0,
+                "overflows"},
+        Refused{"zero_hides_overflow",
+                R"({"a":)" + entry("F32", "[0,4294967296,4294967296]", "[0,0]") + "}", 0,
                 "overflows"},
         Refused{"half_a_byte", R"({"a":)" + entry("F4", "[3]", "[0,1]") + "}", 1, "inside a byte"},
         Refused{"one_offset", R"({"a":)" + entry("F32", "[1]", "[0]") + "}", 4, "has 1 numbers"},
-        Refused{"three_offsets", R"({"a":)" + entry("F32", "[1]", "[0,4,8]") + "}", 4, "the number 8"},
-        Refused{"offset_negative", R"({"a":)" + entry("F32", "[1]", "[-4,0]") + "}", 4, "the number -4"},
-        Refused{"offset_huge", R"({"a":)" + entry("F32", "[1]", "[0,18446744073709551616]") + "}", 4, "number"},
-        Refused{"backwards", R"({"a":)" + entry("F32", "[1]", "[4,0]") + "}", 4, "[4, 0) that run backwards"},
-        Refused{"beyond", R"({"a":)" + entry("F32", "[2]", "[0,8]") + "}", 4, "[0, 8) beyond the 4 data bytes"},
-        Refused{"beyond_max", R"({"a":)" + entry("F32", "[1]", "[18446744073709551611,18446744073709551615]") + "}", 4,
-                "beyond"},
-        Refused{"too_short", R"({"a":)" + entry("F32", "[2]", "[0,4]") + "}", 4, "shape [2] need 8"},
+        Refused{"three_offsets", R"({"a":)" + entry("F32", "[1]", "[0,4,8]") + "}", 4,
+                "the number 8"},
+        Refused{"offset_negative", R"({"a":)" + entry("F32", "[1]", "[-4,0]") + "}", 4,
+                "the number -4"},
+        Refused{"offset_huge", R"({"a":)" + entry("F32", "[1]", "[0,18446744073709551616]") + "}",
+                4, "number"},
+        Refused{"backwards", R"({"a":)" + entry("F32", "[1]", "[4,0]") + "}", 4,
+                "[4, 0) that run backwards"},
+        Refused{"beyond", R"({"a":)" + entry("F32", "[2]", "[0,8]") + "}", 4,
+                "[0, 8) beyond the 4 data bytes"},
+        Refused{
+            "beyond_max",
+            R"({"a":)" + entry("F32", "[1]", "[18446744073709551611,18446744073709551615]") + "}",
+            4, "beyond"},
+        Refused{"too_short", R"({"a":)" + entry("F32", "[2]", "[0,4]") + "}", 4,
+                "shape [2] need 8"},
         Refused{"too_long", R"({"a":)" + entry("F32", "[]", "[0,8]") + "}", 8, "shape [] need 4"},
-        Refused{"overlap", R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"b":)" + entry("F32", "[2]", "[4,12]") + "}",
+        Refused{"overlap",
+                R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"b":)" +
+                    entry("F32", "[2]", "[4,12]") + "}",
                 12, R"(tensor "b" with data_offsets [4, 12) overlaps tensor "a" [0, 8))"},
         Refused{"same_bytes", R"({"a":)" + kF32 + R"(,"b":)" + kF32 + "}", 4, "overlaps"},
-        Refused{"hole", R"({"a":)" + kF32 + R"(,"b":)" + entry("F32", "[1]", "[8,12]") + "}", 12, "hole of 4 bytes"},
-        Refused{"hole_first", R"({"a":)" + entry("F32", "[1]", "[4,8]") + "}", 8, "hole of 4 bytes after the start"},
+        Refused{"hole", R"({"a":)" + kF32 + R"(,"b":)" + entry("F32", "[1]", "[8,12]") + "}", 12,
+                "hole of 4 bytes"},
+        Refused{"hole_first", R"({"a":)" + entry("F32", "[1]", "[4,8]") + "}", 8,
+                "hole of 4 bytes after the start"},
         Refused{"trailing", R"({"a":)" + kF32 + "}", 5, "1 trailing bytes"},
         Refused{"data_without_tensors", "{}", 8, "8 trailing bytes"},
         Refused{"empty_inside",
-                R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"e":)" + entry("F32", "[0]", "[4,4]") + "}", 8,
-                "overlaps"}),
+                R"({"a":)" + entry("F32", "[2]", "[0,8]") + R"(,"e":)" +
+                    entry("F32", "[0]", "[4,4]") + "}",
+                8, "overlaps"}),
     testing::PrintToStringParamName());
 
 TEST(SafetensorsHeader, SizePrefixIsCheckedBeforeAnythingIsAllocated) {
@@ -170,7 +205,8 @@ TEST(SafetensorsHeader, SizePrefixIsCheckedBeforeAnythingIsAllocated) {
 }
 
 TEST(SafetensorsHeader, HostileNamesDoNotReachTheTerminal) {
-  const std::string message = refusal(R"({"\u001b[31m\n":)" + entry("F33", "[1]", "[0,4]") + "}", 4);
+  const std::string message =
+      refusal(R"({"\u001b[31m\n":)" + entry("F33", "[1]", "[0,4]") + "}", 4);
   EXPECT_THAT(message, HasSubstr("\\x1b[31m\\x0a"));
   EXPECT_LT(refusal(R"({")" + std::string(1'000'000, 'a') + R"(":1})", 0).size(), 1000u);
 }
@@ -178,7 +214,8 @@ TEST(SafetensorsHeader, HostileNamesDoNotReachTheTerminal) {
 TEST(SafetensorsHeader, FormatsWhatItParses) {
   Header header;
   header.metadata = {{"format", "pt"}, {"quote", "\"\\\n"}};
-  header.entries = {{"a\"b", "F32", {2, 2}, 0, 16}, {"é", "U8", {}, 16, 17}, {"none", "F16", {0}, 17, 17}};
+  header.entries = {
+      {"a\"b", "F32", {2, 2}, 0, 16}, {"é", "U8", {}, 16, 17}, {"none", "F16", {0}, 17, 17}};
   const std::string bytes = format_header("f", header);
   EXPECT_EQ(bytes.size() % 8, 0u);
   unsigned char prefix[8];

@@ -1,11 +1,12 @@
-// Thousands of damaged headers, the same ones on every run: each is either refused with UsageError or is a header whose
-// tensors cover the data exactly. Under the address sanitizer this is the fuzz target's little sister, without clang.
-
-#include <gtest/gtest.h>
+// Thousands of damaged headers, the same ones on every run: each is either refused with UsageError
+// or is a header whose tensors cover the data exactly. Under the address sanitizer this is the fuzz
+// target's little sister, without clang.
 
 #include <random>
 
-#include "checkpoint/safetensors_header.h"
+#include <gtest/gtest.h>
+
+#include "checkpoint/io/safetensors_header.h"
 #include "tessera/error.h"
 
 namespace tessera::safetensors {
@@ -20,37 +21,39 @@ const std::string kSeeds[] = {
     R"("y":{"dtype":"U8","shape":[4,8],"data_offsets":[8,40]}}   )",
 };
 
-const std::string kPieces[] = {"{",
-                               "}",
-                               "[",
-                               "]",
-                               ",",
-                               ":",
-                               "\"",
-                               "\\",
-                               "0",
-                               "-1",
-                               "1e9",
-                               "18446744073709551615",
-                               "null",
-                               "true",
-                               "\"dtype\"",
-                               "\"shape\"",
-                               "\"data_offsets\"",
-                               "\"__metadata__\"",
-                               "\"F32\"",
-                               "[0,40]",
-                               "\xff",
-                               "\xc3",
-                               "\\ud800",
-                               std::string(1, '\0'),
-                               " ",
-                               "4294967296",
-                               "{\"a\":",
-                               "[[[["};
+const std::string kFragments[] = {"{",
+                                  "}",
+                                  "[",
+                                  "]",
+                                  ",",
+                                  ":",
+                                  "\"",
+                                  "\\",
+                                  "0",
+                                  "-1",
+                                  "1e9",
+                                  "18446744073709551615",
+                                  "null",
+                                  "true",
+                                  "\"dtype\"",
+                                  "\"shape\"",
+                                  "\"data_offsets\"",
+                                  "\"__metadata__\"",
+                                  "\"F32\"",
+                                  "[0,40]",
+                                  "\xff",
+                                  "\xc3",
+                                  "\\ud800",
+                                  std::string(1, '\0'),
+                                  " ",
+                                  "4294967296",
+                                  "{\"a\":",
+                                  "[[[["};
 
 std::string mutated(std::string text, std::mt19937& random) {
-  const auto below = [&](size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(random); };
+  const auto below = [&](size_t n) {
+    return std::uniform_int_distribution<size_t>(0, n - 1)(random);
+  };
   for (size_t edits = 1 + below(4); edits > 0 && !text.empty(); --edits) {
     const size_t at = below(text.size());
     switch (below(6)) {
@@ -61,7 +64,7 @@ std::string mutated(std::string text, std::mt19937& random) {
         text.erase(at, 1 + below(8));
         break;
       case 2:
-        text.insert(at, kPieces[below(std::size(kPieces))]);
+        text.insert(at, kFragments[below(std::size(kFragments))]);
         break;
       case 3:
         text.insert(at, text.substr(below(text.size()), below(40)));
@@ -84,8 +87,8 @@ void expect_sound(const Header& header, uint64_t data_bytes) {
   for (const SafetensorsEntry& entry : header.entries) {
     ASSERT_EQ(entry.begin, covered);
     ASSERT_LE(entry.begin, entry.end);
-    ASSERT_EQ((entry.end - entry.begin) * 8,
-              static_cast<uint64_t>(entry.numel()) * static_cast<uint64_t>(dtype_bits(entry.dtype)));
+    ASSERT_EQ((entry.end - entry.begin) * 8, static_cast<uint64_t>(entry.numel()) *
+                                                 static_cast<uint64_t>(dtype_bits(entry.dtype)));
     covered = entry.end;
   }
   ASSERT_EQ(covered, data_bytes);

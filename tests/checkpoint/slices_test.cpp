@@ -1,11 +1,11 @@
 // Optimizer state, cut in one way when saved and in another when loaded: every bit stays.
 
-#include "checkpoint/store_fixture.h"
-#include "harness/ranks.h"
-
 #include <cmath>
 #include <limits>
 #include <random>
+
+#include "checkpoint/store_fixture.h"
+#include "harness/ranks.h"
 
 namespace tessera {
 namespace {
@@ -29,13 +29,13 @@ std::vector<Parameter> parameters() {
   return list;
 }
 
-/// What an element-wise optimizer could have: random bits, NaNs among them, in several dtypes, a counter without
-/// dimensions.
+/// What an element-wise optimizer could have: random bits, NaNs among them, in several dtypes, a
+/// counter without dimensions.
 ParamState whole_state(const Parameter& parameter, int seed) {
   if (!parameter.stepped) return {};
   at::manual_seed(seed);
-  const auto bits =
-      at::randint(std::numeric_limits<int>::min(), std::numeric_limits<int>::max(), {parameter.numel}, at::kLong);
+  const auto bits = at::randint(std::numeric_limits<int>::min(), std::numeric_limits<int>::max(),
+                                {parameter.numel}, at::kLong);
   ParamState state;
   state.tensors["exp_avg"] = bits.to(at::kInt).view(at::kFloat);
   state.tensors["exp_avg_sq"] = bits.mul(31).view(at::kDouble);
@@ -49,10 +49,13 @@ ParamState whole_state(const Parameter& parameter, int seed) {
   return state;
 }
 
-bool follows(const std::string& name) { return name == "exp_avg" || name == "exp_avg_sq" || name == "half"; }
+bool follows(const std::string& name) {
+  return name == "exp_avg" || name == "exp_avg_sq" || name == "half";
+}
 
 /// The run [begin, begin + numel) of the state, as a sharding wrapper has it.
-StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t begin, int64_t numel) {
+StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t begin,
+                    int64_t numel) {
   StateSlice slice{parameter.name, parameter.shape, begin, numel, {}};
   slice.state.scalars = whole.scalars;
   for (const auto& [name, tensor] : whole.tensors)
@@ -60,19 +63,22 @@ StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t
   return slice;
 }
 
-/// One cutting: for each rank, runs of the parameters. Each parameter is cut at random places, also into nothing.
-std::vector<std::vector<SliceRequest>> random_cutting(int world, std::mt19937& random) {
-  std::vector<std::vector<SliceRequest>> ranks(world);
+/// One cutting: for each rank, runs of the parameters. Each parameter is cut at random places, also
+/// into nothing.
+std::vector<std::vector<ElementRange>> random_cutting(int world, std::mt19937& random) {
+  std::vector<std::vector<ElementRange>> ranks(world);
   for (const auto& parameter : parameters()) {
     std::vector<int64_t> cuts = {0, parameter.numel};
-    for (int i = 1; i < world; ++i) cuts.push_back(std::uniform_int_distribution<int64_t>(0, parameter.numel)(random));
+    for (int i = 1; i < world; ++i)
+      cuts.push_back(std::uniform_int_distribution<int64_t>(0, parameter.numel)(random));
     std::sort(cuts.begin(), cuts.end());
     std::vector<int> order(world);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
     for (int i = 0; i < world; ++i) {
       const int64_t numel = cuts[i + 1] - cuts[i];
-      if (numel == 0 && parameter.numel > 0 && i % 2 == 0) continue;  // some ranks have an empty piece, some none
+      if (numel == 0 && parameter.numel > 0 && i % 2 == 0)
+        continue;  // some ranks have an empty shard, some none
       ranks[order[i]].push_back({parameter.name, parameter.shape, cuts[i], numel});
     }
   }
@@ -81,7 +87,8 @@ std::vector<std::vector<SliceRequest>> random_cutting(int world, std::mt19937& r
 
 const Parameter& named(const std::string& name) {
   static const auto list = parameters();
-  return *std::find_if(list.begin(), list.end(), [&](const auto& each) { return each.name == name; });
+  return *std::find_if(list.begin(), list.end(),
+                       [&](const auto& each) { return each.name == name; });
 }
 
 void expect_same(const StateSlice& loaded, const StateSlice& expected) {
@@ -134,7 +141,8 @@ TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
         for (size_t i = 0; i < loaded.size(); ++i) {
           const auto& run = requests[i];
           if (run.numel == 0 && named(run.parameter).numel > 0) continue;
-          expect_same(loaded[i], slice_of(named(run.parameter), whole[run.parameter], run.begin, run.numel));
+          expect_same(loaded[i],
+                      slice_of(named(run.parameter), whole[run.parameter], run.begin, run.numel));
         }
       }
     }
@@ -158,10 +166,12 @@ TEST_F(Slices, TheSameCuttingGivesEachRankItsOwn) {
 
 TEST_F(Slices, WholeTensorsOfAnyStridesAreTakenInMemoryOrder) {
   StateSlice whole{"conv", {2, 3, 2, 2}, 0, 24, {}};
-  whole.state.tensors["m"] = at::arange(24.0).view({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
+  whole.state.tensors["m"] =
+      at::arange(24.0).view({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
   const auto memory = whole.state.tensors["m"].as_strided({24}, {1}).clone();
   const Checkpoint checkpoint(save({{whole}}));
-  const auto loaded = checkpoint.load_slices({{"conv", {2, 3, 2, 2}, 5, 9}, {"conv", {2, 3, 2, 2}, 0, 24}});
+  const auto loaded =
+      checkpoint.load_slices({{"conv", {2, 3, 2, 2}, 5, 9}, {"conv", {2, 3, 2, 2}, 0, 24}});
   EXPECT_TRUE(same_bits(loaded[0].state.tensors.at("m"), memory.narrow(0, 5, 9)));
   EXPECT_TRUE(same_bits(loaded[1].state.tensors.at("m"), memory));
 }
@@ -174,7 +184,8 @@ TEST_F(Slices, ATensorOfOneElementIsKeptWholeWhenAnotherSliceShowsIt) {
     return slice;
   };
   const Checkpoint checkpoint(save({{part(0, 1)}, {part(1, 4)}}));
-  const auto loaded = checkpoint.load_slices({{"w", {5}, 0, 5}, {"w", {5}, 0, 3}, {"w", {5}, 0, 1}});
+  const auto loaded =
+      checkpoint.load_slices({{"w", {5}, 0, 5}, {"w", {5}, 0, 3}, {"w", {5}, 0, 1}});
   for (const auto& slice : loaded) {
     EXPECT_TRUE(same_bits(slice.state.tensors.at("count"), at::full({1}, 8.0)));
     EXPECT_TRUE(same_bits(slice.state.tensors.at("m"), at::arange(0, slice.numel, at::kFloat)));
@@ -194,17 +205,19 @@ TEST_F(Slices, WhatDoesNotFitIsNamed) {
   auto counted = part("count", 0, 5, 1), counted_more = part("count", 5, 5, 1);
   counted.state.tensors["n"] = at::scalar_tensor(1);
   counted_more.state.tensors["n"] = at::scalar_tensor(2);
-  const Checkpoint checkpoint(save(
-      {{part("gap", 0, 3, 1), part("step", 0, 5, 1), part("dtype", 0, 5, 1), part("names", 0, 5, 1), counted},
-       {part("gap", 5, 5, 1), part("step", 5, 5, 2), part("dtype", 5, 5, 1, at::kDouble), renamed, counted_more}}));
-  const auto text = [&](const SliceRequest& request) {
+  const Checkpoint checkpoint(save({{part("gap", 0, 3, 1), part("step", 0, 5, 1),
+                                     part("dtype", 0, 5, 1), part("names", 0, 5, 1), counted},
+                                    {part("gap", 5, 5, 1), part("step", 5, 5, 2),
+                                     part("dtype", 5, 5, 1, at::kDouble), renamed, counted_more}}));
+  const auto text = [&](const ElementRange& request) {
     const auto message = usage_error([&] { checkpoint.load_slices({request}); });
     EXPECT_THAT(message, HasSubstr("\"" + request.parameter + "\""));
     EXPECT_THAT(message, HasSubstr(run_ + "/step-00000001"));
     return message;
   };
   EXPECT_THAT(text({"gap", {10}, 1, 6}), HasSubstr("no rank saved its element 3"));
-  EXPECT_THAT(text({"gap", {2, 5}, 0, 3}), ::testing::AllOf(HasSubstr("[2, 5]"), HasSubstr("[10]")));
+  EXPECT_THAT(text({"gap", {2, 5}, 0, 3}),
+              ::testing::AllOf(HasSubstr("[2, 5]"), HasSubstr("[10]")));
   EXPECT_THAT(text({"gap", {10}, 8, 3}), HasSubstr("not within"));
   EXPECT_THAT(text({"gap", {10}, -1, 3}), HasSubstr("not within"));
   EXPECT_THAT(text({"step", {10}, 0, 10}), HasSubstr("scalars differ"));
@@ -222,7 +235,8 @@ TEST_F(Slices, SlicesThatAreNoneAreRefused) {
     writer.add_slices(slices);
     return usage_error([&] { writer.commit(); });
   };
-  EXPECT_THAT(refused({{"w", {3}, 1, 3, {}}}), ::testing::AllOf(HasSubstr("\"w\""), HasSubstr("not within")));
+  EXPECT_THAT(refused({{"w", {3}, 1, 3, {}}}),
+              ::testing::AllOf(HasSubstr("\"w\""), HasSubstr("not within")));
   EXPECT_THAT(refused({{"w", {3}, 0, 1, {}}, {"w", {3}, 0, 1, {}}}), HasSubstr("given twice"));
   EXPECT_THAT(refused({{"w", {1, -3}, 0, 0, {}}}), HasSubstr("negative"));
   EXPECT_THAT(refused({{"\xff", {3}, 0, 1, {}}}), HasSubstr("UTF-8"));
@@ -240,8 +254,8 @@ TEST_F(Slices, OverlappingCopiesServe) {
     return slice;
   };
   const Checkpoint checkpoint(save({{part(0, 4)}, {part(4, 5)}, {part(0, 4)}, {part(4, 5)}}));
-  EXPECT_TRUE(
-      same_bits(checkpoint.load_slices({{"w", {9}, 0, 9}})[0].state.tensors.at("m"), at::arange(9, at::kFloat)));
+  EXPECT_TRUE(same_bits(checkpoint.load_slices({{"w", {9}, 0, 9}})[0].state.tensors.at("m"),
+                        at::arange(9, at::kFloat)));
 }
 
 }  // namespace

@@ -1,18 +1,18 @@
 #pragma once
 
-#include "checkpoint/run_folder.h"
-#include "tessera/checkpoint_store.h"
-#include "tessera/error.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <bit>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "checkpoint/store/run_folder.h"
+#include "tessera/checkpoint_store.h"
+#include "tessera/error.h"
 
 namespace tessera::testing {
 

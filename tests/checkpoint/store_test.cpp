@@ -20,14 +20,17 @@ TEST_F(Store, RanksWriteTheirOwnFilesAndAllOfThemAreThere) {
       CheckpointWriter writer(store, world);
       if (rank == 0) {
         // Weights bigger than memory: one by one, in any order, with collectives between them.
-        writer.begin_tensors("model.safetensors", {{"w", at::kFloat, {2, 3}}, {"b", at::kBFloat16, {}}}, {{"k", "v"}});
+        writer.begin_tensors("model.safetensors",
+                             {{"w", at::kFloat, {2, 3}}, {"b", at::kBFloat16, {}}}, {{"k", "v"}});
         writer.write_tensor("model.safetensors", "b", at::scalar_tensor(2.5, at::kBFloat16));
       }
       group.barrier();
-      if (rank == 0) writer.write_tensor("model.safetensors", "w", at::arange(6, at::kFloat).view({3, 2}).t());
+      if (rank == 0)
+        writer.write_tensor("model.safetensors", "w", at::arange(6, at::kFloat).view({3, 2}).t());
       writer.add_text("random-" + std::to_string(rank) + ".json", std::string(rank, 'x'));
       EXPECT_EQ(writer.commit(), run_ + "/deep/down/step-0000000" + std::to_string(world));
-      EXPECT_EQ(latest_checkpoint(store.folder()), run_ + "/deep/down/step-0000000" + std::to_string(world));
+      EXPECT_EQ(latest_checkpoint(store.folder()),
+                run_ + "/deep/down/step-0000000" + std::to_string(world));
       Checkpoint(*latest_checkpoint(store.folder())).verify(group);
     });
     const Checkpoint checkpoint(*latest_checkpoint(run_ + "/deep/down"));
@@ -35,9 +38,10 @@ TEST_F(Store, RanksWriteTheirOwnFilesAndAllOfThemAreThere) {
     EXPECT_EQ(checkpoint.world_size(), world);
     EXPECT_EQ(checkpoint.files().size(), static_cast<size_t>(world) + 1);
     EXPECT_EQ(names_in(checkpoint.path()).size(), static_cast<size_t>(world) + 2);
-    EXPECT_EQ(checkpoint.text("random-" + std::to_string(world - 1) + ".json"), std::string(world - 1, 'x'));
-    EXPECT_TRUE(
-        same_bits(checkpoint.load_tensor("model.safetensors", "w"), at::arange(6, at::kFloat).view({3, 2}).t()));
+    EXPECT_EQ(checkpoint.text("random-" + std::to_string(world - 1) + ".json"),
+              std::string(world - 1, 'x'));
+    EXPECT_TRUE(same_bits(checkpoint.load_tensor("model.safetensors", "w"),
+                          at::arange(6, at::kFloat).view({3, 2}).t()));
     EXPECT_TRUE(same_bits(SafetensorsFile(checkpoint.path() + "/model.safetensors").load("b"),
                           at::scalar_tensor(2.5, at::kBFloat16)));
   }
@@ -69,13 +73,14 @@ TEST(FolderNames, OnlyOursCount) {
   EXPECT_EQ(store::step_name(120), "step-00000120");
   EXPECT_EQ(store::step_of_name("step-00000120"), 120);
   EXPECT_EQ(store::step_of_name("step-123456789012"), 123456789012);
-  for (const char* name : {"step-120", "step-", "step-000000120", "step-0000012x", "step--0000012", "xstep-00000120",
-                           "step-00000120~", ""}) {
+  for (const char* name : {"step-120", "step-", "step-000000120", "step-0000012x", "step--0000012",
+                           "xstep-00000120", "step-00000120~", ""}) {
     EXPECT_EQ(store::step_of_name(name), std::nullopt) << name;
   }
   EXPECT_TRUE(store::is_partial_name(store::partial_name(7)));
   EXPECT_NE(store::partial_name(7), store::partial_name(7));
-  for (const char* name : {".step-00000120", "step-00000120.partial-1", ".step-1.partial-1", ".partial-1", ""}) {
+  for (const char* name :
+       {".step-00000120", "step-00000120.partial-1", ".step-1.partial-1", ".partial-1", ""}) {
     EXPECT_FALSE(store::is_partial_name(name)) << name;
   }
 }
@@ -127,8 +132,9 @@ TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstIsGone) {
   ASSERT_EQ(first.line(), "open");
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
-  EXPECT_THAT(usage_error(open),
-              AllOf(HasSubstr(run_), HasSubstr("pid " + std::to_string(first.pid())), HasSubstr(host)));
+  EXPECT_THAT(
+      usage_error(open),
+      AllOf(HasSubstr(run_), HasSubstr("pid " + std::to_string(first.pid())), HasSubstr(host)));
   Child second([&] { return open(); });
   EXPECT_THAT(second.line(), HasSubstr("pid " + std::to_string(first.pid())));
   first.kill();
@@ -152,12 +158,16 @@ TEST_F(Store, AWriterKeepsTheLock) {
 }
 
 TEST_F(Store, OptionsAndFoldersThatWillNotDo) {
-  EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_last = 0}); }), HasSubstr("keep_last is 0"));
-  EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_every = -1}); }), HasSubstr("keep_every is -1"));
+  EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_last = 0}); }),
+              HasSubstr("keep_last is 0"));
+  EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_every = -1}); }),
+              HasSubstr("keep_every is -1"));
   EXPECT_THAT(usage_error([&] { CheckpointStore(""); }), HasSubstr("empty"));
   put_contents(base_ + "/file", "");
-  EXPECT_THAT(usage_error([&] { CheckpointStore(base_ + "/file"); }), HasSubstr(base_ + "/file is not a folder"));
-  EXPECT_THAT(usage_error([&] { CheckpointStore(base_ + "/file/run"); }), HasSubstr(base_ + "/file/run"));
+  EXPECT_THAT(usage_error([&] { CheckpointStore(base_ + "/file"); }),
+              HasSubstr(base_ + "/file is not a folder"));
+  EXPECT_THAT(usage_error([&] { CheckpointStore(base_ + "/file/run"); }),
+              HasSubstr(base_ + "/file/run"));
   CheckpointStore store(run_);
   EXPECT_THAT(usage_error([&] { CheckpointWriter(store, -1); }), HasSubstr("step is -1"));
   EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"});

@@ -1,15 +1,14 @@
-#include "comm/announced_folder.h"
-
-#include "child.h"
-#include "tessera/error.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <unistd.h>
+#include "comm/rendezvous/announced_folder.h"
 
 #include <filesystem>
 #include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "child.h"
+#include "tessera/error.h"
 
 namespace {
 
@@ -17,12 +16,15 @@ using namespace std::chrono_literals;
 using tessera::comm::announced_folder;
 using tessera::testing::Child;
 
-std::string key_of(const std::string& what) { return "test-" + what + "-" + std::to_string(::getpid()); }
+std::string key_of(const std::string& what) {
+  return "test-" + what + "-" + std::to_string(::getpid());
+}
 
 /// The names that begin with `key`, where ranks meet.
 std::set<std::string> left_of(const std::string& key) {
   std::set<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator("/tmp/tessera-" + std::to_string(::getuid()))) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/tmp/tessera-" + std::to_string(::getuid()))) {
     const auto name = entry.path().filename().string();
     if (name.starts_with(key)) names.insert(name);
   }
@@ -53,13 +55,17 @@ TEST(AnnouncedFolder, WhatEndedRunsHaveLeftGoesWithTheNextRunOfAnyKey) {
 TEST(AnnouncedFolder, TwoLiveRunsUnderOneKeyAreAnError) {
   const auto key = key_of("twice");
   announced_folder(key, 0, 1, 1s);
-  const auto status = Child([&] {
-    try {
-      announced_folder(key, 0, 1, 100ms);
-    } catch (const tessera::UsageError& error) {
-      ::_exit(std::string(error.what()).find("another run on this host already uses " + key) != std::string::npos ? 7 : 1);
-    }
-  }).wait();
+  const auto status =
+      Child([&] {
+        try {
+          announced_folder(key, 0, 1, 100ms);
+        } catch (const tessera::UsageError& error) {
+          ::_exit(std::string(error.what()).find("another run on this host already uses " + key) !=
+                          std::string::npos
+                      ? 7
+                      : 1);
+        }
+      }).wait();
   EXPECT_EQ(WEXITSTATUS(status), 7);
 }
 

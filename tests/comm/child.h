@@ -1,11 +1,11 @@
 #pragma once
 
+#include <functional>
+#include <utility>
+
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <functional>
-#include <utility>
 
 namespace tessera::testing {
 

@@ -1,18 +1,17 @@
-#include "comm/world.h"
-
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "comm/base/failure_ledger.h"
 
 #include <map>
 #include <thread>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 namespace {
 
 using namespace std::chrono_literals;
-using ::testing::ElementsAre;
 using tessera::comm::FailureLedger;
+using ::testing::ElementsAre;
 using Cause = FailureLedger::Cause;
 
 constexpr int kRanks = 4;
@@ -30,7 +29,8 @@ std::vector<int> resolve(const c10::intrusive_ptr<c10d::Store>& store, const Giv
   return FailureLedger(world, 700ms).resolve({call.missed}, call.cause);
 }
 
-/// Whom each rank blames when they give up in this order: each as soon as the one before has had the time to look around.
+/// Whom each rank blames when they give up in this order: each as soon as the one before has had
+/// the time to look around.
 std::map<int, std::vector<int>> blamed_by(const std::vector<GivesUp>& calls) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::map<int, std::vector<int>> blamed;
@@ -48,13 +48,16 @@ std::map<int, std::vector<int>> blamed_by(const std::vector<GivesUp>& calls) {
 TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankWhoeverGivesUpFirst) {
   // 3 waits for 0, 0 for 1, and 1 for 2, which is stopped.
   const GivesUp three{3, 0}, zero{0, 1}, one{1, 2};
-  for (const auto& order : {std::vector{three, zero, one}, std::vector{one, zero, three}, std::vector{zero, three, one}}) {
+  for (const auto& order : {std::vector{three, zero, one}, std::vector{one, zero, three},
+                            std::vector{zero, three, one}}) {
     for (const auto& [rank, ranks] : blamed_by(order)) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
   }
 }
 
 TEST(FailureLedger, AConnectionThatIsClosedBeforeItsRankSaysWhyDoesNotMakeItGuilty) {
-  for (const auto& [rank, ranks] : blamed_by({{0, 1, Cause::gone_near_the_time_out}, {1, 2}, {3, 0}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  for (const auto& [rank, ranks] :
+       blamed_by({{0, 1, Cause::gone_near_the_time_out}, {1, 2}, {3, 0}}))
+    EXPECT_THAT(ranks, ElementsAre(2)) << rank;
   // The one has come to its conclusion before the other writes anything at all.
   const auto store = c10::make_intrusive<c10d::HashStore>();
   resolve(store, {0, 1, Cause::gone});
@@ -62,7 +65,8 @@ TEST(FailureLedger, AConnectionThatIsClosedBeforeItsRankSaysWhyDoesNotMakeItGuil
 }
 
 TEST(FailureLedger, AStoppedRankThatGoesOnBeforeTheOthersHaveDecidedIsStillTheOne) {
-  for (const auto& [rank, ranks] : blamed_by({{0, 1}, {1, 2}, {2, 0}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  for (const auto& [rank, ranks] : blamed_by({{0, 1}, {1, 2}, {2, 0}}))
+    EXPECT_THAT(ranks, ElementsAre(2)) << rank;
 }
 
 TEST(FailureLedger, AStoppedRankThatGoesOnAfterwardsNamesItselfAndChangesNothing) {
@@ -74,7 +78,8 @@ TEST(FailureLedger, AStoppedRankThatGoesOnAfterwardsNamesItselfAndChangesNothing
 
 TEST(FailureLedger, APeerThatIsGoneIsNamedAtOnce) {
   const auto start = std::chrono::steady_clock::now();
-  for (const auto& [rank, ranks] : blamed_by({{0, 2, Cause::gone}, {1, 0, Cause::gone}})) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
+  for (const auto& [rank, ranks] : blamed_by({{0, 2, Cause::gone}, {1, 0, Cause::gone}}))
+    EXPECT_THAT(ranks, ElementsAre(2)) << rank;
   EXPECT_LT(std::chrono::steady_clock::now() - start, 500ms);
 }
 

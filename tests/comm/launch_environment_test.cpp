@@ -1,11 +1,11 @@
-#include "comm/launch_environment.h"
+#include "comm/rendezvous/launch_environment.h"
 
-#include "tessera/error.h"
+#include <map>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <map>
+#include "tessera/error.h"
 
 namespace {
 
@@ -36,20 +36,34 @@ TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
 }
 
 TEST(LaunchEnvironment, EveryLauncher) {
-  auto world = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"},
-                     {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "2"}, {"TORCHELASTIC_RUN_ID", "7"}});
+  auto world = read({{"RANK", "3"},
+                     {"WORLD_SIZE", "4"},
+                     {"LOCAL_RANK", "1"},
+                     {"LOCAL_WORLD_SIZE", "2"},
+                     {"MASTER_ADDR", "10.0.0.1"},
+                     {"MASTER_PORT", "29500"},
+                     {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                     {"TORCHELASTIC_RESTART_COUNT", "2"},
+                     {"TORCHELASTIC_RUN_ID", "7"}});
   EXPECT_EQ(world.rank, 3);
   EXPECT_EQ(world.local_rank, 1);
   EXPECT_EQ(world.local_size, 2);
   EXPECT_TRUE(world.agent_store);
   EXPECT_EQ(world.attempt, 2);
   EXPECT_EQ(world.run, "7");
-  world = read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"PMIX_NAMESPACE", "job7"}});
+  world = read({{"OMPI_COMM_WORLD_RANK", "1"},
+                {"OMPI_COMM_WORLD_SIZE", "2"},
+                {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                {"PMIX_NAMESPACE", "job7"}});
   EXPECT_EQ(world.launcher, "Open MPI");
   EXPECT_EQ(world.job, "job7");
   world = read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}});
   EXPECT_EQ(world.launcher, "PMI");
-  world = read({{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}});
+  world = read({{"SLURM_PROCID", "1"},
+                {"SLURM_STEP_NUM_TASKS", "2"},
+                {"SLURM_STEP_NUM_NODES", "1"},
+                {"SLURM_JOB_ID", "9"},
+                {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(world.launcher, "Slurm");
   EXPECT_EQ(world.size_variable, "SLURM_STEP_NUM_TASKS");
   EXPECT_EQ(world.local_size, 2);
@@ -57,8 +71,12 @@ TEST(LaunchEnvironment, EveryLauncher) {
 }
 
 TEST(LaunchEnvironment, ATaskOfSlurmOnSeveralHosts) {
-  const std::map<std::string, std::string> task = {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"}, {"SLURM_NODEID", "1"},
-                                                   {"SLURM_NNODES", "2"}, {"SLURM_STEP_NUM_NODES", "2"}, {"SLURM_STEP_NODELIST", "node[1-2]"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "3"}};
+  const std::map<std::string, std::string> task = {
+      {"SLURM_PROCID", "5"},         {"SLURM_NTASKS", "8"},
+      {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"},
+      {"SLURM_NODEID", "1"},         {"SLURM_NNODES", "2"},
+      {"SLURM_STEP_NUM_NODES", "2"}, {"SLURM_STEP_NODELIST", "node[1-2]"},
+      {"SLURM_JOB_ID", "9"},         {"SLURM_STEP_ID", "3"}};
   auto world = read(task);
   EXPECT_EQ(world.rank, 5);
   EXPECT_EQ(world.size, 8);
@@ -80,14 +98,22 @@ TEST(LaunchEnvironment, ATaskOfSlurmOnSeveralHosts) {
 }
 
 TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
-  const auto world = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_SIZE", "6"}});
+  const auto world = read({{"RANK", "0"},
+                           {"WORLD_SIZE", "2"},
+                           {"OMPI_COMM_WORLD_RANK", "5"},
+                           {"OMPI_COMM_WORLD_SIZE", "6"}});
   EXPECT_EQ(world.launcher, "torchrun");
   EXPECT_EQ(world.size, 2);
 }
 
 // The variables as Slurm 22.05 sets them.
 TEST(LaunchEnvironment, AScriptForSbatchIsNoRank) {
-  const auto world = read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "0"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}, {"ENVIRONMENT", "BATCH"}});
+  const auto world = read({{"SLURM_PROCID", "0"},
+                           {"SLURM_NTASKS", "8"},
+                           {"SLURM_LOCALID", "0"},
+                           {"SLURM_NNODES", "1"},
+                           {"SLURM_JOB_ID", "9"},
+                           {"ENVIRONMENT", "BATCH"}});
   EXPECT_EQ(world.size, 1);
   EXPECT_EQ(world.launcher, "none");
 }
@@ -100,14 +126,26 @@ TEST(LaunchEnvironment, WhereTheStepIsNotToldTheJobIs) {
 }
 
 TEST(LaunchEnvironment, AStepIsSmallerThanItsJob) {
-  const auto world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NNODES", "2"}, {"SLURM_STEP_NUM_NODES", "1"}});
+  const auto world = read({{"SLURM_PROCID", "1"},
+                           {"SLURM_NTASKS", "8"},
+                           {"SLURM_STEP_NUM_TASKS", "2"},
+                           {"SLURM_LOCALID", "1"},
+                           {"SLURM_NNODES", "2"},
+                           {"SLURM_STEP_NUM_NODES", "1"}});
   EXPECT_EQ(world.size, 2);
   EXPECT_EQ(world.local_size, 2);
 }
 
 TEST(LaunchEnvironment, PmiOfSlurmItselfAndOfAnMpiexecInsideAStep) {
-  std::map<std::string, std::string> both = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_JOBID", "9.0"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"},
-                                             {"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_LOCALID", "1"}, {"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "0"}};
+  std::map<std::string, std::string> both = {{"PMI_RANK", "1"},
+                                             {"PMI_SIZE", "2"},
+                                             {"PMI_JOBID", "9.0"},
+                                             {"SLURM_PROCID", "1"},
+                                             {"SLURM_STEP_NUM_TASKS", "2"},
+                                             {"SLURM_STEP_NUM_NODES", "1"},
+                                             {"SLURM_LOCALID", "1"},
+                                             {"SLURM_JOB_ID", "9"},
+                                             {"SLURM_STEP_ID", "0"}};
   auto world = read(both);
   EXPECT_EQ(world.launcher, "Slurm");
   EXPECT_EQ(world.local_size, 2);
@@ -121,15 +159,24 @@ TEST(LaunchEnvironment, PmiOfSlurmItselfAndOfAnMpiexecInsideAStep) {
 
 TEST(LaunchEnvironment, WhatIsWrongNamesTheVariable) {
   EXPECT_THAT(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 'x'"));
-  EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 2; expected less than WORLD_SIZE"));
+  EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
+              HasSubstr("RANK is 2; expected less than WORLD_SIZE"));
   EXPECT_THAT(error_of({{"RANK", "0"}}), HasSubstr("RANK is set but WORLD_SIZE is not"));
   EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}), HasSubstr("WORLD_SIZE is set but RANK is not"));
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE is '0'"));
-  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}}), HasSubstr("MASTER_ADDR is set but MASTER_PORT is not"));
-  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "99999"}}), HasSubstr("MASTER_PORT is '99999'"));
-  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}), HasSubstr("LOCAL_WORLD_SIZE is 3"));
-  EXPECT_THAT(error_of({{"SLURM_PROCID", "4"}, {"SLURM_NTASKS", "4"}}), HasSubstr("SLURM_PROCID is 4; expected less than SLURM_NTASKS, which is 4"));
-  EXPECT_THAT(error_of({{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}}), HasSubstr("expected less than SLURM_STEP_NUM_TASKS, which is 2"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}}),
+              HasSubstr("MASTER_ADDR is set but MASTER_PORT is not"));
+  EXPECT_THAT(
+      error_of(
+          {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "99999"}}),
+      HasSubstr("MASTER_PORT is '99999'"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}),
+              HasSubstr("LOCAL_WORLD_SIZE is 3"));
+  EXPECT_THAT(error_of({{"SLURM_PROCID", "4"}, {"SLURM_NTASKS", "4"}}),
+              HasSubstr("SLURM_PROCID is 4; expected less than SLURM_NTASKS, which is 4"));
+  EXPECT_THAT(
+      error_of({{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}}),
+      HasSubstr("expected less than SLURM_STEP_NUM_TASKS, which is 2"));
 }
 
 }  // namespace

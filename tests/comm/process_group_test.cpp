@@ -1,13 +1,12 @@
-#include "harness/ranks.h"
-#include "tessera/c10d.h"
-#include "tessera/error.h"
-
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <numeric>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include <numeric>
+#include "harness/ranks.h"
+#include "tessera/detail/c10d.h"
+#include "tessera/error.h"
 
 namespace {
 
@@ -58,7 +57,8 @@ TEST_P(Collectives, AllReduceSumsEverySizeAndDtype) {
       for (auto dtype : {at::kFloat, at::kDouble, at::kLong, at::kInt, at::kBFloat16, at::kHalf}) {
         auto tensor = pattern(n, rank, dtype);
         group.all_reduce(tensor);
-        ASSERT_TRUE(at::equal(tensor, sum_of_patterns(n, world(), dtype))) << n << " " << c10::toString(dtype);
+        ASSERT_TRUE(at::equal(tensor, sum_of_patterns(n, world(), dtype)))
+            << n << " " << c10::toString(dtype);
       }
     }
   });
@@ -68,7 +68,11 @@ TEST_P(Collectives, SumsAreInRankOrder) {
   each_rank([&](ProcessGroup group, int rank) {
     for (const int64_t n : {101, 70001}) {
       for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
-        const auto value = [&](int r) { return (at::rand({n}, at::make_generator<at::CPUGeneratorImpl>(r + 1)) * std::pow(10.0, r % 3)).to(dtype); };
+        const auto value = [&](int r) {
+          return (at::rand({n}, at::make_generator<at::CPUGeneratorImpl>(r + 1)) *
+                  std::pow(10.0, r % 3))
+              .to(dtype);
+        };
         // 16-bit floats are summed in float and rounded once.
         const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
         auto expected = value(0).to(wide);
@@ -105,13 +109,16 @@ TEST_P(Collectives, BroadcastAndReduceWithEveryRoot) {
         ASSERT_TRUE(at::equal(tensor, pattern(n, root)));
         auto reduced = pattern(n, rank);
         group.reduce(reduced, root);
-        ASSERT_TRUE(at::equal(reduced, rank == root ? sum_of_patterns(n, world()) : pattern(n, rank))) << n;
+        ASSERT_TRUE(
+            at::equal(reduced, rank == root ? sum_of_patterns(n, world()) : pattern(n, rank)))
+            << n;
       }
       auto flags = at::full({3}, rank == root, at::kBool);
       group.broadcast(flags, root);
       EXPECT_TRUE(flags.all().item<bool>());
     }
-    std::vector<at::Tensor> several{pattern(3, rank), pattern(2, rank, at::kLong), pattern(12, rank).view({3, 4}).t(), at::empty({0})};
+    std::vector<at::Tensor> several{pattern(3, rank), pattern(2, rank, at::kLong),
+                                    pattern(12, rank).view({3, 4}).t(), at::empty({0})};
     group.broadcast(several, world() - 1);
     EXPECT_TRUE(at::equal(several[1], pattern(2, world() - 1, at::kLong)));
     EXPECT_TRUE(at::equal(several[2], pattern(12, world() - 1).view({3, 4}).t()));
@@ -120,7 +127,8 @@ TEST_P(Collectives, BroadcastAndReduceWithEveryRoot) {
 
 TEST_P(Collectives, UnevenGatherAndScatter) {
   each_rank([&](ProcessGroup group, int rank) {
-    for (int64_t scale : {0, 1, 5, 40000, 1'200'000}) {  // the last: own segment in several pieces of messages
+    for (int64_t scale :
+         {0, 1, 5, 40000, 1'200'000}) {  // the last: own segment in several messages
       if (scale > 40000 && world() > 3) continue;
       std::vector<int64_t> counts;
       int64_t total = 0, before = 0;
@@ -136,13 +144,17 @@ TEST_P(Collectives, UnevenGatherAndScatter) {
 
       const auto sum = sum_of_patterns(total, world()).narrow(0, before, counts[rank]);
       auto grads = pattern(total, rank), seen = at::zeros({counts[rank]});
-      group.reduce_scatter_each(grads, counts, [&](int64_t offset, const at::Tensor& run) { seen.narrow(0, offset, run.numel()).copy_(run); });
+      group.reduce_scatter_each(grads, counts, [&](int64_t offset, const at::Tensor& run) {
+        seen.narrow(0, offset, run.numel()).copy_(run);
+      });
       ASSERT_TRUE(at::equal(seen, sum));
       auto halved = at::full({counts[rank]}, -1.0f);
       group.reduce_scatter_into_async(grads, counts, halved, 0.5).wait();
       ASSERT_TRUE(at::equal(halved, sum * 0.5));
-      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, at::zeros({counts[rank] + 1})), UsageError);
-      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, halved.to(at::kDouble)), UsageError);
+      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, at::zeros({counts[rank] + 1})),
+                   UsageError);
+      EXPECT_THROW(group.reduce_scatter_into_async(grads, counts, halved.to(at::kDouble)),
+                   UsageError);
       auto shared = group.allocate(total, at::kFloat);
       shared.copy_(grads);
       halved.fill_(-1);
@@ -169,11 +181,13 @@ TEST_P(Collectives, AllToAllAndBytes) {
     auto output = at::full({total}, -1);
     group.all_to_all(output, at::full({total}, rank), recv, send);
     int64_t at = 0;
-    for (int r = 0; r < world(); at += recv[r++]) EXPECT_TRUE((output.narrow(0, at, recv[r]) == r).all().item<bool>());
+    for (int r = 0; r < world(); at += recv[r++])
+      EXPECT_TRUE((output.narrow(0, at, recv[r]) == r).all().item<bool>());
 
     const auto strings = group.all_gather_bytes(std::string(rank * 3, 'a' + rank));
     for (int r = 0; r < world(); ++r) EXPECT_EQ(strings[r], std::string(r * 3, 'a' + r));
-    EXPECT_EQ(group.broadcast_bytes(rank == world() - 1 ? "hello" : "ignored", world() - 1), "hello");
+    EXPECT_EQ(group.broadcast_bytes(rank == world() - 1 ? "hello" : "ignored", world() - 1),
+              "hello");
     const auto gathered = group.gather_bytes(std::to_string(rank), 0);
     EXPECT_EQ(gathered.size(), rank == 0 ? world() : 0u);
     if (rank == 0) EXPECT_EQ(gathered.back(), std::to_string(world() - 1));
@@ -240,7 +254,8 @@ TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
     auto own = flat.narrow(0, 10 * rank, 10);
     own.fill_(rank + 1);
     group.all_gather(flat, std::vector<int64_t>(world(), 10));
-    for (int peer = 0; peer < world(); ++peer) EXPECT_EQ(flat[10 * peer + 9].item<float>(), peer + 1);
+    for (int peer = 0; peer < world(); ++peer)
+      EXPECT_EQ(flat[10 * peer + 9].item<float>(), peer + 1);
     group.barrier();
     group.all_reduce(own);
     EXPECT_EQ(own[0].item<float>(), world() * (world() + 1) / 2);
@@ -252,7 +267,10 @@ TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
       group.all_reduce(world() == 2 ? flat : flat.narrow(0, at, 10));
       ADD_FAILURE() << "no error";
     } catch (const UsageError& error) {
-      EXPECT_THAT(error.what(), HasSubstr(world() == 2 ? "ranks 0 and 1 gave the same memory, of allocate_common()" : "ranks 1 and 2 gave the same memory"));
+      EXPECT_THAT(
+          error.what(),
+          HasSubstr(world() == 2 ? "ranks 0 and 1 gave the same memory, of allocate_common()"
+                                 : "ranks 1 and 2 gave the same memory"));
     }
   });
 }
@@ -270,12 +288,24 @@ TEST_P(SeveralRanks, DisagreementIsAnErrorOnAllBeforeDataMoves) {
       }
     };
     auto other = at::zeros({99});
-    fails([&] { group.all_reduce(rank == 1 ? other : kept); }, "rank 1 calls all_reduce #1 of 99 Float");
+    fails([&] { group.all_reduce(rank == 1 ? other : kept); },
+          "rank 1 calls all_reduce #1 of 99 Float");
     auto integers = pattern(100, rank, at::kLong);
-    fails([&] { group.all_reduce(rank == 1 ? integers : kept); }, "rank 1 calls all_reduce #2 of 100 Long");
-    fails([&] { if (rank == 1) group.broadcast(kept, 0); else group.all_reduce(kept); }, "rank 1 calls broadcast #3");
+    fails([&] { group.all_reduce(rank == 1 ? integers : kept); },
+          "rank 1 calls all_reduce #2 of 100 Long");
+    fails(
+        [&] {
+          if (rank == 1) group.broadcast(kept, 0);
+          else group.all_reduce(kept);
+        },
+        "rank 1 calls broadcast #3");
     fails([&] { group.broadcast(kept, rank == 1 ? 1 : 0); }, "with root 1");
-    fails([&] { if (rank == 1) group.barrier(); else group.all_reduce(kept); }, "rank 1 calls barrier");
+    fails(
+        [&] {
+          if (rank == 1) group.barrier();
+          else group.all_reduce(kept);
+        },
+        "rank 1 calls barrier");
     std::vector<int64_t> counts(world(), 0);
     counts[rank == 1 ? 1 : 0] = 100;
     fails([&] { group.all_gather(kept, counts); }, "other counts");
@@ -289,7 +319,8 @@ TEST_P(SeveralRanks, ContractNamesTheFirstDifference) {
   each_rank([&](ProcessGroup group, int rank) {
     group.check_contract("Thing", {"a", "b"});
     try {
-      group.check_contract("Thing", rank == 1 ? std::vector<std::string>{"a", "c", "d"} : std::vector<std::string>{"a", "b"});
+      group.check_contract("Thing", rank == 1 ? std::vector<std::string>{"a", "c", "d"}
+                                              : std::vector<std::string>{"a", "b"});
       ADD_FAILURE();
     } catch (const UsageError& error) {
       EXPECT_THAT(error.what(), HasSubstr("Thing: the ranks differ: entry 1 is"));
@@ -313,12 +344,15 @@ TEST_P(Collectives, BadArgumentsNameRankAndExpectation) {
 
 TEST_P(SeveralRanks, ARankThatLeavesIsNamedByAll) {
   const auto start = std::chrono::steady_clock::now();
-  const auto errors = run_ranks_catching(world(), [&](ProcessGroup group, int rank) {
-    group.barrier();
-    if (rank == world() - 1) throw std::runtime_error("my own trouble");
-    auto tensor = pattern(100, rank);
-    while (true) group.all_reduce(tensor);
-  }, options());
+  const auto errors = run_ranks_catching(
+      world(),
+      [&](ProcessGroup group, int rank) {
+        group.barrier();
+        if (rank == world() - 1) throw std::runtime_error("my own trouble");
+        auto tensor = pattern(100, rank);
+        while (true) group.all_reduce(tensor);
+      },
+      options());
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   for (int r = 0; r + 1 < world(); ++r) {
     try {
@@ -334,16 +368,24 @@ TEST_P(SeveralRanks, ARankThatLeavesIsNamedByAll) {
 
 TEST_P(SeveralRanks, ALateRankIsNamedAtTheTimeOut) {
   std::atomic<int> gave_up{0};
-  const auto errors = run_ranks_catching(world(), [&](ProcessGroup group, int rank) {
-    group.barrier();
-    group.set_timeout(std::chrono::milliseconds(600));  // only now: meeting may take long on a busy machine
-    if (rank == 0) {
-      for (int i = 0; i < 1000 && gave_up < world() - 1; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      return;
-    }
-    struct Count { std::atomic<int>& n; ~Count() { ++n; } } count{gave_up};
-    group.all_reduce(at::ones({3}));
-  }, options());
+  const auto errors = run_ranks_catching(
+      world(),
+      [&](ProcessGroup group, int rank) {
+        group.barrier();
+        group.set_timeout(std::chrono::milliseconds(
+            600));  // only now: the rendezvous may take long on a busy machine
+        if (rank == 0) {
+          for (int i = 0; i < 1000 && gave_up < world() - 1; ++i)
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          return;
+        }
+        struct Count {
+          std::atomic<int>& n;
+          ~Count() { ++n; }
+        } count{gave_up};
+        group.all_reduce(at::ones({3}));
+      },
+      options());
   for (int r = 1; r < world(); ++r) {
     EXPECT_THAT(message_of(errors[r]), HasSubstr("rank 0 did not arrive within 600 ms"));
   }
@@ -357,7 +399,8 @@ TEST(FromC10d, ACallersGlooWorks) {
     threads.emplace_back([&, rank] {
       auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(20));
       options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-      auto group = tessera::from_c10d(c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, 2, options));
+      auto group =
+          tessera::from_c10d(c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, 2, options));
       EXPECT_EQ(group.rank(), rank);
       auto tensor = pattern(100000, rank);
       group.all_reduce(tensor);
@@ -371,13 +414,17 @@ TEST(FromC10d, ACallersGlooWorks) {
 TEST(InitProcessGroup, NcclWithoutItsBuildOrADeviceSaysSo) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup, int) {}, {.backend = Backend::NCCL});
   EXPECT_THAT(message_of(errors[0]), HasSubstr("backend NCCL: "));
-  EXPECT_THAT(message_of(errors[0]), AnyOf(HasSubstr("TESSERA_WITH_NCCL"), HasSubstr("rank 0 of 2 sees no CUDA device")));
+  EXPECT_THAT(message_of(errors[0]),
+              AnyOf(HasSubstr("TESSERA_WITH_NCCL"), HasSubstr("rank 0 of 2 sees no CUDA device")));
 }
 
 const auto kName = [](const auto& tested) { return "World" + std::to_string(tested.param.world); };
 INSTANTIATE_TEST_SUITE_P(Self, Collectives, ::testing::Values(Setting{1, Backend::Auto}), kName);
-const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo}, Setting{4, Backend::Gloo});
-const auto kShared = ::testing::Values(Setting{2, Backend::SharedMemory}, Setting{3, Backend::SharedMemory}, Setting{4, Backend::SharedMemory});
+const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo},
+                                     Setting{4, Backend::Gloo});
+const auto kShared =
+    ::testing::Values(Setting{2, Backend::SharedMemory}, Setting{3, Backend::SharedMemory},
+                      Setting{4, Backend::SharedMemory});
 INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
@@ -391,7 +438,8 @@ TEST(ProcessGroupFail, ReachesAllWhileCollectivesAreUnderWay) {
     for (auto& work : works) work.wait();
     group.barrier();
   });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
 }
 
 TEST(ProcessGroupFail, ReachesThoseWhoWaitInASubGroup) {
@@ -408,8 +456,10 @@ TEST(ProcessGroupFail, ReachesThoseWhoWaitInASubGroup) {
     group.barrier();
   });
   EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 5);
-  for (const int rank : {0, 1}) EXPECT_EQ(message_of(errors[rank]), "rank 0 has had enough") << rank;
-  for (const int rank : {2, 3}) EXPECT_TRUE(errors[rank]) << rank << " waits for the whole group and must end, too";
+  for (const int rank : {0, 1})
+    EXPECT_EQ(message_of(errors[rank]), "rank 0 has had enough") << rank;
+  for (const int rank : {2, 3})
+    EXPECT_TRUE(errors[rank]) << rank << " waits for the whole group and must end, too";
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-#include "shm_worlds.h"
+#include <numeric>
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <numeric>
+#include "shm_worlds.h"
 
 namespace {
 
@@ -30,7 +30,8 @@ bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::k
 /// Rank r's values: such that sums in another order, or in another precision, come out different.
 at::Tensor values(int64_t n, int r, at::ScalarType dtype) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 + r);
-  if (at::isIntegralType(dtype, true)) return at::randint(0, dtype == at::kBool ? 2 : 100, {n}, generator).to(dtype);
+  if (at::isIntegralType(dtype, true))
+    return at::randint(0, dtype == at::kBool ? 2 : 100, {n}, generator).to(dtype);
   return (at::rand({n}, generator) - 0.5).mul(std::pow(10.0, r % 3)).to(dtype);
 }
 
@@ -41,7 +42,8 @@ at::Tensor expected_sum(int64_t n, int size, at::ScalarType dtype) {
   return sum.to(dtype);
 }
 
-/// Makes tensors in the given kind of memory. A shared one begins some elements into its allocation.
+/// Makes tensors in the given kind of memory. A shared one begins some elements into its
+/// allocation.
 struct Maker {
   Transport& transport;
   int rank;
@@ -64,12 +66,14 @@ class ShmCollectives : public ::testing::TestWithParam<Setting> {
   void each_memory(const std::function<void(const Maker& make, int rank, int size)>& body) {
     const int size = GetParam().size;
     run_ranks(GetParam(), [&](Transport& transport, int rank) {
-      for (auto memory : {Memory::shared, Memory::own, Memory::mixed}) body(Maker{transport, rank, memory}, rank, size);
+      for (auto memory : {Memory::shared, Memory::own, Memory::mixed})
+        body(Maker{transport, rank, memory}, rank, size);
     });
   }
 };
 
-const auto sum_dtypes = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong, at::kInt, at::kByte};
+const auto sum_dtypes = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,
+                         at::kLong,  at::kInt,    at::kByte};
 const auto moved_dtypes = {at::kFloat, at::kLong, at::kByte, at::kBool, at::kBFloat16};
 
 TEST_P(ShmCollectives, AllReduceIsBitExactInRankOrder) {
@@ -79,11 +83,13 @@ TEST_P(ShmCollectives, AllReduceIsBitExactInRankOrder) {
         if (n > 5000 && dtype != at::kFloat) continue;
         auto tensor = make(values(n, rank, dtype));
         make.transport.all_reduce(tensor, 1);
-        ASSERT_TRUE(at::equal(tensor, expected_sum(n, size, dtype))) << n << " " << c10::toString(dtype);
+        ASSERT_TRUE(at::equal(tensor, expected_sum(n, size, dtype)))
+            << n << " " << c10::toString(dtype);
         if (at::isIntegralType(dtype, true)) continue;
         auto mean = make(values(n, rank, dtype));
         make.transport.all_reduce(mean, 1.0 / size);
-        ASSERT_TRUE(at::equal(mean, expected_sum(n, size, dtype).mul_(1.0 / size))) << n << " " << c10::toString(dtype);
+        ASSERT_TRUE(at::equal(mean, expected_sum(n, size, dtype).mul_(1.0 / size)))
+            << n << " " << c10::toString(dtype);
       }
     }
   });
@@ -95,7 +101,8 @@ TEST_P(ShmCollectives, ReduceAndBroadcastWithEveryRoot) {
       for (auto n : sizes_for(size)) {
         auto sum = make(values(n, rank, at::kFloat));
         make.transport.reduce(sum, root);
-        ASSERT_TRUE(at::equal(sum, rank == root ? expected_sum(n, size, at::kFloat) : values(n, rank, at::kFloat)))
+        ASSERT_TRUE(at::equal(
+            sum, rank == root ? expected_sum(n, size, at::kFloat) : values(n, rank, at::kFloat)))
             << n;
       }
       for (auto dtype : moved_dtypes) {
@@ -122,7 +129,9 @@ struct Segments {
       total += counts.back();
     }
   }
-  at::Tensor of(const at::Tensor& flat, int r) const { return flat.narrow(0, starts[r], counts[r]); }
+  at::Tensor of(const at::Tensor& flat, int r) const {
+    return flat.narrow(0, starts[r], counts[r]);
+  }
 };
 
 TEST_P(ShmCollectives, AllGatherOfUnevenSegments) {
@@ -166,7 +175,8 @@ TEST_P(ShmCollectives, ReduceScatterOfUnevenSegments) {
         ASSERT_TRUE(at::equal(flat, mine)) << "left as it was";
 
         make.transport.reduce_scatter(flat, segments.counts, nullptr);
-        ASSERT_TRUE(at::equal(segments.of(flat, rank), expected)) << scale << " " << c10::toString(dtype);
+        ASSERT_TRUE(at::equal(segments.of(flat, rank), expected))
+            << scale << " " << c10::toString(dtype);
       }
     }
   });
@@ -225,7 +235,8 @@ TEST_P(ShmCollectives, ExchangeAndPeerViews) {
 }
 
 TEST_P(ShmCollectives, ATensorIsItsOwnersAgainOnReturn) {
-  // One rank has nothing to do but to be read, returns first, and scribbles over what the others may still be reading.
+  // One rank has nothing to do but to be read, returns first, and scribbles over what the others
+  // may still be reading.
   constexpr int64_t n = 1 << 18;
   each_memory([](const Maker& make, int rank, int size) {
     for (int first = 0; first < size; ++first) {
@@ -250,8 +261,9 @@ TEST_P(ShmCollectives, ATensorIsItsOwnersAgainOnReturn) {
       make.transport.reduce_scatter(parts, all_but, nullptr);
       if (rank == first) parts.fill_(-1);
       else
-        ASSERT_TRUE(at::equal(parts.narrow(0, before, all_but[rank]),
-                              expected_sum(total, size, at::kFloat).narrow(0, before, all_but[rank])))
+        ASSERT_TRUE(
+            at::equal(parts.narrow(0, before, all_but[rank]),
+                      expected_sum(total, size, at::kFloat).narrow(0, before, all_but[rank])))
             << "reduce_scatter";
 
       auto summed = make(values(n, rank, at::kFloat));

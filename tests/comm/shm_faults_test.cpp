@@ -1,28 +1,28 @@
-#include "comm/shm_segment.h"
-#include "shm_worlds.h"
-#include "tessera/error.h"
-
-#include <gmock/gmock.h>
-
-#include <sys/resource.h>
-
 #include <atomic>
 #include <fstream>
 #include <set>
+
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+
+#include "comm/shm/shm_segment.h"
+#include "shm_worlds.h"
+#include "tessera/error.h"
 
 namespace {
 
 using namespace tessera::testing;
 using namespace std::chrono_literals;
-using ::testing::HasSubstr;
 using tessera::BrokenWorldError;
 using tessera::UsageError;
 using tessera::comm::make_shm_transport;
 using tessera::comm::SharedSegment;
 using tessera::comm::Transport;
+using ::testing::HasSubstr;
 
 /// Reduces until the world breaks, which must be `blamed`'s fault.
-void reduce_until_broken(Transport& transport, const std::vector<int>& blamed, bool shared, const std::string& words) {
+void reduce_until_broken(Transport& transport, const std::vector<int>& blamed, bool shared,
+                         const std::string& words) {
   auto tensor = shared ? transport.allocate(300000, at::kFloat, false) : at::ones({300000});
   try {
     while (true) transport.all_reduce(tensor, 1);
@@ -45,7 +45,8 @@ std::string message_of(const std::exception_ptr& error) {
 
 std::set<std::string> entries_of(const char* folder) {
   std::set<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    names.insert(entry.path().filename());
   return names;
 }
 
@@ -62,7 +63,9 @@ int open_memory_files() {
 TEST(ShmFaults, AKilledRankIsNamedWithinTwoSecondsAndNothingIsLeft) {
   const auto before = entries_of("/dev/shm");
   for (const bool shared : {false, true}) {
-    Processes ranks(3, [&](Transport& transport, int rank) { reduce_until_broken(transport, {1}, shared, "rank 1 has died"); });
+    Processes ranks(3, [&](Transport& transport, int rank) {
+      reduce_until_broken(transport, {1}, shared, "rank 1 has died");
+    });
     std::this_thread::sleep_for(500ms);
     ranks.signal(1, SIGKILL);
     const auto killed = Clock::now();
@@ -75,7 +78,12 @@ TEST(ShmFaults, AKilledRankIsNamedWithinTwoSecondsAndNothingIsLeft) {
 }
 
 TEST(ShmFaults, AStoppedRankIsNamedAtTheTimeOut) {
-  Processes ranks(3, [&](Transport& transport, int rank) { reduce_until_broken(transport, {2}, true, "did not arrive"); }, 1s);
+  Processes ranks(
+      3,
+      [&](Transport& transport, int rank) {
+        reduce_until_broken(transport, {2}, true, "did not arrive");
+      },
+      1s);
   std::this_thread::sleep_for(500ms);
   ranks.signal(2, SIGSTOP);
   const auto stopped = Clock::now();
@@ -170,7 +178,8 @@ TEST(ShmFaults, SwitchedOffOnOneRankAllFallBack) {
     std::string reason;
     auto store = c10::make_intrusive<c10d::FileStore>(folder + "/store", 2);
     auto transport = make_shm_transport(world_of(rank, 2, store, 10s), reason);
-    return !transport && reason.find("rank 1") != std::string::npos && reason.find("TESSERA_SHM is 0") != std::string::npos;
+    return !transport && reason.find("rank 1") != std::string::npos &&
+           reason.find("TESSERA_SHM is 0") != std::string::npos;
   };
   const pid_t child = fork();
   if (child == 0) _exit(refused(1) ? 0 : 1);
@@ -195,7 +204,9 @@ TEST(ShmFaults, MemoryThatCannotBeHadIsAnErrorOnAllAndNamesTheRank) {
       const rlimit small{1 << 20, 1 << 20};
       setrlimit(RLIMIT_FSIZE, &small);
     }
-    fails(1 << 20, "rank 1 failed: the limit of file sizes (ulimit -f) is 1 MiB, shared memory of 5 MiB needs more");
+    fails(1 << 20,
+          "rank 1 failed: the limit of file sizes (ulimit -f) is 1 MiB, shared memory of 5 MiB "
+          "needs more");
     fails(int64_t{1} << 45, "failed: ");
     auto tensor = transport.allocate(1000, at::kFloat, false);
     tensor.fill_(1);

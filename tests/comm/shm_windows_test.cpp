@@ -1,15 +1,14 @@
 // What a rank maps of its peers' memory: see [Note: huge pages] in shm_segment.cpp.
-#include "comm/shm_segment.h"
-#include "child.h"
-#include "shm_worlds.h"
-
-#include <gmock/gmock.h>
-
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <fstream>
 #include <numeric>
+
+#include <gmock/gmock.h>
+#include <sys/mman.h>
+
+#include "child.h"
+#include "comm/shm/shm_segment.h"
+#include "shm_worlds.h"
 
 namespace {
 
@@ -26,7 +25,8 @@ int64_t mapped_around(const void* address, const std::string& field = "Rss:") {
   bool inside = false;
   for (std::string line; std::getline(file, line);) {
     uintptr_t begin = 0, end = 0;
-    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) inside = begin <= wanted && wanted < end;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2)
+      inside = begin <= wanted && wanted < end;
     else if (inside && line.starts_with(field)) return std::stoll(line.substr(field.size())) * 1024;
   }
   return -1;
@@ -35,10 +35,12 @@ int64_t mapped_around(const void* address, const std::string& field = "Rss:") {
 bool system_makes_huge_pages() {
   constexpr size_t huge = 2 << 20;
   const int fd = memfd_create("tessera-probe", MFD_CLOEXEC);
-  auto* room = static_cast<char*>(mmap(nullptr, 2 * huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  auto* room =
+      static_cast<char*>(mmap(nullptr, 2 * huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   auto* start = room + (-reinterpret_cast<uintptr_t>(room) & (huge - 1));
   bool made = false;
-  if (ftruncate(fd, huge) == 0 && mmap(start, huge, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd, 0) == start) {
+  if (ftruncate(fd, huge) == 0 && mmap(start, huge, PROT_READ | PROT_WRITE,
+                                       MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd, 0) == start) {
     constexpr int collapse = 25;  // MADV_COLLAPSE
     made = sysconf(_SC_PAGESIZE) == 4096 && madvise(start, huge, collapse) == 0;
   }
@@ -48,7 +50,8 @@ bool system_makes_huge_pages() {
 }
 
 TEST(ShmWindows, WhatIsForgottenOfAPeersMemoryIsNotMappedAndComesBack) {
-  if (!system_makes_huge_pages()) GTEST_SKIP() << "this system makes no huge pages of shared memory";
+  if (!system_makes_huge_pages())
+    GTEST_SKIP() << "this system makes no huge pages of shared memory";
   constexpr int64_t bytes = 11 * kMiB;
   const auto segment = SharedSegment::create(bytes, 1);
   ASSERT_GT(segment->card().huge, 0u);
@@ -58,13 +61,18 @@ TEST(ShmWindows, WhatIsForgottenOfAPeersMemoryIsNotMappedAndComesBack) {
   EXPECT_GE(mapped_around(segment->data()), bytes);
   Child peer([&] {
     const auto theirs = SharedSegment::open(segment->card());
-    const auto sum = [&] { return std::accumulate(theirs->data(), theirs->data() + bytes, uint64_t{0}, [](uint64_t a, std::byte b) { return a + std::to_integer<uint64_t>(b); }); };
+    const auto sum = [&] {
+      return std::accumulate(
+          theirs->data(), theirs->data() + bytes, uint64_t{0},
+          [](uint64_t a, std::byte b) { return a + std::to_integer<uint64_t>(b); });
+    };
     const auto before = sum();
     const bool counted = mapped_around(theirs->data()) >= bytes;
     theirs->forget(theirs->data() + 5 * kMiB, 1);
     const bool one_page_less = mapped_around(theirs->data()) <= bytes - 1 * kMiB;
     theirs->forget(theirs->data(), bytes);
-    const bool none = mapped_around(theirs->data()) <= static_cast<int64_t>(bytes + 4096 - theirs->card().huge);
+    const bool none =
+        mapped_around(theirs->data()) <= static_cast<int64_t>(bytes + 4096 - theirs->card().huge);
     theirs->data()[7] = std::byte{99};
     if (!counted || !one_page_less || !none || sum() != before + 99 - 8) _exit(1);
   });
@@ -87,12 +95,14 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
     counts.back() += numel - numel / size * size;
     const int64_t start = rank * (numel / size);
     const auto own = [&](const at::Tensor& t) { return t.narrow(0, start, counts[rank]); };
-    auto in_huge_pages = at::full({1}, mapped_around(flat.data_ptr(), "ShmemPmdMapped:") >= 22 * kMiB ? 1.F : 0.F);
+    auto in_huge_pages =
+        at::full({1}, mapped_around(flat.data_ptr(), "ShmemPmdMapped:") >= 22 * kMiB ? 1.F : 0.F);
     transport.all_reduce(in_huge_pages, 1);
     const bool huge = in_huge_pages.item<float>() == static_cast<float>(size);  // on all ranks
     const auto expect_nothing_mapped = [&](const char* after) {
       for (int peer = 0; peer < size && huge; ++peer) {
-        if (peer != rank) EXPECT_LE(mapped_around(transport.peer_view(flat, peer).data_ptr()), 2 * kMiB) << after;
+        if (peer != rank)
+          EXPECT_LE(mapped_around(transport.peer_view(flat, peer).data_ptr()), 2 * kMiB) << after;
       }
     };
     fill();
@@ -128,7 +138,9 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
       EXPECT_EQ(offset, next);
       next += run.numel();
       kept.narrow(0, offset, run.numel()).copy_(run);
-      if (huge && offset % (1 << 18) == 0) most = std::max(most, mapped_around(transport.peer_view(flat, (rank + 1) % size).data_ptr()));
+      if (huge && offset % (1 << 18) == 0)
+        most =
+            std::max(most, mapped_around(transport.peer_view(flat, (rank + 1) % size).data_ptr()));
     };
     transport.reduce_scatter(flat, counts, &consume);
     EXPECT_EQ(next, counts[rank]);
@@ -146,6 +158,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
   ranks.expect_all_succeed();
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, ShmWindowsOfWorld, ::testing::Values(2, 3, 4), [](const auto& p) { return "World" + std::to_string(p.param); });
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmWindowsOfWorld, ::testing::Values(2, 3, 4),
+                         [](const auto& p) { return "World" + std::to_string(p.param); });
 
 }  // namespace

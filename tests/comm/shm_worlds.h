@@ -1,14 +1,5 @@
 #pragma once
 
-#include "comm/shm_transport.h"
-
-#include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -21,11 +12,20 @@
 #include <thread>
 #include <vector>
 
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <unistd.h>
+
+#include "comm/shm/shm_transport.h"
+
 namespace tessera::testing {
 
 using Clock = std::chrono::steady_clock;
 
-inline comm::World world_of(int rank, int size, c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout) {
+inline comm::World world_of(int rank, int size, c10::intrusive_ptr<c10d::Store> store,
+                            std::chrono::milliseconds timeout) {
   ProcessGroupOptions options;
   options.timeout = timeout;
   auto world = comm::World::start(rank, size, options);
@@ -43,8 +43,9 @@ inline std::unique_ptr<comm::Transport> shm_or_throw(const comm::World& world) {
 }
 
 /// Ranks as threads of this process; what each threw.
-inline std::vector<std::exception_ptr> run_threads(int size, const TransportBody& body,
-                                                   std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+inline std::vector<std::exception_ptr> run_threads(
+    int size, const TransportBody& body,
+    std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::exception_ptr> errors(size);
   std::vector<std::thread> threads;
@@ -63,10 +64,12 @@ inline std::vector<std::exception_ptr> run_threads(int size, const TransportBody
   return errors;
 }
 
-/// Ranks as forked processes. A rank's exit code is 0, or 1 after a failed expectation or an exception.
+/// Ranks as forked processes. A rank's exit code is 0, or 1 after a failed expectation or an
+/// exception.
 class Processes {
  public:
-  Processes(int size, const TransportBody& body, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  Processes(int size, const TransportBody& body,
+            std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     char name[] = "/tmp/tessera-shm-test-XXXXXX";
     folder_ = mkdtemp(name);
     std::fflush(nullptr);
@@ -101,11 +104,13 @@ class Processes {
     return codes_[rank];
   }
   void expect_all_succeed() {
-    for (size_t r = 0; r < pids_.size(); ++r) EXPECT_EQ(wait(static_cast<int>(r)), 0) << "rank " << r;
+    for (size_t r = 0; r < pids_.size(); ++r)
+      EXPECT_EQ(wait(static_cast<int>(r)), 0) << "rank " << r;
   }
 
  private:
-  [[noreturn]] void run_child(int rank, int size, const TransportBody& body, std::chrono::milliseconds timeout) {
+  [[noreturn]] void run_child(int rank, int size, const TransportBody& body,
+                              std::chrono::milliseconds timeout) {
     int code = 1;
     try {
       at::set_num_threads(1);

@@ -1,17 +1,12 @@
-#include "comm/sigpipe.h"
-
-#include "harness/ranks.h"
-#include "tessera/c10d.h"
+#include "comm/base/sigpipe.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "harness/ranks.h"
+#include "tessera/detail/c10d.h"
 #if TESSERA_TORCH_AT_LEAST(2, 0)
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #endif
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -21,10 +16,14 @@
 #include <map>
 #include <system_error>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
 namespace {
 
-using ::testing::HasSubstr;
 using tessera::comm::SigpipeBlocked;
+using ::testing::HasSubstr;
 
 /// Writes where nobody reads; returns errno. Without a block the process ends here.
 int write_to_nobody() {
@@ -49,7 +48,9 @@ std::map<std::string, bool> threads() {
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
     std::ifstream status(task.path() / "status");
     for (std::string line; std::getline(status, line);) {
-      if (line.starts_with("SigBlk:")) blocks[task.path().filename()] = std::stoull(line.substr(7), nullptr, 16) >> (SIGPIPE - 1) & 1;
+      if (line.starts_with("SigBlk:"))
+        blocks[task.path().filename()] =
+            std::stoull(line.substr(7), nullptr, 16) >> (SIGPIPE - 1) & 1;
     }
   }
   return blocks;
@@ -64,7 +65,9 @@ class DeadPeer : public tessera::compat::C10dBackend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override { broken(); }
 
  private:
-  [[noreturn]] static void broken() { throw std::system_error(write_to_nobody(), std::generic_category(), "write"); }
+  [[noreturn]] static void broken() {
+    throw std::system_error(write_to_nobody(), std::generic_category(), "write");
+  }
 };
 
 TEST(Sigpipe, AWriteFailsAndLeavesNothingBehind) {
@@ -102,21 +105,24 @@ TEST(Sigpipe, APeerThatDiesWhileWeWriteIsAnErrorThatNamesIt) {
 TEST(Sigpipe, TheThreadsOfGlooBlockIt) {
   const auto before = threads();
   std::array<std::string, 2> ranks;
-  tessera::testing::run_ranks(2, [&](tessera::ProcessGroup group, int rank) {
-    ranks[rank] = std::to_string(::gettid());
-    group.barrier();
-    EXPECT_FALSE(blocked_here()) << "rank " << rank << " itself";
-    if (rank == 0) {
-      int of_gloo = 0;
-      for (const auto& [id, blocks] : threads()) {
-        if (before.contains(id) || std::ranges::find(ranks, id) != ranks.end()) continue;
-        ++of_gloo;
-        EXPECT_TRUE(blocks) << "thread " << id;
-      }
-      EXPECT_GE(of_gloo, 2) << "each rank's Gloo has threads";
-    }
-    group.barrier();
-  }, {.backend = tessera::Backend::Gloo});
+  tessera::testing::run_ranks(
+      2,
+      [&](tessera::ProcessGroup group, int rank) {
+        ranks[rank] = std::to_string(::gettid());
+        group.barrier();
+        EXPECT_FALSE(blocked_here()) << "rank " << rank << " itself";
+        if (rank == 0) {
+          int of_gloo = 0;
+          for (const auto& [id, blocks] : threads()) {
+            if (before.contains(id) || std::ranges::find(ranks, id) != ranks.end()) continue;
+            ++of_gloo;
+            EXPECT_TRUE(blocks) << "thread " << id;
+          }
+          EXPECT_GE(of_gloo, 2) << "each rank's Gloo has threads";
+        }
+        group.barrier();
+      },
+      {.backend = tessera::Backend::Gloo});
 }
 
 }  // namespace

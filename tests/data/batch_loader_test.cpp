@@ -1,9 +1,4 @@
-#include "tessera/batch_loader.h"
-
-#include <ATen/Parallel.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "tessera/data/batch_loader.h"
 
 #include <atomic>
 #include <chrono>
@@ -11,6 +6,11 @@
 #include <mutex>
 #include <set>
 #include <thread>
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include "data/folder.h"
 
@@ -24,7 +24,8 @@ using namespace std::chrono_literals;
 /// Batches of the sample numbers themselves; `before` runs first, for each batch.
 class Numbers : public Dataset {
  public:
-  explicit Numbers(std::function<void(int64_t)> before = [](int64_t) {}) : before_(std::move(before)) {}
+  explicit Numbers(std::function<void(int64_t)> before = [](int64_t) {})
+      : before_(std::move(before)) {}
 
   int64_t size() const override { return 1000; }
   Batch get(const std::vector<int64_t>& samples) const override {
@@ -75,18 +76,20 @@ class Door {
 
 TEST(BatchLoader, GivesTheIterationsInOrderWhateverTheThreads) {
   // Later batches are ready before earlier ones.
-  const auto uneven =
-      std::make_shared<Numbers>([](int64_t first) { std::this_thread::sleep_for(first % 6 == 0 ? 3ms : 0ms); });
+  const auto uneven = std::make_shared<Numbers>(
+      [](int64_t first) { std::this_thread::sleep_for(first % 6 == 0 ? 3ms : 0ms); });
   for (const int threads : {1, 2, 5}) {
     for (const int depth : {0, 1, 3, 8}) {
       BatchLoader loader(uneven, pair_of, 3, 40, {threads, depth});
       for (int64_t i = 3; i < 40; ++i) {
         EXPECT_EQ(loader.iteration(), i);
         const Batch batch = loader.next();
-        ASSERT_TRUE(at::equal(batch.inputs, at::tensor(pair_of(i), at::kLong))) << threads << " " << depth << " " << i;
+        ASSERT_TRUE(at::equal(batch.inputs, at::tensor(pair_of(i), at::kLong)))
+            << threads << " " << depth << " " << i;
         ASSERT_TRUE(at::equal(batch.targets, batch.inputs + 1));
       }
-      EXPECT_THAT(refusal_of([&] { loader.next(); }), HasSubstr("no iteration is left, the last one was 39"));
+      EXPECT_THAT(refusal_of([&] { loader.next(); }),
+                  HasSubstr("no iteration is left, the last one was 39"));
     }
   }
 }
@@ -139,7 +142,8 @@ TEST(BatchLoader, AnErrorIsThrownForItsIterationAndNamesIt) {
     EXPECT_EQ(loader.next().inputs[0].item<int64_t>(), 12);
   }
   BatchLoader loader(
-      std::make_shared<Numbers>(), [](int64_t) -> std::vector<int64_t> { throw UsageError("no samples"); }, 5, 6);
+      std::make_shared<Numbers>(),
+      [](int64_t) -> std::vector<int64_t> { throw UsageError("no samples"); }, 5, 6);
   EXPECT_THAT(refusal_of([&] { loader.next(); }), HasSubstr("iteration 5: no samples"));
 }
 
@@ -161,7 +165,8 @@ TEST(BatchLoader, EndsWithBatchesInFlightAndBeginsNoFurtherOnes) {
   }
   EXPECT_LT(begun, 100);
   for (int i = 0; i < 50; ++i) {
-    BatchLoader(std::make_shared<Numbers>(), pair_of, 0, 100, {3, 2});  // before, while and after threads begin
+    BatchLoader(std::make_shared<Numbers>(), pair_of, 0, 100,
+                {3, 2});  // before, while and after threads begin
   }
 }
 
@@ -218,8 +223,14 @@ TEST(BatchLoader, RefusesWhatCannotBe) {
   EXPECT_THAT(refusal_of([&] { BatchLoader(nullptr, pair_of, 0, 1); }), HasSubstr("a dataset"));
   EXPECT_THAT(refusal_of([&] { BatchLoader(data, nullptr, 0, 1); }), HasSubstr("a function"));
   EXPECT_THAT(refusal_of([&] { BatchLoader(data, pair_of, 2, 1); }), HasSubstr("[2, 1)"));
-  EXPECT_THAT(refusal_of([&] { BatchLoader(data, pair_of, 0, 1, {0, 2}); }), HasSubstr("threads is 0"));
-  EXPECT_THAT(refusal_of([&] { BatchLoader(data, pair_of, 0, 1, {1, -1}); }), HasSubstr("depth is -1"));
+  EXPECT_THAT(refusal_of([&] {
+                BatchLoader(data, pair_of, 0, 1, {0, 2});
+              }),
+              HasSubstr("threads is 0"));
+  EXPECT_THAT(refusal_of([&] {
+                BatchLoader(data, pair_of, 0, 1, {1, -1});
+              }),
+              HasSubstr("depth is -1"));
   BatchLoader none(data, pair_of, 4, 4);
   EXPECT_THROW(none.next(), UsageError);
 }

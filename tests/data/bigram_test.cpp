@@ -1,9 +1,9 @@
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cmath>
 
-#include "tessera/data.h"
+#include <gtest/gtest.h>
+
+#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -14,8 +14,8 @@ TEST(Bigram, EqualsTheSumWrittenOut) {
   const Tokens train = Tokens::from({0, 1, 0, 1, 0, 2}), val = Tokens::from({0, 1, 2, 0});
   double best = 1e9;
   for (const double k : {1.0, 0.1, 0.01, 0.001}) {
-    const double sum =
-        std::log((2 + k) / (3 + 3 * k)) + std::log((0 + k) / (2 + 3 * k)) + std::log((0 + k) / (0 + 3 * k));
+    const double sum = std::log((2 + k) / (3 + 3 * k)) + std::log((0 + k) / (2 + 3 * k)) +
+                       std::log((0 + k) / (0 + 3 * k));
     best = std::min(best, -sum / 3);
   }
   EXPECT_NEAR(bigram_cross_entropy(train, val, 3), best, 1e-12);

@@ -1,4 +1,4 @@
-#include "tessera/idx_dataset.h"
+#include "tessera/data/idx_dataset.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -51,8 +51,10 @@ TEST_F(IdxFiles, ImagesBecomeFloatsAndLabelsTargets) {
   const Batch batch = data.get({2, 0, 4});
   EXPECT_EQ(batch.inputs.scalar_type(), at::kFloat);
   ASSERT_EQ(batch.inputs.sizes(), at::IntArrayRef({3, 1, 2, 2}));
-  EXPECT_TRUE(at::equal(batch.targets, at::tensor({255, 0, 9}, at::kLong))) << "sample 4 is sample 1";
-  EXPECT_TRUE(at::equal(batch.inputs[1].flatten(), at::tensor({0.0F, 255 / 255.0F, 51 / 255.0F, 1 / 255.0F})));
+  EXPECT_TRUE(at::equal(batch.targets, at::tensor({255, 0, 9}, at::kLong)))
+      << "sample 4 is sample 1";
+  EXPECT_TRUE(at::equal(batch.inputs[1].flatten(),
+                        at::tensor({0.0F, 255 / 255.0F, 51 / 255.0F, 1 / 255.0F})));
   EXPECT_TRUE(at::equal(batch.inputs[0].flatten(), at::arange(4, 8).to(at::kFloat) / 255));
   EXPECT_TRUE(at::equal(batch.inputs[2].flatten(), at::arange(0, 4).to(at::kFloat) / 255));
   EXPECT_EQ(data.get({}).inputs.sizes(), at::IntArrayRef({0, 1, 2, 2}));
@@ -70,8 +72,14 @@ TEST_F(IdxFiles, AFourthDimensionIsChannels) {
 }
 
 TEST_F(IdxFiles, RefusesWhatIsNoImageFile) {
-  EXPECT_THAT(refusal_of([&] { IdxDataset({path("none"), path("none")}); }), HasSubstr("none: cannot be opened"));
-  EXPECT_THAT(refusal_of([&] { IdxDataset({folder_.string(), path("none")}); }), HasSubstr("not a regular file"));
+  EXPECT_THAT(refusal_of([&] {
+                IdxDataset({path("none"), path("none")});
+              }),
+              HasSubstr("none: cannot be opened"));
+  EXPECT_THAT(refusal_of([&] {
+                IdxDataset({folder_.string(), path("none")});
+              }),
+              HasSubstr("not a regular file"));
   EXPECT_THAT(refused(""), HasSubstr("images: is empty"));
   EXPECT_THAT(refused("\x1f\x8b\x08"), HasSubstr("images: is compressed by gzip"));
   EXPECT_THAT(refused(good_.substr(0, 3)), HasSubstr("has 3 bytes, fewer than an IDX header"));
@@ -83,13 +91,15 @@ TEST_F(IdxFiles, RefusesWhatIsNoImageFile) {
 }
 
 TEST_F(IdxFiles, RefusesSizesThatDoNotFit) {
-  EXPECT_THAT(refused(good_.substr(0, good_.size() - 1)), HasSubstr("says 2 x 2 x 3 bytes; 11 follow it"));
+  EXPECT_THAT(refused(good_.substr(0, good_.size() - 1)),
+              HasSubstr("says 2 x 2 x 3 bytes; 11 follow it"));
   EXPECT_THAT(refused(good_ + "x"), HasSubstr("13 follow it"));
   EXPECT_THAT(refused(idx({0, 2, 3}, "")), HasSubstr("holds nothing"));
   EXPECT_THAT(refused(idx({2, 0, 3}, "")), HasSubstr("holds nothing"));
   // 2^32 · 2^32 bytes would be 0 in 64 bits, (2^32 − 1)³ anything.
   EXPECT_THAT(refused(idx({0x80000000, 0x80000000, 4}, "")), HasSubstr("0 follow it"));
-  EXPECT_THAT(refused(idx({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, "x")), HasSubstr("1 follow it"));
+  EXPECT_THAT(refused(idx({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, "x")),
+              HasSubstr("1 follow it"));
 }
 
 TEST_F(IdxFiles, RefusesLabelsThatDoNotFit) {

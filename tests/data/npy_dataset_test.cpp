@@ -1,4 +1,4 @@
-#include "tessera/npy_dataset.h"
+#include "tessera/data/npy_dataset.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -38,8 +38,10 @@ class NpyFiles : public FolderTest {
 };
 
 TEST_F(NpyFiles, EachTypeIsConverted) {
-  const at::Tensor numbers = at::tensor({-3, 100}, at::kLong), halves = at::tensor({-1.5, 0.25}, at::kDouble);
-  expect_values("<f2", bytes_of<c10::Half>({c10::Half(-1.5F), c10::Half(0.25F)}), halves, at::kFloat);
+  const at::Tensor numbers = at::tensor({-3, 100}, at::kLong),
+                   halves = at::tensor({-1.5, 0.25}, at::kDouble);
+  expect_values("<f2", bytes_of<c10::Half>({c10::Half(-1.5F), c10::Half(0.25F)}), halves,
+                at::kFloat);
   expect_values("<f4", bytes_of<float>({-1.5F, 0.25F}), halves, at::kFloat);
   expect_values("<f8", bytes_of<double>({-1.5, 0.25}), halves, at::kFloat);
   expect_values("|i1", bytes_of<int8_t>({-3, 100}), numbers, at::kLong);
@@ -49,19 +51,22 @@ TEST_F(NpyFiles, EachTypeIsConverted) {
   expect_values("|u1", bytes_of<uint8_t>({200, 0}), at::tensor({200, 0}, at::kLong), at::kLong);
   expect_values("|b1", bytes_of<uint8_t>({7, 0}), at::tensor({1, 0}, at::kLong), at::kLong);
   const int64_t large = (int64_t{1} << 62) + 1;
-  EXPECT_EQ(data(npy("|u1", "1,", "a"), npy("<i8", "1,", bytes_of<int64_t>({large}))).get({0}).targets.item<int64_t>(),
+  EXPECT_EQ(data(npy("|u1", "1,", "a"), npy("<i8", "1,", bytes_of<int64_t>({large})))
+                .get({0})
+                .targets.item<int64_t>(),
             large);
 }
 
 TEST_F(NpyFiles, SamplesAreRowsOfAnyShape) {
   std::vector<float> values(24);
   std::iota(values.begin(), values.end(), 0.0F);
-  const NpyDataset rows =
-      data(npy("<f4", "4, 2, 3", bytes_of(values)), npy("<i2", "4, 1", bytes_of<int16_t>({5, 6, 7, 8})));
+  const NpyDataset rows = data(npy("<f4", "4, 2, 3", bytes_of(values)),
+                               npy("<i2", "4, 1", bytes_of<int16_t>({5, 6, 7, 8})));
   EXPECT_EQ(rows.size(), 4);
   const Batch batch = rows.get({3, 0, 5});
   const at::Tensor all = at::arange(24).to(at::kFloat).view({4, 2, 3});
-  EXPECT_TRUE(at::equal(batch.inputs, at::stack({all[3], all[0], all[1]}))) << "sample 5 is sample 1";
+  EXPECT_TRUE(at::equal(batch.inputs, at::stack({all[3], all[0], all[1]})))
+      << "sample 5 is sample 1";
   EXPECT_TRUE(at::equal(batch.targets, at::tensor({8, 5, 6}, at::kLong).view({3, 1})));
   EXPECT_EQ(rows.get({}).inputs.sizes(), at::IntArrayRef({0, 2, 3}));
   EXPECT_THAT(refusal_of([&] { rows.get({-1}); }), HasSubstr("sample -1"));
@@ -72,34 +77,41 @@ TEST_F(NpyFiles, SamplesAreRowsOfAnyShape) {
 
 TEST_F(NpyFiles, EveryVersionAndSpellingOfTheHeaderIsRead) {
   for (const int version : {1, 2, 3}) {
-    EXPECT_EQ(NpyArray::open(put("x", npy("|u1", "2, 3", "abcdef", version))).shape, (std::vector<int64_t>{2, 3}));
+    EXPECT_EQ(NpyArray::open(put("x", npy("|u1", "2, 3", "abcdef", version))).shape,
+              (std::vector<int64_t>{2, 3}));
   }
-  for (const char* dictionary : {"{\"shape\":(2,),\"fortran_order\":False,\"descr\":\"|u1\"}",
-                                 "{'descr': '|u1', 'fortran_order': False, 'shape': (2, ), }",
-                                 "  { 'shape' : ( 2 ) , 'descr' : '|u1' , 'fortran_order' : False } "}) {
-    EXPECT_EQ(NpyArray::open(put("x", npy_of(dictionary, "ab"))).shape, std::vector<int64_t>{2}) << dictionary;
+  for (const char* dictionary :
+       {"{\"shape\":(2,),\"fortran_order\":False,\"descr\":\"|u1\"}",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (2, ), }",
+        "  { 'shape' : ( 2 ) , 'descr' : '|u1' , 'fortran_order' : False } "}) {
+    EXPECT_EQ(NpyArray::open(put("x", npy_of(dictionary, "ab"))).shape, std::vector<int64_t>{2})
+        << dictionary;
   }
 }
 
 TEST_F(NpyFiles, RefusesWhatIsNoArrayItReads) {
-  EXPECT_THAT(refusal_of([&] { NpyArray::open(path("none")); }), HasSubstr("none: cannot be opened"));
+  EXPECT_THAT(refusal_of([&] { NpyArray::open(path("none")); }),
+              HasSubstr("none: cannot be opened"));
   EXPECT_THAT(refused(""), HasSubstr("x.npy: is empty"));
   EXPECT_THAT(refused("PK\x03\x04"), HasSubstr(".npz"));
   EXPECT_THAT(refused("0.5 0.25 1.0"), HasSubstr("is no .npy file"));
-  EXPECT_THAT(refused(npy("|u1", "2,", "ab").substr(0, 9)), HasSubstr("has 9 bytes, fewer than a header"));
+  EXPECT_THAT(refused(npy("|u1", "2,", "ab").substr(0, 9)),
+              HasSubstr("has 9 bytes, fewer than a header"));
   EXPECT_THAT(refused(npy("|u1", "2,", "ab", 4)), HasSubstr("version 4.0"));
   EXPECT_THAT(refused(npy("|u1", "2,", "ab").substr(0, 60)), HasSubstr("50 follow"));
   EXPECT_THAT(refused(npy(">f4", "1,", "abcd")), HasSubstr("\">f4\", expected <f2"));
   EXPECT_THAT(refused(npy("<c8", "1,", "abcdefgh")), HasSubstr("is of type \"<c8\""));
   EXPECT_THAT(refused(npy("|O", "1,", "abcdefgh")), HasSubstr("is of type \"|O\""));
-  EXPECT_THAT(refused(npy_of("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,), }", "abcd")),
-              HasSubstr("structured"));
+  EXPECT_THAT(
+      refused(npy_of("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,), }", "abcd")),
+      HasSubstr("structured"));
   EXPECT_THAT(refused(npy_of("{'descr': '|u1', 'fortran_order': True, 'shape': (2, 1), }", "ab")),
               HasSubstr("x.npy: is in Fortran order"));
 }
 
 TEST_F(NpyFiles, RefusesSizesThatDoNotFit) {
-  EXPECT_THAT(refused(npy("<f4", "3,", std::string(11, 'x'))), HasSubstr("3 of type f4 makes 12 bytes; 11 follow"));
+  EXPECT_THAT(refused(npy("<f4", "3,", std::string(11, 'x'))),
+              HasSubstr("3 of type f4 makes 12 bytes; 11 follow"));
   EXPECT_THAT(refused(npy("<f4", "3,", std::string(13, 'x'))), HasSubstr("13 follow"));
   EXPECT_THAT(refused(npy("<f4", "0, 3", "")), HasSubstr("holds nothing: its shape is 0 x 3"));
   EXPECT_THAT(refused(npy("<f4", "", "abcd")), HasSubstr("single number"));
@@ -109,17 +121,23 @@ TEST_F(NpyFiles, RefusesSizesThatDoNotFit) {
 }
 
 TEST_F(NpyFiles, RefusesHeadersThatNumPyDoesNotWrite) {
-  const auto header = [&](const std::string& dictionary) { return refused(npy_of(dictionary, "ab")); };
+  const auto header = [&](const std::string& dictionary) {
+    return refused(npy_of(dictionary, "ab"));
+  };
   EXPECT_THAT(header(""), HasSubstr("expected '{'"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, }"), HasSubstr("shape is missing"));
   EXPECT_THAT(header("{'descr': '|u1', 'shape': (2,), }"), HasSubstr("fortran_order is missing"));
   EXPECT_THAT(header("{'fortran_order': False, 'shape': (2,), }"), HasSubstr("descr is missing"));
-  EXPECT_THAT(header("{'descr': '|u1', 'descr': '|u1', 'fortran_order': False, 'shape': (2,), }"), HasSubstr("twice"));
-  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': 0, 'shape': (2,), }"), HasSubstr("neither True nor False"));
-  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (-2,), }"), HasSubstr("expected a dimension"));
+  EXPECT_THAT(header("{'descr': '|u1', 'descr': '|u1', 'fortran_order': False, 'shape': (2,), }"),
+              HasSubstr("twice"));
+  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': 0, 'shape': (2,), }"),
+              HasSubstr("neither True nor False"));
+  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (-2,), }"),
+              HasSubstr("expected a dimension"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (2,), 'more': 1}"),
               HasSubstr("unknown key \"more\""));
-  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (2,), } x"), HasSubstr("something follows"));
+  EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (2,), } x"),
+              HasSubstr("something follows"));
   EXPECT_THAT(header("{'descr"), HasSubstr("expected a quoted name"));
   std::string deep = "1";
   for (int i = 0; i < 5000; ++i) {
@@ -127,7 +145,8 @@ TEST_F(NpyFiles, RefusesHeadersThatNumPyDoesNotWrite) {
   }
   EXPECT_THAT(refused(npy("|u1", deep, "a")), HasSubstr("more than 32 dimensions"));
   const std::string long_header = npy_of("{" + std::string(70000, ' '), "ab", 2);
-  EXPECT_THAT(refused(long_header), AllOf(HasSubstr("65535 are the most"), testing::SizeIs(testing::Lt(500u))));
+  EXPECT_THAT(refused(long_header),
+              AllOf(HasSubstr("65535 are the most"), testing::SizeIs(testing::Lt(500u))));
   std::string huge = npy("|u1", "2,", "ab", 2);
   huge.replace(8, 4, "\xff\xff\xff\xff");
   EXPECT_THAT(refused(huge), HasSubstr("4294967295 bytes"));

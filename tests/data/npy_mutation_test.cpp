@@ -1,14 +1,15 @@
-// Damaged .npy files: each is read as what it says or refused by name, and nothing outside the file is touched.
+// Damaged .npy files: each is read as what it says or refused by name, and nothing outside the file
+// is touched.
+
+#include <random>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <random>
-
 #include "data/folder.h"
 #include "data/npy_files.h"
 #include "data/npy_header.h"
-#include "tessera/npy_dataset.h"
+#include "tessera/data/npy_dataset.h"
 
 namespace tessera {
 namespace {
@@ -48,7 +49,8 @@ TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
     std::string bytes = good_;
     for (unsigned changes = 1 + random() % 3; changes > 0; --changes) {
       const size_t place = random() % std::min(header, bytes.size());
-      const char to = random() % 2 == 0 ? likely[random() % likely.size()] : static_cast<char>(random() % 256);
+      const char to =
+          random() % 2 == 0 ? likely[random() % likely.size()] : static_cast<char>(random() % 256);
       switch (random() % 3) {
         case 0:
           bytes[place] = to;
@@ -60,7 +62,8 @@ TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
           bytes.insert(place, 1, to);
       }
     }
-    // In memory of exactly its size, where a sanitizer sees a step outside; some through a file, to the values.
+    // In memory of exactly its size, where a sanitizer sees a step outside; some through a file, to
+    // the values.
     const std::vector<char> exact(bytes.begin(), bytes.end());
     try {
       const NpyHeader parsed = parse_npy_header("m.npy", {exact.data(), exact.size()});

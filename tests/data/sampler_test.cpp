@@ -1,10 +1,10 @@
-#include "tessera/sampler.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/data/sampler.h"
 
 #include <limits>
 #include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include "data/folder.h"
 #include "data/permutation.h"
@@ -46,8 +46,9 @@ TEST(Sampler, ShuffledGoesOnceThroughAllSamplesInEachEpoch) {
 
 // Saved runs are continued by later versions: the order is part of the format.
 TEST(Sampler, TheOrderOfASeedNeverChanges) {
-  EXPECT_THAT(Sampler(10, SampleOrder::shuffled, 42).samples(0, 20), ElementsAre(7, 9, 5, 2, 6, 8, 1, 3, 0, 4,  //
-                                                                                 1, 7, 9, 2, 0, 5, 6, 8, 4, 3));
+  EXPECT_THAT(Sampler(10, SampleOrder::shuffled, 42).samples(0, 20),
+              ElementsAre(7, 9, 5, 2, 6, 8, 1, 3, 0, 4,  //
+                          1, 7, 9, 2, 0, 5, 6, 8, 4, 3));
 }
 
 TEST(Permutation, IsOneForEverySizeAndLooksRandom) {
@@ -93,11 +94,15 @@ TEST(Sampler, KeepsItsPlace) {
 TEST(Sampler, RefusesAnotherRunsStateNamingBoth) {
   Sampler sampler(10, SampleOrder::shuffled, 4);
   sampler.seek(3);
-  const auto load = [&](const SamplerState& state) { return refusal_of([&] { sampler.load_state(state); }); };
-  EXPECT_THAT(load({5, 11, SampleOrder::shuffled, 4}), AllOf(HasSubstr("size 11"), HasSubstr("size 10")));
+  const auto load = [&](const SamplerState& state) {
+    return refusal_of([&] { sampler.load_state(state); });
+  };
+  EXPECT_THAT(load({5, 11, SampleOrder::shuffled, 4}),
+              AllOf(HasSubstr("size 11"), HasSubstr("size 10")));
   EXPECT_THAT(load({5, 10, SampleOrder::sequential, 4}),
               AllOf(HasSubstr("order sequential"), HasSubstr("order shuffled")));
-  EXPECT_THAT(load({5, 10, SampleOrder::shuffled, 6}), AllOf(HasSubstr("seed 6"), HasSubstr("seed 4")));
+  EXPECT_THAT(load({5, 10, SampleOrder::shuffled, 6}),
+              AllOf(HasSubstr("seed 6"), HasSubstr("seed 4")));
   EXPECT_THAT(load({-5, 10, SampleOrder::shuffled, 4}), HasSubstr("position is -5"));
   EXPECT_EQ(sampler.position(), 3);
   EXPECT_THAT(refusal_of([] { Sampler(0); }), HasSubstr("size is 0"));

@@ -1,13 +1,13 @@
 // Token files and text: what is read, and the errors of files that are not what they should be.
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <filesystem>
 #include <fstream>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "data/folder.h"
-#include "tessera/data.h"
+#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -42,7 +42,8 @@ std::string refusal(const Source& source) {
 }
 
 TEST_F(Sources, ByteTextSplitsOffItsEnd) {
-  const TokenData data = ByteText{{put("a", std::string("0123456789\xff") + "abcdefgh")}, 0.1}.load();
+  const TokenData data =
+      ByteText{{put("a", std::string("0123456789\xff") + "abcdefgh")}, 0.1}.load();
   EXPECT_EQ(text(data.train),
             "0123456789\xff"
             "abcdef");  // ⌊19 · 0.9⌋ = 17
@@ -61,7 +62,8 @@ TEST_F(Sources, ByteTextReadsFoldersInOrderAndNothingTwice) {
   EXPECT_EQ(text(ByteText{{path("d")}, 0.0}.load().train), "ABBCCC");
   EXPECT_EQ(text(ByteText{{path("d/[ab]*")}, 0.0}.load().train), "ABB");
   EXPECT_EQ(text(ByteText{{path("d/c*"), path("d/a")}, 0.0}.load().train), "CCCA");
-  EXPECT_EQ(text(ByteText{{path("d/link")}, 0.0}.load().train), "A") << "named outright, a link is followed";
+  EXPECT_EQ(text(ByteText{{path("d/link")}, 0.0}.load().train), "A")
+      << "named outright, a link is followed";
 }
 
 TEST_F(Sources, ByteTextRefusesByName) {
@@ -78,7 +80,8 @@ TEST_F(Sources, ByteTextRefusesByName) {
 TEST_F(Sources, DebiansLicencesMakeAText) {
   const TokenData data = ByteText{}.load();
   EXPECT_GT(data.train.size(), 100'000);
-  EXPECT_NEAR(static_cast<double>(data.val.size()) / static_cast<double>(data.train.size()), 1.0 / 9, 1e-4);
+  EXPECT_NEAR(static_cast<double>(data.val.size()) / static_cast<double>(data.train.size()),
+              1.0 / 9, 1e-4);
   const double bigram = bigram_cross_entropy(data.train, data.val, 256);
   EXPECT_GT(bigram, 1.5);
   EXPECT_LT(bigram, 3.5);
@@ -99,18 +102,26 @@ TEST_F(Sources, TokenBinReadsLlmcFiles) {
 TEST_F(Sources, TokenBinRefusesByName) {
   EXPECT_THAT(refusal(TokenBin{{path("none")}, {}, 0}), HasSubstr("none: no such file"));
   EXPECT_THAT(refusal(TokenBin{{"/dev/null"}, {}, 0}), HasSubstr("neither a file nor a folder"));
-  EXPECT_THAT(refusal(TokenBin{{put("short", std::string(1023, 'x'))}, {}, 0}), HasSubstr("1023 bytes"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("m", 20240521, 1, 1, {1})}, {}, 0}), HasSubstr("magic number 20240520"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("v", 20240520, 2, 1, {1})}, {}, 0}), HasSubstr("version 2"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("more", 20240520, 1, 1, {1, 2})}, {}, 0}), HasSubstr("says 1 tokens"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("less", 20240520, 1, 3, {1, 2})}, {}, 0}), HasSubstr("has 1028"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("neg", 20240520, 1, -2, {})}, {}, 0}), HasSubstr("-2 tokens"));
-  EXPECT_THAT(refusal(TokenBin{{put_bin("zero", 20240520, 1, 0, {})}, {}, 0}), HasSubstr("zero: holds no tokens"));
+  EXPECT_THAT(refusal(TokenBin{{put("short", std::string(1023, 'x'))}, {}, 0}),
+              HasSubstr("1023 bytes"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("m", 20240521, 1, 1, {1})}, {}, 0}),
+              HasSubstr("magic number 20240520"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("v", 20240520, 2, 1, {1})}, {}, 0}),
+              HasSubstr("version 2"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("more", 20240520, 1, 1, {1, 2})}, {}, 0}),
+              HasSubstr("says 1 tokens"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("less", 20240520, 1, 3, {1, 2})}, {}, 0}),
+              HasSubstr("has 1028"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("neg", 20240520, 1, -2, {})}, {}, 0}),
+              HasSubstr("-2 tokens"));
+  EXPECT_THAT(refusal(TokenBin{{put_bin("zero", 20240520, 1, 0, {})}, {}, 0}),
+              HasSubstr("zero: holds no tokens"));
   EXPECT_THAT(refusal(TokenBin{{put("empty", "")}, {}, 0}), HasSubstr("empty: has 0 bytes"));
   EXPECT_THAT(refusal(TokenBin{{}, {}, 0}), HasSubstr("at least one file"));
   put_bin("s/a.bin", 20240520, 1, 2, {1, 2});
   put_bin("s/b.bin", 20240520, 1, 2, {3, 99});
-  EXPECT_THAT(refusal(TokenBin{{path("s/*.bin")}, {}, 99}), HasSubstr("b.bin: token 99 at position 1"));
+  EXPECT_THAT(refusal(TokenBin{{path("s/*.bin")}, {}, 99}),
+              HasSubstr("b.bin: token 99 at position 1"));
   put("s/c.bin", "junk");
   EXPECT_THAT(refusal(TokenBin{{path("s/*.bin")}, {}, 0}), HasSubstr("c.bin: has 4 bytes"));
 }
@@ -120,15 +131,19 @@ TEST_F(Sources, TokenBinShardsAreOneStream) {
   put_bin("s/1.bin", 20240520, 1, 1, {3});
   put_bin("s/0.bin", 20240520, 1, 3, {0, 1, 2});
   const std::string one = put_bin("one.bin", 20240520, 1, 7, {0, 1, 2, 3, 4, 5, 6});
-  const Tokens shards = TokenBin{{path("s/*.bin")}, {}, 7}.load().train, whole = TokenBin{{one}, {}, 7}.load().train;
+  const Tokens shards = TokenBin{{path("s/*.bin")}, {}, 7}.load().train,
+               whole = TokenBin{{one}, {}, 7}.load().train;
   EXPECT_TRUE(at::equal(shards.tensor(), whole.tensor()));
-  EXPECT_TRUE(at::equal(TokenBin({{path("s")}, {}, 0}).load().train.tensor(), whole.tensor())) << "a folder";
+  EXPECT_TRUE(at::equal(TokenBin({{path("s")}, {}, 0}).load().train.tensor(), whole.tensor()))
+      << "a folder";
   for (const int64_t seq_len : {1, 2, 3, 6}) {
     for (const bool continuous : {true, false}) {
       const TokenDataset a(shards, seq_len, continuous), b(whole, seq_len, continuous);
       for (int64_t sample = 0; sample < 30; ++sample) {
-        EXPECT_TRUE(at::equal(a.get({sample}).inputs, b.get({sample}).inputs)) << seq_len << " " << sample;
-        EXPECT_TRUE(at::equal(a.get({sample}).targets, b.get({sample}).targets)) << seq_len << " " << sample;
+        EXPECT_TRUE(at::equal(a.get({sample}).inputs, b.get({sample}).inputs))
+            << seq_len << " " << sample;
+        EXPECT_TRUE(at::equal(a.get({sample}).targets, b.get({sample}).targets))
+            << seq_len << " " << sample;
       }
     }
   }
@@ -145,20 +160,23 @@ TEST(TokensTest, SlicesAndChecks) {
 
 TEST(TokensTest, JoinedTokensAreReadAcrossTheirParts) {
   const auto bytes = std::make_shared<const std::string>("\x05\x06");
-  const Tokens all = Tokens::joined({Tokens::from({0, 1}, "a"), Tokens(), Tokens::from({2, 3, 4}, "b"),
-                                     Tokens(bytes, bytes->data(), 2, 1, "c"), Tokens::from({7}, "d")},
-                                    "all");
+  const Tokens all =
+      Tokens::joined({Tokens::from({0, 1}, "a"), Tokens(), Tokens::from({2, 3, 4}, "b"),
+                      Tokens(bytes, bytes->data(), 2, 1, "c"), Tokens::from({7}, "d")},
+                     "all");
   ASSERT_EQ(all.size(), 8);
   for (int64_t begin = 0; begin <= 8; ++begin) {
     for (int64_t count = 0; begin + count <= 8; ++count) {
       const Tokens part = all.slice(begin, count, "part");
-      EXPECT_TRUE(at::equal(part.tensor(), at::arange(begin, begin + count))) << begin << " " << count;
+      EXPECT_TRUE(at::equal(part.tensor(), at::arange(begin, begin + count)))
+          << begin << " " << count;
       for (int64_t i = 0; i < count; ++i) {
         EXPECT_EQ(part[i], begin + i);
       }
     }
   }
-  EXPECT_EQ(refusal_of([&] { all.require_below(6); }), "all: token 6 at position 6 is not below vocab_size, 6 (in c)");
+  EXPECT_EQ(refusal_of([&] { all.require_below(6); }),
+            "all: token 6 at position 6 is not below vocab_size, 6 (in c)");
 }
 
 }  // namespace

@@ -1,13 +1,15 @@
-// Which tokens make up which sequence: checked against the contract's formula, written out again here.
+// Which tokens make up which sequence: checked against the contract's formula, written out again
+// here.
+
+#include "tessera/data/token_dataset.h"
+
+#include <numeric>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "data/folder.h"
-#include "tessera/data.h"
-#include "tessera/sampler.h"
+#include "tessera/data/sampler.h"
 
 namespace tessera {
 namespace {
@@ -25,9 +27,11 @@ TEST(TokenDataset, WindowsBeginAnewAndAContinuousOneGoesOn) {
   EXPECT_EQ(windows.size(), 2);  // 11 positions with a successor
   EXPECT_EQ(on.size(), 2);
   EXPECT_EQ(windows.tokens_per_sample(), 4);
-  EXPECT_TRUE(at::equal(windows.get({0, 1, 2, 5}).inputs.select(1, 0), at::tensor({0, 4, 0, 4}, at::kLong)));
+  EXPECT_TRUE(at::equal(windows.get({0, 1, 2, 5}).inputs.select(1, 0),
+                        at::tensor({0, 4, 0, 4}, at::kLong)));
   const Batch batch = on.get({1, 2, 3, 5});
-  EXPECT_TRUE(at::equal(batch.inputs, at::tensor({4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 9, 10, 0, 1}).view({4, 4})));
+  EXPECT_TRUE(at::equal(
+      batch.inputs, at::tensor({4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 9, 10, 0, 1}).view({4, 4})));
   EXPECT_TRUE(at::equal(batch.targets, batch.inputs + 1));
   EXPECT_TRUE(batch.extra.empty());
 }
@@ -38,12 +42,14 @@ TEST(TokenDataset, AContinuousOneFollowsTheFormula) {
     const int64_t seq = 8, count = 6;
     const TokenDataset dataset(first_numbers(length), seq, true);
     for (int64_t first = 0; first < 240; first += count) {
-      const Batch batch = dataset.get(Sampler(dataset.size(), SampleOrder::sequential).samples(first, count));
+      const Batch batch =
+          dataset.get(Sampler(dataset.size(), SampleOrder::sequential).samples(first, count));
       ASSERT_EQ(batch.inputs.sizes(), at::IntArrayRef({count, seq}));
       for (int64_t row = 0; row < count; ++row) {
         for (int64_t k = 0; k < seq; ++k) {
           const int64_t p = ((first + row) * seq + k) % (length - 1);
-          ASSERT_EQ(batch.inputs[row][k].item<int64_t>(), p) << length << " " << first << " " << row;
+          ASSERT_EQ(batch.inputs[row][k].item<int64_t>(), p)
+              << length << " " << first << " " << row;
           ASSERT_EQ(batch.targets[row][k].item<int64_t>(), p + 1);
         }
       }
@@ -62,7 +68,8 @@ TEST(TokenDataset, NumbersNeverOverflow) {
 }
 
 TEST(TokenDataset, AnEpochCoversEveryWholeWindowOnce) {
-  const TokenDataset windows(first_numbers(35), 5, false);  // 34 positions with a successor: 6 windows of 5, 4 left over
+  const TokenDataset windows(first_numbers(35), 5,
+                             false);  // 34 positions with a successor: 6 windows of 5, 4 left over
   ASSERT_EQ(windows.size(), 6);
   for (const SampleOrder order : {SampleOrder::sequential, SampleOrder::shuffled}) {
     const Batch batch = windows.get(Sampler(6, order, 7).samples(6, 6));
@@ -82,10 +89,12 @@ TEST(TokenDataset, NoSamplesNoRowsAndNegativeOnesAreRefused) {
   const TokenDataset dataset(first_numbers(12), 4, false);
   EXPECT_EQ(dataset.get({}).inputs.sizes(), at::IntArrayRef({0, 4}));
   EXPECT_THAT(refusal_of([&] { dataset.get({0, -1}); }), HasSubstr("sample -1"));
-  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 4, true); }), HasSubstr("numbers: 4 tokens are too few"));
+  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 4, true); }),
+              HasSubstr("numbers: 4 tokens are too few"));
   EXPECT_EQ(refusal_of([] { TokenDataset(first_numbers(5), 4, true); }), "nothing thrown");
   EXPECT_THAT(refusal_of([] { TokenDataset(Tokens(), 4, true); }), HasSubstr("0 tokens"));
-  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 0, true); }), HasSubstr("seq_len is 0"));
+  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 0, true); }),
+              HasSubstr("seq_len is 0"));
   EXPECT_THAT(dataset.describe(), HasSubstr("numbers: 12 tokens, 2 sequences of 4"));
 }
 

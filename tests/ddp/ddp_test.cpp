@@ -1,12 +1,12 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 namespace {
 
@@ -17,13 +17,15 @@ using ::testing::HasSubstr;
 using DdpOptions = DistributedDataParallelOptions;
 
 at::Tensor rows(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
+  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
+      .narrow(0, 12 / world * rank, 12 / world);
 }
 
 at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
 std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
-  return default_optimizers().factory("AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
+  return default_optimizers().factory(
+      "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
 }
 
 void clear(const std::vector<at::Tensor>& parameters) {
@@ -45,7 +47,11 @@ std::vector<Case> cases() {
   unused.find_unused_parameters = true;
   fixed = small;
   fixed.static_graph = true;
-  return {{"one_bucket", {}}, {"many_buckets", small}, {"copied", copied}, {"find_unused", unused}, {"static_graph", fixed}};
+  return {{"one_bucket", {}},
+          {"many_buckets", small},
+          {"copied", copied},
+          {"find_unused", unused},
+          {"static_graph", fixed}};
 }
 
 class Ddp : public ::testing::TestWithParam<Case> {};
@@ -70,7 +76,8 @@ TEST_P(Ddp, EqualsOneProcessOnTheConcatenatedBatch) {
       }
       for (const auto& item : plain->named_parameters()) {
         const auto mine = net->named_parameters()[item.key()];
-        ASSERT_TRUE(at::allclose(mine, item.value(), 1e-5, 1e-6)) << item.key() << " world " << world;
+        ASSERT_TRUE(at::allclose(mine, item.value(), 1e-5, 1e-6))
+            << item.key() << " world " << world;
         if (world == 1) ASSERT_TRUE(at::equal(mine, item.value())) << item.key();
       }
     });
@@ -83,7 +90,8 @@ TEST_P(Ddp, EqualsZeroBitByBit) {
       auto net = seeded<Uneven>(1), other = seeded<Uneven>(1);
       DistributedDataParallel ddp(net, group, GetParam().options);
       auto optimizer = adamw(net->parameters());
-      ZeroRedundancyOptimizer zero(*other, group, default_optimizers().factory("AdamW", {{"lr", 0.02}}));
+      ZeroRedundancyOptimizer zero(*other, group,
+                                   default_optimizers().factory("AdamW", {{"lr", 0.02}}));
       for (int step = 0; step < 4; ++step) {
         clear(net->parameters());
         loss_of(ddp(rows(step, rank, world))).backward();
@@ -92,7 +100,8 @@ TEST_P(Ddp, EqualsZeroBitByBit) {
         loss_of(other(rows(step, rank, world))).backward();
         zero.step();
       }
-      for (size_t i = 0; i < net->parameters().size(); ++i) ASSERT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << "world " << world;
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        ASSERT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << "world " << world;
     });
   }
 }
@@ -114,12 +123,14 @@ TEST_P(Ddp, AccumulatesWithoutTraffic) {
     }
     loss_of(ddp(rows(1, rank, 2))).backward();
     for (size_t i = 0; i < net->parameters().size(); ++i) {
-      EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7));
+      EXPECT_TRUE(
+          at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7));
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Ddp, ::testing::ValuesIn(cases()), [](const auto& tested) { return tested.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, Ddp, ::testing::ValuesIn(cases()),
+                         [](const auto& tested) { return tested.param.name; });
 
 TEST(DdpBehaviour, TrafficIsOneAllReduceOfTheGradients) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
@@ -198,14 +209,18 @@ TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankMeetTheirOwn) {
   run_ranks(3, [&](ProcessGroup group, int rank) {
     auto net = std::make_shared<TwoBranches>(), alone = std::make_shared<TwoBranches>();
     DistributedDataParallel ddp(net, group, {.first_bucket_mb = 1e-6, .bucket_cap_mb = 1e-6});
-    for (const char* name : {"a.weight", "b.weight"}) alone->named_parameters()[name].set_data(net->named_parameters()[name].detach().clone());
+    for (const char* name : {"a.weight", "b.weight"})
+      alone->named_parameters()[name].set_data(net->named_parameters()[name].detach().clone());
     for (int step = 0; step < 3; ++step) {
       clear(net->parameters());
       clear(alone->parameters());
       EXPECT_EQ(ddp.buckets(), 2u);
       ddp(rows(step), rank == 1).backward();
       for (int r = 0; r < 3; ++r) (alone->forward(rows(step), r == 1) / 3).backward();
-      for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), alone->parameters()[i].grad(), 1e-5, 1e-7)) << "step " << step;
+      for (size_t i = 0; i < 2; ++i)
+        EXPECT_TRUE(
+            at::allclose(net->parameters()[i].grad(), alone->parameters()[i].grad(), 1e-5, 1e-7))
+            << "step " << step;
     }
   });
 }
@@ -224,7 +239,9 @@ TEST(DdpBehaviour, WhatANoSyncPassLeftIsReducedThoughTheLastPassDoesNotTouchIt) 
       loss_of(torch::tanh(net->second(rows(1, rank, 2)))).backward();
       (loss_of(plain(rows(0))) + loss_of(torch::tanh(plain->second(rows(1))))).backward();
       for (size_t i = 0; i < net->parameters().size(); ++i) {
-        EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7)) << i << " view " << view;
+        EXPECT_TRUE(
+            at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7))
+            << i << " view " << view;
       }
     });
   }
@@ -263,7 +280,8 @@ TEST(DdpBehaviour, UnusedParametersAreFoundAndKeepNoGradient) {
     clear(net->parameters());
     auto again = ddp(rows(0));
     (rank == 0 ? loss_of(again) : loss_of(torch::tanh(net->second(rows(0))))).backward();
-    EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2)) << "rank 1 counts as zero, not as its last gradient";
+    EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2))
+        << "rank 1 counts as zero, not as its last gradient";
   });
 }
 
@@ -271,12 +289,14 @@ TEST(DdpBehaviour, ModelsThatDifferAreNamedBeforeTraining) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     DistributedDataParallel ddp(torch::nn::Linear(3, rank == 2 ? 5 : 4), group);
   });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("entry 0 is 'weight Float ["));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), HasSubstr("entry 0 is 'weight Float ["));
 }
 
 TEST(DdpBehaviour, BadOptionsAndModels) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
-    EXPECT_THROW(DistributedDataParallel(torch::nn::Linear(2, 2), group, {.bucket_cap_mb = 0}), UsageError);
+    EXPECT_THROW(DistributedDataParallel(torch::nn::Linear(2, 2), group, {.bucket_cap_mb = 0}),
+                 UsageError);
     torch::nn::Linear frozen(2, 2);
     for (auto& p : frozen->parameters()) p.requires_grad_(false);
     EXPECT_THROW(DistributedDataParallel(frozen, group), UsageError);
@@ -287,7 +307,8 @@ TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
   for (const bool bf16 : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(2), exact = seeded<Uneven>(2);
-      DistributedDataParallel ddp(net, group, {.comm_hook = bf16 ? bf16_compress_hook() : fp16_compress_hook()});
+      DistributedDataParallel ddp(
+          net, group, {.comm_hook = bf16 ? bf16_compress_hook() : fp16_compress_hook()});
       group.reset_stats();
       loss_of(ddp(rows(0, rank, 2))).backward();
       uint64_t numel = 0;
@@ -295,7 +316,8 @@ TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
       EXPECT_EQ(group.stats().all_reduce.bytes_sent, numel * 2);
       loss_of(exact(rows(0))).backward();
       for (size_t i = 0; i < net->parameters().size(); ++i) {
-        EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), exact->parameters()[i].grad(), bf16 ? 2e-2 : 2e-3, 1e-3));
+        EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), exact->parameters()[i].grad(),
+                                 bf16 ? 2e-2 : 2e-3, 1e-3));
       }
     });
   }
@@ -304,8 +326,11 @@ TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
 TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     struct Fails : torch::autograd::Function<Fails> {
-      static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor x) { return x.clone(); }
-      static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+      static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor x) {
+        return x.clone();
+      }
+      static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                     torch::autograd::variable_list) {
         throw std::runtime_error("inside backward");
       }
     };
@@ -314,11 +339,13 @@ TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
     auto hidden = Fails::apply(torch::tanh(net->first(rows(1))));
     // What rank 0 has sent is still under way when its next backward begins.
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    EXPECT_THROW(loss_of(net->last(torch::tanh(net->second(hidden)))).backward(), std::runtime_error);
+    EXPECT_THROW(loss_of(net->last(torch::tanh(net->second(hidden)))).backward(),
+                 std::runtime_error);
     clear(net->parameters());
     loss_of(ddp(rows(0))).backward();
     loss_of(plain(rows(0))).backward();
-    for (size_t i = 0; i < net->parameters().size(); ++i) EXPECT_TRUE(at::equal(net->parameters()[i].grad(), plain->parameters()[i].grad()));
+    for (size_t i = 0; i < net->parameters().size(); ++i)
+      EXPECT_TRUE(at::equal(net->parameters()[i].grad(), plain->parameters()[i].grad()));
   });
 }
 

@@ -1,11 +1,12 @@
+#include "tessera/step/power_sgd.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
-#include "tessera/power_sgd.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 namespace {
 
@@ -13,13 +14,15 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-/// One bucket with a matrix [20, 12], a kernel [8, 3, 5], a vector and a matrix too small to shrink.
+/// One bucket with a matrix [20, 12], a kernel [8, 3, 5], a vector and a matrix too small to
+/// shrink.
 struct Gradients {
   explicit Gradients(int64_t seed) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
     bucket.flat = at::randn({240 + 120 + 7 + 4}, generator);
     bucket.names = {"matrix", "kernel", "vector", "small"};
-    bucket.gradients = {bucket.flat.narrow(0, 0, 240).view({20, 12}), bucket.flat.narrow(0, 240, 120).view({8, 3, 5}),
+    bucket.gradients = {bucket.flat.narrow(0, 0, 240).view({20, 12}),
+                        bucket.flat.narrow(0, 240, 120).view({8, 3, 5}),
                         bucket.flat.narrow(0, 360, 7), bucket.flat.narrow(0, 367, 4).view({2, 2})};
   }
   GradientBucket bucket;
@@ -42,7 +45,8 @@ TEST(PowerSgd, FullRankIsTheMean) {
       for (int step = 0; step < 3; ++step) {
         Gradients mine(100 * step + rank);
         hook(group, mine.bucket)();
-        EXPECT_TRUE(at::allclose(mine.bucket.flat, mean_of(step, world), 1e-4, 1e-5)) << "world " << world;
+        EXPECT_TRUE(at::allclose(mine.bucket.flat, mean_of(step, world), 1e-4, 1e-5))
+            << "world " << world;
       }
     });
   }
@@ -56,9 +60,10 @@ TEST(PowerSgd, BytesAreThoseOfTheFactors) {
       Gradients mine(100 * step + rank);
       group.reset_stats();
       hook(group, mine.bucket)();
-      // Two of 4 ranks' halves each way: an all-reduce of N bytes sends N. (20 + 12) · 2 and (8 + 15) · 2 numbers, 7 +
-      // 4 exact ones.
-      EXPECT_EQ(group.stats().all_reduce.bytes_sent, 4u * (step == 0 ? 371 : 64 + 46 + 11)) << "step " << step;
+      // Two of 4 ranks' halves each way: an all-reduce of N bytes sends N. (20 + 12) · 2 and (8 +
+      // 15) · 2 numbers, 7 + 4 exact ones.
+      EXPECT_EQ(group.stats().all_reduce.bytes_sent, 4u * (step == 0 ? 371 : 64 + 46 + 11))
+          << "step " << step;
     }
   });
 }
@@ -67,7 +72,8 @@ TEST(PowerSgd, ItIsTheBestLowRankApproximationOfAConstantGradient) {
   const auto matrix = Gradients(1).bucket.gradients[0].clone();
   const auto singular = std::get<1>(at::linalg_svd(matrix, false));
   const double best = singular.narrow(0, 3, 9).norm().item<double>();
-  PowerSgd power({.rank = 3, .start_iteration = 0, .min_compression_rate = 0.1, .error_feedback = false});
+  PowerSgd power(
+      {.rank = 3, .start_iteration = 0, .min_compression_rate = 0.1, .error_feedback = false});
   const auto hook = power.hook();
   ProcessGroup alone;
   double lost = 0;
@@ -84,7 +90,10 @@ TEST(PowerSgd, ErrorFeedbackLosesNothingInTheLongRun) {
   for (int world = 1; world <= 4; ++world) {
     for (const bool feedback : {true, false}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
-        PowerSgd power({.rank = 1, .start_iteration = 0, .min_compression_rate = 0.1, .error_feedback = feedback});
+        PowerSgd power({.rank = 1,
+                        .start_iteration = 0,
+                        .min_compression_rate = 0.1,
+                        .error_feedback = feedback});
         const auto hook = power.hook();
         auto sent = at::zeros({371}), wanted = at::zeros({371});
         for (int step = 0; step < 60; ++step) {
@@ -114,7 +123,8 @@ TEST(PowerSgd, ErrorFeedbackLosesNothingInTheLongRun) {
 TEST(PowerSgd, StateContinuesBitByBit) {
   for (const bool warm : {true, false}) {
     run_ranks(3, [&](ProcessGroup group, int rank) {
-      const PowerSgdOptions options{.rank = 2, .start_iteration = 1, .min_compression_rate = 0.5, .warm_start = warm};
+      const PowerSgdOptions options{
+          .rank = 2, .start_iteration = 1, .min_compression_rate = 0.5, .warm_start = warm};
       PowerSgd first(options), second(options), forgetful(options);
       const auto run = [&](const PowerSgd& power, int from, int to) {
         at::Tensor last;
@@ -137,7 +147,8 @@ TEST(PowerSgd, StateContinuesBitByBit) {
     });
   }
   PowerSgd power;
-  EXPECT_THROW(power.load_state_dict({{"iteration", at::scalar_tensor(1, at::kLong)}, {"momentum.x", at::ones({1})}}),
+  EXPECT_THROW(power.load_state_dict(
+                   {{"iteration", at::scalar_tensor(1, at::kLong)}, {"momentum.x", at::ones({1})}}),
                UsageError);
   EXPECT_THROW(power.load_state_dict({}), UsageError);
 }
@@ -165,15 +176,15 @@ TEST(PowerSgd, TrainsWithDataParallel) {
     std::vector<double> losses(2);
     for (const bool compressed : {false, true}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
-        auto net =
-            seeded<torch::nn::Sequential>(1, torch::nn::Linear(16, 32), torch::nn::Tanh(), torch::nn::Linear(32, 16));
+        auto net = seeded<torch::nn::Sequential>(1, torch::nn::Linear(16, 32), torch::nn::Tanh(),
+                                                 torch::nn::Linear(32, 16));
         PowerSgd power({.rank = 2, .start_iteration = 5, .min_compression_rate = 1});
         DistributedDataParallelOptions options{.first_bucket_mb = 1e-3, .bucket_cap_mb = 1e-3};
         if (compressed) options.comm_hook = power.hook();
         DistributedDataParallel ddp(net, group, options);
         torch::optim::SGD optimizer(net->parameters(), 0.3);
-        const auto x =
-            at::randn({24, 16}, at::make_generator<at::CPUGeneratorImpl>(3)).narrow(0, 24 / world * rank, 24 / world);
+        const auto x = at::randn({24, 16}, at::make_generator<at::CPUGeneratorImpl>(3))
+                           .narrow(0, 24 / world * rank, 24 / world);
         at::Tensor loss;
         for (int step = 0; step < 120; ++step) {
           optimizer.zero_grad();
@@ -207,8 +218,10 @@ TEST(CommHooks, AUserDefinedHookSeesNamesAndShapesAndItsResultCounts) {
     auto net = seeded<Uneven>(1), plain = seeded<Uneven>(1);
     std::map<std::string, std::vector<int64_t>> seen;
     DistributedDataParallelOptions options{.bucket_cap_mb = 60.0 / (1 << 20)};
-    options.comm_hook = [&seen](ProcessGroup& on, const GradientBucket& bucket) -> std::function<void()> {
-      for (size_t i = 0; i < bucket.names.size(); ++i) seen[bucket.names[i]] = bucket.gradients[i].sizes().vec();
+    options.comm_hook = [&seen](ProcessGroup& on,
+                                const GradientBucket& bucket) -> std::function<void()> {
+      for (size_t i = 0; i < bucket.names.size(); ++i)
+        seen[bucket.names[i]] = bucket.gradients[i].sizes().vec();
       auto work = on.all_reduce_async(bucket.flat);
       return [work, flat = bucket.flat]() mutable {
         work.wait();
@@ -220,7 +233,8 @@ TEST(CommHooks, AUserDefinedHookSeesNamesAndShapesAndItsResultCounts) {
     plain(torch::ones({2, 3})).sum().backward();
     for (const auto& item : plain->named_parameters()) {
       EXPECT_EQ(seen[item.key()], item.value().sizes().vec());
-      EXPECT_TRUE(at::allclose(net->named_parameters()[item.key()].grad(), 20 * item.value().grad(), 1e-5, 1e-6))
+      EXPECT_TRUE(at::allclose(net->named_parameters()[item.key()].grad(), 20 * item.value().grad(),
+                               1e-5, 1e-6))
           << item.key();
     }
   });

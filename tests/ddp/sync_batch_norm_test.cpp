@@ -1,11 +1,12 @@
+#include "tessera/step/sync_batch_norm.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
-#include "tessera/sync_batch_norm.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 namespace {
 
@@ -16,13 +17,18 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 /// Rows of each rank; their sum is the whole batch.
-std::vector<std::vector<int64_t>> uneven_batches() { return {{6}, {3, 5}, {1, 4, 2}, {5, 0, 1, 3}}; }
+std::vector<std::vector<int64_t>> uneven_batches() {
+  return {{6}, {3, 5}, {1, 4, 2}, {5, 0, 1, 3}};
+}
 
-at::Tensor whole_batch(int64_t count, int step, const std::vector<int64_t>& rest, at::ScalarType dtype) {
+at::Tensor whole_batch(int64_t count, int step, const std::vector<int64_t>& rest,
+                       at::ScalarType dtype) {
   std::vector<int64_t> sizes{count};
   sizes.insert(sizes.end(), rest.begin(), rest.end());
   // Far from zero: a sum of squares would lose the variance.
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(7 + step), at::TensorOptions().dtype(dtype)) * 0.5 +
+  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(7 + step),
+                   at::TensorOptions().dtype(dtype)) *
+             0.5 +
          30;
 }
 
@@ -31,7 +37,8 @@ at::Tensor weights_of(const at::Tensor& y) {
 }
 
 /// libtorch's optional number, whose name differs between its versions.
-using Momentum = std::decay_t<decltype(std::declval<const torch::nn::BatchNormOptions&>().momentum())>;
+using Momentum =
+    std::decay_t<decltype(std::declval<const torch::nn::BatchNormOptions&>().momentum())>;
 
 struct Shape {
   std::string name;
@@ -72,7 +79,10 @@ TEST_P(SyncBatchNormParity, ForwardAndBackwardEqualOneProcessOnTheWholeBatch) {
         const int64_t begin = std::accumulate(batches.begin(), batches.begin() + rank, int64_t{0}),
                       count = batches[rank];
         for (int step = 0; step < 3; ++step) {
-          auto x = whole_batch(total, step, tested.rest, tested.dtype).narrow(0, begin, count).clone().requires_grad_();
+          auto x = whole_batch(total, step, tested.rest, tested.dtype)
+                       .narrow(0, begin, count)
+                       .clone()
+                       .requires_grad_();
           auto y = norm(x);
           EXPECT_TRUE(close(y, outputs[step].narrow(0, begin, count)));
           norm->zero_grad();
@@ -150,9 +160,11 @@ TEST(SyncBatchNorm, WithDataParallelAModelEqualsOneProcess) {
         optimizer.step();
       }
       for (size_t i = 0; i < net->parameters().size(); ++i)
-        EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-4, 1e-5)) << world;
+        EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-4, 1e-5))
+            << world;
       for (size_t i = 0; i < net->buffers().size(); ++i)
-        EXPECT_TRUE(at::allclose(net->buffers()[i].to(at::kFloat), plain->buffers()[i].to(at::kFloat), 1e-4, 1e-5));
+        EXPECT_TRUE(at::allclose(net->buffers()[i].to(at::kFloat),
+                                 plain->buffers()[i].to(at::kFloat), 1e-4, 1e-5));
     });
   }
 }
@@ -166,7 +178,8 @@ TEST(SyncBatchNorm, ConversionSharesTheTensorsAndRefusesWhatItCannotExchange) {
   EXPECT_THAT(convert_sync_batch_norm(*net, ProcessGroup()), ElementsAre("1"));
   EXPECT_TRUE(net->named_parameters()["1.weight"].is_same(weight));
   EXPECT_FALSE(net->named_modules()["1"]->is_training());
-  EXPECT_EQ(std::dynamic_pointer_cast<SyncBatchNormImpl>(net->named_modules()["1"])->options.eps(), 0.1);
+  EXPECT_EQ(std::dynamic_pointer_cast<SyncBatchNormImpl>(net->named_modules()["1"])->options.eps(),
+            0.1);
   EXPECT_THAT(convert_sync_batch_norm(*net, ProcessGroup()), ElementsAre());
 
   struct Typed : torch::nn::Module {
@@ -182,7 +195,8 @@ TEST(SyncBatchNorm, ConversionSharesTheTensorsAndRefusesWhatItCannotExchange) {
     convert_sync_batch_norm(typed, ProcessGroup());
     FAIL();
   } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("these are not: norm;"), HasSubstr("tessera::SyncBatchNorm")));
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("these are not: norm;"), HasSubstr("tessera::SyncBatchNorm")));
   }
   EXPECT_NE(typed.body->ptr(0)->as<torch::nn::BatchNorm1dImpl>(), nullptr) << "nothing was changed";
 }
@@ -193,7 +207,8 @@ TEST(SyncBatchNorm, WrongInputs) {
   EXPECT_THROW(norm(at::ones({3})), UsageError);
   EXPECT_THROW(norm(at::ones({0, 3})), UsageError);
   EXPECT_THROW(norm(at::ones({1, 3})), UsageError);
-  SyncBatchNorm bare(torch::nn::BatchNormOptions(3).affine(false).track_running_stats(false), ProcessGroup());
+  SyncBatchNorm bare(torch::nn::BatchNormOptions(3).affine(false).track_running_stats(false),
+                     ProcessGroup());
   EXPECT_TRUE(bare->parameters().empty());
   EXPECT_TRUE(bare->buffers().empty());
   EXPECT_NEAR(bare(at::randn({50, 3})).std().item<double>(), 1, 0.02);

@@ -1,11 +1,12 @@
-#include "harness/models.h"
-#include "harness/ranks.h"
-#include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
-#include "tessera/error.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
 
 namespace {
 
@@ -26,12 +27,13 @@ at::Tensor rows(int step, int rank = 0, int world = 1) {
 
 at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
-/// Twelve vectors, of which each step may use those it likes, in the order it likes: gradients arrive in the reverse
-/// order of use.
+/// Twelve vectors, of which each step may use those it likes, in the order it likes: gradients
+/// arrive in the reverse order of use.
 struct ManyImpl : torch::nn::Module {
   ManyImpl() {
     for (int i = 0; i < 12; ++i) {
-      weights.push_back(register_parameter("w" + std::to_string(10 + i), torch::full({5 + i}, 0.1 * (i + 1))));
+      weights.push_back(
+          register_parameter("w" + std::to_string(10 + i), torch::full({5 + i}, 0.1 * (i + 1))));
     }
   }
   torch::Tensor forward(torch::Tensor x, const std::vector<int>& use) {
@@ -49,8 +51,10 @@ const std::vector<int> kWithout1{0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
 
 at::Tensor input(int step, int rank) { return at::full({1}, 0.05 * (step + 1) + 0.02 * rank); }
 
-/// What `.grad` shall be: the mean over the ranks, each of which used `use[rank]`. Undefined where nobody used it.
-std::vector<at::Tensor> expected_gradients(const Many& net, int step, const std::vector<std::vector<int>>& use,
+/// What `.grad` shall be: the mean over the ranks, each of which used `use[rank]`. Undefined where
+/// nobody used it.
+std::vector<at::Tensor> expected_gradients(const Many& net, int step,
+                                           const std::vector<std::vector<int>>& use,
                                            double divisor) {
   Many copy;
   torch::NoGradGuard no_grad;
@@ -70,11 +74,13 @@ std::vector<at::Tensor> expected_gradients(const Many& net, int step, const std:
   return sums;
 }
 
-void expect_gradients(const Many& net, const std::vector<at::Tensor>& expected, const std::string& where) {
+void expect_gradients(const Many& net, const std::vector<at::Tensor>& expected,
+                      const std::string& where) {
   for (size_t i = 0; i < 12; ++i) {
     ASSERT_EQ(net->weights[i].grad().defined(), expected[i].defined()) << where << " w" << 10 + i;
     if (expected[i].defined())
-      EXPECT_TRUE(at::allclose(net->weights[i].grad(), expected[i], 1e-5, 1e-7)) << where << " w" << 10 + i;
+      EXPECT_TRUE(at::allclose(net->weights[i].grad(), expected[i], 1e-5, 1e-7))
+          << where << " w" << 10 + i;
   }
 }
 
@@ -95,7 +101,8 @@ TEST_P(Parity, EqualsDataParallelBitByBitAndOneProcess) {
   }
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(1 + rank), other = seeded<Uneven>(1);  // rank 0's weights are given to all
+      auto net = seeded<Uneven>(1 + rank),
+           other = seeded<Uneven>(1);  // rank 0's weights are given to all
       DistributedOptimizer optimizer(*net, group, adamw(), GetParam().options);
       DistributedDataParallel ddp(other, group);
       auto local = adamw()({torch::optim::OptimizerParamGroup(other->parameters())});
@@ -112,7 +119,8 @@ TEST_P(Parity, EqualsDataParallelBitByBitAndOneProcess) {
       }
       for (size_t i = 0; i < net->parameters().size(); ++i) {
         ASSERT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << "world " << world;
-        ASSERT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << "world " << world;
+        ASSERT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6))
+            << "world " << world;
       }
     });
   }
@@ -124,7 +132,10 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"any_case", {.reduce_method = "MeAn", .bcast_period = 2}},
                       Case{"packed", {.reduce_method = "mean", .param_pack = true}},
                       Case{"small_packs",
-                           {.reduce_method = "MEAN", .bcast_period = 3, .param_pack = true, .param_pack_thd = 20}}),
+                           {.reduce_method = "MEAN",
+                            .bcast_period = 3,
+                            .param_pack = true,
+                            .param_pack_thd = 20}}),
     [](const auto& tested) { return tested.param.name; });
 
 TEST(DistributedOptimizerTest, SumIsTheSum) {
@@ -133,7 +144,9 @@ TEST(DistributedOptimizerTest, SumIsTheSum) {
       Many net;
       DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = "Sum"});
       optimizer.backward(net(input(0, rank), kForwards).sum());
-      expect_gradients(net, expected_gradients(net, 0, std::vector<std::vector<int>>(world, kForwards), 1), "sum");
+      expect_gradients(
+          net, expected_gradients(net, 0, std::vector<std::vector<int>>(world, kForwards), 1),
+          "sum");
     });
   }
 }
@@ -146,13 +159,16 @@ TEST(DistributedOptimizerTest, ReduceMethodIsRequiredInAWorldAndChecked) {
         DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = method});
         FAIL();
       } catch (const UsageError& error) {
-        EXPECT_THAT(error.what(),
-                    AllOf(HasSubstr("reduce_method"), HasSubstr("\"sum\" or \"mean\""), HasSubstr(method)));
+        EXPECT_THAT(error.what(), AllOf(HasSubstr("reduce_method"),
+                                        HasSubstr("\"sum\" or \"mean\""), HasSubstr(method)));
       }
     }
-    EXPECT_THROW(DistributedOptimizer(*net, group, sgd(0.1), {.reduce_method = "sum", .bcast_period = -2}), UsageError);
-    EXPECT_THROW(DistributedOptimizer(*net, group, sgd(0.1), {.reduce_method = "sum", .param_pack_thd = 0}),
-                 UsageError);
+    EXPECT_THROW(
+        DistributedOptimizer(*net, group, sgd(0.1), {.reduce_method = "sum", .bcast_period = -2}),
+        UsageError);
+    EXPECT_THROW(
+        DistributedOptimizer(*net, group, sgd(0.1), {.reduce_method = "sum", .param_pack_thd = 0}),
+        UsageError);
     EXPECT_THROW(DistributedOptimizer(*net, group, nullptr, {.reduce_method = "sum"}), UsageError);
   });
   Many net;
@@ -167,7 +183,8 @@ TEST(DistributedOptimizerTest, BroadcastsAsOftenAsThePeriodSaysAndBeforeTheUpdat
     run_ranks(2, [period = period, broadcasts = broadcasts](ProcessGroup group, int rank) {
       Many net;
       group.reset_stats();
-      DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = "mean", .bcast_period = period});
+      DistributedOptimizer optimizer(*net, group, sgd(0.1),
+                                     {.reduce_method = "mean", .bcast_period = period});
       for (int step = 0; step < 10; ++step) {
         optimizer.zero_grad();
         optimizer.backward(net(input(step, rank), kForwards).sum());
@@ -178,7 +195,8 @@ TEST(DistributedOptimizerTest, BroadcastsAsOftenAsThePeriodSaysAndBeforeTheUpdat
   }
   run_ranks(2, [](ProcessGroup group, int rank) {
     Many net;
-    DistributedOptimizer optimizer(*net, group, sgd(0), {.reduce_method = "mean", .bcast_period = 3});
+    DistributedOptimizer optimizer(*net, group, sgd(0),
+                                   {.reduce_method = "mean", .bcast_period = 3});
     torch::NoGradGuard no_grad;
     for (int step = 1; step <= 4; ++step) {
       net->weights[0].fill_(rank + 1);
@@ -194,9 +212,11 @@ TEST(DistributedOptimizerTest, BroadcastsAsOftenAsThePeriodSaysAndBeforeTheUpdat
     optimizer.bcast_param();
     EXPECT_EQ(net->weights[3][0].item<float>(), 7);
   });
-  run_ranks(2, [](ProcessGroup group, int rank) {  // the update comes after the broadcast: all ranks keep it
+  run_ranks(2, [](ProcessGroup group,
+                  int rank) {  // the update comes after the broadcast: all ranks keep it
     Many net;
-    DistributedOptimizer optimizer(*net, group, sgd(1), {.reduce_method = "sum", .bcast_period = 1});
+    DistributedOptimizer optimizer(*net, group, sgd(1),
+                                   {.reduce_method = "sum", .bcast_period = 1});
     optimizer.backward((net->weights[0] * (rank + 1)).sum());
     optimizer.step();
     EXPECT_FLOAT_EQ(net->weights[0][0].item<float>(), 0.1f - 3);
@@ -209,8 +229,9 @@ TEST(DistributedOptimizerTest, CollectivesAndBytesOfSinglesAndPacks) {
     uint64_t numel = 0;
     for (const auto& weight : net->weights) numel += weight.numel();
     // Arrival: w21 … w10, of 64, 60, … 20 bytes. After the first 8: 32, 28, 24, 20.
-    DistributedOptimizer optimizer(*net, group, sgd(0.01),
-                                   {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
+    DistributedOptimizer optimizer(
+        *net, group, sgd(0.01),
+        {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
     for (int step = 0; step < 4; ++step) {
       group.reset_stats();
       optimizer.zero_grad();
@@ -220,7 +241,8 @@ TEST(DistributedOptimizerTest, CollectivesAndBytesOfSinglesAndPacks) {
       const uint64_t agreement = 4 * (12 + (step == 0 ? 12 : 10));
       EXPECT_EQ(stats.all_reduce.calls, (step == 0 ? 12u : 10u) + 1) << "step " << step;
       EXPECT_EQ(stats.all_reduce.bytes_sent, 4 * numel + agreement) << "step " << step;
-      EXPECT_EQ(group.stats().bytes.calls, step == 0 ? 1u : 0u) << "rank 0 publishes once; step " << step;
+      EXPECT_EQ(group.stats().bytes.calls, step == 0 ? 1u : 0u)
+          << "rank 0 publishes once; step " << step;
     }
     const auto packs = optimizer.packs(0);
     ASSERT_EQ(packs.size(), 10u);
@@ -233,7 +255,7 @@ TEST(DistributedOptimizerTest, CollectivesAndBytesOfSinglesAndPacks) {
 struct Deviation {
   std::string name;
   std::vector<std::vector<int>> use;  // of each rank, on the step that differs
-  uint64_t all_reduces;               // of the step: 10 packs, the agreement, and what is reduced again
+  uint64_t all_reduces;  // of the step: 10 packs, the agreement, and what is reduced again
 };
 
 class Fallback : public ::testing::TestWithParam<Deviation> {};
@@ -244,8 +266,9 @@ TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
   for (const std::string method : {"mean", "sum"}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       Many net;
-      DistributedOptimizer optimizer(*net, group, sgd(0.001),
-                                     {.reduce_method = method, .param_pack = true, .param_pack_thd = 59});
+      DistributedOptimizer optimizer(
+          *net, group, sgd(0.001),
+          {.reduce_method = method, .param_pack = true, .param_pack_thd = 59});
       const std::vector<std::vector<int>> usual(world, kForwards);
       for (int step = 0; step < 6; ++step) {
         const bool odd = step == 2;
@@ -258,38 +281,42 @@ TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
         expect_gradients(net, expected_gradients(net, step, use, method == "mean" ? world : 1),
                          method + ", step " + std::to_string(step));
         optimizer.step();
-        EXPECT_EQ(group.stats().bytes.calls, step == 1 ? 0u : 1u) << "packed anew after step " << step;
+        EXPECT_EQ(group.stats().bytes.calls, step == 1 ? 0u : 1u)
+            << "packed anew after step " << step;
       }
     });
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Fallback,
-                         ::testing::Values(
-                             // Gradients come in the other direction from the first on: all 12 are reduced singly.
-                             Deviation{"another_order_everywhere", {kBackwards, kBackwards}, 11 + 12},
-                             Deviation{"another_order_on_rank_1", {kForwards, kBackwards, kForwards}, 11 + 12},
-                             // w19 is third to arrive: from its pack on, 10 gradients; 9 where nobody has it.
-                             Deviation{"one_missing_everywhere", {kWithout9, kWithout9}, 11 + 9},
-                             Deviation{"one_missing_on_rank_0", {kWithout9, kForwards}, 11 + 10},
-                             // In the last pack.
-                             Deviation{
-                                 "late_one_missing_on_rank_1", {kForwards, kWithout1, kForwards, kForwards}, 11 + 2},
-                             Deviation{"different_ones_missing", {kWithout1, kWithout9}, 11 + 10}),
-                         [](const auto& tested) { return tested.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    All, Fallback,
+    ::testing::Values(
+        // Gradients come in the other direction from the first on: all 12 are reduced singly.
+        Deviation{"another_order_everywhere", {kBackwards, kBackwards}, 11 + 12},
+        Deviation{"another_order_on_rank_1", {kForwards, kBackwards, kForwards}, 11 + 12},
+        // w19 is third to arrive: from its pack on, 10 gradients; 9 where nobody has it.
+        Deviation{"one_missing_everywhere", {kWithout9, kWithout9}, 11 + 9},
+        Deviation{"one_missing_on_rank_0", {kWithout9, kForwards}, 11 + 10},
+        // In the last pack.
+        Deviation{
+            "late_one_missing_on_rank_1", {kForwards, kWithout1, kForwards, kForwards}, 11 + 2},
+        Deviation{"different_ones_missing", {kWithout1, kWithout9}, 11 + 10}),
+    [](const auto& tested) { return tested.param.name; });
 
 TEST(DistributedOptimizerTest, ALossWithoutParametersDoesNotLeaveTheOthersWaiting) {
   for (const bool pack : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       Many net;
-      DistributedOptimizer optimizer(*net, group, sgd(0.01), {.reduce_method = "mean", .param_pack = pack});
+      DistributedOptimizer optimizer(*net, group, sgd(0.01),
+                                     {.reduce_method = "mean", .param_pack = pack});
       const std::vector<std::vector<int>> usual{kForwards, kForwards}, half{kForwards, {}};
       for (int step = 0; step < 4; ++step) {
         const auto& use = step == 2 ? half : usual;
         optimizer.zero_grad();
         auto x = input(step, rank).requires_grad_();
         optimizer.backward(net(x, use[rank]).sum());
-        expect_gradients(net, expected_gradients(net, step, use, 2), "step " + std::to_string(step));
+        expect_gradients(net, expected_gradients(net, step, use, 2),
+                         "step " + std::to_string(step));
         optimizer.step();
       }
     });
@@ -302,7 +329,8 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
     Many a, b, c;
     const auto named = [](const std::string& prefix, const Many& net) {
       NamedParameters result;
-      for (const auto& [name, tensor] : named_parameters(*net)) result.emplace_back(prefix + name, tensor);
+      for (const auto& [name, tensor] : named_parameters(*net))
+        result.emplace_back(prefix + name, tensor);
       return result;
     };
     {
@@ -310,8 +338,8 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
       for (auto& weight : c->weights) weight.add_(rank);
     }
     DistributedOptimizer optimizer(
-        {{named("a.", a), {{"lr", 0.02}}, first}, {named("b.", b), {}, second}, {named("c.", c)}}, sgd(0.01),
-        {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
+        {{named("a.", a), {{"lr", 0.02}}, first}, {named("b.", b), {}, second}, {named("c.", c)}},
+        sgd(0.01), {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
     EXPECT_FLOAT_EQ(c->weights[0][0].item<float>(), 0.1f + rank) << "not broadcast";
     const std::vector<std::vector<int>> usual(3, kForwards), backwards(3, kBackwards);
     for (int step = 0; step < 4; ++step) {
@@ -319,11 +347,14 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
       first->reset_stats();
       second->reset_stats();
       // Rank 1 meets the two groups in the other order.
-      auto ya = a(input(step, rank), kForwards), yb = b(input(step, rank), step == 2 ? std::vector<int>{} : kBackwards);
+      auto ya = a(input(step, rank), kForwards),
+           yb = b(input(step, rank), step == 2 ? std::vector<int>{} : kBackwards);
       auto yc = c(input(step, rank), kForwards);
       optimizer.backward(rank == 1 ? (yb + ya + yc).sum() : (ya + yb + yc).sum());
       expect_gradients(a, expected_gradients(a, step, usual, 3), "a");
-      expect_gradients(b, step == 2 ? std::vector<at::Tensor>(12) : expected_gradients(b, step, backwards, 3), "b");
+      expect_gradients(
+          b, step == 2 ? std::vector<at::Tensor>(12) : expected_gradients(b, step, backwards, 3),
+          "b");
       Many own;
       torch::NoGradGuard no_grad;
       for (size_t i = 0; i < 12; ++i) own->weights[i].copy_(c->weights[i]);
@@ -332,7 +363,9 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
       for (size_t i = 0; i < 12; ++i)
         EXPECT_TRUE(at::equal(own->weights[i].grad(), c->weights[i].grad())) << "this rank's own";
       if (step > 0) EXPECT_EQ(first->stats().all_reduce.calls, 11u) << "b's trouble is not a's";
-      if (step == 1) EXPECT_EQ(second->stats().all_reduce.calls, 12u) << "w20 and w21 are above the threshold alone";
+      if (step == 1)
+        EXPECT_EQ(second->stats().all_reduce.calls, 12u)
+            << "w20 and w21 are above the threshold alone";
       optimizer.step();
     }
     EXPECT_EQ(optimizer.packs(0).front().front(), "a.w21");
@@ -345,13 +378,15 @@ TEST(DistributedOptimizerTest, AccumulatesWithoutTraffic) {
   for (const bool pack : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       Many net;
-      DistributedOptimizer optimizer(*net, group, sgd(0.01),
-                                     {.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 59});
+      DistributedOptimizer optimizer(
+          *net, group, sgd(0.01),
+          {.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 59});
       optimizer.backward(net(input(0, rank), kForwards).sum());
       optimizer.step();
       optimizer.zero_grad();
       const std::vector<std::vector<int>> usual{kForwards, kForwards};
-      const auto one = expected_gradients(net, 1, usual, 2), two = expected_gradients(net, 2, usual, 2);
+      const auto one = expected_gradients(net, 1, usual, 2),
+                 two = expected_gradients(net, 2, usual, 2);
       {
         auto scope = optimizer.no_sync();
         const auto before = group.stats().calls();
@@ -382,13 +417,15 @@ TEST(DistributedOptimizerTest, StateIsThePlainOptimizersAndKnowsNothingOfPacks) 
     const auto state = optimizer.state_dict();
     ASSERT_EQ(state.groups.size(), 1u);
     EXPECT_EQ(state.state.size(), net->parameters().size());
-    for (const auto& [name, entry] : state.state) EXPECT_EQ(entry.tensors.count("exp_avg"), 1u) << name;
+    for (const auto& [name, entry] : state.state)
+      EXPECT_EQ(entry.tensors.count("exp_avg"), 1u) << name;
 
     auto plain = adamw()({torch::optim::OptimizerParamGroup(other->parameters())});
     load_state_dict(*plain, named_parameters(*other), state);
     {
       torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < net->parameters().size(); ++i) other->parameters()[i].copy_(net->parameters()[i]);
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        other->parameters()[i].copy_(net->parameters()[i]);
     }
     std::shared_ptr<torch::optim::Optimizer> shared = std::move(plain);
     DistributedOptimizer resumed(shared, named_parameters(*other), {group}, options);
@@ -418,10 +455,12 @@ TEST(DistributedOptimizerTest, ModelsAndOptionsThatDifferAreNamed) {
     DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = "mean"});
   });
   for (const auto& error : models)
-    EXPECT_THAT(message_of(error), HasSubstr("DistributedOptimizer: the ranks differ: entry 0 is 'weight Float ["));
+    EXPECT_THAT(message_of(error),
+                HasSubstr("DistributedOptimizer: the ranks differ: entry 0 is 'weight Float ["));
   const auto options = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     Many net;
-    DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = rank == 0 ? "mean" : "sum"});
+    DistributedOptimizer optimizer(*net, group, sgd(0.1),
+                                   {.reduce_method = rank == 0 ? "mean" : "sum"});
   });
   for (const auto& error : options) EXPECT_THAT(message_of(error), HasSubstr("reduce_method sum"));
 }

@@ -1,17 +1,17 @@
 #include "distributed_optimizer/packing.h"
 
+#include <numeric>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <numeric>
 
 namespace {
 
 using namespace tessera::distributed_optimizer;
 using ::testing::ElementsAre;
 
-/// The worked example: 8 tensors, then fp32 ones of 400 bytes with an fp16 one of 100 after the 3rd, 6th and 9th: 0…7;
-/// a…c f d…f f …
+/// The worked example: 8 tensors, then fp32 ones of 400 bytes with an fp16 one of 100 after the
+/// 3rd, 6th and 9th: 0…7; a…c f d…f f …
 struct Example {
   std::vector<PackItem> items;
   std::vector<size_t> order;

@@ -1,16 +1,17 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/step/early_stop.h"
 
 #include <limits>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/thrown_by.h"
-#include "tessera/early_stop.h"
 
 namespace tessera {
 namespace {
 
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 using Mode = EarlyStopOptions::Mode;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -39,7 +40,8 @@ TEST(EarlyStop, GreaterIsBetterWhenAsked) {
 TEST(EarlyStop, AnImprovementBeatsMinDelta) {
   EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5}, {4, 3.75, 3.5}), 3);
   EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5}, {4, 3.75, 3.25, 3, 2.5}), -1);
-  EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5, .mode = Mode::greater}, {1, 1.25, 1.5}), 3);
+  EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5, .mode = Mode::greater}, {1, 1.25, 1.5}),
+            3);
 }
 
 TEST(EarlyStop, WhatIsNotFiniteStopsOrIsNoImprovement) {
@@ -71,10 +73,12 @@ TEST(EarlyStop, GoesOnFromItsState) {
 }
 
 TEST(EarlyStop, ImpossibleOptionsAreNamed) {
-  EXPECT_EQ(thrown_by([] { EarlyStop({.patience = 0}); }), "EarlyStop: option patience = 0, expected an integer >= 1");
+  EXPECT_EQ(thrown_by([] { EarlyStop({.patience = 0}); }),
+            "EarlyStop: option patience = 0, expected an integer >= 1");
   EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta = -1"));
   EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = kNaN}); }), HasSubstr("min_delta = nan"));
-  EXPECT_THAT(thrown_by([] { EarlyStop().load_state({.waited = -2}); }), HasSubstr("state.waited = -2"));
+  EXPECT_THAT(thrown_by([] { EarlyStop().load_state({.waited = -2}); }),
+              HasSubstr("state.waited = -2"));
 }
 
 }  // namespace

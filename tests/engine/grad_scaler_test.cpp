@@ -1,18 +1,19 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/step/grad_scaler.h"
 
 #include <atomic>
 #include <limits>
 
-#include "harness/thrown_by.h"
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/ranks.h"
-#include "tessera/grad_scaler.h"
+#include "harness/thrown_by.h"
 
 namespace tessera {
 namespace {
 
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 
 constexpr double kNotANumber = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -40,7 +41,8 @@ TEST(GradScaler, ScalesTheLossAndInvertsIt) {
 }
 
 TEST(GradScaler, GrowsAfterQuietStepsAndBacksOff) {
-  GradScaler scaler({.init_scale = 16, .growth_factor = 4, .backoff_factor = 0.25, .growth_interval = 3});
+  GradScaler scaler(
+      {.init_scale = 16, .growth_factor = 4, .backoff_factor = 0.25, .growth_interval = 3});
   const auto scale_after = [&](bool found_inf) { return scaler.update(found_inf), scaler.scale(); };
   EXPECT_EQ(scale_after(false), 16);
   EXPECT_EQ(scale_after(false), 16);
@@ -127,13 +129,16 @@ TEST(GradScaler, GoesOnFromItsState) {
 TEST(GradScaler, ImpossibleOptionsAreNamed) {
   EXPECT_EQ(thrown_by([] { GradScaler({.init_scale = 0}); }),
             "GradScaler: option init_scale = 0, expected a number > 0");
-  EXPECT_THAT(thrown_by([] { GradScaler({.init_scale = kInfinity}); }), HasSubstr("init_scale = inf"));
+  EXPECT_THAT(thrown_by([] { GradScaler({.init_scale = kInfinity}); }),
+              HasSubstr("init_scale = inf"));
   EXPECT_THAT(thrown_by([] { GradScaler({.growth_factor = 1}); }),
               HasSubstr("growth_factor = 1, expected a number > 1"));
   EXPECT_THAT(thrown_by([] { GradScaler({.backoff_factor = 1}); }),
               HasSubstr("backoff_factor = 1, expected a number in (0, 1)"));
-  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval = 0}); }), HasSubstr("growth_interval = 0"));
-  EXPECT_THAT(thrown_by([] { GradScaler().load_state({.scale = kNotANumber}); }), HasSubstr("state.scale = nan"));
+  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval = 0}); }),
+              HasSubstr("growth_interval = 0"));
+  EXPECT_THAT(thrown_by([] { GradScaler().load_state({.scale = kNotANumber}); }),
+              HasSubstr("state.scale = nan"));
   EXPECT_THAT(thrown_by([] { GradScaler().load_state({.growth_tracker = -1}); }),
               HasSubstr("state.growth_tracker = -1"));
 }

@@ -1,18 +1,20 @@
+#include "tessera/step/losses.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "harness/thrown_by.h"
-#include "tessera/losses.h"
 
 namespace tessera {
 namespace {
 
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 
 TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
-  const auto parsed = parse_losses({{"loss_cls", at::tensor({1.0, 2.0, 6.0})},
-                                    {"aux", std::vector<at::Tensor>{at::tensor({1.0, 3.0}), at::tensor({5.0})}}});
+  const auto parsed =
+      parse_losses({{"loss_cls", at::tensor({1.0, 2.0, 6.0})},
+                    {"aux", std::vector<at::Tensor>{at::tensor({1.0, 3.0}), at::tensor({5.0})}}});
   ASSERT_EQ(parsed.values.size(), 2u);
   EXPECT_EQ(parsed.values[0].first, "loss_cls");
   EXPECT_EQ(parsed.values[0].second.dim(), 0);
@@ -22,9 +24,10 @@ TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
 }
 
 TEST(ParseLosses, TotalIsTheSumOfWhatIsCalledLoss) {
-  const auto parsed = parse_losses({{"loss_a", at::tensor({1.0})},
-                                    {"accuracy", at::tensor({100.0})},
-                                    {"my_losses", std::vector<at::Tensor>{at::tensor({10.0}), at::tensor({20.0})}}});
+  const auto parsed = parse_losses(
+      {{"loss_a", at::tensor({1.0})},
+       {"accuracy", at::tensor({100.0})},
+       {"my_losses", std::vector<at::Tensor>{at::tensor({10.0}), at::tensor({20.0})}}});
   EXPECT_EQ(parsed.total.item<double>(), 31);
 }
 
@@ -45,14 +48,16 @@ TEST(ParseLosses, RefusesWhatHasNoMean) {
   EXPECT_THAT(with(std::vector<at::Tensor>{at::ones({1}), at::Tensor()}),
               HasSubstr("\"extra\" is an undefined tensor"));
   EXPECT_THAT(with(at::ones({0, 3})), HasSubstr("\"extra\" has no elements"));
-  EXPECT_THAT(with(at::ones({2}, at::kLong)), HasSubstr("\"extra\" is of Long; expected a floating-point tensor"));
+  EXPECT_THAT(with(at::ones({2}, at::kLong)),
+              HasSubstr("\"extra\" is of Long; expected a floating-point tensor"));
 }
 
 TEST(ParseLosses, NoLossNamesTheEntries) {
   EXPECT_EQ(thrown_by([] {
               parse_losses({{"acc", at::ones({1})}, {"Loss", at::ones({1})}});
             }),
-            "parse_losses: nothing to minimise in \"acc\", \"Loss\"; expected a name that contains \"loss\"");
+            "parse_losses: nothing to minimise in \"acc\", \"Loss\"; expected a name that contains "
+            "\"loss\"");
   EXPECT_THAT(thrown_by([] { parse_losses({}); }), HasSubstr("an empty map"));
   EXPECT_THAT(thrown_by([] {
                 parse_losses({{"loss", at::ones({1})}, {"loss", at::ones({1})}});

@@ -1,18 +1,19 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/step/lr_scheduler.h"
 
 #include <cmath>
 #include <limits>
 #include <numbers>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/thrown_by.h"
-#include "tessera/lr_scheduler.h"
 
 namespace tessera {
 namespace {
 
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 
 constexpr auto kEpoch = ScheduleBy::epoch;
 
@@ -31,12 +32,14 @@ void expect_rates(const LrSchedule& schedule, const std::vector<double>& expecte
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-15) << "step " << i;
 }
 
-// The tables are what torch.optim.lr_scheduler of PyTorch 1.13 (Debian's python3-torch) gives with the options named
-// here: param_groups[0]["lr"] of an SGD with lr = 0.1, before each of 12 scheduler.step(), printed with 15 digits.
+// The tables are what torch.optim.lr_scheduler of PyTorch 1.13 (Debian's python3-torch) gives with
+// the options named here: param_groups[0]["lr"] of an SGD with lr = 0.1, before each of 12
+// scheduler.step(), printed with 15 digits.
 
 TEST(LrScheduler, LinearIsPyTorchs) {
-  expect_rates(linear_lr({.start_factor = 0.25, .end_factor = 0.75, .total_iters = 4}),
-               {0.025, 0.0375, 0.05, 0.0625, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075});
+  expect_rates(
+      linear_lr({.start_factor = 0.25, .end_factor = 0.75, .total_iters = 4}),
+      {0.025, 0.0375, 0.05, 0.0625, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075, 0.075});
 }
 
 TEST(LrScheduler, StepIsPyTorchs) {
@@ -50,29 +53,34 @@ TEST(LrScheduler, MultiStepIsPyTorchs) {
 }
 
 TEST(LrScheduler, ExponentialIsPyTorchs) {
-  expect_rates(exponential_lr({.gamma = 0.9}), {0.1, 0.09, 0.081, 0.0729, 0.06561, 0.059049, 0.0531441, 0.04782969,
-                                                0.043046721, 0.0387420489, 0.03486784401, 0.031381059609});
+  expect_rates(exponential_lr({.gamma = 0.9}),
+               {0.1, 0.09, 0.081, 0.0729, 0.06561, 0.059049, 0.0531441, 0.04782969, 0.043046721,
+                0.0387420489, 0.03486784401, 0.031381059609});
 }
 
 TEST(LrScheduler, PolynomialIsPyTorchs) {
-  expect_rates(
-      polynomial_lr({.total_iters = 6, .power = 2}),
-      {0.1, 0.0694444444444445, 0.0444444444444445, 0.025, 0.0111111111111111, 0.00277777777777778, 0, 0, 0, 0, 0, 0});
+  expect_rates(polynomial_lr({.total_iters = 6, .power = 2}),
+               {0.1, 0.0694444444444445, 0.0444444444444445, 0.025, 0.0111111111111111,
+                0.00277777777777778, 0, 0, 0, 0, 0, 0});
 }
 
 TEST(LrScheduler, CosineIsPyTorchs) {
-  expect_rates(
-      cosine_lr({.t_max = 8, .eta_min = 0.01}),
-      {0.1, 0.0965745789630079, 0.0868198051533946, 0.072220754456429, 0.055, 0.037779245543571, 0.0231801948466054,
-       0.0134254210369921, 0.01, 0.0134254210369921, 0.0231801948466054, 0.037779245543571});
+  expect_rates(cosine_lr({.t_max = 8, .eta_min = 0.01}),
+               {0.1, 0.0965745789630079, 0.0868198051533946, 0.072220754456429, 0.055,
+                0.037779245543571, 0.0231801948466054, 0.0134254210369921, 0.01, 0.0134254210369921,
+                0.0231801948466054, 0.037779245543571});
 }
 
 TEST(LrScheduler, ChainedIsPyTorchsSequentialLR) {
-  // SequentialLR([LinearLR(0.1, 1.0, 3), CosineAnnealingLR(T_max=6, eta_min=0.001)], milestones=[3])
-  expect_rates(chained_lr({.schedules = {{linear_lr({.start_factor = 0.1, .end_factor = 1, .total_iters = 3}), 0, 3},
-                                         {cosine_lr({.t_max = 6, .eta_min = 0.001}), 3}}}),
-               {0.01, 0.04, 0.07, 0.1, 0.0933682574873297, 0.07525, 0.0505, 0.02575, 0.00763174251267028, 0.001,
-                0.00763174251267028, 0.02575});
+  // SequentialLR([LinearLR(0.1, 1.0, 3), CosineAnnealingLR(T_max=6, eta_min=0.001)],
+  // milestones=[3])
+  expect_rates(
+      chained_lr(
+          {.schedules = {{linear_lr({.start_factor = 0.1, .end_factor = 1, .total_iters = 3}), 0,
+                          3},
+                         {cosine_lr({.t_max = 6, .eta_min = 0.001}), 3}}}),
+      {0.01, 0.04, 0.07, 0.1, 0.0933682574873297, 0.07525, 0.0505, 0.02575, 0.00763174251267028,
+       0.001, 0.00763174251267028, 0.02575});
 }
 
 TEST(LrScheduler, ConstantRisesOverTheWarmUp) {
@@ -141,7 +149,9 @@ TEST(LrScheduler, ChainedHoldsTheLastRateWhereNothingCovers) {
 
 TEST(LrScheduler, ChainedGivesEachItsOwnTraining) {
   std::vector<Progress> seen;
-  const LrSchedule note = [&](const Progress& progress, double) { return seen.push_back(progress), 0.0; };
+  const LrSchedule note = [&](const Progress& progress, double) {
+    return seen.push_back(progress), 0.0;
+  };
   const auto expect = [&](int64_t step, int64_t steps, double epoch, double epochs) {
     EXPECT_EQ(seen.back().step, step);
     EXPECT_EQ(seen.back().steps, steps);
@@ -160,10 +170,12 @@ TEST(LrScheduler, ChainedGivesEachItsOwnTraining) {
 }
 
 TEST(LrScheduler, ChainedMixesStepsAndEpochs) {
-  const auto chain = chained_lr({.schedules = {{constant_lr({.warmup_steps = 3}), 0, 1},
-                                               {step_lr({.step_size = 1, .gamma = 0.5, .by = kEpoch}), 1}},
-                                 .by = kEpoch});
-  expect_rates(chain, {0.1 / 3, 0.2 / 3, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025, 0.025});
+  const auto chain =
+      chained_lr({.schedules = {{constant_lr({.warmup_steps = 3}), 0, 1},
+                                {step_lr({.step_size = 1, .gamma = 0.5, .by = kEpoch}), 1}},
+                  .by = kEpoch});
+  expect_rates(chain,
+               {0.1 / 3, 0.2 / 3, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025, 0.025});
 }
 
 TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
@@ -176,16 +188,28 @@ TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
               HasSubstr("warmup_cosine: option min_lr = -0.001"));
   EXPECT_THAT(thrown_by([] { linear_lr({.start_factor = 0}); }),
               HasSubstr("linear: option start_factor = 0, expected a number in (0, 1]"));
-  EXPECT_THAT(thrown_by([] { linear_lr({.end_factor = 1.5}); }), HasSubstr("linear: option end_factor = 1.5"));
-  EXPECT_THAT(thrown_by([] { linear_lr({.total_iters = 0}); }), HasSubstr("linear: option total_iters = 0"));
-  EXPECT_THAT(thrown_by([] { step_lr({}); }), HasSubstr("step: option step_size = 0, expected an integer >= 1"));
-  EXPECT_THAT(thrown_by([&] { step_lr({.step_size = 1, .gamma = nan}); }), HasSubstr("step: option gamma = nan"));
-  EXPECT_THAT(thrown_by([] { multi_step_lr({}); }), HasSubstr("multi_step: option milestones = []"));
-  EXPECT_THAT(thrown_by([] { multi_step_lr({.milestones = {3, 3}}); }), HasSubstr("milestones = [3, 3], expected"));
-  EXPECT_THAT(thrown_by([] { multi_step_lr({.milestones = {0, 3}}); }), HasSubstr("milestones = [0, 3], expected"));
+  EXPECT_THAT(thrown_by([] { linear_lr({.end_factor = 1.5}); }),
+              HasSubstr("linear: option end_factor = 1.5"));
+  EXPECT_THAT(thrown_by([] { linear_lr({.total_iters = 0}); }),
+              HasSubstr("linear: option total_iters = 0"));
+  EXPECT_THAT(thrown_by([] { step_lr({}); }),
+              HasSubstr("step: option step_size = 0, expected an integer >= 1"));
+  EXPECT_THAT(thrown_by([&] { step_lr({.step_size = 1, .gamma = nan}); }),
+              HasSubstr("step: option gamma = nan"));
+  EXPECT_THAT(thrown_by([] { multi_step_lr({}); }),
+              HasSubstr("multi_step: option milestones = []"));
+  EXPECT_THAT(thrown_by([] {
+                multi_step_lr({.milestones = {3, 3}});
+              }),
+              HasSubstr("milestones = [3, 3], expected"));
+  EXPECT_THAT(thrown_by([] {
+                multi_step_lr({.milestones = {0, 3}});
+              }),
+              HasSubstr("milestones = [0, 3], expected"));
   EXPECT_THAT(thrown_by([] { exponential_lr({}); }),
               HasSubstr("exponential: option gamma = 0, expected a number > 0"));
-  EXPECT_THAT(thrown_by([] { polynomial_lr({.power = -1}); }), HasSubstr("polynomial: option power = -1"));
+  EXPECT_THAT(thrown_by([] { polynomial_lr({.power = -1}); }),
+              HasSubstr("polynomial: option power = -1"));
   EXPECT_THAT(thrown_by([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: option t_max = 0"));
 }
 
@@ -196,8 +220,10 @@ TEST(LrScheduler, ImpossibleChainsNameTheLink) {
   };
   EXPECT_EQ(chain({}), "scheduler chained: option schedules is empty, expected at least one");
   EXPECT_THAT(chain({{one, 0, 5}, {nullptr, 5, 6}}), HasSubstr("schedules[1].schedule is empty"));
-  EXPECT_THAT(chain({{one, 0, 5}, {one, 4, 6}}), HasSubstr("schedules[1].begin = 4, expected an integer >= 5"));
-  EXPECT_THAT(chain({{one, 3, 3}}), HasSubstr("schedules[0].end = 3, expected more than its begin = 3"));
+  EXPECT_THAT(chain({{one, 0, 5}, {one, 4, 6}}),
+              HasSubstr("schedules[1].begin = 4, expected an integer >= 5"));
+  EXPECT_THAT(chain({{one, 3, 3}}),
+              HasSubstr("schedules[0].end = 3, expected more than its begin = 3"));
   EXPECT_THAT(chain({{one, 0}, {one, 5}}), HasSubstr("schedules[0].end = -1"));
   EXPECT_EQ(chain({{one, 0, 5}, {one, 7}}), "no error");
 }

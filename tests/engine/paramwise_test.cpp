@@ -1,18 +1,19 @@
+#include "tessera/step/paramwise.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "harness/thrown_by.h"
 #include "tessera/optim.h"
-#include "tessera/paramwise.h"
-#include "tessera/sync_batch_norm.h"
+#include "tessera/step/sync_batch_norm.h"
 
 namespace tessera {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 
 /// Each kind of parameter that a rule knows, and a flat one that is nothing else.
 struct KindsImpl : torch::nn::Module {
@@ -32,10 +33,13 @@ TORCH_MODULE(Kinds);
 
 const OptionMap kBase{{"lr", 1.0}, {"weight_decay", 0.5}, {"eps", 1e-8}};
 
-double number(const OptionMap& options, const std::string& name) { return std::get<double>(options.at(name)); }
+double number(const OptionMap& options, const std::string& name) {
+  return std::get<double>(options.at(name));
+}
 
 /// One option of every parameter, by name.
-std::map<std::string, double> option_by_name(const torch::nn::Module& module, const ParamwiseOptions& options,
+std::map<std::string, double> option_by_name(const torch::nn::Module& module,
+                                             const ParamwiseOptions& options,
                                              const std::string& option) {
   std::map<std::string, double> result;
   for (const auto& group : paramwise_groups(module, options, kBase)) {
@@ -69,14 +73,16 @@ TEST(Paramwise, WithoutRulesThereIsOneGroupInOrder) {
 
 TEST(Paramwise, EqualOptionsShareAGroupInTheOrderOfTheFirst) {
   const auto groups = paramwise_groups(
-      *Kinds(), {.custom_keys = {{"conv", {.decay_mult = 0}}, {"head.weight", {.decay_mult = 0.0}}}}, kBase);
+      *Kinds(),
+      {.custom_keys = {{"conv", {.decay_mult = 0}}, {"head.weight", {.decay_mult = 0.0}}}}, kBase);
   ASSERT_EQ(groups.size(), 2u);
   std::vector<std::string> first, second;
   for (const auto& [name, tensor] : groups[0].parameters) first.push_back(name);
   for (const auto& [name, tensor] : groups[1].parameters) second.push_back(name);
-  EXPECT_THAT(first, ElementsAre("scale", "backbone.norm.weight", "backbone.norm.bias", "head.bias"));
-  EXPECT_THAT(second, ElementsAre("backbone.conv.weight", "backbone.conv.bias", "backbone.dwconv.weight",
-                                  "backbone.dwconv.bias", "head.weight"));
+  EXPECT_THAT(first,
+              ElementsAre("scale", "backbone.norm.weight", "backbone.norm.bias", "head.bias"));
+  EXPECT_THAT(second, ElementsAre("backbone.conv.weight", "backbone.conv.bias",
+                                  "backbone.dwconv.weight", "backbone.dwconv.bias", "head.weight"));
 }
 
 TEST(Paramwise, BiasLrMultSparesNormalisations) {
@@ -86,10 +92,11 @@ TEST(Paramwise, BiasLrMultSparesNormalisations) {
 }
 
 TEST(Paramwise, BiasDecayMultTakesEveryBias) {
-  EXPECT_EQ(
-      option_by_name(*Kinds(), {.bias_decay_mult = 2}, "weight_decay"),
-      kinds(0.5,
-            {{"backbone.conv.bias", 1}, {"backbone.dwconv.bias", 1}, {"backbone.norm.bias", 1}, {"head.bias", 1}}));
+  EXPECT_EQ(option_by_name(*Kinds(), {.bias_decay_mult = 2}, "weight_decay"),
+            kinds(0.5, {{"backbone.conv.bias", 1},
+                        {"backbone.dwconv.bias", 1},
+                        {"backbone.norm.bias", 1},
+                        {"head.bias", 1}}));
 }
 
 TEST(Paramwise, NormDecayMultTakesNormalisations) {
@@ -104,12 +111,17 @@ TEST(Paramwise, DwconvDecayMultTakesDepthWiseConvolutions) {
 
 TEST(Paramwise, FlatDecayMultTakesWhatHasOneDimension) {
   EXPECT_EQ(option_by_name(*Kinds(), {.flat_decay_mult = 0}, "weight_decay"),
-            kinds(0, {{"backbone.conv.weight", 0.5}, {"backbone.dwconv.weight", 0.5}, {"head.weight", 0.5}}));
+            kinds(0, {{"backbone.conv.weight", 0.5},
+                      {"backbone.dwconv.weight", 0.5},
+                      {"head.weight", 0.5}}));
 }
 
 TEST(Paramwise, DecayOfNormThenBiasThenDepthWiseThenFlat) {
   EXPECT_EQ(option_by_name(*Kinds(),
-                           {.bias_decay_mult = 4, .norm_decay_mult = 2, .flat_decay_mult = 16, .dwconv_decay_mult = 8},
+                           {.bias_decay_mult = 4,
+                            .norm_decay_mult = 2,
+                            .flat_decay_mult = 16,
+                            .dwconv_decay_mult = 8},
                            "weight_decay"),
             kinds(0.5, {{"scale", 8},
                         {"backbone.conv.bias", 2},
@@ -119,12 +131,13 @@ TEST(Paramwise, DecayOfNormThenBiasThenDepthWiseThenFlat) {
                         {"backbone.norm.bias", 1},
                         {"head.bias", 2}}));
   // A rule that is not given leaves its place to the next.
-  EXPECT_EQ(option_by_name(*Kinds(), {.flat_decay_mult = 16, .dwconv_decay_mult = 8}, "weight_decay")
-                .at("backbone.dwconv.bias"),
-            4);
   EXPECT_EQ(
-      option_by_name(*Kinds(), {.bias_decay_mult = 4, .flat_decay_mult = 16}, "weight_decay").at("backbone.norm.bias"),
-      2);
+      option_by_name(*Kinds(), {.flat_decay_mult = 16, .dwconv_decay_mult = 8}, "weight_decay")
+          .at("backbone.dwconv.bias"),
+      4);
+  EXPECT_EQ(option_by_name(*Kinds(), {.bias_decay_mult = 4, .flat_decay_mult = 16}, "weight_decay")
+                .at("backbone.norm.bias"),
+            2);
   EXPECT_EQ(option_by_name(*Kinds(), {.bias_decay_mult = 4, .flat_decay_mult = 16}, "weight_decay")
                 .at("backbone.norm.weight"),
             8);
@@ -136,7 +149,8 @@ TEST(Paramwise, ACustomKeyWinsOverAllRules) {
                                  .bias_decay_mult = 4,
                                  .norm_decay_mult = 0,
                                  .flat_decay_mult = 0};
-  const auto lr = option_by_name(*Kinds(), options, "lr"), decay = option_by_name(*Kinds(), options, "weight_decay");
+  const auto lr = option_by_name(*Kinds(), options, "lr"),
+             decay = option_by_name(*Kinds(), options, "weight_decay");
   for (const char* name : {"backbone.norm.weight", "backbone.norm.bias"}) {
     EXPECT_EQ(lr.at(name), 3);
     EXPECT_EQ(decay.at(name), 0.5);
@@ -146,13 +160,15 @@ TEST(Paramwise, ACustomKeyWinsOverAllRules) {
 
 TEST(Paramwise, ACustomKeyCopiesAllItsOptions) {
   const ParamwiseOptions options{
-      .custom_keys = {{"head", {.lr_mult = 3, .decay_mult = 0, .options = {{"eps", 1e-3}, {"amsgrad", true}}}},
-                      {"scale", {.lr_mult = 3, .options = {{"lr", int64_t{7}}}}}}};
+      .custom_keys = {
+          {"head", {.lr_mult = 3, .decay_mult = 0, .options = {{"eps", 1e-3}, {"amsgrad", true}}}},
+          {"scale", {.lr_mult = 3, .options = {{"lr", int64_t{7}}}}}}};
   const auto groups = paramwise_groups(*Kinds(), options, kBase);
   ASSERT_EQ(groups.size(), 3u);
   EXPECT_EQ(groups[0].options, (OptionMap{{"lr", 7.0}, {"weight_decay", 0.5}, {"eps", 1e-8}}));
   EXPECT_EQ(groups[1].options, kBase);
-  EXPECT_EQ(groups[2].options, (OptionMap{{"lr", 3.0}, {"weight_decay", 0.0}, {"eps", 1e-3}, {"amsgrad", true}}));
+  EXPECT_EQ(groups[2].options,
+            (OptionMap{{"lr", 3.0}, {"weight_decay", 0.0}, {"eps", 1e-3}, {"amsgrad", true}}));
   EXPECT_EQ(default_optimizers().options_for("Adam", groups[2].options)->get_lr(), 3);
 }
 
@@ -171,28 +187,35 @@ TEST(Paramwise, TheLongestKeyWinsThenTheAlphabet) {
 TEST(Paramwise, KeysAreSubstringsAndADotMarksTheOwnName) {
   EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{"e.norm.w", {.lr_mult = 2}}}}, "lr"),
             kinds(1, {{"backbone.norm.weight", 2}}));
-  EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{".scale", {.lr_mult = 2}}}}, "lr"), kinds(1, {{"scale", 2}}));
+  EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{".scale", {.lr_mult = 2}}}}, "lr"),
+            kinds(1, {{"scale", 2}}));
 }
 
 TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorWithTheNearest) {
   const auto with_key = [](const std::string& key) {
-    return thrown_by([&] { paramwise_groups(*Kinds(), {.custom_keys = {{key, {.lr_mult = 2}}}}, kBase); });
+    return thrown_by([&] {
+      paramwise_groups(*Kinds(), {.custom_keys = {{key, {.lr_mult = 2}}}}, kBase);
+    });
   };
   EXPECT_EQ(with_key("bakcbone"),
-            "paramwise: custom_keys: \"bakcbone\" is part of no parameter's name; did you mean \"backbone\"?");
+            "paramwise: custom_keys: \"bakcbone\" is part of no parameter's name; did you mean "
+            "\"backbone\"?");
   EXPECT_THAT(with_key("backbone.dwcnv"), HasSubstr("did you mean \"backbone.dwconv\"?"));
   EXPECT_THAT(with_key("nrom.weight"), HasSubstr("did you mean \"norm.weight\"?"));
   EXPECT_THAT(with_key(""), HasSubstr("an empty key"));
   // A longer key may take all that a shorter one matches.
-  EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{"hea", {.lr_mult = 2}}, {"head.", {.lr_mult = 3}}}}, "lr")
-                .at("head.bias"),
-            3);
+  EXPECT_EQ(
+      option_by_name(*Kinds(),
+                     {.custom_keys = {{"hea", {.lr_mult = 2}}, {"head.", {.lr_mult = 3}}}}, "lr")
+          .at("head.bias"),
+      3);
 }
 
 TEST(Paramwise, FrozenParametersTakeTheBase) {
   Kinds net;
   net->head->bias.set_requires_grad(false);
-  const auto lr = option_by_name(*net, {.custom_keys = {{"head.bias", {.lr_mult = 3}}}, .bias_lr_mult = 2}, "lr");
+  const auto lr = option_by_name(
+      *net, {.custom_keys = {{"head.bias", {.lr_mult = 3}}}, .bias_lr_mult = 2}, "lr");
   EXPECT_EQ(lr.at("head.bias"), 1);
   EXPECT_EQ(lr.at("backbone.conv.bias"), 2);
 }
@@ -206,9 +229,12 @@ TEST(Paramwise, DuplicatesAreAnErrorUnlessBypassed) {
     }
   } tied;
   EXPECT_THAT(thrown_by([&] { paramwise_groups(tied, {}, kBase); }),
-              AllOf(HasSubstr("decoder.weight is the same tensor as encoder.weight"), HasSubstr("bypass_duplicate")));
-  EXPECT_EQ(option_by_name(tied, {.custom_keys = {{"decoder", {.lr_mult = 2}}}, .bypass_duplicate = true}, "lr"),
-            (Values{{"encoder.weight", 1}, {"encoder.bias", 1}}));
+              AllOf(HasSubstr("decoder.weight is the same tensor as encoder.weight"),
+                    HasSubstr("bypass_duplicate")));
+  EXPECT_EQ(
+      option_by_name(tied, {.custom_keys = {{"decoder", {.lr_mult = 2}}}, .bypass_duplicate = true},
+                     "lr"),
+      (Values{{"encoder.weight", 1}, {"encoder.bias", 1}}));
 }
 
 TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
@@ -217,16 +243,21 @@ TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
     base.erase(option);
     return thrown_by([&] { paramwise_groups(*Kinds(), options, base); });
   };
-  const auto no_decay = [&](const ParamwiseOptions& options) { return without("weight_decay", options); };
-  EXPECT_EQ(no_decay({.norm_decay_mult = 0}),
-            "paramwise: option norm_decay_mult = 0, but the optimizer has no weight_decay to multiply");
+  const auto no_decay = [&](const ParamwiseOptions& options) {
+    return without("weight_decay", options);
+  };
+  EXPECT_EQ(
+      no_decay({.norm_decay_mult = 0}),
+      "paramwise: option norm_decay_mult = 0, but the optimizer has no weight_decay to multiply");
   EXPECT_THAT(no_decay({.bias_decay_mult = 0}), HasSubstr("bias_decay_mult"));
   EXPECT_THAT(no_decay({.flat_decay_mult = 0}), HasSubstr("flat_decay_mult"));
   EXPECT_THAT(no_decay({.dwconv_decay_mult = 0}), HasSubstr("dwconv_decay_mult"));
-  EXPECT_THAT(no_decay({.custom_keys = {{"head", {.decay_mult = 0}}}}), HasSubstr("custom_keys.head.decay_mult"));
+  EXPECT_THAT(no_decay({.custom_keys = {{"head", {.decay_mult = 0}}}}),
+              HasSubstr("custom_keys.head.decay_mult"));
   EXPECT_EQ(no_decay({.custom_keys = {{"head", {.lr_mult = 2}}}, .bias_lr_mult = 2}), "no error");
   EXPECT_THAT(without("lr", {.bias_lr_mult = 2}), HasSubstr("no lr to multiply"));
-  EXPECT_THAT(without("lr", {.custom_keys = {{"head", {.lr_mult = 2}}}}), HasSubstr("custom_keys.head.lr_mult"));
+  EXPECT_THAT(without("lr", {.custom_keys = {{"head", {.lr_mult = 2}}}}),
+              HasSubstr("custom_keys.head.lr_mult"));
 }
 
 TEST(Paramwise, ImpossibleMultipliersAreNamed) {
@@ -254,7 +285,8 @@ std::pair<bool, bool> kind_of(Module module) {
   torch::nn::Sequential net;
   net->push_back("layer", module);
   const auto decay =
-      option_by_name(*net, {.norm_decay_mult = 2, .dwconv_decay_mult = 4}, "weight_decay").at("layer.weight");
+      option_by_name(*net, {.norm_decay_mult = 2, .dwconv_decay_mult = 4}, "weight_decay")
+          .at("layer.weight");
   return {decay == 1, decay == 2};
 }
 

@@ -1,16 +1,17 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/step/weight_average.h"
 
 #include <cstring>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/thrown_by.h"
-#include "tessera/weight_average.h"
 
 namespace tessera {
 namespace {
 
-using testing::thrown_by;
 using ::testing::HasSubstr;
+using testing::thrown_by;
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const auto x = a.detach().contiguous(), y = b.detach().contiguous();
@@ -52,16 +53,16 @@ TEST(WeightAverage, DoesNotDependOnTheCut) {
   constexpr int64_t kNumel = 1003;
   auto whole = values(kNumel, 0);
   auto cut = whole.clone();
-  const std::vector<at::Tensor> pieces = {cut.narrow(0, 0, 7), cut.narrow(0, 7, 0), cut.narrow(0, 7, 514),
-                                          cut.narrow(0, 521, kNumel - 521)};
-  WeightAverage of_whole({whole}, 0.99), of_pieces(pieces, 0.99);
+  const std::vector<at::Tensor> shards = {cut.narrow(0, 0, 7), cut.narrow(0, 7, 0),
+                                          cut.narrow(0, 7, 514), cut.narrow(0, 521, kNumel - 521)};
+  WeightAverage of_whole({whole}, 0.99), of_shards(shards, 0.99);
   for (int step = 1; step < 6; ++step) {
     whole.copy_(values(kNumel, step));
     cut.copy_(whole);
     of_whole.update();
-    of_pieces.update();
+    of_shards.update();
   }
-  EXPECT_TRUE(same_bits(of_whole.averages()[0], at::cat(of_pieces.averages())));
+  EXPECT_TRUE(same_bits(of_whole.averages()[0], at::cat(of_shards.averages())));
 }
 
 TEST(WeightAverage, SwapTwiceIsTheIdentity) {
@@ -141,14 +142,16 @@ TEST(WeightAverage, MistakesAreNamed) {
                 average.load({at::ones({3, 2})}, 0);
               }),
               HasSubstr("tensor 0 is [3, 2], expected [2, 3]"));
-  EXPECT_THAT(thrown_by([&] { average.load({at::Tensor()}, 0); }), HasSubstr("tensor 0 is undefined"));
+  EXPECT_THAT(thrown_by([&] { average.load({at::Tensor()}, 0); }),
+              HasSubstr("tensor 0 is undefined"));
   EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates = -1"));
   average.swap();
-  EXPECT_THAT(thrown_by([&] { average.update(); }), HasSubstr("update() while the averages are in the live tensors"));
+  EXPECT_THAT(thrown_by([&] { average.update(); }),
+              HasSubstr("update() while the averages are in the live tensors"));
   EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, 0); }), HasSubstr("load() while"));
 }
 
-TEST(WeightAverage, ARankWithoutPiecesBehavesTheSame) {
+TEST(WeightAverage, ARankWithoutShardsBehavesTheSame) {
   WeightAverage average({}, 0.5);
   average.swap();
   EXPECT_THAT(thrown_by([&] { average.update(); }), HasSubstr("expected swap() first"));

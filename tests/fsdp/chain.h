@@ -6,11 +6,13 @@
 namespace tessera::testing {
 
 inline at::Tensor rows(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
+  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
+      .narrow(0, 12 / world * rank, 12 / world);
 }
 /// For a ResNet.
 inline at::Tensor images(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step)).narrow(0, 12 / world * rank, 12 / world);
+  return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
+      .narrow(0, 12 / world * rank, 12 / world);
 }
 inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 

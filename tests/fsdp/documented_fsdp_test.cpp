@@ -1,10 +1,10 @@
 // The snippet of docs/fsdp.md, word for word; tests/integration/readme_test.py compares.
 
-#include "harness/ranks.h"
-#include "tessera/tessera.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "harness/ranks.h"
+#include "tessera/tessera.h"
 
 namespace documented {
 namespace {
@@ -29,7 +29,7 @@ TEST(Documented, Fsdp) {
     // clang-format off
     Net net;  // any module, as it is
     tessera::FullyShardedDataParallel fsdp(net, world, {.wrap_policy = tessera::wrap_by_type<BlockImpl>()});
-    torch::optim::AdamW optimizer(fsdp.parameters(), 3e-4);  // this rank's pieces, not net->parameters()
+    torch::optim::AdamW optimizer(fsdp.parameters(), 3e-4);  // this rank's shards, not net->parameters()
     auto loss = fsdp(x).sum();
     loss.backward();
     fsdp.clip_grad_norm_(1.0);

@@ -1,17 +1,17 @@
-#include "fsdp/chain.h"
-#include "harness/models.h"
-#include "harness/ranks.h"
-#include "tessera/checkpoint.h"
-#include "tessera/distributed_data_parallel.h"
-#include "tessera/error.h"
-#include "tessera/fully_sharded_data_parallel.h"
-#include "tessera/optim.h"
-#include "tessera/torch_compat.h"
+#include <future>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <future>
+#include "fsdp/chain.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/activation_checkpoint.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/optim.h"
 
 namespace {
 
@@ -22,7 +22,8 @@ using ::testing::HasSubstr;
 using Options = FullyShardedDataParallelOptions;
 
 TEST(FsdpCounts, GathersAndReductionsOfAStep) {
-  for (const auto prefetch : {BackwardPrefetch::none, BackwardPrefetch::pre, BackwardPrefetch::post}) {
+  for (const auto prefetch :
+       {BackwardPrefetch::none, BackwardPrefetch::pre, BackwardPrefetch::post}) {
     for (int world = 2; world <= 4; ++world) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
         auto net = seeded<Chain>(1);
@@ -39,12 +40,14 @@ TEST(FsdpCounts, GathersAndReductionsOfAStep) {
           EXPECT_EQ(fsdp.stats().gathers_forward, 6u);  // the root has no parameters of its own
           EXPECT_LE(fsdp.stats().gathers_backward, 5u);
           EXPECT_EQ(fsdp.stats().reductions, 6u);
-          EXPECT_EQ(group.stats().all_gather.calls, fsdp.stats().gathers_forward + fsdp.stats().gathers_backward);
+          EXPECT_EQ(group.stats().all_gather.calls,
+                    fsdp.stats().gathers_forward + fsdp.stats().gathers_backward);
           EXPECT_EQ(group.stats().reduce_scatter.calls, 6u);
           EXPECT_EQ(group.stats().all_reduce.calls, 0u);
           EXPECT_LE(fsdp.stats().peak_gathered_bytes, 2 * 12 * 4);
           EXPECT_GT(fsdp.stats().peak_gradient_bytes, 0);
-          EXPECT_LE(fsdp.stats().peak_gradient_bytes, 3 * 12 * 4);  // one fills, two are being reduced
+          EXPECT_LE(fsdp.stats().peak_gradient_bytes,
+                    3 * 12 * 4);  // one fills, two are being reduced
           EXPECT_EQ(fsdp.stats().gathered_bytes, 0);
           if (prefetch == BackwardPrefetch::pre) {
             EXPECT_GE(fsdp.stats().prefetches, 6u);
@@ -88,7 +91,8 @@ TEST(FsdpCounts, ABudgetKeepsWhatIsUsedSoonest) {
       step(fsdp, optimizer, rows(i, rank, 2));
       EXPECT_LE(fsdp.stats().peak_gathered_bytes, options.resident_bytes);
     }
-      // Six units of which four stay: by Belady's rule two are fetched again, but backward has no use for the first one's weight.
+    // Six units of which four stay: by Belady's rule two are fetched again, but backward has no use
+    // for the first one's weight.
     EXPECT_EQ(fsdp.stats().gathers_forward, 6u);
     EXPECT_EQ(fsdp.stats().gathers_backward, 1u);
   });
@@ -147,7 +151,8 @@ TEST(FsdpCounts, AtMostTwoPrefetchedUnitsWait) {
   struct Net : ChainImpl {
     Net() : ChainImpl(8) {}
     torch::Tensor forward(torch::Tensor x, int stride) {
-      for (size_t i = 0; i < list->size(); i += stride) x = torch::tanh(list[i]->as<torch::nn::Linear>()->forward(x));
+      for (size_t i = 0; i < list->size(); i += stride)
+        x = torch::tanh(list[i]->as<torch::nn::Linear>()->forward(x));
       return x;
     }
   };
@@ -174,7 +179,8 @@ TEST(FsdpCounts, ParametersThatAreNeverUsedAreNotWaitedFor) {
   };
   struct Net : torch::nn::Module {
     Net() {
-      for (int i = 0; i < 6; ++i) blocks.push_back(register_module("b" + std::to_string(i), std::make_shared<Block>()));
+      for (int i = 0; i < 6; ++i)
+        blocks.push_back(register_module("b" + std::to_string(i), std::make_shared<Block>()));
     }
     torch::Tensor forward(torch::Tensor x) {
       for (const auto& block : blocks) x = torch::tanh(x.mm(block->weight));
@@ -189,7 +195,8 @@ TEST(FsdpCounts, ParametersThatAreNeverUsedAreNotWaitedFor) {
       loss_of(fsdp(torch::ones({2, 4}))).backward();
     }
     EXPECT_EQ(fsdp.stats().reductions, 6u);
-    EXPECT_LE(fsdp.stats().peak_gradient_bytes, 3 * 32 * 4);  // once it is known, as if they were not there
+    EXPECT_LE(fsdp.stats().peak_gradient_bytes,
+              3 * 32 * 4);  // once it is known, as if they were not there
   });
 }
 
@@ -201,7 +208,9 @@ struct TiedRootImpl : torch::nn::Module {
   }
   torch::Tensor forward(torch::Tensor tokens) {
     auto x = torch::tanh(block(embedding(tokens)));
-    if (fails && x.requires_grad()) x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a bad gradient"); });
+    if (fails && x.requires_grad())
+      x.register_hook(
+          [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a bad gradient"); });
     return torch::nn::functional::linear(norm(x), embedding->weight);
   }
   bool fails = false;
@@ -229,7 +238,8 @@ TEST(FsdpCounts, TheGradientsOfATiedRootComeWhenItsParametersHaveGone) {
     }
     for (const auto& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
     const auto whole = fsdp.summon_full_params();
-    for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
+    for (size_t i = 0; i < plain->parameters().size(); ++i)
+      EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
   });
 }
 
@@ -249,30 +259,35 @@ TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
     }
     EXPECT_EQ(fsdp.stats().gradient_bytes, 0);
     const auto whole = fsdp.summon_full_params();
-    for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
+    for (size_t i = 0; i < plain->parameters().size(); ++i)
+      EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << i;
   });
 }
 
 TEST(FsdpGradients, AReductionThatOutlivesTheWrapperTouchesNothing) {
   std::promise<void> gone;
-  const auto errors = run_ranks_catching(2, [&, wrapper_gone = gone.get_future().share()](ProcessGroup group, int rank) {
-    auto net = seeded<Chain>(1);
-    auto options = every_leaf();
-    options.sharding_strategy = ShardingStrategy::shard_grad_op;  // no gathers in backward: they would be waited for
-    auto fsdp = std::make_unique<FullyShardedDataParallel<Chain>>(net, group, options);
-    auto loss = loss_of((*fsdp)(rows(0)));
-    if (rank == 1) {
-      wrapper_gone.wait_for(std::chrono::seconds(10));
-      return loss.backward();
-    }
-    net->list[4]->as<torch::nn::Linear>()->weight.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("inside backward"); });
-    EXPECT_THROW(loss.backward(), std::runtime_error);
-    EXPECT_EQ(fsdp->stats().reductions, 1u);
-    fsdp.reset();
-    gone.set_value();
-    group.barrier();  // behind the reduction
-  });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("rank 0 calls barrier"));
+  const auto errors = run_ranks_catching(
+      2, [&, wrapper_gone = gone.get_future().share()](ProcessGroup group, int rank) {
+        auto net = seeded<Chain>(1);
+        auto options = every_leaf();
+        options.sharding_strategy =
+            ShardingStrategy::shard_grad_op;  // no gathers in backward: they would be waited for
+        auto fsdp = std::make_unique<FullyShardedDataParallel<Chain>>(net, group, options);
+        auto loss = loss_of((*fsdp)(rows(0)));
+        if (rank == 1) {
+          wrapper_gone.wait_for(std::chrono::seconds(10));
+          return loss.backward();
+        }
+        net->list[4]->as<torch::nn::Linear>()->weight.register_hook(
+            [](at::Tensor) -> at::Tensor { throw std::runtime_error("inside backward"); });
+        EXPECT_THROW(loss.backward(), std::runtime_error);
+        EXPECT_EQ(fsdp->stats().reductions, 1u);
+        fsdp.reset();
+        gone.set_value();
+        group.barrier();  // behind the reduction
+      });
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), HasSubstr("rank 0 calls barrier"));
 }
 
 TEST(FsdpCounts, FrozenParametersAreNeitherReducedNorGivenGradients) {
@@ -295,7 +310,8 @@ TEST(FsdpCounts, FrozenParametersAreNeitherReducedNorGivenGradients) {
       EXPECT_EQ(group.stats().reduce_scatter.calls, 3u);
     }
     EXPECT_LE(fsdp.memory().gradients, (2 * 12 + 6) * 4 / 2 + 3 * 4);
-    for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
+    for (auto& [name, value] : fsdp.state_dict(-1))
+      ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
   });
 }
 
@@ -324,7 +340,9 @@ TEST(FsdpGradients, AccumulateUnshardedUnderNoSyncAndShardedWithout) {
           optimizer.step();
           reference.step();
         }
-        for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name << " world " << world;
+        for (auto& [name, value] : fsdp.state_dict(-1))
+          ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6))
+              << name << " world " << world;
       });
     }
   }
@@ -343,7 +361,8 @@ TEST(FsdpGradients, SeveralForwardsBeforeOneBackward) {
       optimizer.step();
       reference.step();
     }
-    for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
+    for (auto& [name, value] : fsdp.state_dict(-1))
+      ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
   });
 }
 
@@ -355,27 +374,35 @@ TEST(FsdpGradients, CheckpointedBlocks) {
       last = register_module("last", torch::nn::Linear(5, 2));
     }
     torch::Tensor forward(torch::Tensor x) {
-      const auto block = [this](torch::Tensor h) { return torch::tanh(torch::dropout(shared(torch::tanh(h)), 0.3, true)); };
-      const auto run = [&](torch::Tensor h) { return checkpointed ? tessera::checkpoint(block, h) : block(h); };
+      const auto block = [this](torch::Tensor h) {
+        return torch::tanh(torch::dropout(shared(torch::tanh(h)), 0.3, true));
+      };
+      const auto run = [&](torch::Tensor h) {
+        return checkpointed ? tessera::checkpoint(block, h) : block(h);
+      };
       return last(run(run(first(x))));
     }
     bool checkpointed;
     torch::nn::Linear first{nullptr}, shared{nullptr}, last{nullptr};
   };
-  // Dropout draws from the process's generator, which threads would share: one rank, then several without dropout's equality.
+  // Dropout draws from the process's generator, which threads would share: one rank, then several
+  // without dropout's equality.
   torch::manual_seed(3);
   auto plain = std::make_shared<CheckpointedImpl>(false);
   auto checkpointed = std::make_shared<CheckpointedImpl>(true);
   {
     torch::NoGradGuard no_grad;
-    for (size_t i = 0; i < plain->parameters().size(); ++i) checkpointed->parameters()[i].copy_(plain->parameters()[i]);
+    for (size_t i = 0; i < plain->parameters().size(); ++i)
+      checkpointed->parameters()[i].copy_(plain->parameters()[i]);
   }
   torch::manual_seed(5);
   loss_of(plain->forward(rows(0))).backward();
   torch::manual_seed(5);
   loss_of(checkpointed->forward(rows(0))).backward();
   for (size_t i = 0; i < plain->parameters().size(); ++i) {
-    ASSERT_TRUE(at::allclose(plain->parameters()[i].grad(), checkpointed->parameters()[i].grad(), 1e-5, 1e-6)) << i;
+    ASSERT_TRUE(at::allclose(plain->parameters()[i].grad(), checkpointed->parameters()[i].grad(),
+                             1e-5, 1e-6))
+        << i;
   }
 }
 
@@ -388,7 +415,9 @@ struct CheckpointChainImpl : torch::nn::Module {
   torch::Tensor forward(torch::Tensor x) {
     for (int repeat = 0; repeat < 2; ++repeat) {
       for (const auto& module : *list) {
-        const auto block = [linear = module->as<torch::nn::Linear>()](torch::Tensor h) { return torch::tanh(linear->forward(h)); };
+        const auto block = [linear = module->as<torch::nn::Linear>()](torch::Tensor h) {
+          return torch::tanh(linear->forward(h));
+        };
         x = checkpointed ? tessera::checkpoint(block, x) : block(x);
       }
     }
@@ -403,17 +432,24 @@ TORCH_MODULE(CheckpointChain);
 TEST(FsdpGradients, CheckpointingInsideShardedAndReplicatedModels) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
-      auto plain = seeded<CheckpointChain>(1, false), net = seeded<CheckpointChain>(1, true), other = seeded<CheckpointChain>(1, true);
+      auto plain = seeded<CheckpointChain>(1, false), net = seeded<CheckpointChain>(1, true),
+           other = seeded<CheckpointChain>(1, true);
       FullyShardedDataParallel fsdp(net, group, every_leaf());
-      DistributedDataParallel ddp(other, group, {.find_unused_parameters = false, .static_graph = true});
-      torch::optim::SGD optimizer(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1), replicated(other->parameters(), 0.1);
+      DistributedDataParallel ddp(other, group,
+                                  {.find_unused_parameters = false, .static_graph = true});
+      torch::optim::SGD optimizer(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1),
+          replicated(other->parameters(), 0.1);
       for (int i = 0; i < 4; ++i) {
         step(fsdp, optimizer, rows(i, rank, world));
         step(plain, reference, rows(i));
         step(ddp, replicated, rows(i, rank, world));
       }
-      for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name << " world " << world;
-      for (const auto& item : other->named_parameters()) ASSERT_TRUE(at::allclose(item.value(), plain->named_parameters()[item.key()], 1e-5, 1e-6)) << item.key();
+      for (auto& [name, value] : fsdp.state_dict(-1))
+        ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6))
+            << name << " world " << world;
+      for (const auto& item : other->named_parameters())
+        ASSERT_TRUE(at::allclose(item.value(), plain->named_parameters()[item.key()], 1e-5, 1e-6))
+            << item.key();
     });
   }
 }
@@ -426,7 +462,10 @@ TEST(FsdpStrategies, NoneAndHybridEqualThePlainModel) {
       options.sharding_strategy = strategy;
       options.shard_group_size = strategy == ShardingStrategy::hybrid_shard ? 2 : 0;
       FullyShardedDataParallel fsdp(net, group, options);
-      auto make = [](auto parameters) { return default_optimizers().factory("AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)}); };
+      auto make = [](auto parameters) {
+        return default_optimizers().factory(
+            "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
+      };
       auto optimizer = make(fsdp.parameters()), reference = make(plain->parameters());
       for (int i = 0; i < 4; ++i) {
         step(fsdp, *optimizer, rows(i, rank, 4));
@@ -434,15 +473,19 @@ TEST(FsdpStrategies, NoneAndHybridEqualThePlainModel) {
         double expected = 0;
         reference->zero_grad();
         loss_of(plain(rows(i))).backward();
-        for (const auto& p : plain->parameters()) expected += p.grad().square().sum().item<double>();
+        for (const auto& p : plain->parameters())
+          expected += p.grad().square().sum().item<double>();
         reference->step();
         EXPECT_NEAR(norm, std::sqrt(expected), 1e-5);
       }
-      for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
+      for (auto& [name, value] : fsdp.state_dict(-1))
+        ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
       const auto state = fsdp.optim_state_dict(*optimizer, -1);
       const auto expected = state_dict(*reference, named_parameters(*plain));
       for (const auto& [name, entry] : expected.state) {
-        for (const auto& [key, tensor] : entry.tensors) ASSERT_TRUE(at::allclose(state.state.at(name).tensors.at(key), tensor, 1e-4, 1e-7)) << name << " " << key;
+        for (const auto& [key, tensor] : entry.tensors)
+          ASSERT_TRUE(at::allclose(state.state.at(name).tensors.at(key), tensor, 1e-4, 1e-7))
+              << name << " " << key;
       }
       int64_t held = 0;
       for (const auto& p : plain->parameters()) held += p.numel() * 4;
@@ -465,12 +508,14 @@ TEST(FsdpClip, EqualsThePlainModelForEveryNorm) {
         EXPECT_EQ(fsdp.clip_grad_norm_(0.1, p), 0);  // no gradients: a warning
         loss_of(fsdp(rows(0, rank, world))).backward();
         loss_of(plain(rows(0))).backward();
-        const double norm = fsdp.clip_grad_norm_(0.05, p), expected = torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.05, p);
+        const double norm = fsdp.clip_grad_norm_(0.05, p),
+                     expected = torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.05, p);
         EXPECT_NEAR(norm, expected, 1e-5 * std::max(1.0, expected));
         torch::optim::SGD optimizer(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1);
         optimizer.step();
         reference.step();
-        for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
+        for (auto& [name, value] : fsdp.state_dict(-1))
+          ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
         EXPECT_THAT(thrown_by([&] { fsdp.clip_grad_norm_(-1); }), HasSubstr("max_norm is -1"));
         EXPECT_THAT(thrown_by([&] { fsdp.clip_grad_norm_(1, 0); }), HasSubstr("norm_type is 0"));
       });

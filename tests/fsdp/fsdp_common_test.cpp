@@ -1,14 +1,14 @@
 // Ranks of one host have one memory for their shards: see [Note: shards in common] in residency.h.
 
+#include <chrono>
+#include <thread>
+
+#include <gtest/gtest.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/fully_sharded_data_parallel.h"
-
-#include <gtest/gtest.h>
-
-#include <chrono>
-#include <thread>
 
 namespace {
 
@@ -47,8 +47,9 @@ TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsForward) {
     for (int i = 1; i < 4; ++i) {
       torch::NoGradGuard no_grad;
       const auto y = fsdp(at::ones({64}));
-      EXPECT_TRUE(at::equal(y, at::full({64}, i * i))) << "rank " << rank << " step " << i << " " << y;
-      for (auto piece : fsdp.parameters()) piece.add_(1);
+      EXPECT_TRUE(at::equal(y, at::full({64}, i * i)))
+          << "rank " << rank << " step " << i << " " << y;
+      for (auto shard : fsdp.parameters()) shard.add_(1);
     }
   });
 }
@@ -61,9 +62,10 @@ TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsBackward) {
     for (int i = 1; i < 4; ++i) {
       const auto x = at::ones({64}).requires_grad_();
       fsdp(x).sum().backward();
-      EXPECT_TRUE(at::equal(x.grad(), at::full({64}, i * i))) << "rank " << rank << " step " << i << " " << x.grad();
+      EXPECT_TRUE(at::equal(x.grad(), at::full({64}, i * i)))
+          << "rank " << rank << " step " << i << " " << x.grad();
       torch::NoGradGuard no_grad;
-      for (auto piece : fsdp.parameters()) piece.add_(1);
+      for (auto shard : fsdp.parameters()) shard.add_(1);
     }
   });
 }
@@ -86,7 +88,8 @@ TEST_P(FsdpCommon, AGatherMovesNothing) {
           EXPECT_EQ(group.stats().all_gather.calls, 1u);
         },
         options);
-    for (int rank = 1; rank < GetParam(); ++rank) EXPECT_EQ(seen[rank] == seen[0], backend == Backend::Auto);
+    for (int rank = 1; rank < GetParam(); ++rank)
+      EXPECT_EQ(seen[rank] == seen[0], backend == Backend::Auto);
   }
 }
 

@@ -1,13 +1,13 @@
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <map>
 
 // Full precision in evaluation, mixed precision in training.
 
@@ -32,7 +32,10 @@ TORCH_MODULE(Shifted);
 FullyShardedDataParallelOptions half(bool full_in_eval, bool leaves = true) {
   FullyShardedDataParallelOptions options;
   if (leaves) options.wrap_policy = wrap_leaves();
-  options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .buffer_dtype = at::kBFloat16, .full_precision_in_eval = full_in_eval};
+  options.mixed_precision = {.param_dtype = at::kBFloat16,
+                             .reduce_dtype = at::kFloat,
+                             .buffer_dtype = at::kBFloat16,
+                             .full_precision_in_eval = full_in_eval};
   return options;
 }
 
@@ -50,8 +53,10 @@ TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothin
     for (const bool leaves : {true, false}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
         auto net = seeded<Shifted>(1), undisturbed = seeded<Shifted>(1), plain = seeded<Shifted>(1);
-        FullyShardedDataParallel fsdp(net, group, half(true, leaves)), other(undisturbed, group, half(false, leaves));
-        torch::optim::SGD optimizer(fsdp.parameters(), 0.1), other_optimizer(other.parameters(), 0.1);
+        FullyShardedDataParallel fsdp(net, group, half(true, leaves)),
+            other(undisturbed, group, half(false, leaves));
+        torch::optim::SGD optimizer(fsdp.parameters(), 0.1),
+            other_optimizer(other.parameters(), 0.1);
         const auto shift = plain->shift.clone();
         for (int i = 0; i < 4; ++i) {
           train_step(fsdp, optimizer, i, rank, world);
@@ -75,7 +80,8 @@ TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothin
           }
           net->train();
         }
-        for (size_t p = 0; p < fsdp.parameters().size(); ++p) EXPECT_TRUE(at::equal(fsdp.parameters()[p], other.parameters()[p])) << p;
+        for (size_t p = 0; p < fsdp.parameters().size(); ++p)
+          EXPECT_TRUE(at::equal(fsdp.parameters()[p], other.parameters()[p])) << p;
       });
     }
   }
@@ -149,13 +155,16 @@ TEST(FsdpFullPrecisionInEval, ABackwardAcrossTheChangeIsRefused) {
         const torch::NoGradGuard no_grad;
         fsdp(rows(0));
       }
-      EXPECT_THAT(thrown_by([&] { loss.backward(); }), AllOf(HasSubstr("head.weight"), HasSubstr("BFloat16"), HasSubstr("full_precision_in_eval")));
+      EXPECT_THAT(thrown_by([&] { loss.backward(); }),
+                  AllOf(HasSubstr("head.weight"), HasSubstr("BFloat16"),
+                        HasSubstr("full_precision_in_eval")));
       net->train();
       for (int i = 0; i < 2; ++i) {
         train_step(fsdp, optimizer, i, rank, group.size());
         train_step(other, other_optimizer, i, rank, group.size());
       }
-      for (size_t p = 0; p < fsdp.parameters().size(); ++p) EXPECT_TRUE(at::equal(fsdp.parameters()[p], other.parameters()[p])) << p;
+      for (size_t p = 0; p < fsdp.parameters().size(); ++p)
+        EXPECT_TRUE(at::equal(fsdp.parameters()[p], other.parameters()[p])) << p;
     });
   }
 }

@@ -1,3 +1,9 @@
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
@@ -6,12 +12,6 @@
 #include "tessera/optim.h"
 #include "tessera/safetensors.h"
 #include "tessera/zero_redundancy_optimizer.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <filesystem>
-#include <fstream>
 
 namespace {
 
@@ -34,17 +34,23 @@ class FsdpState : public ::testing::Test {
 };
 
 std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
-  return default_optimizers().factory("AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
+  return default_optimizers().factory(
+      "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
 }
 
-std::map<std::string, at::Tensor> by_name(const std::vector<std::pair<std::string, at::Tensor>>& list) { return {list.begin(), list.end()}; }
+std::map<std::string, at::Tensor> by_name(
+    const std::vector<std::pair<std::string, at::Tensor>>& list) {
+  return {list.begin(), list.end()};
+}
 
 void expect_same(const OptimizerStateDict& a, const OptimizerStateDict& b, double tolerance = 0) {
   ASSERT_EQ(a.state.size(), b.state.size());
   for (const auto& [name, state] : a.state) {
     for (const auto& [key, tensor] : state.tensors) {
       const auto& other = b.state.at(name).tensors.at(key);
-      ASSERT_TRUE(tolerance > 0 ? at::allclose(tensor, other, tolerance, tolerance) : at::equal(tensor, other)) << name << " " << key;
+      ASSERT_TRUE(tolerance > 0 ? at::allclose(tensor, other, tolerance, tolerance)
+                                : at::equal(tensor, other))
+          << name << " " << key;
     }
   }
 }
@@ -75,7 +81,8 @@ TEST_F(FsdpState, WeightsAndOptimizerGoFromAnyWorldToAnyOther) {
     });
     expect_same(saved, expected_state, 1e-4);
     SafetensorsFile file(path("full.safetensors"));
-    for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::allclose(file.load(item.key()), item.value(), 1e-4, 1e-5)) << item.key();
+    for (const auto& item : plain->named_parameters())
+      ASSERT_TRUE(at::allclose(file.load(item.key()), item.value(), 1e-4, 1e-5)) << item.key();
     for (const int to : {1, 2, 3, 4}) {
       for (const bool sharded : {true, false}) {
         run_ranks(to, [&](ProcessGroup group, int rank) {
@@ -86,7 +93,9 @@ TEST_F(FsdpState, WeightsAndOptimizerGoFromAnyWorldToAnyOther) {
           if (sharded) fsdp.load_sharded_state_dict(path("sharded"));
           else fsdp.load_state_dict(path("full.safetensors"));
           fsdp.load_optim_state_dict(*optimizer, saved);
-          for (auto& [name, value] : fsdp.state_dict(-1)) ASSERT_TRUE(at::equal(value, file.load(name))) << name << " from " << from << " to " << to;
+          for (auto& [name, value] : fsdp.state_dict(-1))
+            ASSERT_TRUE(at::equal(value, file.load(name)))
+                << name << " from " << from << " to " << to;
           expect_same(fsdp.optim_state_dict(*optimizer, -1), saved);
           train(fsdp, *optimizer, 3, 4, rank, to);
         });
@@ -103,11 +112,13 @@ TEST_F(FsdpState, GoesFromAndIntoZero) {
     other->eval();
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     auto optimizer = adamw(fsdp.parameters());
-    ZeroRedundancyOptimizer zero(*other, group, default_optimizers().factory("AdamW", {{"lr", 0.02}}));
+    ZeroRedundancyOptimizer zero(*other, group,
+                                 default_optimizers().factory("AdamW", {{"lr", 0.02}}));
     train(other, zero, 0, 2, rank, 3);
     zero.consolidate_state_dict(-1);
     std::vector<std::pair<std::string, at::Tensor>> weights;
-    for (const auto& item : other->named_parameters()) weights.emplace_back(item.key(), item.value().detach());
+    for (const auto& item : other->named_parameters())
+      weights.emplace_back(item.key(), item.value().detach());
     for (const auto& item : other->named_buffers()) weights.emplace_back(item.key(), item.value());
     fsdp.load_state_dict(weights);
     fsdp.load_optim_state_dict(*optimizer, zero.state_dict());
@@ -115,7 +126,8 @@ TEST_F(FsdpState, GoesFromAndIntoZero) {
     train(fsdp, *optimizer, 2, 4, rank, 3);
     train(other, zero, 2, 4, rank, 3);
     auto state = by_name(fsdp.state_dict(-1));
-    for (const auto& item : other->named_parameters()) ASSERT_TRUE(at::allclose(state[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+    for (const auto& item : other->named_parameters())
+      ASSERT_TRUE(at::allclose(state[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
     zero.load_state_dict(fsdp.optim_state_dict(*optimizer, -1));
   });
 }
@@ -127,7 +139,8 @@ TEST_F(FsdpState, ChannelsLastKeepsItsMemoryOrder) {
       FullyShardedDataParallel fsdp(net, group, every_leaf());
       EXPECT_EQ(net->conv->weight.strides(), plain->conv->weight.strides());
       auto state = by_name(fsdp.state_dict(-1));
-      for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::equal(state[item.key()], item.value())) << item.key();
+      for (const auto& item : plain->named_parameters())
+        ASSERT_TRUE(at::equal(state[item.key()], item.value())) << item.key();
       const auto x = at::randn({2, 2, 4, 4}, at::make_generator<at::CPUGeneratorImpl>(1));
       EXPECT_TRUE(at::equal(fsdp(x), plain(x)));
       fsdp.save_sharded_state_dict(path("mixed"));
@@ -136,7 +149,8 @@ TEST_F(FsdpState, ChannelsLastKeepsItsMemoryOrder) {
       FullyShardedDataParallel loaded(elsewhere, group, every_leaf());
       loaded.load_sharded_state_dict(path("mixed"));
       auto there = by_name(loaded.state_dict(-1));
-      for (const auto& item : plain->named_parameters()) ASSERT_TRUE(at::equal(there[item.key()], item.value())) << item.key();
+      for (const auto& item : plain->named_parameters())
+        ASSERT_TRUE(at::equal(there[item.key()], item.value())) << item.key();
     });
     fs::remove_all(path("mixed"));
   }
@@ -168,20 +182,29 @@ TEST_F(FsdpState, WhatDoesNotFitIsNamedOnAllRanks) {
     missing.pop_back();
     more.emplace_back("last.weigt", at::zeros({1}));
     shaped[1].second = at::zeros({2, 2});
-    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(missing); }), HasSubstr("last.bias is missing"));
-    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(more); }), HasSubstr("did you mean \"last.weight\""));
-    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(shaped); }), HasSubstr(good[1].first + " has shape [2, 2]"));
-    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(path("nothing.safetensors")); }), HasSubstr("nothing.safetensors"));
-    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(rank == 1 ? missing : good); }), HasSubstr("rank 1"));  // one rank's mistake is everyone's error
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(missing); }),
+                HasSubstr("last.bias is missing"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(more); }),
+                HasSubstr("did you mean \"last.weight\""));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(shaped); }),
+                HasSubstr(good[1].first + " has shape [2, 2]"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(path("nothing.safetensors")); }),
+                HasSubstr("nothing.safetensors"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(rank == 1 ? missing : good); }),
+                HasSubstr("rank 1"));  // one rank's mistake is everyone's error
     fsdp.save_sharded_state_dict(path("s"));
     if (rank == 0) fs::remove(path("s/rank-00001-of-00002.safetensors"));
     group.barrier();
-    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }), HasSubstr("rank-00001-of-00002"));
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),
+                HasSubstr("rank-00001-of-00002"));
     if (rank == 0) std::ofstream(path("s/index.json")) << "{";
     group.barrier();
-    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }), HasSubstr("load_sharded_state_dict"));
-    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("nowhere")); }), HasSubstr("nowhere"));
-    EXPECT_THAT(error_of([&] { fsdp.save_state_dict("/proc/nowhere/file"); }), HasSubstr("/proc/nowhere"));
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),
+                HasSubstr("load_sharded_state_dict"));
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("nowhere")); }),
+                HasSubstr("nowhere"));
+    EXPECT_THAT(error_of([&] { fsdp.save_state_dict("/proc/nowhere/file"); }),
+                HasSubstr("/proc/nowhere"));
     auto after = by_name(fsdp.state_dict(-1));
     for (const auto& [name, value] : good) ASSERT_TRUE(at::equal(after[name], value)) << name;
   });

@@ -1,13 +1,13 @@
 // What models and loops of all kinds do, and a sharded one must bear: or say why not.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 namespace {
 
@@ -29,14 +29,17 @@ void copy_parameters(const torch::nn::Module& from, torch::nn::Module& to) {
   for (size_t i = 0; i < source.size(); ++i) target[i].copy_(source[i]);
 }
 
-/// Gradients of a chain's pieces, cut out of those of a plain one.
+/// Gradients of a chain's shards, cut out of those of a plain one.
 template <class Net>
-void expect_gradients_of(const Net& plain, FullyShardedDataParallel<Net>& fsdp, const std::string& when) {
-  for (const auto& slice : fsdp.pieces()) {
-    const auto whole = plain->named_parameters()[slice.parameter].grad().reshape({-1}).narrow(0, slice.begin, slice.numel);
+void expect_gradients_of(const Net& plain, FullyShardedDataParallel<Net>& fsdp,
+                         const std::string& when) {
+  for (const auto& slice : fsdp.shards()) {
+    const auto whole = plain->named_parameters()[slice.parameter].grad().reshape({-1}).narrow(
+        0, slice.begin, slice.numel);
     if (slice.numel == 0) continue;
     ASSERT_TRUE(slice.tensor.grad().defined()) << slice.parameter << " " << when;
-    EXPECT_TRUE(at::allclose(slice.tensor.grad().reshape({-1}), whole, 1e-5, 1e-7)) << slice.parameter << " " << when;
+    EXPECT_TRUE(at::allclose(slice.tensor.grad().reshape({-1}), whole, 1e-5, 1e-7))
+        << slice.parameter << " " << when;
   }
 }
 
@@ -66,13 +69,20 @@ TEST(FsdpUnusual, ForwardMayTakeItsTensorsByAnyReference) {
 TEST(FsdpUnusual, TensorsInContainersAreCast) {
   using Pair = std::pair<torch::Tensor, int>;
   struct ManyImpl : torch::nn::Module {
-    ManyImpl() { lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(3, 4).batch_first(true))); }
-    torch::Tensor forward(torch::Tensor x, std::tuple<torch::Tensor, torch::Tensor> state, const std::vector<torch::Tensor>& list, std::optional<torch::Tensor> maybe,
-                          std::map<std::string, std::vector<torch::Tensor>> named, const Pair& pair, const std::string& text, torch::Tensor tokens) {
+    ManyImpl() {
+      lstm =
+          register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(3, 4).batch_first(true)));
+    }
+    torch::Tensor forward(torch::Tensor x, std::tuple<torch::Tensor, torch::Tensor> state,
+                          const std::vector<torch::Tensor>& list,
+                          std::optional<torch::Tensor> maybe,
+                          std::map<std::string, std::vector<torch::Tensor>> named, const Pair& pair,
+                          const std::string& text, torch::Tensor tokens) {
       EXPECT_EQ(text, "as it is");
       EXPECT_EQ(tokens.scalar_type(), at::kLong);
       EXPECT_FALSE(list[1].defined());
-      for (const auto& each : {list[0], *maybe, named.at("a")[0], pair.first}) EXPECT_EQ(each.scalar_type(), at::kBFloat16);
+      for (const auto& each : {list[0], *maybe, named.at("a")[0], pair.first})
+        EXPECT_EQ(each.scalar_type(), at::kBFloat16);
       return std::get<0>(lstm(x, state));
     }
     torch::nn::LSTM lstm{nullptr};
@@ -82,8 +92,10 @@ TEST(FsdpUnusual, TensorsInContainersAreCast) {
     const auto x = rows(0, rank, 2).unsqueeze(1);
     const auto zeros = at::zeros({1, x.size(0), 4});
     const std::map<std::string, std::vector<torch::Tensor>> named{{"a", {at::ones({2})}}};
-    const auto y = fsdp(x, std::make_tuple(zeros, zeros.clone()), std::vector<torch::Tensor>{at::ones({1}), {}}, std::optional<torch::Tensor>(at::ones({1})), named,
-                        Pair(at::ones({1}), 3), "as it is", at::ones({2}, at::kLong));
+    const auto y = fsdp(x, std::make_tuple(zeros, zeros.clone()),
+                        std::vector<torch::Tensor>{at::ones({1}), {}},
+                        std::optional<torch::Tensor>(at::ones({1})), named, Pair(at::ones({1}), 3),
+                        "as it is", at::ones({2}, at::kLong));
     y.sum().backward();
     EXPECT_EQ(named.at("a")[0].scalar_type(), at::kFloat);
   });
@@ -91,11 +103,13 @@ TEST(FsdpUnusual, TensorsInContainersAreCast) {
 
 /// Backward through it throws where it is told to.
 struct Trap : torch::autograd::Function<Trap> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, bool throws) {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
+                               bool throws) {
     context->saved_data["throws"] = throws;
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     if (context->saved_data["throws"].toBool()) throw std::runtime_error("sprung");
     return {gradients[0], torch::Tensor()};
   }
@@ -107,7 +121,9 @@ struct TrappedImpl : torch::nn::Module {
     middle = register_module("middle", torch::nn::Linear(4, 4));
     last = register_module("last", torch::nn::Linear(4, 2));
   }
-  torch::Tensor forward(torch::Tensor x, bool throws) { return last(middle(Trap::apply(torch::tanh(first(x)), throws))); }
+  torch::Tensor forward(torch::Tensor x, bool throws) {
+    return last(middle(Trap::apply(torch::tanh(first(x)), throws)));
+  }
   torch::nn::Linear first{nullptr}, middle{nullptr}, last{nullptr};
 };
 TORCH_MODULE(Trapped);
@@ -121,7 +137,8 @@ TEST(FsdpUnusual, ABackwardThatThrewLeavesNothingForTheNext) {
       copy_parameters(*start, *net);
       FullyShardedDataParallel fsdp(net, group, every_leaf());
       for (int i = 0; i < 3; ++i) {
-        EXPECT_THROW((fsdp(rows(9, rank, world) * 100, true).square().sum().backward()), std::runtime_error);
+        EXPECT_THROW((fsdp(rows(9, rank, world) * 100, true).square().sum().backward()),
+                     std::runtime_error);
         fsdp.zero_grad();
         plain->zero_grad();
         loss_of(fsdp(rows(i, rank, world), false)).backward();
@@ -140,10 +157,14 @@ TEST(FsdpUnusual, AParameterWhoseWrapperIsGoneIsNamed) {
       FullyShardedDataParallel fsdp(net, group, every_leaf());
       loss = loss_of(fsdp(rows(0, rank, 2)));
     }
-    const auto expected = AllOf(HasSubstr("a parameter of unit list.0 was used after the wrapper was destroyed"), HasSubstr("as long as its module"));
+    const auto expected =
+        AllOf(HasSubstr("a parameter of unit list.0 was used after the wrapper was destroyed"),
+              HasSubstr("as long as its module"));
     EXPECT_THAT(thrown_by([&] { net(rows(0)); }), expected);
-    EXPECT_THAT(thrown_by([&] { loss.backward(); }), HasSubstr("was used after the wrapper was destroyed"));
-    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel again(net, group, every_leaf()); }), HasSubstr("was used after the wrapper was destroyed"));
+    EXPECT_THAT(thrown_by([&] { loss.backward(); }),
+                HasSubstr("was used after the wrapper was destroyed"));
+    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel again(net, group, every_leaf()); }),
+                HasSubstr("was used after the wrapper was destroyed"));
   });
 }
 
@@ -151,28 +172,30 @@ TEST(FsdpUnusual, AFirstForwardInInferenceModeIsNoHarm) {
   const Chain start(3);
   for (const auto backend : {Backend::Auto, Backend::Gloo}) {
     for (const bool half : {false, true}) {
-      run_ranks(2, [&](ProcessGroup group, int rank) {
-        Chain plain(3), net(3);
-        copy_parameters(*start, *plain);
-        copy_parameters(*start, *net);
-        auto options = half ? leaves_in_bf16() : every_leaf();
-        options.mixed_precision.full_precision_in_eval = half;
-        FullyShardedDataParallel fsdp(net, group, options);
-        for (int i = 0; i < 2; ++i) {
-          {
-            const c10::InferenceMode inference;
-            fsdp(rows(0));
-            net->eval();
-            EXPECT_TRUE(at::allclose(fsdp(rows(0)), plain(rows(0)), 1e-5, 1e-6));
-            net->train();
-          }
-          fsdp.zero_grad();
-          plain->zero_grad();
-          loss_of(fsdp(rows(i, rank, 2)).to(at::kFloat)).backward();
-          loss_of(plain(rows(i))).backward();
-          if (!half) expect_gradients_of(plain, fsdp, "after inference");
-        }
-      }, {.backend = backend});
+      run_ranks(2,
+                [&](ProcessGroup group, int rank) {
+                  Chain plain(3), net(3);
+                  copy_parameters(*start, *plain);
+                  copy_parameters(*start, *net);
+                  auto options = half ? leaves_in_bf16() : every_leaf();
+                  options.mixed_precision.full_precision_in_eval = half;
+                  FullyShardedDataParallel fsdp(net, group, options);
+                  for (int i = 0; i < 2; ++i) {
+                    {
+                      const c10::InferenceMode inference;
+                      fsdp(rows(0));
+                      net->eval();
+                      EXPECT_TRUE(at::allclose(fsdp(rows(0)), plain(rows(0)), 1e-5, 1e-6));
+                      net->train();
+                    }
+                    fsdp.zero_grad();
+                    plain->zero_grad();
+                    loss_of(fsdp(rows(i, rank, 2)).to(at::kFloat)).backward();
+                    loss_of(plain(rows(i))).backward();
+                    if (!half) expect_gradients_of(plain, fsdp, "after inference");
+                  }
+                },
+                {.backend = backend});
     }
   }
 }
@@ -200,7 +223,10 @@ TEST(FsdpUnusual, AParameterThatWasFrozenAndIsNoLongerIsNamed) {
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     loss_of(fsdp(rows(0, rank, 2))).backward();
     net->head->bias.set_requires_grad(true);
-    EXPECT_THAT(thrown_by([&] { fsdp(rows(0, rank, 2)); }), AllOf(HasSubstr("parameter head.bias requires a gradient, but was frozen at construction"), HasSubstr("wrapped anew")));
+    EXPECT_THAT(
+        thrown_by([&] { fsdp(rows(0, rank, 2)); }),
+        AllOf(HasSubstr("parameter head.bias requires a gradient, but was frozen at construction"),
+              HasSubstr("wrapped anew")));
   });
 }
 
@@ -222,8 +248,8 @@ TEST(FsdpUnusual, ZeroGradDropsWhatNoSyncHasKept) {
       loss_of(plain(rows(0))).backward();
       expect_gradients_of(plain, fsdp, "world " + std::to_string(world));
       fsdp.zero_grad(false);
-      for (const auto& piece : fsdp.parameters()) {
-        if (piece.numel() > 0) EXPECT_EQ(piece.grad().abs().sum().item<float>(), 0);
+      for (const auto& shard : fsdp.parameters()) {
+        if (shard.numel() > 0) EXPECT_EQ(shard.grad().abs().sum().item<float>(), 0);
       }
     });
   }
@@ -259,7 +285,9 @@ TEST(FsdpUnusual, BuffersThatWereExpandedAreRankZeros) {
 TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
   for (const int world : {1, 2}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
-      torch::nn::Sequential net(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4), torch::nn::Flatten(), torch::nn::Linear(64, 2), torch::nn::BatchNorm1d(2));
+      torch::nn::Sequential net(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4),
+                                torch::nn::Flatten(), torch::nn::Linear(64, 2),
+                                torch::nn::BatchNorm1d(2));
       FullyShardedDataParallel fsdp(net, group, leaves_in_bf16());
       for (int i = 0; i < 3; ++i) {
         const auto y = fsdp(images(i, rank, world));
@@ -270,8 +298,8 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
       EXPECT_EQ(norm->weight.scalar_type(), at::kFloat);
       EXPECT_EQ(norm->running_mean.scalar_type(), at::kFloat);
       EXPECT_GT(norm->running_mean.abs().sum().item<float>(), 0);
-      for (const auto& [name, piece] : fsdp.named_parameters()) {
-        if (piece.numel() > 0) EXPECT_TRUE(piece.grad().defined()) << name;
+      for (const auto& [name, shard] : fsdp.named_parameters()) {
+        if (shard.numel() > 0) EXPECT_TRUE(shard.grad().defined()) << name;
       }
       auto both = leaves_in_bf16();
       both.mixed_precision.buffer_dtype = at::kBFloat16;
@@ -285,14 +313,22 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
 
 TEST(FsdpUnusual, ComplexParametersAreRefusedByName) {
   struct SpectralImpl : torch::nn::Module {
-    SpectralImpl() { weight = register_parameter("weight", torch::ones({2, 2}, at::kComplexFloat)); }
-    torch::Tensor forward(torch::Tensor x) { return at::real(at::mm(x.to(at::kComplexFloat), weight)); }
+    SpectralImpl() {
+      weight = register_parameter("weight", torch::ones({2, 2}, at::kComplexFloat));
+    }
+    torch::Tensor forward(torch::Tensor x) {
+      return at::real(at::mm(x.to(at::kComplexFloat), weight));
+    }
     torch::Tensor weight;
   };
-  const auto expected = AllOf(HasSubstr("rank 0: group 0, parameter 0 (weight): the dtype is ComplexFloat"), HasSubstr("view_as_complex"));
+  const auto expected =
+      AllOf(HasSubstr("rank 0: group 0, parameter 0 (weight): the dtype is ComplexFloat"),
+            HasSubstr("view_as_complex"));
   run_ranks(2, [&](ProcessGroup group, int rank) {
-    const auto text = thrown_by([&] { FullyShardedDataParallel fsdp(std::make_shared<SpectralImpl>(), group); });
-    const auto of_ddp = thrown_by([&] { DistributedDataParallel ddp(std::make_shared<SpectralImpl>(), group); });
+    const auto text =
+        thrown_by([&] { FullyShardedDataParallel fsdp(std::make_shared<SpectralImpl>(), group); });
+    const auto of_ddp =
+        thrown_by([&] { DistributedDataParallel ddp(std::make_shared<SpectralImpl>(), group); });
     if (rank == 0) EXPECT_THAT(text, expected);
     if (rank == 0) EXPECT_THAT(of_ddp, expected);
   });
@@ -322,8 +358,11 @@ TEST(FsdpUnusual, AViewThatTheModelKeepsIsWarnedOf) {
   });
   EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
   ::testing::internal::CaptureStdout();
-  run_ranks(1, [&](ProcessGroup group, int) { FullyShardedDataParallel fsdp(std::make_shared<TiedImpl>(), group); });
-  EXPECT_THAT(::testing::internal::GetCapturedStdout(), HasSubstr("something else shares the memory of parameter encoder.weight"));
+  run_ranks(1, [&](ProcessGroup group, int) {
+    FullyShardedDataParallel fsdp(std::make_shared<TiedImpl>(), group);
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStdout(),
+              HasSubstr("something else shares the memory of parameter encoder.weight"));
 }
 
 }  // namespace

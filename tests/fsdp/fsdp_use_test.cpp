@@ -1,13 +1,13 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
-#include "tessera/torch_compat.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 namespace {
 
@@ -22,7 +22,8 @@ using Options = FullyShardedDataParallelOptions;
 TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
   struct TiedImpl : torch::nn::Module {
     TiedImpl() {
-      a = register_module("a", torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3)));
+      a = register_module("a",
+                          torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3)));
       b = register_module("b", torch::nn::Linear(3, 3));
       b->weight = b->register_parameter("again", a[0]->as<torch::nn::Linear>()->weight);
     }
@@ -43,31 +44,49 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
       return result;
     };
     auto options = every_leaf();
-    EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias", "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
+    EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias",
+                                            "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
     options.wrap_policy = wrap_by_name({"a", "a.1"});
     options.ignored_parameters = {"b.bias"};
-    EXPECT_THAT(names(options), ElementsAre(": a.0.weight b.weight", "a: a.0.bias", "a.1: a.1.weight a.1.bias"));
+    EXPECT_THAT(names(options),
+                ElementsAre(": a.0.weight b.weight", "a: a.0.bias", "a.1: a.1.weight a.1.bias"));
     options.ignored_parameters = {};
     options.ignored_modules = {"b"};
-    EXPECT_THAT(names(options), ElementsAre(":", "a: a.0.weight a.0.bias", "a.1: a.1.weight a.1.bias"));
+    EXPECT_THAT(names(options),
+                ElementsAre(":", "a: a.0.weight a.0.bias", "a.1: a.1.weight a.1.bias"));
     options.ignored_modules = {};
     options.wrap_policy = wrap_by_size(10);
-    EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias", "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
+    EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias",
+                                            "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
     options.wrap_policy = wrap_by_type<torch::nn::SequentialImpl>();
-    EXPECT_THAT(names(options), ElementsAre(": a.0.weight b.weight b.bias", "a: a.0.bias a.1.weight a.1.bias"));
-    options.wrap_policy = [](torch::nn::Module&, const std::string& name, int64_t) { return name == "b"; };
-    EXPECT_THAT(names(options), ElementsAre(": a.0.weight a.0.bias a.1.weight a.1.bias", "b: b.weight b.bias"));
+    EXPECT_THAT(names(options),
+                ElementsAre(": a.0.weight b.weight b.bias", "a: a.0.bias a.1.weight a.1.bias"));
+    options.wrap_policy = [](torch::nn::Module&, const std::string& name, int64_t) {
+      return name == "b";
+    };
+    EXPECT_THAT(names(options),
+                ElementsAre(": a.0.weight a.0.bias a.1.weight a.1.bias", "b: b.weight b.bias"));
     options.ignored_modules = {"c"};
     EXPECT_THAT(thrown_by([&] { names(options); }), HasSubstr("ignored_modules names c"));
   });
   const auto policies = default_wrap_policies();
-  EXPECT_THAT(thrown_by([&] { policies.make("size_base"); }), HasSubstr("did you mean \"size_based\""));
-  EXPECT_THAT(thrown_by([&] { policies.make("size_based", {{"min_nume", int64_t{3}}}); }), HasSubstr("did you mean \"min_numel\""));
-  EXPECT_THAT(thrown_by([&] { policies.make("size_based", {{"min_numel", int64_t{0}}}); }), HasSubstr("min_numel is 0"));
-  const auto by_name = policies.make("name_based", {{"patterns", std::string("blocks.*,**.mlp,h?")}});
+  EXPECT_THAT(thrown_by([&] { policies.make("size_base"); }),
+              HasSubstr("did you mean \"size_based\""));
+  EXPECT_THAT(thrown_by([&] {
+                policies.make("size_based", {{"min_nume", int64_t{3}}});
+              }),
+              HasSubstr("did you mean \"min_numel\""));
+  EXPECT_THAT(thrown_by([&] {
+                policies.make("size_based", {{"min_numel", int64_t{0}}});
+              }),
+              HasSubstr("min_numel is 0"));
+  const auto by_name =
+      policies.make("name_based", {{"patterns", std::string("blocks.*,**.mlp,h?")}});
   torch::nn::Linear any(1, 1);
-  for (const char* name : {"blocks.3", "blocks.3.mlp", "a.b.mlp", "h1"}) EXPECT_TRUE(by_name(*any, name, 0)) << name;
-  for (const char* name : {"blocks", "blocks.3.ln", "mlp", "h", "h12", "xblocks.3"}) EXPECT_FALSE(by_name(*any, name, 0)) << name;
+  for (const char* name : {"blocks.3", "blocks.3.mlp", "a.b.mlp", "h1"})
+    EXPECT_TRUE(by_name(*any, name, 0)) << name;
+  for (const char* name : {"blocks", "blocks.3.ln", "mlp", "h", "h12", "xblocks.3"})
+    EXPECT_FALSE(by_name(*any, name, 0)) << name;
 }
 
 TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
@@ -75,8 +94,13 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
     auto net = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     const auto reads = [&] { return thrown_by([&] { (net->head->weight + 1).sum(); }); };
-    EXPECT_THAT(reads(), AllOf(HasSubstr("head.weight"), HasSubstr("unit head"), HasSubstr("aten::add"), HasSubstr("rank " + std::to_string(rank)), HasSubstr("summon_full_params")));
-    EXPECT_THAT(thrown_by([&] { at::cat({net->head->bias, net->list[2]->named_parameters()["bias"]}); }), HasSubstr("aten::cat takes parameter head.bias"));
+    EXPECT_THAT(reads(),
+                AllOf(HasSubstr("head.weight"), HasSubstr("unit head"), HasSubstr("aten::add"),
+                      HasSubstr("rank " + std::to_string(rank)), HasSubstr("summon_full_params")));
+    EXPECT_THAT(thrown_by([&] {
+                  at::cat({net->head->bias, net->list[2]->named_parameters()["bias"]});
+                }),
+                HasSubstr("aten::cat takes parameter head.bias"));
     auto out = fsdp(rows(0, rank, 2));
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
     EXPECT_THAT(thrown_by([&] { net->forward(rows(0)); }), HasSubstr("list.0."));
@@ -87,7 +111,8 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
       EXPECT_EQ(reads(), "no error");
     }
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
-    EXPECT_EQ(net->head->weight.storage().data_ptr().get(), nullptr);  // nor is there anything for raw pointers
+    EXPECT_EQ(net->head->weight.storage().data_ptr().get(),
+              nullptr);  // nor is there anything for raw pointers
   });
 }
 
@@ -112,7 +137,9 @@ TEST(FsdpErrors, WritesToGatheredParametersAreRefused) {
   };
   run_ranks(2, [&](ProcessGroup group, int) {
     FullyShardedDataParallel fsdp(std::make_shared<WriterImpl>(), group, every_leaf());
-    EXPECT_THAT(thrown_by([&] { fsdp(rows(0)); }), AllOf(HasSubstr("clamp_ writes to parameter linear.weight"), HasSubstr("would be lost")));
+    EXPECT_THAT(
+        thrown_by([&] { fsdp(rows(0)); }),
+        AllOf(HasSubstr("clamp_ writes to parameter linear.weight"), HasSubstr("would be lost")));
   });
 }
 
@@ -123,7 +150,9 @@ TEST(FsdpErrors, RanksThatTakeDifferentBranchesAreTold) {
     net->step = rank;
     loss_of(fsdp(rows(0, rank, 2))).backward();
   });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("unit optional"), HasSubstr("unit last")));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"),
+                                         HasSubstr("unit optional"), HasSubstr("unit last")));
 }
 
 TEST(FsdpErrors, GradientsOfOtherParametersOnARankAreTold) {
@@ -133,7 +162,9 @@ TEST(FsdpErrors, GradientsOfOtherParametersOnARankAreTold) {
     net->step = rank;
     loss_of(fsdp(rows(0, rank, 2))).backward();
   });
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), AllOf(HasSubstr("gradients of unit (root)"), HasSubstr("4 of 6 parameters used"), HasSubstr("6 of 6")));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), AllOf(HasSubstr("gradients of unit (root)"),
+                                         HasSubstr("4 of 6 parameters used"), HasSubstr("6 of 6")));
 }
 
 TEST(FsdpErrors, BadOptionsAndModels) {
@@ -144,17 +175,27 @@ TEST(FsdpErrors, BadOptionsAndModels) {
       return thrown_by([&] { FullyShardedDataParallel(seeded<Chain>(1), group, options); });
     };
     EXPECT_THAT(with([](Options& o) { o.resident_bytes = -1; }), HasSubstr("resident_bytes is -1"));
-    EXPECT_THAT(with([](Options& o) { o.sharding_strategy = ShardingStrategy::hybrid_shard, o.shard_group_size = 2; }), HasSubstr("shard_group_size is 2"));
-    EXPECT_THAT(with([](Options& o) { o.mixed_precision.param_dtype = at::kInt; }), HasSubstr("mixed_precision.param_dtype is Int"));
-    EXPECT_THAT(with([](Options& o) { o.ignored_parameters = {"head.weigth"}; }), HasSubstr("did you mean \"head.weight\""));
-    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel(seeded<Chain>(1, rank == 1 ? 4 : 5), group, every_leaf()); }), HasSubstr("the ranks differ"));
+    EXPECT_THAT(with([](Options& o) {
+                  o.sharding_strategy = ShardingStrategy::hybrid_shard, o.shard_group_size = 2;
+                }),
+                HasSubstr("shard_group_size is 2"));
+    EXPECT_THAT(with([](Options& o) { o.mixed_precision.param_dtype = at::kInt; }),
+                HasSubstr("mixed_precision.param_dtype is Int"));
+    EXPECT_THAT(with([](Options& o) { o.ignored_parameters = {"head.weigth"}; }),
+                HasSubstr("did you mean \"head.weight\""));
+    EXPECT_THAT(thrown_by([&] {
+                  FullyShardedDataParallel(seeded<Chain>(1, rank == 1 ? 4 : 5), group,
+                                           every_leaf());
+                }),
+                HasSubstr("the ranks differ"));
     auto net = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     torch::optim::LBFGS lbfgs(fsdp.parameters());
     EXPECT_THAT(thrown_by([&] { fsdp.check_optimizer(lbfgs); }), HasSubstr("element-wise"));
     EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(lbfgs); }), HasSubstr("element-wise"));
     torch::optim::SGD mistaken(net->parameters(), 0.1);
-    EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(mistaken); }), HasSubstr("none of fsdp.parameters()"));
+    EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(mistaken); }),
+                HasSubstr("none of fsdp.parameters()"));
   });
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1);
@@ -164,9 +205,11 @@ TEST(FsdpErrors, BadOptionsAndModels) {
   });
   for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("list.0.weight"));
   auto net = seeded<Chain>(1);
-  FullyShardedDataParallel alone(net, ProcessGroup(), every_leaf());  // nothing is sharded, so nothing is in the way of to()
+  FullyShardedDataParallel alone(
+      net, ProcessGroup(), every_leaf());  // nothing is sharded, so nothing is in the way of to()
   net->to(at::kDouble);
-  EXPECT_THAT(thrown_by([&] { alone(rows(0).to(at::kDouble)); }), AllOf(HasSubstr("list.0.weight"), HasSubstr("other storage")));
+  EXPECT_THAT(thrown_by([&] { alone(rows(0).to(at::kDouble)); }),
+              AllOf(HasSubstr("list.0.weight"), HasSubstr("other storage")));
 }
 
 TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
@@ -176,7 +219,8 @@ TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
       FullyShardedDataParallel fsdp(net, group, every_leaf());
       {
         auto whole = fsdp.summon_full_params();
-        for (const auto& item : net->named_parameters()) ASSERT_TRUE(at::equal(item.value(), plain->named_parameters()[item.key()])) << item.key();
+        for (const auto& item : net->named_parameters())
+          ASSERT_TRUE(at::equal(item.value(), plain->named_parameters()[item.key()])) << item.key();
         torch::NoGradGuard no_grad;
         net->head->weight.fill_(2);
         net->list[0]->named_parameters()["bias"].set_data(at::ones({3}));
@@ -187,7 +231,8 @@ TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
         EXPECT_TRUE(at::equal(net->head->weight, at::full({2, 3}, 2.0)));
         if (world > 1) {
           net->head->weight.fill_(7);  // not written back
-          EXPECT_THAT(thrown_by([&] { net->list[0]->named_parameters()["bias"].sum(); }), HasSubstr("list.0.bias"));
+          EXPECT_THAT(thrown_by([&] { net->list[0]->named_parameters()["bias"].sum(); }),
+                      HasSubstr("list.0.bias"));
         }
         EXPECT_THAT(thrown_by([&] { fsdp(rows(0)); }), HasSubstr("inside summon_full_params"));
       }
@@ -200,8 +245,10 @@ TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
       for (auto& [name, value] : fsdp.state_dict(-1)) state[name] = value;
       EXPECT_TRUE(at::equal(state["list.0.bias"], at::ones({3})));
       EXPECT_TRUE(at::equal(state["head.weight"], at::full({2, 3}, 2.0)));
-      EXPECT_THAT(thrown_by([&] { auto whole = fsdp.summon_full_params("nowhere"); }), HasSubstr("under \"nowhere\""));
-      EXPECT_THAT(thrown_by([&] { auto whole = fsdp.summon_full_params("", true, true); }), HasSubstr("rank0_only"));
+      EXPECT_THAT(thrown_by([&] { auto whole = fsdp.summon_full_params("nowhere"); }),
+                  HasSubstr("under \"nowhere\""));
+      EXPECT_THAT(thrown_by([&] { auto whole = fsdp.summon_full_params("", true, true); }),
+                  HasSubstr("rank0_only"));
     });
   }
 }
@@ -219,7 +266,8 @@ TEST(FsdpDetection, RecordFunctionDoesTheSame) {
       step(recorded, b, rows(i, rank, 2));
     }
     const auto x = fsdp.state_dict(-1), y = recorded.state_dict(-1);
-    for (size_t i = 0; i < x.size(); ++i) ASSERT_TRUE(at::equal(x[i].second, y[i].second)) << x[i].first;
+    for (size_t i = 0; i < x.size(); ++i)
+      ASSERT_TRUE(at::equal(x[i].second, y[i].second)) << x[i].first;
     EXPECT_EQ(fsdp.stats().gathers_forward, recorded.stats().gathers_forward);
   });
 }
@@ -246,7 +294,10 @@ TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
       auto start = seeded<Chain>(1);
       for (auto& [name, value] : fsdp.state_dict(-1)) {
         EXPECT_EQ(value.scalar_type(), at::kFloat);
-        moved += (plain->named_parameters()[name] - start->named_parameters()[name]).square().sum().item<double>();
+        moved += (plain->named_parameters()[name] - start->named_parameters()[name])
+                     .square()
+                     .sum()
+                     .item<double>();
         off += (plain->named_parameters()[name] - value).square().sum().item<double>();
       }
       EXPECT_LT(std::sqrt(off), 0.05 * std::sqrt(moved));
@@ -254,7 +305,8 @@ TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
         auto whole = fsdp.summon_full_params();
         EXPECT_EQ(net->head->weight.scalar_type(), at::kFloat);
       }
-      FullyShardedDataParallel one_unit(seeded<Chain>(1), group, {.mixed_precision = options.mixed_precision});
+      FullyShardedDataParallel one_unit(seeded<Chain>(1), group,
+                                        {.mixed_precision = options.mixed_precision});
       loss_of(one_unit(rows(0)).to(at::kFloat)).backward();
       EXPECT_EQ(one_unit.stats().peak_gathered_bytes, 68 * 2);
       EXPECT_EQ(one_unit.stats().peak_gradient_bytes, 68 * 4);
@@ -278,7 +330,8 @@ TEST(FsdpAutocast, KeepsNoCastCopies) {
         a = loss_of(fsdp.call([&](auto& module) {
                           EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
                           return module->forward(rows(i));
-                        }).to(at::kFloat));
+                        })
+                        .to(at::kFloat));
         b = loss_of(plain(rows(i)).to(at::kFloat));
       }
       at::autocast::clear_cache();

@@ -1,15 +1,15 @@
-#include "fsdp/chain.h"
-#include "harness/models.h"
-#include "harness/ranks.h"
-#include "tessera/error.h"
-#include "tessera/fully_sharded_data_parallel.h"
-#include "tessera/optim.h"
-#include "tessera/torch_compat.h"
+#include <map>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <map>
+#include "fsdp/chain.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/optim.h"
 
 // Parameters that stay whole: each on one rank, for optimizers that look at more than an element.
 
@@ -19,12 +19,15 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-/// Divides each row of a gradient by a running mean of its norm: wrong on anything but a whole parameter.
+/// Divides each row of a gradient by a running mean of its norm: wrong on anything but a whole
+/// parameter.
 struct RowOptions : torch::optim::OptimizerCloneableOptions<RowOptions> {
   double rate = 0.05;
   double get_lr() const override { return rate; }
   void set_lr(double lr) override { rate = lr; }
-  void serialize(torch::serialize::OutputArchive& archive) const override { archive.write("lr", c10::IValue(rate)); }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("lr", c10::IValue(rate));
+  }
   void serialize(torch::serialize::InputArchive& archive) override {
     c10::IValue value;
     archive.read("lr", value);
@@ -46,7 +49,9 @@ struct RowState : torch::optim::OptimizerCloneableParamState<RowState> {
 
 class RowScaled : public torch::optim::Optimizer {
  public:
-  explicit RowScaled(std::vector<at::Tensor> parameters) : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::make_unique<RowOptions>()) {}
+  explicit RowScaled(std::vector<at::Tensor> parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                  std::make_unique<RowOptions>()) {}
   at::Tensor step(LossClosure closure = nullptr) override {
     const at::NoGradGuard no_grad;
     for (auto& p : param_groups_[0].params()) {
@@ -97,7 +102,9 @@ TEST(FsdpWhole, AnOptimizerOfWholeParametersEqualsThePlainOne) {
           const auto parameters = plain->named_parameters();
           for (auto& [name, value] : fsdp.state_dict(-1)) {
             const auto* expected = parameters.find(name);
-            if (expected) ASSERT_TRUE(at::allclose(value, *expected, 1e-5, 1e-6)) << name << " world " << world << " off by " << (value - *expected).abs().max();
+            if (expected)
+              ASSERT_TRUE(at::allclose(value, *expected, 1e-5, 1e-6))
+                  << name << " world " << world << " off by " << (value - *expected).abs().max();
           }
         });
       }
@@ -113,15 +120,15 @@ TEST(FsdpWhole, EachParameterIsOnOneRankInItsShape) {
         FullyShardedDataParallel fsdp(net, group, whole(Partition::whole, leaves));
         int64_t total = 0, largest = 0;
         std::vector<int64_t> mine;
-        for (const auto& [name, piece] : fsdp.named_parameters()) {
+        for (const auto& [name, shard] : fsdp.named_parameters()) {
           const at::Tensor parameter = plain->named_parameters()[name];
           total += parameter.numel();
           largest = std::max(largest, parameter.numel());
-          mine.push_back(piece.numel() > 0);
-          if (piece.numel() == 0) continue;
-          EXPECT_EQ(piece.sizes(), parameter.sizes()) << name;
-          EXPECT_EQ(piece.strides(), parameter.strides()) << name;
-          EXPECT_TRUE(at::equal(piece, parameter)) << name;
+          mine.push_back(shard.numel() > 0);
+          if (shard.numel() == 0) continue;
+          EXPECT_EQ(shard.sizes(), parameter.sizes()) << name;
+          EXPECT_EQ(shard.strides(), parameter.strides()) << name;
+          EXPECT_TRUE(at::equal(shard, parameter)) << name;
         }
         auto owners = at::tensor(mine);
         group.all_reduce(owners);
@@ -137,7 +144,8 @@ TEST(FsdpWhole, EachParameterIsOnOneRankInItsShape) {
         EXPECT_EQ(fsdp.stats().reductions, units);
         if (world > 1) {
           EXPECT_EQ(group.stats().reduce_scatter.calls, units);
-          EXPECT_EQ(group.stats().all_gather.calls, fsdp.stats().gathers_forward + fsdp.stats().gathers_backward);
+          EXPECT_EQ(group.stats().all_gather.calls,
+                    fsdp.stats().gathers_forward + fsdp.stats().gathers_backward);
         }
       });
     }
@@ -161,7 +169,8 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
       auto state = fsdp.state_dict();
       if (rank == 0) saved = dict, weights = state;
     });
-    EXPECT_EQ(saved.state.at("stem.weight").tensors.at("average").sizes(), plain->stem->weight.sizes());
+    EXPECT_EQ(saved.state.at("stem.weight").tensors.at("average").sizes(),
+              plain->stem->weight.sizes());
     EXPECT_EQ(saved.state.at("stem.weight").tensors.at("norms").sizes(), at::IntArrayRef({5}));
     run_ranks(to, [&](ProcessGroup group, int rank) {
       auto net = without_statistics();
@@ -173,7 +182,9 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
       const auto parameters = plain->named_parameters();
       for (auto& [name, value] : fsdp.state_dict(-1)) {
         const auto* expected = parameters.find(name);
-        if (expected) ASSERT_TRUE(at::allclose(value, *expected, 1e-5, 1e-6)) << name << " from " << from << " to " << to;
+        if (expected)
+          ASSERT_TRUE(at::allclose(value, *expected, 1e-5, 1e-6))
+              << name << " from " << from << " to " << to;
       }
     });
     auto again = without_statistics();
@@ -181,7 +192,8 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
     load_state_dict(alone, named_parameters(*again), saved);
     const auto back = state_dict(alone, named_parameters(*again));
     for (const auto& [name, state] : saved.state) {
-      for (const auto& [key, tensor] : state.tensors) EXPECT_TRUE(at::equal(back.state.at(name).tensors.at(key), tensor)) << name << " " << key;
+      for (const auto& [key, tensor] : state.tensors)
+        EXPECT_TRUE(at::equal(back.state.at(name).tensors.at(key), tensor)) << name << " " << key;
     }
   }
 }
@@ -216,7 +228,9 @@ TEST(FsdpWhole, LbfgsRunsWhereNothingIsDealt) {
         });
       }
       const auto parameters = plain->named_parameters();
-      for (auto& [name, value] : fsdp.state_dict(-1)) EXPECT_TRUE(at::allclose(value, parameters[name], 1e-4, 1e-5)) << name << " world " << world;
+      for (auto& [name, value] : fsdp.state_dict(-1))
+        EXPECT_TRUE(at::allclose(value, parameters[name], 1e-4, 1e-5))
+            << name << " world " << world;
     });
   }
 }
@@ -225,11 +239,17 @@ TEST(FsdpWhole, WhatCannotBeDealtIsRefused) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     FullyShardedDataParallel cut(seeded<Chain>(1), group, every_leaf());
     RowScaled by_row(cut.parameters());
-    EXPECT_THAT(thrown_by([&] { cut.check_optimizer(by_row); }), HasSubstr("option partition whole"));
+    EXPECT_THAT(thrown_by([&] { cut.check_optimizer(by_row); }),
+                HasSubstr("option partition whole"));
     FullyShardedDataParallel fsdp(seeded<Chain>(1), group, whole(Partition::whole, true));
     torch::optim::LBFGS lbfgs(fsdp.parameters());
-    EXPECT_THAT(thrown_by([&] { fsdp.check_optimizer(lbfgs); }), HasSubstr("LBFGS looks at all parameters at once"));
-    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel(seeded<Chain>(1), group, whole(rank == 0 ? Partition::whole : Partition::flat, true)); }),
+    EXPECT_THAT(thrown_by([&] { fsdp.check_optimizer(lbfgs); }),
+                HasSubstr("LBFGS looks at all parameters at once"));
+    EXPECT_THAT(thrown_by([&] {
+                  FullyShardedDataParallel(
+                      seeded<Chain>(1), group,
+                      whole(rank == 0 ? Partition::whole : Partition::flat, true));
+                }),
                 HasSubstr("partition whole"));
   });
 }

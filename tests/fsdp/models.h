@@ -1,11 +1,11 @@
 #pragma once
 
-#include "tessera/fully_sharded_data_parallel.h"
+#include <tuple>
+#include <vector>
 
 #include <torch/torch.h>
 
-#include <tuple>
-#include <vector>
+#include "tessera/fully_sharded_data_parallel.h"
 
 // Models as people write them; none knows of sharding.
 
@@ -22,12 +22,16 @@ inline FullyShardedDataParallelOptions every_leaf() {
 
 struct ResidualImpl : nn::Module {
   explicit ResidualImpl(int64_t channels) {
-    first = register_module("first", nn::Conv2d(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)));
+    first = register_module(
+        "first", nn::Conv2d(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)));
     norm1 = register_module("norm1", nn::BatchNorm2d(channels));
-    second = register_module("second", nn::Conv2d(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)));
+    second = register_module(
+        "second", nn::Conv2d(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)));
     norm2 = register_module("norm2", nn::BatchNorm2d(channels));
   }
-  torch::Tensor forward(torch::Tensor x) { return torch::relu(norm2(second(torch::relu(norm1(first(x))))) + x); }
+  torch::Tensor forward(torch::Tensor x) {
+    return torch::relu(norm2(second(torch::relu(norm1(first(x))))) + x);
+  }
   nn::Conv2d first{nullptr}, second{nullptr};
   nn::BatchNorm2d norm1{nullptr}, norm2{nullptr};
 };
@@ -42,7 +46,9 @@ struct ResNetImpl : nn::Module {
     grouped = register_module("grouped", nn::Conv2d(nn::Conv2dOptions(4, 8, 3).groups(2)));
     head = register_module("head", nn::Linear(8, 3));
   }
-  torch::Tensor forward(torch::Tensor x) { return head(grouped(slope(up(layers->forward(torch::relu(stem(x)))))).mean({2, 3})); }
+  torch::Tensor forward(torch::Tensor x) {
+    return head(grouped(slope(up(layers->forward(torch::relu(stem(x)))))).mean({2, 3}));
+  }
   nn::Conv2d stem{nullptr}, grouped{nullptr};
   nn::Sequential layers{nullptr};
   nn::ConvTranspose2d up{nullptr};
@@ -70,16 +76,21 @@ TORCH_MODULE(Recurrent);
 
 struct TranslatorImpl : nn::Module {
   TranslatorImpl() {
-    transformer = register_module("transformer", nn::Transformer(nn::TransformerOptions(8, 2, 2, 2).dim_feedforward(13).dropout(0)));
+    transformer = register_module(
+        "transformer",
+        nn::Transformer(nn::TransformerOptions(8, 2, 2, 2).dim_feedforward(13).dropout(0)));
     head = register_module("head", nn::Linear(8, 3));
   }
-  torch::Tensor forward(torch::Tensor source, torch::Tensor target) { return head(transformer(source.transpose(0, 1), target.transpose(0, 1))).transpose(0, 1); }
+  torch::Tensor forward(torch::Tensor source, torch::Tensor target) {
+    return head(transformer(source.transpose(0, 1), target.transpose(0, 1))).transpose(0, 1);
+  }
   nn::Transformer transformer{nullptr};
   nn::Linear head{nullptr};
 };
 TORCH_MODULE(Translator);
 
-/// One block three times, a parameter of its own, weights used through functions, and several units in one operator.
+/// One block three times, a parameter of its own, weights used through functions, and several units
+/// in one operator.
 struct TwiceImpl : nn::Module {
   TwiceImpl() {
     block = register_module("block", nn::Linear(3, 3));
@@ -126,7 +137,8 @@ struct ContainersImpl : nn::Module {
     dict = register_module("dict", nn::ModuleDict(items));
     any = nn::AnyModule(nn::Linear(5, 5));
     register_module("any", any.ptr());
-    sequence = register_module("sequence", nn::Sequential(nn::Linear(5, 3), nn::Tanh(), nn::Linear(3, 2)));
+    sequence =
+        register_module("sequence", nn::Sequential(nn::Linear(5, 3), nn::Tanh(), nn::Linear(3, 2)));
   }
   torch::Tensor forward(torch::Tensor x) {
     for (const auto& module : *list) x = torch::tanh(module->as<nn::Linear>()->forward(x));
@@ -146,7 +158,8 @@ struct TupleImpl : nn::Module {
     left = register_module("left", nn::Linear(3, 4));
     right = register_module("right", nn::Bilinear(3, 4, 2));
   }
-  std::tuple<torch::Tensor, torch::Tensor> forward(torch::Tensor a, const torch::Tensor& b, double scale) {
+  std::tuple<torch::Tensor, torch::Tensor> forward(torch::Tensor a, const torch::Tensor& b,
+                                                   double scale) {
     auto h = torch::tanh(left(a)) * scale;
     return {right(b, h), h};
   }

@@ -1,14 +1,13 @@
-#include "fsdp/slots.h"
+#include "fsdp/paging/slots.h"
 
-#include "harness/ranks.h"
+#include <algorithm>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include "harness/ranks.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "fsdp/use_order.h"
+#include "fsdp/paging/use_order.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,8 @@ namespace {
 using tessera::fsdp::Phase;
 using tessera::fsdp::UseOrder;
 
-void walk(UseOrder& order, std::initializer_list<size_t> forward, std::initializer_list<size_t> backward) {
+void walk(UseOrder& order, std::initializer_list<size_t> forward,
+          std::initializer_list<size_t> backward) {
   for (const auto unit : forward) order.touch(unit, Phase::forward);
   for (const auto unit : backward) order.touch(unit, Phase::backward);
 }

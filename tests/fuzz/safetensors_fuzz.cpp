@@ -1,11 +1,12 @@
-// The input is a whole file: 8 bytes of header size, header, data. Whatever it is, it is refused with UsageError, or
-// its tensors cover the data exactly and the header survives being written again.
+// The input is a whole file: 8 bytes of header size, header, data. Whatever it is, it is refused
+// with UsageError, or its tensors cover the data exactly and the header survives being written
+// again.
 
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
 
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/io/safetensors_header.h"
 #include "tessera/error.h"
 
 namespace st = tessera::safetensors;
@@ -22,13 +23,15 @@ void check(const st::Header& header, uint64_t data_bytes) {
   uint64_t covered = 0;
   for (const tessera::SafetensorsEntry& entry : header.entries) {
     require(entry.begin == covered && entry.begin <= entry.end);
-    const auto bits = static_cast<uint64_t>(entry.numel()) * static_cast<uint64_t>(st::dtype_bits(entry.dtype));
+    const auto bits =
+        static_cast<uint64_t>(entry.numel()) * static_cast<uint64_t>(st::dtype_bits(entry.dtype));
     require(bits % 8 == 0 && bits / 8 == entry.end - entry.begin);
     covered = entry.end;
   }
   require(covered == data_bytes);
   const std::string again = st::format_header("again", header);
-  const st::Header reparsed = st::parse_header("again", std::string_view(again).substr(st::kSizeBytes), data_bytes);
+  const st::Header reparsed =
+      st::parse_header("again", std::string_view(again).substr(st::kSizeBytes), data_bytes);
   require(reparsed.entries.size() == header.entries.size() && reparsed.metadata == header.metadata);
 }
 

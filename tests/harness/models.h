@@ -1,9 +1,9 @@
 #pragma once
 
-#include <torch/torch.h>
-
 #include <mutex>
 #include <vector>
+
+#include <torch/torch.h>
 
 namespace tessera::testing {
 
@@ -15,7 +15,9 @@ struct UnevenImpl : torch::nn::Module {
     second = register_module("second", torch::nn::Linear(3, 7));
     last = register_module("last", torch::nn::Linear(7, 2));
   }
-  torch::Tensor forward(torch::Tensor x) { return last(torch::tanh(second(torch::tanh(first(x)) * scale))); }
+  torch::Tensor forward(torch::Tensor x) {
+    return last(torch::tanh(second(torch::tanh(first(x)) * scale)));
+  }
   torch::nn::Linear first{nullptr}, second{nullptr}, last{nullptr};
   torch::Tensor scale;
 };
@@ -29,7 +31,9 @@ struct MixedImpl : torch::nn::Module {
     head = register_module("head", torch::nn::Linear(5, 3));
     head->to(torch::kDouble);
   }
-  torch::Tensor forward(torch::Tensor x) { return head(torch::tanh(conv(x)).mean({2, 3}).to(torch::kDouble)); }
+  torch::Tensor forward(torch::Tensor x) {
+    return head(torch::tanh(conv(x)).mean({2, 3}).to(torch::kDouble));
+  }
   torch::nn::Conv2d conv{nullptr};
   torch::nn::Linear head{nullptr};
 };

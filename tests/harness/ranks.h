@@ -1,24 +1,25 @@
 #pragma once
 
-#include "comm/backends.h"
-#include "comm/process_group_impl.h"
-#include "tessera/error.h"
-#include "tessera/process_group.h"
-
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include <exception>
 #include <functional>
 #include <thread>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "comm/base/backends.h"
+#include "comm/group/process_group_impl.h"
+#include "tessera/error.h"
+#include "tessera/process_group.h"
+
 namespace tessera::testing {
 
 using RankBody = std::function<void(ProcessGroup group, int rank)>;
 
-/// Runs `body` on `world` threads, each with its own rank of one group, and returns what each threw (null: nothing).
-/// A rank that throws lets go of its group, so that the others end too.
-inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankBody& body, ProcessGroupOptions options = {}) {
+/// Runs `body` on `world` threads, each with its own rank of one group, and returns what each threw
+/// (null: nothing). A rank that throws lets go of its group, so that the others end too.
+inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankBody& body,
+                                                          ProcessGroupOptions options = {}) {
   if (options.timeout == ProcessGroupOptions().timeout) options.timeout = std::chrono::seconds(20);
   std::vector<std::exception_ptr> errors(world);
   std::vector<std::thread> threads;
@@ -31,7 +32,9 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
         auto place = comm::World::start(rank, world, options);
         place.store = store;
         auto transport = comm::make_transport(place);
-        body(ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))), rank);
+        body(ProcessGroup(
+                 std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))),
+             rank);
       } catch (...) {
         errors[rank] = std::current_exception();
       }
@@ -41,7 +44,8 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
   return errors;
 }
 
-/// As above; the first rank's exception is thrown on, or rather that of the rank that the others only missed.
+/// As above; the first rank's exception is thrown on, or rather that of the rank that the others
+/// only missed.
 inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {}) {
   std::exception_ptr broken;
   for (const auto& error : run_ranks_catching(world, body, options)) {

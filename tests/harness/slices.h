@@ -1,19 +1,19 @@
 #pragma once
 
-#include "tessera/state_slice.h"
-
-#include <gtest/gtest.h>
-
 #include <map>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <gtest/gtest.h>
+
+#include "tessera/optim/state_slice.h"
+
 namespace tessera::testing {
 
-/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through files. Threads may
-/// share one.
+/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through
+/// files. Threads may share one.
 class SlicePool {
  public:
   /// Copies. Each element once, over all calls.
@@ -33,42 +33,46 @@ class SlicePool {
         follows = tensor.dim() > 0 && tensor.numel() == slice.numel;
         if (follows) EXPECT_EQ(tensor.dim(), 1) << slice.parameter << "." << name;
         if (!into.defined())
-          into = follows ? at::empty({c10::multiply_integers(whole.shape)}, tensor.options()) : tensor.clone();
+          into = follows ? at::empty({c10::multiply_integers(whole.shape)}, tensor.options())
+                         : tensor.clone();
         if (follows) into.narrow(0, slice.begin, slice.numel).copy_(tensor);
       }
     }
   }
 
-  /// The values of `pieces`, as slices of a state "value".
-  void add_values(const std::vector<ParameterPiece>& pieces) {
+  /// The values of `shards`, as slices of a state "value".
+  void add_values(const std::vector<ParameterShard>& shards) {
     std::vector<StateSlice> slices;
-    for (const auto& piece : pieces) {
-      const auto& tensor = piece.tensor;
+    for (const auto& shard : shards) {
+      const auto& tensor = shard.tensor;
       const auto run = tensor.detach().as_strided({tensor.numel()}, {1}).clone();
-      slices.push_back({piece.parameter, piece.shape, piece.begin, piece.numel, {{{"value", run}}, {}}});
+      slices.push_back(
+          {shard.parameter, shard.shape, shard.begin, shard.numel, {{{"value", run}}, {}}});
     }
     add(slices);
   }
 
-  std::vector<StateSlice> cut(const std::vector<ParameterPiece>& pieces) const {
+  std::vector<StateSlice> cut(const std::vector<ParameterShard>& shards) const {
     std::vector<StateSlice> slices;
-    for (const auto& piece : pieces) {
-      const auto& whole = parameters_.at(piece.parameter);
-      EXPECT_EQ(whole.covered, c10::multiply_integers(whole.shape)) << piece.parameter;
-      auto& slice = slices.emplace_back(StateSlice{piece.parameter, whole.shape, piece.begin, piece.numel, {}});
+    for (const auto& shard : shards) {
+      const auto& whole = parameters_.at(shard.parameter);
+      EXPECT_EQ(whole.covered, c10::multiply_integers(whole.shape)) << shard.parameter;
+      auto& slice = slices.emplace_back(
+          StateSlice{shard.parameter, whole.shape, shard.begin, shard.numel, {}});
       slice.state.scalars = whole.scalars;
       for (const auto& [name, entry] : whole.tensors) {
-        slice.state.tensors[name] = entry.first ? entry.second.narrow(0, piece.begin, piece.numel) : entry.second;
+        slice.state.tensors[name] =
+            entry.first ? entry.second.narrow(0, shard.begin, shard.numel) : entry.second;
       }
     }
     return slices;
   }
 
-  void cut_values(const std::vector<ParameterPiece>& pieces) const {
+  void cut_values(const std::vector<ParameterShard>& shards) const {
     at::NoGradGuard no_grad;
-    const auto slices = cut(pieces);
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const auto& tensor = pieces[i].tensor;
+    const auto slices = cut(shards);
+    for (size_t i = 0; i < shards.size(); ++i) {
+      const auto& tensor = shards[i].tensor;
       tensor.as_strided({tensor.numel()}, {1}).copy_(slices[i].state.tensors.at("value"));
     }
   }
@@ -85,7 +89,8 @@ class SlicePool {
       EXPECT_EQ(whole.scalars, there.scalars) << parameter;
       ASSERT_EQ(whole.tensors.size(), there.tensors.size()) << parameter;
       for (const auto& [name, entry] : whole.tensors) {
-        EXPECT_TRUE(at::equal(entry.second, there.tensors.at(name).second)) << parameter << "." << name;
+        EXPECT_TRUE(at::equal(entry.second, there.tensors.at(name).second))
+            << parameter << "." << name;
       }
     }
   }

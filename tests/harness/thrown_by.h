@@ -1,9 +1,9 @@
 #pragma once
 
-#include "tessera/error.h"
-
 #include <functional>
 #include <string>
+
+#include "tessera/error.h"
 
 namespace tessera::testing {
 

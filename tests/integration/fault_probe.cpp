@@ -1,12 +1,14 @@
 // fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches]
-// A rank that trains for ever (with "branches", the last rank goes another way at step 6): sums with all and with its host's ranks, prints its pid, then steps until something happens to it or to a peer.
-#include "tessera/tessera.h"
-
-#include <unistd.h>
-
+// A rank that trains for ever (with "branches", the last rank goes another way at step 6): sums
+// with all and with its host's ranks, prints its pid, then steps until something happens to it or
+// to a peer.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include <unistd.h>
+
+#include "tessera/tessera.h"
 
 struct NetImpl : torch::nn::Module {
   NetImpl() {
@@ -26,7 +28,9 @@ TORCH_MODULE(Net);
 
 int main(int argc, char** argv) {
   tessera::ProcessGroupOptions options;
-  if (std::strcmp(argv[1], "auto") != 0) options.backend = std::strcmp(argv[1], "gloo") == 0 ? tessera::Backend::Gloo : tessera::Backend::SharedMemory;
+  if (std::strcmp(argv[1], "auto") != 0)
+    options.backend =
+        std::strcmp(argv[1], "gloo") == 0 ? tessera::Backend::Gloo : tessera::Backend::SharedMemory;
   int rank = -1;
   try {
     auto world = tessera::init_process_group(options);
@@ -34,15 +38,19 @@ int main(int argc, char** argv) {
     torch::set_num_threads(1);
     auto local = world.split(std::atoi(std::getenv("GROUP_RANK"))).value();
     for (auto* group : {&world, &local}) {
-      auto sums = torch::arange(300'000, torch::kDouble) + rank;  // exact, and too large for one message
+      auto sums =
+          torch::arange(300'000, torch::kDouble) + rank;  // exact, and too large for one message
       group->all_reduce(sums);
       double expected = 0;
       for (const int member : group->world_ranks()) expected += member;
-      const bool right = torch::equal(sums, torch::arange(300'000, torch::kDouble) * group->size() + expected);
-      std::printf("rank %d: %s sum of %d on %s\n", rank, right ? "right" : "WRONG", group->size(), group->backend_name().c_str());
+      const bool right =
+          torch::equal(sums, torch::arange(300'000, torch::kDouble) * group->size() + expected);
+      std::printf("rank %d: %s sum of %d on %s\n", rank, right ? "right" : "WRONG", group->size(),
+                  group->backend_name().c_str());
     }
     world.barrier();
-    world.set_timeout(std::chrono::milliseconds(std::atoi(argv[2])));  // only now: meeting may take long on a busy machine
+    world.set_timeout(std::chrono::milliseconds(
+        std::atoi(argv[2])));  // only now: the rendezvous may take long on a busy machine
     const std::string strategy = argc > 3 ? argv[3] : "zero";
     const auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
     Net net;
@@ -51,7 +59,9 @@ int main(int argc, char** argv) {
     if (strategy == "zero") {
       optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(*net, world, adamw);
     } else {
-      fsdp = std::make_unique<tessera::FullyShardedDataParallel<Net>>(net, world, tessera::FullyShardedDataParallelOptions{.wrap_policy = tessera::wrap_leaves()});
+      fsdp = std::make_unique<tessera::FullyShardedDataParallel<Net>>(
+          net, world,
+          tessera::FullyShardedDataParallelOptions{.wrap_policy = tessera::wrap_leaves()});
       optimizer = adamw({torch::optim::OptimizerParamGroup(fsdp->parameters())});
     }
     for (long step = 0;; ++step) {
@@ -60,7 +70,9 @@ int main(int argc, char** argv) {
       (fsdp ? (*fsdp)(x) : net(x)).square().mean().backward();
       optimizer->step();
       optimizer->zero_grad();
-      if (step == 3) std::printf("pid %d of rank %d on %s\n", ::getpid(), rank, world.backend_name().c_str()), std::fflush(stdout);
+      if (step == 3)
+        std::printf("pid %d of rank %d on %s\n", ::getpid(), rank, world.backend_name().c_str()),
+            std::fflush(stdout);
     }
   } catch (const tessera::BrokenWorldError& error) {
     std::string blamed;

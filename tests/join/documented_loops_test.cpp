@@ -1,11 +1,11 @@
-// The snippets of docs/join.md and docs/distributed_optimizer.md, word for word; tests/integration/readme_test.py
-// compares.
+// The snippets of docs/join.md and docs/distributed_optimizer.md, word for word;
+// tests/integration/readme_test.py compares.
+
+#include <gtest/gtest.h>
 
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/tessera.h"
-
-#include <gtest/gtest.h>
 
 namespace documented {
 namespace {
@@ -14,7 +14,9 @@ using tessera::testing::Uneven;
 
 at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
-std::vector<at::Tensor> batches_of(int rank) { return {static_cast<size_t>(3 + 2 * rank), torch::ones({4, 3})}; }
+std::vector<at::Tensor> batches_of(int rank) {
+  return {static_cast<size_t>(3 + 2 * rank), torch::ones({4, 3})};
+}
 
 TEST(Documented, Join) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {

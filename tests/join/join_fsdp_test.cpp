@@ -1,8 +1,8 @@
-#include "fsdp/models.h"
-#include "join/setups.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "fsdp/models.h"
+#include "join/setups.h"
 
 namespace {
 
@@ -23,7 +23,8 @@ struct Loop {
 
   explicit Loop(Net of) : net(std::move(of)), optimizer(sgd(net->parameters())) {}
   Loop(Net of, ProcessGroup group, FullyShardedDataParallelOptions options)
-      : net(std::move(of)), fsdp(std::make_unique<FullyShardedDataParallel<Net>>(net, group, options)) {
+      : net(std::move(of)),
+        fsdp(std::make_unique<FullyShardedDataParallel<Net>>(net, group, options)) {
     optimizer = sgd(fsdp->parameters());
     fsdp->set_shadow_step([this] {
       optimizer->zero_grad();
@@ -33,7 +34,8 @@ struct Loop {
   }
 
   static std::unique_ptr<torch::optim::Optimizer> sgd(std::vector<at::Tensor> parameters) {
-    return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(0.2).momentum(0.9));
+    return std::make_unique<torch::optim::SGD>(std::move(parameters),
+                                               torch::optim::SGDOptions(0.2).momentum(0.9));
   }
   void iteration(int step, int rank) {
     optimizer->zero_grad();
@@ -64,7 +66,8 @@ std::vector<at::Tensor> one_process(Net net, const Batches& batches) {
     const auto before = one.net->step;
     for (size_t rank = 0; rank < batches.size(); ++rank) {
       one.net->step = before;
-      if (step < batches[rank]) losses.push_back(loss_of(one.net(rows(step, static_cast<int>(rank)))));
+      if (step < batches[rank])
+        losses.push_back(loss_of(one.net(rows(step, static_cast<int>(rank)))));
     }
     one.net->step = before + 1;
     (at::stack(losses).sum() / static_cast<double>(batches.size())).backward();
@@ -74,7 +77,8 @@ std::vector<at::Tensor> one_process(Net net, const Batches& batches) {
 }
 
 TEST(JoinFsdp, ARankWithoutDataTakesWaysThatItHasNeverSeen) {
-  // The model skips a block on odd steps; one rank has nothing from the start, another stops after a step without it.
+  // The model skips a block on odd steps; one rank has nothing from the start, another stops after
+  // a step without it.
   for (const auto& batches : std::vector<Batches>{{0, 5}, {5, 2, 0}, {1, 4, 4}}) {
     const auto expected = one_process(seeded<Skipping>(3), batches);
     auto prefetching = every_leaf();
@@ -94,9 +98,9 @@ TEST(JoinFsdp, InsideHostsAndAcrossThem) {
   const Batches batches{1, 4, 0, 2};
   const auto expected = joined::reference(batches, true);
   run_ranks(4, [&](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(
-        group,
-        {.wrap_policy = wrap_leaves(), .sharding_strategy = ShardingStrategy::hybrid_shard, .shard_group_size = 2});
+    joined::FsdpAlone setup(group, {.wrap_policy = wrap_leaves(),
+                                    .sharding_strategy = ShardingStrategy::hybrid_shard,
+                                    .shard_group_size = 2});
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < batches[rank]; ++step) {
         loop.next();
@@ -128,10 +132,12 @@ TEST(JoinFsdp, AShadowGathersAndReducesAsTheOthersAndForecastsAsThey) {
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(joint[rank].reductions, 3 * units);
     EXPECT_EQ(traffic[rank].reduce_scatter.calls, 3 * units);
-    EXPECT_EQ(traffic[rank].all_gather.calls, joint[rank].gathers_forward + joint[rank].gathers_backward + 1)
+    EXPECT_EQ(traffic[rank].all_gather.calls,
+              joint[rank].gathers_forward + joint[rank].gathers_backward + 1)
         << "and who was the last";
     EXPECT_GT(joint[rank].prefetches, 0u);
-    for (const auto member : {&FsdpStats::gathers_forward, &FsdpStats::gathers_backward, &FsdpStats::prefetches}) {
+    for (const auto member :
+         {&FsdpStats::gathers_forward, &FsdpStats::gathers_backward, &FsdpStats::prefetches}) {
       EXPECT_EQ(joint[rank].*member, joint[0].*member) << rank;
       EXPECT_EQ(joint[rank].*member, 3 * (after[rank].*member)) << rank;
     }
@@ -174,20 +180,23 @@ TEST(JoinFsdp, MicroBatchesUnderNoSyncAreOneStep) {
     run_ranks(3, [&](ProcessGroup group, int rank) {
       joined::FsdpAlone setup(group, every_leaf());
       setup.fsdp->reset_stats();
-      join(setup.joinables(), {.divide_by_initial_world_size = divide_by_world}, [&](JoinLoop& loop) {
-        for (int step = 0; step < batches[rank]; ++step) {
-          loop.next();
-          setup.optimizer->zero_grad();
-          {
-            const auto pause = setup.fsdp->no_sync();
-            for (int micro = 0; micro < 2; ++micro) loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward();
-          }
-          loss_of((*setup.fsdp)(rows(10 * step + 2, rank))).backward();
-          setup.optimizer->step();
-        }
-      });
+      join(setup.joinables(), {.divide_by_initial_world_size = divide_by_world},
+           [&](JoinLoop& loop) {
+             for (int step = 0; step < batches[rank]; ++step) {
+               loop.next();
+               setup.optimizer->zero_grad();
+               {
+                 const auto pause = setup.fsdp->no_sync();
+                 for (int micro = 0; micro < 2; ++micro)
+                   loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward();
+               }
+               loss_of((*setup.fsdp)(rows(10 * step + 2, rank))).backward();
+               setup.optimizer->step();
+             }
+           });
       EXPECT_EQ(setup.fsdp->stats().reductions, 4u * 4u) << rank;
-      joined::expect_equal(setup.parameters(), copies(one->parameters()), "rank " + std::to_string(rank));
+      joined::expect_equal(setup.parameters(), copies(one->parameters()),
+                           "rank " + std::to_string(rank));
     });
   }
 }
@@ -206,7 +215,8 @@ TEST(JoinFsdp, AccumulationInTheShardsAndClipping) {
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 3 - 3 * rank; ++step) {
         loop.next();
-        iteration([&](int micro) { loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward(); });
+        iteration(
+            [&](int micro) { loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward(); });
       }
     });
   });
@@ -216,7 +226,8 @@ TEST(JoinFsdp, AccumulationInTheShardsAndClipping) {
   EXPECT_EQ(norms[0], norms[1]);
   for (int step = 0; step < 3; ++step) {
     plain->zero_grad();
-    for (int micro = 0; micro < 2; ++micro) (loss_of(one(rows(10 * step + micro, 0))) / 2).backward();
+    for (int micro = 0; micro < 2; ++micro)
+      (loss_of(one(rows(10 * step + micro, 0))) / 2).backward();
     EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(one->parameters(), 0.1), norms[0][step], 1e-5);
     plain->step();
   }
@@ -235,7 +246,8 @@ TEST(JoinFsdp, MixedPrecisionAndFrozenParameters) {
     EXPECT_EQ(loop.fsdp->stats().reductions, 5 * 4u);
   });
   for (int rank = 1; rank < 3; ++rank) {
-    for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
+    for (size_t i = 0; i < results[0].size(); ++i)
+      EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
   }
 }
 
@@ -246,12 +258,15 @@ TEST(JoinFsdp, GradientsOfAModelInEvaluationModeAreInFullPrecisionEverywhere) {
       full.train(batches, rank);
       const auto expected = full.parameters();
       auto options = every_leaf();
-      options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .full_precision_in_eval = true};
+      options.mixed_precision = {
+          .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .full_precision_in_eval = true};
       Loop<Uneven> loop(seeded<Uneven>(1), group, options);
       if (batches[rank] > 0) loop.net->eval();  // a rank that never has data need not know
       loop.train(batches, rank);
       const auto got = loop.parameters();
-      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6)) << i;  // bfloat16 would be off by 1e-3
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6))
+            << i;  // bfloat16 would be off by 1e-3
     });
   }
 }
@@ -295,9 +310,9 @@ TEST(JoinFsdp, ForwardPassesWithoutGradientsAreMadeByAll) {
 TEST(JoinFsdp, ARankOfAHybridGroupThatThrowsEndsTheOthers) {
   const auto start = std::chrono::steady_clock::now();
   const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(
-        group,
-        {.wrap_policy = wrap_leaves(), .sharding_strategy = ShardingStrategy::hybrid_shard, .shard_group_size = 2});
+    joined::FsdpAlone setup(group, {.wrap_policy = wrap_leaves(),
+                                    .sharding_strategy = ShardingStrategy::hybrid_shard,
+                                    .shard_group_size = 2});
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 5; ++step) {
         loop.next();
@@ -319,7 +334,8 @@ TEST(JoinFsdp, WithoutAStepForShadowsItIsRefused) {
     loop.train({1, 3}, rank);
   });
   for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), AllOf(HasSubstr("FullyShardedDataParallel: rank 0"), HasSubstr("set_shadow_step")));
+    EXPECT_THAT(message_of(error),
+                AllOf(HasSubstr("FullyShardedDataParallel: rank 0"), HasSubstr("set_shadow_step")));
 }
 
 }  // namespace

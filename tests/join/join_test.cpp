@@ -1,9 +1,9 @@
-#include "join/setups.h"
+#include <chrono>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
+#include "join/setups.h"
 
 namespace {
 
@@ -22,16 +22,17 @@ TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
       const auto expected = reference(batches, divide_by_world);
       run_ranks(static_cast<int>(batches.size()), [&](ProcessGroup group, int rank) {
         auto setup = GetParam().make(group);
-        join(setup->joinables(), {.divide_by_initial_world_size = divide_by_world}, [&](JoinLoop& loop) {
-          for (int step = 0; step < batches[rank]; ++step) {
-            loop.next();
-            setup->iteration(rows(step, rank));
-          }
-        });
+        join(setup->joinables(), {.divide_by_initial_world_size = divide_by_world},
+             [&](JoinLoop& loop) {
+               for (int step = 0; step < batches[rank]; ++step) {
+                 loop.next();
+                 setup->iteration(rows(step, rank));
+               }
+             });
         expect_equal(setup->parameters(), expected,
                      "rank " + std::to_string(rank) + " of " + std::to_string(batches.size()));
-        // Afterwards everything divides by the world again. What ranks keep apart (a plain optimizer's state) does not
-        // count here.
+        // Afterwards everything divides by the world again. What ranks keep apart (a plain
+        // optimizer's state) does not count here.
         EXPECT_NO_THROW(setup->iteration(rows(9, rank)));
       });
     }
@@ -91,7 +92,8 @@ TEST(Join, EarlyTerminationCanBeAnErrorOnAllRanksThatNamesTheFirst) {
     });
   });
   EXPECT_EQ(done, (std::vector<int>{2, 2, 2}));
-  for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("join: rank 1 ran out of data"));
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), HasSubstr("join: rank 1 ran out of data"));
   run_ranks(2, [](ProcessGroup group, int rank) {  // equal counts
     DdpAlone setup(group, {});
     join(setup.joinables(), {.throw_on_early_termination = true}, [&](JoinLoop& loop) {
@@ -136,7 +138,9 @@ TEST(Join, UserDefinedJoinablesAreShadowedInTheirOrder) {
   struct Sum : Joinable {
     explicit Sum(ProcessGroup g) : group(std::move(g)) {}
     ProcessGroup join_group() const override { return group; }
-    void on_join_iteration(const JoinIteration& iteration) override { active.push_back(iteration.active_ranks); }
+    void on_join_iteration(const JoinIteration& iteration) override {
+      active.push_back(iteration.active_ranks);
+    }
     void shadow_step() override { add(0); }
     void finish_join(int last_active_rank) override { last = last_active_rank; }
     void add(double value) {
@@ -174,7 +178,9 @@ TEST(Join, ClippingIsShadowedByAJoinableOfTheProgram) {
       zero.clip_grad_norm_(0.1);
       zero.step();
     }
-    void on_join_iteration(const JoinIteration& iteration) override { zero.on_join_iteration(iteration); }
+    void on_join_iteration(const JoinIteration& iteration) override {
+      zero.on_join_iteration(iteration);
+    }
     ZeroRedundancyOptimizer& zero;
   };
   std::vector<std::vector<at::Tensor>> results(2);
@@ -210,12 +216,15 @@ TEST(Join, ARankThatThrowsEndsTheOthersWithItsRankAndMessage) {
           }
         });
       });
-      const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      const auto seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       EXPECT_LT(seconds, 5) << tested.name;
       for (int rank = 0; rank < 3; ++rank) {
-        EXPECT_THAT(message_of(errors[rank]), HasSubstr("a bad record in shard 7")) << tested.name << " rank " << rank;
+        EXPECT_THAT(message_of(errors[rank]), HasSubstr("a bad record in shard 7"))
+            << tested.name << " rank " << rank;
         if (rank != failing)
-          EXPECT_THAT(message_of(errors[rank]), HasSubstr("join: rank " + std::to_string(failing) + ":"))
+          EXPECT_THAT(message_of(errors[rank]),
+                      HasSubstr("join: rank " + std::to_string(failing) + ":"))
               << tested.name;
       }
     }
@@ -233,7 +242,8 @@ TEST(Join, AMistakeThatAllRanksSeeIsToldOnce) {
     });
   });
   for (const auto& error : errors) {
-    EXPECT_THAT(message_of(error), AllOf(HasSubstr("DistributedDataParallel: rank 1"), HasSubstr("last.weight")));
+    EXPECT_THAT(message_of(error),
+                AllOf(HasSubstr("DistributedDataParallel: rank 1"), HasSubstr("last.weight")));
     EXPECT_THAT(message_of(error), ::testing::Not(HasSubstr("join:")));
   }
 }

@@ -1,5 +1,9 @@
 #pragma once
 
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
@@ -8,10 +12,6 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/join.h"
 #include "tessera/zero_redundancy_optimizer.h"
-
-#include <gtest/gtest.h>
-
-#include <algorithm>
 
 namespace tessera::testing::joined {
 
@@ -26,9 +26,12 @@ inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(
 /// How many batches each rank has.
 using Batches = std::vector<int>;
 
-inline int longest(const Batches& batches) { return *std::max_element(batches.begin(), batches.end()); }
+inline int longest(const Batches& batches) {
+  return *std::max_element(batches.begin(), batches.end());
+}
 
-/// What one process computes that has all ranks' batches: the gradients of those that have one, over the divisor.
+/// What one process computes that has all ranks' batches: the gradients of those that have one,
+/// over the divisor.
 inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_world) {
   auto net = seeded<Uneven>(1);
   auto optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
@@ -45,8 +48,8 @@ inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_
   return copies(net->parameters());
 }
 
-inline void expect_equal(const std::vector<at::Tensor>& mine, const std::vector<at::Tensor>& expected,
-                         const std::string& where) {
+inline void expect_equal(const std::vector<at::Tensor>& mine,
+                         const std::vector<at::Tensor>& expected, const std::string& where) {
   ASSERT_EQ(mine.size(), expected.size());
   for (size_t i = 0; i < mine.size(); ++i)
     EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << where << ", parameter " << i;
@@ -157,11 +160,14 @@ inline constexpr double kTiny = 60.0 / (1 << 20);
 inline std::vector<Case> cases() {
   std::vector<Case> all;
   const auto ddp = [&](const std::string& name, DistributedDataParallelOptions options) {
-    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<DdpAlone>(group, options); }});
+    all.push_back({name, [options](ProcessGroup group) {
+                     return std::make_unique<DdpAlone>(group, options);
+                   }});
   };
   ddp("ddp", {});
   ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
-  ddp("ddp_copied_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
+  ddp("ddp_copied_unused",
+      {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
   ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
   for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
     const std::string name = partition_name(partition);
@@ -169,22 +175,30 @@ inline std::vector<Case> cases() {
         overlap{.partition = partition, .overlap_with_backward = true, .bucket_cap_mb = kTiny};
     auto strict = overlap;
     strict.find_unused_parameters = false;
-    all.push_back(
-        {"zero_" + name, [options](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, options); }});
-    all.push_back({"zero_overlap_" + name,
-                   [overlap](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, overlap); }});
-    all.push_back({"zero_overlap_strict_" + name,
-                   [strict](ProcessGroup group) { return std::make_unique<ZeroAlone>(group, strict); }});
-    all.push_back(
-        {"ddp_zero_" + name, [options](ProcessGroup group) { return std::make_unique<DdpWithZero>(group, options); }});
+    all.push_back({"zero_" + name, [options](ProcessGroup group) {
+                     return std::make_unique<ZeroAlone>(group, options);
+                   }});
+    all.push_back({"zero_overlap_" + name, [overlap](ProcessGroup group) {
+                     return std::make_unique<ZeroAlone>(group, overlap);
+                   }});
+    all.push_back({"zero_overlap_strict_" + name, [strict](ProcessGroup group) {
+                     return std::make_unique<ZeroAlone>(group, strict);
+                   }});
+    all.push_back({"ddp_zero_" + name, [options](ProcessGroup group) {
+                     return std::make_unique<DdpWithZero>(group, options);
+                   }});
   }
   for (const bool pack : {false, true}) {
-    DistributedOptimizerOptions options{.reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
-    all.push_back({pack ? "distributed_packed" : "distributed",
-                   [options](ProcessGroup group) { return std::make_unique<DistributedAlone>(group, options); }});
+    DistributedOptimizerOptions options{
+        .reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
+    all.push_back({pack ? "distributed_packed" : "distributed", [options](ProcessGroup group) {
+                     return std::make_unique<DistributedAlone>(group, options);
+                   }});
   }
   const auto fsdp = [&](const std::string& name, FullyShardedDataParallelOptions options) {
-    all.push_back({name, [options](ProcessGroup group) { return std::make_unique<FsdpAlone>(group, options); }});
+    all.push_back({name, [options](ProcessGroup group) {
+                     return std::make_unique<FsdpAlone>(group, options);
+                   }});
   };
   const auto leaves = wrap_leaves();
   fsdp("fsdp_root", {});
@@ -193,7 +207,8 @@ inline std::vector<Case> cases() {
   fsdp("fsdp_post", {.wrap_policy = leaves, .backward_prefetch = BackwardPrefetch::post});
   fsdp("fsdp_tiny_budget", {.wrap_policy = leaves, .resident_bytes = 1});
   fsdp("fsdp_all_stays", {.wrap_policy = leaves, .resident_bytes = 1 << 20});
-  fsdp("fsdp_grad_op", {.wrap_policy = leaves, .sharding_strategy = ShardingStrategy::shard_grad_op});
+  fsdp("fsdp_grad_op",
+       {.wrap_policy = leaves, .sharding_strategy = ShardingStrategy::shard_grad_op});
   fsdp("fsdp_no_shard", {.wrap_policy = leaves, .sharding_strategy = ShardingStrategy::no_shard});
   return all;
 }

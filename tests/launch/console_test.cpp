@@ -1,11 +1,11 @@
+#include <filesystem>
+#include <sstream>
+
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
-
-#include <filesystem>
-#include <sstream>
 
 #include "launch/launched.h"
 
@@ -32,9 +32,10 @@ TEST(ConsoleOutput, AWorldOfOnePassesEverything) {
 }
 
 TEST(ConsoleOutput, LinesStayWhole) {
-  // Four ranks write long lines in small pieces at the same time.
+  // Four ranks write long lines in small parts at the same time.
   const std::string script =
-      "i=0; while [ $i -lt 200 ]; do printf '%s' \"begin$RANK\"; printf '%s' xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; "
+      "i=0; while [ $i -lt 200 ]; do printf '%s' \"begin$RANK\"; printf '%s' "
+      "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; "
       "printf '%s\\n' \"end$RANK\"; i=$((i+1)); done";
   Launched run(run_shell(4, script), {}, {.merged = true});
   EXPECT_EQ(run.finish(), 0);
@@ -54,9 +55,13 @@ TEST(ConsoleOutput, LinesStayWhole) {
 }
 
 TEST(ConsoleOutput, ALineWaitsForTheEndOfRankZerosLine) {
-  // Rank 1 writes while rank 0's line is unfinished; the pause lets a launcher that does not wait show it.
-  Launched run(run_shell(2, "cd $TESSERA_RENDEZVOUS; if [ $RANK = 0 ]; then printf begin; touch half; until [ -e other ]; do :; done; "
-                            "sleep 0.2; echo -end; else until [ -e half ]; do :; done; sleep 0.1; echo line; touch other; fi"));
+  // Rank 1 writes while rank 0's line is unfinished; the pause lets a launcher that does not wait
+  // show it.
+  Launched run(run_shell(2,
+                         "cd $TESSERA_RENDEZVOUS; if [ $RANK = 0 ]; then printf begin; touch half; "
+                         "until [ -e other ]; do :; done; "
+                         "sleep 0.2; echo -end; else until [ -e half ]; do :; done; sleep 0.1; "
+                         "echo line; touch other; fi"));
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(run.out(), "begin-end\n[rank 1] line\n");
 }
@@ -70,11 +75,16 @@ TEST(ConsoleOutput, MuchOutputArrivesInFull) {
 
 TEST(ConsoleOutput, AFullDiskLosesOutputAndNoRank) {
   const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
-  const std::string script = "seq 1 20000; sleep 0.2; echo more; echo done$RANK >&2; [ $RANK = 0 ] || exit $CODE";
+  const std::string script =
+      "seq 1 20000; sleep 0.2; echo more; echo done$RANK >&2; [ $RANK = 0 ] || exit $CODE";
   for (int code : {0, 3}) {
     Launched run(run_shell(2, script), {{"CODE", std::to_string(code)}}, {.out = full});
     EXPECT_EQ(run.finish(), code);
-    EXPECT_EQ(occurrences(run.err(), "tessera run: stdout: No space left on device; what the ranks write there is lost"), 1);
+    EXPECT_EQ(
+        occurrences(
+            run.err(),
+            "tessera run: stdout: No space left on device; what the ranks write there is lost"),
+        1);
     EXPECT_THAT(run.err(), HasSubstr("done0"));
     EXPECT_THAT(run.err(), HasSubstr("[rank 1] done1"));
   }

@@ -29,15 +29,18 @@ Attempt attempt() {
 }
 
 TEST(EnvironmentTest, PlaceOfARankAmongSeveralHosts) {
-  EXPECT_THAT(rank_environment(two_hosts(), attempt(), 2, {"HOME=/h"}),
-              IsSupersetOf({"HOME=/h", "RANK=6", "LOCAL_RANK=2", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=4", "GROUP_RANK=1",
-                            "NODE_RANK=1", "GROUP_WORLD_SIZE=2", "MASTER_ADDR=host0", "MASTER_PORT=1234",
-                            "TORCHELASTIC_RESTART_COUNT=0", "TORCHELASTIC_MAX_RESTARTS=0", "TORCHELASTIC_RUN_ID=abc"}));
+  EXPECT_THAT(
+      rank_environment(two_hosts(), attempt(), 2, {"HOME=/h"}),
+      IsSupersetOf({"HOME=/h", "RANK=6", "LOCAL_RANK=2", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=4",
+                    "GROUP_RANK=1", "NODE_RANK=1", "GROUP_WORLD_SIZE=2", "MASTER_ADDR=host0",
+                    "MASTER_PORT=1234", "TORCHELASTIC_RESTART_COUNT=0",
+                    "TORCHELASTIC_MAX_RESTARTS=0", "TORCHELASTIC_RUN_ID=abc"}));
 }
 
 TEST(EnvironmentTest, ASurroundingLaunchersVariablesAreReplacedOrDropped) {
-  const auto result = rank_environment(two_hosts(), attempt(), 0,
-                                       {"RANK=9", "TORCHELASTIC_USE_AGENT_STORE=True", "TESSERA_RENDEZVOUS=/old"});
+  const auto result =
+      rank_environment(two_hosts(), attempt(), 0,
+                       {"RANK=9", "TORCHELASTIC_USE_AGENT_STORE=True", "TESSERA_RENDEZVOUS=/old"});
   EXPECT_THAT(result, Contains("RANK=4"));
   EXPECT_THAT(result, Not(Contains("RANK=9")));
   EXPECT_THAT(result, Each(Not(StartsWith("TORCHELASTIC_USE_AGENT_STORE"))));
@@ -57,7 +60,8 @@ TEST(EnvironmentTest, ThreadsAreLimitedForSeveralRanksOnly) {
   EXPECT_TRUE(limits_threads(two_hosts(), {"OMP_NUM_THREADS_X=2"}));
   EXPECT_FALSE(limits_threads(two_hosts(), {"OMP_NUM_THREADS=2"}));
   EXPECT_THAT(rank_environment(two_hosts(), attempt(), 0, {}), Contains("OMP_NUM_THREADS=1"));
-  EXPECT_THAT(rank_environment(two_hosts(), attempt(), 0, {"OMP_NUM_THREADS=2"}), Contains("OMP_NUM_THREADS=2"));
+  EXPECT_THAT(rank_environment(two_hosts(), attempt(), 0, {"OMP_NUM_THREADS=2"}),
+              Contains("OMP_NUM_THREADS=2"));
 }
 
 TEST(EnvironmentTest, OnlyRankZeroIsToldOfTheTerminal) {
@@ -66,7 +70,8 @@ TEST(EnvironmentTest, OnlyRankZeroIsToldOfTheTerminal) {
   Attempt here = attempt();
   here.terminal = true;
   here.columns = 99;
-  EXPECT_THAT(rank_environment(options, here, 0, {}), IsSupersetOf({"TESSERA_TTY=1", "COLUMNS=99"}));
+  EXPECT_THAT(rank_environment(options, here, 0, {}),
+              IsSupersetOf({"TESSERA_TTY=1", "COLUMNS=99"}));
   EXPECT_THAT(rank_environment(options, here, 1, {}), Each(Not(StartsWith("TESSERA_TTY"))));
 }
 

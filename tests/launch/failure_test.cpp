@@ -1,9 +1,9 @@
+#include <memory>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
-
-#include <memory>
 
 #include "launch/launched.h"
 
@@ -15,7 +15,9 @@ using testing::MatchesRegex;
 using testing::Not;
 
 // Waits until the other ranks are up, so that what happens next happens to a whole world.
-const std::string kMeet = "echo x >$TESSERA_RENDEZVOUS/$RANK; until [ $(ls $TESSERA_RENDEZVOUS | wc -l) = $WORLD_SIZE ]; do :; done; ";
+const std::string kWaitForAll =
+    "echo x >$TESSERA_RENDEZVOUS/$RANK; until [ $(ls $TESSERA_RENDEZVOUS | wc -l) = $WORLD_SIZE ]; "
+    "do :; done; ";
 
 std::vector<std::unique_ptr<Watched>> watch(const std::vector<pid_t>& pids) {
   std::vector<std::unique_ptr<Watched>> result;
@@ -24,7 +26,8 @@ std::vector<std::unique_ptr<Watched>> watch(const std::vector<pid_t>& pids) {
 }
 
 TEST(Failure, AnExitCodeIsNamedWithTheLastLines) {
-  Launched run(run_shell(3, kMeet + "[ $RANK = 1 ] && { for i in $(seq 30); do echo line$i. >&2; done; exit 3; }; exec sleep 60"));
+  Launched run(run_shell(3, kWaitForAll + "[ $RANK = 1 ] && { for i in $(seq 30); do echo line$i. "
+                                          ">&2; done; exit 3; }; exec sleep 60"));
   EXPECT_EQ(run.finish(), 3);
   EXPECT_THAT(run.err(), HasSubstr("exited with code 3 on "));
   EXPECT_THAT(run.err(), HasSubstr("it is the root cause; ending the other 2 ranks"));
@@ -36,14 +39,16 @@ TEST(Failure, AnExitCodeIsNamedWithTheLastLines) {
 }
 
 TEST(Failure, ACrashIsNamedByItsSignal) {
-  Launched run(run_shell(2, kMeet + "ulimit -c 0; [ $RANK = 1 ] && kill -SEGV $$; exec sleep 60"));
+  Launched run(
+      run_shell(2, kWaitForAll + "ulimit -c 0; [ $RANK = 1 ] && kill -SEGV $$; exec sleep 60"));
   EXPECT_EQ(run.finish(), 139);
   EXPECT_THAT(run.err(), HasSubstr("was killed by SIGSEGV"));
 }
 
 TEST(Failure, AKilledRankIsReportedAtOnceAndTheStubbornEndToo) {
   // The survivors ignore SIGTERM, and so do their children.
-  Launched run(run_shell(3, "trap '' TERM INT; echo pid=$$; sleep 60 & echo pid=$!; wait; sleep 60"));
+  Launched run(
+      run_shell(3, "trap '' TERM INT; echo pid=$$; sleep 60 & echo pid=$!; wait; sleep 60"));
   run.wait_for("pid=", 6);
   const auto all = watch(run.pids());
   const pid_t victim = run.pids()[0];
@@ -59,10 +64,13 @@ TEST(Failure, AKilledRankIsReportedAtOnceAndTheStubbornEndToo) {
 
 TEST(Failure, SurvivorsThatEndBecauseOfItAreNotTheCause) {
   // Rank 0 leaves with code 1 as soon as it sees that rank 1 is no more.
-  Launched run(run_shell(2, "echo $$ >$TESSERA_RENDEZVOUS/$RANK.tmp; mv $TESSERA_RENDEZVOUS/$RANK.tmp $TESSERA_RENDEZVOUS/$RANK; " +
-                            std::string("echo pid=$$; [ $RANK = 1 ] && exec sleep 60; ") +
-                            "until [ -e $TESSERA_RENDEZVOUS/1 ]; do :; done; read peer <$TESSERA_RENDEZVOUS/1; "
-                            "until grep -qs 'State:.Z' /proc/$peer/status; do :; done; exit 1"));
+  Launched run(run_shell(
+      2,
+      "echo $$ >$TESSERA_RENDEZVOUS/$RANK.tmp; mv $TESSERA_RENDEZVOUS/$RANK.tmp "
+      "$TESSERA_RENDEZVOUS/$RANK; " +
+          std::string("echo pid=$$; [ $RANK = 1 ] && exec sleep 60; ") +
+          "until [ -e $TESSERA_RENDEZVOUS/1 ]; do :; done; read peer <$TESSERA_RENDEZVOUS/1; "
+          "until grep -qs 'State:.Z' /proc/$peer/status; do :; done; exit 1"));
   run.wait_for("pid=", 2);
   const size_t victim = run.out().find("[rank 1] pid=");
   kill(std::atoi(run.out().c_str() + victim + 13), SIGKILL);
@@ -75,7 +83,10 @@ TEST(Failure, SurvivorsThatEndBecauseOfItAreNotTheCause) {
 TEST(Failure, AConsequenceThatEndsFirstIsNotTheCause) {
   const std::pair<std::string, int> ends[] = {{"exit 4", 4}, {"kill -KILL $$", 137}};
   for (const auto& [end, code] : ends) {
-    Launched run(run_shell(3, kMeet + "[ $RANK = 0 ] || { echo 'train: BrokenWorldError: rank 0 has left' >&2; exit 1; }; sleep 0.3; " + end));
+    Launched run(run_shell(3, kWaitForAll +
+                                  "[ $RANK = 0 ] || { echo 'train: BrokenWorldError: rank 0 has "
+                                  "left' >&2; exit 1; }; sleep 0.3; " +
+                                  end));
     EXPECT_EQ(run.finish(), code);
     EXPECT_EQ(occurrences(run.err(), "by its last lines because of another rank"), 2);
     EXPECT_THAT(run.err(), HasSubstr("root cause: rank 0 "));
@@ -84,7 +95,8 @@ TEST(Failure, AConsequenceThatEndsFirstIsNotTheCause) {
 }
 
 TEST(Failure, AConsequenceWithoutItsCauseIsTheFirstFailure) {
-  Launched run(run_shell(2, kMeet + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; exit 5"));
+  Launched run(run_shell(
+      2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; exit 5"));
   run.wait_for("it is the first failure; ending the other 1 rank");
   EXPECT_EQ(run.finish(), 5);
   EXPECT_THAT(run.err(), HasSubstr("first failure: rank 1 "));
@@ -92,7 +104,8 @@ TEST(Failure, AConsequenceWithoutItsCauseIsTheFirstFailure) {
 }
 
 TEST(Failure, AKilledRankIsNoConsequenceWhateverItWrote) {
-  Launched run(run_shell(2, kMeet + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; kill -KILL $$"));
+  Launched run(run_shell(
+      2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; kill -KILL $$"));
   EXPECT_EQ(run.finish(), 137);
   EXPECT_THAT(run.err(), HasSubstr("it is the root cause"));
 }
@@ -131,8 +144,10 @@ TEST(Failure, BackgroundProcessesOfARankEndWithTheRun) {
 }
 
 TEST(Failure, RestartsStartAllRanksAgainElsewhere) {
-  Launched run(run_shell(2, "echo attempt=$TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS $TESSERA_RENDEZVOUS; " + kMeet +
-                            "[ $TORCHELASTIC_RESTART_COUNT = 2 ] || exit 4",
+  Launched run(run_shell(2,
+                         "echo attempt=$TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS "
+                         "$TESSERA_RENDEZVOUS; " +
+                             kWaitForAll + "[ $TORCHELASTIC_RESTART_COUNT = 2 ] || exit 4",
                          {"--max-restarts=3"}));
   EXPECT_EQ(run.finish(), 0);
   for (const char* attempt : {"0", "1", "2"}) {

@@ -12,7 +12,8 @@ using testing::HasSubstr;
 using testing::Not;
 
 TEST(Interrupt, OnceIsForwardedAndGraceful) {
-  Launched run(run_shell(2, "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done"));
+  Launched run(
+      run_shell(2, "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done"));
   run.wait_for("ready", 2);
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 0);
@@ -40,7 +41,9 @@ TEST(Interrupt, AnExitCodeOfAnInterruptedProgramPasses) {
 }
 
 TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
-  Launched run(run_shell(2, "trap 'sleep 0.3; echo saved; exit 0' TERM HUP; echo ready; while :; do sleep 0.05; done"));
+  Launched run(run_shell(
+      2,
+      "trap 'sleep 0.3; echo saved; exit 0' TERM HUP; echo ready; while :; do sleep 0.05; done"));
   run.wait_for("ready", 2);
   run.send(SIGTERM);
   run.wait_for("SIGTERM: asked 2 ranks to end");
@@ -52,8 +55,9 @@ TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
 }
 
 TEST(Interrupt, AfterAFailureItKeepsTheRanksFromStartingAgain) {
-  Launched run(run_shell(2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done",
-                         {"--max-restarts=1"}));
+  Launched run(run_shell(
+      2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done",
+      {"--max-restarts=1"}));
   run.wait_for("it is the root cause");
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 3);
@@ -78,7 +82,8 @@ TEST(Interrupt, OnceMoreKillsAtOnce) {
 }
 
 TEST(Interrupt, TheGraceTimeEnds) {
-  Launched run(run_shell(2, "trap '' TERM; echo ready; while :; do sleep 60; done", {"--grace=0.2"}));
+  Launched run(
+      run_shell(2, "trap '' TERM; echo ready; while :; do sleep 60; done", {"--grace=0.2"}));
   run.wait_for("ready", 2);
   run.send(SIGTERM);
   EXPECT_EQ(run.finish(), 143);

@@ -1,5 +1,11 @@
 #include "launch/launched.h"
 
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -7,12 +13,6 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <chrono>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <stdexcept>
 
 extern char** environ;
 
@@ -31,7 +31,8 @@ std::vector<std::string> environment(const Launched::Variables& set) {
   std::vector<std::string> result;
   for (char** entry = environ; *entry; ++entry) {
     const std::string name = std::string(*entry).substr(0, std::string(*entry).find('='));
-    if (set.count(name) == 0 && name != "XDG_RUNTIME_DIR" && name != "OMP_NUM_THREADS") result.emplace_back(*entry);
+    if (set.count(name) == 0 && name != "XDG_RUNTIME_DIR" && name != "OMP_NUM_THREADS")
+      result.emplace_back(*entry);
   }
   for (const auto& [name, value] : set) result.push_back(name + "=" + value);
   return result;
@@ -70,7 +71,8 @@ bool Watched::ended(double seconds) const {
   return poll(&polled, 1, static_cast<int>(seconds * 1000)) == 1;
 }
 
-Launched::Launched(const std::vector<std::string>& arguments, const Variables& set, Streams streams) : start_(now()) {
+Launched::Launched(const std::vector<std::string>& arguments, const Variables& set, Streams streams)
+    : start_(now()) {
   Variables variables = set;
   variables.emplace("TMPDIR", tmp_.path());
   std::vector<std::string> command = {TESSERA_COMMAND};
@@ -139,7 +141,8 @@ bool Launched::read_more(double until) {
 void Launched::wait_for(const std::string& text, int times) {
   const double until = now() + kBound;
   while (occurrences(out_, text) + occurrences(err_, text) < times) {
-    if (!read_more(until)) throw std::runtime_error("ended without '" + text + "': " + out_ + "; errors: " + err_);
+    if (!read_more(until))
+      throw std::runtime_error("ended without '" + text + "': " + out_ + "; errors: " + err_);
   }
 }
 
@@ -176,7 +179,8 @@ std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-std::vector<std::string> run_shell(int ranks, const std::string& script, std::vector<std::string> flags) {
+std::vector<std::string> run_shell(int ranks, const std::string& script,
+                                   std::vector<std::string> flags) {
   std::vector<std::string> arguments = {"run", "-n", std::to_string(ranks)};
   arguments.insert(arguments.end(), flags.begin(), flags.end());
   arguments.insert(arguments.end(), {"sh", "-c", script});

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <map>
 #include <string>
 #include <vector>
+
+#include <sys/types.h>
 
 namespace tessera::launch_test {
 
@@ -35,16 +35,17 @@ class Watched {
   int fd_;
 };
 
-/// The `tessera` command as a child process: outputs in pipes, TMPDIR a folder of its own. Every wait has a bound; an
-/// expired one is an exception, and the process is killed at the end.
+/// The `tessera` command as a child process: outputs in pipes, TMPDIR a folder of its own. Every
+/// wait has a bound; an expired one is an exception, and the process is killed at the end.
 class Launched {
  public:
   using Variables = std::map<std::string, std::string>;
 
   struct Streams {
-    int in = -1;  ///< -1: /dev/null.
-    int out = -1;  ///< -1: a pipe, read as out().
-    int terminal = -1;  ///< Slave of a pseudo terminal for all three streams, as controlling terminal of a new session.
+    int in = -1;          ///< -1: /dev/null.
+    int out = -1;         ///< -1: a pipe, read as out().
+    int terminal = -1;    ///< Slave of a pseudo terminal for all three streams, as controlling
+                          ///< terminal of a new session.
     bool merged = false;  ///< Both outputs in one pipe, read as out().
   };
 
@@ -84,6 +85,7 @@ int occurrences(const std::string& where, const std::string& text);
 std::string read_file(const std::string& path);
 
 /// `tessera run -n <ranks> sh -c <script>`, with further flags in front.
-std::vector<std::string> run_shell(int ranks, const std::string& script, std::vector<std::string> flags = {});
+std::vector<std::string> run_shell(int ranks, const std::string& script,
+                                   std::vector<std::string> flags = {});
 
 }  // namespace tessera::launch_test

@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "launch/open_files.h"
+#include "launch/supervise/open_files.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
@@ -22,7 +22,8 @@ TEST(LaunchOptionsTest, NumbersAreWholeAndInRange) {
   EXPECT_EQ(parse_integer("--nnodes", "12", 1, 100), 12);
   for (const char* bad : {"", "x", "1x", "0", "101", "1.5", "99999999999", " 1"}) {
     EXPECT_THAT([&] { parse_integer("--nnodes", bad, 1, 100); },
-                ThrowsMessage<UsageError>(AllOf(HasSubstr("--nnodes"), HasSubstr(bad), HasSubstr("from 1 to 100"))));
+                ThrowsMessage<UsageError>(
+                    AllOf(HasSubstr("--nnodes"), HasSubstr(bad), HasSubstr("from 1 to 100"))));
   }
 }
 
@@ -47,7 +48,8 @@ TEST(LaunchOptionsTest, StreamChoices) {
 
 TEST(LaunchOptionsTest, ARankTwiceIsNamed) {
   EXPECT_THAT([] { parse_streams("--tee", "0:3,1:1,0:1"); },
-              ThrowsMessage<UsageError>("--tee = '0:3,1:1,0:1': expected every local rank once, not 0 again"));
+              ThrowsMessage<UsageError>(
+                  "--tee = '0:3,1:1,0:1': expected every local rank once, not 0 again"));
 }
 
 TEST(LaunchOptionsTest, Seconds) {
@@ -87,9 +89,11 @@ TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {
 
 TEST(LaunchOptionsTest, OpenFilesOfTheRanks) {
   LaunchOptions options = good();
-  EXPECT_EQ(needed_open_files(options, false), 1 + 2 + 1);  // guard; process and execve's pipe; its other end
+  EXPECT_EQ(needed_open_files(options, false),
+            1 + 2 + 1);  // guard; process and execve's pipe; its other end
   options.nproc_per_node = 3;
-  EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 3 + 1 + 1 + 1);  // a pipe each, its other end, /dev/null
+  EXPECT_EQ(needed_open_files(options, true),
+            1 + 3 * 3 + 1 + 1 + 1);  // a pipe each, its other end, /dev/null
   EXPECT_EQ(needed_open_files(options, false), 1 + 3 * 4 + 1 + 2 + 1);
   options.log_dir = "logs";
   EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 6 + 1 + 2 + 1);

@@ -5,25 +5,25 @@
 #include <termios.h>
 #include <unistd.h>
 
-#include "launch/fd.h"
-#include "launch/line_reader.h"
-#include "launch/sink.h"
+#include "launch/output/line_reader.h"
+#include "launch/output/sink.h"
+#include "launch/supervise/fd.h"
 
 namespace tessera::launch {
 namespace {
 
 using testing::ElementsAre;
 
-std::vector<std::string> lines_of(std::initializer_list<std::string> pieces) {
+std::vector<std::string> lines_of(std::initializer_list<std::string> parts) {
   std::vector<std::string> lines;
   LineReader reader;
   const auto keep = [&](const std::string& line) { lines.push_back(line); };
-  for (const std::string& piece : pieces) reader.feed(piece, keep);
+  for (const std::string& part : parts) reader.feed(part, keep);
   reader.finish(keep);
   return lines;
 }
 
-TEST(LineReaderTest, LinesAcrossPieces) {
+TEST(LineReaderTest, LinesAcrossParts) {
   EXPECT_THAT(lines_of({"a\nb", "c\n\nd"}), ElementsAre("a", "bc", "", "d"));
   EXPECT_THAT(lines_of({}), ElementsAre());
 }

@@ -1,16 +1,16 @@
 #include "launch/rendezvous.h"
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <memory>
 
 namespace tessera::launch {
 namespace {

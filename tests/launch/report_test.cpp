@@ -1,4 +1,4 @@
-#include "launch/report.h"
+#include "launch/supervise/report.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -21,19 +21,24 @@ Exit killed(int rank, int signal, bool consequence = false) {
   return exit;
 }
 
-TEST(ReportTest, TheFirstOfEqualsIsTheRootCause) { EXPECT_EQ(root_cause({coded(1, 3), coded(0, 1)}), 0u); }
+TEST(ReportTest, TheFirstOfEqualsIsTheRootCause) {
+  EXPECT_EQ(root_cause({coded(1, 3), coded(0, 1)}), 0u);
+}
 
 TEST(ReportTest, ASignalFromOutsideComesBeforeAnExitCode) {
   EXPECT_EQ(root_cause({coded(0, 1), killed(1, SIGKILL)}), 1u);
 }
 
-TEST(ReportTest, AnAbortIsNoBetterEvidenceThanACode) { EXPECT_EQ(root_cause({coded(0, 1), killed(1, SIGABRT)}), 0u); }
+TEST(ReportTest, AnAbortIsNoBetterEvidenceThanACode) {
+  EXPECT_EQ(root_cause({coded(0, 1), killed(1, SIGABRT)}), 0u);
+}
 
 TEST(ReportTest, ConsequencesComeLast) {
   EXPECT_EQ(root_cause({killed(0, SIGABRT, true), coded(1, 3)}), 1u);
   EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true)}), 0u);
   EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true), killed(2, SIGKILL)}), 2u);
-  EXPECT_TRUE(speaks_of_broken_world({"terminate called after throwing 'tessera::BrokenWorldError'", "what(): …"}));
+  EXPECT_TRUE(speaks_of_broken_world(
+      {"terminate called after throwing 'tessera::BrokenWorldError'", "what(): …"}));
   EXPECT_FALSE(speaks_of_broken_world({"out of memory"}));
 }
 

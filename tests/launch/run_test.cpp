@@ -1,12 +1,12 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "launch/launched.h"
 
@@ -17,16 +17,20 @@ using testing::HasSubstr;
 using testing::Not;
 
 TEST(Run, RanksKnowTheirPlace) {
-  Launched run(run_shell(3, "echo \"rank=$RANK local=$LOCAL_RANK world=$WORLD_SIZE addr=$MASTER_ADDR omp=$OMP_NUM_THREADS;\""));
+  Launched run(run_shell(3,
+                         "echo \"rank=$RANK local=$LOCAL_RANK world=$WORLD_SIZE addr=$MASTER_ADDR "
+                         "omp=$OMP_NUM_THREADS;\""));
   EXPECT_EQ(run.finish(), 0);
   for (const char* rank : {"0", "1", "2"}) {
-    EXPECT_THAT(run.out(), HasSubstr(std::string("rank=") + rank + " local=" + rank + " world=3 addr=127.0.0.1 omp=1;"));
+    EXPECT_THAT(run.out(), HasSubstr(std::string("rank=") + rank + " local=" + rank +
+                                     " world=3 addr=127.0.0.1 omp=1;"));
   }
   EXPECT_EQ(occurrences(run.err(), "OMP_NUM_THREADS"), 2);  // one line, which has it twice
 }
 
 TEST(Run, TheRendezvousFolderIsSharedPrivateAndRemoved) {
-  Launched run(run_shell(2, "stat -c 'dir=%a:%n;' $TESSERA_RENDEZVOUS; echo x >$TESSERA_RENDEZVOUS/$RANK"));
+  Launched run(
+      run_shell(2, "stat -c 'dir=%a:%n;' $TESSERA_RENDEZVOUS; echo x >$TESSERA_RENDEZVOUS/$RANK"));
   EXPECT_EQ(run.finish(), 0);
   std::set<std::string> folders;
   for (size_t at = 0; (at = run.out().find("dir=", at)) != std::string::npos; ++at) {
@@ -47,7 +51,8 @@ TEST(Run, EveryRunHasItsOwnPort) {
 }
 
 TEST(Run, ArgumentsPassUntouched) {
-  Launched run({"run", "-n1", "--", "sh", "-c", "for a; do echo \"<$a>\"; done", "--", "-n", "9", "", "a b", "--", "--nnodes=7"});
+  Launched run({"run", "-n1", "--", "sh", "-c", "for a; do echo \"<$a>\"; done", "--", "-n", "9",
+                "", "a b", "--", "--nnodes=7"});
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(run.out(), "<-n>\n<9>\n<>\n<a b>\n<-->\n<--nnodes=7>\n");
 }
@@ -63,7 +68,8 @@ TEST(Run, RankZeroReadsTheInputTheOthersNone) {
   ASSERT_EQ(pipe(ends), 0);
   ASSERT_EQ(write(ends[1], "hello\n", 6), 6);
   close(ends[1]);
-  Launched run(run_shell(2, "if read x; then echo got=$x; else echo none; fi"), {}, {.in = ends[0]});
+  Launched run(run_shell(2, "if read x; then echo got=$x; else echo none; fi"), {},
+               {.in = ends[0]});
   close(ends[0]);
   EXPECT_EQ(run.finish(), 0);
   EXPECT_THAT(run.out(), HasSubstr("got=hello\n"));
@@ -73,7 +79,8 @@ TEST(Run, RankZeroReadsTheInputTheOthersNone) {
 TEST(Run, SignalsOfTheProgramAreAtTheirDefaults) {
   Launched run(run_shell(2, "grep -hE 'Sig(Blk|Ign)' /proc/self/status"));
   EXPECT_EQ(run.finish(), 0);
-  // 32 and 33 are the C library's own: it refuses to change them, and a parent without it may have left them ignored.
+  // 32 and 33 are the C library's own: it refuses to change them, and a parent without it may have
+  // left them ignored.
   const uint64_t libc_own = uint64_t{3} << 31;
   int masks = 0;
   std::istringstream lines(run.out());
@@ -97,9 +104,12 @@ TEST(Run, AUserCannotStartWhatIsNotThere) {
   const struct {
     std::string program, word;
     int code;
-  } cases[] = {{"no-such-program", "not found in PATH", 127}, {"./no-such-program", "No such file", 127},
-               {folder.path(), "is a folder", 126},           {plain, "not executable", 126},
-               {odd, "#!/bin/sh", 126},                       {lost, "interpreter", 127}};
+  } cases[] = {{"no-such-program", "not found in PATH", 127},
+               {"./no-such-program", "No such file", 127},
+               {folder.path(), "is a folder", 126},
+               {plain, "not executable", 126},
+               {odd, "#!/bin/sh", 126},
+               {lost, "interpreter", 127}};
   for (const auto& c : cases) {
     Launched run({"run", "-n", "2", c.program});
     EXPECT_EQ(run.finish(), c.code) << c.program;
@@ -124,7 +134,8 @@ TEST(Run, BadFlagsAreNamed) {
       {{"run", "--log-dir", "", "true"}, "--log-dir = '': expected a value"},
       {{"run", "--log_dir=", "true"}, "--log-dir = '': expected a value"},
       {{"run", "-t", "", "true"}, "-t = '': expected a value"},
-      {{"run", "--redirects=0:1,0:2", "true"}, "--redirects = '0:1,0:2': expected every local rank once"},
+      {{"run", "--redirects=0:1,0:2", "true"},
+       "--redirects = '0:1,0:2': expected every local rank once"},
       {{"rum"}, "did you mean \"run\"?"},
       {{}, "usage"},
   };
@@ -138,7 +149,9 @@ TEST(Run, BadFlagsAreNamed) {
 
 /// The command with a limit on its open files.
 std::vector<std::string> limited(int64_t files, const std::vector<std::string>& arguments) {
-  std::vector<std::string> result = {"run", "sh", "-c", "ulimit -n " + std::to_string(files) + "; exec \"$@\"", "sh", TESSERA_COMMAND, "run"};
+  std::vector<std::string> result = {
+      "run",           "sh", "-c", "ulimit -n " + std::to_string(files) + "; exec \"$@\"", "sh",
+      TESSERA_COMMAND, "run"};
   result.insert(result.end(), arguments.begin(), arguments.end());
   return result;
 }
@@ -146,14 +159,19 @@ std::vector<std::string> limited(int64_t files, const std::vector<std::string>& 
 TEST(Run, OpenFilesAreCountedBeforeRanksStart) {
   const TemporaryFolder logs;
   const std::vector<std::vector<std::string>> cases = {
-      {"-n", "1"}, {"-n", "2"}, {"-n", "30"}, {"-n", "9", "--log-dir", logs.path()}, {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
+      {"-n", "1"},
+      {"-n", "2"},
+      {"-n", "30"},
+      {"-n", "9", "--log-dir", logs.path()},
+      {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
   for (std::vector<std::string> arguments : cases) {
     const std::string who = "--nproc-per-node = '" + arguments[1] + "': needs ";
     arguments.insert(arguments.end(), {"echo", "started"});
     Launched refused(limited(6, arguments));
     EXPECT_EQ(refused.finish(), 2);
     EXPECT_EQ(refused.out(), "");
-    EXPECT_THAT(refused.err(), HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
+    EXPECT_THAT(refused.err(),
+                HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
     const size_t at = refused.err().find(who);
     ASSERT_NE(at, std::string::npos) << refused.err();
     const int enough = std::atoi(refused.err().c_str() + at + who.size());
@@ -177,7 +195,8 @@ TEST(Run, ATrainingWithoutAConfigStartsNoRanks) {
   std::ofstream(trainer) << "#!/bin/sh\necho \"rank=$RANK; $*\"\n";
   chmod(trainer.c_str(), 0755);
   const auto train = [&](std::vector<std::string> words) {
-    words.insert(words.begin(), {"-c", "unset RANK WORLD_SIZE; exec \"$@\"", "sh", folder.path() + "/tessera", "train", "-n", "2"});
+    words.insert(words.begin(), {"-c", "unset RANK WORLD_SIZE; exec \"$@\"", "sh",
+                                 folder.path() + "/tessera", "train", "-n", "2"});
     words.insert(words.begin(), {"run", "sh"});
     Launched run(words);
     EXPECT_EQ(run.finish(), 0) << run.err();

@@ -16,7 +16,8 @@ class Terminal {
  public:
   Terminal() {
     winsize size{24, 77, 0, 0};
-    if (openpty(&master_, &slave_, nullptr, nullptr, &size) != 0) throw std::runtime_error("no pseudo terminal");
+    if (openpty(&master_, &slave_, nullptr, nullptr, &size) != 0)
+      throw std::runtime_error("no pseudo terminal");
   }
   ~Terminal() {
     close(master_);
@@ -68,7 +69,9 @@ bool reaches_state(pid_t pid, bool stopped) {
 
 TEST(OnATerminal, RankZeroIsToldAndCtrlCReachesEachRankOnce) {
   Terminal terminal;
-  Launched run(run_shell(2, "trap 'echo got-int; exit 0' INT; echo tty=$TESSERA_TTY,cols=$COLUMNS,; while :; do sleep 0.05; done"),
+  Launched run(run_shell(2,
+                         "trap 'echo got-int; exit 0' INT; echo tty=$TESSERA_TTY,cols=$COLUMNS,; "
+                         "while :; do sleep 0.05; done"),
                {}, {.terminal = terminal.slave()});
   ASSERT_TRUE(terminal.shows("tty=1,cols=77,")) << terminal.text();
   ASSERT_TRUE(terminal.shows("tty=,")) << terminal.text();
@@ -79,7 +82,8 @@ TEST(OnATerminal, RankZeroIsToldAndCtrlCReachesEachRankOnce) {
 
 TEST(OnATerminal, RankZeroCanReadIt) {
   Terminal terminal;
-  Launched run(run_shell(2, "if read line; then echo got=$line; fi"), {}, {.terminal = terminal.slave()});
+  Launched run(run_shell(2, "if read line; then echo got=$line; fi"), {},
+               {.terminal = terminal.slave()});
   ASSERT_TRUE(terminal.shows("OMP_NUM_THREADS"));
   terminal.type("hello\n");
   EXPECT_TRUE(terminal.shows("got=hello")) << terminal.text();

@@ -1,13 +1,13 @@
 // Options and Hugging Face's config.json.
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <functional>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
@@ -74,7 +74,8 @@ TEST_F(GPT2Config, ReadsWhatItWrites) {
 
 TEST_F(GPT2Config, ReadsThePublishedOne) {
   // The keys of openai-community/gpt2 that matter, among others that do not.
-  const GPT2Options options = read(R"({"activation_function":"gelu_new","architectures":["GPT2LMHeadModel"],
+  const GPT2Options options =
+      read(R"({"activation_function":"gelu_new","architectures":["GPT2LMHeadModel"],
     "attn_pdrop":0.1,"bos_token_id":50256,"embd_pdrop":0.1,"eos_token_id":50256,"initializer_range":0.02,
     "layer_norm_epsilon":1e-05,"model_type":"gpt2","n_ctx":1024,"n_embd":768,"n_head":12,"n_layer":12,
     "n_positions":1024,"resid_pdrop":0.1,"summary_activation":null,"task_specific_params":{"a":{"b":50}},
@@ -91,16 +92,21 @@ TEST_F(GPT2Config, ReadsThePublishedOne) {
 TEST_F(GPT2Config, RefusesByFileAndKey) {
   EXPECT_THAT(refusal("{"), HasSubstr(path() + ": is not valid JSON"));
   EXPECT_THAT(refusal("[]"), HasSubstr("object is expected"));
-  EXPECT_THAT(refusal(R"({"n_embd":"768"})"), HasSubstr(path() + ": \"n_embd\" is \"768\", expected an integer"));
+  EXPECT_THAT(refusal(R"({"n_embd":"768"})"),
+              HasSubstr(path() + ": \"n_embd\" is \"768\", expected an integer"));
   EXPECT_THAT(refusal(R"({"n_embd":76.8})"), HasSubstr("expected an integer"));
   EXPECT_THAT(refusal(R"({"n_layer":18446744073709551615})"), HasSubstr("expected an integer"));
   EXPECT_THAT(refusal(R"({"tie_word_embeddings":1})"), HasSubstr("true or false"));
   EXPECT_THAT(refusal(R"({"attn_pdrop":true})"), HasSubstr("a number"));
-  EXPECT_THAT(refusal(R"({"n_head":7})"), HasSubstr("n_head is 7, which does not divide n_embd, 768"));
+  EXPECT_THAT(refusal(R"({"n_head":7})"),
+              HasSubstr("n_head is 7, which does not divide n_embd, 768"));
   EXPECT_THAT(refusal(R"({"n_head":7})"), HasSubstr(path()));
-  EXPECT_THAT(refusal(R"({"model_type":"llama"})"), HasSubstr("\"model_type\" is \"llama\", expected \"gpt2\""));
-  EXPECT_THAT(refusal(R"({"scale_attn_by_inverse_layer_idx":true})"), HasSubstr("scale_attn_by_inverse_layer_idx"));
-  EXPECT_THAT(refusal(R"({"activation_function":"gelu_nw"})"), HasSubstr("did you mean \"gelu_new\""));
+  EXPECT_THAT(refusal(R"({"model_type":"llama"})"),
+              HasSubstr("\"model_type\" is \"llama\", expected \"gpt2\""));
+  EXPECT_THAT(refusal(R"({"scale_attn_by_inverse_layer_idx":true})"),
+              HasSubstr("scale_attn_by_inverse_layer_idx"));
+  EXPECT_THAT(refusal(R"({"activation_function":"gelu_nw"})"),
+              HasSubstr("did you mean \"gelu_new\""));
   EXPECT_THROW(GPT2Options::from_config_json((folder_ / "none").string()), UsageError);
 }
 
@@ -120,8 +126,10 @@ TEST(GPT2OptionsTest, ImpossibleValuesAreRefusedByName) {
   EXPECT_THAT(refusal([](GPT2Options& o) { o.n_embd = int64_t{1} << 40; }), HasSubstr("n_embd"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.n_head = 5; }), HasSubstr("n_head is 5"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.attn_pdrop = 1.0; }), HasSubstr("attn_pdrop"));
-  EXPECT_THAT(refusal([](GPT2Options& o) { o.layer_norm_epsilon = 0; }), HasSubstr("layer_norm_epsilon"));
-  EXPECT_THAT(refusal([](GPT2Options& o) { o.initializer_range = -1; }), HasSubstr("initializer_range"));
+  EXPECT_THAT(refusal([](GPT2Options& o) { o.layer_norm_epsilon = 0; }),
+              HasSubstr("layer_norm_epsilon"));
+  EXPECT_THAT(refusal([](GPT2Options& o) { o.initializer_range = -1; }),
+              HasSubstr("initializer_range"));
 }
 
 }  // namespace

@@ -1,12 +1,13 @@
-// The model's arithmetic against a second one written out with plain products, its gradients against differences.
+// The model's arithmetic against a second one written out with plain products, its gradients
+// against differences.
 
 #include "tessera/models/gpt2.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <limits>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include "tessera/error.h"
 
@@ -33,7 +34,8 @@ void roughen(GPT2& model) {
 }
 
 at::Tensor some_tokens(int64_t batch, int64_t length, int64_t vocab = 61) {
-  return at::randint(vocab, {batch, length}, at::detail::createCPUGenerator(3), at::TensorOptions(at::kLong));
+  return at::randint(vocab, {batch, length}, at::detail::createCPUGenerator(3),
+                     at::TensorOptions(at::kLong));
 }
 
 class Written {
@@ -42,15 +44,16 @@ class Written {
       : parameters_(model->named_parameters()), heads_(heads), activation_(std::move(activation)) {}
 
   at::Tensor forward(const at::Tensor& tokens, int64_t layers) {
-    at::Tensor x =
-        p("transformer.wte.weight").index({tokens}) + p("transformer.wpe.weight").slice(0, 0, tokens.size(1));
+    at::Tensor x = p("transformer.wte.weight").index({tokens}) +
+                   p("transformer.wpe.weight").slice(0, 0, tokens.size(1));
     for (int64_t i = 0; i < layers; ++i) {
       const std::string h = "transformer.h." + std::to_string(i) + ".";
       x = x + attention(norm(x, h + "ln_1."), h + "attn.");
       x = x + affine(act(affine(norm(x, h + "ln_2."), h + "mlp.c_fc.")), h + "mlp.c_proj.");
     }
     x = norm(x, "transformer.ln_f.");
-    const std::string head = parameters_.contains("lm_head.weight") ? "lm_head.weight" : "transformer.wte.weight";
+    const std::string head =
+        parameters_.contains("lm_head.weight") ? "lm_head.weight" : "transformer.wte.weight";
     return x.matmul(p(head).t());
   }
 
@@ -63,7 +66,8 @@ class Written {
 
   at::Tensor norm(const at::Tensor& x, const std::string& name) {
     const at::Tensor centred = x - x.mean(-1, true);
-    return centred / (centred.pow(2).mean(-1, true) + 1e-5).sqrt() * p(name + "weight") + p(name + "bias");
+    return centred / (centred.pow(2).mean(-1, true) + 1e-5).sqrt() * p(name + "weight") +
+           p(name + "bias");
   }
 
   at::Tensor act(const at::Tensor& x) {
@@ -82,11 +86,16 @@ class Written {
     const at::Tensor qkv = affine(x, name + "c_attn.");
     const at::Tensor out = at::zeros({batch, length, width}, x.options());
     for (int64_t head = 0; head < heads_; ++head) {
-      const auto part = [&](int64_t which) { return qkv.narrow(2, which * width + head * each, each); };
+      const auto part = [&](int64_t which) {
+        return qkv.narrow(2, which * width + head * each, each);
+      };
       for (int64_t t = 0; t < length; ++t) {
         const at::Tensor k = part(1).narrow(1, 0, t + 1), v = part(2).narrow(1, 0, t + 1);
-        const at::Tensor scores = (part(0).narrow(1, t, 1) * k).sum(-1) / std::sqrt(static_cast<double>(each));
-        out.narrow(2, head * each, each).select(1, t).copy_((at::softmax(scores, -1).unsqueeze(-1) * v).sum(1));
+        const at::Tensor scores =
+            (part(0).narrow(1, t, 1) * k).sum(-1) / std::sqrt(static_cast<double>(each));
+        out.narrow(2, head * each, each)
+            .select(1, t)
+            .copy_((at::softmax(scores, -1).unsqueeze(-1) * v).sum(1));
       }
     }
     return affine(out, name + "c_proj.");
@@ -112,7 +121,8 @@ TEST(GPT2, EqualsTheFormulasWrittenOut) {
         const at::Tensor expected = Written(model, 3, activation).forward(tokens, 2);
         const at::Tensor logits = model->forward(tokens);
         ASSERT_EQ(logits.sizes(), at::IntArrayRef({3, length, 61}));
-        EXPECT_LT((logits - expected).abs().max().item<double>(), 1e-10) << activation << tied << length;
+        EXPECT_LT((logits - expected).abs().max().item<double>(), 1e-10)
+            << activation << tied << length;
       }
     }
   }
@@ -123,7 +133,9 @@ TEST(GPT2, Float32StaysWithin1e5OfFloat64) {
   GPT2 model(small());
   roughen(model);
   const at::Tensor tokens = some_tokens(4, 17);
-  const auto loss = [&] { return model->loss(tokens.slice(1, 0, 16), tokens.slice(1, 1, 17)).item<double>(); };
+  const auto loss = [&] {
+    return model->loss(tokens.slice(1, 0, 16), tokens.slice(1, 1, 17)).item<double>();
+  };
   const double single = loss();
   model->to(at::kDouble);
   EXPECT_NEAR(single, loss(), 1e-5 * loss());
@@ -134,9 +146,11 @@ TEST(GPT2, LossIsTheMeanCrossEntropy) {
   GPT2 model(small());
   const at::Tensor tokens = some_tokens(2, 9);
   const at::Tensor inputs = tokens.slice(1, 0, 8), targets = tokens.slice(1, 1, 9);
-  const at::Tensor chosen = at::log_softmax(model->forward(inputs), -1).gather(-1, targets.unsqueeze(-1));
+  const at::Tensor chosen =
+      at::log_softmax(model->forward(inputs), -1).gather(-1, targets.unsqueeze(-1));
   EXPECT_NEAR(model->loss(inputs, targets).item<double>(), -chosen.mean().item<double>(), 1e-6);
-  EXPECT_NEAR(model->loss(inputs, targets).item<double>(), std::log(61.0), 0.3) << "an untrained model knows nothing";
+  EXPECT_NEAR(model->loss(inputs, targets).item<double>(), std::log(61.0), 0.3)
+      << "an untrained model knows nothing";
 }
 
 TEST(GPT2, GradientsEqualCentralDifferences) {
@@ -191,7 +205,8 @@ TEST(GPT2, InitialWeightsFollowTheSeedAlone) {
     const at::Tensor& value = item.value();
     EXPECT_TRUE(at::equal(value, second->named_parameters()[item.key()])) << item.key();
     if (value.dim() == 1) {
-      EXPECT_TRUE((value == (item.key().ends_with("bias") ? 0 : 1)).all().item<bool>()) << item.key();
+      EXPECT_TRUE((value == (item.key().ends_with("bias") ? 0 : 1)).all().item<bool>())
+          << item.key();
       continue;
     }
     EXPECT_FALSE(at::equal(value, other->named_parameters()[item.key()])) << item.key();
@@ -225,7 +240,8 @@ TEST(GPT2, GeneratesWithItsOwnGenerator) {
   EXPECT_TRUE(at::equal(text, draw(1, {})));
   EXPECT_FALSE(at::equal(text, draw(2, {})));
   const at::Tensor greedy = draw(1, {0.0, 0});
-  EXPECT_TRUE(at::equal(greedy, draw(2, {1.0, 1}))) << "the likeliest one is the only one of the top 1";
+  EXPECT_TRUE(at::equal(greedy, draw(2, {1.0, 1})))
+      << "the likeliest one is the only one of the top 1";
   const torch::NoGradGuard no_grad;
   EXPECT_EQ(greedy[34].item<int64_t>(),
             model->forward(greedy.slice(0, 18, 34).unsqueeze(0))[0][15].argmax().item<int64_t>());

@@ -1,10 +1,10 @@
 // Hugging Face's names and shapes, and model.safetensors in both directions.
 
+#include <filesystem>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
-
-#include <filesystem>
 
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
@@ -153,7 +153,8 @@ TEST_F(GPT2Weights, ATiedHeadMustEqualTheEmbedding) {
   EXPECT_EQ(refusal(to, list), "accepted");
   expect_equal(from, to);
   list.back().second.add_(1);
-  EXPECT_THAT(refusal(to, list), HasSubstr("\"lm_head.weight\" differs from \"transformer.wte.weight\""));
+  EXPECT_THAT(refusal(to, list),
+              HasSubstr("\"lm_head.weight\" differs from \"transformer.wte.weight\""));
   list.back().second.sub_(1);
   list.erase(list.begin());
   GPT2 third(tiny(2));
@@ -169,7 +170,9 @@ TEST_F(GPT2Weights, FaultsAreListedTogether) {
   EXPECT_THAT(message, HasSubstr(path()));
   EXPECT_THAT(message, HasSubstr("\"transformer.wte.weight\" is [12, 8], the model has [11, 8]"));
   EXPECT_THAT(message, HasSubstr("1 missing: \"transformer.h.0.ln_1.bias\""));
-  EXPECT_THAT(message, HasSubstr("\"transformer.h.0.ln_1.bais\"; did you mean \"transformer.h.0.ln_1.bias\""));
+  EXPECT_THAT(
+      message,
+      HasSubstr("\"transformer.h.0.ln_1.bais\"; did you mean \"transformer.h.0.ln_1.bias\""));
   list = tensors(model);
   list.emplace_back("wte.weight", list[0].second);
   EXPECT_THAT(refusal(model, list), HasSubstr("given twice"));

@@ -1,19 +1,19 @@
-// The image classifier: its options, its shapes, SyncBatchNorm over ranks, and that it learns the synthetic images of
-// scripts/make_synthetic_idx.py, read through the data layer.
+// The image classifier: its options, its shapes, SyncBatchNorm over ranks, and that it learns the
+// synthetic images of scripts/make_synthetic_idx.py, read through the data layer.
 
 #include "tessera/models/image_classifier.h"
+
+#include <filesystem>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
-
 #include "harness/ranks.h"
 #include "models/synthetic_images.h"
-#include "tessera/batch_loader.h"
+#include "tessera/data/batch_loader.h"
+#include "tessera/data/idx_dataset.h"
+#include "tessera/data/sampler.h"
 #include "tessera/error.h"
-#include "tessera/idx_dataset.h"
-#include "tessera/sampler.h"
 
 namespace tessera {
 namespace {
@@ -88,8 +88,12 @@ TEST(ImageClassifier, RefusesWhatCannotBe) {
               }),
               AllOf(HasSubstr("in_channels is 2"), HasSubstr("[1, 3, 8, 8]")));
   EXPECT_THAT(refusal([&] { model->forward(at::zeros({2, 8, 8})); }), HasSubstr("[2, 8, 8]"));
-  EXPECT_THAT(refusal([&] { model->forward(at::zeros({1, 2, 8, 8}, at::kLong)); }), HasSubstr("floating-point"));
-  EXPECT_THAT(refusal([&] { model->loss(random_images(2), at::zeros({3}, at::kLong)); }), HasSubstr("one an image"));
+  EXPECT_THAT(refusal([&] {
+                model->forward(at::zeros({1, 2, 8, 8}, at::kLong));
+              }),
+              HasSubstr("floating-point"));
+  EXPECT_THAT(refusal([&] { model->loss(random_images(2), at::zeros({3}, at::kLong)); }),
+              HasSubstr("one an image"));
 }
 
 TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
@@ -104,17 +108,19 @@ TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
   run_ranks(3, [&](ProcessGroup group, int rank) {
     ImageClassifier part(ImageClassifierOptions{2, 4, 2, 4, "SyncBatchNorm", 1}, group);
     const int64_t begin = rank == 0 ? 0 : rank == 1 ? 3 : 4;
-    const at::Tensor logits = part->forward(images.narrow(0, begin, parts[static_cast<size_t>(rank)]));
+    const at::Tensor logits =
+        part->forward(images.narrow(0, begin, parts[static_cast<size_t>(rank)]));
     EXPECT_TRUE(at::allclose(logits, expected.narrow(0, begin, logits.size(0)), 1e-4, 1e-4));
     loss_sum(logits, labels.narrow(0, begin, logits.size(0))).backward();
     for (const auto& item : part->named_parameters()) {
       at::Tensor sum = item.value().grad().contiguous();
       group.all_reduce(sum);
-      EXPECT_TRUE(at::allclose(sum, whole->named_parameters()[item.key()].grad(), 1e-3, 1e-4)) << item.key();
+      EXPECT_TRUE(at::allclose(sum, whole->named_parameters()[item.key()].grad(), 1e-3, 1e-4))
+          << item.key();
     }
     for (const auto& item : whole->named_buffers()) {
-      EXPECT_TRUE(
-          at::allclose(part->named_buffers()[item.key()].to(at::kDouble), item.value().to(at::kDouble), 1e-4, 1e-5))
+      EXPECT_TRUE(at::allclose(part->named_buffers()[item.key()].to(at::kDouble),
+                               item.value().to(at::kDouble), 1e-4, 1e-5))
           << item.key();
     }
   });

@@ -1,15 +1,14 @@
-#include "tessera/fused_optimizer.h"
+#include <cmath>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cmath>
-
 #include "optim/kernels.h"
 #include "optim/plain_math.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
-#include "tessera/torch_compat.h"
+#include "tessera/optim/fused_optimizer.h"
 
 namespace tessera {
 namespace {
@@ -27,7 +26,9 @@ std::vector<at::Tensor> make_params(at::ScalarType dtype) {
     params.push_back(torch::randn({n}, dtype).requires_grad_());
   }
   // Strides of channels-last, of a transposed matrix, and of every second column (not dense).
-  params.push_back(torch::randn({2, 3, 4, 5}, dtype).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_());
+  params.push_back(torch::randn({2, 3, 4, 5}, dtype)
+                       .contiguous(at::MemoryFormat::ChannelsLast)
+                       .requires_grad_());
   params.push_back(torch::randn({6, 11}, dtype).t().requires_grad_());
   params.push_back(torch::randn({5, 14}, dtype).slice(1, 0, 14, 2).requires_grad_());
   return params;
@@ -44,7 +45,8 @@ std::vector<at::Tensor> copies(const std::vector<at::Tensor>& params) {
 void set_gradients(std::vector<at::Tensor>& params, int step) {
   torch::manual_seed(100 + step);
   for (auto& p : params) {
-    p.mutable_grad() = torch::randn(p.sizes(), p.scalar_type());  // contiguous, whatever the parameter is
+    p.mutable_grad() =
+        torch::randn(p.sizes(), p.scalar_type());  // contiguous, whatever the parameter is
   }
 }
 
@@ -98,8 +100,10 @@ TEST(FusedSGD, FollowsLibtorchWithEveryOption) {
     SCOPED_TRACE(c10::str("decay ", decay));
     compare<FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).weight_decay(decay));
     compare<FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).weight_decay(decay).momentum(0.9));
-    compare<FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).weight_decay(decay).momentum(0.9).dampening(0.3));
-    compare<FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).weight_decay(decay).momentum(0.9).nesterov(true));
+    compare<FusedSGD, torch::optim::SGD>(
+        SGDOptions(1e-2).weight_decay(decay).momentum(0.9).dampening(0.3));
+    compare<FusedSGD, torch::optim::SGD>(
+        SGDOptions(1e-2).weight_decay(decay).momentum(0.9).nesterov(true));
   }
 }
 
@@ -155,15 +159,17 @@ void compare_ranges(const Options& options, float scale) {
   const int64_t n = 4099;
   torch::manual_seed(2);
   auto whole = torch::randn({n}).requires_grad_();
-  auto pieces = whole.detach().clone().requires_grad_();
-  Fused by_step(std::vector<at::Tensor>{whole}, options), by_range(std::vector<at::Tensor>{pieces}, options);
+  auto parts = whole.detach().clone().requires_grad_();
+  Fused by_step(std::vector<at::Tensor>{whole}, options),
+      by_range(std::vector<at::Tensor>{parts}, options);
   for (int step = 0; step < 5; ++step) {
     auto grad = torch::randn({n});
     whole.mutable_grad() = grad * scale;
     by_step.step();
     auto copy = torch::full({n}, 7.0F);
-    const auto update = by_range.begin_update(pieces);
-    // Back to front, of uneven and tiny lengths, so that elements move between vector body and tail.
+    const auto update = by_range.begin_update(parts);
+    // Back to front, of uneven and tiny lengths, so that elements move between vector body and
+    // tail.
     int64_t end = n;
     for (int64_t length = 1; end > 0; length = length * 2 + 1) {
       const int64_t begin = std::max<int64_t>(0, end - length);
@@ -171,10 +177,10 @@ void compare_ranges(const Options& options, float scale) {
                             copy.data_ptr<float>() + begin);
       end = begin;
     }
-    ASSERT_TRUE(equal_bits(whole, pieces)) << "step " << step;
-    ASSERT_TRUE(equal_bits(copy, pieces)) << "step " << step;
+    ASSERT_TRUE(equal_bits(whole, parts)) << "step " << step;
+    ASSERT_TRUE(equal_bits(copy, parts)) << "step " << step;
   }
-  const auto a = get_state(by_step, whole), b = get_state(by_range, pieces);
+  const auto a = get_state(by_step, whole), b = get_state(by_range, parts);
   ASSERT_EQ(a.has_value(), b.has_value());
   if (a) {
     EXPECT_EQ(a->scalars, b->scalars);
@@ -260,10 +266,12 @@ TEST(RangeUpdate, SupportsOnlyWhatItSays) {
 
 TEST(FusedOptimizer, OtherDtypesTakePlainArithmetic) {
   torch::manual_seed(5);
-  auto ours = torch::randn({33}).to(at::kBFloat16).requires_grad_(), plain = ours.detach().clone().requires_grad_();
+  auto ours = torch::randn({33}).to(at::kBFloat16).requires_grad_(),
+       plain = ours.detach().clone().requires_grad_();
   FusedAdamW fused(std::vector<at::Tensor>{ours}, AdamWOptions(1e-2).amsgrad(true));
   torch::optim::AdamW reference(std::vector<at::Tensor>{plain}, AdamWOptions(1e-2).amsgrad(true));
-  auto sgd_ours = ours.detach().clone().requires_grad_(), sgd_plain = ours.detach().clone().requires_grad_();
+  auto sgd_ours = ours.detach().clone().requires_grad_(),
+       sgd_plain = ours.detach().clone().requires_grad_();
   const auto sgd_options = SGDOptions(1e-2).momentum(0.9).nesterov(true).weight_decay(0.1);
   FusedSGD sgd(std::vector<at::Tensor>{sgd_ours}, sgd_options);
   torch::optim::SGD sgd_reference(std::vector<at::Tensor>{sgd_plain}, sgd_options);
@@ -285,8 +293,8 @@ TEST(FusedOptimizer, LibtorchsFusedKernelAgreesWhereItExists) {
   const optim::AdamNumbers numbers{1e-2, 0.9, 0.99, 1e-8, 0.1, true, true};
   const auto tensors = [] {
     torch::manual_seed(6);
-    optim::AdamTensors t{torch::randn({50}), torch::randn({50}), torch::randn({50}), torch::rand({50}),
-                         torch::rand({50}),  4};
+    optim::AdamTensors t{torch::randn({50}), torch::randn({50}), torch::randn({50}),
+                         torch::rand({50}),  torch::rand({50}),  4};
     return t;
   };
   const auto fused = tensors(), plain = tensors();

@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tessera/error.h"
-#include "tessera/fused_optimizer.h"
-#include "tessera/optimizer_state.h"
 #include "optim/user_optimizer.h"
+#include "tessera/error.h"
+#include "tessera/optim/fused_optimizer.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
 namespace {
@@ -34,9 +34,12 @@ TEST(Options, RoundTripForEveryType) {
   round_trip(SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.2));
   round_trip(AdamOptions(0.1).betas({0.5, 0.6}).eps(1e-3).weight_decay(0.2).amsgrad(true));
   round_trip(AdamWOptions(0.1).betas({0.5, 0.6}).eps(1e-3).weight_decay(0.2).amsgrad(true));
-  round_trip(AdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.3).eps(1e-3).weight_decay(0.2));
-  round_trip(RMSpropOptions(0.1).alpha(0.5).eps(1e-3).weight_decay(0.2).momentum(0.3).centered(true));
-  round_trip(LBFGSOptions(0.1).max_iter(3).max_eval(4).history_size(5).line_search_fn("strong_wolfe"));
+  round_trip(
+      AdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.3).eps(1e-3).weight_decay(0.2));
+  round_trip(
+      RMSpropOptions(0.1).alpha(0.5).eps(1e-3).weight_decay(0.2).momentum(0.3).centered(true));
+  round_trip(
+      LBFGSOptions(0.1).max_iter(3).max_eval(4).history_size(5).line_search_fn("strong_wolfe"));
   round_trip(LBFGSOptions(0.1).tolerance_grad(0.5).tolerance_change(0.25));
 }
 

@@ -1,12 +1,12 @@
+#include <limits>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <limits>
-
 #include "tessera/error.h"
-#include "tessera/fused_optimizer.h"
 #include "tessera/optim.h"
+#include "tessera/optim/fused_optimizer.h"
 
 namespace tessera {
 namespace {
@@ -24,24 +24,30 @@ std::string error_of(const std::function<void()>& call) {
   return "no error";
 }
 
-std::vector<OptimizerParamGroup> one_group() { return {OptimizerParamGroup({torch::ones({3}).requires_grad_()})}; }
+std::vector<OptimizerParamGroup> one_group() {
+  return {OptimizerParamGroup({torch::ones({3}).requires_grad_()})};
+}
 
 TEST(Registry, BuildsTheFusedClassesAndLibtorchsOwn) {
   const auto registry = default_optimizers();
-  EXPECT_THAT(registry.names(), ::testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
-                                                       "torch.Adam", "torch.AdamW", "torch.SGD"));
+  EXPECT_THAT(registry.names(),
+              ::testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
+                                     "torch.Adam", "torch.AdamW", "torch.SGD"));
   for (const auto& name : registry.names()) {
     EXPECT_NE(registry.factory(name)(one_group()), nullptr);
     EXPECT_TRUE(registry.options_for(name)->get_lr() > 0);
   }
   EXPECT_NE(dynamic_cast<FusedAdamW*>(registry.factory("AdamW")(one_group()).get()), nullptr);
-  EXPECT_NE(dynamic_cast<torch::optim::AdamW*>(registry.factory("torch.AdamW")(one_group()).get()), nullptr);
+  EXPECT_NE(dynamic_cast<torch::optim::AdamW*>(registry.factory("torch.AdamW")(one_group()).get()),
+            nullptr);
 }
 
 TEST(Registry, TakesOptionsAndIntegersForNumbers) {
   const auto optimizer = default_optimizers().factory(
-      "AdamW", {{"lr", int64_t{1}}, {"betas", std::vector<double>{0.8, 0.95}}, {"amsgrad", true}})(one_group());
-  const auto& options = static_cast<const torch::optim::AdamWOptions&>(optimizer->param_groups()[0].options());
+      "AdamW", {{"lr", int64_t{1}}, {"betas", std::vector<double>{0.8, 0.95}}, {"amsgrad", true}})(
+      one_group());
+  const auto& options =
+      static_cast<const torch::optim::AdamWOptions&>(optimizer->param_groups()[0].options());
   EXPECT_EQ(options.lr(), 1.0);
   EXPECT_EQ(std::get<1>(options.betas()), 0.95);
   EXPECT_TRUE(options.amsgrad());
@@ -50,11 +56,13 @@ TEST(Registry, TakesOptionsAndIntegersForNumbers) {
 
 TEST(Registry, NamesTheNearest) {
   const auto registry = default_optimizers();
-  EXPECT_THAT(error_of([&] { registry.factory("AdmaW"); }), AllOf(HasSubstr("AdmaW"), HasSubstr("\"AdamW\"")));
+  EXPECT_THAT(error_of([&] { registry.factory("AdmaW"); }),
+              AllOf(HasSubstr("AdmaW"), HasSubstr("\"AdamW\"")));
   EXPECT_THAT(error_of([&] {
                 registry.factory("Adam", {{"weigth_decay", 0.1}});
               }),
-              AllOf(HasSubstr("optimizer Adam"), HasSubstr("mean \"weight_decay\""), HasSubstr("known: lr, betas")));
+              AllOf(HasSubstr("optimizer Adam"), HasSubstr("mean \"weight_decay\""),
+                    HasSubstr("known: lr, betas")));
   EXPECT_THAT(error_of([&] {
                 registry.factory("SGD", {{"learning_rte", 0.1}});
               }),
@@ -63,11 +71,14 @@ TEST(Registry, NamesTheNearest) {
 
 TEST(Registry, RefusesWrongTypesAndImpossibleValues) {
   const auto registry = default_optimizers();
-  const auto refused = [&](const std::string& name, const std::string& option, const OptionValue& value) {
+  const auto refused = [&](const std::string& name, const std::string& option,
+                           const OptionValue& value) {
     return error_of([&] { registry.factory(name, {{option, value}}); });
   };
-  EXPECT_EQ(refused("Adam", "lr", -0.1), "optimizer Adam: option lr = -0.1, expected a number >= 0");
-  EXPECT_EQ(refused("Adam", "lr", std::string("fast")), "optimizer Adam: option lr = \"fast\", expected a number >= 0");
+  EXPECT_EQ(refused("Adam", "lr", -0.1),
+            "optimizer Adam: option lr = -0.1, expected a number >= 0");
+  EXPECT_EQ(refused("Adam", "lr", std::string("fast")),
+            "optimizer Adam: option lr = \"fast\", expected a number >= 0");
   EXPECT_THAT(refused("Adam", "lr", std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan"));
   EXPECT_THAT(refused("AdamW", "betas", std::vector<double>{0.9, 1.0}),
               AllOf(HasSubstr("[0.9, 1]"), HasSubstr("two numbers in [0, 1)")));
@@ -85,8 +96,10 @@ TEST(Registry, RefusesWrongTypesAndImpossibleValues) {
 TEST(Registry, UnsetOptionsStayUnset) {
   const auto registry = default_optimizers();
   EXPECT_EQ(registry.complete("LBFGS", {}).count("max_eval"), 0U);
-  const auto options = registry.options_for("LBFGS", {{"line_search_fn", std::string("strong_wolfe")}});
-  EXPECT_EQ(static_cast<torch::optim::LBFGSOptions&>(*options).line_search_fn().value(), "strong_wolfe");
+  const auto options =
+      registry.options_for("LBFGS", {{"line_search_fn", std::string("strong_wolfe")}});
+  EXPECT_EQ(static_cast<torch::optim::LBFGSOptions&>(*options).line_search_fn().value(),
+            "strong_wolfe");
 }
 
 TEST(Registry, TakesMoreEntries) {
@@ -97,7 +110,8 @@ TEST(Registry, TakesMoreEntries) {
     return std::make_unique<torch::optim::SGDOptions>(std::get<double>(o.at("lr")));
   };
   entry.make_factory = [](const OptionMap& o) {
-    return optimizer_factory<torch::optim::SGD>(torch::optim::SGDOptions(std::get<double>(o.at("lr"))));
+    return optimizer_factory<torch::optim::SGD>(
+        torch::optim::SGDOptions(std::get<double>(o.at("lr"))));
   };
   registry.add("Mine", entry);
   EXPECT_EQ(registry.factory("Mine")(one_group())->defaults().get_lr(), 0.5);
@@ -106,11 +120,14 @@ TEST(Registry, TakesMoreEntries) {
 }
 
 TEST(OptimizerFactory, GroupsKeepTheirOptionsAndOthersTakeTheDefaults) {
-  const auto factory = optimizer_factory<torch::optim::Adam>(torch::optim::AdamOptions(0.5).weight_decay(0.25));
+  const auto factory =
+      optimizer_factory<torch::optim::Adam>(torch::optim::AdamOptions(0.5).weight_decay(0.25));
   auto groups = one_group();
-  // Equal to a fresh object in all but eps: newer libtorch would take lr and weight_decay from the defaults.
-  groups.emplace_back(std::vector<at::Tensor>{torch::ones({2})},
-                      std::make_unique<torch::optim::AdamOptions>(torch::optim::AdamOptions().eps(1e-3)));
+  // Equal to a fresh object in all but eps: newer libtorch would take lr and weight_decay from the
+  // defaults.
+  groups.emplace_back(
+      std::vector<at::Tensor>{torch::ones({2})},
+      std::make_unique<torch::optim::AdamOptions>(torch::optim::AdamOptions().eps(1e-3)));
   for (int i = 0; i < 2; ++i) {
     const auto optimizer = factory(groups);
     EXPECT_EQ(get_options(optimizer->param_groups()[0].options()).at("lr"), OptionValue(0.5));

@@ -1,13 +1,13 @@
+#include <sstream>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <sstream>
-
-#include "tessera/error.h"
-#include "tessera/fused_optimizer.h"
-#include "tessera/optim.h"
 #include "optim/user_optimizer.h"
+#include "tessera/error.h"
+#include "tessera/optim.h"
+#include "tessera/optim/fused_optimizer.h"
 
 namespace tessera {
 namespace {
@@ -24,7 +24,8 @@ std::vector<at::Tensor> make_params() {
 at::Tensor loss_of(const std::vector<at::Tensor>& params) {
   at::Tensor loss = torch::zeros({});
   for (const auto& p : params) {
-    loss = loss + (p * p * torch::linspace(1, 3, p.numel()).view(p.sizes())).sum() + p.abs().sqrt().sum();
+    loss = loss + (p * p * torch::linspace(1, 3, p.numel()).view(p.sizes())).sum() +
+           p.abs().sqrt().sum();
   }
   return loss;
 }
@@ -54,7 +55,8 @@ ParamState deep_copy(const ParamState& state) {
   return copy;
 }
 
-// Three steps, then the state moves to a fresh optimizer over copies of the parameters: both go on alike.
+// Three steps, then the state moves to a fresh optimizer over copies of the parameters: both go on
+// alike.
 void move_and_go_on(const OptimizerFactory& from, const OptimizerFactory& to, bool bitwise = true) {
   auto params = make_params();
   const auto first = from({torch::optim::OptimizerParamGroup(params)});
@@ -80,7 +82,8 @@ void move_and_go_on(const OptimizerFactory& from, const OptimizerFactory& to, bo
     step(*second, others);
   }
   for (size_t i = 0; i < params.size(); ++i) {
-    EXPECT_TRUE(bitwise ? at::equal(params[i], others[i]) : at::allclose(params[i], others[i], 1e-5, 1e-6));
+    EXPECT_TRUE(bitwise ? at::equal(params[i], others[i])
+                        : at::allclose(params[i], others[i], 1e-5, 1e-6));
   }
 }
 
@@ -141,7 +144,8 @@ TEST(State, RefusesUnknownAndMissingNames) {
   torch::optim::Adam adam(params);
   const auto zeros = torch::zeros({3, 4});
   try {
-    set_state(adam, params[0], {{{"exp_avg", zeros}, {"exp_avg_sq", zeros}, {"exp_avgs", zeros}}, {}});
+    set_state(adam, params[0],
+              {{{"exp_avg", zeros}, {"exp_avg_sq", zeros}, {"exp_avgs", zeros}}, {}});
     FAIL();
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("mean \"exp_avg\""));
@@ -155,11 +159,14 @@ TEST(State, FusedTakesStateOfAnotherDtypeAndRefusesAnotherSize) {
   step(*default_optimizers().factory("Adam")({torch::optim::OptimizerParamGroup(params)}), params);
   FusedAdam adam(params);
   const auto wide = torch::full({3, 4}, 0.5, at::kDouble);
-  set_state(adam, params[0], {{{"exp_avg", wide}, {"exp_avg_sq", wide.t().contiguous().t()}}, {{"step", int64_t{3}}}});
+  set_state(
+      adam, params[0],
+      {{{"exp_avg", wide}, {"exp_avg_sq", wide.t().contiguous().t()}}, {{"step", int64_t{3}}}});
   step(adam, params);
   EXPECT_EQ(get_state(adam, params[0])->tensors.at("exp_avg").scalar_type(), at::kFloat);
   EXPECT_EQ(std::get<int64_t>(get_state(adam, params[0])->scalars.at("step")), 4);
-  set_state(adam, params[0], {{{"exp_avg", torch::zeros({2})}, {"exp_avg_sq", torch::zeros({2})}}, {}});
+  set_state(adam, params[0],
+            {{{"exp_avg", torch::zeros({2})}, {"exp_avg_sq", torch::zeros({2})}}, {}});
   EXPECT_THROW(step(adam, params), UsageError);
 }
 
@@ -222,7 +229,8 @@ struct DeclaredOptimizer : Serializing {
 
 TEST(UserState, CanAlwaysBeSetOnceDeclared) {
   declare_state<DeclaredOptimizer, testing::UserState<true>>();
-  const OptimizerFactory factory = optimizer_factory<DeclaredOptimizer>(testing::UserOptions<true>(0.01));
+  const OptimizerFactory factory =
+      optimizer_factory<DeclaredOptimizer>(testing::UserOptions<true>(0.01));
   move_and_go_on(factory, factory);
 }
 

@@ -1,15 +1,15 @@
 #pragma once
 
-#include <torch/torch.h>
-
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "tessera/torch_compat.h"
+#include <torch/torch.h>
 
-// An optimizer as a user would write it: own options, own state, a matrix in the state. Writes of its state and options
-// are switched by `Serializable`.
+#include "tessera/detail/torch_compat.h"
+
+// An optimizer as a user would write it: own options, own state, a matrix in the state. Writes of
+// its state and options are switched by `Serializable`.
 
 namespace tessera::testing {
 
@@ -77,7 +77,8 @@ class UserOptimizer : public torch::optim::Optimizer {
   using Options = UserOptions<Serializable>;
   using State = UserState<Serializable>;
 
-  explicit UserOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, Options defaults = Options())
+  explicit UserOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
+                         Options defaults = Options())
       : Optimizer(std::move(groups), std::make_unique<Options>(defaults)) {}
 
   torch::Tensor step(LossClosure closure = nullptr) override {

@@ -1,21 +1,22 @@
-// [Note: gradients in place] in src/sharding/gradient_placement.h: what the wrappers then train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
-#include "harness/models.h"
-#include "harness/ranks.h"
-#include "sharding/lent_memory.h"
-#include "tessera/checkpoint.h"
-#include "tessera/distributed_data_parallel.h"
-#include "tessera/distributed_optimizer.h"
-#include "tessera/optim.h"
-#include "tessera/torch_compat.h"
-#include "tessera/zero_redundancy_optimizer.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// [Note: gradients in place] in src/sharding/gradients/gradient_placement.h: what the wrappers then
+// train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "memory/placement_allocator.h"
+#include "tessera/activation_checkpoint.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/optim.h"
+#include "tessera/zero_redundancy_optimizer.h"
 
 namespace {
 
@@ -35,20 +36,25 @@ struct Kept {
 };
 
 void expect_kept(const std::vector<Kept>& kept, const char* when) {
-  for (const auto& one : kept) EXPECT_TRUE(at::equal(one.gradient.to(at::kDouble), one.copy)) << when;
+  for (const auto& one : kept)
+    EXPECT_TRUE(at::equal(one.gradient.to(at::kDouble), one.copy)) << when;
 }
 
-/// Weights of one size, which at kWide rows is also that of what backward passes on; at the end one whose size keeps nothing aligned.
+/// Weights of one size, which at kWide rows is also that of what backward passes on; at the end one
+/// whose size keeps nothing aligned.
 struct WideImpl : torch::nn::Module {
   WideImpl() {
-    for (int i = 0; i < kLayers; ++i) layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(kWide, kWide)));
+    for (int i = 0; i < kLayers; ++i)
+      layers.push_back(
+          register_module("layer" + std::to_string(i), torch::nn::Linear(kWide, kWide)));
     odd = register_module("odd", torch::nn::Linear(kWide, 131));
   }
   torch::Tensor forward(torch::Tensor x, const Order& order) {
     for (const int i : order) {
       const auto layer = [this, i](at::Tensor h) { return torch::tanh(layers[i](h)); };
       x = recompute ? checkpoint(layer, x) : layer(x);
-      if (kept) x.register_hook([this](const at::Tensor& gradient) { kept->emplace_back(gradient); });
+      if (kept)
+        x.register_hook([this](const at::Tensor& gradient) { kept->emplace_back(gradient); });
     }
     return odd(x);
   }
@@ -59,7 +65,9 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
-at::Tensor batch(int step, int rank) { return at::randn({kWide, kWide}, at::make_generator<at::CPUGeneratorImpl>(1000 * rank + step)); }
+at::Tensor batch(int step, int rank) {
+  return at::randn({kWide, kWide}, at::make_generator<at::CPUGeneratorImpl>(1000 * rank + step));
+}
 at::Tensor loss_of(const at::Tensor& y) { return (y - 0.25).square().mean(); }
 
 OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 1e-3}}); }
@@ -68,7 +76,8 @@ OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 
 class NanAllocator final : public compat::Allocator {
  public:
   NanAllocator() {
-    sharding::ask_first({});  // the allocator that lends comes to stay, and so must not be put before this one
+    memory::set_memory_source(
+        {});  // the allocator that lends comes to stay, and so must not be put before this one
     base_ = c10::GetAllocator(at::kCPU);
     c10::SetAllocator(at::kCPU, this);
   }
@@ -90,32 +99,44 @@ enum class Wrapper { ddp, zero, overlap, distributed };
 /// A model under a wrapper, and its twin: a plain one whose gradients are all-reduced by hand.
 class Trained {
  public:
-  Trained(Wrapper wrapper, ProcessGroup g) : group(std::move(g)), net(seeded<Wide>(3)), twin(seeded<Wide>(3)) {
+  Trained(Wrapper wrapper, ProcessGroup g)
+      : group(std::move(g)), net(seeded<Wide>(3)), twin(seeded<Wide>(3)) {
     if (wrapper == Wrapper::ddp) {
-      ddp = std::make_unique<DistributedDataParallel<Wide>>(net, group, DistributedDataParallelOptions{.bucket_cap_mb = 0.25, .find_unused_parameters = true});
+      ddp = std::make_unique<DistributedDataParallel<Wide>>(
+          net, group,
+          DistributedDataParallelOptions{.bucket_cap_mb = 0.25, .find_unused_parameters = true});
       optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
     } else if (wrapper == Wrapper::distributed) {
-      distributed = std::make_unique<DistributedOptimizer>(*net, group, adamw(), DistributedOptimizerOptions{.reduce_method = "mean"});
+      distributed = std::make_unique<DistributedOptimizer>(
+          *net, group, adamw(), DistributedOptimizerOptions{.reduce_method = "mean"});
     } else {
       auto zero = std::make_unique<ZeroRedundancyOptimizer>(
-          *net, group, adamw(), ZeroRedundancyOptimizerOptions{.overlap_with_backward = wrapper == Wrapper::overlap, .bucket_cap_mb = 0.25});
+          *net, group, adamw(),
+          ZeroRedundancyOptimizerOptions{.overlap_with_backward = wrapper == Wrapper::overlap,
+                                         .bucket_cap_mb = 0.25});
       sharded = zero.get();
       optimizer = std::move(zero);
     }
     by_hand = adamw()({torch::optim::OptimizerParamGroup(twin->parameters())});
     for (auto& p : net->parameters()) {
-      p.register_hook([this, at = windows.size()](const at::Tensor& gradient) { born_in_place += gradient.data_ptr() == windows[at]; });
+      p.register_hook([this, at = windows.size()](const at::Tensor& gradient) {
+        born_in_place += gradient.data_ptr() == windows[at];
+      });
       windows.push_back(nullptr);
     }
   }
 
-  at::Tensor forward(bool wrapped, const at::Tensor& x, const Order& order) { return ddp && wrapped ? (*ddp)(x, order) : (wrapped ? net : twin)(x, order); }
+  at::Tensor forward(bool wrapped, const at::Tensor& x, const Order& order) {
+    return ddp && wrapped ? (*ddp)(x, order) : (wrapped ? net : twin)(x, order);
+  }
 
   /// `backward(wrapped)` does one step's backwards with either.
   void step(const std::function<void(bool wrapped)>& backward) {
     born_in_place = 0;
     backward(true);
-    for (size_t i = 0; i < windows.size(); ++i) windows[i] = net->parameters()[i].grad().defined() ? net->parameters()[i].grad().data_ptr() : nullptr;
+    for (size_t i = 0; i < windows.size(); ++i)
+      windows[i] =
+          net->parameters()[i].grad().defined() ? net->parameters()[i].grad().data_ptr() : nullptr;
     if (distributed) distributed->step();
     else optimizer->step();
     for (auto& p : net->parameters()) p.mutable_grad() = at::Tensor();
@@ -129,15 +150,20 @@ class Trained {
   }
 
   void step(int n, const Order& order) {
-    step([&](bool wrapped) { loss_of(forward(wrapped, batch(n, group.rank()), order)).backward(); });
+    step(
+        [&](bool wrapped) { loss_of(forward(wrapped, batch(n, group.rank()), order)).backward(); });
   }
 
   void expect_equal(const char* when) {
-    for (const auto& item : net->named_parameters()) EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()])) << when << ": " << item.key() << ", rank " << group.rank();
+    for (const auto& item : net->named_parameters())
+      EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()]))
+          << when << ": " << item.key() << ", rank " << group.rank();
   }
 
   void quietly(const std::function<void()>& backward) {
-    const auto quiet = ddp ? ddp->no_sync() : distributed ? distributed->no_sync() : sharded->no_sync();
+    const auto quiet = ddp           ? ddp->no_sync()
+                       : distributed ? distributed->no_sync()
+                                     : sharded->no_sync();
     backward();
   }
 
@@ -165,7 +191,8 @@ class Placement : public ::testing::TestWithParam<Wrapper> {
   }
 };
 
-// The first backward learns (DDP makes new buckets after it); what it sees before its first gradient it does not know.
+// The first backward learns (DDP makes new buckets after it); what it sees before its first
+// gradient it does not know.
 constexpr int kLearned = 3;
 
 TEST_P(Placement, GradientsAreBornInTheirWindows) {
@@ -179,7 +206,9 @@ TEST_P(Placement, GradientsAreBornInTheirWindows) {
 }
 
 TEST_P(Placement, AGraphThatChangesTrainsTheSame) {
-  const std::vector<Order> orders{{0, 1, 2, 3}, {3, 2, 1, 0}, {1, 1, 0}, {2, 0, 3, 1}, {2}, {0, 1, 2, 3, 0, 1, 2, 3}, {0, 1, 2, 3}};
+  const std::vector<Order> orders{{0, 1, 2, 3}, {3, 2, 1, 0}, {1, 1, 0},
+                                  {2, 0, 3, 1}, {2},          {0, 1, 2, 3, 0, 1, 2, 3},
+                                  {0, 1, 2, 3}};
   on_worlds([&](Trained& trained) {
     for (int n = 0; n < 14; ++n) {
       trained.net->recompute = n % 4 == 3;
@@ -202,7 +231,10 @@ TEST_P(Placement, GradientsThatAccumulateTrainTheSame) {
     for (int n = 0; n < 6; ++n) {
       trained.step([&](bool wrapped) {
         for (int part = 0; part < 3; ++part) {
-          const auto backward = [&] { loss_of(trained.forward(wrapped, batch(3 * n + part, trained.group.rank()), kAll)).backward(); };
+          const auto backward = [&] {
+            loss_of(trained.forward(wrapped, batch(3 * n + part, trained.group.rank()), kAll))
+                .backward();
+          };
           if (wrapped && part < 2) trained.quietly(backward);
           else backward();
         }
@@ -286,8 +318,10 @@ TEST_P(Placement, WhatCountsAsZeroIsZeroInABucketThatHasMoved) {
       });
       trained.net->kept = nullptr;
       if (odd_one) {
-        EXPECT_TRUE(std::any_of(kept.begin(), kept.end(), [&](const Kept& one) { return std::find(windows.begin(), windows.end(), one.gradient.data_ptr()) != windows.end(); }))
-            << "something lives in a window";
+        EXPECT_TRUE(std::any_of(kept.begin(), kept.end(), [&](const Kept& one) {
+          return std::find(windows.begin(), windows.end(), one.gradient.data_ptr()) !=
+                 windows.end();
+        })) << "something lives in a window";
       }
       expect_kept(kept, "what backward passed on");
     }
@@ -316,14 +350,15 @@ TEST_P(Placement, ABucketComesHome) {
   });
 }
 
-TEST_P(Placement, NothingIsLentAfterAFewSurprises) {
+TEST_P(Placement, PlacementStopsAfterAFewMispredictions) {
   on_worlds([](Trained& trained) {
     std::vector<Kept> kept;
     int keep = -1;
     for (int layer = 0; layer < 4; ++layer) {
-      trained.net->layers[layer]->weight.register_hook([&kept, &keep, layer](const at::Tensor& gradient) {
-        if (keep == layer) kept.emplace_back(gradient.detach());
-      });
+      trained.net->layers[layer]->weight.register_hook(
+          [&kept, &keep, layer](const at::Tensor& gradient) {
+            if (keep == layer) kept.emplace_back(gradient.detach());
+          });
     }
     for (int n = 0; n < 10; ++n) {
       keep = n - kLearned;
@@ -365,9 +400,12 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
       if (fail) throw std::runtime_error("on purpose");
     });
     for (int n = 0; n < 6; ++n) {
-      if (n == 4 && GetParam() != Wrapper::overlap && GetParam() != Wrapper::distributed) {  // these say that they are used up
+      if (n == 4 && GetParam() != Wrapper::overlap &&
+          GetParam() != Wrapper::distributed) {  // these say that they are used up
         fail = true;
-        EXPECT_THROW(loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(), std::exception);
+        EXPECT_THROW(
+            loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(),
+            std::exception);
         fail = false;
         for (auto& p : trained.net->parameters()) p.mutable_grad() = at::Tensor();
       }
@@ -382,18 +420,25 @@ std::string name_of(const ::testing::TestParamInfo<Wrapper>& instance) {
   return names[static_cast<size_t>(instance.param)];
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrappers, Placement, ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap, Wrapper::distributed), name_of);
+INSTANTIATE_TEST_SUITE_P(Wrappers, Placement,
+                         ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap,
+                                           Wrapper::distributed),
+                         name_of);
 
 TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Wide>(3), twin = seeded<Wide>(3);
     const auto split = [](Wide& model) {
       std::vector<std::vector<std::pair<std::string, at::Tensor>>> halves(2);
-      for (const auto& item : model->named_parameters()) halves[item.key().starts_with("layer0") || item.key().starts_with("layer2")].emplace_back(item.key(), item.value());
+      for (const auto& item : model->named_parameters())
+        halves[item.key().starts_with("layer0") || item.key().starts_with("layer2")].emplace_back(
+            item.key(), item.value());
       return halves;
     };
     std::vector<std::unique_ptr<ZeroRedundancyOptimizer>> halves;
-    for (const auto& half : split(net)) halves.push_back(std::make_unique<ZeroRedundancyOptimizer>(std::vector<ZeroRedundancyOptimizer::Group>{{half, {}}}, group, adamw()));
+    for (const auto& half : split(net))
+      halves.push_back(std::make_unique<ZeroRedundancyOptimizer>(
+          std::vector<ZeroRedundancyOptimizer::Group>{{half, {}}}, group, adamw()));
     auto by_hand = adamw()({torch::optim::OptimizerParamGroup(twin->parameters())});
     for (int n = 0; n < 6; ++n) {
       loss_of(net(batch(n, rank), kAll)).backward();
@@ -404,46 +449,47 @@ TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {
       by_hand->step();
       for (auto& p : twin->parameters()) p.mutable_grad() = at::Tensor();
     }
-    for (const auto& item : net->named_parameters()) EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()])) << item.key();
+    for (const auto& item : net->named_parameters())
+      EXPECT_TRUE(at::equal(item.value(), twin->named_parameters()[item.key()])) << item.key();
   });
 }
 
 TEST(LentMemory, IsLentToOneTensorAtATime) {
   const auto owner = at::zeros({1 << 16});
-  EXPECT_FALSE(sharding::is_lent(owner));
-  auto first = sharding::lend(owner);
+  EXPECT_FALSE(memory::is_placed(owner));
+  auto first = memory::place_in(owner);
   ASSERT_TRUE(first);
   EXPECT_EQ(first.get(), owner.data_ptr());
-  EXPECT_TRUE(sharding::is_lent(owner));
-  EXPECT_FALSE(sharding::lend(owner));
+  EXPECT_TRUE(memory::is_placed(owner));
+  EXPECT_FALSE(memory::place_in(owner));
   first.clear();
-  EXPECT_FALSE(sharding::is_lent(owner));
-  EXPECT_TRUE(sharding::lend(owner));
+  EXPECT_FALSE(memory::is_placed(owner));
+  EXPECT_TRUE(memory::place_in(owner));
 }
 
 // libtorch's oneDNN asks for memory without a deleter, and frees it by address.
 TEST(LentMemory, IsTakenBackByAddressToo) {
-  struct Source : sharding::MemorySource {
+  struct Source : memory::MemorySource {
     at::DataPtr serve(size_t bytes, at::Allocator& heap) override {
-      auto lent = bytes == owner.nbytes() ? sharding::lend(owner) : at::DataPtr();
+      auto lent = bytes == owner.nbytes() ? memory::place_in(owner) : at::DataPtr();
       return lent ? std::move(lent) : heap.allocate(bytes);
     }
     at::Tensor owner = at::zeros({1 << 16});
   };
   auto source = std::make_shared<Source>();
   const auto owner = source->owner;
-  sharding::ask_first(source);
+  memory::set_memory_source(source);
   auto* const allocator = c10::GetAllocator(at::kCPU);
   void* const lent = allocator->raw_allocate(owner.nbytes());
   void* const heap = allocator->raw_allocate(owner.nbytes());
   EXPECT_EQ(lent, owner.data_ptr());
   EXPECT_NE(heap, owner.data_ptr());
-  EXPECT_TRUE(sharding::is_lent(owner));
+  EXPECT_TRUE(memory::is_placed(owner));
   source.reset();
   allocator->raw_deallocate(lent);
   allocator->raw_deallocate(heap);
-  EXPECT_FALSE(sharding::is_lent(owner));
-  EXPECT_EQ(sharding::asked_first(), nullptr);
+  EXPECT_FALSE(memory::is_placed(owner));
+  EXPECT_EQ(memory::memory_source(), nullptr);
 }
 
 }  // namespace

@@ -1,16 +1,16 @@
 #include "sharding/layout.h"
 
+#include <numeric>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <numeric>
 
 namespace {
 
 using tessera::assign_owners;
 using tessera::Partition;
 using tessera::sharding::Layout;
-using tessera::sharding::Piece;
+using tessera::sharding::LayoutSlice;
 using ::testing::ElementsAre;
 
 using Sizes = std::vector<int64_t>;
@@ -72,19 +72,20 @@ void expect_sound(const Layout& layout, const Sizes& sizes, int world) {
   int64_t next = 0;
   for (int rank = 0; rank < world; ++rank) {
     ASSERT_EQ(layout.segment_begin(rank), next);
-    for (const auto& piece : layout.pieces(rank)) {
-      ASSERT_GT(piece.numel, 0);
-      ASSERT_EQ(piece.offset, next) << "no gaps, ascending";
-      ASSERT_EQ(piece.offset, layout.offset(piece.tensor) + piece.begin) << "a tensor is one run";
-      for (int64_t e = piece.begin; e < piece.begin + piece.numel; ++e) {
-        ASSERT_EQ(owner_of[piece.tensor].at(e), -1) << "held once";
-        owner_of[piece.tensor][e] = rank;
+    for (const auto& shard : layout.slices(rank)) {
+      ASSERT_GT(shard.numel, 0);
+      ASSERT_EQ(shard.offset, next) << "no gaps, ascending";
+      ASSERT_EQ(shard.offset, layout.offset(shard.tensor) + shard.begin) << "a tensor is one run";
+      for (int64_t e = shard.begin; e < shard.begin + shard.numel; ++e) {
+        ASSERT_EQ(owner_of[shard.tensor].at(e), -1) << "held once";
+        owner_of[shard.tensor][e] = rank;
       }
-      next += piece.numel;
+      next += shard.numel;
     }
     ASSERT_EQ(next, layout.segment_begin(rank) + layout.counts()[rank]);
   }
-  for (const auto& owners : owner_of) ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0) << "held at all";
+  for (const auto& owners : owner_of)
+    ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0) << "held at all";
 }
 
 /// Every list of up to four sizes from {0, 1, 2, 3, 5, 9} on every world up to 6.
@@ -97,7 +98,8 @@ void for_every_case(Check check) {
       for (int i = 0; i < length; ++i) cases *= choices.size();
       for (int64_t n = 0; n < cases; ++n) {
         Sizes sizes;
-        for (int64_t rest = n, i = 0; i < length; ++i, rest /= choices.size()) sizes.push_back(choices[rest % choices.size()]);
+        for (int64_t rest = n, i = 0; i < length; ++i, rest /= choices.size())
+          sizes.push_back(choices[rest % choices.size()]);
         check(sizes, world);
         if (::testing::Test::HasFatalFailure()) return;
       }
@@ -123,9 +125,9 @@ TEST(Layout, OwnedIsSoundAndKeepsTensorsWhole) {
       expect_sound(layout, sizes, world);
       ASSERT_EQ(layout.counts(), load);
       for (int rank = 0; rank < world; ++rank) {
-        for (const auto& piece : layout.pieces(rank)) {
-          ASSERT_EQ(piece.numel, sizes[piece.tensor]);
-          ASSERT_EQ(owners[piece.tensor], rank);
+        for (const auto& shard : layout.slices(rank)) {
+          ASSERT_EQ(shard.numel, sizes[shard.tensor]);
+          ASSERT_EQ(owners[shard.tensor], rank);
         }
       }
     }
@@ -135,8 +137,8 @@ TEST(Layout, OwnedIsSoundAndKeepsTensorsWhole) {
 TEST(Layout, UnevenModelOnFewRanks) {
   const auto layout = Layout::flat({9, 1, 7}, 2);
   EXPECT_THAT(layout.counts(), ElementsAre(9, 8));
-  EXPECT_THAT(layout.pieces(0), ElementsAre(Piece{0, 0, 9, 0}));
-  EXPECT_THAT(layout.pieces(1), ElementsAre(Piece{1, 0, 1, 9}, Piece{2, 0, 7, 10}));
+  EXPECT_THAT(layout.slices(0), ElementsAre(LayoutSlice{0, 0, 9, 0}));
+  EXPECT_THAT(layout.slices(1), ElementsAre(LayoutSlice{1, 0, 1, 9}, LayoutSlice{2, 0, 7, 10}));
   EXPECT_THAT(Layout::flat({1, 1}, 4).counts(), ElementsAre(1, 1, 0, 0));
 }
 

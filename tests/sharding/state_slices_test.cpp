@@ -1,12 +1,12 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "harness/models.h"
 #include "harness/slices.h"
 #include "optim/user_optimizer.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
-#include "tessera/state_slice.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tessera/optim/state_slice.h"
 
 // Slices of plain optimizers: there and back bit by bit, aliases and copies, and what is refused.
 
@@ -17,7 +17,9 @@ using namespace tessera::testing;
 using ::testing::HasSubstr;
 using Optimizer = torch::optim::Optimizer;
 
-at::Tensor batch(int step) { return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step)); }
+at::Tensor batch(int step) {
+  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step));
+}
 at::Tensor image_batch(int step) {
   return at::randn({4, 2, 4, 4}, at::make_generator<at::CPUGeneratorImpl>(200 + step));
 }
@@ -36,18 +38,20 @@ void train(Net& net, Optimizer& optimizer, const Input& input, int from, int to)
 
 std::unique_ptr<Optimizer> make(const std::string& name, const std::vector<at::Tensor>& parameters,
                                 OptionMap options = {{"lr", 0.05}}) {
-  return default_optimizers().factory(name, options)({torch::optim::OptimizerParamGroup(parameters)});
+  return default_optimizers().factory(name,
+                                      options)({torch::optim::OptimizerParamGroup(parameters)});
 }
 
 template <class Net>
-std::vector<ParameterPiece> pieces_of(const Net& net) {
-  return parameter_pieces(named_parameters(*net));
+std::vector<ParameterShard> shards_of(const Net& net) {
+  return parameter_shards(named_parameters(*net));
 }
 
 template <class Net>
 void copy_weights(const Net& from, const Net& to) {
   at::NoGradGuard no_grad;
-  for (size_t i = 0; i < from->parameters().size(); ++i) to->parameters()[i].copy_(from->parameters()[i]);
+  for (size_t i = 0; i < from->parameters().size(); ++i)
+    to->parameters()[i].copy_(from->parameters()[i]);
 }
 
 struct Case {
@@ -66,10 +70,11 @@ TEST(StateSlices, AnyOptimizerGoesOnFromThemBitByBit) {
                                    {"LBFGS", {{"max_iter", int64_t{3}}}}};
   for (const auto& [name, options] : cases) {
     auto net = seeded<Uneven>(1), other = seeded<Uneven>(2);
-    const auto optimizer = make(name, net->parameters(), options), fresh = make(name, other->parameters(), options);
+    const auto optimizer = make(name, net->parameters(), options),
+               fresh = make(name, other->parameters(), options);
     train(net, *optimizer, batch, 0, 3);
     copy_weights(net, other);
-    load_state_slices(*fresh, pieces_of(other), state_slices(*optimizer, pieces_of(net)));
+    load_state_slices(*fresh, shards_of(other), state_slices(*optimizer, shards_of(net)));
     train(net, *optimizer, batch, 3, 6);
     train(other, *fresh, batch, 3, 6);
     for (size_t i = 0; i < net->parameters().size(); ++i)
@@ -81,10 +86,11 @@ TEST(StateSlices, AnLbfgsOfOneParameterKeepsItsFlatVectors) {
   const auto input = batch(0);
   auto first = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)),
        second = torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false));
-  const auto optimizer = make("LBFGS", first->parameters(), {}), fresh = make("LBFGS", second->parameters(), {});
+  const auto optimizer = make("LBFGS", first->parameters(), {}),
+             fresh = make("LBFGS", second->parameters(), {});
   train(first, *optimizer, batch, 0, 2);
   copy_weights(first, second);
-  load_state_slices(*fresh, pieces_of(second), state_slices(*optimizer, pieces_of(first)));
+  load_state_slices(*fresh, shards_of(second), state_slices(*optimizer, shards_of(first)));
   train(first, *optimizer, batch, 2, 4);
   train(second, *fresh, batch, 2, 4);
   EXPECT_TRUE(at::equal(first->weight, second->weight));
@@ -92,9 +98,10 @@ TEST(StateSlices, AnLbfgsOfOneParameterKeepsItsFlatVectors) {
 
 TEST(StateSlices, AreTheOptimizersOwnAndLoadingCopies) {
   auto net = seeded<Uneven>(1), other = seeded<Uneven>(2);
-  const auto optimizer = make("AdamW", net->parameters()), fresh = make("AdamW", other->parameters());
+  const auto optimizer = make("AdamW", net->parameters()),
+             fresh = make("AdamW", other->parameters());
   train(net, *optimizer, batch, 0, 1);
-  const auto slices = state_slices(*optimizer, pieces_of(net));
+  const auto slices = state_slices(*optimizer, shards_of(net));
   ASSERT_EQ(slices.size(), net->parameters().size());
   EXPECT_EQ(slices[1].parameter, "first.weight");  // a module's own parameters come first
   EXPECT_EQ(slices[1].shape, (std::vector<int64_t>{3, 3}));
@@ -102,8 +109,9 @@ TEST(StateSlices, AreTheOptimizersOwnAndLoadingCopies) {
   EXPECT_EQ(slices[1].numel, 9);
   const auto& live = slices[1].state.tensors.at("exp_avg");
   EXPECT_EQ(live.sizes(), (std::vector<int64_t>{9}));
-  EXPECT_EQ(live.data_ptr(), get_state(*optimizer, net->first->weight)->tensors.at("exp_avg").data_ptr());
-  load_state_slices(*fresh, pieces_of(other), slices);
+  EXPECT_EQ(live.data_ptr(),
+            get_state(*optimizer, net->first->weight)->tensors.at("exp_avg").data_ptr());
+  load_state_slices(*fresh, shards_of(other), slices);
   const auto loaded = get_state(*fresh, other->first->weight)->tensors.at("exp_avg");
   EXPECT_EQ(loaded.sizes(), (std::vector<int64_t>{3, 3}));
   EXPECT_NE(loaded.data_ptr(), live.data_ptr());
@@ -116,22 +124,25 @@ TEST(StateSlices, AreTheOptimizersOwnAndLoadingCopies) {
 TEST(StateSlices, RunInTheParametersMemoryOrderHoweverStateIsStored) {
   auto net = seeded<Mixed>(1), other = seeded<Mixed>(1);
   ASSERT_FALSE(net->conv->weight.is_contiguous());
-  const auto optimizer = make("AdamW", net->parameters()), unlike = make("AdamW", other->parameters());
+  const auto optimizer = make("AdamW", net->parameters()),
+             unlike = make("AdamW", other->parameters());
   train(net, *optimizer, image_batch, 0, 2);
-  load_state_dict(*unlike, named_parameters(*other), state_dict(*optimizer, named_parameters(*net)));
+  load_state_dict(*unlike, named_parameters(*other),
+                  state_dict(*optimizer, named_parameters(*net)));
   auto state = *get_state(*unlike, other->conv->weight);
   for (auto& [name, tensor] : state.tensors) tensor = tensor.contiguous();
   set_state(*unlike, other->conv->weight, state);
   const auto average = get_state(*optimizer, net->conv->weight)->tensors.at("exp_avg");
   const auto run = average.permute({0, 2, 3, 1}).reshape({-1});  // channels last
   SlicePool pool, again;
-  pool.add(state_slices(*optimizer, pieces_of(net)));
-  again.add(state_slices(*unlike, pieces_of(other)));
+  pool.add(state_slices(*optimizer, shards_of(net)));
+  again.add(state_slices(*unlike, shards_of(other)));
   pool.expect_equal(again);
-  for (const auto& slice : state_slices(*unlike, pieces_of(other))) {
-    if (slice.parameter == "conv.weight") EXPECT_TRUE(at::equal(slice.state.tensors.at("exp_avg"), run));
+  for (const auto& slice : state_slices(*unlike, shards_of(other))) {
+    if (slice.parameter == "conv.weight")
+      EXPECT_TRUE(at::equal(slice.state.tensors.at("exp_avg"), run));
   }
-  load_state_slices(*unlike, pieces_of(other), state_slices(*optimizer, pieces_of(net)));
+  load_state_slices(*unlike, shards_of(other), state_slices(*optimizer, shards_of(net)));
   EXPECT_TRUE(at::equal(get_state(*unlike, other->conv->weight)->tensors.at("exp_avg"), average));
 }
 
@@ -140,13 +151,14 @@ TEST(StateSlices, AnEmptyStateIsNeverStepped) {
     auto net = seeded<Uneven>(1);
     const auto optimizer = make(name, net->parameters()), fresh = make(name, net->parameters());
     train(net, *optimizer, batch, 0, 2);
-    auto slices = state_slices(*fresh, pieces_of(net));
-    if (name == "AdamW") EXPECT_TRUE(slices[0].state.tensors.empty() && slices[0].state.scalars.empty());
+    auto slices = state_slices(*fresh, shards_of(net));
+    if (name == "AdamW")
+      EXPECT_TRUE(slices[0].state.tensors.empty() && slices[0].state.scalars.empty());
     for (auto& slice : slices) slice.state = {};
-    load_state_slices(*optimizer, pieces_of(net), slices);
+    load_state_slices(*optimizer, shards_of(net), slices);
     SlicePool cleared, never;
-    cleared.add(state_slices(*optimizer, pieces_of(net)));
-    never.add(state_slices(*fresh, pieces_of(net)));
+    cleared.add(state_slices(*optimizer, shards_of(net)));
+    never.add(state_slices(*fresh, shards_of(net)));
     cleared.expect_equal(never);
   }
 }
@@ -155,23 +167,24 @@ TEST(StateSlices, ArePerTrainableParameterAndSkipWhatTheOptimizerLacks) {
   auto net = seeded<Uneven>(1);
   net->second->bias.requires_grad_(false);
   net->register_parameter("nothing", at::empty({0, 3}));
-  const auto pieces = pieces_of(net);
+  const auto shards = shards_of(net);
   std::vector<std::string> names;
-  for (const auto& piece : pieces) {
-    names.push_back(piece.parameter);
-    EXPECT_EQ(piece.numel, c10::multiply_integers(piece.shape));
+  for (const auto& shard : shards) {
+    names.push_back(shard.parameter);
+    EXPECT_EQ(shard.numel, c10::multiply_integers(shard.shape));
   }
-  EXPECT_EQ(names, (std::vector<std::string>{"scale", "first.weight", "second.weight", "last.weight", "last.bias"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"scale", "first.weight", "second.weight",
+                                             "last.weight", "last.bias"}));
   const auto head = make("AdamW", net->last->parameters());
   train(net, *head, batch, 0, 1);
-  auto slices = state_slices(*head, pieces);
+  auto slices = state_slices(*head, shards);
   EXPECT_TRUE(slices[1].state.tensors.empty());
   EXPECT_EQ(slices[3].state.tensors.size(), 2u);
-  load_state_slices(*head, pieces, slices);
+  load_state_slices(*head, shards, slices);
   EXPECT_EQ(head->state().size(), 2u) << "nothing for parameters that are not the optimizer's";
   slices[1].state = slices[3].state;
   try {
-    load_state_slices(*head, pieces, slices);
+    load_state_slices(*head, shards, slices);
     ADD_FAILURE();
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("first.weight, which is none of the optimizer's"));
@@ -180,14 +193,17 @@ TEST(StateSlices, ArePerTrainableParameterAndSkipWhatTheOptimizerLacks) {
 
 class Refusals : public ::testing::Test {
  protected:
-  Refusals() : net_(seeded<Uneven>(1)), optimizer_(make("AdamW", net_->parameters())), pieces_(pieces_of(net_)) {
+  Refusals()
+      : net_(seeded<Uneven>(1)),
+        optimizer_(make("AdamW", net_->parameters())),
+        shards_(shards_of(net_)) {
     train(net_, *optimizer_, batch, 0, 2);
-    before_.add(state_slices(*optimizer_, pieces_));
+    before_.add(state_slices(*optimizer_, shards_));
     const auto fresh = make("AdamW", net_->parameters());
     train(net_, *fresh, batch, 2, 3);
     SlicePool copies;
-    copies.add(state_slices(*fresh, pieces_));
-    good_ = copies.cut(pieces_);
+    copies.add(state_slices(*fresh, shards_));
+    good_ = copies.cut(shards_);
   }
 
   StateSlice& slice(std::vector<StateSlice>& slices, const std::string& name) {
@@ -197,23 +213,24 @@ class Refusals : public ::testing::Test {
     throw std::runtime_error(name);
   }
 
-  void refused(const std::function<void(std::vector<StateSlice>&)>& spoil, const std::string& words) {
+  void refused(const std::function<void(std::vector<StateSlice>&)>& spoil,
+               const std::string& words) {
     auto slices = good_;
     spoil(slices);
     try {
-      load_state_slices(*optimizer_, pieces_, slices);
+      load_state_slices(*optimizer_, shards_, slices);
       ADD_FAILURE() << words;
     } catch (const UsageError& error) {
       EXPECT_THAT(error.what(), HasSubstr(words));
     }
     SlicePool after;
-    after.add(state_slices(*optimizer_, pieces_));
+    after.add(state_slices(*optimizer_, shards_));
     after.expect_equal(before_);
   }
 
   Uneven net_;
   std::unique_ptr<Optimizer> optimizer_;
-  std::vector<ParameterPiece> pieces_;
+  std::vector<ParameterShard> shards_;
   SlicePool before_;
   std::vector<StateSlice> good_;
 };
@@ -221,12 +238,14 @@ class Refusals : public ::testing::Test {
 TEST_F(Refusals, NameTheParameterAndChangeNothing) {
   using Slices = std::vector<StateSlice>;
   refused([](Slices& s) { s.pop_back(); }, "there is no slice of parameter last.bias");
-  refused([&](Slices& s) { slice(s, "last.bias").parameter = "last.bia"; }, "last.bias; did you mean \"last.bia\"?");
+  refused([&](Slices& s) { slice(s, "last.bias").parameter = "last.bia"; },
+          "last.bias; did you mean \"last.bia\"?");
   refused([&](Slices& s) { slice(s, "last.weight").begin = 2; },
           "no slice for elements 0 to 14 of parameter last.weight, but for elements 2 to 16");
   refused([&](Slices& s) { slice(s, "last.weight").numel = 13; },
           "elements 0 to 14 of parameter last.weight, but for elements 0 to 13");
-  refused([](Slices& s) { s.push_back(s[2]); }, "two slices for elements 0 to 21 of parameter second.weight");
+  refused([](Slices& s) { s.push_back(s[2]); },
+          "two slices for elements 0 to 21 of parameter second.weight");
   refused(
       [&](Slices& s) {
         slice(s, "last.weight").shape = {7, 2};
@@ -243,23 +262,23 @@ TEST_F(Refusals, NameTheParameterAndChangeNothing) {
           "parameter last.bias: set_state");
 }
 
-TEST_F(Refusals, SlicesOfOtherPiecesDoNotMatter) {
+TEST_F(Refusals, SlicesOfOtherShardsDoNotMatter) {
   auto slices = good_;
   slices.push_back({"elsewhere", {3}, 0, 3, {}});
   slices.push_back({"last.weight", {2, 7}, 3, 4, {}});
-  load_state_slices(*optimizer_, pieces_, slices);
+  load_state_slices(*optimizer_, shards_, slices);
   SlicePool given, after;
   given.add(good_);
-  after.add(state_slices(*optimizer_, pieces_));
+  after.add(state_slices(*optimizer_, shards_));
   after.expect_equal(given);
 }
 
-TEST_F(Refusals, APieceMustBeWhatItSays) {
-  pieces_[0].numel = 2;
-  EXPECT_THROW(state_slices(*optimizer_, pieces_), UsageError);
-  EXPECT_THROW(load_state_slices(*optimizer_, pieces_, good_), UsageError);
-  pieces_[0].tensor = at::Tensor();
-  EXPECT_THROW(state_slices(*optimizer_, pieces_), UsageError);
+TEST_F(Refusals, AShardMustBeWhatItSays) {
+  shards_[0].numel = 2;
+  EXPECT_THROW(state_slices(*optimizer_, shards_), UsageError);
+  EXPECT_THROW(load_state_slices(*optimizer_, shards_, good_), UsageError);
+  shards_[0].tensor = at::Tensor();
+  EXPECT_THROW(state_slices(*optimizer_, shards_), UsageError);
 }
 
 TEST(StateSlices, OfAUsersOptimizer) {
@@ -269,21 +288,21 @@ TEST(StateSlices, OfAUsersOptimizer) {
       fresh({torch::optim::OptimizerParamGroup(other->parameters())});
   train(net, optimizer, batch, 0, 2);
   train(other, fresh, batch, 0, 1);
-  auto slices = state_slices(optimizer, pieces_of(net));
-  load_state_slices(fresh, pieces_of(other), slices);
+  auto slices = state_slices(optimizer, shards_of(net));
+  load_state_slices(fresh, shards_of(other), slices);
   SlicePool given, loaded;
   given.add(slices);
-  loaded.add(state_slices(fresh, pieces_of(other)));
+  loaded.add(state_slices(fresh, shards_of(other)));
   loaded.expect_equal(given);
   slices[1].state.scalars.erase("count");
   try {
-    load_state_slices(fresh, pieces_of(other), slices);
+    load_state_slices(fresh, shards_of(other), slices);
     ADD_FAILURE();
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("parameter " + slices[1].parameter + ": set_state"));
   }
   SlicePool after;
-  after.add(state_slices(fresh, pieces_of(other)));
+  after.add(state_slices(fresh, shards_of(other)));
   after.expect_equal(given);
 }
 

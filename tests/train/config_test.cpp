@@ -1,19 +1,20 @@
-#include "tessera/config.h"
-
-#include <gtest/gtest.h>
-#include <unistd.h>
+#include "tessera/train/config.h"
 
 #include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 
+#include <gtest/gtest.h>
+#include <unistd.h>
+
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
-const char* const kModel = "model: {type: GPT2, vocab_size: 256, n_positions: 32, n_embd: 16, n_layer: 1, n_head: 2}\n";
+const char* const kModel =
+    "model: {type: GPT2, vocab_size: 256, n_positions: 32, n_embd: 16, n_layer: 1, n_head: 2}\n";
 const char* const kData = "data: {type: ByteText, path: /usr/share/common-licenses}\n";
 const char* const kOptimizer = "optimizer: {type: AdamW, lr: 1e-3, betas: [0.9, 0.95]}\n";
 const char* const kTrain = "train: {steps: 3, global_batch: 4}\n";
@@ -51,23 +52,28 @@ class ConfigTest : public ::testing::Test {
 };
 
 TEST_F(ConfigTest, FullySharded) {
-  const Config config = load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, "
-                                      "min_numel: 1e6}, sharding_strategy: shard_grad_op, "
-                                      "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: "
-                                      "{param_dtype: bfloat16, reduce_dtype: float32}}"});
+  const Config config =
+      load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, "
+                    "min_numel: 1e6}, sharding_strategy: shard_grad_op, "
+                    "resident_bytes: 1000, backward_prefetch: BACKWARD_POST, mixed_precision: "
+                    "{param_dtype: bfloat16, reduce_dtype: float32}}"});
   EXPECT_EQ(config.value("parallel.sharding_strategy"), "shard_grad_op");
   EXPECT_EQ(config.value("parallel.resident_bytes"), "1000");
   EXPECT_EQ(config.value("parallel.backward_prefetch"), "BACKWARD_POST");
   EXPECT_EQ(config.value("parallel.mixed_precision.param_dtype"), "bfloat16");
   EXPECT_EQ(config.value("parallel.mixed_precision.reduce_dtype"), "float32");
   EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1e6");
-  for (const char* good : {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
-                           "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
-    EXPECT_EQ(override_error(std::string("parallel={type: FullyShardedDataParallel, ") + good + "}"), "") << good;
+  for (const char* good :
+       {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
+        "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
+    EXPECT_EQ(
+        override_error(std::string("parallel={type: FullyShardedDataParallel, ") + good + "}"), "")
+        << good;
   }
   const std::string start = "parallel={type: FullyShardedDataParallel, ";
   const auto says = [&](const std::string& assignment, const std::string& text) {
-    EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
+    EXPECT_NE(override_error(assignment).find(text), std::string::npos)
+        << override_error(assignment);
   };
   says(start + "wrap_policy: {type: size_base}}", "did you mean \"size_based\"");
   says(start + "wrap_policy: {type: size_based, min_numel: 0}}", "min_numel is 0");
@@ -86,51 +92,65 @@ TEST_F(ConfigTest, FullySharded) {
 }
 
 TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
-  const Config config = load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
-                                      "param_pack_thd: 10485760, bcast_period: 500}",
-                                      "data.uneven=join"});
+  const Config config =
+      load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
+                    "param_pack_thd: 10485760, bcast_period: 500}",
+                    "data.uneven=join"});
   EXPECT_EQ(config.value("parallel.reduce_method"), "Mean");
   EXPECT_EQ(config.value("parallel.param_pack"), "true");
   EXPECT_EQ(config.value("parallel.param_pack_thd"), "10485760");
   EXPECT_EQ(config.value("parallel.bcast_period"), "500");
   EXPECT_EQ(config.data.uneven, "join");
   const auto says = [&](const std::string& assignment, const std::string& text) {
-    EXPECT_NE(override_error(assignment).find(text), std::string::npos) << override_error(assignment);
+    EXPECT_NE(override_error(assignment).find(text), std::string::npos)
+        << override_error(assignment);
   };
   says("parallel={type: DistributedOptimizer}", "sum or mean");
   says("parallel={type: DistributedOptimizer, reduce_method: max}", "expected sum or mean");
-  says("parallel={type: DistributedOptimizer, reduce_method: sum, bcast_period: -2}", "bcast_period");
-  says("parallel={type: DistributedOptimizer, reduce_method: sum, bucket_cap_mb: 3}", "param_pack_thd");
-  says("parallel={type: ZeroRedundancyOptimizer, param_pack: true}", "an option of DistributedOptimizer");
-  says("parallel={type: ZeroRedundancyOptimizer, comm_hook: fp16}", "an option of DistributedDataParallel");
+  says("parallel={type: DistributedOptimizer, reduce_method: sum, bcast_period: -2}",
+       "bcast_period");
+  says("parallel={type: DistributedOptimizer, reduce_method: sum, bucket_cap_mb: 3}",
+       "param_pack_thd");
+  says("parallel={type: ZeroRedundancyOptimizer, param_pack: true}",
+       "an option of DistributedOptimizer");
+  says("parallel={type: ZeroRedundancyOptimizer, comm_hook: fp16}",
+       "an option of DistributedDataParallel");
   says("parallel={type: DistributedDataParallel, power_sgd_rank: 3}", "comm_hook is none");
   says("parallel={type: DistributedDataParallel, comm_hook: fp8}", "power_sgd");
   says("data.uneven=maybe", "join");
-  EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4, "
-                           "power_sgd_start_iteration: 0}"),
+  EXPECT_EQ(override_error(
+                "parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4, "
+                "power_sgd_start_iteration: 0}"),
             "");
-  EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"), "");
+  EXPECT_EQ(override_error(
+                "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"),
+            "");
   says("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 0}",
        "0; expected a whole number >= 1");
-  says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rnak: 4}}", "did you mean \"rank\"?");
+  says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rnak: 4}}",
+       "did you mean \"rank\"?");
 }
 
 TEST_F(ConfigTest, ReadsEverySection) {
   const Config config = load(
-      "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: 2, seed: 7, dropout: "
+      "model:\n  {type: GPT2, vocab_size: 256, n_positions: 1e2, n_embd: 16, n_layer: 1, n_head: "
+      "2, seed: 7, dropout: "
       "0.1}\n"
-      "data: {type: ByteText, path: [a.txt, b], seq_len: 64, order: sequential, val_fraction: 0.2, seed: 3}\n"
+      "data: {type: ByteText, path: [a.txt, b], seq_len: 64, order: sequential, val_fraction: 0.2, "
+      "seed: 3}\n"
       "optimizer: {type: AdamW, lr: 3e-4, betas: [0.9, 0.95], weight_decay: 0}\n"
       "scheduler: {type: warmup_cosine, warmup_steps: 10, min_lr: 1e-5}\n"
-      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: false, backend: "
+      "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: "
+      "false, backend: "
       "gloo, timeout: 1.5}\n"
-      "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, eval_every: 5,\n"
+      "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, "
+      "eval_every: 5,\n"
       "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
   EXPECT_EQ(config.model.plan.max_length, 100);
   EXPECT_EQ(config.model.seed, 7u);
   EXPECT_EQ(config.value("model.dropout"), "0.1");
-  EXPECT_EQ(config.data.plan.files,
-            (std::vector<std::pair<std::string, std::string>>{{"data.path", "a.txt"}, {"data.path", "b"}}));
+  EXPECT_EQ(config.data.plan.files, (std::vector<std::pair<std::string, std::string>>{
+                                        {"data.path", "a.txt"}, {"data.path", "b"}}));
   EXPECT_EQ(config.data.order, SampleOrder::sequential);
   EXPECT_EQ(config.value("data.seq_len"), "64");
   EXPECT_EQ(config.train.global_batch, 6);
@@ -161,16 +181,19 @@ TEST_F(ConfigTest, DefaultsAreTheContract) {
 }
 
 TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
-  EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train:\n  stpes: 3\n  global_batch: 4\n"),
-            "c.yaml:5: train.stpes: unknown key; did you mean \"steps\"?");
-  EXPECT_EQ(error(base() + "paralel: {type: none}\n"), "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
+  EXPECT_EQ(
+      error(std::string(kModel) + kData + kOptimizer + "train:\n  stpes: 3\n  global_batch: 4\n"),
+      "c.yaml:5: train.stpes: unknown key; did you mean \"steps\"?");
+  EXPECT_EQ(error(base() + "paralel: {type: none}\n"),
+            "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
   EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"), "c.yaml:5: zzzzzzzz: unknown key");
 }
 
 TEST_F(ConfigTest, EachKindOfMistake) {
   const std::pair<std::string, std::string> cases[] = {
       {"train.steps=ten", "command line: train.steps: ten; expected a whole number >= 0"},
-      {"train.steps=\"10\"", "command line: train.steps: the string \"10\"; expected a whole number >= 0"},
+      {"train.steps=\"10\"",
+       "command line: train.steps: the string \"10\"; expected a whole number >= 0"},
       {"train.steps=1.5", "command line: train.steps: 1.5; expected a whole number >= 0"},
       {"train.steps=-1", "command line: train.steps: -1; expected a whole number >= 0"},
       {"train.steps=", "command line: train.steps: nothing; expected a whole number >= 0"},
@@ -187,13 +210,15 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"train.sample.promt=x", "train.sample.promt: unknown key; did you mean \"prompt\"?"},
       {"train.sample.prompt=[300]", "token 300; expected tokens below model.vocab_size (256)"},
       {"train.sample.temperature=-1", "-1; expected a number >= 0"},
-      {"model.type=GPT3", "model.type: GPT3; expected one of GPT2, ImageClassifier; did you mean \"GPT2\"?"},
+      {"model.type=GPT3",
+       "model.type: GPT3; expected one of GPT2, ImageClassifier; did you mean \"GPT2\"?"},
       {"model.n_head=3", "model.n_head: 3 does not divide n_embd (16)"},
       {"model.dropout=1", "model.dropout: 1; expected a number >= 0 and < 1"},
       {"model.seed=-1", "-1; expected a whole number >= 0"},
       {"model.config=nowhere.json", "model.config: "},
       {"data.seq_len=33", "command line: data.seq_len: 33 is longer than model.n_positions (32)"},
-      {"data.order=shufled", "data.order: shufled; expected one of shuffled, sequential; did you mean \"shuffled\"?"},
+      {"data.order=shufled",
+       "data.order: shufled; expected one of shuffled, sequential; did you mean \"shuffled\"?"},
       {"data.path=null", "data.path: missing; expected the training text or tokens"},
       {"model.type=null", "model.type: missing; expected the name of a model"},
       {"data.type=null", "data.type: missing; expected the name of a dataset"},
@@ -201,11 +226,14 @@ TEST_F(ConfigTest, EachKindOfMistake) {
       {"data.val_fraction=1", "expected a number >= 0 and < 1"},
       {"data.type=TokenBin", ""},
       {"scheduler.type=cosin",
-       "expected one of chained, constant, cosine, exponential, linear, multi_step, none, polynomial, step, "
+       "expected one of chained, constant, cosine, exponential, linear, multi_step, none, "
+       "polynomial, step, "
        "warmup_cosine; did you mean \"cosine\"?"},
       {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
       {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
-      {"parallel.partition=flat", "an option of FullyShardedDataParallel and ZeroRedundancyOptimizer, and parallel.type is none"},
+      {"parallel.partition=flat",
+       "an option of FullyShardedDataParallel and ZeroRedundancyOptimizer, and parallel.type is "
+       "none"},
       {"parallel.timeout=0", "parallel.timeout: 0; expected a number >= 0.001"},
       {"parallel.backend=mpl", "did you mean \"mpi\"?"},
       {"optimizer.lr={a: 1}", "optimizer.lr: a map; expected a number"},
@@ -226,7 +254,8 @@ TEST_F(ConfigTest, MissingKeysAndFiles) {
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer),
             "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train: {steps: 1}\n"),
-            "c.yaml:4: train.global_batch: missing; expected the number of sequences a step, over all ranks");
+            "c.yaml:4: train.global_batch: missing; expected the number of sequences a step, over "
+            "all ranks");
   EXPECT_EQ(error(""), "c.yaml: nothing; expected a map with keys and values");
   EXPECT_THROW(load_config("nowhere.yaml"), UsageError);
   EXPECT_THROW(load_config("/"), UsageError);
@@ -235,7 +264,9 @@ TEST_F(ConfigTest, MissingKeysAndFiles) {
     check_config_files(config);
     FAIL() << "a missing file was accepted";
   } catch (const UsageError& e) {
-    EXPECT_STREQ(e.what(), "command line: data.path: nowhere.txt: No such file or directory; expected a readable file");
+    EXPECT_STREQ(e.what(),
+                 "command line: data.path: nowhere.txt: No such file or directory; expected a "
+                 "readable file");
   }
 }
 
@@ -251,15 +282,16 @@ TEST_F(ConfigTest, MalformedYaml) {
 }
 
 TEST_F(ConfigTest, OverlapAndClippingExcludeEachOther) {
-  EXPECT_NE(
-      error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}", "train.clip_grad_norm=1"})
-          .find("command line: train.clip_grad_norm: the norm is known only after backward"),
-      std::string::npos);
+  EXPECT_NE(error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
+                           "train.clip_grad_norm=1"})
+                .find("command line: train.clip_grad_norm: the norm is known only after backward"),
+            std::string::npos);
 }
 
 TEST_F(ConfigTest, OverridesReplaceInOrder) {
-  const Config config = load(base(), {"optimizer.betas=[0.8, 0.9]", "train.steps=5", "train.steps=1e1",
-                                      "parallel.type=DistributedDataParallel", "data={type: ByteText, path: other}"});
+  const Config config =
+      load(base(), {"optimizer.betas=[0.8, 0.9]", "train.steps=5", "train.steps=1e1",
+                    "parallel.type=DistributedDataParallel", "data={type: ByteText, path: other}"});
   EXPECT_EQ(config.train.steps, 10);
   EXPECT_EQ(config.parallel.type, "DistributedDataParallel");
   EXPECT_EQ(config.data.plan.files.front().second, "other");
@@ -267,8 +299,9 @@ TEST_F(ConfigTest, OverridesReplaceInOrder) {
 }
 
 TEST_F(ConfigTest, AliasesWork) {
-  const Config config = load(std::string("model: {type: GPT2, n_positions: &n 48, n_embd: 16, n_head: 2}\n") +
-                             "data: {type: ByteText, path: x, seq_len: *n}\n" + kOptimizer + kTrain);
+  const Config config =
+      load(std::string("model: {type: GPT2, n_positions: &n 48, n_embd: 16, n_head: 2}\n") +
+           "data: {type: ByteText, path: x, seq_len: *n}\n" + kOptimizer + kTrain);
   EXPECT_EQ(config.value("data.seq_len"), "48");
 }
 
@@ -321,7 +354,8 @@ TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
   for (const auto& [name, text] : files) {
     const auto start = std::chrono::steady_clock::now();
     EXPECT_NE(error(text), "") << name;
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     EXPECT_LT(seconds, kAtOnce) << name;
     RecordProperty(name, std::to_string(seconds));
   }
@@ -331,7 +365,8 @@ TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
     load_config("big.yaml");
     FAIL() << "100 MiB were accepted";
   } catch (const UsageError& e) {
-    EXPECT_NE(std::string(e.what()).find("104857600 bytes; a config has at most 1048576"), std::string::npos);
+    EXPECT_NE(std::string(e.what()).find("104857600 bytes; a config has at most 1048576"),
+              std::string::npos);
   }
 }
 
@@ -345,21 +380,23 @@ TEST_F(ConfigTest, WorldMustFit) {
     check_config_world(config, 2);
     FAIL() << "9 sequences on 2 ranks were accepted";
   } catch (const UsageError& e) {
-    EXPECT_STREQ(
-        e.what(),
-        "command line: train.global_batch: 9 sequences cannot be divided by 2 ranks; expected a multiple of 2");
+    EXPECT_STREQ(e.what(),
+                 "command line: train.global_batch: 9 sequences cannot be divided by 2 ranks; "
+                 "expected a multiple of 2");
   }
 }
 
 TEST_F(ConfigTest, BasesAreMergedLaterWins) {
   std::filesystem::create_directory("common");
   std::ofstream("common/model.yaml") << kModel;
-  std::ofstream("common/base.yaml") << "base: model.yaml\n"
-                                    << kData << kOptimizer
-                                    << "train: {steps: 3, global_batch: 4, log: a.jsonl}\n"
-                                       "parallel: {type: ZeroRedundancyOptimizer, partition: whole}\n";
+  std::ofstream("common/base.yaml")
+      << "base: model.yaml\n"
+      << kData << kOptimizer
+      << "train: {steps: 3, global_batch: 4, log: a.jsonl}\n"
+         "parallel: {type: ZeroRedundancyOptimizer, partition: whole}\n";
   std::ofstream("other.yaml") << "train: {steps: 7}\n";
-  const Config config = load("base: [common/base.yaml, other.yaml]\nmodel: {n_layer: 2}\ntrain:\n  log: null\n");
+  const Config config =
+      load("base: [common/base.yaml, other.yaml]\nmodel: {n_layer: 2}\ntrain:\n  log: null\n");
   EXPECT_EQ(config.value("model.n_layer"), "2");
   EXPECT_EQ(config.value("model.n_embd"), "16");
   EXPECT_EQ(config.train.steps, 7);
@@ -369,24 +406,31 @@ TEST_F(ConfigTest, BasesAreMergedLaterWins) {
   EXPECT_EQ(config.at("train.log"), "c.yaml:4: train.log: ");
 
   EXPECT_NE(error("base: common/base.yaml\nparallel: {type: DistributedDataParallel}\n")
-                .find("parallel.partition: an option of FullyShardedDataParallel and ZeroRedundancyOptimizer"),
+                .find("parallel.partition: an option of FullyShardedDataParallel and "
+                      "ZeroRedundancyOptimizer"),
             std::string::npos);
-  const Config dropped = load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
+  const Config dropped =
+      load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
   EXPECT_EQ(dropped.parallel.type, "DistributedDataParallel");
   EXPECT_EQ(error("base: common/base.yaml\nmodel: {delete: 3}\n"),
             "c.yaml:2: delete: 3; expected true (drops what the bases say of this map) or false");
 
   std::ofstream("round.yaml") << "base: c.yaml\n";
-  EXPECT_NE(error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"),
+  EXPECT_NE(
+      error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"),
+      std::string::npos);
+  EXPECT_NE(error("base: nowhere.yaml\n").find("c.yaml:1: base: nowhere.yaml: No such file"),
             std::string::npos);
-  EXPECT_NE(error("base: nowhere.yaml\n").find("c.yaml:1: base: nowhere.yaml: No such file"), std::string::npos);
-  EXPECT_NE(error("base: {a: b}\n").find("a map; expected a YAML file or a list of them"), std::string::npos);
+  EXPECT_NE(error("base: {a: b}\n").find("a map; expected a YAML file or a list of them"),
+            std::string::npos);
 }
 
 TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
   for (int i = 0; i < 12; ++i) {
     std::ofstream file("b" + std::to_string(i) + ".yaml");
-    file << "base: [" << (i == 0 ? "" : "b" + std::to_string(i - 1) + ".yaml, b" + std::to_string(i - 1) + ".yaml")
+    file << "base: ["
+         << (i == 0 ? ""
+                    : "b" + std::to_string(i - 1) + ".yaml, b" + std::to_string(i - 1) + ".yaml")
          << "]\n";
   }
   EXPECT_NE(error("base: b11.yaml\n").find("more than 64 files by base"), std::string::npos);
@@ -395,30 +439,35 @@ TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
 TEST_F(ConfigTest, TheEnvironmentReachesTheConfigWhereItAsks) {
   ::setenv("TESSERA_TEST_STEPS", "12", 1);
   ::unsetenv("TESSERA_TEST_NONE");
-  const Config config =
-      load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}", "train.log=logs/${env:TESSERA_TEST_NONE:-x}.jsonl"});
+  const Config config = load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}",
+                                      "train.log=logs/${env:TESSERA_TEST_NONE:-x}.jsonl"});
   EXPECT_EQ(config.train.steps, 12);
   EXPECT_EQ(config.train.log, "logs/x.jsonl");
-  EXPECT_NE(
-      override_error("train.log=${env:TESSERA_TEST_NONE}").find("environment variable TESSERA_TEST_NONE is not set"),
-      std::string::npos);
+  EXPECT_NE(override_error("train.log=${env:TESSERA_TEST_NONE}")
+                .find("environment variable TESSERA_TEST_NONE is not set"),
+            std::string::npos);
   ::unsetenv("TESSERA_TEST_STEPS");
 }
 
 TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
   const std::vector<std::vector<std::string>> cases = {
       {},
-      {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, mixed_precision: {param_dtype: "
+      {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, mixed_precision: "
+       "{param_dtype: "
        "bfloat16}}"},
       {"parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"},
       {"parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 4}"},
-      {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: AdamW}", "train.clip_grad_value=0.5"},
+      {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: AdamW}",
+       "train.clip_grad_value=0.5"},
       {"parallel={type: DistributedOptimizer, reduce_method: sum}", "train.loss_scale=dynamic",
        "train.autocast=bfloat16"},
-      {"scheduler={type: chained, schedules: [{type: linear, end: 2}, {type: cosine, t_max: 5, begin: 2}]}",
+      {"scheduler={type: chained, schedules: [{type: linear, end: 2}, {type: cosine, t_max: 5, "
+       "begin: 2}]}",
        "train.sample={length: 3, prompt: \"a: b\"}"},
-      {"optimizer.paramwise={norm_decay_mult: 0, custom_keys: {transformer.h.0: {lr_mult: 0.5, decay_mult: 0}}}",
-       "checkpoint={folder: c, every: 3}", "train.ema.decay=0.99", "data_preprocessor={type: normalize, mean: [0.5]}"},
+      {"optimizer.paramwise={norm_decay_mult: 0, custom_keys: {transformer.h.0: {lr_mult: 0.5, "
+       "decay_mult: 0}}}",
+       "checkpoint={folder: c, every: 3}", "train.ema.decay=0.99",
+       "data_preprocessor={type: normalize, mean: [0.5]}"},
   };
   for (const auto& overrides : cases) {
     const Config config = load(base(), overrides);
@@ -436,28 +485,33 @@ TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
 }
 
 TEST_F(ConfigTest, ListsAreOverriddenByNumber) {
-  const std::string chained =
-      base() + "scheduler: {type: chained, schedules: [{type: linear, end: 2}, {type: constant, begin: 2}]}\n";
+  const std::string chained = base() +
+                              "scheduler: {type: chained, schedules: [{type: linear, end: 2}, "
+                              "{type: constant, begin: 2}]}\n";
   EXPECT_EQ(error(chained, {"scheduler.schedules.0.start_factor=0.5"}), "");
-  EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"}).find("\"2\" in a list of 2; expected a number from 0"),
+  EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"})
+                .find("\"2\" in a list of 2; expected a number from 0"),
             std::string::npos);
-  EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"}).find("scheduler.schedules.0.start: unknown key"),
+  EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"})
+                .find("scheduler.schedules.0.start: unknown key"),
             std::string::npos);
 }
 
 TEST_F(ConfigTest, OptimizerByWrapperOrBySection) {
   const std::string rest = std::string(kModel) + kData + kTrain;
   EXPECT_EQ(error(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}"}), "");
-  EXPECT_EQ(
-      load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}", "optimizer.lr=0.5"}).optimizer.type,
-      "Adam");
-  EXPECT_NE(error(rest, {"parallel.type=ZeroRedundancyOptimizer"}).find("optimizer"), std::string::npos);
+  EXPECT_EQ(load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}",
+                        "optimizer.lr=0.5"})
+                .optimizer.type,
+            "Adam");
+  EXPECT_NE(error(rest, {"parallel.type=ZeroRedundancyOptimizer"}).find("optimizer"),
+            std::string::npos);
   EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}")
                 .find("AdamW, and parallel.optimizer_type is Adam"),
             std::string::npos);
-  EXPECT_NE(
-      override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adan}").find("did you mean \"Adam\"?"),
-      std::string::npos);
+  EXPECT_NE(override_error("parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adan}")
+                .find("did you mean \"Adam\"?"),
+            std::string::npos);
 }
 
 }  // namespace

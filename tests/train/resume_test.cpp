@@ -19,7 +19,7 @@ class ResumeTest : public testing::TrainFixture {
     const Checkpoint left(a), right(b);
     const auto names = left.tensors("weights.safetensors").names();
     ASSERT_EQ(names, right.tensors("weights.safetensors").names());
-    std::vector<SliceRequest> requests;
+    std::vector<ElementRange> requests;
     for (const auto& name : names) {
       const at::Tensor mine = left.load_tensor("weights.safetensors", name);
       EXPECT_TRUE(at::equal(mine, right.load_tensor("weights.safetensors", name))) << name;
@@ -36,16 +36,18 @@ class ResumeTest : public testing::TrainFixture {
     }
   }
 
-  static std::vector<std::string> joined(std::vector<std::string> a, const std::vector<std::string>& b) {
+  static std::vector<std::string> joined(std::vector<std::string> a,
+                                         const std::vector<std::string>& b) {
     a.insert(a.end(), b.begin(), b.end());
     return a;
   }
 };
 
-const std::vector<std::string> kWays{"parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-                                     "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
-                                     "parallel={type: DistributedOptimizer, reduce_method: mean}",
-                                     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+const std::vector<std::string> kWays{
+    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
+    "parallel={type: DistributedOptimizer, reduce_method: mean}",
+    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
   const std::vector<std::string> everything{
@@ -54,26 +56,31 @@ TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
       "train.eval_every=4",     "train.loss_scale=dynamic",
       "train.clip_grad_norm=1", "scheduler={type: warmup_cosine, warmup_steps: 4}"};
   for (const auto& wrapper : kWays) {
-    // Ranks that are threads share one generator, and draw from it in any order: dropout is for worlds of one here.
+    // Ranks that are threads share one generator, and draw from it in any order: dropout is for
+    // worlds of one here.
     for (const int world : {1, 2, 3}) {
       auto options = joined(everything, {wrapper});
       if (world > 1) options.push_back("model.dropout=0");
       fs::remove_all("whole");
       fs::remove_all("parts");
       const auto whole = train_ranks(world, joined(options, {"checkpoint.folder=whole"}));
-      const auto first = train_ranks(
-          world, joined(options, {"checkpoint={folder: parts, every: 5}", "hooks=[]", "train.log=parts.jsonl"}));
+      const auto first = train_ranks(world, joined(options, {"checkpoint={folder: parts, every: 5}",
+                                                             "hooks=[]", "train.log=parts.jsonl"}));
       ASSERT_EQ(first.losses, whole.losses) << "saving changes nothing";
       fs::remove_all("parts/step-00000012");
-      const auto second = train_ranks(world, joined(options, {"checkpoint.folder=parts", "train.log=parts.jsonl"}));
+      const auto second =
+          train_ranks(world, joined(options, {"checkpoint.folder=parts", "train.log=parts.jsonl"}));
       EXPECT_EQ(second.first_step, 10) << wrapper;
-      EXPECT_EQ(second.losses, std::vector<double>(whole.losses.begin() + 10, whole.losses.end())) << wrapper << world;
-      EXPECT_EQ(second.grad_norms, std::vector<double>(whole.grad_norms.begin() + 10, whole.grad_norms.end()));
+      EXPECT_EQ(second.losses, std::vector<double>(whole.losses.begin() + 10, whole.losses.end()))
+          << wrapper << world;
+      EXPECT_EQ(second.grad_norms,
+                std::vector<double>(whole.grad_norms.begin() + 10, whole.grad_norms.end()));
       EXPECT_EQ(second.eval_loss, whole.eval_loss) << wrapper << world;
       expect_equal_state("whole/step-00000012", "parts/step-00000012");
       std::ifstream lines("parts.jsonl");
       int64_t count = 0;
-      for (std::string line; std::getline(lines, line); ++count) EXPECT_EQ(nlohmann::json::parse(line)["step"], count);
+      for (std::string line; std::getline(lines, line); ++count)
+        EXPECT_EQ(nlohmann::json::parse(line)["step"], count);
       EXPECT_EQ(count, 12) << "the log has every step once";
     }
   }
@@ -88,8 +95,8 @@ TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
         if (world == 1 && to != kWays[1]) continue;
         fs::remove_all("b");
         // No further step: what is written is what was read.
-        train_ranks(world, {to, "checkpoint={folder: b, from: a/step-00000006}", "train.ema.decay=0.9",
-                            "train.save=null", "train.save_config=false"});
+        train_ranks(world, {to, "checkpoint={folder: b, from: a/step-00000006}",
+                            "train.ema.decay=0.9", "train.save=null", "train.save_config=false"});
         ASSERT_TRUE(fs::exists("b/step-00000006")) << to;
         expect_equal_state("a/step-00000006", "b/step-00000006");
       }
@@ -103,21 +110,25 @@ TEST_F(ResumeTest, ResumeIsTheDefaultAndCanBeRefused) {
   EXPECT_NE(out_.find("going on from c/step-00000003"), std::string::npos) << out_;
   EXPECT_EQ(out_.find("step 2/4"), std::string::npos) << out_;
   EXPECT_NE(out_.find("step 3/4"), std::string::npos) << out_;
-  EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0) << "nothing is left to do: " << err_;
+  EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0)
+      << "nothing is left to do: " << err_;
   EXPECT_EQ(train({"c.yaml", "--no-resume", "checkpoint.folder=c", "train.steps=5"}), 0) << err_;
   EXPECT_NE(out_.find("step 0/4"), std::string::npos) << out_;
   EXPECT_TRUE(fs::exists("c/earlier-1/step-00000005")) << "nothing is lost";
-  EXPECT_EQ(load_config("c/step-00000005/config.yaml").value("train.steps"), "5") << "a checkpoint has its config";
+  EXPECT_EQ(load_config("c/step-00000005/config.yaml").value("train.steps"), "5")
+      << "a checkpoint has its config";
 }
 
 TEST_F(ResumeTest, RetentionKeepsTheLastAndMultiples) {
-  train_ranks(2, {"train.steps=10", "checkpoint={folder: c, every: 1, keep_last: 2, keep_every: 4}"});
+  train_ranks(2,
+              {"train.steps=10", "checkpoint={folder: c, every: 1, keep_last: 2, keep_every: 4}"});
   std::vector<std::string> left;
   for (const auto& entry : fs::directory_iterator("c")) {
     if (entry.is_directory()) left.push_back(entry.path().filename());
   }
   std::sort(left.begin(), left.end());
-  EXPECT_EQ(left, (std::vector<std::string>{"step-00000004", "step-00000008", "step-00000009", "step-00000010"}));
+  EXPECT_EQ(left, (std::vector<std::string>{"step-00000004", "step-00000008", "step-00000009",
+                                            "step-00000010"}));
 }
 
 TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
@@ -133,16 +144,23 @@ TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
     }
   };
   says({"model.n_embd=32"}, "expected [");
-  says({"model.n_head=4"}, "command line: model.n_head: 4, but the weights of c/step-00000006 are of a model with 2; expected 2");
+  says({"model.n_head=4"},
+       "command line: model.n_head: 4, but the weights of c/step-00000006 are of a model with 2; "
+       "expected 2");
   says({"model.activation=relu"}, "model.activation: relu, but the weights of");
   says({"model.layer_norm_epsilon=1e-4"}, "model.layer_norm_epsilon: 0.0001, but the weights of");
   says({"model.n_layer=3"}, "missing transformer.h.2.");
   says({"data.seed=3", "data.order=shuffled"}, "sequential");
   says({"train.global_batch=10"}, "train.global_batch");
   says({"optimizer={type: SGD, momentum: 0.9, lr: 1e-3}"}, "momentum_buffer");
-  train_ranks(2, {"checkpoint={folder: d, from: c/step-00000006}", "optimizer={type: Adam, lr: 1e-3}"});
-  EXPECT_NE(out_.find("warning: command line: optimizer.type: Adam goes on with the state of AdamW\n"), std::string::npos) << out_;
-  std::fstream file("c/step-00000006/weights.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  train_ranks(
+      2, {"checkpoint={folder: d, from: c/step-00000006}", "optimizer={type: Adam, lr: 1e-3}"});
+  EXPECT_NE(
+      out_.find("warning: command line: optimizer.type: Adam goes on with the state of AdamW\n"),
+      std::string::npos)
+      << out_;
+  std::fstream file("c/step-00000006/weights.safetensors",
+                    std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-3, std::ios::end);
   file.put('\x55');
   file.close();
@@ -159,7 +177,8 @@ TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
   if (!registry::hooks().contains("Asker")) {
     registry::hooks().add_plan("Asker", [] { return std::make_shared<Asker>(); });
   }
-  const auto stopped = train_ranks(2, {"train.steps=8", "checkpoint.folder=c", "hooks=[{type: Asker}]"});
+  const auto stopped =
+      train_ranks(2, {"train.steps=8", "checkpoint.folder=c", "hooks=[{type: Asker}]"});
   EXPECT_EQ(stopped.interrupted_by, SIGTERM);
   EXPECT_LE(stopped.losses.size(), 5u);
   EXPECT_GE(stopped.losses.size(), 4u);
@@ -173,7 +192,8 @@ TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
 
 TEST_F(ResumeTest, CompressionStateGoesOn) {
   const std::vector<std::string> power{
-      "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, start_iteration: 2}}"};
+      "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, "
+      "start_iteration: 2}}"};
   const auto whole = train_ranks(2, joined(power, {"train.steps=8"}));
   train_ranks(2, joined(power, {"train.steps=8", "checkpoint={folder: c, every: 5}"}));
   fs::remove_all("c/step-00000008");

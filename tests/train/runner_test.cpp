@@ -2,13 +2,14 @@
 
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
-#include "tessera/model_wrapper.h"
-#include "tessera/optim_wrapper.h"
-#include "tessera/registries.h"
 #include "tessera/safetensors.h"
+#include "tessera/train/model_wrapper.h"
+#include "tessera/train/optim_wrapper.h"
+#include "tessera/train/registries.h"
 #include "train/train_fixture.h"
 
-// Steps and what stands around them: OptimWrapper's rules, precision, averages, schedules, hooks, own components.
+// Steps and what stands around them: OptimWrapper's rules, precision, averages, schedules, hooks,
+// own components.
 
 namespace tessera {
 namespace {
@@ -16,13 +17,15 @@ namespace {
 using testing::expect_near;
 using RunnerTest = testing::TrainFixture;
 
-const std::vector<std::string> kWrappers{"parallel.type=DistributedDataParallel",
-                                         "parallel.type=ZeroRedundancyOptimizer",
-                                         "parallel={type: DistributedOptimizer, reduce_method: mean}",
-                                         "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+const std::vector<std::string> kWrappers{
+    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel={type: DistributedOptimizer, reduce_method: mean}",
+    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 struct LineImpl : torch::nn::Module {
-  LineImpl() : linear(register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(3, 1).bias(false)))) {}
+  LineImpl()
+      : linear(register_module("linear",
+                               torch::nn::Linear(torch::nn::LinearOptions(3, 1).bias(false)))) {}
   at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
   torch::nn::Linear linear;
 };
@@ -47,21 +50,22 @@ std::unique_ptr<ModelWrapper> wrapped(const std::string& parallel, ProcessGroup 
 }
 
 Batch batch_of(int64_t number) {
-  const at::Tensor x = torch::arange(6, torch::kFloat).reshape({2, 3}).sin() + static_cast<double>(number) / 3;
+  const at::Tensor x =
+      torch::arange(6, torch::kFloat).reshape({2, 3}).sin() + static_cast<double>(number) / 3;
   return {x, x.sum(1, true).cos()};
 }
 
 at::Tensor whole_weight(ModelWrapper& model) {
   std::vector<at::Tensor> parts;
   at::Tensor mine = at::zeros({3});
-  for (const auto& piece : model.pieces())
-    mine.narrow(0, piece.begin, piece.numel).copy_(piece.tensor.detach().reshape({-1}));
+  for (const auto& shard : model.shards())
+    mine.narrow(0, shard.begin, shard.numel).copy_(shard.tensor.detach().reshape({-1}));
   return mine;
 }
 
-const std::vector<std::string> kTypes{"{type: DistributedDataParallel}", "{type: ZeroRedundancyOptimizer}",
-                                      "{type: DistributedOptimizer, reduce_method: mean}",
-                                      "{type: FullyShardedDataParallel}"};
+const std::vector<std::string> kTypes{
+    "{type: DistributedDataParallel}", "{type: ZeroRedundancyOptimizer}",
+    "{type: DistributedOptimizer, reduce_method: mean}", "{type: FullyShardedDataParallel}"};
 
 TEST(OptimWrapper, AccumulationDividesByTheCountAndTheTailByWhatIsLeft) {
   // mmengine: 5 iterations, 2 at a time: updates after 2, 4 and, alone, 5.
@@ -84,14 +88,16 @@ TEST(OptimWrapper, AccumulationDividesByTheCountAndTheTailByWhatIsLeft) {
   for (const std::vector<int64_t>& group : {std::vector<int64_t>{0, 1}, {2, 3}, {4}}) {
     at::Tensor loss = at::zeros({});
     for (const int64_t i : group)
-      loss = loss + torch::mse_loss(torch::linear(batch_of(i).inputs, weight), batch_of(i).targets) /
-                        static_cast<double>(group.size());
+      loss =
+          loss + torch::mse_loss(torch::linear(batch_of(i).inputs, weight), batch_of(i).targets) /
+                     static_cast<double>(group.size());
     loss.backward();
     const torch::NoGradGuard no_grad;
     weight -= 0.1 * weight.grad();
     weight.mutable_grad() = at::Tensor();
   }
-  EXPECT_TRUE(at::allclose(weight, line.linear->weight, 1e-6, 1e-7)) << weight << line.linear->weight;
+  EXPECT_TRUE(at::allclose(weight, line.linear->weight, 1e-6, 1e-7))
+      << weight << line.linear->weight;
   EXPECT_THROW(OptimWrapper(*model, {.accumulative_counts = 0}), UsageError);
   EXPECT_THROW(optimizer.initialize_count_status(6, 5), UsageError);
 }
@@ -103,7 +109,8 @@ TEST(OptimWrapper, AccumulationSavesTraffic) {
         const auto bytes = [&](int64_t counts) {
           const auto model = wrapped(type, group);
           OptimWrapper optimizer(*model, {.accumulative_counts = counts});
-          for (int64_t i = 0; i < 4; ++i) model->train_step(batch_of(i + rank), optimizer);  // learns the order
+          for (int64_t i = 0; i < 4; ++i)
+            model->train_step(batch_of(i + rank), optimizer);  // learns the order
           group.reset_stats();
           for (int64_t i = 0; i < 4; ++i) model->train_step(batch_of(i + rank), optimizer);
           const CommStats stats = group.stats();
@@ -111,7 +118,8 @@ TEST(OptimWrapper, AccumulationSavesTraffic) {
         };
         const uint64_t often = bytes(1), seldom = bytes(4);
         EXPECT_GT(seldom, 0u) << type;
-        EXPECT_LE(seldom * 4, often) << type << " world " << world << ": a quarter of the reductions";
+        EXPECT_LE(seldom * 4, often)
+            << type << " world " << world << ": a quarter of the reductions";
       });
     }
   }
@@ -159,8 +167,8 @@ TEST(OptimWrapper, ScalingAndClippingChangeNothingThatTheyShouldNot) {
         EXPECT_TRUE(at::equal(train({.clip_grad_value = 1e6}).first, plain.first)) << type;
         const auto clipped = train({.clip_grad_norm = 1e-3, .clip_grad_value = 1e-5}).first;
         const at::Tensor start = torch::tensor({0.5f, -0.25f, 1.0f});
-        for (const auto& piece : wrapped(type, group)->pieces()) {
-          const at::Tensor moved = (clipped - start).narrow(0, piece.begin, piece.numel).abs();
+        for (const auto& shard : wrapped(type, group)->shards()) {
+          const at::Tensor moved = (clipped - start).narrow(0, shard.begin, shard.numel).abs();
           EXPECT_LE(moved.numel() ? moved.max().item<double>() : 0, 5 * 0.1 * 1.05e-5) << type;
         }
       });
@@ -190,7 +198,9 @@ TEST(OptimWrapper, StateDictConsolidatesByItselfAndIsEmptyOnOtherRanks) {
         OptimWrapper optimizer(*model);
         optimizer.load_state_dict(saved);
         const OptimizerStateDict again = optimizer.state_dict();
-        if (rank == 0) EXPECT_TRUE(at::equal(again.state.at("linear.weight").tensors.at("exp_avg"), average)) << type;
+        if (rank == 0)
+          EXPECT_TRUE(at::equal(again.state.at("linear.weight").tensors.at("exp_avg"), average))
+              << type;
       });
     }
   }
@@ -209,23 +219,26 @@ TEST_F(RunnerTest, AccumulatedStepsAreTheSameSteps) {
 TEST_F(RunnerTest, MixedPrecisionTrains) {
   const auto reference = train_ranks(1, {"train.steps=20"});
   for (const auto& wrapper : kWrappers) {
-    const auto result =
-        train_ranks(2, {wrapper, "train.steps=20", "train.autocast=bfloat16", "train.loss_scale={init_scale: 64}"});
+    const auto result = train_ranks(2, {wrapper, "train.steps=20", "train.autocast=bfloat16",
+                                        "train.loss_scale={init_scale: 64}"});
     EXPECT_NE(result.losses, reference.losses);
     expect_near(result.losses, reference.losses, 0.02);
     EXPECT_EQ(result.skipped_steps, 0);
   }
 }
 
-TEST_F(RunnerTest, AveragesAreTheSameOverPieces) {
+TEST_F(RunnerTest, AveragesAreTheSameOverShards) {
   const std::vector<std::string> ema{"train.ema.decay=0.9", "train.eval_every=2"};
-  const auto with = [&](std::string wrapper) { return std::vector<std::string>{ema[0], ema[1], std::move(wrapper)}; };
+  const auto with = [&](std::string wrapper) {
+    return std::vector<std::string>{ema[0], ema[1], std::move(wrapper)};
+  };
   const auto plain = train_ranks(1, {"train.eval_every=2"});
   const auto reference = train_ranks(1, ema);
   EXPECT_EQ(reference.losses, plain.losses) << "an average only looks";
   EXPECT_GT(*reference.eval_loss, *plain.eval_loss) << "it lags behind";
   EXPECT_LT(*reference.eval_loss,
-            0.99 * *train_ranks(1, {"train.steps=0", "train.save=null", "train.save_config=false"}).eval_loss);
+            0.99 * *train_ranks(1, {"train.steps=0", "train.save=null", "train.save_config=false"})
+                        .eval_loss);
   const SafetensorsFile expected("out/model.safetensors");
   for (const auto& wrapper : kWrappers) {
     for (const int world : {1, 2, 3}) {
@@ -234,7 +247,8 @@ TEST_F(RunnerTest, AveragesAreTheSameOverPieces) {
       expect_near(result.losses, reference.losses, 1e-5);
       const SafetensorsFile file("out/model.safetensors");
       for (const auto& name : expected.names()) {
-        EXPECT_TRUE(at::allclose(file.load(name), expected.load(name), 1e-4, 1e-5)) << name << wrapper;
+        EXPECT_TRUE(at::allclose(file.load(name), expected.load(name), 1e-4, 1e-5))
+            << name << wrapper;
       }
     }
   }
@@ -242,7 +256,8 @@ TEST_F(RunnerTest, AveragesAreTheSameOverPieces) {
 
 TEST_F(RunnerTest, ParamwiseOptionsReachTheOptimizerOfEveryWrapper) {
   const std::string rules =
-      "optimizer.paramwise={norm_decay_mult: 0, bias_lr_mult: 2, custom_keys: {wte: {lr_mult: 0.1}, wpe: {lr_mult: "
+      "optimizer.paramwise={norm_decay_mult: 0, bias_lr_mult: 2, custom_keys: {wte: {lr_mult: "
+      "0.1}, wpe: {lr_mult: "
       "0}}}";
   const auto reference = train_ranks(1, {rules});
   const SafetensorsFile expected("out/model.safetensors");
@@ -250,26 +265,34 @@ TEST_F(RunnerTest, ParamwiseOptionsReachTheOptimizerOfEveryWrapper) {
   train_ranks(1, {"train.steps=0", "train.save=initial.safetensors"});
   train_ranks(1, {rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
   const SafetensorsFile initial("initial.safetensors"), ruled("out/model.safetensors");
-  EXPECT_TRUE(at::equal(ruled.load("transformer.wpe.weight"), initial.load("transformer.wpe.weight"))) << "lr_mult: 0";
-  EXPECT_FALSE(at::equal(ruled.load("transformer.wte.weight"), initial.load("transformer.wte.weight")));
+  EXPECT_TRUE(
+      at::equal(ruled.load("transformer.wpe.weight"), initial.load("transformer.wpe.weight")))
+      << "lr_mult: 0";
+  EXPECT_FALSE(
+      at::equal(ruled.load("transformer.wte.weight"), initial.load("transformer.wte.weight")));
   for (const auto& wrapper : kWrappers) {
-    const auto result = train_ranks(2, {wrapper, rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
-    const auto same = train_ranks(1, {rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
+    const auto result = train_ranks(
+        2, {wrapper, rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
+    const auto same =
+        train_ranks(1, {rules, "scheduler={type: linear, start_factor: 1, end_factor: 0.5}"});
     expect_near(result.losses, same.losses, 1e-5);
   }
-  EXPECT_THROW(train_ranks(1, {"optimizer.paramwise={custom_keys: {wtee: {lr_mult: 0.1}}}"}), UsageError);
+  EXPECT_THROW(train_ranks(1, {"optimizer.paramwise={custom_keys: {wtee: {lr_mult: 0.1}}}"}),
+               UsageError);
 }
 
 TEST_F(RunnerTest, EarlyStopEndsAllRanks) {
-  const auto result = train_ranks(
-      2, {"optimizer={type: SGD, lr: 0}", "train.steps=50", "train.eval_every=2", "train.early_stop.patience=3"});
-  EXPECT_EQ(result.losses.size(), 8u) << "the first evaluation is the best, three more do not improve";
+  const auto result = train_ranks(2, {"optimizer={type: SGD, lr: 0}", "train.steps=50",
+                                      "train.eval_every=2", "train.early_stop.patience=3"});
+  EXPECT_EQ(result.losses.size(), 8u)
+      << "the first evaluation is the best, three more do not improve";
   EXPECT_NE(out_.find("early stop: no improvement in 3 evaluations"), std::string::npos);
 }
 
 TEST_F(RunnerTest, EpochsAndTheirSchedules) {
-  train_ranks(2, {"train={epochs: 2.5, global_batch: 200, log: out/log.jsonl}", "data.order=shuffled",
-                  "scheduler={type: step, step_size: 1, gamma: 0.1, by: epoch}"});
+  train_ranks(2,
+              {"train={epochs: 2.5, global_batch: 200, log: out/log.jsonl}", "data.order=shuffled",
+               "scheduler={type: step, step_size: 1, gamma: 0.1, by: epoch}"});
   const auto lines = log();
   ASSERT_GT(lines.size(), 4u);
   for (const auto& line : lines) {
@@ -292,7 +315,9 @@ struct Recorder : RunHook {
     count("step");
     state.stop = state.step == stop_at;
   }
-  void after_evaluation(RunState& state) override { count(state.figures.empty() ? "empty" : "evaluation"); }
+  void after_evaluation(RunState& state) override {
+    count(state.figures.empty() ? "empty" : "evaluation");
+  }
   void after_run(RunState&) override { count("after"); }
 };
 
@@ -309,7 +334,9 @@ struct Halves : Dataset {
     const at::Tensor i = torch::tensor(samples, torch::kLong) % size();
     return {torch::stack({i.sin(), i.cos(), i * 0.01}, 1), i.sin().gt(0).to(torch::kLong)};
   }
-  std::shared_ptr<const Dataset> validation() const { return std::make_shared<Halves>(Options{16}); }
+  std::shared_ptr<const Dataset> validation() const {
+    return std::make_shared<Halves>(Options{16});
+  }
   Options options;
 };
 
@@ -344,7 +371,8 @@ TEST_F(RunnerTest, OwnModelDatasetLossAndHook) {
   });
   EXPECT_THROW(registry::models().add<OwnNet>("OwnNet"), UsageError);
   std::ofstream("c.yaml")
-      << "model: {type: OwnNet, width: 7}\ndata: {type: Halves, count: 96}\nloss: {type: own_loss}\n"
+      << "model: {type: OwnNet, width: 7}\ndata: {type: Halves, count: 96}\nloss: {type: "
+         "own_loss}\n"
          "optimizer: {type: Adam, lr: 0.05}\nhooks: [{type: Recorder, stop_at: 40}]\n"
          "train: {steps: 60, global_batch: 12, save: own.safetensors, eval_every: 20}\n";
   std::vector<double> losses;
@@ -353,11 +381,12 @@ TEST_F(RunnerTest, OwnModelDatasetLossAndHook) {
     const auto result = train_ranks(2, {wrapper});
     EXPECT_EQ(result.losses.size(), 40u) << "the hook ended it";
     EXPECT_LT(result.losses.back(), 0.5 * result.losses.front()) << wrapper;
-    EXPECT_EQ(Recorder::calls,
-              (std::map<std::string, int>{{"before", 2}, {"step", 80}, {"evaluation", 4}, {"after", 2}}));
+    EXPECT_EQ(Recorder::calls, (std::map<std::string, int>{
+                                   {"before", 2}, {"step", 80}, {"evaluation", 4}, {"after", 2}}));
     if (losses.empty()) losses = result.losses;
     expect_near(result.losses, losses, 1e-4);
-    EXPECT_EQ(SafetensorsFile("own.safetensors").info("one.weight").shape, (std::vector<int64_t>{7, 3}));
+    EXPECT_EQ(SafetensorsFile("own.safetensors").info("one.weight").shape,
+              (std::vector<int64_t>{7, 3}));
   }
   const auto accuracy = train_ranks(2, {"loss.type=cross_entropy", "hooks=[]"});
   EXPECT_GT(accuracy.eval_figures.at("accuracy"), 0.9);
@@ -388,16 +417,19 @@ TEST_F(RunnerTest, ModelsMayCommunicateWhileTheyAreMade) {
     return plan;
   });
   registry::datasets().add<Halves>("MeetingHalves");
-  std::ofstream("c.yaml") << "model: {type: Meeting}\ndata: {type: MeetingHalves}\nloss: {type: cross_entropy}\n"
-                             "optimizer: {type: SGD}\ntrain: {steps: 0, global_batch: 6}\n";
-  EXPECT_NO_THROW(train_ranks(3, {"parallel.type=DistributedDataParallel", "data.count=6", "loss.type=l1"}));
+  std::ofstream("c.yaml")
+      << "model: {type: Meeting}\ndata: {type: MeetingHalves}\nloss: {type: cross_entropy}\n"
+         "optimizer: {type: SGD}\ntrain: {steps: 0, global_batch: 6}\n";
+  EXPECT_NO_THROW(
+      train_ranks(3, {"parallel.type=DistributedDataParallel", "data.count=6", "loss.type=l1"}));
 }
 
 TEST_F(RunnerTest, ValAndTestStepsPredict) {
   testing::run_ranks(2, [&](ProcessGroup group, int rank) {
     for (const auto& type : kTypes) {
       const auto model = wrapped(type, group);
-      const at::Tensor expected = torch::linear(batch_of(3).inputs, torch::tensor({{0.5f, -0.25f, 1.0f}}));
+      const at::Tensor expected =
+          torch::linear(batch_of(3).inputs, torch::tensor({{0.5f, -0.25f, 1.0f}}));
       EXPECT_TRUE(at::allclose(model->val_step(batch_of(3)), expected)) << type;
       const at::Tensor output = model->test_step(batch_of(3));
       EXPECT_TRUE(at::allclose(output, expected)) << type;
@@ -409,11 +441,15 @@ TEST_F(RunnerTest, ValAndTestStepsPredict) {
 TEST_F(RunnerTest, ValStepsComputeInTheDtypeOfMixedPrecision) {
   testing::run_ranks(2, [&](ProcessGroup group, int rank) {
     for (const std::string full : {"false", "true"}) {
-      const auto model = wrapped("{type: FullyShardedDataParallel, mixed_precision: {param_dtype: bfloat16, "
-                                 "full_precision_in_eval: " + full + "}}", group);
+      const auto model = wrapped(
+          "{type: FullyShardedDataParallel, mixed_precision: {param_dtype: bfloat16, "
+          "full_precision_in_eval: " +
+              full + "}}",
+          group);
       EXPECT_EQ(model->val_step(batch_of(3)).scalar_type(), at::kBFloat16);
       model->model().module->eval();
-      EXPECT_EQ(model->val_step(batch_of(3)).scalar_type(), full == "true" ? at::kFloat : at::kBFloat16);
+      EXPECT_EQ(model->val_step(batch_of(3)).scalar_type(),
+                full == "true" ? at::kFloat : at::kBFloat16);
       EXPECT_NO_THROW(model->val_losses(batch_of(3)));
     }
   });

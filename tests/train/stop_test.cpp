@@ -1,11 +1,11 @@
-#include <unistd.h>
-
 #include <chrono>
 #include <csignal>
 #include <thread>
 
+#include <unistd.h>
+
 #include "tessera/train.h"
-#include "train/interruption.h"
+#include "train/run/interruption.h"
 #include "train/train_fixture.h"
 
 // What a signal asks of a run, and what the run that goes on makes up for.
@@ -60,7 +60,9 @@ class StopTest : public testing::TrainFixture {
     });
   }
 
-  static nlohmann::json state_of(const std::string& checkpoint) { return nlohmann::json::parse(bytes_of(checkpoint + "/state.json")); }
+  static nlohmann::json state_of(const std::string& checkpoint) {
+    return nlohmann::json::parse(bytes_of(checkpoint + "/state.json"));
+  }
 
   std::vector<nlohmann::json> log_without_times() const {
     auto lines = log();
@@ -72,7 +74,8 @@ class StopTest : public testing::TrainFixture {
 };
 
 TEST_F(StopTest, AnInterruptedEvaluationIsMadeUpFor) {
-  const std::vector<std::string> options{"train.steps=6", "train.eval_every=1", "train.early_stop.patience=50", "train.ema.decay=0.9"};
+  const std::vector<std::string> options{"train.steps=6", "train.eval_every=1",
+                                         "train.early_stop.patience=50", "train.ema.decay=0.9"};
   const auto with = [&](std::vector<std::string> more) {
     more.insert(more.end(), options.begin(), options.end());
     return train_ranks(2, more);
@@ -93,13 +96,16 @@ TEST_F(StopTest, AnInterruptedEvaluationIsMadeUpFor) {
     EXPECT_EQ(log_without_times(), expected);
     EXPECT_EQ(rest.best_eval_loss, whole.best_eval_loss);
     EXPECT_EQ(rest.eval_loss, whole.eval_loss);
-    EXPECT_EQ(bytes_of("parts/step-00000006/state.json"), bytes_of("whole/step-00000006/state.json")) << "once each";
+    EXPECT_EQ(bytes_of("parts/step-00000006/state.json"),
+              bytes_of("whole/step-00000006/state.json"))
+        << "once each";
   }
 }
 
 TEST_F(StopTest, StepsKeepTheirNumbersWhateverARoundIs) {
   // 9 a step: three at a time on 3 ranks, five on 2: a round of 10.
-  const std::vector<std::string> options{"checkpoint.folder=c", "train.global_batch=9", "data.uneven=join"};
+  const std::vector<std::string> options{"checkpoint.folder=c", "train.global_batch=9",
+                                         "data.uneven=join"};
   const auto with = [&](int world, const std::string& steps) {
     auto all = options;
     all.push_back(steps);
@@ -121,7 +127,8 @@ TEST_F(StopTest, AnotherGlobalBatchIsRefusedAndItsAdviceWorks) {
   // Twice the batch divides the samples that were seen: six steps would be three.
   ASSERT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.global_batch=24", "train.steps=9"}), 2);
   const std::string init = "model.init=c/step-00000006/weights.safetensors";
-  EXPECT_NE(err_.find("tessera train: command line: train.global_batch: 24, but c/step-00000006 is of a run with 12; expected 12, or"),
+  EXPECT_NE(err_.find("tessera train: command line: train.global_batch: 24, but c/step-00000006 is "
+                      "of a run with 12; expected 12, or"),
             std::string::npos)
       << err_;
   EXPECT_NE(err_.find(init), std::string::npos) << err_;
@@ -136,7 +143,9 @@ TEST_F(StopTest, TheAdviceAfterADamagedCheckpointWorks) {
     const std::string path = "a run's/" + newest;
     fs::resize_file(path + "/weights.safetensors", 100);
     ASSERT_EQ(train(command), 2);
-    EXPECT_NE(err_.find("checkpoint: " + path + "/weights.safetensors: the file has 100 bytes"), std::string::npos) << err_;
+    EXPECT_NE(err_.find("checkpoint: " + path + "/weights.safetensors: the file has 100 bytes"),
+              std::string::npos)
+        << err_;
     const size_t from = err_.find("mv "), to = err_.find(", and the same command again");
     ASSERT_TRUE(from < to && to != std::string::npos) << err_;
     ASSERT_EQ(std::system(err_.substr(from, to - from).c_str()), 0) << err_;
@@ -145,7 +154,10 @@ TEST_F(StopTest, TheAdviceAfterADamagedCheckpointWorks) {
   EXPECT_EQ(train(command), 0) << "nothing is left, so it starts anew: " << err_;
   fs::resize_file("a run's/step-00000006/manifest.json", 100);
   EXPECT_EQ(train({"c.yaml", "checkpoint.from=a run's/step-00000006"}), 2);
-  EXPECT_NE(err_.find("tessera train: command line: checkpoint.from: checkpoint: a run's/step-00000006/manifest.json"), std::string::npos) << err_;
+  EXPECT_NE(err_.find("tessera train: command line: checkpoint.from: checkpoint: a "
+                      "run's/step-00000006/manifest.json"),
+            std::string::npos)
+      << err_;
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <sstream>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include "harness/ranks.h"
 #include "tessera/train.h"
@@ -38,7 +38,8 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
     std::filesystem::remove_all(folder_);
   }
 
-  /// Runs train_main in this process, a world of one; returns its exit code and keeps what it printed.
+  /// Runs train_main in this process, a world of one; returns its exit code and keeps what it
+  /// printed.
   int train(std::vector<std::string> arguments) {
     arguments.insert(arguments.begin(), "tessera-train");
     std::vector<char*> argv;
@@ -95,9 +96,11 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
   std::string out_, err_;
 };
 
-inline void expect_near(const std::vector<double>& a, const std::vector<double>& b, double relative) {
+inline void expect_near(const std::vector<double>& a, const std::vector<double>& b,
+                        double relative) {
   ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << "step " << i;
+  for (size_t i = 0; i < a.size(); ++i)
+    EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << "step " << i;
 }
 
 }  // namespace tessera::testing

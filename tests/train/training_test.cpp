@@ -1,10 +1,9 @@
-#include "tessera/train.h"
-
 #include <cmath>
 
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"
+#include "tessera/train.h"
 #include "train/train_fixture.h"
 
 namespace tessera {
@@ -14,7 +13,9 @@ using testing::expect_near;
 using TrainingTest = testing::TrainFixture;
 
 TEST_F(TrainingTest, WorldOfOneWritesEverything) {
-  ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10", "train.sample={length: 5, prompt: li}"}), 0)
+  ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10",
+                   "train.sample={length: 5, prompt: li}"}),
+            0)
       << err_;
   const auto lines = log();
   ASSERT_EQ(lines.size(), 30u);
@@ -29,8 +30,9 @@ TEST_F(TrainingTest, WorldOfOneWritesEverything) {
   EXPECT_NEAR(lines[0]["loss"].get<double>(), std::log(256.0), 0.1);
   EXPECT_LT(lines.back()["loss"].get<double>(), 0.75 * lines[0]["loss"].get<double>());
   for (const char* expected :
-       {"step  0/29  loss 5.", "evaluation after 10 steps: loss ", "evaluation after 30 steps: loss ",
-        "a bigram model of the same split reaches", "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
+       {"step  0/29  loss 5.", "evaluation after 10 steps: loss ",
+        "evaluation after 30 steps: loss ", "a bigram model of the same split reaches",
+        "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
         "weights written to out/model.safetensors"}) {
     EXPECT_NE(out_.find(expected), std::string::npos) << expected << " is not in\n" << out_;
   }
@@ -44,15 +46,18 @@ TEST_F(TrainingTest, NoStepsIsAllowedAndInitIsRead) {
   ASSERT_EQ(train({"c.yaml", "train.steps=0"}), 0) << err_;
   EXPECT_TRUE(log().empty());
   std::filesystem::copy("out/model.safetensors", "init.safetensors");
-  ASSERT_EQ(train({"c.yaml", "train.steps=0", "model.seed=2", "model.init=init.safetensors"}), 0) << err_;
+  ASSERT_EQ(train({"c.yaml", "train.steps=0", "model.seed=2", "model.init=init.safetensors"}), 0)
+      << err_;
   EXPECT_EQ(bytes_of("out/model.safetensors"), bytes_of("init.safetensors"));
 }
 
 TEST_F(TrainingTest, ClippingAndScheduleAreWhatTheConfigSays) {
   const auto plain = train_ranks(1, {"optimizer={type: SGD, lr: 0.5}"});
-  const auto clipped = train_ranks(1, {"optimizer={type: SGD, lr: 0.5}", "train.clip_grad_norm=1e-3"});
+  const auto clipped =
+      train_ranks(1, {"optimizer={type: SGD, lr: 0.5}", "train.clip_grad_norm=1e-3"});
   EXPECT_EQ(plain.losses[0], clipped.losses[0]);
-  EXPECT_EQ(plain.grad_norms[0], clipped.grad_norms[0]) << "the logged norm is from before clipping";
+  EXPECT_EQ(plain.grad_norms[0], clipped.grad_norms[0])
+      << "the logged norm is from before clipping";
   EXPECT_NEAR(clipped.losses[5], clipped.losses[0], 0.05);
   EXPECT_LT(plain.losses[5], clipped.losses[5] - 0.1);
   train_ranks(1, {"scheduler={type: warmup_cosine, warmup_steps: 3}"});
@@ -65,9 +70,11 @@ TEST_F(TrainingTest, DistributedOptimizerEqualsDataParallelBitByBit) {
     const auto ddp = train_ranks(world, {"parallel.type=DistributedDataParallel"});
     const std::string ddp_bytes = bytes_of("out/model.safetensors");
     for (const bool pack : {false, true}) {
-      const auto ours = train_ranks(
-          world, {"parallel.type=DistributedOptimizer", "parallel.reduce_method=mean", "parallel.bcast_period=2",
-                  pack ? "parallel.param_pack=true" : "parallel.param_pack=false", "parallel.param_pack_thd=4000"});
+      const auto ours =
+          train_ranks(world, {"parallel.type=DistributedOptimizer", "parallel.reduce_method=mean",
+                              "parallel.bcast_period=2",
+                              pack ? "parallel.param_pack=true" : "parallel.param_pack=false",
+                              "parallel.param_pack_thd=4000"});
       EXPECT_EQ(ours.losses, ddp.losses) << "world " << world << (pack ? ", packed" : "");
       EXPECT_EQ(ours.grad_norms, ddp.grad_norms);
       EXPECT_EQ(bytes_of("out/model.safetensors"), ddp_bytes);
@@ -79,12 +86,15 @@ TEST_F(TrainingTest, FullyShardedTrainsAsDataParallel) {
   for (const int world : {1, 2, 3, 4}) {
     const auto ddp = train_ranks(world, {"parallel.type=DistributedDataParallel"});
     const SafetensorsFile expected("out/model.safetensors");
-    for (const char* policy : {"{type: none}", "{type: leaves}", "{type: size_based, min_numel: 1e3}",
-                               "{type: name_based, patterns: transformer.h.*}"}) {
+    for (const char* policy :
+         {"{type: none}", "{type: leaves}", "{type: size_based, min_numel: 1e3}",
+          "{type: name_based, patterns: transformer.h.*}"}) {
       const auto ours = train_ranks(
-          world, {std::string("parallel={type: FullyShardedDataParallel, backward_prefetch: pre, wrap_policy: ") +
-                      policy + "}",
-                  "train.sample={length: 3, prompt: li}"});
+          world,
+          {std::string(
+               "parallel={type: FullyShardedDataParallel, backward_prefetch: pre, wrap_policy: ") +
+               policy + "}",
+           "train.sample={length: 3, prompt: li}"});
       expect_near(ours.losses, ddp.losses, 1e-5);
       expect_near(ours.grad_norms, ddp.grad_norms, 1e-4);
       EXPECT_NEAR(*ours.eval_loss, *ddp.eval_loss, 1e-5 * *ddp.eval_loss);
@@ -102,11 +112,13 @@ TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
       "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
       "parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
       "parallel={type: DistributedOptimizer, reduce_method: mean, param_pack: true}",
-      "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"};
+      "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: "
+      "transformer.h.*}}"};
   for (const auto& wrapper : wrappers) {
-    // 7 sequences a step on 2 ranks: 4 at a time, 42 in all: 5 full rounds, then 2 sequences for rank 0 alone.
-    const auto joined = train_ranks(
-        2, {wrapper, "train.global_batch=7", "data.uneven=join", "train.eval_every=3", "scheduler.type=constant"});
+    // 7 sequences a step on 2 ranks: 4 at a time, 42 in all: 5 full rounds, then 2 sequences for
+    // rank 0 alone.
+    const auto joined = train_ranks(2, {wrapper, "train.global_batch=7", "data.uneven=join",
+                                        "train.eval_every=3", "scheduler.type=constant"});
     ASSERT_EQ(joined.losses.size(), 6u) << wrapper;
     const auto dropped = train_ranks(2, {wrapper, "train.global_batch=7", "data.uneven=drop"});
     ASSERT_EQ(dropped.losses.size(), 5u) << wrapper;
@@ -122,15 +134,19 @@ TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
   EXPECT_EQ(one.losses, other.losses) << "the last round too, bit by bit";
   EXPECT_EQ(one.eval_loss, other.eval_loss);
   EXPECT_THROW(train_ranks(2, {wrappers[0], "train.global_batch=7"}), UsageError);
-  EXPECT_THROW(train_ranks(4, {wrappers[0], "train.global_batch=5", "train.steps=1", "data.uneven=drop"}), UsageError);
+  EXPECT_THROW(
+      train_ranks(4, {wrappers[0], "train.global_batch=5", "train.steps=1", "data.uneven=drop"}),
+      UsageError);
 }
 
 TEST_F(TrainingTest, CompressedGradientsTrain) {
   const auto plain = train_ranks(2, {"parallel.type=DistributedDataParallel", "train.steps=30"});
-  for (const char* hook : {"comm_hook: fp16", "comm_hook: bf16",
-                           "comm_hook: power_sgd, power_sgd_rank: 4, power_sgd_start_iteration: 3"}) {
-    const auto compressed =
-        train_ranks(2, {std::string("parallel={type: DistributedDataParallel, ") + hook + "}", "train.steps=30"});
+  for (const char* hook :
+       {"comm_hook: fp16", "comm_hook: bf16",
+        "comm_hook: power_sgd, power_sgd_rank: 4, power_sgd_start_iteration: 3"}) {
+    const auto compressed = train_ranks(
+        2,
+        {std::string("parallel={type: DistributedDataParallel, ") + hook + "}", "train.steps=30"});
     EXPECT_NE(compressed.losses, plain.losses) << hook;
     EXPECT_NEAR(compressed.losses.back(), plain.losses.back(), 0.1 * plain.losses.back()) << hook;
   }
@@ -140,7 +156,8 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
       {{}, "tessera train: no config given"},
       {{"nowhere.yaml"}, "tessera train: nowhere.yaml: No such file or directory"},
-      {{"c.yaml", "train.stpes=1"}, "tessera train: command line: train.stpes: unknown key; did you mean \"steps\"?"},
+      {{"c.yaml", "train.stpes=1"},
+       "tessera train: command line: train.stpes: unknown key; did you mean \"steps\"?"},
       {{"c.yaml", "data.path=nowhere.txt"}, "command line: data.path: nowhere.txt: No such file"},
       {{"c.yaml", "model.vocab_size=100"}, "command line: model.vocab_size: "},
       {{"c.yaml", "model.init=c.yaml"}, "command line: model.init: "},
@@ -148,7 +165,8 @@ TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
       {{"c.yaml", "train.save=/proc/nowhere/x"}, "command line: train.save: "},
       {{"c.yaml", "train.save=."}, "command line: train.save: "},
       {{"c.yaml", "data.val_fraction=0.0001"}, "data.seq_len: "},
-      {{"c.yaml", "optimizer.lrr=1"}, "command line: optimizer.lrr: unknown key; did you mean \"lr\"?"},
+      {{"c.yaml", "optimizer.lrr=1"},
+       "command line: optimizer.lrr: unknown key; did you mean \"lr\"?"},
       {{"c.yaml", "optimizer.lr=-1"}, "command line: optimizer.lr: "},
       {{"c.yaml", "optimizer.type=AdmW"}, "did you mean \"AdamW\"?"},
       {{"c.yaml", "--resum"}, "--resum: unknown option"},
@@ -168,16 +186,21 @@ TEST_F(TrainingTest, AnOutputReplacesNeitherAnotherNorAnInput) {
   std::filesystem::create_symlink("../text.txt", "out/link");
   const std::string text = bytes_of("text.txt"), base = bytes_of("base.yaml");
   const std::pair<std::vector<std::string>, std::string> cases[] = {
-      {{"train.save=out/../out/log.jsonl"}, "train.save: out/../out/log.jsonl: train.log writes it, too; expected a file of its own"},
-      {{"train.save=out/config.json"}, "train.save_config: out/config.json: train.save writes it, too"},
-      {{"train.log=out/config.json"}, "train.save_config: out/config.json: train.log writes it, too"},
+      {{"train.save=out/../out/log.jsonl"},
+       "train.save: out/../out/log.jsonl: train.log writes it, too; expected a file of its own"},
+      {{"train.save=out/config.json"},
+       "train.save_config: out/config.json: train.save writes it, too"},
+      {{"train.log=out/config.json"},
+       "train.save_config: out/config.json: train.log writes it, too"},
       {{"train.log=out/link"}, "train.log: out/link: data.path reads it"},
       {{"train.save=text.txt"}, "train.save: text.txt: data.path reads it"},
       {{"train.log=text.txt", "data.path='t*.txt'"}, "train.log: text.txt: data.path reads it"},
       {{"train.save=c.yaml"}, "train.save: c.yaml: the config is read from it"},
       {{"train.log=base.yaml"}, "train.log: base.yaml: the config is read from it"},
-      {{"train.save=out/" + std::string(256, 'x')}, ": File name too long; expected a name of at most 255 bytes"},
-      {{"train.log=out/" + std::string(256, 'x')}, ": File name too long; expected a name of at most 255 bytes"},
+      {{"train.save=out/" + std::string(256, 'x')},
+       ": File name too long; expected a name of at most 255 bytes"},
+      {{"train.log=out/" + std::string(256, 'x')},
+       ": File name too long; expected a name of at most 255 bytes"},
   };
   for (const auto& [changes, expected] : cases) {
     std::vector<std::string> words{"c.yaml"};
@@ -193,10 +216,13 @@ TEST_F(TrainingTest, AnOutputReplacesNeitherAnotherNorAnInput) {
 
 TEST_F(TrainingTest, MoreSamplesThanAreCountedEndBeforeTraining) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
-      {{"train.steps=9223372036854775807"}, "command line: train.steps: 9223372036854775807 times a train.global_batch of 12; expected at most 384307168202282325"},
+      {{"train.steps=9223372036854775807"},
+       "command line: train.steps: 9223372036854775807 times a train.global_batch of 12; expected "
+       "at most 384307168202282325"},
       {{"train.steps=1537228672809129302"}, "command line: train.steps: "},
       {{"train.eval_batches=9223372036854775807"}, "command line: train.eval_batches: "},
-      {{"train.global_batch=9223372036854775807"}, "command line: train.global_batch: 9223372036854775807; expected at most 2147483648"},
+      {{"train.global_batch=9223372036854775807"},
+       "command line: train.global_batch: 9223372036854775807; expected at most 2147483648"},
       {{"train.accumulation=9223372036854775807"}, "command line: train.accumulation: "},
       {{"train={epochs: 1e300, global_batch: 12}"}, "command line: train.epochs: 1e+300 times "},
   };
@@ -209,7 +235,8 @@ TEST_F(TrainingTest, MoreSamplesThanAreCountedEndBeforeTraining) {
 
 TEST_F(TrainingTest, ALossThatDoesNotFitNamesItself) {
   EXPECT_EQ(train({"c.yaml", "loss={type: mse}"}), 1);
-  EXPECT_NE(err_.find("tessera train: rank 0: command line: loss.type: mse of a prediction of shape [12, 16, 256] and targets of shape [12, 16]: The size of"),
+  EXPECT_NE(err_.find("tessera train: rank 0: command line: loss.type: mse of a prediction of "
+                      "shape [12, 16, 256] and targets of shape [12, 16]: The size of"),
             std::string::npos)
       << err_;
 }
@@ -222,15 +249,18 @@ TEST_F(TrainingTest, WeightsThatAreNotFiniteHaveNoSample) {
 TEST_F(TrainingTest, CudaWithoutADeviceOrItsBuildSaysWhich) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "a CUDA device is there, and this build uses it";
   EXPECT_EQ(train({"c.yaml", "model.device=cuda"}), 2);
-  EXPECT_NE(err_.find("command line: model.device: cuda, and this process sees no CUDA device, or Tessera was built without TESSERA_WITH_NCCL"), std::string::npos)
+  EXPECT_NE(err_.find("command line: model.device: cuda, and this process sees no CUDA device, or "
+                      "Tessera was built without TESSERA_WITH_NCCL"),
+            std::string::npos)
       << err_;
 }
 
 TEST_F(TrainingTest, TokensAboveTheVocabularyEndBeforeTraining) {
   std::ofstream("high.txt") << std::string(400, 'a') + "\xf0";
   ASSERT_EQ(train({"c.yaml", "data.path=high.txt", "model.vocab_size=200"}), 2);
-  EXPECT_NE(err_.find("model.vocab_size: ByteText: high.txt (evaluation part): token 240 at position 40"),
-            std::string::npos)
+  EXPECT_NE(
+      err_.find("model.vocab_size: ByteText: high.txt (evaluation part): token 240 at position 40"),
+      std::string::npos)
       << err_;
   std::vector<int32_t> header(256, 0);
   header[0] = 20240520, header[1] = 1, header[2] = 100;
@@ -241,19 +271,23 @@ TEST_F(TrainingTest, TokensAboveTheVocabularyEndBeforeTraining) {
   bin.write(reinterpret_cast<const char*>(tokens.data()), 200);
   bin.close();
   ASSERT_EQ(train({"c.yaml", "data={type: TokenBin, path: tokens.bin, seq_len: 16}"}), 2);
-  EXPECT_NE(err_.find("data.path: TokenBin: tokens.bin: token 300 at position 60 is not below vocab_size, 256"),
-            std::string::npos)
+  EXPECT_NE(
+      err_.find(
+          "data.path: TokenBin: tokens.bin: token 300 at position 60 is not below vocab_size, 256"),
+      std::string::npos)
       << err_;
   EXPECT_FALSE(std::filesystem::exists("out/log.jsonl"));
 }
 
 TEST_F(TrainingTest, AnErrorOnOneRankIsTheSameOnAll) {
   const Config good = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer"});
-  const Config bad = load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer", "data.path=gone.txt"});
+  const Config bad =
+      load_config("c.yaml", {"parallel.type=ZeroRedundancyOptimizer", "data.path=gone.txt"});
   const auto errors = testing::run_ranks_catching(
       3, [&](ProcessGroup group, int rank) { run_training(rank == 1 ? bad : good, group); });
   for (const auto& error : errors) {
-    EXPECT_NE(testing::message_of(error).find("rank 1: command line: data.path: gone.txt"), std::string::npos)
+    EXPECT_NE(testing::message_of(error).find("rank 1: command line: data.path: gone.txt"),
+              std::string::npos)
         << testing::message_of(error);
   }
 }
@@ -278,8 +312,9 @@ TEST_F(TrainingTest, EveryWayOfTrainingAgrees) {
     const std::string ddp_weights = bytes_of("out/model.safetensors");
     expect_near(ddp.losses, reference.losses, 1e-5);
     expect_near(ddp.grad_norms, reference.grad_norms, 1e-3);
-    for (const char* zero : {"{type: ZeroRedundancyOptimizer}", "{type: ZeroRedundancyOptimizer, partition: whole}",
-                             "{type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true}"}) {
+    for (const char* zero :
+         {"{type: ZeroRedundancyOptimizer}", "{type: ZeroRedundancyOptimizer, partition: whole}",
+          "{type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true}"}) {
       const TrainResult result = train_ranks(world, with(zero));
       EXPECT_EQ(result.losses, ddp.losses) << zero << " on " << world;
       EXPECT_EQ(result.eval_loss, ddp.eval_loss) << zero << " on " << world;
@@ -305,7 +340,8 @@ TEST_F(TrainingTest, ClippedRunsAgreeToo) {
 TEST_F(TrainingTest, EvaluationIsBitEqualForAnyWorld) {
   const auto one = train_ranks(1, {"train.steps=0"});
   ASSERT_TRUE(one.eval_loss.has_value());
-  EXPECT_EQ(train_ranks(1, {"train.steps=0", "model.dropout=0.5"}).eval_loss, one.eval_loss) << "no dropout in it";
+  EXPECT_EQ(train_ranks(1, {"train.steps=0", "model.dropout=0.5"}).eval_loss, one.eval_loss)
+      << "no dropout in it";
   EXPECT_EQ(train_ranks(2, {"train.steps=0"}).eval_loss, one.eval_loss);
   EXPECT_EQ(train_ranks(3, {"train.steps=0"}).eval_loss, one.eval_loss);
 }
@@ -319,8 +355,10 @@ TEST_F(TrainingTest, ShardedStateIsAPartOfTheWhole) {
     std::istringstream words(line);
     std::string name;
     int64_t number = 0, parameters = 0, gradients = 0, state = 0;
-    if (line.rfind("rank ", 0) == 0 && words >> name >> number >> parameters >> gradients >> state) sharded += state;
-    if (line.rfind("unsharded", 0) == 0 && words >> name >> parameters >> gradients >> state) whole = state;
+    if (line.rfind("rank ", 0) == 0 && words >> name >> number >> parameters >> gradients >> state)
+      sharded += state;
+    if (line.rfind("unsharded", 0) == 0 && words >> name >> parameters >> gradients >> state)
+      whole = state;
   }
   EXPECT_GT(whole, 0) << out_;
   EXPECT_EQ(sharded, whole) << out_;

@@ -1,6 +1,6 @@
-#include "zero/zero_harness.h"
-
 #include <limits>
+
+#include "zero/zero_harness.h"
 
 // Clipping by value, alone and with the norm, and dynamic loss scaling from outside.
 
@@ -16,7 +16,8 @@ struct Clipping {
 
 TEST(ZeroClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
   constexpr double kNorm = 0.1, kValue = 0.01;
-  for (const auto clipping : {Clipping{false, true, false}, Clipping{true, true, false}, Clipping{false, true, true}}) {
+  for (const auto clipping :
+       {Clipping{false, true, false}, Clipping{true, true, false}, Clipping{false, true, true}}) {
     auto plain = seeded<Uneven>(8);
     const auto reference = factory("SGD")({torch::optim::OptimizerParamGroup(plain->parameters())});
     double expected = 0;
@@ -25,7 +26,8 @@ TEST(ZeroClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
       (loss_of(plain(rows(2 * step))) + loss_of(plain(rows(2 * step + 1)))).backward();
       if (clipping.norm_first) torch::nn::utils::clip_grad_norm_(plain->parameters(), kNorm);
       if (clipping.value) torch::nn::utils::clip_grad_value_(plain->parameters(), kValue);
-      if (clipping.norm_last) expected = torch::nn::utils::clip_grad_norm_(plain->parameters(), kNorm / 10);
+      if (clipping.norm_last)
+        expected = torch::nn::utils::clip_grad_norm_(plain->parameters(), kNorm / 10);
       reference->step();
     }
     for (const auto partition : kPartitions) {
@@ -47,12 +49,14 @@ TEST(ZeroClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
             zero.step();
             zero.zero_grad();
             if (world > 1)
-              EXPECT_EQ(group.stats().calls() - before, 3u + clipping.norm_first + clipping.norm_last)
+              EXPECT_EQ(group.stats().calls() - before,
+                        3u + clipping.norm_first + clipping.norm_last)
                   << "flags, reduction, gather; one a norm";
           }
           if (clipping.norm_last) EXPECT_NEAR(norm, expected, 1e-5 * expected);
           for (size_t i = 0; i < net->parameters().size(); ++i)
-            EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6)) << "world " << world;
+            EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6))
+                << "world " << world;
         });
       }
     }
@@ -82,7 +86,8 @@ TEST(ZeroClipValue, ItsOwnTrafficIsTheReduction) {
 }
 
 TEST(ZeroClipValue, OfGradientsThatTheCallerReduced) {
-  expect_callers_reduction_is_as_good<Mixed>(images, [](Zero& zero) { zero.clip_grad_value_(0.002); });
+  expect_callers_reduction_is_as_good<Mixed>(images,
+                                             [](Zero& zero) { zero.clip_grad_value_(0.002); });
 }
 
 TEST(ZeroClipValue, MisuseIsRefused) {
@@ -90,7 +95,8 @@ TEST(ZeroClipValue, MisuseIsRefused) {
     auto net = seeded<Uneven>(8);
     Zero zero(*net, group, factory("SGD"));
     loss_of(net(rows(0, rank, 2))).backward();
-    EXPECT_THAT(thrown_by([&] { zero.clip_grad_value_(-1); }), HasSubstr("clip_value is -1; expected 0 or more"));
+    EXPECT_THAT(thrown_by([&] { zero.clip_grad_value_(-1); }),
+                HasSubstr("clip_value is -1; expected 0 or more"));
     EXPECT_THAT(thrown_by([&] { zero.clip_grad_value_(std::numeric_limits<double>::quiet_NaN()); }),
                 HasSubstr("clip_value is nan"));
     zero.clip_grad_value_(1.0);
@@ -117,7 +123,8 @@ TEST(ZeroLossScaling, NeedsNoMoreThanTheGradients) {
           (loss_of(other(rows(2 * step, rank, 3))) * scale).backward();
         }
         (loss_of(other(rows(2 * step + 1, rank, 3))) * scale).backward();
-        if (overflows && rank == 2) other->last->bias.mutable_grad()[0] = std::numeric_limits<float>::infinity();
+        if (overflows && rank == 2)
+          other->last->bias.mutable_grad()[0] = std::numeric_limits<float>::infinity();
         auto infinite = at::zeros({1});
         for (auto& p : other->parameters()) {
           p.mutable_grad().mul_(1 / scale);

@@ -1,6 +1,7 @@
 #include "zero/zero_harness.h"
 
-// Sharded against plain: the same model, on the concatenated batch in one process, over several steps.
+// Sharded against plain: the same model, on the concatenated batch in one process, over several
+// steps.
 
 namespace {
 
@@ -33,7 +34,8 @@ std::vector<Case> cases() {
           zero.parameters_as_bucket_view = view;
           zero.overlap_with_backward = overlap;
           zero.bucket_cap_mb = 40.0 / (1 << 20);  // 10 floats: several buckets
-          auto label = name + "_" + partition_name(partition) + (view ? "_view" : "_own") + (overlap ? "_overlap" : "");
+          auto label = name + "_" + partition_name(partition) + (view ? "_view" : "_own") +
+                       (overlap ? "_overlap" : "");
           std::replace(label.begin(), label.end(), '.', '_');
           result.push_back({name, options, zero, label});
         }
@@ -49,7 +51,8 @@ TEST_P(ZeroParity, EqualsThePlainOptimizerOnTheConcatenatedBatch) {
   const auto& test = GetParam();
   constexpr int kSteps = 5;
   auto plain = seeded<Uneven>(1);
-  const auto reference = factory(test.optimizer, test.options)({torch::optim::OptimizerParamGroup(plain->parameters())});
+  const auto reference = factory(
+      test.optimizer, test.options)({torch::optim::OptimizerParamGroup(plain->parameters())});
   for (int step = 0; step < kSteps; ++step) {
     reference->zero_grad();
     loss_of(plain(rows(step))).backward();
@@ -67,17 +70,22 @@ TEST_P(ZeroParity, EqualsThePlainOptimizerOnTheConcatenatedBatch) {
       const auto ours = net->named_parameters();
       for (const auto& item : plain->named_parameters()) {
         const auto& mine = ours[item.key()];
-        ASSERT_TRUE(at::allclose(mine, item.value(), 1e-5, 1e-6)) << item.key() << " on rank " << rank << " of " << world << "\n" << mine << item.value();
-        if (world == 1) ASSERT_TRUE(at::equal(mine, item.value())) << item.key() << ": bitwise in a world of one";
+        ASSERT_TRUE(at::allclose(mine, item.value(), 1e-5, 1e-6))
+            << item.key() << " on rank " << rank << " of " << world << "\n"
+            << mine << item.value();
+        if (world == 1)
+          ASSERT_TRUE(at::equal(mine, item.value())) << item.key() << ": bitwise in a world of one";
       }
     });
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ZeroParity, ::testing::ValuesIn(cases()), [](const auto& tested) { return tested.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, ZeroParity, ::testing::ValuesIn(cases()),
+                         [](const auto& tested) { return tested.param.name; });
 
 /// Parameters after three steps on two ranks.
-std::vector<at::Tensor> trained(int world, const ZeroOptions& options, const std::string& name = "AdamW") {
+std::vector<at::Tensor> trained(int world, const ZeroOptions& options,
+                                const std::string& name = "AdamW") {
   std::vector<at::Tensor> result;
   run_ranks(world, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(3);
@@ -98,14 +106,20 @@ TEST(ZeroParity, EveryWayGivesTheSameBits) {
     for (const auto& test : cases()) {
       if (test.optimizer != "AdamW") continue;
       const auto ours = trained(world, test.zero);
-      for (size_t i = 0; i < expected.size(); ++i) ASSERT_TRUE(at::equal(ours[i], expected[i])) << test.name << ", world " << world;
+      for (size_t i = 0; i < expected.size(); ++i)
+        ASSERT_TRUE(at::equal(ours[i], expected[i])) << test.name << ", world " << world;
     }
   }
 }
 
 TEST(ZeroParity, LargeParametersAreUpdatedInManyRuns) {
-  const auto make = [] { return std::vector<at::Tensor>{at::linspace(-1, 1, 50001).requires_grad_(), at::linspace(1, 3, 30011).requires_grad_()}; };
-  const auto loss = [](const std::vector<at::Tensor>& p) { return (p[0].square() * p[0]).sum() + (p[1].square() * 0.25).sum(); };
+  const auto make = [] {
+    return std::vector<at::Tensor>{at::linspace(-1, 1, 50001).requires_grad_(),
+                                   at::linspace(1, 3, 30011).requires_grad_()};
+  };
+  const auto loss = [](const std::vector<at::Tensor>& p) {
+    return (p[0].square() * p[0]).sum() + (p[1].square() * 0.25).sum();
+  };
   const auto plain = make();
   const auto reference = factory("AdamW")({torch::optim::OptimizerParamGroup(plain)});
   for (int step = 0; step < 3; ++step) {
@@ -118,16 +132,21 @@ TEST(ZeroParity, LargeParametersAreUpdatedInManyRuns) {
       for (int world = 1; world <= 3; ++world) {
         ProcessGroupOptions options;
         options.backend = backend;
-        run_ranks(world, [&](ProcessGroup group, int rank) {
-          const auto mine = make();
-          Zero zero({{{{"first", mine[0]}, {"second", mine[1]}}, {}}}, group, factory("AdamW"), {.overlap_with_backward = overlap});
-          for (int step = 0; step < 3; ++step) {
-            loss(mine).backward();
-            zero.step();
-            zero.zero_grad();
-          }
-          for (size_t i = 0; i < mine.size(); ++i) ASSERT_TRUE(at::allclose(mine[i], plain[i], 1e-5, 1e-6)) << i << " world " << world;
-        }, options);
+        run_ranks(
+            world,
+            [&](ProcessGroup group, int rank) {
+              const auto mine = make();
+              Zero zero({{{{"first", mine[0]}, {"second", mine[1]}}, {}}}, group, factory("AdamW"),
+                        {.overlap_with_backward = overlap});
+              for (int step = 0; step < 3; ++step) {
+                loss(mine).backward();
+                zero.step();
+                zero.zero_grad();
+              }
+              for (size_t i = 0; i < mine.size(); ++i)
+                ASSERT_TRUE(at::allclose(mine[i], plain[i], 1e-5, 1e-6)) << i << " world " << world;
+            },
+            options);
       }
     }
   }
@@ -147,7 +166,8 @@ TEST(ZeroParity, TwoDtypesAndChannelsLast) {
         run_ranks(world, [&](ProcessGroup group, int rank) {
           auto net = seeded<Mixed>(5);
           const auto identity = net->conv->weight;
-          Zero zero(*net, group, factory("AdamW"), {.partition = partition, .parameters_as_bucket_view = view});
+          Zero zero(*net, group, factory("AdamW"),
+                    {.partition = partition, .parameters_as_bucket_view = view});
           EXPECT_EQ(identity.strides(), plain->conv->weight.strides()) << "strides are kept";
           EXPECT_TRUE(net->conv->weight.is_same(identity)) << "identity is kept";
           for (int step = 0; step < 3; ++step) {
@@ -156,7 +176,8 @@ TEST(ZeroParity, TwoDtypesAndChannelsLast) {
             zero.zero_grad();
           }
           for (const auto& item : plain->named_parameters()) {
-            ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6)) << item.key() << " world " << world;
+            ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
+                << item.key() << " world " << world;
           }
         });
       }
@@ -165,18 +186,21 @@ TEST(ZeroParity, TwoDtypesAndChannelsLast) {
 }
 
 TEST(ZeroParity, LbfgsEqualsPlainInAWorldOfOneAndAgreesInLargerOnes) {
-  const torch::optim::LBFGSOptions options = torch::optim::LBFGSOptions(0.5).max_iter(5).line_search_fn("strong_wolfe");
+  const torch::optim::LBFGSOptions options =
+      torch::optim::LBFGSOptions(0.5).max_iter(5).line_search_fn("strong_wolfe");
   auto plain = seeded<Uneven>(7);
   torch::optim::LBFGS reference(plain->parameters(), options);
   const auto train = [](auto& net, auto& optimizer, int rank, int world) {
     float last = 0;
     for (int step = 0; step < 3; ++step) {
-      last = optimizer.step([&] {
-        optimizer.zero_grad();
-        auto loss = loss_of(net(rows(0, rank, world)));
-        loss.backward();
-        return loss;
-      }).template item<float>();
+      last = optimizer
+                 .step([&] {
+                   optimizer.zero_grad();
+                   auto loss = loss_of(net(rows(0, rank, world)));
+                   loss.backward();
+                   return loss;
+                 })
+                 .template item<float>();
     }
     return last;
   };
@@ -186,14 +210,16 @@ TEST(ZeroParity, LbfgsEqualsPlainInAWorldOfOneAndAgreesInLargerOnes) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(7);
       const float first = loss_of(net(rows(0))).item<float>();
-      Zero zero(*net, group, optimizer_factory<torch::optim::LBFGS>(options), {.partition = Partition::whole});
+      Zero zero(*net, group, optimizer_factory<torch::optim::LBFGS>(options),
+                {.partition = Partition::whole});
       const float last = train(net, zero, rank, world);
       EXPECT_LT(last, first);
       if (world == 1) EXPECT_FLOAT_EQ(last, expected);
       results[rank] = copies(net->parameters());
     });
     for (int rank = 1; rank < world; ++rank) {
-      for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
+      for (size_t i = 0; i < results[0].size(); ++i)
+        EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
     }
   }
 }
@@ -223,7 +249,8 @@ class SignDescent : public torch::optim::Optimizer {
 
 TEST(ZeroParity, AUsersOwnOptimizer) {
   auto plain = seeded<Uneven>(9);
-  SignDescent reference({torch::optim::OptimizerParamGroup(plain->parameters())}, SignOptions(0.05));
+  SignDescent reference({torch::optim::OptimizerParamGroup(plain->parameters())},
+                        SignOptions(0.05));
   for (int step = 0; step < 3; ++step) {
     reference.zero_grad();
     loss_of(plain(rows(step))).backward();
@@ -232,15 +259,19 @@ TEST(ZeroParity, AUsersOwnOptimizer) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(9);
-      EXPECT_THROW(Zero(*net, group, optimizer_factory<SignDescent>(SignOptions(0.05)), {.partition = Partition::flat}), UsageError);
-      Zero zero(*net, group, optimizer_factory<SignDescent>(SignOptions(0.05)), {.partition = Partition::whole});
+      EXPECT_THROW(Zero(*net, group, optimizer_factory<SignDescent>(SignOptions(0.05)),
+                        {.partition = Partition::flat}),
+                   UsageError);
+      Zero zero(*net, group, optimizer_factory<SignDescent>(SignOptions(0.05)),
+                {.partition = Partition::whole});
       for (int step = 0; step < 3; ++step) {
         loss_of(net(rows(step, rank, world))).backward();
         zero.step();
         zero.zero_grad();
       }
       for (const auto& item : plain->named_parameters()) {
-        ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+        ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
+            << item.key();
       }
     });
   }

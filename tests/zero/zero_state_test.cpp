@@ -19,13 +19,16 @@ void expect_equal(const OptimizerStateDict& a, const OptimizerStateDict& b) {
     const auto& other = b.state.at(name);
     EXPECT_EQ(state.scalars, other.scalars) << name;
     ASSERT_EQ(state.tensors.size(), other.tensors.size()) << name;
-    for (const auto& [key, tensor] : state.tensors) EXPECT_TRUE(at::equal(tensor, other.tensors.at(key))) << name << "." << key;
+    for (const auto& [key, tensor] : state.tensors)
+      EXPECT_TRUE(at::equal(tensor, other.tensors.at(key))) << name << "." << key;
   }
 }
 
-/// All ranks train on the same rows, so that every world size computes the same gradients up to averaging of equal numbers.
+/// All ranks train on the same rows, so that every world size computes the same gradients up to
+/// averaging of equal numbers.
 template <class Net, class Input>
-OptimizerStateDict train_sharded(int world, Partition partition, const std::string& name, const Input& input, const OptimizerStateDict* start, int steps,
+OptimizerStateDict train_sharded(int world, Partition partition, const std::string& name,
+                                 const Input& input, const OptimizerStateDict* start, int steps,
                                  std::vector<at::Tensor>* weights = nullptr) {
   OptimizerStateDict result;
   run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -52,7 +55,8 @@ const auto same_rows = [](int step) { return rows(step); };
 const auto same_images = [](int step) { return images(step); };
 
 template <class Net, class Input>
-OptimizerStateDict train_plain(const std::string& name, const Input& input, const OptimizerStateDict* start, int steps) {
+OptimizerStateDict train_plain(const std::string& name, const Input& input,
+                               const OptimizerStateDict* start, int steps) {
   auto net = seeded<Net>(11);
   const auto optimizer = factory(name)({torch::optim::OptimizerParamGroup(net->parameters())});
   if (start) load_state_dict(*optimizer, named_parameters(*net), *start);
@@ -86,12 +90,14 @@ TEST_P(ZeroState, AcrossWorldSizesNothingChanges) {
 
 TEST_P(ZeroState, ShapesAndDtypesSurvive) {
   const auto plain = train_plain<Mixed>("AdamW", same_images, nullptr, 2);
-  EXPECT_EQ(plain.state.at("conv.weight").tensors.at("exp_avg").sizes(), (std::vector<int64_t>{5, 2, 3, 3}));
+  EXPECT_EQ(plain.state.at("conv.weight").tensors.at("exp_avg").sizes(),
+            (std::vector<int64_t>{5, 2, 3, 3}));
   const auto sharded = train_sharded<Mixed>(2, GetParam(), "AdamW", same_images, &plain, 0);
   expect_equal(sharded, plain);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ZeroState, ::testing::Values(Partition::flat, Partition::whole, Partition::first_fit),
+INSTANTIATE_TEST_SUITE_P(All, ZeroState,
+                         ::testing::Values(Partition::flat, Partition::whole, Partition::first_fit),
                          [](const auto& tested) { return partition_name(tested.param); });
 
 TEST(ZeroState, LoadingLeavesTheCallersCopyAndTakesItsOptions) {
@@ -132,10 +138,12 @@ TEST(ZeroState, WhatDoesNotFitIsNamed) {
     };
     auto renamed = dict;
     renamed.groups[0].parameters[1] = "other";
-    refused(renamed, "group 0, parameter 1: the optimizer has " + dict.groups[0].parameters[1] + ", the state dict other");
+    refused(renamed, "group 0, parameter 1: the optimizer has " + dict.groups[0].parameters[1] +
+                         ", the state dict other");
     auto shorter = dict;
     shorter.groups[0].parameters.pop_back();
-    refused(shorter, "the optimizer has " + dict.groups[0].parameters.back() + ", the state dict nothing");
+    refused(shorter,
+            "the optimizer has " + dict.groups[0].parameters.back() + ", the state dict nothing");
     auto longer = dict;
     longer.groups[0].parameters.push_back("more");
     refused(longer, "the optimizer has nothing, the state dict more");
@@ -164,7 +172,8 @@ TEST(ZeroState, PerRankMemoryIsTheFormula) {
       const auto memory = zero.memory();
       EXPECT_EQ(memory.parameters, numel * 4);
       EXPECT_EQ(memory.gradients, numel * 4);
-      EXPECT_LE(memory.optimizer_state, 2 * 4 * ((numel + world - 1) / world)) << "two moments of its part, and nothing else";
+      EXPECT_LE(memory.optimizer_state, 2 * 4 * ((numel + world - 1) / world))
+          << "two moments of its part, and nothing else";
     });
   }
 }

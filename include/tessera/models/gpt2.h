@@ -1,16 +1,16 @@
 #pragma once
 
-#include <torch/torch.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-// GPT-2 (Radford et al., 2019) as a plain module that knows nothing of sharding. Parameter names and shapes are those
-// of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is [n_embd, 3·n_embd] (Conv1D, transposed),
-// the head is `transformer.wte.weight` when tied.
+#include <torch/torch.h>
+
+// GPT-2 (Radford et al., 2019) as a plain module that knows nothing of sharding. Parameter names
+// and shapes are those of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is
+// [n_embd, 3·n_embd] (Conv1D, transposed), the head is `transformer.wte.weight` when tied.
 
 namespace tessera {
 
@@ -26,15 +26,17 @@ struct GPT2Options {
   double embd_pdrop = 0.0;  ///< dropout probabilities in [0, 1), used in training mode only
   double attn_pdrop = 0.0;
   double resid_pdrop = 0.0;
-  bool tie_word_embeddings = true;      ///< the head is the token embedding, and no parameter of its own
+  bool tie_word_embeddings =
+      true;  ///< the head is the token embedding, and no parameter of its own
   std::string activation = "gelu_new";  ///< "gelu_new" (tanh approximation), "gelu" (erf) or "relu"
   uint64_t seed = 0;                    ///< of the initial weights alone; not part of config.json
 
-  /// Throws UsageError naming the option, its value and what is expected. The module's constructor calls it.
+  /// Throws UsageError naming the option, its value and what is expected. The module's constructor
+  /// calls it.
   void validate() const;
 
-  /// Hugging Face's config.json. Keys that do not concern the model's arithmetic are ignored, missing ones keep the
-  /// defaults above. Throws UsageError naming file and key.
+  /// Hugging Face's config.json. Keys that do not concern the model's arithmetic are ignored,
+  /// missing ones keep the defaults above. Throws UsageError naming file and key.
   static GPT2Options from_config_json(const std::string& path);
   /// The text of a config.json that Hugging Face reads as this model.
   std::string to_config_json() const;
@@ -43,7 +45,8 @@ struct GPT2Options {
 class GPT2AttentionImpl;
 class GPT2MLPImpl;
 
-/// One transformer block, pre-norm: x + attn(ln_1(x)), then x + mlp(ln_2(x)). [B, T, n_embd] to the same.
+/// One transformer block, pre-norm: x + attn(ln_1(x)), then x + mlp(ln_2(x)). [B, T, n_embd] to the
+/// same.
 class GPT2BlockImpl : public torch::nn::Module {
  public:
   explicit GPT2BlockImpl(const GPT2Options& options);
@@ -64,30 +67,33 @@ struct GPT2SampleOptions {
 
 class GPT2Impl : public torch::nn::Module {
  public:
-  /// Initial weights as Hugging Face draws them: N(0, initializer_range), the residual projections divided by
-  /// sqrt(2·n_layer), biases 0, layer norms 1. They depend on `options.seed` alone: equal on every rank, whatever the
-  /// world size, and neither read nor touch the global random state. float32, CPU.
+  /// Initial weights as Hugging Face draws them: N(0, initializer_range), the residual projections
+  /// divided by sqrt(2·n_layer), biases 0, layer norms 1. They depend on `options.seed` alone:
+  /// equal on every rank, whatever the world size, and neither read nor touch the global random
+  /// state. float32, CPU.
   explicit GPT2Impl(const GPT2Options& options = {});
 
   /// Tokens int64 [B, T], T ≤ n_positions, to logits [B, T, vocab_size].
   at::Tensor forward(const at::Tensor& tokens);
 
-  /// Mean cross entropy in nats over all B·T positions; tokens and targets int64 [B, T]. A scalar to call backward on.
+  /// Mean cross entropy in nats over all B·T positions; tokens and targets int64 [B, T]. A scalar
+  /// to call backward on.
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
 
-  /// `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens; only the last n_positions tokens are looked at.
-  /// Without gradients and, for its duration, in evaluation mode. No generator: the global one.
+  /// `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens; only the last n_positions
+  /// tokens are looked at. Without gradients and, for its duration, in evaluation mode. No
+  /// generator: the global one.
   at::Tensor generate(const at::Tensor& prompt, int64_t count, const GPT2SampleOptions& sample = {},
                       std::optional<at::Generator> generator = std::nullopt);
 
-  /// Copies a model.safetensors into the parameters (converting dtype and device). Names with or without
-  /// `transformer.`; mask buffers (`attn.bias`, `attn.masked_bias`) are ignored; `lm_head.weight` of a tied model is
-  /// accepted when equal to the embedding. Throws UsageError listing missing, unexpected and mis-shaped names, and then
-  /// no parameter has changed.
+  /// Copies a model.safetensors into the parameters (converting dtype and device). Names with or
+  /// without `transformer.`; mask buffers (`attn.bias`, `attn.masked_bias`) are ignored;
+  /// `lm_head.weight` of a tied model is accepted when equal to the embedding. Throws UsageError
+  /// listing missing, unexpected and mis-shaped names, and then no parameter has changed.
   void load_weights(const std::string& path);
 
-  /// Writes every parameter under its name, with metadata {"format": "pt"}: a file that Hugging Face loads. Local to
-  /// the calling rank; atomic as SafetensorsWriter is.
+  /// Writes every parameter under its name, with metadata {"format": "pt"}: a file that Hugging
+  /// Face loads. Local to the calling rank; atomic as SafetensorsWriter is.
   void save_weights(const std::string& path) const;
 
   const GPT2Options& options() const { return options_; }

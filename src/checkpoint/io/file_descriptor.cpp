@@ -1,0 +1,71 @@
+#include "checkpoint/io/file_descriptor.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include <unistd.h>
+
+namespace tessera {
+namespace {
+
+// One system call moves at most 2 GiB less a page; a rounder figure does not matter.
+constexpr size_t kMaxTransfer = size_t{1} << 30;
+
+}  // namespace
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+bool FileDescriptor::close() {
+  const int fd = std::exchange(fd_, -1);
+  return fd < 0 || ::close(fd) == 0;
+}
+
+int64_t FileDescriptor::read_at(void* to, size_t count, uint64_t offset) const {
+  size_t done = 0;
+  while (done < count) {
+    const ssize_t got =
+        ::pread(fd_, static_cast<char*>(to) + done, std::min(count - done, kMaxTransfer),
+                static_cast<off_t>(offset + done));
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    if (got < 0) {
+      return -1;
+    }
+    if (got == 0) {
+      break;
+    }
+    done += static_cast<size_t>(got);
+  }
+  return static_cast<int64_t>(done);
+}
+
+bool FileDescriptor::write_at(const void* from, size_t count, uint64_t offset) const {
+  size_t done = 0;
+  while (done < count) {
+    const ssize_t put =
+        ::pwrite(fd_, static_cast<const char*>(from) + done, std::min(count - done, kMaxTransfer),
+                 static_cast<off_t>(offset + done));
+    if (put < 0 && errno == EINTR) {
+      continue;
+    }
+    if (put <= 0) {
+      errno = put == 0 ? EIO : errno;
+      return false;
+    }
+    done += static_cast<size_t>(put);
+  }
+  return true;
+}
+
+std::string errno_text(int error) { return std::generic_category().message(error); }
+
+}  // namespace tessera

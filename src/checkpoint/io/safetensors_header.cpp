@@ -1,0 +1,218 @@
+#include "checkpoint/io/safetensors_header.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/io/safetensors_parser.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+int64_t SafetensorsEntry::numel() const {
+  int64_t product = 1;
+  for (const int64_t size : shape) {
+    product *= size;
+  }
+  return product;
+}
+
+namespace safetensors {
+namespace {
+
+std::string range(const SafetensorsEntry& entry) {
+  return "[" + std::to_string(entry.begin) + ", " + std::to_string(entry.end) + ")";
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size() && i < 16; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + (shape.size() > 16 ? ", …]" : "]");
+}
+
+[[noreturn]] void refuse(const std::string& file, const SafetensorsEntry& entry,
+                         const std::string& reason) {
+  throw UsageError("safetensors: " + file + ": tensor " + in_quotes(entry.name) + " " + reason);
+}
+
+// The bytes that dtype and shape ask for. Sizes of 0 count as 1 in the overflow check, so that
+// strides, too, fit int64.
+uint64_t expected_bytes(const std::string& file, const SafetensorsEntry& entry) {
+  const int bits = dtype_bits(entry.dtype);
+  if (bits == 0) {
+    refuse(file, entry, "has the unknown dtype " + in_quotes(entry.dtype));
+  }
+  uint64_t strides = 1;
+  bool empty = false;
+  for (const int64_t size : entry.shape) {
+    empty = empty || size == 0;
+    if (__builtin_mul_overflow(strides, static_cast<uint64_t>(std::max<int64_t>(size, 1)),
+                               &strides) ||
+        strides > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()) / 64) {
+      refuse(file, entry, "has the shape " + shape_text(entry.shape) + ", which overflows");
+    }
+  }
+  const uint64_t total_bits = empty ? 0 : strides * static_cast<uint64_t>(bits);
+  if (total_bits % 8 != 0) {
+    refuse(file, entry,
+           "of shape " + shape_text(entry.shape) + " and dtype " + entry.dtype +
+               " ends inside a byte");
+  }
+  return total_bits / 8;
+}
+
+void check_entry(const std::string& file, const SafetensorsEntry& entry, uint64_t data_bytes) {
+  if (entry.begin > entry.end) {
+    refuse(file, entry, "has data_offsets " + range(entry) + " that run backwards");
+  }
+  if (entry.end > data_bytes) {
+    refuse(file, entry,
+           "has data_offsets " + range(entry) + " beyond the " + std::to_string(data_bytes) +
+               " data bytes of the file");
+  }
+  const uint64_t expected = expected_bytes(file, entry);
+  if (entry.end - entry.begin != expected) {
+    refuse(file, entry,
+           "has data_offsets " + range(entry) + ", " + std::to_string(entry.end - entry.begin) +
+               " bytes, but dtype " + entry.dtype + " and shape " + shape_text(entry.shape) +
+               " need " + std::to_string(expected));
+  }
+}
+
+// Every data byte belongs to exactly one tensor.
+void check_cover(const std::string& file, const std::vector<SafetensorsEntry>& entries,
+                 uint64_t data_bytes) {
+  uint64_t covered = 0;
+  const SafetensorsEntry* before = nullptr;
+  for (const SafetensorsEntry& entry : entries) {
+    std::string other = " the start of the data";
+    if (before != nullptr) {
+      other = " tensor ";
+      other += in_quotes(before->name) + " " + range(*before);
+    }
+    if (entry.begin < covered) {
+      refuse(file, entry, "with data_offsets " + range(entry) + " overlaps" + other);
+    }
+    if (entry.begin > covered) {
+      refuse(file, entry,
+             "with data_offsets " + range(entry) + " leaves a hole of " +
+                 std::to_string(entry.begin - covered) + " bytes after" + other);
+    }
+    covered = entry.end;
+    before = &entry;
+  }
+  if (covered != data_bytes) {
+    throw UsageError("safetensors: " + file + ": " + std::to_string(data_bytes - covered) +
+                     " trailing bytes that belong to no tensor: the tensors end at data offset " +
+                     std::to_string(covered) + ", the file at " + std::to_string(data_bytes));
+  }
+}
+
+}  // namespace
+
+int dtype_bits(std::string_view dtype) {
+  static constexpr std::pair<std::string_view, int> kBits[] = {
+      {"BOOL", 8},    {"U8", 8},      {"I8", 8},          {"I16", 16},        {"U16", 16},
+      {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},        {"F32", 32},
+      {"I64", 64},    {"U64", 64},    {"F64", 64},        {"C64", 64},        {"F8_E4M3", 8},
+      {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},
+      {"F6_E3M2", 6}, {"F4", 4}};
+  for (const auto& [name, bits] : kBits) {
+    if (name == dtype) {
+      return bits;
+    }
+  }
+  return 0;
+}
+
+std::string in_quotes(std::string_view name) {
+  static constexpr size_t kShown = 120;
+  std::string text = "\"";
+  for (const char c : name.substr(0, kShown)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f || c == '"' || c == '\\') {
+      static constexpr char kHex[] = "0123456789abcdef";
+      text += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
+    } else {
+      text += c;
+    }
+  }
+  return text + (name.size() > kShown ? "…\"" : "\"");
+}
+
+uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSizeBytes],
+                     uint64_t file_bytes) {
+  uint64_t size = 0;
+  for (size_t i = 0; i < kSizeBytes; ++i) {
+    size |= static_cast<uint64_t>(prefix[i]) << (8 * i);
+  }
+  if (size > kMaxHeaderBytes) {
+    throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
+                     " is above the format's limit of " + std::to_string(kMaxHeaderBytes) +
+                     " bytes (is this a safetensors file?)");
+  }
+  if (file_bytes < kSizeBytes || size > file_bytes - kSizeBytes) {
+    throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
+                     " goes beyond the file's " + std::to_string(file_bytes) + " bytes");
+  }
+  return size;
+}
+
+Header parse_header(const std::string& file, std::string_view text, uint64_t data_bytes) {
+  Header header = parse_header_json(file, text);
+  for (const SafetensorsEntry& entry : header.entries) {
+    check_entry(file, entry, data_bytes);
+  }
+  std::sort(header.entries.begin(), header.entries.end(),
+            [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
+              return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
+            });
+  check_cover(file, header.entries, data_bytes);
+  return header;
+}
+
+std::string format_header(const std::string& file, const Header& header) {
+  nlohmann::ordered_json json = nlohmann::ordered_json::object();
+  std::string text;
+  try {
+    if (!header.metadata.empty()) {
+      json[kMetadataKey] = header.metadata;
+    }
+    text = json.dump();
+    text.pop_back();
+    for (const SafetensorsEntry& entry : header.entries) {
+      const nlohmann::ordered_json value = {{"dtype", entry.dtype},
+                                            {"shape", entry.shape},
+                                            {"data_offsets", {entry.begin, entry.end}}};
+      if (text.size() > 1) {
+        text += ',';
+      }
+      text += nlohmann::json(entry.name).dump();
+      text += ':';
+      text += value.dump();
+    }
+  } catch (const nlohmann::json::exception&) {
+    throw UsageError("safetensors: " + file +
+                     ": a tensor name or metadata text is not valid UTF-8");
+  }
+  text += "}";
+  text.append((kSizeBytes - text.size() % kSizeBytes) % kSizeBytes, ' ');
+  if (text.size() > kMaxHeaderBytes) {
+    throw UsageError("safetensors: " + file + ": the header would take " +
+                     std::to_string(text.size()) + " bytes, above the format's limit of " +
+                     std::to_string(kMaxHeaderBytes));
+  }
+  std::string prefix;
+  for (size_t i = 0; i < kSizeBytes; ++i) {
+    prefix += static_cast<char>(text.size() >> (8 * i) & 0xff);
+  }
+  return prefix + text;
+}
+
+}  // namespace safetensors
+}  // namespace tessera

@@ -1,0 +1,257 @@
+#include "checkpoint/store/checkpoint_impl.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include "checkpoint/io/digest.h"
+#include "checkpoint/io/safetensors_header.h"
+#include "checkpoint/store/run_folder.h"
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+namespace fs = std::filesystem;
+using safetensors::in_quotes;
+using store::FileRecord;
+
+namespace {
+
+/// 0 and the size, or an errno. Whatever is no regular file is none that a checkpoint has.
+int size_of_file(const std::string& path, uint64_t& size) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return errno;
+  if (!S_ISREG(status.st_mode)) return EINVAL;
+  size = static_cast<uint64_t>(status.st_size);
+  return 0;
+}
+
+std::string all_of(const FileDescriptor& file, uint64_t size) {
+  std::string text(size, '\0');
+  const int64_t got = file.read_at(text.data(), text.size(), 0);
+  if (got < 0) throw Error("reading it failed: " + errno_text(errno));
+  text.resize(static_cast<size_t>(got));
+  return text;
+}
+
+}  // namespace
+
+Checkpoint::Impl::Impl(const std::string& folder)
+    : path(fs::path(folder).lexically_normal().string()) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  read_manifest();
+  check_files();
+  index_slices();
+}
+
+std::string Checkpoint::Impl::older_ones() const {
+  const fs::path self(path);
+  const auto own = store::step_of_name(self.filename().string());
+  if (!own) return "";
+  const std::string parent = self.has_parent_path() ? self.parent_path().string() : ".";
+  std::string names;
+  for (const int64_t step : store::committed_steps(parent)) {
+    if (step < *own) names = store::step_name(step) + (names.empty() ? "" : ", ") + names;
+  }
+  return names.empty() ? "; there is no older checkpoint in " + parent
+                       : fmt::format("; older checkpoints in {}: {}", parent, names);
+}
+
+void Checkpoint::Impl::damaged(const std::string& file, const std::string& tensor,
+                               const std::string& reason) const {
+  throw UsageError(fmt::format("checkpoint: {}{}: {}{}{}", path, file.empty() ? "" : "/" + file,
+                               tensor.empty() ? "" : "tensor " + in_quotes(tensor) + ": ", reason,
+                               older_ones()));
+}
+
+void Checkpoint::Impl::read_manifest() {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) damaged("", "", errno_text(errno));
+  if (!S_ISDIR(status.st_mode)) damaged("", "", "is not a folder");
+  FileRecord file;
+  file.name = store::kManifestName;
+  if (const int error = size_of_file(path + "/" + file.name, file.bytes)) {
+    damaged(file.name, "",
+            error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+  }
+  try {
+    manifest = store::manifest_from_text(all_of(open(file), file.bytes));
+  } catch (const UsageError& error) {
+    damaged(file.name, "", error.what());
+  }
+  const auto named = store::step_of_name(fs::path(path).filename().string());
+  if (named && *named != manifest.step) {
+    damaged(file.name, "",
+            fmt::format("it is the manifest of step {}, in the folder of step {}", manifest.step,
+                        *named));
+  }
+}
+
+void Checkpoint::Impl::check_files() const {
+  for (const FileRecord& file : manifest.files) {
+    uint64_t size = 0;
+    const int error = size_of_file(path + "/" + file.name, size);
+    if (error == ENOENT) damaged(file.name, "", "the file is missing");
+    if (error != 0)
+      damaged(file.name, "",
+              error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+    if (size != file.bytes) {
+      damaged(file.name, "",
+              fmt::format("the file has {} bytes; the manifest says {}: it is {}", size, file.bytes,
+                          size < file.bytes ? "cut short" : "damaged"));
+    }
+  }
+}
+
+void Checkpoint::Impl::index_slices() {
+  for (const FileRecord& file : manifest.files) {
+    records.emplace(file.name, &file);
+    for (const auto& slice : file.slices) {
+      for (const auto* names : {&slice.following, &slice.whole}) {
+        for (const auto& name : *names) {
+          if (file.tensors.count(slice.tensor_name(name)) == 0) {
+            damaged(store::kManifestName, "",
+                    "it lists no digest for " + in_quotes(slice.tensor_name(name)) + " of " +
+                        file.name);
+          }
+        }
+      }
+      slices[slice.parameter].push_back({&file, &slice});
+    }
+  }
+}
+
+const FileRecord& Checkpoint::Impl::record(const std::string& file) const {
+  const auto found = records.find(file);
+  if (found != records.end()) return *found->second;
+  std::vector<std::string> names;
+  for (const auto& each : records) names.push_back(each.first);
+  throw UsageError(fmt::format("checkpoint: {} has no file {}{}", path, in_quotes(file),
+                               did_you_mean(file, names)));
+}
+
+const FileRecord& Checkpoint::Impl::tensor_record(const std::string& file) const {
+  const auto& found = record(file);
+  if (!found.has_tensors())
+    throw UsageError(
+        fmt::format("checkpoint: {}/{} is a text, not a safetensors file", path, file));
+  return found;
+}
+
+FileDescriptor Checkpoint::Impl::open(const FileRecord& file) const {
+  FileDescriptor opened_file(::open((path + "/" + file.name).c_str(), O_RDONLY | O_CLOEXEC));
+  if (!opened_file) damaged(file.name, "", "cannot be opened: " + errno_text(errno));
+  return opened_file;
+}
+
+void Checkpoint::Impl::check_header(const FileRecord& file) const {
+  std::string found;
+  try {
+    found = store::digest_of(open(file), 0, file.header_bytes);
+  } catch (const Error& error) {
+    damaged(file.name, "", error.what());
+  }
+  if (found != file.digest)
+    damaged(file.name, "",
+            "its header does not have the digest that the manifest says: the file is damaged");
+}
+
+const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const {
+  auto& slot = opened[file];
+  if (!slot) {
+    const auto& expected = tensor_record(file);
+    check_header(expected);
+    auto parsed = std::make_unique<SafetensorsFile>(path + "/" + file);
+    if (parsed->entries().size() != expected.tensors.size()) {
+      damaged(file, "",
+              fmt::format("it has {} tensors; the manifest says {}", parsed->entries().size(),
+                          expected.tensors.size()));
+    }
+    slot = std::move(parsed);
+  }
+  return *slot;
+}
+
+void Checkpoint::Impl::compare(const std::string& file, const std::string& tensor,
+                               const at::Tensor& data) const {
+  const auto& digests = tensor_record(file).tensors;
+  const auto expected = digests.find(tensor);
+  if (expected == digests.end()) damaged(file, tensor, "the manifest lists no digest for it");
+  if (store::digest_of(data.numel() > 0 ? data.data_ptr() : nullptr, data.nbytes()) !=
+      expected->second) {
+    damaged(file, tensor,
+            "its data does not have the digest that the manifest says: the file is damaged");
+  }
+}
+
+void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& name,
+                                     const std::string& digest) const {
+  const auto& entry = tensors(file.name).info(name);
+  std::string found;
+  try {
+    found = store::digest_of(open(file), file.header_bytes + entry.begin, entry.end - entry.begin);
+  } catch (const Error& error) {
+    damaged(file.name, name, error.what());
+  }
+  if (found != digest)
+    damaged(file.name, name,
+            "its data does not have the digest that the manifest says: the file is damaged");
+}
+
+std::string Checkpoint::Impl::text(const std::string& file) const {
+  const auto& expected = record(file);
+  if (expected.has_tensors())
+    throw UsageError(
+        fmt::format("checkpoint: {}/{} is a safetensors file, not a text", path, file));
+  std::string contents;
+  try {
+    contents = all_of(open(expected), expected.bytes);
+  } catch (const UsageError&) {
+    throw;
+  } catch (const Error& error) {
+    damaged(file, "", error.what());
+  }
+  if (store::digest_of(contents) != expected.digest)
+    damaged(file, "", "it does not have the digest that the manifest says: the file is damaged");
+  return contents;
+}
+
+/// Every tensor and every text is some rank's; headers are everybody's.
+void Checkpoint::Impl::verify_share(int rank, int ranks) const {
+  int turn = 0;
+  const auto mine = [&] { return turn++ % ranks == rank; };
+  for (const FileRecord& file : manifest.files) {
+    if (!file.has_tensors()) {
+      if (mine()) text(file.name);
+      continue;
+    }
+    tensors(file.name);
+    for (const auto& [name, digest] : file.tensors) {
+      if (mine()) verify_tensor(file, name, digest);
+    }
+  }
+}
+
+at::Tensor Checkpoint::Impl::load(const std::string& file, const std::string& name) const {
+  const at::Tensor tensor = tensors(file).load(name);
+  compare(file, name, tensor);
+  return tensor;
+}
+
+void Checkpoint::Impl::load_slice(const std::string& file, const std::string& name, int64_t begin,
+                                  int64_t count, at::Tensor out) const {
+  const auto& source = tensors(file);
+  source.load_slice(name, begin, count, out);
+  if (begin == 0 && count == source.info(name).numel()) compare(file, name, out);
+}
+
+at::ScalarType Checkpoint::Impl::dtype(const std::string& file, const std::string& name) const {
+  return tensors(file).scalar_type(name);
+}
+
+}  // namespace tessera

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/io/file_descriptor.h"
+#include "checkpoint/store/manifest.h"
+#include "checkpoint/store/slice_assembly.h"
+#include "tessera/checkpoint_store.h"
+
+namespace tessera {
+
+struct Checkpoint::Impl : store::SliceReader {
+  explicit Impl(const std::string& folder);
+
+  void read_manifest();
+  void check_files() const;
+  void index_slices();
+
+  /// Throws UsageError: file, tensor (may be empty), what is wrong with it, and the older
+  /// checkpoints.
+  [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
+                            const std::string& reason) const;
+  std::string older_ones() const;
+
+  const store::FileRecord& record(const std::string& file) const;
+  const store::FileRecord& tensor_record(const std::string& file) const;
+  FileDescriptor open(const store::FileRecord& file) const;
+  void check_header(const store::FileRecord& file) const;
+  const SafetensorsFile& tensors(const std::string& file) const;
+  void compare(const std::string& file, const std::string& tensor, const at::Tensor& data) const;
+  void verify_tensor(const store::FileRecord& file, const std::string& name,
+                     const std::string& digest) const;
+  std::string text(const std::string& file) const;
+  void verify_share(int rank, int ranks) const;
+
+  at::Tensor load(const std::string& file, const std::string& name) const override;
+  void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
+                  at::Tensor out) const override;
+  at::ScalarType dtype(const std::string& file, const std::string& name) const override;
+
+  std::string path;
+  store::Manifest manifest;
+  std::map<std::string, const store::FileRecord*> records;
+  std::map<std::string, std::vector<store::SavedSlice>> slices;  // by parameter
+  mutable std::map<std::string, std::unique_ptr<SafetensorsFile>> opened;
+};
+
+}  // namespace tessera

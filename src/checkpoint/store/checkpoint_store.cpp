@@ -1,0 +1,81 @@
+#include "tessera/checkpoint_store.h"
+
+#include <cerrno>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "checkpoint/store/run_folder.h"
+#include "checkpoint/store/store_impl.h"
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+
+namespace tessera {
+namespace {
+
+void check(const std::string& folder, const CheckpointStoreOptions& options) {
+  if (folder.empty()) throw UsageError("checkpoint: the folder's name is empty");
+  if (options.keep_last < 1) {
+    throw UsageError(
+        fmt::format("checkpoint: keep_last is {}; expected at least 1", options.keep_last));
+  }
+  if (options.keep_every < 0) {
+    throw UsageError(fmt::format("checkpoint: keep_every is {}; expected steps, or 0 for none",
+                                 options.keep_every));
+  }
+}
+
+void check_reachable(const std::string& folder) {
+  struct stat status {};
+  if (::stat(folder.c_str(), &status) != 0) {
+    throw UsageError(
+        fmt::format("checkpoint: {}: {}; all ranks must see the folder that rank 0 made", folder,
+                    errno_text(errno)));
+  }
+  if (!S_ISDIR(status.st_mode))
+    throw UsageError(fmt::format("checkpoint: {} is not a folder", folder));
+  if (::access(folder.c_str(), W_OK | X_OK) != 0) {
+    throw UsageError(
+        fmt::format("checkpoint: {}: cannot be written: {}", folder, errno_text(errno)));
+  }
+}
+
+std::string without_trailing_slashes(std::string folder) {
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  return folder;
+}
+
+}  // namespace
+
+CheckpointStore::CheckpointStore(const std::string& folder, ProcessGroup group,
+                                 CheckpointStoreOptions options)
+    : impl_(std::make_shared<Impl>(
+          Impl{without_trailing_slashes(folder), std::move(group), options, {}})) {
+  Impl& impl = *impl_;
+  agree(impl.group, [&] {
+    check(folder, options);
+    if (impl.group.rank() != 0) return;
+    struct stat status {};
+    if (::stat(impl.folder.c_str(), &status) != 0) store::make_folder(impl.folder);
+    check_reachable(impl.folder);
+    impl.lock = store::FolderLock(impl.folder);
+    store::remove_leftovers(impl.folder);
+  });
+  agree(impl.group, [&] { check_reachable(impl.folder); });
+}
+
+CheckpointStore::~CheckpointStore() = default;
+CheckpointStore::CheckpointStore(const CheckpointStore&) = default;
+CheckpointStore& CheckpointStore::operator=(const CheckpointStore&) = default;
+
+const std::string& CheckpointStore::folder() const { return impl_->folder; }
+const CheckpointStoreOptions& CheckpointStore::options() const { return impl_->options; }
+
+std::optional<std::string> latest_checkpoint(const std::string& folder) {
+  const auto steps = store::committed_steps(folder);
+  if (steps.empty()) return std::nullopt;
+  return without_trailing_slashes(folder) + "/" + store::step_name(steps.back());
+}
+
+}  // namespace tessera

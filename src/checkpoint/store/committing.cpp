@@ -1,0 +1,92 @@
+#include "checkpoint/store/committing.h"
+
+#include <cerrno>
+#include <map>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include "checkpoint/io/atomic_file.h"
+#include "checkpoint/store/manifest.h"
+#include "checkpoint/store/run_folder.h"
+#include "tessera/error.h"
+
+namespace tessera::store {
+
+// [Note: committing] Each rank syncs its own files and tells rank 0 their sizes and digests. Rank 0
+// alone writes the manifest, and then renames the folder: whatever happens before, there is no
+// checkpoint; whatever happens after, there is one.
+
+namespace {
+
+/// What all ranks wrote, under different names.
+std::vector<FileRecord> gathered(const std::string& folder, const std::vector<std::string>& ranks) {
+  std::vector<FileRecord> files;
+  std::map<std::string, int> writers;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (auto& file : records_from_text(ranks[rank])) {
+      file.rank = static_cast<int>(rank);
+      const auto [other, fresh] = writers.emplace(file.name, file.rank);
+      if (!fresh) {
+        throw UsageError(fmt::format("checkpoint: {}/{} is written by ranks {} and {}", folder,
+                                     file.name, other->second, rank));
+      }
+      files.push_back(std::move(file));
+    }
+  }
+  return files;
+}
+
+/// Each is there, of the size that its writer says.
+void check_files(const std::string& folder, const std::vector<FileRecord>& files) {
+  for (const auto& file : files) {
+    const uint64_t size = size_seen(folder + "/" + file.name);
+    if (size != file.bytes) {
+      throw Error(fmt::format("checkpoint: {}/{} has {} bytes; rank {} wrote {}", folder, file.name,
+                              size, file.rank, file.bytes));
+    }
+  }
+}
+
+void write_manifest(const std::string& folder, const Manifest& manifest) {
+  const std::string text = manifest_to_text(manifest);
+  AtomicFile file("checkpoint", folder + "/" + kManifestName);
+  file.write_at(text.data(), text.size(), 0);
+  file.commit();
+}
+
+void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options) {
+  for (const int64_t old :
+       expired(committed_steps(folder), written, options.keep_last, options.keep_every)) {
+    remove_checkpoint(folder, old);
+  }
+}
+
+}  // namespace
+
+uint64_t size_seen(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) {
+    throw Error(fmt::format(
+        "checkpoint: {}: made by another rank, not seen by this one: {}; all ranks need one folder",
+        path, errno_text(errno)));
+  }
+  return static_cast<uint64_t>(status.st_size);
+}
+
+void commit_files(const CheckpointStore::Impl& run, const std::string& folder, int64_t step,
+                  const std::vector<std::string>& records) {
+  const Manifest manifest{step, run.group.size(), gathered(folder, records)};
+  check_files(folder, manifest.files);
+  write_manifest(folder, manifest);
+  const std::string replaced = publish(run.folder, folder, step);
+  try {
+    if (!replaced.empty()) remove_tree(replaced);
+    prune(run.folder, step, run.options);
+  } catch (const Error& error) {
+    throw Error(fmt::format("checkpoint: step {} is committed, but pruning older ones failed: {}",
+                            step, error.what()));
+  }
+}
+
+}  // namespace tessera::store

@@ -1,0 +1,60 @@
+#include "comm/base/transport.h"
+
+#include <fmt/format.h>
+
+namespace tessera::comm {
+
+const char* op_name(Op op) {
+  switch (op) {
+    case Op::all_reduce:
+      return "all_reduce";
+    case Op::reduce:
+      return "reduce";
+    case Op::broadcast:
+      return "broadcast";
+    case Op::all_gather:
+      return "all_gather";
+    case Op::reduce_scatter:
+      return "reduce_scatter";
+    case Op::all_to_all:
+      return "all_to_all";
+    case Op::barrier:
+      return "barrier";
+    case Op::bytes:
+      return "exchange of bytes";
+    case Op::allocate:
+      return "allocate";
+    case Op::split:
+      return "split";
+    case Op::fail:
+      return "fail";
+  }
+  return "unknown operation";
+}
+
+std::string describe(const OpHeader& header) {
+  auto text = fmt::format("{} #{}", op_name(header.op), header.sequence);
+  if (header.op != Op::barrier && header.op != Op::split) {
+    const auto dtype =
+        header.op == Op::bytes ? "bytes" : c10::toString(static_cast<at::ScalarType>(header.dtype));
+    text += fmt::format(" of {} {}", header.numel, dtype);
+  }
+  if (header.root >= 0) text += fmt::format(" with root {}", header.root);
+  return text;
+}
+
+void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
+                                    at::Tensor output, double scale) {
+  const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
+    auto part = output.narrow(0, offset, run.numel()).copy_(run);
+    if (scale != 1) part.mul_(scale);
+  };
+  reduce_scatter(flat, counts, &keep);
+}
+
+void add_in_place(at::Tensor& accumulator, const at::Tensor& addend) {
+  at::NoGradGuard no_grad;
+  accumulator.add_(addend);
+}
+
+}  // namespace tessera::comm

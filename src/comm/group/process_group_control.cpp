@@ -1,0 +1,159 @@
+// What ranks tell each other besides tensors: bytes, the colours of a split, contracts, failures.
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/base/backends.h"
+#include "comm/group/argument_checks.h"
+#include "comm/group/process_group_impl.h"
+#include "tessera/process_group.h"
+#define XXH_INLINE_ALL
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include <xxhash.h>
+
+namespace tessera {
+
+std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine) {
+  if (impl_->alone()) {
+    impl_->count(&CommStats::bytes, 0, 0);
+    return {mine};
+  }
+  OpHeader header;
+  header.op = Op::bytes;
+  header.numel = static_cast<int64_t>(mine.size());
+  header.free_numel = 1;
+  std::vector<std::string> result(size());
+  uint64_t total = 0;
+  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+    std::vector<int64_t> counts;
+    for (const auto& h : headers) total += counts.emplace_back(h.numel);
+    auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
+    auto* data = static_cast<char*>(all.data_ptr());
+    if (!mine.empty())
+      std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}),
+                  mine.data(), mine.size());
+    if (total) transport.all_gather(all, counts);
+    for (int r = 0; r < size(); data += counts[r++]) result[r].assign(data, counts[r]);
+  });
+  impl_->count(&CommStats::bytes, mine.size() * (size() - 1), total - mine.size());
+  return result;
+}
+
+std::string ProcessGroup::broadcast_bytes(const std::string& mine, int root) {
+  check_root(*impl_, "broadcast_bytes", root);
+  return all_gather_bytes(rank() == root ? mine : std::string())[root];
+}
+
+std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int root) {
+  check_root(*impl_, "gather_bytes", root);
+  if (impl_->alone()) return all_gather_bytes(mine);
+  OpHeader header;
+  header.op = Op::bytes;
+  header.numel = static_cast<int64_t>(mine.size());
+  header.root = root;
+  header.free_numel = 1;
+  std::vector<std::string> result;
+  uint64_t total = 0;
+  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+    std::vector<int64_t> recv(size(), 0), send(size(), 0);
+    send[root] = static_cast<int64_t>(mine.size());
+    for (int r = 0; rank() == root && r < size(); ++r) total += recv[r] = headers[r].numel;
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    auto input = at::empty({send[root]}, options),
+         output = at::empty({static_cast<int64_t>(total)}, options);
+    if (!mine.empty()) std::memcpy(input.data_ptr(), mine.data(), mine.size());
+    transport.all_to_all(output, input, recv, send);
+    if (rank() != root) return;
+    const auto* data = static_cast<const char*>(output.data_ptr());
+    for (int r = 0; r < size(); data += recv[r++]) result.emplace_back(data, recv[r]);
+  });
+  impl_->count(&CommStats::bytes, rank() == root ? 0 : mine.size(),
+               rank() == root ? total - mine.size() : 0);
+  return result;
+}
+
+std::optional<ProcessGroup> ProcessGroup::split(int color) {
+  const auto colors = all_gather_bytes(std::to_string(color));
+  const auto number = ++impl_->splits;
+  if (color < 0) return std::nullopt;
+  if (impl_->alone()) return ProcessGroup();
+  comm::World world;
+  world.rank = -1;
+  for (int r = 0; r < size(); ++r) {
+    if (colors[r] != std::to_string(color)) continue;
+    if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
+    world.world_ranks.push_back(impl_->world.world_ranks[r]);
+    if (!impl_->world.hosts.empty()) world.hosts.push_back(impl_->world.hosts[r]);
+  }
+  world.size = static_cast<int>(world.world_ranks.size());
+  if (world.size == 1) {
+    auto alone = std::make_shared<Impl>();
+    alone->world.world_ranks = world.world_ranks;
+    return ProcessGroup(std::move(alone));
+  }
+  require(impl_->world.store != nullptr, *impl_, "split",
+          "this group was made by the caller without a store");
+  world.same_host =
+      impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
+  world.address = impl_->world.address;
+  world.options = impl_->world.options;
+  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
+                                                       impl_->world.store);
+  auto transport = comm::make_transport(world);
+  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
+  impl_->add_child(child);
+  return ProcessGroup(std::move(child));
+}
+
+void ProcessGroup::check_contract(const std::string& component,
+                                  const std::vector<std::string>& entries) {
+  if (impl_->alone()) return;
+  XXH64_state_t* state = XXH64_createState();
+  XXH64_reset(state, entries.size());
+  for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
+  const auto digest = fmt::format("{:016x}", XXH64_digest(state));
+  XXH64_freeState(state);
+  const auto digests = all_gather_bytes(component + "\n" + digest);
+  if (std::all_of(digests.begin(), digests.end(),
+                  [&](const auto& other) { return other == digests[0]; }))
+    return;
+
+  std::string all;
+  for (const auto& entry : entries) all += entry + '\n';
+  const auto lists = all_gather_bytes(component + "\n" + all);
+  int other = 0;
+  while (lists[other] == lists[rank()]) ++other;
+  const auto lines = [](const std::string& text) {
+    std::vector<std::string> result;
+    for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1)
+      result.push_back(text.substr(at, end - at));
+    return result;
+  };
+  const auto mine = lines(lists[rank()]), theirs = lines(lists[other]);
+  size_t index = 0;
+  while (index < mine.size() && index < theirs.size() && mine[index] == theirs[index]) ++index;
+  const auto at = [&](const std::vector<std::string>& list) {
+    return index < list.size() ? "'" + list[index] + "'" : std::string("nothing more");
+  };
+  if (index == 0) {
+    throw UsageError(
+        fmt::format("ProcessGroup: the ranks construct different things: rank {} {}, rank {} {}",
+                    rank(), at(mine), other, at(theirs)));
+  }
+  throw UsageError(fmt::format(
+      "{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on rank {} ({} entries)",
+      component, index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other,
+      theirs.size() - 1));
+}
+
+void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
+bool ProcessGroup::ended() const { return impl_->ended; }
+
+at::Device ProcessGroup::control_device() const {
+  return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA)
+                                                               : at::Device(at::kCPU);
+}
+
+}  // namespace tessera

@@ -1,0 +1,220 @@
+#include "comm/group/process_group_impl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+
+namespace tessera {
+
+using comm::Op;
+using comm::OpHeader;
+using comm::Transport;
+using Headers = std::vector<OpHeader>;
+
+ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
+
+ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
+    : world(std::move(w)), transport(std::move(t)) {}
+
+ProcessGroup::Impl::~Impl() {
+  if (transport) transport->abort();
+  queue_.stop();
+}
+
+void ProcessGroup::Impl::count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received) {
+  std::lock_guard lock(stats_mutex_);
+  auto& entry = stats_.*kind;
+  ++entry.calls;
+  entry.bytes_sent += sent;
+  entry.bytes_received += received;
+}
+
+CommStats ProcessGroup::Impl::snapshot() {
+  std::lock_guard lock(stats_mutex_);
+  CommStats stats = stats_;
+  stats.waited_seconds = std::chrono::duration<double>(queue_.waited()).count();
+  return stats;
+}
+
+void ProcessGroup::Impl::reset() {
+  std::lock_guard lock(stats_mutex_);
+  stats_ = {};
+  queue_.reset_waited();
+}
+
+std::string ProcessGroup::Impl::failure() {
+  std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+void ProcessGroup::Impl::set_failure(std::string text) {
+  {
+    std::lock_guard lock(failure_mutex_);
+    failure_ = std::move(text);
+  }
+  ended = true;
+}
+
+/// The messages of the ranks that called fail(), of which all ranks learn here; `mine` is empty if
+/// I did not.
+std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::string& mine) {
+  std::vector<int64_t> counts;
+  int64_t total = 0, before = 0;
+  for (int r = 0; r < world.size; ++r) {
+    counts.push_back(headers[r].op == Op::fail ? headers[r].numel : 0);
+    if (r < world.rank) before += counts.back();
+    total += counts.back();
+  }
+  if (total == 0) return "";
+  auto text = at::empty({total}, at::TensorOptions().dtype(at::kByte));
+  auto* data = static_cast<char*>(text.data_ptr());
+  if (!mine.empty()) std::memcpy(data + before, mine.data(), mine.size());
+  transport->all_gather(text, counts);
+  std::string lines;
+  for (const auto count : counts) {
+    if (count > 0) lines += (lines.empty() ? "" : "\n") + std::string(data, count);
+    data += count;
+  }
+  return lines;
+}
+
+Work ProcessGroup::Impl::announce(const std::string& message) {
+  set_failure(message);
+  if (alone()) return {};
+  OpHeader header;
+  header.op = Op::fail;
+  header.numel = static_cast<int64_t>(message.size());
+  header.free_numel = 1;
+  // Behind whatever is queued: the other ranks count on that too.
+  return queue_.submit([this, header, message]() mutable {
+    header.sequence = ++sequence_;
+    set_failure(failure_of(transport->exchange(header), message));
+  });
+}
+
+void ProcessGroup::Impl::add_child(const std::shared_ptr<Impl>& child) {
+  std::lock_guard lock(children_mutex_);
+  children_.push_back(child);
+}
+
+std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants() {
+  std::vector<std::shared_ptr<Impl>> result;
+  std::lock_guard lock(children_mutex_);
+  for (const auto& known : children_) {
+    if (const auto child = known.lock()) {
+      result.push_back(child);
+      for (const auto& further : child->descendants()) result.push_back(further);
+    }
+  }
+  return result;
+}
+
+void ProcessGroup::Impl::fail(const std::string& message) {
+  const std::string text = message.empty() ? "failed" : message;
+  std::vector<Work> told;
+  const auto below = descendants();
+  for (const auto& group : below) {
+    if (!group->ended) told.push_back(group->announce(text));
+  }
+  Work own = announce(text);
+  if (told.empty()) {
+    own.wait();
+  } else {
+    // The others wait in one of these groups, different ones in different groups perhaps; in the
+    // rest nobody answers.
+    told.push_back(own);
+    constexpr std::chrono::milliseconds kOthers{500}, kPoll{2};
+    const auto give_up = std::chrono::steady_clock::now() + world.options.timeout;
+    std::optional<std::chrono::steady_clock::time_point> first;
+    while (true) {
+      const auto now = std::chrono::steady_clock::now();
+      const auto done =
+          std::count_if(told.begin(), told.end(), [](const Work& work) { return work.done(); });
+      if (done > 0 && !first) first = now;
+      if (done == static_cast<int64_t>(told.size()) || now > give_up ||
+          (first && now > *first + kOthers))
+        break;
+      std::this_thread::sleep_for(kPoll);
+    }
+    try {
+      if (!own.done()) throw UsageError(text);
+      own.wait();
+    } catch (const Error&) {
+      throw UsageError(text);  // those who were told elsewhere have left already
+    }
+  }
+  throw UsageError(failure());
+}
+
+/// Ranks that disagree all know it, and tell each other what they were about.
+std::vector<std::string> ProcessGroup::Impl::exchange_tags(const std::string& mine) {
+  constexpr int64_t kLength = 96;
+  auto text = at::zeros({kLength * world.size}, at::TensorOptions().dtype(at::kByte));
+  auto* data = static_cast<char*>(text.data_ptr());
+  std::memcpy(data + kLength * world.rank, mine.data(), std::min<size_t>(mine.size(), kLength - 1));
+  transport->all_gather(text, std::vector<int64_t>(world.size, kLength));
+  std::vector<std::string> result;
+  for (int r = 0; r < world.size; ++r) result.emplace_back(data + kLength * r);
+  return result;
+}
+
+Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& tag) {
+  auto headers = transport->exchange(header);
+  if (const auto text = failure_of(headers, ""); !text.empty()) {
+    set_failure(text);
+    throw UsageError(text);
+  }
+  const auto differs = [](const OpHeader& a, const OpHeader& b) {
+    return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root ||
+           a.detail != b.detail || (a.numel != b.numel && !(a.free_numel && b.free_numel));
+  };
+  for (int r = 1; r < world.size; ++r) {
+    if (!differs(headers[0], headers[r])) continue;
+    const auto tags = exchange_tags(tag);
+    const auto call = [&](int rank) {
+      return comm::describe(headers[rank]) +
+             (tags[rank].empty() ? "" : fmt::format(" ({})", tags[rank]));
+    };
+    auto message = fmt::format(
+        "ProcessGroup: the ranks disagree about a collective: rank 0 calls {}, rank {} calls {}",
+        call(0), r, call(r));
+    if (tags[0] == tags[r] && headers[0].op == headers[r].op &&
+        headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
+      message += " (with other counts per rank)";
+    }
+    throw UsageError(message + fmt::format("; no data was moved (seen on rank {})", world.rank));
+  }
+  return headers;
+}
+
+void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
+  at::NoGradGuard no_grad;
+  if (ended) throw UsageError("ProcessGroup: the group has ended: " + failure());
+  header.sequence = ++sequence_;
+  Headers headers;
+  if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);
+  body(*transport, headers);
+}
+
+void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& tag) {
+  if (transport->stream_ordered()) return execute(header, body, tag);
+  queue_.run([&] { execute(header, body, tag); });
+}
+
+Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& tag) {
+  if (transport->stream_ordered()) {
+    execute(header, body, tag);
+    return {};
+  }
+  return queue_.submit(
+      [this, header, body = std::move(body), tag] { execute(header, body, tag); });
+}
+
+}  // namespace tessera

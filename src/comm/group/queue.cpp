@@ -1,0 +1,115 @@
+#include "comm/group/queue.h"
+
+#include "tessera/error.h"
+
+namespace tessera {
+
+void Work::State::wait() {
+  std::unique_lock lock(mutex_);
+  const comm::WaitTimer timer(done_ ? nullptr : clock_.get());
+  changed_.wait(lock, [&] { return done_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+bool Work::State::done() {
+  std::lock_guard lock(mutex_);
+  return done_;
+}
+
+void Work::State::finish(std::exception_ptr error) {
+  {
+    std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = std::move(error);
+  }
+  changed_.notify_all();
+}
+
+void Work::wait() {
+  if (state_) state_->wait();
+}
+
+bool Work::done() const { return !state_ || state_->done(); }
+
+namespace comm {
+
+Queue::~Queue() { stop(); }
+
+void Queue::run(Operation operation) {
+  {
+    std::unique_lock lock(mutex_);
+    if (busy_ || !items_.empty() || stopped_) {
+      lock.unlock();
+      return submit(std::move(operation)).wait();
+    }
+    busy_ = true;
+  }
+  struct Release {
+    Queue& queue;
+    ~Release() {
+      {
+        std::lock_guard lock(queue.mutex_);
+        queue.busy_ = false;
+      }
+      queue.changed_.notify_all();
+    }
+  } release{*this};
+  const WaitTimer timer(clock_.get());
+  operation();
+}
+
+Work Queue::submit(Operation operation) {
+  auto state = std::make_shared<Work::State>(clock_);
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_)
+      throw BrokenWorldError(
+          "ProcessGroup: a collective was started after the group had been shut down", {});
+    if (!worker_.joinable()) worker_ = std::thread([this] { loop(); });
+    items_.push_back({std::move(operation), state});
+  }
+  changed_.notify_all();
+  return Work(state);
+}
+
+void Queue::loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopped_ || (!busy_ && !items_.empty()); });
+    if (stopped_) break;
+    Item item = std::move(items_.front());
+    items_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      item.operation();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    item.operation = nullptr;  // lets go of its tensors before anybody is told
+    lock.lock();
+    busy_ = false;
+    lock.unlock();
+    item.state->finish(error);
+    changed_.notify_all();
+    lock.lock();
+  }
+}
+
+void Queue::stop() noexcept {
+  std::deque<Item> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+    dropped.swap(items_);
+  }
+  changed_.notify_all();
+  const auto error = std::make_exception_ptr(
+      BrokenWorldError("ProcessGroup: the group was shut down before this collective began", {}));
+  for (auto& item : dropped) item.state->finish(error);
+  if (worker_.joinable()) worker_.join();
+}
+
+}  // namespace comm
+}  // namespace tessera

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "tessera/process_group.h"
+
+namespace tessera {
+
+namespace comm {
+
+/// Time that callers spent waiting.
+class WaitClock {
+ public:
+  void add(std::chrono::nanoseconds time) { nanoseconds_ += time.count(); }
+  std::chrono::nanoseconds total() const { return std::chrono::nanoseconds(nanoseconds_.load()); }
+  void reset() { nanoseconds_ = 0; }
+
+ private:
+  std::atomic<int64_t> nanoseconds_{0};
+};
+
+/// Adds its own lifetime to a clock.
+class WaitTimer {
+ public:
+  explicit WaitTimer(WaitClock* clock) : clock_(clock), start_(std::chrono::steady_clock::now()) {}
+  ~WaitTimer() {
+    if (clock_ != nullptr) clock_->add(std::chrono::steady_clock::now() - start_);
+  }
+  WaitTimer(const WaitTimer&) = delete;
+
+ private:
+  WaitClock* clock_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace comm
+
+class Work::State {
+ public:
+  explicit State(std::shared_ptr<comm::WaitClock> clock = nullptr) : clock_(std::move(clock)) {}
+  virtual ~State() = default;
+  virtual void wait();
+  virtual bool done();
+  void finish(std::exception_ptr error);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+  std::shared_ptr<comm::WaitClock> clock_;
+};
+
+namespace comm {
+
+/// Runs the operations of one group one at a time, in the order of submission: at once in the
+/// calling thread when nothing is under way, else in a worker thread that is started when first
+/// needed.
+class Queue {
+ public:
+  ~Queue();
+
+  using Operation = std::function<void()>;
+  void run(Operation operation);
+  Work submit(Operation operation);
+  /// Drops what has not begun (its Work throws) and waits for what has. The caller makes that end
+  /// soon.
+  void stop() noexcept;
+
+  /// What callers spent in run() and in waiting for submitted work.
+  std::chrono::nanoseconds waited() const { return clock_->total(); }
+  void reset_waited() { clock_->reset(); }
+
+ private:
+  struct Item {
+    Operation operation;
+    std::shared_ptr<Work::State> state;
+  };
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> items_;
+  bool busy_ = false;
+  bool stopped_ = false;
+  std::thread worker_;
+  std::shared_ptr<WaitClock> clock_ = std::make_shared<WaitClock>();
+};
+
+}  // namespace comm
+}  // namespace tessera

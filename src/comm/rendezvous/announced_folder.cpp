@@ -1,0 +1,154 @@
+#include "comm/rendezvous/announced_folder.h"
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace fs = std::filesystem;
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+fs::path private_base() {
+  const auto base = fs::path("/tmp") / fmt::format("tessera-{}", ::getuid());
+  ::mkdir(base.c_str(), 0700);
+  struct stat info {};
+  if (::lstat(base.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != ::getuid() ||
+      (info.st_mode & 077) != 0) {
+    throw UsageError(
+        fmt::format("init_process_group: {} must be a folder of user {} with mode 0700, for the "
+                    "ranks meet in it; remove it",
+                    base.string(), ::getuid()));
+  }
+  return base;
+}
+
+/// Field 22 of /proc/pid/stat: with the pid it names a process for good.
+std::string start_time(int pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string line;
+  std::getline(file, line);
+  const auto close = line.rfind(')');
+  if (close == std::string::npos) return "";
+  size_t at = close + 2;
+  for (int field = 3; field < 22 && at != std::string::npos; ++field) at = line.find(' ', at) + 1;
+  if (line[close + 2] == 'Z') return "";
+  return line.substr(at, line.find(' ', at) - at);
+}
+
+/// Takes the lock if nobody has it; `make`: also where there is no such file. Returns what holds
+/// it, or -1. A file that was swept between opening and locking is no lock any more.
+int try_lock(const fs::path& lock, bool make) {
+  const int fd = ::open(lock.c_str(), O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0600);
+  if (fd < 0 && make)
+    throw UsageError(
+        fmt::format("init_process_group: cannot open {}: {}", lock.string(), std::strerror(errno)));
+  if (fd < 0) return -1;
+  struct stat held {
+  }, named{};
+  if (::flock(fd, LOCK_EX | LOCK_NB) == 0 && ::fstat(fd, &held) == 0 &&
+      ::stat(lock.c_str(), &named) == 0 && held.st_ino == named.st_ino)
+    return fd;
+  ::close(fd);
+  return -1;
+}
+
+/// Held until the process ends, so that a second run under the same key is seen whatever becomes of
+/// the files.
+void hold_key(const fs::path& lock, const std::string& key, Clock::time_point deadline) {
+  while (try_lock(lock, true) < 0) {
+    if (Clock::now() > deadline)
+      throw UsageError(fmt::format(
+          "init_process_group: rank 0: another run on this host already uses {}; choose another",
+          key));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+void remove_folders(const fs::path& base, const std::string& key) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+    if (entry.path().filename().string().starts_with(key + ".d."))
+      fs::remove_all(entry.path(), ignored);
+  }
+}
+
+/// What runs have left whose rank 0 has ended: nobody holds their locks.
+void sweep(const fs::path& base) {
+  std::error_code ignored;
+  std::vector<fs::path> locks;
+  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+    if (entry.path().extension() == ".lock") locks.push_back(entry.path());
+  }
+  for (const auto& lock : locks) {
+    const int fd = try_lock(lock, false);
+    if (fd < 0) continue;
+    const auto key = lock.stem().string();
+    remove_folders(base, key);
+    fs::remove(base / (key + ".now"), ignored);
+    fs::remove(base / (key + ".now.new"), ignored);
+    fs::remove(lock, ignored);
+    ::close(fd);
+  }
+}
+
+}  // namespace
+
+std::string announced_folder(const std::string& key, int rank, int size,
+                             std::chrono::milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  const auto base = private_base();
+  const auto pointer = base / (key + ".now");
+  if (rank == 0) {
+    hold_key(base / (key + ".lock"), key, deadline);
+    remove_folders(base, key);
+    sweep(base);
+    auto name = (base / (key + ".d.XXXXXX")).string();
+    if (!::mkdtemp(name.data()))
+      throw UsageError(fmt::format("init_process_group: cannot make a folder in {}: {}",
+                                   base.string(), std::strerror(errno)));
+    const auto beside = pointer.string() + ".new";
+    std::ofstream announcement(beside);
+    announcement << name << '\n' << ::getpid() << '\n' << start_time(::getpid()) << '\n';
+    announcement.close();
+    if (!announcement)
+      throw UsageError(fmt::format("init_process_group: rank 0 cannot write {}: {}", beside,
+                                   std::strerror(errno)));
+    fs::rename(beside, pointer);
+    return name;
+  }
+  while (Clock::now() < deadline) {
+    std::ifstream file(pointer);
+    std::string folder, pid, start;
+    if (std::getline(file, folder) && std::getline(file, pid) && std::getline(file, start) &&
+        start_time(std::atoi(pid.c_str())) == start) {
+      // A seat is taken once: a run that is already complete has none left for a rank of the next
+      // one.
+      const auto seat = fmt::format("{}/seat.{}", folder, rank);
+      const int fd = ::open(seat.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+      if (fd >= 0) {
+        ::close(fd);
+        return folder;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  throw BrokenWorldError(
+      fmt::format("init_process_group: rank {} of {} waited {} ms for rank 0 ({})", rank, size,
+                  timeout.count(), key),
+      {0});
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,131 @@
+#include "comm/rendezvous/launch_environment.h"
+
+#include <charconv>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+struct Names {
+  const char* launcher;
+  const char *rank, *size, *local_rank, *local_size;
+  const char *job, *job_step;
+};
+
+// In the order in which they are tried. A launcher counts as present when its rank or its size is
+// set.
+constexpr Names kLaunchers[] = {
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr, nullptr},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "OMPI_MCA_orte_ess_jobid"},
+    {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID",
+     "HYDRA_JOBID"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_JOB_ID",
+     "SLURM_STEP_ID"},
+};
+
+std::optional<int> number(const GetVariable& get, const char* name, int least, int most) {
+  const char* text = name ? get(name) : nullptr;
+  if (!text || !*text) return std::nullopt;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
+  if (error != std::errc() || *end || value < least || value > most) {
+    throw UsageError(
+        fmt::format("init_process_group: environment variable {} is '{}'; expected a whole number "
+                    "from {} to {}",
+                    name, text, least, most));
+  }
+  return value;
+}
+
+std::string text(const GetVariable& get, const char* name) {
+  const char* value = name ? get(name) : nullptr;
+  return value ? value : "";
+}
+
+constexpr int kMany = 1 << 20;
+
+/// SLURM_NTASKS and SLURM_NNODES may be the job's, of which a step can be a part (srun -E): what is
+/// said of the step goes before.
+std::optional<int> of_step(const GetVariable& get, const char* step, const char* job) {
+  const auto value = number(get, step, 1, kMany);
+  return value ? value : number(get, job, 1, kMany);
+}
+
+/// A script for sbatch has SLURM_PROCID = 0 but is no rank of a step.
+bool is_batch_script(const GetVariable& get) {
+  return text(get, "ENVIRONMENT") == "BATCH" && text(get, "SLURM_STEP_NUM_TASKS").empty();
+}
+
+/// What srun --mpi=pmi2 sets says the same as Slurm's own variables, which tell of the hosts
+/// besides. Ranks of an mpiexec inside a step have other numbers.
+bool same_as_slurms(const GetVariable& get, int rank, int size) {
+  return number(get, "SLURM_PROCID", 0, kMany) == rank &&
+         of_step(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == size;
+}
+
+}  // namespace
+
+LaunchEnvironment read_launch_environment(const GetVariable& get) {
+  LaunchEnvironment result;
+  for (const auto& names : kLaunchers) {
+    const bool slurm = std::strcmp(names.launcher, "Slurm") == 0;
+    const auto rank = number(get, names.rank, 0, kMany);
+    const auto size = slurm ? of_step(get, "SLURM_STEP_NUM_TASKS", names.size)
+                            : number(get, names.size, 1, kMany);
+    if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
+    if (slurm && is_batch_script(get)) continue;
+    if (rank && size && std::strcmp(names.launcher, "PMI") == 0 &&
+        same_as_slurms(get, *rank, *size))
+      continue;
+    const char* const size_name =
+        slurm && !text(get, "SLURM_STEP_NUM_TASKS").empty() ? "SLURM_STEP_NUM_TASKS" : names.size;
+    if (!rank || !size) {
+      throw UsageError(fmt::format(
+          "init_process_group: environment variable {} is set but {} is not; a launcher sets both",
+          rank ? names.rank : size_name, rank ? size_name : names.rank));
+    }
+    if (*rank >= *size) {
+      throw UsageError(fmt::format(
+          "init_process_group: environment variable {} is {}; expected less than {}, which is {}",
+          names.rank, *rank, size_name, *size));
+    }
+    result.launcher = names.launcher;
+    result.rank = *rank;
+    result.size = *size;
+    result.size_variable = size_name;
+    result.local_rank = number(get, names.local_rank, 0, kMany).value_or(result.rank);
+    result.local_size = number(get, names.local_size, 1, kMany);
+    if (result.local_size && *result.local_size > result.size) {
+      throw UsageError(fmt::format(
+          "init_process_group: environment variable {} is {}; expected at most {}, which is {}",
+          names.local_size, *result.local_size, size_name, result.size));
+    }
+    result.job = text(get, names.job);
+    if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
+    if (slurm && of_step(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1)
+      result.local_size = result.size;
+    break;
+  }
+  result.master_address = text(get, "MASTER_ADDR");
+  result.master_port = number(get, "MASTER_PORT", 1, 65535).value_or(0);
+  if (result.size > 1) result.rendezvous = text(get, "TESSERA_RENDEZVOUS");
+  const auto agent = text(get, "TORCHELASTIC_USE_AGENT_STORE");
+  result.agent_store = agent == "True" || agent == "true" || agent == "1";
+  result.attempt = number(get, "TORCHELASTIC_RESTART_COUNT", 0, kMany).value_or(0);
+  result.run = text(get, "TORCHELASTIC_RUN_ID");
+  if (result.master_address.empty() != (result.master_port == 0) && result.size > 1 &&
+      result.rendezvous.empty()) {
+    throw UsageError(fmt::format(
+        "init_process_group: environment variable {} is set but {} is not; set both or neither",
+        result.master_port ? "MASTER_PORT" : "MASTER_ADDR",
+        result.master_port ? "MASTER_ADDR" : "MASTER_PORT"));
+  }
+  return result;
+}
+
+}  // namespace tessera::comm

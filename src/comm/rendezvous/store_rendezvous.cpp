@@ -1,0 +1,253 @@
+#include "comm/rendezvous/store_rendezvous.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <thread>
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unistd.h>
+
+#include "comm/base/call_with_timeout.h"
+#include "comm/base/world.h"
+#include "comm/rendezvous/announced_folder.h"
+#include "comm/rendezvous/tcp_store.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+/// A rank's value in the roll call, behind the size of the world that it was told of; returns the
+/// value.
+std::string value_of(const std::string& written, int rank, const LaunchEnvironment& environment) {
+  const auto blank = written.find(' ');
+  const auto size = written.substr(0, blank);
+  if (size != std::to_string(environment.size)) {
+    throw UsageError(
+        fmt::format("init_process_group: rank {}: {} is {} here and {} on rank {}; expected the "
+                    "same on every rank",
+                    environment.rank, environment.size_variable, environment.size, size, rank));
+  }
+  return written.substr(blank + 1);
+}
+
+/// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
+std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment,
+                                   const std::string& value, std::chrono::milliseconds timeout,
+                                   Clock::time_point deadline) {
+  const auto key = [](int rank) { return fmt::format("here/{}", rank); };
+  store->set(key(environment.rank), bytes(fmt::format("{} {}", environment.size, value)));
+  std::vector<std::string> values(environment.size);
+  std::vector<int> missing;
+  for (int r = 0; r < environment.size; ++r) missing.push_back(r);
+  while (!missing.empty()) {
+    std::erase_if(missing, [&](int r) {
+      if (!store->check({key(r)})) return false;
+      const auto written = store->get(key(r));
+      values[r] = value_of({written.begin(), written.end()}, r, environment);
+      return true;
+    });
+    if (missing.empty()) break;
+    if (Clock::now() > deadline) {
+      throw BrokenWorldError(
+          fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms",
+                      environment.rank, environment.size, rank_list(missing), timeout.count()),
+          missing);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return values;
+}
+
+Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
+  struct stat info {};
+  const int error = ::stat(folder.c_str(), &info) != 0 ? errno
+                    : S_ISDIR(info.st_mode)            ? 0
+                                                       : ENOTDIR;
+  if (error)
+    throw UsageError(
+        fmt::format("init_process_group: rank {}: the rendezvous folder {} cannot be used: {}",
+                    environment.rank, folder, std::strerror(error)));
+  Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
+  // Its destructor writes to the file and would end the process when the folder went first; a store
+  // lives as long as the process anyhow.
+  static auto* const kept = new std::vector<Store>();
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  kept->push_back(store);
+  return store;
+}
+
+/// Names what shares a loopback interface: the boot, the host's name, the network namespace.
+std::string network_identity() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  char host[256] = {};
+  ::gethostname(host, sizeof(host) - 1);
+  struct stat info {};
+  ::stat("/proc/self/ns/net", &info);
+  return fmt::format("{}/{}/{}", id, host, info.st_ino);
+}
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+/// The address under which this host sends to `peer`: that of the interface on the way there. Empty
+/// when there is no way. Sends nothing.
+std::string address_towards(const std::string& peer) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (peer.empty() || ::getaddrinfo(peer.c_str(), "9", &hints, &found) != 0) return "";
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
+  for (const auto* entry = found; entry; entry = entry->ai_next) {
+    const int fd = ::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    char text[NI_MAXHOST] = {};
+    const bool known = ::connect(fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
+                       ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
+                       ::getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof text,
+                                     nullptr, 0, NI_NUMERICHOST) == 0;
+    ::close(fd);
+    if (known) return text;
+  }
+  return "";
+}
+
+std::string file_name(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(),
+      [](unsigned char c) { return !std::isalnum(c) && c != '.' && c != '-'; }, '_');
+  return text;
+}
+
+StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& environment,
+                          std::chrono::milliseconds timeout) {
+  try {
+    StoreRendezvous rendezvous{file_store(folder, environment),
+                               std::vector<int>(environment.size, 0), ""};
+    rendezvous.store->setTimeout(timeout);
+    roll_call(rendezvous.store, environment, "", timeout, Clock::now() + timeout);
+    return rendezvous;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw UsageError(
+        fmt::format("init_process_group: rank {} of {} cannot use the file {}/store, in which the "
+                    "ranks meet: {}",
+                    environment.rank, environment.size, folder, compat::first_line(error.what())));
+  }
+}
+
+/// The store at MASTER_ADDR:MASTER_PORT, and what all ranks wrote there.
+struct Handshake {
+  Store store;
+  std::vector<std::string> values;
+};
+
+Handshake shake_hands(const LaunchEnvironment& environment, const std::string& value,
+                      std::chrono::milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  try {
+    Handshake done;
+    done.store = c10::make_intrusive<c10d::PrefixStore>(
+        fmt::format("tessera/{}", environment.attempt), tcp_store(environment, timeout));
+    done.store->setTimeout(timeout);
+    done.values = roll_call(done.store, environment, value, timeout, deadline);
+    return done;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw_useless_store(environment, timeout, compat::first_line(error.what()));
+  }
+}
+
+StoreRendezvous between_hosts(const LaunchEnvironment& environment,
+                              std::chrono::milliseconds timeout) {
+  // What knows better why nothing came of it has said so by then.
+  constexpr std::chrono::milliseconds kLonger{1500};
+  const auto own = network_identity();
+  const auto address = address_towards(environment.master_address);
+  const auto value = own + " " + address;
+  const auto done = call_with_timeout(timeout + kLonger,
+                                      [=] { return shake_hands(environment, value, timeout); });
+  if (!done) throw_useless_store(environment, timeout, "it does not answer");
+  StoreRendezvous rendezvous{done->store, {}, address};
+  std::vector<std::string> addresses, identities;
+  for (const auto& theirs : done->values) {
+    const auto blank = theirs.rfind(' ');
+    identities.push_back(theirs.substr(0, blank));
+    addresses.push_back(theirs.substr(blank + 1));
+    rendezvous.hosts.push_back(static_cast<int>(
+        std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
+  }
+  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way
+  // to some other host.
+  for (int r = 0;
+       r < environment.size && (rendezvous.address.empty() || is_loopback(rendezvous.address));
+       ++r) {
+    if (identities[r] != own && !is_loopback(addresses[r]))
+      rendezvous.address = address_towards(addresses[r]);
+  }
+  return rendezvous;
+}
+
+/// Several agents of torchrun may call each other by a loopback address and still be containers:
+/// only what they count says that there is one.
+bool on_one_host(const LaunchEnvironment& environment) {
+  return environment.local_size == environment.size ||
+         (!environment.agent_store && is_loopback(environment.master_address));
+}
+
+std::string folder_key(const LaunchEnvironment& environment) {
+  if (environment.master_port == 0)
+    return file_name("job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid())
+                                                       : environment.job));
+  const auto port = fmt::format("port-{}", environment.master_port);
+  if (!environment.agent_store) return port;
+  // An agent's port is its own only in its network, and stays the same when the ranks start again.
+  constexpr size_t kLongest = 100;
+  return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt,
+                               environment.run.substr(0, kLongest)));
+}
+
+}  // namespace
+
+StoreRendezvous rendezvous_over_store(const LaunchEnvironment& environment,
+                                      std::chrono::milliseconds timeout) {
+  if (!environment.rendezvous.empty())
+    return in_folder(environment.rendezvous, environment, timeout);
+
+  if (on_one_host(environment))
+    return in_folder(
+        announced_folder(folder_key(environment), environment.rank, environment.size, timeout),
+        environment, timeout);
+  if (environment.master_port == 0) {
+    throw UsageError(fmt::format(
+        "init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and "
+        "MASTER_PORT are not set; "
+        "pass them to every rank ({})",
+        environment.rank, environment.launcher, environment.size,
+        environment.launcher == "Slurm" ? "export MASTER_ADDR=host MASTER_PORT=29500 before srun; "
+                                          "the host is the first of SLURM_STEP_NODELIST"
+                                        : "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 …"));
+  }
+  return between_hosts(environment, timeout);
+}
+
+}  // namespace tessera::comm

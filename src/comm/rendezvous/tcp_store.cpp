@@ -1,0 +1,100 @@
+#include "comm/rendezvous/tcp_store.h"
+
+#include <memory>
+#include <vector>
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
+
+#include "comm/base/sigpipe.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+std::string place_of(const LaunchEnvironment& environment) {
+  return fmt::format("MASTER_ADDR:MASTER_PORT = {}:{}", environment.master_address,
+                     environment.master_port);
+}
+
+/// Nobody of the world is to blame for a store that the launcher serves.
+std::vector<int> server_of(const LaunchEnvironment& environment) {
+  return environment.agent_store ? std::vector<int>{} : std::vector<int>{0};
+}
+
+/// A connection on which sending waits for a second, receiving for a tenth; -1: nobody listens
+/// (yet).
+int connect_briefly(const std::string& address, int port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return -1;
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
+  constexpr timeval kConnect{1, 0}, kReceive{0, 100'000};
+  for (const auto* entry = found; entry; entry = entry->ai_next) {
+    const int fd = ::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &kConnect, sizeof kConnect);
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &kReceive, sizeof kReceive);
+    if (::connect(fd, entry->ai_addr, entry->ai_addrlen) == 0) return fd;
+    ::close(fd);
+  }
+  return -1;
+}
+
+/// A store is silent until it is asked. What comes unasked would end the process: a thread of
+/// libtorch 1.13's client reads it and throws.
+std::string what_is_no_store(const std::string& address, int port) {
+  const int fd = connect_briefly(address, port);
+  if (fd < 0) return "";
+  char byte;
+  const auto received = ::recv(fd, &byte, 1, 0);
+  const int error = errno;
+  ::close(fd);
+  if (received > 0) return "what listens there sends data before it is asked";
+  return received == 0 || error == ECONNRESET ? "what listens there closes the connection" : "";
+}
+
+}  // namespace
+
+void throw_useless_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout,
+                         const std::string& reason) {
+  throw BrokenWorldError(
+      fmt::format("init_process_group: rank {} of {} could not use the store at {} within {} ms: "
+                  "{}; another service, or the torchrun of another "
+                  "PyTorch, may answer there",
+                  environment.rank, environment.size, place_of(environment), timeout.count(),
+                  reason),
+      server_of(environment));
+}
+
+c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment,
+                                          std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(environment.master_port);
+  options.isServer = !environment.agent_store && environment.rank == 0;
+  options.waitWorkers = false;
+  options.timeout =
+      std::chrono::ceil<std::chrono::seconds>(timeout);  // libtorch 1.13 connects for whole seconds
+  if (!options.isServer) {
+    if (const auto problem = what_is_no_store(environment.master_address, environment.master_port);
+        !problem.empty())
+      throw_useless_store(environment, timeout, problem);
+  }
+  const SigpipeBlocked sigpipe;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
+  } catch (const std::exception& error) {
+    const auto reason = compat::first_line(error.what());
+    if (options.isServer)
+      throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at {}: {}",
+                                   place_of(environment), reason));
+    throw_useless_store(environment, timeout, reason);
+  }
+}
+
+}  // namespace tessera::comm

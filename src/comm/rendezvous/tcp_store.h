@@ -1,0 +1,22 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/rendezvous/launch_environment.h"
+
+namespace tessera::comm {
+
+/// The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless the launcher does. May block
+/// for longer than `timeout` where something else answers there: call it through
+/// call_with_timeout().
+c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment,
+                                          std::chrono::milliseconds timeout);
+
+/// The error of a rank to which that store is of no use, for `reason`.
+[[noreturn]] void throw_useless_store(const LaunchEnvironment& environment,
+                                      std::chrono::milliseconds timeout, const std::string& reason);
+
+}  // namespace tessera::comm

@@ -1,0 +1,55 @@
+#include "comm/shm/shm_kernels.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/base/transport.h"
+#include "comm/shm/shm_sum.h"
+
+namespace tessera::comm {
+namespace {
+
+SumKernel kernel_for(c10::ScalarType dtype) {
+  const SumKernel kernel = avx2_sum_kernel(dtype);
+  return kernel != nullptr ? kernel : generic_sum_kernel(dtype);
+}
+
+// What has no kernel, or is to be scaled the way libtorch scales it: block by block, so that the
+// sum stays in cache.
+void sum_in_blocks(c10::ScalarType dtype, const SumRun& run) {
+  const int64_t width = static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t block = 64 * 1024 / width;
+  const SumKernel kernel = kernel_for(dtype);
+  for (int64_t i = 0; i < run.count; i += block) {
+    const int64_t length = std::min(block, run.count - i);
+    std::vector<const std::byte*> inputs;
+    for (size_t s = 0; s < run.input_count; ++s) inputs.push_back(run.inputs[s] + i * width);
+    const auto view = [&](size_t s) {
+      return at::from_blob(const_cast<std::byte*>(inputs[s]), {length},
+                           at::TensorOptions().dtype(dtype));
+    };
+    at::Tensor sum =
+        kernel != nullptr ? at::empty({length}, at::TensorOptions().dtype(dtype)) : view(0).clone();
+    auto* data = static_cast<std::byte*>(sum.data_ptr());
+    if (kernel != nullptr) {
+      kernel({&data, 1, inputs.data(), inputs.size(), length, 1});
+    } else {
+      for (size_t s = 1; s < run.input_count; ++s) add_in_place(sum, view(s));
+    }
+    if (run.scale != 1) sum.mul_(run.scale);
+    for (size_t o = 0; o < run.output_count; ++o)
+      std::memcpy(run.outputs[o] + i * width, data, length * width);
+  }
+}
+
+}  // namespace
+
+void sum_ranks(c10::ScalarType dtype, const std::vector<std::byte*>& outputs,
+               const std::vector<const std::byte*>& inputs, int64_t count, double scale) {
+  const SumRun run{outputs.data(), outputs.size(), inputs.data(), inputs.size(), count, scale};
+  const bool scales = dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double;
+  const SumKernel kernel = scale == 1 || scales ? kernel_for(dtype) : nullptr;
+  return kernel != nullptr ? kernel(run) : sum_in_blocks(dtype, run);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,207 @@
+#include "comm/shm/shm_segment.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace tessera::comm {
+namespace {
+
+// The first page of the file holds the nonce; data starts on the second.
+constexpr size_t header_bytes = 4096;
+
+#ifndef MADV_COLLAPSE
+constexpr int MADV_COLLAPSE = 25;  // glibc 2.36 has not got it yet
+#endif
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+[[noreturn]] void fail_errno(const std::string& what) { fail(what + ": " + std::strerror(errno)); }
+
+std::string mebibytes(uint64_t bytes) {
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+/// [Note: huge pages] Each page of a peer's memory that a rank reads counts as memory of that rank
+/// too, unless it is unmapped again; and unmapping is only cheap in huge pages. The system gives
+/// shared memory none by default, but makes them when it is asked for each run of pages
+/// (MADV_COLLAPSE, Linux 6.1).
+constexpr uint64_t huge_bytes = 2 << 20;
+// Not worth the time at start-up below this.
+constexpr uint64_t least_collapsed = 4 << 20;
+// Where memory is fragmented the system has to move things about; peers wait meanwhile.
+constexpr auto at_most_collapsing = std::chrono::seconds(1);
+
+/// Puts [base, base + bytes) of a file that is mapped from its start into huge pages, as far as
+/// they are to be had; returns how far.
+uint64_t collapse(std::byte* base, uint64_t bytes) {
+  if (bytes < least_collapsed || sysconf(_SC_PAGESIZE) != 4096)
+    return 0;  // where pages are larger, so are huge ones
+  const auto begin = std::chrono::steady_clock::now();
+  uint64_t done = 0;
+  while (done + huge_bytes <= bytes &&
+         std::chrono::steady_clock::now() - begin < at_most_collapsing &&
+         madvise(base + done, huge_bytes, MADV_COLLAPSE) == 0)
+    done += huge_bytes;
+  return done;
+}
+
+struct File {
+  int fd;
+  ~File() {
+    if (fd >= 0) close(fd);
+  }
+  int release() { return std::exchange(fd, -1); }
+};
+
+// Segments made by this process. Ranks that are threads of one process share one mapping, and
+// thread checkers, which know memory by its address, see that they do.
+struct Registry {
+  std::mutex mutex;
+  std::map<uint64_t, std::weak_ptr<SharedSegment>> by_nonce;
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+uint64_t random_nonce() {
+  uint64_t nonce = 0;
+  if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) fail_errno("no random numbers");
+  return nonce;
+}
+
+void check_room(uint64_t bytes, int copies) {
+  // Beyond this limit fallocate does not only fail, it raises SIGXFSZ.
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      bytes > limit.rlim_cur) {
+    fail("the limit of file sizes (ulimit -f) is " + mebibytes(limit.rlim_cur) +
+         ", shared memory of " + mebibytes(bytes) + " needs more");
+  }
+  const auto available = static_cast<uint64_t>(available_memory());
+  const auto factor = static_cast<uint64_t>(copies);
+  if (bytes > available / factor) {
+    fail("not enough memory: " + std::to_string(copies) + " x " + mebibytes(bytes) +
+         " of shared memory wanted, " + mebibytes(available) + " available");
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
+  if (bytes > (uint64_t{1} << 60))
+    fail("shared memory of " + mebibytes(bytes) + " is more than any machine has");
+  const size_t total = header_bytes + bytes;
+  check_room(total, copies);
+  File file{memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
+  if (file.fd < 0) fail_errno("memfd_create");
+  int failed = 0;
+  do {
+    failed = fallocate(file.fd, 0, 0, static_cast<off_t>(total));
+  } while (failed != 0 && errno == EINTR);
+  if (failed != 0) fail_errno("cannot reserve " + mebibytes(total) + " of shared memory");
+  // A file that cannot shrink cannot take pages away from under a peer.
+  if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    fail_errno("cannot seal shared memory");
+
+  std::shared_ptr<SharedSegment> segment(new SharedSegment);
+  const ProcessIdentity self = this_process();
+  segment->card_ = {self.pid, -1, self.start_time, random_nonce(), bytes};
+  segment->own_ = true;
+  segment->map(file.fd, true);
+  segment->card_.huge = collapse(segment->base_, total);
+  segment->card_.fd = file.release();
+  std::memcpy(segment->base_, &segment->card_.nonce, sizeof segment->card_.nonce);
+  std::lock_guard lock(registry().mutex);
+  registry().by_nonce[segment->card_.nonce] = segment;
+  return segment;
+}
+
+std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentCard& card) {
+  if (card.pid == getpid()) {
+    std::lock_guard lock(registry().mutex);
+    const auto found = registry().by_nonce.find(card.nonce);
+    if (found != registry().by_nonce.end()) {
+      if (auto segment = found->second.lock()) return segment;
+    }
+  }
+  const std::string path = "/proc/" + std::to_string(card.pid) + "/fd/" + std::to_string(card.fd);
+  File file{::open(path.c_str(), O_RDWR | O_CLOEXEC)};
+  if (file.fd < 0) fail_errno("cannot open " + path);
+  struct stat info {};
+  if (fstat(file.fd, &info) != 0 ||
+      static_cast<uint64_t>(info.st_size) != header_bytes + card.bytes) {
+    fail(path + " is not the peer's memory (another pid namespace?)");
+  }
+  uint64_t nonce = 0;
+  if (pread(file.fd, &nonce, sizeof nonce, 0) != sizeof nonce || nonce != card.nonce) {
+    fail(path + " is not the peer's memory (another pid namespace?)");
+  }
+  std::shared_ptr<SharedSegment> segment(new SharedSegment);
+  segment->card_ = card;
+  segment->card_.fd = -1;
+  segment->map(file.fd, false);  // of a peer's memory, what is used counts
+  return segment;
+}
+
+void SharedSegment::map(int fd, bool now) {
+  const size_t total = header_bytes + card_.bytes;
+  // Huge pages can only be mapped where they start at an address of their size.
+  const size_t slack = total < huge_bytes ? 0 : huge_bytes;
+  void* room =
+      mmap(nullptr, total + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
+  room_ = room;
+  room_bytes_ = total + slack;
+  auto* start = static_cast<std::byte*>(room);
+  if (slack > 0) start += -reinterpret_cast<uintptr_t>(room) & (huge_bytes - 1);
+  void* base = mmap(start, total, PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_FIXED | (now ? MAP_POPULATE : 0), fd, 0);
+  if (base == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
+  base_ = static_cast<std::byte*>(base);
+}
+
+void SharedSegment::forget(const std::byte* from, size_t bytes) const {
+  if (!forgets()) return;
+  const auto offset = static_cast<uint64_t>(from - base_);
+  const uint64_t begin = offset / huge_bytes * huge_bytes;
+  const uint64_t end =
+      std::min<uint64_t>((offset + bytes + huge_bytes - 1) / huge_bytes * huge_bytes, card_.huge);
+  if (begin < end) madvise(base_ + begin, end - begin, MADV_DONTNEED);
+}
+
+SharedSegment::~SharedSegment() {
+  if (room_ == nullptr) return;
+  if (own_) {
+    std::lock_guard lock(registry().mutex);
+    const auto found = registry().by_nonce.find(card_.nonce);
+    if (found != registry().by_nonce.end() && found->second.expired())
+      registry().by_nonce.erase(found);
+  }
+  close_file();
+  munmap(room_, room_bytes_);
+}
+
+std::byte* SharedSegment::data() const { return base_ + header_bytes; }
+
+void SharedSegment::close_file() {
+  if (card_.fd < 0) return;
+  close(card_.fd);
+  card_.fd = -1;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "comm/base/transport.h"
+#include "comm/shm/shm_arena.h"
+#include "comm/shm/shm_control.h"
+#include "comm/shm/shm_segment.h"
+
+namespace tessera::comm {
+
+/// Every rank has one segment that all map: its control block, then two staging buffers.
+/// Collectives take one of two ways. Direct: the tensor lies in memory of allocate() on all ranks,
+/// and they read and write each other's in place. Staged: rounds in which each rank fills a staging
+/// buffer, all meet, and each drains the others' buffers. Rounds use the two buffers in turn, so
+/// that one meeting a round is enough: whoever is at the meeting of round n has drained round n-1.
+class ShmTransport : public Transport {
+ public:
+  static constexpr int64_t staging_bytes = 1 << 20;  ///< Of one buffer.
+  static constexpr int64_t control_bytes = 4096;
+  static constexpr int64_t window_bytes = 4 << 20;  ///< Of peers' memory, mapped at a time.
+  static constexpr int64_t segment_bytes = control_bytes + 2 * staging_bytes;
+
+  ShmTransport(int rank, std::vector<std::shared_ptr<SharedSegment>> segments,
+               std::chrono::milliseconds timeout);
+  ~ShmTransport() override;
+
+  const char* name() const override { return "shm"; }
+  std::vector<OpHeader> exchange(const OpHeader& mine) override;
+  void all_reduce(at::Tensor flat, double scale) override;
+  void reduce(at::Tensor flat, int root) override;
+  void broadcast(at::Tensor flat, int root) override;
+  void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override;
+  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+                      const ConsumeRun* consume) override;
+  void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output,
+                           double scale) override;
+  void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
+                  const std::vector<int64_t>& send_counts) override;
+  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override;
+  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override;
+  void set_timeout(std::chrono::milliseconds timeout) override { control_.set_timeout(timeout); }
+  void abort() noexcept override { control_.leave(); }
+
+ private:
+  /// What the ranks have agreed about one tensor.
+  struct ExchangedLayout {
+    std::vector<std::byte*> direct;  ///< Each rank's tensor; empty: the staged way.
+    std::shared_ptr<const ShmAllocation>
+        allocation;       ///< What they are in, where there is something to forget of it.
+    bool filled = false;  ///< All ranks have filled their staging buffer for the first round.
+    int64_t largest = 0;  ///< Over ranks, of the `amount` each passed.
+  };
+
+  /// Runs one collective; an error of this rank's own (in consume, say) is made known to the
+  /// others.
+  void run(Op op, const at::Tensor& tensor, const std::function<void()>& body);
+  /// Whether all ranks' tensors are in shared memory. Where this rank's is not, the way will be the
+  /// staged one, and the first round's `fill` is done before the ranks meet, which saves a meeting.
+  ExchangedLayout exchange_layout(const at::Tensor& tensor, const std::function<void()>& fill,
+                                  int64_t amount = 0);
+  using Step = std::function<void(int64_t round)>;
+  void rounds(int64_t count, const ExchangedLayout& exchanged, const Step& fill, const Step& drain);
+  std::byte* staging(int r) const { return staging_[r] + (turn_ & 1) * staging_bytes; }
+
+  /// Calls part(from, bytes) for windows of [begin, begin + bytes) of the ranks' tensors, and
+  /// forgets what each has mapped of the peers'.
+  template <class Part>
+  void in_windows(const ExchangedLayout& exchanged, int64_t begin, int64_t bytes, Part&& part) {
+    const int64_t window = exchanged.allocation ? window_bytes : bytes;
+    for (int64_t done = 0; done < bytes; done += window) {
+      const int64_t length = std::min(window, bytes - done);
+      part(begin + done, length);
+      if (exchanged.allocation) forget_peers(exchanged, begin + done, length);
+    }
+  }
+  void forget_peers(const ExchangedLayout& exchanged, int64_t begin, int64_t bytes) const;
+  /// `outputs`: of the ranks' tensors.
+  void reduce_direct(const at::Tensor& flat, const ExchangedLayout& exchanged,
+                     const std::vector<std::byte*>& outputs, double scale);
+  /// Where the sums of own segment go: to `consume` in runs, else to `output`, else where they
+  /// stand in the tensor.
+  struct Target {
+    const ConsumeRun* consume = nullptr;
+    std::byte* output = nullptr;
+    double scale = 1;
+  };
+  void scatter_sums(const at::Tensor& flat, const std::vector<int64_t>& counts,
+                    const Target& target);
+  void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs,
+                   std::byte* own, int64_t count, int64_t offset, const Target& target);
+  void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale);
+  /// The segments that the first `makers` ranks have made.
+  std::vector<std::shared_ptr<SharedSegment>> open_all(const std::shared_ptr<SharedSegment>& own,
+                                                       int makers, const std::string& problem);
+
+  int rank_;
+  int size_;
+  std::vector<std::shared_ptr<SharedSegment>> segments_;
+  std::vector<std::byte*> staging_;
+  ShmControl control_;
+  ShmArena arena_;
+  int64_t next_allocation_ = 0;
+  uint64_t turn_ = 0;
+  Op op_ = Op::barrier;     // under way
+  bool announced_ = false;  // exchange() has named the collective that comes next
+  at::Tensor scratch_;      // what consume gets
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,139 @@
+#include <algorithm>
+#include <mutex>
+
+#include <ATen/record_function.h>
+#include <spdlog/spdlog.h>
+#include <torch/library.h>
+
+#include "fsdp/paging/page.h"
+#include "tessera/error.h"
+
+// [Note: noticing the use of parameters] C++ modules have no forward hooks, but whatever uses a
+// parameter passes through the dispatcher. Sharded parameters carry a spare dispatch key, so their
+// operators, and theirs alone, come by here first; views and detached aliases inherit the key,
+// results do not. Behind the fallback the key is excluded: what an operator is made of works on the
+// same tensors. One fallback a key and process can be registered; where somebody has, a global
+// RecordFunction callback sees every operator's inputs instead.
+
+namespace tessera::fsdp {
+namespace {
+
+void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
+  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written});
+}
+
+void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
+  if (value.isTensor()) {
+    find(value.toTensor(), written, uses);
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor()) find(item.toTensor(), written, uses);
+    }
+  }
+}
+
+/// Operators that are said to write but change no element.
+bool changes_elements(const std::string& name) {
+  return name != "aten::requires_grad_" && name != "aten::retain_grad" && name != "aten::detach_" &&
+         name != "aten::set_data";
+}
+
+void before_operator(const c10::FunctionSchema& schema, const c10::IValue* arguments) {
+  thread_local std::vector<PageUse> uses;
+  uses.clear();
+  const auto& declared = schema.arguments();
+  for (size_t i = 0; i < declared.size(); ++i) {
+    const auto* alias = declared[i].alias_info();
+    find(arguments[i], alias && alias->isWrite() && changes_elements(schema.name()), uses);
+  }
+  if (!uses.empty()) tell_owners(uses, schema.name());
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  before_operator(schema, stack->data() + stack->size() - schema.arguments().size());
+  const NoDetection from_here_on;
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
+                     stack);
+}
+
+/// The fallback stays for the life of the process: it costs nothing where no tensor carries the
+/// key.
+bool take_key() {
+  static const bool taken = [] {
+    try {
+      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
+      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      register_frequent_operators();
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }();
+  return taken;
+}
+
+std::unique_ptr<at::ObserverContext> on_function(const at::RecordFunction& function) {
+  if (NoDetection::here()) return nullptr;
+  const NoDetection from_here_on;
+  std::vector<PageUse> uses;
+  for (const auto& value : function.inputs()) find(value, false, uses);
+  if (uses.empty()) return nullptr;
+  try {
+    tell_owners(uses, std::string_view(function.name()));
+  } catch (const std::exception& error) {
+    spdlog::error(
+        "tessera: {}",
+        error.what());  // libtorch takes no exception here; the operator then finds no memory
+  }
+  return nullptr;
+}
+
+std::mutex recording_mutex;
+int recording_users = 0;
+at::CallbackHandle recording_handle;
+
+}  // namespace
+
+void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
+  PageOwner* owner = uses[0].page->owner();
+  if (uses.size() == 1) {
+    if (owner) owner->need(uses, op);
+    return;
+  }
+  const auto alike = [&](const PageUse& use) { return use.page->owner() == owner; };
+  if (std::all_of(uses.begin(), uses.end(), alike)) {
+    if (owner) owner->need(uses, op);
+    return;
+  }
+  std::vector<PageUse> mine, others;
+  std::partition_copy(uses.begin(), uses.end(), std::back_inserter(mine),
+                      std::back_inserter(others), alike);
+  tell_owners(mine, op);
+  tell_owners(others, op);
+}
+
+ParameterDetection start_detection(ParameterDetection wanted) {
+  if (wanted != ParameterDetection::record_function && take_key())
+    return ParameterDetection::dispatch_key;
+  if (wanted == ParameterDetection::dispatch_key) {
+    throw UsageError(
+        "FullyShardedDataParallel: option detection is dispatch_key, but another library has a "
+        "fallback on that key; expected automatic or record_function");
+  }
+  std::lock_guard lock(recording_mutex);
+  if (recording_users++ == 0) {
+    recording_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_function)
+                                                 .needsInputs(true)
+                                                 .scopes({at::RecordScope::FUNCTION}));
+  }
+  return ParameterDetection::record_function;
+}
+
+void stop_detection(ParameterDetection mechanism) {
+  if (mechanism != ParameterDetection::record_function) return;
+  std::lock_guard lock(recording_mutex);
+  if (--recording_users == 0) at::removeCallback(recording_handle);
+}
+
+}  // namespace tessera::fsdp

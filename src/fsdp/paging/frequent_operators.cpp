@@ -1,0 +1,75 @@
+#include <array>
+
+#include <torch/library.h>
+
+#include "fsdp/paging/page.h"
+
+namespace tessera::fsdp {
+namespace {
+
+struct Seen {
+  std::array<PageUse, 8> uses;
+  size_t count = 0;
+  const c10::StorageImpl* last = nullptr;
+
+  void see(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
+    // Of one page that an operator takes twice (weight and bias) once is enough.
+    const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (storage == last) return;
+    auto* page = Page::of(tensor);
+    if (!page) return;
+    last = storage;
+    uses[count++] = {page, tensor.storage_offset(), false};
+  }
+  void see(const c10::optional<at::Tensor>& tensor) {
+    if (tensor) see(*tensor);
+  }
+  template <class Other>
+  void see(const Other&) {}
+};
+
+template <class Op, class Schema = typename Op::schema>
+struct Noticed;
+
+/// An operator that reads, with its own signature.
+template <class Op, class Result, class... Arguments>
+struct Noticed<Op, Result(Arguments...)> {
+  static_assert(sizeof...(Arguments) <= std::tuple_size_v<decltype(Seen::uses)>);
+
+  static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
+    Seen seen;
+    (seen.see(arguments), ...);
+    if (seen.count > 0) tell_owners({seen.uses.data(), seen.count}, Op::name);
+    const NoDetection from_here_on;
+    return Op::redispatch(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
+        std::forward<Arguments>(arguments)...);
+  }
+
+  static void add_to(torch::Library& library) {
+    const std::string overload = Op::overload_name;
+    library.impl((overload.empty() ? Op::name : std::string(Op::name) + "." + overload).c_str(),
+                 &run);
+  }
+};
+
+template <class... Ops>
+void add_all(torch::Library& library) {
+  (Noticed<Ops>::add_to(library), ...);
+}
+
+}  // namespace
+
+void register_frequent_operators() {
+  using namespace at::_ops;
+  static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
+  // Transposes, and what they are made of, read no element, and whatever takes their result is
+  // noticed.
+  for (const char* name : {"t", "transpose.int", "as_strided"})
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  add_all<linear, mm, addmm, matmul, view, detach, embedding, layer_norm, native_layer_norm,
+          native_layer_norm_backward>(library);
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,65 @@
+#include "fsdp/paging/page.h"
+
+#include "sharding/bucket.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
+           ParameterDetection detection, std::string what)
+    : link_(std::make_shared<Link>(Link{owner, this, std::move(what)})), index_(index) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  const auto device = options.device();
+  c10::Storage storage(c10::Storage::use_byte_size_t(),
+                       numel * static_cast<int64_t>(c10::elementSize(dtype)),
+                       at::DataPtr(nullptr, device), nullptr, false);
+  c10::DispatchKeySet keys = at::empty({0}, options).unsafeGetTensorImpl()->key_set();
+  if (detection == ParameterDetection::dispatch_key) keys = keys.add(kDetectionKey);
+  flat_ = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, options.dtype());
+  flat_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  point_at(nullptr);
+}
+
+Page::~Page() {
+  detach();
+  link_->owner = nullptr;
+  link_->page = nullptr;
+}
+
+void Page::release(void* link) { delete static_cast<std::shared_ptr<Link>*>(link); }
+
+void Page::point_at(void* data) {
+  auto* storage = flat_.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(
+      at::DataPtr(data, new std::shared_ptr<Link>(link_), &Page::release, flat_.device()));
+}
+
+void Page::attach(at::Tensor memory) {
+  memory_ = std::move(memory);
+  point_at(memory_.data_ptr());
+}
+
+void Page::detach() {
+  if (!memory_.defined()) return;
+  point_at(nullptr);
+  memory_ = at::Tensor();
+}
+
+/// Apart, because every operator comes by Page::of().
+[[gnu::cold, gnu::noinline]] void Page::refuse_orphan(const Link& link) {
+  throw UsageError("FullyShardedDataParallel: " + link.what +
+                   " was used after the wrapper was destroyed, and the memory with it; expected "
+                   "the wrapper to live as long as its "
+                   "module, or state_dict() before");
+}
+
+Page* Page::of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const auto& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &Page::release) return nullptr;
+  const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
+  if (!link.page) refuse_orphan(link);
+  return link.page;
+}
+
+}  // namespace tessera::fsdp

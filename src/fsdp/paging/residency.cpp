@@ -1,0 +1,357 @@
+#include "fsdp/paging/residency.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "sharding/gradients/backward_watch.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+namespace {
+
+constexpr size_t kAtMostWaiting = 2;
+
+}  // namespace
+
+Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options,
+                     FsdpStats& stats, JoinLeader& join_leader, std::function<void()> in_backward)
+    : model_(model),
+      options_(options),
+      stats_(stats),
+      join_leader_(join_leader),
+      in_backward_(std::move(in_backward)),
+      gathered_(model.units.size()),
+      order_(model.units.size()),
+      stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device),
+      changed_(model.units.size()) {
+  unlimited_ = !options.reshard_after_forward ||
+               options.sharding_strategy == ShardingStrategy::shard_grad_op;
+  keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
+  for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
+}
+
+int64_t Residency::budget() const {
+  if (unlimited_) return std::numeric_limits<int64_t>::max();
+  if (options_.resident_bytes > 0) return options_.resident_bytes;
+  int64_t largest = 0, second = 0;
+  for (const auto& unit : model_.units) {
+    if (!unit.root)
+      second = std::max(second, std::min(largest, unit.gathered_bytes)),
+      largest = std::max(largest, unit.gathered_bytes);
+  }
+  return largest + second;
+}
+
+std::string Residency::describe(const PageUse& use) const {
+  const auto& flat = model_.flats[use.page->index()];
+  for (size_t m = flat.members.size(); m-- > 0;) {
+    if (flat.layout.offset(m) <= use.offset) {
+      return fmt::format("parameter {} (unit {})", model_.parameters[flat.members[m]].name,
+                         display_name(model_.units[flat.unit]));
+    }
+  }
+  return fmt::format("unit {}", display_name(model_.units[flat.unit]));
+}
+
+void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
+  throw UsageError(
+      fmt::format("FullyShardedDataParallel: rank {}: {} takes {}, which is sharded and only whole "
+                  "while the model runs; expected a use inside the forward "
+                  "of the wrapped model or its backward, or inside summon_full_params()",
+                  model_.world.rank(), op, describe(use)));
+}
+
+void Residency::refuse_write(const PageUse& use, std::string_view op) const {
+  throw UsageError(
+      fmt::format("FullyShardedDataParallel: rank {}: {} writes to {}, of which only a gathered "
+                  "copy is there, so the change would be lost; expected writes inside "
+                  "summon_full_params(), or to fsdp.parameters()",
+                  model_.world.rank(), op, describe(use)));
+}
+
+void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
+  throw UsageError(fmt::format(
+      "FullyShardedDataParallel: rank {}: {} takes {} of a forward in {}, but the model has since "
+      "run in another precision (option full_precision_in_eval); "
+      "expected backward before forward changes between training and evaluation mode",
+      model_.world.rank(), op, describe(use), c10::toString(use.page->flat().scalar_type())));
+}
+
+void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
+  std::lock_guard lock(mutex_);
+  // Where one is known to be under way, libtorch is not asked: that costs more than the rest of
+  // this.
+  const bool backward = (backward_ && forwards_ == 0) || sharding::BackwardWatch::in_backward();
+  if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
+  const auto phase = backward ? Phase::backward : Phase::forward;
+  needed_.clear();
+  for (const auto& use : uses) {
+    const auto& flat = model_.flats[use.page->index()];
+    if (use.written) refuse_write(use, op);
+    if (use.page != flat.compute.page.get()) refuse_idle(use, op);
+    if (needed_.empty() || std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end())
+      needed_.push_back(flat.unit);
+  }
+  if (backward && !std::exchange(backward_, true)) in_backward_();
+  use(phase);
+}
+
+/// An operator uses the needed units.
+void Residency::use(Phase phase) {
+  const bool backward = phase == Phase::backward;
+  bool moved = false, there = true;
+  for (const auto unit : needed_) {
+    auto& gathered = gathered_[unit];
+    moved |= order_.touch(unit, phase);
+    there &= gathered.state == State::resident;
+    gathered.last_use = ++clock_;
+  }
+  if (!moved && there) return;
+  if (join_leader_.is_leader() && (backward || followed_)) {
+    std::vector<int64_t> told{static_cast<int64_t>(phase)};
+    told.insert(told.end(), needed_.begin(), needed_.end());
+    join_leader_.broadcast_event(Event::Kind::use, told);
+  }
+  if (!there) {
+    for (const auto unit : needed_) {
+      if (gathered_[unit].state != State::released) continue;
+      if (!model_.units[unit].root)
+        release_until_it_fits(model_.units[unit].gathered_bytes, needed_, 0);
+      fetch(unit, phase, false);
+    }
+    for (const auto unit : needed_) finish(unit);
+  }
+  if (moved &&
+      (backward ? options_.backward_prefetch == BackwardPrefetch::pre : options_.forward_prefetch))
+    prefetch_next(phase);
+}
+
+void Residency::fetch(size_t index, Phase phase, bool prefetch) {
+  at::NoGradGuard no_grad;
+  auto& unit = model_.units[index];
+  auto& gathered = gathered_[index];
+  const auto what = "gather of unit " + display_name(unit);
+  {
+    const CommStream::Scope issue_there(stream_);
+    for (const auto f : unit.flats) {
+      auto& flat = model_.flats[f];
+      if (flat.permanent) continue;
+      auto memory = flat.common;
+      if (!memory.defined()) {
+        memory = flat.compute.slots->take(flat.layout.numel());
+        const int rank = model_.shard_group.rank();
+        memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank])
+            .copy_(flat.own_segment, true);
+      }
+      gathered.memory.push_back(memory);
+      gathered.work.push_back(
+          model_.shard_group.size() > 1
+              ? model_.shard_group.all_gather_async(memory, flat.layout.counts(), what)
+              : Work());
+    }
+    gathered.mark = stream_.mark();
+  }
+  gathered.state = State::gathering;
+  gathered.changed = false;
+  gathered.versions = versions(index);
+  ++(phase == Phase::forward ? stats_.gathers_forward : stats_.gathers_backward);
+  stats_.prefetches += prefetch;
+  if (!unit.root) resident_bytes_ += unit.gathered_bytes;
+  stats_.gathered_bytes += unit.gathered_bytes;
+  stats_.peak_gathered_bytes = std::max(stats_.peak_gathered_bytes, stats_.gathered_bytes);
+  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.gathered_bytes + stats_.gradient_bytes);
+}
+
+void Residency::finish(size_t index) {
+  auto& gathered = gathered_[index];
+  if (gathered.state != State::gathering) return;
+  for (auto& work : gathered.work) work.wait();
+  stream_.join(gathered.mark);
+  size_t i = 0;
+  for (const auto f : model_.units[index].flats) {
+    auto& flat = model_.flats[f];
+    if (!flat.permanent) flat.compute.page->attach(gathered.memory[i++]);
+  }
+  gathered.work.clear();
+  gathered.state = State::resident;
+}
+
+void Residency::release(size_t index) {
+  auto& gathered = gathered_[index];
+  if (gathered.state == State::released) return;
+  finish(index);
+  size_t i = 0;
+  for (const auto f : model_.units[index].flats) {
+    auto& flat = model_.flats[f];
+    if (flat.permanent) continue;
+    flat.compute.page->detach();
+    if (flat.compute.slots) flat.compute.slots->give(gathered.memory[i]);
+    ++i;
+  }
+  gathered.memory.clear();
+  gathered.state = State::released;
+  if (!model_.units[index].root) resident_bytes_ -= model_.units[index].gathered_bytes;
+  stats_.gathered_bytes -= model_.units[index].gathered_bytes;
+}
+
+/// Whether the unit's module holds that of a needed one, and so is likely to go on after it.
+bool Residency::around_needed(size_t unit, const std::vector<size_t>& needed) const {
+  for (auto inner : needed) {
+    while (!model_.units[inner].root) {
+      inner = model_.units[inner].parent;
+      if (inner == unit) return true;
+    }
+  }
+  return false;
+}
+
+/// Releases units until `bytes` more fit; only such as are used later than `nearer_than` uses from
+/// now. Returns whether they fit.
+bool Residency::release_until_it_fits(int64_t bytes, const std::vector<size_t>& needed,
+                                      size_t nearer_than) {
+  while (resident_bytes_ + bytes > budget()) {
+    // The one that is used last; where the record does not tell, none around the needed ones, and
+    // the one that was used longest ago.
+    using Lateness = std::tuple<size_t, bool, uint64_t>;
+    size_t victim = gathered_.size();
+    Lateness latest;
+    for (size_t u = 0; u < gathered_.size(); ++u) {
+      if (gathered_[u].state == State::released || model_.units[u].root ||
+          std::find(needed.begin(), needed.end(), u) != needed.end())
+        continue;
+      const Lateness lateness{order_.next_use(u), !around_needed(u, needed),
+                              clock_ - gathered_[u].last_use};
+      if (std::get<0>(lateness) < nearer_than || (victim != gathered_.size() && lateness <= latest))
+        continue;
+      victim = u;
+      latest = lateness;
+    }
+    if (victim == gathered_.size()) return false;
+    release(victim);
+  }
+  return true;
+}
+
+void Residency::prefetch_next(Phase phase) {
+  const auto next = order_.next();
+  if (!next || gathered_[*next].state != State::released || !model_.units[*next].pages()) return;
+  const auto waiting = std::count_if(gathered_.begin(), gathered_.end(),
+                                     [](const Gathered& g) { return g.state == State::gathering; });
+  if (static_cast<size_t>(waiting) >= kAtMostWaiting) return;
+  if (!model_.units[*next].root &&
+      !release_until_it_fits(model_.units[*next].gathered_bytes, needed_, 1))
+    return;
+  fetch(*next, phase, true);
+}
+
+void Residency::gradients_complete(size_t unit) {
+  std::lock_guard lock(mutex_);
+  if (order_.next_use(unit) == UseOrder::kNever) release(unit);
+}
+
+void Residency::gradients_done(size_t unit) {
+  std::lock_guard lock(mutex_);
+  gathered_[unit].changed = true;
+  if (gathered_[unit].state == State::resident && !model_.units[unit].root && order_.knows_rest() &&
+      order_.next_use(unit) == UseOrder::kNever)
+    release(unit);
+  needed_.clear();
+  if (options_.backward_prefetch == BackwardPrefetch::post) prefetch_next(Phase::backward);
+}
+
+void Residency::begin_forward(bool full_precision) {
+  std::lock_guard lock(mutex_);
+  if (forwards_ == 0) {
+    followed_ = at::GradMode::is_enabled();
+    if (followed_) join_leader_.broadcast_event(Event::Kind::forward, {full_precision});
+    synchronize_changes();
+  }
+  ++forwards_;
+}
+
+void Residency::shadow_forward() {
+  std::lock_guard lock(mutex_);
+  synchronize_changes();
+}
+
+void Residency::shadow_use(const std::vector<int64_t>& phase_and_units) {
+  std::lock_guard lock(mutex_);
+  needed_.assign(phase_and_units.begin() + 1, phase_and_units.end());
+  use(static_cast<Phase>(phase_and_units.at(0)));
+}
+
+void Residency::end_forward(bool step_over) {
+  std::lock_guard lock(mutex_);
+  if (--forwards_ > 0) return;
+  if (step_over) end_step();
+  if (followed_) join_leader_.broadcast_event(Event::Kind::forward_over, {});
+  stop_reading("end of forward");
+}
+
+void Residency::abandon_forward(bool step_over) {
+  std::lock_guard lock(mutex_);
+  if (--forwards_ == 0 && step_over) end_step();
+}
+
+void Residency::shadow_forward_over() {
+  std::lock_guard lock(mutex_);
+  stop_reading("end of forward");
+}
+
+void Residency::end_backward() {
+  std::lock_guard lock(mutex_);
+  end_step();
+  stop_reading("end of backward");
+}
+
+void Residency::end_step() {
+  order_.end_step();
+  needed_.clear();
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    if (!keeps_unchanged_ || gathered_[u].changed) release(u);
+  }
+}
+
+void Residency::stop_reading(const char* when) {
+  if (shares_memory_) model_.shard_group.barrier(when);
+}
+
+void Residency::release_all() {
+  std::lock_guard lock(mutex_);
+  for (size_t u = 0; u < gathered_.size(); ++u) release(u);
+}
+
+uint64_t Residency::versions(size_t unit) const {
+  uint64_t sum = 0;
+  for (const auto f : model_.units[unit].flats) {
+    for (const auto& shard : model_.flats[f].shards)
+      sum += shard.tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  }
+  return sum;
+}
+
+/// Units that stayed are as their shards on all ranks, or are released on all.
+void Residency::synchronize_changes() {
+  bool stayed = false;
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    const bool there = gathered_[u].state != State::released;
+    stayed |= there;
+    changed_[u] = there && (gathered_[u].changed || versions(u) != gathered_[u].versions);
+  }
+  if (!stayed) return;
+  if (model_.world.size() > 1) {
+    auto flags = at::tensor(changed_, at::kInt).to(model_.world.control_device());
+    model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+    flags = flags.cpu();
+    changed_.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
+  }
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    if (changed_[u]) release(u);
+  }
+}
+
+}  // namespace tessera::fsdp

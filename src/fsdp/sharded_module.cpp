@@ -1,0 +1,185 @@
+#include "fsdp/sharded_module.h"
+
+#include <ATen/autocast_mode.h>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include "memory/heap.h"
+#include "sharding/gradients/gradient_norm.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
+                             FullyShardedDataParallelOptions given)
+    : module(m),
+      options(std::move(given)),
+      detection(start_detection(options.detection)),
+      model(build(module, std::move(group), options)),
+      join_leader(model.world) {
+  residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
+    if (watch_) watch_->begin();
+  });
+  gradients = std::make_unique<Gradients>(
+      model, stats, join_leader,
+      Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
+                           [this](size_t unit) { residency->gradients_done(unit); }});
+  make_pages();
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    if (model.flat_of(i).trainable) trainable_.push_back(i);
+  }
+  watch();
+}
+
+ShardedModule::~ShardedModule() {
+  watch_.reset();
+  try {
+    residency->release_all();
+  } catch (const Error&) {
+    // A gather that failed was told where it was waited for.
+  }
+  stop_detection(detection);
+}
+
+std::string ShardedModule::prefix() const {
+  return fmt::format("{}: rank {}", kName, model.world.rank());
+}
+
+void ShardedModule::watch() {
+  watch_.reset();
+  std::vector<at::Tensor> tensors;
+  for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
+  sharding::BackwardWatch::Callbacks callbacks;
+  callbacks.arrived = [this](size_t i, const at::Tensor&) { gradients->arrived(trainable_[i]); };
+  callbacks.ended = [this] { end_backward(); };
+  callbacks.abandoned = [this] {
+    residency->leave_backward();
+    gradients->abandon();
+  };
+  watch_ = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
+}
+
+void ShardedModule::end_backward() {
+  residency->leave_backward();
+  gradients->finish();
+  // The optimizer is about to make its state, which stays: not between holes that this backward has
+  // left.
+  if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
+  join_leader.broadcast_event(Event::Kind::over, {gradients->sync()});
+  residency->end_backward();
+}
+
+void ShardedModule::require_idle(const char* call) const {
+  if (residency->running() || watch_->running())
+    throw UsageError(fmt::format(
+        "{}: {} was called while the model runs; expected outside of forward and backward",
+        prefix(), call));
+  if (!summoned.empty())
+    throw UsageError(fmt::format("{}: {} was called inside summon_full_params(); expected after it",
+                                 prefix(), call));
+}
+
+void ShardedModule::begin_forward() {
+  if (!summoned.empty()) {
+    throw UsageError(prefix() +
+                     ": forward was called inside summon_full_params(); expected after it, or the "
+                     "module's own forward");
+  }
+  if (!residency->running()) {
+    for (const auto& flat : model.flats) {
+      const auto* home = (flat.permanent ? flat.own_segment : flat.compute.page->flat())
+                             .storage()
+                             .unsafeGetStorageImpl();
+      for (const auto i : flat.members) {
+        if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
+          model.world.fail(
+              fmt::format("{}: parameter {} requires a gradient, but was frozen at construction; "
+                          "expected it to be trainable then (it may be frozen later, and "
+                          "thawed), or to be wrapped anew",
+                          prefix(), model.parameters[i].name));
+        }
+        if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == home) continue;
+        model.world.fail(
+            fmt::format("{}: parameter {} has other storage than at construction (set_data, or "
+                        "module->to(…)?); wrap the module after such changes",
+                        prefix(), model.parameters[i].name));
+      }
+    }
+    // Autocast would keep every unit's cast copy alive until the end of forward.
+    autocast_cache_ = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  if (!residency->running())
+    set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
+  residency->begin_forward(full_precision_);
+}
+
+void ShardedModule::end_forward(bool threw) {
+  const bool step_over = !at::GradMode::is_enabled();
+  try {
+    threw ? residency->abandon_forward(step_over) : residency->end_forward(step_over);
+  } catch (const Error&) {
+    if (!threw) throw;
+  }
+  if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
+}
+
+/// Of the shards' gradients: each element of the model is in one shard of one shard group, so
+/// counted once.
+double ShardedModule::grad_norm(double p) {
+  sharding::GradientNorm norm(prefix(), p);
+  require_idle("grad_norm or clip_grad_norm_");
+  for (const auto* shard : shards()) norm.add(shard->tensor.grad());
+  const double total = norm.total(model.shard_group);
+  if (!norm.any() && model.world.rank() == 0)
+    spdlog::warn("tessera: {}: there are no gradients to take the norm of", kName);
+  return total;
+}
+
+double ShardedModule::clip(double max_norm, double p) {
+  sharding::check_max_norm(prefix(), max_norm);
+  const double norm = grad_norm(p);
+  const double factor = sharding::clip_factor(max_norm, norm);
+  if (factor == 1) return norm;
+  at::NoGradGuard no_grad;
+  for (const auto* shard : shards()) {
+    if (shard->tensor.grad().defined()) shard->tensor.grad().mul_(factor);
+  }
+  return norm;
+}
+
+// [Note: full precision in evaluation] A parameter's dtype is that of the page it is a window of,
+// so a flat has two pages, each with its slots: one of the dtype that mixed precision computes in,
+// one of the shard's. Only one is in use; tensors that a graph keeps of the other find it released,
+// and are refused.
+
+void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype) {
+  for (auto& [buffer, own] : model.buffers) {
+    const auto wanted = dtype.value_or(own);
+    if (buffer.scalar_type() != wanted) buffer.set_data(buffer.detach().to(wanted));
+  }
+}
+
+void ShardedModule::set_full_precision(bool full) {
+  if (full == full_precision_) return;
+  full_precision_ = full;
+  const c10::InferenceMode off(false);  // pages outlive the caller's
+  at::NoGradGuard no_grad;
+  residency->release_all();
+  std::vector<size_t> changing;
+  for (size_t f = 0; f < model.flats.size(); ++f) {
+    if (model.flats[f].compute.dtype != model.flats[f].idle.dtype) changing.push_back(f);
+  }
+  for (const auto f : changing) std::swap(model.flats[f].compute, model.flats[f].idle);
+  for (const auto f : changing) {
+    if (!model.flats[f].compute.page)
+      make_page(
+          f);  // its slots have room for the largest flat of their dtype: all have theirs by now
+    restore(model.flats[f]);
+  }
+  model.measure();
+  convert_buffers(model, full ? std::nullopt : options.mixed_precision.buffer_dtype);
+  watch();  // set_data to another dtype gave the parameters new accumulators
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,55 @@
+#include "launch/output/console.h"
+
+#include <cstring>
+
+#include <poll.h>
+#include <sys/stat.h>
+
+namespace tessera::launch {
+namespace {
+
+bool same_file(int a, int b) {
+  struct stat left, right;
+  return fstat(a, &left) == 0 && fstat(b, &right) == 0 && left.st_dev == right.st_dev &&
+         left.st_ino == right.st_ino;
+}
+
+}  // namespace
+
+Console::Console(std::string command)
+    : command_(std::move(command)), out_(std::make_shared<Sink>(1)) {
+  err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2);
+}
+
+std::vector<Sink*> Console::sinks() const {
+  if (merged()) return {out_.get()};
+  return {out_.get(), err_.get()};
+}
+
+void Console::write_some(Sink& sink) {
+  sink.write_some();
+  const int error = sink.take_error();
+  // Standard error cannot tell of its own failure.
+  if (error == 0 || &sink == err_.get()) return;
+  say(command_ + ": stdout: " + std::strerror(error) +
+      "; what the ranks write there is lost from here on, they run on");
+}
+
+bool Console::flush(int interrupt) {
+  for (Sink* sink : sinks()) {
+    while (sink->wants_write()) {
+      pollfd polled[] = {{sink->fd(), POLLOUT, 0}, {interrupt, POLLIN, 0}};
+      poll(polled, 2, -1);
+      // A signal ends the wait for a reader that stands still, not the output that another would
+      // take.
+      if (polled[0].revents != 0) {
+        write_some(*sink);
+      } else if (polled[1].revents != 0) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace tessera::launch

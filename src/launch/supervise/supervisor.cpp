@@ -1,0 +1,305 @@
+#include "launch/supervise/supervisor.h"
+
+#include <algorithm>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/wait.h>
+
+#include "tessera/error.h"
+
+namespace tessera::launch {
+namespace {
+
+// Together below the 5 s after which all must have ended. The first lets survivors print their own
+// error.
+constexpr auto kGrace = std::chrono::milliseconds(1500);
+constexpr auto kTermination = std::chrono::seconds(2);
+// SIGKILL works at once, unless a process hangs inside the kernel.
+constexpr auto kKilling = std::chrono::seconds(5);
+// One stop may bring several signals: timeout(1) signals its child and then the group, a closed
+// terminal its kernel and its shell, systemd SIGHUP besides SIGTERM. Only what comes later is a
+// person's "once more".
+constexpr auto kSameStop = std::chrono::seconds(1);
+constexpr const char* kOnceMore = " (once more after 1 s: kill at once)";
+
+}  // namespace
+
+Supervisor::Supervisor(Surroundings surroundings, Attempt attempt)
+    : around_(surroundings),
+      attempt_(std::move(attempt)),
+      mux_(around_.console),
+      inherits_(inherits_streams(around_.options)) {}
+
+Outcome Supervisor::run() {
+  try {
+    start_ranks();
+    if (const auto failed = failed_exec()) {
+      end_groups();
+      Outcome result;
+      result.exit_code = failed->exit_code;
+      result.not_started = failed->why;
+      return result;
+    }
+    watch();
+  } catch (...) {
+    end_groups();
+    throw;
+  }
+  if (!root_ && !suspects_.empty()) name_root();
+  end_groups();
+  take_terminal();
+  mux_.finish();
+  if (root_) report();
+  return outcome();
+}
+
+void Supervisor::start_ranks() {
+  for (int local_rank = 0; local_rank < around_.options.nproc_per_node; ++local_rank)
+    start_rank(local_rank);
+}
+
+void Supervisor::start_rank(int local_rank) {
+  const LaunchOptions& options = around_.options;
+  ChildSpec spec;
+  spec.rank = global_rank(options, local_rank);
+  spec.path = around_.path;
+  spec.arguments = options.program;
+  spec.environment = rank_environment(options, attempt_, local_rank, around_.environment);
+  spec.mask = around_.signals.former_mask();
+
+  const int rank = spec.rank;
+  Mux::Ends ends;
+  if (!inherits_) {
+    StreamPlan plan = plan_streams(options, local_rank);
+    plan.folder = options.log_dir + "/attempt_" + std::to_string(attempt_.number) + "/" +
+                  std::to_string(rank);
+    ends = mux_.add_rank(plan);
+    spec.out = ends.out.get();
+    spec.err = ends.err ? ends.err.get() : ends.out.get();
+  }
+  Fd null;
+  if (rank != 0) {
+    null = Fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    spec.in = null.get();
+  }
+  ranks_.push_back({Child(spec), std::nullopt});
+  around_.guard.watch_group(ranks_.back().child.pid());
+}
+
+std::optional<Program> Supervisor::failed_exec() {
+  for (Rank& rank : ranks_) {
+    if (const int error = rank.child.wait_for_exec()) return exec_failure(around_.path, error);
+  }
+  return std::nullopt;
+}
+
+void Supervisor::watch() {
+  std::vector<pollfd> polled;
+  while (alive() > 0 && phase_ != Phase::Lost) {
+    wait_for_events(polled);
+    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot
+    // of output must not delay them.
+    for (int number : around_.signals.take()) on_signal(number);
+    collect_exits();
+    mux_.handle(polled.data() + 1 + ranks_.size());
+    if (deadline_ && Clock::now() >= *deadline_) on_deadline();
+  }
+}
+
+void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
+  polled.clear();
+  polled.push_back({around_.signals.fd(), POLLIN, 0});
+  // A negative descriptor is skipped by poll().
+  for (const Rank& rank : ranks_)
+    polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
+  mux_.add_polled(polled);
+  if (poll(polled.data(), polled.size(), poll_timeout()) < 0) {
+    for (pollfd& entry : polled) entry.revents = 0;
+  }
+}
+
+int Supervisor::poll_timeout() const {
+  auto next = deadline_;
+  const auto lines = mux_.deadline();
+  if (lines && (!next || *lines < *next)) next = lines;
+  if (!next) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+}
+
+void Supervisor::collect_exits() {
+  std::vector<Exit> failures;
+  for (size_t local_rank = 0; local_rank < ranks_.size(); ++local_rank) {
+    Rank& rank = ranks_[local_rank];
+    if (rank.exit) continue;
+    const siginfo_t info = rank.child.peek();
+    if (info.si_pid == 0) continue;
+    Exit exit;
+    exit.rank = global_rank(around_.options, static_cast<int>(local_rank));
+    exit.local_rank = static_cast<int>(local_rank);
+    exit.pid = rank.child.pid();
+    (info.si_code == CLD_EXITED ? exit.code : exit.signal) = info.si_status;
+    exit.dumped = info.si_code == CLD_DUMPED;
+    exit.by_launcher = phase_ == Phase::Terminating || phase_ == Phase::Killing;
+    rank.exit = exit;
+    if (exit.failed()) failures.push_back(exit);
+  }
+  if (!failures.empty()) on_failures(failures);
+}
+
+void Supervisor::on_failures(const std::vector<Exit>& failures) {
+  if (interrupted_by_) {
+    // The code that an interrupted program leaves with is passed on.
+    if (!root_) root_ = failures.front();
+    return;
+  }
+  if (root_) return;
+  judge(failures);
+  const Exit& likely = suspects_[root_cause(suspects_)];
+  if (terminal_given_ && likely.rank == 0 && likely.signal == SIGINT) {
+    // Ctrl-C went to rank 0 alone, which has the terminal.
+    root_ = likely;
+    return interrupt(SIGINT);
+  }
+  if (phase_ == Phase::Running) {
+    phase_ = Phase::Grace;
+    deadline_ = Clock::now() + kGrace;
+  }
+  if (!likely.consequence || alive() == 0) return name_root();
+  for (const Exit& exit : failures) {
+    say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+  }
+}
+
+void Supervisor::judge(const std::vector<Exit>& failures) {
+  for (Exit exit : failures) {
+    mux_.drain(exit.local_rank);
+    // The error ends a program by its code or, uncaught, by abort().
+    const bool by_error = exit.signal == 0 || exit.signal == SIGABRT;
+    exit.consequence = by_error && speaks_of_broken_world(mux_.last_lines(exit.local_rank));
+    suspects_.push_back(exit);
+  }
+}
+
+void Supervisor::name_root() {
+  root_ = suspects_[root_cause(suspects_)];
+  std::string text = describe(*root_) + " on " + host_name() + "; it is the " + title(*root_);
+  if (alive() > 0) text += "; ending the other " + count_ranks(alive());
+  say(text);
+}
+
+void Supervisor::on_signal(int number) {
+  if (number == SIGCHLD) return serve_terminal();
+  if (number == SIGTSTP) return suspend();
+  if (phase_ == Phase::Killing) return;
+  if (asked_at_ && Clock::now() - *asked_at_ >= kSameStop)
+    return kill_now(signal_name(number) + " once more");
+  if (asked_at_) return;
+  if (phase_ == Phase::Running) return interrupt(number);
+  asked_at_ = Clock::now();
+  say(signal_name(number) + ": the ranks are being ended" + kOnceMore);
+}
+
+void Supervisor::interrupt(int number) {
+  interrupted_by_ = number;
+  asked_at_ = Clock::now();
+  phase_ = Phase::Interrupted;
+  deadline_ = Clock::now() + around_.options.grace;
+  const auto seconds =
+      std::chrono::duration_cast<std::chrono::duration<double>>(around_.options.grace).count();
+  std::string span = std::to_string(seconds);
+  span.erase(span.find_last_not_of('0') + 1);
+  if (span.back() == '.') span.pop_back();
+  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
+      " s" + kOnceMore);
+  signal_all(number);
+}
+
+void Supervisor::on_deadline() {
+  switch (phase_) {
+    case Phase::Grace:
+      if (!root_) name_root();
+      phase_ = Phase::Terminating;
+      deadline_ = Clock::now() + kTermination;
+      signal_all(SIGTERM);
+      break;
+    case Phase::Terminating:
+      kill_now("no end after SIGTERM");
+      break;
+    case Phase::Interrupted:
+      kill_now("no end within the grace time");
+      break;
+    case Phase::Killing:
+      phase_ = Phase::Lost;
+      say("gave up waiting for " + count_ranks(alive()) + " that SIGKILL does not end");
+      break;
+    case Phase::Running:
+    case Phase::Lost:
+      deadline_.reset();
+  }
+}
+
+void Supervisor::kill_now(const std::string& why) {
+  phase_ = Phase::Killing;
+  deadline_ = Clock::now() + kKilling;
+  say(why + ": killing " + count_ranks(alive()));
+  signal_all(SIGKILL);
+}
+
+void Supervisor::signal_all(int number) {
+  for (const Rank& rank : ranks_) {
+    if (rank.exit && number != SIGKILL) continue;
+    rank.child.signal_group(number);
+    // A stopped process acts on no other signal.
+    if (number != SIGKILL && number != SIGTSTP && number != SIGCONT)
+      rank.child.signal_group(SIGCONT);
+  }
+}
+
+void Supervisor::end_groups() {
+  // The zombies of the ranks still hold their group numbers, so this cannot meet strangers.
+  for (const Rank& rank : ranks_) {
+    rank.child.signal_group(SIGKILL);
+    if (phase_ != Phase::Lost || rank.exit) rank.child.reap();
+  }
+}
+
+size_t Supervisor::alive() const {
+  return std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return !rank.exit; });
+}
+
+Outcome Supervisor::outcome() const {
+  Outcome result;
+  result.interrupted = asked_at_.has_value();
+  result.root = root_;
+  if (phase_ == Phase::Killing && interrupted_by_) {
+    result.exit_code = 128 + interrupted_by_;
+  } else if (root_) {
+    result.exit_code = root_->shell_code();
+  } else if (phase_ == Phase::Lost) {
+    result.exit_code = 128 + SIGKILL;
+  }
+  return result;
+}
+
+void Supervisor::report() const {
+  if (interrupted_by_ || inherits_) return;
+  const auto lines = mux_.last_lines(root_->local_rank);
+  say(title(*root_) + ": " + describe(*root_) +
+      (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
+  for (const std::string& line : lines) around_.console.say("  | " + line);
+  std::string others;
+  for (const Rank& rank : ranks_) {
+    if (!rank.exit || rank.exit->rank == root_->rank) continue;
+    others += (others.empty() ? "" : ", ") + describe(*rank.exit) +
+              (rank.exit->by_launcher ? " (launcher)" : "");
+  }
+  if (!others.empty()) say("the others: " + others);
+}
+
+void Supervisor::say(const std::string& text) const {
+  around_.console.say(around_.options.command + ": " + text);
+}
+
+}  // namespace tessera::launch

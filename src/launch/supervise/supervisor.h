@@ -1,0 +1,96 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/environment.h"
+#include "launch/output/mux.h"
+#include "launch/supervise/child.h"
+#include "launch/supervise/guard.h"
+#include "launch/supervise/report.h"
+#include "launch/supervise/signals.h"
+
+namespace tessera::launch {
+
+/// How one attempt ended.
+struct Outcome {
+  int exit_code = 0;
+  std::optional<Exit> root;  ///< The failure that ended it.
+  bool interrupted = false;  ///< A signal asked the launcher to end.
+  std::string not_started;   ///< Why the program could not be executed; empty when it could.
+};
+
+/// What supervisors of successive attempts share.
+struct Surroundings {
+  const LaunchOptions& options;
+  const std::string& path;  ///< Of the program.
+  const std::vector<std::string>& environment;
+  Console& console;
+  Guard& guard;
+  SignalWatch& signals;
+};
+
+/// Starts the ranks of one attempt and watches over them until the last one has ended. A failure is
+/// named at once as the root cause, unless it is a consequence of another one: that one may show
+/// within the Grace.
+///
+///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
+///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
+class Supervisor {
+ public:
+  Supervisor(Surroundings surroundings, Attempt attempt);
+
+  Outcome run();
+
+ private:
+  enum class Phase { Running, Grace, Terminating, Interrupted, Killing, Lost };
+
+  struct Rank {
+    Child child;
+    std::optional<Exit> exit;
+  };
+
+  void start_ranks();
+  void start_rank(int local_rank);
+  std::optional<Program> failed_exec();
+  void watch();
+  int poll_timeout() const;
+  void wait_for_events(std::vector<pollfd>& polled);
+
+  void collect_exits();
+  void on_failures(const std::vector<Exit>& failures);
+  void judge(const std::vector<Exit>& failures);
+  void name_root();
+  void on_signal(int number);
+  void on_deadline();
+  void interrupt(int number);
+  void kill_now(const std::string& why);
+
+  void signal_all(int number);
+  void end_groups();
+  void suspend();
+  void serve_terminal();
+  void take_terminal();
+
+  size_t alive() const;
+  Outcome outcome() const;
+  void report() const;
+  void say(const std::string& text) const;
+
+  Surroundings around_;
+  Attempt attempt_;
+  Mux mux_;
+  std::vector<Rank> ranks_;
+  bool inherits_;  ///< A world of one: it has the launcher's own streams.
+  Phase phase_ = Phase::Running;
+  std::optional<Clock::time_point> deadline_;
+  std::vector<Exit> suspects_;  ///< Failures before one was named as the root cause.
+  std::optional<Exit> root_;
+  int interrupted_by_ = 0;
+  std::optional<Clock::time_point>
+      asked_at_;  ///< When the first signal arrived that asks for an end.
+  bool terminal_given_ = false;
+};
+
+}  // namespace tessera::launch

@@ -1,0 +1,111 @@
+#include "tessera/activation_checkpoint.h"
+
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/custom_class.h>
+
+#include "sharding/gradients/backward_watch.h"
+#include "tessera/detail/torch_compat.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Generator default_generator(at::Device device) {
+  return at::globalContext().defaultGenerator(device);
+}
+
+/// State of the random generators that the body may draw from: the CPU's, and those of the inputs'
+/// devices.
+class RandomState {
+ public:
+  explicit RandomState(const std::vector<at::Tensor>& inputs) {
+    remember(at::Device(at::kCPU));
+    for (const auto& input : inputs) {
+      if (input.defined() && !input.is_cpu()) remember(input.device());
+    }
+  }
+  void restore() const {
+    for (const auto& [device, state] : states_) {
+      auto generator = default_generator(device);
+      std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+  }
+
+ private:
+  void remember(at::Device device) {
+    auto generator = default_generator(device);
+    std::lock_guard lock(generator.mutex());
+    states_.emplace_back(device, generator.get_state());
+  }
+  std::vector<std::pair<at::Device, at::Tensor>> states_;
+};
+
+/// What the second run needs besides the inputs.
+struct Recipe : torch::CustomClassHolder {
+  Recipe(CheckpointBody b, const std::vector<at::Tensor>& inputs)
+      : body(std::move(b)), random(inputs) {}
+  CheckpointBody body;
+  RandomState random;
+  compat::AutocastState autocast = compat::AutocastState::current();
+};
+
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
+  /// `anchor` requires a gradient, so that the outputs do, whatever the inputs are.
+  static variable_list forward(AutogradContext* context, c10::intrusive_ptr<Recipe> recipe,
+                               at::Tensor anchor, at::TensorList inputs) {
+    context->saved_data["recipe"] = c10::IValue::make_capsule(recipe);
+    context->save_for_backward(inputs.vec());
+    return recipe->body(inputs.vec());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto recipe =
+        c10::static_intrusive_pointer_cast<Recipe>(context->saved_data["recipe"].toCapsule());
+    const auto saved = context->get_saved_variables();
+    std::vector<at::Tensor> inputs;
+    for (const auto& tensor : saved)
+      inputs.push_back(tensor.defined() ? tensor.detach().requires_grad_(tensor.requires_grad())
+                                        : tensor);
+    const sharding::BackwardWatch::ReentrantScope part_of_the_outer;
+    std::vector<at::Tensor> outputs;
+    {
+      const RandomState now(saved);
+      struct Back {
+        const RandomState& random;
+        ~Back() { random.restore(); }
+      } back{now};
+      recipe->random.restore();
+      const compat::AutocastState::Scope autocast(recipe->autocast);
+      const at::AutoGradMode record(true);
+      outputs = recipe->body(inputs);
+    }
+    std::vector<at::Tensor> roots, root_gradients;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].defined() || !outputs[i].requires_grad() || !gradients[i].defined()) continue;
+      roots.push_back(outputs[i]);
+      root_gradients.push_back(gradients[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
+    variable_list result{at::Tensor(), at::Tensor()};
+    for (const auto& input : inputs)
+      result.push_back(input.defined() ? input.grad() : at::Tensor());
+    return result;
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> checkpoint(CheckpointBody body, std::vector<at::Tensor> inputs) {
+  if (!at::GradMode::is_enabled()) return body(inputs);
+  const auto anchor = at::empty({0}).requires_grad_();
+  return Checkpointed::apply(c10::make_intrusive<Recipe>(std::move(body), inputs), anchor,
+                             at::TensorList(inputs));
+}
+
+}  // namespace tessera::detail

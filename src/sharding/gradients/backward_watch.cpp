@@ -1,0 +1,127 @@
+#include "sharding/gradients/backward_watch.h"
+
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace tessera::sharding {
+namespace {
+
+// A shared_ptr or an intrusive_ptr to a node, as libtorch has it.
+using Accumulator =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+thread_local int reentrant_depth = 0;
+thread_local std::vector<std::weak_ptr<BackwardWatch::State>> waiting_for_the_outer;
+
+}  // namespace
+
+class BackwardWatch::State : public std::enable_shared_from_this<State> {
+ public:
+  explicit State(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
+
+  void attach(const std::vector<at::Tensor>& parameters) {
+    class Hook : public torch::autograd::FunctionPostHook {
+     public:
+      Hook(std::weak_ptr<State> core, size_t parameter)
+          : state_(std::move(core)), parameter_(parameter) {}
+      torch::autograd::variable_list operator()(
+          const torch::autograd::variable_list& outputs,
+          const torch::autograd::variable_list& inputs) override {
+        if (auto core = state_.lock())
+          core->arrived(parameter_, inputs.empty() ? at::Tensor() : inputs[0]);
+        return outputs;
+      }
+
+     private:
+      std::weak_ptr<State> state_;
+      size_t parameter_;
+    };
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
+      const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
+      hooks_.emplace_back(std::move(accumulator), key);
+    }
+  }
+
+  void detach() {
+    for (auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+    hooks_.clear();
+  }
+
+  void begin() {
+    if (running_) return;
+    running_ = true;
+    if (callbacks_.began) callbacks_.began();
+    queue_end();
+  }
+
+  void queue_end() {
+    struct Token {
+      std::weak_ptr<State> core;
+      bool over = false;
+      ~Token() {
+        const auto owner = core.lock();
+        if (over || !owner) return;
+        owner->running_ = false;
+        if (owner->callbacks_.abandoned) owner->callbacks_.abandoned();
+      }
+    };
+    auto token = std::make_shared<Token>();
+    token->core = weak_from_this();
+    torch::autograd::Engine::get_default_engine().queue_callback([token] {
+      token->over = true;
+      if (const auto owner = token->core.lock()) owner->end();
+    });
+  }
+
+  bool running_ = false;
+
+ private:
+  void arrived(size_t parameter, const at::Tensor& computed) {
+    begin();
+    callbacks_.arrived(parameter, computed);
+  }
+
+  void end() {
+    if (!running_) return;
+    if (reentrant_depth > 0) {
+      waiting_for_the_outer.push_back(weak_from_this());
+      return;
+    }
+    running_ = false;
+    callbacks_.ended();
+  }
+
+  Callbacks callbacks_;
+  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
+};
+
+BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, Callbacks callbacks)
+    : state_(std::make_shared<State>(std::move(callbacks))) {
+  state_->attach(parameters);
+}
+
+BackwardWatch::~BackwardWatch() { state_->detach(); }
+
+void BackwardWatch::begin() { state_->begin(); }
+bool BackwardWatch::running() const { return state_->running_; }
+bool BackwardWatch::in_backward() {
+  return torch::autograd::get_current_graph_task_exec_info() != nullptr;
+}
+
+BackwardWatch::ReentrantScope::ReentrantScope() { ++reentrant_depth; }
+
+BackwardWatch::ReentrantScope::~ReentrantScope() {
+  if (--reentrant_depth > 0) return;
+  for (auto& waiting : std::exchange(waiting_for_the_outer, {})) {
+    const auto core = waiting.lock();
+    if (core && core->running_) core->queue_end();
+  }
+}
+
+}  // namespace tessera::sharding

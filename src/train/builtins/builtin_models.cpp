@@ -1,0 +1,107 @@
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+#include "tessera/models/gpt2.h"
+#include "tessera/models/image_classifier.h"
+#include "train/builtins/builtin.h"
+
+namespace tessera::train {
+namespace {
+
+void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
+  std::string config_json;
+  options.read_path("config", config_json,
+                    "a Hugging Face config.json to start from; the keys here win over it");
+  if (!config_json.empty()) {
+    try {
+      gpt2 = GPT2Options::from_config_json(config_json);
+    } catch (const UsageError& error) {
+      options.fail("config", error.what());
+    }
+  }
+  options.read("vocab_size", gpt2.vocab_size, "tokens", kAtLeastOne);
+  options.read("n_positions", gpt2.n_positions, "longest sequence", kAtLeastOne);
+  options.read("n_embd", gpt2.n_embd, "width", kAtLeastOne);
+  options.read("n_layer", gpt2.n_layer, "blocks", kAtLeastOne);
+  options.read("n_head", gpt2.n_head, "attention heads; divides n_embd", kAtLeastOne);
+  options.read("n_inner", gpt2.n_inner, "width of the MLP; 0: 4 · n_embd", kNotNegative);
+  options.read("layer_norm_epsilon", gpt2.layer_norm_epsilon, "of the layer norms", kPositive);
+  options.read("initializer_range", gpt2.initializer_range, "standard deviation of initial weights",
+               kPositive);
+  options.read("tie_word_embeddings", gpt2.tie_word_embeddings, "the head is the token embedding");
+  options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"}, "of the MLP");
+  std::optional<double> dropout;
+  options.read("dropout", dropout, "all three of GPT-2's; null: config's, else 0", kProbability);
+  if (dropout) {
+    gpt2.embd_pdrop = gpt2.attn_pdrop = gpt2.resid_pdrop = *dropout;
+  }
+  options.finish();
+  if (gpt2.n_embd % gpt2.n_head != 0) {
+    options.fail("n_head", std::to_string(gpt2.n_head) + " does not divide n_embd (" +
+                               std::to_string(gpt2.n_embd) + "); expected a divisor of it");
+  }
+  try {
+    gpt2.validate();
+  } catch (const UsageError& error) {
+    throw UsageError(options.where() + ": model: " + error.what());
+  }
+}
+
+ModelPlan read_gpt2(OptionReader& options) {
+  GPT2Options gpt2;
+  read_gpt2_options(options, gpt2);
+  ModelPlan plan;
+  plan.vocab_size = gpt2.vocab_size;
+  plan.max_length = gpt2.n_positions;
+  plan.meaning = {{"n_head", std::to_string(gpt2.n_head)},
+                  {"activation", gpt2.activation},
+                  {"layer_norm_epsilon", fmt::format("{}", gpt2.layer_norm_epsilon)}};
+  plan.make = [gpt2](const ModelContext& context) {
+    GPT2Options seeded = gpt2;
+    seeded.seed = context.seed;
+    const auto net = std::make_shared<GPT2Impl>(seeded);
+    TrainedModel model = detail::trained_model(net);
+    GPT2Impl* raw = net.get();
+    model.load_weights = [raw](const std::string& path) { raw->load_weights(path); };
+    model.generate = [raw](const at::Tensor& prompt, int64_t count, double temperature,
+                           int64_t top_k, at::Generator generator) {
+      return raw->generate(prompt, count, {temperature, top_k}, std::move(generator));
+    };
+    model.config_json = gpt2.to_config_json();
+    return model;
+  };
+  return plan;
+}
+
+ModelPlan read_image_classifier(OptionReader& options) {
+  ImageClassifierOptions classifier;
+  options.read("in_channels", classifier.in_channels, "of the images", kAtLeastOne);
+  options.read("channels", classifier.channels, "of the first stage", kAtLeastOne);
+  options.read("blocks", classifier.blocks, "residual blocks", kAtLeastOne);
+  options.read("classes", classifier.classes, "of the labels", kAtLeastOne);
+  options.read_choice("norm", classifier.norm, {"BatchNorm", "SyncBatchNorm", "none"},
+                      "SyncBatchNorm: over the batch of all ranks");
+  options.finish();
+  ModelPlan plan;
+  plan.classes = classifier.classes;
+  plan.communicates = classifier.norm == "SyncBatchNorm";
+  plan.make = [classifier](const ModelContext& context) {
+    ImageClassifierOptions seeded = classifier;
+    seeded.seed = context.seed;
+    std::optional<ProcessGroup> group;
+    if (seeded.norm == "SyncBatchNorm") {
+      group = context.group;
+    }
+    return detail::trained_model(std::make_shared<ImageClassifierImpl>(seeded, group));
+  };
+  return plan;
+}
+
+}  // namespace
+
+void add_models(registry::Models& models) {
+  models.add("GPT2", read_gpt2, "GPT-2 (Radford et al., 2019), with Hugging Face's names");
+  models.add("ImageClassifier", read_image_classifier, "a small residual network for images");
+}
+
+}  // namespace tessera::train

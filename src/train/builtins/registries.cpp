@@ -1,0 +1,63 @@
+#include "tessera/train/registries.h"
+
+#include "train/builtins/builtin.h"
+
+namespace tessera::registry {
+namespace {
+
+/// The one registry of its kind in a process, with `add`'s entries.
+template <class Kind>
+Kind& filled(const char* kind, void (*add)(Kind&)) {
+  static Kind registry = [&] {
+    Kind fresh{kind};
+    add(fresh);
+    return fresh;
+  }();
+  return registry;
+}
+
+void add_parallel(Registry<WrapperPlan>& parallel) {
+  parallel.add("none", train::read_unsharded, "one rank, an ordinary optimizer");
+  parallel.add("DistributedDataParallel", train::read_ddp,
+               "every rank has the whole model; gradients are averaged");
+  parallel.add("ZeroRedundancyOptimizer", train::read_zero, "optimizer state is sharded");
+  parallel.add("DistributedOptimizer", train::read_distributed,
+               "MegEngine's: the optimizer reduces gradients, packed");
+  parallel.add("FullyShardedDataParallel", train::read_fsdp,
+               "parameters, gradients and optimizer state are sharded");
+}
+
+}  // namespace
+
+Models& models() { return filled<Models>("model", train::add_models); }
+Datasets& datasets() { return filled<Datasets>("dataset", train::add_datasets); }
+LossFunctions& losses() { return filled<LossFunctions>("loss", train::add_losses); }
+Registry<Preprocessor>& preprocessors() {
+  return filled<Registry<Preprocessor>>("preprocessor", train::add_preprocessors);
+}
+Registry<LrSchedule>& schedulers() {
+  return filled<Registry<LrSchedule>>("scheduler", train::add_schedulers);
+}
+Registry<WrapperPlan>& parallel() {
+  return filled<Registry<WrapperPlan>>("parallel wrapper", add_parallel);
+}
+Registry<CommHookPlan>& comm_hooks() {
+  return filled<Registry<CommHookPlan>>("communication hook", train::add_comm_hooks);
+}
+
+OptimizerRegistry& optimizers() {
+  static OptimizerRegistry registry = default_optimizers();
+  return registry;
+}
+
+WrapPolicyRegistry& wrap_policies() {
+  static WrapPolicyRegistry registry = default_wrap_policies();
+  return registry;
+}
+
+Registry<std::function<std::shared_ptr<RunHook>()>>& hooks() {
+  static Registry<std::function<std::shared_ptr<RunHook>()>> registry("hook");
+  return registry;
+}
+
+}  // namespace tessera::registry

@@ -1,0 +1,135 @@
+#include "tessera/train/config.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <unistd.h>
+
+#include "tessera/error.h"
+#include "train/config/config_sections.h"
+
+namespace tessera {
+namespace {
+
+void note_places(const ConfigNode& node, const std::string& path,
+                 std::map<std::string, std::string>& where) {
+  for (const auto& member : node.members) {
+    const std::string key = path.empty() ? member.key : path + "." + member.key;
+    where[key] = member.value.where;
+    note_places(member.value, key, where);
+  }
+}
+
+std::string dotted(const std::vector<std::string>& path) {
+  std::string text;
+  for (const auto& part : path) {
+    text += (text.empty() ? "" : ".") + part;
+  }
+  return text;
+}
+
+/// Puts `value` where `path` leads, making maps on the way.
+void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigNode& value) {
+  ConfigNode* node = &root;
+  for (const auto& part : path) {
+    node->kind = ConfigNode::Kind::Map;
+    ConfigNode* next = node->find(part);
+    if (next == nullptr) {
+      node->members.push_back({part, ConfigNode{}});
+      next = &node->members.back().value;
+    }
+    node = next;
+  }
+  *node = value;
+}
+
+}  // namespace
+
+std::string Config::at(const std::string& key) const {
+  const auto found = where.find(key);
+  return (found == where.end() ? file : found->second) + ": " + key + ": ";
+}
+
+std::string Config::value(const std::string& key) const {
+  for (const auto& option : *options) {
+    if (dotted(option.path) == key) {
+      const std::string text = to_yaml(option.value);
+      return option.value.kind == ConfigNode::Kind::Scalar ? option.value.text
+                                                           : text.substr(0, text.size() - 1);
+    }
+  }
+  throw UsageError("Config: no option " + key);
+}
+
+std::string Config::dump(bool full) const {
+  ConfigNode root;
+  root.kind = ConfigNode::Kind::Map;
+  for (const auto& option : *options) {
+    // The section and its type stand first, so that a minimal config still says what it is.
+    if (full || option.required || (option.given && !(option.value == option.standard))) {
+      place(root, option.path, option.value);
+    }
+  }
+  return to_yaml(root);
+}
+
+Config load_config(const std::string& file, const std::vector<std::string>& overrides) {
+  ConfigNode root = load_yaml(file);
+  root.where = file;
+  for (const auto& assignment : overrides) {
+    apply_override(root, assignment);
+  }
+  expand_environment(root);
+  Config config;
+  config.file = file;
+  note_places(root, "", config.where);
+  const auto record = std::make_shared<OptionRecord>();
+  OptionReader keys(&root, {}, file, record);
+  train::read_config(keys, config);
+  config.options = record;
+  return config;
+}
+
+void check_config_files(const Config& config) {
+  const auto check = [&](const std::string& key, const std::string& path) {
+    if (path.find_first_of("*?[") == std::string::npos && ::access(path.c_str(), R_OK) != 0) {
+      throw UsageError(config.at(key) + path + ": " + std::strerror(errno) +
+                       "; expected a readable file");
+    }
+  };
+  for (const auto& [key, path] : config.data.plan.files) {
+    check(key, path);
+  }
+  if (!config.model.init.empty()) {
+    check("model.init", config.model.init);
+  }
+  if (!config.checkpoint.from.empty()) {
+    check("checkpoint.from", config.checkpoint.from);
+  }
+}
+
+void check_config_world(const Config& config, int world_size) {
+  if (world_size > 1 && !config.parallel.plan.distributed) {
+    throw UsageError(
+        config.at("parallel.type") + config.parallel.type + ", but the world has " +
+        std::to_string(world_size) +
+        " ranks, and each would train a model of its own; expected DistributedDataParallel, "
+        "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
+  }
+  const int64_t batch = config.train.global_batch;
+  if (batch % world_size != 0 && config.data.uneven == "error") {
+    throw UsageError(config.at("train.global_batch") + std::to_string(batch) +
+                     " sequences cannot be divided by " + std::to_string(world_size) +
+                     " ranks; expected a multiple of " + std::to_string(world_size));
+  }
+  if (config.train.accumulation > 1 &&
+      (batch % world_size != 0 || batch / world_size % config.train.accumulation != 0)) {
+    throw UsageError(
+        config.at("train.accumulation") + std::to_string(config.train.accumulation) +
+        " equal parts of the " + std::to_string(batch) + " samples of a step on " +
+        std::to_string(world_size) +
+        " ranks are not whole; expected a train.global_batch that ranks times parts divide");
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,191 @@
+#include "train/config/config_sections.h"
+
+#include <cmath>
+
+#include "tessera/error.h"
+#include "train/builtins/builtin.h"
+
+namespace tessera::train {
+namespace {
+
+void read_model_keys(OptionReader& keys, ModelConfig& model) {
+  keys.require("type", "the name of a model");
+  keys.read_choice("type", model.type, registry::models().names(), "the model");
+  keys.read_path("init", model.init, "safetensors file of initial weights");
+  keys.read("seed", model.seed, "of the initial weights, and of dropout");
+  keys.read_choice("device", model.device, {"cpu", "cuda"}, "cuda: the device numbered LOCAL_RANK");
+}
+
+void read_model(OptionReader& keys, ModelConfig& model) {
+  read_model_keys(keys, model);
+  if (model.type.empty()) {
+    keys.rest();  // without a type no option can be judged
+    return keys.finish();
+  }
+  model.plan = registry::models().read(model.type, keys);
+}
+
+void read_data_keys(OptionReader& keys, DataConfig& data) {
+  keys.require("type", "the name of a dataset");
+  keys.read_choice("type", data.type, registry::datasets().names(), "the dataset");
+  keys.read_enum("order", data.order,
+                 {{"shuffled", SampleOrder::shuffled}, {"sequential", SampleOrder::sequential}},
+                 "shuffled: every sample once an epoch, the same for any world size; sequential: "
+                 "as they come");
+  keys.read("seed", data.seed, "of the shuffling");
+  keys.read_choice("uneven", data.uneven, {"error", "drop", "join"},
+                   "what a world does that does not divide global_batch");
+  keys.read("loader_threads", data.loader_threads, "that load batches in the background",
+            kAtLeastOne);
+  keys.read("prefetch", data.prefetch, "batches loaded ahead; 0: loaded when they are needed",
+            kNotNegative);
+}
+
+void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
+  read_data_keys(keys, data);
+  if (data.type.empty()) {
+    keys.rest();
+    return keys.finish();
+  }
+  const DataContext context{config.model.plan.vocab_size,
+                            config.at("model.vocab_size"),
+                            config.model.plan.max_length,
+                            config.model.plan.classes,
+                            data.order,
+                            data.seed};
+  data.plan = registry::datasets().read(data.type, keys, context);
+}
+
+LossFunction read_loss(OptionReader& keys) {
+  return keys.given("loss") || keys.describing()
+             ? read_component(registry::losses(), keys, "loss", "",
+                              "the loss, for models that have none of their own")
+             : nullptr;
+}
+
+void read_hooks(OptionReader& keys, Config& config) {
+  for (auto& hook : keys.list("hooks", "run hooks: a list of maps, each with type")) {
+    std::string type;
+    hook.require("type", "the name of a hook");
+    hook.read_choice("type", type, registry::hooks().names(), "a hook");
+    if (type.empty()) {
+      hook.finish();
+    }
+    config.hooks.push_back(registry::hooks().read(type, hook));
+  }
+}
+
+LrSchedule read_scheduler(OptionReader& keys) {
+  std::string type = "none";
+  keys.read_choice("type", type, registry::schedulers().names(), "how the learning rate changes");
+  return registry::schedulers().read(type, keys);
+}
+
+/// What stands beside the sections.
+void read_components(OptionReader& keys, Config& config) {
+  config.loss = read_loss(keys);
+  config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
+                                       "what happens to a batch before the model gets it");
+  read_hooks(keys, config);
+}
+
+void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
+  keys.read_choice("type", parallel.type, registry::parallel().names(), "how ranks share the work");
+  keys.read_enum("backend", parallel.group.backend,
+                 {{"auto", Backend::Auto},
+                  {"shm", Backend::SharedMemory},
+                  {"gloo", Backend::Gloo},
+                  {"nccl", Backend::NCCL},
+                  {"mpi", Backend::MPI}},
+                 "how ranks talk");
+  double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
+  keys.read("timeout", seconds, "seconds; bound of every wait for another rank", Range{0.001, 1e6});
+  parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+}
+
+void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
+  read_parallel_keys(keys, parallel);
+  parallel.plan = registry::parallel().read(parallel.type, keys);
+}
+
+void check_wholes(const OptionReader& keys, const Config& config) {
+  const bool clips = config.train.clip_grad_norm || config.train.clip_grad_value ||
+                     config.train.loss_scale.enabled;
+  if (config.parallel.plan.updates_in_backward && clips) {
+    const std::string option = config.train.clip_grad_norm    ? "clip_grad_norm"
+                               : config.train.clip_grad_value ? "clip_grad_value"
+                                                              : "loss_scale";
+    throw UsageError(config.at("train." + option) +
+                     (option == "clip_grad_norm" ? "the norm is" : "all gradients are") +
+                     " known only after backward, and parallel.overlap_with_backward updates "
+                     "during it; expected one of "
+                     "the two");
+  }
+}
+
+}  // namespace
+
+void read_config(OptionReader& keys, Config& config) {
+  keys.require("model", "a map: which model to train");
+  keys.require("data", "a map: the training data");
+  if (!keys.has("parallel")) {
+    keys.require("optimizer", "a map: the optimizer and its options");
+  }
+  keys.require("train", "a map: steps, global_batch and outputs");
+  OptionReader model = keys.map("model"), data = keys.map("data"),
+               optimizer = keys.map("optimizer"), scheduler = keys.map("scheduler"),
+               parallel = keys.map("parallel"), run = keys.map("train"),
+               checkpoint = keys.map("checkpoint");
+  read_components(keys, config);
+  keys.finish();
+  read_model(model, config.model);
+  read_data(data, config, config.data);
+  read_parallel(parallel, config.parallel);
+  read_optimizer(optimizer, config.parallel, config.optimizer);
+  config.scheduler = read_scheduler(scheduler);
+  read_train(run, config, config.train);
+  read_checkpoint(checkpoint, config.checkpoint);
+  check_wholes(keys, config);
+}
+
+void describe_top_level(OptionReader& keys) {
+  Config config;
+  read_components(keys, config);
+}
+
+void describe_model(OptionReader& keys) {
+  ModelConfig model;
+  read_model_keys(keys, model);
+}
+
+void describe_data(OptionReader& keys) {
+  DataConfig data;
+  read_data_keys(keys, data);
+}
+
+void describe_parallel(OptionReader& keys) {
+  ParallelConfig parallel;
+  read_parallel_keys(keys, parallel);
+}
+
+void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
+  keys.read_path("folder", checkpoint.folder,
+                 "where checkpoints go, one folder a step; null: none");
+  keys.read("every", checkpoint.every, "steps; 0: only at the end and when interrupted",
+            kNotNegative);
+  keys.read("keep_last", checkpoint.keep_last, "newest ones that are kept", kAtLeastOne);
+  keys.read("keep_every", checkpoint.keep_every,
+            "steps; multiples of it are kept for good; 0: none", kNotNegative);
+  keys.read("resume", checkpoint.resume, "go on from the newest one in folder, when there is one");
+  keys.read_path("from", checkpoint.from,
+                 "a checkpoint to start from, of any run; folder's own newest one goes first");
+  keys.finish();
+  for (const auto& [key, value] :
+       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
+    if (checkpoint.folder.empty() && value > 0) {
+      keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
+    }
+  }
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,181 @@
+#include "tessera/error.h"
+#include "train/config/config_sections.h"
+
+namespace tessera::train {
+namespace {
+
+using Kind = ConfigNode::Kind;
+
+void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
+  const ConfigNode standard = text ? ConfigNode::scalar("The ", true) : ConfigNode{};
+  const ConfigNode* node =
+      keys.take("prompt", "a text, or a list of tokens", "what the sample begins with", standard);
+  if (node == nullptr) {
+    if (!text) {
+      prompt = {0};
+    }
+    return;
+  }
+  prompt.clear();
+  if (node->kind == Kind::Scalar && text) {
+    for (const char byte : node->text) {
+      prompt.push_back(static_cast<unsigned char>(byte));
+    }
+  } else if (node->kind == Kind::Sequence) {
+    for (const auto& item : node->items) {
+      const OptionValue value = OptionReader::value_of(item, keys.full("prompt"));
+      const auto* token = std::get_if<int64_t>(&value);
+      if (token == nullptr || *token < 0) {
+        fail_at(item, keys.full("prompt"),
+                item.describe() + "; expected a token, a whole number >= 0");
+      }
+      prompt.push_back(*token);
+    }
+  } else {
+    keys.fail("prompt", node->describe() + "; expected " +
+                            (text ? "a text" : "a list of tokens (a TokenBin has no text)"));
+  }
+  if (prompt.empty()) {
+    keys.fail("prompt", "empty; expected at least one token");
+  }
+}
+
+void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) {
+  const bool wanted = keys.node() != nullptr;
+  int64_t length = wanted || keys.describing() ? 200 : 0;
+  keys.read("length", length, "tokens", kNotNegative);
+  keys.read("temperature", sample.temperature, "0: the likeliest", kNotNegative);
+  keys.read("top_k", sample.top_k, "0: all", kNotNegative);
+  keys.read("seed", sample.seed, "of the sample");
+  read_prompt(keys, config.data.plan.text, sample.prompt);
+  keys.finish();
+  sample.length = length;
+  for (const int64_t token : sample.prompt) {
+    if (sample.length > 0 && config.model.plan.vocab_size > 0 &&
+        token >= config.model.plan.vocab_size) {
+      keys.fail("prompt", "token " + std::to_string(token) +
+                              "; expected tokens below model.vocab_size (" +
+                              std::to_string(config.model.plan.vocab_size) + ")");
+    }
+  }
+  if (sample.length > 0 && config.model.plan.vocab_size == 0) {
+    keys.fail("length", "model " + config.model.type + " is no language model; expected no sample");
+  }
+}
+
+/// "dynamic", or a number: the scale itself.
+void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
+  const ConfigNode* node =
+      keys.take("loss_scale", "dynamic, a map of its options, a number > 0, or null",
+                "of the loss, so that small gradients survive float16");
+  if (node == nullptr || node->kind == Kind::Null) {
+    return;
+  }
+  scaler.enabled = true;
+  if (node->kind == Kind::Map) {
+    OptionReader inner(node, {"train", "loss_scale"}, keys.where());
+    inner.read("init_scale", scaler.init_scale, "", kPositive);
+    inner.read("growth_factor", scaler.growth_factor, "", Range{1, 1e6, true, false});
+    inner.read("backoff_factor", scaler.backoff_factor, "", Range{0, 1, true, true});
+    inner.read("growth_interval", scaler.growth_interval, "", kAtLeastOne);
+    inner.finish();
+    return;
+  }
+  const OptionValue value = OptionReader::value_of(*node, keys.full("loss_scale"));
+  if (const auto* word = std::get_if<std::string>(&value); word != nullptr && *word == "dynamic") {
+    return;
+  }
+  const auto* whole = std::get_if<int64_t>(&value);
+  const auto* number = std::get_if<double>(&value);
+  scaler.dynamic = false;
+  scaler.init_scale = whole != nullptr    ? static_cast<double>(*whole)
+                      : number != nullptr ? *number
+                                          : 0;
+  if (!(scaler.init_scale > 0)) {
+    keys.fail("loss_scale", node->describe() + "; expected dynamic, or a number > 0");
+  }
+}
+
+void read_amp(OptionReader& keys, RunConfig& run) {
+  keys.read_optional_enum("autocast", run.autocast,
+                          {{"bfloat16", at::kBFloat16}, {"float16", at::kHalf}},
+                          "operators run in this type where that is sound; weights keep theirs");
+  read_loss_scale(keys, run.loss_scale);
+}
+
+void read_averaging(OptionReader& keys, RunConfig& run) {
+  OptionReader ema = keys.map("ema");
+  ema.read("decay", run.ema.decay,
+           "of the weights' moving average; evaluated and saved in their place; null: none",
+           kProbability);
+  ema.read("warmup", run.ema.warmup, "a shorter memory at first");
+  ema.finish();
+  OptionReader stop = keys.map("early_stop");
+  stop.read("patience", run.early_stop.patience,
+            "evaluations without an improvement that end the run; 0: never", kNotNegative);
+  stop.read("min_delta", run.early_stop.min_delta, "an improvement is more than this",
+            kNotNegative);
+  stop.finish();
+}
+
+/// Samples are counted in 64 bits; twice that leaves room for the rounds of any world.
+constexpr int64_t kMostSamples = int64_t{1} << 62;
+constexpr int64_t kLargestBatch = int64_t{1} << 31;
+
+void check_counts(const OptionReader& keys, const RunConfig& run) {
+  const std::string batch = std::to_string(run.global_batch);
+  if (run.global_batch > kLargestBatch) {
+    keys.fail("global_batch", batch + "; expected at most " + std::to_string(kLargestBatch));
+  }
+  for (const auto& [key, count] :
+       {std::pair("steps", run.steps), std::pair("eval_batches", run.eval_batches)}) {
+    const int64_t most = kMostSamples / run.global_batch;
+    if (count > most) {
+      keys.fail(key, std::to_string(count) + " times a train.global_batch of " + batch +
+                         "; expected at most " + std::to_string(most));
+    }
+  }
+}
+
+}  // namespace
+
+void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
+  if (!keys.has("epochs")) {
+    keys.require("steps", "the number of steps");
+  }
+  keys.require("global_batch", "the number of sequences a step, over all ranks");
+  keys.read("steps", run.steps, "updates; 0: evaluate and save", kNotNegative);
+  keys.read("epochs", run.epochs,
+            "in place of steps: passes over the training data; 0: steps count", kNotNegative);
+  keys.read("global_batch", run.global_batch, "samples a step over all ranks", kAtLeastOne);
+  keys.read("accumulation", run.accumulation, "parts in which a rank works off its share of a step",
+            kAtLeastOne);
+  keys.read_path("log", run.log, "JSON lines");
+  keys.read("log_every", run.log_every, "steps from one printed line to the next", kAtLeastOne);
+  keys.read_path("save", run.save, "safetensors file of the final weights");
+  keys.read("save_config", run.save_config, "also a config.json beside it");
+  keys.read("eval_every", run.eval_every, "steps from one evaluation to the next; 0: at the end",
+            kNotNegative);
+  keys.read("eval_batches", run.eval_batches, "global batches an evaluation looks at; 0: all",
+            kNotNegative);
+  keys.read("clip_grad_norm", run.clip_grad_norm, "largest 2-norm of the global mean gradient",
+            kPositive);
+  keys.read("clip_grad_value", run.clip_grad_value, "largest absolute value in it", kPositive);
+  read_amp(keys, run);
+  read_averaging(keys, run);
+  OptionReader sample = keys.map("sample");
+  keys.finish();
+  read_sample(std::move(sample), config, run.sample);
+  check_counts(keys, run);
+  if (run.save_config && run.save.empty()) {
+    keys.fail("save_config", "true, but train.save names no file to put it beside");
+  }
+  if (run.steps > 0 && run.epochs > 0) {
+    keys.fail("epochs", "train.steps is given, too; expected one of the two");
+  }
+  if (run.early_stop.patience > 0 && run.eval_every == 0) {
+    keys.fail("early_stop", "looks at evaluations; expected train.eval_every > 0");
+  }
+}
+
+}  // namespace tessera::train

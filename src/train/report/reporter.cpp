@@ -1,0 +1,214 @@
+#include "train/report/reporter.h"
+
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "tessera/error.h"
+#include "train/report/log_file.h"
+
+namespace tessera::train {
+namespace {
+
+bool on_terminal() {
+  const char* passed_on = std::getenv("TESSERA_TTY");
+  return ::isatty(STDOUT_FILENO) == 1 ||
+         (passed_on != nullptr && std::string_view(passed_on) == "1");
+}
+
+/// 7344128 as "7,344,128".
+std::string grouped(int64_t value) {
+  std::string text = std::to_string(value);
+  for (auto at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) {
+    text.insert(static_cast<size_t>(at), 1, ',');
+  }
+  return text;
+}
+
+std::string memory_row(const std::string& name, const MemoryUse& use) {
+  return fmt::format("{:<20}{:>16}{:>16}{:>18}{:>16}", name, grouped(use.parameters),
+                     grouped(use.gradients), grouped(use.optimizer_state), grouped(use.total()));
+}
+
+std::string duration(double seconds) {
+  const auto whole = static_cast<int64_t>(std::ceil(seconds));
+  return whole >= 3600 ? fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60)
+                       : fmt::format("{}:{:02}", whole / 60, whole % 60);
+}
+
+/// "  accuracy 0.9312", for all but the loss.
+template <class Figures>
+std::string others(const Figures& figures) {
+  std::string text;
+  for (const auto& [name, value] : figures) {
+    if (name != "loss") {
+      text += fmt::format("  {} {:.4f}", name, value);
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+Reporter::Reporter(const Config& config, int64_t first_step)
+    : config_(config), log_(nullptr, &std::fclose), terminal_(on_terminal()) {
+  open_log(first_step);
+}
+
+void Reporter::open_log(int64_t first_step) {
+  const std::string& path = config_.train.log;
+  if (path.empty()) {
+    return;
+  }
+  if (first_step > 0) {
+    named(config_.at("train.log"), [&] { keep_log_before(path, first_step); });
+  }
+  log_.reset(std::fopen(path.c_str(), first_step > 0 ? "ae" : "we"));
+  if (!log_) {
+    throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
+  }
+}
+
+Reporter::~Reporter() { clear_bar(); }
+
+void Reporter::line(const std::string& text) {
+  clear_bar();
+  std::fputs((text + "\n").c_str(), stdout);
+  std::fflush(stdout);
+}
+
+void Reporter::step(const StepRecord& record, int64_t steps) {
+  done_ = record.step + 1;
+  steps_ = steps;
+  ++timed_;
+  seconds_ += record.ms / 1000;
+  samples_ += record.samples;
+  tokens_ += record.tokens;
+  if (done_ % config_.train.log_every == 0 || done_ == steps || record.step == 0) {
+    const std::string last = std::to_string(steps - 1);
+    const double rate = static_cast<double>(record.tokens > 0 ? record.tokens : record.samples) /
+                        (record.ms / 1000);
+    line(fmt::format(
+        "step {:>{}}/{}  loss {:.4f}{}  grad_norm {:.4f}  lr {:.3e}  {:.1f} ms  {:.0f} {}/s  ETA "
+        "{}",
+        record.step, last.size(), last, record.loss, others(record.figures), record.grad_norm,
+        record.lr, record.ms, rate, record.tokens > 0 ? "tokens" : "samples",
+        duration(seconds_ / static_cast<double>(timed_) * static_cast<double>(steps - done_))));
+  }
+  draw_bar();
+}
+
+void Reporter::log(const StepRecord& record) {
+  if (!log_) {
+    return;
+  }
+  const double seconds = record.ms / 1000;
+  nlohmann::ordered_json json = {{"step", record.step},
+                                 {"loss", record.loss},
+                                 {"grad_norm", record.grad_norm},
+                                 {"lr", record.lr},
+                                 {"ms", record.ms}};
+  json["tokens_per_s"] = static_cast<double>(record.tokens) / seconds;
+  json["samples_per_s"] = static_cast<double>(record.samples) / seconds;
+  json["epoch"] = record.epoch;
+  if (config_.train.loss_scale.enabled) {
+    json["loss_scale"] = record.loss_scale;
+  }
+  for (const auto& [name, value] : record.figures) {
+    if (name != "loss") json[name] = value;
+  }
+  for (const auto& [name, value] : record.evaluation) {
+    json["eval_" + name] = value;
+  }
+  const std::string text = json.dump() + "\n";
+  if (std::fputs(text.c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0) {
+    throw Error(config_.at("train.log") + config_.train.log +
+                ": cannot write: " + std::strerror(errno));
+  }
+}
+
+void Reporter::log_again(const StepRecord& record) {
+  open_log(record.step);
+  log(record);
+}
+
+void Reporter::evaluation(int64_t step, const std::map<std::string, double>& figures,
+                          const std::optional<double>& baseline, const std::string& baseline_name) {
+  std::string text = fmt::format("evaluation after {} steps: loss {:.4f}{}", step,
+                                 figures.at("loss"), others(figures));
+  if (baseline) {
+    text += fmt::format("  ({} reaches {:.4f})", baseline_name, *baseline);
+  }
+  line(text);
+}
+
+void Reporter::test(const std::map<std::string, double>& figures) {
+  line(fmt::format("test: loss {:.4f}{}", figures.at("loss"), others(figures)));
+}
+
+void Reporter::memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& formula,
+                            const MemoryUse& unsharded) {
+  line(fmt::format("{:<20}{:>16}{:>16}{:>18}{:>16}", "bytes per rank", "parameters", "gradients",
+                   "optimizer state", "total"));
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    line(memory_row("rank " + std::to_string(rank), ranks[rank]));
+  }
+  line(memory_row("formula", formula));
+  line(memory_row("unsharded", unsharded));
+}
+
+void Reporter::summary(const TrainResult& result, const CommStats& communication,
+                       double waited_for_data) {
+  if (timed_ > 0) {
+    const double rate = static_cast<double>(tokens_ > 0 ? tokens_ : samples_) / seconds_;
+    line(fmt::format(
+        "{} steps in {}: {:.0f} {}/s; waited {:.2f} s for data, {:.2f} s for communication", timed_,
+        duration(seconds_), rate, tokens_ > 0 ? "tokens" : "samples", waited_for_data,
+        communication.waited_seconds));
+    line(fmt::format(
+        "communication of rank 0: {} calls, {} bytes sent, {} received; {} received a step",
+        grouped(static_cast<int64_t>(communication.calls())),
+        grouped(static_cast<int64_t>(communication.payload_sent())),
+        grouped(static_cast<int64_t>(communication.payload_received())),
+        grouped(static_cast<int64_t>(communication.payload_received()) / timed_)));
+  }
+  if (result.best_eval_loss) {
+    line(fmt::format("best evaluation loss {:.4f}", *result.best_eval_loss));
+  }
+  if (result.skipped_steps > 0) {
+    line(fmt::format("{} steps skipped: their gradients had an infinity at that loss scale",
+                     result.skipped_steps));
+  }
+}
+
+void Reporter::draw_bar() {
+  if (!terminal_ || steps_ == 0) {
+    return;
+  }
+  constexpr int kWidth = 40;
+  const double part = static_cast<double>(done_) / static_cast<double>(steps_);
+  const int full = static_cast<int>(part * kWidth);
+  clear_bar();
+  fmt::print(
+      stdout, "[{:#<{}}{:.<{}}] {:3.0f} %  {}/{}  {} left", "", full, "", kWidth - full, part * 100,
+      done_, steps_,
+      duration(seconds_ / static_cast<double>(timed_) * static_cast<double>(steps_ - done_)));
+  std::fflush(stdout);
+  bar_drawn_ = true;
+}
+
+void Reporter::clear_bar() {
+  if (bar_drawn_) {
+    std::fputs("\r\033[2K", stdout);
+    std::fflush(stdout);
+    bar_drawn_ = false;
+  }
+}
+
+}  // namespace tessera::train

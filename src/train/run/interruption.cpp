@@ -1,0 +1,61 @@
+#include "train/run/interruption.h"
+
+#include <atomic>
+#include <cstdint>
+
+#include <time.h>
+#include <unistd.h>
+
+#include "tessera/train.h"
+
+namespace tessera {
+namespace {
+
+/// One stop often comes twice at once: whoever signals every process of a job signals the launcher,
+/// too, which passes it on.
+constexpr int64_t kSameStop = 1'000'000'000;  // ns
+
+std::atomic<int> asked{0};
+std::atomic<int64_t> first_signal{0};  // when it came, in ns of the monotonic clock; 0: none did
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
+              "used in a signal handler");
+
+int64_t monotonic_ns() noexcept {
+  timespec time{};
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+void on_signal(int signal) {
+  const int64_t now = monotonic_ns();
+  int64_t before = 0;
+  if (first_signal.compare_exchange_strong(before, now)) {
+    request_stop(signal);
+  } else if (now - before > kSameStop) {
+    _exit(128 + signal);
+  }
+}
+
+}  // namespace
+
+void request_stop(int signal) noexcept { asked.store(signal); }
+
+namespace train {
+
+int stop_requested() noexcept { return asked.load(); }
+
+void handle_signals() {
+  first_signal.store(0);
+  struct sigaction action {};
+  action.sa_handler = on_signal;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  // A file that grows beyond the limit is then an error of the write, which names it, like a full
+  // disk.
+  std::signal(SIGXFSZ, SIG_IGN);
+}
+
+}  // namespace train
+}  // namespace tessera

@@ -1,0 +1,320 @@
+#include "train/run/run.h"
+
+#include <chrono>
+#include <cmath>
+#include <numeric>
+
+#include "tessera/error.h"
+#include "tessera/train.h"
+#include "train/run/evaluation.h"
+#include "train/run/interruption.h"
+#include "train/run/to_device.h"
+
+namespace tessera::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+/// Samples [begin, begin + count) of a batch.
+Batch part_of(const Batch& batch, int64_t begin, int64_t count) {
+  Batch part{batch.inputs.narrow(0, begin, count),
+             batch.targets.defined() ? batch.targets.narrow(0, begin, count) : at::Tensor(),
+             {}};
+  for (const auto& [name, tensor] : batch.extra) {
+    part.extra[name] = tensor.narrow(0, begin, count);
+  }
+  return part;
+}
+
+}  // namespace
+
+Progress Run::progress(int64_t iteration) const {
+  Progress now;
+  now.step = iteration;
+  now.steps = iterations();
+  const double per_epoch =
+      static_cast<double>(config_.train.global_batch) / static_cast<double>(sampler_->size());
+  now.epoch = static_cast<double>(iteration) * per_epoch;
+  now.epochs = static_cast<double>(now.steps) * per_epoch;
+  return now;
+}
+
+void Run::on_join_iteration(const JoinIteration& iteration) {
+  active_ranks_ = iteration.active_ranks;
+  wrapper_->joinable()->on_join_iteration(iteration);
+}
+
+RunState Run::run_state() const {
+  RunState state;
+  state.step = done_;
+  state.steps = iterations();
+  state.epoch = progress(done_).epoch;
+  state.loss = record_.loss;
+  state.grad_norm = record_.grad_norm;
+  state.lr = record_.lr;
+  state.figures = record_.figures;
+  state.model = wrapper_.get();
+  return state;
+}
+
+template <class Call>
+void Run::call_hooks(const Call& call) {
+  for (const auto& hook : hooks_) {
+    RunState state = run_state();
+    call(*hook, state);
+    stop_ |= state.stop;
+  }
+}
+
+TrainResult Run::run() {
+  print_header();
+  call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
+  evaluate_what_was_due();
+  train();
+  finish();
+  call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
+  return std::move(result_);
+}
+
+void Run::print_header() {
+  if (reporter_) {
+    reporter_->line(
+        config_.model.type + " with " + std::to_string(parameters_) + " parameters; " +
+        data_.train->describe() +
+        (data_.val ? ", evaluation on " + std::to_string(data_.val->size()) + " samples" : "") +
+        "; " + config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
+        std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
+        group_.backend_name() + ")");
+    if (resumed_) {
+      reporter_->line("going on from " + resumed_->path());
+    }
+  }
+  result_.first_step = done_;
+}
+
+void Run::train() {
+  const auto samples_of = [this](int64_t iteration) {
+    const auto part = assignment_->part(iteration, group_.rank());
+    return sampler_->samples(part.first, part.count);
+  };
+  BatchLoaderOptions options;
+  options.threads = config_.data.loader_threads;
+  options.depth = config_.data.prefetch;
+  loader_ = std::make_unique<BatchLoader>(data_.train, samples_of, done_,
+                                          std::max(done_, iterations()), options);
+  if (joins()) {
+    JoinOptions join_options;
+    join_options.divide_by_initial_world_size = false;  // a mean over what there is
+    join({static_cast<Joinable&>(*this)}, join_options, [this](JoinLoop& loop) {
+      while (!stop_ && assignment_->part(done_, group_.rank()).count > 0) {
+        loop.next();
+        iteration(loader_->next());
+      }
+    });
+  } else {
+    while (!stop_ && done_ < iterations()) {
+      iteration(loader_->next());
+    }
+  }
+}
+
+/// A step, and what is due after it. Without a batch: as a shadow of those that have one.
+void Run::iteration(std::optional<Batch> batch) {
+  record_ = StepRecord{};
+  train_step(std::move(batch));
+  ++done_;
+  call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
+  const int64_t every = config_.train.eval_every;
+  const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
+  const bool evaluation = data_.val && (last || (every > 0 && done_ % every == 0));
+  // Whoever interrupts a run may not wait for long: its checkpoint comes first, and says what is
+  // due.
+  evaluation_due_ = evaluation && result_.interrupted_by != 0;
+  if (evaluation && !evaluation_due_) {
+    evaluate();
+  }
+  if (reporter_) {
+    reporter_->log(record_);
+  }
+  const int64_t save_every = config_.checkpoint.every;
+  if (store_ && (last || stop_ || (save_every > 0 && done_ % save_every == 0))) {
+    save_checkpoint();
+  }
+}
+
+/// The evaluation that the checkpoint's step was interrupted before. The step's line in the log is
+/// written anew with it.
+void Run::evaluate_what_was_due() {
+  if (!evaluation_due_) {
+    return;
+  }
+  evaluation_due_ = false;
+  evaluate();
+  if (reporter_) {
+    reporter_->log_again(record_);
+  }
+  if (stop_ || done_ == iterations()) {
+    saved_at_ =
+        -1;  // no step follows; what the evaluation changed belongs into the run's last checkpoint
+  }
+}
+
+std::vector<Batch> Run::parts_of(Batch batch) const {
+  const int64_t parts = config_.train.accumulation;
+  if (parts == 1) {
+    return {std::move(batch)};
+  }
+  const int64_t size = batch.inputs.size(0) / parts;
+  std::vector<Batch> result;
+  for (int64_t i = 0; i < parts; ++i) {
+    result.push_back(part_of(batch, i * size, size));
+  }
+  return result;
+}
+
+/// The schedule's rate in every group of the optimizer, each from its own base; returns the first
+/// group's.
+double Run::set_learning_rates() {
+  auto& groups = wrapper_->optimizer().param_groups();
+  const Progress now = progress(done_);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    groups[g].options().set_lr(config_.scheduler(now, base_lrs_[g]));
+  }
+  return groups.front().options().get_lr();
+}
+
+void Run::train_step(std::optional<Batch> batch) {
+  const auto start = Clock::now();
+  record_.step = done_;
+  record_.lr = set_learning_rates();
+  optimizer_->initialize_count_status(done_ * config_.train.accumulation, 0);
+  double loss = 0;
+  std::vector<std::pair<std::string, double>> figures;
+  if (batch) {
+    const auto parts =
+        parts_of(to_device(std::move(*batch), model_.module->parameters().front().device()));
+    const auto share = 1 / static_cast<double>(parts.size());
+    for (const auto& part : parts) {
+      const auto values = wrapper_->train_step(part, *optimizer_);
+      figures.resize(values.size());
+      for (size_t i = 0; i < values.size(); ++i) {
+        const double value = values[i].second.item<double>() * share;
+        figures[i].first = values[i].first;
+        figures[i].second += value;
+        loss += values[i].first.find("loss") != std::string::npos ? value : 0;
+      }
+    }
+  } else {
+    for (int64_t i = 0; i < config_.train.accumulation; ++i) {
+      wrapper_->shadow_train_step(*optimizer_);
+    }
+  }
+  reduce_figures(loss, figures, batch.has_value());
+  if (average_ && optimizer_->updated()) {
+    average_->update();
+  }
+  record_.grad_norm = optimizer_->skipped() ? std::nan("") : optimizer_->grad_norm();
+  record_.loss_scale = optimizer_->scaler().scale();
+  result_.skipped_steps += optimizer_->skipped();
+  const double seconds = seconds_since(start);
+  record_.ms = seconds * 1000;
+  record_.epoch = progress(done_ + 1).epoch;
+  const int64_t round = assignment_->round();
+  record_.samples = std::min(assignment_->total - assignment_->dealt(done_), round);
+  record_.tokens = record_.samples * data_.train->tokens_per_sample();
+  result_.losses.push_back(record_.loss);
+  result_.grad_norms.push_back(record_.grad_norm);
+  if (reporter_) {
+    reporter_->step(record_, iterations());
+    if (!warned_ && !std::isfinite(record_.loss)) {
+      warned_ = true;
+      reporter_->line("warning: the loss is not finite at step " + std::to_string(done_) +
+                      "; a lower optimizer.lr, a warm-up or train.clip_grad_norm may help");
+    }
+  }
+}
+
+void Run::reduce_figures(double loss, const std::vector<std::pair<std::string, double>>& figures,
+                         bool active) {
+  const int signal = stop_requested();
+  std::vector<double> sums{active ? loss : 0.0, signal != 0 ? 1.0 : 0.0,
+                           signal == kTerminate ? 1.0 : 0.0};
+  // In a join a rank without data does not know the figures.
+  const bool all_have_figures = !joins();
+  if (all_have_figures) {
+    for (const auto& [name, value] : figures) {
+      sums.push_back(value);
+    }
+  }
+  const at::Tensor sum = at::tensor(sums, at::kDouble).to(group_.control_device());
+  group_.all_reduce(sum);
+  const at::Tensor total = sum.cpu();
+  const double* values = total.data_ptr<double>();
+  const double count = active_ranks_ > 0 ? active_ranks_ : group_.size();
+  record_.loss = values[0] / count;
+  if (values[1] > 0) {
+    stop_ = true;
+    result_.interrupted_by = values[2] > 0 ? kTerminate : kInterrupt;
+  }
+  for (size_t i = 0; all_have_figures && i < figures.size(); ++i) {
+    record_.figures.emplace_back(figures[i].first, values[3 + i] / count);
+  }
+}
+
+/// With the averaged weights in place of the live ones, where there is an average.
+void Run::evaluate_averaged(const std::function<void()>& evaluation) {
+  const torch::NoGradGuard no_grad;
+  const auto swap = [&] {
+    if (average_) {
+      average_->swap();
+      wrapper_->publish_shards();
+    }
+  };
+  swap();
+  evaluation();
+  swap();
+}
+
+void Run::evaluate() {
+  if (!data_.val) {
+    return;
+  }
+  evaluate_averaged([&] {
+    result_.eval_figures = train::evaluate(*wrapper_, *data_.val,
+                                           config_.train.eval_batches * config_.train.global_batch);
+  });
+  const double loss = result_.eval_figures.at("loss");
+  result_.eval_loss = loss;
+  if (std::isfinite(loss) && loss < result_.best_eval_loss.value_or(INFINITY)) {
+    result_.best_eval_loss = loss;
+  }
+  record_.evaluation.assign(result_.eval_figures.begin(), result_.eval_figures.end());
+  if (reporter_) {
+    reporter_->evaluation(done_, result_.eval_figures, result_.baseline_loss, data_.baseline_name);
+  }
+  call_hooks([&](RunHook& hook, RunState& state) {
+    state.figures = record_.evaluation;
+    hook.after_evaluation(state);
+  });
+  if (early_stop_ && early_stop_->observe(loss) && !stop_) {
+    stop_ = true;
+    if (reporter_) {
+      reporter_->line("early stop: no improvement in " +
+                      std::to_string(config_.train.early_stop.patience) + " evaluations");
+    }
+  }
+}
+
+}  // namespace tessera::train
+
+namespace tessera {
+
+TrainResult run_training(const Config& config, ProcessGroup group) {
+  return train::Run(config, std::move(group)).run();
+}
+
+}  // namespace tessera

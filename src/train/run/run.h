@@ -1,0 +1,122 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint_store.h"
+#include "tessera/data/batch_loader.h"
+#include "tessera/join.h"
+#include "tessera/safetensors.h"
+#include "tessera/step/agreement.h"
+#include "tessera/step/early_stop.h"
+#include "tessera/step/weight_average.h"
+#include "tessera/train.h"
+#include "tessera/train/model_wrapper.h"
+#include "tessera/train/optim_wrapper.h"
+#include "train/report/reporter.h"
+#include "train/run/sample_assignment.h"
+
+namespace tessera::train {
+
+/// One run on one rank. Members in the order in which they come to be. In a join it is the one
+/// joinable: a rank out of data goes through the same steps and evaluations, without a batch.
+class Run : private Joinable {
+ public:
+  Run(const Config& config, ProcessGroup group);
+  TrainResult run();
+
+ private:
+  bool first() const { return group_.rank() == 0; }
+  bool uneven() const { return config_.train.global_batch % group_.size() != 0; }
+  bool joins() const { return uneven() && config_.data.uneven == "join"; }
+  int64_t iterations() const { return joins() ? assignment_->some() : assignment_->full(); }
+  Progress progress(int64_t iteration) const;
+
+  // run_prepare.cpp: local but for make(); errors are agreed upon
+  void prepare();
+  void load_data();
+  void make_model(const ProcessGroup& own_group);
+  Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
+  void note_specs();
+  void make();
+  void start_averaging();
+  void check_joining() const;
+
+  ProcessGroup join_group() const override { return group_; }
+  void on_join_iteration(const JoinIteration& iteration) override;
+  void shadow_step() override { iteration(std::nullopt); }
+  void finish_join(int last_active_rank) override {
+    wrapper_->joinable()->finish_join(last_active_rank);
+  }
+
+  // run.cpp
+  void print_header();
+  void train();
+  void iteration(std::optional<Batch> batch);
+  void train_step(std::optional<Batch> batch);
+  std::vector<Batch> parts_of(Batch batch) const;
+  /// Means over the ranks with a batch; also whether any rank was asked to stop.
+  void reduce_figures(double loss, const std::vector<std::pair<std::string, double>>& figures,
+                      bool active);
+  double set_learning_rates();
+  void evaluate();
+  void evaluate_what_was_due();
+  void evaluate_averaged(const std::function<void()>& evaluation);
+  RunState run_state() const;
+  template <class Call>
+  void call_hooks(const Call& call);
+  void finish();
+  void report_memory();
+  void save();
+  void sample();
+
+  // run_checkpoint.cpp
+  void open_checkpoints();
+  void load_weights_of(const Checkpoint& checkpoint);
+  void restore();
+  void save_checkpoint();
+  void write_weights(
+      const std::function<void(const std::string& name, const at::Tensor& tensor)>& write);
+  std::vector<StateSlice> slices_to_save();
+  void restore_slices(const Checkpoint& checkpoint);
+  void restore_random(const Checkpoint& checkpoint);
+  std::string state_text() const;
+  void read_state(const std::string& text, const std::string& where);
+  void check_global_batch(int64_t before) const;
+  void check_model(const std::map<std::string, std::string>& before) const;
+  void warn_of_optimizer(const std::string& before);
+
+  const Config& config_;
+  ProcessGroup group_;
+  std::optional<CheckpointStore> store_;
+  std::optional<Checkpoint> resumed_;
+  DataSplits data_;
+  std::optional<Sampler> sampler_;
+  std::optional<SampleAssignment> assignment_;
+  TrainedModel model_;
+  std::vector<SafetensorsSpec> weights_;  // parameters, then buffers
+  size_t parameter_count_ = 0;            // of weights_
+  int64_t parameters_ = 0;                // elements
+  std::unique_ptr<Reporter> reporter_;    // rank 0
+  std::vector<std::shared_ptr<RunHook>> hooks_;
+  std::unique_ptr<ModelWrapper> wrapper_;
+  std::unique_ptr<OptimWrapper> optimizer_;
+  std::unique_ptr<WeightAverage> average_;
+  std::optional<EarlyStop> early_stop_;
+  std::unique_ptr<BatchLoader> loader_;
+  std::vector<double> base_lrs_;  // of the optimizer's groups
+  int64_t done_ = 0;              // iterations
+  int64_t saved_at_ = -1;
+  int64_t averaged_updates_ = 0;  // of the checkpoint
+  int active_ranks_ = 0;          // 0: all
+  bool stop_ = false;
+  bool warned_ = false;
+  bool evaluation_due_ = false;  // the run was interrupted before it
+  StepRecord record_;
+  TrainResult result_;
+};
+
+}  // namespace tessera::train

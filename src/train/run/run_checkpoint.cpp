@@ -1,0 +1,394 @@
+#include <cmath>
+#include <filesystem>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+#include "train/run/random_state.h"
+#include "train/run/run.h"
+#include "train/run/weights.h"
+
+namespace tessera::train {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kWeights = "weights.safetensors";
+constexpr const char* kState = "state.json";
+constexpr const char* kConfig = "config.yaml";
+/// The moving average travels with the state of its shard.
+constexpr const char* kAverage = "weight_average";
+
+std::string rank_file(const char* kind, int rank, int world) {
+  return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
+}
+
+/// What a step came to, for the run that goes on with its evaluation. A figure that is not finite
+/// has no number in JSON.
+Json json_of(const StepRecord& record) {
+  const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
+  Json figures = Json::array();
+  for (const auto& [name, value] : record.figures) {
+    figures.push_back({name, number(value)});
+  }
+  return {{"loss", number(record.loss)},
+          {"grad_norm", number(record.grad_norm)},
+          {"lr", record.lr},
+          {"ms", record.ms},
+          {"samples", record.samples},
+          {"tokens", record.tokens},
+          {"epoch", record.epoch},
+          {"loss_scale", record.loss_scale},
+          {"figures", figures}};
+}
+
+StepRecord record_of(const Json& json, int64_t step) {
+  const auto number = [](const Json& value) {
+    return value.is_null() ? std::nan("") : value.get<double>();
+  };
+  StepRecord record;
+  record.step = step;
+  record.loss = number(json.at("loss"));
+  record.grad_norm = number(json.at("grad_norm"));
+  record.lr = json.at("lr").get<double>();
+  record.ms = json.at("ms").get<double>();
+  record.samples = json.at("samples").get<int64_t>();
+  record.tokens = json.at("tokens").get<int64_t>();
+  record.epoch = json.at("epoch").get<double>();
+  record.loss_scale = json.at("loss_scale").get<double>();
+  for (const auto& figure : json.at("figures")) {
+    record.figures.emplace_back(figure.at(0).get<std::string>(), number(figure.at(1)));
+  }
+  return record;
+}
+
+/// A run that starts anew must not find the checkpoints of the one before as its own: they move to
+/// a folder beside.
+void set_aside_checkpoints(const std::string& folder) {
+  namespace fs = std::filesystem;
+  if (!latest_checkpoint(folder)) {
+    return;
+  }
+  int number = 1;
+  while (fs::exists(fs::path(folder) / fmt::format("earlier-{}", number))) {
+    ++number;
+  }
+  const fs::path aside = fs::path(folder) / fmt::format("earlier-{}", number);
+  fs::create_directory(aside);
+  std::vector<fs::path> steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.is_directory() && entry.path().filename().string().rfind("step-", 0) == 0) {
+      steps.push_back(entry.path());
+    }
+  }
+  for (const auto& step : steps) {
+    fs::rename(step, aside / step.filename());
+  }
+}
+
+/// As one word of a shell's command.
+std::string quoted(const std::string& path) {
+  std::string text = "'";
+  for (const char letter : path) {
+    text += letter == '\'' ? "'\\''" : std::string(1, letter);
+  }
+  return text + "'";
+}
+
+/// What to do about the folder's newest checkpoint when it cannot be read.
+std::string way_around(const std::string& path) {
+  const std::filesystem::path step(path);
+  const std::string aside = (step.parent_path() / ("damaged-" + step.filename().string())).string();
+  return fmt::format("; to go on without it: mv {} {}, and the same command again", quoted(path),
+                     quoted(aside));
+}
+
+}  // namespace
+
+/// Opens the folder for writing, and what the run goes on from.
+void Run::open_checkpoints() {
+  const CheckpointConfig& config = config_.checkpoint;
+  std::string path;
+  if (!config.folder.empty()) {
+    CheckpointStoreOptions options;
+    options.keep_last = static_cast<int>(config.keep_last);
+    options.keep_every = config.keep_every;
+    store_.emplace(config.folder, group_, options);
+    agree(group_, [&] {
+      if (!first()) {
+        return;
+      }
+      if (config.resume) {
+        path = latest_checkpoint(config.folder).value_or("");
+      } else {
+        set_aside_checkpoints(config.folder);
+      }
+    });
+  }
+  path = group_.broadcast_bytes(path, 0);
+  const bool own = !path.empty();
+  if (!own) {
+    path = group_.broadcast_bytes(config.from, 0);
+  }
+  if (path.empty()) {
+    return;
+  }
+  try {
+    agree(group_, [&] { resumed_.emplace(path); });
+    resumed_->verify(group_);
+  } catch (const UsageError& error) {  // the same on all ranks
+    throw own ? AgreedError(error.what() + way_around(path))
+              : AgreedError(config_.at("checkpoint.from") + error.what());
+  }
+  if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
+    saved_at_ = resumed_->step();
+  }
+}
+
+void Run::load_weights_of(const Checkpoint& checkpoint) {
+  load_weights(*model_.module, checkpoint.path() + "/" + kWeights,
+               checkpoint.tensors(kWeights).entries(),
+               [&](const std::string& name) { return checkpoint.load_tensor(kWeights, name); });
+}
+
+void Run::restore() {
+  agree(group_, [&] {
+    read_state(resumed_->text(kState), resumed_->path() + "/" + kState);
+    if (config_.train.ema.decay) {
+      start_averaging();
+    }
+    restore_slices(*resumed_);
+    restore_random(*resumed_);
+  });
+}
+
+void Run::restore_slices(const Checkpoint& checkpoint) {
+  std::vector<ElementRange> requests;
+  for (const auto& shard : wrapper_->shards()) {
+    requests.push_back({shard.parameter, shard.shape, shard.begin, shard.numel});
+  }
+  std::vector<StateSlice> slices = checkpoint.load_slices(requests);
+  std::vector<at::Tensor> averages;
+  for (auto& slice : slices) {
+    if (const auto found = slice.state.tensors.find(kAverage); found != slice.state.tensors.end()) {
+      averages.push_back(found->second);
+      slice.state.tensors.erase(found);
+    }
+  }
+  wrapper_->load_state_slices(slices);
+  if (average_ && averages.size() == slices.size()) {
+    for (size_t i = 0; i < averages.size(); ++i) {
+      averages[i] = averages[i].reshape(average_->averages()[i].sizes());
+    }
+    average_->load(averages, averaged_updates_);
+  }
+}
+
+/// Where another number of ranks goes on, what they draw cannot be what fewer or more would have
+/// drawn.
+void Run::restore_random(const Checkpoint& checkpoint) {
+  if (checkpoint.world_size() != group_.size()) {
+    torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) +
+                       static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u);
+    return;
+  }
+  const std::string file = rank_file("rank", group_.rank(), group_.size());
+  std::vector<std::pair<std::string, at::Tensor>> random, extra;
+  for (const std::string& name : checkpoint.tensors(file).names()) {
+    const bool own = name.rfind("random.", 0) == 0;
+    (own ? random : extra)
+        .emplace_back(name.substr(name.find('.') + 1), checkpoint.load_tensor(file, name));
+  }
+  set_random_state(random);
+  if (!extra.empty()) {
+    wrapper_->load_extra_state(extra);
+  }
+}
+
+std::string Run::state_text() const {
+  Json json = {{"step", done_},
+               {"samples", assignment_->dealt(done_)},
+               {"global_batch", config_.train.global_batch},
+               {"data",
+                {{"size", sampler_->size()},
+                 {"order", to_string(config_.data.order)},
+                 {"seed", config_.data.seed}}},
+               {"parallel", config_.parallel.type},
+               {"optimizer", config_.optimizer.type},
+               {"ranks", group_.size()}};
+  if (config_.train.loss_scale.enabled) {
+    const auto& state = optimizer_->scaler().state();
+    json["loss_scale"] = {{"scale", state.scale}, {"growth_tracker", state.growth_tracker}};
+  }
+  if (early_stop_) {
+    const auto& state = early_stop_->state();
+    json["early_stop"] = {{"best", state.best ? Json(*state.best) : Json()},
+                          {"waited", state.waited},
+                          {"stopped", state.stopped}};
+  }
+  json["model"] = Json::object();
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    json["model"][option] = value;
+  }
+  if (evaluation_due_) {
+    json["evaluation_due"] = json_of(record_);
+  }
+  if (average_) {
+    json["weight_average_updates"] = average_->updates();
+  }
+  if (result_.best_eval_loss) {
+    json["best_eval_loss"] = *result_.best_eval_loss;
+  }
+  json["hooks"] = Json::array();
+  for (const auto& hook : hooks_) {
+    json["hooks"].push_back(hook->state());
+  }
+  return json.dump(2) + "\n";
+}
+
+/// Steps are counted, scheduled, logged and saved by number: of another size, the numbers would
+/// mean something else.
+void Run::check_global_batch(int64_t before) const {
+  const int64_t batch = config_.train.global_batch;
+  if (batch != before) {
+    throw UsageError(
+        config_.at("train.global_batch") + std::to_string(batch) + ", but " + resumed_->path() +
+        " is of a run with " + std::to_string(before) + "; expected " + std::to_string(before) +
+        ", or a new run from its weights, in another folder: checkpoint.folder=… model.init=" +
+        resumed_->path() + "/" + kWeights);
+  }
+}
+
+/// Shapes tell most other models apart; these options they do not.
+void Run::check_model(const std::map<std::string, std::string>& before) const {
+  for (const auto& [option, value] : config_.model.plan.meaning) {
+    const auto found = before.find(option);
+    if (found != before.end() && found->second != value) {
+      throw UsageError(config_.at("model." + option) + value + ", but the weights of " +
+                       resumed_->path() + " are of a model with " + found->second + "; expected " +
+                       found->second);
+    }
+  }
+}
+
+void Run::warn_of_optimizer(const std::string& before) {
+  if (reporter_ && before != config_.optimizer.type) {
+    reporter_->line("warning: " + config_.at("optimizer.type") + config_.optimizer.type +
+                    " goes on with the state of " + before);
+  }
+}
+
+void Run::read_state(const std::string& text, const std::string& where) {
+  int64_t global_batch = 0;
+  std::map<std::string, std::string> model;
+  try {
+    const Json json = Json::parse(text);
+    model = json.value("model", model);
+    warn_of_optimizer(json.value("optimizer", config_.optimizer.type));
+    const Json& data = json.at("data");
+    SamplerState sampler = sampler_->state();
+    sampler.position = json.at("samples").get<int64_t>();
+    sampler.size = data.at("size").get<int64_t>();
+    sampler.order = data.at("order").get<std::string>() == "shuffled" ? SampleOrder::shuffled
+                                                                      : SampleOrder::sequential;
+    sampler.seed = data.at("seed").get<uint64_t>();
+    sampler_->load_state(sampler);
+    done_ = json.at("step").get<int64_t>();
+    global_batch = json.value("global_batch",
+                              done_ > 0 ? sampler.position / done_ : config_.train.global_batch);
+    assignment_->start = done_;
+    assignment_->start_sample = sampler.position;
+    if (json.contains("evaluation_due")) {
+      evaluation_due_ = data_.val != nullptr;
+      record_ = record_of(json.at("evaluation_due"), done_ - 1);
+    }
+    if (json.contains("loss_scale")) {
+      const Json& scale = json.at("loss_scale");
+      optimizer_->scaler().load_state(
+          {scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()});
+    }
+    if (early_stop_ && json.contains("early_stop")) {
+      const Json& stop = json.at("early_stop");
+      EarlyStop::State state{{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
+      if (!stop.at("best").is_null()) {
+        state.best = stop.at("best").get<double>();
+      }
+      early_stop_->load_state(state);
+    }
+    averaged_updates_ = json.value("weight_average_updates", int64_t{0});
+    if (json.contains("best_eval_loss")) {
+      result_.best_eval_loss = json.at("best_eval_loss").get<double>();
+    }
+    const Json& hooks = json.at("hooks");
+    for (size_t i = 0; i < std::min(hooks.size(), hooks_.size()); ++i) {
+      hooks_[i]->load_state(hooks[i].get<std::string>());
+    }
+  } catch (const UsageError& error) {
+    throw UsageError(where + ": " + error.what());
+  } catch (const Json::exception& error) {
+    throw UsageError(where + ": " + error.what());
+  }
+  check_global_batch(global_batch);
+  check_model(model);
+}
+
+std::vector<StateSlice> Run::slices_to_save() {
+  std::vector<StateSlice> slices = wrapper_->state_slices();
+  if (average_) {
+    for (size_t i = 0; i < slices.size(); ++i) {
+      slices[i].state.tensors[kAverage] = average_->averages()[i].reshape({-1});
+    }
+  }
+  return slices;
+}
+
+/// Every parameter and buffer, whole, on rank 0. A collective.
+void Run::write_weights(
+    const std::function<void(const std::string& name, const at::Tensor& tensor)>& write) {
+  const auto buffers = model_.module->named_buffers(true);
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    const std::string& name = weights_[i].name;
+    const at::Tensor tensor =
+        i < parameter_count_ ? wrapper_->whole_parameter(name) : buffers[name];
+    if (first()) {
+      write(name, tensor.to(weights_[i].dtype));
+    }
+  }
+}
+
+void Run::save_checkpoint() {
+  if (saved_at_ == done_) {
+    return;
+  }
+  CheckpointWriter writer(*store_, done_);
+  if (first()) {
+    writer.begin_tensors(kWeights, weights_, {{"format", "pt"}});
+  }
+  write_weights([&](const std::string& name, const at::Tensor& tensor) {
+    writer.write_tensor(kWeights, name, tensor);
+  });
+  if (wrapper_->saves_shards()) {
+    writer.add_slices(slices_to_save());
+  }
+  auto own = random_state();
+  for (auto& [name, tensor] : own) {
+    name = "random." + name;
+  }
+  for (const auto& [name, tensor] : wrapper_->extra_state()) {
+    own.emplace_back("extra." + name, tensor);
+  }
+  writer.add_tensors(rank_file("rank", group_.rank(), group_.size()), own);
+  if (first()) {
+    writer.add_text(kState, state_text());
+    writer.add_text(kConfig, config_.dump(true));
+  }
+  result_.checkpoint = writer.commit();
+  saved_at_ = done_;
+  if (reporter_) {
+    reporter_->line("checkpoint written to " + result_.checkpoint);
+  }
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,125 @@
+#include <filesystem>
+
+#include "tessera/detail/files.h"
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+#include "train/run/evaluation.h"
+#include "train/run/interruption.h"
+#include "train/run/run.h"
+#include "train/run/sample.h"
+
+namespace tessera::train {
+
+void Run::finish() {
+  if (result_.interrupted_by != 0) {
+    if (reporter_) {
+      reporter_->line(result_.checkpoint.empty()
+                          ? "interrupted at step " + std::to_string(done_) +
+                                "; no checkpoint.folder, nothing to resume from"
+                          : "interrupted at step " + std::to_string(done_) +
+                                "; the same command goes on from " + result_.checkpoint);
+    }
+    request_stop(0);
+    if (store_) {
+      return;
+    }
+  } else if (result_.eval_figures.empty()) {
+    record_.step = done_;
+    evaluate();
+  }
+  if (store_) {
+    save_checkpoint();
+  }
+  if (data_.test && result_.interrupted_by == 0) {
+    evaluate_averaged([&] {
+      const auto figures = train::evaluate(*wrapper_, *data_.test, 0);
+      if (reporter_) {
+        reporter_->test(figures);
+      }
+    });
+  }
+  report_memory();
+  evaluate_averaged([&] {
+    save();
+    sample();
+  });
+  if (reporter_) {
+    reporter_->summary(result_, group_.stats(), loader_ ? loader_->waited() : 0);
+  }
+}
+
+void Run::report_memory() {
+  const MemoryUse use = wrapper_->memory();
+  const at::Tensor mine =
+      at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong)
+          .to(group_.control_device());
+  const at::Tensor all = group_.all_gather(mine).cpu();
+  if (reporter_) {
+    std::vector<MemoryUse> ranks;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const auto* row = all.data_ptr<int64_t>() + 3 * rank;
+      ranks.push_back({row[0], row[1], row[2]});
+    }
+    const MemoryUse whole = wrapper_->unsharded(ranks);
+    reporter_->memory_table(ranks, wrapper_->formula(whole), whole);
+  }
+}
+
+/// Streams the weights into one file. What goes wrong with it on rank 0 is told to all at the end:
+/// the others are in collectives meanwhile.
+void Run::save() {
+  const std::string& path = config_.train.save;
+  if (path.empty()) {
+    return;
+  }
+  std::string wrong;
+  const auto attempt = [&](const std::function<void()>& action) {
+    if (!first() || !wrong.empty()) {
+      return;
+    }
+    try {
+      action();
+    } catch (const std::exception& error) {
+      wrong = error.what();
+    }
+  };
+  std::unique_ptr<SafetensorsWriter> writer;
+  attempt([&] {
+    writer =
+        std::make_unique<SafetensorsWriter>(path, weights_, SafetensorsMetadata{{"format", "pt"}});
+  });
+  write_weights([&](const std::string& name, const at::Tensor& tensor) {
+    attempt([&] { writer->write(name, tensor); });
+  });
+  attempt([&] {
+    writer->commit();
+    reporter_->line("weights written to " + path);
+    if (config_.train.save_config) {
+      const auto beside = std::filesystem::path(path).parent_path() / "config.json";
+      write_file(beside.string(), model_.config_json);
+      reporter_->line("its config written to " + beside.string());
+    }
+  });
+  const std::string error = group_.broadcast_bytes(wrong, 0);
+  if (!error.empty()) {
+    throw Error(error);
+  }
+}
+
+void Run::sample() {
+  const SampleConfig& sample = config_.train.sample;
+  if (sample.length == 0) {
+    return;
+  }
+  const auto whole = wrapper_->whole_on_rank0();
+  if (!first()) {
+    return;
+  }
+  try {
+    reporter_->line("sample:\n" + sample_text(model_, sample, config_.data.plan.text));
+  } catch (const c10::Error& error) {  // as of weights that are not finite; all else is written
+    reporter_->line("warning: train.sample: no sample: " + message_of(error));
+  }
+}
+
+}  // namespace tessera::train

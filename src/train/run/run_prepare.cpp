@@ -1,0 +1,209 @@
+#include <cmath>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+#include "train/builtins/builtin.h"
+#include "train/report/outputs.h"
+#include "train/run/run.h"
+#include "train/run/weights.h"
+
+namespace tessera::train {
+
+namespace {
+
+at::Device device_of(const Config& config) {
+  if (config.model.device == "cpu") {
+    return at::kCPU;
+  }
+  if (!torch::cuda::is_available()) {
+    throw UsageError(config.at("model.device") +
+                     "cuda, and this process sees no CUDA device, or Tessera was built without "
+                     "TESSERA_WITH_NCCL; expected cpu");
+  }
+  const char* local_rank = std::getenv("LOCAL_RANK");
+  const int index = local_rank != nullptr ? std::atoi(local_rank) : 0;
+  return {at::kCUDA,
+          static_cast<c10::DeviceIndex>(index % static_cast<int>(torch::cuda::device_count()))};
+}
+
+}  // namespace
+
+Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
+  open_checkpoints();
+  // Layers that communicate must not meet the wrapper's collectives, nor those of a failed start.
+  ProcessGroup own = group_;
+  const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
+  agree(group_, [&] { prepare(); });
+  // Only now: making a model may be collective.
+  agree(group_, [&] { make_model(layers); });
+  make();
+}
+
+void Run::prepare() {
+  check_config_world(config_, group_.size());
+  check_config_files(config_);
+  load_data();
+  if (first()) {
+    prepare_outputs(config_);
+    reporter_ = std::make_unique<Reporter>(config_, resumed_ ? resumed_->step() : 0);
+    if (data_.baseline) {
+      result_.baseline_loss = data_.baseline();
+    }
+  }
+  for (const auto& make_hook : config_.hooks) {
+    hooks_.push_back(make_hook());
+  }
+}
+
+void Run::load_data() {
+  data_ = config_.data.plan.load();
+  if (!data_.train) {
+    throw UsageError(config_.at("data.type") + config_.data.type + " gives no training data");
+  }
+  const int64_t samples = data_.train->size();
+  sampler_.emplace(samples, config_.data.order, config_.data.seed);
+  const int64_t batch = config_.train.global_batch;
+  int64_t steps = config_.train.steps;
+  if (config_.train.epochs > 0) {
+    const double whole = std::floor(config_.train.epochs * static_cast<double>(samples) /
+                                    static_cast<double>(batch));
+    constexpr double kMostOfEpochs =
+        4e18;  // counted in 64 bits, with room for the rounds of any world
+    if (whole > kMostOfEpochs / static_cast<double>(batch)) {
+      throw UsageError(config_.at("train.epochs") + fmt::format("{} times ", config_.train.epochs) +
+                       std::to_string(samples) + " samples; expected at most 4e18 samples in all");
+    }
+    steps = static_cast<int64_t>(whole);
+    if (steps == 0) {
+      throw UsageError(config_.at("train.epochs") + "less than one step of " +
+                       std::to_string(batch) + " samples in " + std::to_string(samples) +
+                       "; expected more epochs or a smaller train.global_batch");
+    }
+  }
+  assignment_.emplace(steps, batch, group_.size());
+  if (uneven() && iterations() == 0 && steps > 0) {
+    throw UsageError(config_.at("data.uneven") + "drop leaves no step in which every rank has " +
+                     std::to_string(assignment_->per_rank) +
+                     " sequences; expected more steps, or join");
+  }
+}
+
+void Run::make_model(const ProcessGroup& own_group) {
+  // Every rank draws the same initial weights; ranks that are threads of one process share the
+  // generator. Models that communicate while they are made wait for the other ranks: not under a
+  // lock.
+  static std::mutex one_at_a_time;
+  std::unique_lock lock(one_at_a_time, std::defer_lock);
+  if (!config_.model.plan.communicates) {
+    lock.lock();
+  }
+  torch::manual_seed(config_.model.seed);
+  model_ = named(config_.at("model"), [&] {
+    return config_.model.plan.make({own_group, config_.model.seed});
+  });
+  if (!model_.module) {
+    throw UsageError(config_.at("model.type") + config_.model.type + " made no module");
+  }
+  if (config_.loss) {
+    if (!model_.predict) {
+      throw UsageError(config_.at("loss") + "model " + config_.model.type +
+                       " gives no prediction; expected a forward(inputs) or predict(batch)");
+    }
+    model_.loss = [this, predict = model_.predict](const Batch& batch) {
+      return loss_of(predict(batch), batch);
+    };
+  }
+  if (!model_.loss) {
+    throw UsageError(
+        config_.at("model.type") + config_.model.type +
+        " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
+  }
+  model_.module->to(device_of(config_));
+  note_specs();
+  if (resumed_) {
+    load_weights_of(*resumed_);
+  } else if (!config_.model.init.empty()) {
+    named(config_.at("model.init"), [&] {
+      if (model_.load_weights) {
+        model_.load_weights(config_.model.init);
+      } else {
+        load_weights(*model_.module, config_.model.init);
+      }
+    });
+  }
+  // Dropout draws from the global state: every rank its own masks.
+  torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+}
+
+/// The config's loss; one that cannot take what the model gives says so, with the shapes.
+Losses Run::loss_of(const at::Tensor& prediction, const Batch& batch) const {
+  try {
+    return config_.loss(prediction, batch);
+  } catch (const c10::Error& error) {
+    std::ostringstream shapes;
+    shapes << "of a prediction of shape " << prediction.sizes() << " and targets of shape "
+           << batch.targets.sizes();
+    const std::string type = config_.options ? config_.value("loss.type") + " " : "";
+    throw Error(config_.at("loss.type") + type + shapes.str() + ": " + message_of(error));
+  }
+}
+
+void Run::note_specs() {
+  for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+    weights_.push_back({name, parameter.scalar_type(), parameter.sizes().vec()});
+    parameters_ += parameter.numel();
+  }
+  parameter_count_ = weights_.size();
+  for (const auto& buffer : model_.module->named_buffers(true)) {
+    weights_.push_back({buffer.key(), buffer.value().scalar_type(), buffer.value().sizes().vec()});
+  }
+}
+
+void Run::check_joining() const {
+  if (joins() && wrapper_->joinable() == nullptr) {
+    throw UsageError(config_.at("data.uneven") + "join is not supported by parallel.type " +
+                     config_.parallel.type);
+  }
+}
+
+void Run::make() {
+  wrapper_ = config_.parallel.plan.make({model_, config_.preprocessor, group_, config_.optimizer});
+  check_joining();
+  OptimWrapperOptions options;
+  options.accumulative_counts = config_.train.accumulation;
+  options.clip_grad_norm = config_.train.clip_grad_norm;
+  options.clip_grad_value = config_.train.clip_grad_value;
+  options.autocast = config_.train.autocast;
+  options.scaler = config_.train.loss_scale;
+  optimizer_ = std::make_unique<OptimWrapper>(*wrapper_, options);
+  for (const auto& group : wrapper_->optimizer().param_groups()) {
+    base_lrs_.push_back(group.options().get_lr());
+  }
+  if (config_.train.early_stop.patience > 0) {
+    EarlyStopOptions stop;
+    stop.patience = config_.train.early_stop.patience;
+    stop.min_delta = config_.train.early_stop.min_delta;
+    early_stop_.emplace(stop);
+  }
+  if (resumed_) {
+    restore();
+  } else if (config_.train.ema.decay) {
+    start_averaging();
+  }
+}
+
+void Run::start_averaging() {
+  std::vector<at::Tensor> live;
+  for (const auto& shard : wrapper_->shards()) {
+    live.push_back(shard.tensor);
+  }
+  average_ = std::make_unique<WeightAverage>(std::move(live), *config_.train.ema.decay,
+                                             WeightAverageOptions{config_.train.ema.warmup});
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,202 @@
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+#include "tessera/launch.h"
+#include "tessera/step/agreement.h"
+#include "tessera/train.h"
+#include "train/run/interruption.h"
+#include "train/run/run.h"
+
+namespace tessera {
+namespace {
+
+constexpr const char* kUsage =
+    "usage: tessera train [-n RANKS] CONFIG.yaml [key=value ...] [options]\n"
+    "  CONFIG.yaml                what to train; docs/config.md lists the keys\n"
+    "  key=value                  replaces a value: optimizer.lr=3e-4, optimizer.betas='[0.9, "
+    "0.99]', hooks.0.every=5\n"
+    "  -n RANKS                   starts RANKS ranks on this host\n"
+    "  --no-resume                starts anew, whatever checkpoint.folder holds\n"
+    "  --dump-config full|minimal prints the config that holds, every option or what is not "
+    "default, and ends\n"
+    "  --config-reference         prints all keys of all components, and ends\n";
+
+constexpr int kRunFailed = 1;
+constexpr int kWrongCommand = 2;
+
+void say(const std::string& text) {
+  std::fprintf(stderr, "tessera train: %s\n", text.c_str());
+  std::fflush(stderr);
+}
+
+/// The first rank of this host, as its launcher counts. Every rank of a host sees the same command
+/// and the same files.
+bool first_of_host() {
+  for (const char* name :
+       {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"}) {
+    if (const char* value = std::getenv(name)) {
+      return std::string(value) == "0";
+    }
+  }
+  return true;
+}
+
+/// A launcher takes the first rank that fails for the cause and ends the others: let it be the one
+/// that said why.
+void exit_after_reporting_rank(bool reports) {
+  if (!reports) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+}
+
+int rank_in_environment() {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+    if (const char* value = std::getenv(name)) {
+      return std::atoi(value);
+    }
+  }
+  return 0;
+}
+
+/// What the words of the command line ask for.
+struct Command {
+  std::string file;
+  std::vector<std::string> overrides;
+  std::string dump;  // "full", "minimal" or ""
+  bool help = false;
+  bool reference = false;
+  int ranks = 0;  // 0: not given
+};
+
+Command parse_command(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  Command command;
+  command.ranks = launch::take_nproc(words);
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word == "-h" || word == "--help") {
+      command.help = true;
+    } else if (word == "--config-reference") {
+      command.reference = true;
+    } else if (word == "--no-resume") {
+      command.overrides.push_back("checkpoint.resume=false");
+    } else if (word.rfind("--dump-config", 0) == 0) {
+      const size_t equals = word.find('=');
+      command.dump = equals != std::string::npos ? word.substr(equals + 1)
+                     : i + 1 < words.size()      ? words[++i]
+                                                 : "";
+      if (command.dump != "full" && command.dump != "minimal") {
+        throw UsageError("--dump-config: \"" + command.dump + "\"; expected full or minimal");
+      }
+    } else if (word.rfind('-', 0) == 0) {
+      throw UsageError(
+          word + ": unknown option" +
+          did_you_mean(word, {"--dump-config", "--no-resume", "--config-reference", "--help"}) +
+          "\n" + kUsage);
+    } else if (command.file.empty()) {
+      command.file = word;
+    } else {
+      command.overrides.push_back(word);
+    }
+  }
+  if (command.file.empty() && !command.help && !command.reference) {
+    throw UsageError(std::string("no config given\n") + kUsage);
+  }
+  return command;
+}
+
+/// The same command on `ranks` ranks of this host.
+int launch_ranks(int ranks, int argc, char** argv) {
+  if (const char* world = std::getenv("WORLD_SIZE")) {
+    throw UsageError("-n = " + std::to_string(ranks) +
+                     ": expected no -n under a launcher (WORLD_SIZE is set to '" + world + "')");
+  }
+  std::vector<std::string> words(argv + 1, argv + argc);
+  launch::take_nproc(words);
+  launch::LaunchOptions options;
+  options.program = {std::filesystem::read_symlink("/proc/self/exe").string()};
+  options.program.insert(options.program.end(), words.begin(), words.end());
+  options.nproc_per_node = ranks;
+  options.command = "tessera train";
+  return launch::run(options);
+}
+
+/// What all ranks agree is wrong before the first step is the command's fault; later it is a
+/// disk's.
+int train_on(const Config& config, ProcessGroup group) {
+  int failure = kWrongCommand;
+  try {
+    train::handle_signals();
+    train::Run run(config, group);
+    failure = kRunFailed;
+    const int signal = run.run().interrupted_by;
+    return signal == 0 ? 0 : 128 + signal;
+  } catch (const AgreedError& error) {
+    if (group.rank() == 0) {
+      say(error.what());
+    }
+    group.barrier();
+    exit_after_reporting_rank(group.rank() == 0);
+    return failure;
+  }
+}
+
+int run(const Config& config) {
+  int rank = rank_in_environment();
+  try {
+    ProcessGroup group = init_process_group(config.parallel.group);
+    rank = group.rank();
+    return train_on(config, std::move(group));
+  } catch (const BrokenWorldError& error) {
+    // The launcher knows the class name: a rank that only lost another is not the cause.
+    say("rank " + std::to_string(rank) + ": BrokenWorldError: " + error.what());
+    exit_after_reporting_rank(false);
+    return kRunFailed;
+  } catch (const UsageError& error) {
+    say("rank " + std::to_string(rank) + ": " + error.what());
+    return kWrongCommand;
+  } catch (const std::exception& error) {
+    say("rank " + std::to_string(rank) + ": " + message_of(error));
+    return kRunFailed;
+  }
+}
+
+}  // namespace
+
+int train_main(int argc, char** argv) {
+  launch::open_standard_streams();
+  Config config;
+  try {
+    const Command command = parse_command(argc, argv);
+    if (command.ranks > 1) {
+      return launch_ranks(command.ranks, argc, argv);
+    }
+    std::string print = command.help ? kUsage : command.reference ? config_reference() : "";
+    if (print.empty()) {
+      config = load_config(command.file, command.overrides);
+      print = command.dump.empty() ? "" : config.dump(command.dump == "full");
+    }
+    if (!print.empty()) {
+      std::fputs(first_of_host() ? print.c_str() : "", stdout);
+      return 0;
+    }
+    check_config_files(config);
+  } catch (const std::exception& error) {
+    if (first_of_host()) {
+      say(message_of(error));
+    }
+    exit_after_reporting_rank(first_of_host());
+    return kWrongCommand;
+  }
+  return run(config);
+}
+
+}  // namespace tessera

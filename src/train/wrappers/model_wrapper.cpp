@@ -1,0 +1,84 @@
+#include "tessera/train/model_wrapper.h"
+
+#include "tessera/error.h"
+#include "tessera/train/optim_wrapper.h"
+#include "tessera/train/registries.h"
+
+namespace tessera {
+
+ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group)
+    : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {}
+
+at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
+  ParsedLosses losses = parse_losses(model_.loss(cast(batch)));
+  figures_ = std::move(losses.values);
+  return losses.total;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::train_step(const Batch& batch,
+                                                                         OptimWrapper& optimizer) {
+  const Batch input = preprocessor_ ? preprocessor_(batch, true) : batch;
+  auto scope = optimizer.optim_context();
+  const at::Tensor loss = forward(input);
+  scope.end_forward();
+  optimizer.update_params(loss);
+  return std::move(figures_);
+}
+
+void ModelWrapper::shadow_train_step(OptimWrapper& optimizer) {
+  auto scope = optimizer.optim_context();
+  scope.end_forward();
+  optimizer.update_params({});
+}
+
+at::Tensor ModelWrapper::val_step(const Batch& batch) {
+  if (!model_.predict) {
+    throw UsageError(
+        "val_step: the model has no prediction; expected a predict(batch) or forward(inputs)");
+  }
+  const torch::NoGradGuard no_grad;
+  const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
+  at::Tensor output;
+  run([&] { output = model_.predict(cast(input)); });
+  return output;
+}
+
+ParsedLosses ModelWrapper::val_losses(const Batch& batch) {
+  const torch::NoGradGuard no_grad;
+  const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
+  ParsedLosses losses;
+  run([&] { losses = parse_losses(model_.loss(cast(input))); });
+  return losses;
+}
+
+void ModelWrapper::load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state) {
+  if (!state.empty()) {
+    throw UsageError("checkpoint: further state " + state.front().first +
+                     ", of which this parallel.type knows nothing");
+  }
+}
+
+OptimizerFactory OptimizerPlan::factory() const {
+  return registry::optimizers().factory(type, options);
+}
+
+std::vector<ParameterGroup> OptimizerPlan::groups(const torch::nn::Module& module,
+                                                  bool frozen_too) const {
+  const auto groups =
+      paramwise_groups(module, paramwise, registry::optimizers().complete(type, options));
+  std::vector<ParameterGroup> trained;
+  for (const auto& group : groups) {
+    ParameterGroup kept{{}, group.options};
+    for (const auto& [name, parameter] : group.parameters) {
+      if (frozen_too || parameter.requires_grad()) {
+        kept.parameters.emplace_back(name, parameter);
+      }
+    }
+    if (!kept.parameters.empty()) {
+      trained.push_back(std::move(kept));
+    }
+  }
+  return trained;
+}
+
+}  // namespace tessera

@@ -1,0 +1,120 @@
+#include "tessera/train/optim_wrapper.h"
+
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+#include "tessera/train/model_wrapper.h"
+
+namespace tessera {
+
+struct OptimWrapper::Scope::State {
+  std::unique_ptr<NoSync> no_sync;
+  std::optional<compat::AutocastState::Scope> autocast;
+};
+
+OptimWrapper::Scope::Scope(OptimWrapper& wrapper) : state_(std::make_unique<State>()) {
+  if (!wrapper.should_sync()) {
+    state_->no_sync = wrapper.model_.no_sync();
+  }
+  if (const auto dtype = wrapper.options_.autocast) {
+    compat::AutocastState on = compat::AutocastState::current();
+    on.cpu = {*dtype == at::kBFloat16, at::kBFloat16};
+    on.cuda = {true, *dtype};
+    state_->autocast.emplace(on);
+  }
+}
+
+OptimWrapper::Scope::~Scope() = default;
+
+void OptimWrapper::Scope::end_forward() {
+  if (state_->autocast) {
+    state_->autocast.reset();
+    at::autocast::clear_cache();
+  }
+}
+
+OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
+    : model_(model), options_(std::move(options)), scaler_(options_.scaler) {
+  const auto refuse = [](const std::string& option, const std::string& why) {
+    throw UsageError("OptimWrapper: " + option + ": " + why);
+  };
+  if (options_.accumulative_counts < 1) {
+    refuse("accumulative_counts",
+           std::to_string(options_.accumulative_counts) + "; expected a whole number >= 1");
+  }
+  for (const auto& [name, value] : {std::pair("clip_grad_norm", options_.clip_grad_norm),
+                                    std::pair("clip_grad_value", options_.clip_grad_value)}) {
+    if (value && !(*value > 0)) refuse(name, std::to_string(*value) + "; expected a number > 0");
+  }
+  if (options_.autocast && *options_.autocast != at::kBFloat16 && *options_.autocast != at::kHalf) {
+    refuse("autocast",
+           std::string(at::toString(*options_.autocast)) + "; expected bfloat16 or float16");
+  }
+  if (model_.updates_in_backward() &&
+      (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled)) {
+    refuse(options_.scaler.enabled ? "scaler" : "clip",
+           "this model updates while backward runs, before all gradients "
+           "are there; expected overlap_with_backward off");
+  }
+}
+
+OptimWrapper::~OptimWrapper() = default;
+
+OptimizerStateDict OptimWrapper::state_dict() { return model_.optimizer_state_dict(); }
+
+void OptimWrapper::load_state_dict(const OptimizerStateDict& dict) {
+  model_.load_optimizer_state_dict(dict);
+}
+
+void OptimWrapper::initialize_count_status(int64_t done, int64_t all) {
+  if (done < 0 || all < 0 || (all > 0 && done > all)) {
+    throw UsageError("OptimWrapper: count status " + std::to_string(done) + " of " +
+                     std::to_string(all) + "; expected 0 <= done <= all");
+  }
+  done_ = done;
+  all_ = all;
+}
+
+bool OptimWrapper::should_update() const {
+  return (done_ + 1) % options_.accumulative_counts == 0 || (all_ > 0 && done_ + 1 == all_);
+}
+
+double OptimWrapper::scale_factor() const {
+  const int64_t count = options_.accumulative_counts;
+  const bool in_tail = all_ > 0 && done_ >= all_ / count * count;
+  return static_cast<double>(in_tail ? all_ - done_ / count * count : count);
+}
+
+void OptimWrapper::update_params(const at::Tensor& loss) {
+  if (loss.defined()) {
+    const double factor = scale_factor();
+    model_.backward(scaler_.scale(factor == 1 ? loss : loss / factor));
+  } else {
+    model_.shadow_backward();
+  }
+  const bool update = should_update();
+  ++done_;
+  updated_ = skipped_ = false;
+  if (!update) {
+    return;
+  }
+  if (scaler_.scale() != 1 || options_.scaler.enabled) {
+    const torch::NoGradGuard no_grad;
+    const auto gradients = model_.gradients();
+    ProcessGroup group = model_.group();
+    skipped_ = scaler_.found_inf(gradients, group);
+    if (!skipped_) {
+      for (const auto& gradient : gradients) {
+        at::Tensor(gradient).mul_(scaler_.inverse());
+      }
+    }
+    scaler_.update(skipped_);
+  }
+  if (skipped_) {
+    model_.drop_gradients();
+    return;
+  }
+  norm_ = model_.update({options_.clip_grad_norm, options_.clip_grad_value});
+  updated_ = true;
+}
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <functional>
+
+#include "tessera/train/model_wrapper.h"
+#include "train/wrappers/wrapper_parts.h"
+
+namespace tessera::train {
+
+/// What the wrappers share whose ranks hold whole parameters and gradients: an ordinary optimizer
+/// over all parameters, the norm and clipping of the gradients as they stand.
+class WholeWrapper : public ModelWrapper {
+ public:
+  explicit WholeWrapper(WrapperContext context);
+
+  std::vector<at::Tensor> gradients() override;
+  double update(const GradientRules& rules) override;
+  void drop_gradients() override;
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+
+  std::vector<ParameterShard> shards() override { return parameter_shards(named_); }
+  void publish_shards() override {}
+  std::vector<StateSlice> state_slices() override {
+    return tessera::state_slices(*optimizer_, shards());
+  }
+  void load_state_slices(const std::vector<StateSlice>& slices) override {
+    tessera::load_state_slices(*optimizer_, shards(), slices);
+  }
+  OptimizerStateDict optimizer_state_dict() override {
+    return group_.rank() == 0 ? state_dict(*optimizer_, named_) : OptimizerStateDict{};
+  }
+  void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
+    load_state_dict(*optimizer_, named_, dict);
+  }
+  bool saves_shards() const override { return group_.rank() == 0; }
+  at::Tensor whole_parameter(const std::string& name) override {
+    return whole_of(*model_.module, name, group_);
+  }
+  MemoryUse memory() override;
+
+ protected:
+  at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
+  /// The optimizer's own step.
+  virtual void step() { optimizer_->step(); }
+  virtual int64_t gradient_bytes() const;
+  const std::shared_ptr<torch::optim::Optimizer>& shared_optimizer() const { return optimizer_; }
+  const NamedParameters& named() const { return named_; }  ///< trained ones
+
+ private:
+  NamedParameters named_;
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace tessera::train

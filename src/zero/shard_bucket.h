@@ -1,0 +1,46 @@
+#pragma once
+
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "sharding/bucket.h"
+#include "sharding/named_tensor.h"
+#include "sharding/owned_shard.h"
+#include "tessera/optim/partition.h"
+#include "tessera/process_group.h"
+
+namespace tessera::zero {
+
+using sharding::OwnedShard;
+
+/// Parameters of one dtype and device that are reduced, updated and gathered together.
+struct ShardBucket {
+  std::vector<size_t> members;  ///< Indices into the optimizer's list, in the layout's order.
+  sharding::Layout layout;
+  at::Tensor parameters;       ///< Flat; undefined when parameters keep their own storage.
+  sharding::Bucket gradients;  ///< This rank's own data's; empty when somebody else reduces.
+  at::Tensor reduced;          ///< Own segment of the average; made when first needed.
+  std::vector<OwnedShard> shards;
+};
+
+struct ShardPlan {
+  Partition partition = Partition::flat;
+  bool as_bucket_view = true;
+  bool with_gradients = true;
+  int64_t cap_bytes = 0;  ///< 0: one bucket for each dtype and device
+};
+
+/// Buckets for `subset` of `parameters`. `load`, elements by rank, carries over calls. Collective:
+/// allocates.
+std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTensor>& parameters,
+                                            const std::vector<size_t>& subset,
+                                            const std::vector<size_t>& group_of,
+                                            const ShardPlan& plan, std::vector<int64_t>& load,
+                                            ProcessGroup& group);
+
+/// Every rank's updated segment to all. Collective.
+void gather_parameters(ShardBucket& bucket, const std::vector<sharding::NamedTensor>& parameters,
+                       ProcessGroup& group);
+
+}  // namespace tessera::zero

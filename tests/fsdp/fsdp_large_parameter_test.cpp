@@ -1,0 +1,70 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "tessera/fully_sharded_data_parallel.h"
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+
+/// A tied embedding above 64 MiB, which is most of its unit: see [Note: large parameters] in
+/// gradients.cpp.
+struct LargeParameterImpl : torch::nn::Module {
+  LargeParameterImpl() {
+    words = register_module("words", torch::nn::Embedding(33024, 512));
+    inner = register_module("inner", torch::nn::Linear(512, 512));
+  }
+  torch::Tensor forward(torch::Tensor tokens) {
+    return torch::nn::functional::linear(torch::tanh(inner(words(tokens))), words->weight);
+  }
+  torch::nn::Embedding words{nullptr};
+  torch::nn::Linear inner{nullptr};
+};
+TORCH_MODULE(LargeParameter);
+
+TEST(FsdpLargeParameter, TrainsAsInThePlainModelAlsoOverSeveralBackwards) {
+  const auto tokens = [](int step, int part) {
+    return (at::arange(12 / 2, at::kLong) * 37 + 1009 * (2 * step + part)) % 33024;
+  };
+  const auto loss = [](const at::Tensor& logits) {
+    return torch::nll_loss(torch::log_softmax(logits, 1), at::arange(logits.size(0), at::kLong));
+  };
+  const auto options = torch::optim::SGDOptions(0.5).momentum(0.9);
+  auto plain = seeded<LargeParameter>(3);
+  torch::optim::SGD reference(plain->parameters(), options);
+  for (int step = 0; step < 3; ++step) {
+    reference.zero_grad();
+    for (int part = 0; part < 2; ++part) loss(plain(tokens(step, part))).backward();
+    reference.step();
+  }
+  const auto expected = copies(plain->parameters());
+  for (int world = 1; world <= 2; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<LargeParameter>(3);
+      FullyShardedDataParallel fsdp(net, group);
+      torch::optim::SGD optimizer(fsdp.parameters(), options);
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        if (world == 1) {
+          {
+            const auto local = fsdp.no_sync();
+            loss(fsdp(tokens(step, 0))).backward();
+          }
+          loss(fsdp(tokens(step, 1))).backward();
+        } else {
+          (loss(fsdp(tokens(step, rank))) * world)
+              .backward();  // the mean over ranks of twice is the sum
+        }
+        optimizer.step();
+      }
+      const auto whole = fsdp.summon_full_params("", false);
+      for (size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << i;
+    });
+  }
+}
+
+}  // namespace
