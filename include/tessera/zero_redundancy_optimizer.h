@@ -17,140 +17,173 @@
 
 namespace tessera {
 
+/// Options of ZeroRedundancyOptimizer. Every rank gives the same values.
 struct ZeroRedundancyOptimizerOptions {
-  /// Who holds which part. `flat` balances best and needs an element-wise optimizer; others work
-  /// with any.
+  /// Which rank owns which part of the parameters. `flat` balances best and needs an element-wise
+  /// optimizer; the other partitions work with any optimizer.
   Partition partition = Partition::flat;
-  /// Parameters become windows of one contiguous buffer, gathered in place in one collective. Off,
-  /// they keep their storage and each gather goes through a copy. The numbers are the same.
+  /// True: parameters become windows of one contiguous buffer, which one collective gathers in
+  /// place. False: parameters keep their storage, and each gather goes through a copy. Results are
+  /// bit-identical.
   bool parameters_as_bucket_view = true;
-  /// The optimizer averages the gradients over the ranks itself, by a reduce-scatter to their
-  /// owners: no DistributedDataParallel is needed, and traffic is 2 (W-1)/W parameter bytes a step
-  /// instead of 3. Off: `.grad` is already averaged, by DistributedDataParallel or by the caller.
+  /// True: the optimizer averages the gradients over the ranks, by a reduce-scatter to the owners.
+  /// No DistributedDataParallel is needed, and a step moves 2 (W-1)/W parameter bytes instead of 3.
+  /// False: `.grad` is averaged before step(), by DistributedDataParallel or by the caller.
   bool reduce_gradients = true;
-  /// With reduce_gradients: each bucket is reduced, updated and gathered as soon as backward has
-  /// produced its gradients; step() then only waits. The result is the same, bit by bit. Not with
-  /// clipping, nor with optimizers that need a closure. Gradient accumulation: no_sync(). Options
-  /// (lr) that change between backward and step() are an error.
+  /// Needs reduce_gradients. True: each bucket is reduced, updated and gathered as soon as backward
+  /// has produced its gradients, and step() only waits. Results are bit-identical. Not with
+  /// clipping, and not with optimizers that need a closure. Accumulation: use no_sync(). An option
+  /// (lr) that changes between backward and step() is a UsageError.
   bool overlap_with_backward = false;
-  /// Size of a bucket when overlapping, in MiB of parameters.
+  /// Size of a bucket with overlap_with_backward, in MiB of parameters. Must be positive.
   double bucket_cap_mb = 25;
-  /// Parameters may get no gradient. Those that no rank used are skipped, as by a plain optimizer.
-  /// Off, with overlap_with_backward a missing gradient is an error on every rank, and one small
-  /// collective a bucket is saved.
+  /// True: a parameter may get no gradient in a backward. A parameter that no rank used is skipped,
+  /// as by a plain optimizer. False, with overlap_with_backward: a missing gradient is a UsageError
+  /// on every rank, and one small collective a bucket is saved.
   bool find_unused_parameters = true;
-  /// Parameters of rank 0 are given to all at construction.
+  /// Every rank gets rank 0's parameters at construction.
   bool broadcast_parameters = true;
+  /// Where the mean gradient is kept when it is needed as a tensor: for clipping, for grad_norm(),
+  /// and for optimizers that are not fused. False: in memory of its own, gradient bytes / W, and
+  /// `.grad` stays this rank's own gradient. True: in the bucket, over this rank's own gradient, so
+  /// gradients take no further memory. `.grad` is then used up by step(), and zero_grad() must
+  /// follow before the next backward; otherwise the next step is a UsageError on every rank. No
+  /// effect with overlap_with_backward or without reduce_gradients.
+  bool reduce_in_place = false;
 };
 
-/// ZeRO stage 1 and 2 (Rajbhandari et al., 2020) around any torch::optim::Optimizer: every rank
-/// keeps the optimizer state of, and updates, only its part of the parameters; then all receive the
-/// others' parts.
+/// ZeRO stage 1 (Rajbhandari et al., 2020) around any torch::optim::Optimizer. Each rank keeps the
+/// optimizer state of its own part of the parameters and updates that part; then every rank
+/// receives the parts of the others.
 ///
-///   tessera::ZeroRedundancyOptimizer optimizer(*model, world,
-///   tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}})); loop: loss.backward();
-///   optimizer.step(); optimizer.zero_grad();
+///   auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
+///   tessera::ZeroRedundancyOptimizer optimizer(*model, world, adamw);
+///   // in the loop:
+///   loss.backward();
+///   optimizer.step();
+///   optimizer.zero_grad();
 ///
-/// Is itself a torch::optim::Optimizer, whose param_groups() are the caller's: schedulers that hold
-/// it just work. The gradients in `.grad` stay those of this rank's own data. Construction, step,
-/// add_param_group, clip_grad_norm_, clip_grad_value_, gather_parameters, consolidate_state_dict
-/// and load_state_dict are collective: all ranks call them, in the same order. They block. Dynamic
-/// loss scaling: between the last backward of a step and clipping, each rank multiplies its
-/// `.grad`s by 1 / scale, and the ranks agree whether any has an infinity; then zero_grad() in
-/// place of step(). Not with overlap_with_backward, which has no such moment. Memory per rank, P
-/// parameter bytes, W ranks: P parameters, P gradients, optimizer state / W.
+/// It is itself a torch::optim::Optimizer with the caller's param_groups(), so a scheduler that
+/// holds it works unchanged.
+///
+/// Collective and blocking, called by all ranks in the same order: construction, step,
+/// add_param_group, clip_grad_norm_, clip_grad_value_, grad_norm, gather_parameters,
+/// consolidate_state_dict. All other members are local, unless their comment says otherwise.
+///
+/// Gradients: `.grad` is the gradient of this rank's own data. The mean over the ranks exists only
+/// inside, at its owner; see reduce_in_place.
+///
+/// Dynamic loss scaling: after the last backward of a step and before clipping, each rank
+/// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
+/// so, call zero_grad() instead of step(). Not with overlap_with_backward, which has updated by
+/// then.
+///
+/// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
+/// 1/W of the optimizer state. Clipping without reduce_in_place: P/W more.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
 
-  /// Parameters that share options. `options` empty: the factory's defaults.
+  /// Parameters that share options. Empty `options`: the factory's defaults.
   struct Group {
     NamedParameters parameters;
     OptionMap options;
   };
 
-  /// All parameters of `module`, by their names. UsageError for undefined, sparse, repeated or no
-  /// parameters (naming group and index), for a partition that does not suit the optimizer, and, on
-  /// every rank, when parameters differ between ranks (naming the first difference).
+  /// Shards the optimizer state of all parameters of `module`, under their names. UsageError for
+  /// undefined, sparse, repeated or no parameters (naming group and index), for a partition that
+  /// does not suit the optimizer, and, on every rank, when parameters differ between ranks (naming
+  /// the first difference).
   ZeroRedundancyOptimizer(const torch::nn::Module& module, ProcessGroup group,
                           OptimizerFactory factory, Options options = {});
+  /// The same for parameter groups.
   ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group, OptimizerFactory factory,
                           Options options = {});
   ~ZeroRedundancyOptimizer() override;
 
-  /// Reduces, updates own part, gathers. `closure` is called once for element-wise optimizers;
-  /// others (LBFGS) may call it several times, on each call with current parameters and reduced
-  /// gradients, and as often on all ranks. Returns its loss. Hyper-parameters are read from
-  /// param_groups(). A changed requires_grad re-partitions, with a warning.
+  /// Averages the gradients, updates this rank's shards, gathers all shards. Options (lr, …) are
+  /// read from param_groups().
+  ///
+  /// `closure` computes the loss and its gradients. An element-wise optimizer calls it once. Other
+  /// optimizers (LBFGS) may call it several times: each call sees current parameters, its gradients
+  /// are averaged, and all ranks make the same number of calls. Returns the closure's loss; without
+  /// a closure an undefined tensor.
+  ///
+  /// If requires_grad of a parameter has changed since the last step, the partition is made again,
+  /// with a warning. UsageError on every rank when a parameter's storage was replaced.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Lets go of gradients, or zeroes them. Local. (Hides torch's, which differs between its
-  /// versions.)
+  /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
+  /// (Hides torch's zero_grad, which differs between libtorch versions.)
   void zero_grad(bool set_to_none = true);
 
-  /// Scales the averaged gradient so that its p-norm (2, 1, infinity or any p > 0) is at most
-  /// `max_norm`; returns the norm before. Between backward and step().
+  /// Scales the mean gradient so that its p-norm is at most `max_norm`; returns the norm before.
+  /// `norm_type` is 1, 2, infinity or any p > 0. Call it between backward and step().
   double clip_grad_norm_(double max_norm, double norm_type = 2);
-  /// Limits every element of the averaged gradient to [-clip_value, clip_value]; NaNs stay. Between
-  /// backward and step(); it and clip_grad_norm_ may follow each other, the gradient is reduced
-  /// once. UsageError for a clip_value that is negative or no number.
+  /// Limits every element of the mean gradient to [-clip_value, clip_value]; NaN stays NaN. Call it
+  /// between backward and step(), before or after clip_grad_norm_: the gradient is averaged once.
+  /// UsageError for a `clip_value` that is negative or NaN.
   void clip_grad_value_(double clip_value);
-  /// clip_grad_norm_ without scaling.
+  /// The norm that clip_grad_norm_ would return, without scaling.
   double grad_norm(double norm_type = 2);
-  /// step() then also takes the 2-norm of the averaged gradient, in its one pass; last_grad_norm()
-  /// returns it. Collective switch.
+  /// True: step() also computes the 2-norm of the mean gradient, while it reads the gradient
+  /// anyway, and last_grad_norm() returns it. Every rank gives the same value. Local.
   void track_grad_norm(bool track);
   double last_grad_norm() const;
 
-  /// A further group, with its own partition; what exists does not move.
+  /// Adds a parameter group with a partition of its own; existing shards do not move. UsageError
+  /// between clipping and step().
   void add_param_group(Group group);
 
-  /// Gathers the state to the CPU of rank `to`, or of all (to < 0), tensor by tensor: peak extra
-  /// memory elsewhere is one tensor. state_dict() then returns it there.
+  /// Gathers the whole optimizer state to the CPU of rank `to`, or of every rank if `to` is
+  /// negative, one tensor at a time: on other ranks the largest tensor is the peak. state_dict()
+  /// then returns it there.
   void consolidate_state_dict(int to = 0);
-  /// What consolidate_state_dict() gathered. Local. UsageError on a rank that has none.
+  /// The result of the last consolidate_state_dict(). Local. UsageError on a rank that has none.
   const OptimizerStateDict& state_dict() const;
-  /// Takes this rank's part of `dict` (the same on all ranks, from any world size or a plain
-  /// optimizer), copying. Loaded hyper-parameters win.
+  /// Copies this rank's part of `dict` into its shards. `dict` is the same on all ranks; it may
+  /// come from any world size or from the plain optimizer. Its options replace those in
+  /// param_groups(). Local.
   void load_state_dict(const OptimizerStateDict& dict);
 
-  /// What this rank updates, over all groups, in the order of the parameters; empty shards are left
-  /// out. `tensor` aliases the parameter. Good until add_param_group, or the first step() or
-  /// clipping after a change of requires_grad. Local.
+  /// The elements that this rank updates, over all groups, in the order of the parameters; empty
+  /// shards are left out. `tensor` aliases the parameter. Valid until add_param_group, or until the
+  /// first step() or clipping after a change of requires_grad. Local.
   std::vector<ParameterShard> shards() const;
-  /// The state of shards(), as tessera::state_slices. Parameters that are frozen now have none.
-  /// Local. With overlap_with_backward not between backward and step(): UsageError; nor are the
-  /// next two.
+  /// The optimizer state of shards(), as tessera::state_slices. Parameters that are frozen now have
+  /// none. Local. With overlap_with_backward, this member and the next two are UsageErrors between
+  /// backward and step().
   std::vector<StateSlice> state_slices() const;
-  /// As tessera::load_state_slices into shards(); parameters that are frozen now are as never
-  /// stepped. Hyper-parameters stay: see groups(). Local.
+  /// Loads the state of shards(), as tessera::load_state_slices. Parameters that are frozen now
+  /// count as never stepped. Options stay as they are: see groups(). Local.
   void load_state_slices(const std::vector<StateSlice>& slices);
-  /// All ranks get the values that each shard's owner has: for when somebody has written into
-  /// shards, as by loading them or by exchanging them for averages. One all-gather a bucket.
+  /// Every rank receives each shard's values from its owner. For use after a write to shards, for
+  /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.
   void gather_parameters();
-  /// The groups, frozen parameters too, by name, and their options as they are now. set_options()
-  /// puts options back into param_groups(). Local.
+  /// The groups with their current options and the names of their parameters, frozen ones too.
+  /// set_options() writes options back into param_groups(). Local.
   std::vector<OptimizerStateDict::Group> groups() const;
 
-  /// While alive, backward passes accumulate locally and nothing is sent. Local, on all ranks
-  /// alike.
+  /// While the returned object is alive, backward passes accumulate locally and nothing is sent.
+  /// Local; on all ranks alike.
   [[nodiscard]] NoSync no_sync();
 
-  /// What one backward of the other ranks asks of a rank without data; then it calls step() as they
-  /// do, which updates its own part. Collective with overlap_with_backward, else local.
+  /// In a join, on a rank without data: takes part in one backward of the other ranks. Call step()
+  /// afterwards as they do, which updates this rank's own shards. Collective with
+  /// overlap_with_backward, otherwise local.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;
   void shadow_step() override;
   void finish_join(int last_active_rank) override;
 
-  /// Bytes on this rank: parameters, gradients, optimizer state. Local.
+  /// Bytes on this rank. Local.
   struct Memory {
     int64_t parameters = 0, gradients = 0, optimizer_state = 0;
   };
   Memory memory() const;
 
-  /// Elements of which this rank keeps the state, by parameter name. Local.
+  /// Number of elements whose state this rank keeps, by parameter name. Local.
   std::vector<std::pair<std::string, int64_t>> owned() const;
 
   const Options& options() const;

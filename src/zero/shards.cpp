@@ -1,49 +1,117 @@
+#include "zero/shards.h"
+
+#include <algorithm>
+#include <utility>
+
 #include <fmt/format.h>
 
-#include "sharding/shard_state.h"
 #include "tessera/error.h"
-#include "zero/impl.h"
 
-namespace tessera {
+namespace tessera::zero {
+namespace {
 
-/// With overlap, what backward has sent is still being updated, on another thread.
-void ZeroRedundancyOptimizer::Impl::require_settled(const char* call) const {
-  if (sent_.empty()) return;
-  throw UsageError(
-      fmt::format("{}: {} was called between backward and step(), while overlap_with_backward "
-                  "updates; expected after step()",
-                  prefix(), call));
+constexpr const char* kName = "ZeroRedundancyOptimizer";
+
+ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
+  ShardPlan plan;
+  plan.partition = options.partition;
+  plan.as_bucket_view = options.parameters_as_bucket_view;
+  plan.with_gradients = options.reduce_gradients;
+  if (options.overlap_with_backward)
+    plan.cap_bytes = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  return plan;
 }
 
-std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
-  return sharding::parameter_shards(impl_->owned_shards(), impl_->parameters_);
-}
+}  // namespace
 
-std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
-  impl_->require_settled("state_slices");
-  return tessera::state_slices(*impl_->local_, shards());
-}
+Shards::Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options)
+    : group_(std::move(group)), plan_(plan_of(options)), load_(group_.size(), 0) {}
 
-void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& slices) {
-  impl_->require_settled("load_state_slices");
-  try {
-    tessera::load_state_slices(*impl_->local_, shards(), slices);
-  } catch (const UsageError& error) {
-    throw UsageError(fmt::format("{}: {}", impl_->prefix(), error.what()));
+void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> parameters) {
+  sharding::check_parameters(kName, parameters, index, group_.rank());
+  const auto refuse = [&](size_t i, const std::string& problem) {
+    throw UsageError(fmt::format("{}: group {}, parameter {} ({}): {}", kName, index, i,
+                                 parameters[i].name, problem));
+  };
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (const auto& known : parameters_) {
+      if (known.tensor.is_same(parameters[i].tensor) || known.name == parameters[i].name)
+        refuse(i, fmt::format("already in an earlier group as {}", known.name));
+    }
+    if (!plan_.as_bucket_view && !parameters[i].tensor.is_non_overlapping_and_dense())
+      refuse(i, "its elements are not densely stored, which needs parameters_as_bucket_view");
   }
-  impl_->parked_.clear();
+  for (auto& parameter : parameters) {
+    parameters_.push_back(std::move(parameter));
+    group_of_.push_back(index);
+  }
 }
 
-void ZeroRedundancyOptimizer::gather_parameters() {
-  at::NoGradGuard no_grad;
-  impl_->require_settled("gather_parameters");
-  impl_->check_storage();
-  impl_->gather_all();
+void Shards::place_new() {
+  std::vector<size_t> fresh;
+  for (size_t i = placed(); i < parameters_.size(); ++i) {
+    trainable_.push_back(parameters_[i].tensor.requires_grad());
+    if (trainable_[i]) fresh.push_back(i);
+  }
+  place(fresh);
 }
 
-void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
-std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::groups() const {
-  return impl_->groups();
+void Shards::place_all() {
+  for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
+  buckets_.clear();
+  data_of_.clear();
+  std::fill(load_.begin(), load_.end(), 0);
+  place(trainable_subset());
 }
 
-}  // namespace tessera
+void Shards::place(const std::vector<size_t>& subset) {
+  if (subset.empty()) return;
+  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan_, load_, group_);
+  for (auto& bucket : buckets) buckets_.push_back(std::move(bucket));
+  for (const auto i : subset) data_of_[i] = parameters_[i].tensor.data_ptr();
+}
+
+std::vector<size_t> Shards::trainable_subset() const {
+  std::vector<size_t> subset;
+  for (size_t i = 0; i < placed(); ++i) {
+    if (trainable_[i]) subset.push_back(i);
+  }
+  return subset;
+}
+
+std::vector<std::string> Shards::changed_trainability() const {
+  std::vector<std::string> changed;
+  for (size_t i = 0; i < placed(); ++i) {
+    if (parameters_[i].tensor.requires_grad() != trainable(i))
+      changed.push_back(parameters_[i].name);
+  }
+  return changed;
+}
+
+std::string Shards::moved_parameter() const {
+  for (const auto& [parameter, data] : data_of_) {
+    if (parameters_[parameter].tensor.data_ptr() != data) return parameters_[parameter].name;
+  }
+  return "";
+}
+
+std::vector<const sharding::OwnedShard*> Shards::owned() const {
+  std::vector<const sharding::OwnedShard*> shards;
+  for (const auto& bucket : buckets_) {
+    for (const auto& shard : bucket.shards) shards.push_back(&shard);
+  }
+  return shards;
+}
+
+void Shards::gather() {
+  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_);
+  bump_versions();
+}
+
+void Shards::bump_versions() {
+  for (const auto& bucket : buckets_) {
+    for (const auto i : bucket.members) parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+}  // namespace tessera::zero

@@ -31,9 +31,10 @@ void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) { impl_->zero_grad(set
 double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
+void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
 double ZeroRedundancyOptimizer::grad_norm(double norm_type) { return impl_->grad_norm(norm_type); }
-void ZeroRedundancyOptimizer::track_grad_norm(bool track) { impl_->track_norm_ = track; }
-double ZeroRedundancyOptimizer::last_grad_norm() const { return impl_->last_norm_; }
+void ZeroRedundancyOptimizer::track_grad_norm(bool track) { impl_->norm.tracking = track; }
+double ZeroRedundancyOptimizer::last_grad_norm() const { return impl_->norm.last; }
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
   impl_->add_group(std::move(group));
@@ -41,44 +42,67 @@ void ZeroRedundancyOptimizer::add_param_group(Group group) {
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
-  if (to >= impl_->group_.size()) {
+  const auto& group = impl_->group;
+  if (to >= group.size()) {
     throw UsageError(fmt::format(
         "{}.consolidate_state_dict: rank {}: to is {}; expected a rank below {}, or -1 for all",
-        Impl::kName, impl_->group_.rank(), to, impl_->group_.size()));
+        Impl::kName, group.rank(), to, group.size()));
   }
   auto dict = impl_->gather_state(to);
-  if (to < 0 || to == impl_->group_.rank()) impl_->consolidated_ = std::move(dict);
-  else impl_->consolidated_.reset();
+  if (to < 0 || to == group.rank()) impl_->consolidated = std::move(dict);
+  else impl_->consolidated.reset();
 }
 
 const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
-  if (!impl_->consolidated_) {
+  if (!impl_->consolidated) {
     throw UsageError(impl_->prefix() +
                      ": there is no state dict on this rank; call consolidate_state_dict(to) on "
                      "all ranks first, with this rank or -1");
   }
-  return *impl_->consolidated_;
+  return *impl_->consolidated;
 }
 
 void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) { impl_->load(dict); }
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
 const ZeroRedundancyOptimizer::Options& ZeroRedundancyOptimizer::options() const {
-  return impl_->options_;
+  return impl_->options;
+}
+std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::groups() const {
+  return impl_->groups();
 }
 
 std::vector<std::pair<std::string, int64_t>> ZeroRedundancyOptimizer::owned() const {
   std::vector<std::pair<std::string, int64_t>> result;
-  for (const auto& bucket : impl_->buckets_) {
-    for (const auto& shard : bucket.shards)
-      result.emplace_back(impl_->parameters_[shard.parameter].name, shard.numel);
-  }
+  for (const auto* shard : impl_->shards.owned())
+    result.emplace_back(impl_->shards.parameters()[shard->parameter].name, shard->numel);
   return result;
 }
 
+std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
+  return impl_->parameter_shards();
+}
+
+std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
+  impl_->require_no_update_under_way("state_slices");
+  return tessera::state_slices(impl_->local.get(), shards());
+}
+
+void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& slices) {
+  impl_->require_no_update_under_way("load_state_slices");
+  impl_->load_slices(slices);
+}
+
+void ZeroRedundancyOptimizer::gather_parameters() {
+  at::NoGradGuard no_grad;
+  impl_->require_no_update_under_way("gather_parameters");
+  impl_->check_storage();
+  impl_->shards.gather();
+}
+
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
-ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group_; }
+ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  impl_->divisor_ = iteration.divisor;
+  impl_->mean.divisor = iteration.divisor;
 }
 
 void ZeroRedundancyOptimizer::shadow_step() {
@@ -88,15 +112,16 @@ void ZeroRedundancyOptimizer::shadow_step() {
 
 void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
   std::vector<at::Tensor> tensors;
-  for (const auto& parameter : impl_->parameters_) tensors.push_back(parameter.tensor);
-  impl_->group_.broadcast(tensors, last_active_rank);
+  for (const auto& parameter : impl_->shards.parameters()) tensors.push_back(parameter.tensor);
+  impl_->group.broadcast(tensors, last_active_rank);
 }
 
 NoSync ZeroRedundancyOptimizer::no_sync() {
   const auto set = [impl = impl_.get()](bool sync) {
-    if (impl->reducer_) impl->reducer_->set_sync(sync);
+    if (auto* const reducer = impl->mean.reducer()) reducer->set_sync(sync);
   };
-  return NoSync(impl_->reducer_ && impl_->reducer_->sync(), set);
+  const auto* const reducer = impl_->mean.reducer();
+  return NoSync(reducer && reducer->sync(), set);
 }
 
 }  // namespace tessera

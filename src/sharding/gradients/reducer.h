@@ -2,97 +2,157 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
-#include "sharding/bucket.h"
-#include "sharding/named_tensor.h"
+#include "sharding/gradients/arrival_tracker.h"
+#include "sharding/gradients/backward_watch.h"
+#include "sharding/gradients/gradient_buckets.h"
 #include "tessera/process_group.h"
 
 namespace tessera::sharding {
 
 struct ReducerOptions {
-  std::string component;  ///< For messages.
-  /// Parameters may get no gradient in a backward. Those that no rank used keep theirs; those that
-  /// some rank used count as zero on the others. Off, a missing gradient is an error on every rank.
+  std::string component;  ///< Name of the owner, for messages.
+  /// Reduction is part of backward: `ready` and `finish` are called from within it. False: backward
+  /// only fills buckets, and the owner calls collect().
+  bool reduce_in_backward = true;
+  /// A parameter may get no gradient in a backward. A parameter that no rank used keeps its
+  /// gradient. A parameter that some ranks used counts as zero on the others. False: a missing
+  /// gradient is an error on every rank.
   bool find_unused_parameters = false;
-  /// The same parameters get gradients the same number of times in every backward: learned in the
-  /// first, no exchange of who was used afterwards.
+  /// Each parameter gets a gradient the same number of times in every backward. The numbers are
+  /// learned in the first backward, and which parameters were used is exchanged only then.
   bool static_graph = false;
-  /// The caller finds out by itself which parameters were used; has_gradient() tells it this rank's
-  /// part.
+  /// The owner finds out by itself which parameters any rank used, with has_gradient() for this
+  /// rank's part, and calls set_used().
   bool caller_tracks_use = false;
-  /// Gradients become windows of their bucket; else they are copied in and out.
+  /// Gradients become windows of their bucket; otherwise they are copied in and out.
   bool gradient_as_bucket_view = true;
 };
 
-/// Notices gradients as backward produces them, puts them into buckets, and tells when a bucket is
-/// complete: always in the order of the buckets (of a lane), whatever the order of arrival, so that
-/// all ranks start the same collectives in the same order. What is then done with the bucket is the
-/// caller's: see `Callbacks`. Follows DDP's reducer (Li et al., 2020).
+/// Receives gradients as backward produces them, puts them into buckets, and reports when a bucket
+/// is complete. The reports come in the order of the buckets (of a lane), independent of the order
+/// of arrival, so that all ranks start the same collectives in the same order. The owner decides
+/// what happens to a bucket. Follows DDP's reducer (Li et al., 2020).
+///
+/// Between backwards each gradient is in one of three states:
+///   - absent: `.grad` is undefined; the window's contents do not matter.
+///   - stored: `.grad` is a window of the bucket (or has been copied there), this rank's own sum.
+///   - used up: a collective has overwritten the window; see mark_overwritten().
 class Reducer {
  public:
   struct Callbacks {
     /// Bucket `index` is complete on this rank: start its collective. Called from within backward,
     /// in order.
-    std::function<void(size_t index)> ready;
+    std::function<void(size_t index)> ready = {};
     /// All buckets were started and backward is over: wait for them.
-    std::function<void()> finish;
-    /// Optional. A backward threw, and buckets are about to be filled again: wait for what it had
-    /// started.
+    std::function<void()> finish = {};
+    /// A backward threw, and buckets are about to be filled again: wait for what it had started.
     std::function<void()> drain = {};
   };
 
-  /// `buckets` cover each of `parameters` once; all of these are trainable. Local.
+  /// `buckets` cover each of `parameters` once; all parameters are trainable. Callbacks may be
+  /// empty where reduce_in_backward is false. Local.
   Reducer(ProcessGroup group, std::vector<NamedTensor> parameters, std::vector<Bucket> buckets,
           ReducerOptions options, Callbacks callbacks);
-  ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Off: gradients accumulate locally and nothing is started until it is on again in a later
-  /// backward, or flush().
-  void set_sync(bool sync);
-  bool sync() const;
+  /// False: gradients accumulate locally, and no collective starts until a backward after
+  /// set_sync(true), or flush(). No effect without reduce_in_backward.
+  void set_sync(bool sync) { sync_ = sync && options_.reduce_in_backward; }
+  bool sync() const { return sync_; }
 
-  /// Starts and finishes everything outside a backward, with the gradients that have accumulated.
-  /// Collective.
+  /// Outside a backward: puts every gradient into its bucket, zeros where this rank has none, and
+  /// finds out which parameters any rank used. Afterwards the buckets can be reduced. Collective.
+  void collect();
+  /// `.grad` of each used parameter is what its window holds. Local, after collect().
+  void return_gradients();
+
+  /// Starts and finishes the reduction of all buckets outside a backward, with the gradients that
+  /// have accumulated. Collective.
   void flush();
-
-  /// As flush(), for a rank without data while the others are in a backward: lets go of its
-  /// gradients and counts as zero. Parameters that the others used get the result.
+  /// As flush(), on a rank without data while the other ranks are in a backward: drops its own
+  /// gradients and counts as zero. Parameters that other ranks used get the result. Collective.
   void shadow();
 
-  /// Takes `buckets` instead, between backwards; gradients that accumulated move over.
+  /// Replaces the buckets between backwards; gradients that have accumulated move over. Local.
   void replace_buckets(std::vector<Bucket> buckets);
-  const std::vector<Bucket>& buckets() const;
+  const std::vector<Bucket>& buckets() const { return buckets_.all(); }
 
-  /// Parameters in the order in which the last synchronising backward produced their gradients;
-  /// those without one last.
+  /// Parameters in the order in which the last reduced backward produced their gradients;
+  /// parameters without one come last.
   std::vector<size_t> arrival_order() const;
-  /// Those that have arrived in the backward under way. In `ready` and `finish`.
-  const std::vector<size_t>& arrived() const;
-  /// Whether any rank had a gradient for the parameter when buckets were last started.
-  bool used(size_t parameter) const;
+  /// Parameters that have arrived in the current backward. For use in `ready` and `finish`.
+  const std::vector<size_t>& arrived() const { return tracker_.order(); }
+  /// Whether any rank had a gradient for the parameter in the last reduction.
+  bool used(size_t parameter) const { return used_.empty() || used_[parameter]; }
+  /// Whether this rank has a gradient for the parameter. For use in `ready` and `finish`.
+  bool has_gradient(size_t parameter) const { return !missing_[parameter]; }
+  /// With caller_tracks_use, in `finish`: some rank had a gradient, so this rank gets the result.
+  void set_used(size_t parameter) { used_[parameter] = true; }
 
-  /// Whether this rank has a gradient for it, in `ready` and `finish`.
-  bool has_gradient(size_t parameter) const;
+  /// Number of gradients that have arrived since construction.
+  uint64_t generation() const { return generation_; }
 
-  /// caller_tracks_use: in `finish`, some rank had a gradient for it, so this rank gets the result
-  /// too.
-  void set_used(size_t parameter);
-
-  /// Grows with every gradient that arrives.
-  uint64_t generation() const;
-
-  /// Lets go of all gradients: `.grad` of every parameter becomes undefined, or zero where
-  /// `set_to_none` is false.
+  /// The owner has overwritten the parameter's gradient in its bucket. It must be cleared before
+  /// the next backward adds to it.
+  void mark_overwritten(size_t parameter) { buckets_.mark_overwritten(parameter); }
+  /// UsageError on every rank if an overwritten gradient was used without having been cleared.
+  void check_cleared();
+  /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
   void zero_grad(bool set_to_none);
 
-  class Impl;
-
  private:
-  std::unique_ptr<Impl> impl_;
+  /// Buckets of one lane become ready in order; lanes do not wait for each other.
+  struct Lane {
+    std::vector<size_t> buckets;
+    size_t next = 0;
+  };
+  /// What becomes of a parameter without a gradient at the end of a reduction.
+  enum class Missing { by_options, zero };
+
+  // Called by the watch.
+  void begin();
+  void arrive(size_t parameter, const at::Tensor& computed);
+  void end();
+  void abandon();
+
+  void set_buckets(std::vector<Bucket> buckets);
+  void start();
+  void reset();
+  void start_complete_buckets(size_t parameter);
+  void start_remaining_buckets();
+  void ready(size_t bucket);
+  std::vector<char> collect_rest(Missing rule);
+  void finish_reduction(Missing missing);
+  void give_back();
+  void learn_static_graph();
+  void exchange_use(const std::vector<char>& have);
+  bool may_be_unused() const { return options_.find_unused_parameters || options_.static_graph; }
+  size_t size() const { return buckets_.parameters().size(); }
+  const std::string& name(size_t i) const { return buckets_.parameters()[i].name; }
+
+  ProcessGroup group_;
+  ReducerOptions options_;
+  Callbacks callbacks_;
+  bool sync_;
+  bool abandoned_ = false;      // the last backward threw
+  bool graph_learned_ = false;  // static_graph: expectations are those of the first backward
+  bool use_is_known_ = false;   // static_graph: used_ is that of the first reduction
+
+  // Autograd's threads call arrive(), the thread that called backward the rest.
+  std::mutex mutex_;
+  GradientBuckets buckets_;
+  ArrivalTracker tracker_;
+  std::vector<Lane> lanes_;
+  std::vector<char> used_;     // by any rank, in the last reduction
+  std::vector<char> missing_;  // on this rank, in the current reduction
+  std::vector<size_t> last_order_;
+  uint64_t generation_ = 0;
+  std::unique_ptr<BackwardWatch> watch_;
 };
 
 }  // namespace tessera::sharding

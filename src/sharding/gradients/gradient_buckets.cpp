@@ -1,0 +1,186 @@
+#include "sharding/gradients/gradient_buckets.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace tessera::sharding {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides();
+}
+
+/// True if only autograd references `grad`'s storage inside the post-accumulate hook. Expected
+/// owners: `.grad`, `computed`, and the base of `computed` if it is a view. (If user code holds
+/// `computed`, autograd copies it into `.grad`; if it holds only an alias, autograd does not.)
+bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed) {
+  return computed.defined() && grad.storage().use_count() <= (computed.is_view() ? 3u : 2u);
+}
+
+}  // namespace
+
+GradientBuckets::GradientBuckets(std::string component, int rank,
+                                 std::vector<NamedTensor> parameters, bool as_views)
+    : component_(std::move(component)),
+      rank_(rank),
+      parameters_(std::move(parameters)),
+      as_views_(as_views) {}
+
+void GradientBuckets::set(std::vector<Bucket> buckets) {
+  where_.assign(parameters_.size(), {});
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
+  }
+  std::swap(buckets_, buckets);
+  homes_.clear();
+  placed_gradient_.assign(parameters_.size(), 0);
+  std::vector<at::Tensor> windows(parameters_.size());
+  for (size_t i = 0; as_views_ && i < parameters_.size(); ++i) {
+    windows[i] = window(i);
+    auto& grad = gradient(i);
+    if (!grad.defined() || grad.is_sparse()) continue;
+    windows[i].copy_(grad);
+    grad = windows[i];
+  }
+  placement_.set_windows(tensors(), windows);
+}
+
+std::vector<at::Tensor> GradientBuckets::tensors() const {
+  std::vector<at::Tensor> all;
+  for (const auto& parameter : parameters_) all.push_back(parameter.tensor);
+  return all;
+}
+
+std::vector<size_t> GradientBuckets::buckets_of_parameters() const {
+  std::vector<size_t> buckets;
+  for (const auto& place : where_) buckets.push_back(place.bucket);
+  return buckets;
+}
+
+const at::Tensor& GradientBuckets::window(size_t i) const {
+  return buckets_[where_[i].bucket].views[where_[i].member];
+}
+
+const at::Tensor& GradientBuckets::writable_window(size_t i) {
+  if (holds_other_tensor(i)) displace(where_[i].bucket);
+  return window(i);
+}
+
+bool GradientBuckets::holds_other_tensor(size_t i) const {
+  return !placed_gradient_[i] && !homes_.contains(where_[i].bucket) && placement_.occupied(i);
+}
+
+void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
+  auto& grad = gradient(i);
+  if (!grad.defined()) return;
+  placement_.arrived(i, grad);
+  if (!is_cleared(i, 1)) stale_ = i;
+  check_gradient(component_, parameters_[i].name, grad, rank_);
+  if (!as_views_) {
+    if (copy) place(grad, window(i));
+    return;
+  }
+  if (same_memory(grad, window(i))) {
+    if (holds_other_tensor(i) && !held_by_autograd(grad, computed)) displace(where_[i].bucket);
+    else placed_gradient_[i] = true;
+  } else {
+    place(grad, writable_window(i));
+  }
+  grad = window(i);
+}
+
+void GradientBuckets::store_late(size_t i) {
+  auto& grad = gradient(i);
+  if (same_memory(grad, window(i))) return;
+  place(grad, writable_window(i));
+  if (as_views_) grad = window(i);
+}
+
+void GradientBuckets::zero(size_t i) { writable_window(i).zero_(); }
+
+void GradientBuckets::prepare(size_t b) {
+  const auto& members = buckets_[b].members;
+  if (std::any_of(members.begin(), members.end(), [&](size_t i) { return holds_other_tensor(i); }))
+    displace(b);
+}
+
+void GradientBuckets::return_gradient(size_t i) {
+  auto& grad = gradient(i);
+  if (as_views_) {
+    grad = window(i);
+    return;
+  }
+  if (!grad.defined()) grad = at::empty_like(window(i));
+  grad.copy_(window(i));
+}
+
+void GradientBuckets::zero_grad(bool set_to_none) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& grad = gradient(i);
+    if (!grad.defined()) continue;
+    if (set_to_none) grad = at::Tensor();
+    else grad.zero_();
+  }
+}
+
+/// Other tensors keep the bucket's memory, and the gradients move to private memory.
+void GradientBuckets::displace(size_t b) {
+  placement_.end(false);  // this backward is not like the last one
+  auto& bucket = buckets_[b];
+  // A window that counts as zero may have been zeroed before, so the new memory starts as zeros.
+  auto own = make_bucket(bucket.members, bucket.layout, at::zeros_like(bucket.flat), tensors());
+  own.lane = bucket.lane;
+  std::vector<size_t> mispredicted;
+  std::copy_if(bucket.members.begin(), bucket.members.end(), std::back_inserter(mispredicted),
+               [&](size_t i) { return holds_other_tensor(i); });
+  placement_.exclude(mispredicted);
+  for (size_t m = 0; m < bucket.members.size(); ++m) {
+    auto& grad = gradient(bucket.members[m]);
+    if (!grad.defined() || !same_memory(grad, bucket.views[m])) continue;
+    own.views[m].copy_(grad);
+    grad = own.views[m];
+  }
+  homes_.emplace(b, std::exchange(bucket, std::move(own)));
+}
+
+void GradientBuckets::restore() {
+  std::fill(placed_gradient_.begin(), placed_gradient_.end(), 0);
+  std::erase_if(homes_, [&](auto& entry) {
+    auto& [b, home] = entry;
+    for (size_t m = 0; m < home.members.size(); ++m) {
+      const auto& grad = gradient(home.members[m]);
+      const bool in_use = grad.defined() && same_memory(grad, buckets_[b].views[m]);
+      if (in_use || placement_.occupied(home.members[m])) return false;
+    }
+    buckets_[b] = std::move(home);
+    return true;
+  });
+}
+
+void GradientBuckets::mark_overwritten(size_t i) {
+  const auto& grad = gradient(i);
+  if (grad.defined()) overwritten_[i] = {grad, static_cast<uint32_t>(grad._version())};
+}
+
+std::string GradientBuckets::uncleared() {
+  for (size_t i = 0; i < parameters_.size() && stale_ == kNone; ++i) {
+    if (!is_cleared(i, 0)) stale_ = i;
+  }
+  return stale_ == kNone ? "" : parameters_[std::exchange(stale_, kNone)].name;
+}
+
+/// Autograd adds in place to a `.grad` that was not cleared, which is one change of its version.
+/// Clearing it in place is a change of its own, and clearing it by reset makes a new tensor.
+bool GradientBuckets::is_cleared(size_t i, uint32_t changes_by_autograd) {
+  const auto found = overwritten_.find(i);
+  if (found == overwritten_.end()) return true;
+  const auto [before, version] = found->second;
+  const auto& now = gradient(i);
+  const bool cleared =
+      !now.is_same(before) || static_cast<uint32_t>(now._version()) > version + changes_by_autograd;
+  if (cleared) overwritten_.erase(found);
+  return cleared;
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,232 @@
+#include "zero/impl.h"
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include "sharding/shard_state.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup the_group,
+                                    OptimizerFactory factory, Options the_options)
+    : group(std::move(the_group)),
+      options(the_options),
+      shards(group, options),
+      mean(group, shards, options, prefix()),
+      local(std::move(factory)),
+      outer_(outer),
+      overlap_(group, shards, mean, local, norm, outer, options.find_unused_parameters, prefix()) {
+  if (!(options.bucket_cap_mb > 0)) {
+    throw UsageError(
+        fmt::format("{}: option bucket_cap_mb is {}; expected a positive number of MiB", prefix(),
+                    options.bucket_cap_mb));
+  }
+  if (options.overlap_with_backward && !options.reduce_gradients) {
+    throw UsageError(prefix() +
+                     ": option overlap_with_backward needs reduce_gradients: an update cannot "
+                     "follow a reduction that is done elsewhere");
+  }
+}
+
+std::string ZeroRedundancyOptimizer::Impl::prefix() const {
+  return fmt::format("{}: rank {}", kName, group.rank());
+}
+
+std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::default_options(
+    const OptimizerFactory& factory) {
+  if (!factory) {
+    throw UsageError(std::string(kName) +
+                     ": the optimizer factory is empty; expected one, as from "
+                     "optimizer_factory<torch::optim::Adam>(…)");
+  }
+  const torch::optim::OptimizerParamGroup any(std::vector<at::Tensor>{at::zeros({1})});
+  return factory({any})->defaults().clone();
+}
+
+void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
+  mean.require_local("add_param_group was called");
+  std::vector<sharding::NamedTensor> named;
+  std::vector<at::Tensor> tensors;
+  for (auto& [name, tensor] : added.parameters) {
+    named.push_back({name, tensor});
+    tensors.push_back(tensor);
+  }
+  torch::optim::OptimizerParamGroup param_group(tensors, outer_.defaults().clone());
+  set_options(param_group.options(), added.options);
+  shards.add_group(outer_.param_groups().size(), std::move(named));
+  tessera::add_param_group(outer_, param_group);
+}
+
+void ZeroRedundancyOptimizer::Impl::finish_construction() {
+  const auto& parameters = shards.parameters();
+  auto contract = sharding::signatures(parameters);
+  for (size_t i = 0; i < contract.size(); ++i)
+    contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
+  contract.push_back(fmt::format(
+      "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
+      "unused {}",
+      partition_name(options.partition), options.parameters_as_bucket_view,
+      options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
+      options.find_unused_parameters));
+  group.check_contract(kName, contract);
+  if (options.broadcast_parameters) {
+    std::vector<at::Tensor> added;
+    for (size_t i = shards.placed(); i < parameters.size(); ++i)
+      added.push_back(parameters[i].tensor);
+    group.broadcast(added, 0);
+  }
+  shards.place_new();
+  make_local_optimizer();
+  watch();
+}
+
+void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
+  local.extend(outer_, shards);
+  if (local.element_wise()) return;
+  const auto refuse = [&](const std::string& option) {
+    throw UsageError(fmt::format(
+        "{}: {} needs an element-wise optimizer, for it cuts parameters or updates them apart; "
+        "this one is not known to be: use partition whole without overlap, or "
+        "declare_element_wise<YourOptimizer>()",
+        prefix(), option));
+  };
+  if (options.partition == Partition::flat) refuse("option partition flat");
+  if (options.overlap_with_backward) refuse("option overlap_with_backward");
+}
+
+void ZeroRedundancyOptimizer::Impl::watch() {
+  mean.watch([this](size_t bucket) { overlap_.send(bucket); });
+}
+
+void ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
+  const auto changed = shards.changed_trainability();
+  // Ranks must see the same change. Only a rank that saw one compares.
+  if (changed.empty()) return;
+  mean.require_local(fmt::format("requires_grad of parameter {} changed", changed[0]));
+  group.check_contract(std::string(kName) + " (a change of requires_grad)", changed);
+  if (group.rank() == 0) {
+    spdlog::warn(
+        "tessera: {}: requires_grad of {} parameters changed ({}{}); the partition is "
+        "made anew",
+        kName, changed.size(), changed[0], changed.size() > 1 ? ", …" : "");
+  }
+  if (mean.reducer()) mean.reducer()->check_cleared();
+  auto dict = gather_state(-1);
+  std::map<size_t, at::Tensor> gradients;
+  const auto& parameters = shards.parameters();
+  const auto grad_of = [&](size_t i) -> at::Tensor& {
+    return const_cast<at::Tensor&>(parameters[i].tensor).mutable_grad();
+  };
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (grad_of(i).defined()) gradients[i] = grad_of(i).clone();
+    grad_of(i) = at::Tensor();
+  }
+  mean.unwatch();
+  local.clear();
+  shards.place_all();
+  make_local_optimizer();
+  for (auto& [i, grad] : gradients) {
+    if (shards.trainable(i)) grad_of(i) = grad;
+  }
+  watch();  // moves the gradients into the new buckets
+  load(dict);
+}
+
+void ZeroRedundancyOptimizer::Impl::require_no_update_under_way(const char* call) const {
+  if (!overlap_.under_way()) return;
+  throw UsageError(
+      fmt::format("{}: {} was called between backward and step(), while "
+                  "overlap_with_backward updates; expected after step()",
+                  prefix(), call));
+}
+
+void ZeroRedundancyOptimizer::Impl::check_storage() {
+  const auto moved = shards.moved_parameter();
+  if (moved.empty()) return;
+  group.fail(fmt::format(
+      "{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); "
+      "construct the optimizer after such changes, and copy values in place",
+      prefix(), moved));
+}
+
+std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::Impl::groups() const {
+  std::vector<OptimizerStateDict::Group> result;
+  for (const auto& visible : outer_.param_groups())
+    result.push_back({{}, get_options(visible.options())});
+  for (size_t i = 0; i < shards.parameters().size(); ++i)
+    result[shards.group_of(i)].parameters.push_back(shards.parameters()[i].name);
+  return result;
+}
+
+OptimizerStateDict ZeroRedundancyOptimizer::Impl::gather_state(int to) {
+  at::NoGradGuard no_grad;
+  OptimizerStateDict dict;
+  dict.groups = groups();
+  dict.state =
+      sharding::gather_shard_state(local.get(), shards.owned(), shards.parameters(), group, to);
+  if (to < 0 || to == group.rank()) dict.state.insert(frozen_state_.begin(), frozen_state_.end());
+  return dict;
+}
+
+void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
+  at::NoGradGuard no_grad;
+  const auto who = fmt::format("{}.load_state_dict: rank {}", kName, group.rank());
+  const auto fail = [&](const std::string& problem) { throw UsageError(who + ": " + problem); };
+  const auto& parameters = shards.parameters();
+  std::map<std::string, size_t> index;
+  std::vector<std::vector<std::string>> names(outer_.param_groups().size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    index[parameters[i].name] = i;
+    names[shards.group_of(i)].push_back(parameters[i].name);
+  }
+  sharding::check_groups(who, names, dict);
+  for (const auto& [name, state] : dict.state) {
+    const auto found = index.find(name);
+    if (found == index.end()) fail(fmt::format("state of unknown parameter {}", name));
+    for (const auto& [key, tensor] : state.tensors) {
+      const auto& parameter = parameters[found->second].tensor;
+      if (local.element_wise() && !tensor.sizes().equals(parameter.sizes()) && tensor.numel() > 1) {
+        fail(fmt::format("{} of parameter {} has {} elements; expected {}", key, name,
+                         tensor.numel(), parameter.numel()));
+      }
+    }
+  }
+  for (size_t g = 0; g < names.size(); ++g)
+    set_options(outer_.param_groups()[g].options(), dict.groups[g].options);
+  local.take_options_of(outer_);
+  frozen_state_.clear();
+  for (const auto& [name, state] : dict.state) {
+    if (!shards.trainable(index[name])) frozen_state_.emplace(name, state);
+  }
+  sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
+}
+
+void ZeroRedundancyOptimizer::Impl::load_slices(const std::vector<StateSlice>& slices) {
+  try {
+    tessera::load_state_slices(local.get(), parameter_shards(), slices);
+  } catch (const UsageError& error) {
+    throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
+  }
+  frozen_state_.clear();
+}
+
+std::vector<ParameterShard> ZeroRedundancyOptimizer::Impl::parameter_shards() const {
+  return sharding::parameter_shards(shards.owned(), shards.parameters());
+}
+
+ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
+  Memory memory;
+  for (const auto& parameter : shards.parameters())
+    memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
+  memory.gradients = mean.bytes();
+  for (const auto* shard : shards.owned()) {
+    const auto state = get_state(local.get(), shard->tensor);
+    if (!state) continue;
+    for (const auto& [name, tensor] : state->tensors)
+      memory.optimizer_state += static_cast<int64_t>(tensor.nbytes());
+  }
+  return memory;
+}
+
+}  // namespace tessera

@@ -1,0 +1,163 @@
+#include "zero/mean_gradient.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "sharding/bucket.h"
+#include "tessera/error.h"
+
+namespace tessera::zero {
+
+MeanGradient::MeanGradient(ProcessGroup group, Shards& shards,
+                           const ZeroRedundancyOptimizerOptions& options, std::string prefix)
+    : divisor(group.size()),
+      group_(std::move(group)),
+      shards_(shards),
+      options_(options),
+      prefix_(std::move(prefix)) {}
+
+void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
+  segments_.assign(shards_.buckets().size(), {});
+  in_place_.assign(shards_.buckets().size(), 0);
+  reducer_.reset();
+  const auto subset = shards_.trainable_subset();
+  if (!options_.reduce_gradients || subset.empty()) return;
+  std::vector<sharding::NamedTensor> trainable;
+  position_.assign(shards_.parameters().size(), 0);
+  for (const auto i : subset) {
+    position_[i] = trainable.size();
+    trainable.push_back(shards_.parameters()[i]);
+  }
+  std::vector<sharding::Bucket> buckets;
+  for (const auto& bucket : shards_.buckets()) {
+    buckets.push_back(bucket.gradients);
+    for (auto& member : buckets.back().members) member = position_[member];
+  }
+  sharding::ReducerOptions options;
+  options.component = "ZeroRedundancyOptimizer";
+  options.reduce_in_backward = options_.overlap_with_backward;
+  options.find_unused_parameters =
+      options_.find_unused_parameters || !options_.overlap_with_backward;
+  options.caller_tracks_use = options_.overlap_with_backward;
+  reducer_ = std::make_unique<sharding::Reducer>(
+      group_, std::move(trainable), std::move(buckets), options,
+      sharding::Reducer::Callbacks{std::move(ready), [] {}, {}});
+}
+
+void MeanGradient::check_current() const {
+  if (state_ == State::averaged && reducer_ && generation_ != reducer_->generation()) {
+    throw UsageError(prefix_ +
+                     ": a backward came between clipping (or grad_norm) and step(), so its "
+                     "gradients would be lost; clip after the last backward");
+  }
+}
+
+void MeanGradient::require_local(const std::string& change) const {
+  if (state_ == State::local) return;
+  throw UsageError(prefix_ + ": " + change +
+                   " between clipping (or grad_norm) and step(), which would lose the averaged "
+                   "gradient; expected before backward, or after step()");
+}
+
+void MeanGradient::reset() {
+  state_ = State::local;
+  for (size_t b = 0; b < segments_.size(); ++b) {
+    if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
+  }
+}
+
+void MeanGradient::collect() {
+  if (reducer_) reducer_->collect();
+}
+
+void MeanGradient::return_gradients() {
+  if (!reducer_) return;
+  reducer_->return_gradients();
+  for (size_t b = 0; b < in_place_.size(); ++b) {
+    for (const auto& shard : shards_.buckets()[b].shards) {
+      if (in_place_[b] && shard.numel > 0) reducer_->mark_overwritten(position_[shard.parameter]);
+    }
+  }
+}
+
+void MeanGradient::reduce(size_t b, const ProcessGroup::ConsumeRun& consume) {
+  group_.reduce_scatter_each(reducer_->buckets()[b].flat, shards_.buckets()[b].layout.counts(),
+                             consume);
+}
+
+void MeanGradient::reduce_to_segment(size_t b) {
+  if (options_.reduce_in_place) {
+    // A rank's own segment of its bucket is read by this rank alone, run by run, so the mean of
+    // each run can replace what it was summed from.
+    const auto& layout = shards_.buckets()[b].layout;
+    const int rank = group_.rank();
+    segments_[b] = sharding::window(reducer_->buckets()[b].flat, layout.segment_begin(rank),
+                                    layout.counts()[rank]);
+    in_place_[b] = 1;
+  }
+  reduce(b, [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); });
+}
+
+void MeanGradient::average() {
+  at::NoGradGuard no_grad;
+  check_current();
+  if (state_ == State::averaged) return;
+  if (reducer_) reducer_->collect();
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    if (reducer_) reduce_to_segment(b);
+    else copy_from_caller(b);
+  }
+  return_gradients();
+  if (reducer_) generation_ = reducer_->generation();
+  state_ = State::averaged;
+}
+
+/// `.grad` is averaged already: own shards' part of it.
+void MeanGradient::copy_from_caller(size_t b) {
+  auto own = segment(b);
+  for (const auto& shard : shards_.buckets()[b].shards) {
+    const auto& parameter = shards_.parameters()[shard.parameter];
+    const auto grad = parameter.tensor.grad();
+    auto kept = own.narrow(0, shard.at, shard.numel);
+    if (!grad.defined()) {
+      kept.zero_();
+      continue;
+    }
+    sharding::check_gradient("ZeroRedundancyOptimizer", parameter.name, grad, group_.rank());
+    kept.copy_(
+        sharding::in_memory_order(grad, parameter.tensor).narrow(0, shard.begin, shard.numel));
+  }
+}
+
+void MeanGradient::keep(size_t b, int64_t offset, const at::Tensor& run) {
+  auto kept = segment(b).narrow(0, offset, run.numel());
+  kept.copy_(run);
+  if (divisor != 1) kept.mul_(1.0 / divisor);
+}
+
+at::Tensor MeanGradient::segment(size_t b) {
+  if (!segments_[b].defined()) {
+    const auto& bucket = shards_.buckets()[b];
+    const auto& first = shards_.parameters()[bucket.members[0]].tensor;
+    segments_[b] =
+        at::empty({bucket.layout.counts()[group_.rank()]}, first.options().requires_grad(false));
+  }
+  return segments_[b];
+}
+
+bool MeanGradient::used(size_t parameter) const {
+  return reducer_ ? reducer_->used(position_[parameter])
+                  : shards_.parameters()[parameter].tensor.grad().defined();
+}
+
+int64_t MeanGradient::bytes() const {
+  int64_t bytes = 0;
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    if (options_.reduce_gradients) bytes += shards_.buckets()[b].gradients.bytes();
+    if (segments_[b].defined() && !in_place_[b])
+      bytes += static_cast<int64_t>(segments_[b].nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace tessera::zero

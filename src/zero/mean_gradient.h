@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sharding/gradients/reducer.h"
+#include "zero/shards.h"
+
+namespace tessera::zero {
+
+/// This rank's segments of the mean gradient: one segment a bucket.
+///
+/// [Note: where a gradient is] P is the bytes of all trainable parameters, W the number of ranks.
+class MeanGradient {
+ public:
+  enum class State {
+    /// `.grad` is this rank's own gradient. Memory: the buckets, P bytes; none with
+    /// reduce_gradients off.
+    local,
+    /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or with
+    /// reduce_in_place in the buckets, where they have replaced this rank's own gradient.
+    averaged,
+  };
+
+  MeanGradient(ProcessGroup group, Shards& shards, const ZeroRedundancyOptimizerOptions& options,
+               std::string prefix);
+
+  /// Watches the parameters that are trainable now. `ready`: see sharding::Reducer; called only
+  /// with overlap_with_backward. Local.
+  void watch(std::function<void(size_t bucket)> ready);
+  /// Stops watching. `.grad` stays as it is. Local.
+  void unwatch() { reducer_.reset(); }
+
+  /// Null with reduce_gradients off, and where no parameter is trainable.
+  sharding::Reducer* reducer() const { return reducer_.get(); }
+  /// Divisor of the mean: the world size, or in a join what the join says.
+  int divisor = 1;
+
+  State state() const { return state_; }
+  /// UsageError where a backward came after the state became `averaged`.
+  void check_current() const;
+  /// UsageError, naming `change`, while the state is `averaged`.
+  void require_local(const std::string& change) const;
+  /// The averaged gradients, if any, are used or given up.
+  void reset();
+
+  /// This rank's gradients are in their buckets, and the ranks know which parameters were used.
+  /// Collective. State local.
+  void collect();
+  /// Sums bucket `b` over the ranks: hands each run of own segment's sum to `consume`, see
+  /// ProcessGroup::reduce_scatter_each. Collective; after collect().
+  void reduce(size_t b, const ProcessGroup::ConsumeRun& consume);
+  /// reduce() into segment(b), as a mean. Collective; after collect().
+  void reduce_to_segment(size_t b);
+  /// All buckets are reduced: `.grad` of used parameters is what the buckets hold. Local.
+  void return_gradients();
+
+  /// From local to averaged. Does nothing in state averaged. Collective.
+  void average();
+
+  /// Keeps a run of own segment's sum in segment(b), as a mean.
+  void keep(size_t b, int64_t offset, const at::Tensor& run);
+  /// Own segment of the mean of bucket `b`, 1-D. After average(), reduce_to_segment() or keep().
+  at::Tensor segment(size_t b);
+  /// Whether any rank had a gradient for the parameter.
+  bool used(size_t parameter) const;
+  /// Of the parameter, in the reducer's list.
+  size_t position(size_t parameter) const { return position_[parameter]; }
+
+  /// Gradient memory on this rank, in bytes.
+  int64_t bytes() const;
+
+ private:
+  void copy_from_caller(size_t b);
+
+  ProcessGroup group_;
+  Shards& shards_;
+  const ZeroRedundancyOptimizerOptions& options_;
+  std::string prefix_;
+  State state_ = State::local;
+  uint64_t generation_ = 0;           // of the reducer, when the state became averaged
+  std::vector<at::Tensor> segments_;  // by bucket
+  std::vector<char> in_place_;        // by bucket: the segment is part of the bucket
+  std::vector<size_t> position_;
+  std::unique_ptr<sharding::Reducer> reducer_;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "sharding/named_tensor.h"
+#include "tessera/process_group.h"
+#include "tessera/zero_redundancy_optimizer.h"
+#include "zero/shard_bucket.h"
+
+namespace tessera::zero {
+
+/// The parameters of all groups, which rank owns which of their elements, and the buckets in which
+/// they are stored, reduced and gathered. The same on every rank, except for the owned shards.
+class Shards {
+ public:
+  Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options);
+
+  /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
+  /// parameters that are unsuitable or already in a group. Local.
+  void add_group(size_t index, std::vector<sharding::NamedTensor> parameters);
+  /// Makes buckets for the trainable parameters that add_group() has added since the last call.
+  /// Collective: allocates.
+  void place_new();
+  /// Makes all buckets again for the parameters that are trainable now. Collective: allocates.
+  void place_all();
+
+  const std::vector<sharding::NamedTensor>& parameters() const { return parameters_; }
+  size_t group_of(size_t parameter) const { return group_of_[parameter]; }
+  /// Number of parameters that the last place_new() or place_all() has seen.
+  size_t placed() const { return trainable_.size(); }
+  /// Whether the parameter was trainable when the buckets were made.
+  bool trainable(size_t parameter) const { return trainable_[parameter]; }
+  std::vector<size_t> trainable_subset() const;
+  /// Names of parameters whose requires_grad differs from trainable().
+  std::vector<std::string> changed_trainability() const;
+  /// Name of a parameter whose storage was replaced since the buckets were made; "" for none.
+  std::string moved_parameter() const;
+
+  std::vector<ShardBucket>& buckets() { return buckets_; }
+  const std::vector<ShardBucket>& buckets() const { return buckets_; }
+  /// This rank's shards, over all buckets. Empty shards are included.
+  std::vector<const sharding::OwnedShard*> owned() const;
+
+  /// Every rank gets every rank's updated shards. Collective.
+  void gather();
+  /// Counts as a write to every trainable parameter: autograd then refuses a backward through
+  /// values from before the update. Local.
+  void bump_versions();
+
+ private:
+  void place(const std::vector<size_t>& subset);
+
+  ProcessGroup group_;
+  ShardPlan plan_;
+  std::vector<sharding::NamedTensor> parameters_;  // frozen ones too
+  std::vector<size_t> group_of_;
+  std::vector<char> trainable_;
+  std::vector<int64_t> load_;              // owned elements by rank
+  std::map<size_t, const void*> data_of_;  // address of each placed parameter
+  std::vector<ShardBucket> buckets_;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,192 @@
+#include <algorithm>
+
+#include "memory/heap.h"
+#include "sharding/gradients/gradient_norm.h"
+#include "tessera/error.h"
+#include "zero/bucket_update.h"
+#include "zero/impl.h"
+
+namespace tessera {
+
+at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
+  if (closure && !local.element_wise()) return step_with_closure(closure);
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  at::NoGradGuard no_grad;
+  check_storage();
+  if (options.overlap_with_backward) wait_for_overlapped_update();
+  else reduce_update_gather();
+  local.give_options_to(outer_);
+  norm.finish(group);
+  return loss;
+}
+
+void ZeroRedundancyOptimizer::Impl::reduce_update_gather() {
+  repartition_if_trainability_changed();
+  local.take_options_of(outer_);
+  mean.check_current();
+  // The first step allocates the optimizer's state, which stays. The memory that the first backward
+  // has freed is returned before, so that the state does not end up in holes of the heap.
+  if (!std::exchange(stepped_, true)) memory::return_freed_memory();
+  norm.squares = 0;
+  if (!mean.reducer()) mean.average();
+  const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
+  if (!averaged) mean.collect();
+  auto& buckets = shards.buckets();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    auto* const fused = averaged ? nullptr : local.one_pass(buckets[b]);
+    if (fused) {
+      reduce_and_update(b, *fused);
+      continue;
+    }
+    if (!averaged) mean.reduce_to_segment(b);
+    norm.add(mean.segment(b));
+    local.set_gradients(buckets[b], mean.segment(b), [this](size_t i) { return mean.used(i); });
+  }
+  if (!averaged) mean.return_gradients();
+  local.get().step();  // shards that have a gradient: those that are not updated yet
+  clear_shard_gradients();
+  mean.reset();
+  shards.gather();
+}
+
+void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& optimizer) {
+  zero::BucketUpdate update(
+      optimizer, shards.buckets()[b], [this](size_t i) { return mean.used(i); }, 1.0 / mean.divisor,
+      norm.tracking);
+  mean.reduce(b, [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); });
+  norm.squares += update.squares();
+}
+
+void ZeroRedundancyOptimizer::Impl::wait_for_overlapped_update() {
+  if (overlap_.under_way()) overlap_.check_options_unchanged();
+  else if (mean.reducer()) mean.reducer()->flush();  // every backward was under no_sync
+  overlap_.wait();
+  for (auto& bucket : shards.buckets()) {
+    if (!bucket.parameters.defined()) zero::gather_parameters(bucket, shards.parameters(), group);
+  }
+  shards.bump_versions();
+  // They were this rank's own gradients, and the update has used them.
+  if (mean.reducer()) mean.reducer()->zero_grad(true);
+  repartition_if_trainability_changed();
+}
+
+/// For optimizers that evaluate the loss as often as they like, each rank its own number of times:
+/// all ranks take part in every evaluation until the last rank needs no more.
+at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& closure) {
+  repartition_if_trainability_changed();
+  local.take_options_of(outer_);
+  at::Tensor first_loss;
+  const auto evaluate_once = [&] {
+    auto loss = evaluate(closure);
+    if (!first_loss.defined()) first_loss = loss;
+    return loss;
+  };
+  const auto any_rank_evaluates = [&](bool mine) {
+    auto count = at::full({1}, mine ? 1 : 0,
+                          at::TensorOptions().dtype(at::kInt).device(group.control_device()));
+    group.all_reduce(count);
+    return count.item<int>() > 0;
+  };
+  if (!shards.owned().empty()) {
+    local.get().step([&] {
+      any_rank_evaluates(true);
+      return evaluate_once();
+    });
+  }
+  while (any_rank_evaluates(false)) evaluate_once();
+  at::NoGradGuard no_grad;
+  clear_shard_gradients();
+  mean.reset();
+  shards.gather();
+  local.give_options_to(outer_);
+  return first_loss;
+}
+
+/// The mean of the ranks' losses at current parameters; the shards have the averaged gradients.
+at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
+  {
+    at::NoGradGuard no_grad;
+    clear_shard_gradients();
+    shards.gather();
+  }
+  at::Tensor loss;
+  {
+    at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  at::NoGradGuard no_grad;
+  mean.reset();
+  mean.average();
+  auto& buckets = shards.buckets();
+  for (size_t b = 0; b < buckets.size(); ++b)
+    local.set_gradients(buckets[b], mean.segment(b), [this](size_t i) { return mean.used(i); });
+  auto result = loss.detach().clone();
+  group.all_reduce(result, 1.0 / group.size());
+  return result;
+}
+
+void ZeroRedundancyOptimizer::Impl::clear_shard_gradients() {
+  for (auto& bucket : shards.buckets()) zero::LocalOptimizer::clear_gradients(bucket);
+}
+
+void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
+  mean.reset();
+  for (const auto& parameter : shards.parameters()) {
+    auto tensor = parameter.tensor;
+    auto& grad = tensor.mutable_grad();
+    if (!grad.defined()) continue;
+    if (set_to_none) grad = at::Tensor();
+    else grad.zero_();
+  }
+}
+
+/// On a rank without data, while the others are in a backward. Gradients that are averaged
+/// elsewhere stay as they are.
+void ZeroRedundancyOptimizer::Impl::shadow_backward() {
+  if (!mean.reducer()) return;
+  if (options.overlap_with_backward) mean.reducer()->shadow();
+  else zero_grad(true);
+}
+
+void ZeroRedundancyOptimizer::Impl::average() {
+  at::NoGradGuard no_grad;
+  repartition_if_trainability_changed();
+  if (options.overlap_with_backward) {
+    throw UsageError(prefix() +
+                     ": backward has used the gradients up when overlap_with_backward is set, so "
+                     "there is no norm to take and nothing to clip; do so without overlap");
+  }
+  mean.average();
+}
+
+double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
+  sharding::GradientNorm total(prefix(), p);
+  average();
+  at::NoGradGuard no_grad;
+  for (size_t b = 0; b < shards.buckets().size(); ++b) total.add(mean.segment(b));
+  return total.total(group);
+}
+
+double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
+  sharding::check_max_norm(prefix(), max_norm);
+  const double before = grad_norm(p);
+  const double factor = sharding::clip_factor(max_norm, before);
+  if (factor == 1) return before;
+  at::NoGradGuard no_grad;
+  for (size_t b = 0; b < shards.buckets().size(); ++b) mean.segment(b).mul_(factor);
+  return before;
+}
+
+void ZeroRedundancyOptimizer::Impl::clip_value(double clip_value) {
+  sharding::check_clip_value(prefix(), clip_value);
+  average();
+  at::NoGradGuard no_grad;
+  for (size_t b = 0; b < shards.buckets().size(); ++b)
+    mean.segment(b).clamp_(-clip_value, clip_value);
+}
+
+}  // namespace tessera
