@@ -20,7 +20,10 @@ done
 echo "installing: ${missing[*]}"
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
-  command -v sudo >/dev/null || { echo "install_dependencies: run as root, or install: ${missing[*]}" >&2; exit 1; }
+  command -v sudo >/dev/null || {
+    echo "install_dependencies: run as root, or install: ${missing[*]}" >&2
+    exit 1
+  }
   as_root=(sudo)
 fi
 export DEBIAN_FRONTEND=noninteractive
