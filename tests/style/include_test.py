@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Includes only point down, and no folder is too full. The layers stand in docs/design.md, in the
+"""Includes only point down, and no folder is too full. The layers are in docs/design.md, in the
 block marked ```layers (who may include whom) and the one marked ```headers (which folder
 implements a public header that is not named after a .cpp file)."""
 import collections, pathlib, re, sys, unittest
@@ -14,7 +14,7 @@ MOST_SOURCES = 20  # of one folder
 PUBLIC = "include/tessera/"
 GENERATED = {"tessera/version.h"}
 
-Room = collections.namedtuple("Room", "floor part may")  # 3.1 is floor 3, part 1
+Layer = collections.namedtuple("Layer", "level part may")  # 3.1 is level 3, part 1
 
 
 def block(text, name):
@@ -26,36 +26,36 @@ def block(text, name):
 
 
 def read_layers(text):
-    """Rooms by name, from lines such as `3.1  comm/base  below`, the lowest first."""
-    rooms, last = {}, (0, 0)
+    """Layers by name, from lines such as `3.1  comm/base  below`, the lowest first."""
+    layers, last = {}, (0, 0)
     for number, name, *may in block(text, "layers"):
-        floor, _, part = number.partition(".")
-        place = (int(floor), int(part or 0))
-        if place < last or name in rooms or not may:
-            raise ValueError(f"docs/design.md: layers: line of {name}; expected a floor (the lowest "
-                             "first), a folder (once), and what it may include")
-        rooms[name], last = Room(*place, may), place
-    for name, room in rooms.items():
-        above = rooms.get(name.split("/")[0])
-        if above is None or above.floor != room.floor:
-            raise ValueError(f"docs/design.md: layers: {name}: expected a line of its parent folder "
-                             "on the same floor")
-        unknown = set(room.may) - {"below", "nothing", "public"} - set(rooms)
+        level, _, part = number.partition(".")
+        place = (int(level), int(part or 0))
+        if place < last or name in layers or not may:
+            raise ValueError(f"docs/design.md: layers: line of {name}; expected a level (the "
+                             "lowest first), a folder (once), and what it may include")
+        layers[name], last = Layer(*place, may), place
+    for name, layer in layers.items():
+        above = layers.get(name.split("/")[0])
+        if above is None or above.level != layer.level:
+            raise ValueError(f"docs/design.md: layers: {name}: expected a line of its parent "
+                             "folder on the same level")
+        unknown = set(layer.may) - {"below", "nothing", "public"} - set(layers)
         if unknown:
             raise ValueError(f"docs/design.md: layers: {name}: no folder {', '.join(unknown)}")
-    return rooms
+    return layers
 
 
-def read_headers(text, rooms, names):
+def read_headers(text, layers, names):
     """Folder in src/ by public header (`tessera/x.h`): as listed, else that of its x.cpp."""
     owners = {}
-    for room, *headers in block(text, "headers"):
-        if room not in rooms or "/" in room:
-            raise ValueError(f"docs/design.md: headers: no folder {room} in the layers")
+    for layer, *headers in block(text, "headers"):
+        if layer not in layers or "/" in layer:
+            raise ValueError(f"docs/design.md: headers: no folder {layer} in the layers")
         for header in headers:
             if PUBLIC + header not in names | {"include/" + g for g in GENERATED}:
                 raise ValueError(f"docs/design.md: headers: {header} does not exist")
-            owners["tessera/" + header] = room
+            owners["tessera/" + header] = layer
     folders = collections.defaultdict(set)
     for name in names:
         if name.startswith("src/") and name.endswith(".cpp"):
@@ -72,19 +72,19 @@ def read_headers(text, rooms, names):
 
 
 class Tree:
-    """Rooms, and where a file or an include belongs."""
+    """Layers, and where a file or an include belongs."""
 
     def __init__(self, text, names):
-        self.rooms = read_layers(text)
+        self.layers = read_layers(text)
         self.names = names
-        self.owners = read_headers(text, self.rooms, names)
+        self.owners = read_headers(text, self.layers, names)
 
-    def room_of(self, name):
-        """The room of a file, and whether it is a public header."""
+    def layer_of(self, name):
+        """The layer of a file, and whether it is a public header."""
         if name.startswith(PUBLIC):
             return self.owners[name.removeprefix("include/")], True
         folder = name.rpartition("/")[0].removeprefix("src/")
-        return (folder, False) if folder in self.rooms else (None, False)
+        return (folder, False) if folder in self.layers else (None, False)
 
     def resolve(self, includer, text):
         """The file that `#include "text"` means; None when there is none."""
@@ -93,7 +93,7 @@ class Tree:
 
     def wrong(self, includer, included):
         """Why `includer` may not include `included`; "" when it may."""
-        (upper, upper_public), (lower, lower_public) = map(self.room_of, (includer, included))
+        (upper, upper_public), (lower, lower_public) = map(self.layer_of, (includer, included))
         if upper is None:
             return "its folder is not in the layers"
         if lower is None:
@@ -102,12 +102,12 @@ class Tree:
             return f"a public header, and {included} is not"
         top, other_top = upper.split("/")[0], lower.split("/")[0]
         if top != other_top:
-            a, b = self.rooms[top], self.rooms[other_top]
-            return self.refusal(top, a.may, a.floor, other_top, b.floor, lower_public)
+            a, b = self.layers[top], self.layers[other_top]
+            return self.refusal(top, a.may, a.level, other_top, b.level, lower_public)
         # The public headers of a folder lie below all of its sources.
         if lower_public or upper == lower:
             return ""
-        a, b = self.rooms[upper], self.rooms[lower]
+        a, b = self.layers[upper], self.layers[lower]
         return self.refusal(upper, a.may, a.part, lower, b.part, False)
 
     @staticmethod
@@ -156,6 +156,20 @@ class Tree:
 
         return next((found for name in sorted(edges) if (found := visit(name))), [])
 
+    def with_libtorch(self, layers, read):
+        """Files of `layers` that include libtorch, themselves or through others."""
+        def uses(name, seen):
+            if name in seen:
+                return False
+            seen.add(name)
+            text = read(name)
+            return (re.search(r"^\s*#\s*include\s+<(torch|ATen|c10)/", text, re.M) is not None
+                    or any(target and uses(target, seen)
+                           for _, _, target in self.includes_of(name, text)))
+
+        return [name for name in sorted(self.names)
+                if (self.layer_of(name)[0] or "").split("/")[0] in layers and uses(name, set())]
+
 
 def full_folders(names):
     counts = collections.Counter(name.rpartition("/")[0] for name in names)
@@ -182,10 +196,10 @@ class Includes(unittest.TestCase):
     def test_the_layers_name_the_folders_that_there_are(self):
         folders = {name.rpartition("/")[0].removeprefix("src/") for name in CODE
                    if not name.startswith(PUBLIC)}
-        named = {name for name in CHECKED.rooms
-                 if not any(other.startswith(name + "/") for other in CHECKED.rooms)}
+        named = {name for name in CHECKED.layers
+                 if not any(other.startswith(name + "/") for other in CHECKED.layers)}
         only_headers = set(CHECKED.owners.values()) - folders - {f.split("/")[0] for f in folders}
-        self.assertEqual(sorted(folders - set(CHECKED.rooms)), [], "not in the layers")
+        self.assertEqual(sorted(folders - set(CHECKED.layers)), [], "not in the layers")
         self.assertEqual(sorted(named - folders - only_headers), [], "in the layers only")
 
     def test_includes_only_point_down(self):
@@ -193,6 +207,9 @@ class Includes(unittest.TestCase):
 
     def test_no_file_includes_itself_through_others(self):
         self.assertEqual(" -> ".join(CHECKED.cycle(read)), "")
+
+    def test_configs_and_the_launcher_include_no_libtorch(self):
+        self.assertEqual(CHECKED.with_libtorch(("config", "launch"), read), [])
 
     def test_no_folder_is_too_full(self):
         self.check(full_folders(tree.files(SOURCE, ("src", "include", "cli", "tests"), SUFFIXES)),
@@ -265,9 +282,19 @@ class Rules(unittest.TestCase):
                          ["include/tessera/error.h", "src/memory/heap.h",
                           "include/tessera/error.h"])
 
+    def test_libtorch_is_found_through_other_files(self):
+        files = collections.defaultdict(str)
+        files["src/comm/shm/shm.h"] = '#include "comm/base/base.h"\n'
+        small = Tree(LAYERS, self.FILES)
+        self.assertEqual(small.with_libtorch(("comm",), files.__getitem__), [])
+        files["src/comm/base/base.h"] = "#include <torch/torch.h>\n"
+        self.assertEqual(small.with_libtorch(("comm", "zero"), files.__getitem__),
+                         ["src/comm/base/base.h", "src/comm/shm/shm.h"])
+
     def test_a_wrong_table_is_refused(self):
-        for text in (LAYERS.replace("2     memory", "9     memory"), LAYERS.replace("error.h", "x.h"),
-                     LAYERS.replace("common memory", "elsewhere"), LAYERS.replace("error.h", "")):
+        for wrong, text in (("2     memory", "9     memory"), ("error.h", "x.h"),
+                            ("common memory", "elsewhere"), ("error.h", "")):
+            text = LAYERS.replace(wrong, text)
             self.assertRaises(ValueError, Tree, text, self.FILES)
 
     def test_full_folders_are_found(self):
