@@ -1,10 +1,10 @@
-# The two commands of the README, and the steps that they are made of. Everything works on a bare Debian 12.
+# The commands of the README and the steps that they run. All of them work on a bare Debian 12.
 
 BUILD ?= build
 JOBS  ?= $(shell nproc)
 RANKS ?= 2
 
-.PHONY: demo test build dependencies benchmark sanitizers wheel clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -20,15 +20,19 @@ build: dependencies
 dependencies:
 	scripts/install_dependencies.sh
 
-# Against PyTorch on this machine: prints tables of ratios and writes benchmark-out/*.json.
+# Formats all C++ sources with clang-format 14.
+format: dependencies
+	python3 tests/style/format_test.py . --fix
+
+# Compares with PyTorch on this machine: prints tables of ratios, writes benchmark-out/*.json.
 benchmark: dependencies
 	benchmarks/run.sh $(BUILD)
 
-# The fast tests under the address and the thread sanitizer.
+# Runs the fast tests under the address sanitizer and under the thread sanitizer.
 sanitizers: dependencies
 	scripts/run_sanitizers.sh
 
-# The same sources against the newest PyTorch of PyPI.
+# Builds and tests the same sources against the newest PyTorch of PyPI.
 wheel: dependencies
 	scripts/test_with_wheel.sh
 

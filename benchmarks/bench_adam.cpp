@@ -1,11 +1,11 @@
-// Adam over one flat bucket: ours against a bare loop with the same memory traffic, and against
-// libtorch's.
+// Times one Adam step over a flat bucket: tessera::FusedAdam, a bare loop with the same memory
+// traffic, and libtorch's Adam.
 //
 //   bench_adam [--elements 100000000] [--rounds 9] [--threads 1] [--json FILE]
 //
 // Every round runs each candidate once, in turn, on the same arrays; the table shows medians. Below
-// it, the bare loop and FusedAdam's ranges take turns part by part, so that whatever else the
-// machine does slows both alike.
+// the table is a second comparison: the bare loop and FusedAdam's ranges alternate over parts of
+// the bucket, so that other load of the machine slows both equally.
 
 #include <algorithm>
 #include <chrono>
@@ -57,7 +57,8 @@ struct Arrays {
   float *p, *g, *m, *v;
 };
 
-// Median ratio of FusedAdam to the bare loop over alternating parts of the bucket.
+// Ratio of the median times of FusedAdam and of the bare loop, which alternate over parts of the
+// bucket.
 double ratio_by_parts(FusedAdam& optimizer, const at::Tensor& param, const Arrays& a, int rounds) {
   const int64_t part = std::min<int64_t>(param.numel(), 1'000'000), parts = param.numel() / part;
   std::vector<double> bare, ours;

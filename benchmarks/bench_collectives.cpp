@@ -1,5 +1,5 @@
-// Collectives of one host against a memcpy of as many bytes on all ranks at once, and those over
-// Gloo against c10d's, interleaved in one run. Forks its ranks.
+// Times collectives, interleaved in one run: those in shared memory against a memcpy of the same
+// number of bytes on all ranks at once, those over Gloo against c10d's. Forks one process per rank.
 
 #include <algorithm>
 #include <chrono>
@@ -35,7 +35,7 @@ struct Settings {
 struct Case {
   std::string name;
   std::function<void()> body;
-  double target = 0;  // 0: none
+  double target = 0;  // largest ratio to `against`; 0: none
   std::string against = "memcpy";
   std::vector<double> milliseconds{};
 };
@@ -53,8 +53,8 @@ tessera::ProcessGroup join(const std::string& folder, tessera::Backend backend) 
   return tessera::init_process_group(options);
 }
 
-// glibc's memcpy takes three times as long between buffers that begin a few bytes after one another
-// modulo 4096: the base line is its better case.
+// Page-aligned, because the baseline is memcpy's better case: glibc's memcpy takes three times as
+// long when the destination begins a few bytes after the source modulo 4096.
 at::Tensor page_aligned(int64_t numel) {
   const size_t bytes = static_cast<size_t>(numel * 4 + 4095) / 4096 * 4096;
   return at::from_blob(
@@ -92,7 +92,7 @@ void report(const Settings& settings, const std::vector<Case>& cases) {
                                << "\n";
 }
 
-// Time of a small all-reduce and of a barrier, in microseconds.
+// Prints the time of a small all-reduce and of a barrier, in microseconds.
 void report_latency(tessera::ProcessGroup& group, const char* name) {
   auto tensor = at::ones({16});
   const auto time = [&](const std::function<void()>& body) {
@@ -164,7 +164,7 @@ void run_rank(const Settings& settings, const std::string& folder) {
   }
   for (int round = -1; round < settings.rounds; ++round) {
     for (auto& entry : cases) {
-      shared.mul_(0.5);  // sums stay finite, and every case finds the caches alike
+      shared.mul_(0.5);  // keeps sums finite and gives every case the same cache state
       shm.barrier();
       const auto begin = std::chrono::steady_clock::now();
       entry.body();

@@ -1,11 +1,11 @@
-// What it costs to notice the use of parameters: one forward and backward of a model whose units
-// all stay, plain or sharded, to be counted in instructions (callgrind).
+// Runs forward and backward of a model in which all units stay gathered, plain or sharded. Counting
+// instructions under callgrind then shows the cost of detecting the use of parameters.
 //
 //   bench_detection plain|dispatch_key|record_function mlp|gpt STEPS
 //
-// The sharded side keeps double shards and computes in float, so that a world of one has pages;
-// parameters are frozen, so that nothing is gathered after the first step (but the GPT's position
-// embedding, so that its backward has something to do).
+// The sharded model keeps shards in double and computes in float, so that pages exist in a world of
+// one rank. All parameters are frozen, so that nothing is gathered after the first step, except the
+// GPT's position embedding, so that its backward has a gradient to compute.
 
 #include <cstdlib>
 #include <iostream>

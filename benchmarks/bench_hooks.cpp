@@ -1,10 +1,10 @@
-// One training job of `tessera train`, and what its gradients cost to send.
+// Runs one training job of `tessera train` and reports what its gradients cost to send.
 //
 //   tessera run -n RANKS bench_hooks CONFIG.yaml [key=value …]
 //
-// The last line that rank 0 prints is one JSON object: all-reduce bytes that a rank sent a step,
-// mean loss of the last ten steps, evaluation loss. benchmarks/hooks.py makes a table of several
-// runs.
+// The last line that rank 0 prints is one JSON object: all-reduce bytes that a rank sent per step,
+// mean loss of the last ten steps, evaluation loss. benchmarks/hooks.py runs this program with
+// several hooks and prints a table.
 
 #include <algorithm>
 #include <exception>

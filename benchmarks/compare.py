@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Tessera against PyTorch, side by side: both programs in turn, round by round, ratios of medians.
+"""Compares Tessera with PyTorch: both programs run in turn; prints ratios of medians of rounds.
 
     compare.py --build build [--python python3] [--rounds 9] [--sizes A,B] [--json out.json]
 
-The peer is the PyTorch of the interpreter given by --python (Debian's python3-torch, or a virtual environment with a newer one). Its fused
-optimizers are used where they exist (2.4 and newer). One rank a core, OMP_NUM_THREADS=1, OPENBLAS_CORETYPE unset on both sides.
+PyTorch is that of the interpreter given by --python: Debian's python3-torch, or a virtual
+environment with a newer one. Its fused optimizers are used where it has them (2.4 and newer). Both
+sides run one rank per core, with OMP_NUM_THREADS=1 and without OPENBLAS_CORETYPE.
 """
 import argparse, json, os, pathlib, statistics, subprocess, sys
 
 SIZES = {"A": "384 6 6 128 256 4 12".split(), "B": "768 6 12 64 256 1 12".split()}
-TARGETS = {  # what, ours, theirs (fused: with an f where the peer has it), figure, target by size
+# Comparison: our strategy, the other one, the figure, the target ratio by size. The other strategy
+# is PyTorch's, with an f appended where that PyTorch has fused optimizers; "own:" marks ours.
+TARGETS = {
     "ZeRO step / PyTorch ZeRO (bucket views, best optimizer)": ("zero", "zerov", "step_ms", {"B": 0.60, "A": 0.90}),
     "DDP step / PyTorch DDP (best optimizer)": ("ddp", "ddp", "step_ms", {"B": 0.75, "A": 1.00}),
     "ZeRO step / own compute only": ("zero", "own:compute", "step_ms", {"B": 1.40, "A": 1.10}),
@@ -49,7 +52,7 @@ def main():
             return [str(binaries / "tessera"), "run", "-n", args.ranks, str(binaries / "peer_twin"), who[4:], *SIZES[size]]
         return [args.python, str(here / "torch_peer.py"), who + fused, args.ranks, *SIZES[size]]
 
-    # Before 2.x PyTorch's FSDP does not run on CPUs.
+    # PyTorch's FSDP runs on CPUs from 2.x on.
     comparisons = {what: pair for what, pair in TARGETS.items() if fused or pair[1] != "fsdp"}
     rows = []
     for size in args.sizes.split(","):

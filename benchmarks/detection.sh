@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What noticing the use of parameters costs, in instructions a step under callgrind: ratios to the plain model.
+# Counts the instructions of a step under callgrind, with each way of detecting the use of
+# parameters, and prints the ratio to the plain model.
 #   benchmarks/detection.sh [BUILD]
 set -euo pipefail
 cd "$(dirname "$0")/.."

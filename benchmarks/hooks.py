@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What DistributedDataParallel's communication hooks cost and save: bytes, time and loss of the demo's job, a table and a JSON file.
+"""Measures DistributedDataParallel's communication hooks on the job of the demo: bytes, time, loss.
 
     hooks.py --build build [--config configs/demo.yaml] [--ranks 2] [--steps 200] [--json out.json]
 
-Bytes: all-reduce payload that one rank sends a step, over the whole run. ms: median of the steps' time. Loss: mean of the last ten steps.
+bytes/step: all-reduce payload that one rank sends per step, over the whole run. ms/step: median of
+the steps' times. loss: mean of the last ten steps.
 """
 import argparse, json, os, pathlib, statistics, subprocess, sys, tempfile
 

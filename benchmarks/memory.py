@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Peak memory of each rank (RSS and PSS, sampled) for GPT-2 of 124M parameters, by way of training, beside the formula.
+"""Measures the peak memory of each rank for GPT-2 of 124M parameters under each way of training.
 
     memory.py [--build build] [--ranks 2] [--steps 4] [--json out.json]
 
-Formula for FullyShardedDataParallel: 150 MiB + 16 bytes x parameters / ranks + the two largest units + activations: 4 of the 16 bytes are the parameters, 4 the
-gradients, 8 AdamW's state. Activations, with whatever else autograd holds for a moment: what the plain run of one rank's batch takes above 150 MiB + 16 bytes x parameters.
+RSS and PSS are sampled. The table compares PSS with the formula for FullyShardedDataParallel:
+150 MiB + 16 bytes x parameters / ranks + the two largest units + activations. Of the 16 bytes, 4
+are the parameters, 4 the gradients and 8 the state of AdamW. The activations, with everything else
+that autograd holds for a time, are what the plain run on one rank's batch takes above
+150 MiB + 16 bytes x parameters.
 """
 import argparse, json, os, pathlib, re, subprocess, tempfile, threading, time
 
@@ -16,7 +19,8 @@ parallel: {type: none}
 train: {steps: 4, global_batch: 2, eval_batches: 1}
 """
 PARAMETERS = 124_439_808
-LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872  # the root with the tied embedding, and a block
+# Bytes of the root with the tied embedding, and of one block.
+LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872
 WAYS = {
     "none": ["parallel.type=none"],
     "DistributedDataParallel": ["parallel.type=DistributedDataParallel"],

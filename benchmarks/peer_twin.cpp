@@ -1,11 +1,11 @@
-// The C++ twin of torch_peer.py: the same GPT, sizes, batches and timing, with Tessera's
+// The same program as torch_peer.py in C++: the same GPT, sizes, batches and timing, with Tessera's
 // strategies.
 //
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
-// STRATEGY: startup (the first all-reduce, and out) | none (no communication) | compute (forward
-// and backward only) | ddp | zero | zero-overlap | fsdp (a unit a block), each optionally with
-// "-gloo". Prints one JSON line of medians from rank 0.
+// STRATEGY: startup (ends after the first all-reduce) | none (no communication) | compute (forward
+// and backward only) | ddp | zero | zero-overlap | fsdp (one unit per block), each optionally with
+// "-gloo". Rank 0 prints one JSON line of medians.
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the benchmarks and runs all of them; tables on the terminal, figures in benchmark-out/*.json.
-#   benchmarks/run.sh [BUILD [PYTHON…]]   PYTHON: interpreters whose PyTorch is the peer (default: Debian's)
+# Builds and runs all benchmarks. Prints tables and writes the figures to benchmark-out/*.json.
+#   benchmarks/run.sh [BUILD [PYTHON…]]
+# PYTHON: interpreters whose PyTorch Tessera is compared with; Debian's by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${1:-build}

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""From exec to the end of the first all-reduce on all ranks, Tessera against PyTorch with the import of its ZeroRedundancyOptimizer.
+"""Measures the time from exec to the end of the first all-reduce on all ranks.
 
     startup.py [--build build] [--python python3] [--ranks 2] [--rounds 9] [--json out.json]
+
+PyTorch's program imports torch and its ZeroRedundancyOptimizer.
 """
 import argparse, json, os, pathlib, socket, statistics, subprocess, time
 

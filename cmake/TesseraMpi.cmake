@@ -1,5 +1,6 @@
-# TESSERA_WITH_MPI: mpi_mailbox.cpp over libtorch's ProcessGroupMPI, which neither Debian's libtorch nor the wheels have: one built from source
-# with USE_MPI. Its header is always installed, so what is looked for is the symbol.
+# TESSERA_WITH_MPI compiles mpi_mailbox.cpp, which uses libtorch's ProcessGroupMPI. Neither Debian's
+# libtorch nor the wheels contain it: a libtorch built from source with USE_MPI is needed. Its header
+# is always installed, so the check below is for the symbol.
 include(CheckCXXSourceCompiles)
 find_package(MPI REQUIRED COMPONENTS CXX)
 
@@ -12,9 +13,11 @@ check_cxx_source_compiles("
 unset(CMAKE_REQUIRED_LIBRARIES)
 unset(CMAKE_REQUIRED_LINK_OPTIONS)
 if(NOT TESSERA_TORCH_HAS_MPI)
-  message(FATAL_ERROR "TESSERA_WITH_MPI: ${TESSERA_TORCH_CPU_LIBRARY} was built without MPI (it lacks c10d::ProcessGroupMPI); "
-                      "set TESSERA_TORCH to a libtorch built from source with USE_MPI=1, or leave TESSERA_WITH_MPI off "
-                      "(programs under mpirun need it not: their ranks are read from Open MPI's variables)")
+  message(FATAL_ERROR
+    "TESSERA_WITH_MPI: ${TESSERA_TORCH_CPU_LIBRARY} was built without MPI (it lacks "
+    "c10d::ProcessGroupMPI); set TESSERA_TORCH to a libtorch built from source with USE_MPI=1, or "
+    "leave TESSERA_WITH_MPI off (programs under mpirun do not need it: they read their ranks from "
+    "Open MPI's variables)")
 endif()
 
 set_source_files_properties(p2p/mpi_mailbox.cpp PROPERTIES

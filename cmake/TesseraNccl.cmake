@@ -1,23 +1,31 @@
-# TESSERA_WITH_NCCL: nccl_transport.cpp over libtorch's ProcessGroupNCCL. Needs a libtorch with CUDA, the CUDA toolkit's headers and nccl.h.
+# TESSERA_WITH_NCCL compiles nccl_transport.cpp, which uses libtorch's ProcessGroupNCCL. It needs a
+# libtorch with CUDA, the headers of the CUDA toolkit, and nccl.h.
 if(TESSERA_TORCH)
   find_library(TESSERA_TORCH_CUDA_LIBRARY torch_cuda PATHS ${TESSERA_TORCH}/lib NO_DEFAULT_PATH)
 else()
   find_library(TESSERA_TORCH_CUDA_LIBRARY torch_cuda)
 endif()
 if(NOT TESSERA_TORCH_CUDA_LIBRARY)
-  message(FATAL_ERROR "TESSERA_WITH_NCCL: the libtorch of ${TESSERA_TORCH_CPU_LIBRARY} was built without CUDA (it has no libtorch_cuda); "
-                      "set TESSERA_TORCH to a wheel's torch folder that has it, or leave TESSERA_WITH_NCCL off")
+  message(FATAL_ERROR
+    "TESSERA_WITH_NCCL: the libtorch of ${TESSERA_TORCH_CPU_LIBRARY} was built without CUDA (it "
+    "has no libtorch_cuda); set TESSERA_TORCH to a wheel's torch folder that has it, or leave "
+    "TESSERA_WITH_NCCL off")
 endif()
 find_package(CUDAToolkit REQUIRED)
-# A wheel brings nccl.h along in the package beside it.
-find_path(TESSERA_NCCL_INCLUDE nccl.h HINTS ${TESSERA_TORCH}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
+# A wheel has nccl.h in the package beside it.
+find_path(TESSERA_NCCL_INCLUDE nccl.h
+  HINTS ${TESSERA_TORCH}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
 if(NOT TESSERA_NCCL_INCLUDE)
-  message(FATAL_ERROR "TESSERA_WITH_NCCL: nccl.h was not found; install NCCL's headers, or set TESSERA_NCCL_INCLUDE to their folder")
+  message(FATAL_ERROR
+    "TESSERA_WITH_NCCL: nccl.h was not found; install NCCL's headers, or set TESSERA_NCCL_INCLUDE "
+    "to their folder")
 endif()
 set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${TESSERA_TORCH_CUDA_LIBRARY})
-target_link_libraries(tessera_comm INTERFACE ${TESSERA_TORCH_CUDA_LIBRARY})  # tests link the layer alone
+# For tests, which link this layer alone.
+target_link_libraries(tessera_comm INTERFACE ${TESSERA_TORCH_CUDA_LIBRARY})
 mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_NCCL_INCLUDE)
 
 set_source_files_properties(nccl/nccl_transport.cpp PROPERTIES
   SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON COMPILE_DEFINITIONS USE_C10D_NCCL)
-target_include_directories(tessera_comm SYSTEM PRIVATE ${TESSERA_NCCL_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})
+target_include_directories(tessera_comm SYSTEM PRIVATE
+  ${TESSERA_NCCL_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})

@@ -1,5 +1,7 @@
-# tessera_layer(NAME SOURCES …)  one folder of src/: an object library that becomes part of libtessera
-# tessera_test(NAME SOURCES … [LABELS …] [TIMEOUT s] [LIBRARIES …] [NO_TORCH])  one test program, one ctest entry
+# tessera_layer(NAME SOURCES … [LIBRARIES …] [NO_TORCH])
+#   adds one folder of src/ as an object library, which becomes part of libtessera.
+# tessera_test(NAME SOURCES … [LABELS …] [TIMEOUT s] [LIBRARIES …] [ARGS …] [NO_TORCH])
+#   adds one test program and one ctest entry.
 include_guard(GLOBAL)
 
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
@@ -15,15 +17,17 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
 endif()
 
 if(TESSERA_SANITIZE)
-  # -O1: half the compile time, and stacks that can be read.
+  # -O1 halves the compile time and leaves readable stacks.
   add_compile_options(-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -g1 -O1)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    add_compile_options(-Wno-maybe-uninitialized)  # false alarms in instrumented code, as GCC's manual says
+    # Instrumented code gives false alarms, as GCC's manual says.
+    add_compile_options(-Wno-maybe-uninitialized)
   endif()
   add_link_options(-fsanitize=${TESSERA_SANITIZE})
 endif()
 
-# A wheel brings the headers of its own fmt along, which do not fit the system's spdlog: the system's come first.
+# A wheel has headers of its own fmt, which do not fit the system's spdlog: the system's fmt comes
+# first.
 if(TESSERA_TORCH AND EXISTS ${TESSERA_TORCH_INCLUDE}/fmt)
   find_path(TESSERA_FMT_INCLUDE fmt/format.h REQUIRED)
   mark_as_advanced(TESSERA_FMT_INCLUDE)
@@ -35,26 +39,28 @@ endif()
 function(tessera_common target)
   target_include_directories(${target} PRIVATE
     ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_BINARY_DIR}/include)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-unused-parameter)
-  # GCC 12 sees overlaps in std::string's operator+ that are none (GCC bug 105651).
+  target_compile_options(${target} PRIVATE
+    -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-unused-parameter)
+  # GCC 12 reports overlaps in std::string's operator+ that do not exist (GCC bug 105651).
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
   if(TESSERA_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
 endfunction()
 
-# The torch headers are parsed once, here; everything that includes them reuses the result.
+# The torch headers are parsed once, for tessera_pch; all other targets reuse the result.
 function(tessera_pch target)
   if(NOT TARGET tessera_pch)
     file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/pch.cpp CONTENT "")
     add_library(tessera_pch OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
     tessera_common(tessera_pch)
     target_link_libraries(tessera_pch PRIVATE Tessera::torch Threads::Threads)
-    target_precompile_headers(tessera_pch PRIVATE <torch/torch.h> <string> <vector> <memory> <functional> <map> <unordered_map>)
+    target_precompile_headers(tessera_pch PRIVATE
+      <torch/torch.h> <string> <vector> <memory> <functional> <map> <unordered_map>)
   endif()
   get_target_property(type ${target} TYPE)
   if(type STREQUAL "EXECUTABLE")
-    # A precompiled header only fits code compiled with the same -fPIC.
+    # A precompiled header can only be used by code that is compiled with the same -fPIC.
     set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
     target_compile_options(${target} PRIVATE -fPIC)
   endif()
@@ -69,7 +75,8 @@ function(tessera_layer name)
     target_link_libraries(tessera_${name} PRIVATE Tessera::torch)
     tessera_pch(tessera_${name})
   endif()
-  set_target_properties(tessera_${name} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+  set_target_properties(tessera_${name} PROPERTIES
+    UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 8)
   target_link_libraries(tessera_${name} PRIVATE Threads::Threads ${A_LIBRARIES})
   set_property(GLOBAL APPEND PROPERTY TESSERA_LAYERS tessera_${name})
   set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${A_LIBRARIES})
@@ -86,13 +93,14 @@ function(tessera_test name)
   add_executable(${name} ${A_SOURCES})
   tessera_common(${name})
   set_target_properties(${name} PROPERTIES UNITY_BUILD ${TESSERA_UNITY})
-  target_compile_options(${name} PRIVATE -Wno-dangling-else)  # GoogleTest's macros after an if
+  target_compile_options(${name} PRIVATE -Wno-dangling-else)  # from GoogleTest's macros
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
   if(NOT A_NO_TORCH)
     target_link_libraries(${name} PRIVATE Tessera::torch)
     tessera_pch(${name})
   endif()
-  target_link_libraries(${name} PRIVATE GTest::gtest GTest::gmock GTest::gtest_main Threads::Threads ${A_LIBRARIES})
+  target_link_libraries(${name} PRIVATE
+    GTest::gtest GTest::gmock GTest::gtest_main Threads::Threads ${A_LIBRARIES})
   add_test(NAME ${name} COMMAND ${name} ${A_ARGS})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${A_TIMEOUT} LABELS "${A_LABELS}")
 endfunction()

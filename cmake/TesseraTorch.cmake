@@ -1,15 +1,20 @@
 # Defines the imported target Tessera::torch from one of two libtorch installations:
 #   - the system's (Debian: libtorch-dev), when TESSERA_TORCH is empty;
-#   - a PyTorch wheel's package folder (…/site-packages/torch) or an unpacked libtorch, given in TESSERA_TORCH.
-# Both are used the same way: headers, libtorch_cpu, libc10. libtorch itself is an empty shell that brings CUDA's libraries, where it was built with them, into every
-# process: 240 MiB a rank with PyTorch 2.15's wheel; TESSERA_WITH_NCCL links what it needs of them. NDEBUG is always defined, because the layout
-# of at::RecordFunction depends on it and every release libtorch is built with it.
+#   - the package folder of a PyTorch wheel (…/site-packages/torch) or an unpacked libtorch, when
+#     TESSERA_TORCH names it.
+# Both are used in the same way: headers, libtorch_cpu, libc10. The library libtorch itself is not
+# linked: it has no code, and it loads the CUDA libraries, where it was built with them, into every
+# process (240 MiB per rank with PyTorch 2.15's wheel). TESSERA_WITH_NCCL links those that it needs.
+# NDEBUG is always defined, because the layout of at::RecordFunction depends on it and every release
+# of libtorch is built with it.
 include_guard(GLOBAL)
 
-set(TESSERA_TORCH "" CACHE PATH "Folder of the torch package (include/, lib/); empty: the system's libtorch")
+set(TESSERA_TORCH "" CACHE PATH
+    "Folder of the torch package (include/, lib/); empty: the system's libtorch")
 
 if(TESSERA_TORCH)
-  find_path(TESSERA_TORCH_INCLUDE torch/csrc/autograd/variable.h PATHS ${TESSERA_TORCH}/include NO_DEFAULT_PATH REQUIRED)
+  find_path(TESSERA_TORCH_INCLUDE torch/csrc/autograd/variable.h
+    PATHS ${TESSERA_TORCH}/include NO_DEFAULT_PATH REQUIRED)
   set(_torch_hints PATHS ${TESSERA_TORCH}/lib NO_DEFAULT_PATH)
 else()
   find_path(TESSERA_TORCH_INCLUDE torch/csrc/autograd/variable.h REQUIRED)
@@ -18,16 +23,20 @@ endif()
 find_library(TESSERA_TORCH_CPU_LIBRARY torch_cpu ${_torch_hints} REQUIRED)
 find_library(TESSERA_C10_LIBRARY c10 ${_torch_hints} REQUIRED)
 find_path(TESSERA_GLOO_INCLUDE gloo/algorithm.h REQUIRED)
-mark_as_advanced(TESSERA_TORCH_INCLUDE TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_GLOO_INCLUDE)
+mark_as_advanced(
+  TESSERA_TORCH_INCLUDE TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_GLOO_INCLUDE)
 
 set(_torch_version unknown)
 if(EXISTS ${TESSERA_TORCH_INCLUDE}/torch/headeronly/version.h)
-  file(STRINGS ${TESSERA_TORCH_INCLUDE}/torch/headeronly/version.h _torch_lines REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
+  file(STRINGS ${TESSERA_TORCH_INCLUDE}/torch/headeronly/version.h _torch_lines
+       REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
 elseif(EXISTS ${TESSERA_TORCH_INCLUDE}/torch/csrc/api/include/torch/version.h)
-  file(STRINGS ${TESSERA_TORCH_INCLUDE}/torch/csrc/api/include/torch/version.h _torch_lines REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
+  file(STRINGS ${TESSERA_TORCH_INCLUDE}/torch/csrc/api/include/torch/version.h _torch_lines
+       REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
 endif()
 if(_torch_lines)
-  string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2" _torch_version "${_torch_lines}")
+  string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2"
+         _torch_version "${_torch_lines}")
 endif()
 set(TESSERA_TORCH_VERSION ${_torch_version})
 
@@ -35,14 +44,16 @@ if(NOT TARGET Tessera::torch)
   add_library(Tessera::torch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Tessera::torch SYSTEM INTERFACE
     ${TESSERA_TORCH_INCLUDE} ${TESSERA_TORCH_INCLUDE}/torch/csrc/api/include)
-  # A wheel has no gloo headers; the system's follow after torch's own folders.
+  # A wheel has no gloo headers: the system's are searched after torch's own folders.
   target_compile_options(Tessera::torch INTERFACE -idirafter ${TESSERA_GLOO_INCLUDE})
   target_compile_definitions(Tessera::torch INTERFACE USE_C10D_GLOO)
   target_compile_options(Tessera::torch INTERFACE -DNDEBUG)
-  target_link_libraries(Tessera::torch INTERFACE ${TESSERA_TORCH_CPU_LIBRARY} ${TESSERA_C10_LIBRARY})
+  target_link_libraries(Tessera::torch INTERFACE
+    ${TESSERA_TORCH_CPU_LIBRARY} ${TESSERA_C10_LIBRARY})
   if(TESSERA_TORCH)
-    # The wheel's libraries find their own dependencies by their run paths, which the linker does not follow.
-    target_link_options(Tessera::torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${TESSERA_TORCH}/lib)
+    # The wheel's libraries find their dependencies by run paths, which the linker does not follow.
+    target_link_options(Tessera::torch INTERFACE
+      -Wl,--allow-shlib-undefined -Wl,-rpath,${TESSERA_TORCH}/lib)
   endif()
 endif()
 message(STATUS "libtorch ${TESSERA_TORCH_VERSION}: ${TESSERA_TORCH_CPU_LIBRARY}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs, by name, the Debian 12 packages that the build and the tests need and that are missing.
+# Installs the Debian 12 packages that the build and the tests need, where they are missing.
 set -euo pipefail
 
 packages=(
   g++ cmake ninja-build make git ca-certificates
   libtorch-dev libgloo-dev libopenblas-dev
   libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libxxhash-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
+  libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
   python3 python3-torch python3-numpy openmpi-bin iproute2
 )
 
@@ -20,7 +20,10 @@ done
 echo "installing: ${missing[*]}"
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
-  command -v sudo >/dev/null || { echo "install_dependencies: run as root, or install: ${missing[*]}" >&2; exit 1; }
+  command -v sudo >/dev/null || {
+    echo "install_dependencies: run as root, or install: ${missing[*]}" >&2
+    exit 1
+  }
   as_root=(sudo)
 fi
 export DEBIAN_FRONTEND=noninteractive
