@@ -101,6 +101,30 @@ function(tessera_test name)
   endif()
   target_link_libraries(${name} PRIVATE
     GTest::gtest GTest::gmock GTest::gtest_main Threads::Threads ${A_LIBRARIES})
-  add_test(NAME ${name} COMMAND ${name} ${A_ARGS})
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${A_TIMEOUT} LABELS "${A_LABELS}")
+  tessera_add_test(${name} ${name} "${A_ARGS}" "${A_TIMEOUT}" "${A_LABELS}")
+  set_target_properties(${name} PROPERTIES TESSERA_TIMEOUT "${A_TIMEOUT}" TESSERA_LABELS "${A_LABELS}")
+endfunction()
+
+# One ctest entry. BLAS computes in one thread: the ranks of a test are threads themselves, and on a
+# busy machine BLAS threads that wait for each other cost ten times the computation.
+function(tessera_add_test name target args timeout labels)
+  add_test(NAME ${name} COMMAND ${target} ${args})
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${timeout} LABELS "${labels}"
+                       ENVIRONMENT OPENBLAS_NUM_THREADS=1)
+endfunction()
+
+# tessera_test_shards(PROGRAM SUFFIX FILTER …)  splits the ctest entry of a test program: PROGRAM_SUFFIX
+# runs the tests that match FILTER (as --gtest_filter), and PROGRAM runs all others.
+function(tessera_test_shards name)
+  get_target_property(timeout ${name} TESSERA_TIMEOUT)
+  get_target_property(labels ${name} TESSERA_LABELS)
+  set(others "")
+  set(arguments ${ARGN})
+  while(arguments)
+    list(POP_FRONT arguments suffix filter)
+    tessera_add_test(${name}_${suffix} ${name} "--gtest_filter=${filter}" "${timeout}" "${labels}")
+    list(APPEND others ${filter})
+  endwhile()
+  list(JOIN others ":" others)
+  set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${others}")
 endfunction()
