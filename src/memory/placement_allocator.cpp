@@ -9,18 +9,19 @@
 namespace tessera::memory {
 namespace {
 
-/// By address, for libtorch also frees memory of which it knows no more than that (raw_deallocate).
+/// The placed tensors by address: libtorch may free memory by its address alone (raw_deallocate).
 struct Placements {
   std::mutex mutex;
   std::unordered_map<const void*, at::Tensor> owners;
 
   static Placements& instance() {
-    static auto* const placements = new Placements;  // tensors may outlive all else
+    static auto* const placements =
+        new Placements;  // never destroyed: tensors may outlive static objects
     return *placements;
   }
 
   bool release(const void* memory) {
-    at::Tensor owner;  // may be the last to hold it: not under the lock
+    at::Tensor owner;  // possibly the last reference: released after the lock
     std::lock_guard lock(mutex);
     const auto found = owners.find(memory);
     if (found == owners.end()) return false;
@@ -79,7 +80,7 @@ at::DataPtr place_in(const at::Tensor& owner) {
     std::lock_guard lock(placements.mutex);
     if (!placements.owners.emplace(memory, owner).second) return {};
   }
-  return {memory, memory, [](void* lent) { Placements::instance().release(lent); },
+  return {memory, memory, [](void* placed) { Placements::instance().release(placed); },
           at::Device(at::kCPU)};
 }
 

@@ -6,9 +6,10 @@
 
 namespace tessera::sharding {
 
-/// For callbacks that run on a process group's thread: a backward that throws leaves collectives
-/// under way, which may outlive what their callbacks work on. Guarded ones do nothing once the
-/// lifeline is gone; its destruction waits for the one that runs. A member that is declared last.
+/// Cancels callbacks that run on a process group's thread. A backward that throws leaves
+/// collectives running, and they may outlive the objects that their callbacks use. After the guard
+/// is destroyed, a guarded callback does nothing; the destructor waits for a callback that is
+/// running. Declare the guard as the last member, so that it is destroyed first.
 class CallbackGuard {
  public:
   CallbackGuard() = default;

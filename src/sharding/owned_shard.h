@@ -4,13 +4,13 @@
 
 namespace tessera::sharding {
 
-/// A run of one parameter, in its memory order, that this rank updates.
+/// Elements [begin, begin + numel) of one parameter, in its memory order, that this rank updates.
 struct OwnedShard {
-  size_t parameter;  ///< Index into the owner's list.
-  int64_t begin;     ///< First element.
-  int64_t numel;
+  size_t parameter;   ///< Index into the owner's list.
+  int64_t begin;      ///< First element, in the parameter.
+  int64_t numel;      ///< Number of elements; may be 0.
   int64_t at;         ///< First element, in own segment of the flat buffer.
-  at::Tensor tensor;  ///< What the local optimizer has as its parameter.
+  at::Tensor tensor;  ///< These elements: the local optimizer's parameter.
 };
 
 }  // namespace tessera::sharding

@@ -10,19 +10,20 @@
 
 namespace tessera::sharding {
 
-/// What a local optimizer is to have as the state of `shard`, its parameter; none: as never
-/// stepped.
+/// The state that a local optimizer shall have for `shard`, its parameter. Without a value: the
+/// parameter counts as never stepped.
 struct NewState {
   std::string parameter;
   at::Tensor shard;
   std::optional<ParamState> state;
 };
 
-/// Sets all of them, or none: UsageError "<who>: parameter <name>: …". Tensors are taken over.
+/// Sets all of these states, or none: UsageError "<who>: parameter <name>: …". Tensors are not
+/// copied.
 void replace_states(torch::optim::Optimizer& optimizer, const std::string& who,
                     const std::vector<NewState>& states);
 
-/// `run`, elements in memory order, as a tensor like `shard`. No copy.
+/// `run` (elements in memory order) as a tensor with the shape of `shard`. No copy.
 at::Tensor shaped_like(const at::Tensor& run, const at::Tensor& shard);
 
 }  // namespace tessera::sharding

@@ -11,9 +11,9 @@
 
 namespace tessera::sharding {
 
-// [Note: gathering state] First the ranks tell each other, in a few bytes, which state tensors each
-// of their shards has. Then, one tensor at a time in an order that follows from that, the shards go
-// to the rank that asked: nobody ever holds more than one tensor extra.
+// [Note: gathering state] First the ranks exchange, in a few bytes, which state tensors each of
+// their shards has. All ranks derive the same order from that. Then the shards go to the receiving
+// rank one tensor at a time, so no rank ever holds more than one extra tensor.
 
 namespace {
 
@@ -54,7 +54,8 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
   std::map<size_t, ParamState> mine;
   json listing = json::array();
   for (const auto* shard : shards) {
-    // An empty shard may have stepped, or have been loaded, apart from the others: it has no say.
+    // An empty shard may have been stepped or loaded apart from the others: its step counter is not
+    // the parameter's.
     if (shard->numel == 0 && parameters[shard->parameter].tensor.numel() > 0) continue;
     auto state = get_state(local, shard->tensor);
     if (!state) continue;
@@ -107,7 +108,7 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
       group.all_to_all(flat, outgoing, receive, send);
       if (!keep) continue;
       flat = flat.cpu();
-      // Shards are in the parameter's memory order; the dict speaks its shape.
+      // Shards are in the parameter's memory order; the dict has tensors of its shape.
       whole.tensors[name] = follows ? window(flat, 0, like).contiguous().clone() : flat.view(sizes);
     }
     if (keep) result.emplace(parameters[parameter].name, std::move(whole));

@@ -62,7 +62,7 @@ void check_shard(const char* who, const ParameterShard& shard) {
       shard.numel));
 }
 
-/// Slices by what they are of.
+/// Slices by parameter, begin and numel.
 class GivenSlices {
  public:
   explicit GivenSlices(const std::vector<StateSlice>& slices) : slices_(slices) {
@@ -111,11 +111,11 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// Copies of the slice's tensors as the optimizer keeps them for the shard.
+/// Copies of the slice's tensors, in the form that the optimizer keeps for the shard.
 ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterShard& shard,
                      const StateSlice& slice) {
-  // LBFGS's vectors run over all of its parameters; with one parameter they only look as if they
-  // followed it.
+  // LBFGS's vectors run over all of its parameters. With one parameter they have its size and would
+  // be taken for tensors that follow it.
   const bool may_follow = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
   const bool element_wise = is_element_wise(optimizer);
   ParamState own;

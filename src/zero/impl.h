@@ -62,8 +62,9 @@ class ZeroRedundancyOptimizer::Impl {
   void watch();
   void repartition_if_trainability_changed();
 
-  void reduce_update_gather();
+  void prepare_step();
   void reduce_and_update(size_t bucket, FusedOptimizer& optimizer);
+  void set_gradients(size_t bucket, bool averaged);
   void wait_for_overlapped_update();
   at::Tensor step_with_closure(const LossClosure& closure);
   at::Tensor evaluate(const LossClosure& closure);

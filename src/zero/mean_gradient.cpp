@@ -80,22 +80,17 @@ void MeanGradient::return_gradients() {
   }
 }
 
-void MeanGradient::reduce(size_t b, const ProcessGroup::ConsumeRun& consume) {
-  group_.reduce_scatter_each(reducer_->buckets()[b].flat, shards_.buckets()[b].layout.counts(),
-                             consume);
-}
-
 void MeanGradient::reduce_to_segment(size_t b) {
   if (options_.reduce_in_place) {
     // A rank's own segment of its bucket is read by this rank alone, run by run, so the mean of
     // each run can replace what it was summed from.
     const auto& layout = shards_.buckets()[b].layout;
     const int rank = group_.rank();
-    segments_[b] = sharding::window(reducer_->buckets()[b].flat, layout.segment_begin(rank),
-                                    layout.counts()[rank]);
+    segments_[b] = sharding::window(flat(b), layout.segment_begin(rank), layout.counts()[rank]);
     in_place_[b] = 1;
   }
-  reduce(b, [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); });
+  group_.reduce_scatter_each(flat(b), shards_.buckets()[b].layout.counts(),
+                             [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); });
 }
 
 void MeanGradient::average() {

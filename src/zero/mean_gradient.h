@@ -50,10 +50,9 @@ class MeanGradient {
   /// This rank's gradients are in their buckets, and the ranks know which parameters were used.
   /// Collective. State local.
   void collect();
-  /// Sums bucket `b` over the ranks: hands each run of own segment's sum to `consume`, see
-  /// ProcessGroup::reduce_scatter_each. Collective; after collect().
-  void reduce(size_t b, const ProcessGroup::ConsumeRun& consume);
-  /// reduce() into segment(b), as a mean. Collective; after collect().
+  /// This rank's gradients in bucket `b`, flat. After collect().
+  const at::Tensor& flat(size_t b) const { return reducer_->buckets()[b].flat; }
+  /// Averages bucket `b` into segment(b), by a reduce-scatter. Collective; after collect().
   void reduce_to_segment(size_t b);
   /// All buckets are reduced: `.grad` of used parameters is what the buckets hold. Local.
   void return_gradients();

@@ -52,8 +52,7 @@ void OverlappedUpdates::send(size_t index) {
       if (offset + run.numel() == numel) update_from_segment(index, is_used);
     };
   }
-  sent_.push_back(group_.reduce_scatter_each_async(mean_.reducer()->buckets()[index].flat,
-                                                   bucket.layout.counts(),
+  sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
                                                    callback_guard_.guard(std::move(consume))));
   if (bucket.parameters.defined())
     sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));

@@ -12,8 +12,8 @@ namespace {
 using sharding::Layout;
 using sharding::NamedTensor;
 
-/// Whole parameters: owners are dealt group by group, over all buckets, so that the load is
-/// balanced over everything.
+/// Whole parameters: owners are assigned group by group, over all buckets, so that the total load
+/// is balanced.
 std::vector<int> owners_of(const std::vector<NamedTensor>& parameters,
                            const std::vector<size_t>& subset, const std::vector<size_t>& group_of,
                            Partition partition, std::vector<int64_t>& load) {
@@ -23,8 +23,8 @@ std::vector<int> owners_of(const std::vector<NamedTensor>& parameters,
   for (const auto& [group, members] : groups) {
     std::vector<int64_t> sizes;
     for (const auto i : members) sizes.push_back(parameters[i].tensor.numel());
-    const auto dealt = assign_owners(sizes, load, partition);
-    for (size_t k = 0; k < members.size(); ++k) owners[members[k]] = dealt[k];
+    const auto assigned = assign_owners(sizes, load, partition);
+    for (size_t k = 0; k < members.size(); ++k) owners[members[k]] = assigned[k];
   }
   return owners;
 }
@@ -42,8 +42,8 @@ void adopt_storage(ShardBucket& bucket, const std::vector<NamedTensor>& paramete
   }
 }
 
-/// The local optimizer's view of a shard: the parameter's own shape where it is whole, for
-/// optimizers that look at shapes.
+/// The local optimizer's view of a shard. A whole parameter keeps its shape, for optimizers that
+/// look at shapes.
 at::Tensor alias(const at::Tensor& parameter, int64_t begin, int64_t numel, bool whole) {
   at::AutoDispatchBelowADInplaceOrView no_views;
   if (whole)
@@ -91,8 +91,8 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
     }
     buckets.push_back(std::move(bucket));
   }
-  // Before gradients come: the parameters' former storage is free, and together they would be the
-  // peak.
+  // Gradients are allocated next. The parameters' former storage is returned first; both together
+  // would be the peak.
   if (plan.as_bucket_view) memory::return_freed_memory();
   if (!plan.with_gradients) return buckets;
   for (auto& bucket : buckets) {

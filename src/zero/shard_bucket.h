@@ -16,11 +16,10 @@ using sharding::OwnedShard;
 
 /// Parameters of one dtype and device that are reduced, updated and gathered together.
 struct ShardBucket {
-  std::vector<size_t> members;  ///< Indices into the optimizer's list, in the layout's order.
+  std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.
   sharding::Layout layout;
-  at::Tensor parameters;       ///< Flat; undefined when parameters keep their own storage.
-  sharding::Bucket gradients;  ///< This rank's own data's; empty when somebody else reduces.
-  at::Tensor reduced;          ///< Own segment of the average; made when first needed.
+  at::Tensor parameters;       ///< Flat buffer; undefined if parameters keep their own storage.
+  sharding::Bucket gradients;  ///< This rank's own gradients; empty without reduce_gradients.
   std::vector<OwnedShard> shards;
 };
 
@@ -28,18 +27,18 @@ struct ShardPlan {
   Partition partition = Partition::flat;
   bool as_bucket_view = true;
   bool with_gradients = true;
-  int64_t cap_bytes = 0;  ///< 0: one bucket for each dtype and device
+  int64_t cap_bytes = 0;  ///< Size of a bucket; 0: one bucket for each dtype and device.
 };
 
-/// Buckets for `subset` of `parameters`. `load`, elements by rank, carries over calls. Collective:
-/// allocates.
+/// Buckets for `subset` of `parameters`. `load` counts the elements of each rank over several
+/// calls. Collective: allocates.
 std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTensor>& parameters,
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
                                             ProcessGroup& group);
 
-/// Every rank's updated segment to all. Collective.
+/// Every rank receives every rank's updated segment. Collective.
 void gather_parameters(ShardBucket& bucket, const std::vector<sharding::NamedTensor>& parameters,
                        ProcessGroup& group);
 

@@ -17,48 +17,57 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   }
   at::NoGradGuard no_grad;
   check_storage();
-  if (options.overlap_with_backward) wait_for_overlapped_update();
-  else reduce_update_gather();
+  if (options.overlap_with_backward) {
+    wait_for_overlapped_update();
+  } else {
+    prepare_step();
+    const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
+    if (!averaged) mean.collect();
+    for (size_t b = 0; b < shards.buckets().size(); ++b) {
+      auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
+      if (fused) reduce_and_update(b, *fused);
+      else set_gradients(b, averaged);
+    }
+    if (!averaged) mean.return_gradients();
+    local.get().step();  // updates the shards that have a gradient: not those updated above
+    clear_shard_gradients();
+    mean.reset();
+    shards.gather();
+  }
   local.give_options_to(outer_);
   norm.finish(group);
   return loss;
 }
 
-void ZeroRedundancyOptimizer::Impl::reduce_update_gather() {
+void ZeroRedundancyOptimizer::Impl::prepare_step() {
   repartition_if_trainability_changed();
   local.take_options_of(outer_);
   mean.check_current();
+  norm.squares = 0;
   // The first step allocates the optimizer's state, which stays. The memory that the first backward
   // has freed is returned before, so that the state does not end up in holes of the heap.
   if (!std::exchange(stepped_, true)) memory::return_freed_memory();
-  norm.squares = 0;
-  if (!mean.reducer()) mean.average();
-  const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
-  if (!averaged) mean.collect();
-  auto& buckets = shards.buckets();
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    auto* const fused = averaged ? nullptr : local.one_pass(buckets[b]);
-    if (fused) {
-      reduce_and_update(b, *fused);
-      continue;
-    }
-    if (!averaged) mean.reduce_to_segment(b);
-    norm.add(mean.segment(b));
-    local.set_gradients(buckets[b], mean.segment(b), [this](size_t i) { return mean.used(i); });
-  }
-  if (!averaged) mean.return_gradients();
-  local.get().step();  // shards that have a gradient: those that are not updated yet
-  clear_shard_gradients();
-  mean.reset();
-  shards.gather();
+  if (!options.reduce_gradients) mean.average();  // a copy of what the caller has averaged
 }
 
+/// Updates the bucket's shards with the mean gradient, run by run, as the reduce-scatter sums it.
 void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& optimizer) {
+  const auto& bucket = shards.buckets()[b];
   zero::BucketUpdate update(
-      optimizer, shards.buckets()[b], [this](size_t i) { return mean.used(i); }, 1.0 / mean.divisor,
+      optimizer, bucket, [this](size_t i) { return mean.used(i); }, 1.0 / mean.divisor,
       norm.tracking);
-  mean.reduce(b, [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); });
+  group.reduce_scatter_each(
+      mean.flat(b), bucket.layout.counts(),
+      [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); });
   norm.squares += update.squares();
+}
+
+/// The bucket's shards get windows of the mean gradient as `.grad`, for the local optimizer.
+void ZeroRedundancyOptimizer::Impl::set_gradients(size_t b, bool averaged) {
+  if (!averaged) mean.reduce_to_segment(b);
+  const auto segment = mean.segment(b);
+  norm.add(segment);
+  local.set_gradients(shards.buckets()[b], segment, [this](size_t i) { return mean.used(i); });
 }
 
 void ZeroRedundancyOptimizer::Impl::wait_for_overlapped_update() {
@@ -121,9 +130,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
   at::NoGradGuard no_grad;
   mean.reset();
   mean.average();
-  auto& buckets = shards.buckets();
-  for (size_t b = 0; b < buckets.size(); ++b)
-    local.set_gradients(buckets[b], mean.segment(b), [this](size_t i) { return mean.used(i); });
+  for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);
   auto result = loss.detach().clone();
   group.all_reduce(result, 1.0 / group.size());
   return result;

@@ -1,5 +1,5 @@
-// [Note: gradients in place] in src/sharding/gradients/gradient_placement.h: what the wrappers then
-// train must not differ by a bit from a loop that all-reduces by hand, whatever the graph does.
+// [Note: gradients in place] in src/sharding/gradients/gradient_placement.h: the wrappers must
+// train bit by bit as a loop that all-reduces by hand, even if the graph changes.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -28,7 +28,7 @@ constexpr int kLayers = 5;
 const Order kAll{0, 1, 2, 3, 4};
 constexpr int64_t kWide = 160;
 
-/// A gradient as somebody keeps it, and what it was.
+/// A gradient that user code keeps, and a copy of its values.
 struct Kept {
   explicit Kept(at::Tensor tensor) : gradient(std::move(tensor)), copy(gradient.to(at::kDouble)) {}
   at::Tensor gradient;
@@ -40,8 +40,8 @@ void expect_kept(const std::vector<Kept>& kept, const char* when) {
     EXPECT_TRUE(at::equal(one.gradient.to(at::kDouble), one.copy)) << when;
 }
 
-/// Weights of one size, which at kWide rows is also that of what backward passes on; at the end one
-/// whose size keeps nothing aligned.
+/// Weights of one size, which with kWide rows is also the size of the gradients of activations. The
+/// last layer has a size that breaks alignment.
 struct WideImpl : torch::nn::Module {
   WideImpl() {
     for (int i = 0; i < kLayers; ++i)
@@ -61,7 +61,7 @@ struct WideImpl : torch::nn::Module {
   std::vector<torch::nn::Linear> layers;
   torch::nn::Linear odd{nullptr};
   bool recompute = false;
-  std::vector<Kept>* kept = nullptr;  // of what backward passes on, everything
+  std::vector<Kept>* kept = nullptr;  // all gradients of activations
 };
 TORCH_MODULE(Wide);
 
@@ -76,8 +76,8 @@ OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 
 class NanAllocator final : public compat::Allocator {
  public:
   NanAllocator() {
-    memory::set_memory_source(
-        {});  // the allocator that lends comes to stay, and so must not be put before this one
+    // The placement allocator is never removed, so it must be installed before this one.
+    memory::set_memory_source({});
     base_ = c10::GetAllocator(at::kCPU);
     c10::SetAllocator(at::kCPU, this);
   }
@@ -120,7 +120,7 @@ class Trained {
     by_hand = adamw()({torch::optim::OptimizerParamGroup(twin->parameters())});
     for (auto& p : net->parameters()) {
       p.register_hook([this, at = windows.size()](const at::Tensor& gradient) {
-        born_in_place += gradient.data_ptr() == windows[at];
+        computed_in_place += gradient.data_ptr() == windows[at];
       });
       windows.push_back(nullptr);
     }
@@ -132,7 +132,7 @@ class Trained {
 
   /// `backward(wrapped)` does one step's backwards with either.
   void step(const std::function<void(bool wrapped)>& backward) {
-    born_in_place = 0;
+    computed_in_place = 0;
     backward(true);
     for (size_t i = 0; i < windows.size(); ++i)
       windows[i] =
@@ -174,7 +174,7 @@ class Trained {
   ZeroRedundancyOptimizer* sharded = nullptr;
   std::unique_ptr<torch::optim::Optimizer> optimizer, by_hand;
   std::vector<const void*> windows;
-  int born_in_place = 0;
+  int computed_in_place = 0;
   bool others_use_all = false;  // what this rank has not used counts as zero
 };
 
@@ -191,15 +191,15 @@ class Placement : public ::testing::TestWithParam<Wrapper> {
   }
 };
 
-// The first backward learns (DDP makes new buckets after it); what it sees before its first
-// gradient it does not know.
+// The first backward learns, and DDP makes new buckets after it. Allocations before the first
+// gradient of a backward are not seen.
 constexpr int kLearned = 3;
 
-TEST_P(Placement, GradientsAreBornInTheirWindows) {
+TEST_P(Placement, GradientsAreComputedInTheirWindows) {
   on_worlds([](Trained& trained) {
     for (int n = 0; n < 6; ++n) {
       trained.step(n, kAll);
-      if (n >= kLearned) EXPECT_GE(trained.born_in_place, kLayers) << "step " << n;
+      if (n >= kLearned) EXPECT_GE(trained.computed_in_place, kLayers) << "step " << n;
     }
     trained.expect_equal("the same graph");
   });
@@ -239,7 +239,7 @@ TEST_P(Placement, GradientsThatAccumulateTrainTheSame) {
           else backward();
         }
       });
-      if (n >= kLearned) EXPECT_GE(trained.born_in_place, kLayers) << "step " << n;
+      if (n >= kLearned) EXPECT_GE(trained.computed_in_place, kLayers) << "step " << n;
     }
     trained.expect_equal("three backwards a step");
   });
@@ -259,8 +259,8 @@ TEST_P(Placement, GradientsOfGradientsTrainTheSame) {
   });
 }
 
-// Who keeps a gradient, or an alias of it, keeps its values.
-TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
+// A gradient that a hook keeps, or an alias of it, keeps its values.
+TEST_P(Placement, AGradientThatAHookKeepsStaysAsItWas) {
   for (const bool alias : {false, true}) {
     SCOPED_TRACE(alias ? "an alias" : "the tensor itself");
     on_worlds([&](Trained& trained) {
@@ -282,7 +282,7 @@ TEST_P(Placement, WhatAHookHasKeptStaysAsItWas) {
   }
 }
 
-TEST_P(Placement, WhatIsKeptOutlivesEverything) {
+TEST_P(Placement, AKeptGradientOutlivesTheGroup) {
   std::vector<Kept> kept;
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Trained trained(GetParam(), std::move(group));
@@ -301,9 +301,10 @@ TEST_P(Placement, WhatIsKeptOutlivesEverything) {
   expect_kept(kept, "after the group has ended");
 }
 
-// On one rank another graph: a window holds what is kept, others of its bucket count as zero there.
-TEST_P(Placement, WhatCountsAsZeroIsZeroInABucketThatHasMoved) {
-  NanAllocator nothing_is_zero_by_chance;
+// One rank has another graph: one window holds a tensor that is kept, and other windows of its
+// bucket count as zero there.
+TEST_P(Placement, AnUnusedParameterCountsAsZeroInADisplacedBucket) {
+  NanAllocator no_memory_is_zero_by_chance;
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Trained trained(GetParam(), std::move(group));
     const Order usual{4, 3, 2, 1, 0}, other{1, 1, 1, 1, 1, 1};
@@ -321,15 +322,15 @@ TEST_P(Placement, WhatCountsAsZeroIsZeroInABucketThatHasMoved) {
         EXPECT_TRUE(std::any_of(kept.begin(), kept.end(), [&](const Kept& one) {
           return std::find(windows.begin(), windows.end(), one.gradient.data_ptr()) !=
                  windows.end();
-        })) << "something lives in a window";
+        })) << "a kept tensor is in a window";
       }
-      expect_kept(kept, "what backward passed on");
+      expect_kept(kept, "gradients of activations");
     }
-    trained.expect_equal("what counts as zero");
+    trained.expect_equal("an unused parameter");
   });
 }
 
-TEST_P(Placement, ABucketComesHome) {
+TEST_P(Placement, ADisplacedBucketReturnsToItsMemory) {
   on_worlds([](Trained& trained) {
     std::vector<Kept> kept;
     bool keep = false;
@@ -345,7 +346,7 @@ TEST_P(Placement, ABucketComesHome) {
       if (n == 5) EXPECT_NE(trained.windows, home);
     }
     EXPECT_EQ(trained.windows, home);
-    EXPECT_GE(trained.born_in_place, kLayers - 1) << "all but the one that was a surprise";
+    EXPECT_GE(trained.computed_in_place, kLayers - 1) << "all but the mispredicted one";
     trained.expect_equal("there and back");
   });
 }
@@ -366,8 +367,8 @@ TEST_P(Placement, PlacementStopsAfterAFewMispredictions) {
       trained.step(n, kAll);
       expect_kept(kept, "an alias");
     }
-    EXPECT_EQ(trained.born_in_place, 0) << "the fifth layer's neither";
-    trained.expect_equal("four surprises");
+    EXPECT_EQ(trained.computed_in_place, 0) << "the fifth layer's neither";
+    trained.expect_equal("four mispredictions");
   });
 }
 
@@ -384,7 +385,7 @@ TEST_P(Placement, WithoutSharedMemory) {
     for (int n = 0; n < 6; ++n) {
       keep = n == 4;
       trained.step(n, kAll);
-      if (n == kLearned) EXPECT_GE(trained.born_in_place, kLayers);
+      if (n == kLearned) EXPECT_GE(trained.computed_in_place, kLayers);
     }
     EXPECT_EQ(kept.size(), rank == 0 ? 1u : 0u);
     expect_kept(kept, "over Gloo");
@@ -401,7 +402,8 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
     });
     for (int n = 0; n < 6; ++n) {
       if (n == 4 && GetParam() != Wrapper::overlap &&
-          GetParam() != Wrapper::distributed) {  // these say that they are used up
+          GetParam() !=
+              Wrapper::distributed) {  // in these a backward that throws has used gradients up
         fail = true;
         EXPECT_THROW(
             loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(),
@@ -454,7 +456,7 @@ TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {
   });
 }
 
-TEST(LentMemory, IsLentToOneTensorAtATime) {
+TEST(PlacementAllocator, GivesAWindowToOneTensorAtATime) {
   const auto owner = at::zeros({1 << 16});
   EXPECT_FALSE(memory::is_placed(owner));
   auto first = memory::place_in(owner);
@@ -468,11 +470,11 @@ TEST(LentMemory, IsLentToOneTensorAtATime) {
 }
 
 // libtorch's oneDNN asks for memory without a deleter, and frees it by address.
-TEST(LentMemory, IsTakenBackByAddressToo) {
+TEST(PlacementAllocator, MemoryCanBeFreedByItsAddress) {
   struct Source : memory::MemorySource {
     at::DataPtr serve(size_t bytes, at::Allocator& heap) override {
-      auto lent = bytes == owner.nbytes() ? memory::place_in(owner) : at::DataPtr();
-      return lent ? std::move(lent) : heap.allocate(bytes);
+      auto placed = bytes == owner.nbytes() ? memory::place_in(owner) : at::DataPtr();
+      return placed ? std::move(placed) : heap.allocate(bytes);
     }
     at::Tensor owner = at::zeros({1 << 16});
   };
@@ -480,13 +482,13 @@ TEST(LentMemory, IsTakenBackByAddressToo) {
   const auto owner = source->owner;
   memory::set_memory_source(source);
   auto* const allocator = c10::GetAllocator(at::kCPU);
-  void* const lent = allocator->raw_allocate(owner.nbytes());
+  void* const placed = allocator->raw_allocate(owner.nbytes());
   void* const heap = allocator->raw_allocate(owner.nbytes());
-  EXPECT_EQ(lent, owner.data_ptr());
+  EXPECT_EQ(placed, owner.data_ptr());
   EXPECT_NE(heap, owner.data_ptr());
   EXPECT_TRUE(memory::is_placed(owner));
   source.reset();
-  allocator->raw_deallocate(lent);
+  allocator->raw_deallocate(placed);
   allocator->raw_deallocate(heap);
   EXPECT_FALSE(memory::is_placed(owner));
   EXPECT_EQ(memory::memory_source(), nullptr);

@@ -19,8 +19,8 @@ at::Generator default_generator(at::Device device) {
   return at::globalContext().defaultGenerator(device);
 }
 
-/// State of the random generators that the body may draw from: the CPU's, and those of the inputs'
-/// devices.
+/// State of the random generators that the body may draw from: the CPU's generator and the
+/// generators of the inputs' devices.
 class RandomState {
  public:
   explicit RandomState(const std::vector<at::Tensor>& inputs) {
@@ -46,7 +46,7 @@ class RandomState {
   std::vector<std::pair<at::Device, at::Tensor>> states_;
 };
 
-/// What the second run needs besides the inputs.
+/// Everything that the second run needs besides the inputs.
 struct Recipe : torch::CustomClassHolder {
   Recipe(CheckpointBody b, const std::vector<at::Tensor>& inputs)
       : body(std::move(b)), random(inputs) {}
@@ -56,7 +56,7 @@ struct Recipe : torch::CustomClassHolder {
 };
 
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
-  /// `anchor` requires a gradient, so that the outputs do, whatever the inputs are.
+  /// `anchor` requires a gradient, so that the outputs require one even if no input does.
   static variable_list forward(AutogradContext* context, c10::intrusive_ptr<Recipe> recipe,
                                at::Tensor anchor, at::TensorList inputs) {
     context->saved_data["recipe"] = c10::IValue::make_capsule(recipe);

@@ -11,7 +11,7 @@
 namespace tessera::sharding {
 namespace {
 
-// A shared_ptr or an intrusive_ptr to a node, as libtorch has it.
+// A shared_ptr or an intrusive_ptr to a node, depending on the libtorch version.
 using Accumulator =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
@@ -27,13 +27,15 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
   void attach(const std::vector<at::Tensor>& parameters) {
     class Hook : public torch::autograd::FunctionPostHook {
      public:
-      Hook(std::weak_ptr<State> core, size_t parameter)
-          : state_(std::move(core)), parameter_(parameter) {}
+      Hook(std::weak_ptr<State> state, size_t parameter)
+          : state_(std::move(state)), parameter_(parameter) {}
       torch::autograd::variable_list operator()(
           const torch::autograd::variable_list& outputs,
           const torch::autograd::variable_list& inputs) override {
-        if (auto core = state_.lock())
-          core->arrived(parameter_, inputs.empty() ? at::Tensor() : inputs[0]);
+        if (auto state = state_.lock()) {
+          state->begin();
+          state->callbacks_.arrived(parameter_, inputs.empty() ? at::Tensor() : inputs[0]);
+        }
         return outputs;
       }
 
@@ -62,31 +64,26 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
 
   void queue_end() {
     struct Token {
-      std::weak_ptr<State> core;
+      std::weak_ptr<State> state;
       bool over = false;
       ~Token() {
-        const auto owner = core.lock();
+        const auto owner = state.lock();
         if (over || !owner) return;
         owner->running_ = false;
         if (owner->callbacks_.abandoned) owner->callbacks_.abandoned();
       }
     };
     auto token = std::make_shared<Token>();
-    token->core = weak_from_this();
+    token->state = weak_from_this();
     torch::autograd::Engine::get_default_engine().queue_callback([token] {
       token->over = true;
-      if (const auto owner = token->core.lock()) owner->end();
+      if (const auto owner = token->state.lock()) owner->end();
     });
   }
 
   bool running_ = false;
 
  private:
-  void arrived(size_t parameter, const at::Tensor& computed) {
-    begin();
-    callbacks_.arrived(parameter, computed);
-  }
-
   void end() {
     if (!running_) return;
     if (reentrant_depth > 0) {
@@ -119,8 +116,8 @@ BackwardWatch::ReentrantScope::ReentrantScope() { ++reentrant_depth; }
 BackwardWatch::ReentrantScope::~ReentrantScope() {
   if (--reentrant_depth > 0) return;
   for (auto& waiting : std::exchange(waiting_for_the_outer, {})) {
-    const auto core = waiting.lock();
-    if (core && core->running_) core->queue_end();
+    const auto state = waiting.lock();
+    if (state && state->running_) state->queue_end();
   }
 }
 

@@ -8,18 +8,18 @@
 
 namespace tessera::sharding {
 
-/// The p-norm of a gradient that the ranks hold in parts, each element on one of them: 2, 1,
-/// infinity or any p > 0.
+/// The p-norm of a gradient whose elements are distributed over the ranks, each element on one
+/// rank. p is 1, 2, infinity or any number > 0.
 class GradientNorm {
  public:
   /// UsageError "<who>: …" for an impossible p.
   GradientNorm(const std::string& who, double p);
 
-  /// A part of this rank's; undefined or empty ones do not count.
+  /// Adds a tensor of this rank's part. Undefined and empty tensors do not count.
   void add(const at::Tensor& gradient);
-  /// Over all ranks. Collective.
+  /// The norm over all ranks. Collective.
   double total(ProcessGroup& group);
-  /// Whether any rank had a part; after total().
+  /// True if any rank had added a tensor; after total().
   bool any() const { return any_; }
 
  private:
@@ -29,10 +29,10 @@ class GradientNorm {
 
 /// UsageError "<who>: …" for a negative bound.
 void check_max_norm(const std::string& who, double max_norm);
-/// The same for the bound of single elements.
+/// UsageError "<who>: …" for a bound of single elements that is negative or NaN.
 void check_clip_value(const std::string& who, double clip_value);
-/// What the gradients are multiplied by so that their norm is at most `max_norm`: 1 or less.
-/// torch.nn.utils.clip_grad_norm_'s rule.
+/// The factor, at most 1, that scales gradients of norm `norm` so that their norm is at most
+/// `max_norm`. The rule of torch.nn.utils.clip_grad_norm_.
 double clip_factor(double max_norm, double norm);
 
 }  // namespace tessera::sharding

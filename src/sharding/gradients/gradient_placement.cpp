@@ -12,11 +12,11 @@
 namespace tessera::sharding {
 namespace {
 
-constexpr size_t kNobody = static_cast<size_t>(-1);
-// Of one size, a graph of more requests is followed no further.
+constexpr size_t kNone = static_cast<size_t>(-1);
+// Allocations of one size that are followed in a backward; further ones are not predicted.
 constexpr size_t kRequests = 1 << 16;
-// A graph that changes time and again is copied from: each surprise costs memory for a bucket and a
-// copy of it.
+// Each misprediction costs the memory of a bucket and a copy of it. A graph that keeps changing is
+// not predicted any more.
 constexpr int kMaxMispredictions = 4;
 
 bool fit(const at::Tensor& window) {
@@ -38,10 +38,10 @@ class GradientPlacement::State : public memory::MemorySource {
       windows_.push_back(fit(window) ? window : at::Tensor());
       if (windows_.back().defined()) requests_[window.nbytes()];
     }
-    open_ = false;
+    watching_ = false;
   }
 
-  /// False where there is nothing to lend, and nothing to learn.
+  /// False if there is no window to place gradients in.
   bool begin() {
     std::lock_guard lock(mutex_);
     if (requests_.empty() || mispredictions_ >= kMaxMispredictions) return false;
@@ -49,18 +49,18 @@ class GradientPlacement::State : public memory::MemorySource {
       requests.at.clear();
       requests.became.clear();
     }
-    return open_ = true;
+    return watching_ = true;
   }
 
-  bool open() {
+  bool is_watching() {
     std::lock_guard lock(mutex_);
-    return open_;
+    return watching_;
   }
 
   at::DataPtr serve(size_t bytes, at::Allocator& heap) override {
     std::lock_guard lock(mutex_);
     const auto found = requests_.find(bytes);
-    if (!open_ || found == requests_.end() || found->second.at.size() >= kRequests)
+    if (!watching_ || found == requests_.end() || found->second.at.size() >= kRequests)
       return heap.allocate(bytes);
     auto& requests = found->second;
     const size_t n = requests.at.size();
@@ -69,14 +69,14 @@ class GradientPlacement::State : public memory::MemorySource {
       memory = memory::place_in(windows_[requests.expected[n]]);
     if (!memory) memory = heap.allocate(bytes);
     requests.at.push_back(memory.get());
-    requests.became.push_back(kNobody);
+    requests.became.push_back(kNone);
     return memory;
   }
 
   void arrived(size_t i, const at::Tensor& gradient) {
     std::lock_guard lock(mutex_);
     const auto& window = windows_[i];
-    if (!open_ || !window.defined() || gradient.layout() != at::kStrided ||
+    if (!watching_ || !window.defined() || gradient.layout() != at::kStrided ||
         gradient.sizes() != window.sizes() || gradient.strides() != window.strides())
       return;
     auto& requests = requests_.at(window.nbytes());
@@ -84,22 +84,21 @@ class GradientPlacement::State : public memory::MemorySource {
     if (latest != requests.at.rend()) requests.became[requests.at.rend() - latest - 1] = i;
   }
 
-  /// What came of this backward's requests is expected of the next one's. A parameter whose
-  /// gradient was none of them (nothing came, or it was added to what was there) is expected where
-  /// it was.
+  /// The next backward is predicted from this one. A parameter whose gradient was none of this
+  /// backward's allocations (it got none, or its gradient was added in place) keeps its prediction.
   void end(bool learn) {
     std::lock_guard lock(mutex_);
-    if (!std::exchange(open_, false) || !learn) return;
+    if (!std::exchange(watching_, false) || !learn) return;
     for (auto& [bytes, requests] : requests_) {
       auto& became = requests.became;
-      std::vector<char> met(windows_.size(), 0);
+      std::vector<char> seen(windows_.size(), 0);
       for (const auto i : became) {
-        if (i != kNobody) met[i] = 1;
+        if (i != kNone) seen[i] = 1;
       }
-      became.resize(std::max(became.size(), requests.expected.size()), kNobody);
+      became.resize(std::max(became.size(), requests.expected.size()), kNone);
       for (size_t n = 0; n < requests.expected.size(); ++n) {
         const auto before = requests.expected[n];
-        if (became[n] == kNobody && before != kNobody && !met[before]) became[n] = before;
+        if (became[n] == kNone && before != kNone && !seen[before]) became[n] = before;
       }
       requests.expected.swap(became);
     }
@@ -114,11 +113,11 @@ class GradientPlacement::State : public memory::MemorySource {
   }
 
  private:
-  /// Of one size, in the order in which they came.
+  /// Allocations of one size, in their order.
   struct Requests {
-    std::vector<size_t> expected;  // the parameter whose gradient the n-th is for
-    std::vector<const void*> at;   // in the backward under way, what the n-th got …
-    std::vector<size_t> became;    // … and the parameter whose gradient it became
+    std::vector<size_t> expected;  // prediction: the parameter whose gradient the n-th will be
+    std::vector<const void*> at;   // in the current backward: the address of the n-th
+    std::vector<size_t> became;    // in the current backward: the parameter whose gradient it is
   };
 
   bool may_place(size_t i, size_t bytes) const {
@@ -131,7 +130,7 @@ class GradientPlacement::State : public memory::MemorySource {
   std::vector<char> excluded_;
   std::unordered_map<size_t, Requests> requests_;  // by size
   int mispredictions_ = 0;
-  bool open_ = false;
+  bool watching_ = false;
 };
 
 GradientPlacement::GradientPlacement() : state_(std::make_shared<State>()) {}
@@ -144,7 +143,8 @@ void GradientPlacement::set_windows(std::vector<at::Tensor> parameters,
 
 void GradientPlacement::begin() {
   const auto other = std::dynamic_pointer_cast<State>(memory::memory_source());
-  if (other && other != state_ && other->open()) return;  // two reducers in one backward: the first
+  if (other && other != state_ && other->is_watching())
+    return;  // two reducers in one backward: the first predicts
   if (state_->begin() && other != state_) memory::set_memory_source(state_);
 }
 

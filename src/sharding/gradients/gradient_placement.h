@@ -7,19 +7,20 @@
 
 namespace tessera::sharding {
 
-/// [Note: gradients in place] Autograd asks for memory for each gradient it computes, from which it
-/// would be copied to its window of a bucket. Step after step computes the same graph, so the n-th
-/// request for S bytes in a backward is for what it was for in the last one. If that became the
-/// gradient of P, this time it gets the memory of P's window: the gradient is born where it
-/// belongs, without a copy and without memory of its own.
+/// [Note: gradients in place] Autograd allocates memory for each gradient that it computes; the
+/// gradient would then be copied to its window of a bucket. A training step usually computes the
+/// same graph as the step before, so the n-th allocation of S bytes in a backward has the same
+/// purpose as in the last backward. If it became the gradient of parameter P then, it now receives
+/// the memory of P's window: the gradient is computed in place, without a copy and without memory
+/// of its own.
 ///
-/// That is a guess, and need not be right. A window is lent while a tensor made of it lives, and
-/// only where P has no gradient yet; a gradient that comes from elsewhere is copied to its window.
-/// Who is about to write to a window that is lent to something else keeps off (see
-/// Reducer::Core::move_out) and tells so by `exclude`: it is not lent again, and after a few such
-/// surprises nothing is.
+/// The match is a prediction. A window is handed out only while P has no gradient, and it counts as
+/// occupied while a tensor that uses it is alive. A gradient that was computed elsewhere is copied
+/// to its window. Before a reducer writes to a window that holds another tensor (a misprediction),
+/// it displaces the bucket (see GradientBuckets) and calls exclude(): that window is not used for
+/// placement again, and after kMaxMispredictions the feature switches itself off.
 ///
-/// CPUs only; windows of 64 KiB and more that are aligned as libtorch aligns (64 bytes).
+/// CPU only. Windows of at least 64 KiB that have libtorch's alignment (64 bytes).
 class GradientPlacement {
  public:
   GradientPlacement();
@@ -27,21 +28,21 @@ class GradientPlacement {
   GradientPlacement(const GradientPlacement&) = delete;
   GradientPlacement& operator=(const GradientPlacement&) = delete;
 
-  /// `windows[i]` is where the gradient of `parameters[i]` belongs; undefined: it is not lent. What
-  /// was learned about the parameters stays. Between backwards.
+  /// `windows[i]` is where the gradient of `parameters[i]` belongs; an undefined window is not used
+  /// for placement. The predictions that were learned stay. Between backwards.
   void set_windows(std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& windows);
 
-  /// A backward has begun on this thread: from here to end() its requests are counted, and met with
-  /// windows where the last one tells which.
+  /// A backward has begun on this thread. From here to end() its allocations are counted, and
+  /// answered with windows where the last backward predicts one.
   void begin();
-  /// Parameter i's gradient, in `gradient`, is complete.
+  /// The gradient of parameter i is complete; it is in the memory of `gradient`.
   void arrived(size_t i, const at::Tensor& gradient);
-  /// The backward is over. `learn`: it got to its end.
+  /// The backward is over. `learn`: it reached its end, so it predicts the next one.
   void end(bool learn);
 
-  /// A tensor lives in parameter i's window.
+  /// A tensor that was placed in parameter i's window is alive.
   bool occupied(size_t i) const;
-  /// What lives in the windows of `parameters` was a surprise.
+  /// The tensors in the windows of `parameters` were mispredictions.
   void exclude(const std::vector<size_t>& parameters);
 
  private:
