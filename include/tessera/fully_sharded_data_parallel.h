@@ -173,6 +173,9 @@ class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
 
+  FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) = default;
+  FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) = default;
+
   /// This rank's shards: one tensor for each parameter of the module that is not ignored, in the
   /// module's order, of the parameter's dtype. A shard is one-dimensional and may be empty. It has
   /// the parameter's shape, or is empty, if `partition` keeps parameters whole or if a shard group
