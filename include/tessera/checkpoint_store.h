@@ -12,31 +12,36 @@
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
 
-// Checkpoints of one run in one folder, one folder a step: `step-00000120/` with a manifest,
-// weights and optimizer slices as safetensors, and texts. A folder of that name is complete: it is
-// written beside under a hidden name, synced, and renamed. The format and the guarantees:
-// docs/checkpoints.md. (Activation checkpointing is tessera/checkpoint.h.)
+// Checkpoints of one run in one folder, with one subfolder for each step: `step-00000120/` holds a
+// manifest, weights and slices of optimizer state as safetensors files, and text files. A subfolder
+// of that name is always complete: it is written under a hidden name, synced, and then renamed. The
+// format and the guarantees are in docs/checkpoints.md. (Activation checkpointing is in
+// tessera/activation_checkpoint.h.)
 
 namespace tessera {
 
 struct CheckpointStoreOptions {
-  int keep_last = 2;  ///< The newest ones that stay, at least 1. The one just written always stays.
-  int64_t keep_every = 0;  ///< Steps that are multiples of it stay for ever; 0: none.
-  /// Bound of each wait for other ranks' disks in `commit`, where it is longer than the group's own
-  /// time-out.
+  /// Number of newest checkpoints that are kept, at least 1. The checkpoint just written is always
+  /// kept.
+  int keep_last = 2;
+  /// Checkpoints of steps that are multiples of this number are kept for ever. 0: none.
+  int64_t keep_every = 0;
+  /// Limit for each wait of `commit` for other ranks' disks, if it is longer than the group's own
+  /// timeout.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
-/// The folder of one run, opened for writing. One writer at a time: rank 0 holds a lock on
-/// `folder/.lock` until the last copy, and the last writer made from it, are gone; the kernel lets
-/// go of it when the process ends, however it ends. A cheap handle. All ranks need to see the
-/// folder, on one host or on a shared file system.
+/// The checkpoint folder of one run, opened for writing. There is one writer at a time: rank 0
+/// holds a lock on `folder/.lock` until the last copy of this object and the last CheckpointWriter
+/// made from it are destroyed. The kernel releases the lock when the process ends for any reason.
+/// Copies are cheap and share the same state. All ranks must see the folder: it is on one host or
+/// on a shared file system.
 class CheckpointStore {
  public:
-  /// Collective. Makes the folder where there is none, locks it, and removes what dead runs left
-  /// half-written. Throws UsageError, on every rank, when another process has the lock (naming its
-  /// pid and host), when an option is out of its range, or when a rank cannot see or write the
-  /// folder.
+  /// Makes the folder if it is missing, locks it, and removes the unfinished checkpoints of earlier
+  /// runs. Throws UsageError on every rank if another process holds the lock (the text names its
+  /// pid and host), if an option is out of range, or if a rank cannot see or write the folder.
+  /// Collective.
   explicit CheckpointStore(const std::string& folder, ProcessGroup group = ProcessGroup(),
                            CheckpointStoreOptions options = {});
   ~CheckpointStore();
@@ -53,43 +58,47 @@ class CheckpointStore {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Writes one checkpoint. Every rank makes one, adds its own files (any number, none is fine) and
-/// commits. What goes wrong while adding is remembered and thrown by `commit`, on every rank, so
-/// that ranks may go on with their collectives; nothing more is written then. Destroyed without
-/// `commit` (not a collective), the files are removed. One thread at a time.
+/// Name of the slice set that holds optimizer state. See CheckpointWriter::add_slices().
+inline constexpr const char* kOptimizerSlices = "optimizer";
+
+/// Writes one checkpoint. Every rank makes a writer, adds its own files (possibly none), and calls
+/// `commit`. An error while adding is stored and thrown by `commit` on every rank, so that ranks
+/// can continue with their collectives; after the error nothing more is written. Destruction
+/// without `commit` removes the files; it is not a collective. For one thread at a time.
 class CheckpointWriter {
  public:
-  /// Collective; the same step on all ranks, not negative. A checkpoint of that step that is there
-  /// stays until `commit` replaces it.
+  /// `step`: the same on all ranks, 0 or more. An existing checkpoint of that step stays until
+  /// `commit` replaces it. Collective.
   CheckpointWriter(const CheckpointStore& store, int64_t step);
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  // Adding is local. Names are plain file names, each used once among all ranks, not beginning with
-  // '.' or "manifest.".
+  // Adding is local. File names are plain names, each used once among all ranks, that do not begin
+  // with '.' or "manifest.".
 
-  /// A safetensors file, at once. Tensors on any device, with any strides; written, as weights are,
-  /// in row-major order.
+  /// Writes a safetensors file. Tensors may be on any device and have any strides; they are written
+  /// in row-major order, as weights are.
   void add_tensors(const std::string& file,
                    const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                    const SafetensorsMetadata& metadata = {});
-  /// The same, tensor by tensor: `write_tensor` for each of `specs`, in any order, before `commit`.
-  /// Memory: one tensor.
+  /// Begins a safetensors file that is written tensor by tensor: call `write_tensor` for each of
+  /// `specs`, in any order, before `commit`. Takes memory for one tensor.
   void begin_tensors(const std::string& file, std::vector<SafetensorsSpec> specs,
                      const SafetensorsMetadata& metadata = {});
   void write_tensor(const std::string& file, const std::string& name, const at::Tensor& tensor);
-  /// A text file: JSON, YAML.
+  /// Writes a text file, such as JSON or YAML.
   void add_text(const std::string& file, const std::string& text);
-  /// This rank's optimizer state, at most once: `optimizer-00001-of-00004.safetensors`. Parameters
-  /// that never stepped may be left out altogether; of the others all runs must be there when all
-  /// ranks have added theirs. No two slices of one rank may be of the same run.
-  void add_slices(const std::vector<StateSlice>& slices);
+  /// Writes this rank's slices of the slice set `set` to `<set>-00001-of-00004.safetensors`; at
+  /// most once for each set. Slices of different sets are independent of each other. Parameters
+  /// that were never stepped may be left out. Of every other parameter, the slices of all ranks
+  /// together must contain all elements. Two slices of one rank must not have the same range.
+  void add_slices(const std::vector<StateSlice>& slices, const std::string& set = kOptimizerSlices);
 
-  /// Collective. When it returns, the checkpoint is on disk and has its name, and older ones are
-  /// pruned; returns its folder. Throws UsageError on every rank, naming rank, path and reason,
-  /// when anything went wrong on any: then there is no trace of the checkpoint, unless the text
-  /// says that it was committed, and older ones are untouched.
+  /// When it returns, the checkpoint is on disk under its final name and older checkpoints are
+  /// pruned. Returns the checkpoint's folder. If anything went wrong on any rank, throws UsageError
+  /// on every rank with rank, path and reason; then nothing of the checkpoint remains, unless the
+  /// text says that it was committed, and older checkpoints are unchanged. Collective.
   std::string commit();
 
  private:
@@ -97,17 +106,18 @@ class CheckpointWriter {
   std::unique_ptr<Impl> impl_;
 };
 
-/// The committed checkpoint with the highest step in `folder`; none where there is none, or no such
-/// folder. Local, takes no lock. Nothing is verified: that is Checkpoint's work.
+/// The committed checkpoint with the highest step in `folder`; nullopt if there is none or the
+/// folder is missing. It is not verified; opening it as a Checkpoint does that. Takes no lock.
+/// Local.
 std::optional<std::string> latest_checkpoint(const std::string& folder);
 
-/// A committed checkpoint, opened for reading. Needs no lock. Local but for `verify(group)`; one
-/// thread at a time.
+/// A committed checkpoint, opened for reading. Needs no lock. All functions except `verify(group)`
+/// are local. For one thread at a time.
 class Checkpoint {
  public:
-  /// Reads and checks the manifest: its digest, its version, presence and size of every file.
-  /// Local. Here and below, a flipped bit, a missing byte or a missing file is a UsageError that
-  /// names the file, and the tensor where it is in one, and says which older checkpoints there are.
+  /// Reads the manifest and checks its digest and version, and that every file exists and has its
+  /// size. In all functions of this class a changed bit, a missing byte or a missing file is a
+  /// UsageError that names the file, the tensor if the error is in one, and the older checkpoints.
   explicit Checkpoint(const std::string& path);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;
@@ -115,34 +125,37 @@ class Checkpoint {
 
   const std::string& path() const;
   int64_t step() const;
-  int world_size() const;  ///< Of the world that wrote it.
+  int world_size() const;  ///< Number of ranks that wrote it.
   std::vector<std::string> files() const;
   bool contains(const std::string& file) const;
 
   /// Reads every byte and compares every digest. Local.
   void verify() const;
-  /// The same, each rank a share. Collective; what one rank finds is thrown by all.
+  /// The same, with the work divided among the ranks. An error on one rank is thrown on all.
+  /// Collective.
   void verify(const ProcessGroup& group) const;
 
-  /// A whole text, its digest compared.
+  /// A whole text file; its digest is compared.
   std::string text(const std::string& file) const;
-  /// Names, shapes and dtypes of a safetensors file; its header's digest is compared, data read
-  /// through it is not.
+  /// A safetensors file, for names, shapes and dtypes. The digest of its header is compared; data
+  /// that is read through it is not.
   const SafetensorsFile& tensors(const std::string& file) const;
-  /// A whole tensor, its digest compared.
+  /// A whole tensor; its digest is compared.
   at::Tensor load_tensor(const std::string& file, const std::string& name) const;
-  /// As SafetensorsFile::load_slice. The digest is compared when the slice is the whole tensor: run
-  /// `verify` before.
+  /// As SafetensorsFile::load_slice. The digest is compared only if the range is the whole tensor:
+  /// call `verify` before.
   void load_slice(const std::string& file, const std::string& name, int64_t begin, int64_t count,
                   at::Tensor out) const;
 
-  /// Optimizer state for any cutting, put together bit by bit from the slices that were saved, of
-  /// which only the parts asked for are read. One entry a request, in their order; parameters never
-  /// stepped (or not saved) have no state in theirs. Tensors that follow the parameter are
-  /// one-dimensional, `numel` elements in memory order; the others are as they were. UsageError
-  /// naming the parameter: another shape, a run that no rank saved, saved slices that contradict
-  /// each other.
-  std::vector<StateSlice> load_slices(const std::vector<ElementRange>& requests) const;
+  /// Assembles the requested ranges from the saved slices of `set`, whatever ranges were saved, and
+  /// reads only the overlapping parts. Every bit is as it was saved. Returns one slice for each
+  /// request, in their order; parameters that were never stepped or not saved have no state.
+  /// Tensors that follow the parameter are one-dimensional with `numel` elements in memory order;
+  /// all others are returned unchanged. UsageError with the parameter's name if it was saved with
+  /// another shape, if no rank saved an element of the range, or if saved slices contradict each
+  /// other.
+  std::vector<StateSlice> load_slices(const std::vector<ElementRange>& requests,
+                                      const std::string& set = kOptimizerSlices) const;
 
   struct Impl;
 

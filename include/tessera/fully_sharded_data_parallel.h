@@ -21,99 +21,115 @@
 
 namespace tessera {
 
+/// What is sharded, and over which ranks.
 enum class ShardingStrategy {
-  full_shard,  ///< ZeRO stage 3: parameters, gradients and optimizer state are sharded; a unit is
-               ///< gathered when it is used.
-  shard_grad_op,  ///< Stage 2: as full_shard, but gathered parameters stay from forward until
-                  ///< backward has used them.
-  no_shard,       ///< DistributedDataParallel: every rank has everything.
-  hybrid_shard,   ///< Sharded inside groups of `shard_group_size` ranks, replicated across them.
+  /// ZeRO stage 3: parameters, gradients and optimizer state are sharded. A unit is gathered when
+  /// an operator uses it and released when the memory budget requires it.
+  full_shard,
+  /// ZeRO stage 2: as full_shard, but gathered parameters stay from forward until backward has used
+  /// them.
+  shard_grad_op,
+  /// As DistributedDataParallel: every rank holds all parameters, gradients and optimizer state.
+  no_shard,
+  /// Sharded within groups of `shard_group_size` ranks, replicated across the groups.
+  hybrid_shard,
 };
 
+/// When the next unit of backward is gathered.
 enum class BackwardPrefetch {
-  pre,   ///< The next unit of backward is gathered before the current one's gradients are computed.
-  post,  ///< … after they were computed.
-  none,
+  pre,   ///< Before the gradients of the current unit are computed.
+  post,  ///< After the gradients of the current unit were computed.
+  none,  ///< When an operator uses it.
 };
 
-/// How the use of a parameter is noticed.
+/// How the use of a sharded parameter is detected.
 enum class ParameterDetection {
-  automatic,     ///< The dispatch key, or RecordFunction where somebody else has taken the key.
+  automatic,     ///< dispatch_key, or record_function if another library has taken the key.
   dispatch_key,  ///< A boxed fallback on a spare dispatch key that only sharded parameters carry.
-  record_function,  ///< A global at::RecordFunction callback. Slower; a stray touch ends in
-                    ///< libtorch's error instead of ours.
+  record_function,  ///< A global at::RecordFunction callback. It is slower, and an invalid use of a
+                    ///< parameter ends in an error of libtorch instead of Tessera's error.
 };
 
-/// Data types while the model runs; unset: the parameters' own. What the optimizer sees keeps its
-/// own dtype.
+/// Data types in which the model runs. An unset dtype means the parameters' own. The shards, which
+/// the optimizer updates, always keep the parameters' own dtype.
 struct MixedPrecision {
-  /// Of gathered parameters and of the computation. Batch norms compute in the dtype of their
-  /// buffers instead, where it is another: libtorch mixes the two in one direction only, and
-  /// running statistics want their digits.
+  /// Dtype of gathered parameters and of the computation. Parameters of batch norms are gathered in
+  /// the dtype of the layer's buffers instead if that differs: libtorch mixes the two dtypes in one
+  /// direction only, and running statistics need the precision.
   std::optional<at::ScalarType> param_dtype = {};
-  std::optional<at::ScalarType> reduce_dtype =
-      {};  ///< In which gradients accumulate and are reduced. Unset: param_dtype.
-  std::optional<at::ScalarType> buffer_dtype =
-      {};  ///< Floating-point buffers are converted at construction.
-  /// Floating-point tensors given to forward become param_dtype, in vectors, maps, optionals and
-  /// tuples too. Forward then gets copies.
+  /// Dtype in which gradients are accumulated and reduced. Unset: param_dtype.
+  std::optional<at::ScalarType> reduce_dtype = {};
+  /// Floating-point buffers are converted to this dtype at construction.
+  std::optional<at::ScalarType> buffer_dtype = {};
+  /// Converts floating-point tensors among the arguments of forward to param_dtype, also inside
+  /// vectors, maps, optionals and tuples. Forward then gets copies of these arguments.
   bool cast_forward_inputs = true;
-  /// A forward of a module in evaluation mode (eval()) computes in the parameters' own dtype, with
-  /// buffers in theirs, and leaves inputs as they are.
+  /// While the module is in evaluation mode (eval()), forward computes in the parameters' own
+  /// dtype, buffers have their own dtype, and inputs are not converted.
   bool full_precision_in_eval = false;
 };
 
+/// Options of FullyShardedDataParallel. Must be the same on all ranks.
 struct FullyShardedDataParallelOptions {
+  /// Which modules become units, the groups of parameters that are gathered together. Unset: one
+  /// unit, the root, holds all parameters.
   WrapPolicy wrap_policy = {};
   ShardingStrategy sharding_strategy = ShardingStrategy::full_shard;
-  /// Who holds what of a unit. flat: equal runs of elements, for element-wise optimizers. whole,
-  /// first_fit: each parameter on one rank, in its shape, for optimizers that look at a whole one
-  /// (at norms, rows, shapes); a rank then holds at least the largest parameter it was dealt.
+  /// How a unit is divided among the ranks of its shard group. flat: ranges of equal size, for
+  /// element-wise optimizers. whole, first_fit: each parameter on one rank, in its shape, for
+  /// optimizers that need all of a parameter (its norm, rows or shape). A rank then holds at least
+  /// the largest parameter that it was assigned.
   Partition partition = Partition::flat;
-  int shard_group_size =
-      0;  ///< hybrid_shard: divides the world; 0: the ranks of this host, told by LOCAL_WORLD_SIZE.
-  /// A budget in bytes for gathered parameters besides the root's. Within it units stay, and the
-  /// one whose next use is farthest goes first (Belady's rule, over the order of the last step). 0:
-  /// the two largest units. Reaching for more than fits exceeds it for that operator.
+  /// Ranks in a shard group of hybrid_shard; must divide the world size. 0: the number of ranks on
+  /// this host, from the environment variable LOCAL_WORLD_SIZE; the world size if that is unset or
+  /// all ranks are on one host.
+  int shard_group_size = 0;
+  /// Budget in bytes for gathered parameters, not counting the root's. Units stay gathered within
+  /// the budget. Beyond it, the unit whose next use is farthest is released first (Belady's rule,
+  /// with the order of use of the last step). 0: the size of the two largest units. An operator
+  /// that needs more units than fit exceeds the budget while it runs.
   int64_t resident_bytes = 0;
-  /// False: no unit is released in forward, whatever the budget. Implied by shard_grad_op.
+  /// False: no unit is released during forward, whatever the budget is. shard_grad_op implies
+  /// false.
   bool reshard_after_forward = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  bool forward_prefetch =
-      false;  ///< The next unit of forward is gathered while the current one computes.
+  /// Gathers the next unit of forward while the current unit computes.
+  bool forward_prefetch = false;
   MixedPrecision mixed_precision = {};
-  bool cpu_offload = false;  ///< Shards, and so gradients and optimizer, live on the CPU. Without
-                             ///< effect for a model on the CPU.
-  bool sync_module_states =
-      true;  ///< Rank 0's parameters and buffers are given to all at construction.
-  std::vector<std::string> ignored_modules =
-      {};  ///< Names; their parameters stay untouched: not sharded, not reduced.
-  std::vector<std::string> ignored_parameters = {};  ///< Names.
+  /// Keeps shards, and with them gradients and optimizer state, on the CPU. No effect for a model
+  /// on the CPU.
+  bool cpu_offload = false;
+  /// Copies the parameters and buffers of rank 0 to all ranks at construction.
+  bool sync_module_states = true;
+  /// Names of modules whose parameters are left alone: neither sharded nor reduced.
+  std::vector<std::string> ignored_modules = {};
+  /// Names of parameters that are left alone in the same way.
+  std::vector<std::string> ignored_parameters = {};
   ParameterDetection detection = ParameterDetection::automatic;
 };
 
 /// One line of the table of units.
 struct FsdpUnit {
-  std::string name;                     ///< Path of its module; "" for the root.
-  std::vector<std::string> parameters;  ///< Names from the root.
-  int64_t numel = 0;
-  int64_t sharded_bytes = 0;   ///< On this rank, always.
-  int64_t gathered_bytes = 0;  ///< While it is gathered.
-  int64_t padding_bytes =
-      0;  ///< Of the flat buffers: always 0, shards of a unit differ by size instead.
+  std::string name;                     ///< Path of the unit's module; "" for the root.
+  std::vector<std::string> parameters;  ///< Full names.
+  int64_t numel = 0;                    ///< Elements of the whole unit.
+  int64_t sharded_bytes = 0;            ///< Bytes of this rank's shards; always held.
+  int64_t gathered_bytes = 0;           ///< Bytes of the unit while it is gathered.
+  /// Padding of the flat buffers. Always 0: the ranks' segments differ in size instead.
+  int64_t padding_bytes = 0;
 };
 
-/// What happened on this rank since construction or reset_stats().
+/// Counters of this rank since construction or reset_stats().
 struct FsdpStats {
-  uint64_t gathers_forward = 0;   ///< Units gathered for forward …
-  uint64_t gathers_backward = 0;  ///< … and for backward.
-  uint64_t reductions = 0;        ///< Units whose gradients were reduced.
-  uint64_t prefetches = 0;        ///< Of the gathers: those begun before the first use.
-  int64_t gathered_bytes = 0;     ///< Now. (Not reset.)
-  int64_t peak_gathered_bytes = 0;
-  int64_t gradient_bytes = 0;  ///< Unsharded gradients in flight, now. (Not reset.)
-  int64_t peak_gradient_bytes = 0;
-  int64_t peak_bytes = 0;  ///< Of both together.
+  uint64_t gathers_forward = 0;     ///< Units gathered for forward.
+  uint64_t gathers_backward = 0;    ///< Units gathered for backward.
+  uint64_t reductions = 0;          ///< Units whose gradients were reduced.
+  uint64_t prefetches = 0;          ///< Gathers that began before the first use of the unit.
+  int64_t gathered_bytes = 0;       ///< Gathered parameters at present; not reset.
+  int64_t peak_gathered_bytes = 0;  ///< Maximum of gathered_bytes.
+  int64_t gradient_bytes = 0;       ///< Unsharded gradients at present; not reset.
+  int64_t peak_gradient_bytes = 0;  ///< Maximum of gradient_bytes.
+  int64_t peak_bytes = 0;           ///< Maximum of the sum of both.
 };
 
 namespace fsdp {
@@ -122,228 +138,237 @@ class ShardedModule;
 
 namespace detail {
 
-/// What does not depend on the model's type.
-class FullySharded {
- public:
-  FullySharded(torch::nn::Module& module, ProcessGroup group,
-               FullyShardedDataParallelOptions options);
-  ~FullySharded();
-
-  void begin_forward();
-  void end_forward(bool threw);
-
-  fsdp::ShardedModule& core() const { return *core_; }
-
- private:
-  std::shared_ptr<fsdp::ShardedModule> core_;
-};
-
+/// Marks the forward of a sharded module while alive. Constructor and destructor are collective.
 class ForwardScope {
  public:
-  explicit ForwardScope(FullySharded& core) : core_(core), exceptions_(std::uncaught_exceptions()) {
-    core_.begin_forward();
-  }
-  ~ForwardScope() noexcept(false) { core_.end_forward(std::uncaught_exceptions() > exceptions_); }
+  explicit ForwardScope(fsdp::ShardedModule& sharded);
+  ~ForwardScope() noexcept(false);
   ForwardScope(const ForwardScope&) = delete;
 
  private:
-  FullySharded& core_;
+  fsdp::ShardedModule& sharded_;
   int exceptions_;
 };
 
 }  // namespace detail
 
-/// While alive, parameters are whole and may be read anywhere; see
-/// FullyShardedDataParallel::summon_full_params.
+/// While this object is alive, parameters are whole and may be read anywhere. See
+/// FullyShardedDataParallel::summon_full_params().
 class FullParams {
  public:
-  FullParams(std::shared_ptr<fsdp::ShardedModule> core, const std::string& prefix, bool writeback,
-             bool rank0_only);
+  FullParams(std::shared_ptr<fsdp::ShardedModule> sharded, const std::string& prefix,
+             bool writeback, bool rank0_only);
   ~FullParams() noexcept(false);
   FullParams(const FullParams&) = delete;
 
  private:
-  std::shared_ptr<fsdp::ShardedModule> core_;
+  std::shared_ptr<fsdp::ShardedModule> sharded_;
   std::vector<size_t> units_;
   bool writeback_;
   int exceptions_;
 };
 
-/// What FullyShardedDataParallel offers besides running its module.
+/// The part of FullyShardedDataParallel that does not depend on the module's type.
 class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
 
-  /// This rank's shards, one for each parameter of the module that is not ignored, in its order, of
-  /// the parameter's dtype: one-dimensional, possibly empty; in the parameter's shape, or empty,
-  /// where `partition` keeps parameters whole or a shard group is one rank. What the optimizer
-  /// gets; their `.grad` is the mean over ranks. See check_optimizer(). Local.
+  FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) = default;
+  FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) = default;
+
+  /// This rank's shards: one tensor for each parameter of the module that is not ignored, in the
+  /// module's order, of the parameter's dtype. A shard is one-dimensional and may be empty. It has
+  /// the parameter's shape, or is empty, if `partition` keeps parameters whole or if a shard group
+  /// is one rank. Give these tensors to the optimizer; after backward their `.grad` is the mean
+  /// over ranks. See check_optimizer(). Local.
   std::vector<at::Tensor> parameters() const;
-  /// With the parameters' own names.
+  /// The same shards with the parameters' names. Local.
   NamedParameters named_parameters() const;
 
-  /// UsageError for an optimizer that would be silently wrong on these shards: one that is not
-  /// element-wise, where they are runs of elements; LBFGS, which looks at all parameters at once,
-  /// wherever they are dealt to ranks. Local.
+  /// Throws UsageError if `optimizer` would compute wrong results on these shards without an error:
+  /// an optimizer that is not element-wise on shards that are ranges of elements, or LBFGS, which
+  /// uses all parameters at once, if each rank holds only some of them. Local.
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
 
-  /// Scales the gradients so that their p-norm over all ranks (2, 1, infinity or any p > 0) is at
-  /// most `max_norm`; returns the norm before. Without gradients 0, and a warning. Collective.
+  /// Scales the gradients so that their p-norm over all ranks is at most `max_norm`, and returns
+  /// the norm before scaling. `norm_type`: 2, 1, infinity or any p > 0. Without gradients it
+  /// returns 0 and logs a warning. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2);
-  double grad_norm(double norm_type = 2);  ///< Collective.
-  /// Limits every element of the gradients to [-clip_value, clip_value]; NaNs stay. They are
-  /// averages already, so each rank limits its own. After backward; before or after
-  /// clip_grad_norm_. UsageError for a clip_value that is negative or no number. Local.
+  /// The p-norm of the gradients over all ranks. Collective.
+  double grad_norm(double norm_type = 2);
+  /// Limits every element of the gradients to [-clip_value, clip_value]; NaNs stay. The gradients
+  /// are means over ranks already, so each rank limits its own. Call it after backward, before or
+  /// after clip_grad_norm_(). UsageError if clip_value is negative or NaN. Local.
   void clip_grad_value_(double clip_value);
 
-  /// The trainable ones of parameters(), in order; empty shards are left out. With state_slices()
-  /// and load_state_slices(): the state of an optimizer over them. What is written into them
-  /// outside of forward and backward counts from the next forward on. Ranks at the same place of
-  /// different shard groups (no_shard, hybrid_shard) hold equal shards, and must be given equal
-  /// values. Local.
+  /// The trainable shards of parameters(), in order, without empty ones. Together with
+  /// state_slices() and load_state_slices() they give access to the state of an optimizer over
+  /// them. Values written to them outside of forward and backward are used from the next forward
+  /// on. Ranks at the same position of different shard groups (no_shard, hybrid_shard) hold equal
+  /// shards and must write equal values. Local.
   std::vector<ParameterShard> shards() const;
-  /// Whether this rank is in the first shard group: these ranks have each element of the model once
-  /// between them, and are those that write. Local.
+  /// True on ranks of the first shard group. These ranks together hold each element of the model
+  /// exactly once, so they are the ranks that write it to disk. Local.
   bool first_replica() const;
 
-  /// Gathers all units (those under `prefix`) until the returned object goes. With `writeback`,
-  /// what was written then goes to the shards, each rank its part. `rank0_only`: other ranks take
-  /// part but do not keep the values (no writeback then). Outside forward and backward. Collective,
-  /// both ends.
+  /// Gathers the units with parameters in the module at path `prefix` (all units for "") until the
+  /// returned object is destroyed. With `writeback`, each rank then copies its part of the values
+  /// to its shards. With `rank0_only`, the other ranks take part but do not keep the values;
+  /// `writeback` must then be false. Call it outside of forward and backward. The call and the
+  /// destruction are collective.
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true,
                                               bool rank0_only = false);
 
-  /// While alive, backward passes accumulate unsharded gradients and reduce nothing; the next one
-  /// outside reduces the sum. Local, on all ranks alike. Without it each backward reduces into the
-  /// shards, which costs traffic and no memory.
+  /// While the returned object is alive, backward passes accumulate unsharded gradients and do not
+  /// reduce them. The next backward after its destruction reduces the sum. Without no_sync() each
+  /// backward reduces its gradients into the shards, which costs traffic but no memory. Local, but
+  /// all ranks must do the same.
   [[nodiscard]] NoSync no_sync();
-  /// Clears the gradients of all shards, and what no_sync() has accumulated and nothing has reduced
-  /// yet, which an optimizer's zero_grad() does not know. Outside of forward and backward; local,
-  /// on all ranks alike.
+  /// Clears the gradients of all shards, and the gradients that no_sync() has accumulated and no
+  /// backward has reduced yet; an optimizer's zero_grad() does not clear the latter. Call it
+  /// outside of forward and backward. Local, but all ranks must do the same.
   void zero_grad(bool set_to_none = true);
 
-  /// Parameters and buffers, whole, by name, on the CPU of rank `to` (all for to < 0; empty
-  /// elsewhere), in the parameters' own dtype. Gathered one by one: peak extra memory on other
-  /// ranks is the largest tensor. Buffers are rank `to`'s own. Collective.
+  /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
+  /// on the others), in the parameters' own dtype. Parameters are gathered one by one, so the peak
+  /// of extra memory on other ranks is the largest tensor. Buffers are those of rank `to`.
+  /// Collective.
   std::vector<std::pair<std::string, at::Tensor>> state_dict(int to = 0);
-  /// One parameter of it. UsageError for a name that is not sharded here. Collective.
+  /// One parameter of state_dict(). UsageError if no sharded parameter has this name. Collective.
   at::Tensor full_parameter(const std::string& name, int to = 0);
-  /// The same, streamed into a safetensors file by rank 0. Collective.
+  /// Writes state_dict() to a safetensors file. Rank 0 writes the tensors one by one. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank takes its shards. Every parameter must be there with its shape, and nothing else:
-  /// UsageError on all ranks. Collective.
+  /// Each rank copies its shards and all buffers from `state`. `state` must contain every parameter
+  /// and buffer with its shape, and nothing else: otherwise UsageError on all ranks. Collective.
   void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
-  void load_state_dict(const std::string& path);  ///< A safetensors file that every rank can read.
+  /// The same from a safetensors file that every rank can read. Collective.
+  void load_state_dict(const std::string& path);
 
-  /// Each rank its shards, in `folder`/rank-RRRRR-of-WWWWW.safetensors, and index.json with the
-  /// layout. Loads at any world size. Collective.
+  /// Writes a checkpoint of the model to `folder`/step-00000000: each rank of the first replica
+  /// writes its shards, rank 0 also writes the buffers. The checkpoint is committed with one rename
+  /// and replaces the one that was there. `folder` must be visible to all ranks and must not be in
+  /// use by another writer. Format and guarantees: CheckpointStore and docs/checkpoints.md. Loads
+  /// at any world size and with any strategy. UsageError on all ranks, with rank, path and reason.
+  /// Collective.
   void save_sharded_state_dict(const std::string& folder);
+  /// Reads what save_sharded_state_dict() has written. Checks all digests, then each rank reads the
+  /// ranges of elements that it needs. The model changes only after all ranks have read everything;
+  /// this takes memory for a second copy of this rank's shards. UsageError on all ranks for a
+  /// missing or damaged file, and for parameters or buffers that do not match the module's.
+  /// Collective.
   void load_sharded_state_dict(const std::string& folder);
 
-  /// State of `optimizer`, which was made over parameters(), whole and by name, on rank `to` (all
-  /// for to < 0). As ZeroRedundancyOptimizer's and the plain optimizer's. Collective.
+  /// State of `optimizer`, which must have been made over parameters(), whole and by name, on rank
+  /// `to` (on all ranks if to < 0). ZeroRedundancyOptimizer and plain optimizers use the same
+  /// format. Collective.
   OptimizerStateDict optim_state_dict(const torch::optim::Optimizer& optimizer, int to = 0);
-  /// Takes this rank's part of `dict`, the same on all ranks.
+  /// Takes this rank's part of `dict`, which must be the same on all ranks. Local.
   void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
 
-  /// For join(): what a rank without data does in an iteration of the others, with
-  /// shadow_backward() where they have forward and backward, and then whatever they do with the
-  /// shards and their gradients: clip_grad_norm_(), optimizer.step(), zero_grad(). Without it
-  /// shadow_step() is a UsageError, for this rank's shards would stay behind. Local.
+  /// For join(): sets the function that a rank without data runs in an iteration of the other
+  /// ranks. It must call shadow_backward() where they run forward and backward, and then make the
+  /// same calls as they do on shards and gradients: clip_grad_norm_(), optimizer.step(),
+  /// zero_grad(). Without it shadow_step() throws UsageError, because this rank's shards would not
+  /// be updated. Local.
   void set_shadow_step(std::function<void()> step);
-  /// The collectives of one forward and backward of the others (those under no_sync before it too),
-  /// on a rank without data; its gradients count as zero, and its shards get the mean. Not of
-  /// forward passes without gradients. Collective.
+  /// On a rank without data: takes part in the collectives of one forward and backward of the other
+  /// ranks, including the passes under no_sync() before it. The gradients of this rank count as
+  /// zero, and its shards get the mean. Forward passes without gradients are not covered.
+  /// Collective.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;
   void shadow_step() override;
-  void finish_join(int last_active_rank)
-      override;  ///< Buffers become those of `last_active_rank`; shards are current everywhere.
+  /// Copies the buffers of `last_active_rank` to all ranks. Shards are up to date on all ranks.
+  void finish_join(int last_active_rank) override;
 
-  /// As forward gets it: floating point becomes param_dtype where mixed_precision says so. Within a
-  /// forward, for what is not among its own arguments. Local.
+  /// Converts a floating-point tensor to param_dtype if mixed_precision converts inputs. For use
+  /// within forward, on tensors that are not arguments of it. Local.
   at::Tensor cast_input(const at::Tensor& input) const;
-  bool casts_inputs()
-      const;  ///< Whether it may change anything, as the model is at the moment. Local.
+  /// Whether cast_input() may convert anything in the model's present mode. Local.
+  bool casts_inputs() const;
 
   std::vector<FsdpUnit> units() const;  ///< Local.
-  std::string table() const;            ///< Of units, as text. Local.
+  std::string table() const;            ///< The units as a text table. Local.
   const FsdpStats& stats() const;       ///< Local.
-  void reset_stats();
-  /// Bytes of shards and sharded gradients on this rank. Local.
+  void reset_stats();                   ///< Local.
+  /// Bytes of shards and of sharded gradients on this rank.
   struct Memory {
     int64_t parameters = 0, gradients = 0;
   };
-  Memory memory() const;
+  Memory memory() const;  ///< Local.
   const ProcessGroup& group() const;
   const Options& options() const;
 
  protected:
-  explicit FullyShardedDataParallelBase(std::unique_ptr<detail::FullySharded> core)
-      : core_(std::move(core)) {}
-  std::unique_ptr<detail::FullySharded> core_;
+  FullyShardedDataParallelBase(torch::nn::Module& module, ProcessGroup group, Options options);
+  std::shared_ptr<fsdp::ShardedModule> sharded_;
 };
 
-/// Parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3, Rajbhandari et
-/// al., 2020; PyTorch FSDP, Zhao et al., 2023), for any torch::nn::Module as it is.
+/// Shards parameters, gradients and optimizer state of any torch::nn::Module over the ranks (ZeRO
+/// stage 3, Rajbhandari et al., 2020; PyTorch FSDP, Zhao et al., 2023).
 ///
 ///   Net net;
-///   tessera::FullyShardedDataParallel fsdp(net, world, {.wrap_policy =
-///   tessera::wrap_by_type<BlockImpl>()}); torch::optim::AdamW optimizer(fsdp.parameters(), 3e-4);
-///   auto loss = fsdp(x).sum();  loss.backward();
-///   fsdp.clip_grad_norm_(1.0);  optimizer.step();  optimizer.zero_grad();
+///   tessera::FullyShardedDataParallel fsdp(
+///       net, world, {.wrap_policy = tessera::wrap_by_type<BlockImpl>()});
+///   torch::optim::AdamW optimizer(fsdp.parameters(), 3e-4);
+///   auto loss = fsdp(x).sum();
+///   loss.backward();
+///   fsdp.clip_grad_norm_(1.0);
+///   optimizer.step();
+///   optimizer.zero_grad();
 ///
-/// `Module`: a torch::nn::ModuleHolder, a shared_ptr to a module, or a pointer to one. Its
-/// parameters are then windows of their unit's flat storage, which has memory only while the unit
-/// is gathered. An operator that takes one is noticed before it runs, and its unit gathered; there
-/// is no change to the module, and no wrapper in it. Only while fsdp(…) or a backward runs:
-/// elsewhere touching a sharded parameter is a UsageError that names it. Give the optimizer
-/// fsdp.parameters(), not the module's. Construction, forward and backward are collective, and all
-/// ranks must use the same units in the same order: a difference is a UsageError that names unit
-/// and ranks. Memory per rank, P parameter bytes, W ranks: (P + gradients + optimizer state) / W,
-/// and while running root + two largest units.
+/// `Module`: a torch::nn::ModuleHolder, a shared_ptr to a module, or a pointer to one. The module
+/// itself is not changed and gets no wrappers inside: its parameters become views of the flat
+/// storage of their unit, which has memory only while the unit is gathered. An operator that takes
+/// a parameter is detected before it runs, and the unit is gathered. This works only while fsdp(…)
+/// or a backward runs; elsewhere the use of a sharded parameter is a UsageError that names it. Give
+/// the optimizer fsdp.parameters(), not the module's parameters. Construction, forward and backward
+/// are collective. All ranks must use the same units in the same order: a difference is a
+/// UsageError that names the unit and the ranks. Memory of a rank, with P bytes of parameters and W
+/// ranks: (P + gradients + optimizer state) / W, and while the model runs the root and the two
+/// largest units.
 template <class Module>
 class FullyShardedDataParallel : public FullyShardedDataParallelBase {
  public:
   explicit FullyShardedDataParallel(Module module, ProcessGroup group,
                                     FullyShardedDataParallelOptions options = {})
-      : FullyShardedDataParallelBase(
-            std::make_unique<detail::FullySharded>(*module, std::move(group), std::move(options))),
+      : FullyShardedDataParallelBase(*module, std::move(group), std::move(options)),
         module_(std::move(module)) {}
 
-  /// The module's forward.
+  /// Runs the module's forward. Collective.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
-    detail::ForwardScope running(*core_);
+    detail::ForwardScope running(*sharded_);
     return module_->forward(input(std::forward<Args>(args))...);
   }
 
-  /// Runs `function(module)` as the module's forward is run: for its other methods. Collective as
-  /// forward is.
+  /// Runs `function(module)` as a forward, for methods of the module other than forward.
+  /// Collective.
   template <class Function>
   decltype(auto) call(Function&& function) {
-    detail::ForwardScope running(*core_);
+    detail::ForwardScope running(*sharded_);
     return std::forward<Function>(function)(module_);
   }
 
   Module& module() { return module_; }
 
  private:
-  /// Where a cast copy of an argument lives as long as the call.
+  /// Holds the converted copy of an argument during the call.
   template <class Arg>
-  using Room = std::conditional_t<detail::holds_tensors<std::decay_t<Arg>>,
-                                  std::optional<std::decay_t<Arg>>, std::nullptr_t>;
+  using CastCopy = std::conditional_t<detail::holds_tensors<std::decay_t<Arg>>,
+                                      std::optional<std::decay_t<Arg>>, std::nullptr_t>;
 
-  /// The caller's own, so that forward may take it by any kind of reference.
+  /// Forwards the caller's argument unchanged unless it is converted, so that forward may take any
+  /// kind of reference.
   template <class Arg>
-  Arg&& input(Arg&& arg, Room<Arg>&& room = {}) const {
+  Arg&& input(Arg&& arg, CastCopy<Arg>&& copy = {}) const {
     if constexpr (detail::holds_tensors<std::decay_t<Arg>>) {
       if (casts_inputs()) {
-        room.emplace(arg);
+        copy.emplace(arg);
         detail::TensorsIn<std::decay_t<Arg>>::visit(
-            *room, [this](at::Tensor& tensor) { tensor = cast_input(tensor); });
-        return static_cast<Arg&&>(*room);
+            *copy, [this](at::Tensor& tensor) { tensor = cast_input(tensor); });
+        return static_cast<Arg&&>(*copy);
       }
     }
     return std::forward<Arg>(arg);

@@ -11,7 +11,7 @@
 #include "tessera/data/sampler.h"
 #include "tessera/data/token_dataset.h"
 #include "tessera/data/tokens.h"
-#include "tessera/detail/files.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
 #include "tessera/error.h"

@@ -9,9 +9,10 @@
 
 namespace tessera::fsdp {
 
-/// A stream of its own for gathers and reductions on a device; on the CPU nothing. Order between it
-/// and the stream that computes is kept by events alone: memory that both use is never handed back
-/// to the allocator while either may use it, for slots live as long as the model.
+/// A separate stream for gathers and reductions on a device; on the CPU it does nothing. Events
+/// order it with the compute stream. Nothing else is needed: memory that both streams use is in
+/// slots, which live as long as the model, so the allocator never gets it back while a stream may
+/// use it.
 class CommStream {
  public:
   explicit CommStream(at::Device device) : device_(device) {
@@ -19,8 +20,8 @@ class CommStream {
       stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   }
 
-  /// While alive, work is issued on the communication stream, behind everything that the stream
-  /// used before has been given.
+  /// While alive, work is issued on the communication stream, behind all work issued so far on the
+  /// stream that was current before.
   class Scope {
    public:
     explicit Scope(const CommStream& comm) {
@@ -44,7 +45,7 @@ class CommStream {
     event->record(*stream_);
     return event;
   }
-  /// What the current stream is given from now on comes after `mark`.
+  /// Work issued on the current stream from now on runs after `mark`.
   void join(const Mark& mark) const {
     if (mark) mark->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }

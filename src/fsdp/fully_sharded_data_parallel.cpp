@@ -1,5 +1,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 
+#include <exception>
+
 #include <fmt/format.h>
 
 #include "fsdp/sharded_module.h"
@@ -11,107 +13,112 @@ namespace tessera {
 
 namespace detail {
 
-FullySharded::FullySharded(torch::nn::Module& module, ProcessGroup group,
-                           FullyShardedDataParallelOptions options)
-    : core_(std::make_shared<fsdp::ShardedModule>(module, std::move(group), std::move(options))) {}
+ForwardScope::ForwardScope(fsdp::ShardedModule& sharded)
+    : sharded_(sharded), exceptions_(std::uncaught_exceptions()) {
+  sharded_.begin_forward();
+}
 
-FullySharded::~FullySharded() = default;
-
-void FullySharded::begin_forward() { core_->begin_forward(); }
-void FullySharded::end_forward(bool threw) { core_->end_forward(threw); }
+ForwardScope::~ForwardScope() noexcept(false) {
+  sharded_.end_forward(std::uncaught_exceptions() > exceptions_);
+}
 
 }  // namespace detail
 
 namespace {
 
-NamedParameters shards_of(const fsdp::ShardedModule& core) {
+NamedParameters shards_of(const fsdp::ShardedModule& sharded) {
   NamedParameters result;
-  for (size_t i = 0; i < core.model.parameters.size(); ++i)
-    result.emplace_back(core.model.parameters[i].name, core.model.shard_of(i).tensor);
+  for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
+    result.emplace_back(sharded.model.parameters[i].name, sharded.model.shard_of(i).tensor);
   return result;
 }
 
 }  // namespace
 
+FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module,
+                                                           ProcessGroup group, Options options)
+    : sharded_(
+          std::make_shared<fsdp::ShardedModule>(module, std::move(group), std::move(options))) {}
+
 std::vector<at::Tensor> FullyShardedDataParallelBase::parameters() const {
   std::vector<at::Tensor> result;
-  for (auto& [name, shard] : shards_of(core_->core())) result.push_back(shard);
+  for (auto& [name, shard] : shards_of(*sharded_)) result.push_back(shard);
   return result;
 }
 
 NamedParameters FullyShardedDataParallelBase::named_parameters() const {
-  return shards_of(core_->core());
+  return shards_of(*sharded_);
 }
 
 void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer& optimizer) const {
-  const auto& core = core_->core();
-  if (is_element_wise(optimizer) || core.model.shard_group.size() == 1) return;
+  const auto& sharded = *sharded_;
+  if (is_element_wise(optimizer) || sharded.model.shard_group.size() == 1) return;
   const std::string known =
       "SGD, Adam, AdamW, Adagrad, RMSprop, a class declared with "
       "declare_element_wise<YourOptimizer>(), ";
-  if (core.options.partition == Partition::flat) {
-    throw UsageError(core.prefix() +
-                     ": the optimizer is not known to be element-wise, but parameters are cut into "
-                     "shards, on which any other is silently wrong; expected " +
-                     known +
-                     "or, for one that takes parameters one by one, option partition whole");
+  if (sharded.options.partition == Partition::flat) {
+    throw UsageError(
+        sharded.prefix() +
+        ": the optimizer is not known to be element-wise, but the shards are ranges of "
+        "elements, on which any other optimizer would be silently wrong; expected " +
+        known + "or, for one that takes parameters one by one, option partition whole");
   }
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer)) {
     throw UsageError(
-        core.prefix() +
-        ": LBFGS looks at all parameters at once, but each rank has some of them; expected " +
+        sharded.prefix() +
+        ": LBFGS uses all parameters at once, but each rank holds only some of them; expected " +
         known + "or sharding_strategy no_shard");
   }
 }
 
 at::Tensor FullyShardedDataParallelBase::cast_input(const at::Tensor& input) const {
   if (!casts_inputs() || !input.defined() || !input.is_floating_point()) return input;
-  const auto dtype = *core_->core().options.mixed_precision.param_dtype;
+  const auto dtype = *sharded_->options.mixed_precision.param_dtype;
   return input.scalar_type() == dtype ? input : input.to(dtype);
 }
 
 bool FullyShardedDataParallelBase::casts_inputs() const {
-  const auto& core = core_->core();
-  const auto& mixed = core.options.mixed_precision;
-  return mixed.param_dtype && mixed.cast_forward_inputs && !core.full_precision();
+  const auto& sharded = *sharded_;
+  const auto& mixed = sharded.options.mixed_precision;
+  return mixed.param_dtype && mixed.cast_forward_inputs && !sharded.full_precision();
 }
 
 double FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) {
-  return core_->core().clip(max_norm, norm_type);
+  return sharded_->clip(max_norm, norm_type);
 }
 double FullyShardedDataParallelBase::grad_norm(double norm_type) {
-  return core_->core().grad_norm(norm_type);
+  return sharded_->grad_norm(norm_type);
 }
 
 FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& prefix,
                                                             bool writeback, bool rank0_only) {
-  return FullParams(core_->core().shared_from_this(), prefix, writeback, rank0_only);
+  return FullParams(sharded_->shared_from_this(), prefix, writeback, rank0_only);
 }
 
 NoSync FullyShardedDataParallelBase::no_sync() {
-  auto* gradients = core_->core().gradients.get();
+  auto* gradients = sharded_->gradients.get();
   return NoSync(gradients->sync(), [gradients](bool sync) { gradients->set_sync(sync); });
 }
 
 void FullyShardedDataParallelBase::zero_grad(bool set_to_none) {
-  core_->core().require_idle("zero_grad");
-  core_->core().gradients->zero_grad(set_to_none);
+  sharded_->require_idle("zero_grad");
+  sharded_->gradients->zero_grad(set_to_none);
 }
 
-void FullyShardedDataParallelBase::shadow_backward() { core_->core().shadow_backward(); }
+void FullyShardedDataParallelBase::shadow_backward() { sharded_->shadow_backward(); }
 void FullyShardedDataParallelBase::set_shadow_step(std::function<void()> step) {
-  core_->core().step_of_shadow = std::move(step);
+  sharded_->step_of_shadow = std::move(step);
 }
 ProcessGroup FullyShardedDataParallelBase::join_group() const { return group(); }
 void FullyShardedDataParallelBase::on_join_iteration(const JoinIteration& iteration) {
-  core_->core().join_leader.begin_iteration(iteration);
+  sharded_->join_leader.begin_iteration(iteration);
 }
-void FullyShardedDataParallelBase::shadow_step() { core_->core().shadow_step(); }
+void FullyShardedDataParallelBase::shadow_step() { sharded_->shadow_step(); }
 void FullyShardedDataParallelBase::finish_join(int last_active_rank) {
-  core_->core().finish_join(last_active_rank);
+  sharded_->finish_join(last_active_rank);
 }
 
-std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return core_->core().units(); }
+std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return sharded_->units(); }
 
 std::string FullyShardedDataParallelBase::table() const {
   std::string text = fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14} {:>8}\n", "unit", "parameters",
@@ -124,10 +131,10 @@ std::string FullyShardedDataParallelBase::table() const {
   return text;
 }
 
-const FsdpStats& FullyShardedDataParallelBase::stats() const { return core_->core().stats; }
+const FsdpStats& FullyShardedDataParallelBase::stats() const { return sharded_->stats; }
 
 void FullyShardedDataParallelBase::reset_stats() {
-  auto& stats = core_->core().stats;
+  auto& stats = sharded_->stats;
   const auto gathered = stats.gathered_bytes, gradients = stats.gradient_bytes;
   stats = {};
   stats.gathered_bytes = stats.peak_gathered_bytes = gathered;
@@ -137,38 +144,36 @@ void FullyShardedDataParallelBase::reset_stats() {
 
 FullyShardedDataParallelBase::Memory FullyShardedDataParallelBase::memory() const {
   Memory memory;
-  for (const auto& flat : core_->core().model.flats)
+  for (const auto& flat : sharded_->model.flats)
     memory.parameters += static_cast<int64_t>(flat.own_segment.nbytes());
-  memory.gradients = core_->core().gradients->shard_bytes();
+  memory.gradients = sharded_->gradients->shard_bytes();
   return memory;
 }
 
-const ProcessGroup& FullyShardedDataParallelBase::group() const {
-  return core_->core().model.world;
-}
+const ProcessGroup& FullyShardedDataParallelBase::group() const { return sharded_->model.world; }
 const FullyShardedDataParallelBase::Options& FullyShardedDataParallelBase::options() const {
-  return core_->core().options;
+  return sharded_->options;
 }
 
 std::vector<ParameterShard> FullyShardedDataParallelBase::shards() const {
-  const auto& core = core_->core();
+  const auto& sharded = *sharded_;
   std::vector<const sharding::OwnedShard*> trainable;
-  for (const auto* shard : core.shards()) {
+  for (const auto* shard : sharded.shards()) {
     if (shard->tensor.requires_grad()) trainable.push_back(shard);
   }
-  return sharding::parameter_shards(trainable, core.model.parameters);
+  return sharding::parameter_shards(trainable, sharded.model.parameters);
 }
 
 bool FullyShardedDataParallelBase::first_replica() const {
-  return core_->core().model.replicas.rank() == 0;
+  return sharded_->model.replicas.rank() == 0;
 }
 
 void FullyShardedDataParallelBase::clip_grad_value_(double clip_value) {
-  auto& core = core_->core();
-  sharding::check_clip_value(core.prefix(), clip_value);
-  core.require_idle("clip_grad_value_");
+  auto& sharded = *sharded_;
+  sharding::check_clip_value(sharded.prefix(), clip_value);
+  sharded.require_idle("clip_grad_value_");
   at::NoGradGuard no_grad;
-  for (const auto* shard : core.shards()) {
+  for (const auto* shard : sharded.shards()) {
     if (shard->tensor.grad().defined())
       shard->tensor.mutable_grad().clamp_(-clip_value, clip_value);
   }

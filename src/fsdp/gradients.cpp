@@ -12,16 +12,17 @@ namespace tessera::fsdp {
 
 namespace {
 
-constexpr size_t kAtMostOpen = 2;
+constexpr size_t kMaxOpen = 2;  // reductions at the same time
 
-/// [Note: large parameters] A parameter of this size, most of its unit (a tied embedding), decides
-/// what a rank's peak is: at the end of backward its gradients, autograd's and ours, are there.
-/// What backward has freed goes back to the system before they come, and again before they are
-/// copied; so does the flat buffer once it is reduced. The price is new pages in the next step.
+/// [Note: large parameters] A parameter of at least this size that is most of its unit (a tied
+/// embedding) determines the peak of a rank's memory: at the end of backward its gradient is in
+/// memory twice, in autograd's tensor and in the flat buffer. Memory that backward has freed is
+/// returned to the system before such gradients arrive and again before they are copied; the flat
+/// buffer is returned once it is reduced. The cost is page faults in the next step.
 constexpr int64_t kLargeParameterBytes = 64 << 20;
 
-/// A few characters that say which parameters a unit's gradients are of, so that ranks notice when
-/// they differ.
+/// A short text that identifies the parameters with gradients, so that a difference between ranks
+/// is detected.
 std::string digest(const std::vector<char>& used) {
   uint64_t hash = 1469598103934665603ull;
   for (const char bit : used) hash = (hash ^ static_cast<uint64_t>(bit)) * 1099511628211ull;
@@ -56,11 +57,10 @@ void Gradients::begin(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
   if (pending.flat.defined()) return;
-  join_leader_.broadcast_event(Event::Kind::gradient, {sync_, static_cast<int64_t>(f)});
-  while (sync_ && open_.size() >= kAtMostOpen) finish_one();
+  join_leader_.broadcast_event(FirstGradient{sync_, f});
+  while (sync_ && open_.size() >= kMaxOpen) finish_one();
   if (sync_ && pending.defer_until_complete) callbacks_.complete(flat.unit);
-  if (is_large(f))
-    memory::return_freed_memory();  // of the gradients that autograd has put together
+  if (is_large(f)) memory::return_freed_memory();  // of gradients that autograd has added up
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
@@ -91,7 +91,7 @@ void Gradients::arrived(size_t parameter) {
   if (complete) reduce(f);
 }
 
-/// What is in `.grad` of the module goes to the flat buffer.
+/// Moves `.grad` of a parameter of the module to the flat buffer.
 void Gradients::take(size_t f, size_t member) {
   auto& grad = gradient_of(f, member);
   if (!grad.defined()) return;
@@ -115,13 +115,9 @@ at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
-  if (join_leader_.is_leader()) {
-    std::vector<int64_t> told{static_cast<int64_t>(f)};
-    told.insert(told.end(), pending.has.begin(), pending.has.end());
-    join_leader_.broadcast_event(Event::Kind::reduce, told);
-  }
+  if (join_leader_.must_broadcast()) join_leader_.broadcast_event(GradientsReduced{f, pending.has});
   const auto same = [f](const auto& open) { return open->flat == f; };
-  while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this one adds to it
+  while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
   auto reduction = std::make_shared<Reduction>();
   reduction->flat = f;
   reduction->slot = pending.flat;
@@ -132,21 +128,23 @@ void Gradients::reduce(size_t f) {
   for (size_t m = 0; m < flat.members.size(); ++m) {
     auto& grad = flat.shards[m].tensor.mutable_grad();
     auto mine = window(f, m);
-    if (grad.defined() && grad.data_ptr() != mine.data_ptr()) mine.copy_(grad);  // the caller's own
+    if (grad.defined() && grad.data_ptr() != mine.data_ptr())
+      mine.copy_(grad);  // set by the caller
     reduction->adds.push_back(grad.defined());
   }
-  const auto what = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]),
-                                digest(pending.has));
+  const auto tag = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]),
+                               digest(pending.has));
   const double scale = 1.0 / join_leader_.divisor();
-  reduction->scale = model_.replicas.size() > 1 ? 1 : scale;  // replicas sum with the scale
+  reduction->scale =
+      model_.replicas.size() > 1 ? 1 : scale;  // with replicas, their sum applies the scale
   const auto all = [](const std::vector<char>& flags, char value) {
     return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
   };
-  const bool as_it_is = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
+  const bool directly = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
                         flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
                         all(reduction->adds, 0);
   {
-    const CommStream::Scope issue_there(stream_);
+    const CommStream::Scope on_comm_stream(stream_);
     if (model_.replicas.size() > 1) {
       reduction->part = at::empty({own}, flat.gradient_options());
       auto sum = model_.shard_group.reduce_scatter_each_async(
@@ -154,12 +152,12 @@ void Gradients::reduce(size_t f) {
           [part = reduction->part](int64_t offset, const at::Tensor& run) {
             part.narrow(0, offset, run.numel()).copy_(run);
           },
-          what);
+          tag);
       sum.wait();
-      reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, what);
-    } else if (as_it_is) {
+      reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, tag);
+    } else if (directly) {
       reduction->work = model_.shard_group.reduce_scatter_into_async(
-          pending.flat, flat.layout.counts(), pending.own_segment, scale, what);
+          pending.flat, flat.layout.counts(), pending.own_segment, scale, tag);
     } else {
       reduction->work = model_.shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
@@ -167,7 +165,7 @@ void Gradients::reduce(size_t f) {
               [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
                 add(*reduction, offset, run);
               }),
-          what);
+          tag);
     }
     reduction->mark = stream_.mark();
   }
@@ -205,14 +203,14 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
   return sharding::window(pending_[f].own_segment, shard.at, shard.tensor);
 }
 
-/// A run of the sum, from `offset` of own segment on, goes to the gradients of the shards it
-/// covers.
-void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& run) {
+/// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients
+/// of the shards in it.
+void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& sum) {
   if (reduction.dropped) return;
   at::NoGradGuard no_grad;
   const auto& flat = model_.flats[reduction.flat];
   auto& segment = pending_[reduction.flat].own_segment;
-  const int64_t end = offset + run.numel();
+  const int64_t end = offset + sum.numel();
   for (size_t m = 0; m < flat.shards.size(); ++m) {
     if (!reduction.used[m]) continue;
     const int64_t from = std::max(offset, flat.shards[m].at);
@@ -224,7 +222,7 @@ void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor
       to = std::min(end, flat.shards[m].at + flat.shards[m].numel);
     }
     auto target = segment.narrow(0, from, to - from);
-    const auto part = run.narrow(0, from - offset, to - from);
+    const auto part = sum.narrow(0, from - offset, to - from);
     if (reduction.adds[m]) target.add_(part, reduction.scale);
     else target.copy_(part).mul_(reduction.scale);
   }
@@ -251,15 +249,14 @@ void Gradients::shadow_gradient(size_t f) {
   begin(f);
 }
 
-void Gradients::shadow_reduce(const std::vector<int64_t>& flat_and_used) {
+void Gradients::shadow_reduce(const GradientsReduced& event) {
   std::lock_guard lock(mutex_);
-  const auto f = static_cast<size_t>(flat_and_used.at(0));
-  auto& pending = pending_[f];
+  auto& pending = pending_[event.flat];
   for (size_t m = 0; m < pending.has.size(); ++m) {
     if (!pending.has[m]) pending.views[m].zero_();
-    pending.has[m] = static_cast<char>(flat_and_used.at(m + 1));
+    pending.has[m] = event.used.at(m);
   }
-  reduce(f);
+  reduce(event.flat);
 }
 
 void Gradients::finish() {
@@ -298,7 +295,7 @@ void Gradients::zero_grad(bool set_to_none) {
   }
 }
 
-/// What has been accumulated and not reduced.
+/// Drops the gradients that are accumulated and not reduced.
 void Gradients::drop() {
   for (size_t f = 0; f < pending_.size(); ++f) {
     auto& pending = pending_[f];

@@ -12,62 +12,67 @@
 
 namespace tessera::fsdp {
 
-/// Gradients of a backward: into a flat buffer of their unit as they arrive, from there, when the
-/// last one that is expected has come, to the shards, and the buffer is free again. Expected is
-/// what came in the last backward that reduced; what comes later than that, or alone, is reduced at
-/// the end.
+/// Collects and reduces the gradients of a backward. Each gradient is copied to the flat buffer of
+/// its unit when it arrives. When the last expected gradient has arrived, the buffer is reduced to
+/// the gradients of the shards and is free again. The expected gradients are those of the last
+/// backward that reduced. Gradients that arrive after the reduction, or without the rest of the
+/// expected ones, are reduced at the end of backward.
 class Gradients {
  public:
   struct Callbacks {
-    std::function<void(size_t unit)> complete;  ///< All of a unit's gradients are there, about to
-                                                ///< be put together. Not of every unit.
-    std::function<void(size_t unit)> reduced;   ///< They were given away.
+    /// All gradients of a unit have arrived and will now be copied to its flat buffer. Called only
+    /// for units with Pending::defer_until_complete.
+    std::function<void(size_t unit)> complete;
+    /// The reduction of a unit's gradients has begun.
+    std::function<void(size_t unit)> reduced;
   };
   Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, Callbacks callbacks);
 
   void set_sync(bool sync) { sync_ = sync; }
   bool sync() const { return sync_; }
 
-  /// `.grad` of a parameter of the module has arrived.
+  /// Autograd has set `.grad` of a parameter of the module.
   void arrived(size_t parameter);
-  /// Backward is over: reduces what is left and waits; `.grad` of the shards are then current.
-  /// Under no_sync only keeps.
+  /// At the end of backward: reduces the remaining gradients and waits for all reductions; then
+  /// `.grad` of the shards is up to date. Under no_sync it keeps the gradients.
   void finish();
-  /// Backward was given up: what it has not reduced yet is dropped, and what is being reduced.
+  /// For a backward that was abandoned: drops its gradients, also those of open reductions.
   void abandon();
-  /// Outside of backward: of the shards, and what is kept unreduced.
+  /// Clears the gradients of the shards and those kept by no_sync. Outside of backward.
   void zero_grad(bool set_to_none);
 
-  // What others do, on a rank without data: zeros, and what it has accumulated itself.
+  // On a rank without data: the same actions as on ranks with data. It contributes zeros, and the
+  // gradients that it has accumulated itself under no_sync.
   void shadow_gradient(size_t flat);
-  void shadow_reduce(const std::vector<int64_t>& flat_and_used);
+  void shadow_reduce(const GradientsReduced& event);
 
   int64_t shard_bytes() const;
 
  private:
   struct Pending {
-    at::Tensor flat;                // a slot; undefined when nothing has arrived
-    std::vector<at::Tensor> views;  // one a member
-    std::vector<char> has;          // since the last reduction
-    std::vector<char> came;         // in this backward
-    size_t arrived = 0;             // of those that are expected, in this backward
-    std::vector<char> expected;
-    size_t expecting = 0;
-    /// Most of it is one parameter. If that one is tied, autograd keeps its first gradient until it
-    /// has the second: the buffer waits until all are there, or the same gradient would be in
-    /// memory three times.
+    at::Tensor flat;                // a slot; undefined while it holds no gradient
+    std::vector<at::Tensor> views;  // one for each member
+    std::vector<char> has;          // members whose gradient arrived since the last reduction
+    std::vector<char> came;         // members whose gradient arrived in this backward
+    size_t arrived = 0;             // number of expected members among `came`
+    std::vector<char> expected;     // members with a gradient in the last reduction; at first all
+    size_t expecting = 0;           // number of expected members
+    /// One parameter is more than half of it. If that parameter is tied, autograd keeps its first
+    /// gradient until it has the second. The flat buffer is then filled only when all gradients
+    /// have arrived; otherwise the same gradient would be in memory three times.
     bool defer_until_complete = false;
     bool reduced = false;    // in this backward
-    at::Tensor own_segment;  // the mean, own segment
+    at::Tensor own_segment;  // this rank's part of the mean
   };
   struct Reduction {
     size_t flat;
     Work work;
     at::Tensor slot;
-    at::Tensor part;  // of a replicated shard: summed over replicas before it is added
-    std::vector<char> used, adds;
+    at::Tensor part;  // with replicas: the sum over the shard group, then summed over the replicas
+    std::vector<char> used;  // members that have a gradient
+    std::vector<char> adds;  // members whose shard already has a gradient, so the sum is added
     double scale = 1;
-    std::atomic<bool> dropped = false;  // its backward was given up: it is waited for, and no more
+    std::atomic<bool> dropped = false;  // its backward was abandoned, so the result is not used
     CommStream::Mark mark;
   };
 
@@ -81,7 +86,7 @@ class Gradients {
   bool is_large(size_t flat) const;
   bool only_large_parameters_are_left() const;
   void finish_one();
-  void add(const Reduction& reduction, int64_t offset, const at::Tensor& run);
+  void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;
 
   ShardedModel& model_;
@@ -93,7 +98,7 @@ class Gradients {
   CommStream stream_;
   bool sync_ = true;
   std::recursive_mutex mutex_;
-  sharding::CallbackGuard callback_guard_;  // of the reductions that are open
+  sharding::CallbackGuard callback_guard_;  // for the callbacks of open reductions
 };
 
 }  // namespace tessera::fsdp

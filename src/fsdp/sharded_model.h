@@ -6,39 +6,46 @@
 #include <vector>
 
 #include "fsdp/paging/page.h"
-#include "fsdp/paging/slots.h"
+#include "fsdp/paging/slot_pool.h"
 #include "sharding/layout.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
 
+// The data of a sharded model: which parameters form which unit, how each unit is laid out in flat
+// buffers, and which part this rank owns.
+
 namespace tessera::fsdp {
 
-/// A dtype to compute in, and what a flat is gathered into for it.
+/// Name of the component in messages.
+inline constexpr const char* kName = "FullyShardedDataParallel";
+
+/// How a flat parameter is gathered for computing in one dtype.
 struct ComputeView {
   at::ScalarType dtype = at::kFloat;
   std::unique_ptr<Page> page;
-  SlotPool* slots = nullptr;  ///< Null where shards are common.
+  SlotPool* slots = nullptr;  ///< Null if the ranks' shards are in common memory.
 };
 
-/// Parameters of one unit, dtype, device and trainability: one shard, one gather, one reduction.
+/// The parameters of one unit with the same dtype, device and trainability. They have one flat
+/// buffer, one gather and one reduction.
 struct FlatParameter {
   size_t unit = 0;
-  std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.
+  std::vector<size_t> members;  ///< Indices into ShardedModel::parameters, in the layout's order.
   sharding::Layout layout;
-  at::ScalarType dtype = at::kFloat;   ///< Of the shard.
+  at::ScalarType dtype = at::kFloat;   ///< Of the shards.
   at::ScalarType reduce = at::kFloat;  ///< Of unsharded gradients.
   at::Device device = at::kCPU;        ///< Of the page.
   bool trainable = true;
-  bool permanent = false;  ///< The page is the shard: nothing is ever gathered or released.
+  bool permanent = false;  ///< The shards are whole parameters: nothing is gathered or released.
 
-  /// The page's contents, where the ranks share memory and compute in the shards' dtype: every
-  /// rank's shard in its place, one memory for all. A gather then moves nothing. Undefined
-  /// elsewhere. See [Note: shards in common].
+  /// If the ranks share memory and compute in the shards' dtype: one buffer in common memory with
+  /// the shards of all ranks, which is also the contents of the page, so that a gather copies
+  /// nothing. Otherwise undefined. See [Note: shards in common memory].
   at::Tensor common;
-  at::Tensor own_segment;                    ///< Own segment.
-  std::vector<sharding::OwnedShard> shards;  ///< One a member, possibly empty.
-  ComputeView compute;                       ///< What the model computes with.
-  ComputeView idle;  ///< Where evaluation has full precision: the other one. See precision.cpp.
+  at::Tensor own_segment;                    ///< This rank's part of the flat buffer.
+  std::vector<sharding::OwnedShard> shards;  ///< One for each member, possibly empty.
+  ComputeView compute;                       ///< In use by the model.
+  ComputeView idle;                    ///< Not in use; see [Note: full precision in evaluation].
   SlotPool* gradient_slots = nullptr;  ///< For unsharded gradients.
 
   int64_t gathered_bytes() const {
@@ -52,38 +59,36 @@ struct FlatParameter {
   }
 };
 
+/// Parameters that are gathered and released together.
 struct Unit {
-  std::string name;  ///< "" for the root
+  std::string name;  ///< Path of its module; "" for the root.
   std::vector<size_t> flats;
-  int64_t gathered_bytes = 0;  ///< Of flats that come and go.
-  size_t parent = 0;           ///< The nearest unit around it.
+  int64_t gathered_bytes = 0;  ///< Bytes of the flat parameters that are gathered and released.
+  size_t parent = 0;           ///< The nearest unit that contains it.
   bool root = false;
-  bool pages() const { return gathered_bytes > 0; }
+  bool is_gathered_on_use() const { return gathered_bytes > 0; }
 };
 
 inline std::string display_name(const Unit& unit) { return unit.root ? "(root)" : unit.name; }
 
-struct ShardedModel;
-/// Floating-point buffers become `dtype`; unset: their own.
-void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype);
-
-/// The model as it is dealt out. Everything else in this folder works on it.
 struct ShardedModel {
-  /// Fills in `gathered_bytes` of the units.
+  /// Computes `gathered_bytes` of the units.
   void measure();
 
   std::vector<sharding::NamedTensor> parameters;
-  std::vector<Unit> units;
+  std::vector<Unit> units;  ///< The root first.
   std::vector<FlatParameter> flats;
   struct Place {
     size_t flat = 0, member = 0;
   };
-  std::vector<Place> places;  ///< One a parameter.
+  std::vector<Place> places;  ///< One for each parameter.
   struct Buffer {
     at::Tensor tensor;
     at::ScalarType own;  ///< Its dtype at construction.
   };
-  std::vector<Buffer> buffers;  ///< Those of floating point.
+  std::vector<Buffer> buffers;  ///< Floating-point buffers only.
+  /// `shard_group`: the ranks that hold one copy of the model together. `replicas`: the ranks that
+  /// hold the same shards as this rank.
   ProcessGroup world, shard_group, replicas;
 
   const FlatParameter& flat_of(size_t parameter) const { return flats[places[parameter].flat]; }
@@ -91,5 +96,12 @@ struct ShardedModel {
     return flat_of(parameter).shards[places[parameter].member];
   }
 };
+
+/// Divides `module` into units and this rank's shards. Collective.
+ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
+                                 const FullyShardedDataParallelOptions& options);
+
+/// Converts the floating-point buffers to `dtype`; unset: to their own dtype.
+void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype);
 
 }  // namespace tessera::fsdp

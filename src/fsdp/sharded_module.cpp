@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include "fsdp/paging/detection.h"
 #include "memory/heap.h"
 #include "sharding/gradients/gradient_norm.h"
 #include "tessera/error.h"
@@ -15,7 +16,7 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
     : module(m),
       options(std::move(given)),
       detection(start_detection(options.detection)),
-      model(build(module, std::move(group), options)),
+      model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world) {
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
@@ -36,7 +37,7 @@ ShardedModule::~ShardedModule() {
   try {
     residency->release_all();
   } catch (const Error&) {
-    // A gather that failed was told where it was waited for.
+    // The error of a failed gather was thrown where it was waited for.
   }
   stop_detection(detection);
 }
@@ -62,10 +63,10 @@ void ShardedModule::watch() {
 void ShardedModule::end_backward() {
   residency->leave_backward();
   gradients->finish();
-  // The optimizer is about to make its state, which stays: not between holes that this backward has
-  // left.
+  // The optimizer is about to allocate its state, which stays. After the first backward freed
+  // memory is returned, so that the state does not go into the gaps that backward has left.
   if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
-  join_leader.broadcast_event(Event::Kind::over, {gradients->sync()});
+  join_leader.broadcast_event(BackwardEnds{gradients->sync()});
   residency->end_backward();
 }
 
@@ -79,6 +80,28 @@ void ShardedModule::require_idle(const char* call) const {
                                  prefix(), call));
 }
 
+void ShardedModule::check_parameters_unchanged() {
+  for (const auto& flat : model.flats) {
+    const auto* expected = (flat.permanent ? flat.own_segment : flat.compute.page->flat())
+                               .storage()
+                               .unsafeGetStorageImpl();
+    for (const auto i : flat.members) {
+      if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
+        model.world.fail(
+            fmt::format("{}: parameter {} requires a gradient, but was frozen at construction; "
+                        "expected a parameter that is trainable at construction (it may be frozen "
+                        "and unfrozen later), or a new wrapper",
+                        prefix(), model.parameters[i].name));
+      }
+      if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == expected) continue;
+      model.world.fail(
+          fmt::format("{}: parameter {} has other storage than at construction (set_data, or "
+                      "module->to(…)?); wrap the module after such changes",
+                      prefix(), model.parameters[i].name));
+    }
+  }
+}
+
 void ShardedModule::begin_forward() {
   if (!summoned.empty()) {
     throw UsageError(prefix() +
@@ -86,31 +109,12 @@ void ShardedModule::begin_forward() {
                      "module's own forward");
   }
   if (!residency->running()) {
-    for (const auto& flat : model.flats) {
-      const auto* home = (flat.permanent ? flat.own_segment : flat.compute.page->flat())
-                             .storage()
-                             .unsafeGetStorageImpl();
-      for (const auto i : flat.members) {
-        if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
-          model.world.fail(
-              fmt::format("{}: parameter {} requires a gradient, but was frozen at construction; "
-                          "expected it to be trainable then (it may be frozen later, and "
-                          "thawed), or to be wrapped anew",
-                          prefix(), model.parameters[i].name));
-        }
-        if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == home) continue;
-        model.world.fail(
-            fmt::format("{}: parameter {} has other storage than at construction (set_data, or "
-                        "module->to(…)?); wrap the module after such changes",
-                        prefix(), model.parameters[i].name));
-      }
-    }
-    // Autocast would keep every unit's cast copy alive until the end of forward.
+    check_parameters_unchanged();
+    // The autocast cache would keep a converted copy of every unit alive until the end of forward.
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
-  }
-  if (!residency->running())
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
+  }
   residency->begin_forward(full_precision_);
 }
 
@@ -124,8 +128,8 @@ void ShardedModule::end_forward(bool threw) {
   if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }
 
-/// Of the shards' gradients: each element of the model is in one shard of one shard group, so
-/// counted once.
+// A shard group holds each element of the model exactly once, so the norm over its shards counts
+// each element once.
 double ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
@@ -148,10 +152,10 @@ double ShardedModule::clip(double max_norm, double p) {
   return norm;
 }
 
-// [Note: full precision in evaluation] A parameter's dtype is that of the page it is a window of,
-// so a flat has two pages, each with its slots: one of the dtype that mixed precision computes in,
-// one of the shard's. Only one is in use; tensors that a graph keeps of the other find it released,
-// and are refused.
+// [Note: full precision in evaluation] The dtype of a parameter is that of the page that it is a
+// view of. So a flat parameter has two pages, each with its slots: one in the compute dtype of
+// mixed precision, one in the shards' dtype. Only one of them is in use. The use of a tensor that a
+// graph has kept from the other is an error.
 
 void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype) {
   for (auto& [buffer, own] : model.buffers) {
@@ -163,7 +167,7 @@ void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& d
 void ShardedModule::set_full_precision(bool full) {
   if (full == full_precision_) return;
   full_precision_ = full;
-  const c10::InferenceMode off(false);  // pages outlive the caller's
+  const c10::InferenceMode off(false);  // pages outlive the caller's InferenceMode
   at::NoGradGuard no_grad;
   residency->release_all();
   std::vector<size_t> changing;
@@ -172,14 +176,14 @@ void ShardedModule::set_full_precision(bool full) {
   }
   for (const auto f : changing) std::swap(model.flats[f].compute, model.flats[f].idle);
   for (const auto f : changing) {
-    if (!model.flats[f].compute.page)
-      make_page(
-          f);  // its slots have room for the largest flat of their dtype: all have theirs by now
+    // Only now, because a pool's capacity is that of the largest flat of its dtype: all flats must
+    // have their new dtype.
+    if (!model.flats[f].compute.page) make_page(f);
     restore(model.flats[f]);
   }
   model.measure();
   convert_buffers(model, full ? std::nullopt : options.mixed_precision.buffer_dtype);
-  watch();  // set_data to another dtype gave the parameters new accumulators
+  watch();  // set_data() with another dtype gives a parameter a new gradient accumulator
 }
 
 }  // namespace tessera::fsdp

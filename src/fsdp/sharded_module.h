@@ -9,65 +9,56 @@
 
 namespace tessera::fsdp {
 
-/// A model that is sharded. Files: core.cpp (construction, forward and backward), build.cpp (the
-/// model dealt out), precision.cpp (in which dtype it runs), shadow.cpp (in a join), norm.cpp,
-/// full_params.cpp, state.cpp (and sharded_state.cpp, optim_state.cpp).
+/// A module whose parameters are sharded: the implementation of FullyShardedDataParallel. The
+/// comments below name the file of each group of functions.
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
-  static constexpr const char* kName = "FullyShardedDataParallel";
-
   ShardedModule(torch::nn::Module& module, ProcessGroup group,
                 FullyShardedDataParallelOptions options);
   ~ShardedModule();
 
-  // core.cpp
+  // sharded_module.cpp
   void begin_forward();
   void end_forward(bool threw);
   void require_idle(const char* call) const;
+  /// Registers for the gradients of the trainable parameters.
   void watch();
   void end_backward();
+  /// Switches between the dtypes of mixed_precision and the parameters' own. A change releases all
+  /// units. Outside of forward. Local.
+  void set_full_precision(bool full);
+  bool full_precision() const { return full_precision_; }
+  double grad_norm(double norm_type);
+  double clip(double max_norm, double norm_type);
+  std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
 
-  // build.cpp
-  static ShardedModel build(torch::nn::Module& module, ProcessGroup group,
-                            const FullyShardedDataParallelOptions& options);
+  // sharded_module_pages.cpp
   void make_pages();
-  /// The page and the slots of flat `f`, for the dtype that it computes in.
+  /// Makes the page of flat parameter `f` for its present compute dtype, and the pool of its slots.
   void make_page(size_t f);
-  /// The members of `flat` are windows of its page again.
+  /// Makes the members of `flat` views of its page again.
   void restore(const FlatParameter& flat);
-  /// Member `m` is. Under NoDetection.
+  /// The same for member `m`. The caller must hold a NoDetection.
   void restore(const FlatParameter& flat, size_t m);
   std::vector<FsdpUnit> units() const;
 
-  // precision.cpp
-  /// Whether the model runs in the shards' dtypes although mixed_precision says others. Outside of
-  /// forward. Units are released when it changes. Local.
-  void set_full_precision(bool full);
-  bool full_precision() const { return full_precision_; }
-
-  // shadow.cpp
+  // sharded_module_join.cpp
   void shadow_backward();
   void shadow_step();
   void finish_join(int last_active_rank);
 
-  // norm.cpp
-  double grad_norm(double norm_type);
-  double clip(double max_norm, double norm_type);
-
-  // full_params.cpp
+  // state/full_params.cpp
   void summon(const std::vector<size_t>& units, bool keep);
   void dismiss(const std::vector<size_t>& units, bool writeback);
   std::vector<size_t> units_under(const std::string& prefix) const;
 
-  // state.cpp
-  /// Parameter `index`, whole, in its shape, on the CPU of rank `to` of the world (all for to < 0);
-  /// undefined elsewhere. Collective.
+  // state/state_dict.cpp
+  /// Parameter `index`, whole, in its shape, on the CPU of world rank `to` (on all ranks if to <
+  /// 0); undefined on the others. Collective.
   at::Tensor whole(size_t index, int to);
-  /// Own shard out of a tensor of the parameter's shape.
+  /// Copies this rank's shard from a tensor of the parameter's shape. Local.
   void take_shard(size_t index, const at::Tensor& whole);
   std::vector<const sharding::OwnedShard*> shards() const;
-
-  std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
 
   torch::nn::Module& module;
   FullyShardedDataParallelOptions options;
@@ -75,19 +66,20 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   ShardedModel model;
   FsdpStats stats;
   JoinLeader join_leader;
-  std::function<void()> step_of_shadow;  ///< What set_shadow_step() was given.
+  std::function<void()> step_of_shadow;  ///< Set by set_shadow_step().
   std::unique_ptr<Gradients> gradients;
   std::unique_ptr<Residency> residency;
-  std::set<size_t> summoned;  ///< Units that are whole at the moment.
+  std::set<size_t> summoned;  ///< Units that summon_full_params() has gathered.
 
  private:
   std::vector<std::unique_ptr<SlotPool>> pools_;
-  std::vector<size_t> trainable_;  // in the order of the watch
+  std::vector<size_t> trainable_;  // parameter indices, in the order of watch_
   std::unique_ptr<sharding::BackwardWatch> watch_;
-  bool autocast_cache_ = true;
-  bool trimmed_ = false;
+  bool autocast_cache_ = true;  // the caller's setting, restored after forward
+  bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
 
+  void check_parameters_unchanged();
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,
                  bool for_gradients);
   struct PoolKey {
@@ -97,7 +89,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
     bool operator==(const PoolKey&) const = default;
   };
   std::vector<PoolKey> pool_keys_;
-  std::vector<at::Tensor> whole_;   // while summoned: one a flat
+  std::vector<at::Tensor> whole_;   // while summoned: one for each flat parameter
   std::vector<at::Tensor> shapes_;  // of the parameters, without memory
 };
 

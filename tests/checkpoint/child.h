@@ -13,7 +13,7 @@
 
 namespace tessera::testing {
 
-/// A process that runs `body`, and says over a pipe what it returned.
+/// A process that runs `body` and sends the returned text, or the error text, over a pipe.
 class Child {
  public:
   explicit Child(const std::function<std::string()>& body) {
@@ -21,15 +21,15 @@ class Child {
     if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
     pid_ = ::fork();
     if (pid_ == 0) {
-      std::string said;
+      std::string text;
       try {
-        at::set_num_threads(1);  // after a fork libtorch makes its pool anew, on one thread
-        said = body();
+        at::set_num_threads(1);  // the thread pool of libtorch does not survive a fork
+        text = body();
       } catch (const std::exception& error) {
-        said = error.what();
+        text = error.what();
       }
-      said += '\n';
-      if (::write(ends[1], said.data(), said.size()) < 0) ::_exit(1);
+      text += '\n';
+      if (::write(ends[1], text.data(), text.size()) < 0) ::_exit(1);
       ::pause();
     }
     ::close(ends[1]);

@@ -1,5 +1,4 @@
-// Commits that fail: an error on one rank is an error on all, and older checkpoints stay as they
-// were.
+// Commits that fail: an error on one rank is thrown on all, and older checkpoints do not change.
 
 #include <sys/resource.h>
 
@@ -17,7 +16,7 @@ using ::testing::HasSubstr;
 
 class Commit : public StoreTest {};
 
-/// Adds of one rank that fail, and what must be in the text besides the rank.
+/// A call of one rank that fails, and a part of the expected error text.
 struct Failure {
   std::function<void(CheckpointWriter&)> add;
   std::string text;
@@ -71,7 +70,7 @@ TEST_F(Commit, AnErrorOnOneRankIsAnErrorOnAll) {
   Checkpoint(*latest_checkpoint(run_)).verify();
 }
 
-TEST_F(Commit, RanksThatDoNotFitTogether) {
+TEST_F(Commit, RanksThatContradictEachOtherAreErrorsOnAll) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     CheckpointStore store(run_, group);
     {
@@ -81,12 +80,12 @@ TEST_F(Commit, RanksThatDoNotFitTogether) {
                   HasSubstr("same is written by ranks 0 and 1"));
     }
     EXPECT_THAT(usage_error([&] { CheckpointWriter(store, 1 + rank); }),
-                AllOf(HasSubstr("rank 1: "), HasSubstr("step 2 here")));
+                AllOf(HasSubstr("rank 1: "), HasSubstr("the step is 2 here")));
     { CheckpointWriter left(store, 4); }
     group.barrier();
     if (rank == 0)
       EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"})
-          << "writers that nobody committed leave nothing";
+          << "a writer without commit leaves no files";
   });
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     CheckpointStore store(rank == 0 ? run_ : base_ + "/elsewhere", group);
@@ -96,9 +95,9 @@ TEST_F(Commit, RanksThatDoNotFitTogether) {
                                          HasSubstr("all ranks must see")));
 }
 
-TEST_F(Commit, ADiskThatRefusesIsAnErrorOnAll) {
+TEST_F(Commit, AWriteErrorOnOneRankIsAnErrorOnAll) {
   const std::string run = run_;
-  // A file bigger than the process may write: as a full disk, half-way through the file.
+  // The limit on file size fails in the middle of a file, as a full disk does.
   Child child([run] {
     ::signal(SIGXFSZ, SIG_IGN);
     std::string said;
@@ -124,13 +123,13 @@ TEST_F(Commit, ADiskThatRefusesIsAnErrorOnAll) {
     for (const auto& name : names_in(run)) left += name + " ";
     return said + " | " + left;
   });
-  const auto said = child.line();
-  EXPECT_THAT(said, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"),
+  const auto text = child.line();
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 1: "), HasSubstr("/big.safetensors: writing"),
                           HasSubstr("File too large"), HasSubstr("| .lock step-00000001 ")));
   Checkpoint(*latest_checkpoint(run_)).verify();
 }
 
-TEST_F(Commit, AFolderThatGoesAwayIsAnErrorOnAll) {
+TEST_F(Commit, AFolderThatDisappearsIsAnErrorOnAll) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     CheckpointStore store(run_, group);
     CheckpointWriter writer(store, 1);
@@ -159,7 +158,7 @@ TEST_F(Commit, AFileInPlaceOfTheCheckpointIsNotReplaced) {
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}));
 }
 
-/// Root may do everything, so what a folder's permissions refuse is tried as nobody.
+/// Root ignores permissions, so tests of permissions run as the user nobody.
 std::string as_nobody(const std::string& base, const std::function<void()>& body) {
   fs::permissions(base, fs::perms::all);
   const Child child([&]() -> std::string {
@@ -170,8 +169,8 @@ std::string as_nobody(const std::string& base, const std::function<void()>& body
   return child.line();
 }
 
-TEST_F(Commit, APruningThatFailsSaysThatTheCheckpointIsThere) {
-  const auto said = as_nobody(base_, [&] {
+TEST_F(Commit, AFailedPruningReportsThatTheCheckpointIsCommitted) {
+  const auto text = as_nobody(base_, [&] {
     CheckpointStore store(run_, ProcessGroup(), {.keep_last = 1});
     write(store, 1);
     fs::create_directory(run_ + "/step-00000001/locked");
@@ -179,7 +178,7 @@ TEST_F(Commit, APruningThatFailsSaysThatTheCheckpointIsThere) {
     fs::permissions(run_ + "/step-00000001/locked", fs::perms::owner_read);
     write(store, 2);
   });
-  EXPECT_THAT(said, AllOf(HasSubstr("step 2 is committed, but pruning"),
+  EXPECT_THAT(text, AllOf(HasSubstr("step 2 is committed, but pruning"),
                           HasSubstr(".step-00000001.partial-"), HasSubstr("Permission denied")));
   EXPECT_THAT(steps(), ::testing::ElementsAre(2));
   Checkpoint(run_ + "/step-00000002").verify();
@@ -189,13 +188,13 @@ TEST_F(Commit, APruningThatFailsSaysThatTheCheckpointIsThere) {
   }
 }
 
-TEST_F(Commit, AFolderThatCannotBeWritten) {
-  const auto said = as_nobody(base_, [&] {
+TEST_F(Commit, AFolderWithoutWritePermissionIsAnError) {
+  const auto text = as_nobody(base_, [&] {
     fs::create_directory(run_);
     fs::permissions(run_, fs::perms::owner_read | fs::perms::owner_exec);
     CheckpointStore{run_};
   });
-  EXPECT_THAT(said, AllOf(HasSubstr(run_ + ": cannot be written"), HasSubstr("Permission denied")));
+  EXPECT_THAT(text, AllOf(HasSubstr(run_ + ": cannot be written"), HasSubstr("Permission denied")));
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// Every byte of a checkpoint is vouched for: whatever changes, is missing or is too much is found,
-// and named.
+// Every changed, missing or additional byte of a checkpoint is detected, and the error names it.
 
 #include <algorithm>
 
@@ -37,7 +36,7 @@ class Damage : public StoreTest {
     }
   }
 
-  /// The tensor whose data holds byte `at` of a file; empty: none.
+  /// The tensor whose data contains byte `at` of a file; "" if there is none.
   std::string tensor_at(const std::string& file, size_t at) const {
     if (fs::path(file).extension() != ".safetensors") return "";
     const SafetensorsFile opened(path_ + "/" + file);
@@ -57,7 +56,7 @@ class Damage : public StoreTest {
 
 const char* const kAdvice = "older checkpoints in ";
 
-TEST_F(Damage, AWholeOneIsWhole) {
+TEST_F(Damage, AnUndamagedCheckpointPasses) {
   const Checkpoint checkpoint(path_ + "/");
   checkpoint.verify();
   EXPECT_EQ(checkpoint.path(), path_);
@@ -96,7 +95,7 @@ TEST_F(Damage, EveryFlippedBitIsFoundAndNamed) {
   verify();
 }
 
-TEST_F(Damage, EveryTruncationAndEveryAdditionIsFound) {
+TEST_F(Damage, EveryTruncationAndEveryExtraByteIsFound) {
   for (const auto& file : names_in(path_)) {
     const std::string good = contents_of(path_ + "/" + file);
     for (size_t size = good.size(); size-- > 0;) {
@@ -123,7 +122,7 @@ TEST_F(Damage, EveryTruncationAndEveryAdditionIsFound) {
   verify();
 }
 
-TEST_F(Damage, LoadingComparesDigestsToo) {
+TEST_F(Damage, LoadingComparesDigests) {
   const auto flip_last = [&](const std::string& file) {
     const std::string text = contents_of(path_ + "/" + file);
     put_byte(path_ + "/" + file, text.size() - 1, static_cast<char>(text.back() ^ 4));
@@ -148,14 +147,15 @@ TEST_F(Damage, LoadingComparesDigestsToo) {
               HasSubstr("tensor \"a\""));
 }
 
-TEST_F(Damage, RanksShareTheReading) {
+TEST_F(Damage, VerificationByAGroupFindsDamage) {
   put_byte(path_ + "/config.yaml", 0, 'S');
   EXPECT_THAT(usage_error([&] { Checkpoint(path_).verify(ProcessGroup()); }),
               HasSubstr("config.yaml"));
 }
 
-TEST_F(Damage, OneFileOfAnotherCheckpointIsNotTaken) {
-  // The same size, each in itself whole: only the digest of the header or of the tensors can tell.
+TEST_F(Damage, AFileOfAnotherCheckpointIsRefused) {
+  // Both files are valid and of the same size. Only the digests of the header or the tensors
+  // differ.
   const std::string file = "optimizer-00000-of-00001.safetensors";
   StateSlice slice{"a", {5}, 0, 5, {}};
   slice.state.tensors["exp_avg"] = at::zeros({5});
@@ -171,7 +171,7 @@ TEST_F(Damage, OneFileOfAnotherCheckpointIsNotTaken) {
               HasSubstr("manifest of step 40, in the folder of step 50"));
 }
 
-TEST_F(Damage, WhatIsNoCheckpointSaysSo) {
+TEST_F(Damage, APathThatIsNotACheckpointIsAnError) {
   EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000005"); }),
               AllOf(HasSubstr("step-00000005"), HasSubstr("there is no older checkpoint")));
   EXPECT_THAT(usage_error([&] { Checkpoint(run_ + "/step-00000025"); }),
@@ -189,8 +189,8 @@ TEST_F(Damage, WhatIsNoCheckpointSaysSo) {
               HasSubstr("no tensor \"c\""));
 }
 
-TEST(Manifest, WhoeverWroteItIsNotTrusted) {
-  // Digests that fit, contents that do not: what a forger or a newer version could leave.
+TEST(Manifest, ContentsAreCheckedEvenIfTheDigestMatches) {
+  // A forger or a newer version could write invalid contents with a valid digest.
   const auto refused = [](store::Manifest manifest) {
     return usage_error([&] { store::manifest_from_text(store::manifest_to_text(manifest)); });
   };
@@ -198,12 +198,13 @@ TEST(Manifest, WhoeverWroteItIsNotTrusted) {
   file.digest = std::string(32, '0');
   for (const std::string name : {"../x", "a/b", "", ".hidden", "manifest.json"}) {
     file.name = name;
-    EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("will not do")) << name;
+    EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("is not allowed")) << name;
   }
   file.name = "t";
   file.header_bytes = 9;
   EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("header_bytes"));
   file.bytes = 9;
+  file.slice_set = "optimizer";
   file.slices = {{"w", {3}, 2, 2, {}, {}, {}}};
   EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("not within"));
 }

@@ -1,5 +1,5 @@
-// A run that is killed at any moment leaves a checkpoint that loads: the last one that it reported,
-// or the next.
+// A run that is killed at any moment leaves a valid checkpoint: the last one that it reported, or
+// the next one.
 
 #include <chrono>
 #include <csignal>
@@ -31,10 +31,10 @@ StateSlice slice_of(int64_t step, int rank) {
   return slice;
 }
 
-/// Commits step after step, on two ranks, and says so. Never returns.
+/// Commits step after step on two ranks and reports each step to `out`. Never returns.
 [[noreturn]] void train(const std::string& run, int64_t from, int out) {
   try {
-    at::set_num_threads(1);  // after a fork libtorch makes its pool anew, on one thread
+    at::set_num_threads(1);  // the thread pool of libtorch does not survive a fork
     run_ranks(2, [&](ProcessGroup group, int rank) {
       CheckpointStore store(run, group, {.keep_last = 2, .keep_every = 50});
       for (int64_t step = from;; ++step) {
@@ -66,10 +66,10 @@ void expect_complete(const std::string& path, int64_t step) {
 
 using Clock = std::chrono::steady_clock;
 
-/// A process that trains from `from` on.
-class Trainee {
+/// A process that trains from step `from` on.
+class TrainProcess {
  public:
-  Trainee(const std::string& run, int64_t from) {
+  TrainProcess(const std::string& run, int64_t from) {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
     pid_ = ::fork();
@@ -77,18 +77,18 @@ class Trainee {
     ::close(ends[1]);
     out_ = ends[0];
   }
-  ~Trainee() {
+  ~TrainProcess() {
     if (pid_ > 0) kill();
     ::close(out_);
   }
-  /// The next step that it reports; 0 when it is gone, or silent for long.
+  /// The next step that it reports; 0 if it has ended or reports nothing for 20 s.
   int64_t report() const {
     pollfd ready{out_, POLLIN, 0};
     int64_t step = 0;
     return ::poll(&ready, 1, 20000) == 1 && ::read(out_, &step, sizeof step) == sizeof step ? step
                                                                                             : 0;
   }
-  /// False when it had ended by itself.
+  /// Returns false if the process had ended by itself.
   bool kill() {
     ::kill(pid_, SIGKILL);
     int status = 0;
@@ -101,33 +101,33 @@ class Trainee {
   int out_ = -1;
 };
 
-TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
-  // How long a start and a commit take here, so that the kills are spread over all of them.
+TEST_F(Kill, AtRandomMomentsLeavesTheLastCommittedCheckpoint) {
+  // Measures how long a start and a commit take, so that the kills are spread over both.
   Clock::duration start, commit;
   int64_t next = 1;
   {
     const auto began = Clock::now();
-    Trainee trainee(run_, next);
-    ASSERT_EQ(trainee.report(), 1);
+    TrainProcess process(run_, next);
+    ASSERT_EQ(process.report(), 1);
     const auto first = Clock::now();
-    while (next < 11) ASSERT_EQ(trainee.report(), ++next);
+    while (next < 11) ASSERT_EQ(process.report(), ++next);
     start = first - began;
     commit = (Clock::now() - first) / 10;
-    ASSERT_TRUE(trainee.kill());
+    ASSERT_TRUE(process.kill());
     next = *store::step_of_name(fs::path(*latest_checkpoint(run_)).filename().string()) + 1;
   }
   std::mt19937 random(2026);
   const int64_t first = next;
   int killed_half_way = 0;
   for (int round = 0; round < 100; ++round) {
-    Trainee trainee(run_, next);
+    TrainProcess process(run_, next);
     int64_t reported = next - 1;
     const bool wait = round % 4 != 0;
-    if (wait) ASSERT_GT(reported = trainee.report(), 0) << "it ended by itself";
+    if (wait) ASSERT_GT(reported = process.report(), 0) << "it ended by itself";
     const double part = std::uniform_real_distribution<double>(0, 1.3)(random);
     std::this_thread::sleep_for(part * std::chrono::duration<double>(wait ? commit : start));
-    ASSERT_TRUE(trainee.kill()) << "it ended by itself";
-    for (int64_t step; (step = trainee.report()) > 0;) reported = step;
+    ASSERT_TRUE(process.kill()) << "it ended by itself";
+    for (int64_t step; (step = process.report()) > 0;) reported = step;
 
     const auto latest = latest_checkpoint(run_);
     ASSERT_TRUE(latest);
@@ -145,7 +145,7 @@ TEST_F(Kill, AtRandomMomentsLeavesTheNewestCommittedOne) {
     next = step + 1;
   }
   EXPECT_GT(next - first, 50);
-  EXPECT_GT(killed_half_way, 10) << "the kills did not hit the writing";
+  EXPECT_GT(killed_half_way, 10) << "no kill happened while a checkpoint was written";
 }
 
 }  // namespace

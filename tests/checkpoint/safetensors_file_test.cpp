@@ -1,4 +1,4 @@
-// Files: reading, writing, and what a failure leaves behind.
+// Reading and writing files, and the state of the folder after a failure.
 
 #include <csignal>
 #include <filesystem>
@@ -87,7 +87,7 @@ TEST_F(SafetensorsFiles, EveryDtypeComesBackBitForBit) {
   }
 }
 
-TEST_F(SafetensorsFiles, LayoutIsTheFormatsOwn) {
+TEST_F(SafetensorsFiles, TheLayoutIsThatOfTheFormat) {
   save_safetensors(path("a"),
                    {{"x", at::tensor({1.0f, -2.0f})}, {"b", at::tensor({7}, at::kLong)}});
   std::ifstream in(path("a"), std::ios::binary);
@@ -116,7 +116,7 @@ TEST_F(SafetensorsFiles, SlicesReadOnlyTheirElements) {
   EXPECT_THROW(file.load_slice("x", 0, 5, at::empty({10}).slice(0, 0, 10, 2)), UsageError);
 }
 
-TEST_F(SafetensorsFiles, UnknownNamesGiveTheNearest) {
+TEST_F(SafetensorsFiles, AnUnknownNameIsAnErrorWithTheMostSimilarName) {
   save_safetensors(path("a"), {{"transformer.wte.weight", at::zeros({1})}});
   const SafetensorsFile file(path("a"));
   EXPECT_FALSE(file.contains("x"));
@@ -124,7 +124,7 @@ TEST_F(SafetensorsFiles, UnknownNamesGiveTheNearest) {
               HasSubstr("did you mean \"transformer.wte.weight\""));
 }
 
-TEST_F(SafetensorsFiles, DtypesThatLibtorchLacksAreListedButNotLoaded) {
+TEST_F(SafetensorsFiles, DtypesUnknownToLibtorchAreListedButNotLoaded) {
   put("a",
       R"({"f":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]},"ok":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
       "abc");
@@ -202,7 +202,7 @@ TEST_F(SafetensorsFiles, WithoutCommitTheOldFileStays) {
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::ones({2})));
 }
 
-TEST_F(SafetensorsFiles, PlacesThatCannotBeWrittenAreNamed) {
+TEST_F(SafetensorsFiles, APathThatCannotBeWrittenIsNamed) {
   const auto save = [&](const std::string& target) {
     return message_of([&] { save_safetensors(target, {{"x", at::ones({2})}}); });
   };
@@ -213,7 +213,7 @@ TEST_F(SafetensorsFiles, PlacesThatCannotBeWrittenAreNamed) {
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
 }
 
-TEST_F(SafetensorsFiles, ASymbolicLinkKeepsPointing) {
+TEST_F(SafetensorsFiles, ASymbolicLinkIsFollowedAndStays) {
   save_safetensors(path("a"), {{"x", at::ones({2})}});
   fs::create_symlink("a", path("link"));
   save_safetensors(path("link"), {{"x", at::zeros({2})}});
@@ -221,8 +221,8 @@ TEST_F(SafetensorsFiles, ASymbolicLinkKeepsPointing) {
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::zeros({2})));
 }
 
-// Stands for a full disk, which a test cannot make without privileges: the limit on file size fails
-// writes half-way too.
+// Stands for a full disk, which a test cannot make without privileges: the limit on file size also
+// fails in the middle of a file.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {

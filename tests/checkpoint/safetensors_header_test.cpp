@@ -1,4 +1,4 @@
-// The header's grammar and rules, one refusal a case. No files: the parser takes text.
+// Grammar and rules of the header; each case violates one. No files, because the parser takes text.
 
 #include "checkpoint/io/safetensors_header.h"
 
@@ -91,15 +91,15 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"utf8_overlong", "{\"\xc0\xaf\":" + kF32 + "}", 4, "valid JSON"},
         Refused{"lone_surrogate", R"({"\ud800":)" + kF32 + "}", 4, "valid JSON"},
         Refused{"duplicate_tensor", R"({"a":)" + kF32 + R"(,"a":)" + kF32 + "}", 4,
-                R"("a" is there twice)"},
+                R"("a" occurs twice)"},
         Refused{"duplicate_escaped", R"({"a":)" + kF32 + R"(,"\u0061":)" + kF32 + "}", 4,
-                R"("a" is there twice)"},
+                R"("a" occurs twice)"},
         Refused{"duplicate_dtype",
                 R"({"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4,
-                R"(tensor "a": the key "dtype" is there twice)"},
+                R"(tensor "a": the key "dtype" occurs twice)"},
         Refused{"duplicate_metadata", R"({"__metadata__":{},"__metadata__":{}})", 0, "twice"},
         Refused{"duplicate_metadata_key", R"({"__metadata__":{"k":"1","k":"2"}})", 0,
-                R"("k" is there twice)"},
+                R"("k" occurs twice)"},
         Refused{"metadata_number", R"({"__metadata__":{"k":1}})", 0, R"(key "k")"},
         Refused{"metadata_nested", R"({"__metadata__":{"k":{}}})", 0, "a string is expected"},
         Refused{"metadata_list", R"({"__metadata__":[]})", 0, "an object of strings"},

@@ -1,6 +1,6 @@
-// Thousands of damaged headers, the same ones on every run: each is either refused with UsageError
-// or is a header whose tensors cover the data exactly. Under the address sanitizer this is the fuzz
-// target's little sister, without clang.
+// Thousands of damaged headers, the same on every run: each is either refused with UsageError or is
+// a header whose tensors cover the data exactly. Under the address sanitizer this replaces the fuzz
+// target where clang is missing.
 
 #include <random>
 
@@ -73,7 +73,7 @@ std::string mutated(std::string text, std::mt19937& random) {
         text.resize(at);
         break;
       default:
-        // Digits decide offsets and shapes: change those most.
+        // Offsets and shapes consist of digits, so digits are changed most often.
         if (const size_t digit = text.find_first_of("0123456789", at); digit != std::string::npos) {
           text[digit] = static_cast<char>('0' + below(10));
         }
@@ -108,7 +108,7 @@ TEST(SafetensorsMutation, EveryDamagedHeaderIsRefusedOrSound) {
     }
     ASSERT_FALSE(HasFatalFailure()) << "case " << i << ": " << text;
   }
-  // Both outcomes must occur, or the mutations are too wild or too tame to prove anything.
+  // Both outcomes must occur; otherwise the mutations change too much or too little.
   EXPECT_GT(accepted, 200);
   EXPECT_GT(refused, 10'000);
 }

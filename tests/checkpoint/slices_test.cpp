@@ -1,4 +1,4 @@
-// Optimizer state, cut in one way when saved and in another when loaded: every bit stays.
+// Optimizer state that is saved with one partition and loaded with another keeps every bit.
 
 #include <cmath>
 #include <limits>
@@ -29,8 +29,8 @@ std::vector<Parameter> parameters() {
   return list;
 }
 
-/// What an element-wise optimizer could have: random bits, NaNs among them, in several dtypes, a
-/// counter without dimensions.
+/// State as an element-wise optimizer could have it: random bits with NaNs among them in several
+/// dtypes, and a counter without dimensions.
 ParamState whole_state(const Parameter& parameter, int seed) {
   if (!parameter.stepped) return {};
   at::manual_seed(seed);
@@ -53,7 +53,7 @@ bool follows(const std::string& name) {
   return name == "exp_avg" || name == "exp_avg_sq" || name == "half";
 }
 
-/// The run [begin, begin + numel) of the state, as a sharding wrapper has it.
+/// The range [begin, begin + numel) of the state, as a sharding wrapper has it.
 StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t begin,
                     int64_t numel) {
   StateSlice slice{parameter.name, parameter.shape, begin, numel, {}};
@@ -63,9 +63,9 @@ StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t
   return slice;
 }
 
-/// One cutting: for each rank, runs of the parameters. Each parameter is cut at random places, also
-/// into nothing.
-std::vector<std::vector<ElementRange>> random_cutting(int world, std::mt19937& random) {
+/// A partition: for each rank, ranges of the parameters. Each parameter is divided at random
+/// places, also into empty ranges.
+std::vector<std::vector<ElementRange>> random_partition(int world, std::mt19937& random) {
   std::vector<std::vector<ElementRange>> ranks(world);
   for (const auto& parameter : parameters()) {
     std::vector<int64_t> cuts = {0, parameter.numel};
@@ -78,7 +78,7 @@ std::vector<std::vector<ElementRange>> random_cutting(int world, std::mt19937& r
     for (int i = 0; i < world; ++i) {
       const int64_t numel = cuts[i + 1] - cuts[i];
       if (numel == 0 && parameter.numel > 0 && i % 2 == 0)
-        continue;  // some ranks have an empty shard, some none
+        continue;  // some ranks have an empty range, some have no range
       ranks[order[i]].push_back({parameter.name, parameter.shape, cuts[i], numel});
     }
   }
@@ -118,7 +118,7 @@ class Slices : public StoreTest {
   }
 };
 
-TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
+TEST_F(Slices, AnyPartitionIsLoadedInAnyOther) {
   std::mt19937 random(7);
   std::map<std::string, ParamState> whole;
   for (const auto& parameter : parameters())
@@ -126,7 +126,7 @@ TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
   int64_t step = 0;
   for (const int saved : {1, 2, 3, 4}) {
     std::vector<std::vector<StateSlice>> ranks;
-    for (const auto& runs : random_cutting(saved, random)) {
+    for (const auto& runs : random_partition(saved, random)) {
       auto& rank = ranks.emplace_back();
       for (const auto& run : runs)
         rank.push_back(slice_of(named(run.parameter), whole[run.parameter], run.begin, run.numel));
@@ -135,7 +135,7 @@ TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
     checkpoint.verify();
     EXPECT_EQ(checkpoint.world_size(), saved);
     for (const int world : {1, 2, 3, 4}) {
-      for (const auto& requests : random_cutting(world, random)) {
+      for (const auto& requests : random_partition(world, random)) {
         const auto loaded = checkpoint.load_slices(requests);
         ASSERT_EQ(loaded.size(), requests.size());
         for (size_t i = 0; i < loaded.size(); ++i) {
@@ -149,8 +149,8 @@ TEST_F(Slices, AnyCuttingIsLoadedInAnyOther) {
   }
 }
 
-TEST_F(Slices, TheSameCuttingGivesEachRankItsOwn) {
-  // Even where ranks contradict each other: nothing is put together.
+TEST_F(Slices, TheSamePartitionGivesEachRankItsOwnSlices) {
+  // Also if ranks contradict each other, because nothing is assembled.
   StateSlice left{"w", {2, 3}, 0, 4, {}}, right{"w", {2, 3}, 4, 2, {}};
   left.state.scalars["step"] = int64_t{3};
   left.state.tensors["m"] = at::arange(4.0);
@@ -192,7 +192,7 @@ TEST_F(Slices, ATensorOfOneElementIsKeptWholeWhenAnotherSliceShowsIt) {
   }
 }
 
-TEST_F(Slices, WhatDoesNotFitIsNamed) {
+TEST_F(Slices, AnErrorNamesTheParameter) {
   const auto part = [](const std::string& name, int64_t begin, int64_t numel, int64_t step,
                        at::ScalarType dtype = at::kFloat) {
     StateSlice slice{name, {10}, begin, numel, {}};
@@ -228,7 +228,29 @@ TEST_F(Slices, WhatDoesNotFitIsNamed) {
   EXPECT_TRUE(checkpoint.load_slices({{"unknown", {10}, 0, 10}})[0].stateless());
 }
 
-TEST_F(Slices, SlicesThatAreNoneAreRefused) {
+TEST_F(Slices, SetsAreIndependentOfEachOther) {
+  const auto slice = [](double value) {
+    StateSlice result{"w", {3}, 0, 3, {}};
+    result.state.tensors["m"] = at::full({3}, value);
+    return result;
+  };
+  CheckpointStore store(run_);
+  CheckpointWriter writer(store, 1);
+  writer.add_slices({slice(1)});
+  writer.add_slices({slice(2)}, "model");
+  const Checkpoint checkpoint(writer.commit());
+  checkpoint.verify();
+  EXPECT_TRUE(checkpoint.contains("model-00000-of-00001.safetensors"));
+  expect_same(checkpoint.load_slices({{"w", {3}, 0, 3}})[0], slice(1));
+  expect_same(checkpoint.load_slices({{"w", {3}, 0, 3}}, "model")[0], slice(2));
+  EXPECT_TRUE(checkpoint.load_slices({{"w", {3}, 0, 3}}, "other")[0].stateless());
+  EXPECT_THAT(usage_error([&] {
+                checkpoint.load_slices({{"w", {4}, 0, 3}}, "model");
+              }),
+              HasSubstr("model slices of \"w\": the parameter has shape [4] here"));
+}
+
+TEST_F(Slices, InvalidSlicesAreRefused) {
   const auto refused = [&](std::vector<StateSlice> slices) {
     CheckpointStore store(run_);
     CheckpointWriter writer(store, 1);
@@ -246,8 +268,8 @@ TEST_F(Slices, SlicesThatAreNoneAreRefused) {
   EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"});
 }
 
-TEST_F(Slices, OverlappingCopiesServe) {
-  // As hybrid sharding leaves them: two replicas.
+TEST_F(Slices, OverlappingSlicesAreAllowed) {
+  // Hybrid sharding saves two replicas.
   const auto part = [](int64_t begin, int64_t numel) {
     StateSlice slice{"w", {9}, begin, numel, {}};
     slice.state.tensors["m"] = at::arange(begin, begin + numel, at::kFloat);

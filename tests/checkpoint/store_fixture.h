@@ -18,7 +18,7 @@ namespace tessera::testing {
 
 namespace fs = std::filesystem;
 
-/// A folder that goes with the test.
+/// A temporary folder for each test.
 class StoreTest : public ::testing::Test {
  protected:
   StoreTest() {
@@ -37,8 +37,8 @@ class StoreTest : public ::testing::Test {
 
   std::vector<int64_t> steps() const { return store::committed_steps(run_); }
 
-  std::string base_;  ///< Exists.
-  std::string run_;   ///< Does not, yet.
+  std::string base_;  ///< An existing folder.
+  std::string run_;   ///< Does not exist at first.
 };
 
 inline std::set<std::string> names_in(const std::string& folder) {
@@ -57,14 +57,15 @@ inline void put_contents(const std::string& path, const std::string& text) {
   file << text;
 }
 
-/// In place: truncating and writing anew makes some file systems wait for the disk.
+/// Changes a byte in place. Truncating and rewriting makes some file systems wait for the disk.
 inline void put_byte(const std::string& path, size_t at, char byte) {
   std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
   file.seekp(static_cast<std::streamoff>(at));
   file.put(byte);
 }
 
-/// The text of the UsageError that `body` throws; fails for anything else.
+/// The text of the UsageError that `body` throws. The test fails if it throws nothing or another
+/// error.
 inline std::string usage_error(const std::function<void()>& body) {
   try {
     body();

@@ -1,4 +1,4 @@
-// The run's folder: one writer, complete or not there, pruned by rule.
+// The folder of a run: one writer, complete checkpoints only, pruning.
 
 #include "checkpoint/child.h"
 #include "checkpoint/store_fixture.h"
@@ -13,13 +13,13 @@ using ::testing::HasSubstr;
 
 class Store : public StoreTest {};
 
-TEST_F(Store, RanksWriteTheirOwnFilesAndAllOfThemAreThere) {
+TEST_F(Store, EveryRankWritesItsOwnFiles) {
   for (const int world : {1, 2, 3, 4}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       CheckpointStore store(run_ + "/deep/down//", group);
       CheckpointWriter writer(store, world);
       if (rank == 0) {
-        // Weights bigger than memory: one by one, in any order, with collectives between them.
+        // One tensor at a time, in any order, with collectives in between.
         writer.begin_tensors("model.safetensors",
                              {{"w", at::kFloat, {2, 3}}, {"b", at::kBFloat16, {}}}, {{"k", "v"}});
         writer.write_tensor("model.safetensors", "b", at::scalar_tensor(2.5, at::kBFloat16));
@@ -51,11 +51,11 @@ TEST_F(Store, PruningKeepsTheLastAndEveryKth) {
   CheckpointStore store(run_, ProcessGroup(), {.keep_last = 2, .keep_every = 30});
   for (int64_t step = 10; step <= 100; step += 10) write(store, step);
   EXPECT_THAT(steps(), ::testing::ElementsAre(30, 60, 90, 100));
-  write(store, 20);  // an older step, after going back: it stays
+  write(store, 20);  // an older step that was just written stays
   EXPECT_THAT(steps(), ::testing::ElementsAre(20, 30, 60, 90, 100));
   write(store, 110);
   EXPECT_THAT(steps(), ::testing::ElementsAre(30, 60, 90, 100, 110));
-  EXPECT_EQ(names_in(run_).size(), 6u) << "nothing but these and the lock";
+  EXPECT_EQ(names_in(run_).size(), 6u) << "only these and the lock";
 }
 
 TEST(Pruning, Rules) {
@@ -69,7 +69,7 @@ TEST(Pruning, Rules) {
   EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 1), ::testing::IsEmpty());
 }
 
-TEST(FolderNames, OnlyOursCount) {
+TEST(FolderNames, OnlyExactNamesAreRecognized) {
   EXPECT_EQ(store::step_name(120), "step-00000120");
   EXPECT_EQ(store::step_of_name("step-00000120"), 120);
   EXPECT_EQ(store::step_of_name("step-123456789012"), 123456789012);
@@ -100,7 +100,7 @@ TEST_F(Store, TheLatestIsTheHighestCommittedStep) {
   EXPECT_THROW(latest_checkpoint(run_ + "/step-99999999"), Error) << "not a folder";
 }
 
-TEST_F(Store, TheSameStepAgainReplaces) {
+TEST_F(Store, CommittingAStepAgainReplacesIt) {
   CheckpointStore store(run_);
   write(store, 5);
   CheckpointWriter writer(store, 5);
@@ -109,11 +109,11 @@ TEST_F(Store, TheSameStepAgainReplaces) {
   writer.commit();
   EXPECT_EQ(Checkpoint(run_ + "/step-00000005").text("new.txt"), "new");
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000005"}));
-  EXPECT_THAT(usage_error([&] { writer.commit(); }), HasSubstr("done"));
+  EXPECT_THAT(usage_error([&] { writer.commit(); }), HasSubstr("has committed"));
   EXPECT_THAT(usage_error([&] { writer.add_text("late", ""); }), HasSubstr("after commit"));
 }
 
-TEST_F(Store, LeftoversOfDeadRunsGoAtOpening) {
+TEST_F(Store, OpeningRemovesUnfinishedCheckpoints) {
   fs::create_directories(run_ + "/.step-00000003.partial-0123/deeper");
   put_contents(run_ + "/.step-00000003.partial-0123/model.safetensors", "half");
   fs::create_directories(run_ + "/.step-3.partial-mine");
@@ -122,7 +122,7 @@ TEST_F(Store, LeftoversOfDeadRunsGoAtOpening) {
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", ".step-3.partial-mine", "notes.txt"}));
 }
 
-TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstIsGone) {
+TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstHasEnded) {
   auto open = [&] { return CheckpointStore(run_).folder(); };
   Child first([&] {
     static std::optional<CheckpointStore> held;  // until the end of the process
@@ -141,7 +141,7 @@ TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstIsGone) {
   {
     CheckpointStore mine(run_);
     EXPECT_THAT(usage_error(open), HasSubstr("pid " + std::to_string(::getpid())));
-    fs::remove(run_ + "/.lock");  // a lock that somebody removed is a new one's business
+    fs::remove(run_ + "/.lock");  // a new lock file does not depend on the removed one
     const CheckpointStore copy = mine;
     mine = CheckpointStore(base_ + "/other");
     EXPECT_EQ(copy.folder(), run_);
@@ -157,7 +157,7 @@ TEST_F(Store, AWriterKeepsTheLock) {
   writer.commit();
 }
 
-TEST_F(Store, OptionsAndFoldersThatWillNotDo) {
+TEST_F(Store, InvalidOptionsAndFoldersAreRefused) {
   EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_last = 0}); }),
               HasSubstr("keep_last is 0"));
   EXPECT_THAT(usage_error([&] { CheckpointStore(run_, {}, {.keep_every = -1}); }),

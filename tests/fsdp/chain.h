@@ -9,7 +9,7 @@ inline at::Tensor rows(int step, int rank = 0, int world = 1) {
   return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
       .narrow(0, 12 / world * rank, 12 / world);
 }
-/// For a ResNet.
+/// Inputs of a ResNet.
 inline at::Tensor images(int step, int rank = 0, int world = 1) {
   return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
       .narrow(0, 12 / world * rank, 12 / world);
@@ -38,7 +38,7 @@ void step(Net& fsdp, Optimizer& optimizer, const at::Tensor& x) {
   optimizer.step();
 }
 
-/// A ResNet over images, from step `from` on.
+/// Trains a ResNet on images from step `from` on.
 template <class Net, class Optimizer>
 void train(Net& net, Optimizer& optimizer, int from, int to, int rank = 0, int world = 1) {
   for (int i = from; i < to; ++i) {

@@ -1,4 +1,4 @@
-// The snippet of docs/fsdp.md, word for word; tests/integration/readme_test.py compares.
+// The snippet of docs/fsdp.md; tests/integration/readme_test.py checks that both are equal.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -47,7 +47,7 @@ TEST(FsdpCounts, GathersAndReductionsOfAStep) {
           EXPECT_LE(fsdp.stats().peak_gathered_bytes, 2 * 12 * 4);
           EXPECT_GT(fsdp.stats().peak_gradient_bytes, 0);
           EXPECT_LE(fsdp.stats().peak_gradient_bytes,
-                    3 * 12 * 4);  // one fills, two are being reduced
+                    3 * 12 * 4);  // one is filled while two are reduced
           EXPECT_EQ(fsdp.stats().gathered_bytes, 0);
           if (prefetch == BackwardPrefetch::pre) {
             EXPECT_GE(fsdp.stats().prefetches, 6u);
@@ -78,7 +78,7 @@ TEST(FsdpCounts, ShardGradOpGathersOnceAStep) {
   });
 }
 
-TEST(FsdpCounts, ABudgetKeepsWhatIsUsedSoonest) {
+TEST(FsdpCounts, WithinTheBudgetTheUnitsUsedSoonestStay) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1);
     auto options = every_leaf();
@@ -91,8 +91,8 @@ TEST(FsdpCounts, ABudgetKeepsWhatIsUsedSoonest) {
       step(fsdp, optimizer, rows(i, rank, 2));
       EXPECT_LE(fsdp.stats().peak_gathered_bytes, options.resident_bytes);
     }
-    // Six units of which four stay: by Belady's rule two are fetched again, but backward has no use
-    // for the first one's weight.
+    // Of six units four stay. By Belady's rule two are gathered again, but backward does not use
+    // the weight of the first.
     EXPECT_EQ(fsdp.stats().gathers_forward, 6u);
     EXPECT_EQ(fsdp.stats().gathers_backward, 1u);
   });
@@ -137,17 +137,17 @@ TEST(FsdpCounts, UnchangedUnitsStayWithinTheBudget) {
     fsdp.reset_stats();
     EXPECT_TRUE(at::equal(fsdp(rows(0)), first));
     EXPECT_EQ(fsdp.stats().gathers_forward, 0u);
-    for (auto p : fsdp.parameters()) p.mul_(2);  // seen
+    for (auto p : fsdp.parameters()) p.mul_(2);  // a change on all ranks
     EXPECT_FALSE(at::equal(fsdp(rows(0)), first));
     EXPECT_EQ(fsdp.stats().gathers_forward, 6u);
     fsdp.reset_stats();
-    if (rank == 1) fsdp.parameters()[0].add_(1);  // also by one rank alone
+    if (rank == 1) fsdp.parameters()[0].add_(1);  // a change on one rank only
     fsdp(rows(0));
     EXPECT_EQ(fsdp.stats().gathers_forward, 1u);
   });
 }
 
-TEST(FsdpCounts, AtMostTwoPrefetchedUnitsWait) {
+TEST(FsdpCounts, AtMostTwoUnitsArePrefetched) {
   struct Net : ChainImpl {
     Net() : ChainImpl(8) {}
     torch::Tensor forward(torch::Tensor x, int stride) {
@@ -163,13 +163,13 @@ TEST(FsdpCounts, AtMostTwoPrefetchedUnitsWait) {
     FullyShardedDataParallel fsdp(std::make_shared<Net>(), group, options);
     loss_of(fsdp(rows(0, rank, 2), 1)).backward();
     fsdp.reset_stats();
-    fsdp(rows(0, rank, 2), 2);  // 0, 2, 4, 6; expects 1, 3, 5, 7
+    fsdp(rows(0, rank, 2), 2);  // uses units 0, 2, 4, 6; the record predicts 1, 3, 5, 7
     EXPECT_EQ(fsdp.stats().gathers_forward, 4u + 2u);
     EXPECT_EQ(fsdp.stats().prefetches, 2u);
   });
 }
 
-TEST(FsdpCounts, ParametersThatAreNeverUsedAreNotWaitedFor) {
+TEST(FsdpCounts, GradientsOfUnusedParametersAreNotWaitedFor) {
   struct Block : torch::nn::Module {
     Block() {
       weight = register_parameter("weight", torch::eye(4));
@@ -196,7 +196,7 @@ TEST(FsdpCounts, ParametersThatAreNeverUsedAreNotWaitedFor) {
     }
     EXPECT_EQ(fsdp.stats().reductions, 6u);
     EXPECT_LE(fsdp.stats().peak_gradient_bytes,
-              3 * 32 * 4);  // once it is known, as if they were not there
+              3 * 32 * 4);  // unused parameters are no longer expected
   });
 }
 
@@ -220,7 +220,7 @@ struct TiedRootImpl : torch::nn::Module {
 };
 TORCH_MODULE(TiedRoot);
 
-TEST(FsdpCounts, TheGradientsOfATiedRootComeWhenItsParametersHaveGone) {
+TEST(FsdpCounts, TheGradientsOfATiedRootReuseTheMemoryOfItsParameters) {
   constexpr int64_t kRoot = (50 * 4 + 2 * 4) * 4, kBlock = 20 * 4;
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<TiedRoot>(1), plain = seeded<TiedRoot>(1);
@@ -243,7 +243,7 @@ TEST(FsdpCounts, TheGradientsOfATiedRootComeWhenItsParametersHaveGone) {
   });
 }
 
-TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
+TEST(FsdpGradients, ABackwardThatThrowsLeavesNoGradients) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<TiedRoot>(1), plain = seeded<TiedRoot>(1);
     FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_by_name({"block"})});
@@ -264,14 +264,14 @@ TEST(FsdpGradients, ABackwardThatThrowsLeavesNothing) {
   });
 }
 
-TEST(FsdpGradients, AReductionThatOutlivesTheWrapperTouchesNothing) {
+TEST(FsdpGradients, AReductionThatOutlivesTheWrapperWritesNothing) {
   std::promise<void> gone;
   const auto errors = run_ranks_catching(
       2, [&, wrapper_gone = gone.get_future().share()](ProcessGroup group, int rank) {
         auto net = seeded<Chain>(1);
         auto options = every_leaf();
         options.sharding_strategy =
-            ShardingStrategy::shard_grad_op;  // no gathers in backward: they would be waited for
+            ShardingStrategy::shard_grad_op;  // no gathers in backward, which would wait for rank 1
         auto fsdp = std::make_unique<FullyShardedDataParallel<Chain>>(net, group, options);
         auto loss = loss_of((*fsdp)(rows(0)));
         if (rank == 1) {
@@ -284,7 +284,7 @@ TEST(FsdpGradients, AReductionThatOutlivesTheWrapperTouchesNothing) {
         EXPECT_EQ(fsdp->stats().reductions, 1u);
         fsdp.reset();
         gone.set_value();
-        group.barrier();  // behind the reduction
+        group.barrier();  // runs after the reduction
       });
   for (const auto& error : errors)
     EXPECT_THAT(message_of(error), HasSubstr("rank 0 calls barrier"));
@@ -385,8 +385,8 @@ TEST(FsdpGradients, CheckpointedBlocks) {
     bool checkpointed;
     torch::nn::Linear first{nullptr}, shared{nullptr}, last{nullptr};
   };
-  // Dropout draws from the process's generator, which threads would share: one rank, then several
-  // without dropout's equality.
+  // Dropout uses the generator of the process, which all ranks (threads) share. So values are
+  // compared with dropout on one rank and without on several.
   torch::manual_seed(3);
   auto plain = std::make_shared<CheckpointedImpl>(false);
   auto checkpointed = std::make_shared<CheckpointedImpl>(true);

@@ -10,7 +10,7 @@ namespace {
 using namespace tessera;
 using namespace tessera::testing;
 
-/// A tied embedding above 64 MiB, which is most of its unit: see [Note: large parameters] in
+/// A tied embedding of more than 64 MiB that is most of its unit: see [Note: large parameters] in
 /// gradients.cpp.
 struct LargeParameterImpl : torch::nn::Module {
   LargeParameterImpl() {
@@ -25,7 +25,7 @@ struct LargeParameterImpl : torch::nn::Module {
 };
 TORCH_MODULE(LargeParameter);
 
-TEST(FsdpLargeParameter, TrainsAsInThePlainModelAlsoOverSeveralBackwards) {
+TEST(FsdpLargeParameter, EqualsThePlainModelWithOneAndTwoBackwards) {
   const auto tokens = [](int step, int part) {
     return (at::arange(12 / 2, at::kLong) * 37 + 1009 * (2 * step + part)) % 33024;
   };
@@ -56,7 +56,7 @@ TEST(FsdpLargeParameter, TrainsAsInThePlainModelAlsoOverSeveralBackwards) {
           loss(fsdp(tokens(step, 1))).backward();
         } else {
           (loss(fsdp(tokens(step, rank))) * world)
-              .backward();  // the mean over ranks of twice is the sum
+              .backward();  // the mean over ranks of `world` times the loss is the sum
         }
         optimizer.step();
       }

@@ -30,8 +30,8 @@ at::Tensor part(const at::Tensor& whole, int rank, int world) {
 }
 at::Tensor error_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
-/// One model, and its loss on one rank's part of a step's batch: `run` is the model or what wraps
-/// it.
+/// A model, and its loss on one rank's part of a step's batch. `run` calls the model or its
+/// wrapper.
 template <class Net>
 struct Trial {
   std::function<Net()> make;
@@ -59,8 +59,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
   if (name == "SGD")
     return std::make_unique<torch::optim::SGD>(parameters,
                                                torch::optim::SGDOptions(0.05).momentum(0.9));
-  // eps: a gradient that is zero but for rounding, as a key bias has, must not become a step of its
-  // own.
+  // eps: a gradient that is zero except for rounding, as that of a key bias, must not cause a step
+  // of full size.
   return default_optimizers().factory(
       name, {{"lr", 0.01}, {"eps", 1e-4}})({torch::optim::OptimizerParamGroup(parameters)});
 }
@@ -112,7 +112,7 @@ void expect_parity(const Trial<Net>& trial, const Setting& setting, Call call_mo
             std::map<std::string, at::Tensor> state;
             for (auto& [key, value] : fsdp.state_dict(-1)) state[key] = value;
             for (const auto& [key, value] : plain) {
-              if (!state.count(key)) continue;  // another name of a tied one
+              if (!state.count(key)) continue;  // another name of a tied parameter
               ASSERT_TRUE(at::allclose(state[key], value, 1e-5, 1e-5))
                   << key << " " << name << " world " << world << " off by "
                   << (state[key] - value).abs().max();
@@ -235,7 +235,7 @@ TEST_P(FsdpParity, Gpt2WithTiedHead) {
   expect_parity(trial, GetParam(), kOne);
 }
 
-/// Batch statistics are each rank's own, so DDP is what to compare with.
+/// Each rank has its own batch statistics, so the comparison is with DDP.
 TEST_P(FsdpParity, ResNetAgainstDdp) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {

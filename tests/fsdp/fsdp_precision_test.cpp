@@ -48,7 +48,7 @@ void train_step(Fsdp& fsdp, torch::optim::Optimizer& optimizer, int i, int rank,
 
 using Dtypes = std::vector<at::ScalarType>;
 
-TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothingHadBeen) {
+TEST(FsdpFullPrecisionInEval, EqualsThePlainModelAndDoesNotChangeTraining) {
   for (int world = 1; world <= 4; ++world) {
     for (const bool leaves : {true, false}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -68,7 +68,8 @@ TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothin
             std::map<std::string, at::Tensor> weights;
             for (auto& [name, value] : fsdp.state_dict(-1)) weights[name] = value;
             for (auto& item : plain->named_parameters()) item.value().copy_(weights.at(item.key()));
-            plain->shift.copy_(shift.to(at::kBFloat16));  // what it became at construction
+            plain->shift.copy_(
+                shift.to(at::kBFloat16));  // its value after the conversion at construction
             const auto out = fsdp(rows(50 + i));
             EXPECT_EQ(net->seen, Dtypes(3, at::kFloat));
             EXPECT_TRUE(at::equal(out, plain(rows(50 + i)))) << i;
@@ -87,7 +88,7 @@ TEST(FsdpFullPrecisionInEval, ComputesAsThePlainModelAndTrainingGoesOnAsIfNothin
   }
 }
 
-TEST(FsdpFullPrecisionInEval, UnitsMayBeLargerThanTheFirst) {
+TEST(FsdpFullPrecisionInEval, UnitsMayBeLargerThanTheFirstUnit) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int) {
       auto net = seeded<Uneven>(1), plain = seeded<Uneven>(1);
@@ -99,7 +100,7 @@ TEST(FsdpFullPrecisionInEval, UnitsMayBeLargerThanTheFirst) {
   }
 }
 
-TEST(FsdpFullPrecisionInEval, GathersWhatItComputesWith) {
+TEST(FsdpFullPrecisionInEval, GathersInTheDtypeThatItComputesIn) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     for (const bool full : {true, false}) {
       auto net = seeded<Shifted>(1);
@@ -117,13 +118,13 @@ TEST(FsdpFullPrecisionInEval, GathersWhatItComputesWith) {
   });
 }
 
-TEST(FsdpFullPrecisionInEval, GradientsInEvaluationModeAreThePlainOnes) {
+TEST(FsdpFullPrecisionInEval, GradientsInEvaluationModeEqualThePlainModels) {
   for (int world = 1; world <= 3; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       auto net = seeded<Shifted>(1), plain = seeded<Shifted>(1);
       plain->shift.copy_(plain->shift.to(at::kBFloat16));
       auto options = half(true);
-      options.resident_bytes = 1 << 20;  // what stays from one mode is not taken for the other's
+      options.resident_bytes = 1 << 20;  // units that stay from one mode are not used in the other
       FullyShardedDataParallel fsdp(net, group, options);
       torch::optim::SGD optimizer(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1);
       net->eval();
@@ -143,7 +144,7 @@ TEST(FsdpFullPrecisionInEval, GradientsInEvaluationModeAreThePlainOnes) {
   }
 }
 
-TEST(FsdpFullPrecisionInEval, ABackwardAcrossTheChangeIsRefused) {
+TEST(FsdpFullPrecisionInEval, ABackwardAfterAChangeOfModeIsRefused) {
   for (int world = 1; world <= 2; ++world) {
     run_ranks(world, [](ProcessGroup group, int rank) {
       auto net = seeded<Shifted>(1), undisturbed = seeded<Shifted>(1);

@@ -13,7 +13,7 @@
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
-// What a rank holds, and what goes in and out of it: shards, slices, values; clipping by value.
+// Shards and slices of a rank: reading, writing, loading; clipping by value.
 
 namespace {
 
@@ -117,7 +117,7 @@ TEST(FsdpShards, StateGoesFromDdpThroughFsdpAndZeroAndBackBitByBit) {
         held_values.cut_values(shards);
         load_state_slices(*reference, shards, sharded.cut(shards));
         if (rank == 0) restored.add(state_slices(*reference, shards));
-        // From here on both do the same, but for the order of sums.
+        // From here on both compute the same, except for the order of sums.
         train_some(fsdp, *optimizer, 2, 4, rank, world);
         train_some(whole, *reference, 2, 4, 0, 1);
         for (const auto& [name, value] : fsdp.state_dict(-1))
@@ -132,7 +132,7 @@ TEST(FsdpShards, StateGoesFromDdpThroughFsdpAndZeroAndBackBitByBit) {
   }
 }
 
-TEST(FsdpShards, WhatIsWrittenIntoThemCountsFromTheNextForwardOn) {
+TEST(FsdpShards, ValuesWrittenToShardsAreUsedFromTheNextForwardOn) {
   for (int world = 1; world <= 4; ++world) {
     for (auto options : strategies(world)) {
       for (const int64_t resident : {int64_t{0}, int64_t{1} << 20}) {
@@ -155,7 +155,7 @@ TEST(FsdpShards, WhatIsWrittenIntoThemCountsFromTheNextForwardOn) {
           for (const auto& parameter : plain->parameters()) add(parameter, 0.25);
           EXPECT_TRUE(at::equal(evaluate(fsdp), evaluate(plain)));
           EXPECT_FALSE(at::equal(evaluate(fsdp), before));
-          // One rank alone: the others must not stay with what they had.
+          // A write on one rank only: the other ranks must also use the new value.
           const auto name = "second.bias";
           bool mine = false;
           for (const auto& shard : fsdp.shards()) {
@@ -185,7 +185,7 @@ TEST(FsdpShards, ALoadedStateIsNotMixedWithThatOfEmptyShards) {
   });
 }
 
-TEST(FsdpClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
+TEST(FsdpClipValue, EqualsThePlainModelWithAndWithoutNormClipping) {
   for (const bool with_norm : {false, true}) {
     for (int world = 1; world <= 4; ++world) {
       for (const auto& options : strategies(world)) {
@@ -194,7 +194,7 @@ TEST(FsdpClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
           FullyShardedDataParallel fsdp(net, group, options);
           const auto optimizer = optimizer_over(fsdp.parameters(), "SGD"),
                      reference = optimizer_over(plain->parameters(), "SGD");
-          fsdp.clip_grad_value_(0.01);  // there are no gradients
+          fsdp.clip_grad_value_(0.01);  // no gradients yet
           for (int step = 0; step < 3; ++step) {
             optimizer->zero_grad();
             reference->zero_grad();

@@ -17,6 +17,7 @@ namespace {
 
 using namespace tessera;
 using namespace tessera::testing;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 namespace fs = std::filesystem;
@@ -32,6 +33,14 @@ class FsdpState : public ::testing::Test {
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
   fs::path folder_;
 };
+
+void flip_last_byte(const std::string& path) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekg(-1, std::ios::end);
+  const char last = static_cast<char>(file.get() ^ 1);
+  file.seekp(-1, std::ios::end);
+  file.put(last);
+}
 
 std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
   return default_optimizers().factory(
@@ -56,7 +65,7 @@ void expect_same(const OptimizerStateDict& a, const OptimizerStateDict& b, doubl
 }
 
 TEST_F(FsdpState, WeightsAndOptimizerGoFromAnyWorldToAnyOther) {
-  // Without batch statistics a run does not depend on the world.
+  // Without batch statistics the result does not depend on the world size.
   const auto make = [] {
     auto net = seeded<ResNet>(3);
     net->eval();
@@ -156,6 +165,36 @@ TEST_F(FsdpState, ChannelsLastKeepsItsMemoryOrder) {
   }
 }
 
+TEST_F(FsdpState, AShardedStateIsReplacedAsAWholeAndLoadsIntoOtherStrategies) {
+  const auto strategy = [](ShardingStrategy sharding, Partition partition) {
+    auto options = every_leaf();
+    options.sharding_strategy = sharding;
+    options.shard_group_size = 2;
+    options.partition = partition;
+    return options;
+  };
+  const std::vector<FullyShardedDataParallelOptions> all = {
+      strategy(ShardingStrategy::full_shard, Partition::flat),
+      strategy(ShardingStrategy::full_shard, Partition::whole),
+      strategy(ShardingStrategy::hybrid_shard, Partition::flat),
+      strategy(ShardingStrategy::no_shard, Partition::flat)};
+  for (size_t i = 0; i < all.size(); ++i) {
+    run_ranks(4, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Mixed>(20 + i), plain = seeded<Mixed>(20 + i), other = seeded<Mixed>(4);
+      FullyShardedDataParallel saved(net, group, all[i]);
+      saved.save_sharded_state_dict(path("model"));  // replaces that of the previous strategy
+      FullyShardedDataParallel loaded(other, group, all[(i + 1) % all.size()]);
+      loaded.load_sharded_state_dict(path("model"));
+      auto there = by_name(loaded.state_dict(-1));
+      for (const auto& item : plain->named_parameters())
+        ASSERT_TRUE(at::equal(there[item.key()], item.value())) << item.key() << " " << i;
+    });
+    size_t folders = 0;
+    for (const auto& entry : fs::directory_iterator(path("model"))) folders += entry.is_directory();
+    EXPECT_EQ(folders, 1u);
+  }
+}
+
 TEST_F(FsdpState, OptionsOfTheOptimizerAreLoaded) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     FullyShardedDataParallel fsdp(seeded<Chain>(1), group, {});
@@ -165,7 +204,7 @@ TEST_F(FsdpState, OptionsOfTheOptimizerAreLoaded) {
   });
 }
 
-TEST_F(FsdpState, WhatDoesNotFitIsNamedOnAllRanks) {
+TEST_F(FsdpState, AStateThatDoesNotMatchIsAnErrorOnAllRanks) {
   const auto error_of = [](const std::function<void()>& call) -> std::string {
     try {
       call();
@@ -191,16 +230,27 @@ TEST_F(FsdpState, WhatDoesNotFitIsNamedOnAllRanks) {
     EXPECT_THAT(error_of([&] { fsdp.load_state_dict(path("nothing.safetensors")); }),
                 HasSubstr("nothing.safetensors"));
     EXPECT_THAT(error_of([&] { fsdp.load_state_dict(rank == 1 ? missing : good); }),
-                HasSubstr("rank 1"));  // one rank's mistake is everyone's error
+                HasSubstr("rank 1"));  // an error on one rank is thrown on all
     fsdp.save_sharded_state_dict(path("s"));
-    if (rank == 0) fs::remove(path("s/rank-00001-of-00002.safetensors"));
+    auto larger_net = seeded<Uneven>(1);
+    larger_net->register_parameter("more", at::zeros({2}));
+    FullyShardedDataParallel larger(larger_net, group, every_leaf());
+    EXPECT_THAT(error_of([&] { larger.load_sharded_state_dict(path("s")); }),
+                HasSubstr("load_sharded_state_dict: more is missing"));
+    if (rank == 0) flip_last_byte(path("s/step-00000000/model-00000-of-00002.safetensors"));
     group.barrier();
     EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),
-                HasSubstr("rank-00001-of-00002"));
-    if (rank == 0) std::ofstream(path("s/index.json")) << "{";
+                AllOf(HasSubstr("model-00000-of-00002"), HasSubstr("is damaged")));
+    if (rank == 0) fs::remove(path("s/step-00000000/model-00001-of-00002.safetensors"));
+    group.barrier();
+    EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),
+                HasSubstr("model-00001-of-00002"));
+    if (rank == 0) std::ofstream(path("s/step-00000000/manifest.json")) << "{";
     group.barrier();
     EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),
                 HasSubstr("load_sharded_state_dict"));
+    EXPECT_THAT(error_of([&] { fsdp.save_sharded_state_dict("/proc/nowhere"); }),
+                HasSubstr("/proc/nowhere"));
     EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("nowhere")); }),
                 HasSubstr("nowhere"));
     EXPECT_THAT(error_of([&] { fsdp.save_state_dict("/proc/nowhere/file"); }),

@@ -1,4 +1,4 @@
-// What models and loops of all kinds do, and a sharded one must bear: or say why not.
+// Unusual models and training loops: each works, or ends in an error with the reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ void copy_parameters(const torch::nn::Module& from, torch::nn::Module& to) {
   for (size_t i = 0; i < source.size(); ++i) target[i].copy_(source[i]);
 }
 
-/// Gradients of a chain's shards, cut out of those of a plain one.
+/// The gradients of the shards of a Chain, taken from the gradients of a plain Chain.
 template <class Net>
 void expect_gradients_of(const Net& plain, FullyShardedDataParallel<Net>& fsdp,
                          const std::string& when) {
@@ -101,7 +101,7 @@ TEST(FsdpUnusual, TensorsInContainersAreCast) {
   });
 }
 
-/// Backward through it throws where it is told to.
+/// Its backward throws on request.
 struct Trap : torch::autograd::Function<Trap> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
                                bool throws) {
@@ -128,7 +128,7 @@ struct TrappedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Trapped);
 
-TEST(FsdpUnusual, ABackwardThatThrewLeavesNothingForTheNext) {
+TEST(FsdpUnusual, ABackwardThatThrewDoesNotAffectTheNext) {
   const Trapped start;
   for (const int world : {1, 2, 3, 4}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -149,7 +149,7 @@ TEST(FsdpUnusual, ABackwardThatThrewLeavesNothingForTheNext) {
   }
 }
 
-TEST(FsdpUnusual, AParameterWhoseWrapperIsGoneIsNamed) {
+TEST(FsdpUnusual, AUseAfterTheWrapperIsDestroyedNamesTheParameter) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Chain net(2);
     at::Tensor loss;
@@ -168,7 +168,7 @@ TEST(FsdpUnusual, AParameterWhoseWrapperIsGoneIsNamed) {
   });
 }
 
-TEST(FsdpUnusual, AFirstForwardInInferenceModeIsNoHarm) {
+TEST(FsdpUnusual, AFirstForwardInInferenceModeDoesNotBreakTraining) {
   const Chain start(3);
   for (const auto backend : {Backend::Auto, Backend::Gloo}) {
     for (const bool half : {false, true}) {
@@ -200,7 +200,7 @@ TEST(FsdpUnusual, AFirstForwardInInferenceModeIsNoHarm) {
   }
 }
 
-TEST(FsdpUnusual, GradientsFromBeforeAreNotCarriedAlong) {
+TEST(FsdpUnusual, GradientsFromBeforeTheWrapperAreDropped) {
   const Chain start(2);
   for (const int world : {1, 2}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -216,7 +216,7 @@ TEST(FsdpUnusual, GradientsFromBeforeAreNotCarriedAlong) {
   }
 }
 
-TEST(FsdpUnusual, AParameterThatWasFrozenAndIsNoLongerIsNamed) {
+TEST(FsdpUnusual, AParameterUnfrozenAfterConstructionIsNamed) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Chain net(2);
     net->head->bias.set_requires_grad(false);
@@ -226,11 +226,11 @@ TEST(FsdpUnusual, AParameterThatWasFrozenAndIsNoLongerIsNamed) {
     EXPECT_THAT(
         thrown_by([&] { fsdp(rows(0, rank, 2)); }),
         AllOf(HasSubstr("parameter head.bias requires a gradient, but was frozen at construction"),
-              HasSubstr("wrapped anew")));
+              HasSubstr("or a new wrapper")));
   });
 }
 
-TEST(FsdpUnusual, ZeroGradDropsWhatNoSyncHasKept) {
+TEST(FsdpUnusual, ZeroGradDropsGradientsThatNoSyncHasKept) {
   const Chain start(2);
   for (const int world : {1, 2, 3, 4}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -266,7 +266,7 @@ struct PositionsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Positions);
 
-TEST(FsdpUnusual, BuffersThatWereExpandedAreRankZeros) {
+TEST(FsdpUnusual, ExpandedBuffersAreCopiedFromRankZero) {
   for (const int world : {2, 3}) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       const auto expected = torch::arange(4, at::kFloat).expand({3, -1});
@@ -341,7 +341,7 @@ TEST(FsdpUnusual, ComplexParametersAreRefusedByName) {
   });
 }
 
-TEST(FsdpUnusual, AViewThatTheModelKeepsIsWarnedOf) {
+TEST(FsdpUnusual, AViewKeptByTheModelCausesAWarning) {
   struct TiedImpl : torch::nn::Module {
     TiedImpl() {
       encoder = register_module("encoder", torch::nn::Linear(3, 2));

@@ -67,7 +67,7 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
     EXPECT_THAT(names(options),
                 ElementsAre(": a.0.weight a.0.bias a.1.weight a.1.bias", "b: b.weight b.bias"));
     options.ignored_modules = {"c"};
-    EXPECT_THAT(thrown_by([&] { names(options); }), HasSubstr("ignored_modules names c"));
+    EXPECT_THAT(thrown_by([&] { names(options); }), HasSubstr("ignored_modules contains c"));
   });
   const auto policies = default_wrap_policies();
   EXPECT_THAT(thrown_by([&] { policies.make("size_base"); }),
@@ -89,7 +89,7 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
     EXPECT_FALSE(by_name(*any, name, 0)) << name;
 }
 
-TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
+TEST(FsdpErrors, AUseOutsideOfTheRunningModelIsAnErrorWithTheName) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
@@ -100,7 +100,7 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
     EXPECT_THAT(thrown_by([&] {
                   at::cat({net->head->bias, net->list[2]->named_parameters()["bias"]});
                 }),
-                HasSubstr("aten::cat takes parameter head.bias"));
+                HasSubstr("aten::cat uses parameter head.bias"));
     auto out = fsdp(rows(0, rank, 2));
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
     EXPECT_THAT(thrown_by([&] { net->forward(rows(0)); }), HasSubstr("list.0."));
@@ -112,11 +112,11 @@ TEST(FsdpErrors, OutsideARunningModelAParameterRaisesAndNamesItself) {
     }
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
     EXPECT_EQ(net->head->weight.storage().data_ptr().get(),
-              nullptr);  // nor is there anything for raw pointers
+              nullptr);  // raw pointers get no memory either
   });
 }
 
-TEST(FsdpForward, OtherMethodsOfTheModule) {
+TEST(FsdpForward, CallRunsOtherMethodsOfTheModule) {
   run_ranks(2, [&](ProcessGroup group, int) {
     auto net = seeded<Chain>(1), plain = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
@@ -143,7 +143,7 @@ TEST(FsdpErrors, WritesToGatheredParametersAreRefused) {
   });
 }
 
-TEST(FsdpErrors, RanksThatTakeDifferentBranchesAreTold) {
+TEST(FsdpErrors, RanksThatTakeDifferentBranchesGetAnError) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Skipping>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
@@ -155,7 +155,7 @@ TEST(FsdpErrors, RanksThatTakeDifferentBranchesAreTold) {
                                          HasSubstr("unit optional"), HasSubstr("unit last")));
 }
 
-TEST(FsdpErrors, GradientsOfOtherParametersOnARankAreTold) {
+TEST(FsdpErrors, GradientsOfDifferentParametersOnRanksAreAnError) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Skipping>(1);
     FullyShardedDataParallel fsdp(net, group, {});
@@ -167,7 +167,7 @@ TEST(FsdpErrors, GradientsOfOtherParametersOnARankAreTold) {
                                          HasSubstr("4 of 6 parameters used"), HasSubstr("6 of 6")));
 }
 
-TEST(FsdpErrors, BadOptionsAndModels) {
+TEST(FsdpErrors, InvalidOptionsAndModelsAreRefused) {
   run_ranks(3, [&](ProcessGroup group, int rank) {
     const auto with = [&](auto change) {
       auto options = every_leaf();
@@ -195,7 +195,7 @@ TEST(FsdpErrors, BadOptionsAndModels) {
     EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(lbfgs); }), HasSubstr("element-wise"));
     torch::optim::SGD mistaken(net->parameters(), 0.1);
     EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(mistaken); }),
-                HasSubstr("none of fsdp.parameters()"));
+                HasSubstr("not in fsdp.parameters()"));
   });
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1);
@@ -205,8 +205,8 @@ TEST(FsdpErrors, BadOptionsAndModels) {
   });
   for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr("list.0.weight"));
   auto net = seeded<Chain>(1);
-  FullyShardedDataParallel alone(
-      net, ProcessGroup(), every_leaf());  // nothing is sharded, so nothing is in the way of to()
+  FullyShardedDataParallel alone(net, ProcessGroup(),
+                                 every_leaf());  // one rank: to() works because nothing is sharded
   net->to(at::kDouble);
   EXPECT_THAT(thrown_by([&] { alone(rows(0).to(at::kDouble)); }),
               AllOf(HasSubstr("list.0.weight"), HasSubstr("other storage")));
@@ -253,7 +253,7 @@ TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
   }
 }
 
-TEST(FsdpDetection, RecordFunctionDoesTheSame) {
+TEST(FsdpDetection, RecordFunctionGivesTheSameResults) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Twice>(1), other = seeded<Twice>(1);
     auto options = every_leaf();
@@ -318,7 +318,7 @@ TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
   }
 }
 
-TEST(FsdpAutocast, KeepsNoCastCopies) {
+TEST(FsdpAutocast, KeepsNoConvertedCopies) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1), plain = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());

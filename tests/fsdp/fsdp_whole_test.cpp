@@ -11,7 +11,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
 
-// Parameters that stay whole: each on one rank, for optimizers that look at more than an element.
+// Parameters that stay whole, each on one rank, for optimizers that need more than one element.
 
 namespace {
 
@@ -19,7 +19,7 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-/// Divides each row of a gradient by a running mean of its norm: wrong on anything but a whole
+/// Divides each row of a gradient by a running mean of its norm, which is correct only on a whole
 /// parameter.
 struct RowOptions : torch::optim::OptimizerCloneableOptions<RowOptions> {
   double rate = 0.05;
@@ -78,7 +78,7 @@ FullyShardedDataParallelOptions whole(Partition partition, bool leaves) {
   return options;
 }
 
-/// Without batch statistics; one weight in another memory order.
+/// A model without batch statistics and with one weight in another memory order.
 ResNet without_statistics() {
   auto net = seeded<ResNet>(3);
   net->eval();
@@ -86,7 +86,7 @@ ResNet without_statistics() {
   return net;
 }
 
-TEST(FsdpWhole, AnOptimizerOfWholeParametersEqualsThePlainOne) {
+TEST(FsdpWhole, AnOptimizerOverWholeParametersEqualsThePlainOne) {
   auto plain = without_statistics();
   RowScaled reference(plain->parameters());
   train(plain, reference, 0, 10);
@@ -198,7 +198,7 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
   }
 }
 
-TEST(FsdpWhole, LbfgsRunsWhereNothingIsDealt) {
+TEST(FsdpWhole, LbfgsRunsWithNoShard) {
   const auto options = torch::optim::LBFGSOptions(0.5).max_iter(5);
   auto plain = seeded<Chain>(1);
   torch::optim::LBFGS reference(plain->parameters(), options);
@@ -235,7 +235,7 @@ TEST(FsdpWhole, LbfgsRunsWhereNothingIsDealt) {
   }
 }
 
-TEST(FsdpWhole, WhatCannotBeDealtIsRefused) {
+TEST(FsdpWhole, UnsuitableOptimizersAreRefused) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     FullyShardedDataParallel cut(seeded<Chain>(1), group, every_leaf());
     RowScaled by_row(cut.parameters());
@@ -244,7 +244,7 @@ TEST(FsdpWhole, WhatCannotBeDealtIsRefused) {
     FullyShardedDataParallel fsdp(seeded<Chain>(1), group, whole(Partition::whole, true));
     torch::optim::LBFGS lbfgs(fsdp.parameters());
     EXPECT_THAT(thrown_by([&] { fsdp.check_optimizer(lbfgs); }),
-                HasSubstr("LBFGS looks at all parameters at once"));
+                HasSubstr("LBFGS uses all parameters at once"));
     EXPECT_THAT(thrown_by([&] {
                   FullyShardedDataParallel(
                       seeded<Chain>(1), group,

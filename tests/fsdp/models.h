@@ -7,7 +7,7 @@
 
 #include "tessera/fully_sharded_data_parallel.h"
 
-// Models as people write them; none knows of sharding.
+// Models in typical styles, without any code for sharding.
 
 namespace tessera::testing {
 
@@ -57,7 +57,7 @@ struct ResNetImpl : nn::Module {
 };
 TORCH_MODULE(ResNet);
 
-/// A two-layer LSTM, a GRU, and an output tied to the embedding.
+/// A two-layer LSTM, a GRU, and an output layer tied to the embedding.
 struct RecurrentImpl : nn::Module {
   RecurrentImpl() {
     embedding = register_module("embedding", nn::Embedding(11, 6));
@@ -89,8 +89,8 @@ struct TranslatorImpl : nn::Module {
 };
 TORCH_MODULE(Translator);
 
-/// One block three times, a parameter of its own, weights used through functions, and several units
-/// in one operator.
+/// Uses one block three times, has a parameter of its own, passes weights to functions, and uses
+/// several units in one operator.
 struct TwiceImpl : nn::Module {
   TwiceImpl() {
     block = register_module("block", nn::Linear(3, 3));
@@ -152,7 +152,7 @@ struct ContainersImpl : nn::Module {
 };
 TORCH_MODULE(Containers);
 
-/// Several inputs, a tuple out.
+/// Several inputs and a tuple as output.
 struct TupleImpl : nn::Module {
   TupleImpl() {
     left = register_module("left", nn::Linear(3, 4));

@@ -13,16 +13,16 @@ void walk(UseOrder& order, std::initializer_list<size_t> forward,
   for (const auto unit : backward) order.touch(unit, Phase::backward);
 }
 
-TEST(UseOrder, KnowsNothingInTheFirstStep) {
+TEST(UseOrder, PredictsNothingInTheFirstStep) {
   UseOrder order(3);
   EXPECT_TRUE(order.touch(1, Phase::forward));
   EXPECT_FALSE(order.touch(1, Phase::forward));
   EXPECT_FALSE(order.next().has_value());
   EXPECT_EQ(order.next_use(1), UseOrder::kNever);
-  EXPECT_FALSE(order.knows_rest());
+  EXPECT_FALSE(order.follows_record());
 }
 
-TEST(UseOrder, ForetellsTheSecondFromTheFirst) {
+TEST(UseOrder, PredictsTheSecondStepFromTheFirst) {
   UseOrder order(3);
   walk(order, {0, 1, 2}, {2, 1, 0});
   order.end_step();
@@ -31,22 +31,22 @@ TEST(UseOrder, ForetellsTheSecondFromTheFirst) {
   EXPECT_EQ(order.next_use(2), 1u);
   EXPECT_EQ(order.next_use(0), 4u);
   walk(order, {1, 2}, {});
-  EXPECT_FALSE(order.next().has_value());  // the next use is backward's
+  EXPECT_FALSE(order.next().has_value());  // the next use is in backward
   EXPECT_TRUE(order.touch(2, Phase::backward));
   EXPECT_EQ(order.next(), 1u);
   EXPECT_EQ(order.next_use(2), UseOrder::kNever);
-  EXPECT_TRUE(order.knows_rest());
+  EXPECT_TRUE(order.follows_record());
 }
 
-TEST(UseOrder, PassesOverWhatIsSkippedAndGetsLostInWhatIsNew) {
+TEST(UseOrder, PassesOverSkippedUnitsAndStopsPredictingAtNewOnes) {
   UseOrder order(4);
   walk(order, {0, 1, 2}, {2, 1, 0});
   order.end_step();
   walk(order, {0, 2}, {});  // 1 is skipped
-  EXPECT_TRUE(order.knows_rest());
+  EXPECT_TRUE(order.follows_record());
   EXPECT_EQ(order.next_use(1), 1u);
   order.touch(3, Phase::forward);
-  EXPECT_FALSE(order.knows_rest());
+  EXPECT_FALSE(order.follows_record());
   EXPECT_EQ(order.next_use(1), UseOrder::kNever);
   order.end_step();
   order.touch(0, Phase::forward);

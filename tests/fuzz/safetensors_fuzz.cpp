@@ -1,6 +1,6 @@
-// The input is a whole file: 8 bytes of header size, header, data. Whatever it is, it is refused
-// with UsageError, or its tensors cover the data exactly and the header survives being written
-// again.
+// The input is a whole file: 8 bytes of header size, header, data. Any input is either refused with
+// UsageError, or its tensors cover the data exactly and writing the header again gives the same
+// header.
 
 #include <cstdlib>
 #include <cstring>

@@ -16,7 +16,8 @@
 namespace tessera {
 namespace {
 
-// Short whatever the final name's length, unique among processes and hosts that share the folder.
+// Unique among processes and hosts that share the folder, and short for any length of the final
+// name.
 std::string temporary_name() {
   static std::atomic<unsigned> counter{0};
   std::random_device random;
@@ -45,7 +46,7 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   if (::stat(target_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
     throw UsageError(component_ + ": " + path_ + " exists and is not a regular file");
   }
-  // The temporary's name is short: without this, only the last rename would tell.
+  // The temporary name is short, so without this check only the final rename would fail.
   if (::lstat(target_.c_str(), &status) != 0 && errno == ENAMETOOLONG) {
     throw UsageError(component_ + ": " + path_ + ": " + errno_text(ENAMETOOLONG) +
                      "; expected a name of at most 255 bytes");
@@ -103,7 +104,7 @@ void AtomicFile::commit() {
   }
   temporary_.clear();
   const FileDescriptor folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder and say EINVAL; there is nothing more to do on those.
+  // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
   if (!folder || (::fsync(folder.get()) != 0 && errno != EINVAL)) {
     fail("syncing the folder " + folder_);
   }

@@ -7,22 +7,24 @@
 
 namespace tessera {
 
-/// A file that appears under its name complete, or not at all: written beside, synced, renamed,
-/// folder synced. Destroyed without `commit`, it leaves nothing. A symbolic link at `path` is
-/// followed: its target is replaced.
+/// A file that appears under its name either complete or not at all. It is written as a temporary
+/// file in the same folder, synced and renamed; then the folder is synced. Destruction without
+/// `commit` removes the temporary file. A symbolic link at `path` is followed: its target is
+/// replaced.
 class AtomicFile {
  public:
-  /// Throws UsageError when the folder is missing or `path` is something other than a file, Error
-  /// when the system refuses. `component` begins every message.
+  /// Throws UsageError if the folder is missing or `path` is not a regular file, Error if the
+  /// system reports a failure. Every message begins with `component`.
   AtomicFile(std::string component, const std::string& path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Throws Error with the path and the system's reason; the temporary is then gone, and `open()`
-  /// false.
+  /// Throws Error with path and reason if writing fails; the temporary file is then removed, and
+  /// `open()` is false.
   void write_at(const void* from, size_t count, uint64_t offset);
-  /// Likewise; the old file is untouched unless only the last sync, of the folder, failed.
+  /// Fails in the same way. The old file is then unchanged, unless only the final sync of the
+  /// folder failed.
   void commit();
 
   bool open() const { return static_cast<bool>(file_); }
@@ -32,8 +34,8 @@ class AtomicFile {
   void discard() noexcept;
 
   std::string component_;
-  std::string path_;    // as the caller gave it, for messages
-  std::string target_;  // with links resolved
+  std::string path_;    // as given by the caller, for messages
+  std::string target_;  // with symbolic links resolved
   std::string folder_;
   std::string temporary_;  // empty once renamed or removed
   FileDescriptor file_;

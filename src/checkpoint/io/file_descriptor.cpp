@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// One system call moves at most 2 GiB less a page; a rounder figure does not matter.
+// One system call transfers at most 2 GiB minus one page.
 constexpr size_t kMaxTransfer = size_t{1} << 30;
 
 }  // namespace

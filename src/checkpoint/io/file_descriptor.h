@@ -6,8 +6,7 @@
 
 namespace tessera {
 
-/// Owns a file descriptor. Reads and writes at offsets, whole or not at all, over signals and short
-/// transfers.
+/// Owns a file descriptor. Reads and writes at offsets and repeats interrupted and short transfers.
 class FileDescriptor {
  public:
   FileDescriptor() = default;
@@ -18,20 +17,20 @@ class FileDescriptor {
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  /// False, with errno set, when the system refuses. Closed afterwards in any case.
+  /// Returns false with errno set on failure. The descriptor is closed in either case.
   bool close();
 
-  /// The number of bytes read: less than `count` only at the end of the file, -1 with errno set on
-  /// failure.
+  /// Returns the number of bytes read: less than `count` only at the end of the file; -1 with errno
+  /// set on failure.
   int64_t read_at(void* to, size_t count, uint64_t offset) const;
-  /// False, with errno set, on failure.
+  /// Returns false with errno set on failure.
   bool write_at(const void* from, size_t count, uint64_t offset) const;
 
  private:
   int fd_ = -1;
 };
 
-/// The system's words for an errno, for example "No space left on device".
+/// The system's text for an errno, for example "No space left on device".
 std::string errno_text(int error);
 
 }  // namespace tessera

@@ -26,7 +26,8 @@ std::string holder(const FileDescriptor& file) {
   return found.empty() ? "another process" : found;
 }
 
-/// Somebody may have removed the file, and another process locked a new one of its name.
+/// False if the file was removed meanwhile. Another process may then hold a lock on a new file of
+/// the same name.
 bool still_named(const FileDescriptor& file, const std::string& path) {
   struct stat mine {
   }, there{};
@@ -49,8 +50,7 @@ FolderLock::FolderLock(const std::string& folder) {
         throw Error(fmt::format("checkpoint: {}: locking failed: {}", path, errno_text(errno)));
       throw UsageError(
           fmt::format("checkpoint: the folder {} is being written by {}; two runs cannot share a "
-                      "folder: end that one, or "
-                      "choose another folder",
+                      "folder: stop that run or choose another folder",
                       folder, holder(file_)));
     }
   } while (!still_named(file_, path));
@@ -62,7 +62,7 @@ FolderLock::FolderLock(const std::string& folder) {
 }
 
 FolderLock::~FolderLock() {
-  // A name in the file must not outlive its process where that can be helped.
+  // Clears pid and host, so that the file does not name a process that no longer holds the lock.
   if (file_ && ::ftruncate(file_.get(), 0) != 0) return;
 }
 

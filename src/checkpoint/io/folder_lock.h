@@ -6,13 +6,13 @@
 
 namespace tessera::store {
 
-/// An exclusive lock (flock) on `<folder>/.lock`, held while alive. The kernel lets go of it when
-/// the process ends, however it ends; the file stays.
+/// An exclusive lock (flock) on `<folder>/.lock`, held while this object is alive. The kernel
+/// releases it when the process ends for any reason. The file stays.
 class FolderLock {
  public:
   FolderLock() = default;
-  /// Does not wait: throws UsageError naming pid and host of the holder, Error when the system
-  /// refuses.
+  /// Does not wait. Throws UsageError with pid and host of the process that holds the lock, Error
+  /// if the system reports a failure.
   explicit FolderLock(const std::string& folder);
   ~FolderLock();
   FolderLock(FolderLock&&) noexcept = default;

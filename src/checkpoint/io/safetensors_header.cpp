@@ -40,8 +40,8 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   throw UsageError("safetensors: " + file + ": tensor " + in_quotes(entry.name) + " " + reason);
 }
 
-// The bytes that dtype and shape ask for. Sizes of 0 count as 1 in the overflow check, so that
-// strides, too, fit int64.
+// The number of bytes that dtype and shape need. Sizes of 0 count as 1 in the overflow check, so
+// that strides fit into int64, too.
 uint64_t expected_bytes(const std::string& file, const SafetensorsEntry& entry) {
   const int bits = dtype_bits(entry.dtype);
   if (bits == 0) {

@@ -10,9 +10,8 @@
 namespace tessera::safetensors {
 namespace {
 
-// Follows the parser's events through the one structure a header may have. Nothing nests deeper
-// than an entry's list, so the depth is bounded whatever the text says. A handler refuses by
-// throwing.
+// Checks the parser's events against the only structure that a header may have. Nothing is nested
+// deeper than the list of an entry, so the depth is bounded for any text. Errors are thrown.
 class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit HeaderHandler(const std::string& file) : file_(file) {}
@@ -181,18 +180,18 @@ bool HeaderHandler::key(string_t& value) {
     entry_key(value);
   } else if (place_ == Place::metadata) {
     if (header_.metadata.count(value) != 0) {
-      refuse("the key " + in_quotes(value) + " is there twice");
+      refuse("the key " + in_quotes(value) + " occurs twice");
     }
     metadata_key_ = value;
     place_ = Place::metadata_text;
   } else if (value == kMetadataKey) {
     if (std::exchange(has_metadata_, true)) {
-      refuse(std::string("the key \"") + kMetadataKey + "\" is there twice");
+      refuse(std::string("the key \"") + kMetadataKey + "\" occurs twice");
     }
     place_ = Place::metadata_value;
   } else {
     if (!names_.insert(value).second) {
-      refuse("the tensor " + in_quotes(value) + " is there twice");
+      refuse("the tensor " + in_quotes(value) + " occurs twice");
     }
     header_.entries.emplace_back().name = value;
     has_dtype_ = has_shape_ = has_offsets_ = false;
@@ -218,7 +217,7 @@ void HeaderHandler::entry_key(const std::string& name) {
     refuse("unknown key " + in_quotes(name) + " (known: dtype, shape, data_offsets)");
   }
   if (std::exchange(*seen, true)) {
-    refuse("the key \"" + name + "\" is there twice");
+    refuse("the key \"" + name + "\" occurs twice");
   }
   place_ = next;
 }
@@ -256,7 +255,7 @@ Header parse_header_json(const std::string& file, std::string_view text) {
   if (text.empty() || text.front() != '{') {
     throw UsageError("safetensors: " + file + ": the header must begin with '{'");
   }
-  // The lexer takes a zero byte for the end of its input; JSON has none.
+  // The lexer would treat a zero byte as the end of its input. JSON has no zero bytes.
   if (const size_t zero = text.find('\0'); zero != std::string_view::npos) {
     throw UsageError("safetensors: " + file +
                      ": the header is not valid JSON: a zero byte at byte " +

@@ -7,8 +7,8 @@
 
 namespace tessera::safetensors {
 
-/// The JSON of a header: its grammar, keys and types, duplicates refused. What the numbers mean is
-/// checked by the caller. Throws UsageError naming `file` and the tensor.
+/// Parses the JSON of a header and checks its grammar, keys and types. Duplicate keys are errors.
+/// The caller checks the meaning of the numbers. Throws UsageError with `file` and the tensor.
 Header parse_header_json(const std::string& file, std::string_view text);
 
 }  // namespace tessera::safetensors

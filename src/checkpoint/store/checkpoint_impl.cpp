@@ -22,7 +22,7 @@ using store::FileRecord;
 
 namespace {
 
-/// 0 and the size, or an errno. Whatever is no regular file is none that a checkpoint has.
+/// Sets `size` and returns 0, or returns an errno: EINVAL for anything but a regular file.
 int size_of_file(const std::string& path, uint64_t& size) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return errno;
@@ -102,7 +102,7 @@ void Checkpoint::Impl::check_files() const {
               error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
     if (size != file.bytes) {
       damaged(file.name, "",
-              fmt::format("the file has {} bytes; the manifest says {}: it is {}", size, file.bytes,
+              fmt::format("the file has {} bytes; the manifest has {}: it is {}", size, file.bytes,
                           size < file.bytes ? "cut short" : "damaged"));
     }
   }
@@ -121,7 +121,7 @@ void Checkpoint::Impl::index_slices() {
           }
         }
       }
-      slices[slice.parameter].push_back({&file, &slice});
+      slices[file.slice_set][slice.parameter].push_back({&file, &slice});
     }
   }
 }
@@ -139,7 +139,7 @@ const FileRecord& Checkpoint::Impl::tensor_record(const std::string& file) const
   const auto& found = record(file);
   if (!found.has_tensors())
     throw UsageError(
-        fmt::format("checkpoint: {}/{} is a text, not a safetensors file", path, file));
+        fmt::format("checkpoint: {}/{} is a text file, not a safetensors file", path, file));
   return found;
 }
 
@@ -158,7 +158,7 @@ void Checkpoint::Impl::check_header(const FileRecord& file) const {
   }
   if (found != file.digest)
     damaged(file.name, "",
-            "its header does not have the digest that the manifest says: the file is damaged");
+            "its header does not match its digest in the manifest: the file is damaged");
 }
 
 const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const {
@@ -169,7 +169,7 @@ const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const 
     auto parsed = std::make_unique<SafetensorsFile>(path + "/" + file);
     if (parsed->entries().size() != expected.tensors.size()) {
       damaged(file, "",
-              fmt::format("it has {} tensors; the manifest says {}", parsed->entries().size(),
+              fmt::format("it has {} tensors; the manifest has {}", parsed->entries().size(),
                           expected.tensors.size()));
     }
     slot = std::move(parsed);
@@ -185,7 +185,7 @@ void Checkpoint::Impl::compare(const std::string& file, const std::string& tenso
   if (store::digest_of(data.numel() > 0 ? data.data_ptr() : nullptr, data.nbytes()) !=
       expected->second) {
     damaged(file, tensor,
-            "its data does not have the digest that the manifest says: the file is damaged");
+            "its data does not match its digest in the manifest: the file is damaged");
   }
 }
 
@@ -200,14 +200,14 @@ void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& 
   }
   if (found != digest)
     damaged(file.name, name,
-            "its data does not have the digest that the manifest says: the file is damaged");
+            "its data does not match its digest in the manifest: the file is damaged");
 }
 
 std::string Checkpoint::Impl::text(const std::string& file) const {
   const auto& expected = record(file);
   if (expected.has_tensors())
     throw UsageError(
-        fmt::format("checkpoint: {}/{} is a safetensors file, not a text", path, file));
+        fmt::format("checkpoint: {}/{} is a safetensors file, not a text file", path, file));
   std::string contents;
   try {
     contents = all_of(open(expected), expected.bytes);
@@ -217,11 +217,11 @@ std::string Checkpoint::Impl::text(const std::string& file) const {
     damaged(file, "", error.what());
   }
   if (store::digest_of(contents) != expected.digest)
-    damaged(file, "", "it does not have the digest that the manifest says: the file is damaged");
+    damaged(file, "", "it does not match its digest in the manifest: the file is damaged");
   return contents;
 }
 
-/// Every tensor and every text is some rank's; headers are everybody's.
+/// Tensors and texts are assigned to the ranks in turn. Every rank checks all headers.
 void Checkpoint::Impl::verify_share(int rank, int ranks) const {
   int turn = 0;
   const auto mine = [&] { return turn++ % ranks == rank; };

@@ -19,7 +19,7 @@ struct Checkpoint::Impl : store::SliceReader {
   void check_files() const;
   void index_slices();
 
-  /// Throws UsageError: file, tensor (may be empty), what is wrong with it, and the older
+  /// Throws UsageError with file, tensor (may be empty), reason, and the names of the older
   /// checkpoints.
   [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
                             const std::string& reason) const;
@@ -44,7 +44,8 @@ struct Checkpoint::Impl : store::SliceReader {
   std::string path;
   store::Manifest manifest;
   std::map<std::string, const store::FileRecord*> records;
-  std::map<std::string, std::vector<store::SavedSlice>> slices;  // by parameter
+  /// By slice set and parameter.
+  std::map<std::string, std::map<std::string, std::vector<store::SavedSlice>>> slices;
   mutable std::map<std::string, std::unique_ptr<SafetensorsFile>> opened;
 };
 

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
-#include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/store/checkpoint_impl.h"
+#include "checkpoint/store/slice_file.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -42,20 +42,24 @@ void Checkpoint::load_slice(const std::string& file, const std::string& name, in
   impl_->load_slice(file, name, begin, count, std::move(out));
 }
 
-std::vector<StateSlice> Checkpoint::load_slices(const std::vector<ElementRange>& requests) const {
+std::vector<StateSlice> Checkpoint::load_slices(const std::vector<ElementRange>& requests,
+                                                const std::string& set) const {
   static const std::vector<store::SavedSlice> kNone;
+  static const std::map<std::string, std::vector<store::SavedSlice>> kNoParameters;
+  const auto of_set = impl_->slices.find(set);
+  const auto& by_parameter = of_set == impl_->slices.end() ? kNoParameters : of_set->second;
   std::vector<StateSlice> loaded;
   for (const auto& request : requests) {
-    const std::string where = "checkpoint: " + path();
+    const std::string where =
+        fmt::format("checkpoint: {}: {}", path(), store::slices_text(set, request.parameter));
     try {
-      store::check_run(request.shape, request.begin, request.numel);
+      store::check_range(request);
     } catch (const UsageError& error) {
-      throw UsageError(fmt::format("{}: optimizer state of {}: {}", where,
-                                   safetensors::in_quotes(request.parameter), error.what()));
+      throw UsageError(where + ": " + error.what());
     }
-    const auto found = impl_->slices.find(request.parameter);
+    const auto found = by_parameter.find(request.parameter);
     loaded.push_back(store::assemble(where, request,
-                                     found == impl_->slices.end() ? kNone : found->second, *impl_));
+                                     found == by_parameter.end() ? kNone : found->second, *impl_));
   }
   return loaded;
 }

@@ -6,8 +6,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "checkpoint/store/checkpoint_store_impl.h"
 #include "checkpoint/store/run_folder.h"
-#include "checkpoint/store/store_impl.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 

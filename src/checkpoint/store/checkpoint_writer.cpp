@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "checkpoint/store/committing.h"
+#include "checkpoint/store/commit_files.h"
 #include "checkpoint/store/run_folder.h"
 #include "checkpoint/store/slice_file.h"
 #include "checkpoint/store/tensor_file.h"
@@ -31,8 +31,8 @@ struct CheckpointWriter::Impl {
   std::shared_ptr<CheckpointStore::Impl> run;
   ProcessGroup group;
   int64_t step;
-  std::string folder;   // the hidden one
-  std::string problem;  // the first
+  std::string folder;   // with the hidden name
+  std::string problem;  // text of the first error
   std::map<std::string, std::unique_ptr<store::TensorFile>> open;
   std::vector<store::FileRecord> records;
   bool over = false;
@@ -40,7 +40,7 @@ struct CheckpointWriter::Impl {
 
 namespace {
 
-/// While alive the group waits as long as disks may take.
+/// Raises the timeout of the group while alive, because disks may be slow.
 class ScopedTimeout {
  public:
   ScopedTimeout(ProcessGroup group, std::chrono::milliseconds wait)
@@ -60,7 +60,7 @@ class ScopedTimeout {
 void CheckpointWriter::Impl::begin() {
   agree(group, [&] {
     if (step < 0)
-      throw UsageError(fmt::format("checkpoint: the step is {}; expected none below 0", step));
+      throw UsageError(fmt::format("checkpoint: the step is {}; expected 0 or more", step));
     if (group.rank() != 0) return;
     folder = run->folder + "/" + store::partial_name(step);
     if (::mkdir(folder.c_str(), 0777) != 0) {
@@ -68,12 +68,13 @@ void CheckpointWriter::Impl::begin() {
           fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
     }
   });
-  const std::string told =
+  const std::string name =
       group.broadcast_bytes(std::filesystem::path(folder).filename().string(), 0);
-  folder = run->folder + "/" + told;
+  folder = run->folder + "/" + name;
   agree(group, [&] {
-    if (!store::is_partial_name(told) || told.rfind("." + store::step_name(step) + ".", 0) != 0) {
-      throw UsageError(fmt::format("checkpoint: step {} here, while rank 0 writes {}", step, told));
+    if (!store::is_partial_name(name) || name.rfind("." + store::step_name(step) + ".", 0) != 0) {
+      throw UsageError(
+          fmt::format("checkpoint: the step is {} here; rank 0 writes {}", step, name));
     }
     store::size_seen(folder);
   });
@@ -99,10 +100,10 @@ void CheckpointWriter::Impl::check_new(const std::string& file) const {
   if (known) throw UsageError("checkpoint: " + folder + "/" + file + " is added twice");
 }
 
-/// This rank's part is on disk; returns what rank 0 needs to know of it.
+/// Finishes this rank's files on disk and returns their records for rank 0.
 std::string CheckpointWriter::Impl::finish() {
   if (!problem.empty()) {
-    open.clear();  // before the others know, and rank 0 removes the folder
+    open.clear();  // before the other ranks get the error and rank 0 removes the folder
     throw Error(problem);
   }
   for (auto& [name, file] : open) records.push_back(file->finish());
@@ -110,9 +111,9 @@ std::string CheckpointWriter::Impl::finish() {
   return store::records_to_text(records);
 }
 
-/// After a failed commit rank 0 is alone in the folder. Writers that are given up without one may
-/// come here in any order, while others still write: rank 0 takes away what there is, and the last
-/// one finds the folder empty.
+/// After a failed commit only rank 0 still uses the folder. Writers that are destroyed without a
+/// commit may come here in any order while other ranks still write. Then rank 0 removes the files
+/// that exist, and every other rank removes its own files and, if it is empty, the folder.
 void CheckpointWriter::Impl::abandon() noexcept {
   over = true;
   open.clear();
@@ -122,7 +123,7 @@ void CheckpointWriter::Impl::abandon() noexcept {
     ::rmdir(folder.c_str());
     return;
   }
-  // Files that other ranks remove meanwhile end a round early.
+  // remove_all() stops when another rank removes a file at the same time, so it is repeated.
   std::error_code error;
   for (int round = 0; round < 100; ++round) {
     std::filesystem::remove_all(folder, error);
@@ -182,12 +183,14 @@ void CheckpointWriter::add_text(const std::string& file, const std::string& text
   });
 }
 
-void CheckpointWriter::add_slices(const std::vector<StateSlice>& slices) {
-  const std::string file = store::slice_file_name(impl_->group.rank(), impl_->group.size());
+void CheckpointWriter::add_slices(const std::vector<StateSlice>& slices, const std::string& set) {
+  const std::string file = store::slice_file_name(set, impl_->group.rank(), impl_->group.size());
   impl_->add(file, [&] {
-    auto contents = store::slice_file(slices);
+    auto contents = store::slice_file(set, slices);
     add_tensors(file, contents.tensors);
-    if (impl_->problem.empty()) impl_->records.back().slices = std::move(contents.layout);
+    if (!impl_->problem.empty()) return;
+    impl_->records.back().slice_set = set;
+    impl_->records.back().slices = std::move(contents.layout);
   });
 }
 
@@ -195,7 +198,7 @@ std::string CheckpointWriter::commit() {
   Impl& impl = *impl_;
   if (impl.over)
     throw UsageError("checkpoint: commit: the writer of step " + std::to_string(impl.step) +
-                     " is done");
+                     " has committed or failed before");
   const ScopedTimeout timeout(impl.group, impl.run->options.timeout);
   try {
     std::string records;

@@ -20,8 +20,8 @@ constexpr const char* kFormat = "tessera-checkpoint";
 constexpr std::string_view kTrailerBegin = ",\n \"digest\": \"";
 constexpr std::string_view kTrailerEnd = "\"\n}\n";
 
-// Integers are JSON integers. Doubles are their bits: JSON has no infinities, and its readers
-// round.
+// Integers are JSON integers. Doubles are written as their bits, because JSON has no infinities and
+// many readers round.
 json to_json(const ScalarValue& value) {
   if (const auto* integer = std::get_if<int64_t>(&value)) return *integer;
   return fmt::format("f64:{:016x}", std::bit_cast<uint64_t>(std::get<double>(value)));
@@ -61,7 +61,7 @@ SliceRecord slice_from_json(const json& value) {
     for (const auto& item : value.at("scalars").items())
       slice.scalars[item.key()] = scalar_from_json(item.value());
   }
-  check_run(slice.shape, slice.begin, slice.numel);
+  check_range(slice);
   return slice;
 }
 
@@ -74,6 +74,7 @@ json to_json(const FileRecord& file) {
   value["header_bytes"] = file.header_bytes;
   value["header_digest"] = file.digest;
   value["tensors"] = file.tensors;
+  if (!file.slices.empty()) value["slice_set"] = file.slice_set;
   for (const auto& slice : file.slices) value["slices"].push_back(to_json(slice));
   return value;
 }
@@ -96,6 +97,7 @@ FileRecord file_from_json(const std::string& name, const json& value) {
         fmt::format("{}: header_bytes is {} of {}", name, file.header_bytes, file.bytes));
   }
   if (value.contains("slices")) {
+    file.slice_set = value.at("slice_set");
     for (const auto& slice : value.at("slices")) file.slices.push_back(slice_from_json(slice));
   }
   return file;
@@ -142,20 +144,21 @@ int64_t count_elements(const std::vector<int64_t>& shape) {
   return product;
 }
 
-void check_run(const std::vector<int64_t>& shape, int64_t begin, int64_t numel) {
-  const int64_t all = count_elements(shape);
-  if (begin < 0 || numel < 0 || begin > all || numel > all - begin) {
-    throw UsageError(fmt::format("elements [{}, +{}) are not within the {} of shape [{}]", begin,
-                                 numel, all, fmt::join(shape, ", ")));
+void check_range(const ElementRange& range) {
+  const int64_t all = count_elements(range.shape);
+  if (range.begin < 0 || range.numel < 0 || range.begin > all || range.numel > all - range.begin) {
+    throw UsageError(fmt::format("elements [{}, +{}) are not within the {} of shape [{}]",
+                                 range.begin, range.numel, all, fmt::join(range.shape, ", ")));
   }
 }
 
 void check_file_name(const std::string& name) {
   if (name.empty() || name.size() > 200 || name[0] == '.' || name.rfind("manifest.", 0) == 0 ||
       name.find_first_of(std::string("/\\\0", 3)) != std::string::npos) {
-    throw UsageError("checkpoint: the file name " + safetensors::in_quotes(name) +
-                     " will not do; expected a plain name of at most 200 bytes that does not begin "
-                     "with '.' or \"manifest.\"");
+    throw UsageError(
+        "checkpoint: the file name " + safetensors::in_quotes(name) +
+        " is not allowed; expected a plain name of at most 200 bytes that does not begin "
+        "with '.' or \"manifest.\"");
   }
 }
 
@@ -197,12 +200,12 @@ Manifest manifest_from_text(std::string_view text) {
     throw UsageError("it does not end with its digest: it is cut short or damaged");
   }
   if (end.substr(kTrailerBegin.size(), kDigestLength) != digest_of(body)) {
-    throw UsageError("its digest does not fit its contents: it is damaged");
+    throw UsageError("its digest does not match its contents: it is damaged");
   }
   try {
     return parse_body(body);
   } catch (const json::exception& error) {
-    throw UsageError(std::string("it breaks the format: ") + error.what());
+    throw UsageError(std::string("it violates the format: ") + error.what());
   }
 }
 

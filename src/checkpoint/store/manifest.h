@@ -8,17 +8,17 @@
 
 #include "tessera/optim/state_slice.h"
 
-// What `manifest.json` says. docs/checkpoints.md lists the keys.
+// The contents of `manifest.json`. docs/checkpoints.md lists the keys.
 
 namespace tessera::store {
 
 inline constexpr const char* kManifestName = "manifest.json";
 inline constexpr int kManifestVersion = 1;
 
-/// The layout of one slice of optimizer state: its tensors are in the file under `tensor_name`.
+/// The layout of one saved slice. Its tensors are in the file under the names `tensor_name(state)`.
 struct SliceRecord : ElementRange {
-  std::vector<std::string> following;  // state tensors that are cut with the parameter
-  std::vector<std::string> whole;      // those that are not
+  std::vector<std::string> following;  // state tensors that are cut where the parameter is cut
+  std::vector<std::string> whole;      // state tensors that are saved whole
   std::map<std::string, ScalarValue> scalars;
 
   bool stateless() const { return following.empty() && whole.empty() && scalars.empty(); }
@@ -27,13 +27,13 @@ struct SliceRecord : ElementRange {
 
 struct FileRecord {
   std::string name;
-  int rank = 0;  // who wrote it
+  int rank = 0;  // the rank that wrote it
   uint64_t bytes = 0;
-  /// Texts: 0, and `digest` is of all of it. Safetensors: the bytes in front of the data, of which
-  /// `digest` then is.
+  /// Number of bytes before the data of a safetensors file; 0 for a text file.
   uint64_t header_bytes = 0;
-  std::string digest;
+  std::string digest;  ///< Of the header of a safetensors file; of a whole text file.
   std::map<std::string, std::string> tensors;  // name -> digest of its data
+  std::string slice_set;                       // the set that `slices` belong to; "" without slices
   std::vector<SliceRecord> slices;
 
   bool has_tensors() const { return header_bytes > 0; }
@@ -45,24 +45,24 @@ struct Manifest {
   std::vector<FileRecord> files;
 };
 
-/// Elements of a shape. Throws UsageError for negative sizes and for more than an int64_t counts.
+/// Number of elements of a shape. Throws UsageError for negative sizes and on int64_t overflow.
 int64_t count_elements(const std::vector<int64_t>& shape);
 
-/// Throws UsageError unless `name` is a plain file name that a checkpoint's file may have.
+/// Throws UsageError unless `name` is a plain file name that is allowed in a checkpoint.
 void check_file_name(const std::string& name);
 
-/// Throws UsageError for a negative run, or one beyond the shape.
-void check_run(const std::vector<int64_t>& shape, int64_t begin, int64_t numel);
+/// Throws UsageError if the range is negative or not within its shape.
+void check_range(const ElementRange& range);
 
-/// Records from one rank to another. Throws UsageError for names that are not UTF-8.
+/// Serializes records for other ranks. Throws UsageError for names that are not UTF-8.
 std::string records_to_text(const std::vector<FileRecord>& records);
 std::vector<FileRecord> records_from_text(const std::string& text);
 
-/// The file's text, which ends with a digest of all that stands before it.
+/// The text of the manifest file. It ends with a digest of all bytes before it.
 std::string manifest_to_text(const Manifest& manifest);
 
-/// Throws UsageError with what is wrong (not where): any changed, missing or additional byte,
-/// another format or version.
+/// Throws UsageError for any changed, missing or additional byte and for another format or version.
+/// The error text gives the reason but not the path.
 Manifest manifest_from_text(std::string_view text);
 
 }  // namespace tessera::store

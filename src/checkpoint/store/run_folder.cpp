@@ -96,7 +96,7 @@ void remove_tree(const std::string& path) {
 void sync_folder(const std::string& folder) {
   const FileDescriptor file(
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder and say EINVAL; there is nothing more to do on those.
+  // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
   if (!file || (::fsync(file.get()) != 0 && errno != EINVAL))
     refuse(folder, "syncing the folder", errno);
 }
@@ -119,7 +119,7 @@ std::string publish(const std::string& folder, const std::string& partial, int64
   std::string replaced;
   if (::rename(partial.c_str(), target.c_str()) != 0) {
     if (errno != ENOTEMPTY && errno != EEXIST) refuse(partial, "renaming it to " + target, errno);
-    // There is one of this step: the two change places at once where the file system can do that.
+    // A checkpoint of this step exists. The two are exchanged in one step if the file system can.
     replaced = partial;
     if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
       replaced = folder + "/" + partial_name(step);

@@ -6,8 +6,9 @@
 #include <string_view>
 #include <vector>
 
-// A run's folder on disk: `step-00000120` is a committed checkpoint, `.step-00000120.partial-…` is
-// none. All functions throw Error with path and reason when the system refuses.
+// The folder of a run on disk: `step-00000120` is a committed checkpoint,
+// `.step-00000120.partial-…` is an unfinished one. All functions throw Error with path and reason
+// if the system reports a failure.
 
 namespace tessera::store {
 
@@ -17,27 +18,27 @@ std::optional<int64_t> step_of_name(std::string_view name);
 std::string partial_name(int64_t step);
 bool is_partial_name(std::string_view name);
 
-/// Steps of the committed checkpoints, ascending; none where there is no folder.
+/// Steps of the committed checkpoints, ascending; empty if the folder is missing.
 std::vector<int64_t> committed_steps(const std::string& folder);
 
-/// Which of `steps` (ascending) go: not the `keep_last` last, nor multiples of `keep_every`, nor
-/// `written`.
+/// The checkpoints among `steps` (ascending) to remove: all except the last `keep_last`, multiples
+/// of `keep_every`, and `written`.
 std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
                              int64_t keep_every);
 
-/// mkdir -p, synced.
+/// Makes a folder and its missing parents, and syncs them.
 void make_folder(const std::string& folder);
 void sync_folder(const std::string& folder);
 
-/// `partial` becomes the committed checkpoint of `step`, in one rename, and is synced. Returns
-/// where one that was there is now, under a partial name; "" when there was none.
+/// Renames `partial` to the committed checkpoint of `step` and syncs the folder. If there was a
+/// checkpoint of that step, it gets a partial name, which is returned; otherwise returns "".
 std::string publish(const std::string& folder, const std::string& partial, int64_t step);
 
-/// Removes a committed checkpoint: first its name, so that a half-removed one is never taken for
-/// committed.
+/// Removes a committed checkpoint. It is renamed first, so that a partly removed checkpoint is
+/// never mistaken for a committed one.
 void remove_checkpoint(const std::string& folder, int64_t step);
 
-/// Removes a folder with all that is in it; nothing when it is not there.
+/// Removes a folder and its contents, if it exists.
 void remove_tree(const std::string& path);
 
 /// Removes everything with a partial name.

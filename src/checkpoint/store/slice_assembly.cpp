@@ -5,30 +5,26 @@
 
 #include <fmt/ranges.h>
 
-#include "checkpoint/io/safetensors_header.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
 namespace {
 
-/// A part of the request, and the saved slice that has it.
+/// The elements [begin, end) of the parameter, and the saved slice that they are read from.
 struct Part {
   SavedSlice slice;
-  int64_t begin, end;  // of the parameter
+  int64_t begin, end;
 
-  const SliceRecord& layout() const { return *slice.layout; }
+  const SliceRecord& record() const { return *slice.record; }
   const std::string& file() const { return slice.file->name; }
-  int64_t offset() const { return begin - layout().begin; }
+  int64_t offset() const { return begin - record().begin; }
 };
 
 class Assembly {
  public:
   Assembly(const std::string& where, const ElementRange& request,
            const std::vector<SavedSlice>& saved, const SliceReader& reader)
-      : where_(where + ": optimizer state of " + safetensors::in_quotes(request.parameter)),
-        request_(request),
-        saved_(saved),
-        reader_(reader) {}
+      : where_(where), request_(request), saved_(saved), reader_(reader) {}
 
   StateSlice run();
 
@@ -77,25 +73,25 @@ bool same_bits(const std::map<std::string, ScalarValue>& a,
 
 void Assembly::check_shapes() const {
   for (const auto& slice : saved_) {
-    if (slice.layout->shape != request_.shape) {
+    if (slice.record->shape != request_.shape) {
       refuse(fmt::format("the parameter has shape [{}] here; it was saved with shape [{}] (in {})",
-                         fmt::join(request_.shape, ", "), fmt::join(slice.layout->shape, ", "),
+                         fmt::join(request_.shape, ", "), fmt::join(slice.record->shape, ", "),
                          slice.file->name));
     }
   }
 }
 
-/// A slice of just this run if there is one, so that each rank of the same cutting gets its own
-/// back; else what covers it.
+/// A slice with exactly this range if there is one, so that a rank with the same range as before
+/// gets its own state back. Otherwise the slices that cover the range.
 std::vector<Part> Assembly::parts() const {
   for (const auto& slice : saved_) {
-    if (slice.layout->begin == request_.begin && slice.layout->numel == request_.numel) {
+    if (slice.record->begin == request_.begin && slice.record->numel == request_.numel) {
       return {{slice, request_.begin, request_.begin + request_.numel}};
     }
   }
-  // An empty run of a parameter that is not: what is kept whole is still wanted.
+  // An empty range of a parameter with elements still needs the tensors that are kept whole.
   if (request_.numel == 0)
-    return {{saved_.front(), saved_.front().layout->begin, saved_.front().layout->begin}};
+    return {{saved_.front(), saved_.front().record->begin, saved_.front().record->begin}};
   return cover();
 }
 
@@ -106,14 +102,14 @@ std::vector<Part> Assembly::cover() const {
     const SavedSlice* best = nullptr;
     int64_t best_end = at;
     for (const auto& slice : saved_) {
-      const int64_t slice_end = slice.layout->begin + slice.layout->numel;
-      if (slice.layout->begin <= at && slice_end > best_end) {
+      const int64_t slice_end = slice.record->begin + slice.record->numel;
+      if (slice.record->begin <= at && slice_end > best_end) {
         best = &slice;
         best_end = slice_end;
       }
     }
     if (best == nullptr) {
-      refuse(fmt::format("no rank saved its element {}; elements [{}, {}) are asked for", at,
+      refuse(fmt::format("no rank saved its element {}; elements [{}, {}) are requested", at,
                          request_.begin, end));
     }
     best_end = std::min(best_end, end);
@@ -126,37 +122,38 @@ std::vector<Part> Assembly::cover() const {
 void Assembly::check_consistent(const std::vector<Part>& parts) const {
   const Part& first = parts.front();
   for (const Part& part : parts) {
-    const auto contradict = [&](const std::string& what) {
-      refuse(fmt::format("{} and {} contradict each other: {}", first.file(), part.file(), what));
+    const auto contradict = [&](const std::string& reason) {
+      refuse(fmt::format("{} and {} contradict each other: {}", first.file(), part.file(), reason));
     };
-    if (part.layout().stateless() != first.layout().stateless())
-      contradict("in one of them it was never stepped");
-    if (state_names(part.layout()) != state_names(first.layout())) {
-      contradict(fmt::format("tensors {} and {}", fmt::join(state_names(first.layout()), ", "),
-                             fmt::join(state_names(part.layout()), ", ")));
+    if (part.record().stateless() != first.record().stateless())
+      contradict("in one of them the parameter was never stepped");
+    if (state_names(part.record()) != state_names(first.record())) {
+      contradict(fmt::format("tensors {} and {}", fmt::join(state_names(first.record()), ", "),
+                             fmt::join(state_names(part.record()), ", ")));
     }
-    if (!same_bits(part.layout().scalars, first.layout().scalars))
+    if (!same_bits(part.record().scalars, first.record().scalars))
       contradict("their scalars differ");
   }
 }
 
 bool Assembly::kept_whole(const std::string& state) const {
   return std::any_of(saved_.begin(), saved_.end(),
-                     [&](const auto& slice) { return has(slice.layout->whole, state); });
+                     [&](const auto& slice) { return has(slice.record->whole, state); });
 }
 
 at::Tensor Assembly::whole(const std::vector<Part>& parts, const std::string& state) const {
   const Part& first = parts.front();
-  const auto tensor = reader_.load(first.file(), first.layout().tensor_name(state));
+  const auto tensor = reader_.load(first.file(), first.record().tensor_name(state));
   for (const Part& part : parts) {
-    const std::string name = part.layout().tensor_name(state);
-    // One element follows the parameter or is kept whole: only the other slices tell.
-    if (part.layout().numel != 1 && !has(part.layout().whole, state)) {
-      refuse(fmt::format("{} follows the parameter in {}, and is kept whole elsewhere", state,
+    const std::string name = part.record().tensor_name(state);
+    // A tensor of one element may follow the parameter or be kept whole. Only the other slices show
+    // which.
+    if (part.record().numel != 1 && !has(part.record().whole, state)) {
+      refuse(fmt::format("{} follows the parameter in {} and is kept whole elsewhere", state,
                          part.file()));
     }
     if (part.slice.file->tensors.at(name) !=
-        first.slice.file->tensors.at(first.layout().tensor_name(state))) {
+        first.slice.file->tensors.at(first.record().tensor_name(state))) {
       refuse(fmt::format("{} is kept whole, but differs between {} and {}", state, first.file(),
                          part.file()));
     }
@@ -165,10 +162,10 @@ at::Tensor Assembly::whole(const std::vector<Part>& parts, const std::string& st
 }
 
 at::Tensor Assembly::joined(const std::vector<Part>& parts, const std::string& state) const {
-  const auto dtype = reader_.dtype(parts.front().file(), parts.front().layout().tensor_name(state));
+  const auto dtype = reader_.dtype(parts.front().file(), parts.front().record().tensor_name(state));
   at::Tensor all = at::empty({request_.numel}, at::TensorOptions().dtype(dtype));
   for (const Part& part : parts) {
-    const std::string name = part.layout().tensor_name(state);
+    const std::string name = part.record().tensor_name(state);
     if (reader_.dtype(part.file(), name) != dtype) {
       refuse(fmt::format("{} has dtype {} in {} and {} in {}", state, c10::toString(dtype),
                          parts.front().file(), c10::toString(reader_.dtype(part.file(), name)),
@@ -183,13 +180,13 @@ at::Tensor Assembly::joined(const std::vector<Part>& parts, const std::string& s
 }
 
 StateSlice Assembly::run() {
-  StateSlice result{request_.parameter, request_.shape, request_.begin, request_.numel, {}};
+  StateSlice result{request_, {}};
   if (saved_.empty()) return result;
   check_shapes();
   const auto found = parts();
   check_consistent(found);
-  result.state.scalars = found.front().layout().scalars;
-  for (const auto& state : state_names(found.front().layout())) {
+  result.state.scalars = found.front().record().scalars;
+  for (const auto& state : state_names(found.front().record())) {
     result.state.tensors[state] = kept_whole(state) ? whole(found, state) : joined(found, state);
   }
   return result;

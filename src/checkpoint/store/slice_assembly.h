@@ -8,12 +8,13 @@
 
 namespace tessera::store {
 
+/// A saved slice and the file that contains it.
 struct SavedSlice {
   const FileRecord* file;
-  const SliceRecord* layout;
+  const SliceRecord* record;
 };
 
-/// Where the data comes from; each throws naming file and tensor.
+/// Reads the data of slices. Errors name file and tensor.
 class SliceReader {
  public:
   virtual ~SliceReader() = default;
@@ -23,8 +24,8 @@ class SliceReader {
   virtual at::ScalarType dtype(const std::string& file, const std::string& name) const = 0;
 };
 
-/// The state of one run, from `saved`: all slices of that parameter. Throws UsageError as
-/// Checkpoint::load_slices does; `where` begins the message.
+/// Assembles the state of one range. `saved`: all slices of that parameter. Throws UsageError as
+/// Checkpoint::load_slices() does; the message begins with `where`.
 StateSlice assemble(const std::string& where, const ElementRange& request,
                     const std::vector<SavedSlice>& saved, const SliceReader& reader);
 

@@ -19,23 +19,25 @@ bool follows(const at::Tensor& tensor, const StateSlice& slice) {
 
 }  // namespace
 
-SliceFile slice_file(const std::vector<StateSlice>& slices) {
+std::string slices_text(const std::string& set, const std::string& parameter) {
+  return set + " slices of " + safetensors::in_quotes(parameter);
+}
+
+SliceFile slice_file(const std::string& set, const std::vector<StateSlice>& slices) {
   SliceFile file;
-  std::set<std::tuple<std::string, int64_t, int64_t>> runs;
+  std::set<std::tuple<std::string, int64_t, int64_t>> ranges;
   for (const StateSlice& slice : slices) {
-    const std::string where =
-        "checkpoint: optimizer state of " + safetensors::in_quotes(slice.parameter) + ": ";
+    const std::string where = "checkpoint: " + slices_text(set, slice.parameter) + ": ";
     try {
-      check_run(slice.shape, slice.begin, slice.numel);
+      check_range(slice);
     } catch (const UsageError& error) {
       throw UsageError(where + error.what());
     }
-    if (!runs.emplace(slice.parameter, slice.begin, slice.numel).second) {
+    if (!ranges.emplace(slice.parameter, slice.begin, slice.numel).second) {
       throw UsageError(
           fmt::format("{}elements [{}, +{}) are given twice", where, slice.begin, slice.numel));
     }
-    SliceRecord record{slice.parameter,    slice.shape, slice.begin, slice.numel, {}, {},
-                       slice.state.scalars};
+    SliceRecord record{slice, {}, {}, slice.state.scalars};
     for (const auto& [name, tensor] : slice.state.tensors) {
       if (!tensor.defined()) throw UsageError(where + name + " is undefined");
       const bool cut = follows(tensor, slice);
@@ -48,8 +50,8 @@ SliceFile slice_file(const std::vector<StateSlice>& slices) {
   return file;
 }
 
-std::string slice_file_name(int rank, int world_size) {
-  return fmt::format("optimizer-{:05d}-of-{:05d}.safetensors", rank, world_size);
+std::string slice_file_name(const std::string& set, int rank, int world_size) {
+  return fmt::format("{}-{:05d}-of-{:05d}.safetensors", set, rank, world_size);
 }
 
 }  // namespace tessera::store

@@ -9,16 +9,21 @@
 
 namespace tessera::store {
 
-/// A rank's slices as a file's tensors, and their layout. What follows the parameter is
-/// one-dimensional.
+/// A rank's slices as the tensors of a file, and their layout. Tensors that follow the parameter
+/// are one-dimensional.
 struct SliceFile {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;  // aliases where they can be
+  std::vector<std::pair<std::string, at::Tensor>> tensors;  // aliases if possible, else copies
   std::vector<SliceRecord> layout;
 };
 
-/// Throws UsageError for a run outside of its parameter, two slices of one run, undefined tensors.
-SliceFile slice_file(const std::vector<StateSlice>& slices);
+/// How messages name the slices of a parameter: `optimizer slices of "fc.weight"`.
+std::string slices_text(const std::string& set, const std::string& parameter);
 
-std::string slice_file_name(int rank, int world_size);
+/// Throws UsageError for a range outside of its parameter, for two slices of the same range, and
+/// for undefined tensors. `set`: the slice set, for messages.
+SliceFile slice_file(const std::string& set, const std::vector<StateSlice>& slices);
+
+/// `<set>-00001-of-00004.safetensors`.
+std::string slice_file_name(const std::string& set, int rank, int world_size);
 
 }  // namespace tessera::store

@@ -17,7 +17,7 @@ TensorFile::TensorFile(const std::string& folder, const std::string& name,
 }
 
 void TensorFile::write(const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined()) return writer_.write(name, tensor);  // which says what is wrong
+  if (!tensor.defined()) return writer_.write(name, tensor);  // throws
   const at::Tensor plain = tensor.detach().to(at::kCPU).contiguous();
   const std::string digest =
       digest_of(plain.numel() > 0 ? plain.data_ptr() : nullptr, plain.nbytes());

@@ -9,16 +9,16 @@
 
 namespace tessera::store {
 
-/// A safetensors file of a checkpoint, being written. Digests are of the tensors in memory, as they
-/// are handed over, so that a disk that changes them is found out.
+/// Writes a safetensors file of a checkpoint. Digests are computed from the tensors in memory, so
+/// that data changed by the disk is detected.
 class TensorFile {
  public:
-  /// Throws as SafetensorsWriter does, here and below.
+  /// All functions throw as those of SafetensorsWriter.
   TensorFile(const std::string& folder, const std::string& name, std::vector<SafetensorsSpec> specs,
              const SafetensorsMetadata& metadata);
 
   void write(const std::string& name, const at::Tensor& tensor);
-  /// Synced and named. The record lacks rank and slices.
+  /// Syncs the file and gives it its name. The returned record has no rank and no slices.
   FileRecord finish();
 
  private:
@@ -26,11 +26,11 @@ class TensorFile {
   SafetensorsWriter writer_;
 };
 
-/// The same for a text.
+/// Writes a text file; syncs and names it in the same way.
 FileRecord write_text_file(const std::string& folder, const std::string& name,
                            const std::string& text);
 
-/// name, tensor as specs. Throws UsageError for undefined tensors.
+/// Names, dtypes and shapes of `tensors`. Throws UsageError for undefined tensors.
 std::vector<SafetensorsSpec> specs_of(
     const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 

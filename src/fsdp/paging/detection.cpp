@@ -1,3 +1,5 @@
+#include "fsdp/paging/detection.h"
+
 #include <algorithm>
 #include <mutex>
 
@@ -5,15 +7,7 @@
 #include <spdlog/spdlog.h>
 #include <torch/library.h>
 
-#include "fsdp/paging/page.h"
 #include "tessera/error.h"
-
-// [Note: noticing the use of parameters] C++ modules have no forward hooks, but whatever uses a
-// parameter passes through the dispatcher. Sharded parameters carry a spare dispatch key, so their
-// operators, and theirs alone, come by here first; views and detached aliases inherit the key,
-// results do not. Behind the fallback the key is excluded: what an operator is made of works on the
-// same tensors. One fallback a key and process can be registered; where somebody has, a global
-// RecordFunction callback sees every operator's inputs instead.
 
 namespace tessera::fsdp {
 namespace {
@@ -32,7 +26,7 @@ void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
   }
 }
 
-/// Operators that are said to write but change no element.
+/// False for operators whose schema declares a write although they change no element.
 bool changes_elements(const std::string& name) {
   return name != "aten::requires_grad_" && name != "aten::retain_grad" && name != "aten::detach_" &&
          name != "aten::set_data";
@@ -46,19 +40,19 @@ void before_operator(const c10::FunctionSchema& schema, const c10::IValue* argum
     const auto* alias = declared[i].alias_info();
     find(arguments[i], alias && alias->isWrite() && changes_elements(schema.name()), uses);
   }
-  if (!uses.empty()) tell_owners(uses, schema.name());
+  if (!uses.empty()) notify_owners(uses, schema.name());
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   before_operator(schema, stack->data() + stack->size() - schema.arguments().size());
-  const NoDetection from_here_on;
+  const NoDetection no_detection;
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
                      stack);
 }
 
-/// The fallback stays for the life of the process: it costs nothing where no tensor carries the
-/// key.
+/// Registers the fallback for the life of the process; it costs nothing for tensors without the
+/// key. Returns false if another library has one.
 bool take_key() {
   static const bool taken = [] {
     try {
@@ -74,17 +68,16 @@ bool take_key() {
 }
 
 std::unique_ptr<at::ObserverContext> on_function(const at::RecordFunction& function) {
-  if (NoDetection::here()) return nullptr;
-  const NoDetection from_here_on;
+  if (NoDetection::active()) return nullptr;
+  const NoDetection no_detection;
   std::vector<PageUse> uses;
   for (const auto& value : function.inputs()) find(value, false, uses);
   if (uses.empty()) return nullptr;
   try {
-    tell_owners(uses, std::string_view(function.name()));
+    notify_owners(uses, std::string_view(function.name()));
   } catch (const std::exception& error) {
-    spdlog::error(
-        "tessera: {}",
-        error.what());  // libtorch takes no exception here; the operator then finds no memory
+    // libtorch allows no exception here. The operator will fail because the page has no memory.
+    spdlog::error("tessera: {}", error.what());
   }
   return nullptr;
 }
@@ -95,22 +88,22 @@ at::CallbackHandle recording_handle;
 
 }  // namespace
 
-void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
+void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
   PageOwner* owner = uses[0].page->owner();
   if (uses.size() == 1) {
     if (owner) owner->need(uses, op);
     return;
   }
-  const auto alike = [&](const PageUse& use) { return use.page->owner() == owner; };
-  if (std::all_of(uses.begin(), uses.end(), alike)) {
+  const auto same_owner = [&](const PageUse& use) { return use.page->owner() == owner; };
+  if (std::all_of(uses.begin(), uses.end(), same_owner)) {
     if (owner) owner->need(uses, op);
     return;
   }
   std::vector<PageUse> mine, others;
   std::partition_copy(uses.begin(), uses.end(), std::back_inserter(mine),
-                      std::back_inserter(others), alike);
-  tell_owners(mine, op);
-  tell_owners(others, op);
+                      std::back_inserter(others), same_owner);
+  notify_owners(mine, op);
+  notify_owners(others, op);
 }
 
 ParameterDetection start_detection(ParameterDetection wanted) {

@@ -2,19 +2,20 @@
 
 #include <torch/library.h>
 
-#include "fsdp/paging/page.h"
+#include "fsdp/paging/detection.h"
 
 namespace tessera::fsdp {
 namespace {
 
-struct Seen {
+/// The pages among the arguments of one operator.
+struct SeenPages {
   std::array<PageUse, 8> uses;
   size_t count = 0;
   const c10::StorageImpl* last = nullptr;
 
   void see(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
-    // Of one page that an operator takes twice (weight and bias) once is enough.
+    // One use of a page is enough if an operator takes two of its tensors (weight and bias).
     const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage == last) return;
     auto* page = Page::of(tensor);
@@ -30,18 +31,18 @@ struct Seen {
 };
 
 template <class Op, class Schema = typename Op::schema>
-struct Noticed;
+struct DetectedOperator;
 
-/// An operator that reads, with its own signature.
+/// The kernel of an operator that only reads its arguments, with the operator's native signature.
 template <class Op, class Result, class... Arguments>
-struct Noticed<Op, Result(Arguments...)> {
-  static_assert(sizeof...(Arguments) <= std::tuple_size_v<decltype(Seen::uses)>);
+struct DetectedOperator<Op, Result(Arguments...)> {
+  static_assert(sizeof...(Arguments) <= std::tuple_size_v<decltype(SeenPages::uses)>);
 
   static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
-    Seen seen;
+    SeenPages seen;
     (seen.see(arguments), ...);
-    if (seen.count > 0) tell_owners({seen.uses.data(), seen.count}, Op::name);
-    const NoDetection from_here_on;
+    if (seen.count > 0) notify_owners({seen.uses.data(), seen.count}, Op::name);
+    const NoDetection no_detection;
     return Op::redispatch(
         keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
         std::forward<Arguments>(arguments)...);
@@ -56,7 +57,7 @@ struct Noticed<Op, Result(Arguments...)> {
 
 template <class... Ops>
 void add_all(torch::Library& library) {
-  (Noticed<Ops>::add_to(library), ...);
+  (DetectedOperator<Ops>::add_to(library), ...);
 }
 
 }  // namespace
@@ -64,8 +65,8 @@ void add_all(torch::Library& library) {
 void register_frequent_operators() {
   using namespace at::_ops;
   static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
-  // Transposes, and what they are made of, read no element, and whatever takes their result is
-  // noticed.
+  // Transposes, and the operator that they consist of, read no element. The operators that use
+  // their results are detected.
   for (const char* name : {"t", "transpose.int", "as_strided"})
     library.impl(name, torch::CppFunction::makeFallthrough());
   add_all<linear, mm, addmm, matmul, view, detach, embedding, layer_norm, native_layer_norm,

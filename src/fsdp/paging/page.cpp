@@ -6,8 +6,8 @@
 namespace tessera::fsdp {
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
-           ParameterDetection detection, std::string what)
-    : link_(std::make_shared<Link>(Link{owner, this, std::move(what)})), index_(index) {
+           ParameterDetection detection, std::string description)
+    : link_(std::make_shared<Link>(Link{owner, this, std::move(description)})), index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const auto device = options.device();
   c10::Storage storage(c10::Storage::use_byte_size_t(),
@@ -45,12 +45,12 @@ void Page::detach() {
   memory_ = at::Tensor();
 }
 
-/// Apart, because every operator comes by Page::of().
+/// A separate function, to keep Page::of() small: every operator on a page calls it.
 [[gnu::cold, gnu::noinline]] void Page::refuse_orphan(const Link& link) {
-  throw UsageError("FullyShardedDataParallel: " + link.what +
-                   " was used after the wrapper was destroyed, and the memory with it; expected "
-                   "the wrapper to live as long as its "
-                   "module, or state_dict() before");
+  throw UsageError(
+      "FullyShardedDataParallel: " + link.description +
+      " was used after the wrapper was destroyed, which freed the memory; expected the "
+      "wrapper to live as long as its module, or state_dict() before");
 }
 
 Page* Page::of(const at::Tensor& tensor) {

@@ -12,56 +12,57 @@ namespace tessera::fsdp {
 
 class Page;
 
-/// What tensors of pages carry.
+/// The dispatch key of tensors of pages.
 inline constexpr auto kDetectionKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
-/// A tensor of a page that an operator takes.
+/// A tensor of a page among the arguments of an operator.
 struct PageUse {
   Page* page;
-  int64_t offset;  ///< Of its first element, in the page.
-  bool written;
+  int64_t offset;  ///< Offset of the tensor's first element in the page.
+  bool written;    ///< Whether the operator changes its elements.
 };
 
-/// Who answers when an operator takes tensors of pages.
+/// Makes sure that pages have memory when an operator uses them.
 class PageOwner {
  public:
   virtual ~PageOwner() = default;
-  /// Called before operator `op` runs, with all of the owner's pages that it takes. Throws to stop
-  /// it.
+  /// Called before operator `op` runs, with all pages of this owner among its arguments. An
+  /// exception stops the operator.
   virtual void need(c10::ArrayRef<PageUse> uses, std::string_view op) = 0;
 };
 
-/// A flat tensor whose memory comes and goes under it: views of it, and tensors saved for backward,
-/// share its storage and so come and go with it. Sizes stay. Operators on it and on its views are
-/// noticed; see detection.cpp.
+/// A flat tensor whose memory can be attached and detached. Views of it, and tensors that autograd
+/// saves for backward, share its storage, so they have memory exactly while the page has. Sizes
+/// never change. Operators on the page and its views are detected; see detection.h.
 class Page {
  public:
-  /// `what`: what its tensors are called when they are used after the page is gone.
+  /// `description`: what error messages call its tensors after the page is destroyed.
   Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
-       ParameterDetection detection, std::string what);
+       ParameterDetection detection, std::string description);
   ~Page();
   Page(const Page&) = delete;
 
-  /// Views of it are made under a NoDetection guard.
+  /// Make views of it under NoDetection.
   const at::Tensor& flat() const { return flat_; }
   size_t index() const { return index_; }
   bool attached() const { return memory_.defined(); }
 
-  /// `memory`: of the same numel and dtype, contiguous; kept alive while it is attached.
+  /// `memory`: contiguous, of the same numel and dtype. It is kept alive while it is attached.
   void attach(at::Tensor memory);
   void detach();
 
-  /// The page whose storage `tensor` has; null for others. UsageError when that page is gone.
+  /// The page whose storage `tensor` uses; null if there is none. UsageError if the page was
+  /// destroyed.
   static Page* of(const at::Tensor& tensor);
-  /// Null after the owner is gone.
+  /// Null after the owner was destroyed.
   PageOwner* owner() const { return link_->owner; }
 
  private:
-  /// Outlives the page in storages that views keep alive.
+  /// Lives as long as the storage, which views can keep alive after the page is destroyed.
   struct Link {
     PageOwner* owner;
     Page* page;
-    std::string what;
+    std::string description;
   };
   static void release(void* link);
   [[noreturn]] static void refuse_orphan(const Link& link);
@@ -72,30 +73,5 @@ class Page {
   at::Tensor flat_;
   at::Tensor memory_;
 };
-
-/// While alive on this thread, operators on pages go unnoticed: for our own use of them.
-class NoDetection {
- public:
-  NoDetection() : guard_(kDetectionKey) {}
-  NoDetection(const NoDetection&) = delete;
-
-  static bool here() { return c10::impl::tls_is_dispatch_key_excluded(kDetectionKey); }
-
- private:
-  c10::impl::ExcludeDispatchKeyGuard guard_;
-};
-
-/// Tells the owners of `uses` (at least one) that operator `op` is about to run.
-void tell_owners(c10::ArrayRef<PageUse> uses, std::string_view op);
-
-/// The operators of which most models are made go without the boxing of a fallback, which costs
-/// more than the rest of the detection. Once.
-void register_frequent_operators();
-
-/// Makes sure that operators on pages are noticed, from now on; returns the mechanism. UsageError
-/// when `wanted` is the key and it is taken.
-ParameterDetection start_detection(ParameterDetection wanted);
-/// Undoes one start_detection().
-void stop_detection(ParameterDetection mechanism);
 
 }  // namespace tessera::fsdp

@@ -13,7 +13,7 @@ namespace tessera::fsdp {
 
 namespace {
 
-constexpr size_t kAtMostWaiting = 2;
+constexpr size_t kMaxGathering = 2;
 
 }  // namespace
 
@@ -59,23 +59,23 @@ std::string Residency::describe(const PageUse& use) const {
 
 void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
   throw UsageError(
-      fmt::format("FullyShardedDataParallel: rank {}: {} takes {}, which is sharded and only whole "
-                  "while the model runs; expected a use inside the forward "
-                  "of the wrapped model or its backward, or inside summon_full_params()",
+      fmt::format("FullyShardedDataParallel: rank {}: {} uses {}, which is sharded and whole only "
+                  "while the model runs; expected a use inside the forward of the wrapped model or "
+                  "its backward, or inside summon_full_params()",
                   model_.world.rank(), op, describe(use)));
 }
 
 void Residency::refuse_write(const PageUse& use, std::string_view op) const {
-  throw UsageError(
-      fmt::format("FullyShardedDataParallel: rank {}: {} writes to {}, of which only a gathered "
-                  "copy is there, so the change would be lost; expected writes inside "
-                  "summon_full_params(), or to fsdp.parameters()",
-                  model_.world.rank(), op, describe(use)));
+  throw UsageError(fmt::format(
+      "FullyShardedDataParallel: rank {}: {} writes to {}, which is only a gathered copy "
+      "here, so the change would be lost; expected writes inside "
+      "summon_full_params(), or to fsdp.parameters()",
+      model_.world.rank(), op, describe(use)));
 }
 
 void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
   throw UsageError(fmt::format(
-      "FullyShardedDataParallel: rank {}: {} takes {} of a forward in {}, but the model has since "
+      "FullyShardedDataParallel: rank {}: {} uses {} of a forward in {}, but the model has since "
       "run in another precision (option full_precision_in_eval); "
       "expected backward before forward changes between training and evaluation mode",
       model_.world.rank(), op, describe(use), c10::toString(use.page->flat().scalar_type())));
@@ -83,8 +83,8 @@ void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
 
 void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   std::lock_guard lock(mutex_);
-  // Where one is known to be under way, libtorch is not asked: that costs more than the rest of
-  // this.
+  // in_backward() costs more than the rest of this function, so it is called only if no backward is
+  // known to run.
   const bool backward = (backward_ && forwards_ == 0) || sharding::BackwardWatch::in_backward();
   if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
   const auto phase = backward ? Phase::backward : Phase::forward;
@@ -100,23 +100,20 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   use(phase);
 }
 
-/// An operator uses the needed units.
+/// The current operator uses the units in needed_.
 void Residency::use(Phase phase) {
   const bool backward = phase == Phase::backward;
-  bool moved = false, there = true;
+  bool moved = false, all_resident = true;
   for (const auto unit : needed_) {
     auto& gathered = gathered_[unit];
     moved |= order_.touch(unit, phase);
-    there &= gathered.state == State::resident;
+    all_resident &= gathered.state == State::resident;
     gathered.last_use = ++clock_;
   }
-  if (!moved && there) return;
-  if (join_leader_.is_leader() && (backward || followed_)) {
-    std::vector<int64_t> told{static_cast<int64_t>(phase)};
-    told.insert(told.end(), needed_.begin(), needed_.end());
-    join_leader_.broadcast_event(Event::Kind::use, told);
-  }
-  if (!there) {
+  if (!moved && all_resident) return;
+  if (join_leader_.must_broadcast() && (backward || followed_))
+    join_leader_.broadcast_event(UnitsUsed{phase, needed_});
+  if (!all_resident) {
     for (const auto unit : needed_) {
       if (gathered_[unit].state != State::released) continue;
       if (!model_.units[unit].root)
@@ -134,9 +131,9 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
   at::NoGradGuard no_grad;
   auto& unit = model_.units[index];
   auto& gathered = gathered_[index];
-  const auto what = "gather of unit " + display_name(unit);
+  const auto tag = "gather of unit " + display_name(unit);
   {
-    const CommStream::Scope issue_there(stream_);
+    const CommStream::Scope on_comm_stream(stream_);
     for (const auto f : unit.flats) {
       auto& flat = model_.flats[f];
       if (flat.permanent) continue;
@@ -148,10 +145,9 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
             .copy_(flat.own_segment, true);
       }
       gathered.memory.push_back(memory);
-      gathered.work.push_back(
-          model_.shard_group.size() > 1
-              ? model_.shard_group.all_gather_async(memory, flat.layout.counts(), what)
-              : Work());
+      gathered.work.push_back(model_.shard_group.size() > 1 ? model_.shard_group.all_gather_async(
+                                                                  memory, flat.layout.counts(), tag)
+                                                            : Work());
     }
     gathered.mark = stream_.mark();
   }
@@ -198,8 +194,9 @@ void Residency::release(size_t index) {
   stats_.gathered_bytes -= model_.units[index].gathered_bytes;
 }
 
-/// Whether the unit's module holds that of a needed one, and so is likely to go on after it.
-bool Residency::around_needed(size_t unit, const std::vector<size_t>& needed) const {
+/// Whether the module of `unit` contains that of a needed unit, and so is likely to continue after
+/// it.
+bool Residency::contains_needed(size_t unit, const std::vector<size_t>& needed) const {
   for (auto inner : needed) {
     while (!model_.units[inner].root) {
       inner = model_.units[inner].parent;
@@ -209,13 +206,13 @@ bool Residency::around_needed(size_t unit, const std::vector<size_t>& needed) co
   return false;
 }
 
-/// Releases units until `bytes` more fit; only such as are used later than `nearer_than` uses from
-/// now. Returns whether they fit.
+/// Releases units until `bytes` more fit into the budget; only units whose next use is at least
+/// `min_distance` uses away. Returns whether they fit.
 bool Residency::release_until_it_fits(int64_t bytes, const std::vector<size_t>& needed,
-                                      size_t nearer_than) {
+                                      size_t min_distance) {
   while (resident_bytes_ + bytes > budget()) {
-    // The one that is used last; where the record does not tell, none around the needed ones, and
-    // the one that was used longest ago.
+    // The unit with the farthest next use. Among equals, e.g. without a record, preferably one that
+    // contains no needed unit, and then the least recently used.
     using Lateness = std::tuple<size_t, bool, uint64_t>;
     size_t victim = gathered_.size();
     Lateness latest;
@@ -223,9 +220,10 @@ bool Residency::release_until_it_fits(int64_t bytes, const std::vector<size_t>& 
       if (gathered_[u].state == State::released || model_.units[u].root ||
           std::find(needed.begin(), needed.end(), u) != needed.end())
         continue;
-      const Lateness lateness{order_.next_use(u), !around_needed(u, needed),
+      const Lateness lateness{order_.next_use(u), !contains_needed(u, needed),
                               clock_ - gathered_[u].last_use};
-      if (std::get<0>(lateness) < nearer_than || (victim != gathered_.size() && lateness <= latest))
+      if (std::get<0>(lateness) < min_distance ||
+          (victim != gathered_.size() && lateness <= latest))
         continue;
       victim = u;
       latest = lateness;
@@ -238,10 +236,13 @@ bool Residency::release_until_it_fits(int64_t bytes, const std::vector<size_t>& 
 
 void Residency::prefetch_next(Phase phase) {
   const auto next = order_.next();
-  if (!next || gathered_[*next].state != State::released || !model_.units[*next].pages()) return;
-  const auto waiting = std::count_if(gathered_.begin(), gathered_.end(),
-                                     [](const Gathered& g) { return g.state == State::gathering; });
-  if (static_cast<size_t>(waiting) >= kAtMostWaiting) return;
+  if (!next || gathered_[*next].state != State::released ||
+      !model_.units[*next].is_gathered_on_use())
+    return;
+  const auto gathering = std::count_if(gathered_.begin(), gathered_.end(), [](const Gathered& g) {
+    return g.state == State::gathering;
+  });
+  if (static_cast<size_t>(gathering) >= kMaxGathering) return;
   if (!model_.units[*next].root &&
       !release_until_it_fits(model_.units[*next].gathered_bytes, needed_, 1))
     return;
@@ -256,8 +257,8 @@ void Residency::gradients_complete(size_t unit) {
 void Residency::gradients_done(size_t unit) {
   std::lock_guard lock(mutex_);
   gathered_[unit].changed = true;
-  if (gathered_[unit].state == State::resident && !model_.units[unit].root && order_.knows_rest() &&
-      order_.next_use(unit) == UseOrder::kNever)
+  if (gathered_[unit].state == State::resident && !model_.units[unit].root &&
+      order_.follows_record() && order_.next_use(unit) == UseOrder::kNever)
     release(unit);
   needed_.clear();
   if (options_.backward_prefetch == BackwardPrefetch::post) prefetch_next(Phase::backward);
@@ -267,29 +268,29 @@ void Residency::begin_forward(bool full_precision) {
   std::lock_guard lock(mutex_);
   if (forwards_ == 0) {
     followed_ = at::GradMode::is_enabled();
-    if (followed_) join_leader_.broadcast_event(Event::Kind::forward, {full_precision});
+    if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
   }
   ++forwards_;
 }
 
-void Residency::shadow_forward() {
+void Residency::shadow_begin_forward() {
   std::lock_guard lock(mutex_);
   synchronize_changes();
 }
 
-void Residency::shadow_use(const std::vector<int64_t>& phase_and_units) {
+void Residency::shadow_use(const UnitsUsed& event) {
   std::lock_guard lock(mutex_);
-  needed_.assign(phase_and_units.begin() + 1, phase_and_units.end());
-  use(static_cast<Phase>(phase_and_units.at(0)));
+  needed_ = event.units;
+  use(event.phase);
 }
 
 void Residency::end_forward(bool step_over) {
   std::lock_guard lock(mutex_);
   if (--forwards_ > 0) return;
   if (step_over) end_step();
-  if (followed_) join_leader_.broadcast_event(Event::Kind::forward_over, {});
-  stop_reading("end of forward");
+  if (followed_) join_leader_.broadcast_event(ForwardEnds{});
+  wait_for_readers("end of forward");
 }
 
 void Residency::abandon_forward(bool step_over) {
@@ -297,15 +298,15 @@ void Residency::abandon_forward(bool step_over) {
   if (--forwards_ == 0 && step_over) end_step();
 }
 
-void Residency::shadow_forward_over() {
+void Residency::shadow_end_forward() {
   std::lock_guard lock(mutex_);
-  stop_reading("end of forward");
+  wait_for_readers("end of forward");
 }
 
 void Residency::end_backward() {
   std::lock_guard lock(mutex_);
   end_step();
-  stop_reading("end of backward");
+  wait_for_readers("end of backward");
 }
 
 void Residency::end_step() {
@@ -316,8 +317,8 @@ void Residency::end_step() {
   }
 }
 
-void Residency::stop_reading(const char* when) {
-  if (shares_memory_) model_.shard_group.barrier(when);
+void Residency::wait_for_readers(const char* tag) {
+  if (shares_memory_) model_.shard_group.barrier(tag);
 }
 
 void Residency::release_all() {
@@ -334,15 +335,16 @@ uint64_t Residency::versions(size_t unit) const {
   return sum;
 }
 
-/// Units that stayed are as their shards on all ranks, or are released on all.
+/// Releases on all ranks every unit that is still gathered and whose shards have changed on any
+/// rank.
 void Residency::synchronize_changes() {
-  bool stayed = false;
+  bool any_gathered = false;
   for (size_t u = 0; u < gathered_.size(); ++u) {
-    const bool there = gathered_[u].state != State::released;
-    stayed |= there;
-    changed_[u] = there && (gathered_[u].changed || versions(u) != gathered_[u].versions);
+    const bool is_gathered = gathered_[u].state != State::released;
+    any_gathered |= is_gathered;
+    changed_[u] = is_gathered && (gathered_[u].changed || versions(u) != gathered_[u].versions);
   }
-  if (!stayed) return;
+  if (!any_gathered) return;
   if (model_.world.size() > 1) {
     auto flags = at::tensor(changed_, at::kInt).to(model_.world.control_device());
     model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();

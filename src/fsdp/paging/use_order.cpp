@@ -7,7 +7,8 @@ namespace tessera::fsdp {
 
 namespace {
 
-// A model that only ever runs forward with gradients on never ends its step.
+// A model that runs only forward with gradients enabled never ends a step, so the record is
+// bounded.
 constexpr size_t kLongestStep = 1'000'000;
 
 }  // namespace
@@ -21,7 +22,7 @@ void UseOrder::advance(const Use& use) {
   else find(use);
 }
 
-/// The next place in the record where this use stands: what was skipped this time is passed over.
+/// Moves to the next place of this use in the record; uses in between were skipped in this step.
 void UseOrder::find(const Use& use) {
   const auto& places = recorded_at_[use.unit];
   for (auto at = std::lower_bound(places.begin(), places.end(), cursor_); at != places.end();

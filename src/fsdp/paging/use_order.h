@@ -10,29 +10,30 @@ namespace tessera::fsdp {
 
 enum class Phase : uint8_t { forward, backward };
 
-/// The order in which units are used in a step, recorded in one and consulted in the next. Pure.
+/// The order in which units are used in a step. The order of one step predicts the next. Pure: no
+/// tensors, no communication.
 class UseOrder {
  public:
   static constexpr size_t kNever = std::numeric_limits<size_t>::max();
 
   explicit UseOrder(size_t units = 0) : recorded_at_(units) {}
 
-  /// Returns whether this is another unit, or another phase, than the last.
+  /// Notes a use of `unit`. Returns whether unit or phase differs from those of the last call.
   bool touch(size_t unit, Phase phase) {
     const Use use{unit, phase};
     if (use == last_) return false;
     advance(use);
     return true;
   }
-  /// What was touched since the last call is now the record.
+  /// Makes the uses since the last call the record for the next step.
   void end_step();
 
-  /// The unit that the record has after the last one touched, in that one's phase.
+  /// The unit that follows the last touched unit in the record, if it is used in the same phase.
   std::optional<size_t> next() const;
-  /// Whether the step goes the way of the record, so that next_use() is more than a guess.
-  bool knows_rest() const { return !lost_; }
-  /// Uses of other units until `unit` comes again, by the record; kNever when it does not, or when
-  /// the step goes another way than the record.
+  /// Whether the step has followed the record so far, so that next_use() predicts.
+  bool follows_record() const { return !lost_; }
+  /// Number of uses before the next use of `unit` in the record; kNever if there is none, or if the
+  /// step does not follow the record.
   size_t next_use(size_t unit) const;
 
  private:
@@ -45,10 +46,10 @@ class UseOrder {
   void find(const Use& use);
 
   std::vector<Use> current_, recorded_;
-  Use last_{kNever, Phase::forward};              // touched in this step
+  Use last_{kNever, Phase::forward};              // the last touched in this step
   std::vector<std::vector<size_t>> recorded_at_;  // by unit, ascending
-  size_t cursor_ = 0;                             // behind the last touched, in the record
-  bool lost_ = true;
+  size_t cursor_ = 0;                             // position in the record behind the last touched
+  bool lost_ = true;                              // the step does not follow the record
 };
 
 }  // namespace tessera::fsdp

@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/detail/files.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

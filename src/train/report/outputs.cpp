@@ -7,7 +7,7 @@
 
 #include <glob.h>
 
-#include "tessera/detail/files.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

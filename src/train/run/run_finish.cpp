@@ -1,6 +1,6 @@
 #include <filesystem>
 
-#include "tessera/detail/files.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "train/run/evaluation.h"

@@ -1,9 +1,10 @@
 #include <algorithm>
+#include <exception>
 #include <optional>
 
 #include <fmt/format.h>
 
-#include "fsdp/state_rules.h"
+#include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
@@ -31,7 +32,7 @@ at::Tensor ShardedModule::whole(size_t index, int to) {
   const auto& ranks = group.world_ranks();
   const auto place = std::find(ranks.begin(), ranks.end(), group.size() == 1 ? 0 : to);
   if (to >= 0 && (group.size() == 1 ? model.world.rank() != to : place == ranks.end()))
-    return {};  // it is a replica that gathers
+    return {};  // another replica holds or gathers it
   const int root = to < 0 ? -1 : static_cast<int>(place - ranks.begin());
   const bool keep = to < 0 || model.world.rank() == to;
   const int64_t begin = flat.layout.offset(member), end = begin + flat.layout.size(member);
@@ -77,19 +78,19 @@ void ShardedModule::take_shard(size_t index, const at::Tensor& whole) {
 }  // namespace fsdp
 
 State FullyShardedDataParallelBase::state_dict(int to) {
-  auto& core = core_->core();
-  core.require_idle("state_dict");
-  if (to >= core.model.world.size())
+  auto& sharded = *sharded_;
+  sharded.require_idle("state_dict");
+  if (to >= sharded.model.world.size())
     throw UsageError(
         fmt::format("{}: state_dict: to is {}; expected a rank below {}, or -1 for all",
-                    core.prefix(), to, core.model.world.size()));
-  const bool keep = to < 0 || core.model.world.rank() == to;
+                    sharded.prefix(), to, sharded.model.world.size()));
+  const bool keep = to < 0 || sharded.model.world.rank() == to;
   State state;
-  for (size_t i = 0; i < core.model.parameters.size(); ++i) {
-    auto tensor = core.whole(i, to);
-    if (keep) state.emplace_back(core.model.parameters[i].name, std::move(tensor));
+  for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
+    auto tensor = sharded.whole(i, to);
+    if (keep) state.emplace_back(sharded.model.parameters[i].name, std::move(tensor));
   }
-  for (const auto& [name, buffer] : buffers(core)) {
+  for (const auto& [name, buffer] : buffers(sharded)) {
     if (keep)
       state.emplace_back(name, buffer.detach().to(at::kCPU, buffer.scalar_type(), false, true));
   }
@@ -97,55 +98,55 @@ State FullyShardedDataParallelBase::state_dict(int to) {
 }
 
 at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name, int to) {
-  auto& core = core_->core();
-  core.require_idle("full_parameter");
-  const auto& parameters = core.model.parameters;
+  auto& sharded = *sharded_;
+  sharded.require_idle("full_parameter");
+  const auto& parameters = sharded.model.parameters;
   const auto found = std::find_if(parameters.begin(), parameters.end(),
                                   [&](const auto& parameter) { return parameter.name == name; });
   if (found == parameters.end())
     throw UsageError(
-        fmt::format("{}: full_parameter: no sharded parameter {}", core.prefix(), name));
-  return core.whole(static_cast<size_t>(found - parameters.begin()), to);
+        fmt::format("{}: full_parameter: no sharded parameter {}", sharded.prefix(), name));
+  return sharded.whole(static_cast<size_t>(found - parameters.begin()), to);
 }
 
 void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
-  auto& core = core_->core();
-  core.require_idle("save_state_dict");
-  const bool writes = core.model.world.rank() == 0;
+  auto& sharded = *sharded_;
+  sharded.require_idle("save_state_dict");
+  constexpr const char* kCall = "save_state_dict";
+  const bool writes = sharded.model.world.rank() == 0;
   std::optional<SafetensorsWriter> writer;
-  std::string problem;
-  const auto attempt = [&](const auto& action) {
-    try {
-      if (writes && problem.empty()) action();
-    } catch (const std::exception& error) {
-      problem = fmt::format("{}: save_state_dict: {}", core.prefix(), error.what());
-    }
-  };
-  attempt([&] {
+  check_on_all_ranks(sharded, kCall, [&] {
+    if (!writes) return;
     std::vector<SafetensorsSpec> specs;
-    for (size_t i = 0; i < core.model.parameters.size(); ++i) {
-      specs.push_back({core.model.parameters[i].name, core.model.flat_of(i).dtype,
-                       core.model.parameters[i].tensor.sizes().vec()});
+    for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
+      specs.push_back({sharded.model.parameters[i].name, sharded.model.flat_of(i).dtype,
+                       sharded.model.parameters[i].tensor.sizes().vec()});
     }
-    for (const auto& [name, buffer] : buffers(core))
+    for (const auto& [name, buffer] : buffers(sharded))
       specs.push_back({name, buffer.scalar_type(), buffer.sizes().vec()});
     writer.emplace(path, std::move(specs));
   });
-  agree(core, problem);
-  for (size_t i = 0; i < core.model.parameters.size(); ++i) {
-    const auto tensor = core.whole(i, 0);
-    attempt([&] { writer->write(core.model.parameters[i].name, tensor); });
+  // Rank 0 must take part in all gathers, so the first error waits until they are done.
+  std::exception_ptr failure;
+  for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
+    const auto tensor = sharded.whole(i, 0);
+    try {
+      if (writes && !failure) writer->write(sharded.model.parameters[i].name, tensor);
+    } catch (...) {
+      failure = std::current_exception();
+    }
   }
-  attempt([&] {
-    for (const auto& [name, buffer] : buffers(core)) writer->write(name, buffer.detach());
+  check_on_all_ranks(sharded, kCall, [&] {
+    if (failure) std::rethrow_exception(failure);
+    if (!writes) return;
+    for (const auto& [name, buffer] : buffers(sharded)) writer->write(name, buffer.detach());
     writer->commit();
   });
-  agree(core, problem);
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const State& state) {
-  auto& core = core_->core();
-  core.require_idle("load_state_dict");
+  auto& sharded = *sharded_;
+  sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
   std::map<std::string, std::vector<int64_t>> given;
   std::map<std::string, at::Tensor> by_name;
@@ -153,32 +154,31 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
     given[name] = tensor.sizes().vec();
     by_name[name] = tensor;
   }
-  agree(core, mismatch(core, given));
-  core.residency->release_all();
-  for (size_t i = 0; i < core.model.parameters.size(); ++i)
-    core.take_shard(i, by_name[core.model.parameters[i].name]);
-  for (auto& [name, buffer] : buffers(core)) buffer.copy_(by_name[name]);
+  check_on_all_ranks(sharded, "load_state_dict", [&] { check_fits(sharded, given); });
+  sharded.residency->release_all();
+  for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
+    sharded.take_shard(i, by_name[sharded.model.parameters[i].name]);
+  for (auto& [name, buffer] : buffers(sharded)) buffer.copy_(by_name[name]);
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
-  auto& core = core_->core();
-  core.require_idle("load_state_dict");
+  auto& sharded = *sharded_;
+  sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
+  constexpr const char* kCall = "load_state_dict";
   std::optional<SafetensorsFile> file;
-  std::string problem;
-  try {
+  check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
     std::map<std::string, std::vector<int64_t>> given;
     for (const auto& entry : file->entries()) given[entry.name] = entry.shape;
-    problem = mismatch(core, given);
-  } catch (const std::exception& error) {
-    problem = fmt::format("{}: load_state_dict: {}", core.prefix(), error.what());
-  }
-  agree(core, problem);
-  core.residency->release_all();
-  for (size_t i = 0; i < core.model.parameters.size(); ++i)
-    core.take_shard(i, file->load(core.model.parameters[i].name));
-  for (auto& [name, buffer] : buffers(core)) buffer.copy_(file->load(name));
+    check_fits(sharded, given);
+  });
+  sharded.residency->release_all();
+  check_on_all_ranks(sharded, kCall, [&] {
+    for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
+      sharded.take_shard(i, file->load(sharded.model.parameters[i].name));
+    for (auto& [name, buffer] : buffers(sharded)) buffer.copy_(file->load(name));
+  });
 }
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "fsdp/paging/slots.h"
+#include "fsdp/paging/slot_pool.h"
 
 #include <algorithm>
 
@@ -8,8 +8,8 @@ namespace tessera::fsdp {
 
 at::Tensor SlotPool::take(int64_t numel) {
   if (free_.empty()) {
-    const c10::InferenceMode off(
-        false);  // a slot made under the caller's could not be written in training
+    // A tensor made under the caller's InferenceMode could not be written in training.
+    const c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
     const bool shared = group_.backend_name() == "shm" && options_.device().is_cpu();
     free_.push_back(shared ? group_.allocate(capacity_, options_)

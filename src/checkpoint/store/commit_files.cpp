@@ -1,4 +1,4 @@
-#include "checkpoint/store/committing.h"
+#include "checkpoint/store/commit_files.h"
 
 #include <cerrno>
 #include <map>
@@ -13,13 +13,13 @@
 
 namespace tessera::store {
 
-// [Note: committing] Each rank syncs its own files and tells rank 0 their sizes and digests. Rank 0
-// alone writes the manifest, and then renames the folder: whatever happens before, there is no
-// checkpoint; whatever happens after, there is one.
+// [Note: committing] Each rank syncs its own files and sends their sizes and digests to rank 0.
+// Only rank 0 writes the manifest and then renames the folder. After a failure before the rename
+// there is no checkpoint; after a failure behind it the checkpoint is complete.
 
 namespace {
 
-/// What all ranks wrote, under different names.
+/// The records of all ranks. Throws UsageError if two ranks wrote files of the same name.
 std::vector<FileRecord> gathered(const std::string& folder, const std::vector<std::string>& ranks) {
   std::vector<FileRecord> files;
   std::map<std::string, int> writers;
@@ -37,7 +37,7 @@ std::vector<FileRecord> gathered(const std::string& folder, const std::vector<st
   return files;
 }
 
-/// Each is there, of the size that its writer says.
+/// Checks that each file exists with the size that its writer reported.
 void check_files(const std::string& folder, const std::vector<FileRecord>& files) {
   for (const auto& file : files) {
     const uint64_t size = size_seen(folder + "/" + file.name);
@@ -68,7 +68,8 @@ uint64_t size_seen(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) {
     throw Error(fmt::format(
-        "checkpoint: {}: made by another rank, not seen by this one: {}; all ranks need one folder",
+        "checkpoint: {}: another rank made it, but this rank cannot see it: {}; all ranks must use "
+        "the same folder",
         path, errno_text(errno)));
   }
   return static_cast<uint64_t>(status.st_size);

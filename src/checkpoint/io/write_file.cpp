@@ -1,4 +1,4 @@
-#include "tessera/detail/files.h"
+#include "tessera/detail/write_file.h"
 
 #include "checkpoint/io/atomic_file.h"
 

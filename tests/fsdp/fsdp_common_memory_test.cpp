@@ -1,4 +1,5 @@
-// Ranks of one host have one memory for their shards: see [Note: shards in common] in residency.h.
+// Ranks of one host keep their shards in common memory: see [Note: shards in common memory] in
+// residency.h.
 
 #include <chrono>
 #include <thread>
@@ -17,7 +18,7 @@ using namespace tessera::testing;
 
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }
 
-/// Uses its weight twice, a rank may wait between the two: in forward, and again in backward.
+/// Uses its weight twice in forward and in backward. A rank can wait between the two uses.
 struct SlowImpl : torch::nn::Module {
   SlowImpl() { weight = register_parameter("weight", at::ones({64})); }
 
@@ -39,7 +40,7 @@ TORCH_MODULE(Slow);
 
 class FsdpCommon : public ::testing::TestWithParam<int> {};
 
-TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsForward) {
+TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatAForwardStillReads) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Slow net;
     net->slow = rank == 1;
@@ -54,7 +55,7 @@ TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsForward) {
   });
 }
 
-TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsBackward) {
+TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatABackwardStillReads) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Slow net;
     net->slow = rank == 1;
@@ -70,7 +71,7 @@ TEST_P(FsdpCommon, WhoWritesDoesNotDisturbWhoStillRunsBackward) {
   });
 }
 
-TEST_P(FsdpCommon, AGatherMovesNothing) {
+TEST_P(FsdpCommon, AGatherCopiesNothing) {
   for (const auto backend : {Backend::Auto, Backend::Gloo}) {
     ProcessGroupOptions options;
     options.backend = backend;
@@ -93,7 +94,7 @@ TEST_P(FsdpCommon, AGatherMovesNothing) {
   }
 }
 
-TEST_P(FsdpCommon, AForwardThatThrowsOnAllRanksHoldsNobody) {
+TEST_P(FsdpCommon, AForwardThatThrowsOnAllRanksDoesNotBlock) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Chain net(2);
     FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_leaves()});

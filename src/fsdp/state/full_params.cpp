@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "fsdp/paging/detection.h"
 #include "fsdp/sharded_module.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
@@ -27,12 +28,12 @@ std::vector<size_t> ShardedModule::units_under(const std::string& path) const {
   return result;
 }
 
-/// Whole parameters of the shards' dtype, in memory of their own: outside the pages, so without
-/// detection.
+// Whole parameters have the shards' dtype and memory of their own. They are not in pages, so their
+// use is not detected.
 void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
   require_idle("summon_full_params");
   at::NoGradGuard no_grad;
-  const NoDetection unseen;
+  const NoDetection no_detection;
   residency->release_all();
   whole_.resize(model.flats.size());
   for (const auto u : units) {
@@ -58,7 +59,7 @@ void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
 
 void ShardedModule::dismiss(const std::vector<size_t>& units, bool writeback) {
   at::NoGradGuard no_grad;
-  const NoDetection unseen;
+  const NoDetection no_detection;
   std::string problem;
   for (const auto u : units) {
     summoned.erase(u);
@@ -89,30 +90,30 @@ void ShardedModule::dismiss(const std::vector<size_t>& units, bool writeback) {
     }
   }
   if (options.mixed_precision.param_dtype)
-    watch();  // set_data to another dtype gave the parameters new accumulators
+    watch();  // set_data() with another dtype gives a parameter a new gradient accumulator
   if (!problem.empty()) throw UsageError(problem);
 }
 
 }  // namespace fsdp
 
-FullParams::FullParams(std::shared_ptr<fsdp::ShardedModule> core, const std::string& prefix,
+FullParams::FullParams(std::shared_ptr<fsdp::ShardedModule> sharded, const std::string& prefix,
                        bool writeback, bool rank0_only)
-    : core_(std::move(core)),
-      units_(core_->units_under(prefix)),
+    : sharded_(std::move(sharded)),
+      units_(sharded_->units_under(prefix)),
       writeback_(writeback),
       exceptions_(std::uncaught_exceptions()) {
   if (rank0_only && writeback) {
-    throw UsageError(core_->prefix() +
+    throw UsageError(sharded_->prefix() +
                      ": summon_full_params: rank0_only needs writeback to be false: one rank's "
                      "values cannot become all ranks' shards");
   }
-  core_->summon(units_, !rank0_only || core_->model.world.rank() == 0);
+  sharded_->summon(units_, !rank0_only || sharded_->model.world.rank() == 0);
 }
 
 FullParams::~FullParams() noexcept(false) {
   const bool unwinding = std::uncaught_exceptions() > exceptions_;
   try {
-    core_->dismiss(units_, writeback_ && !unwinding);
+    sharded_->dismiss(units_, writeback_ && !unwinding);
   } catch (const Error&) {
     if (!unwinding) throw;
   }

@@ -11,7 +11,7 @@ struct CheckpointStore::Impl {
   std::string folder;
   ProcessGroup group;
   CheckpointStoreOptions options;
-  store::FolderLock lock;  // rank 0 alone
+  store::FolderLock lock;  // held by rank 0 only
 };
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "fsdp/paging/slots.h"
+#include "fsdp/paging/slot_pool.h"
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ namespace {
 using namespace tessera;
 using namespace tessera::testing;
 
-/// Whole pages of `tensor` that are in memory.
+/// Number of whole pages of `tensor` that are in memory.
 int64_t resident_pages(const at::Tensor& tensor) {
   const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto begin = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + page - 1) / page * page;
@@ -24,7 +24,7 @@ int64_t resident_pages(const at::Tensor& tensor) {
   return std::count_if(flags.begin(), flags.end(), [](unsigned char flag) { return flag & 1; });
 }
 
-TEST(FsdpSlots, GiveTheirPagesBackWhenAsked) {
+TEST(SlotPool, ReturnsThePagesOfASlotOnRequest) {
   constexpr int64_t kNumel = 1 << 18;
   for (int world = 1; world <= 3; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {

@@ -1,3 +1,5 @@
+#include "fsdp/sharded_model.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -7,9 +9,7 @@
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
-#include "fsdp/sharded_module.h"
-#include "fsdp/units.h"
-#include "memory/heap.h"
+#include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
 
@@ -28,12 +28,12 @@ int shard_group_size(const FullyShardedDataParallelOptions& options, const Proce
   if (size < 1 || world.size() % size != 0) {
     throw UsageError(fmt::format(
         "{}: rank {}: option shard_group_size is {}; expected a divisor of the world size {}",
-        ShardedModule::kName, world.rank(), size, world.size()));
+        kName, world.rank(), size, world.size()));
   }
   return size;
 }
 
-/// Of each parameter, what the model computes with it in.
+/// The dtype in which the model computes with each parameter.
 std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module,
                                            const std::vector<sharding::NamedTensor>& parameters,
                                            const MixedPrecision& mixed) {
@@ -57,8 +57,8 @@ std::vector<at::ScalarType> compute_dtypes(torch::nn::Module& module,
   return result;
 }
 
-/// One flat for each dtype (its own and that of computing), device and trainability in a unit;
-/// trainable ones first.
+/// Groups the members of a unit into flat parameters: one for each combination of own dtype,
+/// compute dtype, device and trainability; trainable ones first.
 std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor>& parameters,
                                          const std::vector<at::ScalarType>& compute,
                                          const std::vector<size_t>& members) {
@@ -76,9 +76,10 @@ std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor
   return result;
 }
 
-/// `members` in the order of the ranks that hold them, each at its place in the buffer.
-sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, Partition partition,
-                      std::vector<int64_t>& load) {
+/// The layout of a flat parameter. Sorts `members` into its order: by owner rank if parameters stay
+/// whole. `load`: elements that each rank holds already.
+sharding::Layout make_layout(const ShardedModel& model, std::vector<size_t>& members,
+                             Partition partition, std::vector<int64_t>& load) {
   const auto numel = [&](size_t parameter) { return model.parameters[parameter].tensor.numel(); };
   const int ranks = model.shard_group.size();
   std::vector<int64_t> sizes;
@@ -100,7 +101,6 @@ sharding::Layout deal(const ShardedModel& model, std::vector<size_t>& members, P
   return sharding::Layout::owned(std::move(sizes), owners_in_order, ranks);
 }
 
-/// `load`: elements that each rank holds already, where parameters stay whole.
 FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit,
                         at::ScalarType compute, const FullyShardedDataParallelOptions& options,
                         std::vector<int64_t>& load) {
@@ -115,7 +115,7 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t
   flat.idle.dtype = flat.dtype;
   flat.reduce =
       floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
-  flat.layout = deal(model, members, options.partition, load);
+  flat.layout = make_layout(model, members, options.partition, load);
   flat.members = std::move(members);
   const bool offload = options.cpu_offload && !flat.device.is_cpu();
   flat.permanent = model.shard_group.size() == 1 && flat.compute.dtype == flat.dtype && !offload;
@@ -139,18 +139,18 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t
                                to - from,
                                from - begin,
                                {}};
-    const auto run = sharding::window(flat.own_segment, shard.at, shard.numel);
-    run.copy_(sharding::in_memory_order(tensor).narrow(0, shard.begin, shard.numel));
+    const auto own = sharding::window(flat.own_segment, shard.at, shard.numel);
+    own.copy_(sharding::in_memory_order(tensor).narrow(0, shard.begin, shard.numel));
     const bool whole = keeps_whole && shard.numel == tensor.numel();
-    shard.tensor = whole ? sharding::window(flat.own_segment, shard.at, tensor) : run;
+    shard.tensor = whole ? sharding::window(flat.own_segment, shard.at, tensor) : own;
     shard.tensor.set_requires_grad(tensor.requires_grad());
     flat.shards.push_back(std::move(shard));
   }
   return flat;
 }
 
-/// A view of a parameter that something keeps would go on seeing the memory that the parameter
-/// leaves.
+/// Warns of views of parameters that something keeps: they still refer to the parameter's old
+/// memory.
 void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int rank) {
   const auto storage_of = [](const at::Tensor& tensor) {
     return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -163,15 +163,15 @@ void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int ran
       continue;
     spdlog::warn(
         "tessera: {}: something else shares the memory of parameter {}: a view that the model made "
-        "in its constructor (weight.t(), chunk), or a graph or "
-        "tensor that you keep. It keeps the values of now; a model must make such views in forward",
-        ShardedModule::kName, name);
+        "in its constructor (weight.t(), chunk), or a graph or tensor that your program keeps. It "
+        "will keep the present values; a model must make such views in forward",
+        kName, name);
   }
 }
 
 std::string option_text(const FullyShardedDataParallelOptions& options) {
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
-    return dtype ? c10::toString(*dtype) : "as it is";
+    return dtype ? c10::toString(*dtype) : "unchanged";
   };
   return fmt::format(
       "options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} "
@@ -186,13 +186,13 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {
   if (options.resident_bytes < 0) {
     throw UsageError(fmt::format("{}: rank {}: option resident_bytes is {}; expected 0 or more",
-                                 ShardedModule::kName, rank, options.resident_bytes));
+                                 kName, rank, options.resident_bytes));
   }
   const auto check = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
     if (dtype && !at::isFloatingType(*dtype)) {
       throw UsageError(fmt::format(
-          "{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype",
-          ShardedModule::kName, rank, name, c10::toString(*dtype)));
+          "{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype", kName,
+          rank, name, c10::toString(*dtype)));
     }
   };
   check("param_dtype", options.mixed_precision.param_dtype);
@@ -200,38 +200,9 @@ void check_options(const FullyShardedDataParallelOptions& options, int rank) {
   check("buffer_dtype", options.mixed_precision.buffer_dtype);
 }
 
-}  // namespace
-
-ShardedModel ShardedModule::build(torch::nn::Module& module, ProcessGroup group,
-                                  const FullyShardedDataParallelOptions& options) {
-  at::NoGradGuard no_grad;
-  check_options(options, group.rank());
-  auto plan =
-      plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
-  sharding::check_parameters(kName, plan.parameters, 0, group.rank());
-  warn_of_views(plan.parameters, group.rank());
-  auto contract = sharding::signatures(plan.parameters);
-  for (const auto& unit : plan.units)
-    contract.push_back(
-        fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
-  contract.push_back(option_text(options));
-  group.check_contract(kName, contract);
-  if (options.sync_module_states) {
-    std::vector<at::Tensor> tensors;
-    for (const auto& parameter : plan.parameters) tensors.push_back(parameter.tensor);
-    for (const auto& buffer : module.buffers()) {
-      if (buffer.defined()) tensors.push_back(buffer);
-    }
-    group.broadcast(tensors, 0);
-  }
-  ShardedModel model;
-  for (const auto& buffer : module.buffers()) {
-    if (buffer.defined() && buffer.is_floating_point())
-      model.buffers.push_back({buffer, buffer.scalar_type()});
-  }
-  convert_buffers(model, options.mixed_precision.buffer_dtype);
-  model.parameters = std::move(plan.parameters);
-  model.world = group;
+/// Makes the shard groups, and the groups of ranks at the same position of each shard group.
+void split_world(ShardedModel& model, ProcessGroup group,
+                 const FullyShardedDataParallelOptions& options) {
   const int size = shard_group_size(options, group);
   model.shard_group = size == 1              ? ProcessGroup()
                       : size == group.size() ? group
@@ -239,10 +210,16 @@ ShardedModel ShardedModule::build(torch::nn::Module& module, ProcessGroup group,
   model.replicas = size == group.size() ? ProcessGroup()
                    : size == 1          ? group
                                         : *group.split(group.rank() % size);
+  model.world = std::move(group);
+}
+
+void add_units(ShardedModel& model, torch::nn::Module& module,
+               const std::vector<PlannedUnit>& planned_units,
+               const FullyShardedDataParallelOptions& options) {
   model.places.resize(model.parameters.size());
   const auto compute = compute_dtypes(module, model.parameters, options.mixed_precision);
   std::vector<int64_t> load(model.shard_group.size(), 0);
-  for (auto& planned : plan.units) {
+  for (const auto& planned : planned_units) {
     Unit unit;
     unit.name = planned.name;
     unit.parent = planned.parent;
@@ -258,6 +235,49 @@ ShardedModel ShardedModule::build(torch::nn::Module& module, ProcessGroup group,
     }
     model.units.push_back(std::move(unit));
   }
+}
+
+/// Every rank must have the same parameters, units and options.
+void check_contract(const UnitPlan& plan, ProcessGroup& group,
+                    const FullyShardedDataParallelOptions& options) {
+  auto contract = sharding::signatures(plan.parameters);
+  for (const auto& unit : plan.units)
+    contract.push_back(
+        fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
+  contract.push_back(option_text(options));
+  group.check_contract(kName, contract);
+}
+
+void copy_from_rank0(torch::nn::Module& module, const UnitPlan& plan, ProcessGroup& group) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : plan.parameters) tensors.push_back(parameter.tensor);
+  for (const auto& buffer : module.buffers()) {
+    if (buffer.defined()) tensors.push_back(buffer);
+  }
+  group.broadcast(tensors, 0);
+}
+
+}  // namespace
+
+ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
+                                 const FullyShardedDataParallelOptions& options) {
+  at::NoGradGuard no_grad;
+  check_options(options, group.rank());
+  auto plan =
+      plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
+  sharding::check_parameters(kName, plan.parameters, 0, group.rank());
+  warn_of_views(plan.parameters, group.rank());
+  check_contract(plan, group, options);
+  if (options.sync_module_states) copy_from_rank0(module, plan, group);
+  ShardedModel model;
+  for (const auto& buffer : module.buffers()) {
+    if (buffer.defined() && buffer.is_floating_point())
+      model.buffers.push_back({buffer, buffer.scalar_type()});
+  }
+  convert_buffers(model, options.mixed_precision.buffer_dtype);
+  model.parameters = std::move(plan.parameters);
+  split_world(model, std::move(group), options);
+  add_units(model, module, plan.units, options);
   model.measure();
   return model;
 }
@@ -267,90 +287,6 @@ void ShardedModel::measure() {
   for (const auto& flat : flats) {
     if (!flat.permanent) units[flat.unit].gathered_bytes += flat.gathered_bytes();
   }
-}
-
-/// Of slots for `flat`, which all units of its dtype and device share; the root has its own.
-SlotPool* ShardedModule::pool(const FlatParameter& flat,
-                              at::TensorOptions (FlatParameter::*options_of)() const,
-                              bool for_gradients) {
-  const auto slot_options = (flat.*options_of)();
-  const bool root = model.units[flat.unit].root;
-  int64_t capacity = flat.layout.numel();
-  for (const auto& other : model.flats) {
-    const bool shares = !root && !model.units[other.unit].root && other.device == flat.device &&
-                        (other.*options_of)().dtype() == slot_options.dtype();
-    if (shares) capacity = std::max(capacity, other.layout.numel());
-  }
-  const PoolKey key{c10::typeMetaToScalarType(slot_options.dtype()), slot_options.device(), root,
-                    for_gradients};
-  for (size_t i = 0; i < pool_keys_.size(); ++i) {
-    if (!root && pool_keys_[i] == key) return pools_[i].get();
-  }
-  pool_keys_.push_back(key);
-  pools_.push_back(std::make_unique<SlotPool>(model.shard_group, capacity, slot_options));
-  return pools_.back().get();
-}
-
-/// From here on the module's parameters have no memory of their own.
-void ShardedModule::make_pages() {
-  at::NoGradGuard no_grad;
-  for (const auto& parameter : model.parameters) {
-    shapes_.push_back(at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(),
-                                        at::TensorOptions().device(at::kMeta)));
-  }
-  for (size_t f = 0; f < model.flats.size(); ++f) {
-    auto& flat = model.flats[f];
-    make_page(f);
-    // The root's parameters are often given back before its gradients need room: see
-    // Gradients::Pending::defer_until_complete.
-    if (model.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype)
-      flat.gradient_slots = flat.compute.slots;
-    else if (flat.trainable)
-      flat.gradient_slots = pool(flat, &FlatParameter::gradient_options, true);
-    restore(flat);
-  }
-  // Of the module as it was: autograd would add to them, and nothing clears them but the module.
-  for (auto& parameter : model.parameters) parameter.tensor.mutable_grad() = at::Tensor();
-  memory::return_freed_memory();
-}
-
-void ShardedModule::make_page(size_t f) {
-  auto& flat = model.flats[f];
-  if (flat.permanent) return;
-  if (!flat.common.defined()) flat.compute.slots = pool(flat, &FlatParameter::page_options, false);
-  flat.compute.page = std::make_unique<Page>(
-      residency.get(), f, flat.layout.numel(), flat.page_options(), detection,
-      "a parameter of unit " + display_name(model.units[flat.unit]));
-}
-
-void ShardedModule::restore(const FlatParameter& flat) {
-  const NoDetection unseen;
-  for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
-}
-
-void ShardedModule::restore(const FlatParameter& flat, size_t m) {
-  auto& parameter = model.parameters[flat.members[m]].tensor;
-  const auto& like = shapes_[flat.members[m]];
-  parameter.set_data(sharding::window(flat.permanent ? flat.own_segment : flat.compute.page->flat(),
-                                      flat.layout.offset(m), like));
-}
-
-std::vector<FsdpUnit> ShardedModule::units() const {
-  std::vector<FsdpUnit> result;
-  for (const auto& unit : model.units) {
-    FsdpUnit line;
-    line.name = unit.name;
-    line.gathered_bytes = 0;
-    for (const auto f : unit.flats) {
-      const auto& flat = model.flats[f];
-      line.numel += flat.layout.numel();
-      line.sharded_bytes += static_cast<int64_t>(flat.own_segment.nbytes());
-      line.gathered_bytes += flat.gathered_bytes();
-      for (const auto i : flat.members) line.parameters.push_back(model.parameters[i].name);
-    }
-    result.push_back(std::move(line));
-  }
-  return result;
 }
 
 }  // namespace tessera::fsdp

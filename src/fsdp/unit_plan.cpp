@@ -1,4 +1,4 @@
-#include "fsdp/units.h"
+#include "fsdp/unit_plan.h"
 
 #include <algorithm>
 #include <map>
@@ -17,7 +17,7 @@ constexpr size_t kRoot = 0;
 
 struct Node {
   std::string name;
-  size_t parent = kRoot;  // of the unit tree
+  size_t parent = kRoot;  // in the tree of units
 };
 
 class Planner {
@@ -36,7 +36,7 @@ class Planner {
     result.parameters = std::move(parameters_);
     std::vector<std::vector<size_t>> members(nodes_.size());
     for (size_t i = 0; i < owner_.size(); ++i) members[owner_[i]].push_back(i);
-    std::vector<size_t> unit_of(nodes_.size(), 0);  // nodes come before what is in them
+    std::vector<size_t> unit_of(nodes_.size(), 0);  // a node comes before its children
     for (size_t n = 0; n < nodes_.size(); ++n) {
       unit_of[n] = unit_of[nodes_[n].parent];
       if (n != kRoot && members[n].empty()) continue;
@@ -54,8 +54,8 @@ class Planner {
 
   bool ignored(const std::string& path) const { return ignored_modules_.count(path) > 0; }
 
-  /// Children before parents: which modules the policy takes. Returns elements that are in no unit
-  /// yet, each tensor counted once.
+  /// Finds the modules that the policy chooses, children before parents. Returns the parameters
+  /// that are in no unit yet.
   std::set<const void*> find(torch::nn::Module& module, const std::string& path) {
     std::set<const void*> open;
     if (!visited_.insert(&module).second || (!path.empty() && ignored(path))) return open;
@@ -78,8 +78,8 @@ class Planner {
     return open;
   }
 
-  /// Parents first: every parameter to the unit of the module that holds it; where several do, to
-  /// what these have in common.
+  /// Assigns every parameter to the unit of its module, parents before children. A parameter of
+  /// several modules goes to the nearest unit that contains all of them.
   void assign(torch::nn::Module& module, const std::string& path, size_t node) {
     if (!path.empty() && ignored(path)) return;
     const bool first = assigned_.emplace(&module, node).second;
@@ -129,7 +129,7 @@ void require_known(const char* option, const std::vector<std::string>& given,
   for (const auto& name : given) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     throw UsageError(fmt::format(
-        "FullyShardedDataParallel: option {} names {}, which the module does not have{}", option,
+        "FullyShardedDataParallel: option {} contains {}, which the module does not have{}", option,
         name, did_you_mean(name, known)));
   }
 }

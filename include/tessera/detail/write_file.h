@@ -1,0 +1,16 @@
+#pragma once
+
+#include <string>
+
+namespace tessera {
+
+/// Writes a whole text file. The text goes to a temporary file in the same folder, which is synced
+/// and renamed to `path`; then the folder is synced. After any failure `path` is either the old
+/// file or the complete new one. UsageError if the folder is missing or `path` is not a regular
+/// file; Error if the system reports a failure. Both texts contain path and reason. Local.
+void write_file(const std::string& path, const std::string& text);
+
+/// Makes the same checks but writes nothing. Local.
+void check_writable(const std::string& path);
+
+}  // namespace tessera

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "fsdp/paging/use_order.h"
+
+// [Note: ranks without data] In a join, while some ranks have no data, the first rank with data is
+// the join leader: before each action that needs all ranks, it broadcasts a JoinEvent to the ranks
+// without data. They take the same action with gradients of zero. So they follow any path through
+// the model, also one that they have never run, and end with the same record of use and the same
+// gathered units as all other ranks. Events describe the causes of decisions, not their results:
+// every rank decides by itself what to release and prefetch, with the same result.
+
+namespace tessera::fsdp {
+
+struct ForwardBegins {
+  bool full_precision = false;
+  bool operator==(const ForwardBegins&) const = default;
+};
+struct ForwardEnds {
+  bool operator==(const ForwardEnds&) const = default;
+};
+/// An operator uses `units`.
+struct UnitsUsed {
+  Phase phase = Phase::forward;
+  std::vector<size_t> units;
+  bool operator==(const UnitsUsed&) const = default;
+};
+/// The first gradient of a flat parameter has arrived. `sync`: false under no_sync().
+struct FirstGradient {
+  bool sync = true;
+  size_t flat = 0;
+  bool operator==(const FirstGradient&) const = default;
+};
+/// The gradients of a flat parameter are reduced. `used`: for each member, whether it has a
+/// gradient.
+struct GradientsReduced {
+  size_t flat = 0;
+  std::vector<char> used;
+  bool operator==(const GradientsReduced&) const = default;
+};
+struct BackwardEnds {
+  bool sync = true;
+  bool operator==(const BackwardEnds&) const = default;
+};
+
+using JoinEvent = std::variant<ForwardBegins, ForwardEnds, UnitsUsed, FirstGradient,
+                               GradientsReduced, BackwardEnds>;
+
+/// Serializes an event for a broadcast within one job: native integers.
+std::string to_bytes(const JoinEvent& event);
+JoinEvent event_from_bytes(std::string_view bytes);
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,62 @@
+#include "fsdp/sharded_module.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+namespace {
+
+template <class... Functions>
+struct Overloaded : Functions... {
+  using Functions::operator()...;
+};
+template <class... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;
+
+}  // namespace
+
+void ShardedModule::shadow_backward() {
+  require_idle("shadow_backward");
+  const bool sync = gradients->sync();
+  const JoinLeader::Follow follow(join_leader);
+  at::NoGradGuard no_grad;
+  bool over = false;
+  const Overloaded act{
+      [&](const ForwardBegins& event) {
+        set_full_precision(event.full_precision);
+        residency->shadow_begin_forward();
+      },
+      [&](const ForwardEnds&) { residency->shadow_end_forward(); },
+      [&](const UnitsUsed& event) { residency->shadow_use(event); },
+      [&](const FirstGradient& event) {
+        gradients->set_sync(event.sync);
+        gradients->shadow_gradient(event.flat);
+      },
+      [&](const GradientsReduced& event) { gradients->shadow_reduce(event); },
+      [&](const BackwardEnds& event) {
+        over = event.sync;  // backward passes under no_sync() come before the one that reduces
+        gradients->set_sync(event.sync);
+        end_backward();
+      }};
+  while (!over) std::visit(act, join_leader.receive_event());
+  gradients->set_sync(sync);
+}
+
+void ShardedModule::shadow_step() {
+  if (!step_of_shadow) {
+    throw UsageError(prefix() +
+                     ": join: some rank has no data, and no function was given that runs the "
+                     "optimizer step on such a rank, which updates its shards of the parameters; "
+                     "expected set_shadow_step([&] { optimizer.zero_grad(); "
+                     "fsdp.shadow_backward(); optimizer.step(); }) before join()");
+  }
+  step_of_shadow();
+}
+
+void ShardedModule::finish_join(int last_active_rank) {
+  // Every rank has updated its own shards in each step, but buffers changed only where there was
+  // data.
+  const auto buffers = module.buffers();
+  if (!buffers.empty()) model.world.broadcast(buffers, last_active_rank);
+}
+
+}  // namespace tessera::fsdp

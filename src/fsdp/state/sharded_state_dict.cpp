@@ -1,0 +1,146 @@
+#include <limits>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/store/run_folder.h"
+#include "fsdp/state/state_dict_checks.h"
+#include "sharding/bucket.h"
+#include "tessera/checkpoint_store.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+using namespace fsdp;
+using nlohmann::json;
+
+namespace {
+
+constexpr int64_t kStep = 0;
+constexpr const char* kSliceSet = "model";
+constexpr const char* kValue = "value";  // name of the tensor in a slice
+constexpr const char* kBufferFile = "buffers.safetensors";
+constexpr const char* kLayoutFile = "model.json";
+
+// [Note: sharded checkpoint] The checkpoint has a slice set with the shards, a safetensors file
+// with the buffers, and model.json with shape and strides of each parameter. Slices are in memory
+// order, so the strides are needed to load them into a module that stores a parameter in another
+// order. The folder is that of a checkpoint store with the single step 0.
+
+std::vector<StateSlice> shards_as_slices(const ShardedModule& sharded) {
+  std::vector<StateSlice> slices;
+  for (const auto* shard : sharded.shards()) {
+    const auto& [name, parameter] = sharded.model.parameters[shard->parameter];
+    if (shard->numel == 0) continue;
+    StateSlice slice{{name, parameter.sizes().vec(), shard->begin, shard->numel}, {}};
+    slice.state.tensors[kValue] = sharding::in_memory_order(shard->tensor.detach());
+    slices.push_back(std::move(slice));
+  }
+  return slices;
+}
+
+std::string layout_text(const ShardedModule& sharded) {
+  json layout = json::object();
+  for (const auto& [name, parameter] : sharded.model.parameters) {
+    layout[name] = {{"shape", parameter.sizes().vec()}, {"strides", parameter.strides().vec()}};
+  }
+  return json{{"parameters", layout}}.dump(1);
+}
+
+/// Everything that this rank needs from a sharded checkpoint.
+class LoadedShards {
+ public:
+  LoadedShards(const ShardedModule& sharded, const Checkpoint& checkpoint) {
+    const json layout = json::parse(checkpoint.text(kLayoutFile)).at("parameters");
+    check_names(sharded, checkpoint, layout);
+    std::vector<ElementRange> ranges;
+    for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
+      const auto& [name, parameter] = sharded.model.parameters[i];
+      const auto& shard = sharded.model.shard_of(i);
+      if (shard.numel == 0) continue;
+      const auto strides = layout.at(name).at("strides").get<std::vector<int64_t>>();
+      const bool same_order = strides == parameter.strides().vec();
+      if (same_order) ranges.push_back({name, parameter.sizes().vec(), shard.begin, shard.numel});
+      else ranges.push_back({name, parameter.sizes().vec(), 0, parameter.numel()});
+      parameters_.push_back({i, same_order, strides, {}});
+    }
+    const auto slices = checkpoint.load_slices(ranges, kSliceSet);
+    for (size_t r = 0; r < slices.size(); ++r) {
+      const auto value = slices[r].state.tensors.find(kValue);
+      if (value == slices[r].state.tensors.end())
+        throw UsageError(checkpoint.path() + ": no rank saved parameter " + ranges[r].parameter);
+      parameters_[r].value = value->second;
+    }
+    for (const auto& [name, buffer] : buffers(sharded))
+      buffers_.emplace_back(buffer, checkpoint.load_tensor(kBufferFile, name));
+  }
+
+  void copy_to(ShardedModule& sharded) const {
+    for (const auto& [index, same_order, strides, value] : parameters_) {
+      if (same_order) {
+        sharding::in_memory_order(sharded.model.shard_of(index).tensor.detach()).copy_(value);
+      } else {
+        const auto sizes = sharded.model.parameters[index].tensor.sizes();
+        sharded.take_shard(index, value.as_strided(sizes, strides));
+      }
+    }
+    for (const auto& [buffer, value] : buffers_) at::Tensor(buffer).copy_(value);
+  }
+
+ private:
+  struct Parameter {
+    size_t index;
+    bool same_order;  // `value` is this rank's shard; otherwise the whole parameter
+    std::vector<int64_t> strides;
+    at::Tensor value;
+  };
+
+  static void check_names(const ShardedModule& sharded, const Checkpoint& checkpoint,
+                          const json& layout) {
+    std::map<std::string, std::vector<int64_t>> given;
+    for (const auto& item : layout.items())
+      given[item.key()] = item.value().at("shape").get<std::vector<int64_t>>();
+    if (checkpoint.contains(kBufferFile)) {
+      for (const auto& entry : checkpoint.tensors(kBufferFile).entries())
+        given[entry.name] = entry.shape;
+    }
+    check_fits(sharded, given);
+  }
+
+  std::vector<Parameter> parameters_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+};
+
+}  // namespace
+
+void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& folder) {
+  auto& sharded = *sharded_;
+  sharded.require_idle("save_sharded_state_dict");
+  CheckpointStoreOptions keep_all;
+  keep_all.keep_last = std::numeric_limits<int>::max();
+  const CheckpointStore store(folder, sharded.model.world, keep_all);
+  CheckpointWriter writer(store, kStep);
+  if (first_replica()) writer.add_slices(shards_as_slices(sharded), kSliceSet);
+  if (sharded.model.world.rank() == 0) {
+    const auto named_buffers = buffers(sharded);
+    if (!named_buffers.empty()) writer.add_tensors(kBufferFile, named_buffers);
+    writer.add_text(kLayoutFile, layout_text(sharded));
+  }
+  writer.commit();
+}
+
+void FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& folder) {
+  auto& sharded = *sharded_;
+  sharded.require_idle("load_sharded_state_dict");
+  at::NoGradGuard no_grad;
+  constexpr const char* kCall = "load_sharded_state_dict";
+  std::optional<Checkpoint> checkpoint;
+  check_on_all_ranks(sharded, kCall,
+                     [&] { checkpoint.emplace(folder + "/" + store::step_name(kStep)); });
+  checkpoint->verify(sharded.model.world);
+  std::optional<LoadedShards> loaded;
+  check_on_all_ranks(sharded, kCall, [&] { loaded.emplace(sharded, *checkpoint); });
+  sharded.residency->release_all();
+  loaded->copy_to(sharded);
+}
+
+}  // namespace tessera

@@ -1,0 +1,58 @@
+#include "fsdp/state/state_dict_checks.h"
+
+#include <fmt/format.h>
+
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+
+namespace tessera::fsdp {
+
+std::string shape_text(at::IntArrayRef sizes) {
+  std::string text = "[";
+  for (const auto size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+std::vector<std::pair<std::string, at::Tensor>> buffers(const ShardedModule& sharded) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const auto& item : sharded.module.named_buffers()) {
+    if (item.value().defined()) result.emplace_back(item.key(), item.value());
+  }
+  return result;
+}
+
+void check_fits(const ShardedModule& sharded,
+                const std::map<std::string, std::vector<int64_t>>& given) {
+  std::map<std::string, std::vector<int64_t>> expected;
+  for (const auto& parameter : sharded.model.parameters)
+    expected[parameter.name] = parameter.tensor.sizes().vec();
+  for (const auto& [name, buffer] : buffers(sharded)) expected[name] = buffer.sizes().vec();
+  std::vector<std::string> names;
+  for (const auto& [name, sizes] : expected) names.push_back(name);
+  for (const auto& [name, sizes] : expected) {
+    const auto found = given.find(name);
+    if (found == given.end()) throw UsageError(name + " is missing");
+    if (found->second != sizes) {
+      throw UsageError(fmt::format("{} has shape {}; expected {}", name, shape_text(found->second),
+                                   shape_text(sizes)));
+    }
+  }
+  for (const auto& [name, sizes] : given) {
+    if (!expected.count(name))
+      throw UsageError(fmt::format("the module has no {}{}", name, did_you_mean(name, names)));
+  }
+}
+
+void check_on_all_ranks(const ShardedModule& sharded, const char* call,
+                        const std::function<void()>& check) {
+  tessera::agree(sharded.model.world, [&] {
+    try {
+      check();
+    } catch (const std::exception& error) {
+      throw UsageError(fmt::format("{}: {}: {}", kName, call, message_of(error)));
+    }
+  });
+}
+
+}  // namespace tessera::fsdp

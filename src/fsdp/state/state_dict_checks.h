@@ -1,0 +1,29 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/sharded_module.h"
+
+namespace tessera::fsdp {
+
+/// "[3, 4]"
+std::string shape_text(at::IntArrayRef sizes);
+
+/// The module's defined buffers by name.
+std::vector<std::pair<std::string, at::Tensor>> buffers(const ShardedModule& sharded);
+
+/// Throws UsageError unless `given` has exactly the names and shapes of the module's parameters and
+/// buffers. Local.
+void check_fits(const ShardedModule& sharded,
+                const std::map<std::string, std::vector<int64_t>>& given);
+
+/// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
+/// Messages begin with the wrapper's name and `call`. Collective.
+void check_on_all_ranks(const ShardedModule& sharded, const char* call,
+                        const std::function<void()>& check);
+
+}  // namespace tessera::fsdp
