@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs, by name, the Debian 12 packages that the build and the tests need and that are missing.
+# Installs the missing Debian 12 packages that the build and the tests need.
 set -euo pipefail
 
 packages=(

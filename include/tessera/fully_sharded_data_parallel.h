@@ -70,8 +70,9 @@ struct FullyShardedDataParallelOptions {
   /// first_fit: each parameter on one rank, in its shape, for optimizers that look at a whole one
   /// (at norms, rows, shapes); a rank then holds at least the largest parameter it was dealt.
   Partition partition = Partition::flat;
-  int shard_group_size =
-      0;  ///< hybrid_shard: divides the world; 0: the ranks of this host, told by LOCAL_WORLD_SIZE.
+  /// hybrid_shard: ranks that share one copy; must divide the world size. 0: the ranks of a host,
+  /// which must be consecutive and equally many on every host (else UsageError on every rank).
+  int shard_group_size = 0;
   /// A budget in bytes for gathered parameters besides the root's. Within it units stay, and the
   /// one whose next use is farthest goes first (Belady's rule, over the order of the last step). 0:
   /// the two largest units. Reaching for more than fits exceeds it for that operator.

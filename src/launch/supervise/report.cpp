@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "launch/supervise/signals.h"
+#include "launch/supervise/signal_watch.h"
 
 namespace tessera::launch {
 namespace {
@@ -25,7 +25,7 @@ size_t root_cause(const std::vector<Exit>& failures) {
   return first - failures.begin();
 }
 
-bool speaks_of_broken_world(const std::deque<std::string>& last_lines) {
+bool mentions_broken_world(const std::deque<std::string>& last_lines) {
   return std::any_of(last_lines.begin(), last_lines.end(), [](const std::string& line) {
     return line.find("BrokenWorldError") != std::string::npos;
   });
