@@ -35,9 +35,9 @@ TEST(ExactFit, AFreedBlockFitsTheNextTensorOfItsSize) {
   for (auto left = by_address.begin(), at = std::next(left), right = std::next(at);
        right != by_address.end(); ++left, ++at, ++right) {
     const auto* const place = static_cast<const char*>(at->first);
-    constexpr int64_t room = 4 * 123457 + 2000;
-    if (place - static_cast<const char*>(left->first) > room ||
-        static_cast<const char*>(right->first) - place > room)
+    constexpr int64_t distance = 4 * 123457 + 2000;
+    if (place - static_cast<const char*>(left->first) > distance ||
+        static_cast<const char*>(right->first) - place > distance)
       continue;
     auto& tensor = tensors[at->second];
     tensor = at::Tensor();

@@ -212,7 +212,7 @@ TEST(ShmFaults, FailedAllocationOnOneRankIsAnErrorOnAllThatNamesIt) {
     tensor.fill_(1);
     transport.all_reduce(tensor, 1);
     EXPECT_EQ(tensor[7].item<float>(), 3) << "as before the failed calls";
-    EXPECT_EQ(open_memory_files(), 0) << "nobody else can map it";
+    EXPECT_EQ(open_memory_files(), 0) << "no other process can map it";
   });
   ranks.expect_all_succeed();
 }

@@ -26,7 +26,7 @@ using tessera::comm::SigpipeBlocked;
 using ::testing::HasSubstr;
 
 /// Writes to a pipe without a reader and returns errno. Without a block the process would end here.
-int write_to_nobody() {
+int write_without_reader() {
   int ends[2];
   EXPECT_EQ(::pipe(ends), 0);
   ::close(ends[0]);
@@ -66,7 +66,7 @@ class DeadPeer : public tessera::compat::C10dBackend {
 
  private:
   [[noreturn]] static void broken() {
-    throw std::system_error(write_to_nobody(), std::generic_category(), "write");
+    throw std::system_error(write_without_reader(), std::generic_category(), "write");
   }
 };
 
@@ -75,7 +75,7 @@ TEST(Sigpipe, AWriteFailsWithoutAPendingSignal) {
   {
     const SigpipeBlocked outer;
     const SigpipeBlocked inner;
-    EXPECT_EQ(write_to_nobody(), EPIPE);
+    EXPECT_EQ(write_without_reader(), EPIPE);
   }
   EXPECT_FALSE(blocked_here());  // had the signal been left pending, it would have come now
 }

@@ -165,16 +165,16 @@ TEST(Run, OpenFilesAreCountedBeforeRanksStart) {
       {"-n", "9", "--log-dir", logs.path()},
       {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
   for (std::vector<std::string> arguments : cases) {
-    const std::string who = "--nproc-per-node = '" + arguments[1] + "': needs ";
+    const std::string flag = "--nproc-per-node = '" + arguments[1] + "': needs ";
     arguments.insert(arguments.end(), {"echo", "started"});
     Launched refused(limited(6, arguments));
     EXPECT_EQ(refused.finish(), 2);
     EXPECT_EQ(refused.out(), "");
     EXPECT_THAT(refused.err(),
                 HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
-    const size_t at = refused.err().find(who);
+    const size_t at = refused.err().find(flag);
     ASSERT_NE(at, std::string::npos) << refused.err();
-    const int enough = std::atoi(refused.err().c_str() + at + who.size());
+    const int enough = std::atoi(refused.err().c_str() + at + flag.size());
     EXPECT_EQ(Launched(limited(enough - 1, arguments)).finish(), 2);
     Launched started(limited(enough, arguments));
     EXPECT_EQ(started.finish(), 0) << started.err();

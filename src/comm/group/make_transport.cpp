@@ -21,9 +21,8 @@ std::unique_ptr<Transport> make_transport(const World& world) {
   if (world.same_host) shared = make_shm_transport(world, reason);
   if (shared) return shared;
   if (backend == Backend::SharedMemory) {
-    throw UsageError(
-        fmt::format("ProcessGroup: rank {}: the shared-memory backend was asked for, but {}",
-                    world.rank, reason));
+    throw UsageError(fmt::format("ProcessGroup: rank {}: backend SharedMemory cannot be used: {}",
+                                 world.rank, reason));
   }
   if (world.same_host && world.rank == 0)
     spdlog::warn("tessera: using Gloo instead of shared memory, because {}", reason);

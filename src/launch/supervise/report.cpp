@@ -32,10 +32,11 @@ bool mentions_broken_world(const std::deque<std::string>& last_lines) {
 }
 
 std::string describe(const Exit& exit) {
-  const std::string who =
+  const std::string subject =
       "rank " + std::to_string(exit.rank) + " (pid " + std::to_string(exit.pid) + ") ";
-  if (exit.signal == 0) return who + "exited with code " + std::to_string(exit.code);
-  return who + "was killed by " + signal_name(exit.signal) + (exit.dumped ? " (core dumped)" : "");
+  if (exit.signal == 0) return subject + "exited with code " + std::to_string(exit.code);
+  return subject + "was killed by " + signal_name(exit.signal) +
+         (exit.dumped ? " (core dumped)" : "");
 }
 
 std::string title(const Exit& exit) { return exit.consequence ? "first failure" : "root cause"; }

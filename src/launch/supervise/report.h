@@ -18,7 +18,7 @@ struct Exit {
   bool dumped = false;  ///< It wrote a core file.
   /// It failed because another rank had failed: its last lines mention BrokenWorldError.
   bool consequence = false;
-  bool by_launcher = false;  ///< It ended after the launcher had told it to.
+  bool by_launcher = false;  ///< It ended after the launcher had signalled it.
 
   bool failed() const { return code != 0 || signal != 0; }
   /// The exit code as a shell reports it: the code, or 128 + signal.

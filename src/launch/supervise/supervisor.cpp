@@ -18,7 +18,7 @@ constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL takes effect at once, unless a process hangs in the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
 // One request to stop may cause several signals: timeout(1) signals its child and then the group, a
-// closed terminal causes SIGHUP from the kernel and from the shell, systemd sends SIGHUP besides
+// closed terminal causes SIGHUP from the kernel and from the shell, systemd sends SIGHUP and
 // SIGTERM. Only a later signal is a second request.
 constexpr auto kSameStop = std::chrono::seconds(1);
 constexpr const char* kSecondSignal = " (a second signal after 1 s kills at once)";
@@ -168,7 +168,8 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
   }
   if (!likely.consequence || alive() == 0) return name_root();
   for (const Exit& exit : failures) {
-    say(describe(exit) + " on " + host_name() + " because of another rank, according to its last lines");
+    say(describe(exit) + " on " + host_name() +
+        " because of another rank, according to its last lines");
   }
 }
 
@@ -193,17 +194,17 @@ void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
   if (phase_ == Phase::Killing) return;
-  if (asked_at_ && Clock::now() - *asked_at_ >= kSameStop)
+  if (stop_requested_at_ && Clock::now() - *stop_requested_at_ >= kSameStop)
     return kill_now("second signal " + signal_name(number));
-  if (asked_at_) return;
+  if (stop_requested_at_) return;
   if (phase_ == Phase::Running) return interrupt(number);
-  asked_at_ = Clock::now();
+  stop_requested_at_ = Clock::now();
   say(signal_name(number) + ": ending the ranks" + kSecondSignal);
 }
 
 void Supervisor::interrupt(int number) {
   interrupted_by_ = number;
-  asked_at_ = Clock::now();
+  stop_requested_at_ = Clock::now();
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
   const auto seconds =
@@ -271,7 +272,7 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
-  result.interrupted = asked_at_.has_value();
+  result.interrupted = stop_requested_at_.has_value();
   result.root = root_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;

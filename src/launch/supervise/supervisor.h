@@ -17,7 +17,7 @@ namespace tessera::launch {
 struct Outcome {
   int exit_code = 0;
   std::optional<Exit> root;  ///< The failure that ended the attempt.
-  bool interrupted = false;  ///< A signal told the launcher to end.
+  bool interrupted = false;  ///< A signal requested the launcher to end.
   std::string not_started;   ///< Why the program could not be executed; empty if it could.
 };
 
@@ -88,8 +88,8 @@ class Supervisor {
   std::vector<Exit> suspects_;  ///< Failures before one was reported as the root cause.
   std::optional<Exit> root_;
   int interrupted_by_ = 0;
-  /// When the first signal arrived that tells the launcher to end.
-  std::optional<Clock::time_point> asked_at_;
+  /// When the first signal arrived that requests an end.
+  std::optional<Clock::time_point> stop_requested_at_;
   bool terminal_given_ = false;
 };
 
