@@ -27,9 +27,9 @@ void release(void* memory) {
   std::free(before >= sizeof block && before < sizeof block + c10::gAlignment ? block : memory);
 }
 
-class ExactFitAllocator final : public compat::Allocator {
+class MallocAllocator final : public compat::Allocator {
  public:
-  explicit ExactFitAllocator(at::Allocator* base) : base_(base) {}
+  explicit MallocAllocator(at::Allocator* base) : base_(base) {}
 
   at::DataPtr serve(size_t bytes) const override {
     // libtorch's own allocator reports to the profiler, and reports a failed allocation.
@@ -63,7 +63,7 @@ bool use_malloc_for_tensors() {
   static const bool done = [] {
     auto* const base = c10::GetAllocator(at::kCPU);
     if (base != c10::GetDefaultCPUAllocator() || !malloc_is_glibcs()) return false;
-    c10::SetAllocator(at::kCPU, new ExactFitAllocator(base));
+    c10::SetAllocator(at::kCPU, new MallocAllocator(base));
     return true;
   }();
   return done;

@@ -13,7 +13,7 @@ namespace {
 
 using namespace tessera;
 
-TEST(ExactFit, AFreedBlockFitsTheNextTensorOfItsSize) {
+TEST(MallocAllocator, AFreedBlockFitsTheNextTensorOfItsSize) {
   auto* const before = c10::GetAllocator(at::kCPU);
   void* const libtorchs = before->raw_allocate(100000);
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -85,6 +87,15 @@ TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {
   options = good();
   options.tee = parse_streams("--tee", "3:1");
   EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("local ranks")));
+}
+
+TEST(LaunchOptionsTest, NprocUnderALauncherIsAnError) {
+  setenv("WORLD_SIZE", "4", 1);
+  EXPECT_THAT([] { check_no_launcher(2); },
+              ThrowsMessage<UsageError>(
+                  HasSubstr("-n = 2: expected no -n under a launcher (WORLD_SIZE is set to '4')")));
+  unsetenv("WORLD_SIZE");
+  EXPECT_NO_THROW(check_no_launcher(2));
 }
 
 TEST(LaunchOptionsTest, OpenFilesAreCounted) {
