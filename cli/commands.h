@@ -2,10 +2,11 @@
 
 namespace tessera::cli {
 
-/// Exit code for a mistake on the command line, as torchrun's and the shell's.
+/// Exit code for a mistake on the command line, as of torchrun and shells.
 constexpr int kUsageExit = 2;
 
-/// `tessera run …` and `tessera train …`. argv[0] is the name of the command. Return the exit code.
+/// The commands `tessera run …` and `tessera train …`. argv[0] is the name of the command. They
+/// return the exit code.
 int run_command(int argc, char** argv);
 int train_command(int argc, char** argv);
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kUnbounded = std::numeric_limits<int>::max();
 
-/// The flags as typed, before their meaning is checked.
+/// The values of the flags as given, not yet parsed.
 struct Flags {
   std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
               log_dir, tee, redirects;
@@ -26,19 +26,22 @@ struct Flags {
 
 void declare(CLI::App& app, Flags& f) {
   app.footer(
-      "All after PROGRAM is passed to it untouched. Flags may be spelt with '_' instead of '-'.");
-  app.add_option("-n,--nproc-per-node", f.nproc,
-                 "Ranks to start on this host: a number, or auto or cpu for one a core [1]");
+      "Everything after PROGRAM is passed to it unchanged. Flags may be written with '_' instead "
+      "of "
+      "'-'.");
+  app.add_option(
+      "-n,--nproc-per-node", f.nproc,
+      "Ranks to start on this host: a number, or auto or cpu for the usable processors [1]");
   app.add_option("--nnodes", f.nnodes, "Hosts in the world, each with a launcher of its own [1]");
   app.add_option("--node-rank", f.node_rank,
-                 "This host's number, from 0; needed with several hosts");
-  app.add_option("--master-addr", f.master_addr, "Address of host 0; needed with several hosts");
+                 "This host's number, from 0; required with several hosts");
+  app.add_option("--master-addr", f.master_addr, "Address of host 0; required with several hosts");
   app.add_option("--master-port", f.master_port,
-                 "Port on host 0; needed with several hosts, else a free one");
+                 "Port on host 0; required with several hosts, else a free port");
   app.add_flag("--standalone", f.standalone,
                "This host alone (the default; contradicts --nnodes above 1)");
   app.add_option("--max-restarts", f.max_restarts,
-                 "How often to start all ranks again after a failure [0]");
+                 "How many times to start all ranks again after a failure [0]");
   app.add_option("--log-dir", f.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
   app.add_option("-t,--tee", f.tee,
                  "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
@@ -59,7 +62,7 @@ std::vector<std::string> known_flags(const CLI::App& app) {
   return names;
 }
 
-/// Moves the launcher's own arguments to `own`, with '-' for '_' in names; what is left is the
+/// Moves the launcher's own arguments to `own`, with '-' for '_' in names. Returns the rest: the
 /// program with its arguments.
 std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arguments,
                                std::vector<std::string>& own) {
@@ -116,7 +119,7 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
 }  // namespace
 
 int run_command(int argc, char** argv) {
-  CLI::App app("Start PROGRAM [args…] on several ranks and watch over them.", "tessera run");
+  CLI::App app("Start PROGRAM [args…] on several ranks and supervise them.", "tessera run");
   Flags flags;
   declare(app, flags);
   try {

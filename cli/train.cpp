@@ -1,6 +1,5 @@
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -15,7 +14,7 @@
 namespace tessera::cli {
 namespace {
 
-/// The trainer links libtorch; it lies beside this program.
+/// The trainer, which links libtorch; it is in the same folder as this program.
 std::string trainer_path() {
   const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tessera-train";
   if (access(path.c_str(), X_OK) != 0)
@@ -32,8 +31,8 @@ int replace_process(const std::vector<std::string>& program) {
   throw UsageError(program[0] + ": cannot be executed: " + std::strerror(errno));
 }
 
-/// Without a config the trainer has only itself to explain, which it does once instead of on every
-/// rank.
+/// True if a config is given. Without one the trainer only prints a text, so one process is started
+/// instead of the ranks.
 bool names_config(const std::vector<std::string>& words) {
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == "--dump-config") {
@@ -53,11 +52,7 @@ int train_command(int argc, char** argv) {
     const int nproc = launch::take_nproc(arguments);
     std::vector<std::string> program = {trainer_path()};
     program.insert(program.end(), arguments.begin(), arguments.end());
-    if (nproc > 0 && std::getenv("WORLD_SIZE")) {
-      throw UsageError("-n = " + std::to_string(nproc) +
-                       ": expected no -n under a launcher (WORLD_SIZE is set to '" +
-                       std::getenv("WORLD_SIZE") + "')");
-    }
+    if (nproc > 0) launch::check_no_launcher(nproc);
     if (nproc <= 1 || !names_config(arguments)) return replace_process(program);
     launch::LaunchOptions options;
     options.program = std::move(program);

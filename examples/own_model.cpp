@@ -1,6 +1,6 @@
-// A model, a loss and a dataset of one's own, trained by the runner: `own_model own_model.yaml` on
-// one rank, `own_model -n 2 own_model.yaml parallel.type=FullyShardedDataParallel` on two, with
-// every option of `tessera train`.
+// Trains a model, a loss and a dataset of your own with all options of `tessera train`.
+// On one rank:  own_model own_model.yaml
+// On two ranks: own_model -n 2 own_model.yaml parallel.type=FullyShardedDataParallel
 #include <tessera/tessera.h>
 
 struct SpiralNetImpl : torch::nn::Module {
@@ -22,7 +22,7 @@ struct SpiralNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(SpiralNet);
 
-/// Two spirals; sample i is a point, its target the spiral.
+/// Points on two spirals. The target of a sample is the number of its spiral.
 struct Spirals : tessera::Dataset {
   int64_t size() const override { return 1000; }
   std::string describe() const override { return "two spirals"; }

@@ -1,5 +1,5 @@
-// A training loop of one's own with a sharded optimizer. Runs alone, or on several ranks: tessera
-// run -n 4 ./zero_loop
+// A training loop of your own with a sharded optimizer. Runs on one rank, or on several:
+// tessera run -n 4 ./zero_loop
 #include <tessera/tessera.h>
 
 int main() {

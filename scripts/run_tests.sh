@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs all tests of a build folder; ends with ctest's summary.
+# Runs all tests of a build folder: run_tests.sh [BUILD_FOLDER]. Default: build.
 set -euo pipefail
 build=${1:-build}
-# An environment may pin an old BLAS kernel or a thread count; the tests set what they need themselves.
+# The environment may select an old BLAS kernel or a number of threads. The tests set what they need.
 unset OPENBLAS_CORETYPE OMP_NUM_THREADS
 exec ctest --test-dir "$build" -j "$(nproc)" --output-on-failure --no-tests=error

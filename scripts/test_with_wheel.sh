@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds and tests the same sources against the newest PyTorch wheel that PyPI offers, or the version given.
+# Builds and tests the sources against a PyTorch wheel: the newest one on PyPI, or VERSION.
 #
 #     scripts/test_with_wheel.sh [VERSION]
 #
-# VENV=FOLDER   a virtual environment to use (made, with torch and numpy, unless it is there; one that has torch is left as it is and
-#               needs no network). Default: in the build folder. About 6 GB: the wheel brings its CUDA libraries along.
-# BUILD=FOLDER  the build folder, default build-wheel.
+# VENV=FOLDER   the virtual environment to use. It is created, with torch and numpy, if it does not
+#               exist. An environment that has torch is not changed and needs no network. Default: in
+#               the build folder. Takes about 6 GB, because the wheel contains its CUDA libraries.
+# BUILD=FOLDER  the build folder. Default: build-wheel.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:-}

@@ -80,9 +80,9 @@ struct FullyShardedDataParallelOptions {
   /// optimizers that need all of a parameter (its norm, rows or shape). A rank then holds at least
   /// the largest parameter that it was assigned.
   Partition partition = Partition::flat;
-  /// Ranks in a shard group of hybrid_shard; must divide the world size. 0: the number of ranks on
-  /// this host, from the environment variable LOCAL_WORLD_SIZE; the world size if that is unset or
-  /// all ranks are on one host.
+  /// Ranks in a shard group of hybrid_shard; must divide the world size. 0: the ranks of a host,
+  /// which must be consecutive and equally many on every host; otherwise a UsageError on every
+  /// rank.
   int shard_group_size = 0;
   /// Budget in bytes for gathered parameters, not counting the root's. Units stay gathered within
   /// the budget. Beyond it, the unit whose next use is farthest is released first (Belady's rule,

@@ -8,10 +8,10 @@
 
 namespace tessera::launch {
 
-/// The two output streams of a rank, as bits: what `--tee` and `--redirects` choose from.
+/// The two output streams of a rank, as bits, for `--tee` and `--redirects`.
 enum StreamBits : int { kNoStream = 0, kStdout = 1, kStderr = 2, kBothStreams = 3 };
 
-/// A choice of streams for every local rank: one value for all, with exceptions by local rank.
+/// The streams chosen for every local rank: one value for all, with exceptions by local rank.
 struct StreamChoice {
   int all = kNoStream;
   std::map<int, int> ranks;
@@ -22,78 +22,92 @@ struct StreamChoice {
   }
 };
 
-/// What run() starts. Defaults are one rank on this host.
+/// Options of run(). The defaults start one rank on this host.
 struct LaunchOptions {
-  /// The program and its arguments, passed on untouched. A name without a slash is looked up in
+  /// The program and its arguments, passed on unchanged. A name without a slash is looked up in
   /// PATH.
   std::vector<std::string> program;
 
-  int nproc_per_node = 1;        ///< Ranks started here, >= 1.
+  int nproc_per_node = 1;        ///< Ranks started on this host, >= 1.
   int nnodes = 1;                ///< Hosts in the world, >= 1; each runs a launcher of its own.
-  std::optional<int> node_rank;  ///< This host's number in 0 … nnodes - 1; needed when nnodes > 1.
+  std::optional<int> node_rank;  ///< This host's number, 0 to nnodes - 1. Required if nnodes > 1.
 
-  /// Where the ranks of several hosts meet; needed when nnodes > 1. On one host: 127.0.0.1 and a
-  /// free port.
+  /// Address and port at which the ranks of several hosts find each other. Required if nnodes > 1.
+  /// Default on one host: 127.0.0.1 and a free port.
   std::string master_addr;
   std::optional<int> master_port;
 
-  /// How often all ranks are started again after a failure (one host only).
+  /// How many times all ranks are started again after a failure. Must be 0 if nnodes > 1.
   int max_restarts = 0;
 
-  /// Folder of the log files <log_dir>/attempt_<k>/<rank>/{stdout,stderr}.log (existing ones are
-  /// overwritten). Empty: none.
+  /// Folder of the log files <log_dir>/attempt_<k>/<rank>/{stdout,stderr}.log. Existing files are
+  /// overwritten. Empty: no log files.
   std::string log_dir;
-  /// With log_dir: streams that go to the file and to the console. When `redirects` is not set
-  /// either: all.
+  /// With log_dir: streams that go to the file and to the console. Default: both streams if
+  /// `redirects` is not set, else none.
   std::optional<StreamChoice> tee;
-  /// With log_dir: streams that go to the file only.
+  /// Streams that go to the file only. Requires log_dir. Default: none.
   std::optional<StreamChoice> redirects;
 
-  /// How long the ranks may take to end after the first SIGINT, SIGTERM, SIGHUP or SIGQUIT.
+  /// How long the ranks may take to end after the first SIGINT, SIGTERM, SIGHUP or SIGQUIT, before
+  /// they are killed.
   std::chrono::milliseconds grace = std::chrono::seconds(30);
 
-  /// Name in front of the launcher's own messages.
+  /// Prefix of the launcher's own messages.
   std::string command = "tessera run";
 };
 
-/// Starts nproc_per_node processes of the program and stays until all have ended. The role of
-/// torchrun, for one fixed world; the variables of torchrun are set, and on one host
-/// TESSERA_RENDEZVOUS, a fresh folder of mode 0700 through whose files the ranks meet (removed at
-/// the end). docs/launcher.md has the whole contract.
+/// Starts nproc_per_node processes of the program and returns when all have ended. Takes the role
+/// of torchrun for a world of fixed size: each process gets torchrun's environment variables. On
+/// one host it also gets TESSERA_RENDEZVOUS, a fresh folder of mode 0700 for the files through
+/// which the ranks find each other; it is removed at the end. docs/launcher.md describes the whole
+/// contract.
 ///
-/// - Rank 0's output is passed on byte by byte and reads the launcher's standard input; the other
-/// ranks' output comes in whole
-///   lines behind `[rank N] `, and their standard input is empty. A world of one rank inherits all
-///   three streams.
-/// - The first rank that fails is named as the root cause, with its last lines. The others get 1.5
-/// s to report,
-///   SIGTERM, and SIGKILL 2 s later, each rank with its process group.
-/// - A first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded, one that comes a second later or
-/// after kills at once.
-/// - When the launcher itself is killed, ranks and their process groups are killed too.
+/// - Output: rank 0's output is passed on byte by byte. The other ranks' output is passed on in
+/// whole
+///   lines with the prefix `[rank N] `. In a world of one rank, the rank inherits the launcher's
+///   streams.
+/// - Input: rank 0 reads the launcher's standard input, the other ranks' is empty.
+/// - Failure: the first rank that fails is reported as the root cause, with its last lines. The
+/// other
+///   ranks get 1.5 s to report, then SIGTERM, and SIGKILL 2 s later; signals go to each rank's
+///   whole process group.
+/// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. One that arrives at least
+/// 1 s
+///   after it kills all ranks at once.
+/// - If the launcher itself is killed, the ranks and their process groups are killed too.
 ///
-/// Returns the exit code: 0, the root cause's code, 128 + its signal, 126 or 127 when the program
-/// cannot be executed or found. Throws UsageError for an impossible option, before anything starts.
-/// Call it from a process with one thread: it forks, and handles the signals above while it runs.
+/// Returns 0, the exit code of the root cause, 128 + the signal that killed it, 126 when the
+/// program cannot be executed, or 127 when it is not found. Throws UsageError for impossible
+/// options, before it starts a process. Call it from a process with one thread, because it forks
+/// and handles the signals above while it runs.
 int run(const LaunchOptions& options);
 
-/// Opens /dev/null in place of standard streams that are closed: else the first files or pipes that
-/// the program opens get their numbers, and what it prints. For the start of a main().
+/// Opens /dev/null for each standard stream that is closed. Otherwise the first files or pipes that
+/// the program opens would get the numbers of these streams, and receive its output. Call it at the
+/// start of main().
 void open_standard_streams();
 
-/// Throws UsageError naming the flag, its value and what was expected.
+/// Throws UsageError naming the flag, its value and the expected values, unless `options` are
+/// possible.
 void validate(const LaunchOptions& options);
 
-/// Text forms of flags. Each throws UsageError naming `flag`.
+// Parsers of the flags' text forms. Each throws UsageError naming `flag`.
+
+/// An integer from `lowest` to `highest`.
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest);
-/// Takes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` out of the words, and returns
-/// N, or 0.
+/// Removes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` from `words`. Returns N, or
+/// 0 if there is none.
 int take_nproc(std::vector<std::string>& words);
-/// A number, or `auto` or `cpu`: the processors this process may use.
+/// For programs that start `nproc` ranks of themselves because of `-n`: throws UsageError when a
+/// launcher has started this process already (WORLD_SIZE is set).
+void check_no_launcher(int nproc);
+/// A number of ranks >= 1, or `auto` or `cpu` for the number of processors that this process may
+/// use.
 int parse_nproc(const std::string& flag, const std::string& text);
-/// torchrun's form: `3`, or `0:3,2:1` for single local ranks.
+/// torchrun's form: `3` for all local ranks, or `0:3,2:1` for some of them.
 StreamChoice parse_streams(const std::string& flag, const std::string& text);
-/// Seconds, fractions allowed.
+/// Seconds from 0 to 1000000, with fractions.
 std::chrono::milliseconds parse_seconds(const std::string& flag, const std::string& text);
 
 }  // namespace tessera::launch

@@ -12,7 +12,9 @@
 
 namespace tessera {
 
-/// Handle of an asynchronous collective. Cheap to copy; a default-constructed one is complete.
+/// Handle of an asynchronous collective. Copies refer to the same collective. A default-constructed
+/// handle is complete. Tensors passed to an asynchronous collective must not be used until it is
+/// complete.
 class Work {
  public:
   class State;
@@ -20,8 +22,9 @@ class Work {
   Work() = default;
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  /// Blocks until the collective is over. Throws what it threw (BrokenWorldError, UsageError), on
-  /// every call. For CUDA tensors it makes the current stream wait, not the host.
+  /// Blocks until the collective is complete. For CUDA tensors it makes the current stream wait
+  /// instead of the host. Rethrows the error of the collective (BrokenWorldError, UsageError), on
+  /// every call.
   void wait();
   /// True when wait() would not block.
   bool done() const;
@@ -30,169 +33,222 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
-/// Traffic of one kind of collective, on this rank, since construction or reset_stats().
+/// Traffic of one kind of collective on this rank, since construction or reset_stats().
 struct CollectiveStats {
   uint64_t calls = 0;
-  /// Payload bytes that this rank sent to, or received from, other ranks. A reduce-scatter or an
-  /// all-gather of N bytes in total counts (W-1)/W * N each way, an all-reduce 2 (W-1)/W * N,
-  /// whatever carries them.
+  /// Payload bytes that this rank sent to or received from other ranks. Counted by algorithm,
+  /// whatever the transport: with W ranks and tensors of N bytes in total, a reduce-scatter or an
+  /// all-gather counts (W-1)/W * N each way, an all-reduce 2 (W-1)/W * N.
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
 };
 
+/// Traffic of a group on this rank, by kind of collective.
 struct CommStats {
   CollectiveStats all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier,
       bytes;
-  /// What the calling threads spent inside blocking collectives and in Work::wait(): for other
-  /// ranks and for data. 0 where a device's stream waits instead.
+  /// Seconds that calling threads spent in blocking collectives and in Work::wait(), waiting for
+  /// other ranks and moving data. 0 where a CUDA stream waits instead.
   double waited_seconds = 0;
 
-  /// Bytes received over all kinds but `bytes` (control messages).
+  /// Bytes received and sent, summed over all kinds but `bytes` (control messages).
   uint64_t payload_received() const;
   uint64_t payload_sent() const;
+  /// Calls of all kinds.
   uint64_t calls() const;
 };
 
-/// What moves the data. Auto: shared memory when all ranks of the group share a host and can map
-/// each other's memory, else Gloo; a fall-back is logged once with its reason.
+/// The transport of a group. Auto: shared memory when all ranks are on one host and can map each
+/// other's memory, else Gloo. A fall-back on one host is logged once, with its reason.
 enum class Backend { Auto, SharedMemory, Gloo, NCCL, MPI };
 
 struct ProcessGroupOptions {
   Backend backend = Backend::Auto;
-  /// Bound of every wait: for peers at start-up, inside collectives, in barriers. Must be positive.
+
+  /// Upper bound of every wait for other ranks: at start-up, in collectives and in barriers. Must
+  /// be positive. A stopped rank is noticed only when the time-out passes. Increase it when ranks
+  /// may arrive at a collective further apart than this (slow storage, long evaluation on one
+  /// rank).
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
-  /// Before each collective the ranks compare (sequence, operation, sizes, dtype); a difference is
-  /// a UsageError on all of them before data moves. Off saves the latency of that exchange, and
-  /// mismatches are no longer seen.
+
+  /// Compare (sequence number, operation, sizes, dtype) between the ranks before each collective. A
+  /// difference throws UsageError on all ranks before data moves. Switching it off saves the
+  /// latency of that exchange; mismatched calls are then not detected.
   bool check_collectives = true;
-  /// Memory that is freed stays with the process instead of going back to the system and being
-  /// touched afresh in the next step, which costs more than the work on it, and is found again:
-  /// tensors on the CPU are allocated so that blocks of one size fit each other (glibc: M_MMAP_MAX
-  /// 0, M_TRIM_THRESHOLD unbounded, and libtorch's allocator for CPUs, where it is its own, over
-  /// malloc; for the whole process). A world of more than one.
+
+  /// Keep freed memory in the process (glibc: M_MMAP_MAX = 0, M_TRIM_THRESHOLD = max) and serve
+  /// libtorch's CPU tensors from malloc, so that a freed block fits the next tensor of its size.
+  /// Otherwise freed memory goes back to the system in every step, and the page faults on fresh
+  /// memory cost more than the computation. Process-wide. libtorch's CPU allocator is replaced only
+  /// if the program has not set its own. No effect when the world size is 1 or without glibc.
   bool retain_freed_memory = true;
 };
 
-/// A value handle of a set of ranks that communicate. Copies share one state. A default-constructed
-/// group is a world of one rank, in which every collective is a local no-op.
+/// A set of ranks that communicate. A value handle: copies share one state. A default-constructed
+/// group has one rank, and its collectives are local no-ops.
 ///
-/// Unless said otherwise each member is a collective: all ranks of the group call it, in the same
-/// order, from one thread at a time, and it blocks. Sums are taken in rank order, element by
-/// element, whatever the transport: results are bit-identical across transports and algorithms.
-/// Tensors may be empty, non-contiguous, and of any dtype for data movement; sums need a
-/// floating-point or integral dtype (half types are summed in float and rounded once). Errors:
-/// UsageError for a caller's mistake (on every rank, before data moves, when ranks disagree),
-/// BrokenWorldError naming the missing rank when a peer dies, leaves or does not arrive within the
-/// time-out.
+/// Collective members must be called by all ranks of the group, in the same order, and from one
+/// thread at a time. They block until this rank's part is complete; those named `_async` return a
+/// Work instead. Local members involve no other rank and do not block.
+///
+/// Tensors may be empty and non-contiguous unless stated otherwise, and of any dtype where data
+/// only moves. Sums need a floating-point or integral dtype. They are taken in rank order, element
+/// by element, whatever the transport, so results are bit-identical across transports and
+/// algorithms. Half and bfloat16 are summed in float32 and rounded once.
+///
+/// Errors of every collective member:
+///   UsageError        the caller's mistake. When ranks disagree, all of them throw before data
+///                     moves (see ProcessGroupOptions::check_collectives).
+///   BrokenWorldError  a peer died, left, or did not arrive within the time-out. The message and
+///                     ranks() name it. The group cannot be used any more.
 class ProcessGroup {
  public:
+  /// A group of one rank. Local.
   ProcessGroup();
 
-  int rank() const;  ///< Of this process in the group, 0 <= rank < size. Local.
-  int size() const;  ///< World size of the group. Local.
-  const std::vector<int>& world_ranks()
-      const;  ///< Ranks of the members in the group made at start-up. Local.
-  std::chrono::milliseconds timeout() const;            ///< Local.
-  void set_timeout(std::chrono::milliseconds timeout);  ///< Local; give every rank the same.
-  /// "self", "shm", "gloo", "nccl", "mpi" or "c10d". Local.
-  std::string backend_name() const;
-  /// All ranks share one host (and may share memory). Local.
+  /// Rank of this process in the group: 0 <= rank() < size(). Local.
+  int rank() const;
+  /// Number of ranks in the group (its world size). Local.
+  int size() const;
+  /// Number of this process among the group's members on its host, in order of their ranks:
+  /// 0 <= local_rank() < local_size(). For example the number of the CUDA device for this rank.
+  /// Known from the start-up of the group, whatever the launcher. The hosts of a from_c10d() group
+  /// are unknown; then the launcher's variables are used (LOCAL_RANK, LOCAL_WORLD_SIZE or Open
+  /// MPI's, PMI's or Slurm's). Throws UsageError when these are missing or belong to another group
+  /// than this one. Local.
+  int local_rank() const;
+  /// Number of the group's members on this host. Hosts may differ in it. Source and errors as
+  /// local_rank(). Local.
+  int local_size() const;
+  /// The members' ranks in the group that init_process_group() made, in rank order. Local.
+  const std::vector<int>& world_ranks() const;
+  /// True when all ranks are known to be on one host (they may then share memory). Local.
   bool same_host() const;
+  /// "self" (one rank), "shm", "gloo", "nccl", "mpi" or "c10d". Local.
+  std::string backend_name() const;
+  /// The device of small tensors that are to be reduced: the CPU, or the current CUDA device with
+  /// NCCL. Local.
+  at::Device control_device() const;
 
-  /// Sum over ranks, times `scale` (rounded after the sum), in place, result on every rank.
+  /// See ProcessGroupOptions::timeout. Local.
+  std::chrono::milliseconds timeout() const;
+  /// Local, but every rank must set the same value. NCCL keeps the time-out given at construction.
+  /// Throws UsageError unless positive.
+  void set_timeout(std::chrono::milliseconds timeout);
+
+  /// Sums `tensor` over the ranks, in place, with the result on every rank. The finished sum is
+  /// multiplied by `scale`. Collective; same numel, dtype and scale on every rank.
   void all_reduce(at::Tensor tensor, double scale = 1);
+  /// `tag` as in all_gather_async().
   Work all_reduce_async(at::Tensor tensor, double scale = 1, const std::string& tag = "");
-  /// Sum over ranks, result in place on `root`; other ranks' tensors are unchanged.
+
+  /// Sums `tensor` over the ranks, in place on `root`. Other ranks' tensors are unchanged.
+  /// Collective.
   void reduce(at::Tensor tensor, int root);
   Work reduce_async(at::Tensor tensor, int root);
-  /// root's tensor, in place, on every rank.
+
+  /// Copies root's tensor to every rank, in place. Collective; same numel and dtype on every rank.
   void broadcast(at::Tensor tensor, int root);
   Work broadcast_async(at::Tensor tensor, int root);
-  /// Several tensors from one root, packed by dtype into few messages.
+  /// Copies several tensors of one root to every rank, packed by dtype into few messages.
+  /// Collective.
   void broadcast(std::vector<at::Tensor> tensors, int root);
 
-  /// `flat` is cut into consecutive segments, one a rank, of `counts` elements (sum = numel; zeros
-  /// are fine; the same on every rank). Own segment is the input, the whole is the output.
+  /// Gathers the ranks' segments of one flat tensor, in place. `flat` is 1-D, contiguous and
+  /// consists of consecutive segments, one for each rank; rank r's has counts[r] elements (0 is
+  /// allowed; their sum is flat.numel()). This rank's segment is the input, the whole tensor is the
+  /// output. Collective; same counts on every rank.
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts);
-  /// `tag` says what it is for: ranks that say otherwise disagree, and the message names both. Up
-  /// to 95 characters.
+  /// `tag` describes the purpose of this call. Ranks that pass different tags disagree, and the
+  /// error names both tags, up to 95 characters of each.
   Work all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,
                         const std::string& tag = "");
-  /// As all_gather with each rank's `tensor` as input; returns the concatenation in rank order.
-  /// Sizes may differ in size.
+  /// Returns the concatenation of the ranks' tensors in rank order, 1-D. Each rank's tensor is
+  /// flattened; their sizes may differ. Collective; same dtype on every rank.
   at::Tensor all_gather(at::Tensor tensor);
 
-  /// The reverse: own segment of `flat` becomes the sum over ranks of that segment. The other
-  /// segments are unspecified afterwards.
+  /// The reverse of all_gather(): this rank's segment of `flat` becomes the sum over ranks of that
+  /// segment. The other segments are unspecified afterwards. `flat` and `counts` as in
+  /// all_gather(). Collective.
   void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts);
   Work reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts);
-  /// Reduce-scatter that hands each reduced run to `consume(offset, run)` as it is ready, hot in
-  /// cache, instead of leaving it in `flat`: `offset` counts elements from the start of own
-  /// segment, `run` is a 1-D tensor of flat's dtype, valid during the call. Runs come in ascending
-  /// order and cover own segment exactly once. `flat` is not modified, and is free to be written
-  /// again when the call returns (on all ranks).
+
+  /// Receives one reduced run of this rank's segment. `offset`: elements from the start of the
+  /// segment. `run`: 1-D, of flat's dtype, valid during the call only.
   using ConsumeRun = std::function<void(int64_t offset, const at::Tensor& run)>;
+  /// Reduce-scatter that passes each reduced run to `consume` as soon as it is ready and still in
+  /// cache, instead of storing it in `flat`. Runs come in ascending order and cover this rank's
+  /// segment exactly once. `flat` is not modified, and may be written again when the call returns.
+  /// Collective.
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
                            const ConsumeRun& consume);
-  /// `consume` then runs on another thread.
+  /// As reduce_scatter_each(), but `consume` runs on another thread. `tag` as in
+  /// all_gather_async().
   Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                  ConsumeRun consume, const std::string& tag = "");
-  /// Own segment's sum, times `scale` (rounded after the sum), goes to `output`: 1-D, contiguous,
-  /// counts[rank] elements of flat's dtype and device, no part of `flat`, which is not modified.
-  /// `tag` as in all_gather_async.
+  /// Reduce-scatter that writes this rank's sum, times `scale` (applied to the finished sum), to
+  /// `output`: 1-D, contiguous, counts[rank()] elements of flat's dtype and device, not overlapping
+  /// `flat`, which is not modified. `tag` as in all_gather_async(). Collective.
   Work reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                  at::Tensor output, double scale = 1, const std::string& tag = "");
 
-  /// send_counts[r] elements of `input`, in rank order, go to rank r; recv_counts[r] arrive from
-  /// it. 1-D tensors.
+  /// Sends consecutive parts of `input` to the ranks, in rank order: send_counts[r] elements to
+  /// rank r. recv_counts[r] elements arrive from rank r and are stored in `output` in rank order.
+  /// Both tensors are 1-D and contiguous. Collective.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts);
-  /// `tag` as in all_gather_async.
+
+  /// Blocks until all ranks have called it. `tag` as in all_gather_async(). Collective.
   void barrier(const std::string& tag = "");
 
-  /// Byte strings (control data; sizes may differ between ranks).
+  // Byte strings, for control data. Their sizes may differ between ranks.
+
+  /// Returns every rank's string in rank order. Collective.
   std::vector<std::string> all_gather_bytes(const std::string& mine);
+  /// Returns root's string. Collective.
   std::string broadcast_bytes(const std::string& mine, int root);
-  /// On root the ranks' strings, elsewhere an empty vector.
+  /// Returns every rank's string in rank order on root, an empty vector elsewhere. Collective.
   std::vector<std::string> gather_bytes(const std::string& mine, int root);
 
-  /// Sub-groups: ranks that pass the same color (>= 0) form a group, ordered by rank. A negative
-  /// color returns nullopt. The sub-group has its own counters and the parent's options.
+  /// Makes sub-groups: the ranks that pass the same color (>= 0) form a group, in order of their
+  /// ranks. Returns this rank's group, or nullopt when its color is negative. A sub-group has its
+  /// own counters and the options of its parent. Collective: all ranks of this group must call it,
+  /// those with a negative color too. Throws UsageError for groups of from_c10d(), which have no
+  /// store.
   std::optional<ProcessGroup> split(int color);
 
-  /// Throws UsageError on every rank when `entries` differ between ranks, naming `component`, the
-  /// first differing index, and what this rank and the lowest rank that differs from it have there.
-  /// For wrappers: names, shapes, dtypes, options, in order.
+  /// Throws UsageError on every rank when `entries` differ between ranks. The message names
+  /// `component`, the first differing index, and the entries there of this rank and of the lowest
+  /// rank that differs from it. For wrappers: names, shapes, dtypes and options, in order.
+  /// Collective.
   void check_contract(const std::string& component, const std::vector<std::string>& entries);
 
-  /// Ends the group and its sub-groups because of this rank's mistake: throws UsageError(message)
-  /// here, and on every other rank in the collective of one of these groups where it waits or that
-  /// it calls next. Not a collective. They cannot be used afterwards.
+  /// Ends the group and its sub-groups because of this rank's mistake. Throws UsageError(message)
+  /// here, and on every other rank in the collective of one of these groups in which it waits or
+  /// that it calls next. The groups cannot be used afterwards. Not collective: one rank calls it,
+  /// and blocks until the other ranks know, at most the time-out.
   [[noreturn]] void fail(const std::string& message);
-  /// A rank called fail(), and this one knows. Local.
+  /// True when a rank has called fail() and this rank knows it. Local.
   bool ended() const;
 
-  /// A 1-D zero-filled tensor whose memory peers can read in place when the group is on one host
-  /// ("shm"), else an ordinary one. Collectives on (parts of) such tensors avoid a copy.
-  /// Collective; same numel and dtype on every rank.
+  /// Returns a 1-D zero-filled tensor. On one host with shared memory ("shm") its memory can be
+  /// read in place by the other ranks, and collectives on such tensors, or on parts of them, avoid
+  /// a copy. Elsewhere it is an ordinary tensor. Collective; same numel and dtype on every rank.
   at::Tensor allocate(int64_t numel, at::TensorOptions options);
-  /// Rank `peer`'s tensor of that same allocate() call, for reading between barriers; undefined
-  /// when it is not shared. Local.
+  /// Returns rank `peer`'s tensor of the allocate() call that made `allocated`, for reading between
+  /// barriers; an undefined tensor when its memory is not shared. Local.
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const;
-  /// A 1-D zero-filled tensor of which there is one for all ranks of a group on one host ("shm"):
-  /// what one writes, all see. Undefined where ranks share no memory. all_gather of (a part of) it
-  /// moves nothing, for every segment is in its place: when it returns, what each rank wrote before
-  /// calling is everyone's. Other collectives take parts that do not overlap between ranks. Who
-  /// writes while another reads is the caller's affair. Collective; same numel and dtype on every
-  /// rank; undefined in a world of one.
+  /// Returns a 1-D zero-filled tensor whose memory is common to all ranks of a group on one host
+  /// ("shm"): each rank sees what the others write. The caller must synchronize concurrent reads
+  /// and writes. An all_gather() of it, or of a part of it, moves no data and is only a barrier,
+  /// because every segment is in its place already. Other collectives need parts that do not
+  /// overlap between ranks. Returns an undefined tensor in a group of one rank and where ranks
+  /// share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
-  /// Where tensors of a few numbers must live to be reduced: the CPU, or the current CUDA device
-  /// for NCCL. Local.
-  at::Device control_device() const;
-
-  /// Local.
+  /// Traffic since construction or the last reset_stats(). Local.
   CommStats stats() const;
+  /// Local.
   void reset_stats();
 
   class Impl;
@@ -203,13 +259,17 @@ class ProcessGroup {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Starts this process's part of the world, from the environment, in this order: torchrun and
-/// `tessera run` (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), Open
-/// MPI (OMPI_COMM_WORLD_*), PMI (PMI_RANK, PMI_SIZE), Slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS, or
-/// where that is missing SLURM_NTASKS). With none set the world is one rank. On one host only
-/// loopback addresses are bound. Blocks until all ranks have arrived, at most the time-out. Errors:
-/// UsageError for a contradictory or malformed environment (naming the variable), BrokenWorldError
-/// naming the ranks that did not arrive.
+/// Makes this process a rank of the world that its launcher started. Reads the environment
+/// variables of the first of these launchers that has set them:
+///   torchrun, `tessera run`  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+///                            MASTER_PORT
+///   Open MPI                 OMPI_COMM_WORLD_*
+///   PMI                      PMI_RANK, PMI_SIZE
+///   Slurm                    SLURM_PROCID, SLURM_STEP_NUM_TASKS (if unset, SLURM_NTASKS)
+/// Without any of them the world has one rank. When all ranks are on one host, only loopback
+/// addresses are bound. Collective; blocks until all ranks have arrived, at most
+/// `options.timeout`. Throws UsageError when the environment is contradictory or malformed (naming
+/// the variable), BrokenWorldError naming the ranks that did not arrive.
 ProcessGroup init_process_group(ProcessGroupOptions options = {});
 
 }  // namespace tessera

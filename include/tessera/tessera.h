@@ -1,6 +1,6 @@
 #pragma once
 
-// Everything a training program needs.
+// Includes all public headers that a training program needs.
 
 #include "tessera/activation_checkpoint.h"
 #include "tessera/checkpoint_store.h"

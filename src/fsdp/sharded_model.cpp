@@ -1,7 +1,6 @@
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <unordered_map>
 
@@ -12,19 +11,39 @@
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera::fsdp {
 
 namespace {
 
+/// The number of ranks on each host. Every rank throws the same UsageError unless all hosts have
+/// the same number and the ranks of a host are consecutive.
+int ranks_per_host(const ProcessGroup& world) {
+  if (world.same_host()) return world.size();
+  const auto place = [](int rank, int size) {
+    return fmt::format("local rank {} of {}", rank, size);
+  };
+  std::string mine;
+  agree(world, [&] { mine = place(world.local_rank(), world.local_size()); });
+  const auto places = ProcessGroup(world).all_gather_bytes(mine);
+  int size = 1;
+  while (size < world.size() && places[0] != place(0, size)) ++size;
+  for (int r = 0; r < world.size(); ++r) {
+    if (places[r] == place(r % size, size)) continue;
+    throw UsageError(fmt::format(
+        "{}: option shard_group_size is 0, but the ranks are not placed on hosts of equal size: "
+        "rank {} is {} on its host, expected {}; set shard_group_size, or start the same number of "
+        "consecutive ranks on every host",
+        ShardedModule::kName, r, places[r], place(r % size, size)));
+  }
+  return size;
+}
+
 int shard_group_size(const FullyShardedDataParallelOptions& options, const ProcessGroup& world) {
   if (options.sharding_strategy == ShardingStrategy::no_shard) return 1;
   if (options.sharding_strategy != ShardingStrategy::hybrid_shard) return world.size();
-  int size = options.shard_group_size;
-  if (size == 0) {
-    const char* local = std::getenv("LOCAL_WORLD_SIZE");
-    size = world.same_host() || !local ? world.size() : std::atoi(local);
-  }
+  const int size = options.shard_group_size == 0 ? ranks_per_host(world) : options.shard_group_size;
   if (size < 1 || world.size() % size != 0) {
     throw UsageError(fmt::format(
         "{}: rank {}: option shard_group_size is {}; expected a divisor of the world size {}",

@@ -48,7 +48,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
     if (attempt.columns > 0) set["COLUMNS"] = std::to_string(attempt.columns);
   }
 
-  // A surrounding launcher's word on where the ranks meet would contradict ours.
+  // A surrounding launcher's rendezvous would contradict this launcher's.
   const std::vector<std::string> dropped = {"TORCHELASTIC_USE_AGENT_STORE",
                                             "TORCHELASTIC_ERROR_FILE", "TESSERA_RENDEZVOUS",
                                             "TESSERA_TTY"};

@@ -8,21 +8,22 @@
 
 namespace tessera::launch {
 
-/// What all ranks of one attempt share, beyond the options.
+/// What all ranks of one attempt have in common, in addition to the options.
 struct Attempt {
   int number = 0;      ///< 0 for the first start, then the number of restarts.
   std::string run_id;  ///< The same for all attempts of a launcher.
   std::string master_addr;
   int master_port = 0;
-  std::string rendezvous;  ///< Folder; empty with several hosts.
-  bool terminal = false;   ///< Rank 0's output is piped through the launcher to a terminal …
-  int columns = 0;         ///< … this wide (0: unknown).
+  std::string rendezvous;  ///< The rendezvous folder; empty with several hosts.
+  bool terminal = false;   ///< Rank 0's output is piped through the launcher to a terminal.
+  int columns = 0;         ///< The width of that terminal; 0 if unknown.
 };
 
+/// The rank in the world of a local rank of this host.
 int global_rank(const LaunchOptions& options, int local_rank);
 
-/// The environment of one rank, as NAME=value: `base` with the variables of the launch put in and
-/// those of a surrounding launcher taken out. Pure.
+/// Returns the environment of one rank as NAME=value entries: `base` with the variables of this
+/// launch added and those of a surrounding launcher removed. Pure.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,
                                           int local_rank, const std::vector<std::string>& base);
 

@@ -160,4 +160,11 @@ int take_nproc(std::vector<std::string>& arguments) {
   return nproc;
 }
 
+void check_no_launcher(int nproc) {
+  if (const char* world = std::getenv("WORLD_SIZE")) {
+    throw UsageError("-n = " + std::to_string(nproc) +
+                     ": expected no -n under a launcher (WORLD_SIZE is set to '" + world + "')");
+  }
+}
+
 }  // namespace tessera::launch

@@ -5,7 +5,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include "launch/rendezvous.h"
+#include "launch/rendezvous_folder.h"
 #include "launch/supervise/open_files.h"
 #include "launch/supervise/supervisor.h"
 #include "tessera/launch.h"
@@ -69,7 +69,7 @@ int run_attempts(const Surroundings& around) {
   }
 }
 
-/// A reader that stands still holds the end up until a signal says otherwise.
+/// Writes the queued output. If its reader does not read, blocks until a signal arrives.
 void flush(Console& console, SignalWatch& signals) {
   while (!console.flush(signals.fd())) {
     for (int number : signals.take()) {

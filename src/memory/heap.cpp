@@ -20,8 +20,8 @@ void retain_freed_memory() {
 }
 
 void return_freed_memory() {
-  // Where another allocator serves the process (preloaded, or a sanitizer's), this call is what
-  // first starts glibc's, which two threads must not do at once.
+  // If another allocator serves the process (preloaded, or a sanitizer's), this call initializes
+  // glibc's allocator, which two threads must not do at the same time.
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   ::malloc_trim(0);
@@ -41,8 +41,7 @@ void return_pages(void* memory, int64_t bytes) {
                    page;
   if (begin >= end) return;
   auto* const pages = reinterpret_cast<void*>(begin);
-  // The first is for memory that processes share, the second for a process's own; a refusal changes
-  // nothing.
+  // MADV_REMOVE works for shared memory, MADV_DONTNEED for private memory. A failure has no effect.
   if (::madvise(pages, end - begin, MADV_REMOVE) != 0) ::madvise(pages, end - begin, MADV_DONTNEED);
 }
 

@@ -4,15 +4,16 @@
 
 namespace tessera::memory {
 
-/// See ProcessGroupOptions::retain_freed_memory.
+/// Implements ProcessGroupOptions::retain_freed_memory. Process-wide; no effect without glibc.
 void retain_freed_memory();
 
-/// Gives what is free now back to the system, once: for after a model's parameters have moved into
-/// other storage.
+/// Returns the heap memory that is free now to the system, once. For use after a model's parameters
+/// have moved into other storage.
 void return_freed_memory();
 
-/// Gives the pages of [memory, memory + bytes) back to the system: their contents are then
-/// unspecified, and writing them costs new ones. Nobody may read them at the moment.
+/// Returns the whole pages of [memory, memory + bytes) to the system. Their contents are then
+/// unspecified, and the next write allocates new pages. No thread or process may access them during
+/// the call.
 void return_pages(void* memory, int64_t bytes);
 
 }  // namespace tessera::memory

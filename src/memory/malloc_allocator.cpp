@@ -16,8 +16,8 @@
 namespace tessera::memory {
 namespace {
 
-/// Where malloc's block begins is kept before the aligned memory. A block that libtorch aligned
-/// itself has malloc's own word there, the block's size.
+/// The address of malloc's block, stored just before the aligned memory. In a block that libtorch
+/// has allocated itself, this word is malloc's own: the size of the block.
 void*& block_of(void* memory) { return static_cast<void**>(memory)[-1]; }
 
 void release(void* memory) {
@@ -27,12 +27,12 @@ void release(void* memory) {
   std::free(before >= sizeof block && before < sizeof block + c10::gAlignment ? block : memory);
 }
 
-class ExactFitAllocator final : public compat::Allocator {
+class MallocAllocator final : public compat::Allocator {
  public:
-  explicit ExactFitAllocator(at::Allocator* base) : base_(base) {}
+  explicit MallocAllocator(at::Allocator* base) : base_(base) {}
 
   at::DataPtr serve(size_t bytes) const override {
-    // libtorch's own tells the profiler what it does, and the caller what there is no memory for.
+    // libtorch's own allocator reports to the profiler, and reports a failed allocation.
     if (bytes == 0 || c10::memoryProfilingEnabled()) return base_->allocate(bytes);
     void* const block = std::malloc(bytes + sizeof(void*) + c10::gAlignment - 1);
     if (block == nullptr) return base_->allocate(bytes);
@@ -48,7 +48,7 @@ class ExactFitAllocator final : public compat::Allocator {
   at::Allocator* base_;
 };
 
-/// Not where malloc is preloaded, or a sanitizer's.
+/// False if malloc is preloaded or a sanitizer's.
 bool malloc_is_glibcs() {
   Dl_info malloc_is{}, libc_is{};
   void* const symbol = dlsym(RTLD_DEFAULT, "malloc");
@@ -63,7 +63,7 @@ bool use_malloc_for_tensors() {
   static const bool done = [] {
     auto* const base = c10::GetAllocator(at::kCPU);
     if (base != c10::GetDefaultCPUAllocator() || !malloc_is_glibcs()) return false;
-    c10::SetAllocator(at::kCPU, new ExactFitAllocator(base));
+    c10::SetAllocator(at::kCPU, new MallocAllocator(base));
     return true;
   }();
   return done;

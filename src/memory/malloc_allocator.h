@@ -2,14 +2,15 @@
 
 namespace tessera::memory {
 
-/// [Note: exact fit] libtorch asks for tensors' memory by posix_memalign, for which glibc looks for
-/// a free block of the size and the alignment and more: what a tensor of the same size has freed
-/// does not do. So memory that is free is passed by, step after step, and the heap spreads. From
-/// now on libtorch's memory for CPUs comes from malloc, aligned by hand, and blocks fit again. What
-/// was allocated before is freed as before.
+/// Makes libtorch allocate CPU tensors with malloc, aligned by this library. Memory that was
+/// allocated before is freed as before. Takes effect once in a process; later calls return the
+/// same. Returns false and changes nothing if the program has set a CPU allocator of its own, or if
+/// malloc is not glibc's.
 ///
-/// Once a process. Nothing changes where the program has set an allocator of its own, or something
-/// else than glibc serves malloc. Returns whether it is so.
+/// [Note: exact fit] libtorch allocates tensors with posix_memalign. glibc then searches for a free
+/// block of size + alignment + overhead, so it cannot reuse a block freed by a tensor of the same
+/// size. Free memory is skipped on every step and the heap fragments. With malloc, a freed block
+/// fits the next tensor of the same size.
 bool use_malloc_for_tensors();
 
 }  // namespace tessera::memory

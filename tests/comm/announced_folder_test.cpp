@@ -16,12 +16,12 @@ using namespace std::chrono_literals;
 using tessera::comm::announced_folder;
 using tessera::testing::Child;
 
-std::string key_of(const std::string& what) {
-  return "test-" + what + "-" + std::to_string(::getpid());
+std::string key_of(const std::string& name) {
+  return "test-" + name + "-" + std::to_string(::getpid());
 }
 
-/// The names that begin with `key`, where ranks meet.
-std::set<std::string> left_of(const std::string& key) {
+/// The names that begin with `key` in the folder of announcements.
+std::set<std::string> names_of(const std::string& key) {
   std::set<std::string> names;
   for (const auto& entry :
        std::filesystem::directory_iterator("/tmp/tessera-" + std::to_string(::getuid()))) {
@@ -31,7 +31,7 @@ std::set<std::string> left_of(const std::string& key) {
   return names;
 }
 
-TEST(AnnouncedFolder, WhatEndedRunsHaveLeftGoesWithTheNextRunOfAnyKey) {
+TEST(AnnouncedFolder, TheNextRunOfAnyKeyRemovesTheFilesOfEndedRuns) {
   const auto ended = key_of("ended"), live = key_of("live"), next = key_of("next");
   EXPECT_EQ(Child([&] { announced_folder(ended, 0, 1, 1s); }).wait(), 0);
   int ready[2];
@@ -44,9 +44,9 @@ TEST(AnnouncedFolder, WhatEndedRunsHaveLeftGoesWithTheNextRunOfAnyKey) {
   char byte;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   announced_folder(next, 0, 1, 1s);
-  EXPECT_EQ(left_of(ended).size(), 0u);
-  EXPECT_EQ(left_of(live).size(), 3u);  // folder, lock, announcement
-  EXPECT_EQ(left_of(next).size(), 3u);
+  EXPECT_EQ(names_of(ended).size(), 0u);
+  EXPECT_EQ(names_of(live).size(), 3u);  // folder, lock, announcement
+  EXPECT_EQ(names_of(next).size(), 3u);
   EXPECT_TRUE(std::filesystem::is_directory(announced_folder(live, 1, 2, 1s)));
   ::close(ready[0]);
   ::close(ready[1]);

@@ -9,7 +9,7 @@
 
 namespace tessera::testing {
 
-/// A process of its own; ends it by id.
+/// A forked process that runs a function; the destructor kills it.
 class Child {
  public:
   explicit Child(const std::function<void()>& body) : pid_(::fork()) {

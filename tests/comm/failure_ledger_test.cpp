@@ -16,7 +16,7 @@ using Cause = FailureLedger::Cause;
 
 constexpr int kRanks = 4;
 
-/// Rank `rank` gives up because it misses `missed`.
+/// Rank `rank` gives up because `missed` is missing.
 struct GivesUp {
   int rank;
   int missed;
@@ -29,8 +29,8 @@ std::vector<int> resolve(const c10::intrusive_ptr<c10d::Store>& store, const Giv
   return FailureLedger(world, 700ms).resolve({call.missed}, call.cause);
 }
 
-/// Whom each rank blames when they give up in this order: each as soon as the one before has had
-/// the time to look around.
+/// The ranks that each rank blames when the ranks give up in this order. Each gives up when the one
+/// before has written its first record and had 20 ms to read the others'.
 std::map<int, std::vector<int>> blamed_by(const std::vector<GivesUp>& calls) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::map<int, std::vector<int>> blamed;
@@ -45,7 +45,7 @@ std::map<int, std::vector<int>> blamed_by(const std::vector<GivesUp>& calls) {
   return blamed;
 }
 
-TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankWhoeverGivesUpFirst) {
+TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankInAnyOrderOfGivingUp) {
   // 3 waits for 0, 0 for 1, and 1 for 2, which is stopped.
   const GivesUp three{3, 0}, zero{0, 1}, one{1, 2};
   for (const auto& order : {std::vector{three, zero, one}, std::vector{one, zero, three},
@@ -54,46 +54,46 @@ TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankWhoeverGivesUpFirst) {
   }
 }
 
-TEST(FailureLedger, AConnectionThatIsClosedBeforeItsRankSaysWhyDoesNotMakeItGuilty) {
+TEST(FailureLedger, ARankThatClosesItsConnectionBeforeWritingItsRecordIsNotBlamed) {
   for (const auto& [rank, ranks] :
        blamed_by({{0, 1, Cause::gone_near_the_time_out}, {1, 2}, {3, 0}}))
     EXPECT_THAT(ranks, ElementsAre(2)) << rank;
-  // The one has come to its conclusion before the other writes anything at all.
+  // Rank 0 has its result before rank 1 writes its first record.
   const auto store = c10::make_intrusive<c10d::HashStore>();
   resolve(store, {0, 1, Cause::gone});
   EXPECT_THAT(resolve(store, {1, 2}), ElementsAre(2));
 }
 
-TEST(FailureLedger, AStoppedRankThatGoesOnBeforeTheOthersHaveDecidedIsStillTheOne) {
+TEST(FailureLedger, AStoppedRankThatContinuesBeforeTheOthersHaveDecidedIsStillBlamed) {
   for (const auto& [rank, ranks] : blamed_by({{0, 1}, {1, 2}, {2, 0}}))
     EXPECT_THAT(ranks, ElementsAre(2)) << rank;
 }
 
-TEST(FailureLedger, AStoppedRankThatGoesOnAfterwardsNamesItselfAndChangesNothing) {
+TEST(FailureLedger, AStoppedRankThatContinuesAfterwardsBlamesItselfAndChangesNoVerdict) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(resolve(store, {1, 2}), ElementsAre(2));
   EXPECT_THAT(resolve(store, {2, 3}), ElementsAre(2));
   EXPECT_THAT(resolve(store, {0, 1, Cause::gone}), ElementsAre(2));
 }
 
-TEST(FailureLedger, APeerThatIsGoneIsNamedAtOnce) {
+TEST(FailureLedger, APeerThatIsGoneIsBlamedAtOnce) {
   const auto start = std::chrono::steady_clock::now();
   for (const auto& [rank, ranks] : blamed_by({{0, 2, Cause::gone}, {1, 0, Cause::gone}}))
     EXPECT_THAT(ranks, ElementsAre(2)) << rank;
   EXPECT_LT(std::chrono::steady_clock::now() - start, 500ms);
 }
 
-/// Its server was stopped.
-struct DeafStore : c10d::HashStore {
+/// A store whose server is stopped.
+struct SilentStore : c10d::HashStore {
   bool check(const std::vector<std::string>&) override {
     std::this_thread::sleep_for(6s);
     return false;
   }
 };
 
-TEST(FailureLedger, AStoreThatDoesNotAnswerHoldsNobodyUp) {
+TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
   const auto start = std::chrono::steady_clock::now();
-  EXPECT_THAT(resolve(c10::make_intrusive<DeafStore>(), {1, 0}), ElementsAre(0));
+  EXPECT_THAT(resolve(c10::make_intrusive<SilentStore>(), {1, 0}), ElementsAre(0));
   EXPECT_LT(std::chrono::steady_clock::now() - start, 3s);
 }
 

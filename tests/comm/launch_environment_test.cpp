@@ -70,7 +70,7 @@ TEST(LaunchEnvironment, EveryLauncher) {
   EXPECT_EQ(world.job, "9.0");
 }
 
-TEST(LaunchEnvironment, ATaskOfSlurmOnSeveralHosts) {
+TEST(LaunchEnvironment, SlurmOnSeveralHosts) {
   const std::map<std::string, std::string> task = {
       {"SLURM_PROCID", "5"},         {"SLURM_NTASKS", "8"},
       {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"},
@@ -97,6 +97,26 @@ TEST(LaunchEnvironment, ATaskOfSlurmOnSeveralHosts) {
   EXPECT_THAT(error_of(wrong), HasSubstr("SLURM_LOCALID is 'one'"));
 }
 
+// For messages before a group exists: never an error, whatever the variables hold.
+TEST(LaunchEnvironment, LauncherRankOfEveryLauncher) {
+  const auto rank_of = [](const std::map<std::string, std::string>& variables) {
+    const auto place = tessera::comm::read_launcher_rank([&](const char* name) {
+      const auto found = variables.find(name);
+      return found == variables.end() ? nullptr : found->second.c_str();
+    });
+    return std::pair(place.rank, place.local_rank);
+  };
+  using Place = std::pair<int, std::optional<int>>;
+  EXPECT_EQ(rank_of({}), Place(0, std::nullopt));
+  EXPECT_EQ(rank_of({{"RANK", "3"}, {"LOCAL_RANK", "1"}, {"SLURM_PROCID", "7"}}), Place(3, 1));
+  EXPECT_EQ(rank_of({{"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}}),
+            Place(3, 0));
+  EXPECT_EQ(rank_of({{"PMI_RANK", "2"}, {"MPI_LOCALRANKID", "2"}}), Place(2, 2));
+  EXPECT_EQ(rank_of({{"SLURM_PROCID", "5"}, {"SLURM_LOCALID", "1"}}), Place(5, 1));
+  EXPECT_EQ(rank_of({{"PMI_RANK", "2"}}), Place(2, std::nullopt));
+  EXPECT_EQ(rank_of({{"RANK", "two"}, {"LOCAL_RANK", ""}}), Place(0, std::nullopt));
+}
+
 TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
   const auto world = read({{"RANK", "0"},
                            {"WORLD_SIZE", "2"},
@@ -107,7 +127,7 @@ TEST(LaunchEnvironment, TorchrunsVariablesComeFirst) {
 }
 
 // The variables as Slurm 22.05 sets them.
-TEST(LaunchEnvironment, AScriptForSbatchIsNoRank) {
+TEST(LaunchEnvironment, ABatchScriptOfSlurmIsNotARank) {
   const auto world = read({{"SLURM_PROCID", "0"},
                            {"SLURM_NTASKS", "8"},
                            {"SLURM_LOCALID", "0"},
@@ -118,14 +138,14 @@ TEST(LaunchEnvironment, AScriptForSbatchIsNoRank) {
   EXPECT_EQ(world.launcher, "none");
 }
 
-TEST(LaunchEnvironment, WhereTheStepIsNotToldTheJobIs) {
+TEST(LaunchEnvironment, SlurmsJobVariablesAreUsedWithoutThoseOfAStep) {
   const auto world = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_NNODES", "1"}});
   EXPECT_EQ(world.launcher, "Slurm");
   EXPECT_EQ(world.size, 2);
   EXPECT_EQ(world.local_size, 2);
 }
 
-TEST(LaunchEnvironment, AStepIsSmallerThanItsJob) {
+TEST(LaunchEnvironment, SlurmsStepVariablesTakePrecedenceOverTheJobs) {
   const auto world = read({{"SLURM_PROCID", "1"},
                            {"SLURM_NTASKS", "8"},
                            {"SLURM_STEP_NUM_TASKS", "2"},
@@ -136,7 +156,7 @@ TEST(LaunchEnvironment, AStepIsSmallerThanItsJob) {
   EXPECT_EQ(world.local_size, 2);
 }
 
-TEST(LaunchEnvironment, PmiOfSlurmItselfAndOfAnMpiexecInsideAStep) {
+TEST(LaunchEnvironment, PmiVariablesOfSlurmItselfAndOfAnMpiexecInsideAStep) {
   std::map<std::string, std::string> both = {{"PMI_RANK", "1"},
                                              {"PMI_SIZE", "2"},
                                              {"PMI_JOBID", "9.0"},
@@ -157,7 +177,7 @@ TEST(LaunchEnvironment, PmiOfSlurmItselfAndOfAnMpiexecInsideAStep) {
   EXPECT_EQ(world.size, 4);
 }
 
-TEST(LaunchEnvironment, WhatIsWrongNamesTheVariable) {
+TEST(LaunchEnvironment, ErrorsNameTheVariable) {
   EXPECT_THAT(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 'x'"));
   EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
               HasSubstr("RANK is 2; expected less than WORLD_SIZE"));

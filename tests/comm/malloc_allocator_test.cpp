@@ -13,7 +13,7 @@ namespace {
 
 using namespace tessera;
 
-TEST(ExactFit, WhatWasFreedFitsAgain) {
+TEST(MallocAllocator, AFreedBlockFitsTheNextTensorOfItsSize) {
   auto* const before = c10::GetAllocator(at::kCPU);
   void* const libtorchs = before->raw_allocate(100000);
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -30,14 +30,14 @@ TEST(ExactFit, WhatWasFreedFitsAgain) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(tensors[i].data_ptr()) % 64, 0u);
     by_address[tensors[i].data_ptr()] = i;
   }
-  // One between two others, which keep what it frees from becoming part of something larger.
+  // The block lies between two others, so that it cannot merge with free memory when it is freed.
   int tried = 0, found = 0;
   for (auto left = by_address.begin(), at = std::next(left), right = std::next(at);
        right != by_address.end(); ++left, ++at, ++right) {
     const auto* const place = static_cast<const char*>(at->first);
-    constexpr int64_t room = 4 * 123457 + 2000;
-    if (place - static_cast<const char*>(left->first) > room ||
-        static_cast<const char*>(right->first) - place > room)
+    constexpr int64_t distance = 4 * 123457 + 2000;
+    if (place - static_cast<const char*>(left->first) > distance ||
+        static_cast<const char*>(right->first) - place > distance)
       continue;
     auto& tensor = tensors[at->second];
     tensor = at::Tensor();
@@ -48,7 +48,7 @@ TEST(ExactFit, WhatWasFreedFitsAgain) {
   EXPECT_GE(tried, 10);
   EXPECT_EQ(found, tried);
 
-  // Freed by address, whoever allocated it.
+  // Frees by address memory of either allocator.
   auto* const now = c10::GetAllocator(at::kCPU);
   void* const own = now->raw_allocate(100000);
   std::memset(own, 1, 100000);

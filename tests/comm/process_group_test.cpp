@@ -36,7 +36,7 @@ class Collectives : public ::testing::TestWithParam<Setting> {
   }
 };
 
-/// What a world of one cannot show.
+/// For tests that need at least two ranks.
 class SeveralRanks : public Collectives {};
 
 at::Tensor pattern(int64_t n, int rank, at::ScalarType dtype = at::kFloat) {
@@ -243,7 +243,7 @@ TEST_P(Collectives, AllocatedTensorsBehaveLikeOthers) {
   });
 }
 
-TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
+TEST_P(SeveralRanks, AllocateCommonReturnsTheSameMemoryOnEveryRank) {
   each_rank([&](ProcessGroup group, int rank) {
     auto flat = group.allocate_common(10 * world(), at::kFloat);
     EXPECT_EQ(flat.defined(), group.backend_name() == "shm");
@@ -261,7 +261,7 @@ TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
     EXPECT_EQ(own[0].item<float>(), world() * (world() + 1) / 2);
     group.broadcast(own, 1);
     group.barrier();
-    // Where only some ranks' parts overlap, all get the same error.
+    // If the parts of only some ranks overlap, all ranks throw the same error.
     const int64_t at = rank == 0 ? 10 * (world() - 1) : 0;
     try {
       group.all_reduce(world() == 2 ? flat : flat.narrow(0, at, 10));
@@ -269,8 +269,8 @@ TEST_P(SeveralRanks, CommonMemoryIsOneForAll) {
     } catch (const UsageError& error) {
       EXPECT_THAT(
           error.what(),
-          HasSubstr(world() == 2 ? "ranks 0 and 1 gave the same memory, of allocate_common()"
-                                 : "ranks 1 and 2 gave the same memory"));
+          HasSubstr(world() == 2 ? "ranks 0 and 1 passed overlapping parts of allocate_common()"
+                                 : "ranks 1 and 2 passed overlapping parts"));
     }
   });
 }
@@ -391,7 +391,7 @@ TEST_P(SeveralRanks, ALateRankIsNamedAtTheTimeOut) {
   }
 }
 
-TEST(FromC10d, ACallersGlooWorks) {
+TEST(FromC10d, AGlooBackendOfTheCallerWorks) {
   EXPECT_THROW(tessera::from_c10d({}), UsageError);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::thread> threads;
@@ -411,7 +411,7 @@ TEST(FromC10d, ACallersGlooWorks) {
   for (auto& thread : threads) thread.join();
 }
 
-TEST(InitProcessGroup, NcclWithoutItsBuildOrADeviceSaysSo) {
+TEST(InitProcessGroup, NcclWithoutABuildOrDeviceIsAnError) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup, int) {}, {.backend = Backend::NCCL});
   EXPECT_THAT(message_of(errors[0]), HasSubstr("backend NCCL: "));
   EXPECT_THAT(message_of(errors[0]),
@@ -430,7 +430,7 @@ INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SeveralRanks, kShared, kName);
 
-TEST(ProcessGroupFail, ReachesAllWhileCollectivesAreUnderWay) {
+TEST(ProcessGroupFail, ReachesAllRanksWhileCollectivesAreRunning) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     std::vector<tessera::Work> works;
     for (int i = 0; i < 20; ++i) works.push_back(group.all_reduce_async(at::ones({1000})));
@@ -442,7 +442,7 @@ TEST(ProcessGroupFail, ReachesAllWhileCollectivesAreUnderWay) {
     EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
 }
 
-TEST(ProcessGroupFail, ReachesThoseWhoWaitInASubGroup) {
+TEST(ProcessGroupFail, ReachesRanksThatWaitInASubGroup) {
   const auto start = std::chrono::steady_clock::now();
   const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {
     ProcessGroup pair = *group.split(rank / 2);

@@ -10,7 +10,7 @@ using namespace tessera::testing;
 using tessera::comm::Transport;
 
 enum class Ranks { threads, processes };
-/// Where the tensors lie: in shared memory on all ranks, on none, on all but rank 0.
+/// The memory of the tensors: shared on all ranks, on none, or on all but rank 0.
 enum class Memory { shared, own, mixed };
 
 struct Setting {
@@ -27,7 +27,7 @@ void run_ranks(const Setting& setting, const TransportBody& body) {
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-/// Rank r's values: such that sums in another order, or in another precision, come out different.
+/// Rank r's values, chosen so that sums in another order or another precision differ.
 at::Tensor values(int64_t n, int r, at::ScalarType dtype) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 + r);
   if (at::isIntegralType(dtype, true))
@@ -42,8 +42,8 @@ at::Tensor expected_sum(int64_t n, int size, at::ScalarType dtype) {
   return sum.to(dtype);
 }
 
-/// Makes tensors in the given kind of memory. A shared one begins some elements into its
-/// allocation.
+/// Makes tensors in the given kind of memory. A shared tensor begins some elements after the start
+/// of its allocation.
 struct Maker {
   Transport& transport;
   int rank;
@@ -121,7 +121,7 @@ struct Segments {
   std::vector<int64_t> counts, starts;
   int64_t total = 0;
 
-  /// Uneven, and some of them empty.
+  /// Uneven counts, some of them 0.
   Segments(int64_t scale, int size) {
     for (int r = 0; r < size; ++r) {
       starts.push_back(total);
@@ -202,7 +202,7 @@ TEST_P(ShmCollectives, AllToAllOfUnevenParts) {
   });
 }
 
-TEST_P(ShmCollectives, ExchangeAndPeerViews) {
+TEST_P(ShmCollectives, HeadersAreExchangedAndPeersMemoryIsVisible) {
   run_ranks(GetParam(), [&](Transport& transport, int rank) {
     const int size = GetParam().size;
     for (uint64_t i = 1; i <= 50; ++i) {
@@ -234,9 +234,9 @@ TEST_P(ShmCollectives, ExchangeAndPeerViews) {
   });
 }
 
-TEST_P(ShmCollectives, ATensorIsItsOwnersAgainOnReturn) {
-  // One rank has nothing to do but to be read, returns first, and scribbles over what the others
-  // may still be reading.
+TEST_P(ShmCollectives, ATensorMayBeOverwrittenAfterReturn) {
+  // One rank only provides data and so could return first. It overwrites its tensor on return,
+  // which the others must not read any more.
   constexpr int64_t n = 1 << 18;
   each_memory([](const Maker& make, int rank, int size) {
     for (int first = 0; first < size; ++first) {

@@ -16,11 +16,11 @@ using namespace std::chrono_literals;
 using tessera::BrokenWorldError;
 using tessera::UsageError;
 using tessera::comm::make_shm_transport;
-using tessera::comm::SharedSegment;
+using tessera::comm::ShmSegment;
 using tessera::comm::Transport;
 using ::testing::HasSubstr;
 
-/// Reduces until the world breaks, which must be `blamed`'s fault.
+/// Reduces until BrokenWorldError, which must blame `blamed`.
 void reduce_until_broken(Transport& transport, const std::vector<int>& blamed, bool shared,
                          const std::string& words) {
   auto tensor = shared ? transport.allocate(300000, at::kFloat, false) : at::ones({300000});
@@ -111,7 +111,7 @@ TEST(ShmFaults, ARankThatLeavesIsNamedByThoseThatNeedIt) {
   EXPECT_EQ(message_of(errors[3]), "its own trouble");
 }
 
-TEST(ShmFaults, LeavingAfterTheLastCollectiveHarmsNobody) {
+TEST(ShmFaults, LeavingAfterTheLastCollectiveAffectsNoRank) {
   for (int i = 0; i < 20; ++i) {
     const auto errors = run_threads(3, [&](Transport& transport, int rank) {
       auto tensor = at::ones({100000});
@@ -124,7 +124,7 @@ TEST(ShmFaults, LeavingAfterTheLastCollectiveHarmsNobody) {
   }
 }
 
-TEST(ShmFaults, AnErrorInConsumeIsThatRanksFault) {
+TEST(ShmFaults, AnErrorInConsumeIsBlamedOnItsRank) {
   const auto errors = run_threads(2, [&](Transport& transport, int rank) {
     const Transport::ConsumeRun consume = [&](int64_t, const at::Tensor&) {
       if (rank == 0) throw std::runtime_error("consumer's trouble");
@@ -170,7 +170,7 @@ TEST(ShmFaults, AMissingRankIsNamedAtStartUp) {
   }
 }
 
-TEST(ShmFaults, SwitchedOffOnOneRankAllFallBack) {
+TEST(ShmFaults, IfOneRankSwitchesItOffAllFallBack) {
   char name[] = "/tmp/tessera-shm-test-XXXXXX";
   const std::string folder = mkdtemp(name);
   const auto refused = [&](int rank) {
@@ -190,7 +190,7 @@ TEST(ShmFaults, SwitchedOffOnOneRankAllFallBack) {
   std::filesystem::remove_all(folder);
 }
 
-TEST(ShmFaults, MemoryThatCannotBeHadIsAnErrorOnAllAndNamesTheRank) {
+TEST(ShmFaults, FailedAllocationOnOneRankIsAnErrorOnAllThatNamesIt) {
   Processes ranks(3, [](Transport& transport, int rank) {
     const auto fails = [&](int64_t numel, const std::string& words) {
       try {
@@ -205,33 +205,33 @@ TEST(ShmFaults, MemoryThatCannotBeHadIsAnErrorOnAllAndNamesTheRank) {
       setrlimit(RLIMIT_FSIZE, &small);
     }
     fails(1 << 20,
-          "rank 1 failed: the limit of file sizes (ulimit -f) is 1 MiB, shared memory of 5 MiB "
-          "needs more");
+          "rank 1 failed: the limit of file sizes (ulimit -f) is 1 MiB, but shared memory needs "
+          "5 MiB");
     fails(int64_t{1} << 45, "failed: ");
     auto tensor = transport.allocate(1000, at::kFloat, false);
     tensor.fill_(1);
     transport.all_reduce(tensor, 1);
     EXPECT_EQ(tensor[7].item<float>(), 3) << "as before the failed calls";
-    EXPECT_EQ(open_memory_files(), 0) << "nobody else can map it";
+    EXPECT_EQ(open_memory_files(), 0) << "no other process can map it";
   });
   ranks.expect_all_succeed();
 }
 
-TEST(ShmFaults, AnotherProcessWithTheSameNumberIsNotTaken) {
-  const auto mine = SharedSegment::create(4096, 1);
+TEST(ShmFaults, AProcessWithTheSamePidIsNotMistakenForThePeer) {
+  const auto mine = ShmSegment::create(4096, 1);
   auto card = mine->card();
-  EXPECT_EQ(SharedSegment::open(card), mine) << "mapped once in a process";
+  EXPECT_EQ(ShmSegment::open(card), mine) << "mapped once in a process";
   card.nonce ^= 1;
-  EXPECT_THROW(SharedSegment::open(card), std::runtime_error);
+  EXPECT_THROW(ShmSegment::open(card), std::runtime_error);
   card = mine->card();
   card.fd = 0;
   card.nonce ^= 1;
-  EXPECT_THROW(SharedSegment::open(card), std::runtime_error);
+  EXPECT_THROW(ShmSegment::open(card), std::runtime_error);
   card.pid = 1 << 30;
-  EXPECT_THROW(SharedSegment::open(card), std::runtime_error);
+  EXPECT_THROW(ShmSegment::open(card), std::runtime_error);
 }
 
-TEST(ShmFaults, LivenessSeesTheEndedAndTheRenumbered) {
+TEST(ShmFaults, LivenessDetectsEndedProcessesAndReusedPids) {
   auto self = tessera::comm::this_process();
   EXPECT_TRUE(is_alive(self));
   self.start_time += 1;

@@ -1,4 +1,4 @@
-// What a rank maps of its peers' memory: see [Note: huge pages] in shm_segment.cpp.
+// Which part of its peers' memory a rank maps: see [Note: huge pages] in shm_segment.cpp.
 #include <algorithm>
 #include <fstream>
 #include <numeric>
@@ -13,12 +13,12 @@
 namespace {
 
 using namespace tessera::testing;
-using tessera::comm::SharedSegment;
+using tessera::comm::ShmSegment;
 using tessera::comm::Transport;
 
 constexpr int64_t kMiB = 1 << 20;
 
-/// In bytes, of the mapping that holds `address`.
+/// A field of /proc/self/smaps, in bytes, for the mapping that contains `address`.
 int64_t mapped_around(const void* address, const std::string& field = "Rss:") {
   const auto wanted = reinterpret_cast<uintptr_t>(address);
   std::ifstream file("/proc/self/smaps");
@@ -35,32 +35,32 @@ int64_t mapped_around(const void* address, const std::string& field = "Rss:") {
 bool system_makes_huge_pages() {
   constexpr size_t huge = 2 << 20;
   const int fd = memfd_create("tessera-probe", MFD_CLOEXEC);
-  auto* room =
+  auto* reserved =
       static_cast<char*>(mmap(nullptr, 2 * huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  auto* start = room + (-reinterpret_cast<uintptr_t>(room) & (huge - 1));
+  auto* start = reserved + (-reinterpret_cast<uintptr_t>(reserved) & (huge - 1));
   bool made = false;
   if (ftruncate(fd, huge) == 0 && mmap(start, huge, PROT_READ | PROT_WRITE,
                                        MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd, 0) == start) {
     constexpr int collapse = 25;  // MADV_COLLAPSE
     made = sysconf(_SC_PAGESIZE) == 4096 && madvise(start, huge, collapse) == 0;
   }
-  munmap(room, 2 * huge);
+  munmap(reserved, 2 * huge);
   close(fd);
   return made;
 }
 
-TEST(ShmWindows, WhatIsForgottenOfAPeersMemoryIsNotMappedAndComesBack) {
+TEST(ShmWindows, ForgottenPagesOfAPeerAreUnmappedAndMappedAgainOnAccess) {
   if (!system_makes_huge_pages())
     GTEST_SKIP() << "this system makes no huge pages of shared memory";
   constexpr int64_t bytes = 11 * kMiB;
-  const auto segment = SharedSegment::create(bytes, 1);
+  const auto segment = ShmSegment::create(bytes, 1);
   ASSERT_GT(segment->card().huge, 0u);
   for (int64_t i = 0; i < bytes; ++i) segment->data()[i] = static_cast<std::byte>(i + 1);
   EXPECT_FALSE(segment->forgets()) << "own memory stays";
   segment->forget(segment->data(), bytes);
   EXPECT_GE(mapped_around(segment->data()), bytes);
   Child peer([&] {
-    const auto theirs = SharedSegment::open(segment->card());
+    const auto theirs = ShmSegment::open(segment->card());
     const auto sum = [&] {
       return std::accumulate(
           theirs->data(), theirs->data() + bytes, uint64_t{0},
@@ -82,8 +82,8 @@ TEST(ShmWindows, WhatIsForgottenOfAPeersMemoryIsNotMappedAndComesBack) {
 
 class ShmWindowsOfWorld : public ::testing::TestWithParam<int> {};
 
-/// Real processes: ranks that are threads share one mapping, and forget nothing.
-TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapped) {
+/// Ranks are processes here, because ranks that are threads share one mapping and forget nothing.
+TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemoryMapped) {
   const int size = GetParam();
   constexpr int64_t numel = 6'000'037;  // 23 MiB: several windows, the last one short
   Processes ranks(size, [&](Transport& transport, int rank) {
@@ -145,8 +145,8 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameAndLeavesNothingOfPeersMapp
     transport.reduce_scatter(flat, counts, &consume);
     EXPECT_EQ(next, counts[rank]);
     EXPECT_TRUE(at::equal(kept, own(sum)));
-    EXPECT_EQ(most > 0, huge) << "what is just being read is mapped";
-    EXPECT_LE(most, 8 * kMiB) << "a window, and what it shares with others";
+    EXPECT_EQ(most > 0, huge) << "the part being read is mapped";
+    EXPECT_LE(most, 8 * kMiB) << "a window, rounded to huge pages";
     expect_nothing_mapped("reduce_scatter with consume");
 
     flat.fill_(-1);

@@ -18,7 +18,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <unistd.h>
 
-#include "comm/shm/shm_transport.h"
+#include "comm/shm/shm_setup.h"
 
 namespace tessera::testing {
 
@@ -42,7 +42,7 @@ inline std::unique_ptr<comm::Transport> shm_or_throw(const comm::World& world) {
   return transport;
 }
 
-/// Ranks as threads of this process; what each threw.
+/// Runs ranks as threads of this process. Returns what each threw (null: nothing).
 inline std::vector<std::exception_ptr> run_threads(
     int size, const TransportBody& body,
     std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
@@ -90,7 +90,7 @@ class Processes {
   }
 
   void signal(int rank, int number) { kill(pids_[rank], number); }
-  /// Exit code (128 + signal when killed), -1 when it did not end in time.
+  /// The exit code, 128 + signal if killed, or -1 if the rank did not end in time.
   int wait(int rank, std::chrono::milliseconds at_most = std::chrono::seconds(60)) {
     const auto end = Clock::now() + at_most;
     while (codes_[rank] < 0 && Clock::now() < end) {

@@ -25,8 +25,8 @@ namespace {
 using tessera::comm::SigpipeBlocked;
 using ::testing::HasSubstr;
 
-/// Writes where nobody reads; returns errno. Without a block the process ends here.
-int write_to_nobody() {
+/// Writes to a pipe without a reader and returns errno. Without a block the process would end here.
+int write_without_reader() {
   int ends[2];
   EXPECT_EQ(::pipe(ends), 0);
   ::close(ends[0]);
@@ -42,7 +42,7 @@ bool blocked_here() {
   return sigismember(&mask, SIGPIPE);
 }
 
-/// The process's threads, and whether each blocks SIGPIPE.
+/// The threads of this process, and whether each blocks SIGPIPE.
 std::map<std::string, bool> threads() {
   std::map<std::string, bool> blocks;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -56,7 +56,7 @@ std::map<std::string, bool> threads() {
   return blocks;
 }
 
-/// A backend whose peer has just died: it writes before it knows.
+/// A backend whose peer has just died: send and recv write to a closed pipe.
 class DeadPeer : public tessera::compat::C10dBackend {
  public:
   DeadPeer() : tessera::compat::C10dBackend(0, 2) {}
@@ -66,21 +66,21 @@ class DeadPeer : public tessera::compat::C10dBackend {
 
  private:
   [[noreturn]] static void broken() {
-    throw std::system_error(write_to_nobody(), std::generic_category(), "write");
+    throw std::system_error(write_without_reader(), std::generic_category(), "write");
   }
 };
 
-TEST(Sigpipe, AWriteFailsAndLeavesNothingBehind) {
+TEST(Sigpipe, AWriteFailsWithoutAPendingSignal) {
   ASSERT_FALSE(blocked_here());
   {
     const SigpipeBlocked outer;
     const SigpipeBlocked inner;
-    EXPECT_EQ(write_to_nobody(), EPIPE);
+    EXPECT_EQ(write_without_reader(), EPIPE);
   }
   EXPECT_FALSE(blocked_here());  // had the signal been left pending, it would have come now
 }
 
-TEST(Sigpipe, ACallersOwnBlockStays) {
+TEST(Sigpipe, ABlockOfTheCallerIsKept) {
   sigset_t set, former;
   sigemptyset(&set);
   sigaddset(&set, SIGPIPE);
@@ -90,7 +90,7 @@ TEST(Sigpipe, ACallersOwnBlockStays) {
   pthread_sigmask(SIG_SETMASK, &former, nullptr);
 }
 
-TEST(Sigpipe, APeerThatDiesWhileWeWriteIsAnErrorThatNamesIt) {
+TEST(Sigpipe, APeerThatDiesDuringAWriteIsAnErrorThatNamesIt) {
   auto group = tessera::from_c10d(c10::make_intrusive<DeadPeer>());
   try {
     group.barrier();
@@ -102,7 +102,7 @@ TEST(Sigpipe, APeerThatDiesWhileWeWriteIsAnErrorThatNamesIt) {
   EXPECT_FALSE(blocked_here());
 }
 
-TEST(Sigpipe, TheThreadsOfGlooBlockIt) {
+TEST(Sigpipe, GloosThreadsBlockSigpipe) {
   const auto before = threads();
   std::array<std::string, 2> ranks;
   tessera::testing::run_ranks(

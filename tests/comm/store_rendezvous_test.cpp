@@ -27,7 +27,7 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// A fresh folder, gone at the end.
+/// A fresh folder, removed at the end.
 class Folder {
  public:
   Folder() { path_ = ::mkdtemp(path_.data()); }
@@ -58,7 +58,7 @@ std::string error_of(const LaunchEnvironment& environment,
   }
 }
 
-TEST(StoreRendezvous, AFileInPlaceOfTheFolderAndNoFolderAtAllSaySo) {
+TEST(StoreRendezvous, AMissingFolderAndAFileInItsPlaceAreErrors) {
   EXPECT_THAT(error_of(in_folder(0, 2, "/dev/null")),
               HasSubstr("rank 0: the rendezvous folder /dev/null cannot be used: Not a directory"));
   EXPECT_THAT(error_of(in_folder(1, 2, "/nowhere/at/all")),
@@ -66,7 +66,7 @@ TEST(StoreRendezvous, AFileInPlaceOfTheFolderAndNoFolderAtAllSaySo) {
                         "file or directory"));
 }
 
-TEST(StoreRendezvous, AFolderThatTakesNoMoreBytesIsNamed) {
+TEST(StoreRendezvous, AFolderOnAFullDiskIsAnErrorThatNamesIt) {
   const Folder folder;
   const auto status = tessera::testing::Child([&] {
                         ::signal(SIGXFSZ, SIG_IGN);
@@ -83,7 +83,7 @@ TEST(StoreRendezvous, AFolderThatTakesNoMoreBytesIsNamed) {
   EXPECT_EQ(WEXITSTATUS(status), 7);
 }
 
-/// What each of these says, when all come at once.
+/// The errors of these ranks when all start at once.
 std::vector<std::string> errors_of(const std::vector<LaunchEnvironment>& environments,
                                    std::chrono::milliseconds timeout = 10s) {
   std::vector<std::string> errors(environments.size());
@@ -94,7 +94,7 @@ std::vector<std::string> errors_of(const std::vector<LaunchEnvironment>& environ
   return errors;
 }
 
-TEST(StoreRendezvous, RanksThatWereToldOfWorldsOfOtherSizesSayBoth) {
+TEST(StoreRendezvous, RanksWithDifferentWorldSizesAreAnErrorThatNamesBoth) {
   const Folder folder;
   const auto errors = errors_of({in_folder(0, 2, folder.path()), in_folder(1, 3, folder.path()),
                                  in_folder(2, 3, folder.path())});
@@ -117,7 +117,7 @@ LaunchEnvironment through_the_launchers_store(int rank, int port) {
   return environment;
 }
 
-TEST(StoreRendezvous, RanksOfSeveralHostsMeetInTheLaunchersStore) {
+TEST(StoreRendezvous, RanksOfSeveralHostsUseTheLaunchersStore) {
   c10d::TCPStoreOptions options;
   options.port = 0;
   options.isServer = true;
@@ -137,7 +137,7 @@ TEST(StoreRendezvous, RanksOfSeveralHostsMeetInTheLaunchersStore) {
               HasSubstr("rank 1 did not arrive within 300 ms"));
 }
 
-/// A port of loopback on which nobody listens while this lives.
+/// A loopback port on which no process listens while this is alive.
 class DeafPort {
  public:
   DeafPort() {
@@ -156,7 +156,7 @@ class DeafPort {
   int socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), number_ = 0;
 };
 
-TEST(StoreRendezvous, UnderTorchrunOnOneHostNobodyAsksTheAgentsStore) {
+TEST(StoreRendezvous, UnderTorchrunOnOneHostTheAgentsStoreIsNotUsed) {
   const DeafPort port;
   const auto ranks = [&](int attempt, const std::string& run) {
     std::vector<LaunchEnvironment> both{through_the_launchers_store(0, port.number()),
@@ -168,7 +168,7 @@ TEST(StoreRendezvous, UnderTorchrunOnOneHostNobodyAsksTheAgentsStore) {
     }
     return both;
   };
-  // What has met keeps its folder as long as this process lives.
+  // A completed rendezvous keeps its folder until this process ends.
   EXPECT_THAT(errors_of(ranks(0, "one")), Each("no error"));
   EXPECT_THAT(errors_of(ranks(1, "one")), Each("no error")) << "the ranks start again";
   EXPECT_THAT(errors_of(ranks(0, "a/n other " + std::string(300, 'x'))), Each("no error"));
@@ -177,7 +177,7 @@ TEST(StoreRendezvous, UnderTorchrunOnOneHostNobodyAsksTheAgentsStore) {
                         std::to_string(port.number()) + "-attempt-0-one"));
 }
 
-/// Something that is no store and treats each connection as told.
+/// A service that is not a store and handles each connection with the given function.
 class Service {
  public:
   explicit Service(std::function<void(int connection)> treat)
@@ -214,7 +214,7 @@ class Service {
   std::thread thread_;
 };
 
-/// What two ranks say of that service, and that they say it soon.
+/// The errors of two ranks that use the service as a store. Both must fail soon and name it.
 std::vector<std::string> errors_about(const Service& service) {
   const auto start = std::chrono::steady_clock::now();
   auto errors = errors_of({through_the_launchers_store(0, service.port()),
@@ -239,7 +239,7 @@ TEST(StoreRendezvous, AServiceThatNeverAnswersIsAnErrorAtTheTimeOut) {
   EXPECT_THAT(errors_about(silent), Each(HasSubstr("it does not answer")));
 }
 
-TEST(StoreRendezvous, AServiceThatAnswersSomethingElseIsAnError) {
+TEST(StoreRendezvous, AServiceWithAnotherProtocolIsAnError) {
   const Service http([](int fd) {
     char request[8];
     const timeval briefly{0, 200'000};
@@ -250,9 +250,9 @@ TEST(StoreRendezvous, AServiceThatAnswersSomethingElseIsAnError) {
   errors_about(http);
 }
 
-TEST(StoreRendezvous, AServiceThatSpeaksFirstOrHangsUpIsAnError) {
+TEST(StoreRendezvous, AServiceThatSendsFirstOrClosesTheConnectionIsAnError) {
   const Service banner([](int fd) { ::send(fd, kRefusal, sizeof kRefusal, MSG_NOSIGNAL); });
-  EXPECT_THAT(errors_about(banner), Each(HasSubstr("sends data before it is asked")));
+  EXPECT_THAT(errors_about(banner), Each(HasSubstr("sends data before a request")));
   const Service closing([](int fd) { ::shutdown(fd, SHUT_RDWR); });
   EXPECT_THAT(errors_about(closing), Each(HasSubstr("closes the connection")));
 }

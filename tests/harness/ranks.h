@@ -7,7 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "comm/base/backends.h"
+#include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
 #include "tessera/error.h"
 #include "tessera/process_group.h"
@@ -18,8 +18,10 @@ using RankBody = std::function<void(ProcessGroup group, int rank)>;
 
 /// Runs `body` on `world` threads, each with its own rank of one group, and returns what each threw
 /// (null: nothing). A rank that throws lets go of its group, so that the others end too.
+/// `hosts`: one number for each rank, equal for ranks of one host; empty: all are on one.
 inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankBody& body,
-                                                          ProcessGroupOptions options = {}) {
+                                                          ProcessGroupOptions options = {},
+                                                          const std::vector<int>& hosts = {}) {
   if (options.timeout == ProcessGroupOptions().timeout) options.timeout = std::chrono::seconds(20);
   std::vector<std::exception_ptr> errors(world);
   std::vector<std::thread> threads;
@@ -31,6 +33,8 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
         if (world == 1) return body(ProcessGroup(), 0);
         auto place = comm::World::start(rank, world, options);
         place.store = store;
+        place.hosts = hosts;
+        place.same_host = comm::all_equal(hosts);
         auto transport = comm::make_transport(place);
         body(ProcessGroup(
                  std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))),
@@ -46,9 +50,10 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
 
 /// As above; the first rank's exception is thrown on, or rather that of the rank that the others
 /// only missed.
-inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {}) {
+inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {},
+                      const std::vector<int>& hosts = {}) {
   std::exception_ptr broken;
-  for (const auto& error : run_ranks_catching(world, body, options)) {
+  for (const auto& error : run_ranks_catching(world, body, options, hosts)) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const BrokenWorldError&) {
@@ -56,6 +61,11 @@ inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions optio
     }
   }
   if (broken) std::rethrow_exception(broken);
+}
+
+/// As run_ranks(), with one rank for each entry of `hosts`.
+inline void run_ranks_on(const std::vector<int>& hosts, const RankBody& body) {
+  run_ranks(static_cast<int>(hosts.size()), body, {}, hosts);
 }
 
 /// The text of what a rank threw; empty when it threw nothing.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The configs of the main job agree, and the reference page is current.
+"""The configs of the main job give equal losses, and docs/config_reference.md is current.
 
     configs_test.py SOURCE_FOLDER BUILD_FOLDER
 """
@@ -16,7 +16,7 @@ def call(*words, cwd=None):
 
 
 class Configs(unittest.TestCase):
-    def test_every_way_of_the_main_job_has_equal_losses(self):
+    def test_all_configs_of_the_main_job_have_equal_losses(self):
         with tempfile.TemporaryDirectory() as folder:
             losses = {}
             for name in ("none", "ddp", "zero", "distributed_optimizer", "fsdp"):

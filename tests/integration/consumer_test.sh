@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs into an empty prefix, builds a project that knows nothing but find_package(Tessera), and runs it alone and on two ranks.
+# Installs into an empty prefix, builds a project that uses only find_package(Tessera), and runs it on one
+# and on two ranks.
 set -euo pipefail
 source=$1 build=$2
 work=$(mktemp -d)

@@ -1,7 +1,7 @@
 // fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches]
-// A rank that trains for ever (with "branches", the last rank goes another way at step 6): sums
-// with all and with its host's ranks, prints its pid, then steps until something happens to it or
-// to a peer.
+// A rank that trains until it or a peer fails. It checks sums over all ranks and over the ranks of
+// its host, prints its pid and starts to train. With "branches", the last rank takes another branch
+// of the model at step 6.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,9 +48,10 @@ int main(int argc, char** argv) {
       std::printf("rank %d: %s sum of %d on %s\n", rank, right ? "right" : "WRONG", group->size(),
                   group->backend_name().c_str());
     }
+    std::printf("rank %d: local rank %d of %d\n", rank, world.local_rank(), world.local_size());
     world.barrier();
     world.set_timeout(std::chrono::milliseconds(
-        std::atoi(argv[2])));  // only now: the rendezvous may take long on a busy machine
+        std::atoi(argv[2])));  // not before, because start-up may take long on a busy machine
     const std::string strategy = argc > 3 ? argv[3] : "zero";
     const auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
     Net net;

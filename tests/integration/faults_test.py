@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Real processes, real signals: how soon, and with which name, do survivors and the launcher speak of a lost rank?
+"""Survivors and the launcher must name a killed or stopped rank in time. With real processes and signals.
 
     faults_test.py BUILD_FOLDER
 """
@@ -11,7 +11,7 @@ TIMEOUT_MS = 1500
 
 
 class Run:
-    """A launched world whose output is read line by line with the time of arrival."""
+    """A launched world. Its output is read line by line with the time of arrival."""
 
     def __init__(self, *command):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_", "TESSERA_"))}
@@ -28,11 +28,11 @@ class Run:
             if found:
                 self.pids[int(found[2])] = int(found[1])
 
-    def wait_for(self, condition, seconds, what):
+    def wait_for(self, condition, seconds, event):
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
-                raise AssertionError(f"not within {seconds} s: {what}\n" + self.text())
+                raise AssertionError(f"not within {seconds} s: {event}\n" + self.text())
             time.sleep(0.01)
 
     def when(self, pattern):
@@ -98,7 +98,7 @@ class Faults(unittest.TestCase):
     def test_stopped_fully_sharded(self):
         self.stopped("shm", "fsdp")
 
-    def test_other_branches_are_told_by_all(self):
+    def test_ranks_in_different_branches_are_an_error_on_all(self):
         run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", "auto", TIMEOUT_MS, "branches")
         self.addCleanup(run.close)
         self.assertNotEqual(run.process.wait(60), 0)

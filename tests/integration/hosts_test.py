@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""A world over two hosts: two network namespaces joined by a cable, a launcher in each. Ends with 77 where namespaces cannot be made.
+"""A world on two hosts, which are two connected network namespaces with a launcher in each. Exits with 77 if namespaces cannot
+be made.
 
     hosts_test.py BUILD_FOLDER
 """
@@ -23,7 +24,7 @@ def ip(*words):
 
 
 def remove(name):
-    """The namespace, the cable in it, and whatever still runs there."""
+    """Removes the namespace with its cable, and kills the processes in it."""
     try:
         for pid in ip("netns", "pids", name).split():
             os.kill(int(pid), signal.SIGKILL)
@@ -33,7 +34,7 @@ def remove(name):
 
 
 def remove_left_over():
-    """Namespaces of a test that was killed itself."""
+    """Removes the namespaces of earlier tests that were killed."""
     for line in ip("netns", "list").splitlines():
         found = re.match(rf"({PREFIX}(\d+)-\d)\b", line)
         if found and not os.path.exists(f"/proc/{found[2]}"):
@@ -68,6 +69,7 @@ class TwoHosts(unittest.TestCase):
         for rank in range(RANKS):
             text = runs[rank // RANKS_PER_HOST].text()
             self.assertIn(f"rank {rank}: right sum of {RANKS} on gloo", text)
+            self.assertIn(f"rank {rank}: local rank {rank % RANKS_PER_HOST} of {RANKS_PER_HOST}", text)
             self.assertIn(f"rank {rank}: right sum of {RANKS_PER_HOST} on {'gloo' if backend == 'gloo' else 'shm'}", text)
         os.kill(runs[victim // RANKS_PER_HOST].pids[victim], signal.SIGKILL)
         for survivor in set(range(RANKS)) - {victim}:
@@ -90,7 +92,7 @@ class TwoHosts(unittest.TestCase):
 
 
 def make():
-    """Both hosts, or OSError and nothing left."""
+    """Makes both hosts. Raises OSError, and leaves nothing, if it cannot."""
     try:
         if not shutil.which("ip"):
             raise OSError("no ip command; it is in Debian's iproute2")

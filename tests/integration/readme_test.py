@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the README shows is what is built and run: its C++ is part of a compiled example, its commands and files exist."""
+"""The README is correct: its C++ is part of a compiled example, and its commands and files exist."""
 import pathlib, re, sys, textwrap, unittest
 
 SOURCE = pathlib.Path(sys.argv.pop(1))
@@ -11,7 +11,7 @@ def blocks(language):
 
 
 class Readme(unittest.TestCase):
-    def test_program_is_the_compiled_example(self):
+    def test_the_program_is_part_of_a_compiled_example(self):
         (snippet,) = blocks("cpp")
         self.assertIn(snippet, (SOURCE / "examples/zero_loop.cpp").read_text())
 
@@ -26,7 +26,7 @@ class Readme(unittest.TestCase):
                 found += 1
         self.assertEqual(found, 7)
 
-    def test_cmake_is_the_consumers(self):
+    def test_the_cmake_code_is_the_consumers(self):
         (snippet,) = blocks("cmake")
         consumer = (SOURCE / "tests/integration/consumer/CMakeLists.txt").read_text()
         for line in snippet.replace("your_program", "consumer").splitlines():

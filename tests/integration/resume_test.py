@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs of real processes that are stopped, killed and gone on with.
+"""Trainings that are stopped or killed, and resumed. With real processes.
 
     resume_test.py BUILD_FOLDER
 """
@@ -54,7 +54,7 @@ class Runs(unittest.TestCase):
         return process
 
     def wait_for(self, process, text):
-        """Reads until a line has `text`."""
+        """Reads until a line contains `text`."""
         for line in process.stdout:
             if text in line:
                 return
@@ -92,7 +92,7 @@ class Runs(unittest.TestCase):
         self.call()
         self.assertEqual(self.outcome(), whole)
 
-    def test_a_stop_of_every_process_is_one_stop(self):
+    def test_signals_to_every_process_are_one_request_to_stop(self):
         process = self.start("train.steps=1000000", "checkpoint.every=0", "train.eval_every=0", "train.global_batch=3000")  # a step takes a while
         self.wait_for(process, "step ")
         children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -105,7 +105,7 @@ class Runs(unittest.TestCase):
         self.assertIn("the same command goes on from run/step-", rest)
 
     def test_a_file_that_cannot_grow_ends_the_run_with_its_name(self):
-        """What a full disk does: no signal, code 1, and the rank that has the file is the cause."""
+        """As a full disk: no signal, exit code 1, and the rank that writes the file is the root cause."""
         def limited(*words):
             command = " ".join(shlex.quote(word) for word in self.command("train.save=null", *words))
             return subprocess.run(["bash", "-c", f"ulimit -f 4; exec {command}"], cwd=self.folder, env=environment(), capture_output=True, text=True,
@@ -126,7 +126,7 @@ class Runs(unittest.TestCase):
             self.assertEqual([line["step"] for line in without_times(self.folder / "log.jsonl")], list(range(8)), streams)
         self.call("train.steps=9", "parallel.type=ZeroRedundancyOptimizer", ranks=2)
 
-    def test_killed_runs_go_on_bit_by_bit(self):
+    def test_killed_runs_resume_bit_by_bit(self):
         whole = self.whole()
         choice = random.Random(1)
         for _ in range(4):
@@ -139,7 +139,7 @@ class Runs(unittest.TestCase):
         self.call()
         self.assertEqual(self.outcome(), whole)
 
-    def test_a_second_signal_leaves_at_once_and_loses_nothing(self):
+    def test_a_second_signal_ends_at_once_and_loses_no_checkpoint(self):
         whole = self.whole()
         process = self.start()
         self.wait_for(process, "checkpoint written to")
@@ -150,7 +150,7 @@ class Runs(unittest.TestCase):
         self.call()
         self.assertEqual(self.outcome(), whole)
 
-    def test_four_ranks_go_on_on_two_and_zero_as_fsdp(self):
+    def test_a_run_of_four_ranks_resumes_on_two_and_with_fsdp(self):
         self.call("train.steps=8", "model.dropout=0", ranks=4)
         straight, _ = self.from_copy("straight", "parallel.type=ZeroRedundancyOptimizer", ranks=4)
         for name, words in (("two", ("parallel.type=ZeroRedundancyOptimizer",)),
@@ -181,7 +181,7 @@ class Runs(unittest.TestCase):
         rest, _ = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 143, rest)
         self.assertIn("no checkpoint.folder", rest)
-        self.assertTrue((self.folder / "out.safetensors").exists(), "what there is was saved")
+        self.assertTrue((self.folder / "out.safetensors").exists(), "the weights were saved")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Ranks started by srun, in a Slurm of the test's own: OneHost on loopback, TwoHosts in two network namespaces. Ends with 77, and says why,
-where Slurm is not installed or does not start, or where namespaces cannot be made.
+"""Ranks started by srun, in a Slurm cluster that the test starts: OneHost on loopback, TwoHosts in two network namespaces. Exits
+with 77, and prints the reason, if Slurm is not installed or does not start, or if namespaces cannot be made.
 
     srun_test.py BUILD_FOLDER OneHost | TwoHosts
 """
@@ -12,7 +12,7 @@ from faults_test import BUILD, TIMEOUT_MS, Run
 SKIPPED = 77
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 for outer in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_", "PMI", "OMPI_", "LOCAL_", "OPENBLAS_CORETYPE"))]:
-    del os.environ[outer]  # the test may itself be a step of a job
+    del os.environ[outer]  # the test itself may run in a step of a job
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -27,7 +27,7 @@ def loopback(address):
 
 
 class Cluster:
-    """Slurm with a node at each of `addresses`; `enter` is the command in front of whatever runs on a node's host."""
+    """Slurm with a node at each of `addresses`. `enter(host)` is the prefix of commands that run on that host."""
 
     def __init__(self, addresses, enter):
         absent = [name for name in ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo", "scancel") if not shutil.which(name, path=PATH)]
@@ -35,7 +35,7 @@ class Cluster:
             raise unittest.SkipTest(f"no {', '.join(absent)} here; they are in Debian's slurm-wlm and munge")
         self.enter, self.daemons = enter, []
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="tessera-slurm-"))
-        self.folder.chmod(0o711)  # munged wants its socket within reach of all
+        self.folder.chmod(0o711)  # munged requires that all users can reach its socket
         self.conf = self.folder / "slurm.conf"
         nodes = [f"node{i}" for i in range(len(addresses))]
         self.conf.write_text("\n".join([
@@ -78,15 +78,15 @@ class Cluster:
         end = time.monotonic() + 30
         while not condition():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self.daemons):
-                said = "\n".join(path.read_text() for path in self.folder.glob("*.out"))
-                raise unittest.SkipTest(f"Slurm does not start here: {what}: not within 30 s, or a daemon ended:\n{said}")
+                output = "\n".join(path.read_text() for path in self.folder.glob("*.out"))
+                raise unittest.SkipTest(f"Slurm does not start here: {what}: not within 30 s, or a daemon ended:\n{output}")
             time.sleep(0.05)
 
     def run(self, *words):
         return Run(*self.enter(0), *words)
 
     def stop(self):
-        subprocess.run([*self.enter(0), "scancel", "-f", "-s", "KILL", "-u", getpass.getuser()], capture_output=True, timeout=60)  # of a test that failed
+        subprocess.run([*self.enter(0), "scancel", "-f", "-s", "KILL", "-u", getpass.getuser()], capture_output=True, timeout=60)  # jobs of a failed test
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -123,7 +123,7 @@ class SlurmTest(unittest.TestCase):
         return code, run.text()
 
     def probe(self, *front, exports=""):
-        """A world that trains for ever, with all its ranks at it."""
+        """Starts a world that trains until it is ended, and waits until all its ranks train."""
         ranks = int(front[front.index("-n") + 1])
         run = self.cluster.run("srun", *front, "bash", "-c", f"{exports} GROUP_RANK=$SLURM_NODEID exec {BUILD}/bin/fault_probe auto {TIMEOUT_MS}")
         self.addCleanup(run.close)
@@ -144,9 +144,9 @@ class SlurmTest(unittest.TestCase):
 class OneHost(SlurmTest):
     @classmethod
     def setUpClass(cls):
-        address = socket.gethostbyname(socket.gethostname())  # where daemons listen that are told not to listen everywhere
+        address = socket.gethostbyname(socket.gethostname())  # where Slurm's daemons listen if not on all addresses
         if not loopback(address):
-            raise unittest.SkipTest(f"{socket.gethostname()} is {address}, where Slurm would listen; expected a loopback address")
+            raise unittest.SkipTest(f"{socket.gethostname()} is {address}, on which Slurm would listen; expected a loopback address")
         cls.cluster = Cluster([address], lambda host: [])
         cls.addClassCleanup(cls.cluster.stop)
 
@@ -154,7 +154,7 @@ class OneHost(SlurmTest):
         self.trains(2, "srun", "-n", "2")
         self.trains(6, "srun", "-n", "6", "--overcommit")
 
-    def test_what_is_wrong_is_said_once(self):
+    def test_an_error_is_printed_once(self):
         code, text = self.ends("srun", "-n", "3", BUILD / "bin/tessera-train", self.config, "train.stepz=3")
         self.assertEqual(code, 2, text)
         self.assertEqual(text.count("stepz"), 1, text)
@@ -169,7 +169,7 @@ class OneHost(SlurmTest):
         self.trains(2, "srun", "--mpi=pmi2", "-n", "2")
         self.trains(2, "salloc", "-n", "4", "srun", "-E", "-n", "2")
 
-    def test_a_script_for_sbatch_is_no_rank(self):
+    def test_a_batch_script_is_not_a_rank(self):
         script, out = self.config.with_name("script"), self.config.with_name("out")
         script.write_text(f"#!/bin/bash\nset -e\n{BUILD}/bin/tessera-train {self.config} parallel.type=none\n{BUILD}/bin/tessera train -n 2 {self.config}\n")
         code, text = self.ends("sbatch", "-W", "-n", "2", "-o", out, script)
@@ -180,7 +180,7 @@ class OneHost(SlurmTest):
         self.lose(self.probe("-n", "3"), 1)
         self.lose(self.probe("-n", "3", "-K1"), 0, srun_waits=False)
 
-    def test_cancelled_it_ends_after_the_running_step(self):
+    def test_scancel_ends_it_after_the_current_step(self):
         run = self.cluster.run("srun", "-J", "cancelled", "-n", "2", BUILD / "bin/tessera-train", self.config, "train.steps=1000000", "train.log_every=100")
         self.addCleanup(run.close)
         run.wait_for(lambda: run.when(r"step +199/"), 60, "it trains")
@@ -207,9 +207,10 @@ class TwoHosts(SlurmTest):
             for rank in range(4):
                 self.assertIn(f"rank {rank}: right sum of 4 on gloo", run.text())
                 self.assertIn(f"rank {rank}: right sum of 2 on shm", run.text())
+                self.assertIn(f"rank {rank}: local rank {rank % 2} of 2", run.text())
             self.lose(run, victim)
 
-    def test_without_an_address_it_says_what_to_set(self):
+    def test_without_an_address_the_error_names_the_variables(self):
         code, text = self.ends("srun", "--ntasks-per-node=1", "-n", "2", BUILD / "bin/tessera-train", self.config)
         self.assertEqual(code, 2, text)
         self.assertRegex(text, "rank 1: .*Slurm started 2 ranks on several hosts, but MASTER_ADDR and MASTER_PORT are not set.*SLURM_STEP_NODELIST")

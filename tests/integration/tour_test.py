@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/tour.md as a newcomer follows it: its files are written, its commands run, against an installed prefix.
+"""Follows docs/tour.md: writes its files and runs its commands against an installed prefix.
 
     tour_test.py SOURCE_FOLDER BUILD_FOLDER
 """
@@ -36,7 +36,7 @@ class Tour(unittest.TestCase):
             losses = re.findall(r"loss (\d+\.\d+)", outputs["build/own_model -n 2 own_model.yaml"])
             self.assertLess(float(losses[-1]), 0.5 * float(losses[0]), "it learns")
 
-    def test_the_example_is_the_tours(self):
+    def test_the_example_is_the_one_of_the_tour(self):
         self.assertIn((SOURCE / "examples/own_model.cpp").read_text(), TOUR)
         self.assertIn((SOURCE / "examples/own_model.yaml").read_text(), TOUR)
 

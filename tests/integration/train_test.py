@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""`tessera train` as a user runs it: against an independent PyTorch program, against itself on other ranks and wrappers, and under
-every launcher that is here.
+"""Compares `tessera train` with an independent PyTorch program, with itself on other numbers of ranks and with other wrappers, and
+under every installed launcher.
 
     train_test.py SOURCE_FOLDER BUILD_FOLDER PYTHON
 
-PYTHON has PyTorch, for the independent program and for torchrun; any version will do.
+PYTHON: a Python with PyTorch of any version, for the independent program and for torchrun.
 """
 import json, os, pathlib, shutil, struct, subprocess, sys, tempfile, unittest
 
@@ -35,7 +35,7 @@ def tensors(path):
 
 
 def without_key_bias(name, values):
-    """The gradient of attention's key bias (the middle third) is zero but for rounding, which Adam makes as large as any other step."""
+    """Without the key bias of attention (the middle third). Its gradient is zero except for rounding, and Adam scales that to full steps."""
     third = len(values) // 3
     return values[:third] + values[2 * third:] if name.endswith("attn.c_attn.bias") else values
 

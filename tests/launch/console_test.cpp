@@ -15,7 +15,7 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-TEST(ConsoleOutput, RankZeroIsPlainTheOthersAreNamed) {
+TEST(ConsoleOutput, RankZerosLinesHaveNoPrefixTheOthersDo) {
   Launched run(run_shell(2, "echo out; echo err >&2"));
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(occurrences(run.out(), "out\n"), 2);
@@ -55,8 +55,8 @@ TEST(ConsoleOutput, LinesStayWhole) {
 }
 
 TEST(ConsoleOutput, ALineWaitsForTheEndOfRankZerosLine) {
-  // Rank 1 writes while rank 0's line is unfinished; the pause lets a launcher that does not wait
-  // show it.
+  // Rank 1 writes while rank 0's line is unfinished. A launcher that did not wait would write rank
+  // 1's line during the pause.
   Launched run(run_shell(2,
                          "cd $TESSERA_RENDEZVOUS; if [ $RANK = 0 ]; then printf begin; touch half; "
                          "until [ -e other ]; do :; done; "
@@ -73,25 +73,24 @@ TEST(ConsoleOutput, MuchOutputArrivesInFull) {
   EXPECT_EQ(occurrences(run.out(), "[rank 1] 200000\n"), 1);
 }
 
-TEST(ConsoleOutput, AFullDiskLosesOutputAndNoRank) {
+TEST(ConsoleOutput, AFullDiskLosesOutputButEndsNoRank) {
   const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
   const std::string script =
       "seq 1 20000; sleep 0.2; echo more; echo done$RANK >&2; [ $RANK = 0 ] || exit $CODE";
   for (int code : {0, 3}) {
     Launched run(run_shell(2, script), {{"CODE", std::to_string(code)}}, {.out = full});
     EXPECT_EQ(run.finish(), code);
-    EXPECT_EQ(
-        occurrences(
-            run.err(),
-            "tessera run: stdout: No space left on device; what the ranks write there is lost"),
-        1);
+    EXPECT_EQ(occurrences(run.err(),
+                          "tessera run: stdout: No space left on device; further output of the "
+                          "ranks to it is lost"),
+              1);
     EXPECT_THAT(run.err(), HasSubstr("done0"));
     EXPECT_THAT(run.err(), HasSubstr("[rank 1] done1"));
   }
   close(full);
 }
 
-TEST(ConsoleOutput, AGoneReaderEndsTheRanks) {
+TEST(ConsoleOutput, RanksEndWhenTheReaderOfTheOutputIsGone) {
   int ends[2];
   ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
   close(ends[0]);
@@ -108,7 +107,7 @@ TEST(ConsoleOutput, ALastLineWithoutNewlineIsKept) {
   EXPECT_EQ(occurrences(run.out(), "tail"), 2);
 }
 
-TEST(LogFiles, HoldEachRanksStreams) {
+TEST(LogFiles, ContainEachRanksStreams) {
   const TemporaryFolder logs;
   Launched run(run_shell(2, "echo out$RANK; echo err$RANK >&2", {"--log-dir", logs.path()}));
   EXPECT_EQ(run.finish(), 0);
@@ -134,7 +133,7 @@ TEST(LogFiles, RedirectsKeepTheConsoleFreeAndTeeDoesNot) {
   EXPECT_EQ(read_file(logs.path() + "/attempt_0/1/stderr.log"), "err1\n");
 }
 
-TEST(LogFiles, RestartsHaveTheirOwnAndRedirectedErrorsAreStillReported) {
+TEST(LogFiles, EachRestartHasItsOwnAndRedirectedErrorsAreStillReported) {
   const TemporaryFolder logs;
   Launched run(run_shell(2, "[ $RANK = 1 ] && { echo bad >&2; exit 3; }; exec sleep 60",
                          {"--log-dir", logs.path(), "--redirects=3", "--max-restarts=1"}));

@@ -64,7 +64,7 @@ TEST(EnvironmentTest, ThreadsAreLimitedForSeveralRanksOnly) {
               Contains("OMP_NUM_THREADS=2"));
 }
 
-TEST(EnvironmentTest, OnlyRankZeroIsToldOfTheTerminal) {
+TEST(EnvironmentTest, OnlyRankZeroGetsTheVariablesOfTheTerminal) {
   LaunchOptions options;
   options.nproc_per_node = 2;
   Attempt here = attempt();

@@ -14,7 +14,7 @@ using testing::HasSubstr;
 using testing::MatchesRegex;
 using testing::Not;
 
-// Waits until the other ranks are up, so that what happens next happens to a whole world.
+// Shell commands that wait until all ranks have started.
 const std::string kWaitForAll =
     "echo x >$TESSERA_RENDEZVOUS/$RANK; until [ $(ls $TESSERA_RENDEZVOUS | wc -l) = $WORLD_SIZE ]; "
     "do :; done; ";
@@ -45,7 +45,7 @@ TEST(Failure, ACrashIsNamedByItsSignal) {
   EXPECT_THAT(run.err(), HasSubstr("was killed by SIGSEGV"));
 }
 
-TEST(Failure, AKilledRankIsReportedAtOnceAndTheStubbornEndToo) {
+TEST(Failure, AKilledRankIsReportedAtOnceAndSurvivorsThatIgnoreSigtermEndToo) {
   // The survivors ignore SIGTERM, and so do their children.
   Launched run(
       run_shell(3, "trap '' TERM INT; echo pid=$$; sleep 60 & echo pid=$!; wait; sleep 60"));
@@ -57,13 +57,13 @@ TEST(Failure, AKilledRankIsReportedAtOnceAndTheStubbornEndToo) {
   run.wait_for("(pid " + std::to_string(victim) + ") was killed by SIGKILL");
   EXPECT_LT(run.seconds() - killed, 2);
   EXPECT_EQ(run.finish(), 137);
-  // The children's children are not the launcher's to wait for: the kernel may be a moment behind.
+  // The launcher does not reap the ranks' children, so the kernel may end them a moment later.
   for (const auto& process : all) EXPECT_TRUE(process->ended(1)) << process->pid();
   EXPECT_LT(run.seconds() - killed, 5);
 }
 
-TEST(Failure, SurvivorsThatEndBecauseOfItAreNotTheCause) {
-  // Rank 0 leaves with code 1 as soon as it sees that rank 1 is no more.
+TEST(Failure, SurvivorsThatEndBecauseOfAFailureAreNotTheCause) {
+  // Rank 0 exits with code 1 as soon as it sees that rank 1 has ended.
   Launched run(run_shell(
       2,
       "echo $$ >$TESSERA_RENDEZVOUS/$RANK.tmp; mv $TESSERA_RENDEZVOUS/$RANK.tmp "
@@ -88,7 +88,7 @@ TEST(Failure, AConsequenceThatEndsFirstIsNotTheCause) {
                                   "left' >&2; exit 1; }; sleep 0.3; " +
                                   end));
     EXPECT_EQ(run.finish(), code);
-    EXPECT_EQ(occurrences(run.err(), "by its last lines because of another rank"), 2);
+    EXPECT_EQ(occurrences(run.err(), "because of another rank, according to its last lines"), 2);
     EXPECT_THAT(run.err(), HasSubstr("root cause: rank 0 "));
     EXPECT_EQ(occurrences(run.err(), "it is the root cause"), 1);
   }
@@ -103,7 +103,7 @@ TEST(Failure, AConsequenceWithoutItsCauseIsTheFirstFailure) {
   EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
 }
 
-TEST(Failure, AKilledRankIsNoConsequenceWhateverItWrote) {
+TEST(Failure, AKilledRankIsNotAConsequenceEvenIfItWroteBrokenWorldError) {
   Launched run(run_shell(
       2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; kill -KILL $$"));
   EXPECT_EQ(run.finish(), 137);
@@ -120,8 +120,8 @@ TEST(Failure, AStoppedRankEndsToo) {
   for (const auto& process : all) EXPECT_TRUE(process->ended(0)) << process->pid();
 }
 
-TEST(Failure, AKilledLauncherLeavesNobodyAndNothing) {
-  // Grandchildren in the background too, which no death signal reaches.
+TEST(Failure, AKilledLauncherLeavesNoProcessesAndNoFiles) {
+  // The ranks have background children, which PR_SET_PDEATHSIG does not reach.
   Launched run(run_shell(2, "trap '' TERM INT HUP; sleep 60 & echo pid=$$ pid=$!; wait; sleep 60"));
   run.wait_for("pid=", 4);
   const auto all = watch(run.pids());
@@ -143,7 +143,7 @@ TEST(Failure, BackgroundProcessesOfARankEndWithTheRun) {
   for (const auto& process : all) EXPECT_TRUE(process->ended()) << process->pid();
 }
 
-TEST(Failure, RestartsStartAllRanksAgainElsewhere) {
+TEST(Failure, RestartsStartAllRanksAgain) {
   Launched run(run_shell(2,
                          "echo attempt=$TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS "
                          "$TESSERA_RENDEZVOUS; " +
@@ -158,7 +158,7 @@ TEST(Failure, RestartsStartAllRanksAgainElsewhere) {
   EXPECT_TRUE(run.tmp().empty());
 }
 
-TEST(Failure, RestartsRunOut) {
+TEST(Failure, AFailureAfterTheLastRestartEndsTheRun) {
   Launched run(run_shell(2, "exit 7", {"--max_restarts", "1"}));
   EXPECT_EQ(run.finish(), 7);
   EXPECT_EQ(occurrences(run.err(), "it is the root cause"), 2);

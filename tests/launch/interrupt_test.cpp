@@ -11,19 +11,19 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-TEST(Interrupt, OnceIsForwardedAndGraceful) {
+TEST(Interrupt, TheFirstSignalIsForwardedAndRanksCanEndGracefully) {
   Launched run(
       run_shell(2, "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done"));
   run.wait_for("ready", 2);
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(occurrences(run.out(), "saved"), 2);
-  EXPECT_THAT(run.err(), HasSubstr("SIGINT: asked 2 ranks to end"));
+  EXPECT_THAT(run.err(), HasSubstr("SIGINT: forwarded to 2 ranks"));
   EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
   EXPECT_TRUE(run.tmp().empty());
 }
 
-TEST(Interrupt, ThePlainProgramEndsByIt) {
+TEST(Interrupt, AProgramWithoutAHandlerEndsByTheSignal) {
   for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
     Launched run(run_shell(2, "ulimit -c 0; echo ready; exec sleep 60", {"--max-restarts=2"}));
     run.wait_for("ready", 2);
@@ -33,20 +33,20 @@ TEST(Interrupt, ThePlainProgramEndsByIt) {
   }
 }
 
-TEST(Interrupt, AnExitCodeOfAnInterruptedProgramPasses) {
+TEST(Interrupt, TheExitCodeOfAnInterruptedProgramIsPassedOn) {
   Launched run(run_shell(2, "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done"));
   run.wait_for("ready", 2);
   run.send(SIGTERM);
   EXPECT_EQ(run.finish(), 9);
 }
 
-TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
+TEST(Interrupt, SignalsWithinASecondAreOneRequestToStop) {
   Launched run(run_shell(
       2,
       "trap 'sleep 0.3; echo saved; exit 0' TERM HUP; echo ready; while :; do sleep 0.05; done"));
   run.wait_for("ready", 2);
   run.send(SIGTERM);
-  run.wait_for("SIGTERM: asked 2 ranks to end");
+  run.wait_for("SIGTERM: forwarded to 2 ranks");
   run.send(SIGTERM);
   run.send(SIGHUP);
   EXPECT_EQ(run.finish(), 0);
@@ -54,24 +54,25 @@ TEST(Interrupt, SignalsOfTheSameInstantAreOneStop) {
   EXPECT_THAT(run.err(), Not(HasSubstr("killing")));
 }
 
-TEST(Interrupt, AfterAFailureItKeepsTheRanksFromStartingAgain) {
+TEST(Interrupt, ASignalAfterAFailurePreventsARestart) {
   Launched run(run_shell(
-      2, "[ $RANK = 1 ] && exit 3; trap 'echo told; exit 0' TERM; while :; do sleep 0.05; done",
+      2,
+      "[ $RANK = 1 ] && exit 3; trap 'echo terminated; exit 0' TERM; while :; do sleep 0.05; done",
       {"--max-restarts=1"}));
   run.wait_for("it is the root cause");
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 3);
-  EXPECT_THAT(run.err(), HasSubstr("SIGINT: the ranks are being ended"));
+  EXPECT_THAT(run.err(), HasSubstr("SIGINT: ending the ranks"));
   EXPECT_THAT(run.err(), Not(HasSubstr("restart 1 of 1")));
-  EXPECT_EQ(run.out(), "told\n");  // they had their time
+  EXPECT_EQ(run.out(), "terminated\n");  // the rank had time to handle SIGTERM
 }
 
-TEST(Interrupt, OnceMoreKillsAtOnce) {
+TEST(Interrupt, ASecondSignalKillsAtOnce) {
   Launched run(run_shell(2, "trap '' INT; echo pid=$$; while :; do sleep 60; done"));
   run.wait_for("pid=", 2);
   const Watched first(run.pids()[0]), second(run.pids()[1]);
   run.send(SIGINT);
-  run.wait_for("once more after 1 s: kill at once");
+  run.wait_for("a second signal after 1 s kills at once");
   usleep(1'100'000);
   run.send(SIGINT);
   EXPECT_EQ(run.finish(), 130);
@@ -81,7 +82,7 @@ TEST(Interrupt, OnceMoreKillsAtOnce) {
   EXPECT_TRUE(run.tmp().empty());
 }
 
-TEST(Interrupt, TheGraceTimeEnds) {
+TEST(Interrupt, RanksAreKilledWhenTheGraceTimeHasPassed) {
   Launched run(
       run_shell(2, "trap '' TERM; echo ready; while :; do sleep 60; done", {"--grace=0.2"}));
   run.wait_for("ready", 2);

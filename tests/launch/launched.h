@@ -20,13 +20,13 @@ class TemporaryFolder {
   std::string path_;
 };
 
-/// A process that can be waited for, with a bound, also when it is not our child.
+/// Waits for the end of a process, with a time limit. It need not be a child of this process.
 class Watched {
  public:
   explicit Watched(pid_t pid);
   ~Watched();
   Watched(const Watched&) = delete;
-  /// True when it has ended within the time.
+  /// Blocks for at most `seconds`; true if the process has ended.
   bool ended(double seconds = 5) const;
   pid_t pid() const { return pid_; }
 
@@ -35,8 +35,9 @@ class Watched {
   int fd_;
 };
 
-/// The `tessera` command as a child process: outputs in pipes, TMPDIR a folder of its own. Every
-/// wait has a bound; an expired one is an exception, and the process is killed at the end.
+/// The `tessera` command as a child process, with its outputs in pipes and TMPDIR set to a folder
+/// of its own. Every wait has a time limit and throws when it expires. The destructor kills the
+/// process.
 class Launched {
  public:
   using Variables = std::map<std::string, std::string>;
@@ -56,16 +57,16 @@ class Launched {
 
   pid_t pid() const { return pid_; }
   void send(int signal) const;
-  /// Reads until the text has occurred `times` times in either output.
+  /// Reads until `text` has occurred `times` times in both outputs together.
   void wait_for(const std::string& text, int times = 1);
-  /// The numbers behind every "pid=" in the output so far.
+  /// The numbers after every "pid=" in the output so far.
   std::vector<pid_t> pids() const;
-  /// Waits for the end; its exit code, or minus its signal.
+  /// Waits for the end. Returns the exit code, or the negative number of the signal.
   int finish();
 
   const std::string& out() const { return out_; }
   const std::string& err() const { return err_; }
-  double seconds() const;  ///< Since the start.
+  double seconds() const;  ///< Time since the start.
   const TemporaryFolder& tmp() const { return tmp_; }
 
  private:
@@ -79,12 +80,12 @@ class Launched {
   bool waited_ = false;
 };
 
-/// How often `text` occurs in `where`.
+/// The number of occurrences of `text` in `where`.
 int occurrences(const std::string& where, const std::string& text);
 
 std::string read_file(const std::string& path);
 
-/// `tessera run -n <ranks> sh -c <script>`, with further flags in front.
+/// The arguments of `tessera run [flags] -n <ranks> sh -c <script>`.
 std::vector<std::string> run_shell(int ranks, const std::string& script,
                                    std::vector<std::string> flags = {});
 

@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -46,7 +48,7 @@ TEST(LaunchOptionsTest, StreamChoices) {
   }
 }
 
-TEST(LaunchOptionsTest, ARankTwiceIsNamed) {
+TEST(LaunchOptionsTest, ALocalRankThatIsGivenTwiceIsAnError) {
   EXPECT_THAT([] { parse_streams("--tee", "0:3,1:1,0:1"); },
               ThrowsMessage<UsageError>(
                   "--tee = '0:3,1:1,0:1': expected every local rank once, not 0 again"));
@@ -58,7 +60,7 @@ TEST(LaunchOptionsTest, Seconds) {
   EXPECT_THROW(parse_seconds("--grace", "nan"), UsageError);
 }
 
-TEST(LaunchOptionsTest, SeveralHostsNeedAMeetingPoint) {
+TEST(LaunchOptionsTest, SeveralHostsNeedNodeRankAddressAndPort) {
   LaunchOptions options = good();
   EXPECT_NO_THROW(validate(options));
   options.nnodes = 2;
@@ -87,13 +89,22 @@ TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {
   EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("local ranks")));
 }
 
-TEST(LaunchOptionsTest, OpenFilesOfTheRanks) {
+TEST(LaunchOptionsTest, NprocUnderALauncherIsAnError) {
+  setenv("WORLD_SIZE", "4", 1);
+  EXPECT_THAT([] { check_no_launcher(2); },
+              ThrowsMessage<UsageError>(
+                  HasSubstr("-n = 2: expected no -n under a launcher (WORLD_SIZE is set to '4')")));
+  unsetenv("WORLD_SIZE");
+  EXPECT_NO_THROW(check_no_launcher(2));
+}
+
+TEST(LaunchOptionsTest, OpenFilesAreCounted) {
   LaunchOptions options = good();
   EXPECT_EQ(needed_open_files(options, false),
-            1 + 2 + 1);  // guard; process and execve's pipe; its other end
+            1 + 2 + 1);  // guard; pidfd and execve's pipe; that pipe's other end
   options.nproc_per_node = 3;
   EXPECT_EQ(needed_open_files(options, true),
-            1 + 3 * 3 + 1 + 1 + 1);  // a pipe each, its other end, /dev/null
+            1 + 3 * 3 + 1 + 1 + 1);  // and one output pipe for each rank, its other end, /dev/null
   EXPECT_EQ(needed_open_files(options, false), 1 + 3 * 4 + 1 + 2 + 1);
   options.log_dir = "logs";
   EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 6 + 1 + 2 + 1);

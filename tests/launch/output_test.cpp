@@ -5,9 +5,9 @@
 #include <termios.h>
 #include <unistd.h>
 
+#include "launch/fd.h"
 #include "launch/output/line_reader.h"
 #include "launch/output/sink.h"
-#include "launch/supervise/fd.h"
 
 namespace tessera::launch {
 namespace {
@@ -23,7 +23,7 @@ std::vector<std::string> lines_of(std::initializer_list<std::string> parts) {
   return lines;
 }
 
-TEST(LineReaderTest, LinesAcrossParts) {
+TEST(LineReaderTest, ALineMayArriveInSeveralParts) {
   EXPECT_THAT(lines_of({"a\nb", "c\n\nd"}), ElementsAre("a", "bc", "", "d"));
   EXPECT_THAT(lines_of({}), ElementsAre());
 }
@@ -87,7 +87,7 @@ TEST_F(SinkTest, ALineWaitsForTheEndOfAnUnfinishedOne) {
   EXPECT_EQ(written(sink), "1.0\n[rank 1] x\nnext");
 }
 
-TEST_F(SinkTest, PatienceEndsAndUrgentLinesHaveNone) {
+TEST_F(SinkTest, ALineWaitsForAtMostASecondAndAnUrgentLineNotAtAll) {
   Sink sink(writer_.get());
   sink.pass("a");
   sink.line("b");
@@ -101,7 +101,7 @@ TEST_F(SinkTest, PatienceEndsAndUrgentLinesHaveNone) {
   EXPECT_EQ(written(sink), "c\nd\n");
 }
 
-TEST_F(SinkTest, AfterTheLastPassedByteALineStartsAfresh) {
+TEST_F(SinkTest, AfterSettleALineEndsAnUnfinishedOne) {
   Sink sink(writer_.get());
   sink.pass("50%");
   sink.settle();
@@ -110,7 +110,7 @@ TEST_F(SinkTest, AfterTheLastPassedByteALineStartsAfresh) {
   EXPECT_EQ(written(sink), "\nend\n");
 }
 
-TEST_F(SinkTest, AGoneReaderIsNoticed) {
+TEST_F(SinkTest, AGoneReaderIsDetected) {
   signal(SIGPIPE, SIG_IGN);
   Sink sink(writer_.get());
   reader_.reset();
@@ -123,7 +123,7 @@ TEST_F(SinkTest, AGoneReaderIsNoticed) {
   EXPECT_FALSE(sink.wants_write());
 }
 
-TEST_F(SinkTest, AFullDiskIsNoGoneReaderAndIsToldOnce) {
+TEST_F(SinkTest, AFullDiskIsNotAGoneReaderAndIsReportedOnce) {
   const Fd full(open("/dev/full", O_WRONLY | O_CLOEXEC));
   Sink sink(full.get());
   sink.line("x");

@@ -21,25 +21,25 @@ Exit killed(int rank, int signal, bool consequence = false) {
   return exit;
 }
 
-TEST(ReportTest, TheFirstOfEqualsIsTheRootCause) {
+TEST(ReportTest, OfEqualFailuresTheFirstIsTheRootCause) {
   EXPECT_EQ(root_cause({coded(1, 3), coded(0, 1)}), 0u);
 }
 
-TEST(ReportTest, ASignalFromOutsideComesBeforeAnExitCode) {
+TEST(ReportTest, ADeathByAnExternalSignalRanksBeforeAnExitCode) {
   EXPECT_EQ(root_cause({coded(0, 1), killed(1, SIGKILL)}), 1u);
 }
 
-TEST(ReportTest, AnAbortIsNoBetterEvidenceThanACode) {
+TEST(ReportTest, AnAbortRanksAsAnExitCode) {
   EXPECT_EQ(root_cause({coded(0, 1), killed(1, SIGABRT)}), 0u);
 }
 
-TEST(ReportTest, ConsequencesComeLast) {
+TEST(ReportTest, ConsequencesRankLast) {
   EXPECT_EQ(root_cause({killed(0, SIGABRT, true), coded(1, 3)}), 1u);
   EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true)}), 0u);
   EXPECT_EQ(root_cause({coded(0, 1, true), coded(1, 1, true), killed(2, SIGKILL)}), 2u);
-  EXPECT_TRUE(speaks_of_broken_world(
+  EXPECT_TRUE(mentions_broken_world(
       {"terminate called after throwing 'tessera::BrokenWorldError'", "what(): …"}));
-  EXPECT_FALSE(speaks_of_broken_world({"out of memory"}));
+  EXPECT_FALSE(mentions_broken_world({"out of memory"}));
 }
 
 TEST(ReportTest, Words) {

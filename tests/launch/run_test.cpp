@@ -16,7 +16,7 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-TEST(Run, RanksKnowTheirPlace) {
+TEST(Run, EveryRankGetsItsVariables) {
   Launched run(run_shell(3,
                          "echo \"rank=$RANK local=$LOCAL_RANK world=$WORLD_SIZE addr=$MASTER_ADDR "
                          "omp=$OMP_NUM_THREADS;\""));
@@ -25,10 +25,10 @@ TEST(Run, RanksKnowTheirPlace) {
     EXPECT_THAT(run.out(), HasSubstr(std::string("rank=") + rank + " local=" + rank +
                                      " world=3 addr=127.0.0.1 omp=1;"));
   }
-  EXPECT_EQ(occurrences(run.err(), "OMP_NUM_THREADS"), 2);  // one line, which has it twice
+  EXPECT_EQ(occurrences(run.err(), "OMP_NUM_THREADS"), 2);  // one line mentions it twice
 }
 
-TEST(Run, TheRendezvousFolderIsSharedPrivateAndRemoved) {
+TEST(Run, TheRendezvousFolderIsCommonPrivateAndRemoved) {
   Launched run(
       run_shell(2, "stat -c 'dir=%a:%n;' $TESSERA_RENDEZVOUS; echo x >$TESSERA_RENDEZVOUS/$RANK"));
   EXPECT_EQ(run.finish(), 0);
@@ -50,20 +50,20 @@ TEST(Run, EveryRunHasItsOwnPort) {
   EXPECT_EQ(given.out(), "4711\n");
 }
 
-TEST(Run, ArgumentsPassUntouched) {
+TEST(Run, ArgumentsArePassedUnchanged) {
   Launched run({"run", "-n1", "--", "sh", "-c", "for a; do echo \"<$a>\"; done", "--", "-n", "9",
                 "", "a b", "--", "--nnodes=7"});
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(run.out(), "<-n>\n<9>\n<>\n<a b>\n<-->\n<--nnodes=7>\n");
 }
 
-TEST(Run, ExitCodesPass) {
+TEST(Run, ExitCodesArePassedOn) {
   EXPECT_EQ(Launched(run_shell(1, "exit 5")).finish(), 5);
   EXPECT_EQ(Launched(run_shell(2, "exit 6")).finish(), 6);
   EXPECT_EQ(Launched(run_shell(1, "kill -TERM $$")).finish(), 143);
 }
 
-TEST(Run, RankZeroReadsTheInputTheOthersNone) {
+TEST(Run, OnlyRankZeroReadsTheInput) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   ASSERT_EQ(write(ends[1], "hello\n", 6), 6);
@@ -79,8 +79,8 @@ TEST(Run, RankZeroReadsTheInputTheOthersNone) {
 TEST(Run, SignalsOfTheProgramAreAtTheirDefaults) {
   Launched run(run_shell(2, "grep -hE 'Sig(Blk|Ign)' /proc/self/status"));
   EXPECT_EQ(run.finish(), 0);
-  // 32 and 33 are the C library's own: it refuses to change them, and a parent without it may have
-  // left them ignored.
+  // Signals 32 and 33 are reserved by the C library, which refuses to change them. A parent that
+  // does not use the C library may have left them ignored.
   const uint64_t libc_own = uint64_t{3} << 31;
   int masks = 0;
   std::istringstream lines(run.out());
@@ -91,7 +91,7 @@ TEST(Run, SignalsOfTheProgramAreAtTheirDefaults) {
   EXPECT_EQ(masks, 4) << run.out();
 }
 
-TEST(Run, AUserCannotStartWhatIsNotThere) {
+TEST(Run, AProgramThatCannotBeStartedIsAnError) {
   const TemporaryFolder folder;
   const std::string plain = folder.path() + "/plain";
   std::ofstream(plain) << "text";
@@ -118,7 +118,7 @@ TEST(Run, AUserCannotStartWhatIsNotThere) {
   }
 }
 
-TEST(Run, BadFlagsAreNamed) {
+TEST(Run, WrongFlagsAreErrorsThatNameThem) {
   const struct {
     std::vector<std::string> arguments;
     std::string word;
@@ -147,7 +147,7 @@ TEST(Run, BadFlagsAreNamed) {
   }
 }
 
-/// The command with a limit on its open files.
+/// Arguments that run the command with a limit on its open files.
 std::vector<std::string> limited(int64_t files, const std::vector<std::string>& arguments) {
   std::vector<std::string> result = {
       "run",           "sh", "-c", "ulimit -n " + std::to_string(files) + "; exec \"$@\"", "sh",
@@ -165,30 +165,30 @@ TEST(Run, OpenFilesAreCountedBeforeRanksStart) {
       {"-n", "9", "--log-dir", logs.path()},
       {"-n", "9", "--log-dir", logs.path(), "--redirects", "8:3,1:2"}};
   for (std::vector<std::string> arguments : cases) {
-    const std::string who = "--nproc-per-node = '" + arguments[1] + "': needs ";
+    const std::string flag = "--nproc-per-node = '" + arguments[1] + "': needs ";
     arguments.insert(arguments.end(), {"echo", "started"});
     Launched refused(limited(6, arguments));
     EXPECT_EQ(refused.finish(), 2);
     EXPECT_EQ(refused.out(), "");
     EXPECT_THAT(refused.err(),
                 HasSubstr("'ulimit -n' allows 6: expected fewer ranks or 'ulimit -n "));
-    const size_t at = refused.err().find(who);
+    const size_t at = refused.err().find(flag);
     ASSERT_NE(at, std::string::npos) << refused.err();
-    const int enough = std::atoi(refused.err().c_str() + at + who.size());
+    const int enough = std::atoi(refused.err().c_str() + at + flag.size());
     EXPECT_EQ(Launched(limited(enough - 1, arguments)).finish(), 2);
     Launched started(limited(enough, arguments));
     EXPECT_EQ(started.finish(), 0) << started.err();
   }
 }
 
-TEST(Run, MoreRanksThanOpenFilesAreRefusedAtOnce) {
+TEST(Run, MoreRanksThanOpenFilesAllowAreAnError) {
   Launched run(limited(1000, {"-n", "1000000", "true"}));
   EXPECT_EQ(run.finish(), 2);
   EXPECT_THAT(run.err(), HasSubstr("--nproc-per-node = '1000000': needs 40000"));
 }
 
-TEST(Run, ATrainingWithoutAConfigStartsNoRanks) {
-  // A trainer beside a copy of the command, which tells how it was started.
+TEST(Run, TrainWithoutAConfigStartsNoRanks) {
+  // A script in place of the trainer, beside a copy of the command; it prints how it was started.
   const TemporaryFolder folder;
   std::filesystem::copy_file(TESSERA_COMMAND, folder.path() + "/tessera");
   const std::string trainer = folder.path() + "/tessera-train";

@@ -11,7 +11,7 @@
 namespace tessera::launch_test {
 namespace {
 
-/// A pseudo terminal of 77 columns, on whose slave the launcher runs.
+/// A pseudo terminal with 77 columns. The launcher runs on its slave.
 class Terminal {
  public:
   Terminal() {
@@ -45,7 +45,7 @@ class Terminal {
   std::string text_;
 };
 
-/// The group in the foreground of a terminal, asked from outside its session.
+/// The foreground process group of a terminal, queried from outside its session.
 pid_t foreground(int master) {
   pid_t group = -1;
   ioctl(master, TIOCGPGRP, &group);
@@ -67,7 +67,7 @@ bool reaches_state(pid_t pid, bool stopped) {
   return false;
 }
 
-TEST(OnATerminal, RankZeroIsToldAndCtrlCReachesEachRankOnce) {
+TEST(OnATerminal, RankZeroKnowsTheTerminalAndCtrlCReachesEachRankOnce) {
   Terminal terminal;
   Launched run(run_shell(2,
                          "trap 'echo got-int; exit 0' INT; echo tty=$TESSERA_TTY,cols=$COLUMNS,; "
@@ -92,7 +92,7 @@ TEST(OnATerminal, RankZeroCanReadIt) {
 
 TEST(OnATerminal, CtrlZStopsAllAndContinueContinuesAll) {
   Terminal terminal;
-  // No shell that forks: stopped amid vfork it would count as waiting, not as stopped.
+  // The shell execs sleep, because a shell stopped inside vfork has state waiting, not stopped.
   Launched run(run_shell(2, "echo pid=$$; exec sleep 60"), {}, {.terminal = terminal.slave()});
   ASSERT_TRUE(terminal.shows("pid=", 2));
   std::vector<pid_t> pids = {run.pid()};
@@ -107,15 +107,15 @@ TEST(OnATerminal, CtrlZStopsAllAndContinueContinuesAll) {
   EXPECT_EQ(run.finish(), 130);
 }
 
-TEST(OnATerminal, AnInterruptOfTheReaderEndsAll) {
+TEST(OnATerminal, CtrlCWhileRankZeroReadsEndsAllRanks) {
   Terminal terminal;
   Launched run(run_shell(2, "echo ready; if [ $RANK = 0 ]; then read line; fi; exec sleep 60"), {},
                {.terminal = terminal.slave()});
   ASSERT_TRUE(terminal.shows("ready", 2));
-  // Until rank 0's read has brought it to the foreground, Ctrl-C would go to the launcher.
+  // Ctrl-C goes to the launcher until rank 0's read has brought rank 0 to the foreground.
   for (int i = 0; i < 1000 && foreground(terminal.master()) == run.pid(); ++i) usleep(5000);
   terminal.type("\x03");
-  ASSERT_TRUE(terminal.shows("SIGINT: asked 1 rank to end")) << terminal.text();
+  ASSERT_TRUE(terminal.shows("SIGINT: forwarded to 1 rank")) << terminal.text();
   EXPECT_EQ(run.finish(), 130);
 }
 

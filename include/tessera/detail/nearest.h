@@ -5,11 +5,12 @@
 #include <string>
 #include <vector>
 
-// For errors about names that are looked up: which known name was meant. Pure.
+// Suggestions for error messages about unknown names. Pure functions.
 
 namespace tessera {
 
-/// Edits (insert, delete, replace, swap of neighbours; case is ignored) that turn `a` into `b`.
+/// The least number of edits that turn `a` into `b`. An edit inserts, deletes or replaces a
+/// character, or swaps two neighbours. Case is ignored.
 inline int edit_distance(const std::string& a, const std::string& b) {
   const auto same = [](char x, char y) {
     return std::tolower(static_cast<unsigned char>(x)) ==
@@ -34,9 +35,9 @@ inline int edit_distance(const std::string& a, const std::string& b) {
   return last[b.size()];
 }
 
-/// The first of the `known` names with the fewest edits from `name`; "" when none is within a third
-/// of the longer one's length (at least one edit is allowed), or when `name` is too long to be a
-/// slip.
+/// The first of the `known` names with the least edit distance from `name`. Returns "" when no
+/// distance is within a third of the longer name's length (one edit is always allowed). Names of
+/// more than 256 characters are not compared.
 inline std::string nearest_name(const std::string& name, const std::vector<std::string>& known) {
   std::string best;
   int best_distance = 0;
@@ -55,7 +56,7 @@ inline std::string nearest_name(const std::string& name, const std::vector<std::
   return best;
 }
 
-/// `; did you mean "steps"?`, or "" when no known name is near.
+/// Returns `; did you mean "steps"?`, or "" when there is no nearest_name().
 inline std::string did_you_mean(const std::string& name, const std::vector<std::string>& known) {
   const std::string nearest = nearest_name(name, known);
   return nearest.empty() ? "" : "; did you mean \"" + nearest + "\"?";

@@ -6,14 +6,14 @@ namespace tessera {
 
 struct RangeUpdate;
 
-/// Updates elements [offset, offset + n) of `update`; pointers are to elements of its parameter's
-/// dtype.
+/// Updates elements [offset, offset + n) of the parameter that `update` describes. `grad` and
+/// `copy_out` point to elements of the parameter's dtype.
 using RangeKernel = void (*)(const RangeUpdate& update, int64_t offset, const void* grad, int64_t n,
                              double grad_scale, void* copy_out);
 
-/// One parameter's update in one step: where its values are and this step's coefficients. Copyable;
-/// owns nothing, and is valid until the optimizer's state or the parameter's storage changes. What
-/// the coefficients mean is known to the kernel alone.
+/// The update of one parameter in one step: pointers to its values and the step's coefficients,
+/// whose meaning only the kernel knows. Copyable. Owns nothing; valid until the optimizer's state
+/// or the parameter's storage changes.
 struct RangeUpdate {
   RangeKernel kernel = nullptr;
   void* parameter = nullptr;

@@ -9,8 +9,8 @@
 
 namespace tessera::detail {
 
-// What a forward may be given: a tensor, or a vector, array, map, optional, pair or tuple of such,
-// nested as it may be.
+// Finds the tensors in an argument of forward: a tensor, or a vector, array, map, optional, pair or
+// tuple of them, nested to any depth.
 
 template <class T>
 struct TensorsIn {
@@ -26,7 +26,7 @@ struct TensorsIn<at::Tensor> {
   }
 };
 
-/// Whether tensors can be found in a T, and exchanged in a copy of it.
+/// True if a T can hold tensors and can be copied, so that the tensors in the copy can be replaced.
 template <class T>
 inline constexpr bool holds_tensors = TensorsIn<T>::any&& std::is_copy_constructible_v<T>;
 

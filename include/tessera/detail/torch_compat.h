@@ -8,14 +8,14 @@
 #include <torch/torch.h>
 #include <torch/version.h>
 
-// The only file that knows which libtorch it is compiled with: 1.13 (Debian 12) up to the newest
-// release.
+// All differences between the supported versions of libtorch, from 1.13 (Debian 12) to the newest
+// release, are handled in this file alone.
 
 #define TESSERA_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) ||          \
    (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
-// Unsigned integers above 8 bits and 8-bit floats as dtypes.
+// libtorch has dtypes for unsigned integers of more than 8 bits and for 8-bit floats.
 #define TESSERA_TORCH_HAS_SMALL_TYPES TESSERA_TORCH_AT_LEAST(2, 3)
 
 namespace c10d {
@@ -25,14 +25,15 @@ class Backend;
 
 namespace tessera::compat {
 
-/// What c10d calls one transport: ProcessGroup in 1.x, Backend since 2.0.
+/// c10d's class for one transport: ProcessGroup in 1.x, Backend since 2.0.
 #if TESSERA_TORCH_AT_LEAST(2, 0)
 using C10dBackend = c10d::Backend;
 #else
 using C10dBackend = c10d::ProcessGroup;
 #endif
 
-/// all_to_all of flat tensors; its name changed. `backend`: anything that derives from C10dBackend.
+/// all_to_all of flat tensors, whose name has changed between versions. `Backend` derives from
+/// C10dBackend.
 template <class Backend>
 auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,
                      std::vector<int64_t>& receive, std::vector<int64_t>& send) {
@@ -43,7 +44,7 @@ auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,
   }
 }
 
-/// Key of a parameter in `Optimizer::state()`: the address, as text before 2.0.
+/// The key of a parameter in `Optimizer::state()`: its address, as text before 2.0.
 inline auto state_key(const at::Tensor& parameter) {
 #if TESSERA_TORCH_AT_LEAST(2, 0)
   return static_cast<void*>(parameter.unsafeGetTensorImpl());
@@ -54,7 +55,7 @@ inline auto state_key(const at::Tensor& parameter) {
 
 template <class Base>
 struct CopyingAllocator : Base {
-  /// Since 2.x part of every allocator.
+  /// Pure virtual in at::Allocator since 2.x.
   void copy_data(void* to, const void* from, std::size_t bytes) const {
     std::memcpy(to, from, bytes);
   }
@@ -73,24 +74,25 @@ struct AllocatorFor<at::DataPtr (Base::*)(size_t)> : CopyingAllocator<Base> {
   virtual at::DataPtr serve(size_t bytes) const = 0;
 };
 
-/// Base of an allocator of CPU memory that defines `serve`: libtorch's `allocate` is const in some
-/// versions.
+/// Base class of CPU allocators. Derived classes override serve() instead of allocate(), which is
+/// const in some versions of libtorch and not in others.
 using Allocator = AllocatorFor<decltype(&at::Allocator::allocate)>;
 
-/// c10 errors carry a backtrace after the first line.
+/// The first line of an error message. The messages of c10 continue with a backtrace.
 inline std::string first_line(const char* message) {
   const std::string text(message);
   return text.substr(0, text.find('\n'));
 }
 
-/// Whether libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
+/// True if libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
 inline constexpr bool kHasFusedAdam = TESSERA_TORCH_AT_LEAST(2, 4);
 
 struct FusedAdamLists {
   std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
 };
 
-/// One step of Adam, or of AdamW (`decoupled` decay), in place. Only where kHasFusedAdam.
+/// One step of Adam, or of AdamW if `decoupled` (weight decay), in place. Does nothing unless
+/// kHasFusedAdam.
 inline void fused_adam(FusedAdamLists& lists, bool decoupled, double lr, double beta1, double beta2,
                        double weight_decay, double eps, bool amsgrad) {
 #if TESSERA_TORCH_AT_LEAST(2, 4)
@@ -110,7 +112,7 @@ inline void fused_adam(FusedAdamLists& lists, bool decoupled, double lr, double 
 #endif
 }
 
-/// Autocast on this thread, for CPUs and for CUDA.
+/// The autocast settings of this thread, for CPU and CUDA.
 struct AutocastState {
   struct Device {
     bool enabled;
@@ -150,7 +152,7 @@ struct AutocastState {
   class Scope;
 };
 
-/// While alive, autocast is as in `state`.
+/// Applies `state` to this thread while alive, then restores the settings from before.
 class AutocastState::Scope {
  public:
   explicit Scope(const AutocastState& state) : before_(current()) { state.apply(); }

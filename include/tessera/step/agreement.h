@@ -8,18 +8,18 @@
 
 namespace tessera {
 
-/// Thrown by agree(), on every rank with the same text: one of them may say it for all.
+/// Thrown by agree() on every rank with the same text, so it is enough that one rank prints it.
 class AgreedError : public UsageError {
  public:
   using UsageError::UsageError;
 };
 
-/// Runs `prepare` on this rank and waits for the others. When it threw anywhere, throws AgreedError
-/// on every rank with one text: what was wrong, and on which ranks when not on all. `prepare` makes
-/// no collectives. A collective.
+/// Runs `prepare` on this rank and waits for the other ranks. If it threw on any rank, throws
+/// AgreedError on every rank with the same text: the messages and, for each one that not all ranks
+/// gave, its ranks. `prepare` must not call collectives. Collective; blocks.
 void agree(const ProcessGroup& group, const std::function<void()>& prepare);
 
-/// What an exception says, without libtorch's backtrace.
+/// The message of an exception, without libtorch's backtrace. Local.
 std::string message_of(const std::exception& error);
 
 }  // namespace tessera

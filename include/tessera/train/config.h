@@ -23,7 +23,7 @@ struct ModelConfig {
   std::string init;  ///< safetensors file of the initial weights; empty: drawn from `seed`
   uint64_t seed =
       0;  ///< of the initial weights, and of what the model draws in training, each rank its own
-  std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered LOCAL_RANK
+  std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
 };
 
 struct DataConfig {

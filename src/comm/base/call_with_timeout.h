@@ -10,9 +10,10 @@
 
 namespace tessera::comm {
 
-/// What `body` returns or throws, or nothing when `limit` passes first: calls of c10d's stores
-/// block for ever where the other side is silent, and nothing interrupts them. `body` runs on a
-/// thread of its own, which is then left behind; so it must own all that it touches.
+/// Returns what `body` returns, rethrows what it throws, or returns nullopt when `limit` passes
+/// first. For calls of c10d's stores, which block forever when the server does not answer and
+/// cannot be interrupted. `body` runs on a thread of its own, which continues after the limit, so
+/// it must own everything that it uses.
 template <typename Body>
 auto call_with_timeout(std::chrono::milliseconds limit, Body body)
     -> std::optional<decltype(body())> {

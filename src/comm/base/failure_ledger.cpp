@@ -20,32 +20,31 @@ using Clock = std::chrono::steady_clock;
 
 std::string key_of(int rank) { return "failed/" + std::to_string(rank); }
 
-/// Whom a rank blames.
-struct Reason {
-  int64_t order = 0;     ///< Of the ranks that gave up, from 1.
-  bool verdict = false;  ///< It missed somebody until the time-out, has followed the others'
-                         ///< reasons, and is about to leave.
-  std::vector<int> ranks;
+/// What a rank that gives up writes to the store.
+struct Record {
+  int64_t order = 0;     ///< Position among the ranks that gave up, from 1.
+  bool verdict = false;  ///< Final, and written after a time-out.
+  std::vector<int> blamed;
 };
 
-std::optional<Reason> read(const Store& store, int rank) {
+std::optional<Record> read(const Store& store, int rank) {
   try {
     if (!store->check({key_of(rank)})) return std::nullopt;
     const auto bytes = store->get(key_of(rank));
     std::istringstream text(std::string(bytes.begin(), bytes.end()));
-    Reason reason;
-    text >> reason.order >> reason.verdict;
-    for (int blamed; text >> blamed;) reason.ranks.push_back(blamed);
-    return reason;
+    Record record;
+    text >> record.order >> record.verdict;
+    for (int rank_blamed; text >> rank_blamed;) record.blamed.push_back(rank_blamed);
+    return record;
   } catch (...) {
-    return std::nullopt;  // The store went with its owner; what is known so far stands.
+    return std::nullopt;  // the rank that serves the store has ended
   }
 }
 
-void write(const Store& store, int rank, const Reason& reason) {
+void write(const Store& store, int rank, const Record& record) {
   try {
     const auto text =
-        fmt::format("{} {:d} {}", reason.order, reason.verdict, fmt::join(reason.ranks, " "));
+        fmt::format("{} {:d} {}", record.order, record.verdict, fmt::join(record.blamed, " "));
     store->set(key_of(rank), std::vector<uint8_t>(text.begin(), text.end()));
   } catch (...) {
   }
@@ -59,28 +58,28 @@ int64_t next_order(const Store& store) {
   }
 }
 
-/// Who has given up for good on this rank: it was stopped, say, and its own view comes too late to
-/// count.
-bool is_given_up(const Store& store, int rank, int size) {
+/// True if another rank has waited for this one until the time-out and then blamed it. This rank
+/// was stopped, for example, and its own record would come too late.
+bool is_blamed(const Store& store, int rank, int size) {
   for (int other = 0; other < size; ++other) {
     const auto theirs = other == rank ? std::nullopt : read(store, other);
-    if (theirs && theirs->verdict && std::count(theirs->ranks.begin(), theirs->ranks.end(), rank))
+    if (theirs && theirs->verdict && std::count(theirs->blamed.begin(), theirs->blamed.end(), rank))
       return true;
   }
   return false;
 }
 
 struct Trail {
-  std::vector<int> ends;  ///< Ascending.
-  bool closed = false;    ///< All along it gave a reason, so it ends nowhere.
+  std::vector<int> ends;  ///< The ranks to blame, ascending.
+  bool closed = false;    ///< All ranks along it have records, so it is a circle.
 };
 
-/// From `mine` along the reasons of those it names to the ranks that gave none. In a circle the
-/// rank that gave up last is to blame: the others missed it before it missed anybody.
-Trail follow(const Store& store, int rank, const Reason& mine) {
+/// Follows the records from `mine` to the ranks that have none. In a circle, the rank that gave up
+/// last is to blame: the others missed it before it missed any rank.
+Trail follow(const Store& store, int rank, const Record& mine) {
   std::map<int, int64_t> orders{{rank, mine.order}};
   std::set<int> silent;
-  auto open = mine.ranks;
+  auto open = mine.blamed;
   while (!open.empty()) {
     const int suspect = open.back();
     open.pop_back();
@@ -91,7 +90,7 @@ Trail follow(const Store& store, int rank, const Reason& mine) {
       continue;
     }
     orders[suspect] = theirs->order;
-    open.insert(open.end(), theirs->ranks.begin(), theirs->ranks.end());
+    open.insert(open.end(), theirs->blamed.begin(), theirs->blamed.end());
   }
   if (!silent.empty()) return {{silent.begin(), silent.end()}, false};
   const auto last =
@@ -103,8 +102,8 @@ Trail follow(const Store& store, int rank, const Reason& mine) {
 std::vector<int> resolve_in(const Store& store, int rank, int size,
                             const std::vector<int>& suspects, bool late,
                             std::chrono::milliseconds grace) {
-  if (is_given_up(store, rank, size)) return {rank};
-  Reason mine{next_order(store), false, suspects};
+  if (is_blamed(store, rank, size)) return {rank};
+  Record mine{next_order(store), false, suspects};
   const auto deadline = Clock::now() + grace;
   if (grace.count() > 0) write(store, rank, mine);
   auto trail = follow(store, rank, mine);
@@ -126,7 +125,7 @@ std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause 
   try {
     const bool late = cause == Cause::late;
     const auto grace = cause == Cause::gone ? std::chrono::milliseconds(0) : grace_;
-    // A store whose server is the stopped rank does not answer.
+    // If the stopped rank serves the store, the store does not answer.
     const auto blamed = call_with_timeout(
         grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
           return resolve_in(store, rank, size, suspects, late, grace);

@@ -9,23 +9,25 @@
 
 namespace tessera::comm {
 
-/// Who gave up, and whom they blamed, kept in the store so that a survivor that sees another
-/// survivor leave, or misses it, can name the rank where it began.
+/// Records in the store which ranks gave up and which ranks they blamed. A survivor that sees
+/// another survivor leave, or that waits for it in vain, can then name the rank where the failure
+/// began.
 class FailureLedger {
  public:
-  /// `grace`: how long a rank whose time is almost up waits for the reasons of those it misses.
-  /// Their times are up within moments of each other, and they may yet write.
+  /// `grace`: how long a rank whose time-out has passed, or almost passed, waits for the records of
+  /// the missing ranks. Time-outs pass at almost the same moment on all ranks, so a missing rank
+  /// may be about to write its record.
   explicit FailureLedger(const World& world,
                          std::chrono::milliseconds grace = std::chrono::milliseconds(300));
 
-  /// A peer that goes when the time is almost up may have given up itself: Gloo closes its
-  /// connections before it can say why.
+  /// Why a peer is missing. A peer that leaves when the time-out has almost passed may have given
+  /// up itself: Gloo closes its connections before the peer can write its record.
   enum class Cause { gone, gone_near_the_time_out, late };
 
-  /// The ranks to blame for `suspects` being gone or late, after following what they recorded; and
-  /// records that as this rank's own reason. It is this rank itself where the others gave up on it
-  /// first. Never throws, and takes no longer than a second more than the grace, whatever has
-  /// become of the store.
+  /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
+  /// records, and writes the result as this rank's own record. Returns this rank itself if the
+  /// others gave up on it first. Blocks for at most one second more than the grace, whatever the
+  /// state of the store. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
 
  private:

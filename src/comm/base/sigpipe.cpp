@@ -21,7 +21,7 @@ SigpipeBlocked::SigpipeBlocked() noexcept {
 
 SigpipeBlocked::~SigpipeBlocked() {
   if (sigismember(&former_, SIGPIPE)) return;
-  // It was not blocked before, so what waits now has come of our own writes.
+  // SIGPIPE was not blocked before, so a pending one was raised by writes in this scope.
   const auto set = only_sigpipe();
   const timespec at_once{};
   while (sigtimedwait(&set, nullptr, &at_once) == SIGPIPE) {

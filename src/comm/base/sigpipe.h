@@ -4,10 +4,11 @@
 
 namespace tessera::comm {
 
-/// While it lives, a write of this thread to a peer that is gone fails with EPIPE instead of ending
-/// the process, and threads that are started inherit that. Gloo and c10d's store write to sockets
-/// without MSG_NOSIGNAL: under Python nobody sees it, because Python ignores SIGPIPE, but a C++
-/// program would end without a word. What the program wants of SIGPIPE elsewhere stays as it is.
+/// Blocks SIGPIPE on this thread while alive. A write to a peer that is gone then fails with EPIPE
+/// instead of ending the process. Threads started meanwhile inherit the block. Gloo and c10d's
+/// store write to sockets without MSG_NOSIGNAL. Under Python this has no effect, because Python
+/// ignores SIGPIPE, but a C++ program would end without a message. The program's own handling of
+/// SIGPIPE on other threads is unchanged.
 class SigpipeBlocked {
  public:
   SigpipeBlocked() noexcept;

@@ -9,28 +9,29 @@
 
 namespace tessera::comm {
 
-/// Where one rank stands and how it meets the others: everything a transport needs to be built.
+/// What a transport needs to connect one rank with the other members of a group.
 struct World {
   int rank = 0;
   int size = 1;
-  std::vector<int> world_ranks;  ///< Of the members, in the start-up group.
-  bool same_host = true;         ///< All members on this host: loopback only.
-  std::vector<int>
-      hosts;  ///< Of the members: equal numbers share a host. Empty: not known, or all on one.
-  std::string address;  ///< This host's, as the others reach it; empty: not known.
-  c10::intrusive_ptr<c10d::Store>
-      store;  ///< Shared by the members; keys already prefixed for this group.
+  std::vector<int> world_ranks;  ///< The members' ranks in the start-up group.
+  bool same_host = true;         ///< All members are on this host: only loopback is used.
+  /// One number for each member; members with equal numbers share a host. Empty if the hosts are
+  /// unknown or all members are on one.
+  std::vector<int> hosts;
+  std::string address;  ///< This host's address for the other hosts; empty if unknown.
+  /// Shared by the members. Its keys are already prefixed for this group.
+  c10::intrusive_ptr<c10d::Store> store;
   ProcessGroupOptions options;
 
-  /// Rank `rank` of a start-up group: the members are 0 … size-1. Where they are and how they meet
-  /// is the caller's to set.
+  /// Rank `rank` of a start-up group with the members 0 … size-1. The caller sets hosts, same_host,
+  /// address and store.
   static World start(int rank, int size, const ProcessGroupOptions& options);
 };
 
-/// Whether members with these host numbers are all on one.
+/// True if all these host numbers are equal.
 bool all_equal(const std::vector<int>& hosts);
 
-/// "rank 2" / "ranks 1 and 3".
+/// "rank 2", "ranks 1 and 3".
 std::string rank_list(const std::vector<int>& ranks);
 
 }  // namespace tessera::comm

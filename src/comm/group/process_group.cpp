@@ -1,15 +1,16 @@
 #include "tessera/process_group.h"
 
-#include <fmt/format.h>
-
-#include "comm/group/argument_checks.h"
-#include "comm/group/process_group_impl.h"
-#include "tessera/error.h"
-#define XXH_INLINE_ALL
-#include <cstring>
+#include <cstdlib>
 #include <numeric>
 #include <utility>
 
+#include <fmt/format.h>
+
+#include "comm/group/argument_checks.h"
+#include "comm/group/local_place.h"
+#include "comm/group/process_group_impl.h"
+#include "tessera/error.h"
+#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 namespace tessera {
@@ -34,42 +35,40 @@ uint64_t CommStats::calls() const {
          reduce_scatter.calls + all_to_all.calls + barrier.calls + bytes.calls;
 }
 
-// ---- helpers
-// ------------------------------------------------------------------------------------------------------
-
 namespace {
 
-void check_tensor(const ProcessGroup::Impl& impl, const char* what, const at::Tensor& tensor) {
-  require(tensor.defined(), impl, what, "the tensor is undefined; expected a dense tensor");
-  require(tensor.layout() == at::kStrided, impl, what,
+void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor) {
+  require(tensor.defined(), impl, method, "the tensor is undefined; expected a dense tensor");
+  require(tensor.layout() == at::kStrided, impl, method,
           "the tensor is sparse; expected a dense tensor");
-  require(impl.alone() || impl.transport->stream_ordered() || tensor.device().is_cpu(), impl, what,
+  require(impl.alone() || impl.transport->stream_ordered() || tensor.device().is_cpu(), impl,
+          method,
           fmt::format("the tensor is on {}, but backend {} moves CPU tensors",
                       tensor.device().str(), impl.transport ? impl.transport->name() : "self"));
 }
 
-void check_sum(const ProcessGroup::Impl& impl, const char* what, const at::Tensor& tensor) {
-  check_tensor(impl, what, tensor);
+void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor) {
+  check_tensor(impl, method, tensor);
   require(
-      tensor.scalar_type() != at::kBool && !tensor.is_complex(), impl, what,
+      tensor.scalar_type() != at::kBool && !tensor.is_complex(), impl, method,
       fmt::format("sums of dtype {} are not defined; expected a floating-point or integer dtype",
                   c10::toString(tensor.scalar_type())));
 }
 
-void check_counts(const ProcessGroup::Impl& impl, const char* what, const char* name,
+void check_counts(const ProcessGroup::Impl& impl, const char* method, const char* name,
                   const std::vector<int64_t>& counts, const at::Tensor& tensor) {
-  require(static_cast<int>(counts.size()) == impl.world.size, impl, what,
+  require(static_cast<int>(counts.size()) == impl.world.size, impl, method,
           fmt::format("{} has {} entries; expected one for each of {} ranks", name, counts.size(),
                       impl.world.size));
   int64_t total = 0;
   for (const auto count : counts) {
-    require(count >= 0, impl, what, fmt::format("{} has the negative entry {}", name, count));
+    require(count >= 0, impl, method, fmt::format("{} has the negative entry {}", name, count));
     total += count;
   }
-  require(total == tensor.numel(), impl, what,
+  require(total == tensor.numel(), impl, method,
           fmt::format("{} add up to {}; expected the tensor's {} elements", name, total,
                       tensor.numel()));
-  require(tensor.dim() == 1 && tensor.is_contiguous(), impl, what,
+  require(tensor.dim() == 1 && tensor.is_contiguous(), impl, method,
           "the tensor must be one-dimensional and contiguous");
 }
 
@@ -88,8 +87,8 @@ OpHeader header_of(Op op, const at::Tensor& tensor, const std::vector<int64_t>& 
   return header;
 }
 
-/// `tensor` without the dimensions along which it was expanded: one element of memory once, so that
-/// it can be written.
+/// `tensor` without the dimensions along which it was expanded. Each element of memory then appears
+/// once, so the tensor can be written.
 at::Tensor without_repeats(at::Tensor tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
@@ -97,8 +96,8 @@ at::Tensor without_repeats(at::Tensor tensor) {
   return tensor;
 }
 
-/// Calls `body` with a flat contiguous tensor that stands for `tensor`, and copies back when it had
-/// to make one.
+/// Calls `body` with a flat contiguous view or, if there is none, a copy of `tensor`. If
+/// `write_back`, then copies the copy back.
 template <class Body>
 void with_flat(const at::Tensor& tensor, bool write_back, Body&& body) {
   auto flat = tensor.detach();
@@ -114,9 +113,6 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-// ---- the handle
-// ---------------------------------------------------------------------------------------------------
-
 ProcessGroup::ProcessGroup() : impl_(std::make_shared<Impl>()) {}
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
@@ -128,6 +124,12 @@ std::string ProcessGroup::backend_name() const {
   return impl_->alone() ? "self" : impl_->transport->name();
 }
 bool ProcessGroup::same_host() const { return impl_->world.same_host; }
+int ProcessGroup::local_rank() const {
+  return comm::local_place(impl_->world, [](const char* name) { return std::getenv(name); }).rank;
+}
+int ProcessGroup::local_size() const {
+  return comm::local_place(impl_->world, [](const char* name) { return std::getenv(name); }).size;
+}
 CommStats ProcessGroup::stats() const { return impl_->snapshot(); }
 void ProcessGroup::reset_stats() { impl_->reset(); }
 
@@ -140,7 +142,7 @@ void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
 
 namespace {
 
-/// A sum or a movement of one tensor, in either of its two forms.
+/// A collective on one tensor, to be run blocking or asynchronously.
 struct Call {
   OpHeader header;
   ProcessGroup::Impl::Body body;
@@ -382,7 +384,7 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
     output.detach().copy_(input.detach());
     return;
   }
-  // What r sends to s must be what s expects from r: every rank sees the whole table before data
+  // What r sends to s must be method s expects from r: every rank sees the whole table before data
   // moves.
   std::string mine(reinterpret_cast<const char*>(recv_counts.data()),
                    recv_counts.size() * sizeof(int64_t));
@@ -413,7 +415,7 @@ void ProcessGroup::barrier(const std::string& tag) {
   if (impl_->alone()) return;
   OpHeader header;
   header.op = Op::barrier;
-  header.free_numel = 1;  // the exchange of headers is the barrier: it must take place
+  header.free_numel = 1;  // forces the exchange of headers, which is the barrier
   if (!tag.empty()) header.detail = XXH64(tag.data(), tag.size(), 1);
   impl_->run(
       header, [](Transport&, const Headers&) {}, tag);

@@ -1,9 +1,10 @@
-// What ranks tell each other besides tensors: bytes, the colours of a split, contracts, failures.
+// Members of ProcessGroup that exchange control data: byte strings, colors of a split, contracts,
+// failures.
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "comm/base/backends.h"
 #include "comm/group/argument_checks.h"
+#include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
 #include "tessera/process_group.h"
 #define XXH_INLINE_ALL

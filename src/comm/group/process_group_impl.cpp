@@ -62,8 +62,8 @@ void ProcessGroup::Impl::set_failure(std::string text) {
   ended = true;
 }
 
-/// The messages of the ranks that called fail(), of which all ranks learn here; `mine` is empty if
-/// I did not.
+/// Returns the messages of the ranks that called fail(), gathered on all ranks. `mine` is this
+/// rank's message; empty if it did not call fail(). Returns "" if no rank did.
 std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::string& mine) {
   std::vector<int64_t> counts;
   int64_t total = 0, before = 0;
@@ -92,7 +92,7 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
   header.op = Op::fail;
   header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
-  // Behind whatever is queued: the other ranks count on that too.
+  // Queued behind earlier operations, because the other ranks count on these too.
   return queue_.submit([this, header, message]() mutable {
     header.sequence = ++sequence_;
     set_failure(failure_of(transport->exchange(header), message));
@@ -118,28 +118,28 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
 
 void ProcessGroup::Impl::fail(const std::string& message) {
   const std::string text = message.empty() ? "failed" : message;
-  std::vector<Work> told;
+  std::vector<Work> announced;
   const auto below = descendants();
   for (const auto& group : below) {
-    if (!group->ended) told.push_back(group->announce(text));
+    if (!group->ended) announced.push_back(group->announce(text));
   }
   Work own = announce(text);
-  if (told.empty()) {
+  if (announced.empty()) {
     own.wait();
   } else {
-    // The others wait in one of these groups, different ones in different groups perhaps; in the
-    // rest nobody answers.
-    told.push_back(own);
-    constexpr std::chrono::milliseconds kOthers{500}, kPoll{2};
+    // Each of the other ranks waits in one of these groups, not necessarily all in the same one.
+    // In the remaining groups no rank answers.
+    announced.push_back(own);
+    constexpr std::chrono::milliseconds kOtherGroups{500}, kPoll{2};
     const auto give_up = std::chrono::steady_clock::now() + world.options.timeout;
     std::optional<std::chrono::steady_clock::time_point> first;
     while (true) {
       const auto now = std::chrono::steady_clock::now();
-      const auto done =
-          std::count_if(told.begin(), told.end(), [](const Work& work) { return work.done(); });
+      const auto done = std::count_if(announced.begin(), announced.end(),
+                                      [](const Work& work) { return work.done(); });
       if (done > 0 && !first) first = now;
-      if (done == static_cast<int64_t>(told.size()) || now > give_up ||
-          (first && now > *first + kOthers))
+      if (done == static_cast<int64_t>(announced.size()) || now > give_up ||
+          (first && now > *first + kOtherGroups))
         break;
       std::this_thread::sleep_for(kPoll);
     }
@@ -147,13 +147,13 @@ void ProcessGroup::Impl::fail(const std::string& message) {
       if (!own.done()) throw UsageError(text);
       own.wait();
     } catch (const Error&) {
-      throw UsageError(text);  // those who were told elsewhere have left already
+      throw UsageError(text);  // ranks that were informed in a sub-group have left already
     }
   }
   throw UsageError(failure());
 }
 
-/// Ranks that disagree all know it, and tell each other what they were about.
+/// When ranks disagree about a collective, all of them know it and exchange their tags.
 std::vector<std::string> ProcessGroup::Impl::exchange_tags(const std::string& mine) {
   constexpr int64_t kLength = 96;
   auto text = at::zeros({kLength * world.size}, at::TensorOptions().dtype(at::kByte));
@@ -213,8 +213,7 @@ Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& t
     execute(header, body, tag);
     return {};
   }
-  return queue_.submit(
-      [this, header, body = std::move(body), tag] { execute(header, body, tag); });
+  return queue_.submit([this, header, body = std::move(body), tag] { execute(header, body, tag); });
 }
 
 }  // namespace tessera

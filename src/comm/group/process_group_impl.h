@@ -12,15 +12,17 @@ namespace tessera {
 /// The state that the copies of one ProcessGroup share.
 class ProcessGroup::Impl {
  public:
-  Impl();  // a world of one
+  Impl();  // a group of one rank
   Impl(comm::World world, std::unique_ptr<comm::Transport> transport);
   ~Impl();
 
-  /// One collective: compares headers, then runs `body`. `headers` (of all ranks) is empty in a
-  /// world of one. `tag`: for messages.
+  /// Runs one collective: compares the ranks' headers, then runs `body` with all of them. The
+  /// headers are empty when they were not compared (see ProcessGroupOptions::check_collectives).
+  /// `tag` is used in messages.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
   void run(comm::OpHeader header, Body body, const std::string& tag = "");
-  /// Tells the ranks of this group and of its sub-groups, in whichever they wait.
+  /// See ProcessGroup::fail(). Informs the ranks of this group and of its sub-groups, because each
+  /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);
   void add_child(const std::shared_ptr<Impl>& child);
   Work submit(comm::OpHeader header, Body body, const std::string& tag = "");
@@ -31,16 +33,16 @@ class ProcessGroup::Impl {
   void reset();
 
   comm::World world;
-  std::unique_ptr<comm::Transport> transport;  // null in a world of one
+  std::unique_ptr<comm::Transport> transport;  // null in a group of one rank
   uint64_t splits = 0;
-  std::atomic<bool> ended = false;  // there is a failure()
+  std::atomic<bool> ended = false;  // failure() is set
 
  private:
   void execute(comm::OpHeader header, const Body& body, const std::string& tag);
   std::vector<comm::OpHeader> compare(const comm::OpHeader& header, const std::string& tag);
   std::vector<std::string> exchange_tags(const std::string& mine);
 
-  /// Begins to tell this group's ranks.
+  /// Starts informing this group's ranks of this rank's failure.
   Work announce(const std::string& message);
   std::vector<std::shared_ptr<Impl>> descendants();
 
@@ -49,8 +51,8 @@ class ProcessGroup::Impl {
   void set_failure(std::string text);
 
   uint64_t sequence_ = 0;
-  std::mutex failure_mutex_;  // fail() is called while the queue works
-  std::string failure_;       // what ended the group
+  std::mutex failure_mutex_;  // fail() can run while the queue runs operations
+  std::string failure_;       // the message that ended the group
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;

@@ -1,4 +1,4 @@
-// Memory that peers can read.
+// Members of ProcessGroup that allocate memory that other ranks can read.
 #include <fmt/format.h>
 
 #include "comm/group/argument_checks.h"

@@ -87,7 +87,7 @@ void Queue::loop() {
     } catch (...) {
       error = std::current_exception();
     }
-    item.operation = nullptr;  // lets go of its tensors before anybody is told
+    item.operation = nullptr;  // releases its tensors before waiting threads continue
     lock.lock();
     busy_ = false;
     lock.unlock();

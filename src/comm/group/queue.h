@@ -15,7 +15,7 @@ namespace tessera {
 
 namespace comm {
 
-/// Time that callers spent waiting.
+/// Sums the time that callers spent waiting.
 class WaitClock {
  public:
   void add(std::chrono::nanoseconds time) { nanoseconds_ += time.count(); }
@@ -26,7 +26,7 @@ class WaitClock {
   std::atomic<int64_t> nanoseconds_{0};
 };
 
-/// Adds its own lifetime to a clock.
+/// Adds its own lifetime to a clock; null: to none.
 class WaitTimer {
  public:
   explicit WaitTimer(WaitClock* clock) : clock_(clock), start_(std::chrono::steady_clock::now()) {}
@@ -60,9 +60,9 @@ class Work::State {
 
 namespace comm {
 
-/// Runs the operations of one group one at a time, in the order of submission: at once in the
-/// calling thread when nothing is under way, else in a worker thread that is started when first
-/// needed.
+/// Runs the operations of one group one at a time, in the order of submission. run() uses the
+/// calling thread if no operation is running or queued; other operations run on a worker thread,
+/// which is started when first needed.
 class Queue {
  public:
   ~Queue();
@@ -70,11 +70,11 @@ class Queue {
   using Operation = std::function<void()>;
   void run(Operation operation);
   Work submit(Operation operation);
-  /// Drops what has not begun (its Work throws) and waits for what has. The caller makes that end
-  /// soon.
+  /// Drops the operations that have not begun (their Work throws) and waits for the running one.
+  /// The caller must make that one end soon.
   void stop() noexcept;
 
-  /// What callers spent in run() and in waiting for submitted work.
+  /// Time that callers spent in run() and in waiting for submitted work.
   std::chrono::nanoseconds waited() const { return clock_->total(); }
   void reset_waited() { clock_->reset(); }
 

@@ -1,19 +1,20 @@
+#include "comm/nccl/nccl_transport.h"
+
 #include <cstring>
 #include <numeric>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "comm/base/backends.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-/// Collectives on the CUDA tensors of one device a rank, ordered on NCCL's streams: nothing here
-/// blocks the host but exchange(). Sums are taken locally, after an all-to-all, to keep them in
-/// rank order.
+/// Collectives on CUDA tensors, one device for each rank, ordered on NCCL's streams. Only
+/// exchange() blocks the host. Sums are taken locally after an all-to-all, to keep them in rank
+/// order.
 class NcclTransport : public Transport {
  public:
   explicit NcclTransport(const World& world) : rank_(world.rank), size_(world.size) {
@@ -24,8 +25,8 @@ class NcclTransport : public Transport {
 
   const char* name() const override { return "nccl"; }
   bool stream_ordered() const override { return true; }
-  void set_timeout(std::chrono::milliseconds) override {
-  }  // NCCL's watchdog has the one given at construction
+  /// No effect: NCCL's watchdog keeps the time-out given at construction.
+  void set_timeout(std::chrono::milliseconds) override {}
   void abort() noexcept override {}
 
   std::vector<OpHeader> exchange(const OpHeader& mine) override {
@@ -107,10 +108,10 @@ class NcclTransport : public Transport {
 
 std::unique_ptr<Transport> make_nccl_transport(const World& world) {
   if (!at::globalContext().hasCUDA()) {
-    throw UsageError(
-        fmt::format("ProcessGroup: backend NCCL: rank {} of {} sees no CUDA device; expected one a "
-                    "rank, or backend Gloo",
-                    world.rank, world.size));
+    throw UsageError(fmt::format(
+        "ProcessGroup: backend NCCL: rank {} of {} sees no CUDA device; expected one for "
+        "each rank, or backend Gloo",
+        world.rank, world.size));
   }
   try {
     return std::make_unique<NcclTransport>(world);

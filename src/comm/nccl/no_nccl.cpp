@@ -1,4 +1,4 @@
-#include "comm/base/backends.h"
+#include "comm/nccl/nccl_transport.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

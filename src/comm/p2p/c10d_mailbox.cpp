@@ -3,15 +3,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/base/sigpipe.h"
-#include "comm/group/process_group_impl.h"
-#include "tessera/detail/c10d.h"
-#include "tessera/error.h"
 #if TESSERA_TORCH_AT_LEAST(2, 0)
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #endif
 
-namespace tessera {
-namespace comm {
+namespace tessera::comm {
 namespace {
 
 class C10dMessage : public Message {
@@ -22,7 +18,7 @@ class C10dMessage : public Message {
     try {
       work_->abort();
     } catch (...) {
-      // Already over, or a backend that cannot: nothing to stop.
+      // The message is complete already, or the backend cannot abort.
     }
   }
 
@@ -59,17 +55,4 @@ std::unique_ptr<Mailbox> make_c10d_mailbox(const char* name,
   return std::make_unique<C10dMailbox>(name, std::move(backend));
 }
 
-}  // namespace comm
-
-ProcessGroup from_c10d(c10::intrusive_ptr<compat::C10dBackend> backend,
-                       ProcessGroupOptions options) {
-  if (!backend) throw UsageError("from_c10d: the backend is null; expected one that is connected");
-  if (backend->getSize() == 1) return ProcessGroup();
-  auto world = comm::World::start(backend->getRank(), backend->getSize(), options);
-  world.same_host = false;
-  auto transport =
-      comm::make_p2p_transport(world, comm::make_c10d_mailbox("c10d", std::move(backend)));
-  return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
-}
-
-}  // namespace tessera
+}  // namespace tessera::comm

@@ -4,12 +4,12 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "comm/p2p/p2p_transport.h"
+#include "comm/p2p/mailbox.h"
 #include "tessera/detail/torch_compat.h"
 
 namespace tessera::comm {
 
-/// Messages over send and recv of any c10d backend. `name` must outlive it.
+/// A mailbox over send and recv of any c10d backend. `name` must outlive it.
 std::unique_ptr<Mailbox> make_c10d_mailbox(const char* name,
                                            c10::intrusive_ptr<compat::C10dBackend> backend);
 

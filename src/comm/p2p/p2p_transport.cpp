@@ -19,10 +19,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Below this many bytes one round of whole tensors beats two rounds of slices.
+// Up to this many bytes, one round of whole tensors is faster than two rounds of slices.
 constexpr int64_t kSmallBytes = 64 << 10;
-// Slices travel in parts of this size, so that summing overlaps receiving and scratch memory stays
-// bounded.
+// Slices are sent in parts of this size, so that summing overlaps with receiving and scratch memory
+// is bounded.
 constexpr int64_t kMessageBytes = 4 << 20;
 
 std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
@@ -158,14 +158,14 @@ class P2pTransport : public Transport {
 
  private:
   struct Flying {
-    at::Tensor tensor;  // declared before the message: it must outlive it
+    at::Tensor tensor;  // declared before the message because it must outlive it
     std::unique_ptr<Message> message;
     int peer;
     bool over = false;
   };
 
-  void begin(std::string what) {
-    what_ = std::move(what);
+  void begin(std::string operation) {
+    operation_ = std::move(operation);
     deadline_ = Clock::now() + timeout_.load();
     tag_ = next_tag_;
     next_tag_ = (next_tag_ + kTagsPerOp) % kTagLimit;
@@ -192,7 +192,7 @@ class P2pTransport : public Transport {
 
   void wait_for(Flying& item) {
     if (std::exchange(item.over, true)) return;
-    // Rounded up: what ends before the deadline is a peer that is gone, not one that is late.
+    // Rounded up: a wait that ends before the deadline means that the peer is gone, not late.
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
     try {
       item.message->wait(std::max(left, std::chrono::milliseconds(1)));
@@ -218,12 +218,12 @@ class P2pTransport : public Transport {
                                                              : Cause::gone);
     const auto text =
         blamed == std::vector<int>{rank_}
-            ? "is this one, on which the others gave up before (it was stopped, or late)"
+            ? "is this one: the others gave up on it earlier (it was stopped, or late)"
         : late ? fmt::format("did not arrive within {} ms", timeout_.load().count())
                : "is gone (it died, or ended, or its process group was destroyed)";
     throw BrokenWorldError(
         fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(),
-                    rank_, size_, what_, rank_list(blamed), text,
+                    rank_, size_, operation_, rank_list(blamed), text,
                     compat::first_line(cause.c_str())),
         blamed);
   }
@@ -249,7 +249,7 @@ class P2pTransport : public Transport {
     return sum.to(parts.scalar_type());
   }
 
-  /// Each rank's segment of `flat` is summed at its owner, part by part, two parts in flight.
+  /// Sums each rank's segment of `flat` on that rank, part by part, with two parts in flight.
   void sum_to_owners(at::Tensor flat, const std::vector<int64_t>& counts,
                      const ConsumeRun* consume) {
     const auto offsets = offsets_of(counts);
@@ -280,7 +280,7 @@ class P2pTransport : public Transport {
       }
     }
     std::exception_ptr
-        consumer_failed;  // thrown at the end: the other ranks still count on our part
+        consumer_failed;  // thrown at the end: the other ranks still need this rank's data
     for (int64_t i = 0; i < own_parts; ++i) {
       if (i + 1 < own_parts) post_receives(i + 1);
       for (const auto index : receives[i % 2]) wait_for(flying_[index]);
@@ -309,10 +309,10 @@ class P2pTransport : public Transport {
   FailureLedger ledger_;
   int rank_, size_;
   std::atomic<std::chrono::milliseconds> timeout_;
-  std::string what_;
+  std::string operation_;
   Clock::time_point deadline_;
   int tag_ = 0, next_tag_ = 0;
-  std::mutex mutex_;  // guards what abort() touches
+  std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
   std::vector<Flying> flying_;
   bool aborted_ = false;
 };

@@ -28,14 +28,15 @@ fs::path private_base() {
   if (::lstat(base.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != ::getuid() ||
       (info.st_mode & 077) != 0) {
     throw UsageError(
-        fmt::format("init_process_group: {} must be a folder of user {} with mode 0700, for the "
-                    "ranks meet in it; remove it",
+        fmt::format("init_process_group: {} must be a folder of user {} with mode 0700, because "
+                    "the ranks find each other through it; remove it",
                     base.string(), ::getuid()));
   }
   return base;
 }
 
-/// Field 22 of /proc/pid/stat: with the pid it names a process for good.
+/// Field 22 of /proc/<pid>/stat; together with the pid it identifies a process. Empty if there is
+/// no such process or it is a zombie.
 std::string start_time(int pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
   std::string line;
@@ -48,8 +49,8 @@ std::string start_time(int pid) {
   return line.substr(at, line.find(' ', at) - at);
 }
 
-/// Takes the lock if nobody has it; `make`: also where there is no such file. Returns what holds
-/// it, or -1. A file that was swept between opening and locking is no lock any more.
+/// Takes the lock if it is free; `make`: creates a missing file. Returns the descriptor that holds
+/// the lock, or -1. A file that was removed between opening and locking does not count.
 int try_lock(const fs::path& lock, bool make) {
   const int fd = ::open(lock.c_str(), O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0600);
   if (fd < 0 && make)
@@ -65,8 +66,8 @@ int try_lock(const fs::path& lock, bool make) {
   return -1;
 }
 
-/// Held until the process ends, so that a second run under the same key is seen whatever becomes of
-/// the files.
+/// Holds the lock of `key` until the process ends, so that a second run under the same key is
+/// detected even if the files are removed.
 void hold_key(const fs::path& lock, const std::string& key, Clock::time_point deadline) {
   while (try_lock(lock, true) < 0) {
     if (Clock::now() > deadline)
@@ -85,7 +86,7 @@ void remove_folders(const fs::path& base, const std::string& key) {
   }
 }
 
-/// What runs have left whose rank 0 has ended: nobody holds their locks.
+/// Removes the files of runs whose rank 0 has ended, that is, whose lock no process holds.
 void sweep(const fs::path& base) {
   std::error_code ignored;
   std::vector<fs::path> locks;
@@ -134,8 +135,8 @@ std::string announced_folder(const std::string& key, int rank, int size,
     std::string folder, pid, start;
     if (std::getline(file, folder) && std::getline(file, pid) && std::getline(file, start) &&
         start_time(std::atoi(pid.c_str())) == start) {
-      // A seat is taken once: a run that is already complete has none left for a rank of the next
-      // one.
+      // Each rank can take its seat only once, so a rank of the next run cannot join a run that is
+      // already complete.
       const auto seat = fmt::format("{}/seat.{}", folder, rank);
       const int fd = ::open(seat.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
       if (fd >= 0) {

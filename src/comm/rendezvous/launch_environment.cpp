@@ -1,6 +1,7 @@
 #include "comm/rendezvous/launch_environment.h"
 
 #include <charconv>
+#include <cstdlib>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -16,8 +17,8 @@ struct Names {
   const char *job, *job_step;
 };
 
-// In the order in which they are tried. A launcher counts as present when its rank or its size is
-// set.
+// In the order in which they are tried. A launcher counts as present when its rank is set;
+// torchrun also when its size is set.
 constexpr Names kLaunchers[] = {
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr, nullptr},
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -47,40 +48,56 @@ std::string text(const GetVariable& get, const char* name) {
   return value ? value : "";
 }
 
-constexpr int kMany = 1 << 20;
+constexpr int kMaxCount = 1 << 20;
 
-/// SLURM_NTASKS and SLURM_NNODES may be the job's, of which a step can be a part (srun -E): what is
-/// said of the step goes before.
-std::optional<int> of_step(const GetVariable& get, const char* step, const char* job) {
-  const auto value = number(get, step, 1, kMany);
-  return value ? value : number(get, job, 1, kMany);
+/// SLURM_NTASKS and SLURM_NNODES may describe the whole job although this process belongs to a
+/// smaller step (srun -E), so the step's variables take precedence.
+std::optional<int> step_number(const GetVariable& get, const char* step, const char* job) {
+  const auto value = number(get, step, 1, kMaxCount);
+  return value ? value : number(get, job, 1, kMaxCount);
 }
 
-/// A script for sbatch has SLURM_PROCID = 0 but is no rank of a step.
+/// True in a batch script of sbatch: it has SLURM_PROCID = 0 but is not a rank of a step.
 bool is_batch_script(const GetVariable& get) {
   return text(get, "ENVIRONMENT") == "BATCH" && text(get, "SLURM_STEP_NUM_TASKS").empty();
 }
 
-/// What srun --mpi=pmi2 sets says the same as Slurm's own variables, which tell of the hosts
-/// besides. Ranks of an mpiexec inside a step have other numbers.
-bool same_as_slurms(const GetVariable& get, int rank, int size) {
-  return number(get, "SLURM_PROCID", 0, kMany) == rank &&
-         of_step(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == size;
+/// True when the PMI variables come from srun --mpi=pmi2: they then equal Slurm's own variables,
+/// which are preferred because they also describe the hosts. The ranks of an mpiexec inside a step
+/// have other numbers.
+bool equals_slurm(const GetVariable& get, int rank, int size) {
+  return number(get, "SLURM_PROCID", 0, kMaxCount) == rank &&
+         step_number(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == size;
+}
+
+/// The first of the launchers' variables that holds a number of at least 0; never throws.
+std::optional<int> first_number(const GetVariable& get, const char* Names::*variable) noexcept {
+  for (const auto& names : kLaunchers) {
+    const char* text = get(names.*variable);
+    if (!text) continue;
+    int value = 0;
+    const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
+    if (error == std::errc() && !*end && value >= 0) return value;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
+
+detail::LauncherRank read_launcher_rank(const GetVariable& get) noexcept {
+  return {first_number(get, &Names::rank).value_or(0), first_number(get, &Names::local_rank)};
+}
 
 LaunchEnvironment read_launch_environment(const GetVariable& get) {
   LaunchEnvironment result;
   for (const auto& names : kLaunchers) {
     const bool slurm = std::strcmp(names.launcher, "Slurm") == 0;
-    const auto rank = number(get, names.rank, 0, kMany);
-    const auto size = slurm ? of_step(get, "SLURM_STEP_NUM_TASKS", names.size)
-                            : number(get, names.size, 1, kMany);
+    const auto rank = number(get, names.rank, 0, kMaxCount);
+    const auto size = slurm ? step_number(get, "SLURM_STEP_NUM_TASKS", names.size)
+                            : number(get, names.size, 1, kMaxCount);
     if (!rank && !(size && std::strcmp(names.launcher, "torchrun") == 0)) continue;
     if (slurm && is_batch_script(get)) continue;
-    if (rank && size && std::strcmp(names.launcher, "PMI") == 0 &&
-        same_as_slurms(get, *rank, *size))
+    if (rank && size && std::strcmp(names.launcher, "PMI") == 0 && equals_slurm(get, *rank, *size))
       continue;
     const char* const size_name =
         slurm && !text(get, "SLURM_STEP_NUM_TASKS").empty() ? "SLURM_STEP_NUM_TASKS" : names.size;
@@ -98,8 +115,8 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     result.rank = *rank;
     result.size = *size;
     result.size_variable = size_name;
-    result.local_rank = number(get, names.local_rank, 0, kMany).value_or(result.rank);
-    result.local_size = number(get, names.local_size, 1, kMany);
+    result.local_rank = number(get, names.local_rank, 0, kMaxCount);
+    result.local_size = number(get, names.local_size, 1, kMaxCount);
     if (result.local_size && *result.local_size > result.size) {
       throw UsageError(fmt::format(
           "init_process_group: environment variable {} is {}; expected at most {}, which is {}",
@@ -107,7 +124,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
     }
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
-    if (slurm && of_step(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1)
+    if (slurm && step_number(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1)
       result.local_size = result.size;
     break;
   }
@@ -116,7 +133,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
   if (result.size > 1) result.rendezvous = text(get, "TESSERA_RENDEZVOUS");
   const auto agent = text(get, "TORCHELASTIC_USE_AGENT_STORE");
   result.agent_store = agent == "True" || agent == "true" || agent == "1";
-  result.attempt = number(get, "TORCHELASTIC_RESTART_COUNT", 0, kMany).value_or(0);
+  result.attempt = number(get, "TORCHELASTIC_RESTART_COUNT", 0, kMaxCount).value_or(0);
   result.run = text(get, "TORCHELASTIC_RUN_ID");
   if (result.master_address.empty() != (result.master_port == 0) && result.size > 1 &&
       result.rendezvous.empty()) {
@@ -129,3 +146,11 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
 }
 
 }  // namespace tessera::comm
+
+namespace tessera::detail {
+
+LauncherRank launcher_rank() noexcept {
+  return comm::read_launcher_rank([](const char* name) { return std::getenv(name); });
+}
+
+}  // namespace tessera::detail

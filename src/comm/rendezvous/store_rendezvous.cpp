@@ -29,7 +29,7 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
-/// A rank's value in the roll call, behind the size of the world that it was told of; returns the
+/// Splits what a rank wrote in the roll call, "SIZE VALUE", checks the world size and returns the
 /// value.
 std::string value_of(const std::string& written, int rank, const LaunchEnvironment& environment) {
   const auto blank = written.find(' ');
@@ -43,7 +43,8 @@ std::string value_of(const std::string& written, int rank, const LaunchEnvironme
   return written.substr(blank + 1);
 }
 
-/// Every rank writes `value`; returns all of them, or names the ranks that did not come in time.
+/// Every rank writes `value`. Returns all values in rank order; throws BrokenWorldError naming the
+/// ranks that did not arrive in time.
 std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment,
                                    const std::string& value, std::chrono::milliseconds timeout,
                                    Clock::time_point deadline) {
@@ -81,8 +82,8 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
         fmt::format("init_process_group: rank {}: the rendezvous folder {} cannot be used: {}",
                     environment.rank, folder, std::strerror(error)));
   Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
-  // Its destructor writes to the file and would end the process when the folder went first; a store
-  // lives as long as the process anyhow.
+  // The destructor of FileStore writes to the file and would end the process if the folder had been
+  // removed before. So the store is kept until the process ends.
   static auto* const kept = new std::vector<Store>();
   static std::mutex mutex;
   std::lock_guard lock(mutex);
@@ -90,7 +91,7 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
   return store;
 }
 
-/// Names what shares a loopback interface: the boot, the host's name, the network namespace.
+/// Identifies the processes that share a loopback interface: boot id, host name, network namespace.
 std::string network_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -106,8 +107,8 @@ bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
 }
 
-/// The address under which this host sends to `peer`: that of the interface on the way there. Empty
-/// when there is no way. Sends nothing.
+/// The local address of the interface through which this host reaches `peer`; empty if there is no
+/// route. Sends nothing.
 std::string address_towards(const std::string& peer) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_DGRAM;
@@ -148,13 +149,13 @@ StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& en
     throw;
   } catch (const std::exception& error) {
     throw UsageError(
-        fmt::format("init_process_group: rank {} of {} cannot use the file {}/store, in which the "
-                    "ranks meet: {}",
+        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file {}/store: "
+                    "{}",
                     environment.rank, environment.size, folder, compat::first_line(error.what())));
   }
 }
 
-/// The store at MASTER_ADDR:MASTER_PORT, and what all ranks wrote there.
+/// The store at MASTER_ADDR:MASTER_PORT and the values that all ranks wrote there.
 struct Handshake {
   Store store;
   std::vector<std::string> values;
@@ -179,7 +180,7 @@ Handshake shake_hands(const LaunchEnvironment& environment, const std::string& v
 
 StoreRendezvous between_hosts(const LaunchEnvironment& environment,
                               std::chrono::milliseconds timeout) {
-  // What knows better why nothing came of it has said so by then.
+  // Within this extra time the inner call reports its own, more precise error.
   constexpr std::chrono::milliseconds kLonger{1500};
   const auto own = network_identity();
   const auto address = address_towards(environment.master_address);
@@ -196,8 +197,8 @@ StoreRendezvous between_hosts(const LaunchEnvironment& environment,
     rendezvous.hosts.push_back(static_cast<int>(
         std::find(identities.begin(), identities.end(), identities.back()) - identities.begin()));
   }
-  // The master may know itself under a loopback address alone (Debian's 127.0.1.1): then by the way
-  // to some other host.
+  // On the master's host the route to MASTER_ADDR may give only a loopback address (Debian's
+  // 127.0.1.1). The route to another host then gives the address.
   for (int r = 0;
        r < environment.size && (rendezvous.address.empty() || is_loopback(rendezvous.address));
        ++r) {
@@ -207,8 +208,8 @@ StoreRendezvous between_hosts(const LaunchEnvironment& environment,
   return rendezvous;
 }
 
-/// Several agents of torchrun may call each other by a loopback address and still be containers:
-/// only what they count says that there is one.
+/// Agents of torchrun may use a loopback address and still run in different containers, so with
+/// them only the numbers of ranks tell that there is one host.
 bool on_one_host(const LaunchEnvironment& environment) {
   return environment.local_size == environment.size ||
          (!environment.agent_store && is_loopback(environment.master_address));
@@ -220,10 +221,10 @@ std::string folder_key(const LaunchEnvironment& environment) {
                                                        : environment.job));
   const auto port = fmt::format("port-{}", environment.master_port);
   if (!environment.agent_store) return port;
-  // An agent's port is its own only in its network, and stays the same when the ranks start again.
-  constexpr size_t kLongest = 100;
+  // An agent's port is unique only in its network, and stays the same when the ranks are restarted.
+  constexpr size_t kMaxRunLength = 100;
   return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt,
-                               environment.run.substr(0, kLongest)));
+                               environment.run.substr(0, kMaxRunLength)));
 }
 
 }  // namespace

@@ -10,24 +10,28 @@
 
 namespace tessera::comm {
 
-/// The store through which the ranks of a launch find each other.
+/// The result of start-up: the store that all ranks share, and their hosts.
 struct StoreRendezvous {
   c10::intrusive_ptr<c10d::Store> store;
-  std::vector<int>
-      hosts;            ///< Of the ranks: equal numbers share a host, that is, loopback and memory.
-  std::string address;  ///< This host's, as the others reach it; empty where all share one.
+  /// One number for each rank. Ranks with equal numbers share a host: its loopback interface and
+  /// its memory.
+  std::vector<int> hosts;
+  std::string address;  ///< This host's address for the others; empty if all ranks share a host.
 };
 
-/// Blocks until all ranks have arrived. In order:
-///   - a folder given by the launcher (TESSERA_RENDEZVOUS): a FileStore in it, one host;
-///   - one host (a launcher that says so, or a loopback MASTER_ADDR unless torchrun's agents serve
-///   the store): a FileStore in a
-///     private folder that rank 0 makes and announces under the job's or the port's name, because
-///     c10d's TCPStore listens on every address and takes anyone's keys, and the agent's, where
-///     torchrun is another PyTorch's, speaks another protocol;
-///   - torchrun's agent's store (TORCHELASTIC_USE_AGENT_STORE): a client of MASTER_ADDR:MASTER_PORT
-///   on every rank;
-///   - else a TCPStore served by rank 0 at MASTER_ADDR:MASTER_PORT.
+/// Connects the ranks through a store. Collective; blocks until all ranks have arrived, at most
+/// about `timeout`. Throws UsageError for a setting that cannot work, BrokenWorldError naming the
+/// ranks that did not arrive. The store is the first of these that applies:
+///   1. TESSERA_RENDEZVOUS, a folder given by the launcher (one host): a FileStore in it.
+///   2. All ranks are on one host, because the launcher's variables show it or because MASTER_ADDR
+///   is a loopback
+///      address and torchrun's agents do not serve the store: a FileStore in a private folder that
+///      rank 0 makes and announces under the name of the job or the port. Reasons: c10d's TCPStore
+///      listens on every address and accepts keys from anyone, and the store of a torchrun from
+///      another version of PyTorch uses another protocol.
+///   3. TORCHELASTIC_USE_AGENT_STORE, torchrun's agent serves the store: every rank connects to
+///      MASTER_ADDR:MASTER_PORT.
+///   4. Otherwise rank 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT.
 StoreRendezvous rendezvous_over_store(const LaunchEnvironment& environment,
                                       std::chrono::milliseconds timeout);
 

@@ -22,13 +22,13 @@ std::string place_of(const LaunchEnvironment& environment) {
                      environment.master_port);
 }
 
-/// Nobody of the world is to blame for a store that the launcher serves.
+/// The ranks to blame when the store does not work: none if the launcher serves it.
 std::vector<int> server_of(const LaunchEnvironment& environment) {
   return environment.agent_store ? std::vector<int>{} : std::vector<int>{0};
 }
 
-/// A connection on which sending waits for a second, receiving for a tenth; -1: nobody listens
-/// (yet).
+/// Returns a connection with a time-out of 1 s for connecting and 0.1 s for receiving; -1 if no
+/// process listens there (yet).
 int connect_briefly(const std::string& address, int port) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
@@ -46,17 +46,18 @@ int connect_briefly(const std::string& address, int port) {
   return -1;
 }
 
-/// A store is silent until it is asked. What comes unasked would end the process: a thread of
-/// libtorch 1.13's client reads it and throws.
-std::string what_is_no_store(const std::string& address, int port) {
+/// Why the service at this address is not a store; empty if it may be one. A store sends nothing
+/// before a request. Unexpected data would end the process: a thread of libtorch 1.13's client
+/// reads it and throws.
+std::string why_not_a_store(const std::string& address, int port) {
   const int fd = connect_briefly(address, port);
   if (fd < 0) return "";
   char byte;
   const auto received = ::recv(fd, &byte, 1, 0);
   const int error = errno;
   ::close(fd);
-  if (received > 0) return "what listens there sends data before it is asked";
-  return received == 0 || error == ECONNRESET ? "what listens there closes the connection" : "";
+  if (received > 0) return "the service there sends data before a request";
+  return received == 0 || error == ECONNRESET ? "the service there closes the connection" : "";
 }
 
 }  // namespace
@@ -79,9 +80,9 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment,
   options.isServer = !environment.agent_store && environment.rank == 0;
   options.waitWorkers = false;
   options.timeout =
-      std::chrono::ceil<std::chrono::seconds>(timeout);  // libtorch 1.13 connects for whole seconds
+      std::chrono::ceil<std::chrono::seconds>(timeout);  // libtorch 1.13 uses whole seconds
   if (!options.isServer) {
-    if (const auto problem = what_is_no_store(environment.master_address, environment.master_port);
+    if (const auto problem = why_not_a_store(environment.master_address, environment.master_port);
         !problem.empty())
       throw_useless_store(environment, timeout, problem);
   }

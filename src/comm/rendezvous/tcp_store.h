@@ -9,13 +9,13 @@
 
 namespace tessera::comm {
 
-/// The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless the launcher does. May block
-/// for longer than `timeout` where something else answers there: call it through
+/// Connects to the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless the launcher does.
+/// May block for longer than `timeout` if another service answers there, so call it through
 /// call_with_timeout().
 c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment,
                                           std::chrono::milliseconds timeout);
 
-/// The error of a rank to which that store is of no use, for `reason`.
+/// Throws the BrokenWorldError of a rank that cannot use that store, for `reason`.
 [[noreturn]] void throw_useless_store(const LaunchEnvironment& environment,
                                       std::chrono::milliseconds timeout, const std::string& reason);
 

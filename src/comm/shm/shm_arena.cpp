@@ -31,8 +31,8 @@ std::optional<ShmArena::Place> ShmArena::find(const at::Tensor& tensor) const {
   const auto allocation = std::prev(next)->second.lock();
   if (!allocation) return std::nullopt;
   const int64_t offset = data - allocation->data(allocation->rank);
-  const auto room = static_cast<int64_t>(allocation->segments[allocation->rank]->bytes());
-  if (offset + static_cast<int64_t>(tensor.nbytes()) > room) return std::nullopt;
+  const auto segment_bytes = static_cast<int64_t>(allocation->segments[allocation->rank]->bytes());
+  if (offset + static_cast<int64_t>(tensor.nbytes()) > segment_bytes) return std::nullopt;
   return Place{allocation, offset};
 }
 

@@ -12,19 +12,19 @@
 
 namespace tessera::comm {
 
-/// The memory of one allocate() call: every rank's segment, as mapped by this rank.
+/// The memory of one allocate() call: the segments of all ranks, mapped by this rank.
 struct ShmAllocation {
   int64_t id = 0;  ///< The same on all ranks.
   int rank = 0;
-  std::vector<std::shared_ptr<SharedSegment>> segments;
+  std::vector<std::shared_ptr<ShmSegment>> segments;
 
   std::byte* data(int r) const { return segments[r]->data(); }
-  /// One segment for all ranks.
+  /// True if all ranks have one segment in common.
   bool common() const { return segments.size() > 1 && segments[0] == segments[1]; }
 };
 
-/// Finds out which tensors lie in shared memory. A tensor made from an allocation keeps it mapped;
-/// the arena does not.
+/// Knows which tensors lie in shared memory. A tensor made from an allocation keeps it mapped; the
+/// arena does not.
 class ShmArena {
  public:
   struct Place {
@@ -32,10 +32,11 @@ class ShmArena {
     int64_t offset = 0;  ///< Bytes from the start of this rank's segment.
   };
 
-  /// A 1-D tensor over the whole of this rank's segment; from now on find() knows it.
+  /// Returns a 1-D tensor over the whole of this rank's segment, and adds it to those that find()
+  /// knows.
   at::Tensor adopt(std::shared_ptr<const ShmAllocation> allocation, int64_t numel,
                    at::TensorOptions options);
-  /// Where the bytes of a contiguous tensor are, when all of them are in one allocation.
+  /// The place of a contiguous tensor; nullopt unless all its bytes lie in one allocation.
   std::optional<Place> find(const at::Tensor& tensor) const;
 
  private:
@@ -43,7 +44,7 @@ class ShmArena {
   std::map<const std::byte*, std::weak_ptr<const ShmAllocation>> by_start_;
 };
 
-/// The tensor at `offset` bytes in rank `r`'s segment; it keeps the allocation mapped.
+/// A tensor at `offset` bytes in rank `r`'s segment; it keeps the allocation mapped.
 at::Tensor tensor_at(const std::shared_ptr<const ShmAllocation>& allocation, int r, int64_t offset,
                      at::IntArrayRef sizes, at::TensorOptions options);
 

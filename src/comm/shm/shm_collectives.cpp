@@ -4,16 +4,16 @@
 #include <utility>
 
 #include "comm/shm/shm_kernels.h"
-#include "comm/shm/shm_transport_impl.h"
+#include "comm/shm/shm_transport.h"
 
 namespace tessera::comm {
 namespace {
 
 constexpr int64_t line_bytes = 64;
-// What reduce_scatter hands to `consume` at a time: it and what the consumer adds to it stay in a
-// second-level cache.
+// Size of the runs that reduce_scatter passes to `consume`, chosen so that a run and the consumer's
+// own data fit in a second-level cache.
 constexpr int64_t consume_bytes = 64 << 10;
-// A chunk this small is summed by every rank for itself, which saves a meeting.
+// Every rank sums chunks up to this size by itself, which saves a barrier.
 constexpr int64_t small_chunk_bytes = 16 << 10;
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
@@ -24,7 +24,7 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Part `index` of `parts` about equal ones that start on cache lines: [begin, end).
+/// Part `index` of `parts` about equal parts that begin on cache lines: elements [begin, end).
 struct Slice {
   int64_t begin, end;
 
@@ -47,7 +47,7 @@ std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(te
 
 }  // namespace
 
-// Each rank sums one slice of all inputs into all outputs: nothing is read or written twice.
+// Each rank sums one slice of all inputs into all outputs, so no element is read or written twice.
 void ShmTransport::reduce_direct(const at::Tensor& flat, const ExchangedLayout& exchanged,
                                  const std::vector<std::byte*>& outputs, double scale) {
   const auto width = static_cast<int64_t>(flat.element_size());
@@ -78,8 +78,7 @@ void ShmTransport::all_reduce(at::Tensor flat, double scale) {
   });
 }
 
-// The ranks' staging buffers hold a chunk each; their sum, times `scale`, goes to this rank's
-// `chunk`.
+// Sums the chunks in the ranks' staging buffers, times `scale`, into this rank's `chunk`.
 void ShmTransport::sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count,
                                     double scale) {
   std::vector<const std::byte*> inputs;
@@ -168,7 +167,7 @@ void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& count
     const auto from_each_peer = [&](auto&& take) {
       for (int next = 1; next < size_; ++next) take((rank_ + next) % size_);
     };
-    if (direct && exchanged.direct[0] == exchanged.direct[1]) return;  // one memory for all
+    if (direct && exchanged.direct[0] == exchanged.direct[1]) return;  // common memory
     if (direct) {
       from_each_peer([&](int peer) {
         in_windows(exchanged, starts[peer] * width, counts[peer] * width,
@@ -188,7 +187,7 @@ void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& count
   });
 }
 
-// The sum of `count` elements of own segment, `offset` elements into it.
+// Sums `count` elements of this rank's segment, from element `offset` of it.
 void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs,
                                std::byte* own, int64_t count, int64_t offset,
                                const Target& target) {
@@ -223,7 +222,7 @@ void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto starts = starts_of(counts);
     const auto dtype = flat.scalar_type();
-    // Staging buffers have a place for each rank's part of the round.
+    // Each staging buffer is divided into one part for each receiving rank.
     const int64_t place_bytes = staging_bytes / size_ / line_bytes * line_bytes;
     const int64_t step = place_bytes / width;
     const auto count = [&](int r, int64_t round) {

@@ -20,10 +20,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr auto look_interval = 50ms;
-constexpr int spins_with_room = 1000;
-// With fewer processors than ranks, spinning keeps the very rank waited for from running.
-constexpr int spins_without_room = 20;
+constexpr auto check_interval = 50ms;
+constexpr int spins_on_own_processor = 1000;
+// With fewer processors than ranks, spinning can keep the awaited rank from running.
+constexpr int spins_on_shared_processor = 20;
 
 void pause() {
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ void pause() {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// Not the private kind of futex: the waiters are other processes.
+// Not FUTEX_PRIVATE_FLAG, because the waiters are other processes.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected,
                 std::chrono::nanoseconds at_most) noexcept {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(at_most);
@@ -56,13 +56,13 @@ ShmControl::ShmControl(int rank, std::vector<Member> members, std::chrono::milli
     : rank_(rank),
       members_(std::move(members)),
       timeout_(timeout),
-      spins_(usable_processors() >= static_cast<int>(members_.size()) ? spins_with_room
-                                                                      : spins_without_room),
+      spins_(usable_processors() >= static_cast<int>(members_.size()) ? spins_on_own_processor
+                                                                      : spins_on_shared_processor),
       round_(members_[rank].block->arrivals.load()) {}
 
-void ShmControl::begin(std::string what) {
+void ShmControl::begin(std::string operation) {
   if (!failure_.empty()) throw BrokenWorldError(failure_, failed_ranks_);
-  what_ = std::move(what);
+  operation_ = std::move(operation);
 }
 
 void ShmControl::barrier() {
@@ -73,8 +73,9 @@ void ShmControl::barrier() {
 
 void ShmControl::arrive() noexcept {
   auto& block = mine();
-  block.arrivals.store(++round_);  // sequentially consistent, as is the sleeper's count: one of the
-                                   // two sees the other
+  // Sequentially consistent, as is the count of sleepers: at least one of the two threads sees the
+  // other's store.
+  block.arrivals.store(++round_);
   if (block.sleepers.load() != 0) futex_wake_all(block.arrivals);
 }
 
@@ -90,14 +91,14 @@ void ShmControl::wait_for(int peer) {
   }
   const auto timeout = timeout_.load();
   const auto begin = Clock::now();
-  auto next_look = begin + look_interval;
+  auto next_check = begin + check_interval;
   while (!arrived(peer)) {
     if (aborted_.load()) fail({}, "the process group was shut down on this rank");
-    if (members_[peer].block->status.load() != ControlBlock::alive) look_after(peer);
+    if (members_[peer].block->status.load() != ControlBlock::alive) check_peers(peer);
     const auto now = Clock::now();
-    if (now >= next_look) {
-      look_after(peer);
-      next_look = now + look_interval;
+    if (now >= next_check) {
+      check_peers(peer);
+      next_check = now + check_interval;
     }
     if (now - begin >= timeout) {
       std::vector<int> late;
@@ -107,7 +108,7 @@ void ShmControl::wait_for(int peer) {
       if (late.empty()) return;
       fail(late, fmt::format("did not arrive within {} ms", timeout.count()));
     }
-    sleep_on(peer, std::min<std::chrono::nanoseconds>(next_look - now, begin + timeout - now));
+    sleep_on(peer, std::min<std::chrono::nanoseconds>(next_check - now, begin + timeout - now));
   }
 }
 
@@ -121,9 +122,9 @@ void ShmControl::sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept {
   block.sleepers.fetch_sub(1);
 }
 
-// Throws when a peer that has not arrived never will. The dead are named before those that gave up
+// Throws if a peer that has not arrived never will. Dead ranks are blamed before ranks that gave up
 // because of them.
-void ShmControl::look_after(int peer) {
+void ShmControl::check_peers(int peer) {
   const auto missing = [this](int r) { return r != rank_ && !arrived(r); };
   auto dead = dead_peers();
   std::erase_if(dead, [&](int r) { return !missing(r); });
@@ -165,7 +166,8 @@ int ShmControl::root_cause(int suspect) const {
 
 void ShmControl::fail(std::vector<int> ranks, const std::string& cause) {
   failed_ranks_ = std::move(ranks);
-  failure_ = fmt::format("ProcessGroup (shm): rank {} of {} gave up in {}: ", rank_, size(), what_);
+  failure_ =
+      fmt::format("ProcessGroup (shm): rank {} of {} gave up in {}: ", rank_, size(), operation_);
   if (failed_ranks_.empty()) {
     failure_ += cause;
   } else {
@@ -196,7 +198,7 @@ void ShmControl::give_up() noexcept {
   if (failure_.empty()) {
     try {
       failure_ = fmt::format("ProcessGroup (shm): rank {} of {} cannot go on after its error in {}",
-                             rank_, size(), what_);
+                             rank_, size(), operation_);
       failed_ranks_ = {rank_};
     } catch (...) {
     }

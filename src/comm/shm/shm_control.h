@@ -13,29 +13,29 @@
 
 namespace tessera::comm {
 
-/// The part of a rank's shared memory in which it tells the others where it is. Only its owner
-/// writes, `sleepers` apart.
+/// The part of a rank's shared memory that shows its progress to the other ranks. Only the owner
+/// writes it, except `sleepers`.
 struct ControlBlock {
   enum Status : uint32_t { alive = 0, left = 1, failed = 2 };
   using Message = std::array<std::byte, 64>;
 
-  /// How many times the owner has arrived at a barrier. A futex.
+  /// How many barriers the owner has arrived at. A futex.
   alignas(64) std::atomic<uint32_t> arrivals{0};
-  /// How many threads sleep, or are about to, on `arrivals`.
+  /// How many threads sleep on `arrivals`, or are about to.
   alignas(64) std::atomic<uint32_t> sleepers{0};
   alignas(64) std::atomic<uint32_t> status{alive};
-  /// With status failed: 1 + the rank that the owner blamed; 0: nobody, it failed by itself.
+  /// With status failed: 1 + the rank that the owner blamed; 0: none, the failure was its own.
   std::atomic<uint32_t> blamed{0};
-  /// What the owner said at its latest two arrivals: the one before the latest may still be being
-  /// read.
+  /// The owner's messages of its latest two arrivals. Other ranks may still read the earlier one.
   alignas(64) Message messages[2]{};
-  /// Why the owner could not do its part of what the latest message is about.
+  /// Why the owner could not do its part of the operation that its latest message belongs to; empty
+  /// if it could.
   char problem[512]{};
 };
 
-/// The ranks' meeting place: barriers, small messages, and who is still there. Barriers work on
-/// flags that each rank sets in its own memory; waiting spins for some microseconds, then sleeps on
-/// a futex and looks after the peers every 50 ms.
+/// Barriers, small messages and failure detection between the ranks of one host. For a barrier each
+/// rank sets a flag in its own memory. A waiting rank spins for some microseconds, then sleeps on a
+/// futex and checks every 50 ms whether its peers are alive.
 class ShmControl {
  public:
   struct Member {
@@ -49,20 +49,20 @@ class ShmControl {
   int size() const { return static_cast<int>(members_.size()); }
   ControlBlock& block(int rank) { return *members_[rank].block; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  /// Names the collective under way, for messages. Throws BrokenWorldError when an earlier one
-  /// failed.
-  void begin(std::string what);
+  /// Begins `operation`, whose name appears in messages. Throws BrokenWorldError when an earlier
+  /// operation failed.
+  void begin(std::string operation);
 
-  /// Nobody returns before everybody has called. Throws BrokenWorldError.
+  /// Returns when all ranks have called it. Throws BrokenWorldError.
   void barrier();
-  /// A barrier that hands everybody's message to everybody, in rank order.
+  /// A barrier that returns the messages of all ranks in rank order.
   template <class T>
   std::vector<T> share(const T& mine);
 
-  /// This rank will take part in nothing more. Peers that need it fail with its name; those that do
-  /// not, do not notice. From any thread: a blocked call ends.
+  /// Ends this rank's participation. Peers that wait for it fail with an error that names it;
+  /// others are not affected. A blocked call of this rank ends. From any thread.
   void leave() noexcept;
-  /// As leave(), after a failure on this rank that was not the others'.
+  /// As leave(), after a failure that this rank caused itself.
   void give_up() noexcept;
 
  private:
@@ -71,7 +71,7 @@ class ShmControl {
   bool arrived(int peer) const noexcept;
   void wait_for(int peer);
   void sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept;
-  void look_after(int peer);
+  void check_peers(int peer);
   std::vector<int> dead_peers() const;
   int root_cause(int suspect) const;
   void set_status(ControlBlock::Status status) noexcept;
@@ -82,7 +82,7 @@ class ShmControl {
   std::atomic<std::chrono::milliseconds> timeout_;
   int spins_;
   uint32_t round_ = 0;
-  std::string what_;
+  std::string operation_;
   std::atomic<bool> aborted_{false};
   std::string failure_;
   std::vector<int> failed_ranks_;

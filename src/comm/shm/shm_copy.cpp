@@ -9,13 +9,13 @@
 namespace tessera::comm {
 namespace {
 
-// Smaller copies may still be in cache when they are used.
+// The results of smaller copies may still be in cache when they are used.
 constexpr int64_t large_copy = 4 << 20;
 
 #if defined(__x86_64__)
-// Stores that go around the caches save reading each line before it is overwritten. SSE2 is in
-// every x86-64 processor, and whole lines are what matters, not wide registers. `to` is aligned to
-// 64 bytes, `bytes` is a multiple of 64.
+// Non-temporal stores bypass the caches and so avoid reading each line before it is overwritten.
+// SSE2 suffices, and every x86-64 processor has it: the gain comes from whole lines, not from wide
+// registers. `to` is aligned to 64 bytes, `bytes` is a multiple of 64.
 void stream(std::byte* to, const std::byte* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(from + at) + 1024, _MM_HINT_T0);

@@ -14,8 +14,8 @@ SumKernel kernel_for(c10::ScalarType dtype) {
   return kernel != nullptr ? kernel : generic_sum_kernel(dtype);
 }
 
-// What has no kernel, or is to be scaled the way libtorch scales it: block by block, so that the
-// sum stays in cache.
+// For dtypes without a kernel, and for scaling as libtorch does it. Works block by block, so that
+// the sum stays in cache.
 void sum_in_blocks(c10::ScalarType dtype, const SumRun& run) {
   const int64_t width = static_cast<int64_t>(c10::elementSize(dtype));
   const int64_t block = 64 * 1024 / width;

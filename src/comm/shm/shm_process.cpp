@@ -26,7 +26,7 @@ std::optional<Status> read_status(int32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
   if (!std::getline(file, line)) return std::nullopt;
-  // The second field is the program's name in brackets and may hold anything, brackets too.
+  // The second field is the program's name in parentheses, which may itself contain parentheses.
   const size_t end_of_name = line.rfind(')');
   if (end_of_name == std::string::npos) return std::nullopt;
   std::istringstream fields(line.substr(end_of_name + 1));
@@ -53,7 +53,7 @@ std::optional<int64_t> number_in(const std::string& text) {
   return value;
 }
 
-// Value in bytes of a "Name:   123 kB" (unit 1024) or "name 123" (unit 1) line.
+// The value in bytes of a line "Name:   123 kB" (unit 1024) or "name 123" (unit 1).
 std::optional<int64_t> field_of(const char* path, const std::string& name, int64_t unit) {
   std::ifstream file(path);
   for (std::string key; file >> key;
@@ -75,7 +75,7 @@ ProcessIdentity this_process() {
 bool is_alive(const ProcessIdentity& process) {
   const auto status = read_status(process.pid);
   if (!status || status->start_time != process.start_time) return false;
-  // A process whose first thread alone has ended shows as a zombie too, with other threads left.
+  // A process whose main thread has ended is shown as a zombie although other threads still run.
   const bool ended = status->state == 'Z' || status->state == 'X';
   return !ended || status->threads > 1;
 }

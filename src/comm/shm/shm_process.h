@@ -5,7 +5,7 @@
 
 namespace tessera::comm {
 
-/// A process, told apart from later ones that get the same number.
+/// Identifies a process, and distinguishes it from later processes with the same pid.
 struct ProcessIdentity {
   int32_t pid = 0;
   uint64_t start_time = 0;  ///< Clock ticks after boot (/proc/<pid>/stat, field 22).
@@ -15,19 +15,19 @@ struct ProcessIdentity {
 
 ProcessIdentity this_process();
 
-/// False once the process has ended, whether or not its parent has noticed, or its number belongs
-/// to another. A stopped process is alive. Costs about 20 us.
+/// False when the process has ended, even if its parent has not reaped it, or when its pid belongs
+/// to another process. A stopped process is alive. Takes about 20 us.
 bool is_alive(const ProcessIdentity& process);
 
-/// Names the set of processes that see each other's /proc: the boot of the host and the pid
+/// Identifies the set of processes that see each other's /proc: boot id of the host and pid
 /// namespace.
 std::string host_identity();
 
-/// Bytes of memory that can be had without killing anything: the system's and the control group's
-/// view.
+/// Bytes of memory that can be allocated without invoking the OOM killer: the smaller value of the
+/// system and of the control group.
 int64_t available_memory();
 
-/// Processors that this process may run on.
+/// The number of processors that this process may run on.
 int usable_processors();
 
 }  // namespace tessera::comm

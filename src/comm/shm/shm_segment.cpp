@@ -23,36 +23,38 @@ namespace {
 constexpr size_t header_bytes = 4096;
 
 #ifndef MADV_COLLAPSE
-constexpr int MADV_COLLAPSE = 25;  // glibc 2.36 has not got it yet
+constexpr int MADV_COLLAPSE = 25;  // glibc 2.36 does not define it
 #endif
 
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+[[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
 
-[[noreturn]] void fail_errno(const std::string& what) { fail(what + ": " + std::strerror(errno)); }
+[[noreturn]] void fail_errno(const std::string& message) {
+  fail(message + ": " + std::strerror(errno));
+}
 
 std::string mebibytes(uint64_t bytes) {
   return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
 }
 
-/// [Note: huge pages] Each page of a peer's memory that a rank reads counts as memory of that rank
-/// too, unless it is unmapped again; and unmapping is only cheap in huge pages. The system gives
-/// shared memory none by default, but makes them when it is asked for each run of pages
-/// (MADV_COLLAPSE, Linux 6.1).
+/// [Note: huge pages] A page of a peer's memory that a rank reads also counts as memory of that
+/// rank (in its RSS) until it is unmapped, and unmapping is cheap only for huge pages. By default
+/// the system uses no huge pages for shared memory, but it makes them on request (MADV_COLLAPSE,
+/// Linux 6.1).
 constexpr uint64_t huge_bytes = 2 << 20;
-// Not worth the time at start-up below this.
-constexpr uint64_t least_collapsed = 4 << 20;
-// Where memory is fragmented the system has to move things about; peers wait meanwhile.
-constexpr auto at_most_collapsing = std::chrono::seconds(1);
+// For smaller segments the time at start-up is not worth it.
+constexpr uint64_t min_collapsed = 4 << 20;
+// If memory is fragmented, the system must first move pages, and the peers wait meanwhile.
+constexpr auto max_collapse_time = std::chrono::seconds(1);
 
-/// Puts [base, base + bytes) of a file that is mapped from its start into huge pages, as far as
-/// they are to be had; returns how far.
+/// Puts [base, base + bytes) of a file that is mapped from its start into huge pages, as far as the
+/// system has them. Returns the number of leading bytes that are in huge pages.
 uint64_t collapse(std::byte* base, uint64_t bytes) {
-  if (bytes < least_collapsed || sysconf(_SC_PAGESIZE) != 4096)
-    return 0;  // where pages are larger, so are huge ones
+  if (bytes < min_collapsed || sysconf(_SC_PAGESIZE) != 4096)
+    return 0;  // huge_bytes is right for pages of 4 KiB only
   const auto begin = std::chrono::steady_clock::now();
   uint64_t done = 0;
   while (done + huge_bytes <= bytes &&
-         std::chrono::steady_clock::now() - begin < at_most_collapsing &&
+         std::chrono::steady_clock::now() - begin < max_collapse_time &&
          madvise(base + done, huge_bytes, MADV_COLLAPSE) == 0)
     done += huge_bytes;
   return done;
@@ -66,11 +68,11 @@ struct File {
   int release() { return std::exchange(fd, -1); }
 };
 
-// Segments made by this process. Ranks that are threads of one process share one mapping, and
-// thread checkers, which know memory by its address, see that they do.
+// Segments made by this process. Ranks that are threads of one process share one mapping, so that
+// thread checkers, which identify memory by its address, see accesses to the same memory.
 struct Registry {
   std::mutex mutex;
-  std::map<uint64_t, std::weak_ptr<SharedSegment>> by_nonce;
+  std::map<uint64_t, std::weak_ptr<ShmSegment>> by_nonce;
 };
 
 Registry& registry() {
@@ -80,33 +82,33 @@ Registry& registry() {
 
 uint64_t random_nonce() {
   uint64_t nonce = 0;
-  if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) fail_errno("no random numbers");
+  if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) fail_errno("getrandom");
   return nonce;
 }
 
-void check_room(uint64_t bytes, int copies) {
-  // Beyond this limit fallocate does not only fail, it raises SIGXFSZ.
+void check_memory(uint64_t bytes, int copies) {
+  // Beyond this limit fallocate fails and also raises SIGXFSZ, which ends the process.
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       bytes > limit.rlim_cur) {
     fail("the limit of file sizes (ulimit -f) is " + mebibytes(limit.rlim_cur) +
-         ", shared memory of " + mebibytes(bytes) + " needs more");
+         ", but shared memory needs " + mebibytes(bytes));
   }
   const auto available = static_cast<uint64_t>(available_memory());
   const auto factor = static_cast<uint64_t>(copies);
   if (bytes > available / factor) {
     fail("not enough memory: " + std::to_string(copies) + " x " + mebibytes(bytes) +
-         " of shared memory wanted, " + mebibytes(available) + " available");
+         " of shared memory needed, " + mebibytes(available) + " available");
   }
 }
 
 }  // namespace
 
-std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
+std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes, int copies) {
   if (bytes > (uint64_t{1} << 60))
     fail("shared memory of " + mebibytes(bytes) + " is more than any machine has");
   const size_t total = header_bytes + bytes;
-  check_room(total, copies);
+  check_memory(total, copies);
   File file{memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
   if (file.fd < 0) fail_errno("memfd_create");
   int failed = 0;
@@ -114,11 +116,11 @@ std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
     failed = fallocate(file.fd, 0, 0, static_cast<off_t>(total));
   } while (failed != 0 && errno == EINTR);
   if (failed != 0) fail_errno("cannot reserve " + mebibytes(total) + " of shared memory");
-  // A file that cannot shrink cannot take pages away from under a peer.
+  // A peer that accessed pages beyond the end of a shrunk file would get SIGBUS.
   if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     fail_errno("cannot seal shared memory");
 
-  std::shared_ptr<SharedSegment> segment(new SharedSegment);
+  std::shared_ptr<ShmSegment> segment(new ShmSegment);
   const ProcessIdentity self = this_process();
   segment->card_ = {self.pid, -1, self.start_time, random_nonce(), bytes};
   segment->own_ = true;
@@ -131,7 +133,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create(size_t bytes, int copies) {
   return segment;
 }
 
-std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentCard& card) {
+std::shared_ptr<ShmSegment> ShmSegment::open(const SegmentCard& card) {
   if (card.pid == getpid()) {
     std::lock_guard lock(registry().mutex);
     const auto found = registry().by_nonce.find(card.nonce);
@@ -151,31 +153,31 @@ std::shared_ptr<SharedSegment> SharedSegment::open(const SegmentCard& card) {
   if (pread(file.fd, &nonce, sizeof nonce, 0) != sizeof nonce || nonce != card.nonce) {
     fail(path + " is not the peer's memory (another pid namespace?)");
   }
-  std::shared_ptr<SharedSegment> segment(new SharedSegment);
+  std::shared_ptr<ShmSegment> segment(new ShmSegment);
   segment->card_ = card;
   segment->card_.fd = -1;
-  segment->map(file.fd, false);  // of a peer's memory, what is used counts
+  segment->map(file.fd, false);  // only the used pages of a peer's memory are to count here
   return segment;
 }
 
-void SharedSegment::map(int fd, bool now) {
+void ShmSegment::map(int fd, bool now) {
   const size_t total = header_bytes + card_.bytes;
-  // Huge pages can only be mapped where they start at an address of their size.
+  // Huge pages can only be mapped at addresses that are multiples of their size.
   const size_t slack = total < huge_bytes ? 0 : huge_bytes;
-  void* room =
+  void* reserved =
       mmap(nullptr, total + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
-  room_ = room;
-  room_bytes_ = total + slack;
-  auto* start = static_cast<std::byte*>(room);
-  if (slack > 0) start += -reinterpret_cast<uintptr_t>(room) & (huge_bytes - 1);
+  if (reserved == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
+  reserved_ = reserved;
+  reserved_bytes_ = total + slack;
+  auto* start = static_cast<std::byte*>(reserved);
+  if (slack > 0) start += -reinterpret_cast<uintptr_t>(reserved) & (huge_bytes - 1);
   void* base = mmap(start, total, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_FIXED | (now ? MAP_POPULATE : 0), fd, 0);
   if (base == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
   base_ = static_cast<std::byte*>(base);
 }
 
-void SharedSegment::forget(const std::byte* from, size_t bytes) const {
+void ShmSegment::forget(const std::byte* from, size_t bytes) const {
   if (!forgets()) return;
   const auto offset = static_cast<uint64_t>(from - base_);
   const uint64_t begin = offset / huge_bytes * huge_bytes;
@@ -184,8 +186,8 @@ void SharedSegment::forget(const std::byte* from, size_t bytes) const {
   if (begin < end) madvise(base_ + begin, end - begin, MADV_DONTNEED);
 }
 
-SharedSegment::~SharedSegment() {
-  if (room_ == nullptr) return;
+ShmSegment::~ShmSegment() {
+  if (reserved_ == nullptr) return;
   if (own_) {
     std::lock_guard lock(registry().mutex);
     const auto found = registry().by_nonce.find(card_.nonce);
@@ -193,12 +195,12 @@ SharedSegment::~SharedSegment() {
       registry().by_nonce.erase(found);
   }
   close_file();
-  munmap(room_, room_bytes_);
+  munmap(reserved_, reserved_bytes_);
 }
 
-std::byte* SharedSegment::data() const { return base_ + header_bytes; }
+std::byte* ShmSegment::data() const { return base_ + header_bytes; }
 
-void SharedSegment::close_file() {
+void ShmSegment::close_file() {
   if (card_.fd < 0) return;
   close(card_.fd);
   card_.fd = -1;

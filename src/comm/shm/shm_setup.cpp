@@ -1,3 +1,5 @@
+#include "comm/shm/shm_setup.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -8,18 +10,17 @@
 #include <fmt/format.h>
 
 #include "comm/shm/shm_transport.h"
-#include "comm/shm/shm_transport_impl.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-/// What a rank publishes in the store. Plain bytes.
+/// What a rank publishes in the store. Trivially copyable.
 struct Card {
   char layout[16] = "tessera shm 1";
   char host[112] = {};
   SegmentCard segment;
-  char problem[384] = {};  ///< Why this rank has no segment; empty: it has one.
+  char problem[384] = {};  ///< Why this rank has no segment; empty if it has one.
 };
 
 template <size_t n>
@@ -34,11 +35,11 @@ bool switched_off() {
   return value != nullptr && std::string(value) == "0";
 }
 
-std::shared_ptr<SharedSegment> make_own(const World& world, Card& card) {
+std::shared_ptr<ShmSegment> make_own(const World& world, Card& card) {
   put(card.host, host_identity());
   try {
     if (switched_off()) throw std::runtime_error("TESSERA_SHM is 0 there");
-    auto segment = SharedSegment::create(ShmTransport::segment_bytes, world.size);
+    auto segment = ShmSegment::create(ShmTransport::segment_bytes, world.size);
     new (segment->data()) ControlBlock;
     card.segment = segment->card();
     return segment;
@@ -76,7 +77,8 @@ std::vector<Card> exchange_cards(const World& world, const Card& mine) {
   return cards;
 }
 
-// All ranks see the same cards and so come to the same answer.
+// The reason against shared memory; empty if there is none. All ranks see the same cards and so
+// return the same.
 std::string refusal(const std::vector<Card>& cards) {
   for (size_t r = 0; r < cards.size(); ++r) {
     if (cards[r].problem[0] != 0)
@@ -88,20 +90,20 @@ std::string refusal(const std::vector<Card>& cards) {
   return "";
 }
 
-/// The members whose memory this rank could map, and why not the others.
+/// The segments that this rank could map (others are null), and the first reason against mapping
+/// one.
 struct Mapped {
-  std::vector<std::shared_ptr<SharedSegment>> segments;
+  std::vector<std::shared_ptr<ShmSegment>> segments;
   std::string problem;
 };
 
-Mapped map_peers(int rank, const std::vector<Card>& cards,
-                 const std::shared_ptr<SharedSegment>& own) {
+Mapped map_peers(int rank, const std::vector<Card>& cards, const std::shared_ptr<ShmSegment>& own) {
   Mapped mapped;
   for (int r = 0; r < static_cast<int>(cards.size()); ++r) {
     mapped.segments.push_back(r == rank ? own : nullptr);
     if (r == rank) continue;
     try {
-      mapped.segments[r] = SharedSegment::open(cards[r].segment);
+      mapped.segments[r] = ShmSegment::open(cards[r].segment);
     } catch (const std::exception& error) {
       if (mapped.problem.empty())
         mapped.problem =
@@ -111,12 +113,13 @@ Mapped map_peers(int rank, const std::vector<Card>& cards,
   return mapped;
 }
 
-ControlBlock& block_of(const SharedSegment& segment) {
+ControlBlock& block_of(const ShmSegment& segment) {
   return *std::launder(reinterpret_cast<ControlBlock*>(segment.data()));
 }
 
-// Meets those that could be mapped, and returns the first reason why some could not. A rank without
-// all of its peers refuses whatever the others say; so they agree.
+// A barrier with the ranks whose memory could be mapped. Returns the first reason why a rank could
+// not map a peer; empty if there is none. A rank that could not map all of its peers has a reason
+// of its own, so either every rank returns a reason or none does.
 std::string wait_for_all(int rank, const Mapped& mapped, std::chrono::milliseconds timeout) {
   std::vector<ShmControl::Member> members;
   int my_place = 0;

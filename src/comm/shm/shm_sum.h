@@ -7,21 +7,21 @@
 
 namespace tessera::comm {
 
-/// One sum over ranks, see sum_ranks() in shm_kernels.h.
+/// The arguments of one sum over ranks; see sum_ranks() in shm_kernels.h.
 struct SumRun {
   std::byte* const* outputs;
   size_t output_count;
   const std::byte* const* inputs;
   size_t input_count;
   int64_t count;
-  double scale;  ///< Heeded for float32 and float64; must be 1 for others.
+  double scale;  ///< For float32 and float64; must be 1 for other dtypes.
 };
 
-/// Null for a dtype that has no kernel.
 using SumKernel = void (*)(const SumRun&);
 
+/// Returns null for a dtype that has no kernel.
 SumKernel generic_sum_kernel(c10::ScalarType dtype);
-/// For processors with AVX2 and F16C; null elsewhere.
+/// As generic_sum_kernel(), for processors with AVX2 and F16C; null on other processors.
 SumKernel avx2_sum_kernel(c10::ScalarType dtype);
 
 }  // namespace tessera::comm

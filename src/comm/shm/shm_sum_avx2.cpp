@@ -9,7 +9,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// Everything above is compiled for the base processor: it may be shared with other files.
+// The headers above are compiled for the base processor, because other files share their functions.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else

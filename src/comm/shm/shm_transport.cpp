@@ -1,3 +1,5 @@
+#include "comm/shm/shm_transport.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -6,7 +8,6 @@
 
 #include <fmt/format.h>
 
-#include "comm/shm/shm_transport_impl.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -15,7 +16,7 @@ namespace {
 static_assert(sizeof(ControlBlock) <= ShmTransport::control_bytes);
 
 std::vector<ShmControl::Member> members_of(
-    const std::vector<std::shared_ptr<SharedSegment>>& segments) {
+    const std::vector<std::shared_ptr<ShmSegment>>& segments) {
   std::vector<ShmControl::Member> members;
   for (const auto& segment : segments) {
     const auto& card = segment->card();
@@ -25,7 +26,7 @@ std::vector<ShmControl::Member> members_of(
   return members;
 }
 
-/// What a rank tells about its tensor before a collective.
+/// What a rank sends about its tensor before a collective.
 struct Descriptor {
   int64_t allocation = -1;
   int64_t offset = 0;
@@ -34,7 +35,7 @@ struct Descriptor {
 
 }  // namespace
 
-ShmTransport::ShmTransport(int rank, std::vector<std::shared_ptr<SharedSegment>> segments,
+ShmTransport::ShmTransport(int rank, std::vector<std::shared_ptr<ShmSegment>> segments,
                            std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(static_cast<int>(segments.size())),
@@ -91,10 +92,10 @@ ShmTransport::ExchangedLayout ShmTransport::exchange_layout(const at::Tensor& te
       for (int a = 0; a < b; ++a) {
         if (std::abs(all[b].offset - all[a].offset) >= static_cast<int64_t>(tensor.nbytes()))
           continue;
-        throw UsageError(
-            fmt::format("ProcessGroup.{}: ranks {} and {} gave the same memory, of "
-                        "allocate_common(); expected all_gather, or memory of each rank's own",
-                        op_name(op_), a, b));
+        throw UsageError(fmt::format(
+            "ProcessGroup.{}: ranks {} and {} passed overlapping parts of "
+            "allocate_common() memory; expected all_gather, or parts that do not overlap",
+            op_name(op_), a, b));
       }
     }
   }
@@ -127,18 +128,18 @@ void ShmTransport::rounds(int64_t count, const ExchangedLayout& exchanged, const
   }
 }
 
-std::vector<std::shared_ptr<SharedSegment>> ShmTransport::open_all(
-    const std::shared_ptr<SharedSegment>& own, int makers, const std::string& problem) {
+std::vector<std::shared_ptr<ShmSegment>> ShmTransport::open_all(
+    const std::shared_ptr<ShmSegment>& own, int makers, const std::string& problem) {
   const auto cards = control_.share(own ? own->card() : SegmentCard{});
-  // Not before: only now has everybody read what stood here last.
+  // Written after the exchange, because only then have all ranks read the previous text.
   auto& block = control_.block(rank_);
   std::snprintf(block.problem, sizeof block.problem, "%s", problem.c_str());
-  std::vector<std::shared_ptr<SharedSegment>> opened;
+  std::vector<std::shared_ptr<ShmSegment>> opened;
   const bool all_made = std::all_of(cards.begin(), cards.begin() + makers,
                                     [](const SegmentCard& card) { return card.fd >= 0; });
   try {
     for (int r = 0; all_made && r < makers; ++r)
-      opened.push_back(r == rank_ ? own : SharedSegment::open(cards[r]));
+      opened.push_back(r == rank_ ? own : ShmSegment::open(cards[r]));
   } catch (const std::exception& error) {
     std::snprintf(block.problem, sizeof block.problem, "%s", error.what());
   }
@@ -157,14 +158,14 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::TensorOptions options, bool
     control_.begin(fmt::format("allocate of {} elements", numel));
   const int64_t id = next_allocation_++;
   std::string problem;
-  std::shared_ptr<SharedSegment> own;
+  std::shared_ptr<ShmSegment> own;
   try {
     const auto width = static_cast<int64_t>(options.dtype().itemsize());
     if (numel > INT64_MAX / width)
       throw std::runtime_error(
           fmt::format("{} elements of {} bytes are more than any machine has", numel, width));
-    if (!common) own = SharedSegment::create(numel * width, size_);
-    else if (rank_ == 0) own = SharedSegment::create(numel * width, 1);
+    if (!common) own = ShmSegment::create(numel * width, size_);
+    else if (rank_ == 0) own = ShmSegment::create(numel * width, 1);
   } catch (const std::exception& error) {
     problem = error.what();
   }

@@ -29,10 +29,10 @@ std::vector<Sink*> Console::sinks() const {
 void Console::write_some(Sink& sink) {
   sink.write_some();
   const int error = sink.take_error();
-  // Standard error cannot tell of its own failure.
+  // A failure of standard error cannot be reported on standard error.
   if (error == 0 || &sink == err_.get()) return;
   say(command_ + ": stdout: " + std::strerror(error) +
-      "; what the ranks write there is lost from here on, they run on");
+      "; further output of the ranks to it is lost, the ranks keep running");
 }
 
 bool Console::flush(int interrupt) {
@@ -40,8 +40,8 @@ bool Console::flush(int interrupt) {
     while (sink->wants_write()) {
       pollfd polled[] = {{sink->fd(), POLLOUT, 0}, {interrupt, POLLIN, 0}};
       poll(polled, 2, -1);
-      // A signal ends the wait for a reader that stands still, not the output that another would
-      // take.
+      // A signal ends the wait for a reader that does not read; a sink that is writable is still
+      // written.
       if (polled[0].revents != 0) {
         write_some(*sink);
       } else if (polled[1].revents != 0) {

@@ -8,21 +8,24 @@
 
 namespace tessera::launch {
 
-/// The launcher's own output: standard output and error, one Sink when both are the same file.
+/// The launcher's standard output and error. They share one Sink if both are the same file.
 class Console {
  public:
-  /// `command` stands in front of the console's own messages.
+  /// `command` is the prefix of the console's own messages.
   explicit Console(std::string command);
 
   Sink& out() { return *out_; }
   Sink& err() { return *err_; }
+  /// True if standard output and error are the same file.
   bool merged() const { return out_ == err_; }
   std::vector<Sink*> sinks() const;
-  /// A line of the launcher itself, on standard error.
+  /// Writes a line of the launcher itself to standard error.
   void say(const std::string& text) { err_->urgent_line(text); }
-  /// Writes a part of what is queued for a sink that poll() calls writable.
+  /// Writes a part of the queue of a sink that poll() reports as writable. Reports an error of
+  /// standard output once.
   void write_some(Sink& sink);
-  /// Writes what is queued. False: `interrupt` (a descriptor, or -1) became readable first.
+  /// Writes all queued output; blocks. Returns false if `interrupt` (a descriptor, or -1) became
+  /// readable first.
   bool flush(int interrupt);
 
  private:

@@ -3,10 +3,10 @@
 namespace tessera::launch {
 namespace {
 
-constexpr size_t kLongest = 64 << 10;
+constexpr size_t kMaxLine = 64 << 10;
 
-/// What a terminal would show of the line: without a return at its end, the text after the last
-/// return.
+/// The text that a terminal would show of the line: the text after the last carriage return,
+/// ignoring carriage returns at the end.
 std::string visible(std::string line) {
   while (!line.empty() && line.back() == '\r') line.pop_back();
   const size_t back = line.rfind('\r');
@@ -18,16 +18,16 @@ std::string visible(std::string line) {
 void LineReader::feed(std::string_view bytes, const OnLine& on_line) {
   while (!bytes.empty()) {
     const size_t newline = bytes.find('\n');
-    const size_t room = kLongest - current_.size();
-    const size_t size = std::min(newline == std::string_view::npos ? bytes.size() : newline, room);
+    const size_t space = kMaxLine - current_.size();
+    const size_t size = std::min(newline == std::string_view::npos ? bytes.size() : newline, space);
     current_.append(bytes.substr(0, size));
     bytes.remove_prefix(size);
     if (!bytes.empty() && bytes[0] == '\n') {
       bytes.remove_prefix(1);
       complete(on_line);
-    } else if (current_.size() == kLongest) {
+    } else if (current_.size() == kMaxLine) {
       current_ = visible(std::move(current_));
-      if (current_.size() == kLongest) complete(on_line);
+      if (current_.size() == kMaxLine) complete(on_line);
     }
   }
 }

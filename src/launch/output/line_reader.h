@@ -7,17 +7,17 @@
 
 namespace tessera::launch {
 
-/// Cuts a stream of bytes into lines and remembers the last of them. Of a line that was overwritten
-/// by carriage returns the last state counts; a line longer than 64 KiB is cut.
+/// Splits a stream of bytes into lines and keeps the last of them. A line that was overwritten by
+/// carriage returns counts in its last state. A line longer than 64 KiB is split.
 class LineReader {
  public:
   using OnLine = std::function<void(const std::string& line)>;
   static constexpr size_t kKept = 20;
 
   void feed(std::string_view bytes, const OnLine& on_line);
-  /// The stream has ended: what is left is a line.
+  /// Completes the unfinished line, if any; call it at the end of the stream.
   void finish(const OnLine& on_line);
-  /// The last kKept lines, an unfinished one included.
+  /// The last kKept lines, including an unfinished one.
   std::deque<std::string> last_lines() const;
 
  private:

@@ -136,7 +136,8 @@ void Mux::take(Stream& stream, std::string_view bytes) {
   stream.lines.feed(bytes, [&](const std::string& line) {
     if (stream.sink && !stream.passed) stream.sink->line(stream.prefix + line);
   });
-  // The console's reader has gone and nobody else wants the bytes: the rank shall see it too.
+  // The console's reader is gone and there is no log file: closing the pipe lets the rank get
+  // SIGPIPE.
   if (stream.sink && stream.sink->reader_gone() && !stream.file) end(stream);
 }
 
@@ -150,7 +151,8 @@ void Mux::end(Stream& stream) {
 }
 
 void Mux::drain(int local_rank) {
-  // A pipe holds less than this many reads; more can only come from a process that still writes.
+  // A full pipe needs fewer reads than this. More data can only come from a process that still
+  // writes.
   constexpr int kReads = 32;
   for (const auto& stream : streams_) {
     if (stream->local_rank != local_rank) continue;

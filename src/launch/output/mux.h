@@ -8,54 +8,56 @@
 
 #include <poll.h>
 
+#include "launch/fd.h"
 #include "launch/output/console.h"
 #include "launch/output/line_reader.h"
 #include "launch/output/sink.h"
-#include "launch/supervise/fd.h"
 #include "tessera/launch.h"
 
 namespace tessera::launch {
 
-/// Which of a rank's bytes go where.
+/// The destinations of a rank's output.
 struct StreamPlan {
-  int rank = 0;  ///< Rank 0's bytes pass unchanged, the others' lines get `[rank N] ` in front.
-  int console = kBothStreams;  ///< StreamBits shown on the console.
-  int files = kNoStream;       ///< StreamBits written to files, in
-  std::string folder;          ///< this folder.
+  int rank = 0;  ///< Rank 0's bytes pass unchanged; other ranks' lines get the prefix `[rank N] `.
+  int console = kBothStreams;  ///< StreamBits that go to the console.
+  int files = kNoStream;       ///< StreamBits that go to log files.
+  std::string folder;          ///< Folder of the log files.
 };
 
-/// A world of one without log files has the launcher's own streams.
+/// True if the rank inherits the launcher's streams: a world of one rank without log files.
 bool inherits_streams(const LaunchOptions& options);
-/// The plan for a rank, but for the folder.
+/// The plan for a rank, except the folder.
 StreamPlan plan_streams(const LaunchOptions& options, int local_rank);
-/// One pipe for both streams keeps their order, where nothing needs them apart. `merged` as
-/// Console::merged().
+/// True if both streams of the rank go through one pipe, which keeps their order. Possible if they
+/// have the same destination. `merged`: see Console::merged().
 bool shares_a_pipe(const StreamPlan& plan, bool merged);
 
-/// Reads the output of all ranks of one attempt and hands it on to console and log files.
+/// Reads the output of all ranks of one attempt and passes it on to the console and to log files.
 class Mux {
  public:
   explicit Mux(Console& console) : console_(console) {}
 
-  /// Descriptors for the rank's standard output and error; the caller closes them once the rank is
+  /// Descriptors of the rank's standard output and error. The caller closes them when the rank has
   /// started.
   struct Ends {
     Fd out, err;  ///< `err` is empty when both streams share `out`.
   };
-  /// Ranks are added in the order of their local rank. Throws UsageError when a log file cannot be
-  /// made.
+  /// Adds a rank; call it in the order of the local ranks. Throws UsageError if a log file cannot
+  /// be created.
   Ends add_rank(const StreamPlan& plan);
 
+  /// Appends the descriptors to poll.
   void add_polled(std::vector<pollfd>& polled);
-  /// `first` points to what add_polled() added last.
+  /// Handles the events of poll(). `first`: the first entry that add_polled() appended last.
   void handle(const pollfd* first);
+  /// When handle() must be called at the latest, even without an event; nullopt: no limit.
   std::optional<Clock::time_point> deadline() const;
 
-  /// Reads all that a rank has written so far.
+  /// Reads everything that a rank has written so far.
   void drain(int local_rank);
-  /// All ranks have ended: reads what is left and completes unfinished lines.
+  /// Reads the remaining output and completes unfinished lines; call it when all ranks have ended.
   void finish();
-  /// The last lines of the rank's standard error, or of its standard output when it wrote no error.
+  /// The last lines of the rank's standard error, or of its standard output if it wrote no errors.
   std::deque<std::string> last_lines(int local_rank) const;
 
  private:
@@ -64,7 +66,7 @@ class Mux {
     bool is_error;
     bool passed;
     std::string prefix;
-    Sink* sink;  ///< Null: not on the console.
+    Sink* sink;  ///< Null if the stream does not go to the console.
     Fd fd, file;
     LineReader lines;
   };

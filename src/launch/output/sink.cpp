@@ -9,7 +9,7 @@ namespace tessera::launch {
 namespace {
 
 constexpr auto kMaxHold = std::chrono::seconds(1);
-// A pipe that poll() calls writable takes this much without blocking.
+// A pipe that poll() reports as writable accepts this many bytes without blocking.
 constexpr size_t kWriteSize = 4096;
 constexpr size_t kRedrawLimit = 4096;
 
@@ -58,7 +58,8 @@ void Sink::remember_unfinished(std::string_view bytes) {
     bytes.remove_prefix(newline + 1);
   }
   unfinished_.append(bytes);
-  // Text before the last carriage return has been overwritten; one at the very end has not yet.
+  // Text before the last carriage return has been overwritten, unless the return is the last
+  // character.
   if (unfinished_.size() > 1) {
     const size_t back = unfinished_.rfind('\r', unfinished_.size() - 2);
     if (back != std::string::npos) unfinished_.erase(0, back + 1);

@@ -11,40 +11,44 @@ namespace tessera::launch {
 
 using Clock = std::chrono::steady_clock;
 
-/// One destination of console output, shared by all that write to the same file. Two kinds of text
-/// arrive: bytes passed on as they are (rank 0), and whole lines (the others and the launcher). A
-/// line never lands inside an unfinished line of the passed bytes: on a terminal it is put above it
-/// (the unfinished line, say a progress bar, is drawn again below); elsewhere it waits for the end
-/// of that line, and after a second a newline is put in. Writing never blocks the caller.
+/// One destination of console output, shared by all writers of the same file. It receives bytes
+/// that are passed on unchanged (from rank 0) and whole lines (from the other ranks and the
+/// launcher). A line is never written inside an unfinished line of the passed bytes. On a terminal
+/// it is written above the unfinished line (for example a progress bar), which is then drawn again
+/// below. Elsewhere the line waits for the end of the unfinished line, and after 1 s a newline is
+/// inserted. Writing never blocks the caller.
 class Sink {
  public:
   explicit Sink(int fd);
 
+  /// Writes bytes unchanged.
   void pass(std::string_view bytes);
+  /// Writes a line; `text` has no newline.
   void line(std::string_view text);
-  /// A line that does not wait: an unfinished line elsewhere than on a terminal gets a newline at
-  /// once.
+  /// As line(), without waiting: except on a terminal, an unfinished line gets a newline at once.
   void urgent_line(std::string_view text);
 
   int fd() const { return fd_; }
   bool terminal() const { return terminal_; }
   bool wants_write() const { return !closed_ && written_ < queue_.size(); }
-  /// Enough is queued: its writers wait.
+  /// True if so much is queued that writers must wait.
   bool full() const { return !closed_ && queue_.size() - written_ > kFull; }
-  /// A write has failed; what comes is dropped.
+  /// True if a write has failed. Further output is dropped.
   bool closed() const { return closed_; }
-  /// The reader of a pipe or socket has gone, and its writers shall see it too. Any other failure
-  /// (a full disk) is not theirs.
+  /// True if the reader of a pipe or socket is gone. The ranks are to get SIGPIPE then, but not
+  /// after any other failure, such as a full disk.
   bool reader_gone() const { return error_ == EPIPE; }
-  /// The errno of a failed write other than a gone reader's, once; else 0.
+  /// The errno of a failed write, unless the reader is gone. Returned once; otherwise 0.
   int take_error();
 
-  /// Writes a part, after poll() said that the descriptor takes some.
+  /// Writes a part of the queue. Call it when poll() reports the descriptor as writable.
   void write_some();
-  /// When held() lines lose patience, if any wait.
+  /// When waiting lines must be written at the latest; nullopt if none wait.
   std::optional<Clock::time_point> deadline() const;
+  /// Writes waiting lines whose deadline has passed.
   void tick(Clock::time_point now);
-  /// No bytes are passed any more: an unfinished line gets its newline when something follows it.
+  /// Call it when no more bytes will be passed: an unfinished line then gets its newline as soon as
+  /// another line follows.
   void settle();
 
  private:
@@ -52,7 +56,7 @@ class Sink {
 
   void put(std::string_view text) { queue_.append(text); }
   void remember_unfinished(std::string_view bytes);
-  /// Ends the unfinished line and puts what waits for that.
+  /// Ends the unfinished line and writes the waiting lines.
   void break_line();
 
   int fd_;
@@ -63,8 +67,8 @@ class Sink {
   bool settled_ = false;
   std::string queue_;
   size_t written_ = 0;
-  std::string unfinished_;  ///< What stands on the last line of passed bytes, as far as it is
-                            ///< needed to draw it again.
+  /// The visible end of the unfinished line of passed bytes, as needed to draw it again.
+  std::string unfinished_;
   std::deque<std::string> waiting_;
   Clock::time_point waiting_since_;
 };

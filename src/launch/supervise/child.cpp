@@ -32,7 +32,7 @@ void default_signals() {
   for (int number = 1; number < SIGRTMIN; ++number) {
     if (number == SIGKILL || number == SIGSTOP) continue;
     struct sigaction action;
-    // nohup's wish holds for the ranks too.
+    // Under nohup the ranks ignore SIGHUP too.
     if (number == SIGHUP && sigaction(number, nullptr, &action) == 0 &&
         action.sa_handler == SIG_IGN)
       continue;
@@ -40,8 +40,9 @@ void default_signals() {
   }
 }
 
-/// A descriptor that is its own target would keep FD_CLOEXEC, and one below 3 could be overwritten
-/// before its turn: the launcher passes 0, 1, 2 for themselves and else numbers above 2.
+/// Makes descriptor `from` available as `to`. dup2() of a descriptor to itself would keep
+/// FD_CLOEXEC. The launcher passes 0, 1 and 2 only for themselves, otherwise numbers above 2, so no
+/// descriptor is overwritten before it is placed.
 void place(int from, int to) {
   if (from == to) {
     fcntl(to, F_SETFD, 0);
@@ -50,9 +51,9 @@ void place(int from, int to) {
   }
 }
 
-UsageError refused(const std::string& what, int rank, int error) {
+UsageError refused(const std::string& resource, int rank, int error) {
   std::string text =
-      "no " + what + " for rank " + std::to_string(rank) + ": " + std::strerror(error);
+      "no " + resource + " for rank " + std::to_string(rank) + ": " + std::strerror(error);
   if (error == EAGAIN)
     text +=
         ": expected fewer ranks (-n), or a higher limit on processes ('ulimit -u', a container's "
@@ -82,7 +83,8 @@ Program exec_failure(const std::string& path, int error) {
   if (error == ENOEXEC) {
     return {
         "", 126,
-        path + ": is no program of this machine (a script needs a first line such as #!/bin/sh)"};
+        path +
+            ": is not a program for this machine (a script needs a first line such as #!/bin/sh)"};
   }
   if (error == ENOENT)
     return {"", 127, path + ": the interpreter or loader it names was not found"};
@@ -114,15 +116,15 @@ Child::Child(const ChildSpec& spec) {
   if (pipe2(report, O_CLOEXEC) != 0) throw refused("pipe", spec.rank, errno);
   exec_fd_ = Fd(report[0]);
   Fd writer(report[1]);
-  // Between fork and execve only what is prepared here is used.
+  // Prepared here, because memory must not be allocated between fork and execve.
   const auto arguments = pointers(spec.arguments);
   const auto environment = pointers(spec.environment);
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) throw refused("process", spec.rank, errno);
   if (pid_ == 0) become(spec, arguments.data(), environment.data(), launcher, writer.get());
-  setpgid(pid_,
-          pid_);  // in both processes: whichever comes first, a signal to the group reaches it
+  // Called in both processes, so that the group exists whichever of them runs first.
+  setpgid(pid_, pid_);
   end_fd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
   if (!end_fd_) {
     const int error = errno;

@@ -7,19 +7,19 @@
 #include <signal.h>
 #include <sys/types.h>
 
-#include "launch/supervise/fd.h"
+#include "launch/fd.h"
 
 namespace tessera::launch {
 
-/// Where a program name leads, as a shell would find it.
+/// The result of looking up a program name as a shell does.
 struct Program {
-  std::string path;   ///< Empty when it cannot be run; then:
-  int exit_code = 0;  ///< 127 not found, 126 found but not executable,
-  std::string why;    ///< and a sentence that says so.
+  std::string path;   ///< Empty if it cannot be run.
+  int exit_code = 0;  ///< If it cannot be run: 127 not found, 126 found but not executable.
+  std::string why;    ///< If it cannot be run: the reason.
 };
 Program find_program(const std::string& name);
 
-/// A message and exit code for an execve that failed with `error`.
+/// The exit code and reason for an execve that failed with errno `error`.
 Program exec_failure(const std::string& path, int error);
 
 struct ChildSpec {
@@ -27,29 +27,31 @@ struct ChildSpec {
   std::string path;
   std::vector<std::string> arguments;    ///< argv, the program's name first.
   std::vector<std::string> environment;  ///< NAME=value.
-  int in = 0, out = 1, err = 2;          ///< Descriptors of the launcher that become 0, 1, 2.
+  int in = 0, out = 1, err = 2;          ///< Descriptors of the launcher that become 0, 1 and 2.
   sigset_t mask;                         ///< Signal mask the program starts with.
 };
 
-/// A started rank: leader of a process group of its own that has its pid as number. It is killed
-/// when the launcher dies. The zombie is kept until reap(), so that neither pid nor group can be
-/// taken by another process meanwhile.
+/// A started rank, the leader of its own process group. The system kills it when the launcher dies.
+/// Its zombie is kept until reap(), so that no other process can get its pid or group number
+/// before.
 class Child {
  public:
-  /// Throws UsageError when the system refuses another process.
+  /// Starts the process. Throws UsageError if the system refuses another process.
   explicit Child(const ChildSpec& spec);
 
-  /// Waits until the program was executed; 0, or the errno of execve.
+  /// Blocks until the program is executed. Returns 0, or the errno of execve.
   int wait_for_exec();
 
   pid_t pid() const { return pid_; }
   /// Readable once the process has ended.
   int end_fd() const { return end_fd_.get(); }
-  /// The wait status as siginfo when it has ended (si_pid != 0); does not block, does not reap.
+  /// The wait status if the process has ended, else si_pid == 0. Does not block or reap.
   siginfo_t peek() const;
-  /// The signal that stopped it since the last call, or 0.
+  /// The signal that has stopped the process since the last call, or 0.
   int take_stop_signal() const;
+  /// Sends a signal to the process group.
   void signal_group(int number) const;
+  /// Blocks until the process has ended and removes its zombie.
   void reap() const;
 
  private:

@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "launch/rendezvous.h"
+#include "launch/rendezvous_folder.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -21,7 +21,7 @@ struct Watched {
   std::vector<pid_t> groups;
   std::string folder;
 
-  // One letter, then the value: g a group, d the folder, f forget all.
+  // A message is one letter and a value: g and a group, d and the folder, f to forget all.
   void take(const std::string& line) {
     if (line[0] == 'g') groups.push_back(std::atoi(line.c_str() + 1));
     if (line[0] == 'd') folder = line.substr(1);
@@ -35,7 +35,7 @@ void detach(int pipe) {
   for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE}) signal(number, SIG_IGN);
   const int null = open("/dev/null", O_RDWR);
   for (int fd = 0; fd < 3; ++fd) dup2(null, fd);
-  // Whoever waits for the end of the launcher's output must not wait for this process.
+  // Closes the launcher's output: its readers must not wait for this process.
   dup2(pipe, 3);
   close_range(4, ~0U, 0);
 }
@@ -81,12 +81,12 @@ Guard::~Guard() {
   }
 }
 
-void Guard::watch_group(pid_t group) { tell("g" + std::to_string(group)); }
-void Guard::watch_folder(const std::string& path) { tell("d" + path); }
-void Guard::forget() { tell("f"); }
+void Guard::watch_group(pid_t group) { send("g" + std::to_string(group)); }
+void Guard::watch_folder(const std::string& path) { send("d" + path); }
+void Guard::forget() { send("f"); }
 
-void Guard::tell(const std::string& line) {
-  // A guard that was killed is no reason to stop: the ranks' own death signal remains.
+void Guard::send(const std::string& line) {
+  // If the guard was killed, the launcher continues: the ranks' PR_SET_PDEATHSIG still works.
   (void)!write(pipe_.get(), line.c_str(), line.size() + 1);
 }
 

@@ -19,13 +19,13 @@ int pipes_of(const LaunchOptions& options, int local_rank, bool merged) {
   return shares_a_pipe(plan_streams(options, local_rank), merged) ? 1 : 2;
 }
 
-/// The process, the word on its execve, its output and log files.
+/// Files of one rank: its pidfd, the pipe that reports its execve, its output pipes and log files.
 int kept_for(const LaunchOptions& options, int local_rank, bool merged) {
   const auto files = static_cast<unsigned>(plan_streams(options, local_rank).files);
   return 2 + pipes_of(options, local_rank, merged) + std::popcount(files);
 }
 
-/// Local ranks that --tee or --redirects name: the others are all alike.
+/// The local ranks that --tee or --redirects name. All others have equal needs.
 std::set<int> named_ranks(const LaunchOptions& options) {
   std::set<int> result;
   for (const auto* choice : {&options.tee, &options.redirects}) {
@@ -35,7 +35,8 @@ std::set<int> named_ranks(const LaunchOptions& options) {
   return result;
 }
 
-/// Descriptors in use below `end`. Who was started with one above 1024 has no small limit.
+/// The number of open descriptors below `end`. Only the first 1024 are checked: a launcher that has
+/// descriptors above that has no small limit.
 int64_t open_below(rlim_t end) {
   int64_t count = 0;
   for (int fd = 0; fd < static_cast<int>(std::min<rlim_t>(end, 1024)); ++fd)
@@ -53,8 +54,7 @@ int64_t needed_open_files(const LaunchOptions& options, bool merged) {
   int other = 0;
   while (named.count(other)) ++other;
   needed += (nproc - static_cast<int64_t>(named.size())) * kept_for(options, other, merged);
-  // While the last rank starts, the ends of the pipes that become its own are open too, and
-  // /dev/null as its input.
+  // While the last rank starts, its ends of the pipes and /dev/null as its input are open too.
   const bool null_input = global_rank(options, nproc - 1) != 0;
   return needed + 1 + pipes_of(options, nproc - 1, merged) + null_input;
 }

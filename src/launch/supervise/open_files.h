@@ -6,12 +6,12 @@
 
 namespace tessera::launch {
 
-/// How many files the guard and the ranks keep open in the launcher at most. `merged`: its standard
-/// output and error are one file.
+/// The largest number of files that the guard and the ranks keep open in the launcher. `merged`:
+/// see Console::merged().
 int64_t needed_open_files(const LaunchOptions& options, bool merged);
 
-/// Throws UsageError before anything starts when `ulimit -n` is less than the ranks need; it names
-/// what would be enough.
+/// Throws UsageError if `ulimit -n` is less than the ranks need. The message gives the required
+/// value. Call it before a rank starts.
 void check_open_files(const LaunchOptions& options, bool merged);
 
 }  // namespace tessera::launch

@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "launch/supervise/signals.h"
+#include "launch/supervise/signal_watch.h"
 
 namespace tessera::launch {
 namespace {
@@ -25,17 +25,18 @@ size_t root_cause(const std::vector<Exit>& failures) {
   return first - failures.begin();
 }
 
-bool speaks_of_broken_world(const std::deque<std::string>& last_lines) {
+bool mentions_broken_world(const std::deque<std::string>& last_lines) {
   return std::any_of(last_lines.begin(), last_lines.end(), [](const std::string& line) {
     return line.find("BrokenWorldError") != std::string::npos;
   });
 }
 
 std::string describe(const Exit& exit) {
-  const std::string who =
+  const std::string subject =
       "rank " + std::to_string(exit.rank) + " (pid " + std::to_string(exit.pid) + ") ";
-  if (exit.signal == 0) return who + "exited with code " + std::to_string(exit.code);
-  return who + "was killed by " + signal_name(exit.signal) + (exit.dumped ? " (core dumped)" : "");
+  if (exit.signal == 0) return subject + "exited with code " + std::to_string(exit.code);
+  return subject + "was killed by " + signal_name(exit.signal) +
+         (exit.dumped ? " (core dumped)" : "");
 }
 
 std::string title(const Exit& exit) { return exit.consequence ? "first failure" : "root cause"; }

@@ -11,17 +11,17 @@
 namespace tessera::launch {
 namespace {
 
-// Together below the 5 s after which all must have ended. The first lets survivors print their own
-// error.
+// Their sum is below 5 s, within which all ranks must have ended. During kGrace, survivors can
+// print their own errors.
 constexpr auto kGrace = std::chrono::milliseconds(1500);
 constexpr auto kTermination = std::chrono::seconds(2);
-// SIGKILL works at once, unless a process hangs inside the kernel.
+// SIGKILL takes effect at once, unless a process hangs in the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
-// One stop may bring several signals: timeout(1) signals its child and then the group, a closed
-// terminal its kernel and its shell, systemd SIGHUP besides SIGTERM. Only what comes later is a
-// person's "once more".
+// One request to stop may cause several signals: timeout(1) signals its child and then the group, a
+// closed terminal causes SIGHUP from the kernel and from the shell, systemd sends SIGHUP and
+// SIGTERM. Only a later signal is a second request.
 constexpr auto kSameStop = std::chrono::seconds(1);
-constexpr const char* kOnceMore = " (once more after 1 s: kill at once)";
+constexpr const char* kSecondSignal = " (a second signal after 1 s kills at once)";
 
 }  // namespace
 
@@ -98,8 +98,8 @@ void Supervisor::watch() {
   std::vector<pollfd> polled;
   while (alive() > 0 && phase_ != Phase::Lost) {
     wait_for_events(polled);
-    // Signals first: ranks that the same stop has ended have not failed. Then deaths: reading a lot
-    // of output must not delay them.
+    // Signals first, because ranks that ended by the same request to stop have not failed. Then
+    // exits, because reading much output must not delay them.
     for (int number : around_.signals.take()) on_signal(number);
     collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
@@ -110,7 +110,7 @@ void Supervisor::watch() {
 void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
   polled.clear();
   polled.push_back({around_.signals.fd(), POLLIN, 0});
-  // A negative descriptor is skipped by poll().
+  // poll() skips negative descriptors.
   for (const Rank& rank : ranks_)
     polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
   mux_.add_polled(polled);
@@ -150,7 +150,7 @@ void Supervisor::collect_exits() {
 
 void Supervisor::on_failures(const std::vector<Exit>& failures) {
   if (interrupted_by_) {
-    // The code that an interrupted program leaves with is passed on.
+    // The exit code of an interrupted program is passed on.
     if (!root_) root_ = failures.front();
     return;
   }
@@ -158,7 +158,7 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
   judge(failures);
   const Exit& likely = suspects_[root_cause(suspects_)];
   if (terminal_given_ && likely.rank == 0 && likely.signal == SIGINT) {
-    // Ctrl-C went to rank 0 alone, which has the terminal.
+    // Rank 0 has the terminal, so only it received the Ctrl-C.
     root_ = likely;
     return interrupt(SIGINT);
   }
@@ -168,16 +168,17 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
   }
   if (!likely.consequence || alive() == 0) return name_root();
   for (const Exit& exit : failures) {
-    say(describe(exit) + " on " + host_name() + ", by its last lines because of another rank");
+    say(describe(exit) + " on " + host_name() +
+        " because of another rank, according to its last lines");
   }
 }
 
 void Supervisor::judge(const std::vector<Exit>& failures) {
   for (Exit exit : failures) {
     mux_.drain(exit.local_rank);
-    // The error ends a program by its code or, uncaught, by abort().
+    // BrokenWorldError ends a program with an exit code or, if uncaught, with abort().
     const bool by_error = exit.signal == 0 || exit.signal == SIGABRT;
-    exit.consequence = by_error && speaks_of_broken_world(mux_.last_lines(exit.local_rank));
+    exit.consequence = by_error && mentions_broken_world(mux_.last_lines(exit.local_rank));
     suspects_.push_back(exit);
   }
 }
@@ -193,17 +194,17 @@ void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
   if (phase_ == Phase::Killing) return;
-  if (asked_at_ && Clock::now() - *asked_at_ >= kSameStop)
-    return kill_now(signal_name(number) + " once more");
-  if (asked_at_) return;
+  if (stop_requested_at_ && Clock::now() - *stop_requested_at_ >= kSameStop)
+    return kill_now("second signal " + signal_name(number));
+  if (stop_requested_at_) return;
   if (phase_ == Phase::Running) return interrupt(number);
-  asked_at_ = Clock::now();
-  say(signal_name(number) + ": the ranks are being ended" + kOnceMore);
+  stop_requested_at_ = Clock::now();
+  say(signal_name(number) + ": ending the ranks" + kSecondSignal);
 }
 
 void Supervisor::interrupt(int number) {
   interrupted_by_ = number;
-  asked_at_ = Clock::now();
+  stop_requested_at_ = Clock::now();
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
   const auto seconds =
@@ -211,8 +212,8 @@ void Supervisor::interrupt(int number) {
   std::string span = std::to_string(seconds);
   span.erase(span.find_last_not_of('0') + 1);
   if (span.back() == '.') span.pop_back();
-  say(signal_name(number) + ": asked " + count_ranks(alive()) + " to end; waiting up to " + span +
-      " s" + kOnceMore);
+  say(signal_name(number) + ": forwarded to " + count_ranks(alive()) + "; waiting up to " + span +
+      " s" + kSecondSignal);
   signal_all(number);
 }
 
@@ -251,14 +252,14 @@ void Supervisor::signal_all(int number) {
   for (const Rank& rank : ranks_) {
     if (rank.exit && number != SIGKILL) continue;
     rank.child.signal_group(number);
-    // A stopped process acts on no other signal.
+    // A stopped process handles no other signal until it continues.
     if (number != SIGKILL && number != SIGTSTP && number != SIGCONT)
       rank.child.signal_group(SIGCONT);
   }
 }
 
 void Supervisor::end_groups() {
-  // The zombies of the ranks still hold their group numbers, so this cannot meet strangers.
+  // The zombies of the ranks still hold their group numbers, so no other process is signalled.
   for (const Rank& rank : ranks_) {
     rank.child.signal_group(SIGKILL);
     if (phase_ != Phase::Lost || rank.exit) rank.child.reap();
@@ -271,7 +272,7 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
-  result.interrupted = asked_at_.has_value();
+  result.interrupted = stop_requested_at_.has_value();
   result.root = root_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;

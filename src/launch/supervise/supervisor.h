@@ -9,31 +9,31 @@
 #include "launch/supervise/child.h"
 #include "launch/supervise/guard.h"
 #include "launch/supervise/report.h"
-#include "launch/supervise/signals.h"
+#include "launch/supervise/signal_watch.h"
 
 namespace tessera::launch {
 
 /// How one attempt ended.
 struct Outcome {
   int exit_code = 0;
-  std::optional<Exit> root;  ///< The failure that ended it.
-  bool interrupted = false;  ///< A signal asked the launcher to end.
-  std::string not_started;   ///< Why the program could not be executed; empty when it could.
+  std::optional<Exit> root;  ///< The failure that ended the attempt.
+  bool interrupted = false;  ///< A signal requested the launcher to end.
+  std::string not_started;   ///< Why the program could not be executed; empty if it could.
 };
 
-/// What supervisors of successive attempts share.
+/// What the supervisors of successive attempts have in common.
 struct Surroundings {
   const LaunchOptions& options;
-  const std::string& path;  ///< Of the program.
+  const std::string& path;  ///< Path of the program.
   const std::vector<std::string>& environment;
   Console& console;
   Guard& guard;
   SignalWatch& signals;
 };
 
-/// Starts the ranks of one attempt and watches over them until the last one has ended. A failure is
-/// named at once as the root cause, unless it is a consequence of another one: that one may show
-/// within the Grace.
+/// Starts the ranks of one attempt and supervises them until the last one has ended. A failure is
+/// reported at once as the root cause, unless it is a consequence of another failure: then the
+/// supervisor waits for that one during phase Grace.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
@@ -82,14 +82,14 @@ class Supervisor {
   Attempt attempt_;
   Mux mux_;
   std::vector<Rank> ranks_;
-  bool inherits_;  ///< A world of one: it has the launcher's own streams.
+  bool inherits_;  ///< See inherits_streams().
   Phase phase_ = Phase::Running;
   std::optional<Clock::time_point> deadline_;
-  std::vector<Exit> suspects_;  ///< Failures before one was named as the root cause.
+  std::vector<Exit> suspects_;  ///< Failures before one was reported as the root cause.
   std::optional<Exit> root_;
   int interrupted_by_ = 0;
-  std::optional<Clock::time_point>
-      asked_at_;  ///< When the first signal arrived that asks for an end.
+  /// When the first signal arrived that requests an end.
+  std::optional<Clock::time_point> stop_requested_at_;
   bool terminal_given_ = false;
 };
 

@@ -13,7 +13,7 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.read_choice("type", model.type, registry::models().names(), "the model");
   keys.read_path("init", model.init, "safetensors file of initial weights");
   keys.read("seed", model.seed, "of the initial weights, and of dropout");
-  keys.read_choice("device", model.device, {"cpu", "cuda"}, "cuda: the device numbered LOCAL_RANK");
+  keys.read_choice("device", model.device, {"cpu", "cuda"}, "cuda: the device numbered as the rank on its host");
 }
 
 void read_model(OptionReader& keys, ModelConfig& model) {

@@ -1,5 +1,4 @@
 #include <cmath>
-#include <cstdlib>
 #include <mutex>
 #include <sstream>
 
@@ -16,7 +15,7 @@ namespace tessera::train {
 
 namespace {
 
-at::Device device_of(const Config& config) {
+at::Device device_of(const Config& config, const ProcessGroup& group) {
   if (config.model.device == "cpu") {
     return at::kCPU;
   }
@@ -25,10 +24,8 @@ at::Device device_of(const Config& config) {
                      "cuda, and this process sees no CUDA device, or Tessera was built without "
                      "TESSERA_WITH_NCCL; expected cpu");
   }
-  const char* local_rank = std::getenv("LOCAL_RANK");
-  const int index = local_rank != nullptr ? std::atoi(local_rank) : 0;
-  return {at::kCUDA,
-          static_cast<c10::DeviceIndex>(index % static_cast<int>(torch::cuda::device_count()))};
+  const int devices = static_cast<int>(torch::cuda::device_count());
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(group.local_rank() % devices)};
 }
 
 }  // namespace
@@ -123,7 +120,7 @@ void Run::make_model(const ProcessGroup& own_group) {
         config_.at("model.type") + config_.model.type +
         " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
   }
-  model_.module->to(device_of(config_));
+  model_.module->to(device_of(config_, group_));
   note_specs();
   if (resumed_) {
     load_weights_of(*resumed_);

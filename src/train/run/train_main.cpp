@@ -1,12 +1,12 @@
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tessera/detail/launch_environment.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
@@ -37,17 +37,9 @@ void say(const std::string& text) {
   std::fflush(stderr);
 }
 
-/// The first rank of this host, as its launcher counts. Every rank of a host sees the same command
-/// and the same files.
-bool first_of_host() {
-  for (const char* name :
-       {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"}) {
-    if (const char* value = std::getenv(name)) {
-      return std::string(value) == "0";
-    }
-  }
-  return true;
-}
+/// True on the first rank of this host, and where the launcher does not set local ranks. Every rank
+/// of a host sees the same command and the same files.
+bool first_of_host() { return detail::launcher_rank().local_rank.value_or(0) == 0; }
 
 /// A launcher takes the first rank that fails for the cause and ends the others: let it be the one
 /// that said why.
@@ -55,15 +47,6 @@ void exit_after_reporting_rank(bool reports) {
   if (!reports) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
-}
-
-int rank_in_environment() {
-  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
-    if (const char* value = std::getenv(name)) {
-      return std::atoi(value);
-    }
-  }
-  return 0;
 }
 
 /// What the words of the command line ask for.
@@ -115,10 +98,7 @@ Command parse_command(int argc, char** argv) {
 
 /// The same command on `ranks` ranks of this host.
 int launch_ranks(int ranks, int argc, char** argv) {
-  if (const char* world = std::getenv("WORLD_SIZE")) {
-    throw UsageError("-n = " + std::to_string(ranks) +
-                     ": expected no -n under a launcher (WORLD_SIZE is set to '" + world + "')");
-  }
+  launch::check_no_launcher(ranks);
   std::vector<std::string> words(argv + 1, argv + argc);
   launch::take_nproc(words);
   launch::LaunchOptions options;
@@ -150,7 +130,7 @@ int train_on(const Config& config, ProcessGroup group) {
 }
 
 int run(const Config& config) {
-  int rank = rank_in_environment();
+  int rank = detail::launcher_rank().rank;
   try {
     ProcessGroup group = init_process_group(config.parallel.group);
     rank = group.rank();

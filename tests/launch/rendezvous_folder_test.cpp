@@ -1,4 +1,4 @@
-#include "launch/rendezvous.h"
+#include "launch/rendezvous_folder.h"
 
 #include <cstdlib>
 #include <filesystem>
@@ -17,21 +17,21 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class RendezvousTest : public testing::Test {
+class RendezvousFolderTest : public testing::Test {
  protected:
-  RendezvousTest() {
+  RendezvousFolderTest() {
     char name[] = "/tmp/rendezvous-test-XXXXXX";
     base_ = mkdtemp(name);
     setenv("TMPDIR", base_.c_str(), 1);
     unsetenv("XDG_RUNTIME_DIR");
   }
-  ~RendezvousTest() override {
+  ~RendezvousFolderTest() override {
     fs::remove_all(base_);
     unsetenv("TMPDIR");
     unsetenv("XDG_RUNTIME_DIR");
   }
 
-  /// A folder left by a process that has ended, as by kill -9.
+  /// Makes the folder of a process that has ended without removing it, as after kill -9.
   std::string left_behind() const {
     int ends[2];
     EXPECT_EQ(pipe(ends), 0);
@@ -53,7 +53,7 @@ class RendezvousTest : public testing::Test {
   std::string base_;
 };
 
-TEST_F(RendezvousTest, IsPrivateAndRemovedWithItsContents) {
+TEST_F(RendezvousFolderTest, IsPrivateAndRemovedWithItsContents) {
   auto folder = std::make_unique<RendezvousFolder>();
   const std::string path = folder->path();
   struct stat info;
@@ -66,7 +66,7 @@ TEST_F(RendezvousTest, IsPrivateAndRemovedWithItsContents) {
   EXPECT_FALSE(fs::exists(path));
 }
 
-TEST_F(RendezvousTest, TheRuntimeFolderIsPreferredWhenUsable) {
+TEST_F(RendezvousFolderTest, TheRuntimeFolderIsPreferredWhenUsable) {
   const std::string runtime = base_ + "/run";
   fs::create_directory(runtime);
   setenv("XDG_RUNTIME_DIR", runtime.c_str(), 1);
@@ -75,7 +75,7 @@ TEST_F(RendezvousTest, TheRuntimeFolderIsPreferredWhenUsable) {
   EXPECT_EQ(rendezvous_base(), base_);
 }
 
-TEST_F(RendezvousTest, SweepRemovesOnlyWhatDeadOwnersLeft) {
+TEST_F(RendezvousFolderTest, SweepRemovesOnlyFoldersOfDeadOwners) {
   const std::string stale = left_behind();
   const std::string open_to_others = left_behind();
   ASSERT_TRUE(fs::exists(stale + "/store"));
@@ -96,7 +96,7 @@ TEST_F(RendezvousTest, SweepRemovesOnlyWhatDeadOwnersLeft) {
   sweep_stale_folders(base_ + "/none");
 }
 
-TEST_F(RendezvousTest, AFreePortCanBeBound) {
+TEST_F(RendezvousFolderTest, AFreePortCanBeBound) {
   const int port = free_port();
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

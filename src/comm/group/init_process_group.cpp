@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "comm/base/backends.h"
+#include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/rendezvous/store_rendezvous.h"
@@ -22,7 +22,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   if (environment.size == 1) return ProcessGroup();
 
   if (options.retain_freed_memory) memory::retain_freed_memory();
-  // A second call in one process makes a second world; every rank counts alike.
+  // Each call makes another world with its own keys. Every rank makes the same number of calls.
   static int calls = 0;
   auto rendezvous = comm::rendezvous_over_store(environment, options.timeout);
   auto world = comm::World::start(environment.rank, environment.size, options);

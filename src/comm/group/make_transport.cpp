@@ -1,10 +1,12 @@
-#include "comm/base/backends.h"
+#include "comm/group/make_transport.h"
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include "comm/nccl/nccl_transport.h"
+#include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
-#include "comm/shm/shm_transport.h"
+#include "comm/shm/shm_setup.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -12,16 +14,15 @@ namespace tessera::comm {
 std::unique_ptr<Transport> make_transport(const World& world) {
   const auto backend = world.options.backend;
   if (backend == Backend::NCCL) return make_nccl_transport(world);
-  if (backend == Backend::MPI) return make_mpi_transport(world);
+  if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
   if (backend == Backend::Gloo) return make_p2p_transport(world, make_gloo_mailbox(world));
   std::string reason = "its ranks are on several hosts";
   std::unique_ptr<Transport> shared;
   if (world.same_host) shared = make_shm_transport(world, reason);
   if (shared) return shared;
   if (backend == Backend::SharedMemory) {
-    throw UsageError(
-        fmt::format("ProcessGroup: rank {}: the shared-memory backend was asked for, but {}",
-                    world.rank, reason));
+    throw UsageError(fmt::format("ProcessGroup: rank {}: backend SharedMemory cannot be used: {}",
+                                 world.rank, reason));
   }
   if (world.same_host && world.rank == 0)
     spdlog::warn("tessera: using Gloo instead of shared memory, because {}", reason);

@@ -1,4 +1,4 @@
-#include "launch/rendezvous.h"
+#include "launch/rendezvous_folder.h"
 
 #include <cerrno>
 #include <cstdlib>
@@ -22,12 +22,13 @@ namespace fs = std::filesystem;
 
 const std::string kPrefix = "tessera-rdzv-";
 
-/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nothing when there is no such process
-/// or it is a zombie.
+/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nullopt if there is no such process or
+/// it is a zombie.
 std::optional<std::string> start_time(const std::string& pid) {
   std::ifstream file("/proc/" + pid + "/stat");
   std::string text((std::istreambuf_iterator<char>(file)), {});
-  // The second field is the command in brackets and may itself hold blanks and brackets.
+  // The second field is the command in parentheses, which may itself contain blanks and
+  // parentheses.
   const size_t close = text.rfind(')');
   if (close == std::string::npos) return std::nullopt;
   std::istringstream rest(text.substr(close + 1));
@@ -51,7 +52,7 @@ bool usable(const std::string& folder) {
          access(folder.c_str(), W_OK | X_OK) == 0;
 }
 
-/// tessera-rdzv-<namespace>-<pid>-<start>-<random>: the owner has ended.
+/// True if the owner in the name, tessera-rdzv-<namespace>-<pid>-<start>-<random>, has ended.
 bool is_stale(const std::string& name) {
   std::istringstream parts(name.substr(kPrefix.size()));
   std::string space, pid, start, random;

@@ -1,5 +1,5 @@
-// The part of the Supervisor that does a shell's job control: ranks have process groups of their
-// own, so the terminal's signals and its input reach them only through the launcher.
+// The members of Supervisor for the job control of a shell. Ranks have process groups of their own,
+// so the terminal's signals and input reach them only through the launcher.
 #include <signal.h>
 #include <unistd.h>
 
@@ -21,8 +21,8 @@ void Supervisor::serve_terminal() {
   const int stopped_by = ranks_.front().exit ? 0 : first.take_stop_signal();
   if (stopped_by == SIGTSTP && terminal_given_) return suspend();
   if (stopped_by != SIGTTIN && stopped_by != SIGTTOU) return;
-  // Rank 0 wants the terminal. It gets it if it is ours; else the job as a whole waits, as a
-  // shell's would.
+  // Rank 0 tried to use the terminal. It gets the terminal if the launcher has it. Otherwise all
+  // ranks stop, like a background job of a shell.
   if (tcgetpgrp(0) != getpgrp()) return suspend();
   tcsetpgrp(0, first.pid());
   terminal_given_ = true;

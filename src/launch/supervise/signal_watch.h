@@ -5,13 +5,13 @@
 
 #include <signal.h>
 
-#include "launch/supervise/fd.h"
+#include "launch/fd.h"
 
 namespace tessera::launch {
 
-/// While it lives, the signals that matter to the launcher arrive as readable events: SIGINT,
-/// SIGTERM, SIGHUP (unless ignored, as under nohup), SIGQUIT, SIGTSTP, SIGCHLD. SIGPIPE is ignored.
-/// The former state comes back at the end.
+/// While alive, the launcher's signals arrive as events on a descriptor: SIGINT, SIGTERM, SIGHUP
+/// (unless ignored, as under nohup), SIGQUIT, SIGTSTP, SIGCHLD. SIGPIPE is ignored. The destructor
+/// restores the previous state.
 class SignalWatch {
  public:
   SignalWatch();
@@ -20,9 +20,9 @@ class SignalWatch {
   SignalWatch& operator=(const SignalWatch&) = delete;
 
   int fd() const { return fd_.get(); }
-  /// The numbers that arrived since the last call, in order; does not block.
+  /// The signals that have arrived since the last call, in order. Does not block.
   std::vector<int> take();
-  /// The mask from before.
+  /// The signal mask from before.
   const sigset_t& former_mask() const { return former_mask_; }
 
  private:
@@ -31,7 +31,7 @@ class SignalWatch {
   struct sigaction former_pipe_;
 };
 
-/// "SIGKILL"; "signal 35" where there is no name.
+/// "SIGKILL"; "signal 35" if the signal has no name.
 std::string signal_name(int number);
 
 }  // namespace tessera::launch

@@ -1,4 +1,4 @@
-#include "launch/supervise/signals.h"
+#include "launch/supervise/signal_watch.h"
 
 #include <cstring>
 

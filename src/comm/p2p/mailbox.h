@@ -1,0 +1,41 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include <ATen/ATen.h>
+
+#include "comm/base/world.h"
+
+namespace tessera::comm {
+
+/// One message in flight.
+class Message {
+ public:
+  virtual ~Message() = default;
+  /// Blocks until the message is complete. Throws when it fails or the time-out passes.
+  virtual void wait(std::chrono::milliseconds timeout) = 0;
+  /// From any thread: makes a blocked wait() throw soon.
+  virtual void abort() noexcept = 0;
+};
+
+/// Tagged point-to-point messages between the ranks of one group, over Gloo, MPI or a caller's
+/// c10d backend. Tensors are contiguous and must outlive their message.
+class Mailbox {
+ public:
+  virtual ~Mailbox() = default;
+  virtual const char* name() const = 0;
+  virtual std::unique_ptr<Message> send(at::Tensor contiguous, int to, int tag) = 0;
+  virtual std::unique_ptr<Message> receive(at::Tensor contiguous, int from, int tag) = 0;
+};
+
+/// Connects the members through Gloo; on loopback alone when the world is on one host. Collective:
+/// blocks until all members have connected. Throws BrokenWorldError when they cannot.
+std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world);
+
+/// Connects the members through MPI. Throws UsageError where this build has no MPI, or when MPI
+/// gives this process another rank or another world size. Implemented by mpi_mailbox.cpp or
+/// no_mpi.cpp, of which CMake compiles one.
+std::unique_ptr<Mailbox> make_mpi_mailbox(const World& world);
+
+}  // namespace tessera::comm
