@@ -4,7 +4,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "optim/fields.h"
+#include "optim/torch_fields.h"
 
 namespace tessera {
 

@@ -1,6 +1,6 @@
 #include "optim/fused_base.h"
-#include "optim/option_rules.h"
 #include "optim/plain_math.h"
+#include "optim/torch_options.h"
 
 namespace tessera {
 

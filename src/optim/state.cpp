@@ -1,9 +1,9 @@
 #include <set>
 
 #include "optim/declarations.h"
-#include "optim/fields.h"
-#include "optim/option_rules.h"
-#include "optim/serialized.h"
+#include "optim/named_values.h"
+#include "optim/torch_fields.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state.h"
@@ -93,7 +93,8 @@ class StateReader {
  private:
   void check_taken(const std::string& name) const {
     if (known_.count(name) == 0) {
-      throw optim::unknown_name("set_state", "state", name, {known_.begin(), known_.end()});
+      throw UsageError("set_state: unknown state \"" + name + "\"" +
+                       suggestion(name, {known_.begin(), known_.end()}));
     }
   }
 

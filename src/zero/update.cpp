@@ -394,7 +394,7 @@ double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   sharding::check_max_norm(prefix(), max_norm);
   const double norm = grad_norm(p);
-  const double factor = sharding::clip_factor(max_norm, norm);
+  const double factor = clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
   for (auto& bucket : buckets_) own_segment(bucket).mul_(factor);

@@ -62,7 +62,7 @@ TEST_F(ConfigTest, FullySharded) {
   EXPECT_EQ(config.value("parallel.backward_prefetch"), "BACKWARD_POST");
   EXPECT_EQ(config.value("parallel.mixed_precision.param_dtype"), "bfloat16");
   EXPECT_EQ(config.value("parallel.mixed_precision.reduce_dtype"), "float32");
-  EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1e6");
+  EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1000000");
   for (const char* good :
        {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
         "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
@@ -76,7 +76,8 @@ TEST_F(ConfigTest, FullySharded) {
         << override_error(assignment);
   };
   says(start + "wrap_policy: {type: size_base}}", "did you mean \"size_based\"");
-  says(start + "wrap_policy: {type: size_based, min_numel: 0}}", "min_numel is 0");
+  says(start + "wrap_policy: {type: size_based, min_numel: 0}}",
+       "min_numel: 0; expected a whole number >= 1");
   says(start + "wrap_policy: {type: size_based, min_num: 3}}", "min_numel");
   says(start + "backward_prefetch: 3}", "backward_prefetch");
   says(start + "backward_prefetch: before}", "pre");

@@ -11,7 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include "tessera/optim/option_map.h"
+#include "tessera/config/option_map.h"
 
 // The state and options of any torch::optim optimizer by name, whichever libtorch keeps them: 1.13
 // keys state by address as text, 2.x by pointer, and 1.13 drops options when it loads. Everything

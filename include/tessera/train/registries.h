@@ -6,13 +6,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "tessera/config/registry.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/sampler.h"
 #include "tessera/optim.h"
 #include "tessera/step/comm_hook.h"
 #include "tessera/step/lr_scheduler.h"
 #include "tessera/train/model_wrapper.h"
-#include "tessera/train/registry.h"
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/wrap_policy.h"

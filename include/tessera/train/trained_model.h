@@ -9,10 +9,10 @@
 
 #include <torch/torch.h>
 
+#include "tessera/config/option_reader.h"
 #include "tessera/data/dataset.h"
 #include "tessera/process_group.h"
 #include "tessera/step/losses.h"
-#include "tessera/train/option_reader.h"
 
 // A model as the runner sees it: a module, and how it is called. Any torch::nn::Module becomes one
 // without a change.

@@ -5,21 +5,24 @@
 #include <torch/torch.h>
 
 #include "tessera/process_group.h"
+#include "tessera/step/clip_grad.h"
 
 namespace tessera::sharding {
 
-/// The p-norm of a gradient that the ranks hold in parts, each element on one of them: 2, 1,
-/// infinity or any p > 0.
+/// The p-norm of a gradient whose elements are spread over the ranks, each element on one rank.
+/// `p`: any number > 0, or infinity.
 class GradientNorm {
  public:
-  /// UsageError "<who>: …" for an impossible p.
-  GradientNorm(const std::string& who, double p);
+  /// Throws UsageError "<component>: …" for an impossible `p`.
+  GradientNorm(const std::string& component, double p);
 
-  /// A part of this rank's; undefined or empty ones do not count.
+  /// Adds a part of the gradient that this rank holds. Undefined and empty tensors do not count.
   void add(const at::Tensor& gradient);
-  /// Over all ranks. Collective.
+  /// The norm of this rank's parts. Local.
+  double local() const;
+  /// The norm of all ranks' parts. Collective.
   double total(ProcessGroup& group);
-  /// Whether any rank had a part; after total().
+  /// Whether any rank had a part. Valid after total().
   bool any() const { return any_; }
 
  private:
@@ -27,12 +30,9 @@ class GradientNorm {
   bool any_ = false;
 };
 
-/// UsageError "<who>: …" for a negative bound.
-void check_max_norm(const std::string& who, double max_norm);
+/// Throws UsageError "<component>: …" for a negative bound of the norm.
+void check_max_norm(const std::string& component, double max_norm);
 /// The same for the bound of single elements.
-void check_clip_value(const std::string& who, double clip_value);
-/// What the gradients are multiplied by so that their norm is at most `max_norm`: 1 or less.
-/// torch.nn.utils.clip_grad_norm_'s rule.
-double clip_factor(double max_norm, double norm);
+void check_clip_value(const std::string& component, double clip_value);
 
 }  // namespace tessera::sharding

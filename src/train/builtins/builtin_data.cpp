@@ -2,7 +2,7 @@
 #include "tessera/data/npy_dataset.h"
 #include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {

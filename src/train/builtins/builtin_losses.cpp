@@ -1,5 +1,5 @@
 #include "tessera/step/power_sgd.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {

@@ -3,7 +3,7 @@
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/models/image_classifier.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {

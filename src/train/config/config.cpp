@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "tessera/error.h"
+#include "tessera/train/registries.h"
 #include "train/config/config_sections.h"
 
 namespace tessera {
@@ -26,6 +27,14 @@ std::string dotted(const std::vector<std::string>& path) {
     text += (text.empty() ? "" : ".") + part;
   }
   return text;
+}
+
+std::string wrappers_other_than(const std::string& type) {
+  std::string names;
+  for (const auto& name : registry::parallel().names()) {
+    if (name != type) names += (names.empty() ? "" : ", ") + name;
+  }
+  return names;
 }
 
 /// Puts `value` where `path` leads, making maps on the way.
@@ -113,8 +122,8 @@ void check_config_world(const Config& config, int world_size) {
     throw UsageError(
         config.at("parallel.type") + config.parallel.type + ", but the world has " +
         std::to_string(world_size) +
-        " ranks, and each would train a model of its own; expected DistributedDataParallel, "
-        "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
+        " ranks, and each would train a model of its own; expected one rank, or one of " +
+        wrappers_other_than(config.parallel.type));
   }
   const int64_t batch = config.train.global_batch;
   if (batch % world_size != 0 && config.data.uneven == "error") {

@@ -3,7 +3,8 @@
 #include <cmath>
 
 #include "tessera/error.h"
-#include "train/builtins/builtin.h"
+#include "tessera/train/registries.h"
+#include "train/config/read_component.h"
 
 namespace tessera::train {
 namespace {
@@ -19,7 +20,7 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
 void read_model(OptionReader& keys, ModelConfig& model) {
   read_model_keys(keys, model);
   if (model.type.empty()) {
-    keys.rest();  // without a type no option can be judged
+    keys.accept_rest();  // without a type no option can be judged
     return keys.finish();
   }
   model.plan = registry::models().read(model.type, keys);
@@ -44,7 +45,7 @@ void read_data_keys(OptionReader& keys, DataConfig& data) {
 void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
   read_data_keys(keys, data);
   if (data.type.empty()) {
-    keys.rest();
+    keys.accept_rest();
     return keys.finish();
   }
   const DataContext context{config.model.plan.vocab_size,

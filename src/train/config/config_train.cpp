@@ -74,10 +74,7 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
   scaler.enabled = true;
   if (node->kind == Kind::Map) {
     OptionReader inner(node, {"train", "loss_scale"}, keys.where());
-    inner.read("init_scale", scaler.init_scale, "", kPositive);
-    inner.read("growth_factor", scaler.growth_factor, "", Range{1, 1e6, true, false});
-    inner.read("backoff_factor", scaler.backoff_factor, "", Range{0, 1, true, true});
-    inner.read("growth_interval", scaler.growth_interval, "", kAtLeastOne);
+    scaler.read(inner);
     inner.finish();
     return;
   }

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/error.h"
-#include "train/report/log_file.h"
+#include "train/report/keep_log_before.h"
 
 namespace tessera::train {
 namespace {

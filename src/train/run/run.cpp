@@ -6,7 +6,7 @@
 
 #include "tessera/error.h"
 #include "tessera/train.h"
-#include "train/run/evaluation.h"
+#include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/to_device.h"
 

@@ -3,10 +3,10 @@
 #include "tessera/detail/files.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#include "train/run/evaluation.h"
+#include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run.h"
-#include "train/run/sample.h"
+#include "train/run/sample_text.h"
 
 namespace tessera::train {
 

@@ -7,8 +7,7 @@
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#include "train/builtins/builtin.h"
-#include "train/report/outputs.h"
+#include "train/report/prepare_outputs.h"
 #include "train/run/run.h"
 #include "train/run/weights.h"
 

@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "tessera/train/model_wrapper.h"
-#include "train/wrappers/wrapper_parts.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 
@@ -34,7 +34,7 @@ class WholeWrapper : public ModelWrapper {
   }
   bool saves_shards() const override { return group_.rank() == 0; }
   at::Tensor whole_parameter(const std::string& name) override {
-    return whole_of(*model_.module, name, group_);
+    return parameter_on_rank0(*model_.module, name, group_);
   }
   MemoryUse memory() override;
 

@@ -1,5 +1,7 @@
 #include "tessera/distributed_data_parallel.h"
-#include "train/builtins/builtin.h"
+#include "tessera/train/registries.h"
+#include "train/config/read_component.h"
+#include "train/wrappers/loss_module.h"
 #include "train/wrappers/whole_wrapper.h"
 
 namespace tessera::train {

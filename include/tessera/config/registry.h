@@ -8,22 +8,23 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/config/option_reader.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
-#include "tessera/train/option_reader.h"
 
 namespace tessera {
 
-/// Components of one kind by name, for configurations: `type` is the key, everything else belongs
-/// to the component. An entry reads its options (option_reader.h) and returns a `Plan`: what was
-/// configured, to be made later, when ranks and data are there. Filled by explicit calls: no static
-/// initialisers, which linkers drop. Not thread-safe.
+/// Components of one kind by name. In a config, `type` selects the component and all other keys of
+/// the map are its options. An entry reads its options (option_reader.h) and returns a `Plan`: the
+/// component with its options, to be constructed later, when the ranks and the data exist. Entries
+/// are added by explicit calls, because linkers drop static initialisers of unused object files. A
+/// value: copies are independent. Not thread-safe.
 template <class Plan, class... Context>
 class Registry {
  public:
   using Read = std::function<Plan(OptionReader& options, Context... context)>;
 
-  /// `kind`, for messages: "model".
+  /// `kind`: "model"; used in messages.
   explicit Registry(std::string kind) : kind_(std::move(kind)) {}
 
   /// Throws UsageError when the name is taken.
@@ -45,7 +46,7 @@ class Registry {
         std::move(doc));
   }
 
-  /// In order of the alphabet.
+  /// In alphabetical order.
   std::vector<std::string> names() const {
     std::vector<std::string> result;
     for (const auto& [name, entry] : entries_) {
@@ -57,9 +58,9 @@ class Registry {
   const std::string& kind() const { return kind_; }
   const std::string& doc(const std::string& name) const { return entry(name).doc; }
 
-  /// The options of `name` from `options`, whose `type` has been read. Throws UsageError for an
-  /// unknown name (with the nearest) and as the entry does; a key that belongs to another type is
-  /// said to.
+  /// Reads the options of component `name` from `options`, whose `type` has been read already.
+  /// Throws UsageError for an unknown name (with the nearest known one), for an unknown key (with
+  /// the types that have it as an option, or the nearest known key) and for impossible values.
   Plan read(const std::string& name, OptionReader& options, Context... context) const {
     const Entry& chosen = entry(name);
     options.explain([&](const std::string& key) {
@@ -83,7 +84,15 @@ class Registry {
     return plan;
   }
 
-  /// What the entry reads.
+  /// Component `name` with options from a program rather than a config. Throws as read() does; the
+  /// messages begin with the kind and the name: "optimizer Adam: lr: -1; expected a number >= 0".
+  Plan make(const std::string& name, const OptionMap& options = {}, Context... context) const {
+    const ConfigNode node = options_node(options, kind_ + " " + name);
+    OptionReader reader(&node, {}, node.where);
+    return read(name, reader, context...);
+  }
+
+  /// The options of component `name`, with their defaults.
   OptionRecord describe(const std::string& name, Context... context) const {
     return OptionReader::describe(
         [&](OptionReader& reader) { entry(name).read(reader, context...); });
@@ -98,7 +107,7 @@ class Registry {
   const Entry& entry(const std::string& name) const {
     const auto found = entries_.find(name);
     if (found == entries_.end()) {
-      throw UsageError("registry: no " + kind_ + " \"" + name + "\"" + did_you_mean(name, names()));
+      throw UsageError("unknown " + kind_ + " \"" + name + "\"" + suggestion(name, names()));
     }
     return found->second;
   }

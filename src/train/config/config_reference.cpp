@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "tessera/train/config.h"
-#include "train/builtins/builtin.h"
+#include "tessera/train/registries.h"
 #include "train/config/config_sections.h"
 
 namespace tessera {
@@ -62,23 +62,6 @@ std::string section(const std::string& title, const std::string& text) {
   return "\n## " + title + "\n\n" + text;
 }
 
-std::string optimizers() {
-  std::string text;
-  for (const auto& name : registry::optimizers().names()) {
-    OptionRecord record;
-    for (const auto& option : registry::optimizers().known_options(name)) {
-      OptionInfo info;
-      info.path = {option.name};
-      info.expected = option.expected;
-      info.standard = option.standard ? parse_yaml(to_string(*option.standard), "default", false)
-                                      : ConfigNode{};
-      record.push_back(std::move(info));
-    }
-    text += "\n### " + name + "\n\n" + table(record);
-  }
-  return text;
-}
-
 }  // namespace
 
 std::string config_reference() {
@@ -104,11 +87,13 @@ std::string config_reference() {
           components(registry::preprocessors(), {"type"});
   text += section("optimizer", "`type`, the options of that optimizer, and `paramwise`:\n\n" +
                                    table(OptionReader::describe(train::describe_paramwise))) +
-          optimizers();
+          components(registry::optimizers(), {"type"});
   text += section("scheduler", "`type` and its options.\n") +
           components(registry::schedulers(), {"type"});
   text += section("parallel", table(OptionReader::describe(train::describe_parallel))) +
           components(registry::parallel(), parallel_keys) +
+          section("parallel.wrap_policy", "`type` and its options.\n") +
+          components(registry::wrap_policies(), {"type"}) +
           section("parallel.comm_hook", "`type` and its options.\n") +
           components(registry::comm_hooks(), {"type"});
   text += section("train", table(OptionReader::describe([](OptionReader& keys) {

@@ -10,46 +10,52 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-// The fields of libtorch's option and state structs, each named once. `visit(name, field)` is
-// called for each, with a reference to the field (const where the struct is).
+#include "tessera/config/option_reader.h"
+
+// The fields of libtorch's option and state structs, each named once. `visit` is called for each
+// field with its name and a reference to it (const where the struct is const).
 
 namespace tessera::optim {
 
 template <class T, class... Candidates>
 inline constexpr bool is_one_of = (std::is_same_v<std::remove_const_t<T>, Candidates> || ...);
 
+/// The options of libtorch's optimizers: name, field, meaning, range.
 template <class Options, class Visit>
 void visit_options(Options& o, Visit&& visit) {
   using namespace torch::optim;
-  visit("lr", o.lr());
+  visit("lr", o.lr(), "learning rate", kNotNegative);
   if constexpr (is_one_of<Options, SGDOptions>) {
-    visit("momentum", o.momentum());
-    visit("dampening", o.dampening());
-    visit("nesterov", o.nesterov());
+    visit("momentum", o.momentum(), "factor of the momentum buffer; 0: none", kNotNegative);
+    visit("dampening", o.dampening(), "1 - dampening multiplies the gradient added to it", Range{});
+    visit("nesterov", o.nesterov(), "Nesterov momentum", Range{});
   } else if constexpr (is_one_of<Options, AdamOptions, AdamWOptions>) {
-    visit("betas", o.betas());
-    visit("eps", o.eps());
-    visit("amsgrad", o.amsgrad());
+    visit("betas", o.betas(), "decay of the averages of the gradient and of its square",
+          kProbability);
+    visit("eps", o.eps(), "added to the denominator", kNotNegative);
+    visit("amsgrad", o.amsgrad(), "divide by the largest average of squares so far", Range{});
   } else if constexpr (is_one_of<Options, AdagradOptions>) {
-    visit("lr_decay", o.lr_decay());
-    visit("initial_accumulator_value", o.initial_accumulator_value());
-    visit("eps", o.eps());
+    visit("lr_decay", o.lr_decay(), "decay of the learning rate", kNotNegative);
+    visit("initial_accumulator_value", o.initial_accumulator_value(),
+          "initial sum of squared gradients", kNotNegative);
+    visit("eps", o.eps(), "added to the denominator", kNotNegative);
   } else if constexpr (is_one_of<Options, RMSpropOptions>) {
-    visit("alpha", o.alpha());
-    visit("eps", o.eps());
-    visit("momentum", o.momentum());
-    visit("centered", o.centered());
+    visit("alpha", o.alpha(), "decay of the average of squared gradients", kNotNegative);
+    visit("eps", o.eps(), "added to the denominator", kNotNegative);
+    visit("momentum", o.momentum(), "factor of the momentum buffer; 0: none", kNotNegative);
+    visit("centered", o.centered(), "divide by the estimated standard deviation", Range{});
   } else {
     static_assert(is_one_of<Options, LBFGSOptions>);
-    visit("max_iter", o.max_iter());
-    visit("max_eval", o.max_eval());
-    visit("tolerance_grad", o.tolerance_grad());
-    visit("tolerance_change", o.tolerance_change());
-    visit("history_size", o.history_size());
-    visit("line_search_fn", o.line_search_fn());
+    visit("max_iter", o.max_iter(), "iterations of one step", kAtLeastOne);
+    visit("max_eval", o.max_eval(), "evaluations of the loss in one step; null: 5/4 max_iter",
+          kAtLeastOne);
+    visit("tolerance_grad", o.tolerance_grad(), "stop below this gradient", kNotNegative);
+    visit("tolerance_change", o.tolerance_change(), "stop below this change", kNotNegative);
+    visit("history_size", o.history_size(), "updates that are kept", kAtLeastOne);
+    visit("line_search_fn", o.line_search_fn(), "line search; null: none", Range{});
   }
   if constexpr (!is_one_of<Options, LBFGSOptions>) {
-    visit("weight_decay", o.weight_decay());
+    visit("weight_decay", o.weight_decay(), "weight decay", kNotNegative);
   }
 }
 
@@ -97,7 +103,8 @@ bool call_if(Base& object, Call& call) {
 
 }  // namespace detail
 
-/// Calls `call` with the options as their own type; false for a type that is not libtorch's.
+/// Calls `call` with the options as their own type. Returns false for a type that is not one of
+/// libtorch's.
 template <class Base, class Call>
 bool with_options(Base& options, Call call) {
   using namespace torch::optim;
@@ -107,7 +114,7 @@ bool with_options(Base& options, Call call) {
          call_if<RMSpropOptions>(options, call) || call_if<LBFGSOptions>(options, call);
 }
 
-/// The same for states.
+/// The same for the state of one parameter.
 template <class Base, class Call>
 bool with_state(Base& state, Call call) {
   using namespace torch::optim;

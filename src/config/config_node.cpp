@@ -1,8 +1,9 @@
+#include "tessera/config/config_node.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "tessera/error.h"
-#include "tessera/train/config_node.h"
 
 namespace tessera {
 

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "config/values.h"
+#include "config/scalar_values.h"
+#include "tessera/config/config_node.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
-#include "tessera/train/config_node.h"
-#include "tessera/train/option_reader.h"
 
 namespace tessera {
 namespace {

@@ -2,8 +2,10 @@
 
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
-#include "train/builtins/builtin.h"
-#include "train/wrappers/wrapper_parts.h"
+#include "tessera/train/registries.h"
+#include "train/config/read_component.h"
+#include "train/wrappers/loss_module.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 namespace {
@@ -90,7 +92,7 @@ class FsdpWrapper : public ModelWrapper {
   }
   at::Tensor whole_parameter(const std::string& name) override {
     return sharded_.count(name) > 0 ? fsdp_.full_parameter(name)
-                                    : whole_of(*model_.module, name, group_);
+                                    : parameter_on_rank0(*model_.module, name, group_);
   }
 
   MemoryUse memory() override {
@@ -142,27 +144,6 @@ const Dtypes& dtypes() {
   return known;
 }
 
-WrapPolicy read_wrap_policy(OptionReader& outer) {
-  std::string type = "size_based";
-  const ConfigNode* given =
-      outer.given("wrap_policy") ? outer.node()->find("wrap_policy") : nullptr;
-  const auto make = [&](OptionReader& reader, const OptionMap& options) {
-    return named(reader.at("type"), [&] { return registry::wrap_policies().make(type, options); });
-  };
-  const std::string doc =
-      "what becomes a unit: size_based (min_numel), name_based (patterns), leaves, none, or your "
-      "own";
-  if (given != nullptr && given->kind == ConfigNode::Kind::Scalar) {
-    outer.read_choice("wrap_policy", type, registry::wrap_policies().names(), doc);
-    return make(outer, {});
-  }
-  OptionReader inner = outer.map("wrap_policy");
-  inner.read_choice("type", type, registry::wrap_policies().names(), doc);
-  const WrapPolicy policy = make(inner, inner.rest());
-  inner.finish();
-  return policy;
-}
-
 /// mmengine takes a truth value or PyTorch's CPUOffload: {offload_params: true}.
 void read_cpu_offload(OptionReader& outer, bool& offload) {
   const ConfigNode* given =
@@ -186,7 +167,8 @@ void read_cpu_offload(OptionReader& outer, bool& offload) {
 
 WrapperPlan read_fsdp(OptionReader& options) {
   FullyShardedDataParallelOptions fsdp;
-  fsdp.wrap_policy = read_wrap_policy(options);
+  fsdp.wrap_policy = read_component(registry::wrap_policies(), options, "wrap_policy", "size_based",
+                                    "which modules become units");
   options.read_enum("sharding_strategy", fsdp.sharding_strategy,
                     {{"full_shard", ShardingStrategy::full_shard},
                      {"shard_grad_op", ShardingStrategy::shard_grad_op},
@@ -197,7 +179,7 @@ WrapperPlan read_fsdp(OptionReader& options) {
                      {"NO_SHARD", ShardingStrategy::no_shard},
                      {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
                     "what is sharded");
-  options.read_enum("partition", fsdp.partition, partitions(),
+  options.read_enum("partition", fsdp.partition, partition_names(),
                     "who holds what of a unit: equal runs, or whole parameters, for optimizers "
                     "that look at them");
   options.read("shard_group_size", fsdp.shard_group_size,

@@ -2,8 +2,8 @@
 #include <charconv>
 #include <string>
 
+#include "tessera/config/config_node.h"
 #include "tessera/error.h"
-#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {

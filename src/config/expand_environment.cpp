@@ -1,8 +1,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "tessera/config/config_node.h"
 #include "tessera/error.h"
-#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {

@@ -1,6 +1,6 @@
+#include "tessera/train/registries.h"
 #include "tessera/zero_redundancy_optimizer.h"
-#include "train/builtins/builtin.h"
-#include "train/wrappers/wrapper_parts.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 namespace {
@@ -76,7 +76,7 @@ class ZeroWrapper : public ModelWrapper {
     optimizer_.load_state_dict(dict);
   }
   at::Tensor whole_parameter(const std::string& name) override {
-    return whole_of(*model_.module, name, group_);
+    return parameter_on_rank0(*model_.module, name, group_);
   }
 
   MemoryUse memory() override {
@@ -122,7 +122,7 @@ WrapperPlan read_zero(OptionReader& options) {
   std::string optimizer_type;
   options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
                       "mmengine's: the optimizer, in place of optimizer.type");
-  options.read_enum("partition", zero.partition, partitions(),
+  options.read_enum("partition", zero.partition, partition_names(),
                     "who holds what: equal runs, or whole parameters");
   options.read("overlap_with_backward", zero.overlap_with_backward,
                "updates run while backward does; excludes clipping");

@@ -1,4 +1,4 @@
-#include "train/report/outputs.h"
+#include "train/report/prepare_outputs.h"
 
 #include <filesystem>
 #include <set>

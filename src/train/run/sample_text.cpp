@@ -1,4 +1,4 @@
-#include "train/run/sample.h"
+#include "train/run/sample_text.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>

@@ -2,7 +2,6 @@
 #include <cctype>
 
 #include "tessera/distributed_optimizer.h"
-#include "train/builtins/builtin.h"
 #include "train/wrappers/whole_wrapper.h"
 
 namespace tessera::train {

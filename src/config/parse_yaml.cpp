@@ -11,8 +11,8 @@
 #include <yaml-cpp/mark.h>
 #include <yaml-cpp/parser.h>
 
+#include "tessera/config/config_node.h"
 #include "tessera/error.h"
-#include "tessera/train/config_node.h"
 
 namespace tessera {
 namespace {

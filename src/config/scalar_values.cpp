@@ -1,4 +1,4 @@
-#include "config/values.h"
+#include "config/scalar_values.h"
 
 #include <charconv>
 #include <cmath>
@@ -16,8 +16,12 @@ std::string number_text(double value) {
   if (value == std::floor(value) && std::abs(value) < 1e15) {
     return std::to_string(static_cast<int64_t>(value));
   }
+  return exact_text(value);
+}
+
+std::string exact_text(double value) {
   char text[32];
-  auto end = std::to_chars(text, text + sizeof text, value);
+  const auto end = std::to_chars(text, text + sizeof text, value);
   return {text, end.ptr};
 }
 
@@ -74,7 +78,7 @@ std::optional<int64_t> parse_integer(const ConfigNode& node) {
   if (error == std::errc() && stop == end) {
     return whole;
   }
-  // Beyond 2^53 a double no longer holds every whole number.
+  // A double does not hold every whole number beyond 2^53.
   const auto value = parse_number(node);
   if (!value || *value != std::floor(*value) || std::abs(*value) > 9007199254740992.0) {
     return std::nullopt;

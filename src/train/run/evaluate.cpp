@@ -1,4 +1,4 @@
-#include "train/run/evaluation.h"
+#include "train/run/evaluate.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "train/report/log_file.h"
+#include "train/report/keep_log_before.h"
 
 #include <filesystem>
 #include <fstream>

@@ -1,4 +1,4 @@
-#include "optim/serialized.h"
+#include "optim/named_values.h"
 
 namespace tessera::optim {
 
