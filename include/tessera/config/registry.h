@@ -35,7 +35,7 @@ class Registry {
           (name.empty() ? "has no name" : "is registered already; expected another name"));
     }
   }
-  /// A component without options.
+  /// Adds a component without options.
   void add_plan(const std::string& name, Plan plan, std::string doc = "") {
     add(
         name,

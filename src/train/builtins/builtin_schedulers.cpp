@@ -4,7 +4,7 @@
 namespace tessera::train {
 namespace {
 
-/// Constructs the schedule; errors about its options together get the config's place.
+/// Constructs the schedule; its errors begin with the place in the config.
 template <class Options>
 LrSchedule made(OptionReader& options, LrSchedule (*make)(const Options&), const Options& chosen) {
   options.finish();

@@ -5,7 +5,7 @@
 namespace tessera::registry {
 namespace {
 
-/// The one registry of its kind in a process, with `add`'s entries.
+/// The process-wide registry of one kind; `add` adds the library's components at the first use.
 template <class Kind>
 Kind& filled(const char* kind, void (*add)(Kind&)) {
   static Kind registry = [&] {

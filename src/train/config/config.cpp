@@ -21,14 +21,6 @@ void note_places(const ConfigNode& node, const std::string& path,
   }
 }
 
-std::string dotted(const std::vector<std::string>& path) {
-  std::string text;
-  for (const auto& part : path) {
-    text += (text.empty() ? "" : ".") + part;
-  }
-  return text;
-}
-
 std::string wrappers_other_than(const std::string& type) {
   std::string names;
   for (const auto& name : registry::parallel().names()) {
@@ -37,7 +29,7 @@ std::string wrappers_other_than(const std::string& type) {
   return names;
 }
 
-/// Puts `value` where `path` leads, making maps on the way.
+/// Sets the value at `path`, creating missing maps.
 void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigNode& value) {
   ConfigNode* node = &root;
   for (const auto& part : path) {
@@ -54,6 +46,14 @@ void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigN
 
 }  // namespace
 
+std::string train::dotted(const std::vector<std::string>& path) {
+  std::string text;
+  for (const auto& part : path) {
+    text += (text.empty() ? "" : ".") + part;
+  }
+  return text;
+}
+
 std::string Config::at(const std::string& key) const {
   const auto found = where.find(key);
   return (found == where.end() ? file : found->second) + ": " + key + ": ";
@@ -61,7 +61,7 @@ std::string Config::at(const std::string& key) const {
 
 std::string Config::value(const std::string& key) const {
   for (const auto& option : *options) {
-    if (dotted(option.path) == key) {
+    if (train::dotted(option.path) == key) {
       const std::string text = to_yaml(option.value);
       return option.value.kind == ConfigNode::Kind::Scalar ? option.value.text
                                                            : text.substr(0, text.size() - 1);
@@ -74,7 +74,7 @@ std::string Config::dump(bool full) const {
   ConfigNode root;
   root.kind = ConfigNode::Kind::Map;
   for (const auto& option : *options) {
-    // The section and its type stand first, so that a minimal config still says what it is.
+    // Required options (types) are always included, so that a minimal config loads.
     if (full || option.required || (option.given && !(option.value == option.standard))) {
       place(root, option.path, option.value);
     }

@@ -56,16 +56,18 @@ void read_custom_keys(OptionReader& keys, const OptimizerPlan& optimizer,
 void read_paramwise(OptionReader& keys, const OptimizerPlan& optimizer,
                     ParamwiseOptions& paramwise) {
   read_custom_keys(keys, optimizer, paramwise);
-  keys.read("bias_lr_mult", paramwise.bias_lr_mult, "of biases, but not of normalisations",
+  keys.read("bias_lr_mult", paramwise.bias_lr_mult,
+            "factor of lr for biases, except those of normalisations", kNotNegative);
+  keys.read("bias_decay_mult", paramwise.bias_decay_mult, "factor of weight decay for biases",
             kNotNegative);
-  keys.read("bias_decay_mult", paramwise.bias_decay_mult, "of biases", kNotNegative);
-  keys.read("norm_decay_mult", paramwise.norm_decay_mult, "of normalisations", kNotNegative);
-  keys.read("flat_decay_mult", paramwise.flat_decay_mult, "of parameters of one dimension",
-            kNotNegative);
-  keys.read("dwconv_decay_mult", paramwise.dwconv_decay_mult, "of depth-wise convolutions",
-            kNotNegative);
+  keys.read("norm_decay_mult", paramwise.norm_decay_mult,
+            "factor of weight decay for normalisations", kNotNegative);
+  keys.read("flat_decay_mult", paramwise.flat_decay_mult,
+            "factor of weight decay for parameters of one dimension", kNotNegative);
+  keys.read("dwconv_decay_mult", paramwise.dwconv_decay_mult,
+            "factor of weight decay for depth-wise convolutions", kNotNegative);
   keys.read("bypass_duplicate", paramwise.bypass_duplicate,
-            "a tensor with several names counts once; off: an error");
+            "accept tensors with several names, under the first; false: an error");
   keys.finish();
 }
 
@@ -92,9 +94,10 @@ void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, Optimize
                           parallel.plan.optimizer_type + "; expected one of the two");
   }
   if (optimizer.type == "LBFGS") {
-    keys.fail("type",
-              "LBFGS evaluates the loss several times a step, and the trainer does once; expected "
-              "another");
+    keys.fail(
+        "type",
+        "LBFGS evaluates the loss several times per step, but the trainer does once; expected "
+        "another optimizer");
   }
   OptionReader paramwise = keys.map("paramwise");
   registry.read(optimizer.type, keys);

@@ -20,15 +20,7 @@ std::string escaped(std::string text) {
   return text;
 }
 
-std::string dotted(const std::vector<std::string>& path) {
-  std::string text;
-  for (const auto& part : path) {
-    text += (text.empty() ? "" : ".") + part;
-  }
-  return text;
-}
-
-/// A table of options; `without`: keys that another table has already.
+/// A table of options. `without`: keys to omit, because another table has them.
 std::string table(const OptionRecord& options, const std::vector<std::string>& without = {}) {
   std::string rows;
   for (const auto& option : options) {
@@ -36,7 +28,7 @@ std::string table(const OptionRecord& options, const std::vector<std::string>& w
       continue;
     }
     const std::string standard = option.required ? "required" : inline_yaml(option.standard);
-    rows += "| `" + dotted(option.path) + "` | " + escaped(option.expected) + " | " +
+    rows += "| `" + train::dotted(option.path) + "` | " + escaped(option.expected) + " | " +
             (standard.empty()  ? "none"
              : option.required ? standard
                                : "`" + escaped(standard) + "`") +
@@ -46,7 +38,7 @@ std::string table(const OptionRecord& options, const std::vector<std::string>& w
                       : "| Key | Value | Default | Meaning |\n|---|---|---|---|\n" + rows;
 }
 
-/// The entries of a registry, each with the keys of its own.
+/// The components of a registry, each with a table of its own options. `common`: keys to omit.
 template <class Registry, class... Context>
 std::string components(const Registry& registry, const std::vector<std::string>& common,
                        const Context&... context) {
@@ -70,18 +62,19 @@ std::string config_reference() {
                                            "uneven", "loader_threads", "prefetch"};
   const std::vector<std::string> parallel_keys{"type", "backend", "timeout"};
   std::string text =
-      "# Reference of the config\n\nAll keys of all sections and of the components that the "
-      "library brings along, as "
-      "`tessera train "
-      "--config-reference`\nprints them. What they mean together: [config.md](config.md).\n";
+      "# Reference of the config\n\nAll keys of all sections and of the library's components, as "
+      "printed by `tessera train\n--config-reference`. [config.md](config.md) explains how they "
+      "work "
+      "together.\n";
   text += section("Top level", table(OptionReader::describe(train::describe_top_level)));
   text += section("model", table(OptionReader::describe(train::describe_model))) +
           components(registry::models(), model_keys);
   text += section("data", table(OptionReader::describe(train::describe_data))) +
           components(registry::datasets(), data_keys, DataContext{});
   text +=
-      section("loss",
-              "`type` and the options of the loss. Models with a loss of their own need none.\n") +
+      section(
+          "loss",
+          "`type` and the options of the loss. Not needed for models with a loss of their own.\n") +
       components(registry::losses(), {"type"});
   text += section("data_preprocessor", "`type` and its options.\n") +
           components(registry::preprocessors(), {"type"});

@@ -20,7 +20,8 @@ void keep_log_before(const std::string& path, int64_t step) {
   }
   std::string kept;
   for (std::string line; std::getline(file, line);) {
-    const auto json = nlohmann::json::parse(line, nullptr, false);  // the last line may be torn
+    const auto json =
+        nlohmann::json::parse(line, nullptr, false);  // the last line may be incomplete
     if (json.is_object() && json.contains("step") && json["step"].is_number_integer() &&
         json["step"].get<int64_t>() < step) {
       kept += line + "\n";

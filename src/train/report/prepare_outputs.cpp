@@ -64,7 +64,7 @@ std::vector<UsedFile> outputs_of(const Config& config) {
   return files;
 }
 
-/// Files, folders of files, and patterns, as datasets take them.
+/// Adds the files of a path as datasets interpret it: a file, a folder of files or a pattern.
 void add_matches(const std::string& use, const std::string& path, std::vector<UsedFile>& files) {
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) {
@@ -87,7 +87,7 @@ void add_matches(const std::string& use, const std::string& path, std::vector<Us
 std::vector<UsedFile> inputs_of(const Config& config) {
   std::set<std::string> read{config.file};
   for (const auto& [key, place] : config.where) {
-    read.insert(place.substr(0, place.rfind(':')));  // of "base.yaml:12"
+    read.insert(place.substr(0, place.rfind(':')));  // "base.yaml" of "base.yaml:12"
   }
   std::vector<UsedFile> files;
   for (const auto& path : read) {
@@ -102,7 +102,7 @@ std::vector<UsedFile> inputs_of(const Config& config) {
   return files;
 }
 
-/// What one output writes, no other output replaces, and no input is lost.
+/// Throws UsageError when an output is the same file as another output or as an input.
 void check_distinct(const Config& config) {
   const std::vector<UsedFile> outputs = outputs_of(config), inputs = inputs_of(config);
   for (size_t i = 0; i < outputs.size(); ++i) {

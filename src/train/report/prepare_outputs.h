@@ -6,9 +6,9 @@
 
 namespace tessera::train {
 
-/// Makes the folders of `train.log` and `train.save` and proves that they can be written, and that
-/// they replace neither each other nor what the run reads, before anything is trained. Throws
-/// UsageError naming the key. For the rank that writes.
+/// Creates the folders of `train.log` and `train.save` and checks, before training, that the files
+/// can be written and overwrite neither each other nor a file that the run reads. Throws UsageError
+/// that names the key. Call it on the rank that writes.
 void prepare_outputs(const Config& config);
 
 }  // namespace tessera::train

@@ -8,7 +8,7 @@
 namespace tessera::train {
 namespace {
 
-/// Samples that are evaluated together, on one rank.
+/// Samples per forward, on one rank.
 constexpr int64_t kChunk = 8;
 
 class EvaluationMode {
@@ -52,7 +52,7 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
   at::Tensor sums;
   std::vector<std::string> names;
   for (int64_t round = 0; round < chunks; round += group.size()) {
-    // A rank without a chunk in the last round takes part with another's, which does not count.
+    // In the last round a rank without a chunk evaluates another rank's; its result is ignored.
     const int64_t chunk = std::min(round + group.rank(), chunks - 1);
     const int64_t first = chunk * kChunk;
     const int64_t count = std::min(kChunk, samples - first);

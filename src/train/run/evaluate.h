@@ -8,9 +8,9 @@
 
 namespace tessera::train {
 
-/// Means over the first `max_samples` samples (0: all) of every figure that the model gives, "loss"
-/// being the sum of its losses. The module is in evaluation mode meanwhile. The result does not
-/// depend, in any bit, on the number of ranks. A collective.
+/// The means of every figure of the model over the first `max_samples` samples (0: all); "loss" is
+/// the sum of its losses. The module is in evaluation mode during the call. The result is
+/// bit-identical for any number of ranks. Collective.
 std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
                                        int64_t max_samples);
 

@@ -6,8 +6,8 @@
 
 namespace tessera::train {
 
-/// Generated text, its prompt included: bytes as text (what is not printable as \xNN), other tokens
-/// as numbers.
+/// Generated text, including its prompt. `bytes`: tokens are bytes and are shown as text, with \xNN
+/// for bytes that are not printable; otherwise tokens are shown as numbers.
 std::string sample_text(const TrainedModel& model, const SampleConfig& sample, bool bytes);
 
 }  // namespace tessera::train

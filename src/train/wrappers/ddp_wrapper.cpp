@@ -7,7 +7,7 @@
 namespace tessera::train {
 namespace {
 
-/// Every rank has everything; backward leaves the same mean gradient on all.
+/// Every rank has the whole model; after backward all ranks have the same mean gradient.
 class DdpWrapper : public WholeWrapper {
  public:
   DdpWrapper(WrapperContext context, DistributedDataParallelOptions options,
@@ -53,9 +53,8 @@ class DdpWrapper : public WholeWrapper {
   DistributedDataParallel<LossModule> ddp_;
 };
 
-/// `comm_hook` with its options, which may also stand beside it as comm_hook's name and the
-/// option's
-/// ("power_sgd_rank").
+/// Reads `comm_hook`: a map, or a name. With a name, its options may be keys of the wrapper that
+/// begin with the name ("power_sgd_rank").
 CommHookPlan read_comm_hook(OptionReader& options) {
   std::string name = "none";
   const ConfigNode* given =
@@ -65,7 +64,7 @@ CommHookPlan read_comm_hook(OptionReader& options) {
                           "a communication hook");
   }
   options.read_choice("comm_hook", name, registry::comm_hooks().names(),
-                      "how gradients are sent: a name, or a map of type and its options");
+                      "how gradients are communicated: a name, or a map of type and its options");
   ConfigNode beside;
   beside.kind = ConfigNode::Kind::Map;
   const std::string prefix = name + "_";
@@ -84,17 +83,17 @@ CommHookPlan read_comm_hook(OptionReader& options) {
 
 WrapperPlan read_ddp(OptionReader& options) {
   DistributedDataParallelOptions ddp;
-  options.read("first_bucket_mb", ddp.first_bucket_mb, "MiB of gradients that are sent first",
+  options.read("first_bucket_mb", ddp.first_bucket_mb, "MiB of gradients in the first bucket",
                kPositive);
-  options.read("bucket_cap_mb", ddp.bucket_cap_mb, "MiB of gradients that are sent together",
+  options.read("bucket_cap_mb", ddp.bucket_cap_mb, "MiB of gradients in each other bucket",
                kPositive);
   options.read("find_unused_parameters", ddp.find_unused_parameters,
-               "parameters may get no gradient");
-  options.read("static_graph", ddp.static_graph, "which parameters are used never changes");
+               "some parameters may get no gradient");
+  options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");
   options.read("broadcast_buffers", ddp.broadcast_buffers,
-               "rank 0's buffers go to all before each forward");
+               "broadcast rank 0's buffers before each forward");
   options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,
-               "gradients are windows of the buckets");
+               "gradients are views of the buckets");
   const CommHookPlan hook = read_comm_hook(options);
   options.finish();
   WrapperPlan plan;

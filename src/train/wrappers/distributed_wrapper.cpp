@@ -7,7 +7,7 @@
 namespace tessera::train {
 namespace {
 
-/// MegEngine's: the optimizer reduces what backward produces and updates everything on every rank.
+/// After MegEngine: the optimizer reduces the gradients and updates all parameters on every rank.
 class DistributedWrapper : public WholeWrapper {
  public:
   DistributedWrapper(WrapperContext context, const DistributedOptimizerOptions& options)
@@ -41,7 +41,7 @@ WrapperPlan read_distributed(OptionReader& options) {
                "updates from one broadcast of rank 0's parameters to the next; 0: never, -1: at "
                "construction",
                Range{-1});
-  options.read("param_pack", distributed.param_pack, "gradients are sent in packs");
+  options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
     options.refuse(

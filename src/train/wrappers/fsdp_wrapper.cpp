@@ -10,8 +10,8 @@
 namespace tessera::train {
 namespace {
 
-/// Every rank keeps its shards of parameters, gradients and optimizer state; units are whole while
-/// they are used.
+/// Every rank has its shards of parameters, gradients and optimizer state. A unit has whole
+/// parameters only while it is used.
 class FsdpWrapper : public ModelWrapper {
  public:
   FsdpWrapper(WrapperContext context, const FullyShardedDataParallelOptions& options)
@@ -127,9 +127,9 @@ class FsdpWrapper : public ModelWrapper {
 
  private:
   std::vector<ParameterGroup>
-      groups_;  // until the optimizer has them; before fsdp_, which shards what they name
+      groups_;  // used until the optimizer exists; constructed before fsdp_ shards the parameters
   FullyShardedDataParallel<LossModule> fsdp_;
-  std::set<std::string> sharded_;  // names; others are ignored
+  std::set<std::string> sharded_;  // names of the sharded parameters; all others are ignored
   std::vector<at::Tensor> trained_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
@@ -144,7 +144,7 @@ const Dtypes& dtypes() {
   return known;
 }
 
-/// mmengine takes a truth value or PyTorch's CPUOffload: {offload_params: true}.
+/// A bool, or PyTorch's CPUOffload as a map: {offload_params: true}. mmengine accepts both.
 void read_cpu_offload(OptionReader& outer, bool& offload) {
   const ConfigNode* given =
       outer.given("cpu_offload") ? outer.node()->find("cpu_offload") : nullptr;
@@ -155,11 +155,11 @@ void read_cpu_offload(OptionReader& outer, bool& offload) {
   }
   if (given != nullptr && given->kind == ConfigNode::Kind::Map) {
     OptionReader inner = outer.map("cpu_offload");
-    inner.read("offload_params", offload, "shards of a model on a GPU live on the CPU");
+    inner.read("offload_params", offload, "keep the shards of a model on a GPU in CPU memory");
     inner.finish();
   } else {
     outer.read("cpu_offload", offload,
-               "shards of a model on a GPU live on the CPU; also {offload_params: true}");
+               "keep the shards of a model on a GPU in CPU memory; also {offload_params: true}");
   }
 }
 
@@ -178,40 +178,43 @@ WrapperPlan read_fsdp(OptionReader& options) {
                      {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
                      {"NO_SHARD", ShardingStrategy::no_shard},
                      {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
-                    "what is sharded");
+                    "which tensors are sharded");
   options.read_enum("partition", fsdp.partition, partition_names(),
-                    "who holds what of a unit: equal runs, or whole parameters, for optimizers "
-                    "that look at them");
+                    "how the elements of a unit are assigned to ranks: equal parts, or whole "
+                    "parameters for optimizers that need them");
   options.read("shard_group_size", fsdp.shard_group_size,
-               "hybrid_shard: ranks of a group; 0: the host's", Range{0, 1e6});
+               "hybrid_shard: ranks per shard group; 0: those of one host", Range{0, 1e6});
   options.read("resident_bytes", fsdp.resident_bytes,
-               "what may stay gathered; 0: the two largest units", kNotNegative);
+               "bytes of parameters that may stay gathered; 0: those of the two largest units",
+               kNotNegative);
   options.read("reshard_after_forward", fsdp.reshard_after_forward,
-               "units are released in forward");
+               "release units after their forward");
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,
                     {{"pre", BackwardPrefetch::pre},
                      {"post", BackwardPrefetch::post},
                      {"none", BackwardPrefetch::none},
                      {"BACKWARD_PRE", BackwardPrefetch::pre},
                      {"BACKWARD_POST", BackwardPrefetch::post}},
-                    "when the next unit of backward is gathered");
+                    "when backward gathers the next unit");
   options.read("forward_prefetch", fsdp.forward_prefetch,
-               "the next unit of forward is gathered while one computes");
+               "forward gathers the next unit while a unit computes");
   read_cpu_offload(options, fsdp.cpu_offload);
   auto mixed = options.map("mixed_precision");
   mixed.read_optional_enum("param_dtype", fsdp.mixed_precision.param_dtype, dtypes(),
-                           "of gathered parameters and computation");
+                           "dtype of gathered parameters and of computation");
   mixed.read_optional_enum("reduce_dtype", fsdp.mixed_precision.reduce_dtype, dtypes(),
-                           "of gradients");
+                           "dtype of the gradient reduction");
   mixed.read_optional_enum("buffer_dtype", fsdp.mixed_precision.buffer_dtype, dtypes(),
-                           "of buffers");
+                           "dtype of buffers");
   mixed.read("cast_forward_inputs", fsdp.mixed_precision.cast_forward_inputs,
-             "floating-point inputs become param_dtype");
+             "cast floating-point inputs to param_dtype");
   mixed.read("full_precision_in_eval", fsdp.mixed_precision.full_precision_in_eval,
-             "evaluation computes in the parameters' own dtype");
+             "evaluate in the parameters' own dtype");
   mixed.finish();
-  options.read("ignored_modules", fsdp.ignored_modules, "names; their parameters stay untouched");
-  options.read("ignored_parameters", fsdp.ignored_parameters, "names");
+  options.read("ignored_modules", fsdp.ignored_modules,
+               "names of modules whose parameters are not sharded");
+  options.read("ignored_parameters", fsdp.ignored_parameters,
+               "names of parameters that are not sharded");
   options.finish();
   WrapperPlan plan;
   plan.make = [fsdp](WrapperContext context) {

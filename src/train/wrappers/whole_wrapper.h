@@ -7,8 +7,8 @@
 
 namespace tessera::train {
 
-/// What the wrappers share whose ranks hold whole parameters and gradients: an ordinary optimizer
-/// over all parameters, the norm and clipping of the gradients as they stand.
+/// Base class of the wrappers in which every rank has whole parameters and gradients: an ordinary
+/// optimizer over all parameters, and norm and clipping of the local gradients.
 class WholeWrapper : public ModelWrapper {
  public:
   explicit WholeWrapper(WrapperContext context);
@@ -40,11 +40,11 @@ class WholeWrapper : public ModelWrapper {
 
  protected:
   at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
-  /// The optimizer's own step.
+  /// Updates the parameters.
   virtual void step() { optimizer_->step(); }
   virtual int64_t gradient_bytes() const;
   const std::shared_ptr<torch::optim::Optimizer>& shared_optimizer() const { return optimizer_; }
-  const NamedParameters& named() const { return named_; }  ///< trained ones
+  const NamedParameters& named() const { return named_; }  ///< the trained parameters
 
  private:
   NamedParameters named_;

@@ -14,8 +14,8 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
-/// Each rank keeps the optimizer state of its part; step() reduces, updates and gathers in one
-/// pass.
+/// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
+/// shards and gathers the parameters in one pass.
 class ZeroWrapper : public ModelWrapper {
  public:
   ZeroWrapper(WrapperContext context, const ZeroRedundancyOptimizerOptions& options)
@@ -101,7 +101,8 @@ class ZeroWrapper : public ModelWrapper {
   at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
 
  private:
-  /// In the update's own pass; a collective switch, so only when it changes.
+  /// Switches the computation of the norm in the update's pass. The switch is collective, so it is
+  /// called only when the value changes.
   void track(bool on) {
     if (on != tracked_) {
       optimizer_.track_grad_norm(on);
@@ -121,16 +122,17 @@ WrapperPlan read_zero(OptionReader& options) {
   WrapperPlan plan;
   std::string optimizer_type;
   options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
-                      "mmengine's: the optimizer, in place of optimizer.type");
+                      "the optimizer, as in mmengine; instead of optimizer.type");
   options.read_enum("partition", zero.partition, partition_names(),
-                    "who holds what: equal runs, or whole parameters");
+                    "how elements are assigned to ranks: equal parts, or whole parameters");
   options.read("overlap_with_backward", zero.overlap_with_backward,
-               "updates run while backward does; excludes clipping");
+               "update during backward; cannot be combined with clipping");
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
-               "parameters lie in one buffer, gathered in place");
-  options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket when overlapping", kPositive);
+               "parameters are views of one buffer and are gathered in place");
+  options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket with overlap_with_backward",
+               kPositive);
   options.read("find_unused_parameters", zero.find_unused_parameters,
-               "parameters may get no gradient");
+               "some parameters may get no gradient");
   options.finish();
   plan.optimizer_type = optimizer_type;
   plan.updates_in_backward = zero.overlap_with_backward;
