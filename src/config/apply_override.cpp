@@ -8,7 +8,7 @@
 namespace tessera {
 namespace {
 
-/// The item of a list that `part` picks.
+/// The item of a list at the index `part`.
 ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string& label,
                     const std::string& key) {
   size_t index = 0;
@@ -16,7 +16,7 @@ ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string
   if (error != std::errc() || stop != part.data() + part.size() || index >= list.items.size()) {
     throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " +
                      std::to_string(list.items.size()) +
-                     "; expected a number from 0 to below that");
+                     "; expected an index from 0 to below that");
   }
   return list.items[index];
 }

@@ -15,7 +15,7 @@ namespace fs = std::filesystem;
 constexpr const char* kBase = "base";
 constexpr const char* kDelete = "delete";
 
-/// Takes a member out of a map; Null when there is none.
+/// Removes a member from a map and returns it; Null when it is absent.
 ConfigNode take_member(ConfigNode& map, const std::string& key) {
   const auto found =
       std::find_if(map.members.begin(), map.members.end(),
@@ -28,8 +28,8 @@ ConfigNode take_member(ConfigNode& map, const std::string& key) {
   return value;
 }
 
-/// Takes `delete: true` out of a map; whether it was there.
-bool take_delete(ConfigNode& node) {
+/// Removes the key `delete` from a map and returns its value; false when it is absent.
+bool remove_delete_key(ConfigNode& node) {
   const ConfigNode value = take_member(node, kDelete);
   if (value.kind == Kind::Null) {
     return false;
@@ -37,23 +37,23 @@ bool take_delete(ConfigNode& node) {
   const auto flag = config::parse_bool(value);
   if (!flag) {
     fail_at(value, kDelete,
-            value.describe() + "; expected true (drops what the bases say of this map) or false");
+            value.describe() + "; expected true (removes the bases' values of this map) or false");
   }
   return *flag;
 }
 
-/// What is new in `over` may hold marks of its own.
-void drop_marks(ConfigNode& node) {
+/// Removes all `delete` keys: values that replace or add a map may contain them.
+void remove_delete_keys(ConfigNode& node) {
   if (node.kind == Kind::Map) {
-    take_delete(node);
+    remove_delete_key(node);
   }
-  for (auto& member : node.members) drop_marks(member.value);
-  for (auto& item : node.items) drop_marks(item);
+  for (auto& member : node.members) remove_delete_keys(member.value);
+  for (auto& item : node.items) remove_delete_keys(item);
 }
 
 void merge(ConfigNode& under, ConfigNode over) {
-  if (under.kind != Kind::Map || over.kind != Kind::Map || take_delete(over)) {
-    drop_marks(over);
+  if (under.kind != Kind::Map || over.kind != Kind::Map || remove_delete_key(over)) {
+    remove_delete_keys(over);
     under = std::move(over);
     return;
   }
@@ -62,7 +62,7 @@ void merge(ConfigNode& under, ConfigNode over) {
     if (ConfigNode* known = under.find(member.key)) {
       merge(*known, std::move(member.value));
     } else {
-      drop_marks(member.value);
+      remove_delete_keys(member.value);
       under.members.push_back(std::move(member));
     }
   }
@@ -84,7 +84,7 @@ std::vector<std::string> base_files(const ConfigNode& base) {
   return files;
 }
 
-/// Reads a file and its bases; `chain`: the files that led here.
+/// Reads a file and its bases. `chain`: the files whose bases include this one.
 ConfigNode load(const std::string& path, std::vector<std::string> chain, int& files) {
   ConfigNode own = parse_yaml_file(path);
   if (++files > kMaxConfigFiles) {
@@ -99,10 +99,10 @@ ConfigNode load(const std::string& path, std::vector<std::string> chain, int& fi
     const fs::path inner = fs::path(path).parent_path() / file;
     if (std::find(chain.begin(), chain.end(), fs::weakly_canonical(inner).string()) !=
         chain.end()) {
-      fail_at(
-          base, kBase,
-          file +
-              "; these files name one another as base, expected files that do not lead back here");
+      fail_at(base, kBase,
+              file +
+                  "; the files include each other as base; expected files that do not include this "
+                  "one");
     }
     try {
       merge(merged, load(inner.lexically_normal().string(), chain, files));

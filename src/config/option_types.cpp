@@ -31,7 +31,7 @@ ConfigNode shown(const std::optional<Value>& value) {
   return value ? shown(*value) : ConfigNode{};
 }
 
-/// Each item by `parse`; none when one is wrong. A single value stands for a list of one.
+/// Parses each item; no value when one is wrong. A scalar is a list of one item.
 template <class Value, class Parse>
 std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse& parse) {
   std::vector<Value> values;
@@ -46,7 +46,7 @@ std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse
   return values;
 }
 
-/// Nothing for null, else by `parse`; none when that is wrong.
+/// Parses a value or null; no outer value when it is wrong.
 template <class Value, class Parse>
 std::optional<std::optional<Value>> parse_or_null(const ConfigNode& node, const Parse& parse) {
   if (node.kind == Kind::Null) return std::optional<Value>();

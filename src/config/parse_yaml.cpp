@@ -17,9 +17,8 @@
 namespace tessera {
 namespace {
 
-/// Builds the tree from the parser's events rather than from YAML::Node, which forgets quotes,
-/// keeps the last of two equal keys, and would have built everything before a limit could be
-/// checked.
+/// Builds the tree from the parser's events. YAML::Node is not used, because it drops quotes, keeps
+/// the last of two equal keys, and builds the whole document before a limit can be checked.
 class TreeBuilder : public YAML::EventHandler {
  public:
   TreeBuilder(std::string label, bool with_lines)

@@ -4,7 +4,8 @@ namespace tessera::optim {
 
 namespace {
 
-// InputArchive has no constructor from an OutputArchive: the way between them is bytes.
+// InputArchive has no constructor from an OutputArchive, so the archive is written to bytes and
+// read again.
 torch::serialize::InputArchive reopen(const torch::serialize::OutputArchive& archive) {
   std::string bytes;
   const_cast<torch::serialize::OutputArchive&>(archive).save_to(

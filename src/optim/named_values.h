@@ -8,7 +8,7 @@
 #include <torch/serialize/archive.h>
 
 // User-defined states and options as named values, through their `serialize` functions and an
-// archive in memory. No bytes from outside ever enter such an archive.
+// archive in memory. Such an archive never contains bytes from a file or another process.
 
 namespace tessera::optim {
 
@@ -17,7 +17,7 @@ using NamedValues = std::map<std::string, c10::IValue>;
 NamedValues read_archive(const torch::serialize::OutputArchive& archive);
 torch::serialize::InputArchive make_archive(const NamedValues& values);
 
-/// None when the type does not implement `serialize`.
+/// No value when the type does not implement `serialize`.
 template <class Serializable>
 std::optional<NamedValues> to_values(const Serializable& object) {
   torch::serialize::OutputArchive archive;
@@ -29,8 +29,7 @@ std::optional<NamedValues> to_values(const Serializable& object) {
   return read_archive(archive);
 }
 
-/// Throws c10::Error when the type does not implement `serialize` or `values` are not what it
-/// wrote.
+/// Throws c10::Error when the type does not implement `serialize` or cannot read `values`.
 template <class Serializable>
 void from_values(const NamedValues& values, Serializable& object) {
   auto archive = make_archive(values);

@@ -39,7 +39,7 @@ std::optional<OptionValue> to_option_value(const c10::IValue& value) {
   return std::nullopt;
 }
 
-/// As the kind of IValue that `model`, the value to be replaced, is.
+/// `value` as the kind of IValue that `model`, the value to be replaced, has.
 c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
   if (const auto* numbers = std::get_if<std::vector<double>>(&value);
       numbers != nullptr && model.isTuple()) {
@@ -48,13 +48,12 @@ c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
   return std::visit([](const auto& v) { return c10::IValue(v); }, value);
 }
 
-/// The options `names` of a user-defined type as `values` sets them. A field keeps its present
-/// type.
+/// `values` for the options of a user-defined type, converted to the types of the `present` values.
 OptionMap checked_like(const OptionMap& present, const OptionMap& values) {
   OptionMap checked, converted;
   for (const auto& [name, value] : values) {
     const auto found = present.find(name);
-    // A value of the same type is copied: a text form would refuse infinities.
+    // A value of the same type is copied, because OptionReader refuses infinities.
     const bool same = found != present.end() && found->second.index() == value.index();
     (same ? checked : converted)[name] = value;
   }
@@ -107,7 +106,7 @@ OptionMap get_options(const torch::optim::OptimizerOptions& options) {
   if (values.count("lr") == 0) {
     try {
       values["lr"] = options.get_lr();
-    } catch (const c10::Error&) {  // a type that has no learning rate
+    } catch (const c10::Error&) {  // the type has no learning rate
     }
   }
   return values;

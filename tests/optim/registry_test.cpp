@@ -28,7 +28,7 @@ std::vector<OptimizerParamGroup> one_group() {
   return {OptimizerParamGroup({torch::ones({3}).requires_grad_()})};
 }
 
-TEST(Registry, BuildsTheFusedClassesAndLibtorchsOwn) {
+TEST(Registry, ConstructsTheFusedClassesAndLibtorchsOwn) {
   const auto registry = default_optimizers();
   EXPECT_THAT(registry.names(),
               ::testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
@@ -54,7 +54,7 @@ TEST(Registry, TakesOptionsAndIntegersForNumbers) {
   EXPECT_EQ(options.weight_decay(), 1e-2);
 }
 
-TEST(Registry, NamesTheNearest) {
+TEST(Registry, UnknownNamesAndOptionsNameTheNearest) {
   const auto registry = default_optimizers();
   EXPECT_THAT(error_of([&] { registry.factory("AdmaW"); }),
               AllOf(HasSubstr("AdmaW"), HasSubstr("\"AdamW\"")));

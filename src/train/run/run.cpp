@@ -90,7 +90,7 @@ void Run::report_start() {
         std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
         group_.backend_name() + ")");
     if (resumed_) {
-      reporter_->line("going on from " + resumed_->path());
+      reporter_->line("resuming from " + resumed_->path());
     }
   }
   result_.first_step = done_;

@@ -17,7 +17,7 @@ void Run::finish() {
                           ? "interrupted at step " + std::to_string(done_) +
                                 "; no checkpoint.folder, nothing to resume from"
                           : "interrupted at step " + std::to_string(done_) +
-                                "; the same command goes on from " + result_.checkpoint);
+                                "; the same command resumes from " + result_.checkpoint);
     }
     request_stop(0);
     if (store_) {
