@@ -63,8 +63,12 @@ TEST_F(ConfigTest, ReadsTheOptionsOfFullySharded) {
   EXPECT_EQ(config.value("parallel.mixed_precision.param_dtype"), "bfloat16");
   EXPECT_EQ(config.value("parallel.mixed_precision.reduce_dtype"), "float32");
   EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1000000");
+  EXPECT_EQ(load(base(), {"parallel.type=FullyShardedDataParallel"})
+                .value("parallel.wrap_policy.min_numel"),
+            "100000000");
   for (const char* good :
-       {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
+       {"wrap_policy: {type: name_based, patterns: [a, b.*]}", "cpu_offload: true",
+        "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
         "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
     EXPECT_EQ(
         override_error(std::string("parallel={type: FullyShardedDataParallel, ") + good + "}"), "")
@@ -79,6 +83,11 @@ TEST_F(ConfigTest, ReadsTheOptionsOfFullySharded) {
   says(start + "wrap_policy: {type: size_based, min_numel: 0}}",
        "min_numel: 0; expected a whole number >= 1");
   says(start + "wrap_policy: {type: size_based, min_num: 3}}", "min_numel");
+  says(start + "wrap_policy: {type: leaves, min_numel: 3}}",
+       "parallel.wrap_policy.min_numel: an option of size_based, and parallel.wrap_policy.type is "
+       "leaves");
+  says(start + "wrap_policy: name_based}", "parallel.wrap_policy.patterns: missing");
+  says(start + "wrap_policy: {type: name_based, patterns: ['']}}", "a pattern is empty");
   says(start + "backward_prefetch: 3}", "backward_prefetch");
   says(start + "backward_prefetch: before}", "pre");
   says(start + "mixed_precision: {param_dtype: int8}}", "bfloat16");
@@ -188,6 +197,14 @@ TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
   EXPECT_EQ(error(base() + "paralel: {type: none}\n"),
             "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
   EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"), "c.yaml:5: zzzzzzzz: unknown key");
+}
+
+TEST_F(ConfigTest, AnOptionOfAnotherOptimizerNamesIt) {
+  EXPECT_NE(override_error("optimizer.momentum=0.9")
+                .find("optimizer.momentum: an option of RMSprop and SGD and torch.SGD, and "
+                      "optimizer.type is"),
+            std::string::npos)
+      << override_error("optimizer.momentum=0.9");
 }
 
 TEST_F(ConfigTest, EveryKindOfMistakeIsAnError) {
