@@ -114,7 +114,8 @@ function(tessera_add_test name target args timeout labels)
 endfunction()
 
 # tessera_test_shards(PROGRAM SUFFIX FILTER …)  splits the ctest entry of a test program: PROGRAM_SUFFIX
-# runs the tests that match FILTER (as --gtest_filter), and PROGRAM runs all others.
+# runs the tests that match FILTER (as --gtest_filter), and PROGRAM runs all tests that match the
+# positive part of no FILTER.
 function(tessera_test_shards name)
   get_target_property(timeout ${name} TESSERA_TIMEOUT)
   get_target_property(labels ${name} TESSERA_LABELS)
@@ -123,7 +124,8 @@ function(tessera_test_shards name)
   while(arguments)
     list(POP_FRONT arguments suffix filter)
     tessera_add_test(${name}_${suffix} ${name} "--gtest_filter=${filter}" "${timeout}" "${labels}")
-    list(APPEND others ${filter})
+    string(REGEX REPLACE ":?-.*" "" positive "${filter}")
+    list(APPEND others ${positive})
   endwhile()
   list(JOIN others ":" others)
   set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${others}")

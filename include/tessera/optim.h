@@ -1,32 +1,29 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <torch/optim/optimizer.h>
 
+#include "tessera/config/registry.h"
 #include "tessera/optim/optimizer_state.h"
-#include "tessera/optim/option_map.h"
 
-// Optimizers as values that can be handed on: a factory builds one for whichever parameters a rank
-// turns out to own, and a registry finds factories by name with a map of options. All of it is
-// local to one rank.
+// Optimizers as values. A factory builds an optimizer for the parameters that a rank owns, which
+// are known only after sharding. A registry makes factories from a name and a map of options. All
+// functions are local.
 
 namespace tessera {
 
-/// Builds an optimizer over parameter groups. A group without options takes the factory's defaults,
-/// a group with options keeps exactly those. May be called several times, each call giving an
-/// independent optimizer.
+/// Builds an optimizer over parameter groups. A group without options takes the factory's defaults;
+/// a group with options keeps exactly those. Each call returns an independent optimizer.
 using OptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(
     std::vector<torch::optim::OptimizerParamGroup>)>;
 
-/// Factory of `Opt(groups, defaults)`: any of torch::optim, ours, or a user's class with such a
-/// constructor. `Options` is copied at each call.
+/// A factory that constructs `Opt(groups, defaults)`, for any class with such a constructor:
+/// torch::optim's, Tessera's or your own. `defaults` are copied at each call.
 template <class Opt, class Options>
 OptimizerFactory optimizer_factory(Options defaults) {
   return [defaults = std::move(defaults)](std::vector<torch::optim::OptimizerParamGroup> groups) {
@@ -40,62 +37,57 @@ OptimizerFactory optimizer_factory(Options defaults) {
   };
 }
 
-enum class OptionType { Bool, Integer, Number, Text, Numbers };
-
-/// One option that an optimizer knows.
-struct KnownOption {
-  std::string name;
-  OptionType type = OptionType::Number;
-  /// The default; none where leaving the option out has a meaning of its own (LBFGS's max_eval).
-  std::optional<OptionValue> standard;
-  /// What a value must be, for the error, such as "a number >= 0"; and the test. No test: any value
-  /// of the type.
-  std::string expected;
-  std::function<bool(const OptionValue&)> accepts;
+/// An optimizer class with the values of its options: what an entry of OptimizerRegistry returns.
+struct ConfiguredOptimizer {
+  /// A new options object for one parameter group, at each call.
+  std::function<std::unique_ptr<torch::optim::OptimizerOptions>()> make_options;
+  OptimizerFactory factory;
 };
 
-/// What a registry knows of one name. Both functions receive every option that has a value, checked
-/// and of its type.
-struct OptimizerEntry {
-  std::vector<KnownOption> options;
-  /// For the options of one parameter group.
-  std::function<std::unique_ptr<torch::optim::OptimizerOptions>(const OptionMap&)> make_options;
-  std::function<OptimizerFactory(const OptionMap&)> make_factory;
-};
+/// `Opt` with `options`. `Opt` is constructed from (groups, options).
+template <class Opt, class Options>
+ConfiguredOptimizer configured_optimizer(const Options& options) {
+  return {[options] { return std::make_unique<Options>(options); },
+          optimizer_factory<Opt>(options)};
+}
 
-/// Optimizers by name. A value: copy it, add to it, pass it on.
-///
-/// Every look-up throws UsageError for an unknown name or option (listing the known ones and the
-/// nearest), for a value of the wrong type and for an impossible value (naming optimizer, option,
-/// value and what is expected).
-class OptimizerRegistry {
+/// Optimizers by name; a Registry (see there for add(), names(), contains(), describe(), errors).
+/// An entry reads its options with an OptionReader and returns a ConfiguredOptimizer.
+class OptimizerRegistry : public Registry<ConfiguredOptimizer> {
  public:
-  /// Throws UsageError when the name is taken.
-  void add(const std::string& name, OptimizerEntry entry);
+  OptimizerRegistry() : Registry("optimizer") {}
 
-  /// In order of the alphabet.
-  std::vector<std::string> names() const;
-  bool contains(const std::string& name) const;
-  const std::vector<KnownOption>& known_options(const std::string& name) const;
+  using Registry::add;
+  /// `Opt`, constructed from (groups, options), with `Options`: default-constructible, derived from
+  /// torch::optim::OptimizerOptions, with `void read(OptionReader&)`. Throws UsageError when the
+  /// name is taken.
+  template <class Opt, class Options>
+  void add(const std::string& name, const std::string& doc = "") {
+    add(
+        name,
+        [](OptionReader& reader) {
+          Options options;
+          options.read(reader);
+          reader.finish();
+          return configured_optimizer<Opt>(options);
+        },
+        doc);
+  }
 
-  /// `options` checked, integers turned into numbers where numbers are expected, defaults filled
-  /// in.
-  OptionMap complete(const std::string& name, const OptionMap& options) const;
+  /// The values of all options: those in `options`, checked and converted to the option's type, and
+  /// the defaults of the others. An option without a default (LBFGS's max_eval) is absent unless
+  /// given.
+  OptionMap complete(const std::string& name, const OptionMap& options = {}) const;
   OptimizerFactory factory(const std::string& name, const OptionMap& options = {}) const;
-  /// Options for one parameter group. What `options` lacks takes the registry's default, not that
-  /// of a factory made earlier: merge the maps first.
+  /// The options of one parameter group. Options that are absent from `options` take the registry's
+  /// defaults, not those of a factory made earlier: merge the maps first.
   std::unique_ptr<torch::optim::OptimizerOptions> options_for(const std::string& name,
                                                               const OptionMap& options = {}) const;
-
- private:
-  const OptimizerEntry& entry(const std::string& name) const;
-
-  std::map<std::string, OptimizerEntry> entries_;
 };
 
-/// SGD, Adam, AdamW (the fused classes of fused_optimizer.h), Adagrad, RMSprop, LBFGS (libtorch's),
-/// and libtorch's own under torch.SGD, torch.Adam, torch.AdamW. Options have libtorch's names and
-/// defaults; SGD's lr defaults to 1e-3.
+/// SGD, Adam and AdamW (the fused classes of fused_optimizer.h), Adagrad, RMSprop and LBFGS
+/// (libtorch's), and libtorch's own classes as torch.SGD, torch.Adam and torch.AdamW. The options
+/// have libtorch's names and defaults; SGD's lr defaults to 1e-3.
 OptimizerRegistry default_optimizers();
 
 }  // namespace tessera

@@ -10,42 +10,42 @@
 
 namespace tessera {
 
-/// What a run came to. The same on every rank, but for `baseline_loss`.
+/// The result of a run. The same on every rank, except `baseline_loss`.
 struct TrainResult {
-  int64_t first_step = 0;      ///< steps that were done before: 0, or where a checkpoint was
-  std::vector<double> losses;  ///< of each step: mean over the global batch, before the update
-  std::vector<double>
-      grad_norms;  ///< of each step: 2-norm of the global mean gradient, before clipping
-  std::optional<double> eval_loss;  ///< after the last step; none without evaluation data
-  std::map<std::string, double>
-      eval_figures;  ///< all of the last evaluation: "loss", "accuracy", …
+  int64_t first_step = 0;      ///< steps done before this run: 0, or the checkpoint's
+  std::vector<double> losses;  ///< per step: mean over the global batch, before the update
+  /// Per step: the 2-norm of the global mean gradient, before clipping.
+  std::vector<double> grad_norms;
+  std::optional<double> eval_loss;  ///< after the last step; no value without evaluation data
+  /// All figures of the last evaluation: "loss", "accuracy", …
+  std::map<std::string, double> eval_figures;
   std::optional<double> best_eval_loss;
-  std::optional<double> baseline_loss;  ///< rank 0: what a trivial model of the same data reaches
-  int64_t skipped_steps = 0;            ///< by an infinity under loss scaling
+  std::optional<double> baseline_loss;  ///< rank 0: loss of a trivial model on the same data
+  int64_t skipped_steps = 0;            ///< steps skipped by loss scaling because of an infinity
   int interrupted_by = 0;               ///< the signal that ended the run; 0: it ran to its end
-  std::string checkpoint;               ///< the last one written; empty: none
+  std::string checkpoint;               ///< the last checkpoint written; empty: none
 };
 
-/// Trains as `config` says on the ranks of `group`: every rank calls it, with the same config; it
-/// blocks until the run is over. Rank 0 prints to standard output and writes the files. Before the
-/// first step all ranks agree that all are ready: whatever is wrong on one (missing file, batch
-/// that ranks do not divide, unwritable folder, other parameters) is a UsageError with the same
-/// text on all. Throws BrokenWorldError when a peer is lost.
+/// Runs the training of `config` on the ranks of `group`. Collective: every rank calls it with the
+/// same config; it blocks until the run is over. Rank 0 prints to standard output and writes the
+/// files. Before the first step all ranks check that all of them are ready: an error on one rank
+/// (missing file, batch that the ranks do not divide, unwritable folder, different parameters) is a
+/// UsageError with the same text on all ranks. Throws BrokenWorldError when a peer is lost.
 TrainResult run_training(const Config& config, ProcessGroup group);
 
-/// Asks runs of this process to save and end after the running step; what train_main's signal
-/// handler calls. Async-signal-safe. One rank that is asked ends the run on all.
+/// Makes the runs of this process save a checkpoint and end after the current step. A request on
+/// one rank ends the run on all ranks. train_main's signal handler calls it. Async-signal-safe.
 void request_stop(int signal) noexcept;
 
-/// The command line of `tessera train`, for a program's own main(): `NAME [-n RANKS] CONFIG.yaml
-/// [key=value …]
-/// [--dump-config full|minimal] [--no-resume] [--config-reference]`. Reads the config, starts this
-/// process's part of the world (init_process_group) and runs; with -n it starts RANKS copies of
-/// itself on this host. SIGTERM and SIGINT save a checkpoint, where there is a folder for it, and
-/// end the run; one that comes more than a second after the first ends the process at once. Never
-/// throws; returns the exit code: 0, 1 when the run failed (each rank says why on standard error),
-/// 2 when config, files or options are wrong (said once, by the first rank of each host), 130 or
-/// 143 when it was ended by SIGINT or SIGTERM.
+/// The command line of `tessera train`, for the main() of a program with components of its own:
+/// `NAME [-n RANKS] CONFIG.yaml [key=value …] [--dump-config full|minimal] [--no-resume]
+/// [--config-reference]`. Reads the config, joins the world (init_process_group) and trains. With
+/// -n it starts RANKS copies of itself on this host instead. SIGTERM and SIGINT save a checkpoint,
+/// if checkpoint.folder is set, and end the run; a second signal, more than a second after the
+/// first, ends the process at once. Never throws. Returns the exit code: 0; 1 when the run failed
+/// (each rank prints the reason on standard error); 2 when the config, a file or an argument is
+/// wrong (printed once, by the first rank of each host); 130 or 143 when SIGINT or SIGTERM ended
+/// the run.
 int train_main(int argc, char** argv);
 
 }  // namespace tessera

@@ -7,23 +7,25 @@
 
 #include <torch/torch.h>
 
-#include "tessera/optim/option_map.h"
+#include "tessera/config/registry.h"
 
 namespace tessera {
 
-/// Decides whether a submodule becomes a unit of FullyShardedDataParallel: gathered and released as
-/// a whole. Asked once for every submodule, children before parents; `name` is the path from the
-/// root ("blocks.3"), `unwrapped_numel` the elements of the parameters in it that are not in a unit
-/// yet. Must answer alike on all ranks. The root is always a unit; an empty policy makes no other.
-/// Follows PyTorch's wrap policies.
+/// Decides whether a submodule becomes a unit of FullyShardedDataParallel, which is gathered and
+/// released as a whole. It is called once for every submodule, children before parents. `name`: the
+/// path from the root ("blocks.3"). `unwrapped_numel`: the number of elements in the submodule's
+/// parameters that do not belong to a unit yet. The policy must return the same on all ranks. The
+/// root is always a unit; an empty policy makes no other unit. After PyTorch's wrap policies.
 using WrapPolicy = std::function<bool(torch::nn::Module& module, const std::string& name,
                                       int64_t unwrapped_numel)>;
 
-/// Modules with at least `min_numel` elements (> 0) that are not in a unit yet.
+/// Modules with at least `min_numel` elements that do not belong to a unit yet. UsageError unless
+/// `min_numel` > 0.
 WrapPolicy wrap_by_size(int64_t min_numel = 100'000'000);
 
-/// Modules whose name matches a pattern: `*` stands for any characters but dots, `**` for any, `?`
-/// for one. "blocks.*", "**.mlp".
+/// Modules whose name matches a pattern, such as "blocks.*" or "**.mlp": `*` stands for any
+/// characters but dots, `**` for any characters, `?` for one character. UsageError for an empty
+/// pattern and when there are no patterns.
 WrapPolicy wrap_by_name(std::vector<std::string> patterns);
 
 /// Modules of one of these types, as in wrap_by_type<BlockImpl>().
@@ -37,23 +39,12 @@ WrapPolicy wrap_by_type() {
 /// Every module that has parameters of its own.
 WrapPolicy wrap_leaves();
 
-/// Policies by name, for configurations: "size_based" {min_numel}, "name_based" {patterns, joined
-/// by commas}, "leaves", "none", and what was added. UsageError for an unknown name or option (with
-/// the nearest) and for impossible values.
-class WrapPolicyRegistry {
- public:
-  using Maker = std::function<WrapPolicy(const OptionMap& options)>;
+/// Wrap policies by name. The library's own: "size_based" {min_numel}, "name_based" {patterns},
+/// "leaves" and "none". Add your own with add(): its function reads the policy's options with an
+/// OptionReader and returns the policy.
+using WrapPolicyRegistry = Registry<WrapPolicy>;
 
-  /// Throws UsageError when the name is taken.
-  void add(const std::string& name, Maker make);
-  WrapPolicy make(const std::string& name, const OptionMap& options = {}) const;
-  std::vector<std::string> names() const;
-
- private:
-  std::map<std::string, Maker> makers_;
-};
-
-/// A registry with the library's policies.
+/// A registry with the library's wrap policies.
 WrapPolicyRegistry default_wrap_policies();
 
 }  // namespace tessera

@@ -1,8 +1,8 @@
-#include "tessera/train/option_reader.h"
+#include "tessera/config/option_reader.h"
 
 #include <algorithm>
 
-#include "config/values.h"
+#include "config/scalar_values.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 
@@ -41,6 +41,12 @@ OptionRecord OptionReader::describe(const std::function<void(OptionReader&)>& re
   } catch (const OptionsDescribed&) {
   }
   return *record;
+}
+
+OptionReader OptionReader::checking(const std::string& component) {
+  OptionReader reader(nullptr, {}, component);
+  reader.checking_ = true;
+  return reader;
 }
 
 std::string OptionReader::full(const std::string& key) const {
@@ -94,6 +100,23 @@ OptionReader OptionReader::map(const std::string& key) {
   return inner;
 }
 
+OptionReader OptionReader::map_or_type(const std::string& key) {
+  const ConfigNode* named_by = given(key) ? node_->find(key) : nullptr;
+  if (named_by == nullptr || named_by->kind != Kind::Scalar) {
+    return map(key);
+  }
+  look(key);
+  auto map_of_type = std::make_shared<ConfigNode>();
+  map_of_type->kind = Kind::Map;
+  map_of_type->where = named_by->where;
+  map_of_type->members.push_back({"type", *named_by});
+  auto path = path_;
+  path.push_back(key);
+  OptionReader inner(map_of_type.get(), std::move(path), where_, record_);
+  inner.owned_ = std::move(map_of_type);
+  return inner;
+}
+
 std::vector<OptionReader> OptionReader::list(const std::string& key, const std::string& doc) {
   ConfigNode empty;
   empty.kind = Kind::Sequence;
@@ -112,6 +135,12 @@ std::vector<OptionReader> OptionReader::list(const std::string& key, const std::
     readers.emplace_back(&node->items[i], std::move(path), where_);
   }
   return readers;
+}
+
+void OptionReader::accept_rest() {
+  for (const auto& key : unread()) {
+    take(key, "a value", "");
+  }
 }
 
 std::vector<std::string> OptionReader::unread() const {
@@ -149,13 +178,13 @@ void OptionReader::fail(const std::string& key, const std::string& what) const {
 
 void OptionReader::finish() const {
   if (describing_) {
-    // Only the outermost reader's end is the end of the description.
+    // The description is complete when the outermost reader finishes.
     if (path_.empty()) throw OptionsDescribed{};
     return;
   }
   for (const auto& key : unread()) {
     const std::string known = explain_ ? explain_(key) : "";
-    fail(key, known.empty() ? "unknown key" + did_you_mean(key, known_) : known);
+    fail(key, known.empty() ? "unknown key" + suggestion(key, known_) : known);
   }
   if (!missing_.empty()) {
     throw UsageError(where_ + ": " + missing_.front());

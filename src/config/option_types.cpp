@@ -1,9 +1,9 @@
-// What each type of option accepts, and how it is shown.
+// The `read` functions of OptionReader: the values that each type accepts, and how it is shown.
 #include <algorithm>
 
-#include "config/values.h"
+#include "config/scalar_values.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/detail/nearest.h"
-#include "tessera/train/option_reader.h"
 
 namespace tessera {
 namespace {
@@ -31,7 +31,7 @@ ConfigNode shown(const std::optional<Value>& value) {
   return value ? shown(*value) : ConfigNode{};
 }
 
-/// Each item by `parse`; none when one is wrong. A single value stands for a list of one.
+/// Parses each item; no value when one is wrong. A scalar is a list of one item.
 template <class Value, class Parse>
 std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse& parse) {
   std::vector<Value> values;
@@ -46,7 +46,7 @@ std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse
   return values;
 }
 
-/// Nothing for null, else by `parse`; none when that is wrong.
+/// Parses a value or null; no outer value when it is wrong.
 template <class Value, class Parse>
 std::optional<std::optional<Value>> parse_or_null(const ConfigNode& node, const Parse& parse) {
   if (node.kind == Kind::Null) return std::optional<Value>();
@@ -60,6 +60,22 @@ std::optional<std::string> parse_text(const ConfigNode& node) {
 
 std::optional<std::string> parse_path(const ConfigNode& node) {
   return node.kind == Kind::Scalar && !node.text.empty() ? std::optional(node.text) : std::nullopt;
+}
+
+/// The first item of a list that `parse` refuses; `node` itself when it is no list.
+template <class Parse>
+const ConfigNode& wrong_part(const ConfigNode& node, const Parse& parse) {
+  for (const auto& item : node.items) {
+    if (!parse(item)) return item;
+  }
+  return node;
+}
+
+std::optional<OptionValue> option_value(const OptionValue& value) { return value; }
+std::optional<OptionValue> option_value(const std::vector<int64_t>&) { return std::nullopt; }
+template <class Value>
+std::optional<OptionValue> option_value(const std::optional<Value>& value) {
+  return value ? std::optional<OptionValue>(*value) : std::nullopt;
 }
 
 std::optional<int64_t> integer_in(const ConfigNode& node, const Range& range) {
@@ -78,21 +94,18 @@ template <class Value, class Parse, class Show>
 void OptionReader::read_value(const std::string& key, Value& out, const std::string& expected,
                               const std::string& doc, const Parse& parse, const Show& show) {
   const ConfigNode standard = show(out);
-  if (const ConfigNode* node = look(key)) {
+  const ConfigNode* given = look(key);
+  if (const ConfigNode* node = given == nullptr && checking_ ? &standard : given) {
     const auto value = parse(*node);
     if (!value) {
-      const ConfigNode* wrong = node;
-      if (node->kind == Kind::Sequence) {
-        for (const auto& item : node->items) {
-          if (!parse(item)) {
-            wrong = &item;
-            break;
-          }
-        }
-      }
-      fail_at(*wrong, full(key), wrong->describe() + "; expected " + expected);
+      const ConfigNode& wrong = wrong_part(*node, parse);
+      throw UsageError((wrong.where.empty() ? where_ : wrong.where) + ": " + full(key) + ": " +
+                       wrong.describe() + "; expected " + expected);
     }
     out = *value;
+  }
+  if (auto value = option_value(out)) {
+    values_[key] = std::move(*value);
   }
   note(key, expected, doc, standard, show(out));
 }
@@ -161,6 +174,21 @@ void OptionReader::read(const std::string& key, std::vector<std::string>& out,
       [](const auto& value) { return shown(value); });
 }
 
+void OptionReader::read(const std::string& key, std::tuple<double, double>& out,
+                        const std::string& doc, Range range) {
+  const std::string expected = config::expectation("two numbers", range);
+  std::vector<double> pair{std::get<0>(out), std::get<1>(out)};
+  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
+  read_value(
+      key, pair, expected, doc,
+      [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
+      [](const auto& value) { return shown(value); });
+  if (pair.size() != 2) {
+    fail(key, node_->find(key)->describe() + "; expected " + expected);
+  }
+  out = {pair[0], pair[1]};
+}
+
 void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc,
                         Range range) {
   const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
@@ -217,6 +245,9 @@ void OptionReader::read_choice(const std::string& key, std::string& out,
     }
     out = node->text;
   }
+  if (!out.empty()) {
+    values_[key] = out;
+  }
   note(key, expected, doc, standard, out.empty() ? ConfigNode{} : shown(out));
 }
 
@@ -251,15 +282,6 @@ OptionValue OptionReader::value_of(const ConfigNode& node, const std::string& pa
   if (const auto whole = config::parse_integer(node)) return *whole;
   if (const auto number = config::parse_number(node)) return *number;
   return node.text;
-}
-
-OptionMap OptionReader::rest() {
-  OptionMap options;
-  for (const auto& key : unread()) {
-    const ConfigNode& node = *take(key, "a value", "");
-    options[key] = value_of(node, full(key));
-  }
-  return options;
 }
 
 }  // namespace tessera

@@ -1,6 +1,6 @@
 #include <yaml-cpp/emitter.h>
 
-#include "tessera/train/config_node.h"
+#include "tessera/config/config_node.h"
 
 namespace tessera {
 namespace {

@@ -1,12 +1,14 @@
 #include "tessera/step/early_stop.h"
 
-#include "engine/option_check.h"
+#include <cmath>
+
+#include "tessera/config/option_reader.h"
 
 namespace tessera {
 
 EarlyStop::EarlyStop(EarlyStopOptions options) : options_(options) {
-  engine::check_at_least("EarlyStop", "patience", options.patience, 1);
-  engine::check_not_negative("EarlyStop", "min_delta", options.min_delta);
+  check_option("EarlyStop", "patience", options.patience, kAtLeastOne);
+  check_option("EarlyStop", "min_delta", options.min_delta, kNotNegative);
 }
 
 bool EarlyStop::improves(double value) const {
@@ -36,7 +38,7 @@ bool EarlyStop::observe(double value) {
 }
 
 void EarlyStop::load_state(const State& state) {
-  engine::check_at_least("EarlyStop", "state.waited", state.waited, 0);
+  check_option("EarlyStop", "state.waited", state.waited, kNotNegative);
   state_ = state;
 }
 

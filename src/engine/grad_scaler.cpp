@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "engine/option_check.h"
+#include "tessera/config/option_reader.h"
 
 namespace tessera {
 
@@ -35,15 +35,18 @@ bool all_finite(const std::vector<at::Tensor>& gradients) {
 
 }  // namespace
 
+void GradScalerOptions::read(OptionReader& options) {
+  options.read("init_scale", init_scale, "scale of the first step", kPositive);
+  options.read("growth_factor", growth_factor, "factor of the scale when it grows",
+               Range{.min = 1, .min_open = true});
+  options.read("backoff_factor", backoff_factor, "factor of the scale after an overflow",
+               Range{0, 1, true, true});
+  options.read("growth_interval", growth_interval,
+               "steps without an overflow after which the scale grows", kAtLeastOne);
+}
+
 GradScaler::GradScaler(GradScalerOptions options) : options_(options) {
-  engine::check_positive(kGradScaler, "init_scale", options.init_scale);
-  engine::check_option(kGradScaler, "growth_factor", options.growth_factor,
-                       std::isfinite(options.growth_factor) && options.growth_factor > 1,
-                       "a number > 1");
-  engine::check_option(kGradScaler, "backoff_factor", options.backoff_factor,
-                       options.backoff_factor > 0 && options.backoff_factor < 1,
-                       "a number in (0, 1)");
-  engine::check_at_least(kGradScaler, "growth_interval", options.growth_interval, 1);
+  check_options(kGradScaler, options);
   state_.scale = options.init_scale;
 }
 
@@ -81,8 +84,8 @@ void GradScaler::update(bool found_inf) {
 }
 
 void GradScaler::load_state(const State& state) {
-  engine::check_positive(kGradScaler, "state.scale", state.scale);
-  engine::check_at_least(kGradScaler, "state.growth_tracker", state.growth_tracker, 0);
+  check_option(kGradScaler, "state.scale", state.scale, kPositive);
+  check_option(kGradScaler, "state.growth_tracker", state.growth_tracker, kNotNegative);
   state_ = state;
 }
 

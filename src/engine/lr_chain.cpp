@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/option_check.h"
 #include "engine/schedule_clock.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/step/lr_scheduler.h"
 
 namespace tessera {
@@ -12,20 +12,22 @@ namespace {
 void check_links(const ChainedLrOptions& options) {
   const std::string name = "scheduler chained";
   if (options.schedules.empty()) {
-    throw UsageError(name + ": option schedules is empty, expected at least one");
+    throw UsageError(name + ": schedules: empty; expected at least one");
   }
   int64_t free_from = 0;
   for (size_t i = 0; i < options.schedules.size(); ++i) {
     const auto& link = options.schedules[i];
     const std::string place = "schedules[" + std::to_string(i) + "].";
     if (!link.schedule) {
-      throw UsageError(name + ": option " + place + "schedule is empty, expected a schedule");
+      throw UsageError(name + ": " + place + "schedule: empty; expected a schedule");
     }
-    engine::check_at_least(name, place + "begin", link.begin, free_from);
+    check_option(name, place + "begin", link.begin, Range{static_cast<double>(free_from)});
     const bool open = link.end == -1 && i + 1 == options.schedules.size();
-    engine::check_option(name, place + "end", link.end, open || link.end > link.begin,
-                         "more than its begin = " + std::to_string(link.begin) +
-                             " (-1, no end, is for the last one)");
+    if (!open && link.end <= link.begin) {
+      throw UsageError(name + ": " + place + "end: " + std::to_string(link.end) +
+                       "; expected more than its begin (" + std::to_string(link.begin) +
+                       "); -1, no end, is allowed for the last schedule only");
+    }
     free_from = link.end;
   }
 }

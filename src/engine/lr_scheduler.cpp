@@ -4,8 +4,8 @@
 #include <cmath>
 #include <numbers>
 
-#include "engine/option_check.h"
 #include "engine/schedule_clock.h"
+#include "tessera/config/option_reader.h"
 
 namespace tessera {
 
@@ -16,10 +16,21 @@ double cosine_between(double from, double to, double p) {
   return to + (from - to) * (1 + std::cos(std::numbers::pi * p)) / 2;
 }
 
+void read_by(OptionReader& options, ScheduleBy& by) {
+  options.read_enum("by", by, {{"step", ScheduleBy::step}, {"epoch", ScheduleBy::epoch}},
+                    "the unit that the schedule counts in");
+}
+
 }  // namespace
 
+void ConstantLrOptions::read(OptionReader& options) {
+  options.read("warmup_steps", warmup_steps,
+               "length of the warm-up: step s of it has lr · (s + 1) / warmup_steps", kNotNegative);
+  read_by(options, by);
+}
+
 LrSchedule constant_lr(const ConstantLrOptions& options) {
-  engine::check_at_least("scheduler constant", "warmup_steps", options.warmup_steps, 0);
+  check_options("scheduler constant", options);
   return [options](const Progress& progress, double base_lr) {
     const double t = engine::moment(progress, options.by);
     const auto warmup = static_cast<double>(options.warmup_steps);
@@ -27,15 +38,21 @@ LrSchedule constant_lr(const ConstantLrOptions& options) {
   };
 }
 
+void WarmupCosineLrOptions::read(OptionReader& options) {
+  options.read("warmup_steps", warmup_steps,
+               "length of the warm-up: step s of it has lr · (s + 1) / warmup_steps", kNotNegative);
+  options.read("decay_steps", decay_steps, "where the cosine ends; 0: at the end of the run",
+               kNotNegative);
+  options.read("min_lr", min_lr, "learning rate at the end of the cosine", kNotNegative);
+  read_by(options, by);
+}
+
 LrSchedule warmup_cosine_lr(const WarmupCosineLrOptions& options) {
-  const char* const name = "scheduler warmup_cosine";
-  engine::check_at_least(name, "warmup_steps", options.warmup_steps, 0);
-  engine::check_at_least(name, "decay_steps", options.decay_steps, 0);
-  engine::check_not_negative(name, "min_lr", options.min_lr);
-  if (options.decay_steps > 0) {
-    engine::check_option(name, "decay_steps", options.decay_steps,
-                         options.decay_steps >= options.warmup_steps,
-                         "at least warmup_steps = " + std::to_string(options.warmup_steps));
+  check_options("scheduler warmup_cosine", options);
+  if (options.decay_steps > 0 && options.decay_steps < options.warmup_steps) {
+    throw UsageError(
+        "scheduler warmup_cosine: decay_steps: " + std::to_string(options.decay_steps) +
+        "; expected at least warmup_steps (" + std::to_string(options.warmup_steps) + "), or 0");
   }
   return [options, rising = constant_lr({options.warmup_steps, options.by})](
              const Progress& progress, double base_lr) {
@@ -51,13 +68,15 @@ LrSchedule warmup_cosine_lr(const WarmupCosineLrOptions& options) {
   };
 }
 
+void LinearLrOptions::read(OptionReader& options) {
+  options.read("start_factor", start_factor, "factor of lr at the start", Range{0, 1, true, false});
+  options.read("end_factor", end_factor, "factor of lr from total_iters on", Range{0, 1});
+  options.read("total_iters", total_iters, "length of the change", kAtLeastOne);
+  read_by(options, by);
+}
+
 LrSchedule linear_lr(const LinearLrOptions& options) {
-  const char* const name = "scheduler linear";
-  engine::check_option(name, "start_factor", options.start_factor,
-                       options.start_factor > 0 && options.start_factor <= 1, "a number in (0, 1]");
-  engine::check_option(name, "end_factor", options.end_factor,
-                       options.end_factor >= 0 && options.end_factor <= 1, "a number in [0, 1]");
-  engine::check_at_least(name, "total_iters", options.total_iters, 1);
+  check_options("scheduler linear", options);
   return [options](const Progress& progress, double base_lr) {
     const auto last = static_cast<double>(options.total_iters);
     const double done = std::min(engine::moment(progress, options.by), last) / last;
@@ -65,9 +84,15 @@ LrSchedule linear_lr(const LinearLrOptions& options) {
   };
 }
 
+void StepLrOptions::read(OptionReader& options) {
+  options.require("step_size", "a whole number >= 1");
+  options.read("step_size", step_size, "lr is multiplied by gamma once per step_size", kAtLeastOne);
+  options.read("gamma", gamma, "factor", kPositive);
+  read_by(options, by);
+}
+
 LrSchedule step_lr(const StepLrOptions& options) {
-  engine::check_at_least("scheduler step", "step_size", options.step_size, 1);
-  engine::check_positive("scheduler step", "gamma", options.gamma);
+  check_options("scheduler step", options);
   return [options](const Progress& progress, double base_lr) {
     const double drops =
         std::floor(engine::moment(progress, options.by) / static_cast<double>(options.step_size));
@@ -75,16 +100,25 @@ LrSchedule step_lr(const StepLrOptions& options) {
   };
 }
 
+void MultiStepLrOptions::read(OptionReader& options) {
+  options.require("milestones", "a list of whole numbers >= 1");
+  options.read("milestones", milestones, "where lr is multiplied by gamma, in ascending order",
+               kAtLeastOne);
+  options.read("gamma", gamma, "factor", kPositive);
+  read_by(options, by);
+}
+
 LrSchedule multi_step_lr(const MultiStepLrOptions& options) {
-  const char* const name = "scheduler multi_step";
+  check_options("scheduler multi_step", options);
   const auto& milestones = options.milestones;
-  engine::check_positive(name, "gamma", options.gamma);
   const bool ascending = std::adjacent_find(milestones.begin(), milestones.end(),
                                             std::greater_equal<>()) == milestones.end();
-  engine::check_option(name, "milestones",
-                       std::vector<double>(milestones.begin(), milestones.end()),
-                       !milestones.empty() && milestones.front() >= 1 && ascending,
-                       "at least one integer, each >= 1, in ascending order");
+  if (milestones.empty() || !ascending) {
+    throw UsageError(
+        "scheduler multi_step: milestones: " +
+        to_string(OptionValue(std::vector<double>(milestones.begin(), milestones.end()))) +
+        "; expected at least one whole number >= 1, in ascending order");
+  }
   return [options](const Progress& progress, double base_lr) {
     const auto t = static_cast<int64_t>(engine::moment(progress, options.by));
     const auto passed = std::upper_bound(options.milestones.begin(), options.milestones.end(), t);
@@ -93,16 +127,27 @@ LrSchedule multi_step_lr(const MultiStepLrOptions& options) {
   };
 }
 
+void ExponentialLrOptions::read(OptionReader& options) {
+  options.require("gamma", "a number > 0");
+  options.read("gamma", gamma, "factor per step or epoch", kPositive);
+  read_by(options, by);
+}
+
 LrSchedule exponential_lr(const ExponentialLrOptions& options) {
-  engine::check_positive("scheduler exponential", "gamma", options.gamma);
+  check_options("scheduler exponential", options);
   return [options](const Progress& progress, double base_lr) {
     return base_lr * std::pow(options.gamma, engine::moment(progress, options.by));
   };
 }
 
+void PolynomialLrOptions::read(OptionReader& options) {
+  options.read("total_iters", total_iters, "where lr reaches 0", kAtLeastOne);
+  options.read("power", power, "power of the decay", kPositive);
+  read_by(options, by);
+}
+
 LrSchedule polynomial_lr(const PolynomialLrOptions& options) {
-  engine::check_at_least("scheduler polynomial", "total_iters", options.total_iters, 1);
-  engine::check_positive("scheduler polynomial", "power", options.power);
+  check_options("scheduler polynomial", options);
   return [options](const Progress& progress, double base_lr) {
     const auto last = static_cast<double>(options.total_iters);
     return base_lr *
@@ -110,9 +155,15 @@ LrSchedule polynomial_lr(const PolynomialLrOptions& options) {
   };
 }
 
+void CosineLrOptions::read(OptionReader& options) {
+  options.require("t_max", "a whole number >= 1");
+  options.read("t_max", t_max, "half a period", kAtLeastOne);
+  options.read("eta_min", eta_min, "lowest learning rate", kNotNegative);
+  read_by(options, by);
+}
+
 LrSchedule cosine_lr(const CosineLrOptions& options) {
-  engine::check_at_least("scheduler cosine", "t_max", options.t_max, 1);
-  engine::check_not_negative("scheduler cosine", "eta_min", options.eta_min);
+  check_options("scheduler cosine", options);
   return [options](const Progress& progress, double base_lr) {
     const double p = engine::moment(progress, options.by) / static_cast<double>(options.t_max);
     return cosine_between(base_lr, options.eta_min, p);

@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "engine/option_check.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/step/sync_batch_norm.h"
 
@@ -123,7 +123,7 @@ void check_keys_match(const std::vector<std::string>& keys, const std::vector<Fo
 void check_multiplier(const std::string& name, const std::optional<double>& multiplier,
                       const char* option, const OptionMap& base) {
   if (!multiplier) return;
-  engine::check_not_negative(kParamwise, name, *multiplier);
+  check_option(kParamwise, name, *multiplier, kNotNegative);
   const auto found = base.find(option);
   if (found == base.end()) {
     throw UsageError(fmt::format("{}: option {} = {}, but the optimizer has no {} to multiply",

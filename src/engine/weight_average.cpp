@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "engine/option_check.h"
+#include "tessera/config/option_reader.h"
 
 namespace tessera {
 
@@ -28,8 +28,7 @@ at::Tensor copy_as(const at::Tensor& tensor, at::ScalarType dtype) {
 WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay,
                              WeightAverageOptions options)
     : live_(std::move(live)), decay_(decay), options_(options) {
-  engine::check_option(kWeightAverage, "decay", decay, decay >= 0 && decay < 1,
-                       "a number in [0, 1)");
+  check_option(kWeightAverage, "decay", decay, kProbability);
   for (size_t i = 0; i < live_.size(); ++i) {
     if (!live_[i].defined()) {
       throw UsageError(fmt::format("{}: tensor {} of {} is undefined; expected weights",
@@ -78,7 +77,7 @@ void WeightAverage::swap() {
 
 void WeightAverage::load(const std::vector<at::Tensor>& averages, int64_t updates) {
   refuse_while_swapped("load()");
-  engine::check_at_least(kWeightAverage, "updates", updates, 0);
+  check_option(kWeightAverage, "updates", updates, kNotNegative);
   if (averages.size() != averages_.size()) {
     throw UsageError(fmt::format("{}: load() got {} tensors, expected {}", kWeightAverage,
                                  averages.size(), averages_.size()));

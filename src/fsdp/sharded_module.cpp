@@ -143,7 +143,7 @@ double ShardedModule::grad_norm(double p) {
 double ShardedModule::clip(double max_norm, double p) {
   sharding::check_max_norm(prefix(), max_norm);
   const double norm = grad_norm(p);
-  const double factor = sharding::clip_factor(max_norm, norm);
+  const double factor = clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
   for (const auto* shard : shards()) {

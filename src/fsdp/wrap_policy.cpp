@@ -1,10 +1,9 @@
 #include "tessera/wrap_policy.h"
 
-#include <sstream>
+#include <algorithm>
 
 #include <fmt/format.h>
 
-#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -23,41 +22,22 @@ bool matches(const char* pattern, const char* name) {
   return *name != '\0' && (*pattern == '?' || *pattern == *name) && matches(pattern + 1, name + 1);
 }
 
-void allow(const std::string& policy, const OptionMap& options,
-           const std::vector<std::string>& known) {
-  for (const auto& [name, value] : options) {
-    if (std::find(known.begin(), known.end(), name) == known.end()) {
-      throw UsageError(fmt::format("wrap policy {}: unknown option {}{}", policy, name,
-                                   did_you_mean(name, known)));
-    }
-  }
+WrapPolicy read_size_based(OptionReader& options) {
+  int64_t min_numel = 100'000'000;
+  options.read("min_numel", min_numel,
+               "a module becomes a unit when this many of its elements are in no unit yet",
+               kAtLeastOne);
+  options.finish();
+  return wrap_by_size(min_numel);
 }
 
-WrapPolicy size_based(const OptionMap& options) {
-  allow("size_based", options, {"min_numel"});
-  const auto found = options.find("min_numel");
-  if (found == options.end()) return wrap_by_size();
-  if (const auto* number = std::get_if<int64_t>(&found->second)) return wrap_by_size(*number);
-  const auto* number = std::get_if<double>(&found->second);
-  if (!number || *number != std::floor(*number) || std::abs(*number) > 9e18) {
-    throw UsageError(fmt::format("wrap policy size_based: min_numel is {}; expected a whole number",
-                                 to_string(found->second)));
-  }
-  return wrap_by_size(static_cast<int64_t>(*number));
-}
-
-WrapPolicy name_based(const OptionMap& options) {
-  allow("name_based", options, {"patterns"});
-  const auto found = options.find("patterns");
-  const auto* text = found == options.end() ? nullptr : std::get_if<std::string>(&found->second);
-  if (!text)
-    throw UsageError(
-        "wrap policy name_based: option patterns is missing or no text; expected patterns joined "
-        "by commas, as \"blocks.*\"");
+WrapPolicy read_name_based(OptionReader& options) {
   std::vector<std::string> patterns;
-  std::istringstream stream(*text);
-  for (std::string pattern; std::getline(stream, pattern, ',');) patterns.push_back(pattern);
-  return wrap_by_name(std::move(patterns));
+  options.require("patterns", "a pattern such as \"blocks.*\", or a list of patterns");
+  options.read("patterns", patterns,
+               "modules whose names match one: * any characters but dots, ** any, ? one");
+  options.finish();
+  return named(options.at("patterns"), [&] { return wrap_by_name(patterns); });
 }
 
 }  // namespace
@@ -92,36 +72,12 @@ WrapPolicy wrap_leaves() {
   };
 }
 
-void WrapPolicyRegistry::add(const std::string& name, Maker make) {
-  if (!makers_.emplace(name, std::move(make)).second)
-    throw UsageError(fmt::format("wrap policies: the name {} is taken", name));
-}
-
-WrapPolicy WrapPolicyRegistry::make(const std::string& name, const OptionMap& options) const {
-  const auto found = makers_.find(name);
-  if (found == makers_.end())
-    throw UsageError(fmt::format("unknown wrap policy {}{}", name, did_you_mean(name, names())));
-  return found->second(options);
-}
-
-std::vector<std::string> WrapPolicyRegistry::names() const {
-  std::vector<std::string> result;
-  for (const auto& [name, maker] : makers_) result.push_back(name);
-  return result;
-}
-
 WrapPolicyRegistry default_wrap_policies() {
-  WrapPolicyRegistry registry;
-  registry.add("size_based", size_based);
-  registry.add("name_based", name_based);
-  registry.add("leaves", [](const OptionMap& options) {
-    allow("leaves", options, {});
-    return wrap_leaves();
-  });
-  registry.add("none", [](const OptionMap& options) {
-    allow("none", options, {});
-    return WrapPolicy();
-  });
+  WrapPolicyRegistry registry("wrap policy");
+  registry.add("size_based", read_size_based, "large modules become units");
+  registry.add("name_based", read_name_based, "modules become units by their names");
+  registry.add_plan("leaves", wrap_leaves(), "every module with own parameters becomes a unit");
+  registry.add_plan("none", WrapPolicy(), "the whole model is one unit");
   return registry;
 }
 

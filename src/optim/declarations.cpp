@@ -4,13 +4,13 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "optim/fields.h"
+#include "optim/torch_fields.h"
 
 namespace tessera {
 
 namespace {
 
-// A class is one thing in the whole process, and so is what is declared of it.
+// Declarations are process-wide, as classes are.
 struct Declarations {
   std::mutex mutex;
   std::unordered_map<std::type_index, StateAdapter> adapters;
@@ -19,7 +19,7 @@ struct Declarations {
 
 Declarations& declarations() {
   static auto* const all =
-      new Declarations;  // lives until the process ends, for optimizers in static storage
+      new Declarations;  // never destroyed: optimizers in static storage may still use it
   return *all;
 }
 

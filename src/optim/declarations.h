@@ -7,7 +7,7 @@
 
 namespace tessera::optim {
 
-/// The adapter declared for the optimizer's class, if any.
+/// The adapter that was declared for the optimizer's class, if any.
 std::optional<StateAdapter> declared_adapter(const torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera::optim

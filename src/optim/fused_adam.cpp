@@ -2,8 +2,8 @@
 #include <map>
 
 #include "optim/fused_base.h"
-#include "optim/option_rules.h"
 #include "optim/plain_math.h"
+#include "optim/torch_options.h"
 
 namespace tessera {
 
@@ -44,7 +44,7 @@ RangeUpdate prepare_adam(State& state, const at::Tensor& values, const optim::Ad
 
 template <class State, class StateMap, class Gradients>
 void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamNumbers& n) {
-  // What one call of libtorch's kernel takes: same device, dtype and step count.
+  // One call of libtorch's kernel takes tensors of the same device, dtype and step count.
   std::map<std::tuple<int, at::ScalarType, int64_t>, std::vector<optim::AdamTensors>> on_gpu;
   for (const auto& [param, grad] : gradients) {
     auto& state = optim::state_of<State>(states, param);

@@ -7,7 +7,7 @@
 #include "tessera/error.h"
 #include "tessera/optim/fused_optimizer.h"
 
-// What the three fused optimizers share.
+// Functions that the fused optimizers share.
 
 namespace tessera::optim {
 
@@ -15,11 +15,12 @@ inline Precision precision_of(const at::Tensor& values) {
   return values.scalar_type() == at::kFloat ? Precision::Float32 : Precision::Float64;
 }
 
-/// `state` made to lie in memory as `values` does, with its dtype: created as zeros where
-/// undefined, converted where a loaded one differs. Throws UsageError when the sizes differ.
+/// Gives `state` the memory layout and dtype of `values` and returns its data pointer. An undefined
+/// `state` is created as zeros; a loaded one is converted if it differs. Throws UsageError when the
+/// sizes differ.
 void* match_state(const char* name, at::Tensor& state, const at::Tensor& values);
 
-/// The state of `param` as the type that the optimizer keeps; created where missing.
+/// The state of `param`, created if it is missing. Throws UsageError when it has another type.
 template <class State, class StateMap>
 State& state_of(StateMap& states, const at::Tensor& param) {
   auto& slot = states[compat::state_key(param)];
@@ -34,13 +35,13 @@ State& state_of(StateMap& states, const at::Tensor& param) {
   return *typed;
 }
 
-/// A parameter's update with its gradient, ready to run.
+/// The update of one parameter with its gradient.
 struct Job {
   RangeUpdate update;
   at::Tensor grad;
 };
 
-/// Runs all jobs whole, on several threads where they are large.
+/// Runs all jobs, on several threads when they are large.
 void run_jobs(const std::vector<Job>& jobs);
 
 }  // namespace tessera::optim

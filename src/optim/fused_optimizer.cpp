@@ -17,7 +17,7 @@ namespace tessera {
 
 namespace {
 
-// Less than this is done before a second thread has started.
+// Updating fewer elements takes less time than starting a thread.
 constexpr int64_t kElementsPerThread = int64_t{1} << 18;
 
 bool is_fused_dtype(const at::Tensor& param) {
@@ -25,7 +25,7 @@ bool is_fused_dtype(const at::Tensor& param) {
          (param.scalar_type() == at::kFloat || param.scalar_type() == at::kDouble);
 }
 
-// The gradient, laid out in memory as `values` is.
+// The gradient in the memory layout of `values`.
 at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
   if (grad.scalar_type() == values.scalar_type() && grad.device() == values.device() &&
       grad.strides() == values.strides()) {
@@ -34,7 +34,7 @@ at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
   return at::empty_like(values).copy_(grad);
 }
 
-// Elements [begin, end) of all jobs laid end to end.
+// Updates elements [begin, end) of the concatenation of all jobs.
 void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
   int64_t start = 0;
   for (const auto& job : jobs) {
@@ -48,18 +48,18 @@ void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
   }
 }
 
-// Zeros laid out as `values`. They stay for good, so large ones get a mapping of their own: on the
-// heap they would lie between what comes and goes in every step, and hold it apart. On large pages
-// where the system gives them: several streams through memory lose a few percent at each 4 KiB
-// border, and the first touch is cheaper.
+// Zeros in the memory layout of `values`. They live as long as the optimizer, so large ones get a
+// mapping of their own; on the heap they would fragment the memory that is allocated in every step.
+// Huge pages are requested: with several streams through memory, 4 KiB pages cost a few percent,
+// and the first access is cheaper.
 at::Tensor new_state(const at::Tensor& values) {
 #ifdef __linux__
   constexpr size_t kLargePage = size_t{1} << 21, kLarge = size_t{1} << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t bytes = (values.nbytes() + page - 1) / page * page;
   if (values.device().is_cpu() && bytes >= kLarge) {
-    // A large page more than is needed, to start at an address of its size; what is before and
-    // behind is given back.
+    // Maps one huge page more than needed, so that the buffer can start at a multiple of its size,
+    // and unmaps the rest before and after it.
     void* const room = mmap(nullptr, bytes + kLargePage, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (room != MAP_FAILED) {
@@ -67,7 +67,7 @@ at::Tensor new_state(const at::Tensor& values) {
       auto* const start = static_cast<char*>(room) + before;
       if (before > 0) munmap(room, before);
       munmap(start + bytes, kLargePage - before);
-      madvise(start, bytes, MADV_HUGEPAGE);  // only advice: a refusal changes nothing
+      madvise(start, bytes, MADV_HUGEPAGE);  // only a hint: failure is ignored
       return at::from_blob(
           start, values.sizes(), values.strides(), [bytes](void* memory) { munmap(memory, bytes); },
           values.options().requires_grad(false));
@@ -93,7 +93,7 @@ void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& 
   return state.data_ptr();
 }
 
-// Threads of our own, for a moment: at::parallel_for is a template over OpenMP, which the caller's
+// Short-lived threads of our own: at::parallel_for is a template over OpenMP, which the caller's
 // build may lack.
 void optim::run_jobs(const std::vector<Job>& jobs) {
   int64_t total = 0;
@@ -111,7 +111,7 @@ void optim::run_jobs(const std::vector<Job>& jobs) {
       threads.emplace_back(
           [&jobs, begin, end = std::min(total, begin + share)] { run_span(jobs, begin, end); });
     }
-  } catch (const std::system_error&) {  // no more threads to be had: the rest is done here
+  } catch (const std::system_error&) {  // no more threads available: this thread does the rest
   }
   run_span(jobs, 0, std::min(share, total));
   run_span(jobs, begin, total);
@@ -152,7 +152,7 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   }
   std::vector<optim::Job> jobs;
   std::vector<std::pair<at::Tensor, at::Tensor>>
-      copies;  // parameter, the dense values updated in its place
+      copies;  // parameter, and the dense values that are updated instead
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& params = param_groups_[g].params();
     for (size_t i = 0; i < params.size(); ++i) {

@@ -1,6 +1,6 @@
 #include "optim/fused_base.h"
-#include "optim/option_rules.h"
 #include "optim/plain_math.h"
+#include "optim/torch_options.h"
 
 namespace tessera {
 
@@ -32,7 +32,7 @@ RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
     momentum = o.nesterov() ? optim::Momentum::Nesterov : optim::Momentum::Plain;
     auto& buffer = optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer();
     if (!buffer.defined()) {
-      keep = 1;  // the buffer, zero before, becomes the first gradient whole
+      keep = 1;  // the zero buffer becomes the first gradient, without dampening
     }
     update.first = optim::match_state("momentum_buffer", buffer, values);
   }

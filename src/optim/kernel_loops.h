@@ -6,8 +6,8 @@
 
 #include "tessera/detail/range_update.h"
 
-// Included by kernels.cpp alone: always inlined into one function per instruction set, so that each
-// is vectorised for it.
+// Included only by kernels.cpp. The loops are inlined into one function per instruction set, so
+// that the compiler vectorises them for it.
 
 #define TESSERA_INLINE [[gnu::always_inline]] inline
 
@@ -102,7 +102,7 @@ TESSERA_INLINE void sgd_range(const RangeUpdate& u, int64_t offset, const void* 
   }
 }
 
-// Sixteen running sums, whatever the width of the registers: element i goes to sum i mod 16.
+// Sixteen running sums for any register width: element i is added to sum i mod 16.
 TESSERA_INLINE double sum_of_squares_loop(const float* x, int64_t n) {
   using Floats = float __attribute__((vector_size(16)));
   using Doubles = double __attribute__((vector_size(32)));

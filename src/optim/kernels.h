@@ -2,8 +2,8 @@
 
 #include "tessera/detail/range_update.h"
 
-// The loops over elements, compiled once for any CPU and once for AVX2, chosen at run time. See
-// [Note: bit identity] in tessera/fused_optimizer.h.
+// The loops over elements, compiled for any CPU and for AVX2, and selected at run time. See
+// [Note: bit identity] in tessera/optim/fused_optimizer.h.
 
 namespace tessera::optim {
 
@@ -18,14 +18,14 @@ enum class Momentum { None, Plain, Nesterov };
 /// Coefficients: 0 momentum, 1 1 - dampening, 2 lr, 3 L2 decay.
 RangeKernel sgd_kernel(Precision precision, bool l2, Momentum momentum);
 
-/// See fused_optimizer.h.
+/// See tessera/optim/fused_optimizer.h.
 double sum_of_squares(const float* x, int64_t n);
 
-/// Whether the AVX2 code is in use.
+/// Whether the AVX2 code is used.
 bool uses_avx2();
 
-/// For tests and measurements: lets kernels asked for from now on be the code for any CPU (false),
-/// or the chosen (true).
+/// For tests and measurements. False: kernels that are requested from now on use the code for any
+/// CPU; true: the code selected at run time.
 void allow_avx2(bool allowed);
 
 }  // namespace tessera::optim

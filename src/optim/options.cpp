@@ -1,8 +1,6 @@
-#include <algorithm>
-#include <iterator>
 
-#include "optim/option_rules.h"
-#include "optim/serialized.h"
+#include "optim/named_values.h"
+#include "optim/torch_options.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/optim/optimizer_state.h"
 
@@ -41,7 +39,7 @@ std::optional<OptionValue> to_option_value(const c10::IValue& value) {
   return std::nullopt;
 }
 
-// `model` is the value that it replaces, and has the same kind.
+/// `value` as the kind of IValue that `model`, the value to be replaced, has.
 c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
   if (const auto* numbers = std::get_if<std::vector<double>>(&value);
       numbers != nullptr && model.isTuple()) {
@@ -50,32 +48,27 @@ c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
   return std::visit([](const auto& v) { return c10::IValue(v); }, value);
 }
 
-std::vector<std::string> keys_of(const OptionMap& values) {
-  std::vector<std::string> keys;
-  std::transform(values.begin(), values.end(), std::back_inserter(keys),
-                 [](const auto& v) { return v.first; });
-  return keys;
-}
-
-// What a field of a user-defined type takes is what it holds now.
-OptionValue checked_like(const std::string& name, const OptionValue& value,
-                         const OptionMap& present) {
-  const auto found = present.find(name);
-  if (found == present.end()) {
-    throw optim::unknown_name(kComponent, "option", name, keys_of(present));
+/// `values` for the options of a user-defined type, converted to the types of the `present` values.
+OptionMap checked_like(const OptionMap& present, const OptionMap& values) {
+  OptionMap checked, converted;
+  for (const auto& [name, value] : values) {
+    const auto found = present.find(name);
+    // A value of the same type is copied, because OptionReader refuses infinities.
+    const bool same = found != present.end() && found->second.index() == value.index();
+    (same ? checked : converted)[name] = value;
   }
-  KnownOption option;
-  option.name = name;
-  option.type = static_cast<OptionType>(found->second.index());
-  return optim::checked_value(kComponent, option, value);
+  const ConfigNode node = options_node(converted, kComponent);
+  OptionReader reader(&node, {}, kComponent);
+  for (auto [name, value] : present) {
+    std::visit([&, key = name](auto& typed) { reader.read(key, typed, ""); }, value);
+    if (converted.count(name) > 0) checked[name] = value;
+  }
+  reader.finish();
+  return checked;
 }
 
 void set_user_options(torch::optim::OptimizerOptions& options, const OptionMap& values) {
-  const OptionMap present = get_options(options);
-  OptionMap checked;
-  for (const auto& [name, value] : values) {
-    checked[name] = checked_like(name, value, present);
-  }
+  const OptionMap checked = checked_like(get_options(options), values);
   auto stored = optim::to_values(options);
   if (!stored) {
     if (const auto lr = checked.find("lr"); lr != checked.end()) {
@@ -94,7 +87,7 @@ void set_user_options(torch::optim::OptimizerOptions& options, const OptionMap& 
 OptionMap get_options(const torch::optim::OptimizerOptions& options) {
   OptionMap values;
   const bool known = optim::with_options(options, [&values](const auto& typed) {
-    optim::visit_options(typed, [&values](const char* name, const auto& field) {
+    optim::visit_options(typed, [&values](const char* name, const auto& field, const auto&...) {
       if (auto value = optim::to_option(field)) {
         values[name] = std::move(*value);
       }
@@ -113,7 +106,7 @@ OptionMap get_options(const torch::optim::OptimizerOptions& options) {
   if (values.count("lr") == 0) {
     try {
       values["lr"] = options.get_lr();
-    } catch (const c10::Error&) {  // a type that has no learning rate
+    } catch (const c10::Error&) {  // the type has no learning rate
     }
   }
   return values;
@@ -122,24 +115,10 @@ OptionMap get_options(const torch::optim::OptimizerOptions& options) {
 void set_options(torch::optim::OptimizerOptions& options, const OptionMap& values) {
   const bool known = optim::with_options(options, [&values](auto& typed) {
     auto changed = typed;
-    std::vector<std::string> names;
-    size_t taken = 0;
-    optim::visit_options(changed, [&](const char* name, auto& field) {
-      names.emplace_back(name);
-      if (const auto found = values.find(name); found != values.end()) {
-        const auto type = optim::option_type<std::remove_reference_t<decltype(field)>>();
-        optim::from_option(
-            optim::checked_value(kComponent, optim::known_option(name, type), found->second),
-            field);
-        ++taken;
-      }
-    });
-    if (taken != values.size()) {
-      const auto unknown = std::find_if(values.begin(), values.end(), [&names](const auto& v) {
-        return std::find(names.begin(), names.end(), v.first) == names.end();
-      });
-      throw optim::unknown_name(kComponent, "option", unknown->first, names);
-    }
+    const ConfigNode node = options_node(values, kComponent);
+    OptionReader reader(&node, {}, kComponent);
+    optim::read_fields(reader, changed);
+    reader.finish();
     typed = changed;
   });
   if (!known) {

@@ -34,8 +34,8 @@ bool libtorch_fused_adam(const std::vector<AdamTensors>& tensors, const AdamNumb
     return false;
   }
   compat::FusedAdamLists lists;
-  // The kernel reads the counts from the device as float32; all are equal here, so one tensor
-  // serves them all.
+  // The kernel reads the step counts from the device as float32. They are all equal, so one tensor
+  // is passed for all parameters.
   const auto step =
       at::full({}, static_cast<double>(tensors.front().step),
                tensors.front().param.options().dtype(at::kFloat).requires_grad(false));

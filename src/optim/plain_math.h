@@ -7,12 +7,12 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-// The updates as tensor operations, for tensors that the fused kernels do not take: other dtypes,
-// other devices. The arithmetic is libtorch's own optimizers'. Call without autograd.
+// The updates as tensor operations, for dtypes and devices that the fused kernels do not support.
+// The arithmetic is that of libtorch's optimizers. Call with autograd disabled.
 
 namespace tessera::optim {
 
-/// One parameter's part in a step of Adam; `step` counts this one.
+/// The tensors of one parameter in a step of Adam. `step` includes the current step.
 struct AdamTensors {
   at::Tensor param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
   int64_t step = 0;
@@ -37,12 +37,11 @@ AdamNumbers adam_numbers(const Options& o) {
 
 void plain_adam(const AdamTensors& tensors, const AdamNumbers& numbers);
 
-/// libtorch's fused kernel over lists of tensors of one device and dtype, all at the same step.
-/// False, with nothing done, where this libtorch has none.
+/// Calls libtorch's fused kernel for tensors of one device and dtype, all at the same step. Returns
+/// false, without a change, when this libtorch has no such kernel.
 bool libtorch_fused_adam(const std::vector<AdamTensors>& tensors, const AdamNumbers& numbers);
 
-/// `buffer`: the momentum buffer; undefined at the first step with momentum, and then defined
-/// afterwards.
+/// `buffer`: the momentum buffer. If it is undefined at a step with momentum, it is created.
 void plain_sgd(const at::Tensor& param, const at::Tensor& grad, at::Tensor& buffer,
                const torch::optim::SGDOptions& options);
 

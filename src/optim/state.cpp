@@ -1,9 +1,9 @@
 #include <set>
 
 #include "optim/declarations.h"
-#include "optim/fields.h"
-#include "optim/option_rules.h"
-#include "optim/serialized.h"
+#include "optim/named_values.h"
+#include "optim/torch_fields.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state.h"
@@ -51,7 +51,7 @@ ParamState read_state(const State& typed) {
   return state;
 }
 
-/// Takes fields out of a ParamState by name, and knows what was left.
+/// Reads fields of a ParamState by name and finds the names that were not read.
 class StateReader {
  public:
   explicit StateReader(const ParamState& state) : state_(state) {}
@@ -68,7 +68,7 @@ class StateReader {
     return found == state_.scalars.end() ? std::nullopt : std::optional<ScalarValue>(found->second);
   }
 
-  /// The entries name.0 … name.(size-1), undefined where there is none; none without a size.
+  /// The tensors name.0 … name.(size-1); a missing one is undefined. Empty when there is no size.
   std::optional<std::vector<at::Tensor>> list(const std::string& name) {
     const auto size = scalar(name + kSize);
     if (!size) {
@@ -93,7 +93,8 @@ class StateReader {
  private:
   void check_taken(const std::string& name) const {
     if (known_.count(name) == 0) {
-      throw optim::unknown_name("set_state", "state", name, {known_.begin(), known_.end()});
+      throw UsageError("set_state: unknown state \"" + name + "\"" +
+                       suggestion(name, {known_.begin(), known_.end()}));
     }
   }
 
@@ -106,7 +107,7 @@ Number as(const ScalarValue& value) {
   return std::visit([](auto v) { return static_cast<Number>(v); }, value);
 }
 
-// The tensors without which the optimizer's next step would fail.
+// The tensors that the optimizer's next step requires.
 template <class State>
 std::vector<std::string> required_tensors() {
   using namespace torch::optim;

@@ -181,7 +181,7 @@ double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   sharding::check_max_norm(prefix(), max_norm);
   const double before = grad_norm(p);
-  const double factor = sharding::clip_factor(max_norm, before);
+  const double factor = clip_factor(max_norm, before);
   if (factor == 1) return before;
   at::NoGradGuard no_grad;
   for (size_t b = 0; b < shards.buckets().size(); ++b) mean.segment(b).mul_(factor);

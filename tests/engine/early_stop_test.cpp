@@ -74,11 +74,11 @@ TEST(EarlyStop, GoesOnFromItsState) {
 
 TEST(EarlyStop, ImpossibleOptionsAreNamed) {
   EXPECT_EQ(thrown_by([] { EarlyStop({.patience = 0}); }),
-            "EarlyStop: option patience = 0, expected an integer >= 1");
-  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta = -1"));
-  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = kNaN}); }), HasSubstr("min_delta = nan"));
+            "EarlyStop: patience: 0; expected a whole number >= 1");
+  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta: -1"));
+  EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = kNaN}); }), HasSubstr("min_delta: nan"));
   EXPECT_THAT(thrown_by([] { EarlyStop().load_state({.waited = -2}); }),
-              HasSubstr("state.waited = -2"));
+              HasSubstr("state.waited: -2"));
 }
 
 }  // namespace

@@ -128,19 +128,19 @@ TEST(GradScaler, GoesOnFromItsState) {
 
 TEST(GradScaler, ImpossibleOptionsAreNamed) {
   EXPECT_EQ(thrown_by([] { GradScaler({.init_scale = 0}); }),
-            "GradScaler: option init_scale = 0, expected a number > 0");
+            "GradScaler: init_scale: 0; expected a number > 0");
   EXPECT_THAT(thrown_by([] { GradScaler({.init_scale = kInfinity}); }),
-              HasSubstr("init_scale = inf"));
+              HasSubstr("init_scale: inf"));
   EXPECT_THAT(thrown_by([] { GradScaler({.growth_factor = 1}); }),
-              HasSubstr("growth_factor = 1, expected a number > 1"));
+              HasSubstr("growth_factor: 1; expected a number > 1"));
   EXPECT_THAT(thrown_by([] { GradScaler({.backoff_factor = 1}); }),
-              HasSubstr("backoff_factor = 1, expected a number in (0, 1)"));
-  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval = 0}); }),
-              HasSubstr("growth_interval = 0"));
+              HasSubstr("backoff_factor: 1; expected a number > 0 and < 1"));
+  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval : 0}); }),
+              HasSubstr("growth_interval: 0"));
   EXPECT_THAT(thrown_by([] { GradScaler().load_state({.scale = kNotANumber}); }),
-              HasSubstr("state.scale = nan"));
+              HasSubstr("state.scale: nan"));
   EXPECT_THAT(thrown_by([] { GradScaler().load_state({.growth_tracker = -1}); }),
-              HasSubstr("state.growth_tracker = -1"));
+              HasSubstr("state.growth_tracker: -1"));
 }
 
 }  // namespace

@@ -181,36 +181,34 @@ TEST(LrScheduler, ChainedMixesStepsAndEpochs) {
 TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_EQ(thrown_by([] { constant_lr({.warmup_steps = -1}); }),
-            "scheduler constant: option warmup_steps = -1, expected an integer >= 0");
+            "scheduler constant: warmup_steps: -1; expected a whole number >= 0");
   EXPECT_EQ(thrown_by([] { warmup_cosine_lr({.warmup_steps = 9, .decay_steps = 8}); }),
-            "scheduler warmup_cosine: option decay_steps = 8, expected at least warmup_steps = 9");
+            "scheduler warmup_cosine: decay_steps: 8; expected at least warmup_steps (9), or 0");
   EXPECT_THAT(thrown_by([] { warmup_cosine_lr({.min_lr = -1e-3}); }),
-              HasSubstr("warmup_cosine: option min_lr = -0.001"));
+              HasSubstr("warmup_cosine: min_lr: -0.001"));
   EXPECT_THAT(thrown_by([] { linear_lr({.start_factor = 0}); }),
-              HasSubstr("linear: option start_factor = 0, expected a number in (0, 1]"));
+              HasSubstr("linear: start_factor: 0; expected a number > 0 and <= 1"));
   EXPECT_THAT(thrown_by([] { linear_lr({.end_factor = 1.5}); }),
-              HasSubstr("linear: option end_factor = 1.5"));
+              HasSubstr("linear: end_factor: 1.5"));
   EXPECT_THAT(thrown_by([] { linear_lr({.total_iters = 0}); }),
-              HasSubstr("linear: option total_iters = 0"));
+              HasSubstr("linear: total_iters: 0"));
   EXPECT_THAT(thrown_by([] { step_lr({}); }),
-              HasSubstr("step: option step_size = 0, expected an integer >= 1"));
+              HasSubstr("step: step_size: 0; expected a whole number >= 1"));
   EXPECT_THAT(thrown_by([&] { step_lr({.step_size = 1, .gamma = nan}); }),
-              HasSubstr("step: option gamma = nan"));
-  EXPECT_THAT(thrown_by([] { multi_step_lr({}); }),
-              HasSubstr("multi_step: option milestones = []"));
+              HasSubstr("step: gamma: nan"));
+  EXPECT_THAT(thrown_by([] { multi_step_lr({}); }), HasSubstr("multi_step: milestones: []"));
   EXPECT_THAT(thrown_by([] {
                 multi_step_lr({.milestones = {3, 3}});
               }),
-              HasSubstr("milestones = [3, 3], expected"));
+              HasSubstr("milestones: [3, 3]; expected"));
   EXPECT_THAT(thrown_by([] {
                 multi_step_lr({.milestones = {0, 3}});
               }),
-              HasSubstr("milestones = [0, 3], expected"));
+              HasSubstr("milestones: 0; expected a list, each a whole number >= 1"));
   EXPECT_THAT(thrown_by([] { exponential_lr({}); }),
-              HasSubstr("exponential: option gamma = 0, expected a number > 0"));
-  EXPECT_THAT(thrown_by([] { polynomial_lr({.power = -1}); }),
-              HasSubstr("polynomial: option power = -1"));
-  EXPECT_THAT(thrown_by([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: option t_max = 0"));
+              HasSubstr("exponential: gamma: 0; expected a number > 0"));
+  EXPECT_THAT(thrown_by([] { polynomial_lr({.power = -1}); }), HasSubstr("polynomial: power: -1"));
+  EXPECT_THAT(thrown_by([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: t_max: 0"));
 }
 
 TEST(LrScheduler, ImpossibleChainsNameTheLink) {
@@ -218,13 +216,13 @@ TEST(LrScheduler, ImpossibleChainsNameTheLink) {
   const auto chain = [](std::vector<ChainedLrOptions::Link> links) {
     return thrown_by([&] { chained_lr({.schedules = links}); });
   };
-  EXPECT_EQ(chain({}), "scheduler chained: option schedules is empty, expected at least one");
-  EXPECT_THAT(chain({{one, 0, 5}, {nullptr, 5, 6}}), HasSubstr("schedules[1].schedule is empty"));
+  EXPECT_EQ(chain({}), "scheduler chained: schedules: empty; expected at least one");
+  EXPECT_THAT(chain({{one, 0, 5}, {nullptr, 5, 6}}), HasSubstr("schedules[1].schedule: empty"));
   EXPECT_THAT(chain({{one, 0, 5}, {one, 4, 6}}),
-              HasSubstr("schedules[1].begin = 4, expected an integer >= 5"));
+              HasSubstr("schedules[1].begin: 4; expected a whole number >= 5"));
   EXPECT_THAT(chain({{one, 3, 3}}),
-              HasSubstr("schedules[0].end = 3, expected more than its begin = 3"));
-  EXPECT_THAT(chain({{one, 0}, {one, 5}}), HasSubstr("schedules[0].end = -1"));
+              HasSubstr("schedules[0].end: 3; expected more than its begin (3)"));
+  EXPECT_THAT(chain({{one, 0}, {one, 5}}), HasSubstr("schedules[0].end: -1"));
   EXPECT_EQ(chain({{one, 0, 5}, {one, 7}}), "no error");
 }
 

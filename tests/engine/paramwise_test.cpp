@@ -262,11 +262,11 @@ TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
 
 TEST(Paramwise, ImpossibleMultipliersAreNamed) {
   EXPECT_EQ(thrown_by([] { paramwise_groups(*Kinds(), {.flat_decay_mult = -1}, kBase); }),
-            "paramwise: option flat_decay_mult = -1, expected a number >= 0");
+            "paramwise: flat_decay_mult: -1; expected a number >= 0");
   EXPECT_THAT(thrown_by([] {
                 paramwise_groups(*Kinds(), {.custom_keys = {{"head", {.lr_mult = -2}}}}, kBase);
               }),
-              HasSubstr("custom_keys.head.lr_mult = -2"));
+              HasSubstr("custom_keys.head.lr_mult: -2"));
   EXPECT_THAT(thrown_by([] {
                 paramwise_groups(*Kinds(), {.bias_lr_mult = 2}, {{"lr", std::string("fast")}});
               }),

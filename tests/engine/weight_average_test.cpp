@@ -131,7 +131,7 @@ TEST(WeightAverage, GoesOnFromWhatWasSaved) {
 
 TEST(WeightAverage, MistakesAreNamed) {
   EXPECT_EQ(thrown_by([] { WeightAverage({at::ones({1})}, 1.0); }),
-            "WeightAverage: option decay = 1, expected a number in [0, 1)");
+            "WeightAverage: decay: 1; expected a number >= 0 and < 1");
   EXPECT_THAT(thrown_by([] {
                 WeightAverage({at::ones({1}), at::Tensor()}, 0.5);
               }),
@@ -144,7 +144,7 @@ TEST(WeightAverage, MistakesAreNamed) {
               HasSubstr("tensor 0 is [3, 2], expected [2, 3]"));
   EXPECT_THAT(thrown_by([&] { average.load({at::Tensor()}, 0); }),
               HasSubstr("tensor 0 is undefined"));
-  EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates = -1"));
+  EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates: -1"));
   average.swap();
   EXPECT_THAT(thrown_by([&] { average.update(); }),
               HasSubstr("update() while the averages are in the live tensors"));

@@ -79,9 +79,9 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
   EXPECT_THAT(thrown_by([&] {
                 policies.make("size_based", {{"min_numel", int64_t{0}}});
               }),
-              HasSubstr("min_numel is 0"));
-  const auto by_name =
-      policies.make("name_based", {{"patterns", std::string("blocks.*,**.mlp,h?")}});
+              HasSubstr("min_numel: 0; expected a whole number >= 1"));
+  const auto by_name = policies.make(
+      "name_based", {{"patterns", std::vector<std::string>{"blocks.*", "**.mlp", "h?"}}});
   torch::nn::Linear any(1, 1);
   for (const char* name : {"blocks.3", "blocks.3.mlp", "a.b.mlp", "h1"})
     EXPECT_TRUE(by_name(*any, name, 0)) << name;

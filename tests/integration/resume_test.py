@@ -75,7 +75,7 @@ class Runs(unittest.TestCase):
             process.send_signal(number)
             rest, _ = process.communicate(timeout=30)
             self.assertEqual(process.returncode, 128 + number, rest)
-            self.assertIn("the same command goes on from run/step-", rest)
+            self.assertIn("the same command resumes from run/step-", rest)
         self.call()
         self.assertEqual(self.outcome(), whole)
 
@@ -88,7 +88,7 @@ class Runs(unittest.TestCase):
         os.kill(int(second), signal.SIGTERM)
         rest, _ = process.communicate(timeout=30)
         self.assertEqual(process.returncode, 143, rest)
-        self.assertIn("the same command goes on from run/step-", rest)
+        self.assertIn("the same command resumes from run/step-", rest)
         self.call()
         self.assertEqual(self.outcome(), whole)
 
@@ -102,7 +102,7 @@ class Runs(unittest.TestCase):
             time.sleep(0.05)
         rest, _ = process.communicate(timeout=30)
         self.assertEqual(process.returncode, 143, rest)
-        self.assertIn("the same command goes on from run/step-", rest)
+        self.assertIn("the same command resumes from run/step-", rest)
 
     def test_a_file_that_cannot_grow_ends_the_run_with_its_name(self):
         """As a full disk: no signal, exit code 1, and the rank that writes the file is the root cause."""

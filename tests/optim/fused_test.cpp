@@ -107,7 +107,7 @@ TEST(FusedSGD, FollowsLibtorchWithEveryOption) {
   }
 }
 
-TEST(FusedOptimizer, StateIsTheSizeOfWhatIsUsed) {
+TEST(FusedOptimizer, StateHasOnlyTheTensorsThatTheOptionsNeed) {
   auto params = make_params(at::kFloat);
   set_gradients(params, 0);
   FusedSGD sgd(params, SGDOptions(0.1));
@@ -143,7 +143,7 @@ TEST(FusedOptimizer, RefusesSparseGradients) {
   EXPECT_TRUE(at::equal(p, torch::ones({4}))) << "nothing is updated";
 }
 
-TEST(FusedOptimizer, CountsAsAnInPlaceChangeForAutograd) {
+TEST(FusedOptimizer, AutogradSeesAnInPlaceChange) {
   auto p = torch::ones({4}).requires_grad_();
   p.mutable_grad() = torch::ones({4});
   FusedAdam optimizer(std::vector<at::Tensor>{p}, AdamOptions(0.1));
@@ -221,7 +221,7 @@ std::vector<at::Tensor> train(int64_t n, const std::vector<int64_t>& cuts) {
   return params;
 }
 
-TEST(BitIdentity, CutsAndThreadsDoNotMatter) {
+TEST(BitIdentity, ResultsDoNotDependOnRangesAndThreads) {
   const int64_t n = 1'100'003;
   const auto whole = train(n, {0, n});
   EXPECT_TRUE(equal_bits(at::cat(train(n, {0, 1, 8, 17, 333'337, 333'338, n})), whole[0]));
@@ -232,7 +232,7 @@ TEST(BitIdentity, CutsAndThreadsDoNotMatter) {
   EXPECT_TRUE(equal_bits(at::cat(threaded), whole[0]));
 }
 
-TEST(BitIdentity, InstructionSetDoesNotMatter) {
+TEST(BitIdentity, ResultsDoNotDependOnTheInstructionSet) {
   const auto fast = train(10'007, {0, 10'007});
   optim::allow_avx2(false);
   const auto any = train(10'007, {0, 10'007});
@@ -240,7 +240,7 @@ TEST(BitIdentity, InstructionSetDoesNotMatter) {
   EXPECT_TRUE(equal_bits(fast[0], any[0]));
 }
 
-TEST(BitIdentity, StridesDoNotMatter) {
+TEST(BitIdentity, ResultsDoNotDependOnStrides) {
   torch::manual_seed(4);
   const auto start = torch::randn({6, 14}), grad = torch::randn({6, 7});
   auto sliced = start.clone().slice(1, 0, 14, 2).requires_grad_();
@@ -254,7 +254,7 @@ TEST(BitIdentity, StridesDoNotMatter) {
   EXPECT_TRUE(equal_bits(sliced, dense));
 }
 
-TEST(RangeUpdate, SupportsOnlyWhatItSays) {
+TEST(RangeUpdate, SupportsOnlyDenseFloat32OnTheCpu) {
   EXPECT_TRUE(FusedOptimizer::supports_range(torch::zeros({3, 4})));
   EXPECT_FALSE(FusedOptimizer::supports_range(at::Tensor()));
   EXPECT_FALSE(FusedOptimizer::supports_range(torch::zeros({3, 4}).t()));
@@ -264,7 +264,7 @@ TEST(RangeUpdate, SupportsOnlyWhatItSays) {
   EXPECT_THROW(optimizer.begin_update(torch::zeros({3})), UsageError);
 }
 
-TEST(FusedOptimizer, OtherDtypesTakePlainArithmetic) {
+TEST(FusedOptimizer, OtherDtypesUseTensorOperations) {
   torch::manual_seed(5);
   auto ours = torch::randn({33}).to(at::kBFloat16).requires_grad_(),
        plain = ours.detach().clone().requires_grad_();
@@ -306,7 +306,7 @@ TEST(FusedOptimizer, LibtorchsFusedKernelAgreesWhereItExists) {
   }
 }
 
-TEST(SumOfSquares, IsExactEnoughAndFixed) {
+TEST(SumOfSquares, IsAccurateAndDeterministic) {
   torch::manual_seed(7);
   for (const int64_t n : {0, 1, 15, 16, 17, 4099}) {
     const auto x = torch::randn({n});

@@ -12,7 +12,7 @@ namespace {
 
 using namespace torch::optim;
 
-TEST(OptionText, ReadsAsItWasWritten) {
+TEST(OptionText, ShowsEveryTypeAsYaml) {
   EXPECT_EQ(to_string(OptionValue(true)), "true");
   EXPECT_EQ(to_string(OptionValue(int64_t{3})), "3");
   EXPECT_EQ(to_string(OptionValue(0.1)), "0.1");
@@ -43,14 +43,14 @@ TEST(Options, RoundTripForEveryType) {
   round_trip(LBFGSOptions(0.1).tolerance_grad(0.5).tolerance_change(0.25));
 }
 
-TEST(Options, CopyUnsetsWhatTheSourceLeavesUnset) {
+TEST(Options, CopyUnsetsOptionsThatTheSourceLeavesUnset) {
   LBFGSOptions to(1);
   to.max_eval(7);
   copy_options(LBFGSOptions(1), to);
   EXPECT_FALSE(to.max_eval().has_value());
 }
 
-TEST(Options, SetChangesWhatIsNamedOrNothing) {
+TEST(Options, SetChangesTheNamedOptionsOrNothing) {
   AdamOptions options(0.1);
   set_options(options, {{"lr", int64_t{2}}});
   EXPECT_EQ(options.lr(), 2);
@@ -62,7 +62,7 @@ TEST(Options, SetChangesWhatIsNamedOrNothing) {
   EXPECT_THROW(copy_options(options, other), UsageError);
 }
 
-TEST(Options, UserDefinedOnesAreReadThroughSerialize) {
+TEST(Options, UserDefinedOptionsAreReadThroughSerialize) {
   testing::UserOptions<true> options(0.5), other(0.1);
   options.loud = true;
   options.range = {3, 4};
@@ -76,7 +76,7 @@ TEST(Options, UserDefinedOnesAreReadThroughSerialize) {
   EXPECT_THROW(set_options(other, {{"lodu", true}}), UsageError);
 }
 
-TEST(Options, UserDefinedOnesWithoutSerializeHaveALearningRate) {
+TEST(Options, UserDefinedOptionsWithoutSerializeHaveALearningRate) {
   testing::UserOptions<false> options(0.5), other(0.1);
   EXPECT_EQ(get_options(options), (OptionMap{{"lr", 0.5}}));
   set_options(options, {{"lr", 0.25}});

@@ -28,7 +28,7 @@ std::vector<OptimizerParamGroup> one_group() {
   return {OptimizerParamGroup({torch::ones({3}).requires_grad_()})};
 }
 
-TEST(Registry, BuildsTheFusedClassesAndLibtorchsOwn) {
+TEST(Registry, ConstructsTheFusedClassesAndLibtorchsOwn) {
   const auto registry = default_optimizers();
   EXPECT_THAT(registry.names(),
               ::testing::ElementsAre("Adagrad", "Adam", "AdamW", "LBFGS", "RMSprop", "SGD",
@@ -54,7 +54,7 @@ TEST(Registry, TakesOptionsAndIntegersForNumbers) {
   EXPECT_EQ(options.weight_decay(), 1e-2);
 }
 
-TEST(Registry, NamesTheNearest) {
+TEST(Registry, UnknownNamesAndOptionsNameTheNearest) {
   const auto registry = default_optimizers();
   EXPECT_THAT(error_of([&] { registry.factory("AdmaW"); }),
               AllOf(HasSubstr("AdmaW"), HasSubstr("\"AdamW\"")));
@@ -62,7 +62,7 @@ TEST(Registry, NamesTheNearest) {
                 registry.factory("Adam", {{"weigth_decay", 0.1}});
               }),
               AllOf(HasSubstr("optimizer Adam"), HasSubstr("mean \"weight_decay\""),
-                    HasSubstr("known: lr, betas")));
+                    HasSubstr("weigth_decay: unknown key")));
   EXPECT_THAT(error_of([&] {
                 registry.factory("SGD", {{"learning_rte", 0.1}});
               }),
@@ -75,18 +75,17 @@ TEST(Registry, RefusesWrongTypesAndImpossibleValues) {
                            const OptionValue& value) {
     return error_of([&] { registry.factory(name, {{option, value}}); });
   };
-  EXPECT_EQ(refused("Adam", "lr", -0.1),
-            "optimizer Adam: option lr = -0.1, expected a number >= 0");
+  EXPECT_EQ(refused("Adam", "lr", -0.1), "optimizer Adam: lr: -0.1; expected a number >= 0");
   EXPECT_EQ(refused("Adam", "lr", std::string("fast")),
-            "optimizer Adam: option lr = \"fast\", expected a number >= 0");
+            "optimizer Adam: lr: the string \"fast\"; expected a number >= 0");
   EXPECT_THAT(refused("Adam", "lr", std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan"));
   EXPECT_THAT(refused("AdamW", "betas", std::vector<double>{0.9, 1.0}),
-              AllOf(HasSubstr("[0.9, 1]"), HasSubstr("two numbers in [0, 1)")));
+              HasSubstr("betas: 1; expected two numbers >= 0 and < 1"));
   EXPECT_THAT(refused("AdamW", "betas", std::vector<double>{0.9}), HasSubstr("two numbers"));
   EXPECT_THAT(refused("AdamW", "betas", 0.9), HasSubstr("two numbers"));
   EXPECT_THAT(refused("RMSprop", "eps", -1.0), HasSubstr("eps"));
   EXPECT_THAT(refused("Adam", "amsgrad", int64_t{1}), HasSubstr("true or false"));
-  EXPECT_THAT(refused("LBFGS", "max_iter", int64_t{0}), HasSubstr("an integer >= 1"));
+  EXPECT_THAT(refused("LBFGS", "max_iter", int64_t{0}), HasSubstr("a whole number >= 1"));
   EXPECT_THAT(refused("LBFGS", "line_search_fn", std::string("armijo")), HasSubstr("strong_wolfe"));
   EXPECT_THAT(refused("SGD", "nesterov", true), HasSubstr("momentum > 0"));
   EXPECT_EQ(refused("SGD", "dampening", -0.5), "no error");
@@ -102,21 +101,30 @@ TEST(Registry, UnsetOptionsStayUnset) {
             "strong_wolfe");
 }
 
-TEST(Registry, TakesMoreEntries) {
+struct OwnOptions : torch::optim::SGDOptions {
+  OwnOptions() : SGDOptions(0.5) {}
+  void read(OptionReader& options) { options.read("lr", lr(), "learning rate", kPositive); }
+};
+
+TEST(Registry, TakesOwnOptimizers) {
   auto registry = default_optimizers();
-  OptimizerEntry entry;
-  entry.options = {{"lr", OptionType::Number, OptionValue(0.5), "", nullptr}};
-  entry.make_options = [](const OptionMap& o) {
-    return std::make_unique<torch::optim::SGDOptions>(std::get<double>(o.at("lr")));
-  };
-  entry.make_factory = [](const OptionMap& o) {
-    return optimizer_factory<torch::optim::SGD>(
-        torch::optim::SGDOptions(std::get<double>(o.at("lr"))));
-  };
-  registry.add("Mine", entry);
+  registry.add<torch::optim::SGD, OwnOptions>("Mine");
   EXPECT_EQ(registry.factory("Mine")(one_group())->defaults().get_lr(), 0.5);
-  EXPECT_THROW(registry.add("Mine", entry), UsageError);
+  EXPECT_EQ(registry.factory("Mine", {{"lr", 0.25}})(one_group())->defaults().get_lr(), 0.25);
+  EXPECT_EQ(registry.complete("Mine"), (OptionMap{{"lr", 0.5}}));
+  EXPECT_EQ(error_of([&] {
+              registry.factory("Mine", {{"lr", 0.0}});
+            }),
+            "optimizer Mine: lr: 0; expected a number > 0");
+  EXPECT_THROW((registry.add<torch::optim::SGD, OwnOptions>("Mine")), UsageError);
   EXPECT_FALSE(default_optimizers().contains("Mine"));
+}
+
+TEST(Registry, NamesTheOptimizersThatHaveAnOption) {
+  EXPECT_EQ(error_of([] {
+              default_optimizers().factory("Adam", {{"nesterov", true}});
+            }),
+            "optimizer Adam: nesterov: an option of SGD and torch.SGD, and type is Adam");
 }
 
 TEST(OptimizerFactory, GroupsKeepTheirOptionsAndOthersTakeTheDefaults) {

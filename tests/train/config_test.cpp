@@ -51,7 +51,7 @@ class ConfigTest : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
-TEST_F(ConfigTest, FullySharded) {
+TEST_F(ConfigTest, ReadsTheOptionsOfFullySharded) {
   const Config config =
       load(base(), {"parallel={type: FullyShardedDataParallel, wrap_policy: {type: size_based, "
                     "min_numel: 1e6}, sharding_strategy: shard_grad_op, "
@@ -62,9 +62,13 @@ TEST_F(ConfigTest, FullySharded) {
   EXPECT_EQ(config.value("parallel.backward_prefetch"), "BACKWARD_POST");
   EXPECT_EQ(config.value("parallel.mixed_precision.param_dtype"), "bfloat16");
   EXPECT_EQ(config.value("parallel.mixed_precision.reduce_dtype"), "float32");
-  EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1e6");
+  EXPECT_EQ(config.value("parallel.wrap_policy.min_numel"), "1000000");
+  EXPECT_EQ(load(base(), {"parallel.type=FullyShardedDataParallel"})
+                .value("parallel.wrap_policy.min_numel"),
+            "100000000");
   for (const char* good :
-       {"cpu_offload: true", "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
+       {"wrap_policy: {type: name_based, patterns: [a, b.*]}", "cpu_offload: true",
+        "cpu_offload: {offload_params: true}", "wrap_policy: leaves",
         "backward_prefetch: BACKWARD_PRE", "sharding_strategy: FULL_SHARD"}) {
     EXPECT_EQ(
         override_error(std::string("parallel={type: FullyShardedDataParallel, ") + good + "}"), "")
@@ -76,8 +80,14 @@ TEST_F(ConfigTest, FullySharded) {
         << override_error(assignment);
   };
   says(start + "wrap_policy: {type: size_base}}", "did you mean \"size_based\"");
-  says(start + "wrap_policy: {type: size_based, min_numel: 0}}", "min_numel is 0");
+  says(start + "wrap_policy: {type: size_based, min_numel: 0}}",
+       "min_numel: 0; expected a whole number >= 1");
   says(start + "wrap_policy: {type: size_based, min_num: 3}}", "min_numel");
+  says(start + "wrap_policy: {type: leaves, min_numel: 3}}",
+       "parallel.wrap_policy.min_numel: an option of size_based, and parallel.wrap_policy.type is "
+       "leaves");
+  says(start + "wrap_policy: name_based}", "parallel.wrap_policy.patterns: missing");
+  says(start + "wrap_policy: {type: name_based, patterns: ['']}}", "a pattern is empty");
   says(start + "backward_prefetch: 3}", "backward_prefetch");
   says(start + "backward_prefetch: before}", "pre");
   says(start + "mixed_precision: {param_dtype: int8}}", "bfloat16");
@@ -91,7 +101,7 @@ TEST_F(ConfigTest, FullySharded) {
        "an option of FullyShardedDataParallel");
 }
 
-TEST_F(ConfigTest, DistributedOptimizerUnevenDataAndHooks) {
+TEST_F(ConfigTest, ReadsDistributedOptimizerUnevenDataAndHooks) {
   const Config config =
       load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "
                     "param_pack_thd: 10485760, bcast_period: 500}",
@@ -169,7 +179,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.at("train.sample.length"), "c.yaml:8: train.sample.length: ");
 }
 
-TEST_F(ConfigTest, DefaultsAreTheContract) {
+TEST_F(ConfigTest, DefaultsAreThoseOfTheDocumentation) {
   const Config config = load(base());
   EXPECT_EQ(config.value("data.seq_len"), "32");
   EXPECT_EQ(config.value("model.dropout"), "~");
@@ -189,7 +199,15 @@ TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
   EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"), "c.yaml:5: zzzzzzzz: unknown key");
 }
 
-TEST_F(ConfigTest, EachKindOfMistake) {
+TEST_F(ConfigTest, AnOptionOfAnotherOptimizerNamesIt) {
+  EXPECT_NE(override_error("optimizer.momentum=0.9")
+                .find("optimizer.momentum: an option of RMSprop and SGD and torch.SGD, and "
+                      "optimizer.type is"),
+            std::string::npos)
+      << override_error("optimizer.momentum=0.9");
+}
+
+TEST_F(ConfigTest, EveryKindOfMistakeIsAnError) {
   const std::pair<std::string, std::string> cases[] = {
       {"train.steps=ten", "command line: train.steps: ten; expected a whole number >= 0"},
       {"train.steps=\"10\"",
@@ -250,7 +268,7 @@ TEST_F(ConfigTest, EachKindOfMistake) {
   }
 }
 
-TEST_F(ConfigTest, MissingKeysAndFiles) {
+TEST_F(ConfigTest, MissingKeysAndFilesAreErrors) {
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer),
             "c.yaml: train: missing; expected a map: steps, global_batch and outputs");
   EXPECT_EQ(error(std::string(kModel) + kData + kOptimizer + "train: {steps: 1}\n"),
@@ -270,7 +288,7 @@ TEST_F(ConfigTest, MissingKeysAndFiles) {
   }
 }
 
-TEST_F(ConfigTest, MalformedYaml) {
+TEST_F(ConfigTest, MalformedYamlIsAnError) {
   EXPECT_EQ(error(base() + "model: {}\n"), "c.yaml:5: duplicate key \"model\" (first at c.yaml:1)");
   EXPECT_NE(error("a: [1\nb: 2\n").find("c.yaml:2: not YAML: "), std::string::npos);
   EXPECT_NE(error("a: 1\n---\nb: 2\n").find("more than one YAML document"), std::string::npos);
@@ -298,7 +316,7 @@ TEST_F(ConfigTest, OverridesReplaceInOrder) {
   EXPECT_EQ(config.at("train.steps"), "command line: train.steps: ");
 }
 
-TEST_F(ConfigTest, AliasesWork) {
+TEST_F(ConfigTest, AliasesAreExpanded) {
   const Config config =
       load(std::string("model: {type: GPT2, n_positions: &n 48, n_embd: 16, n_head: 2}\n") +
            "data: {type: ByteText, path: x, seq_len: *n}\n" + kOptimizer + kTrain);
@@ -370,7 +388,7 @@ TEST_F(ConfigTest, HostileFilesAreRefusedAtOnce) {
   }
 }
 
-TEST_F(ConfigTest, WorldMustFit) {
+TEST_F(ConfigTest, TheWorldSizeMustFitTheConfig) {
   Config config = load(base(), {"train.global_batch=9"});
   EXPECT_NO_THROW(check_config_world(config, 1));
   EXPECT_THROW(check_config_world(config, 3), UsageError);
@@ -413,12 +431,12 @@ TEST_F(ConfigTest, BasesAreMergedLaterWins) {
       load("base: common/base.yaml\nparallel: {delete: true, type: DistributedDataParallel}\n");
   EXPECT_EQ(dropped.parallel.type, "DistributedDataParallel");
   EXPECT_EQ(error("base: common/base.yaml\nmodel: {delete: 3}\n"),
-            "c.yaml:2: delete: 3; expected true (drops what the bases say of this map) or false");
+            "c.yaml:2: delete: 3; expected true (removes the bases' values of this map) or false");
 
   std::ofstream("round.yaml") << "base: c.yaml\n";
-  EXPECT_NE(
-      error("base: round.yaml\n").find("round.yaml:1: base: c.yaml; these files name one another"),
-      std::string::npos);
+  EXPECT_NE(error("base: round.yaml\n")
+                .find("round.yaml:1: base: c.yaml; the files include each other as base"),
+            std::string::npos);
   EXPECT_NE(error("base: nowhere.yaml\n").find("c.yaml:1: base: nowhere.yaml: No such file"),
             std::string::npos);
   EXPECT_NE(error("base: {a: b}\n").find("a map; expected a YAML file or a list of them"),
@@ -436,7 +454,7 @@ TEST_F(ConfigTest, ManyBasesAreRefusedAtOnce) {
   EXPECT_NE(error("base: b11.yaml\n").find("more than 64 files by base"), std::string::npos);
 }
 
-TEST_F(ConfigTest, TheEnvironmentReachesTheConfigWhereItAsks) {
+TEST_F(ConfigTest, EnvironmentVariablesAreExpandedInValues) {
   ::setenv("TESSERA_TEST_STEPS", "12", 1);
   ::unsetenv("TESSERA_TEST_NONE");
   const Config config = load(base(), {"train.steps=${env:TESSERA_TEST_STEPS}",
@@ -484,7 +502,7 @@ TEST_F(ConfigTest, DumpsLoadAsTheSameConfig) {
   EXPECT_EQ(load(base()).dump(false).find("n_inner"), std::string::npos);
 }
 
-TEST_F(ConfigTest, ListsAreOverriddenByNumber) {
+TEST_F(ConfigTest, ItemsOfListsAreOverriddenByIndex) {
   const std::string chained = base() +
                               "scheduler: {type: chained, schedules: [{type: linear, end: 2}, "
                               "{type: constant, begin: 2}]}\n";
@@ -497,7 +515,7 @@ TEST_F(ConfigTest, ListsAreOverriddenByNumber) {
             std::string::npos);
 }
 
-TEST_F(ConfigTest, OptimizerByWrapperOrBySection) {
+TEST_F(ConfigTest, TheOptimizerIsNamedByWrapperOrBySection) {
   const std::string rest = std::string(kModel) + kData + kTrain;
   EXPECT_EQ(error(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}"}), "");
   EXPECT_EQ(load(rest, {"parallel={type: ZeroRedundancyOptimizer, optimizer_type: Adam}",

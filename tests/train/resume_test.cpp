@@ -49,7 +49,7 @@ const std::vector<std::string> kWays{
     "parallel={type: DistributedOptimizer, reduce_method: mean}",
     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
-TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
+TEST_F(ResumeTest, AResumedRunIsBitIdenticalToAnUninterruptedOne) {
   const std::vector<std::string> everything{
       "train.steps=12",         "train.ema.decay=0.9",
       "model.dropout=0.1",      "data.order=shuffled",
@@ -86,7 +86,7 @@ TEST_F(ResumeTest, AStoppedRunGoesOnBitByBit) {
   }
 }
 
-TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
+TEST_F(ResumeTest, StateResumesInAnyWorldSizeAndWrapper) {
   for (const auto& from : kWays) {
     fs::remove_all("a");
     train_ranks(4, {from, "checkpoint.folder=a", "train.ema.decay=0.9"});
@@ -107,7 +107,7 @@ TEST_F(ResumeTest, StateIsTheSameInAnyWorldAndWrapper) {
 TEST_F(ResumeTest, ResumeIsTheDefaultAndCanBeRefused) {
   EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=3"}), 0) << err_;
   EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0) << err_;
-  EXPECT_NE(out_.find("going on from c/step-00000003"), std::string::npos) << out_;
+  EXPECT_NE(out_.find("resuming from c/step-00000003"), std::string::npos) << out_;
   EXPECT_EQ(out_.find("step 2/4"), std::string::npos) << out_;
   EXPECT_NE(out_.find("step 3/4"), std::string::npos) << out_;
   EXPECT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.steps=5"}), 0)
@@ -131,7 +131,7 @@ TEST_F(ResumeTest, RetentionKeepsTheLastAndMultiples) {
                                             "step-00000010"}));
 }
 
-TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
+TEST_F(ResumeTest, CheckpointsThatDoNotFitAreErrors) {
   train_ranks(2, {"checkpoint.folder=c"});
   const auto says = [&](std::vector<std::string> overrides, const std::string& text) {
     overrides.push_back("checkpoint.folder=c");
@@ -167,7 +167,7 @@ TEST_F(ResumeTest, WhatDoesNotFitIsSaid) {
   says({"train.save=null", "train.save_config=false"}, "weights.safetensors");
 }
 
-TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
+TEST_F(ResumeTest, ASignalSavesACheckpointAndTheRunResumes) {
   const auto whole = train_ranks(2, {"train.steps=8"});
   struct Asker : RunHook {
     void after_step(RunState& state) override {
@@ -190,7 +190,7 @@ TEST_F(ResumeTest, ASignalSavesAndTheRunGoesOn) {
   EXPECT_EQ(rest.eval_loss, whole.eval_loss);
 }
 
-TEST_F(ResumeTest, CompressionStateGoesOn) {
+TEST_F(ResumeTest, TheStateOfACommunicationHookIsResumed) {
   const std::vector<std::string> power{
       "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 2, "
       "start_iteration: 2}}"};

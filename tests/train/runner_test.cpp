@@ -102,7 +102,7 @@ TEST(OptimWrapper, AccumulationDividesByTheCountAndTheTailByWhatIsLeft) {
   EXPECT_THROW(optimizer.initialize_count_status(6, 5), UsageError);
 }
 
-TEST(OptimWrapper, AccumulationSavesTraffic) {
+TEST(OptimWrapper, AccumulationCommunicatesOncePerUpdate) {
   for (const auto& type : kTypes) {
     for (const int world : {2, 3}) {
       testing::run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -149,7 +149,7 @@ TEST(OptimWrapper, AnInfinityOnOneRankSkipsTheStepOnAll) {
   }
 }
 
-TEST(OptimWrapper, ScalingAndClippingChangeNothingThatTheyShouldNot) {
+TEST(OptimWrapper, LossScalingAndLooseClippingDoNotChangeTheUpdate) {
   for (const auto& type : kTypes) {
     for (const int world : {1, 2, 4}) {
       testing::run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -176,7 +176,7 @@ TEST(OptimWrapper, ScalingAndClippingChangeNothingThatTheyShouldNot) {
   }
 }
 
-TEST(OptimWrapper, StateDictConsolidatesByItselfAndIsEmptyOnOtherRanks) {
+TEST(OptimWrapper, StateDictIsGatheredOnRank0AndEmptyOnOtherRanks) {
   for (const int world : {1, 3}) {
     std::map<std::string, at::Tensor> averages;
     for (const auto& type : kTypes) {
@@ -206,7 +206,7 @@ TEST(OptimWrapper, StateDictConsolidatesByItselfAndIsEmptyOnOtherRanks) {
   }
 }
 
-TEST_F(RunnerTest, AccumulatedStepsAreTheSameSteps) {
+TEST_F(RunnerTest, AccumulatedStepsEqualWholeSteps) {
   const auto reference = train_ranks(1, {});
   for (const auto& wrapper : kWrappers) {
     const auto result = train_ranks(2, {wrapper, "train.accumulation=3"});
@@ -227,7 +227,7 @@ TEST_F(RunnerTest, MixedPrecisionTrains) {
   }
 }
 
-TEST_F(RunnerTest, AveragesAreTheSameOverShards) {
+TEST_F(RunnerTest, WeightAveragesAreTheSameForShards) {
   const std::vector<std::string> ema{"train.ema.decay=0.9", "train.eval_every=2"};
   const auto with = [&](std::string wrapper) {
     return std::vector<std::string>{ema[0], ema[1], std::move(wrapper)};
@@ -289,7 +289,7 @@ TEST_F(RunnerTest, EarlyStopEndsAllRanks) {
   EXPECT_NE(out_.find("early stop: no improvement in 3 evaluations"), std::string::npos);
 }
 
-TEST_F(RunnerTest, EpochsAndTheirSchedules) {
+TEST_F(RunnerTest, EpochsSetTheStepsAndSchedulesCountThem) {
   train_ranks(2,
               {"train={epochs: 2.5, global_batch: 200, log: out/log.jsonl}", "data.order=shuffled",
                "scheduler={type: step, step_size: 1, gamma: 0.1, by: epoch}"});
@@ -406,7 +406,7 @@ TEST_F(RunnerTest, OwnModelDatasetLossAndHook) {
   EXPECT_THROW(train_ranks(1, {"loss=null"}), UsageError) << "a model without a loss";
 }
 
-TEST_F(RunnerTest, ModelsMayCommunicateWhileTheyAreMade) {
+TEST_F(RunnerTest, ModelsMayCommunicateInTheirConstructors) {
   registry::models().add("Meeting", [](OptionReader& options) {
     ModelPlan plan = model_plan<LineImpl>(options);
     plan.communicates = true;

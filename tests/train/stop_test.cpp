@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-TEST(Signals, ARepeatAtOnceIsTheSameStop) {
+TEST(Signals, ASecondSignalWithinASecondIsIgnored) {
   train::handle_signals();
   std::raise(SIGTERM);
   std::raise(SIGTERM);
@@ -24,7 +24,7 @@ TEST(Signals, ARepeatAtOnceIsTheSameStop) {
   request_stop(0);
 }
 
-TEST(Signals, ALaterOneEndsTheProcess) {
+TEST(Signals, ASecondSignalAfterASecondEndsTheProcess) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   const auto stop_twice = [] {
     train::handle_signals();
@@ -73,7 +73,7 @@ class StopTest : public testing::TrainFixture {
   }
 };
 
-TEST_F(StopTest, AnInterruptedEvaluationIsMadeUpFor) {
+TEST_F(StopTest, ADueEvaluationIsRunAfterResuming) {
   const std::vector<std::string> options{"train.steps=6", "train.eval_every=1",
                                          "train.early_stop.patience=50", "train.ema.decay=0.9"};
   const auto with = [&](std::vector<std::string> more) {
@@ -102,8 +102,8 @@ TEST_F(StopTest, AnInterruptedEvaluationIsMadeUpFor) {
   }
 }
 
-TEST_F(StopTest, StepsKeepTheirNumbersWhateverARoundIs) {
-  // 9 a step: three at a time on 3 ranks, five on 2: a round of 10.
+TEST_F(StopTest, StepsKeepTheirNumbersWithAnotherWorldSize) {
+  // 9 samples per step: 3 ranks take 3 each; 2 ranks take 5 each, so an iteration has 10.
   const std::vector<std::string> options{"checkpoint.folder=c", "train.global_batch=9",
                                          "data.uneven=join"};
   const auto with = [&](int world, const std::string& steps) {
@@ -117,7 +117,7 @@ TEST_F(StopTest, StepsKeepTheirNumbersWhateverARoundIs) {
   const auto lines = log();
   for (size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i]["step"], i) << "every step once";
   const auto state = state_of(rest.checkpoint);
-  EXPECT_EQ(state["step"], 12) << "63 of 108 samples are dealt: five rounds are left";
+  EXPECT_EQ(state["step"], 12) << "63 of 108 samples are assigned: five iterations of 10 remain";
   EXPECT_EQ(state["samples"], 113);
 }
 

@@ -12,7 +12,7 @@ namespace {
 using testing::expect_near;
 using TrainingTest = testing::TrainFixture;
 
-TEST_F(TrainingTest, WorldOfOneWritesEverything) {
+TEST_F(TrainingTest, OneRankWritesAllOutputs) {
   ASSERT_EQ(train({"c.yaml", "train.steps=30", "train.eval_every=10",
                    "train.sample={length: 5, prompt: li}"}),
             0)
@@ -51,7 +51,7 @@ TEST_F(TrainingTest, NoStepsIsAllowedAndInitIsRead) {
   EXPECT_EQ(bytes_of("out/model.safetensors"), bytes_of("init.safetensors"));
 }
 
-TEST_F(TrainingTest, ClippingAndScheduleAreWhatTheConfigSays) {
+TEST_F(TrainingTest, ClippingAndScheduleFollowTheConfig) {
   const auto plain = train_ranks(1, {"optimizer={type: SGD, lr: 0.5}"});
   const auto clipped =
       train_ranks(1, {"optimizer={type: SGD, lr: 0.5}", "train.clip_grad_norm=1e-3"});
@@ -152,7 +152,7 @@ TEST_F(TrainingTest, CompressedGradientsTrain) {
   }
 }
 
-TEST_F(TrainingTest, WrongCommandsAreCodeTwoAndSayWhy) {
+TEST_F(TrainingTest, WrongCommandsExitWithCode2AndAMessage) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
       {{}, "tessera train: no config given"},
       {{"nowhere.yaml"}, "tessera train: nowhere.yaml: No such file or directory"},
@@ -214,7 +214,7 @@ TEST_F(TrainingTest, AnOutputReplacesNeitherAnotherNorAnInput) {
   EXPECT_EQ(train({"c.yaml", "train.save=out/" + std::string(255, 'x')}), 0) << err_;
 }
 
-TEST_F(TrainingTest, MoreSamplesThanAreCountedEndBeforeTraining) {
+TEST_F(TrainingTest, TooManySamplesAreAnErrorBeforeTraining) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
       {{"train.steps=9223372036854775807"},
        "command line: train.steps: 9223372036854775807 times a train.global_batch of 12; expected "
@@ -233,7 +233,7 @@ TEST_F(TrainingTest, MoreSamplesThanAreCountedEndBeforeTraining) {
   }
 }
 
-TEST_F(TrainingTest, ALossThatDoesNotFitNamesItself) {
+TEST_F(TrainingTest, AnErrorInALossNamesTheLossAndTheShapes) {
   EXPECT_EQ(train({"c.yaml", "loss={type: mse}"}), 1);
   EXPECT_NE(err_.find("tessera train: rank 0: command line: loss.type: mse of a prediction of "
                       "shape [12, 16, 256] and targets of shape [12, 16]: The size of"),
@@ -241,12 +241,12 @@ TEST_F(TrainingTest, ALossThatDoesNotFitNamesItself) {
       << err_;
 }
 
-TEST_F(TrainingTest, WeightsThatAreNotFiniteHaveNoSample) {
+TEST_F(TrainingTest, WeightsThatAreNotFiniteGiveAWarningInsteadOfASample) {
   EXPECT_EQ(train({"c.yaml", "optimizer.lr=1e38", "train.sample={length: 5}"}), 0) << err_;
   EXPECT_NE(out_.find("warning: train.sample: no sample: "), std::string::npos) << out_;
 }
 
-TEST_F(TrainingTest, CudaWithoutADeviceOrItsBuildSaysWhich) {
+TEST_F(TrainingTest, CudaWithoutADeviceOrNcclIsAnError) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "a CUDA device is there, and this build uses it";
   EXPECT_EQ(train({"c.yaml", "model.device=cuda"}), 2);
   EXPECT_NE(err_.find("command line: model.device: cuda, and this process sees no CUDA device, or "
@@ -255,7 +255,7 @@ TEST_F(TrainingTest, CudaWithoutADeviceOrItsBuildSaysWhich) {
       << err_;
 }
 
-TEST_F(TrainingTest, TokensAboveTheVocabularyEndBeforeTraining) {
+TEST_F(TrainingTest, TokensAboveTheVocabularyAreAnErrorBeforeTraining) {
   std::ofstream("high.txt") << std::string(400, 'a') + "\xf0";
   ASSERT_EQ(train({"c.yaml", "data.path=high.txt", "model.vocab_size=200"}), 2);
   EXPECT_NE(
@@ -297,7 +297,7 @@ TEST_F(TrainingTest, WorldMustDivideTheBatch) {
   EXPECT_THROW(train_ranks(2, {"parallel.type=none"}), UsageError);
 }
 
-TEST_F(TrainingTest, EveryWayOfTrainingAgrees) {
+TEST_F(TrainingTest, EveryWrapperReachesTheSameLosses) {
   const std::vector<std::string> base = {"train.steps=50", "train.global_batch=12"};
   const auto with = [&](const std::string& parallel) {
     auto overrides = base;
@@ -327,7 +327,7 @@ TEST_F(TrainingTest, EveryWayOfTrainingAgrees) {
   }
 }
 
-TEST_F(TrainingTest, ClippedRunsAgreeToo) {
+TEST_F(TrainingTest, EveryWrapperReachesTheSameLossesWithClipping) {
   const std::vector<std::string> base = {"train.clip_grad_norm=0.5", "train.steps=20"};
   const TrainResult reference = train_ranks(1, base);
   for (const char* type : {"DistributedDataParallel", "ZeroRedundancyOptimizer"}) {
@@ -337,7 +337,7 @@ TEST_F(TrainingTest, ClippedRunsAgreeToo) {
   }
 }
 
-TEST_F(TrainingTest, EvaluationIsBitEqualForAnyWorld) {
+TEST_F(TrainingTest, EvaluationIsBitIdenticalForAnyWorldSize) {
   const auto one = train_ranks(1, {"train.steps=0"});
   ASSERT_TRUE(one.eval_loss.has_value());
   EXPECT_EQ(train_ranks(1, {"train.steps=0", "model.dropout=0.5"}).eval_loss, one.eval_loss)
@@ -346,7 +346,7 @@ TEST_F(TrainingTest, EvaluationIsBitEqualForAnyWorld) {
   EXPECT_EQ(train_ranks(3, {"train.steps=0"}).eval_loss, one.eval_loss);
 }
 
-TEST_F(TrainingTest, ShardedStateIsAPartOfTheWhole) {
+TEST_F(TrainingTest, TheShardsOfTheStateAddUpToTheWhole) {
   train_ranks(2, {"parallel.type=ZeroRedundancyOptimizer"});
   int64_t sharded = 0, whole = 0;
   std::istringstream lines(out_);

@@ -62,4 +62,13 @@ inline std::string did_you_mean(const std::string& name, const std::vector<std::
   return nearest.empty() ? "" : "; did you mean \"" + nearest + "\"?";
 }
 
+/// As did_you_mean(); `; known: a, b` when no known name is near.
+inline std::string suggestion(const std::string& name, const std::vector<std::string>& known) {
+  std::string text = did_you_mean(name, known);
+  for (size_t i = 0; text.rfind("; did", 0) != 0 && i < known.size(); ++i) {
+    text += (i == 0 ? "; known: " : ", ") + known[i];
+  }
+  return text;
+}
+
 }  // namespace tessera

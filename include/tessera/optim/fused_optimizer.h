@@ -12,47 +12,48 @@
 #include "tessera/detail/range_update.h"
 #include "tessera/optim/optimizer_state.h"
 
-// SGD, Adam and AdamW in one pass over parameter, gradient and state, at the speed of the memory.
-// Options and state are libtorch's own classes, so schedulers, state dicts and the plain optimizers
-// interchange with these.
+// SGD, Adam and AdamW in one pass over parameter, gradient and state, limited by memory bandwidth.
+// Options and state are libtorch's own classes, so these optimizers, libtorch's optimizers,
+// schedulers and state dicts are interchangeable.
 //
-// [Note: bit identity] An element's result depends on its own values and its options alone: never
-// on its position, on the chunk it is updated in, on the instruction set or on threads. The kernels
+// [Note: bit identity] The result for an element depends only on its own values and on the options,
+// not on its position, its chunk, the instruction set or the number of threads. The kernels
 // use only operations that IEEE 754 rounds correctly (add, multiply, divide, square root) and are
 // compiled without contraction to fused multiply-add. Sharded and unsharded training can therefore
 // be compared bit by bit. Against libtorch's own optimizers results differ by rounding.
 
 namespace tessera {
 
-/// Base of the fused optimizers, with the interface that lets a reducer update ranges of a
-/// parameter as their reduced gradients appear, instead of `step()` afterwards.
+/// Base class of the fused optimizers. Besides `step()` it can update ranges of a parameter, so
+/// that a reducer can update each range as soon as its gradient is reduced.
 ///
-/// A step by ranges: `begin_update` once for the parameter, then `update_range` over ranges that
-/// cover [0, numel) exactly once, in any order. Equal bit by bit to `step()` with the same
-/// gradient. Not in the same step as `step()` for the same parameter, unless its gradient is
-/// undefined then.
+/// A step by ranges: call `begin_update` once for the parameter, then `update_range` for ranges
+/// that cover [0, numel) exactly once, in any order. The result is bit-identical to `step()` with
+/// the same gradient. Do not call `step()` in the same step unless the parameter's gradient is
+/// undefined.
 class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
  public:
   using torch::optim::Optimizer::Optimizer;
 
-  /// Updates every parameter that has a gradient. CPU tensors of float32 and float64, of any
-  /// strides, take the fused path, on up to at::get_num_threads() threads; others take plain tensor
-  /// operations, or on CUDA libtorch's fused kernel where it has one. Throws UsageError on a sparse
-  /// gradient, before anything is updated.
+  /// Updates every parameter that has a gradient. CPU tensors of float32 and float64 with any
+  /// strides use the fused kernels on up to at::get_num_threads() threads. On CUDA libtorch's fused
+  /// kernel is used where it exists. All others use plain tensor operations. Throws UsageError for
+  /// a sparse gradient, before any update.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Whether ranges of `param` can be updated: defined, dense, contiguous, float32, on the CPU.
+  /// Whether ranges of `param` can be updated: it is defined, dense, contiguous, float32 and on the
+  /// CPU.
   static bool supports_range(const at::Tensor& param);
 
-  /// Creates the parameter's state where it is missing, counts the step, and fixes its
-  /// coefficients. Throws UsageError when `param` is in no group of this optimizer or not
-  /// `supports_range`. Not thread-safe. Looks through the groups for `param`.
+  /// Creates the parameter's state if it is missing, increments its step count and computes the
+  /// coefficients of this step. Throws UsageError when `param` is in no group of this optimizer or
+  /// `supports_range` is false. Searches all groups for `param`. Not thread-safe.
   RangeUpdate begin_update(const at::Tensor& param);
 
   /// Updates elements [offset, offset + n) with the gradient grad[0..n) * grad_scale (the product
-  /// is rounded to float32 first), and stores the new values to copy_out[0..n) too unless that is
-  /// null. `grad` and `copy_out` overlap nothing that is written. Callable from any thread, several
-  /// at a time on disjoint ranges. Does not check its arguments.
+  /// is rounded to float32 first). Also stores the new values in copy_out[0..n) unless that is
+  /// null. `grad` and `copy_out` must not overlap memory that is written. May be called from any
+  /// thread, also from several at a time for disjoint ranges. Does not check its arguments.
   static void update_range(const RangeUpdate& update, int64_t offset, const float* grad, int64_t n,
                            float grad_scale = 1.0F, float* copy_out = nullptr) {
     update.kernel(update, offset, grad, n, grad_scale, copy_out);
@@ -61,17 +62,17 @@ class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
  protected:
   using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;  // parameter, gradient
 
-  /// Begins the update of `param`'s values held in `values` (itself, or a dense copy), a float32 or
-  /// float64 CPU tensor.
+  /// Begins the update of `param`, whose values are in `values`: `param` itself or a dense copy, a
+  /// float32 or float64 CPU tensor.
   virtual RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
                               const torch::optim::OptimizerOptions& options) = 0;
-  /// The whole update by tensor operations, for what `prepare` does not take.
+  /// The whole update by tensor operations, for tensors that `prepare` does not accept.
   virtual void plain_update(const Gradients& gradients,
                             const torch::optim::OptimizerOptions& options) = 0;
 };
 
-/// torch::optim::SGD: momentum, dampening, weight decay (L2), Nesterov. The momentum buffer exists
-/// only with momentum and begins as the first gradient.
+/// torch::optim::SGD with momentum, dampening, weight decay (L2) and Nesterov momentum. The
+/// momentum buffer exists only if momentum is not 0; its initial value is the first gradient.
 class FusedSGD : public FusedOptimizer {
  public:
   /// Throws UsageError on an impossible option.
@@ -107,8 +108,7 @@ class FusedAdam : public FusedOptimizer {
                     const torch::optim::OptimizerOptions& options) override;
 };
 
-/// torch::optim::AdamW (Loshchilov and Hutter 2019): weight decay apart from the gradient, and
-/// amsgrad.
+/// torch::optim::AdamW (Loshchilov and Hutter 2019) with decoupled weight decay and amsgrad.
 class FusedAdamW : public FusedOptimizer {
  public:
   /// Throws UsageError on an impossible option.
@@ -126,8 +126,8 @@ class FusedAdamW : public FusedOptimizer {
                     const torch::optim::OptimizerOptions& options) override;
 };
 
-/// Sum of squares of x[0..n), accumulated in float64; its order of additions is fixed, so the
-/// result depends on the values and on `n` alone, not on the instruction set. For gradient norms.
+/// The sum of squares of x[0..n), accumulated in float64. The order of additions is fixed, so the
+/// result depends only on the values and `n`, not on the instruction set. For gradient norms.
 double sum_of_squares(const float* x, int64_t n);
 
 }  // namespace tessera

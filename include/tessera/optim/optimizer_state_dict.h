@@ -13,13 +13,13 @@ namespace tessera {
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
-/// The trainable and frozen parameters of a module with their dotted names; a tied parameter
+/// The parameters of a module, trainable and frozen, with their dotted names. A tied parameter
 /// appears once, under its first name.
 NamedParameters named_parameters(const torch::nn::Module& module);
 
-/// The whole state of an optimizer, keyed by parameter name: independent of addresses, libtorch
-/// generations, world sizes and of how the optimizer was sharded. Tensors that follow a parameter
-/// have its shape. Parameters never stepped have no entry.
+/// The whole state of an optimizer, keyed by parameter name. It does not depend on addresses, the
+/// libtorch version, the world size or the sharding. Tensors that follow a parameter have its
+/// shape. Parameters that were never stepped have no entry.
 struct OptimizerStateDict {
   struct Group {
     std::vector<std::string> parameters;
@@ -29,14 +29,14 @@ struct OptimizerStateDict {
   std::map<std::string, ParamState> state;
 };
 
-/// Of a plain optimizer. Tensors are copies on the CPU. Local. `parameters` must name each of the
-/// optimizer's.
+/// The state dict of a plain optimizer. `parameters` must name every parameter of the optimizer.
+/// The tensors are copies on the CPU. Local.
 OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer,
                               const NamedParameters& parameters);
 
-/// Into a plain optimizer: state and options; the caller's tensors are copied. Local. UsageError
-/// naming the parameter for groups, names or shapes that do not fit; the optimizer is then
-/// unchanged.
+/// Loads state and options into a plain optimizer; the tensors are copied. Throws UsageError that
+/// names the parameter when groups, names or shapes do not match; the optimizer is then unchanged.
+/// Local.
 void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                      const OptimizerStateDict& dict);
 

@@ -9,6 +9,8 @@
 
 namespace tessera {
 
+class OptionReader;
+
 struct GradScalerOptions {
   bool enabled = true;  ///< Off: the scale is 1, nothing is looked at or sent.
   bool dynamic =
@@ -18,6 +20,7 @@ struct GradScalerOptions {
   double backoff_factor = 0.5;  ///< In (0, 1).
   int64_t growth_interval =
       2000;  ///< >= 1: steps in a row without an infinity before the scale grows.
+  void read(OptionReader& options);  ///< The numbers; not `enabled` and `dynamic`.
 };
 
 /// Dynamic loss scaling (Micikevicius et al., 2018; PyTorch's GradScaler): gradients of half types

@@ -10,6 +10,8 @@
 
 namespace tessera {
 
+class OptionReader;
+
 /// How far the training is when a step begins.
 struct Progress {
   int64_t step = 0;   ///< Steps done.
@@ -31,6 +33,7 @@ enum class ScheduleBy { step, epoch };
 struct ConstantLrOptions {
   int64_t warmup_steps = 0;  ///< >= 0, in units of `by`
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule constant_lr(const ConstantLrOptions& options = {});
 
@@ -42,6 +45,7 @@ struct WarmupCosineLrOptions {
   int64_t decay_steps = 0;   ///< In units of `by`, warm-up included: >= warmup_steps, or 0: T.
   double min_lr = 0;         ///< >= 0
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule warmup_cosine_lr(const WarmupCosineLrOptions& options = {});
 
@@ -52,6 +56,7 @@ struct LinearLrOptions {
   double end_factor = 1;          ///< In [0, 1].
   int64_t total_iters = 5;        ///< >= 1
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule linear_lr(const LinearLrOptions& options = {});
 
@@ -60,6 +65,7 @@ struct StepLrOptions {
   int64_t step_size = 0;  ///< >= 1; has no default.
   double gamma = 0.1;     ///< > 0
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule step_lr(const StepLrOptions& options);
 
@@ -68,6 +74,7 @@ struct MultiStepLrOptions {
   std::vector<int64_t> milestones = {};  ///< At least one, ascending, each >= 1.
   double gamma = 0.1;                    ///< > 0
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule multi_step_lr(const MultiStepLrOptions& options);
 
@@ -75,6 +82,7 @@ LrSchedule multi_step_lr(const MultiStepLrOptions& options);
 struct ExponentialLrOptions {
   double gamma = 0;  ///< > 0; has no default.
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule exponential_lr(const ExponentialLrOptions& options);
 
@@ -83,6 +91,7 @@ struct PolynomialLrOptions {
   int64_t total_iters = 5;  ///< >= 1
   double power = 1;         ///< > 0
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule polynomial_lr(const PolynomialLrOptions& options = {});
 
@@ -92,6 +101,7 @@ struct CosineLrOptions {
   int64_t t_max = 0;   ///< >= 1; has no default.
   double eta_min = 0;  ///< >= 0
   ScheduleBy by = ScheduleBy::step;
+  void read(OptionReader& options);
 };
 LrSchedule cosine_lr(const CosineLrOptions& options);
 

@@ -7,8 +7,8 @@
 
 #include <torch/torch.h>
 
+#include "tessera/config/option_map.h"
 #include "tessera/optim/optimizer_state_dict.h"
-#include "tessera/optim/option_map.h"
 
 namespace tessera {
 

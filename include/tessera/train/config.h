@@ -11,18 +11,18 @@
 #include "tessera/step/grad_scaler.h"
 #include "tessera/train/registries.h"
 
-// What `tessera train` is told: YAML files and `key=value` words, as plain structs and plans.
-// docs/config.md lists the keys. Local to the calling rank: no collectives. Relative paths are
-// relative to the working directory.
+// The config of `tessera train`, from YAML files and `key=value` arguments, as plain structs.
+// docs/config_reference.md lists the keys. All functions are local. Relative paths are relative to
+// the working directory.
 
 namespace tessera {
 
 struct ModelConfig {
   std::string type;
   ModelPlan plan;
-  std::string init;  ///< safetensors file of the initial weights; empty: drawn from `seed`
-  uint64_t seed =
-      0;  ///< of the initial weights, and of what the model draws in training, each rank its own
+  std::string init;  ///< safetensors file of the initial weights; empty: random from `seed`
+  /// Seed of the initial weights and of each rank's random numbers in training.
+  uint64_t seed = 0;
   std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
 };
 
@@ -31,10 +31,10 @@ struct DataConfig {
   DataPlan plan;
   SampleOrder order = SampleOrder::shuffled;
   uint64_t seed = 0;  ///< of the shuffling
-  std::string uneven =
-      "error";  ///< "error", "drop" or "join": what a world does that does not divide global_batch
+  /// "error", "drop" or "join": behaviour when the world size does not divide global_batch.
+  std::string uneven = "error";
   int loader_threads = 1;
-  int prefetch = 2;  ///< batches loaded ahead; 0: loaded when they are needed
+  int prefetch = 2;  ///< batches loaded ahead; 0: each batch is loaded when it is needed
 };
 
 struct ParallelConfig {
@@ -43,16 +43,16 @@ struct ParallelConfig {
   ProcessGroupOptions group;  ///< backend and timeout
 };
 
-/// Generated text at the end; `length` 0: none.
+/// Text that is generated at the end of the run; `length` 0: none.
 struct SampleConfig {
   int64_t length = 0;
   std::vector<int64_t> prompt{'T', 'h', 'e', ' '};
-  double temperature = 1;  ///< 0: always the likeliest token
-  int64_t top_k = 0;       ///< draw among the k likeliest; 0: among all
+  double temperature = 1;  ///< 0: always the most likely token
+  int64_t top_k = 0;       ///< sample from the k most likely tokens; 0: from all
   uint64_t seed = 0;
 };
 
-/// Weight average; none without `decay`.
+/// Moving average of the weights; none without `decay`.
 struct EmaConfig {
   std::optional<double> decay;
   bool warmup = false;
@@ -65,25 +65,25 @@ struct EarlyStopConfig {
 
 struct CheckpointConfig {
   std::string folder;  ///< empty: no checkpoints
-  int64_t every = 0;   ///< steps; 0: at the end and when interrupted
+  int64_t every = 0;   ///< in steps; 0: only at the end and when interrupted
   int64_t keep_last = 2;
-  int64_t keep_every = 0;  ///< steps; 0: none beyond keep_last
-  bool resume = true;      ///< go on from the newest one in `folder`, when there is one
-  std::string from;        ///< one checkpoint to start from instead, of any run
+  int64_t keep_every = 0;  ///< in steps; 0: none beyond keep_last
+  bool resume = true;      ///< continue from the newest checkpoint in `folder`, if there is one
+  std::string from;        ///< a checkpoint of any run to start from, unless `folder` has one
 };
 
 struct RunConfig {
   int64_t steps = 0;
-  double epochs = 0;  ///< in place of steps; 0: steps count
+  double epochs = 0;  ///< used instead of `steps`; 0: `steps` is used
   int64_t global_batch = 0;
-  int64_t accumulation = 1;              ///< parts in which a rank works off its share of a batch
-  std::string log;                       ///< JSON lines; empty: none
-  int64_t log_every = 1;                 ///< printed lines; the file has every step
+  int64_t accumulation = 1;              ///< micro-batches per step on each rank
+  std::string log;                       ///< file of JSON lines; empty: none
+  int64_t log_every = 1;                 ///< steps per printed line; the file has every step
   std::string save;                      ///< safetensors of the final weights; empty: none
-  bool save_config = false;              ///< config.json of Hugging Face beside `save`
-  int64_t eval_every = 0;                ///< 0: only at the end
-  int64_t eval_batches = 0;              ///< global batches an evaluation looks at; 0: all samples
-  std::optional<double> clip_grad_norm;  ///< nothing is clipped without it
+  bool save_config = false;              ///< write Hugging Face's config.json next to `save`
+  int64_t eval_every = 0;                ///< in steps; 0: only at the end
+  int64_t eval_batches = 0;              ///< global batches per evaluation; 0: all samples
+  std::optional<double> clip_grad_norm;  ///< no value: no clipping by norm
   std::optional<double> clip_grad_value;
   std::optional<at::ScalarType> autocast;
   GradScalerOptions loss_scale{.enabled = false};
@@ -104,14 +104,13 @@ struct Config {
   CheckpointConfig checkpoint;
   std::vector<std::function<std::shared_ptr<RunHook>()>> hooks;
 
-  /// "file.yaml:12: data.path: ", the start of a message about a key; the file alone for a key that
-  /// was not given.
+  /// "file.yaml:12: data.path: ", the beginning of a message about a key; without the line for a
+  /// key that was not given.
   std::string at(const std::string& key) const;
-  /// The value that holds, as YAML: given or default. Throws UsageError for a key that nobody
-  /// reads.
+  /// The value in effect (given or default) as YAML. Throws UsageError for an unknown key.
   std::string value(const std::string& key) const;
-  /// YAML that loads as this config: every option with the value that holds, or only those that
-  /// differ from their defaults.
+  /// YAML that loads as this config. `full`: every option with the value in effect; otherwise only
+  /// those that differ from their defaults.
   std::string dump(bool full) const;
 
   std::string file;
@@ -119,22 +118,22 @@ struct Config {
   std::shared_ptr<const OptionRecord> options;
 };
 
-/// Reads `file` with its bases, applies `overrides` ("dotted.key=YAML value", in order), checks
+/// Reads `file` with its bases, applies `overrides` ("dotted.key=YAML value") in order and checks
 /// everything that can be checked without the world and the data. Components are looked up in the
-/// registries. Throws UsageError with file (or "command line"), line, dotted key, value, what was
-/// expected, and the nearest known key. Unread files: over 1 MiB, nested deeper than 32 levels,
-/// more than 10,000 values with aliases expanded.
+/// registries. Throws UsageError with the file (or "command line"), the line, the dotted key, the
+/// value, what was expected and the nearest known key. Refuses files over 1 MiB, nested deeper than
+/// 32 levels, or with more than 10,000 values after aliases are expanded.
 Config load_config(const std::string& file, const std::vector<std::string>& overrides = {});
 
-/// That the files which `config` names for reading exist and can be read; throws UsageError as
-/// load_config does.
+/// Throws UsageError, in the form of load_config's, unless the files that the config names for
+/// reading exist and can be read.
 void check_config_files(const Config& config);
 
-/// What does not fit a world of `world_size` ranks: a batch that it does not divide,
-/// `parallel.type: none` with several.
+/// Throws UsageError when the config does not fit a world of `world_size` ranks: a global batch or
+/// an accumulation that it does not divide, or `parallel.type: none` with several ranks.
 void check_config_world(const Config& config, int world_size);
 
-/// The reference of all sections and registered components, as Markdown.
+/// The reference of all sections and registered components, as Markdown: docs/config_reference.md.
 std::string config_reference();
 
 }  // namespace tessera

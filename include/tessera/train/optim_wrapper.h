@@ -14,30 +14,31 @@ namespace tessera {
 class ModelWrapper;
 
 struct OptimWrapperOptions {
-  int64_t accumulative_counts = 1;            ///< backward passes an update
+  int64_t accumulative_counts = 1;            ///< backward passes per update
   std::optional<double> clip_grad_norm = {};  ///< largest 2-norm of the global mean gradient
-  std::optional<double> clip_grad_value =
-      {};  ///< largest absolute value of an element of it; after the norm
+  /// Largest absolute value of an element of that gradient; applied after clip_grad_norm.
+  std::optional<double> clip_grad_value = {};
   std::optional<at::ScalarType> autocast = {};  ///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
 
-/// When and how gradients become an update; mmengine's OptimWrapper and AmpOptimWrapper in one. For
-/// each iteration: the loss is divided by the accumulation count (in the tail of a run by what is
-/// left of it), scaled, differentiated; the last iteration of each count then unscales, clips,
-/// steps and lets go of the gradients. On the others nothing is sent: the wrapper's no_sync spans
-/// forward and backward. An infinity on one rank skips the update on all. All ranks call everything
-/// alike; update_params is collective.
+/// Gradient accumulation, loss scaling, autocast, clipping and the update; mmengine's OptimWrapper
+/// and AmpOptimWrapper in one. In each iteration the loss is divided by accumulative_counts (in the
+/// tail of a run by the number of iterations that remain), scaled and differentiated. The last
+/// iteration of each count then unscales and clips the gradients, steps and removes the gradients.
+/// The other iterations communicate nothing: the wrapper's no_sync spans their forward and
+/// backward. An infinity on one rank skips the update on all ranks. All ranks make the same calls;
+/// update_params() is collective.
 class OptimWrapper {
  public:
   explicit OptimWrapper(ModelWrapper& model, OptimWrapperOptions options = {});
   ~OptimWrapper();
 
-  /// How far the run is, for the tail: iterations done and in all (0: unknown, no tail).
+  /// Sets the number of iterations that are done and their total (0: unknown, so no tail).
   void initialize_count_status(int64_t done, int64_t all);
 
-  /// One iteration, forward to update: autocast is on until end_forward(), no_sync, where nothing
-  /// is to be sent, until it is destroyed.
+  /// One iteration from forward to update. Autocast is on until end_forward(); in iterations that
+  /// communicate nothing, no_sync is on until the scope is destroyed.
   class Scope {
    public:
     ~Scope();
@@ -52,20 +53,21 @@ class OptimWrapper {
   };
   [[nodiscard]] Scope optim_context() { return Scope(*this); }
 
-  /// Backward from `loss` (undefined on a rank out of data: its part of the others' collectives),
-  /// and the update when it is time. Within the iteration's optim_context().
+  /// Backward from `loss`, and the update when the iteration ends in one. `loss` is undefined on a
+  /// rank without data, which then only takes part in the other ranks' collectives. Call it within
+  /// the iteration's optim_context(). Collective.
   void update_params(const at::Tensor& loss);
 
-  bool should_update() const;  ///< whether the running iteration ends in an update
+  bool should_update() const;  ///< whether the current iteration ends in an update
   bool should_sync() const { return should_update(); }
-  bool updated() const {
-    return updated_;
-  }  ///< whether the last update_params changed the parameters
-  bool skipped() const { return skipped_; }   ///< whether it found an infinity
-  double grad_norm() const { return norm_; }  ///< of the last update, before clipping
-  double scale_factor() const;                ///< what the running iteration's loss is divided by
+  /// Whether the last update_params() changed the parameters.
+  bool updated() const { return updated_; }
+  /// Whether the last update_params() found an infinity and skipped the update.
+  bool skipped() const { return skipped_; }
+  double grad_norm() const { return norm_; }  ///< 2-norm at the last update, before clipping
+  double scale_factor() const;                ///< divisor of the current iteration's loss
   GradScaler& scaler() { return scaler_; }
-  /// As ModelWrapper's: consolidates by itself, empty on ranks other than 0. A collective.
+  /// ModelWrapper::optimizer_state_dict(): gathered on rank 0, empty on other ranks. Collective.
   OptimizerStateDict state_dict();
   void load_state_dict(const OptimizerStateDict& dict);
   const OptimWrapperOptions& options() const { return options_; }

@@ -6,19 +6,19 @@
 #include <type_traits>
 #include <utility>
 
+#include "tessera/config/registry.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/sampler.h"
 #include "tessera/optim.h"
 #include "tessera/step/comm_hook.h"
 #include "tessera/step/lr_scheduler.h"
 #include "tessera/train/model_wrapper.h"
-#include "tessera/train/registry.h"
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/wrap_policy.h"
 
-// The components that a config names, by kind. Each registry has the library's own from the start;
-// a program adds its own before train_main():
+// The registries of components that a config selects by name, one per kind. Each registry contains
+// the library's components from the start. A program adds its own before it calls train_main():
 //
 //   int main(int argc, char** argv) {
 //     tessera::registry::models().add<MyNet>("MyNet");
@@ -27,35 +27,36 @@
 
 namespace tessera {
 
-/// What a dataset gives: samples to train on, and for evaluation and test, when there are some.
+/// The samples of a dataset: for training and, where they exist, for evaluation and test.
 struct DataSplits {
   std::shared_ptr<const Dataset> train;
   std::shared_ptr<const Dataset> val = nullptr;
   std::shared_ptr<const Dataset> test = nullptr;
-  std::function<std::optional<double>()> baseline =
-      {};  ///< of `val`'s loss: what a trivial model reaches
-  std::string baseline_name = {};
+  /// The loss that a trivial model reaches on `val`; may be empty.
+  std::function<std::optional<double>()> baseline = {};
+  std::string baseline_name = {};  ///< name of that model, for messages
 };
 
-/// What a dataset may know of the rest of the config.
+/// The parts of the rest of the config that a dataset may use.
 struct DataContext {
   int64_t vocab_size = 0;          ///< of the model; 0: not a language model
-  std::string vocab_size_at = {};  ///< where the config says it, to begin a message
-  int64_t max_length = 0;          ///< of a sequence for it; 0: any
+  std::string vocab_size_at = {};  ///< place of vocab_size in the config, for messages
+  int64_t max_length = 0;          ///< longest sequence that the model accepts; 0: any
   int64_t classes = 0;             ///< of the model; 0: not a classifier
   SampleOrder order = SampleOrder::shuffled;
   uint64_t seed = 0;
 };
 
-/// Configured data.
+/// A dataset with its options.
 struct DataPlan {
-  std::vector<std::pair<std::string, std::string>> files =
-      {};             ///< key, path: must exist, checked before ranks start
+  /// (config key, path) of files that must exist; checked before the ranks start.
+  std::vector<std::pair<std::string, std::string>> files = {};
   bool text = false;  ///< tokens are bytes of text
   std::function<DataSplits()> load = {};
 };
 
-/// A communication hook, with the state that checkpoints keep (empty functions: none).
+/// A communication hook with its options. `state` and `load_state` save and restore the hook's
+/// state in checkpoints; empty functions: the hook has no state.
 struct CommHookPlan {
   struct Instance {
     CommHook hook;
@@ -71,7 +72,7 @@ class Models : public Registry<ModelPlan> {
  public:
   using Registry::add;
   using Registry::Registry;
-  /// See model_plan() for what a class needs: nothing, beyond being a torch::nn::Module.
+  /// Adds a torch::nn::Module class; model_plan() lists the members that are used if they exist.
   template <class Net>
   void add(const std::string& name, const std::string& doc = "") {
     add(
@@ -83,8 +84,9 @@ class Datasets : public Registry<DataPlan, const DataContext&> {
  public:
   using Registry::add;
   using Registry::Registry;
-  /// A Dataset class, constructed from `Data::Options` (with `void read(OptionReader&)`), or
-  /// without arguments. Its `validation()`, when it has one, gives the evaluation samples.
+  /// Adds a Dataset class. It is constructed from `Data::Options` (a struct with
+  /// `void read(OptionReader&)`) if it has one, else without arguments. `validation()`, if it
+  /// exists, returns the evaluation samples.
   template <class Data>
   void add(const std::string& name, const std::string& doc = "") {
     add(
@@ -122,7 +124,8 @@ class Datasets : public Registry<DataPlan, const DataContext&> {
   }
 };
 
-/// Where a loss comes from: tensors (one loss) or Losses, of (output, targets) or (output, batch).
+/// Loss functions of (output, targets) or (output, batch) that return a tensor (one loss) or
+/// Losses.
 class LossFunctions : public Registry<LossFunction> {
  public:
   using Registry::add;

@@ -9,7 +9,7 @@ namespace tessera {
 
 class ModelWrapper;
 
-/// How a run stands.
+/// The state of a run, as hooks see it.
 struct RunState {
   int64_t step = 0;   ///< steps done
   int64_t steps = 0;  ///< of the whole run
@@ -17,22 +17,23 @@ struct RunState {
   double loss = 0;  ///< of the last step, the same on all ranks
   double grad_norm = 0;
   double lr = 0;
-  std::vector<std::pair<std::string, double>>
-      figures;  ///< of the last step or evaluation, means over ranks
+  /// Named figures of the last step or evaluation, as means over the ranks.
+  std::vector<std::pair<std::string, double>> figures;
   ModelWrapper* model = nullptr;
-  bool stop = false;  ///< set it, on all ranks alike, to end the run after this step
+  bool stop = false;  ///< set to true on all ranks to end the run after this step
 };
 
-/// What a program adds to a run without touching the loop. All ranks have the same hooks and call
-/// them at the same points, in the order of the config, so hooks may communicate.
+/// Code that a program adds to a run without changing the training loop. All ranks have the same
+/// hooks and call them at the same points, in the order of the config, so hooks may communicate.
 class RunHook {
  public:
   virtual ~RunHook() = default;
   virtual void before_run(RunState&) {}
   virtual void after_step(RunState&) {}
-  virtual void after_evaluation(RunState&) {}  ///< figures: of the evaluation
+  virtual void after_evaluation(RunState&) {}  ///< `figures`: those of the evaluation
   virtual void after_run(RunState&) {}
-  /// Into a checkpoint and back; text of any kind. Rank 0's is kept, and given to all.
+  /// The hook's state for a checkpoint, as text of any form. Rank 0's text is saved and passed to
+  /// load_state() on all ranks.
   virtual std::string state() const { return ""; }
   virtual void load_state(const std::string& /*text*/) {}
 };

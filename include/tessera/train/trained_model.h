@@ -9,27 +9,27 @@
 
 #include <torch/torch.h>
 
+#include "tessera/config/option_reader.h"
 #include "tessera/data/dataset.h"
 #include "tessera/process_group.h"
 #include "tessera/step/losses.h"
-#include "tessera/train/option_reader.h"
 
-// A model as the runner sees it: a module, and how it is called. Any torch::nn::Module becomes one
-// without a change.
+// A model as the trainer uses it: a module and the functions that call it. Any torch::nn::Module
+// can be used without a change.
 
 namespace tessera {
 
-/// What the runner trains. Every rank makes the same.
+/// The model that is trained. Every rank constructs the same one.
 struct TrainedModel {
   std::shared_ptr<torch::nn::Module> module;
-  std::function<Losses(const Batch&)> loss =
-      {};  ///< mmengine's mode "loss"; empty: config section `loss` says it
-  std::function<at::Tensor(const Batch&)> predict =
-      {};  ///< mode "predict"; empty: the module has no forward(Tensor)
+  /// mmengine's mode "loss". Empty: the config section `loss` selects the loss.
+  std::function<Losses(const Batch&)> loss = {};
+  /// mmengine's mode "predict". Empty: the module has no forward(Tensor).
+  std::function<at::Tensor(const Batch&)> predict = {};
 
-  /// Reads weights from a safetensors file, in place of reading by parameter and buffer name.
+  /// Reads weights from a safetensors file. Empty: tensors are read by parameter and buffer name.
   std::function<void(const std::string& path)> load_weights = {};
-  /// For language models: `prompt` (int64 [T]) followed by `count` sampled tokens.
+  /// For language models. Returns `prompt` (int64 [T]) followed by `count` sampled tokens.
   std::function<at::Tensor(const at::Tensor& prompt, int64_t count, double temperature,
                            int64_t top_k, at::Generator)>
       generate = {};
@@ -37,28 +37,28 @@ struct TrainedModel {
 };
 
 struct ModelContext {
-  ProcessGroup group;  ///< of all ranks: for layers that communicate
-  uint64_t seed = 0;   ///< of the initial weights; the global generator is seeded with it already
+  ProcessGroup group;  ///< all ranks, for layers that communicate
+  uint64_t seed = 0;   ///< for the initial weights; the global generator is seeded with it already
 };
 
-/// A configured model.
+/// A model with its options.
 struct ModelPlan {
-  int64_t vocab_size = 0;  ///< tokens it knows; 0: its inputs are no tokens
-  int64_t max_length = 0;  ///< tokens of a sequence at most; 0: any
-  int64_t classes = 0;     ///< of its predictions; 0: not a classifier
-  bool communicates =
-      false;  ///< its layers use ModelContext::group, which then is one of their own
+  int64_t vocab_size = 0;  ///< number of tokens it knows; 0: its inputs are not tokens
+  int64_t max_length = 0;  ///< longest sequence in tokens; 0: any
+  int64_t classes = 0;     ///< number of classes; 0: not a classifier
+  /// Its layers use ModelContext::group, which is then a group of their own.
+  bool communicates = false;
   std::function<TrainedModel(const ModelContext&)> make = {};
-  /// Options, with values, that change what weights of the same shapes mean: a run goes on with its
-  /// checkpoint's.
+  /// Options, with values, that change the meaning of weights without changing their shapes. A
+  /// resumed run must have the values of its checkpoint.
   std::vector<std::pair<std::string, std::string>> meaning = {};
 };
 
-/// From a model's output: named losses and figures, as parse_losses wants them.
+/// Computes named losses and figures from a model's output, in the form that parse_losses() takes.
 using LossFunction = std::function<Losses(const at::Tensor& output, const Batch& batch)>;
 
-/// Changes a batch before the model gets it (normalisation, augmentation); mmengine's data
-/// preprocessor. Called in the training loop's thread, on every rank.
+/// Changes a batch before the model gets it (normalisation, augmentation), as mmengine's data
+/// preprocessor does. Called in the thread of the training loop, on every rank.
 using Preprocessor = std::function<Batch(Batch batch, bool training)>;
 
 namespace detail {
@@ -76,7 +76,7 @@ struct ModuleOf<Net> {
 inline Losses as_losses(const at::Tensor& loss) { return {{"loss", loss}}; }
 inline Losses as_losses(Losses losses) { return losses; }
 
-/// Whichever of a module's methods fit.
+/// Uses the module's methods that have a suitable signature.
 template <class Module>
 TrainedModel trained_model(std::shared_ptr<Module> module) {
   TrainedModel model;
@@ -103,10 +103,11 @@ TrainedModel trained_model(std::shared_ptr<Module> module) {
 
 }  // namespace detail
 
-/// A plan for `Net`, a torch::nn::Module class or a ModuleHolder of one: constructed from
-/// `Net::Options`, when there is such a struct with `void read(OptionReader&)`, else without
-/// arguments. Its loss is `loss(batch)` or `loss(inputs, targets)`, giving a tensor or Losses, when
-/// it has one; its prediction `predict(batch)`, `forward(batch)` or `forward(inputs)`.
+/// The plan for `Net`, a torch::nn::Module class or a ModuleHolder of one. The module is
+/// constructed from `Net::Options` if that struct exists and has `void read(OptionReader&)`, else
+/// without arguments. Its loss is `loss(batch)` or `loss(inputs, targets)`, if one of them exists;
+/// it returns a tensor or Losses. Its prediction is the first of `predict(batch)`, `forward(batch)`
+/// and `forward(inputs)` that exists.
 template <class Net>
 ModelPlan model_plan(OptionReader& options) {
   using Module = typename detail::ModuleOf<Net>::type;

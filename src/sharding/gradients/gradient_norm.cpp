@@ -9,11 +9,20 @@
 #include "tessera/optim/fused_optimizer.h"
 
 namespace tessera::sharding {
+namespace {
 
-GradientNorm::GradientNorm(const std::string& who, double p) : p_(p) {
+/// The norm from the sum of p-th powers (for infinity: from the maximum).
+double norm_of(double part, double p) {
+  if (std::isinf(p)) return part;
+  return p == 2 ? std::sqrt(part) : std::pow(part, 1 / p);
+}
+
+}  // namespace
+
+GradientNorm::GradientNorm(const std::string& component, double p) : p_(p) {
   if (!(p > 0))
     throw UsageError(
-        fmt::format("{}: norm_type is {}; expected a positive number or infinity", who, p));
+        fmt::format("{}: norm_type is {}; expected a positive number or infinity", component, p));
 }
 
 void GradientNorm::add(const at::Tensor& gradient) {
@@ -36,19 +45,52 @@ double GradientNorm::total(ProcessGroup& group) {
   const auto all = group.all_gather(mine).cpu().view({-1, 2});
   any_ = all.select(1, 1).max().item<double>() > 0;
   const auto parts = all.select(1, 0);
-  return std::isinf(p_) ? parts.max().item<double>() : std::pow(parts.sum().item<double>(), 1 / p_);
+  return norm_of((std::isinf(p_) ? parts.max() : parts.sum()).item<double>(), p_);
 }
 
-void check_max_norm(const std::string& who, double max_norm) {
+double GradientNorm::local() const { return norm_of(part_, p_); }
+
+void check_max_norm(const std::string& component, double max_norm) {
   if (!(max_norm >= 0))
-    throw UsageError(fmt::format("{}: max_norm is {}; expected 0 or more", who, max_norm));
+    throw UsageError(fmt::format("{}: max_norm is {}; expected 0 or more", component, max_norm));
 }
 
-void check_clip_value(const std::string& who, double clip_value) {
+void check_clip_value(const std::string& component, double clip_value) {
   if (!(clip_value >= 0))
-    throw UsageError(fmt::format("{}: clip_value is {}; expected 0 or more", who, clip_value));
+    throw UsageError(
+        fmt::format("{}: clip_value is {}; expected 0 or more", component, clip_value));
+}
+
+}  // namespace tessera::sharding
+
+namespace tessera {
+
+double gradient_norm(const std::vector<at::Tensor>& gradients, double p) {
+  sharding::GradientNorm norm("gradient_norm", p);
+  for (const auto& gradient : gradients) norm.add(gradient);
+  return norm.local();
 }
 
 double clip_factor(double max_norm, double norm) { return std::min(1.0, max_norm / (norm + 1e-6)); }
 
-}  // namespace tessera::sharding
+double clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p) {
+  sharding::check_max_norm("clip_gradient_norm_", max_norm);
+  const double norm = gradient_norm(gradients, p);
+  const double factor = clip_factor(max_norm, norm);
+  if (factor == 1) return norm;
+  const at::NoGradGuard no_grad;
+  for (const auto& gradient : gradients) {
+    if (gradient.defined()) at::Tensor(gradient).mul_(factor);
+  }
+  return norm;
+}
+
+void clip_gradient_values_(const std::vector<at::Tensor>& gradients, double clip_value) {
+  sharding::check_clip_value("clip_gradient_values_", clip_value);
+  const at::NoGradGuard no_grad;
+  for (const auto& gradient : gradients) {
+    if (gradient.defined()) at::Tensor(gradient).clamp_(-clip_value, clip_value);
+  }
+}
+
+}  // namespace tessera

@@ -2,14 +2,14 @@
 #include "tessera/data/npy_dataset.h"
 #include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {
 
 using Paths = std::vector<std::string>;
 
-/// Counting the pairs of more tokens than this would take longer than it tells.
+/// The bigram baseline is omitted for more tokens than this, because counting would take too long.
 constexpr int64_t kMostBigramTokens = 20'000'000;
 
 void note_files(DataPlan& plan, const std::string& key, const Paths& paths) {
@@ -20,8 +20,8 @@ void note_files(DataPlan& plan, const std::string& key, const Paths& paths) {
 
 int64_t read_seq_len(OptionReader& options, const DataContext& context) {
   int64_t seq_len = context.max_length > 0 ? context.max_length : 128;
-  options.read("seq_len", seq_len, "tokens of a sequence; the model's longest when not given",
-               kAtLeastOne);
+  options.read("seq_len", seq_len,
+               "tokens per sequence; default: the longest that the model accepts", kAtLeastOne);
   return seq_len;
 }
 
@@ -32,8 +32,8 @@ void check_seq_len(OptionReader& options, const DataContext& context, int64_t se
   }
 }
 
-/// Sequences of `tokens`, and what a bigram model reaches on the evaluation part. `place`: of
-/// data.seq_len.
+/// The sequences of `tokens`, with the loss of a bigram model on the evaluation part as the
+/// baseline. `place`: the place of data.seq_len, for messages.
 DataSplits splits_of(const TokenData& tokens, int64_t seq_len, const std::string& place,
                      const DataContext& context) {
   if (context.vocab_size > 0) {
@@ -67,14 +67,15 @@ DataPlan read_byte_text(OptionReader& options, const DataContext& context) {
   double val_fraction = 0.1;
   options.require("path", "the training text or tokens");
   options.read_paths("path", paths, "files, folders or patterns");
-  options.read_paths("val_path", val_paths, "evaluation text; then all of path is training data");
+  options.read_paths("val_path", val_paths, "evaluation text; all of path is then training data");
   const int64_t seq_len = read_seq_len(options, context);
   if (!val_paths.empty()) {
     options.refuse("val_fraction",
                    "data.val_path names the evaluation text already; give one of the two");
   }
   options.read("val_fraction", val_fraction,
-               "without val_path: the last part of the text is for evaluation", kProbability);
+               "fraction at the end of the text that is used for evaluation; without val_path",
+               kProbability);
   options.finish();
   if (paths.empty()) {
     options.fail("path", "no path; expected the training text or tokens");
@@ -100,8 +101,9 @@ DataPlan read_byte_text(OptionReader& options, const DataContext& context) {
 DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
   Paths paths, val_paths;
   options.require("path", "the training text or tokens");
-  options.read_paths("path", paths,
-                     "llm.c's token files, or patterns; one stream in order of their names");
+  options.read_paths(
+      "path", paths,
+      "token files of llm.c, or patterns; read as one stream in order of their names");
   options.read_paths("val_path", val_paths, "evaluation files");
   const int64_t seq_len = read_seq_len(options, context);
   options.refuse(
@@ -125,7 +127,7 @@ DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
   return plan;
 }
 
-/// Datasets of two files each: `train` must be there, `val` and `test` may.
+/// Datasets of two files per split: `train` is required, `val` and `test` are optional.
 template <class Data, class Options>
 DataPlan read_pairs(
     OptionReader& options, const std::string& first, const std::string& second,

@@ -1,5 +1,5 @@
 #include "tessera/step/power_sgd.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {
@@ -7,7 +7,7 @@ namespace {
 namespace F = torch::nn::functional;
 
 Losses cross_entropy(const at::Tensor& output, const Batch& batch) {
-  // Classes are the last dimension of what is a sequence of predictions, the second of all else.
+  // Classes are the last dimension of sequences of predictions and the second of other predictions.
   const bool sequence = output.dim() == 3 && batch.targets.dim() == 2;
   const at::Tensor logits = sequence ? output.flatten(0, 1) : output;
   const at::Tensor targets = sequence ? batch.targets.flatten() : batch.targets;
@@ -35,14 +35,14 @@ void add_plain(registry::LossFunctions& losses, const std::string& name, Functio
 std::vector<double> channel_values(OptionReader& options, const std::string& key, double standard,
                                    const std::string& doc) {
   std::vector<double> values{standard};
-  options.read(key, values, doc + ", one for all channels or one each");
+  options.read(key, values, doc + ": one value for all channels, or one per channel");
   return values;
 }
 
 /// (inputs − mean) / std, by channel.
 Preprocessor read_normalize(OptionReader& options) {
-  const auto mean = channel_values(options, "mean", 0, "subtracted");
-  const auto std = channel_values(options, "std", 1, "divided by");
+  const auto mean = channel_values(options, "mean", 0, "subtracted from the inputs");
+  const auto std = channel_values(options, "std", 1, "divisor after that");
   options.finish();
   for (const double value : std) {
     if (!(value > 0)) {
@@ -62,11 +62,11 @@ Preprocessor read_normalize(OptionReader& options) {
 
 CommHookPlan read_power_sgd(OptionReader& options) {
   PowerSgdOptions power;
-  options.read("rank", power.rank, "of the approximation", kAtLeastOne);
+  options.read("rank", power.rank, "rank of the approximation", kAtLeastOne);
   options.read("start_iteration", power.start_iteration,
-               "backward passes before it begin with exact means", kNotNegative);
-  options.read("min_compression_rate", power.min_compression_rate, "smaller gains are not worth it",
-               kPositive);
+               "backward passes with exact means before the compression starts", kNotNegative);
+  options.read("min_compression_rate", power.min_compression_rate,
+               "smallest compression rate for which a tensor is compressed", kPositive);
   options.finish();
   return {[power] {
     const PowerSgd sgd(power);
@@ -80,7 +80,7 @@ CommHookPlan read_power_sgd(OptionReader& options) {
 }  // namespace
 
 void add_losses(registry::LossFunctions& losses) {
-  losses.add("cross_entropy", read_cross_entropy, "of classes, with the accuracy as a figure");
+  losses.add("cross_entropy", read_cross_entropy, "cross entropy of classes; reports the accuracy");
   add_plain(
       losses, "mse",
       [](const at::Tensor& output, const at::Tensor& targets) {
@@ -98,7 +98,7 @@ void add_losses(registry::LossFunctions& losses) {
       [](const at::Tensor& output, const at::Tensor& targets) {
         return F::smooth_l1_loss(output, targets);
       },
-      "Huber's, at 1");
+      "smooth L1 (Huber) loss with beta 1");
   add_plain(
       losses, "bce_with_logits",
       [](const at::Tensor& output, const at::Tensor& targets) {
@@ -108,16 +108,16 @@ void add_losses(registry::LossFunctions& losses) {
 }
 
 void add_preprocessors(Registry<Preprocessor>& preprocessors) {
-  preprocessors.add_plan("none", nullptr, "batches as they are");
+  preprocessors.add_plan("none", nullptr, "batches are not changed");
   preprocessors.add("normalize", read_normalize, "(inputs - mean) / std, by channel");
 }
 
 void add_comm_hooks(Registry<CommHookPlan>& hooks) {
-  hooks.add_plan("none", {[] { return CommHookPlan::Instance{}; }}, "the mean, exact");
+  hooks.add_plan("none", {[] { return CommHookPlan::Instance{}; }}, "exact mean");
   hooks.add_plan("fp16", {[] { return CommHookPlan::Instance{fp16_compress_hook()}; }},
-                 "sent as float16");
+                 "gradients are communicated as float16");
   hooks.add_plan("bf16", {[] { return CommHookPlan::Instance{bf16_compress_hook()}; }},
-                 "sent as bfloat16");
+                 "gradients are communicated as bfloat16");
   hooks.add("power_sgd", read_power_sgd, "PowerSGD: low-rank gradients with error feedback");
 }
 

@@ -3,7 +3,7 @@
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/models/image_classifier.h"
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
 namespace {
@@ -11,7 +11,7 @@ namespace {
 void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
   std::string config_json;
   options.read_path("config", config_json,
-                    "a Hugging Face config.json to start from; the keys here win over it");
+                    "a Hugging Face config.json to start from; keys of this section override it");
   if (!config_json.empty()) {
     try {
       gpt2 = GPT2Options::from_config_json(config_json);
@@ -19,19 +19,23 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
       options.fail("config", error.what());
     }
   }
-  options.read("vocab_size", gpt2.vocab_size, "tokens", kAtLeastOne);
-  options.read("n_positions", gpt2.n_positions, "longest sequence", kAtLeastOne);
-  options.read("n_embd", gpt2.n_embd, "width", kAtLeastOne);
-  options.read("n_layer", gpt2.n_layer, "blocks", kAtLeastOne);
-  options.read("n_head", gpt2.n_head, "attention heads; divides n_embd", kAtLeastOne);
+  options.read("vocab_size", gpt2.vocab_size, "number of tokens", kAtLeastOne);
+  options.read("n_positions", gpt2.n_positions, "length of the longest sequence", kAtLeastOne);
+  options.read("n_embd", gpt2.n_embd, "width of the embeddings", kAtLeastOne);
+  options.read("n_layer", gpt2.n_layer, "number of blocks", kAtLeastOne);
+  options.read("n_head", gpt2.n_head, "attention heads; must divide n_embd", kAtLeastOne);
   options.read("n_inner", gpt2.n_inner, "width of the MLP; 0: 4 · n_embd", kNotNegative);
-  options.read("layer_norm_epsilon", gpt2.layer_norm_epsilon, "of the layer norms", kPositive);
+  options.read("layer_norm_epsilon", gpt2.layer_norm_epsilon, "epsilon of the layer norms",
+               kPositive);
   options.read("initializer_range", gpt2.initializer_range, "standard deviation of initial weights",
                kPositive);
-  options.read("tie_word_embeddings", gpt2.tie_word_embeddings, "the head is the token embedding");
-  options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"}, "of the MLP");
+  options.read("tie_word_embeddings", gpt2.tie_word_embeddings,
+               "the output head shares the token embedding");
+  options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"},
+                      "activation of the MLP");
   std::optional<double> dropout;
-  options.read("dropout", dropout, "all three of GPT-2's; null: config's, else 0", kProbability);
+  options.read("dropout", dropout,
+               "probability of all three dropouts; null: those of config, else 0", kProbability);
   if (dropout) {
     gpt2.embd_pdrop = gpt2.attn_pdrop = gpt2.resid_pdrop = *dropout;
   }
@@ -75,12 +79,12 @@ ModelPlan read_gpt2(OptionReader& options) {
 
 ModelPlan read_image_classifier(OptionReader& options) {
   ImageClassifierOptions classifier;
-  options.read("in_channels", classifier.in_channels, "of the images", kAtLeastOne);
-  options.read("channels", classifier.channels, "of the first stage", kAtLeastOne);
+  options.read("in_channels", classifier.in_channels, "channels of the images", kAtLeastOne);
+  options.read("channels", classifier.channels, "channels of the first stage", kAtLeastOne);
   options.read("blocks", classifier.blocks, "residual blocks", kAtLeastOne);
-  options.read("classes", classifier.classes, "of the labels", kAtLeastOne);
+  options.read("classes", classifier.classes, "number of classes", kAtLeastOne);
   options.read_choice("norm", classifier.norm, {"BatchNorm", "SyncBatchNorm", "none"},
-                      "SyncBatchNorm: over the batch of all ranks");
+                      "normalisation; SyncBatchNorm: over the batch of all ranks");
   options.finish();
   ModelPlan plan;
   plan.classes = classifier.classes;

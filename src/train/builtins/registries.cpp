@@ -1,11 +1,11 @@
 #include "tessera/train/registries.h"
 
-#include "train/builtins/builtin.h"
+#include "train/builtins/builtin_components.h"
 
 namespace tessera::registry {
 namespace {
 
-/// The one registry of its kind in a process, with `add`'s entries.
+/// The process-wide registry of one kind; `add` adds the library's components at the first use.
 template <class Kind>
 Kind& filled(const char* kind, void (*add)(Kind&)) {
   static Kind registry = [&] {
@@ -14,17 +14,6 @@ Kind& filled(const char* kind, void (*add)(Kind&)) {
     return fresh;
   }();
   return registry;
-}
-
-void add_parallel(Registry<WrapperPlan>& parallel) {
-  parallel.add("none", train::read_unsharded, "one rank, an ordinary optimizer");
-  parallel.add("DistributedDataParallel", train::read_ddp,
-               "every rank has the whole model; gradients are averaged");
-  parallel.add("ZeroRedundancyOptimizer", train::read_zero, "optimizer state is sharded");
-  parallel.add("DistributedOptimizer", train::read_distributed,
-               "MegEngine's: the optimizer reduces gradients, packed");
-  parallel.add("FullyShardedDataParallel", train::read_fsdp,
-               "parameters, gradients and optimizer state are sharded");
 }
 
 }  // namespace
@@ -39,7 +28,7 @@ Registry<LrSchedule>& schedulers() {
   return filled<Registry<LrSchedule>>("scheduler", train::add_schedulers);
 }
 Registry<WrapperPlan>& parallel() {
-  return filled<Registry<WrapperPlan>>("parallel wrapper", add_parallel);
+  return filled<Registry<WrapperPlan>>("parallel wrapper", train::add_wrappers);
 }
 Registry<CommHookPlan>& comm_hooks() {
   return filled<Registry<CommHookPlan>>("communication hook", train::add_comm_hooks);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "tessera/error.h"
+#include "tessera/train/registries.h"
 #include "train/config/config_sections.h"
 
 namespace tessera {
@@ -20,15 +21,15 @@ void note_places(const ConfigNode& node, const std::string& path,
   }
 }
 
-std::string dotted(const std::vector<std::string>& path) {
-  std::string text;
-  for (const auto& part : path) {
-    text += (text.empty() ? "" : ".") + part;
+std::string wrappers_other_than(const std::string& type) {
+  std::string names;
+  for (const auto& name : registry::parallel().names()) {
+    if (name != type) names += (names.empty() ? "" : ", ") + name;
   }
-  return text;
+  return names;
 }
 
-/// Puts `value` where `path` leads, making maps on the way.
+/// Sets the value at `path`, creating missing maps.
 void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigNode& value) {
   ConfigNode* node = &root;
   for (const auto& part : path) {
@@ -45,6 +46,14 @@ void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigN
 
 }  // namespace
 
+std::string train::dotted(const std::vector<std::string>& path) {
+  std::string text;
+  for (const auto& part : path) {
+    text += (text.empty() ? "" : ".") + part;
+  }
+  return text;
+}
+
 std::string Config::at(const std::string& key) const {
   const auto found = where.find(key);
   return (found == where.end() ? file : found->second) + ": " + key + ": ";
@@ -52,7 +61,7 @@ std::string Config::at(const std::string& key) const {
 
 std::string Config::value(const std::string& key) const {
   for (const auto& option : *options) {
-    if (dotted(option.path) == key) {
+    if (train::dotted(option.path) == key) {
       const std::string text = to_yaml(option.value);
       return option.value.kind == ConfigNode::Kind::Scalar ? option.value.text
                                                            : text.substr(0, text.size() - 1);
@@ -65,7 +74,7 @@ std::string Config::dump(bool full) const {
   ConfigNode root;
   root.kind = ConfigNode::Kind::Map;
   for (const auto& option : *options) {
-    // The section and its type stand first, so that a minimal config still says what it is.
+    // Required options (types) are always included, so that a minimal config loads.
     if (full || option.required || (option.given && !(option.value == option.standard))) {
       place(root, option.path, option.value);
     }
@@ -113,8 +122,8 @@ void check_config_world(const Config& config, int world_size) {
     throw UsageError(
         config.at("parallel.type") + config.parallel.type + ", but the world has " +
         std::to_string(world_size) +
-        " ranks, and each would train a model of its own; expected DistributedDataParallel, "
-        "ZeroRedundancyOptimizer, DistributedOptimizer or FullyShardedDataParallel (or one rank)");
+        " ranks, and each would train a model of its own; expected one rank, or one of " +
+        wrappers_other_than(config.parallel.type));
   }
   const int64_t batch = config.train.global_batch;
   if (batch % world_size != 0 && config.data.uneven == "error") {

@@ -1,5 +1,5 @@
 #include "tessera/error.h"
-#include "train/builtins/builtin.h"
+#include "tessera/train/registries.h"
 #include "train/config/config_sections.h"
 
 namespace tessera::train {
@@ -7,58 +7,67 @@ namespace {
 
 using Kind = ConfigNode::Kind;
 
-ConfigNode shown(const std::optional<OptionValue>& value) {
-  return value ? parse_yaml(to_string(*value), "default", false) : ConfigNode{};
-}
-
-/// An option of an optimizer of this type, checked by its registry.
-OptionValue checked(const OptimizerRegistry& registry, const std::string& type,
-                    const std::string& option, const ConfigNode& node, const std::string& path) {
-  const OptionValue value = OptionReader::value_of(node, path);
-  try {
-    registry.complete(type, {{option, value}});
-  } catch (const UsageError& error) {
-    fail_at(node, path, error.what());
+/// Reads lr_mult, decay_mult and any option of the optimizer, of which only those in `node` are
+/// kept. `base`: the options of the optimizer, so that options are checked together with them.
+ParamwiseCustomKey read_custom_key(const ConfigNode& node, const std::string& type,
+                                   const OptionMap& base, std::vector<std::string> path) {
+  ConfigNode merged = options_node(base, node.where);
+  for (const auto& member : node.members) {
+    if (ConfigNode* known = merged.find(member.key)) {
+      *known = member.value;
+    } else {
+      merged.members.push_back(member);
+    }
   }
-  return value;
+  OptionReader reader(&merged, std::move(path), node.where);
+  ParamwiseCustomKey key;
+  reader.read("lr_mult", key.lr_mult, "", kNotNegative);
+  reader.read("decay_mult", key.decay_mult, "", kNotNegative);
+  registry::optimizers().read(type, reader);
+  for (const auto& [name, value] : reader.values()) {
+    if (node.find(name) != nullptr && name != "lr_mult" && name != "decay_mult") {
+      key.options[name] = value;
+    }
+  }
+  return key;
 }
 
-void read_custom_keys(OptionReader& keys, const std::string& type, ParamwiseOptions& paramwise) {
+void read_custom_keys(OptionReader& keys, const OptimizerPlan& optimizer,
+                      ParamwiseOptions& paramwise) {
   const ConfigNode* node =
       keys.take("custom_keys", "a map of name parts, each with lr_mult, decay_mult or options",
-                "what parameters take whose names contain the key; the longest key wins");
+                "settings of parameters whose names contain the key; the longest key wins");
   if (node == nullptr || node->kind == Kind::Null) {
     return;
   }
-  OptionReader each(node, {"optimizer", "paramwise", "custom_keys"}, keys.where());
+  const std::vector<std::string> path{"optimizer", "paramwise", "custom_keys"};
+  OptionReader each(node, path, keys.where());
   for (const auto& name : each.unread()) {
-    OptionReader reader = each.map(name);
-    ParamwiseCustomKey key;
-    reader.read("lr_mult", key.lr_mult, "", kNotNegative);
-    reader.read("decay_mult", key.decay_mult, "", kNotNegative);
-    for (const KnownOption& option : registry::optimizers().known_options(type)) {
-      if (const ConfigNode* value = reader.take(option.name, "", "")) {
-        key.options[option.name] =
-            checked(registry::optimizers(), type, option.name, *value, reader.full(option.name));
-      }
-    }
-    reader.finish();
-    paramwise.custom_keys[name] = std::move(key);
+    const OptionReader inner = each.map(name);
+    auto inner_path = path;
+    inner_path.push_back(name);
+    paramwise.custom_keys[name] =
+        inner.node() == nullptr
+            ? ParamwiseCustomKey{}
+            : read_custom_key(*inner.node(), optimizer.type, optimizer.options, inner_path);
   }
 }
 
-void read_paramwise(OptionReader& keys, const std::string& type, ParamwiseOptions& paramwise) {
-  read_custom_keys(keys, type, paramwise);
-  keys.read("bias_lr_mult", paramwise.bias_lr_mult, "of biases, but not of normalisations",
+void read_paramwise(OptionReader& keys, const OptimizerPlan& optimizer,
+                    ParamwiseOptions& paramwise) {
+  read_custom_keys(keys, optimizer, paramwise);
+  keys.read("bias_lr_mult", paramwise.bias_lr_mult,
+            "factor of lr for biases, except those of normalisations", kNotNegative);
+  keys.read("bias_decay_mult", paramwise.bias_decay_mult, "factor of weight decay for biases",
             kNotNegative);
-  keys.read("bias_decay_mult", paramwise.bias_decay_mult, "of biases", kNotNegative);
-  keys.read("norm_decay_mult", paramwise.norm_decay_mult, "of normalisations", kNotNegative);
-  keys.read("flat_decay_mult", paramwise.flat_decay_mult, "of parameters of one dimension",
-            kNotNegative);
-  keys.read("dwconv_decay_mult", paramwise.dwconv_decay_mult, "of depth-wise convolutions",
-            kNotNegative);
+  keys.read("norm_decay_mult", paramwise.norm_decay_mult,
+            "factor of weight decay for normalisations", kNotNegative);
+  keys.read("flat_decay_mult", paramwise.flat_decay_mult,
+            "factor of weight decay for parameters of one dimension", kNotNegative);
+  keys.read("dwconv_decay_mult", paramwise.dwconv_decay_mult,
+            "factor of weight decay for depth-wise convolutions", kNotNegative);
   keys.read("bypass_duplicate", paramwise.bypass_duplicate,
-            "a tensor with several names counts once; off: an error");
+            "accept tensors with several names, under the first; false: an error");
   keys.finish();
 }
 
@@ -66,7 +75,7 @@ void read_paramwise(OptionReader& keys, const std::string& type, ParamwiseOption
 
 void describe_paramwise(OptionReader& keys) {
   ParamwiseOptions paramwise;
-  read_paramwise(keys, "", paramwise);
+  read_paramwise(keys, OptimizerPlan{}, paramwise);
 }
 
 void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, OptimizerPlan& optimizer) {
@@ -77,8 +86,7 @@ void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, Optimize
   }
   keys.read_choice("type", optimizer.type, registry.names(), "the optimizer");
   if (optimizer.type.empty()) {
-    // Without a type no option can be judged: only the missing type is reported.
-    keys.rest();
+    keys.accept_rest();  // only the missing type is reported: its options are unknown
     return keys.finish();
   }
   if (!parallel.plan.optimizer_type.empty() && optimizer.type != parallel.plan.optimizer_type) {
@@ -86,20 +94,16 @@ void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, Optimize
                           parallel.plan.optimizer_type + "; expected one of the two");
   }
   if (optimizer.type == "LBFGS") {
-    keys.fail("type",
-              "LBFGS evaluates the loss several times a step, and the trainer does once; expected "
-              "another");
-  }
-  for (const KnownOption& option : registry.known_options(optimizer.type)) {
-    if (const ConfigNode* node =
-            keys.take(option.name, option.expected, "", shown(option.standard))) {
-      optimizer.options[option.name] =
-          checked(registry, optimizer.type, option.name, *node, keys.full(option.name));
-    }
+    keys.fail(
+        "type",
+        "LBFGS evaluates the loss several times per step, but the trainer does once; expected "
+        "another optimizer");
   }
   OptionReader paramwise = keys.map("paramwise");
-  read_paramwise(paramwise, optimizer.type, optimizer.paramwise);
-  keys.finish();
+  registry.read(optimizer.type, keys);
+  optimizer.options = keys.values();
+  optimizer.options.erase("type");
+  read_paramwise(paramwise, optimizer, optimizer.paramwise);
 }
 
 }  // namespace tessera::train

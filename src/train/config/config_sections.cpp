@@ -3,7 +3,8 @@
 #include <cmath>
 
 #include "tessera/error.h"
-#include "train/builtins/builtin.h"
+#include "tessera/train/registries.h"
+#include "train/config/read_component.h"
 
 namespace tessera::train {
 namespace {
@@ -11,15 +12,16 @@ namespace {
 void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.require("type", "the name of a model");
   keys.read_choice("type", model.type, registry::models().names(), "the model");
-  keys.read_path("init", model.init, "safetensors file of initial weights");
-  keys.read("seed", model.seed, "of the initial weights, and of dropout");
-  keys.read_choice("device", model.device, {"cpu", "cuda"}, "cuda: the device numbered as the rank on its host");
+  keys.read_path("init", model.init, "safetensors file of the initial weights");
+  keys.read("seed", model.seed, "seed of the initial weights and of dropout");
+  keys.read_choice("device", model.device, {"cpu", "cuda"},
+                   "device; cuda: the one numbered as the rank on its host");
 }
 
 void read_model(OptionReader& keys, ModelConfig& model) {
   read_model_keys(keys, model);
   if (model.type.empty()) {
-    keys.rest();  // without a type no option can be judged
+    keys.accept_rest();  // without a type the options are unknown
     return keys.finish();
   }
   model.plan = registry::models().read(model.type, keys);
@@ -30,21 +32,22 @@ void read_data_keys(OptionReader& keys, DataConfig& data) {
   keys.read_choice("type", data.type, registry::datasets().names(), "the dataset");
   keys.read_enum("order", data.order,
                  {{"shuffled", SampleOrder::shuffled}, {"sequential", SampleOrder::sequential}},
-                 "shuffled: every sample once an epoch, the same for any world size; sequential: "
-                 "as they come");
-  keys.read("seed", data.seed, "of the shuffling");
-  keys.read_choice("uneven", data.uneven, {"error", "drop", "join"},
-                   "what a world does that does not divide global_batch");
-  keys.read("loader_threads", data.loader_threads, "that load batches in the background",
+                 "shuffled: every sample once per epoch, the same order for any world size; "
+                 "sequential: the dataset's order");
+  keys.read("seed", data.seed, "seed of the shuffling");
+  keys.read_choice(
+      "uneven", data.uneven, {"error", "drop", "join"},
+      "when the world size does not divide global_batch: error, drop the last samples, or join");
+  keys.read("loader_threads", data.loader_threads, "threads that load batches in the background",
             kAtLeastOne);
-  keys.read("prefetch", data.prefetch, "batches loaded ahead; 0: loaded when they are needed",
-            kNotNegative);
+  keys.read("prefetch", data.prefetch,
+            "batches loaded ahead; 0: each batch is loaded when it is needed", kNotNegative);
 }
 
 void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
   read_data_keys(keys, data);
   if (data.type.empty()) {
-    keys.rest();
+    keys.accept_rest();
     return keys.finish();
   }
   const DataContext context{config.model.plan.vocab_size,
@@ -81,25 +84,26 @@ LrSchedule read_scheduler(OptionReader& keys) {
   return registry::schedulers().read(type, keys);
 }
 
-/// What stands beside the sections.
+/// Reads the top-level keys that are not sections.
 void read_components(OptionReader& keys, Config& config) {
   config.loss = read_loss(keys);
   config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
-                                       "what happens to a batch before the model gets it");
+                                       "preprocessing of a batch before the model gets it");
   read_hooks(keys, config);
 }
 
 void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
-  keys.read_choice("type", parallel.type, registry::parallel().names(), "how ranks share the work");
+  keys.read_choice("type", parallel.type, registry::parallel().names(),
+                   "how the ranks share the work");
   keys.read_enum("backend", parallel.group.backend,
                  {{"auto", Backend::Auto},
                   {"shm", Backend::SharedMemory},
                   {"gloo", Backend::Gloo},
                   {"nccl", Backend::NCCL},
                   {"mpi", Backend::MPI}},
-                 "how ranks talk");
+                 "communication backend");
   double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
-  keys.read("timeout", seconds, "seconds; bound of every wait for another rank", Range{0.001, 1e6});
+  keys.read("timeout", seconds, "longest wait for another rank, in seconds", Range{0.001, 1e6});
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
@@ -108,7 +112,7 @@ void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
   parallel.plan = registry::parallel().read(parallel.type, keys);
 }
 
-void check_wholes(const OptionReader& keys, const Config& config) {
+void check_sections_together(const OptionReader& keys, const Config& config) {
   const bool clips = config.train.clip_grad_norm || config.train.clip_grad_value ||
                      config.train.loss_scale.enabled;
   if (config.parallel.plan.updates_in_backward && clips) {
@@ -145,7 +149,7 @@ void read_config(OptionReader& keys, Config& config) {
   config.scheduler = read_scheduler(scheduler);
   read_train(run, config, config.train);
   read_checkpoint(checkpoint, config.checkpoint);
-  check_wholes(keys, config);
+  check_sections_together(keys, config);
 }
 
 void describe_top_level(OptionReader& keys) {
@@ -170,15 +174,17 @@ void describe_parallel(OptionReader& keys) {
 
 void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
   keys.read_path("folder", checkpoint.folder,
-                 "where checkpoints go, one folder a step; null: none");
-  keys.read("every", checkpoint.every, "steps; 0: only at the end and when interrupted",
-            kNotNegative);
-  keys.read("keep_last", checkpoint.keep_last, "newest ones that are kept", kAtLeastOne);
+                 "folder of the checkpoints, one subfolder per step; null: none");
+  keys.read("every", checkpoint.every,
+            "steps between checkpoints; 0: only at the end and when interrupted", kNotNegative);
+  keys.read("keep_last", checkpoint.keep_last, "number of newest checkpoints that are kept",
+            kAtLeastOne);
   keys.read("keep_every", checkpoint.keep_every,
-            "steps; multiples of it are kept for good; 0: none", kNotNegative);
-  keys.read("resume", checkpoint.resume, "go on from the newest one in folder, when there is one");
+            "checkpoints at multiples of this step are always kept; 0: none", kNotNegative);
+  keys.read("resume", checkpoint.resume,
+            "continue from the newest checkpoint in folder, if there is one");
   keys.read_path("from", checkpoint.from,
-                 "a checkpoint to start from, of any run; folder's own newest one goes first");
+                 "checkpoint of any run to start from; a checkpoint in folder has priority");
   keys.finish();
   for (const auto& [key, value] :
        {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {

@@ -2,19 +2,22 @@
 
 #include "tessera/train/config.h"
 
-// One function a section of the config; later ones look at what earlier ones have read.
+// One function per section of the config. Later sections depend on values of earlier ones.
 
 namespace tessera::train {
 
-/// All sections.
+/// "model.n_embd" for {"model", "n_embd"}.
+std::string dotted(const std::vector<std::string>& path);
+
+/// Reads all sections.
 void read_config(OptionReader& keys, Config& config);
 
 void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, OptimizerPlan& optimizer);
-/// `config`: the sections read so far.
+/// `config`: the sections that were read before.
 void read_train(OptionReader& keys, const Config& config, RunConfig& run);
 void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint);
 
-// The keys of a section that do not depend on a type, for the reference.
+// These read the keys of a section that do not depend on its type, for the reference.
 void describe_top_level(OptionReader& keys);
 void describe_model(OptionReader& keys);
 void describe_data(OptionReader& keys);

@@ -9,7 +9,7 @@ using Kind = ConfigNode::Kind;
 void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
   const ConfigNode standard = text ? ConfigNode::scalar("The ", true) : ConfigNode{};
   const ConfigNode* node =
-      keys.take("prompt", "a text, or a list of tokens", "what the sample begins with", standard);
+      keys.take("prompt", "a text, or a list of tokens", "beginning of the sample", standard);
   if (node == nullptr) {
     if (!text) {
       prompt = {0};
@@ -43,10 +43,12 @@ void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
 void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) {
   const bool wanted = keys.node() != nullptr;
   int64_t length = wanted || keys.describing() ? 200 : 0;
-  keys.read("length", length, "tokens", kNotNegative);
-  keys.read("temperature", sample.temperature, "0: the likeliest", kNotNegative);
-  keys.read("top_k", sample.top_k, "0: all", kNotNegative);
-  keys.read("seed", sample.seed, "of the sample");
+  keys.read("length", length, "tokens to generate", kNotNegative);
+  keys.read("temperature", sample.temperature,
+            "sampling temperature; 0: always the most likely token", kNotNegative);
+  keys.read("top_k", sample.top_k, "sample from the k most likely tokens; 0: from all",
+            kNotNegative);
+  keys.read("seed", sample.seed, "seed of the sample");
   read_prompt(keys, config.data.plan.text, sample.prompt);
   keys.finish();
   sample.length = length;
@@ -63,21 +65,18 @@ void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) 
   }
 }
 
-/// "dynamic", or a number: the scale itself.
+/// `dynamic`, a map of options, or a number: a constant scale.
 void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
   const ConfigNode* node =
       keys.take("loss_scale", "dynamic, a map of its options, a number > 0, or null",
-                "of the loss, so that small gradients survive float16");
+                "factor of the loss, so that small gradients do not vanish in float16");
   if (node == nullptr || node->kind == Kind::Null) {
     return;
   }
   scaler.enabled = true;
   if (node->kind == Kind::Map) {
     OptionReader inner(node, {"train", "loss_scale"}, keys.where());
-    inner.read("init_scale", scaler.init_scale, "", kPositive);
-    inner.read("growth_factor", scaler.growth_factor, "", Range{1, 1e6, true, false});
-    inner.read("backoff_factor", scaler.backoff_factor, "", Range{0, 1, true, true});
-    inner.read("growth_interval", scaler.growth_interval, "", kAtLeastOne);
+    scaler.read(inner);
     inner.finish();
     return;
   }
@@ -99,26 +98,28 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
 void read_amp(OptionReader& keys, RunConfig& run) {
   keys.read_optional_enum("autocast", run.autocast,
                           {{"bfloat16", at::kBFloat16}, {"float16", at::kHalf}},
-                          "operators run in this type where that is sound; weights keep theirs");
+                          "dtype of operators for which it is safe; weights keep their dtype");
   read_loss_scale(keys, run.loss_scale);
 }
 
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
   ema.read("decay", run.ema.decay,
-           "of the weights' moving average; evaluated and saved in their place; null: none",
+           "decay of the weights' moving average, which is evaluated and saved instead of them; "
+           "null: none",
            kProbability);
-  ema.read("warmup", run.ema.warmup, "a shorter memory at first");
+  ema.read("warmup", run.ema.warmup, "smaller decay in the first steps");
   ema.finish();
   OptionReader stop = keys.map("early_stop");
   stop.read("patience", run.early_stop.patience,
-            "evaluations without an improvement that end the run; 0: never", kNotNegative);
-  stop.read("min_delta", run.early_stop.min_delta, "an improvement is more than this",
-            kNotNegative);
+            "evaluations without an improvement after which the run ends; 0: never", kNotNegative);
+  stop.read("min_delta", run.early_stop.min_delta,
+            "smallest decrease of the loss that counts as an improvement", kNotNegative);
   stop.finish();
 }
 
-/// Samples are counted in 64 bits; twice that leaves room for the rounds of any world.
+/// Samples are counted in 64 bits. Twice this number still fits, which is enough for rounding up to
+/// whole iterations of any world size.
 constexpr int64_t kMostSamples = int64_t{1} << 62;
 constexpr int64_t kLargestBatch = int64_t{1} << 31;
 
@@ -144,23 +145,23 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
     keys.require("steps", "the number of steps");
   }
   keys.require("global_batch", "the number of sequences a step, over all ranks");
-  keys.read("steps", run.steps, "updates; 0: evaluate and save", kNotNegative);
+  keys.read("steps", run.steps, "number of updates; 0: only evaluate and save", kNotNegative);
   keys.read("epochs", run.epochs,
-            "in place of steps: passes over the training data; 0: steps count", kNotNegative);
-  keys.read("global_batch", run.global_batch, "samples a step over all ranks", kAtLeastOne);
-  keys.read("accumulation", run.accumulation, "parts in which a rank works off its share of a step",
-            kAtLeastOne);
-  keys.read_path("log", run.log, "JSON lines");
-  keys.read("log_every", run.log_every, "steps from one printed line to the next", kAtLeastOne);
+            "passes over the training data, instead of steps; 0: steps is used", kNotNegative);
+  keys.read("global_batch", run.global_batch, "samples per step over all ranks", kAtLeastOne);
+  keys.read("accumulation", run.accumulation,
+            "micro-batches into which a rank splits its samples of a step", kAtLeastOne);
+  keys.read_path("log", run.log, "file for JSON lines, one per step");
+  keys.read("log_every", run.log_every, "steps per printed line", kAtLeastOne);
   keys.read_path("save", run.save, "safetensors file of the final weights");
-  keys.read("save_config", run.save_config, "also a config.json beside it");
-  keys.read("eval_every", run.eval_every, "steps from one evaluation to the next; 0: at the end",
-            kNotNegative);
-  keys.read("eval_batches", run.eval_batches, "global batches an evaluation looks at; 0: all",
+  keys.read("save_config", run.save_config, "also write config.json next to save");
+  keys.read("eval_every", run.eval_every, "steps per evaluation; 0: only at the end", kNotNegative);
+  keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",
             kNotNegative);
   keys.read("clip_grad_norm", run.clip_grad_norm, "largest 2-norm of the global mean gradient",
             kPositive);
-  keys.read("clip_grad_value", run.clip_grad_value, "largest absolute value in it", kPositive);
+  keys.read("clip_grad_value", run.clip_grad_value,
+            "largest absolute value of an element of the gradient", kPositive);
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");

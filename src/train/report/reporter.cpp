@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/error.h"
-#include "train/report/log_file.h"
+#include "train/report/keep_log_before.h"
 
 namespace tessera::train {
 namespace {
@@ -42,7 +42,7 @@ std::string duration(double seconds) {
                        : fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
-/// "  accuracy 0.9312", for all but the loss.
+/// "  accuracy 0.9312" for every figure except the loss.
 template <class Figures>
 std::string others(const Figures& figures) {
   std::string text;

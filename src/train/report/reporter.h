@@ -22,20 +22,20 @@ struct StepRecord {
   double grad_norm = 0;
   double lr = 0;
   double ms = 0;
-  int64_t samples = 0;  ///< of all ranks
-  int64_t tokens = 0;   ///< likewise; 0: samples are no token sequences
+  int64_t samples = 0;  ///< over all ranks
+  int64_t tokens = 0;   ///< over all ranks; 0: samples are not token sequences
   double epoch = 0;
   double loss_scale = 1;
-  Figures figures;     ///< what else the model gave
-  Figures evaluation;  ///< of the evaluation after this step; empty: there was none
+  Figures figures;     ///< the model's other figures
+  Figures evaluation;  ///< figures of the evaluation after this step; empty: none
 };
 
-/// What a run says: lines on standard output, a progress bar below them on a terminal (or where
-/// TESSERA_TTY=1, which our launcher sets when it passes this rank's output on to one), and the
-/// JSON lines of `train.log`. Exists on rank 0 only.
+/// The output of a run: lines on standard output, a progress bar below them on a terminal (or with
+/// TESSERA_TTY=1, which the launcher sets when it forwards this rank's output to a terminal), and
+/// the JSON lines of `train.log`. Exists on rank 0 only.
 class Reporter {
  public:
-  /// Lines of the log from `first_step` on are dropped: a resumed run writes them again. Throws
+  /// Removes lines of the log from `first_step` on, which a resumed run writes again. Throws
   /// UsageError when the log cannot be read or opened.
   Reporter(const Config& config, int64_t first_step);
   ~Reporter();
@@ -43,11 +43,11 @@ class Reporter {
   Reporter& operator=(const Reporter&) = delete;
 
   void line(const std::string& text);
-  /// The line of a step, and the bar.
+  /// Prints the line of a step and draws the progress bar.
   void step(const StepRecord& record, int64_t steps);
-  /// Into the log. Throws Error when it cannot be written.
+  /// Writes a line to the log. Throws Error when it cannot be written.
   void log(const StepRecord& record);
-  /// In place of the line of that step, the last one.
+  /// Replaces the last line of the log, which is of the same step.
   void log_again(const StepRecord& record);
   /// `step`: the number of steps done.
   void evaluation(int64_t step, const std::map<std::string, double>& figures,
@@ -55,11 +55,12 @@ class Reporter {
   void test(const std::map<std::string, double>& figures);
   void memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse& formula,
                     const MemoryUse& unsharded);
-  /// Best evaluation, throughput, bytes and calls of communication, seconds waited for data.
+  /// Prints the throughput, the time waited for data, the calls and bytes of communication and the
+  /// best evaluation.
   void summary(const TrainResult& result, const CommStats& communication, double waited_for_data);
 
  private:
-  /// Drops lines from `first_step` on and opens the log behind the others.
+  /// Removes lines from `first_step` on and opens the log for appending.
   void open_log(int64_t first_step);
   void draw_bar();
   void clear_bar();
@@ -69,7 +70,7 @@ class Reporter {
   bool terminal_;
   bool bar_drawn_ = false;
   int64_t done_ = 0, steps_ = 0, timed_ = 0;
-  double seconds_ = 0;  // of the steps timed
+  double seconds_ = 0;  // total time of the timed steps
   int64_t samples_ = 0, tokens_ = 0;
 };
 

@@ -11,12 +11,12 @@
 namespace tessera {
 namespace {
 
-/// One stop often comes twice at once: whoever signals every process of a job signals the launcher,
-/// too, which passes it on.
+/// A second signal within this time counts as the same stop. A signal to all processes of a job
+/// also goes to the launcher, which sends it on to the ranks.
 constexpr int64_t kSameStop = 1'000'000'000;  // ns
 
-std::atomic<int> asked{0};
-std::atomic<int64_t> first_signal{0};  // when it came, in ns of the monotonic clock; 0: none did
+std::atomic<int> requested{0};
+std::atomic<int64_t> first_signal{0};  // monotonic time in ns; 0: no signal yet
 static_assert(std::atomic<int>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
               "used in a signal handler");
 
@@ -38,11 +38,11 @@ void on_signal(int signal) {
 
 }  // namespace
 
-void request_stop(int signal) noexcept { asked.store(signal); }
+void request_stop(int signal) noexcept { requested.store(signal); }
 
 namespace train {
 
-int stop_requested() noexcept { return asked.load(); }
+int stop_requested() noexcept { return requested.load(); }
 
 void handle_signals() {
   first_signal.store(0);
@@ -52,8 +52,7 @@ void handle_signals() {
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
-  // A file that grows beyond the limit is then an error of the write, which names it, like a full
-  // disk.
+  // A write beyond the file size limit then fails with an error that names the file.
   std::signal(SIGXFSZ, SIG_IGN);
 }
 

@@ -10,9 +10,9 @@ constexpr int kTerminate = SIGTERM;
 /// The signal that request_stop() was called with; 0: none.
 int stop_requested() noexcept;
 
-/// SIGINT and SIGTERM ask runs to stop. One that comes more than a second after the first ends the
-/// process at once with 128 + its number: what is committed is complete, what is being written does
-/// not count. SIGXFSZ is ignored.
+/// Installs handlers: SIGINT and SIGTERM call request_stop(). A signal more than a second after the
+/// first ends the process at once with exit code 128 + its number; committed checkpoints are
+/// complete, and one that is being written is ignored later. SIGXFSZ is ignored.
 void handle_signals();
 
 }  // namespace tessera::train

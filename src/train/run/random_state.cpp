@@ -43,7 +43,7 @@ void set_random_state(const std::vector<std::pair<std::string, at::Tensor>>& sta
   const auto here = generators();
   for (const auto& [name, tensor] : state) {
     if (std::find(here.begin(), here.end(), name) == here.end()) {
-      continue;  // a device that this host does not have draws nothing
+      continue;  // this host does not have that device
     }
     auto generator = generator_of(name);
     const std::lock_guard lock(generator.mutex());

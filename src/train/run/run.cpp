@@ -6,7 +6,7 @@
 
 #include "tessera/error.h"
 #include "tessera/train.h"
-#include "train/run/evaluation.h"
+#include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/to_device.h"
 
@@ -71,16 +71,16 @@ void Run::call_hooks(const Call& call) {
 }
 
 TrainResult Run::run() {
-  print_header();
+  report_start();
   call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
-  evaluate_what_was_due();
+  run_due_evaluation();
   train();
   finish();
   call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
   return std::move(result_);
 }
 
-void Run::print_header() {
+void Run::report_start() {
   if (reporter_) {
     reporter_->line(
         config_.model.type + " with " + std::to_string(parameters_) + " parameters; " +
@@ -90,7 +90,7 @@ void Run::print_header() {
         std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
         group_.backend_name() + ")");
     if (resumed_) {
-      reporter_->line("going on from " + resumed_->path());
+      reporter_->line("resuming from " + resumed_->path());
     }
   }
   result_.first_step = done_;
@@ -98,7 +98,7 @@ void Run::print_header() {
 
 void Run::train() {
   const auto samples_of = [this](int64_t iteration) {
-    const auto part = assignment_->part(iteration, group_.rank());
+    const auto part = assignment_->samples(iteration, group_.rank());
     return sampler_->samples(part.first, part.count);
   };
   BatchLoaderOptions options;
@@ -108,9 +108,9 @@ void Run::train() {
                                           std::max(done_, iterations()), options);
   if (joins()) {
     JoinOptions join_options;
-    join_options.divide_by_initial_world_size = false;  // a mean over what there is
+    join_options.divide_by_initial_world_size = false;  // a mean over the ranks with data
     join({static_cast<Joinable&>(*this)}, join_options, [this](JoinLoop& loop) {
-      while (!stop_ && assignment_->part(done_, group_.rank()).count > 0) {
+      while (!stop_ && assignment_->samples(done_, group_.rank()).count > 0) {
         loop.next();
         iteration(loader_->next());
       }
@@ -122,7 +122,8 @@ void Run::train() {
   }
 }
 
-/// A step, and what is due after it. Without a batch: as a shadow of those that have one.
+/// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
+/// takes part in the collectives of the others.
 void Run::iteration(std::optional<Batch> batch) {
   record_ = StepRecord{};
   train_step(std::move(batch));
@@ -131,8 +132,8 @@ void Run::iteration(std::optional<Batch> batch) {
   const int64_t every = config_.train.eval_every;
   const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
   const bool evaluation = data_.val && (last || (every > 0 && done_ % every == 0));
-  // Whoever interrupts a run may not wait for long: its checkpoint comes first, and says what is
-  // due.
+  // After an interruption the process may be killed soon: the checkpoint is written at once and
+  // records that the evaluation is due.
   evaluation_due_ = evaluation && result_.interrupted_by != 0;
   if (evaluation && !evaluation_due_) {
     evaluate();
@@ -146,9 +147,9 @@ void Run::iteration(std::optional<Batch> batch) {
   }
 }
 
-/// The evaluation that the checkpoint's step was interrupted before. The step's line in the log is
-/// written anew with it.
-void Run::evaluate_what_was_due() {
+/// Runs the evaluation that an interruption left undone at the checkpoint's step, and rewrites the
+/// step's line in the log with it.
+void Run::run_due_evaluation() {
   if (!evaluation_due_) {
     return;
   }
@@ -158,8 +159,7 @@ void Run::evaluate_what_was_due() {
     reporter_->log_again(record_);
   }
   if (stop_ || done_ == iterations()) {
-    saved_at_ =
-        -1;  // no step follows; what the evaluation changed belongs into the run's last checkpoint
+    saved_at_ = -1;  // no step follows, and the last checkpoint must contain the evaluation
   }
 }
 
@@ -176,8 +176,8 @@ std::vector<Batch> Run::parts_of(Batch batch) const {
   return result;
 }
 
-/// The schedule's rate in every group of the optimizer, each from its own base; returns the first
-/// group's.
+/// Sets the scheduled learning rate of every parameter group, computed from the group's base rate.
+/// Returns the first group's.
 double Run::set_learning_rates() {
   auto& groups = wrapper_->optimizer().param_groups();
   const Progress now = progress(done_);
@@ -223,8 +223,8 @@ void Run::train_step(std::optional<Batch> batch) {
   const double seconds = seconds_since(start);
   record_.ms = seconds * 1000;
   record_.epoch = progress(done_ + 1).epoch;
-  const int64_t round = assignment_->round();
-  record_.samples = std::min(assignment_->total - assignment_->dealt(done_), round);
+  const int64_t round = assignment_->per_iteration();
+  record_.samples = std::min(assignment_->total - assignment_->assigned_before(done_), round);
   record_.tokens = record_.samples * data_.train->tokens_per_sample();
   result_.losses.push_back(record_.loss);
   result_.grad_norms.push_back(record_.grad_norm);
@@ -265,7 +265,7 @@ void Run::reduce_figures(double loss, const std::vector<std::pair<std::string, d
   }
 }
 
-/// With the averaged weights in place of the live ones, where there is an average.
+/// Calls `evaluation` while the model has the averaged weights, if there is an average.
 void Run::evaluate_averaged(const std::function<void()>& evaluation) {
   const torch::NoGradGuard no_grad;
   const auto swap = [&] {

@@ -21,8 +21,9 @@
 
 namespace tessera::train {
 
-/// One run on one rank. Members in the order in which they come to be. In a join it is the one
-/// joinable: a rank out of data goes through the same steps and evaluations, without a batch.
+/// One run on one rank. The members are in the order of their construction. In a join the run is
+/// the only Joinable: a rank without data goes through the same steps and evaluations, without a
+/// batch.
 class Run : private Joinable {
  public:
   Run(const Config& config, ProcessGroup group);
@@ -32,10 +33,12 @@ class Run : private Joinable {
   bool first() const { return group_.rank() == 0; }
   bool uneven() const { return config_.train.global_batch % group_.size() != 0; }
   bool joins() const { return uneven() && config_.data.uneven == "join"; }
-  int64_t iterations() const { return joins() ? assignment_->some() : assignment_->full(); }
+  int64_t iterations() const {
+    return joins() ? assignment_->all_iterations() : assignment_->full_iterations();
+  }
   Progress progress(int64_t iteration) const;
 
-  // run_prepare.cpp: local but for make(); errors are agreed upon
+  // run_prepare.cpp: local, except make(); an error on one rank is thrown on all
   void prepare();
   void load_data();
   void make_model(const ProcessGroup& own_group);
@@ -53,17 +56,17 @@ class Run : private Joinable {
   }
 
   // run.cpp
-  void print_header();
+  void report_start();
   void train();
   void iteration(std::optional<Batch> batch);
   void train_step(std::optional<Batch> batch);
   std::vector<Batch> parts_of(Batch batch) const;
-  /// Means over the ranks with a batch; also whether any rank was asked to stop.
+  /// Computes means over the ranks with a batch, and whether any rank received a stop request.
   void reduce_figures(double loss, const std::vector<std::pair<std::string, double>>& figures,
                       bool active);
   double set_learning_rates();
   void evaluate();
-  void evaluate_what_was_due();
+  void run_due_evaluation();
   void evaluate_averaged(const std::function<void()>& evaluation);
   RunState run_state() const;
   template <class Call>
@@ -107,14 +110,14 @@ class Run : private Joinable {
   std::unique_ptr<WeightAverage> average_;
   std::optional<EarlyStop> early_stop_;
   std::unique_ptr<BatchLoader> loader_;
-  std::vector<double> base_lrs_;  // of the optimizer's groups
+  std::vector<double> base_lrs_;  // learning rates of the parameter groups before the schedule
   int64_t done_ = 0;              // iterations
   int64_t saved_at_ = -1;
-  int64_t averaged_updates_ = 0;  // of the checkpoint
+  int64_t averaged_updates_ = 0;  // updates of the average in the checkpoint
   int active_ranks_ = 0;          // 0: all
   bool stop_ = false;
   bool warned_ = false;
-  bool evaluation_due_ = false;  // the run was interrupted before it
+  bool evaluation_due_ = false;  // an interruption came before the evaluation of this step
   StepRecord record_;
   TrainResult result_;
 };

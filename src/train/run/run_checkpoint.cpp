@@ -18,15 +18,15 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kWeights = "weights.safetensors";
 constexpr const char* kState = "state.json";
 constexpr const char* kConfig = "config.yaml";
-/// The moving average travels with the state of its shard.
+/// The moving average is saved as an optimizer state tensor of its shard.
 constexpr const char* kAverage = "weight_average";
 
 std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
 }
 
-/// What a step came to, for the run that goes on with its evaluation. A figure that is not finite
-/// has no number in JSON.
+/// The record of a step, for a resumed run that evaluates it. A figure that is not finite is null:
+/// JSON has no number for it.
 Json json_of(const StepRecord& record) {
   const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
   Json figures = Json::array();
@@ -64,8 +64,8 @@ StepRecord record_of(const Json& json, int64_t step) {
   return record;
 }
 
-/// A run that starts anew must not find the checkpoints of the one before as its own: they move to
-/// a folder beside.
+/// Moves the checkpoints of an earlier run to a subfolder, so that a new run does not resume from
+/// them later.
 void set_aside_checkpoints(const std::string& folder) {
   namespace fs = std::filesystem;
   if (!latest_checkpoint(folder)) {
@@ -88,7 +88,7 @@ void set_aside_checkpoints(const std::string& folder) {
   }
 }
 
-/// As one word of a shell's command.
+/// Quotes `path` for a shell.
 std::string quoted(const std::string& path) {
   std::string text = "'";
   for (const char letter : path) {
@@ -97,8 +97,8 @@ std::string quoted(const std::string& path) {
   return text + "'";
 }
 
-/// What to do about the folder's newest checkpoint when it cannot be read.
-std::string way_around(const std::string& path) {
+/// Advice for the case that the folder's newest checkpoint cannot be read.
+std::string advice_to_skip(const std::string& path) {
   const std::filesystem::path step(path);
   const std::string aside = (step.parent_path() / ("damaged-" + step.filename().string())).string();
   return fmt::format("; to go on without it: mv {} {}, and the same command again", quoted(path),
@@ -107,7 +107,7 @@ std::string way_around(const std::string& path) {
 
 }  // namespace
 
-/// Opens the folder for writing, and what the run goes on from.
+/// Opens the checkpoint folder for writing and the checkpoint to resume from.
 void Run::open_checkpoints() {
   const CheckpointConfig& config = config_.checkpoint;
   std::string path;
@@ -139,7 +139,7 @@ void Run::open_checkpoints() {
     agree(group_, [&] { resumed_.emplace(path); });
     resumed_->verify(group_);
   } catch (const UsageError& error) {  // the same on all ranks
-    throw own ? AgreedError(error.what() + way_around(path))
+    throw own ? AgreedError(error.what() + advice_to_skip(path))
               : AgreedError(config_.at("checkpoint.from") + error.what());
   }
   if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
@@ -186,8 +186,8 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
   }
 }
 
-/// Where another number of ranks goes on, what they draw cannot be what fewer or more would have
-/// drawn.
+/// With the same number of ranks the generators continue; with another number each rank gets a new
+/// seed, because no rank's state fits.
 void Run::restore_random(const Checkpoint& checkpoint) {
   if (checkpoint.world_size() != group_.size()) {
     torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) +
@@ -209,7 +209,7 @@ void Run::restore_random(const Checkpoint& checkpoint) {
 
 std::string Run::state_text() const {
   Json json = {{"step", done_},
-               {"samples", assignment_->dealt(done_)},
+               {"samples", assignment_->assigned_before(done_)},
                {"global_batch", config_.train.global_batch},
                {"data",
                 {{"size", sampler_->size()},
@@ -248,8 +248,8 @@ std::string Run::state_text() const {
   return json.dump(2) + "\n";
 }
 
-/// Steps are counted, scheduled, logged and saved by number: of another size, the numbers would
-/// mean something else.
+/// Steps are counted, scheduled, logged and saved by number. With another global batch the same
+/// number would stand for another amount of training.
 void Run::check_global_batch(int64_t before) const {
   const int64_t batch = config_.train.global_batch;
   if (batch != before) {
@@ -261,7 +261,7 @@ void Run::check_global_batch(int64_t before) const {
   }
 }
 
-/// Shapes tell most other models apart; these options they do not.
+/// Checks the options that change the meaning of weights without changing their shapes.
 void Run::check_model(const std::map<std::string, std::string>& before) const {
   for (const auto& [option, value] : config_.model.plan.meaning) {
     const auto found = before.find(option);
@@ -298,7 +298,7 @@ void Run::read_state(const std::string& text, const std::string& where) {
     done_ = json.at("step").get<int64_t>();
     global_batch = json.value("global_batch",
                               done_ > 0 ? sampler.position / done_ : config_.train.global_batch);
-    assignment_->start = done_;
+    assignment_->start_iteration = done_;
     assignment_->start_sample = sampler.position;
     if (json.contains("evaluation_due")) {
       evaluation_due_ = data_.val != nullptr;
@@ -344,7 +344,7 @@ std::vector<StateSlice> Run::slices_to_save() {
   return slices;
 }
 
-/// Every parameter and buffer, whole, on rank 0. A collective.
+/// Passes every parameter and buffer to `write`, as a whole, on rank 0. Collective.
 void Run::write_weights(
     const std::function<void(const std::string& name, const at::Tensor& tensor)>& write) {
   const auto buffers = model_.module->named_buffers(true);

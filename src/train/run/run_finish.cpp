@@ -3,10 +3,10 @@
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#include "train/run/evaluation.h"
+#include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run.h"
-#include "train/run/sample.h"
+#include "train/run/sample_text.h"
 
 namespace tessera::train {
 
@@ -17,7 +17,7 @@ void Run::finish() {
                           ? "interrupted at step " + std::to_string(done_) +
                                 "; no checkpoint.folder, nothing to resume from"
                           : "interrupted at step " + std::to_string(done_) +
-                                "; the same command goes on from " + result_.checkpoint);
+                                "; the same command resumes from " + result_.checkpoint);
     }
     request_stop(0);
     if (store_) {
@@ -65,8 +65,8 @@ void Run::report_memory() {
   }
 }
 
-/// Streams the weights into one file. What goes wrong with it on rank 0 is told to all at the end:
-/// the others are in collectives meanwhile.
+/// Writes the weights to one file, one tensor at a time. Rank 0 keeps an error until the end and
+/// then broadcasts it, because the other ranks are in collectives meanwhile.
 void Run::save() {
   const std::string& path = config_.train.save;
   if (path.empty()) {
@@ -117,7 +117,8 @@ void Run::sample() {
   }
   try {
     reporter_->line("sample:\n" + sample_text(model_, sample, config_.data.plan.text));
-  } catch (const c10::Error& error) {  // as of weights that are not finite; all else is written
+  } catch (const c10::Error&
+               error) {  // such as weights that are not finite; all files are written already
     reporter_->line("warning: train.sample: no sample: " + message_of(error));
   }
 }

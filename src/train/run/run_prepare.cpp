@@ -6,8 +6,7 @@
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#include "train/builtins/builtin.h"
-#include "train/report/outputs.h"
+#include "train/report/prepare_outputs.h"
 #include "train/run/run.h"
 #include "train/run/weights.h"
 
@@ -32,11 +31,12 @@ at::Device device_of(const Config& config, const ProcessGroup& group) {
 
 Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
   open_checkpoints();
-  // Layers that communicate must not meet the wrapper's collectives, nor those of a failed start.
+  // Layers that communicate get a group of their own, so that their collectives are never matched
+  // with the wrapper's or with those of a failed start.
   ProcessGroup own = group_;
   const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
   agree(group_, [&] { prepare(); });
-  // Only now: making a model may be collective.
+  // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   agree(group_, [&] { make_model(layers); });
   make();
 }
@@ -69,8 +69,8 @@ void Run::load_data() {
   if (config_.train.epochs > 0) {
     const double whole = std::floor(config_.train.epochs * static_cast<double>(samples) /
                                     static_cast<double>(batch));
-    constexpr double kMostOfEpochs =
-        4e18;  // counted in 64 bits, with room for the rounds of any world
+    // Samples are counted in 64 bits, rounded up to whole iterations of any world size.
+    constexpr double kMostOfEpochs = 4e18;
     if (whole > kMostOfEpochs / static_cast<double>(batch)) {
       throw UsageError(config_.at("train.epochs") + fmt::format("{} times ", config_.train.epochs) +
                        std::to_string(samples) + " samples; expected at most 4e18 samples in all");
@@ -91,9 +91,9 @@ void Run::load_data() {
 }
 
 void Run::make_model(const ProcessGroup& own_group) {
-  // Every rank draws the same initial weights; ranks that are threads of one process share the
-  // generator. Models that communicate while they are made wait for the other ranks: not under a
-  // lock.
+  // Every rank draws the same initial weights. Ranks that are threads of one process share the
+  // generator, so only one of them may draw at a time. Models that communicate in their
+  // constructors wait for the other ranks and must not hold the lock.
   static std::mutex one_at_a_time;
   std::unique_lock lock(one_at_a_time, std::defer_lock);
   if (!config_.model.plan.communicates) {
@@ -133,11 +133,11 @@ void Run::make_model(const ProcessGroup& own_group) {
       }
     });
   }
-  // Dropout draws from the global state: every rank its own masks.
+  // Dropout uses the global generator; every rank must draw different masks.
   torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
 }
 
-/// The config's loss; one that cannot take what the model gives says so, with the shapes.
+/// Calls the config's loss. An error in it is reported with the config's place and the shapes.
 Losses Run::loss_of(const at::Tensor& prediction, const Batch& batch) const {
   try {
     return config_.loss(prediction, batch);

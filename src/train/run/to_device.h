@@ -4,7 +4,7 @@
 
 namespace tessera::train {
 
-/// All tensors of the batch there, the extra ones too.
+/// The batch with all its tensors, also the extra ones, on `device`.
 inline Batch to_device(Batch batch, const at::Device& device) {
   if (device.is_cpu()) {
     return batch;

@@ -20,14 +20,14 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: tessera train [-n RANKS] CONFIG.yaml [key=value ...] [options]\n"
-    "  CONFIG.yaml                what to train; docs/config.md lists the keys\n"
+    "  CONFIG.yaml                the config; docs/config_reference.md lists the keys\n"
     "  key=value                  replaces a value: optimizer.lr=3e-4, optimizer.betas='[0.9, "
     "0.99]', hooks.0.every=5\n"
     "  -n RANKS                   starts RANKS ranks on this host\n"
-    "  --no-resume                starts anew, whatever checkpoint.folder holds\n"
-    "  --dump-config full|minimal prints the config that holds, every option or what is not "
-    "default, and ends\n"
-    "  --config-reference         prints all keys of all components, and ends\n";
+    "  --no-resume                ignores the checkpoints in checkpoint.folder\n"
+    "  --dump-config full|minimal prints the config in effect, with all options or only "
+    "those that differ from the defaults, and exits\n"
+    "  --config-reference         prints all keys of all components, and exits\n";
 
 constexpr int kRunFailed = 1;
 constexpr int kWrongCommand = 2;
@@ -41,9 +41,9 @@ void say(const std::string& text) {
 /// of a host sees the same command and the same files.
 bool first_of_host() { return detail::launcher_rank().local_rank.value_or(0) == 0; }
 
-/// A launcher takes the first rank that fails for the cause and ends the others: let it be the one
-/// that said why.
-void exit_after_reporting_rank(bool reports) {
+/// A launcher reports the first rank that fails as the cause and ends the others. Ranks that
+/// printed nothing therefore wait a moment before they exit.
+void wait_unless_reporting(bool reports) {
   if (!reports) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
@@ -96,7 +96,7 @@ Command parse_command(int argc, char** argv) {
   return command;
 }
 
-/// The same command on `ranks` ranks of this host.
+/// Starts the same command on `ranks` ranks of this host.
 int launch_ranks(int ranks, int argc, char** argv) {
   launch::check_no_launcher(ranks);
   std::vector<std::string> words(argv + 1, argv + argc);
@@ -109,8 +109,8 @@ int launch_ranks(int ranks, int argc, char** argv) {
   return launch::run(options);
 }
 
-/// What all ranks agree is wrong before the first step is the command's fault; later it is a
-/// disk's.
+/// Errors that all ranks agree on are mistakes in the command before the first step (code 2), and
+/// failures such as a full disk after it (code 1).
 int train_on(const Config& config, ProcessGroup group) {
   int failure = kWrongCommand;
   try {
@@ -124,7 +124,7 @@ int train_on(const Config& config, ProcessGroup group) {
       say(error.what());
     }
     group.barrier();
-    exit_after_reporting_rank(group.rank() == 0);
+    wait_unless_reporting(group.rank() == 0);
     return failure;
   }
 }
@@ -136,9 +136,9 @@ int run(const Config& config) {
     rank = group.rank();
     return train_on(config, std::move(group));
   } catch (const BrokenWorldError& error) {
-    // The launcher knows the class name: a rank that only lost another is not the cause.
+    // The launcher recognizes the class name: a rank that lost a peer is not the cause.
     say("rank " + std::to_string(rank) + ": BrokenWorldError: " + error.what());
-    exit_after_reporting_rank(false);
+    wait_unless_reporting(false);
     return kRunFailed;
   } catch (const UsageError& error) {
     say("rank " + std::to_string(rank) + ": " + error.what());
@@ -173,7 +173,7 @@ int train_main(int argc, char** argv) {
     if (first_of_host()) {
       say(message_of(error));
     }
-    exit_after_reporting_rank(first_of_host());
+    wait_unless_reporting(first_of_host());
     return kWrongCommand;
   }
   return run(config);

@@ -9,13 +9,13 @@
 
 namespace tessera::train {
 
-/// Copies a tensor for every parameter and buffer of `module`, by name; UsageError, and nothing is
-/// changed, listing what is missing or not expected and the first that has another shape. `file`
-/// names the source; `entries`: what it has.
+/// Copies a tensor into every parameter and buffer of `module`, by name. `file`: the source, for
+/// messages; `entries`: its tensors. Throws UsageError, and changes nothing, when names are missing
+/// or unexpected (it lists them) or a shape differs (it names the first).
 void load_weights(torch::nn::Module& module, const std::string& file,
                   const std::vector<SafetensorsEntry>& entries,
                   const std::function<at::Tensor(const std::string& name)>& load);
-/// From a safetensors file.
+/// The same from a safetensors file.
 void load_weights(torch::nn::Module& module, const std::string& path);
 
 }  // namespace tessera::train

@@ -3,12 +3,12 @@
 #include <functional>
 
 #include "tessera/train/model_wrapper.h"
-#include "train/wrappers/wrapper_parts.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 
-/// What the wrappers share whose ranks hold whole parameters and gradients: an ordinary optimizer
-/// over all parameters, the norm and clipping of the gradients as they stand.
+/// Base class of the wrappers in which every rank has whole parameters and gradients: an ordinary
+/// optimizer over all parameters, and norm and clipping of the local gradients.
 class WholeWrapper : public ModelWrapper {
  public:
   explicit WholeWrapper(WrapperContext context);
@@ -34,17 +34,17 @@ class WholeWrapper : public ModelWrapper {
   }
   bool saves_shards() const override { return group_.rank() == 0; }
   at::Tensor whole_parameter(const std::string& name) override {
-    return whole_of(*model_.module, name, group_);
+    return parameter_on_rank0(*model_.module, name, group_);
   }
   MemoryUse memory() override;
 
  protected:
   at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
-  /// The optimizer's own step.
+  /// Updates the parameters.
   virtual void step() { optimizer_->step(); }
   virtual int64_t gradient_bytes() const;
   const std::shared_ptr<torch::optim::Optimizer>& shared_optimizer() const { return optimizer_; }
-  const NamedParameters& named() const { return named_; }  ///< trained ones
+  const NamedParameters& named() const { return named_; }  ///< the trained parameters
 
  private:
   NamedParameters named_;

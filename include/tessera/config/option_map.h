@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+// Options as plain values: the form in which a program, a parameter group or a checkpoint holds the
+// options of an optimizer or of another component.
+
+namespace tessera {
+
+/// The value of one option. Where a component expects a number it accepts an integer; where it
+/// expects a whole number it accepts 3.0; where it expects a list it accepts a single value.
+using OptionValue =
+    std::variant<bool, int64_t, double, std::string, std::vector<double>, std::vector<std::string>>;
+using OptionMap = std::map<std::string, OptionValue>;
+
+/// For messages: `true`, `3`, `0.1`, `"text"`, `[0.9, 0.95]`.
+std::string to_string(const OptionValue& value);
+
+}  // namespace tessera

@@ -1,0 +1,40 @@
+#include "optim/named_values.h"
+
+namespace tessera::optim {
+
+namespace {
+
+// InputArchive has no constructor from an OutputArchive, so the archive is written to bytes and
+// read again.
+torch::serialize::InputArchive reopen(const torch::serialize::OutputArchive& archive) {
+  std::string bytes;
+  const_cast<torch::serialize::OutputArchive&>(archive).save_to(
+      [&bytes](const void* data, size_t size) {
+        bytes.append(static_cast<const char*>(data), size);
+        return size;
+      });
+  torch::serialize::InputArchive reopened;
+  reopened.load_from(bytes.data(), bytes.size());
+  return reopened;
+}
+
+}  // namespace
+
+NamedValues read_archive(const torch::serialize::OutputArchive& archive) {
+  auto reopened = reopen(archive);
+  NamedValues values;
+  for (const auto& key : reopened.keys()) {
+    reopened.read(key, values[key]);
+  }
+  return values;
+}
+
+torch::serialize::InputArchive make_archive(const NamedValues& values) {
+  torch::serialize::OutputArchive archive;
+  for (const auto& [key, value] : values) {
+    archive.write(key, value);
+  }
+  return reopen(archive);
+}
+
+}  // namespace tessera::optim

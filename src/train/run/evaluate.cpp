@@ -1,0 +1,86 @@
+#include "train/run/evaluate.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "train/run/to_device.h"
+
+namespace tessera::train {
+namespace {
+
+/// Samples per forward, on one rank.
+constexpr int64_t kChunk = 8;
+
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& module)
+      : module_(module), was_training_(module.is_training()) {
+    module_.eval();
+  }
+  ~EvaluationMode() { module_.train(was_training_); }
+  EvaluationMode(const EvaluationMode&) = delete;
+
+ private:
+  torch::nn::Module& module_;
+  bool was_training_;
+};
+
+std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, const Dataset& data,
+                                                       int64_t first, int64_t count) {
+  std::vector<int64_t> samples(static_cast<size_t>(count));
+  std::iota(samples.begin(), samples.end(), first);
+  const Batch batch =
+      to_device(data.get(samples), model.model().module->parameters().front().device());
+  const ParsedLosses losses = model.val_losses(batch);
+  std::vector<std::pair<std::string, double>> figures{{"loss", losses.total.item<double>()}};
+  for (const auto& [name, value] : losses.values) {
+    if (name != "loss") {
+      figures.emplace_back(name, value.item<double>());
+    }
+  }
+  return figures;
+}
+
+}  // namespace
+
+std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
+                                       int64_t max_samples) {
+  const int64_t samples = max_samples > 0 ? std::min(max_samples, data.size()) : data.size();
+  const int64_t chunks = (samples + kChunk - 1) / kChunk;
+  ProcessGroup group = model.group();
+  const EvaluationMode evaluating(*model.model().module);
+  at::Tensor sums;
+  std::vector<std::string> names;
+  for (int64_t round = 0; round < chunks; round += group.size()) {
+    // In the last round a rank without a chunk evaluates another rank's; its result is ignored.
+    const int64_t chunk = std::min(round + group.rank(), chunks - 1);
+    const int64_t first = chunk * kChunk;
+    const int64_t count = std::min(kChunk, samples - first);
+    const auto figures = figures_of(model, data, first, count);
+    if (!sums.defined()) {
+      sums = at::zeros({chunks, static_cast<int64_t>(figures.size())}, at::kDouble);
+    }
+    names.resize(figures.size());
+    for (size_t i = 0; i < figures.size(); ++i) {
+      names[i] = figures[i].first;
+      if (round + group.rank() < chunks) {
+        sums.index_put_({chunk, static_cast<int64_t>(i)},
+                        figures[i].second * static_cast<double>(count));
+      }
+    }
+  }
+  const at::Tensor everywhere = sums.to(group.control_device());
+  group.all_reduce(everywhere);
+  sums = everywhere.cpu();
+  std::map<std::string, double> means;
+  for (size_t i = 0; i < names.size(); ++i) {
+    double total = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      total += sums[chunk][static_cast<int64_t>(i)].item<double>();
+    }
+    means[names[i]] = total / static_cast<double>(samples);
+  }
+  return means;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,106 @@
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/train/registries.h"
+#include "train/config/read_component.h"
+#include "train/wrappers/loss_module.h"
+#include "train/wrappers/whole_wrapper.h"
+
+namespace tessera::train {
+namespace {
+
+/// Every rank has the whole model; after backward all ranks have the same mean gradient.
+class DdpWrapper : public WholeWrapper {
+ public:
+  DdpWrapper(WrapperContext context, DistributedDataParallelOptions options,
+             CommHookPlan::Instance hook)
+      : WholeWrapper(std::move(context)),
+        hook_(std::move(hook)),
+        ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
+             group_, with_hook(std::move(options), hook_)) {}
+
+  void shadow_backward() override { ddp_.shadow_backward(); }
+  std::unique_ptr<NoSync> no_sync() override {
+    return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
+  }
+  Joinable* joinable() override { return &ddp_; }
+
+  std::vector<std::pair<std::string, at::Tensor>> extra_state() override {
+    if (!hook_.state) {
+      return {};
+    }
+    const auto state = hook_.state();
+    return {state.begin(), state.end()};
+  }
+  void load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state) override {
+    if (hook_.load_state) {
+      hook_.load_state({state.begin(), state.end()});
+    } else {
+      ModelWrapper::load_extra_state(state);
+    }
+  }
+
+ protected:
+  at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
+  int64_t gradient_bytes() const override { return ddp_.gradient_bytes(); }
+
+ private:
+  static DistributedDataParallelOptions with_hook(DistributedDataParallelOptions options,
+                                                  const CommHookPlan::Instance& hook) {
+    options.comm_hook = hook.hook;
+    return options;
+  }
+
+  CommHookPlan::Instance hook_;
+  DistributedDataParallel<LossModule> ddp_;
+};
+
+/// Reads `comm_hook`: a map, or a name. With a name, its options may be keys of the wrapper that
+/// begin with the name ("power_sgd_rank").
+CommHookPlan read_comm_hook(OptionReader& options) {
+  std::string name = "none";
+  const ConfigNode* given =
+      options.given("comm_hook") ? options.node()->find("comm_hook") : nullptr;
+  if (options.describing() || (given != nullptr && given->kind == ConfigNode::Kind::Map)) {
+    return read_component(registry::comm_hooks(), options, "comm_hook", name,
+                          "a communication hook");
+  }
+  options.read_choice("comm_hook", name, registry::comm_hooks().names(),
+                      "how gradients are communicated: a name, or a map of type and its options");
+  ConfigNode beside;
+  beside.kind = ConfigNode::Kind::Map;
+  const std::string prefix = name + "_";
+  for (const auto& key : options.unread()) {
+    if (key.rfind(prefix, 0) == 0) {
+      beside.members.push_back({key.substr(prefix.size()), *options.take(key, "", "")});
+    } else if (key.rfind("power_sgd_", 0) == 0) {
+      options.refuse(key, "an option of comm_hook power_sgd, and parallel.comm_hook is " + name);
+    }
+  }
+  OptionReader inner(&beside, {"parallel", "comm_hook"}, options.where());
+  return registry::comm_hooks().read(name, inner);
+}
+
+}  // namespace
+
+WrapperPlan read_ddp(OptionReader& options) {
+  DistributedDataParallelOptions ddp;
+  options.read("first_bucket_mb", ddp.first_bucket_mb, "MiB of gradients in the first bucket",
+               kPositive);
+  options.read("bucket_cap_mb", ddp.bucket_cap_mb, "MiB of gradients in each other bucket",
+               kPositive);
+  options.read("find_unused_parameters", ddp.find_unused_parameters,
+               "some parameters may get no gradient");
+  options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");
+  options.read("broadcast_buffers", ddp.broadcast_buffers,
+               "broadcast rank 0's buffers before each forward");
+  options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,
+               "gradients are views of the buckets");
+  const CommHookPlan hook = read_comm_hook(options);
+  options.finish();
+  WrapperPlan plan;
+  plan.make = [ddp, hook](WrapperContext context) {
+    return std::make_unique<DdpWrapper>(std::move(context), ddp, hook.make());
+  };
+  return plan;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,64 @@
+#include <algorithm>
+#include <cctype>
+
+#include "tessera/distributed_optimizer.h"
+#include "train/wrappers/whole_wrapper.h"
+
+namespace tessera::train {
+namespace {
+
+/// After MegEngine: the optimizer reduces the gradients and updates all parameters on every rank.
+class DistributedWrapper : public WholeWrapper {
+ public:
+  DistributedWrapper(WrapperContext context, const DistributedOptimizerOptions& options)
+      : WholeWrapper(std::move(context)),
+        distributed_(shared_optimizer(), named(),
+                     std::vector<std::optional<ProcessGroup>>(
+                         shared_optimizer()->param_groups().size(), group_),
+                     options) {}
+
+  void backward(const at::Tensor& loss) override { distributed_.backward(loss); }
+  void shadow_backward() override { distributed_.shadow_backward(); }
+  std::unique_ptr<NoSync> no_sync() override {
+    return std::unique_ptr<NoSync>(new NoSync(distributed_.no_sync()));
+  }
+  Joinable* joinable() override { return &distributed_; }
+
+ protected:
+  void step() override { distributed_.step(); }
+
+ private:
+  DistributedOptimizer distributed_;
+};
+
+}  // namespace
+
+WrapperPlan read_distributed(OptionReader& options) {
+  DistributedOptimizerOptions distributed;
+  options.require("reduce_method", "sum or mean");
+  options.read("reduce_method", distributed.reduce_method, "sum or mean, in any case");
+  options.read("bcast_period", distributed.bcast_period,
+               "updates from one broadcast of rank 0's parameters to the next; 0: never, -1: at "
+               "construction",
+               Range{-1});
+  options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
+  options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
+  for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
+    options.refuse(
+        name, "no option of DistributedOptimizer, which packs by param_pack and param_pack_thd");
+  }
+  std::string method = distributed.reduce_method;
+  std::transform(method.begin(), method.end(), method.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  if (options.has("reduce_method") && method != "sum" && method != "mean") {
+    options.fail("reduce_method", "\"" + distributed.reduce_method + "\"; expected sum or mean");
+  }
+  options.finish();
+  WrapperPlan plan;
+  plan.make = [distributed](WrapperContext context) {
+    return std::make_unique<DistributedWrapper>(std::move(context), distributed);
+  };
+  return plan;
+}
+
+}  // namespace tessera::train

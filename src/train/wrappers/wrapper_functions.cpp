@@ -1,0 +1,46 @@
+#include "train/wrappers/wrapper_functions.h"
+
+#include "tessera/train/registries.h"
+
+namespace tessera::train {
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
+int64_t bytes_of(const std::vector<StateSlice>& slices) {
+  int64_t bytes = 0;
+  for (const auto& slice : slices) {
+    for (const auto& [name, tensor] : slice.state.tensors) {
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const OptimizerPlan& plan,
+    const std::vector<std::pair<std::vector<at::Tensor>, OptionMap>>& groups) {
+  std::vector<torch::optim::OptimizerParamGroup> made;
+  for (const auto& [tensors, options] : groups) {
+    made.emplace_back(tensors, registry::optimizers().options_for(plan.type, options));
+  }
+  return plan.factory()(std::move(made));
+}
+
+at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string& name,
+                              const ProcessGroup& group) {
+  return group.rank() == 0 ? module.named_parameters(true)[name].detach() : at::Tensor();
+}
+
+const std::vector<std::pair<std::string, Partition>>& partition_names() {
+  static const std::vector<std::pair<std::string, Partition>> known{
+      {"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}};
+  return known;
+}
+
+}  // namespace tessera::train

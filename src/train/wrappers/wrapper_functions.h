@@ -1,0 +1,31 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/optim/partition.h"
+#include "tessera/train/model_wrapper.h"
+
+// Functions that several wrappers use. All are local.
+
+namespace tessera::train {
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors);
+/// The bytes of the tensors in `slices`.
+int64_t bytes_of(const std::vector<StateSlice>& slices);
+
+/// The configured optimizer over `groups`: tensors with their options.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const OptimizerPlan& plan,
+    const std::vector<std::pair<std::vector<at::Tensor>, OptionMap>>& groups);
+
+/// On rank 0 the parameter `name` of `module`; an undefined tensor on other ranks.
+at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string& name,
+                              const ProcessGroup& group);
+
+/// The partitions with their names in a config.
+const std::vector<std::pair<std::string, Partition>>& partition_names();
+
+}  // namespace tessera::train

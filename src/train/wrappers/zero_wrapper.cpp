@@ -1,0 +1,145 @@
+#include "tessera/train/registries.h"
+#include "tessera/zero_redundancy_optimizer.h"
+#include "train/wrappers/wrapper_functions.h"
+
+namespace tessera::train {
+namespace {
+
+std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& plan,
+                                                        const torch::nn::Module& module) {
+  std::vector<ZeroRedundancyOptimizer::Group> groups;
+  for (const auto& group : plan.groups(module, true)) {
+    groups.push_back({group.parameters, group.options});
+  }
+  return groups;
+}
+
+/// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
+/// shards and gathers the parameters in one pass.
+class ZeroWrapper : public ModelWrapper {
+ public:
+  ZeroWrapper(WrapperContext context, const ZeroRedundancyOptimizerOptions& options)
+      : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
+                     std::move(context.group)),
+        optimizer_(zero_groups(context.optimizer, *model_.module), group_,
+                   context.optimizer.factory(), options) {}
+
+  void shadow_backward() override { optimizer_.shadow_backward(); }
+  std::unique_ptr<NoSync> no_sync() override {
+    return std::unique_ptr<NoSync>(new NoSync(optimizer_.no_sync()));
+  }
+  bool updates_in_backward() const override { return optimizer_.options().overlap_with_backward; }
+
+  std::vector<at::Tensor> gradients() override {
+    std::vector<at::Tensor> result;
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const auto& parameter : group.params()) {
+        if (parameter.grad().defined()) {
+          result.push_back(parameter.grad());
+        }
+      }
+    }
+    return result;
+  }
+
+  double update(const GradientRules& rules) override {
+    const bool clips = rules.clip_norm || rules.clip_value;
+    track(!clips);
+    double norm = 0;
+    if (clips) {
+      norm =
+          rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm) : optimizer_.grad_norm();
+      if (rules.clip_value) {
+        optimizer_.clip_grad_value_(*rules.clip_value);
+      }
+    }
+    optimizer_.step();
+    optimizer_.zero_grad();
+    return clips ? norm : optimizer_.last_grad_norm();
+  }
+  void drop_gradients() override { optimizer_.zero_grad(); }
+
+  torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  Joinable* joinable() override { return &optimizer_; }
+
+  std::vector<ParameterShard> shards() override { return optimizer_.shards(); }
+  void publish_shards() override { optimizer_.gather_parameters(); }
+  std::vector<StateSlice> state_slices() override { return optimizer_.state_slices(); }
+  void load_state_slices(const std::vector<StateSlice>& slices) override {
+    optimizer_.load_state_slices(slices);
+  }
+  OptimizerStateDict optimizer_state_dict() override {
+    optimizer_.consolidate_state_dict(0);
+    return group_.rank() == 0 ? optimizer_.state_dict() : OptimizerStateDict{};
+  }
+  void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
+    optimizer_.load_state_dict(dict);
+  }
+  at::Tensor whole_parameter(const std::string& name) override {
+    return parameter_on_rank0(*model_.module, name, group_);
+  }
+
+  MemoryUse memory() override {
+    const auto memory = optimizer_.memory();
+    return {memory.parameters, memory.gradients, memory.optimizer_state};
+  }
+
+  MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const override {
+    MemoryUse use = ranks.front();
+    use.gradients = use.parameters;
+    use.optimizer_state = 0;
+    for (const auto& rank : ranks) {
+      use.optimizer_state += rank.optimizer_state;
+    }
+    return use;
+  }
+  MemoryUse formula(const MemoryUse& unsharded) const override {
+    return {unsharded.parameters, unsharded.gradients, unsharded.optimizer_state / group_.size()};
+  }
+
+ protected:
+  at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
+
+ private:
+  /// Switches the computation of the norm in the update's pass. The switch is collective, so it is
+  /// called only when the value changes.
+  void track(bool on) {
+    if (on != tracked_) {
+      optimizer_.track_grad_norm(on);
+      tracked_ = on;
+    }
+  }
+
+  ZeroRedundancyOptimizer optimizer_;
+  bool tracked_ = false;
+};
+
+}  // namespace
+
+WrapperPlan read_zero(OptionReader& options) {
+  ZeroRedundancyOptimizerOptions zero;
+  zero.find_unused_parameters = false;
+  WrapperPlan plan;
+  std::string optimizer_type;
+  options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
+                      "the optimizer, as in mmengine; instead of optimizer.type");
+  options.read_enum("partition", zero.partition, partition_names(),
+                    "how elements are assigned to ranks: equal parts, or whole parameters");
+  options.read("overlap_with_backward", zero.overlap_with_backward,
+               "update during backward; cannot be combined with clipping");
+  options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
+               "parameters are views of one buffer and are gathered in place");
+  options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket with overlap_with_backward",
+               kPositive);
+  options.read("find_unused_parameters", zero.find_unused_parameters,
+               "some parameters may get no gradient");
+  options.finish();
+  plan.optimizer_type = optimizer_type;
+  plan.updates_in_backward = zero.overlap_with_backward;
+  plan.make = [zero](WrapperContext context) {
+    return std::make_unique<ZeroWrapper>(std::move(context), zero);
+  };
+  return plan;
+}
+
+}  // namespace tessera::train

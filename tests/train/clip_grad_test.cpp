@@ -1,0 +1,50 @@
+#include "tessera/step/clip_grad.h"
+
+#include <limits>
+
+#include <gtest/gtest.h>
+
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+std::vector<at::Tensor> gradients() {
+  return {torch::tensor({3.0f, 0.0f}), at::Tensor(), torch::empty({0}),
+          torch::tensor({-4.0}, at::kDouble)};
+}
+
+TEST(ClipGrad, TheNormIsOfAllTensorsTogether) {
+  EXPECT_EQ(gradient_norm(gradients()), 5);
+  EXPECT_EQ(gradient_norm(gradients(), 1), 7);
+  EXPECT_EQ(gradient_norm(gradients(), std::numeric_limits<double>::infinity()), 4);
+  EXPECT_EQ(gradient_norm({}), 0);
+  EXPECT_THROW(gradient_norm(gradients(), 0), UsageError);
+}
+
+TEST(ClipGrad, ClippingByNormFollowsTorchNnUtils) {
+  auto ours = gradients();
+  EXPECT_EQ(clip_gradient_norm_(ours, 1), 5);
+  EXPECT_TRUE(at::equal(ours[0], torch::tensor({3.0f, 0.0f}) * (1 / (5 + 1e-6))));
+  EXPECT_TRUE(at::equal(ours[3], torch::tensor({-4.0}, at::kDouble) * (1 / (5 + 1e-6))));
+  EXPECT_THROW(clip_gradient_norm_(ours, -1), UsageError);
+}
+
+TEST(ClipGrad, ALargeBoundChangesNothing) {
+  auto ours = gradients();
+  EXPECT_EQ(clip_gradient_norm_(ours, 6), 5);
+  clip_gradient_values_(ours, 4);
+  EXPECT_TRUE(at::equal(ours[0], gradients()[0]));
+  EXPECT_TRUE(at::equal(ours[3], gradients()[3]));
+}
+
+TEST(ClipGrad, ClippingByValueClampsEveryElement) {
+  auto ours = gradients();
+  clip_gradient_values_(ours, 2);
+  EXPECT_TRUE(at::equal(ours[0], torch::tensor({2.0f, 0.0f})));
+  EXPECT_TRUE(at::equal(ours[3], torch::tensor({-2.0}, at::kDouble)));
+  EXPECT_THROW(clip_gradient_values_(ours, -1), UsageError);
+}
+
+}  // namespace
+}  // namespace tessera
