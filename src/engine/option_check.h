@@ -8,7 +8,7 @@
 
 namespace tessera::engine {
 
-/// UsageError "<component>: option <name> = <value>, expected <expected>" unless it `holds`.
+/// Throws UsageError "<component>: option <name> = <value>, expected <expected>" unless `holds`.
 inline void check_option(const std::string& component, const std::string& name,
                          const OptionValue& value, bool holds, const std::string& expected) {
   if (!holds) {
