@@ -7,6 +7,7 @@
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/training.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
@@ -32,11 +33,6 @@ class FsdpState : public ::testing::Test {
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
   fs::path folder_;
 };
-
-std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
-  return default_optimizers().factory(
-      "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
-}
 
 std::map<std::string, at::Tensor> by_name(
     const std::vector<std::pair<std::string, at::Tensor>>& list) {
