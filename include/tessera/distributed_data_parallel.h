@@ -91,7 +91,8 @@ class DistributedDataParallel : public Joinable {
         core_(std::make_unique<detail::DataParallel>(*module_, std::move(group),
                                                      std::move(options))) {}
 
-  /// Calls the module's forward(). Collective if buffers are broadcast.
+  /// Calls the module's forward(). Collective if buffers are broadcast, and in the first call after
+  /// the first synchronising backward pass, which rearranges the buckets.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     core_->before_forward();

@@ -20,8 +20,8 @@ struct DistributedOptimizerOptions {
   /// "sum" or "mean" of the gradients over the ranks; upper and lower case are equal. Required if a
   /// dist_group has more than one rank.
   std::string reduce_method;
-  /// When rank 0's parameters are broadcast to all ranks. -1: never. 0: once, at construction. n >
-  /// 0: at construction and in every n-th step(), before the update.
+  /// When rank 0's parameters are broadcast to all ranks. -1: never. 0: once, at construction.
+  /// n > 0: at construction and in every n-th step(), before the update.
   int64_t bcast_period = 0;
   /// On: gradients are sent in packs, in the order in which the first backward pass produced them.
   /// Off: each gradient is sent by itself.
