@@ -35,16 +35,18 @@ Result from_list(const std::vector<at::Tensor>& list, std::index_sequence<I...>)
 
 }  // namespace detail
 
-/// Activation checkpointing (Chen et al., 2016): runs function(inputs…) without keeping what its
-/// backward needs, and runs it again in backward. Less memory for about a third more time. The same
-/// values: random numbers (dropout) and autocast are as in the first run.
+/// Activation checkpointing (Chen et al., 2016): runs function(inputs…) without saving the tensors
+/// that its backward needs, and runs it again during backward. Uses less memory and about a third
+/// more time. The values are the same: the second run uses the random numbers (dropout) and the
+/// autocast settings of the first.
 ///
 ///   x = tessera::checkpoint([&](at::Tensor h) { return block(h); }, x);
 ///
 /// `inputs` are tensors; the function returns a tensor, a tuple of tensors or a vector of tensors.
-/// It must compute the same both times, and may use parameters, which get their gradients. Works
-/// inside sharded and data-parallel models, which count the inner backward as part of the outer
-/// one. What it captures must live until backward. Local; may be nested.
+/// It must compute the same values both times. It may use parameters, which get their gradients. It
+/// works inside sharded and data-parallel models, which treat the inner backward pass as part of
+/// the outer one. Objects that the function captures by reference must live until backward. Local;
+/// calls may be nested.
 template <class F, class... Inputs>
 auto checkpoint(F function, const Inputs&... inputs) {
   static_assert((std::is_convertible_v<const Inputs&, at::Tensor> && ...),

@@ -16,26 +16,33 @@
 namespace tessera {
 
 struct DistributedDataParallelOptions {
-  double first_bucket_mb =
-      1;  ///< MiB of gradients in the bucket that is sent first; small, to start early.
-  double bucket_cap_mb = 25;  ///< Of the others. > 0
-  bool broadcast_buffers =
-      true;  ///< Rank 0's buffers are given to all before each forward in training mode.
-  /// Parameters may get no gradient in a backward; costs one small collective. Off, that is an
-  /// error on every rank.
+  /// MiB of gradients in the bucket that is reduced first, > 0. A small value starts the first
+  /// reduction early.
+  double first_bucket_mb = 1;
+  /// MiB of gradients in each of the other buckets, > 0.
+  double bucket_cap_mb = 25;
+  /// On: rank 0's buffers are broadcast before each forward pass in training mode, unless gradients
+  /// are disabled or no_sync() is active.
+  bool broadcast_buffers = true;
+  /// On: parameters may get no gradient in a backward pass; costs one small collective. Off: a
+  /// missing gradient is an error on every rank.
   bool find_unused_parameters = false;
-  /// Which parameters are used, and how often, never changes: learned in the first backward.
+  /// On: the caller promises that every step uses the same parameters equally often. The first
+  /// backward pass determines them.
   bool static_graph = false;
-  /// `.grad` are windows of the buckets: no copy after the reduction. On CPUs none before it
-  /// either, where backward's graph is that of the last step: gradients are computed there.
+  /// On: each `.grad` is a view of its bucket, so nothing is copied after the reduction. On CPUs
+  /// nothing is copied before it either if the autograd graph is the same as in the previous step:
+  /// backward then computes the gradients in the bucket. Off: gradients are copied in and out.
   bool gradient_as_bucket_view = true;
-  std::vector<std::string> parameters_to_ignore = {};  ///< Names; neither broadcast nor reduced.
-  CommHook comm_hook = {};                             ///< Empty: the mean.
+  /// Names of parameters that are neither broadcast nor reduced.
+  std::vector<std::string> parameters_to_ignore = {};
+  /// Replaces the averaging of a bucket. Empty: the mean.
+  CommHook comm_hook = {};
 };
 
 namespace detail {
 
-/// What does not depend on the model's type.
+/// The part of DistributedDataParallel that does not depend on the model's type.
 class DataParallel {
  public:
   DataParallel(torch::nn::Module& module, ProcessGroup group,
@@ -59,19 +66,21 @@ class DataParallel {
 
 }  // namespace detail
 
-/// Data parallelism (Li et al., 2020): every rank has the whole model; backward averages the
-/// gradients over the ranks, bucket by bucket while it runs, so that `.grad` afterwards equals the
-/// gradient of the mean loss over all ranks' data.
+/// Data parallelism (Li et al., 2020). Every rank has the whole model. While backward runs, the
+/// gradients are averaged over the ranks, bucket by bucket. Afterwards `.grad` is the gradient of
+/// the mean of all ranks' losses.
 ///
 ///   Net net;  tessera::DistributedDataParallel ddp(net, world);
 ///   auto loss = loss_of(ddp(x), y);  loss.backward();  optimizer.step();
 ///
-/// `Module`: a torch::nn::ModuleHolder, a shared_ptr to a module, or a pointer to one; it stays
-/// usable by itself. Construction is collective: rank 0's parameters and buffers go to all;
-/// UsageError on every rank, naming the first difference, when models differ. Every backward under
-/// sync is collective. A gradient that is missing (without find_unused_parameters) or arrives twice
-/// is a UsageError naming the parameters and the rank; never a hang. Unequal amounts of data:
-/// join().
+/// `Module` is a torch::nn::ModuleHolder, a shared_ptr to a module or a pointer to one. The module
+/// itself stays usable.
+///
+/// Construction is collective: it broadcasts rank 0's parameters and buffers. If the models or the
+/// options differ between ranks, every rank throws UsageError naming the first difference. Every
+/// backward pass outside no_sync() is collective. A missing gradient (without
+/// find_unused_parameters) or a gradient that arrives twice is a UsageError that names the
+/// parameters and the rank, never a hang. For unequal amounts of data use join().
 template <class Module>
 class DistributedDataParallel : public Joinable {
  public:
@@ -82,7 +91,8 @@ class DistributedDataParallel : public Joinable {
         core_(std::make_unique<detail::DataParallel>(*module_, std::move(group),
                                                      std::move(options))) {}
 
-  /// The module's forward.
+  /// Calls the module's forward(). Collective if buffers are broadcast, and in the first call after
+  /// the first synchronising backward pass, which rearranges the buckets.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     core_->before_forward();
@@ -91,17 +101,21 @@ class DistributedDataParallel : public Joinable {
 
   Module& module() { return module_; }
 
-  /// While alive, backward passes accumulate locally and nothing is sent; the next one outside
-  /// sends the sum. Local; on all ranks alike, around forward and backward.
+  /// While the result is alive, backward passes accumulate gradients locally and send nothing; the
+  /// next backward pass outside sends the sum. Put forward and backward inside it, on all ranks in
+  /// the same way. Local.
   [[nodiscard]] NoSync no_sync() {
     return NoSync(core_->sync(), [core = core_.get()](bool sync) { core->set_sync(sync); });
   }
 
-  int64_t gradient_bytes() const { return core_->gradient_bytes(); }  ///< On this rank. Local.
-  size_t buckets() const { return core_->buckets(); }                 ///< How many. Local.
+  /// Bytes of the buckets on this rank. Local.
+  int64_t gradient_bytes() const { return core_->gradient_bytes(); }
+  /// Number of buckets. Local.
+  size_t buckets() const { return core_->buckets(); }
 
-  /// The collectives of one forward and backward of the other ranks, for a rank without data: its
-  /// gradients count as zero, and it gets the mean. Collective. Joinable's: the same.
+  /// For a rank without data: makes the collectives of one forward and backward pass of the other
+  /// ranks. This rank's gradients count as zero, and it gets the mean. Collective. shadow_step()
+  /// does the same.
   void shadow_backward() { core_->shadow_backward(); }
   ProcessGroup join_group() const override { return core_->group(); }
   void on_join_iteration(const JoinIteration& iteration) override {

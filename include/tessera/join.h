@@ -11,59 +11,59 @@ namespace tessera {
 
 /// One iteration of a joined loop. The same on all ranks.
 struct JoinIteration {
-  int active_ranks = 1;  ///< How many ranks have data in it.
-  int first_active = 0;  ///< The lowest of them: whose buffers are everyone's.
-  int divisor = 1;       ///< What a mean of gradients divides by.
+  int active_ranks = 1;  ///< Number of ranks that have data in this iteration.
+  int first_active = 0;  ///< The lowest of these ranks. Its buffers are broadcast to all ranks.
+  int divisor = 1;       ///< A mean of gradients divides their sum by this.
 };
 
-/// What can take part in join(): something whose iteration makes collectives that all ranks must be
-/// in. Implemented by DistributedDataParallel, FullyShardedDataParallel, ZeroRedundancyOptimizer
-/// and DistributedOptimizer; a program may add its own.
+/// An object whose iterations make collectives in which all ranks must take part. The wrappers
+/// DistributedDataParallel, FullyShardedDataParallel, ZeroRedundancyOptimizer and
+/// DistributedOptimizer implement it; a program may add its own.
 class Joinable {
  public:
   virtual ~Joinable() = default;
 
-  /// Of whose ranks it needs all. Local.
+  /// The group whose ranks must all take part. Local.
   virtual ProcessGroup join_group() const = 0;
-  /// An iteration begins; also called when the join is over, with all ranks active. On all ranks.
-  /// Local.
+  /// Called on all ranks when an iteration begins, and once at the end of the join, with all ranks
+  /// active. Local.
   virtual void on_join_iteration(const JoinIteration& iteration) {}
-  /// On a rank that is out of data: makes the collectives of one iteration of an active rank, in
-  /// their order, with nothing to contribute.
+  /// Called on a rank that is out of data. Makes the collectives of one iteration of an active
+  /// rank, in the same order, with a contribution of zero. Collective.
   virtual void shadow_step() = 0;
-  /// After the last iteration, when some rank ended before others: gives all ranks what
-  /// `last_active_rank` has. On all ranks. Collective.
+  /// Called on all ranks after the last iteration, if some rank ended before others. Gives all
+  /// ranks the parameters (and buffers) of `last_active_rank`. Collective.
   virtual void finish_join(int last_active_rank) {}
 };
 
 struct JoinOptions {
-  /// A mean divides by the number of all ranks; a rank out of data counts as gradients of zero.
-  /// Off: by the number of ranks that still have data.
+  /// On: a mean divides by the number of all ranks; the gradients of a rank that is out of data
+  /// count as zero. Off: it divides by the number of ranks that still have data.
   bool divide_by_initial_world_size = true;
-  /// No shadowing: when the first rank runs out of data while others have some, all ranks throw
-  /// UsageError naming it.
+  /// On: when the first rank runs out of data while others still have some, all ranks throw
+  /// UsageError naming it, instead of continuing without it.
   bool throw_on_early_termination = false;
-  /// Off: the loop runs as if it were not joined; next() does nothing.
+  /// Off: the loop runs as if it were not joined, and next() does nothing.
   bool enable = true;
 };
 
-/// The loop's end of a join.
+/// The argument of the function that join() runs.
 class JoinLoop {
  public:
-  /// Begins an iteration: for a rank that has data for it, before it does anything else with the
-  /// joinables. One all-reduce of one number, and while some rank is out of data a few bytes more.
-  /// Collective with the ranks out of data.
+  /// Begins an iteration. A rank that has data for the iteration calls it before it uses a
+  /// joinable. Costs one all-reduce of one number, and a few bytes more while some rank is out of
+  /// data. Collective: the ranks out of data take part inside join(). Blocks.
   void next();
 
-  class Session;
-  explicit JoinLoop(Session& session) : session_(session) {}
+  class Coordinator;
+  explicit JoinLoop(Coordinator& coordinator) : coordinator_(coordinator) {}
 
  private:
-  Session& session_;
+  Coordinator& coordinator_;
 };
 
-/// Runs `loop` on every rank, though the ranks have unequal amounts of data (PyTorch's
-/// algorithms.join):
+/// Runs `loop` on every rank, where the ranks may have unequal amounts of data. Follows PyTorch's
+/// torch.distributed.algorithms.join.
 ///
 ///   tessera::join({ddp, zero}, {}, [&](tessera::JoinLoop& iteration) {
 ///     for (auto& batch : *loader) {
@@ -73,15 +73,18 @@ class JoinLoop {
 ///     }
 ///   });
 ///
-/// A rank whose `loop` returned shadows the others' iterations until all are done. The joinables
-/// are given in the order in which an iteration uses them; between two next() each does what its
-/// shadow_step() shadows, once: DistributedDataParallel one forward and one backward that
-/// synchronises (more under no_sync), the optimizers one backward and one step(). At the end, when
-/// ranks ended at different iterations, the parameters of the last active rank are everyone's (of
-/// several, the lowest). Collective; blocks. A rank whose loop throws keeps its exception, and all
-/// others throw UsageError with its rank and message, where they wait or at their next collective
-/// of that group; the group has then ended. UsageError for no joinables, and for joinables of
-/// groups that differ.
+/// A rank whose `loop` has returned calls shadow_step() of each joinable, in the given order, for
+/// each iteration of the other ranks, until all ranks are done. List the joinables in the order in
+/// which an iteration uses them. Between two calls of next(), a rank must use each joinable once,
+/// as its shadow_step() does: DistributedDataParallel makes one forward and one backward pass that
+/// synchronises (further ones under no_sync()), an optimizer one backward pass and one step(). If
+/// the ranks ended at different iterations, all ranks get the parameters of the last active rank in
+/// the end (of several such ranks, of the lowest).
+///
+/// Collective; blocks. If `loop` throws on a rank, that rank rethrows its exception. All other
+/// ranks throw UsageError with its rank and message, from the collective in which they wait or from
+/// their next collective of the group; the group cannot be used afterwards. Throws UsageError if
+/// there are no joinables, and if the groups of the joinables have different ranks.
 void join(const std::vector<std::reference_wrapper<Joinable>>& joinables,
           const JoinOptions& options, const std::function<void(JoinLoop&)>& loop);
 

@@ -16,11 +16,11 @@
 namespace tessera {
 namespace {
 
-/// One thread of OpenMP for the calling thread alone; at::set_num_threads would also set what
-/// threads to come begin with. Looked up, because only libtorch knows which OpenMP it was linked
-/// with.
+/// Sets the calling thread's number of OpenMP threads to one. at::set_num_threads() would also
+/// change the initial number of threads that start later. The function is looked up at run time,
+/// because the OpenMP library is the one that libtorch is linked with.
 void use_one_openmp_thread() {
-  at::get_num_threads();  // makes libtorch set its own default for this thread now, not later
+  at::get_num_threads();  // libtorch sets its default for this thread on the first such call
   if (void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads")) {
     reinterpret_cast<void (*)(int)>(set)(1);
   }
@@ -37,7 +37,7 @@ void use_one_openmp_thread() {
   } catch (const std::exception& e) {
     throw Error(place + e.what());
   } catch (...) {
-    throw Error(place + "an exception that is no std::exception");
+    throw Error(place + "an exception that is not a std::exception");
   }
 }
 
@@ -45,7 +45,7 @@ void require_options(const Dataset* dataset, bool has_samples, int64_t first, in
                      const BatchLoaderOptions& options) {
   const auto refuse = [](const std::string& reason) { throw UsageError("BatchLoader: " + reason); };
   if (dataset == nullptr || !has_samples) {
-    refuse("a dataset and a function that names its samples are expected");
+    refuse("the dataset or samples_of is null, expected a dataset and a function");
   }
   if (first < 0 || end < first) {
     refuse("iterations [" + std::to_string(first) + ", " + std::to_string(end) +
@@ -133,14 +133,14 @@ class BatchLoader::Impl {
     Loaded loaded = std::move(loaded_.extract(iteration).mapped());
     ++next_;
     lock.unlock();
-    room_.notify_one();
+    slot_free_.notify_one();
     return loaded;
   }
 
   void work(const std::stop_token& stop) {
     use_one_openmp_thread();
     std::unique_lock lock(mutex_);
-    while (room_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) &&
+    while (slot_free_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) &&
            !stop.stop_requested()) {
       const int64_t iteration = begun_++;
       lock.unlock();
@@ -155,15 +155,15 @@ class BatchLoader::Impl {
   const std::function<std::vector<int64_t>(int64_t)> samples_of_;
   const int64_t end_;
   const int64_t depth_;
-  double waited_ = 0;  // the consumer's alone
+  double waited_ = 0;  // used only by the thread that calls next()
 
   mutable std::mutex mutex_;
-  std::condition_variable_any room_;  // to begin another batch
-  std::condition_variable ready_;
-  int64_t next_;   // to hand out
-  int64_t begun_;  // [next_, begun_) are loaded or being loaded
+  std::condition_variable_any slot_free_;  // fewer than depth_ batches are begun
+  std::condition_variable ready_;          // a batch was loaded
+  int64_t next_;                           // the iteration that next() returns
+  int64_t begun_;                          // iterations [next_, begun_) are loaded or being loaded
   std::map<int64_t, Loaded> loaded_;
-  std::vector<std::jthread> threads_;  // last: they end before what they use
+  std::vector<std::jthread> threads_;  // last, so that they end before the members that they use
 };
 
 BatchLoader::BatchLoader(std::shared_ptr<const Dataset> dataset,

@@ -1,8 +1,9 @@
+#include "tessera/data/bigram.h"
+
 #include <algorithm>
 #include <cmath>
 #include <unordered_map>
 
-#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -27,7 +28,7 @@ double bigram_cross_entropy(const Tokens& train, const Tokens& val, int64_t voca
     }
     part->require_below(vocab_size);
   }
-  // Sparse: a vocabulary of 50,000 has 2.5 billion pairs.
+  // Sparse counts, because a vocabulary of 50,000 has 2.5 billion pairs.
   Counts pairs, firsts;
   for (int64_t i = 0; i + 1 < train.size(); ++i) {
     ++firsts[train[i]];

@@ -2,8 +2,8 @@
 #include <fstream>
 #include <string>
 
-#include "data/paths.h"
-#include "tessera/data/token_dataset.h"
+#include "data/expand_paths.h"
+#include "tessera/data/token_source.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include <torch/torch.h>
 
 #include "data/mapped_file.h"
-#include "data/samples.h"
+#include "data/sample_numbers.h"
 #include "data/shape_text.h"
 #include "tessera/error.h"
 
@@ -36,7 +36,7 @@ void require_magic(const std::string& path, const MappedFile& file, int least, i
     refuse_idx(path, "has " + std::to_string(file.size) + " bytes, fewer than an IDX header");
   }
   if (bytes[0] != 0 || bytes[1] != 0) {
-    refuse_idx(path, "is no IDX file: it does not begin with two zero bytes");
+    refuse_idx(path, "is not an IDX file: it does not begin with two zero bytes");
   }
   if (bytes[2] != kUnsignedBytes) {
     refuse_idx(path, "holds values of IDX type " + std::to_string(bytes[2]) +
@@ -103,7 +103,7 @@ IdxDataset::IdxDataset(const IdxOptions& options) : options_(options) {
 }
 
 Batch IdxDataset::get(const std::vector<int64_t>& samples) const {
-  const std::vector<int64_t> rows = wrapped("IdxDataset", samples, count_);
+  const std::vector<int64_t> rows = rows_of_samples("IdxDataset", samples, count_);
   const auto count = static_cast<int64_t>(rows.size());
   Batch batch{at::empty({count, channels_, height_, width_}, at::kFloat),
               at::empty({count}, at::kLong)};

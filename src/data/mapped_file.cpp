@@ -16,7 +16,7 @@ MappedFile map_file(const std::string& component, const std::string& path) {
   const auto refuse = [&](const std::string& reason) {
     throw UsageError(component + ": " + path + ": " + reason);
   };
-  // Without O_NONBLOCK, a FIFO would keep us here.
+  // Without O_NONBLOCK, opening a FIFO would block.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     refuse("cannot be opened: " + std::generic_category().message(errno));

@@ -1,3 +1,5 @@
+#include "tessera/data/npy_array.h"
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -7,7 +9,6 @@
 #include "data/mapped_file.h"
 #include "data/npy_header.h"
 #include "data/shape_text.h"
-#include "tessera/data/npy_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -47,7 +48,7 @@ auto converter(NpyArray::Type type) -> void (*)(const uint8_t*, int64_t, To*) {
     case NpyArray::Type::boolean:
       break;
   }
-  // NumPy takes any byte but 0 for true.
+  // As in NumPy, every byte except 0 is true.
   return [](const uint8_t* from, int64_t count, To* to) {
     std::transform(from, from + count, to,
                    [](uint8_t value) { return static_cast<To>(value != 0); });

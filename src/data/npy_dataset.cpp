@@ -3,7 +3,7 @@
 #include <torch/torch.h>
 
 #include "data/npy_header.h"
-#include "data/samples.h"
+#include "data/sample_numbers.h"
 #include "data/shape_text.h"
 #include "tessera/error.h"
 
@@ -28,7 +28,7 @@ NpyDataset::NpyDataset(const NpyOptions& options)
 }
 
 Batch NpyDataset::get(const std::vector<int64_t>& samples) const {
-  const std::vector<int64_t> rows = wrapped("NpyDataset", samples, size());
+  const std::vector<int64_t> rows = rows_of_samples("NpyDataset", samples, size());
   return {inputs_.gather(rows, at::kFloat),
           targets_.gather(rows, is_floating(targets_.type) ? at::kFloat : at::kLong)};
 }

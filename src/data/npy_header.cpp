@@ -8,8 +8,8 @@ namespace tessera {
 namespace {
 
 constexpr std::string_view kMagicBytes("\x93NUMPY", 6);
-constexpr size_t kMostHeaderBytes =
-    65535;  // version 1's limit; NumPy itself refuses more than 10,000 by default
+// The limit of version 1. NumPy itself refuses more than 10,000 by default.
+constexpr size_t kMostHeaderBytes = 65535;
 constexpr size_t kMostDimensions = 32;
 
 struct TypeName {
@@ -30,7 +30,7 @@ constexpr TypeName kTypes[] = {
   throw UsageError("NpyDataset: " + path + ": " + reason);
 }
 
-/// For messages: what a file holds may be anything, and of any length.
+/// Text from a file for a message: at most 40 characters, with other than printable ASCII replaced.
 std::string printable(std::string_view text) {
   std::string result;
   for (const char c : text.substr(0, 40)) {
@@ -39,8 +39,8 @@ std::string printable(std::string_view text) {
   return "\"" + result + (text.size() > 40 ? "…\"" : "\"");
 }
 
-/// Python's dictionary of three keys, as numpy writes it: {'descr': '<f4', 'fortran_order': False,
-/// 'shape': (3, 4), }
+/// Parses the Python dictionary of three keys that NumPy writes:
+/// {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
 class HeaderParser {
  public:
   HeaderParser(const std::string& path, std::string_view text) : path_(path), text_(text) {}
@@ -211,7 +211,7 @@ NpyHeader parse_npy_header(const std::string& path, std::string_view bytes) {
   if (!bytes.starts_with(kMagicBytes)) {
     refuse_npy(path, bytes.starts_with("PK")
                          ? "is an archive (.npz), expected one array (.npy)"
-                         : "is no .npy file: it does not begin with \\x93NUMPY");
+                         : "is not a .npy file: it does not begin with \\x93NUMPY");
   }
   if (bytes.size() < 12) {
     refuse_npy(path, "has " + std::to_string(bytes.size()) + " bytes, fewer than a header");

@@ -6,18 +6,18 @@
 namespace tessera {
 namespace {
 
-void require_position(const char* what, int64_t value) {
+void require_position(const char* name, int64_t value) {
   if (value < 0) {
-    throw UsageError("Sampler: " + std::string(what) + " is " + std::to_string(value) +
+    throw UsageError("Sampler: " + std::string(name) + " is " + std::to_string(value) +
                      ", expected 0 or more");
   }
 }
 
 template <class Value>
-void require_same(const char* what, const Value& loaded, const Value& own) {
+void require_same(const char* name, const Value& loaded, const Value& own) {
   if (loaded != own) {
-    throw UsageError("Sampler: the loaded state is of " + std::string(what) + " " + loaded +
-                     ", this run's data has " + what + " " + own +
+    throw UsageError("Sampler: the loaded state has " + std::string(name) + " " + loaded +
+                     ", this run has " + name + " " + own +
                      "; expected the same data in the same order");
   }
 }
@@ -40,7 +40,8 @@ int64_t Sampler::sample(int64_t number) const {
     return number;
   }
   const auto size = static_cast<uint64_t>(state_.size), at = static_cast<uint64_t>(number);
-  return static_cast<int64_t>(permuted(at % size, size, mixed(mixed(state_.seed) + at / size)));
+  return static_cast<int64_t>(
+      permuted_index(at % size, size, mix_bits(mix_bits(state_.seed) + at / size)));
 }
 
 std::vector<int64_t> Sampler::samples(int64_t first, int64_t count) const {

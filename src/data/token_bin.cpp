@@ -1,9 +1,9 @@
 #include <bit>
 #include <cstring>
 
+#include "data/expand_paths.h"
 #include "data/mapped_file.h"
-#include "data/paths.h"
-#include "tessera/data/token_dataset.h"
+#include "tessera/data/token_source.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-#include "data/samples.h"
+#include "data/sample_numbers.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -25,7 +25,7 @@ int64_t TokenDataset::start(int64_t sample) const {
   if (!continuous_) {
     return sample % size() * seq_len_;
   }
-  // The product overflows only after 2^63 tokens; reduced first, it never does.
+  // The product may exceed 64 bits.
   return static_cast<int64_t>(static_cast<unsigned __int128>(sample) *
                               static_cast<uint64_t>(seq_len_) %
                               static_cast<uint64_t>(tokens_.size() - 1));
@@ -38,7 +38,7 @@ Batch TokenDataset::get(const std::vector<int64_t>& samples) const {
   int64_t* target = batch.targets.data_ptr<int64_t>();
   const int64_t period = tokens_.size() - 1;
   for (const int64_t sample : samples) {
-    require_sample("TokenDataset", sample);
+    require_sample_number("TokenDataset", sample);
     int64_t position = start(sample);
     for (int64_t left = seq_len_; left > 0;) {
       const int64_t run = std::min(left, period - position);

@@ -13,14 +13,15 @@ namespace {
 
 constexpr const char* kPowerSgd = "PowerSgd";
 
-uint64_t hash_of(const std::string& text) {  // FNV-1a: the same on every machine
+/// FNV-1a, which gives the same value on every machine.
+uint64_t hash_of(const std::string& text) {
   uint64_t hash = 14695981039346656037ull;
   for (const unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
   return hash;
 }
 
-/// Columns of length 1, at right angles; those that depend on earlier ones become zero or any such
-/// direction. Gram–Schmidt, each column twice.
+/// Makes the columns orthonormal by Gram–Schmidt, with two passes over each column. A column that
+/// depends linearly on earlier ones becomes zero, or an arbitrary direction orthogonal to them.
 void orthogonalize(const at::Tensor& matrix) {
   for (int64_t c = 0; c < matrix.size(1); ++c) {
     auto column = matrix.select(1, c);
@@ -31,6 +32,7 @@ void orthogonalize(const at::Tensor& matrix) {
   }
 }
 
+/// `gradient` as a matrix, its first dimension against the others; half types as float32.
 at::Tensor as_matrix(const at::Tensor& gradient) {
   const auto dtype = gradient.element_size() < static_cast<int64_t>(sizeof(float))
                          ? at::kFloat
@@ -73,7 +75,7 @@ class PowerSgd::Impl {
         exact.push_back(bucket.gradients[i].reshape({-1}));
       }
     }
-    // Orthogonalisation takes the scale of P away.
+    // P is summed and not averaged: orthogonalisation removes its scale.
     if (!left.empty()) pass->works.push_back(group.all_reduce_async(pass->left = at::cat(left)));
     if (!exact.empty())
       pass->works.push_back(group.all_reduce_async(pass->flat = at::cat(exact), scale));
@@ -110,7 +112,7 @@ class PowerSgd::Impl {
   struct Matrix {
     std::string name;
     at::Tensor gradient;  // where the result goes
-    at::Tensor matrix;    // this rank's, with what it owes
+    at::Tensor matrix;    // this rank's gradient plus the error of the previous approximation
     at::Tensor p, q;
   };
   struct Pass {
@@ -149,7 +151,7 @@ class PowerSgd::Impl {
     if (const auto last = q_.find(name);
         options_.warm_start && last != q_.end() && last->second.size(1) == rank) {
       auto q = last->second.to(m.options());
-      // A gradient that was zero leaves nothing to start from.
+      // After a gradient of zero, q has zero columns, from which no iteration can start.
       if (q.norm(2, 0).min().item<double>() > 0) return q;
     }
     const auto number = options_.warm_start ? 0 : static_cast<uint64_t>(iteration_);
@@ -182,22 +184,22 @@ class PowerSgd::Impl {
     for (auto& matrix : pass.matrices) {
       const auto q = all.narrow(0, at, matrix.q.numel()).view(matrix.q.sizes());
       at += q.numel();
-      take(matrix, q);
+      store_result(matrix, q);
     }
   }
 
-  void take(Matrix& matrix, const at::Tensor& q) {
+  void store_result(Matrix& matrix, const at::Tensor& q) {
     const auto mean = matrix.p.matmul(q.t());
-    const auto owed =
-        matrix.matrix - mean;  // before the gradient changes, of which the matrix may be a view
+    // Before the gradient is overwritten, because `matrix.matrix` may be a view of it.
+    const auto error = matrix.matrix - mean;
     matrix.gradient.copy_(mean.view(matrix.gradient.sizes()));
-    // A gradient that overflowed on some rank is one on all, and must not stay in the memory.
+    // An overflow on any rank reaches all ranks through q. It must not stay in the state.
     if (!q.isfinite().all().item<bool>()) {
       errors_.erase(matrix.name);
       q_.erase(matrix.name);
       return;
     }
-    if (options_.error_feedback) errors_[matrix.name] = owed.view(matrix.gradient.sizes());
+    if (options_.error_feedback) errors_[matrix.name] = error.view(matrix.gradient.sizes());
     if (options_.warm_start) q_[matrix.name] = q.clone();
   }
 

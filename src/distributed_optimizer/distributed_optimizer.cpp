@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "distributed_optimizer/impl.h"
+#include "distributed_optimizer/distributed_optimizer_impl.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -12,7 +12,7 @@ std::shared_ptr<torch::optim::Optimizer> build(
     const std::vector<DistributedOptimizer::Group>& groups, const OptimizerFactory& factory) {
   if (!factory) {
     throw UsageError(
-        "DistributedOptimizer: the optimizer factory is empty; expected one, as from "
+        "DistributedOptimizer: the optimizer factory is empty; expected one such as "
         "default_optimizers().factory(…)");
   }
   if (groups.empty())
@@ -83,16 +83,13 @@ DistributedOptimizer::DistributedOptimizer(std::shared_ptr<torch::optim::Optimiz
 DistributedOptimizer::~DistributedOptimizer() = default;
 
 void DistributedOptimizer::backward(const at::Tensor& loss) {
-  const auto before = impl_->reductions_;
-  loss.backward();
-  auto& reducer = impl_->reducer_;
-  // A loss without any of the parameters: the other ranks still count on this one.
-  if (reducer && reducer->sync() && impl_->reductions_ == before) reducer->flush();
+  if (impl_->reduction_) impl_->reduction_->backward(loss);
+  else loss.backward();
 }
 
 at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure& closure) {
   impl_->check_trainability();
-  impl_->repack();
+  if (impl_->reduction_) impl_->reduction_->repack();
   ++impl_->steps_;
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
@@ -122,52 +119,37 @@ void DistributedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
 }
 
 std::vector<std::vector<std::string>> DistributedOptimizer::packs(size_t group) const {
-  std::vector<std::vector<std::string>> result;
-  for (const auto& lane : impl_->lanes_) {
-    if (lane.parameter_group != group) continue;
-    for (const auto& pack : lane.packs) {
-      auto& names = result.emplace_back();
-      for (const auto i : pack) names.push_back(impl_->trainable_[i].name);
-    }
-  }
-  return result;
+  if (!impl_->reduction_) return {};
+  return impl_->reduction_->pack_names(group);
 }
 
 NoSync DistributedOptimizer::no_sync() {
   const auto set = [impl = impl_.get()](bool sync) {
-    if (impl->reducer_) impl->reducer_->set_sync(sync);
+    if (impl->reduction_) impl->reduction_->set_sync(sync);
   };
-  return NoSync(impl_->reducer_ && impl_->reducer_->sync(), set);
+  return NoSync(impl_->reduction_ && impl_->reduction_->sync(), set);
 }
 
 void DistributedOptimizer::shadow_backward() {
-  if (!impl_->reducer_) return;
-  struct Flag {
-    bool& flag;
-    explicit Flag(bool& f) : flag(f) { flag = true; }
-    ~Flag() { flag = false; }
-  } flag(impl_->shadowing_);
-  impl_->reducer_->shadow();
+  if (impl_->reduction_) impl_->reduction_->shadow_backward();
 }
 
 ProcessGroup DistributedOptimizer::join_group() const {
-  const auto& lanes = impl_->lanes_;
-  if (lanes.empty())
+  const auto& synced = impl_->synced_;
+  if (synced.empty())
     throw UsageError(
-        "DistributedOptimizer: no parameter group has a dist_group; expected one, to be joined "
-        "over");
-  for (const auto& lane : lanes) {
-    if (lane.group.world_ranks() == lanes[0].group.world_ranks()) continue;
-    throw UsageError(impl_->prefix() +
-                     ": its dist_groups have different ranks; expected the same ranks in all, to "
-                     "be joined over");
+        "DistributedOptimizer: no parameter group has a dist_group; join() expects at least one");
+  for (const auto& other : synced) {
+    if (other.group.world_ranks() == synced[0].group.world_ranks()) continue;
+    throw UsageError(
+        impl_->prefix() +
+        ": its dist_groups have different ranks; join() expects the same ranks in all");
   }
-  return lanes[0].group;
+  return synced[0].group;
 }
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  impl_->divisor_ = iteration.divisor;
-  impl_->publisher_ = iteration.first_active;
+  if (impl_->reduction_) impl_->reduction_->set_join(iteration.divisor, iteration.first_active);
 }
 
 void DistributedOptimizer::shadow_step() {

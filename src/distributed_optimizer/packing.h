@@ -6,23 +6,23 @@
 
 namespace tessera::distributed_optimizer {
 
-/// What the packing looks at.
+/// A gradient to be packed.
 struct PackItem {
-  std::string dtype;  ///< Of one kind are packed together: "float32", with the device behind where
-                      ///< it is not the CPU.
+  std::string dtype;  ///< "float32" and so on; for tensors not on the CPU with the device appended.
   int64_t bytes = 0;
 };
 
+/// Indices of the gradients in each pack.
 using Packs = std::vector<std::vector<size_t>>;
 
-/// Gradients that are sent together, in the order in which they are sent. `order`: indices into
-/// `items` as they arrived. The first 8 are packs of one. Then each kind collects, and a pack is
-/// closed when its bytes exceed `threshold` after adding. What is left over is flushed in the order
-/// of the kinds' names.
+/// Distributes gradients over packs and returns the packs in the order in which they are sent.
+/// `order` lists indices into `items` in the order of arrival. The first 8 gradients form a pack
+/// each. After that, each dtype has an open pack; it is closed when its bytes exceed `threshold`
+/// after an item was added. The packs that are open in the end follow, sorted by dtype. Pure.
 Packs pack_by_arrival(const std::vector<PackItem>& items, const std::vector<size_t>& order,
                       int64_t threshold);
 
-/// "0 4,5 1": packs as text, as rank 0 publishes them.
+/// Packs as the text that rank 0 publishes, such as "0 4,5 1".
 std::string to_text(const Packs& packs);
 Packs packs_from_text(const std::string& text);
 

@@ -15,21 +15,21 @@ bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-bool counts(const at::Tensor& gradient) { return gradient.defined() && gradient.numel() > 0; }
+bool has_elements(const at::Tensor& gradient) { return gradient.defined() && gradient.numel() > 0; }
 
-/// A sum is finite only if every element is: one pass without a temporary, and one wait for the
-/// device. The other way round finite elements may overflow, so that an infinite sum needs a closer
-/// look.
+/// If the sum of all gradients is finite, every element is. That takes one pass without a temporary
+/// and one wait for the device. A sum that is not finite may be an overflow of finite elements, so
+/// then every tensor is checked.
 bool all_finite(const std::vector<at::Tensor>& gradients) {
   at::Tensor total = at::zeros({});
   for (const auto& gradient : gradients) {
-    if (counts(gradient)) {
+    if (has_elements(gradient)) {
       total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : gradient.sum());
     }
   }
   return at::isfinite(total).item<bool>() ||
          std::all_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
-           return !counts(gradient) || at::isfinite(gradient).all().item<bool>();
+           return !has_elements(gradient) || at::isfinite(gradient).all().item<bool>();
          });
 }
 

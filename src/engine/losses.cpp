@@ -15,7 +15,7 @@ at::Tensor checked_mean(const std::string& name, const at::Tensor& tensor) {
     throw UsageError(fmt::format("parse_losses: \"{}\" {}", name, problem));
   };
   if (!tensor.defined()) refuse("is an undefined tensor; expected a value");
-  if (tensor.numel() == 0) refuse("has no elements, and so no mean");
+  if (tensor.numel() == 0) refuse("has no elements, so it has no mean");
   if (!tensor.is_floating_point()) {
     refuse(fmt::format("is of {}; expected a floating-point tensor",
                        c10::toString(tensor.scalar_type())));

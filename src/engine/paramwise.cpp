@@ -43,14 +43,15 @@ bool is_depth_wise(const torch::nn::Module& module) {
       module);
 }
 
-/// A parameter and the module that has it.
+/// A parameter and its module.
 struct Found {
-  std::string path;  ///< Of the module; "" for the root.
-  std::string name;  ///< In the module.
+  std::string path;  ///< Of the module; "" for the root module.
+  std::string name;  ///< Of the parameter in its module.
   at::Tensor tensor;
-  bool norm, depth_wise;
+  bool norm, depth_wise;  ///< The kind of the module.
 
   std::string full_name() const { return path.empty() ? name : path + "." + name; }
+  /// The name that custom keys are compared with.
   std::string matched_name() const { return path + "." + name; }
 };
 
@@ -75,16 +76,17 @@ std::vector<Found> each_once(std::vector<Found> found, bool bypass_duplicate) {
     if (added) {
       result.push_back(std::move(parameter));
     } else if (!bypass_duplicate) {
-      throw UsageError(fmt::format(
-          "{}: parameter {} is the same tensor as {}; expected each once, or bypass_duplicate = "
-          "true, which counts it under the first name",
-          kParamwise, parameter.full_name(), first->second));
+      throw UsageError(
+          fmt::format("{}: parameter {} is the same tensor as {}; expected each tensor once, or "
+                      "bypass_duplicate "
+                      "= true, which counts it under its first name",
+                      kParamwise, parameter.full_name(), first->second));
     }
   }
   return result;
 }
 
-/// Longest first, then by the alphabet.
+/// The custom keys, longest first; equally long ones in alphabetical order.
 std::vector<std::string> sorted_keys(const ParamwiseOptions& options) {
   std::vector<std::string> keys;
   for (const auto& [key, wanted] : options.custom_keys) keys.push_back(key);
@@ -93,7 +95,7 @@ std::vector<std::string> sorted_keys(const ParamwiseOptions& options) {
   return keys;
 }
 
-/// Every run of whole parts of a name: "a.b.c" gives a, a.b, a.b.c, b, …
+/// Adds every sequence of whole parts of a name: "a.b.c" gives a, a.b, a.b.c, b, b.c and c.
 void add_runs(const std::string& name, std::set<std::string>& runs) {
   for (size_t begin = 0; begin != std::string::npos;) {
     for (size_t end = name.find('.', begin);; end = name.find('.', end + 1)) {
@@ -119,7 +121,7 @@ void check_keys_match(const std::vector<std::string>& keys, const std::vector<Fo
   }
 }
 
-/// Checks a multiplier where it is given.
+/// Checks a multiplier if it is given.
 void check_multiplier(const std::string& name, const std::optional<double>& multiplier,
                       const char* option, const OptionMap& base) {
   if (!multiplier) return;
@@ -151,12 +153,12 @@ void check_multipliers(const ParamwiseOptions& options, const OptionMap& base) {
   }
 }
 
-/// `values[option]` times the multiplier; untouched without one.
+/// Multiplies `values[option]` by the multiplier if it is given.
 void multiply(OptionMap& values, const char* option, const std::optional<double>& multiplier) {
   if (multiplier) values[option] = std::get<double>(values.at(option)) * *multiplier;
 }
 
-/// So that a rate of 1 and one of 1.0 are equal.
+/// Converts integer values to double, so that a rate of 1 equals one of 1.0.
 void as_numbers(OptionMap& values) {
   for (const char* option : {"lr", "weight_decay"}) {
     const auto found = values.find(option);

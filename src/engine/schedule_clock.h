@@ -6,11 +6,11 @@
 
 namespace tessera::engine {
 
-/// Whole epochs done. `epoch` is a quotient of steps, which may fall a rounding short of the whole
-/// number that it means.
+/// Completed whole epochs. `epoch` is a quotient of numbers of steps, which rounding may make
+/// slightly smaller than a whole number.
 inline double whole_epochs(double epoch) { return std::floor(epoch + 1e-9); }
 
-/// t of a schedule: exact in a double.
+/// t of a schedule, which a double represents exactly.
 inline double moment(const Progress& progress, ScheduleBy by) {
   return by == ScheduleBy::step ? static_cast<double>(progress.step) : whole_epochs(progress.epoch);
 }

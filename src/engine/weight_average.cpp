@@ -18,7 +18,7 @@ at::ScalarType average_dtype(const at::Tensor& live) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }
 
-/// A copy with the memory order of `tensor`.
+/// A copy with the strides of `tensor`.
 at::Tensor copy_as(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
@@ -31,7 +31,7 @@ WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay,
   check_option(kWeightAverage, "decay", decay, kProbability);
   for (size_t i = 0; i < live_.size(); ++i) {
     if (!live_[i].defined()) {
-      throw UsageError(fmt::format("{}: tensor {} of {} is undefined; expected weights",
+      throw UsageError(fmt::format("{}: tensor {} of {} is undefined; expected defined tensors",
                                    kWeightAverage, i, live_.size()));
     }
     averages_.push_back(copy_as(live_[i], average_dtype(live_[i])));
@@ -40,9 +40,9 @@ WeightAverage::WeightAverage(std::vector<at::Tensor> live, double decay,
 
 void WeightAverage::refuse_while_swapped(const char* call) const {
   if (swapped_) {
-    throw UsageError(
-        fmt::format("{}: {} while the averages are in the live tensors; expected swap() first",
-                    kWeightAverage, call));
+    throw UsageError(fmt::format(
+        "{}: {} was called while the averages are in the live tensors; expected swap() first",
+        kWeightAverage, call));
   }
 }
 

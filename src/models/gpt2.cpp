@@ -6,15 +6,14 @@
 
 namespace tessera {
 
-// The submodule `transformer` and its list `h` only carry names; the code holds what is inside
-// directly.
+// The submodule `transformer` and its list `h` exist only for the parameters' names. The members
+// refer to the modules inside directly.
 GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
   options_.validate();
   const auto transformer =
       register_module("transformer", std::make_shared<torch::nn::Module>("GPT2Model"));
   const auto embedding = [&](const char* name, int64_t rows) {
-    // The storage is filled by initialize(); this keeps Embedding from drawing from the global
-    // generator first.
+    // Given a weight, Embedding does not draw from the global generator. initialize() fills it.
     return transformer->register_module(
         name, torch::nn::Embedding(torch::nn::EmbeddingOptions(rows, options_.n_embd)
                                        ._weight(at::empty({rows, options_.n_embd}))));
@@ -39,7 +38,7 @@ GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
 
 void GPT2Impl::initialize() {
   const torch::NoGradGuard no_grad;
-  // One generator, parameters in their order: the same numbers on every rank.
+  // One generator and a fixed order of the parameters give the same numbers on every rank.
   at::Generator generator = at::detail::createCPUGenerator(options_.seed);
   const double residual =
       options_.initializer_range / std::sqrt(2.0 * static_cast<double>(options_.n_layer));

@@ -13,7 +13,7 @@ at::Tensor activate(const at::Tensor& x, const std::string& activation) {
   return at::gelu(x, activation == "gelu_new" ? "tanh" : "none");
 }
 
-// Skips the operator where it does nothing.
+/// Dropout; without the operator if it has no effect.
 at::Tensor dropped(const at::Tensor& x, double probability, bool training) {
   return training && probability > 0 ? at::dropout(x, probability, true) : x;
 }
@@ -33,9 +33,9 @@ GPT2AttentionImpl::GPT2AttentionImpl(const GPT2Options& options)
 
 at::Tensor GPT2AttentionImpl::forward(const at::Tensor& rows, int64_t batch, int64_t length) {
   const int64_t width = rows.size(1);
-  // [3, B·heads, T, width / heads] in one copy, so that both products run on contiguous blocks, and
-  // backward fills one gradient instead of joining three. On CPUs this with baddbmm is as fast as
-  // newer libtorch's fused attention.
+  // One copy to [3, B·heads, T, width / heads] makes both products run on contiguous blocks, and
+  // backward fills one gradient instead of concatenating three. On CPUs this, together with
+  // baddbmm, is as fast as the fused attention of newer versions of libtorch.
   const std::vector<at::Tensor> parts = c_attn_(rows)
                                             .view({batch, length, 3, heads_, width / heads_})
                                             .permute({2, 0, 3, 1, 4})
@@ -90,7 +90,7 @@ GPT2BlockImpl::GPT2BlockImpl(const GPT2Options& options)
 
 at::Tensor GPT2BlockImpl::forward(const at::Tensor& x) {
   const int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
-  // Rows [B·T, n_embd] throughout: every product is then a single addmm.
+  // With rows [B·T, n_embd] every product is a single addmm.
   const at::Tensor rows = x.reshape({batch * length, width});
   const at::Tensor middle = rows + attn_->forward(ln_1_(rows), batch, length);
   return (middle + mlp_->forward(ln_2_(middle))).view({batch, length, width});

@@ -2,11 +2,11 @@
 
 #include "tessera/models/gpt2.h"
 
-// The parts of a block, with Hugging Face's names.
+// The parts of a transformer block. Parameters have the names of Hugging Face's GPT-2.
 
 namespace tessera {
 
-/// An affine map whose weight is stored [in, out], as in OpenAI's release: y = x·W + b.
+/// An affine map y = x·W + b whose weight is stored as [in, out], as in OpenAI's release.
 class Conv1DImpl : public torch::nn::Module {
  public:
   Conv1DImpl(int64_t in, int64_t out);
@@ -25,15 +25,18 @@ class GPT2AttentionImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& rows, int64_t batch, int64_t length);
 
  private:
+  /// q, k and v are [B·heads, T, n_embd / heads]; so is the result.
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
   int64_t heads_;
   double attn_pdrop_, resid_pdrop_;
   Conv1D c_attn_{nullptr}, c_proj_{nullptr};
-  at::Tensor mask_;  // [T, T], -inf above the diagonal, else 0; kept for the last T; no buffer: it
-                     // is no state
+  // [T, T], -inf above the diagonal and 0 elsewhere, for the last T. Not a registered buffer,
+  // because it is not part of the model's state.
+  at::Tensor mask_;
 };
 
+/// c_proj(activation(c_fc(x))) over [N, n_embd] rows.
 class GPT2MLPImpl : public torch::nn::Module {
  public:
   explicit GPT2MLPImpl(const GPT2Options& options);

@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-// Restores training mode when an exception leaves the scope, too.
+/// Evaluation mode for the duration of a scope. An exception restores the previous mode, too.
 class EvaluationMode {
  public:
   explicit EvaluationMode(torch::nn::Module& module)
@@ -23,7 +23,7 @@ class EvaluationMode {
   bool training_;
 };
 
-// `logits` [V] of the next token to a token [1].
+/// Draws the next token, [1], from `logits` [V].
 at::Tensor sample_token(at::Tensor logits, const GPT2SampleOptions& sample,
                         const std::optional<at::Generator>& generator) {
   if (sample.temperature == 0) {

@@ -14,7 +14,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 void require_size(const char* name, int64_t value) {
-  // 2^31 elements a side is far above any model and keeps every product within int64.
+  // 2^31 is far above the size of any model, and the product of two such sizes fits int64.
   if (value < 1 || value > int64_t{1} << 31) {
     throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
                      ", expected 1 to 2^31");
@@ -47,7 +47,8 @@ Json parse_file(const std::string& path) {
   return json;
 }
 
-/// One file's keys, with their types checked.
+/// Reads the keys of a config.json and checks their types. A missing key leaves the value
+/// unchanged.
 class ConfigReader {
  public:
   explicit ConfigReader(const std::string& path) : path_(path), json_(parse_file(path)) {}
@@ -85,7 +86,7 @@ class ConfigReader {
       value = found->get<std::string>();
     }
   }
-  /// For arithmetic that this model does not have: anything but `only` is refused.
+  /// Refuses every value but `only`, for a key that selects arithmetic this model does not have.
   void fixed(const char* key, const Json& only) const {
     const Json* found = find(key);
     if (found != nullptr && *found != only) {
@@ -162,7 +163,7 @@ GPT2Options GPT2Options::from_config_json(const std::string& path) {
   config.flag("tie_word_embeddings", options.tie_word_embeddings);
   config.text("activation_function", options.activation);
   if (options.activation == "gelu_pytorch_tanh") {
-    options.activation = "gelu_new";  // Hugging Face's other name for the same function
+    options.activation = "gelu_new";  // another name of Hugging Face for the same function
   }
   try {
     options.validate();

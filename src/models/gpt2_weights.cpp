@@ -14,7 +14,7 @@ constexpr const char* kPrefix = "transformer.";
 constexpr const char* kHead = "lm_head.weight";
 constexpr const char* kEmbedding = "transformer.wte.weight";
 
-// Masks that older files carry as buffers.
+/// True for the mask buffers that older files contain.
 bool is_mask(const std::string& name) {
   return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
 }
@@ -31,11 +31,12 @@ std::string shape_text(at::IntArrayRef shape) {
   return text + "]";
 }
 
-/// Faults of a file, gathered so that one message shows them all (the first few of each kind).
+/// Collects the faults of a file, so that one message names all of them (the first 5 of each kind).
 class Faults {
  public:
   void add(const std::string& kind, const std::string& item) { kinds_[kind].push_back(item); }
 
+  /// Throws UsageError if there are any.
   void raise(const std::string& path) const {
     if (kinds_.empty()) {
       return;
@@ -55,8 +56,8 @@ class Faults {
   std::map<std::string, std::vector<std::string>> kinds_;
 };
 
-// The name in the file of each parameter. What is missing, unexpected or mis-shaped goes to
-// `faults`.
+/// Returns the name in the file of each parameter. Adds missing and unexpected names and wrong
+/// shapes to `faults`.
 std::map<std::string, std::string> match(
     const SafetensorsFile& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
     bool tied, Faults& faults) {
@@ -76,7 +77,7 @@ std::map<std::string, std::string> match(
                                          ", the model has " + shape_text(parameter->sizes()));
     }
   }
-  // A writer that stores shared memory once may have kept the head's name.
+  // A writer that stores shared memory once may have used the name of the head.
   if (tied && names.count(kEmbedding) == 0 && file.contains(kHead) &&
       parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape)) {
     names.emplace(kEmbedding, kHead);

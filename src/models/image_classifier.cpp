@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMostChannels = 65536;
 
-/// In the place of a norm: a bias a channel.
+/// Replaces a norm: adds a bias to each channel.
 class ChannelBias : public torch::nn::Module {
  public:
   explicit ChannelBias(int64_t channels) {
@@ -24,6 +24,7 @@ class ChannelBias : public torch::nn::Module {
   at::Tensor bias_;
 };
 
+/// Returns the function that adds the layer for option `norm`. Collective for "SyncBatchNorm".
 AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
   const auto add = [](torch::nn::Module& parent, const std::string& name, auto layer) {
     return torch::nn::AnyModule(parent.register_module(name, layer));
@@ -42,7 +43,8 @@ AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
     throw UsageError(
         "ImageClassifier: norm is SyncBatchNorm, which needs the process group; none was given");
   }
-  // Backward's collectives of DistributedDataParallel must not meet the layers'.
+  // A group of their own keeps the layers' collectives apart from those of DistributedDataParallel
+  // during backward.
   return [add, own = group->split(0).value()](torch::nn::Module& parent, const std::string& name,
                                               int64_t channels) {
     return add(parent, name, SyncBatchNorm(torch::nn::BatchNormOptions(channels), own));
@@ -99,8 +101,8 @@ ImageClassifierImpl::ImageClassifierImpl(const ImageClassifierOptions& options,
 
 void ImageClassifierImpl::initialize() {
   const torch::NoGradGuard no_grad;
-  // One generator, parameters in their order: the same numbers on every rank. Norms and biases have
-  // theirs.
+  // One generator and a fixed order of the parameters give the same numbers on every rank. Norms
+  // and biases have their values already.
   at::Generator generator = at::detail::createCPUGenerator(options_.seed);
   for (auto& parameter : parameters()) {
     if (parameter.dim() > 1) {
@@ -131,7 +133,7 @@ at::Tensor ImageClassifierImpl::forward(const at::Tensor& images) {
 at::Tensor ImageClassifierImpl::loss(const at::Tensor& images, const at::Tensor& labels) {
   if (labels.dim() != 1 || labels.scalar_type() != at::kLong || images.dim() < 1 ||
       labels.size(0) != images.size(0)) {
-    throw UsageError("ImageClassifier: labels must be int64 [batch], one an image");
+    throw UsageError("ImageClassifier: labels must be int64 [batch], one for each image");
   }
   return at::cross_entropy_loss(forward(images), labels);
 }

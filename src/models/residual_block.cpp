@@ -4,7 +4,7 @@ namespace tessera {
 
 at::Tensor add_convolution(torch::nn::Module& parent, const std::string& name, int64_t from,
                            int64_t to, int64_t side) {
-  // Not torch::nn::Conv2d, whose constructor draws from the global generator.
+  // torch::nn::Conv2d would draw from the global generator in its constructor.
   const auto holder =
       parent.register_module(name, std::make_shared<torch::nn::Module>("Convolution"));
   return holder->register_parameter("weight", at::empty({to, from, side, side}));

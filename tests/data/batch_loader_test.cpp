@@ -12,16 +12,18 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "data/folder.h"
+#include "harness/thrown_by.h"
 
 namespace tessera {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 using namespace std::chrono_literals;
 
-/// Batches of the sample numbers themselves; `before` runs first, for each batch.
+/// A dataset whose inputs are the sample numbers. `before` runs before each batch, with its first
+/// sample.
 class Numbers : public Dataset {
  public:
   explicit Numbers(std::function<void(int64_t)> before = [](int64_t) {})
@@ -48,7 +50,7 @@ bool comes_true(const Condition& condition) {
   return condition();
 }
 
-/// A door that threads wait at until it is opened.
+/// Threads that call pass() wait until open() is called.
 class Door {
  public:
   void pass() {
@@ -74,8 +76,8 @@ class Door {
   int waiting_ = 0;
 };
 
-TEST(BatchLoader, GivesTheIterationsInOrderWhateverTheThreads) {
-  // Later batches are ready before earlier ones.
+TEST(BatchLoader, ReturnsTheIterationsInOrderForAnyNumberOfThreads) {
+  // Some later batches are ready before earlier ones.
   const auto uneven = std::make_shared<Numbers>(
       [](int64_t first) { std::this_thread::sleep_for(first % 6 == 0 ? 3ms : 0ms); });
   for (const int threads : {1, 2, 5}) {
@@ -88,13 +90,13 @@ TEST(BatchLoader, GivesTheIterationsInOrderWhateverTheThreads) {
             << threads << " " << depth << " " << i;
         ASSERT_TRUE(at::equal(batch.targets, batch.inputs + 1));
       }
-      EXPECT_THAT(refusal_of([&] { loader.next(); }),
+      EXPECT_THAT(thrown_by([&] { loader.next(); }),
                   HasSubstr("no iteration is left, the last one was 39"));
     }
   }
 }
 
-TEST(BatchLoader, LoadsAheadAsFarAsDepth) {
+TEST(BatchLoader, LoadsDepthBatchesAhead) {
   std::atomic<int> loaded{0};
   const auto counting = std::make_shared<Numbers>([&](int64_t) { ++loaded; });
   BatchLoader loader(counting, pair_of, 0, 100, {2, 3});
@@ -137,23 +139,23 @@ TEST(BatchLoader, AnErrorIsThrownForItsIterationAndNamesIt) {
     EXPECT_EQ(error(), "none");
     EXPECT_EQ(error(), "UsageError BatchLoader: iteration 2: Numbers: bad sample");
     EXPECT_EQ(error(), "Error BatchLoader: iteration 3: disk gone");
-    EXPECT_THAT(error(), HasSubstr("iteration 4: an exception that is no"));
+    EXPECT_THAT(error(), HasSubstr("iteration 4: an exception that is not a std::exception"));
     EXPECT_EQ(error(), "Error BatchLoader: iteration 5: shapes differ");
     EXPECT_EQ(loader.next().inputs[0].item<int64_t>(), 12);
   }
   BatchLoader loader(
       std::make_shared<Numbers>(),
       [](int64_t) -> std::vector<int64_t> { throw UsageError("no samples"); }, 5, 6);
-  EXPECT_THAT(refusal_of([&] { loader.next(); }), HasSubstr("iteration 5: no samples"));
+  EXPECT_THAT(thrown_by([&] { loader.next(); }), HasSubstr("iteration 5: no samples"));
 }
 
-TEST(BatchLoader, EndsWithBatchesInFlightAndBeginsNoFurtherOnes) {
+TEST(BatchLoader, ItsDestructorWaitsForBegunBatchesAndBeginsNoOthers) {
   std::atomic<int> begun{0};
   Door door;
   const auto held = std::make_shared<Numbers>([&](int64_t) {
     ++begun;
     door.pass();
-    std::this_thread::sleep_for(20ms);  // so that all of them would take a second
+    std::this_thread::sleep_for(20ms);  // all 100 batches would take a second
   });
   {
     auto loader = std::make_unique<BatchLoader>(held, pair_of, 0, 100, BatchLoaderOptions{2, 100});
@@ -170,7 +172,7 @@ TEST(BatchLoader, EndsWithBatchesInFlightAndBeginsNoFurtherOnes) {
   }
 }
 
-TEST(BatchLoader, ItsThreadsLeaveAutogradAndTheCallersThreadsAlone) {
+TEST(BatchLoader, ItsThreadsDoNotChangeTheCallersAutogradOrThreadSettings) {
   const int before = at::get_num_threads();
   at::set_num_threads(3);
   std::mutex mutex;
@@ -192,7 +194,7 @@ TEST(BatchLoader, ItsThreadsLeaveAutogradAndTheCallersThreadsAlone) {
   EXPECT_EQ(at::get_num_threads(), 3);
   int elsewhere = 0;
   std::thread([&] { elsewhere = at::get_num_threads(); }).join();
-  EXPECT_EQ(elsewhere, 3) << "what other threads begin with";
+  EXPECT_EQ(elsewhere, 3) << "the initial number of other threads";
   EXPECT_TRUE(at::GradMode::is_enabled());
   BatchLoader here(looking, pair_of, 0, 1, {1, 0});
   EXPECT_FALSE(here.next().inputs.requires_grad());
@@ -201,7 +203,7 @@ TEST(BatchLoader, ItsThreadsLeaveAutogradAndTheCallersThreadsAlone) {
   at::set_num_threads(before);
 }
 
-TEST(BatchLoader, TellsHowLongItWaited) {
+TEST(BatchLoader, WaitedCountsTheSecondsInNext) {
   Door door;
   const auto held = std::make_shared<Numbers>([&](int64_t) { door.pass(); });
   BatchLoader loader(held, pair_of, 0, 10);
@@ -218,16 +220,18 @@ TEST(BatchLoader, TellsHowLongItWaited) {
   EXPECT_LE(loader.waited(), took.count());
 }
 
-TEST(BatchLoader, RefusesWhatCannotBe) {
+TEST(BatchLoader, RefusesOptionsOutOfRange) {
   const auto data = std::make_shared<Numbers>();
-  EXPECT_THAT(refusal_of([&] { BatchLoader(nullptr, pair_of, 0, 1); }), HasSubstr("a dataset"));
-  EXPECT_THAT(refusal_of([&] { BatchLoader(data, nullptr, 0, 1); }), HasSubstr("a function"));
-  EXPECT_THAT(refusal_of([&] { BatchLoader(data, pair_of, 2, 1); }), HasSubstr("[2, 1)"));
-  EXPECT_THAT(refusal_of([&] {
+  EXPECT_THAT(thrown_by([&] { BatchLoader(nullptr, pair_of, 0, 1); }),
+              HasSubstr("dataset or samples_of is null"));
+  EXPECT_THAT(thrown_by([&] { BatchLoader(data, nullptr, 0, 1); }),
+              HasSubstr("dataset or samples_of is null"));
+  EXPECT_THAT(thrown_by([&] { BatchLoader(data, pair_of, 2, 1); }), HasSubstr("[2, 1)"));
+  EXPECT_THAT(thrown_by([&] {
                 BatchLoader(data, pair_of, 0, 1, {0, 2});
               }),
               HasSubstr("threads is 0"));
-  EXPECT_THAT(refusal_of([&] {
+  EXPECT_THAT(thrown_by([&] {
                 BatchLoader(data, pair_of, 0, 1, {1, -1});
               }),
               HasSubstr("depth is -1"));

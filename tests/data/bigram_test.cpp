@@ -1,16 +1,17 @@
+#include "tessera/data/bigram.h"
+
 #include <algorithm>
 #include <cmath>
 
 #include <gtest/gtest.h>
 
-#include "tessera/data/token_dataset.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
-TEST(Bigram, EqualsTheSumWrittenOut) {
-  // train 0 1 0 1 0 2: n(0)=3 with 0→1 twice and 0→2 once, n(1)=2 with 1→0 twice. val 0 1 2 0.
+TEST(Bigram, EqualsAnExplicitSum) {
+  // In train, n(0) = 3 with 0→1 twice and 0→2 once, and n(1) = 2 with 1→0 twice.
   const Tokens train = Tokens::from({0, 1, 0, 1, 0, 2}), val = Tokens::from({0, 1, 2, 0});
   double best = 1e9;
   for (const double k : {1.0, 0.1, 0.01, 0.001}) {

@@ -4,29 +4,31 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "data/folder.h"
 #include "data/npy_files.h"
+#include "harness/temporary_folder.h"
+#include "harness/thrown_by.h"
 
 namespace tessera {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 
 template <class T>
 std::string bytes_of(const std::vector<T>& values) {
   return std::string(reinterpret_cast<const char*>(values.data()), sizeof(T) * values.size());
 }
 
-class NpyFiles : public FolderTest {
+class NpyFiles : public testing::FolderTest {
  protected:
   NpyDataset data(const std::string& inputs, const std::string& targets) const {
     return NpyDataset({put("x.npy", inputs), put("y.npy", targets)});
   }
   std::string refused(const std::string& inputs) const {
-    return refusal_of([&] { NpyArray::open(put("x.npy", inputs)); });
+    return thrown_by([&] { NpyArray::open(put("x.npy", inputs)); });
   }
-  /// The two values of a file of this type, as inputs and as targets.
+  /// Reads a file of two values of this type, as inputs and as targets.
   void expect_values(const std::string& type, const std::string& values, const at::Tensor& expected,
                      at::ScalarType targets) const {
     const Batch batch = data(npy(type, "2,", values), npy(type, "2,", values)).get({0, 1});
@@ -69,9 +71,9 @@ TEST_F(NpyFiles, SamplesAreRowsOfAnyShape) {
       << "sample 5 is sample 1";
   EXPECT_TRUE(at::equal(batch.targets, at::tensor({8, 5, 6}, at::kLong).view({3, 1})));
   EXPECT_EQ(rows.get({}).inputs.sizes(), at::IntArrayRef({0, 2, 3}));
-  EXPECT_THAT(refusal_of([&] { rows.get({-1}); }), HasSubstr("sample -1"));
+  EXPECT_THAT(thrown_by([&] { rows.get({-1}); }), HasSubstr("sample -1"));
   EXPECT_THAT(rows.describe(), AllOf(HasSubstr("f4 4 x 2 x 3"), HasSubstr("i2 4 x 1")));
-  EXPECT_THAT(refusal_of([&] { data(npy("|u1", "2", "ab"), npy("|u1", "3,", "abc")); }),
+  EXPECT_THAT(thrown_by([&] { data(npy("|u1", "2", "ab"), npy("|u1", "3,", "abc")); }),
               HasSubstr("3 targets for the 2 inputs of " + path("x.npy")));
 }
 
@@ -89,12 +91,12 @@ TEST_F(NpyFiles, EveryVersionAndSpellingOfTheHeaderIsRead) {
   }
 }
 
-TEST_F(NpyFiles, RefusesWhatIsNoArrayItReads) {
-  EXPECT_THAT(refusal_of([&] { NpyArray::open(path("none")); }),
+TEST_F(NpyFiles, RefusesFilesThatAreNotSupportedArrays) {
+  EXPECT_THAT(thrown_by([&] { NpyArray::open(path("none")); }),
               HasSubstr("none: cannot be opened"));
   EXPECT_THAT(refused(""), HasSubstr("x.npy: is empty"));
   EXPECT_THAT(refused("PK\x03\x04"), HasSubstr(".npz"));
-  EXPECT_THAT(refused("0.5 0.25 1.0"), HasSubstr("is no .npy file"));
+  EXPECT_THAT(refused("0.5 0.25 1.0"), HasSubstr("is not a .npy file"));
   EXPECT_THAT(refused(npy("|u1", "2,", "ab").substr(0, 9)),
               HasSubstr("has 9 bytes, fewer than a header"));
   EXPECT_THAT(refused(npy("|u1", "2,", "ab", 4)), HasSubstr("version 4.0"));
@@ -109,7 +111,7 @@ TEST_F(NpyFiles, RefusesWhatIsNoArrayItReads) {
               HasSubstr("x.npy: is in Fortran order"));
 }
 
-TEST_F(NpyFiles, RefusesSizesThatDoNotFit) {
+TEST_F(NpyFiles, RefusesSizesThatDoNotMatchTheFile) {
   EXPECT_THAT(refused(npy("<f4", "3,", std::string(11, 'x'))),
               HasSubstr("3 of type f4 makes 12 bytes; 11 follow"));
   EXPECT_THAT(refused(npy("<f4", "3,", std::string(13, 'x'))), HasSubstr("13 follow"));
@@ -146,7 +148,7 @@ TEST_F(NpyFiles, RefusesHeadersThatNumPyDoesNotWrite) {
   EXPECT_THAT(refused(npy("|u1", deep, "a")), HasSubstr("more than 32 dimensions"));
   const std::string long_header = npy_of("{" + std::string(70000, ' '), "ab", 2);
   EXPECT_THAT(refused(long_header),
-              AllOf(HasSubstr("65535 are the most"), testing::SizeIs(testing::Lt(500u))));
+              AllOf(HasSubstr("65535 are the most"), ::testing::SizeIs(::testing::Lt(500u))));
   std::string huge = npy("|u1", "2,", "ab", 2);
   huge.replace(8, 4, "\xff\xff\xff\xff");
   EXPECT_THAT(refused(huge), HasSubstr("4294967295 bytes"));

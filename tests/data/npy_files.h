@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// A .npy file as NumPy writes it, of any dictionary: magic, version, length of the header, the
-/// header padded to 64 bytes, the values.
+/// A .npy file as NumPy writes it, with any dictionary: the magic bytes, the version, the length of
+/// the header, the header padded to 64 bytes, and the values.
 inline std::string npy_of(std::string dictionary, const std::string& values, int version = 1) {
   const size_t begin = version == 1 ? 10 : 12;
   dictionary += std::string((64 - (begin + dictionary.size() + 1) % 64) % 64, ' ') + '\n';

@@ -1,22 +1,22 @@
-// Damaged .npy files: each is read as what it says or refused by name, and nothing outside the file
-// is touched.
+// Damaged .npy files. Each is either read as its header says or refused with a message that names
+// it, and no byte outside the file is read.
 
 #include <random>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "data/folder.h"
 #include "data/npy_files.h"
 #include "data/npy_header.h"
-#include "tessera/data/npy_dataset.h"
+#include "harness/temporary_folder.h"
+#include "tessera/data/npy_array.h"
 
 namespace tessera {
 namespace {
 
-class NpyMutations : public FolderTest {
+class NpyMutations : public testing::FolderTest {
  protected:
-  /// Whether it is read; what is read must lie within the file.
+  /// Returns true if the file is read. The values must lie within the file.
   bool read_or_refused(const std::string& bytes) {
     const std::string file = put("m.npy", bytes);
     try {
@@ -62,8 +62,8 @@ TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
           bytes.insert(place, 1, to);
       }
     }
-    // In memory of exactly its size, where a sanitizer sees a step outside; some through a file, to
-    // the values.
+    // Parsed in memory of exactly the file's size, so that a sanitizer detects any access outside.
+    // Every 100th is also read through a file, including its values.
     const std::vector<char> exact(bytes.begin(), bytes.end());
     try {
       const NpyHeader parsed = parse_npy_header("m.npy", {exact.data(), exact.size()});

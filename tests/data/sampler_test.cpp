@@ -6,23 +6,24 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "data/folder.h"
 #include "data/permutation.h"
+#include "harness/thrown_by.h"
 
 namespace tessera {
 namespace {
 
-using testing::AllOf;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 
-TEST(Sampler, SequentialCountsOn) {
+TEST(Sampler, SequentialContinuesBeyondTheEnd) {
   EXPECT_THAT(Sampler(3, SampleOrder::sequential).samples(1, 4), ElementsAre(1, 2, 3, 4));
   const int64_t far = std::numeric_limits<int64_t>::max();
   EXPECT_EQ(Sampler(3, SampleOrder::sequential).sample(far), far);
 }
 
-TEST(Sampler, ShuffledGoesOnceThroughAllSamplesInEachEpoch) {
+TEST(Sampler, ShuffledVisitsEverySampleOnceInEachEpoch) {
   for (const int64_t size : {1, 2, 3, 64, 101}) {
     const Sampler sampler(size, SampleOrder::shuffled, 3);
     std::set<std::vector<int64_t>> orders;
@@ -35,7 +36,7 @@ TEST(Sampler, ShuffledGoesOnceThroughAllSamplesInEachEpoch) {
       orders.insert(order);
     }
     if (size > 3) {
-      EXPECT_EQ(orders.size(), 4u) << "epochs in the same order";
+      EXPECT_EQ(orders.size(), 4u) << "two epochs have the same order";
     }
   }
   EXPECT_NE(Sampler(100, SampleOrder::shuffled, 1).samples(0, 100),
@@ -44,28 +45,28 @@ TEST(Sampler, ShuffledGoesOnceThroughAllSamplesInEachEpoch) {
             Sampler(100, SampleOrder::shuffled, 1).samples(50, 100));
 }
 
-// Saved runs are continued by later versions: the order is part of the format.
+// Later versions must be able to resume saved runs, so the order is part of the format.
 TEST(Sampler, TheOrderOfASeedNeverChanges) {
   EXPECT_THAT(Sampler(10, SampleOrder::shuffled, 42).samples(0, 20),
               ElementsAre(7, 9, 5, 2, 6, 8, 1, 3, 0, 4,  //
                           1, 7, 9, 2, 0, 5, 6, 8, 4, 3));
 }
 
-TEST(Permutation, IsOneForEverySizeAndLooksRandom) {
+TEST(Permutation, IsABijectionForEverySizeAndSpreadsEvenly) {
   for (uint64_t size = 1; size < 200; ++size) {
     std::set<uint64_t> seen;
     for (uint64_t i = 0; i < size; ++i) {
-      const uint64_t image = permuted(i, size, size * 77);
+      const uint64_t image = permuted_index(i, size, size * 77);
       ASSERT_LT(image, size);
       seen.insert(image);
     }
     ASSERT_EQ(seen.size(), size);
   }
-  // Where each element of 16 lands, over many keys: about evenly.
+  // Over many keys, each of 16 elements is mapped to each place about equally often.
   int counts[16][16] = {};
   for (uint64_t key = 0; key < 4000; ++key) {
     for (uint64_t i = 0; i < 16; ++i) {
-      ++counts[i][permuted(i, 16, mixed(key))];
+      ++counts[i][permuted_index(i, 16, mix_bits(key))];
     }
   }
   for (const auto& row : counts) {
@@ -75,7 +76,7 @@ TEST(Permutation, IsOneForEverySizeAndLooksRandom) {
   }
 }
 
-TEST(Sampler, KeepsItsPlace) {
+TEST(Sampler, ALoadedStateContinuesAtItsPosition) {
   Sampler sampler(10, SampleOrder::shuffled, 4);
   EXPECT_EQ(sampler.position(), 0);
   sampler.seek(29);
@@ -87,15 +88,15 @@ TEST(Sampler, KeepsItsPlace) {
   EXPECT_EQ(other.position(), 30);
   EXPECT_EQ(other.sample(31), sampler.sample(31));
   Sampler sequential(10, SampleOrder::sequential, 4);
-  sequential.load_state({7, 10, SampleOrder::sequential, 5});  // a seed that has no say
+  sequential.load_state({7, 10, SampleOrder::sequential, 5});  // sequential ignores the seed
   EXPECT_EQ(sequential.position(), 7);
 }
 
-TEST(Sampler, RefusesAnotherRunsStateNamingBoth) {
+TEST(Sampler, RefusesAStateOfOtherDataNamingBothValues) {
   Sampler sampler(10, SampleOrder::shuffled, 4);
   sampler.seek(3);
   const auto load = [&](const SamplerState& state) {
-    return refusal_of([&] { sampler.load_state(state); });
+    return thrown_by([&] { sampler.load_state(state); });
   };
   EXPECT_THAT(load({5, 11, SampleOrder::shuffled, 4}),
               AllOf(HasSubstr("size 11"), HasSubstr("size 10")));
@@ -105,9 +106,9 @@ TEST(Sampler, RefusesAnotherRunsStateNamingBoth) {
               AllOf(HasSubstr("seed 6"), HasSubstr("seed 4")));
   EXPECT_THAT(load({-5, 10, SampleOrder::shuffled, 4}), HasSubstr("position is -5"));
   EXPECT_EQ(sampler.position(), 3);
-  EXPECT_THAT(refusal_of([] { Sampler(0); }), HasSubstr("size is 0"));
-  EXPECT_THAT(refusal_of([&] { sampler.seek(-1); }), HasSubstr("position is -1"));
-  EXPECT_THAT(refusal_of([&] { sampler.sample(-1); }), HasSubstr("sample number is -1"));
+  EXPECT_THAT(thrown_by([] { Sampler(0); }), HasSubstr("size is 0"));
+  EXPECT_THAT(thrown_by([&] { sampler.seek(-1); }), HasSubstr("position is -1"));
+  EXPECT_THAT(thrown_by([&] { sampler.sample(-1); }), HasSubstr("sample number is -1"));
 }
 
 }  // namespace

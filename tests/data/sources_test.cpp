@@ -1,4 +1,4 @@
-// Token files and text: what is read, and the errors of files that are not what they should be.
+// ByteText and TokenBin: the tokens that they read, and their errors for faulty files.
 
 #include <filesystem>
 #include <fstream>
@@ -6,17 +6,21 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "data/folder.h"
+#include "harness/temporary_folder.h"
+#include "harness/thrown_by.h"
+#include "tessera/data/bigram.h"
 #include "tessera/data/token_dataset.h"
+#include "tessera/data/token_source.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 
-class Sources : public FolderTest {
+class Sources : public testing::FolderTest {
  protected:
   std::string put_bin(const std::string& name, int32_t magic, int32_t version, int32_t count,
                       const std::vector<uint16_t>& tokens) const {
@@ -38,10 +42,10 @@ class Sources : public FolderTest {
 
 template <typename Source>
 std::string refusal(const Source& source) {
-  return refusal_of([&] { source.load(); });
+  return thrown_by([&] { source.load(); });
 }
 
-TEST_F(Sources, ByteTextSplitsOffItsEnd) {
+TEST_F(Sources, ByteTextSplitsTheLastPartOffAsVal) {
   const TokenData data =
       ByteText{{put("a", std::string("0123456789\xff") + "abcdefgh")}, 0.1}.load();
   EXPECT_EQ(text(data.train),
@@ -53,7 +57,7 @@ TEST_F(Sources, ByteTextSplitsOffItsEnd) {
   EXPECT_TRUE(at::equal(data.val.tensor(), at::tensor({103, 104}, at::kLong)));
 }
 
-TEST_F(Sources, ByteTextReadsFoldersInOrderAndNothingTwice) {
+TEST_F(Sources, ByteTextReadsFoldersInOrderAndSkipsLinks) {
   put("d/b", "BB");
   put("d/a", "A");
   put("d/c.txt", "CCC");
@@ -63,10 +67,10 @@ TEST_F(Sources, ByteTextReadsFoldersInOrderAndNothingTwice) {
   EXPECT_EQ(text(ByteText{{path("d/[ab]*")}, 0.0}.load().train), "ABB");
   EXPECT_EQ(text(ByteText{{path("d/c*"), path("d/a")}, 0.0}.load().train), "CCCA");
   EXPECT_EQ(text(ByteText{{path("d/link")}, 0.0}.load().train), "A")
-      << "named outright, a link is followed";
+      << "a link that is named itself is followed";
 }
 
-TEST_F(Sources, ByteTextRefusesByName) {
+TEST_F(Sources, ByteTextRefusesFaultyPathsNamingThem) {
   EXPECT_THAT(refusal(ByteText{{path("none")}}), HasSubstr(path("none") + ": no such file"));
   EXPECT_THAT(refusal(ByteText{{path("none*")}}), HasSubstr("matches no regular file"));
   EXPECT_THAT(refusal(ByteText{{put("empty", "")}}), HasSubstr("empty: holds no bytes"));
@@ -77,7 +81,7 @@ TEST_F(Sources, ByteTextRefusesByName) {
   EXPECT_THAT(refusal(ByteText{{path("empty")}, 1.0}), HasSubstr("val_fraction"));
 }
 
-TEST_F(Sources, DebiansLicencesMakeAText) {
+TEST_F(Sources, TheDefaultPathsHoldAText) {
   const TokenData data = ByteText{}.load();
   EXPECT_GT(data.train.size(), 100'000);
   EXPECT_NEAR(static_cast<double>(data.val.size()) / static_cast<double>(data.train.size()),
@@ -99,7 +103,7 @@ TEST_F(Sources, TokenBinReadsLlmcFiles) {
   EXPECT_THAT(refusal(TokenBin{{val}, {train}, 50257}), HasSubstr("t.bin"));
 }
 
-TEST_F(Sources, TokenBinRefusesByName) {
+TEST_F(Sources, TokenBinRefusesFaultyFilesNamingThem) {
   EXPECT_THAT(refusal(TokenBin{{path("none")}, {}, 0}), HasSubstr("none: no such file"));
   EXPECT_THAT(refusal(TokenBin{{"/dev/null"}, {}, 0}), HasSubstr("neither a file nor a folder"));
   EXPECT_THAT(refusal(TokenBin{{put("short", std::string(1023, 'x'))}, {}, 0}),
@@ -126,7 +130,7 @@ TEST_F(Sources, TokenBinRefusesByName) {
   EXPECT_THAT(refusal(TokenBin{{path("s/*.bin")}, {}, 0}), HasSubstr("c.bin: has 4 bytes"));
 }
 
-TEST_F(Sources, TokenBinShardsAreOneStream) {
+TEST_F(Sources, SeveralTokenBinFilesAreOneStream) {
   put_bin("s/2.bin", 20240520, 1, 3, {4, 5, 6});
   put_bin("s/1.bin", 20240520, 1, 1, {3});
   put_bin("s/0.bin", 20240520, 1, 3, {0, 1, 2});
@@ -149,7 +153,7 @@ TEST_F(Sources, TokenBinShardsAreOneStream) {
   }
 }
 
-TEST(TokensTest, SlicesAndChecks) {
+TEST(TokensTest, SlicesAndVocabularyAreChecked) {
   const Tokens tokens = Tokens::from({1, 2, 300}, "abc");
   EXPECT_EQ(tokens.slice(1, 2, "part")[1], 300);
   EXPECT_THROW(tokens.slice(1, 3, "part"), UsageError);
@@ -175,7 +179,7 @@ TEST(TokensTest, JoinedTokensAreReadAcrossTheirParts) {
       }
     }
   }
-  EXPECT_EQ(refusal_of([&] { all.require_below(6); }),
+  EXPECT_EQ(thrown_by([&] { all.require_below(6); }),
             "all: token 6 at position 6 is not below vocab_size, 6 (in c)");
 }
 

@@ -1,5 +1,4 @@
-// Which tokens make up which sequence: checked against the contract's formula, written out again
-// here.
+// The tokens of each sequence, compared with the formula in token_dataset.h.
 
 #include "tessera/data/token_dataset.h"
 
@@ -8,13 +7,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "data/folder.h"
+#include "harness/thrown_by.h"
 #include "tessera/data/sampler.h"
 
 namespace tessera {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 
 Tokens first_numbers(int64_t size) {
   std::vector<uint16_t> tokens(static_cast<size_t>(size));
@@ -22,7 +22,7 @@ Tokens first_numbers(int64_t size) {
   return Tokens::from(tokens, "numbers");
 }
 
-TEST(TokenDataset, WindowsBeginAnewAndAContinuousOneGoesOn) {
+TEST(TokenDataset, BeyondTheEndWindowsRepeatAndAContinuousStreamWrapsAround) {
   const TokenDataset windows(first_numbers(12), 4, false), on(first_numbers(12), 4, true);
   EXPECT_EQ(windows.size(), 2);  // 11 positions with a successor
   EXPECT_EQ(on.size(), 2);
@@ -36,8 +36,9 @@ TEST(TokenDataset, WindowsBeginAnewAndAContinuousOneGoesOn) {
   EXPECT_TRUE(batch.extra.empty());
 }
 
-TEST(TokenDataset, AContinuousOneFollowsTheFormula) {
-  // Lengths that divide evenly, that wrap inside a sequence, and one that is shorter than a batch.
+TEST(TokenDataset, AContinuousStreamFollowsTheFormula) {
+  // Lengths that are a multiple of the sequence length, that wrap inside a sequence, and that are
+  // shorter than a batch.
   for (const int64_t length : {int64_t{97}, int64_t{101}, int64_t{1000}, int64_t{9}}) {
     const int64_t seq = 8, count = 6;
     const TokenDataset dataset(first_numbers(length), seq, true);
@@ -57,7 +58,7 @@ TEST(TokenDataset, AContinuousOneFollowsTheFormula) {
   }
 }
 
-TEST(TokenDataset, NumbersNeverOverflow) {
+TEST(TokenDataset, LargeSampleNumbersDoNotOverflow) {
   const TokenDataset dataset(first_numbers(100), 7, true);
   // 2^61 mod 99 by repeated doubling.
   int64_t residue = 1;
@@ -67,7 +68,7 @@ TEST(TokenDataset, NumbersNeverOverflow) {
   EXPECT_EQ(dataset.get({int64_t{1} << 61}).inputs[0][0].item<int64_t>(), residue * 7 % 99);
 }
 
-TEST(TokenDataset, AnEpochCoversEveryWholeWindowOnce) {
+TEST(TokenDataset, AnEpochVisitsEveryWindowOnce) {
   const TokenDataset windows(first_numbers(35), 5,
                              false);  // 34 positions with a successor: 6 windows of 5, 4 left over
   ASSERT_EQ(windows.size(), 6);
@@ -85,15 +86,15 @@ TEST(TokenDataset, SequencesLongerThanHalfTheTextWrapOften) {
   }
 }
 
-TEST(TokenDataset, NoSamplesNoRowsAndNegativeOnesAreRefused) {
+TEST(TokenDataset, NoSamplesGiveNoRowsAndFaultyArgumentsAreRefused) {
   const TokenDataset dataset(first_numbers(12), 4, false);
   EXPECT_EQ(dataset.get({}).inputs.sizes(), at::IntArrayRef({0, 4}));
-  EXPECT_THAT(refusal_of([&] { dataset.get({0, -1}); }), HasSubstr("sample -1"));
-  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 4, true); }),
+  EXPECT_THAT(thrown_by([&] { dataset.get({0, -1}); }), HasSubstr("sample -1"));
+  EXPECT_THAT(thrown_by([] { TokenDataset(first_numbers(4), 4, true); }),
               HasSubstr("numbers: 4 tokens are too few"));
-  EXPECT_EQ(refusal_of([] { TokenDataset(first_numbers(5), 4, true); }), "nothing thrown");
-  EXPECT_THAT(refusal_of([] { TokenDataset(Tokens(), 4, true); }), HasSubstr("0 tokens"));
-  EXPECT_THAT(refusal_of([] { TokenDataset(first_numbers(4), 0, true); }),
+  EXPECT_EQ(thrown_by([] { TokenDataset(first_numbers(5), 4, true); }), "no error");
+  EXPECT_THAT(thrown_by([] { TokenDataset(Tokens(), 4, true); }), HasSubstr("0 tokens"));
+  EXPECT_THAT(thrown_by([] { TokenDataset(first_numbers(4), 0, true); }),
               HasSubstr("seq_len is 0"));
   EXPECT_THAT(dataset.describe(), HasSubstr("numbers: 12 tokens, 2 sequences of 4"));
 }

@@ -1,8 +1,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/training.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -15,22 +17,6 @@ using namespace tessera::testing;
 using ::testing::HasSubstr;
 
 using DdpOptions = DistributedDataParallelOptions;
-
-at::Tensor rows(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
-      .narrow(0, 12 / world * rank, 12 / world);
-}
-
-at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
-
-std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
-  return default_optimizers().factory(
-      "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
-}
-
-void clear(const std::vector<at::Tensor>& parameters) {
-  for (auto p : parameters) p.mutable_grad() = at::Tensor();
-}
 
 struct Case {
   std::string name;
@@ -60,17 +46,17 @@ TEST_P(Ddp, EqualsOneProcessOnTheConcatenatedBatch) {
   auto plain = seeded<Uneven>(1);
   auto reference = adamw(plain->parameters());
   for (int step = 0; step < 5; ++step) {
-    clear(plain->parameters());
+    clear_gradients(plain->parameters());
     loss_of(plain(rows(step))).backward();
     reference->step();
   }
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(1 + rank);  // rank 0's weights are given to all
+      auto net = seeded<Uneven>(1 + rank);  // construction broadcasts rank 0's weights
       DistributedDataParallel ddp(net, group, GetParam().options);
       auto optimizer = adamw(net->parameters());
       for (int step = 0; step < 5; ++step) {
-        clear(net->parameters());
+        clear_gradients(net->parameters());
         loss_of(ddp(rows(step, rank, world))).backward();
         optimizer->step();
       }
@@ -93,7 +79,7 @@ TEST_P(Ddp, EqualsZeroBitByBit) {
       ZeroRedundancyOptimizer zero(*other, group,
                                    default_optimizers().factory("AdamW", {{"lr", 0.02}}));
       for (int step = 0; step < 4; ++step) {
-        clear(net->parameters());
+        clear_gradients(net->parameters());
         loss_of(ddp(rows(step, rank, world))).backward();
         optimizer->step();
         zero.zero_grad();
@@ -106,14 +92,14 @@ TEST_P(Ddp, EqualsZeroBitByBit) {
   }
 }
 
-TEST_P(Ddp, AccumulatesWithoutTraffic) {
+TEST_P(Ddp, NoSyncAccumulatesWithoutTraffic) {
   auto plain = seeded<Uneven>(2);
   (loss_of(plain(rows(0))) + loss_of(plain(rows(1)))).backward();
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(2);
     DistributedDataParallel ddp(net, group, GetParam().options);
-    loss_of(ddp(rows(0))).backward();  // a static graph is learned here
-    clear(net->parameters());
+    loss_of(ddp(rows(0))).backward();  // determines the static graph
+    clear_gradients(net->parameters());
     ddp(rows(0));  // buckets are rebuilt before this forward
     {
       auto scope = ddp.no_sync();
@@ -140,7 +126,7 @@ TEST(DdpBehaviour, TrafficIsOneAllReduceOfTheGradients) {
     uint64_t numel = 0;
     for (const auto& p : net->parameters()) numel += p.numel();
     for (int step = 0; step < 3; ++step) {
-      clear(net->parameters());
+      clear_gradients(net->parameters());
       if (step == 1) ddp(rows(0));  // buckets are rebuilt before this forward
       group.reset_stats();
       loss_of(ddp(rows(step, rank, 2))).backward();
@@ -152,14 +138,6 @@ TEST(DdpBehaviour, TrafficIsOneAllReduceOfTheGradients) {
 }
 
 TEST(DdpBehaviour, BuffersComeFromRankZero) {
-  struct WithBuffer : torch::nn::Module {
-    WithBuffer() {
-      weight = register_parameter("weight", torch::ones({2}));
-      mean = register_buffer("mean", torch::zeros({2}));
-    }
-    torch::Tensor forward(torch::Tensor x) { return weight * x + mean; }
-    torch::Tensor weight, mean;
-  };
   run_ranks(3, [&](ProcessGroup group, int rank) {
     auto net = std::make_shared<WithBuffer>();
     net->mean.fill_(rank + 1);
@@ -171,7 +149,7 @@ TEST(DdpBehaviour, BuffersComeFromRankZero) {
   });
 }
 
-TEST(DdpBehaviour, BuffersStayWhereNoGradientIsReduced) {
+TEST(DdpBehaviour, BuffersAreNotBroadcastIfNoGradientIsReduced) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     torch::nn::BatchNorm1d net(3);
     DistributedDataParallel ddp(net, group);
@@ -192,13 +170,13 @@ TEST(DdpBehaviour, BuffersStayWhereNoGradientIsReduced) {
   });
 }
 
-TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankMeetTheirOwn) {
+TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankAreReducedWithTheirOwnKind) {
   struct TwoBranches : torch::nn::Module {
     TwoBranches() {
       a = register_module("a", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
       b = register_module("b", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
     }
-    /// Backward goes from the last made node to the first.
+    /// Backward visits the nodes in the reverse order of their creation.
     torch::Tensor forward(torch::Tensor x, bool a_first) {
       const auto first = loss_of((a_first ? a : b)(x));
       const auto second = loss_of(2 * (a_first ? b : a)(x));
@@ -212,8 +190,8 @@ TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankMeetTheirOwn) {
     for (const char* name : {"a.weight", "b.weight"})
       alone->named_parameters()[name].set_data(net->named_parameters()[name].detach().clone());
     for (int step = 0; step < 3; ++step) {
-      clear(net->parameters());
-      clear(alone->parameters());
+      clear_gradients(net->parameters());
+      clear_gradients(alone->parameters());
       EXPECT_EQ(ddp.buckets(), 2u);
       ddp(rows(step), rank == 1).backward();
       for (int r = 0; r < 3; ++r) (alone->forward(rows(step), r == 1) / 3).backward();
@@ -225,7 +203,7 @@ TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankMeetTheirOwn) {
   });
 }
 
-TEST(DdpBehaviour, WhatANoSyncPassLeftIsReducedThoughTheLastPassDoesNotTouchIt) {
+TEST(DdpBehaviour, GradientsOfANoSyncPassAreReducedEvenIfTheLastPassDoesNotUseTheirParameters) {
   for (const bool view : {true, false}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
@@ -247,7 +225,7 @@ TEST(DdpBehaviour, WhatANoSyncPassLeftIsReducedThoughTheLastPassDoesNotTouchIt) 
   }
 }
 
-TEST(DdpBehaviour, AMissingGradientIsAnErrorEverywhereThatNamesItAndTheRank) {
+TEST(DdpBehaviour, AMissingGradientIsAnErrorOnAllRanksThatNamesItAndTheRank) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(2);
     DistributedDataParallel ddp(net, group, cases()[1].options);
@@ -261,7 +239,7 @@ TEST(DdpBehaviour, AMissingGradientIsAnErrorEverywhereThatNamesItAndTheRank) {
   }
 }
 
-TEST(DdpBehaviour, UnusedParametersAreFoundAndKeepNoGradient) {
+TEST(DdpBehaviour, ParametersThatNoRankUsesGetNoGradient) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(2);
     DistributedDataParallel ddp(net, group, cases()[3].options);
@@ -269,23 +247,23 @@ TEST(DdpBehaviour, UnusedParametersAreFoundAndKeepNoGradient) {
     loss_of(torch::tanh(net->second(rows(0)))).backward();
     EXPECT_FALSE(net->last->weight.grad().defined());
     ASSERT_TRUE(net->second->weight.grad().defined());
-    clear(net->parameters());
+    clear_gradients(net->parameters());
     auto y = ddp(rows(0));
     (rank == 0 ? loss_of(y) : loss_of(torch::tanh(net->second(rows(0))))).backward();
     auto alone = seeded<Uneven>(2);
     loss_of(alone(rows(0))).backward();
     EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2));
-    clear(net->parameters());
+    clear_gradients(net->parameters());
     loss_of(ddp(rows(1))).backward();
-    clear(net->parameters());
+    clear_gradients(net->parameters());
     auto again = ddp(rows(0));
     (rank == 0 ? loss_of(again) : loss_of(torch::tanh(net->second(rows(0))))).backward();
     EXPECT_TRUE(at::allclose(net->last->weight.grad(), alone->last->weight.grad() / 2))
-        << "rank 1 counts as zero, not as its last gradient";
+        << "rank 1 contributes zero, not its previous gradient";
   });
 }
 
-TEST(DdpBehaviour, ModelsThatDifferAreNamedBeforeTraining) {
+TEST(DdpBehaviour, TheFirstDifferenceBetweenModelsIsNamedAtConstruction) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     DistributedDataParallel ddp(torch::nn::Linear(3, rank == 2 ? 5 : 4), group);
   });
@@ -293,7 +271,7 @@ TEST(DdpBehaviour, ModelsThatDifferAreNamedBeforeTraining) {
     EXPECT_THAT(message_of(error), HasSubstr("entry 0 is 'weight Float ["));
 }
 
-TEST(DdpBehaviour, BadOptionsAndModels) {
+TEST(DdpBehaviour, RefusesOptionsOutOfRangeAndFrozenModels) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     EXPECT_THROW(DistributedDataParallel(torch::nn::Linear(2, 2), group, {.bucket_cap_mb = 0}),
                  UsageError);
@@ -303,7 +281,7 @@ TEST(DdpBehaviour, BadOptionsAndModels) {
   });
 }
 
-TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
+TEST(DdpBehaviour, CompressionHooksHalveTheBytesAndApproximateTheMean) {
   for (const bool bf16 : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(2), exact = seeded<Uneven>(2);
@@ -323,7 +301,7 @@ TEST(DdpBehaviour, CompressionHooksHalveBytesAndStayClose) {
   }
 }
 
-TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
+TEST(DdpBehaviour, ABackwardThatThrowsDoesNotAffectTheNextOne) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     struct Fails : torch::autograd::Function<Fails> {
       static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor x) {
@@ -337,11 +315,11 @@ TEST(DdpBehaviour, ABackwardThatThrowsLeavesTheNextOneClean) {
     auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
     DistributedDataParallel ddp(net, group, cases()[1].options);
     auto hidden = Fails::apply(torch::tanh(net->first(rows(1))));
-    // What rank 0 has sent is still under way when its next backward begins.
+    // The collectives that rank 0 started are still running when its next backward begins.
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     EXPECT_THROW(loss_of(net->last(torch::tanh(net->second(hidden)))).backward(),
                  std::runtime_error);
-    clear(net->parameters());
+    clear_gradients(net->parameters());
     loss_of(ddp(rows(0))).backward();
     loss_of(plain(rows(0))).backward();
     for (size_t i = 0; i < net->parameters().size(); ++i)

@@ -14,8 +14,8 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-/// One bucket with a matrix [20, 12], a kernel [8, 3, 5], a vector and a matrix too small to
-/// shrink.
+/// One bucket with a matrix [20, 12], a kernel [8, 3, 5], a vector, and a matrix that is too small
+/// to be compressed.
 struct Gradients {
   explicit Gradients(int64_t seed) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
@@ -37,7 +37,7 @@ at::Tensor mean_of(int step, int world) {
   return sum / world;
 }
 
-TEST(PowerSgd, FullRankIsTheMean) {
+TEST(PowerSgd, WithFullRankTheResultIsTheMean) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       PowerSgd power({.rank = 100, .start_iteration = 0, .min_compression_rate = 1e-6});
@@ -52,7 +52,7 @@ TEST(PowerSgd, FullRankIsTheMean) {
   }
 }
 
-TEST(PowerSgd, BytesAreThoseOfTheFactors) {
+TEST(PowerSgd, SendsTheBytesOfTheFactors) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     PowerSgd power({.rank = 2, .start_iteration = 1, .min_compression_rate = 1.5});
     const auto hook = power.hook();
@@ -60,15 +60,15 @@ TEST(PowerSgd, BytesAreThoseOfTheFactors) {
       Gradients mine(100 * step + rank);
       group.reset_stats();
       hook(group, mine.bucket)();
-      // Two of 4 ranks' halves each way: an all-reduce of N bytes sends N. (20 + 12) · 2 and (8 +
-      // 15) · 2 numbers, 7 + 4 exact ones.
+      // On two ranks an all-reduce of N bytes sends N bytes. The factors have (20 + 12) · 2 and
+      // (8 + 15) · 2 numbers; 7 + 4 numbers are exact.
       EXPECT_EQ(group.stats().all_reduce.bytes_sent, 4u * (step == 0 ? 371 : 64 + 46 + 11))
           << "step " << step;
     }
   });
 }
 
-TEST(PowerSgd, ItIsTheBestLowRankApproximationOfAConstantGradient) {
+TEST(PowerSgd, ConvergesToTheBestLowRankApproximationOfAConstantGradient) {
   const auto matrix = Gradients(1).bucket.gradients[0].clone();
   const auto singular = std::get<1>(at::linalg_svd(matrix, false));
   const double best = singular.narrow(0, 3, 9).norm().item<double>();
@@ -86,7 +86,7 @@ TEST(PowerSgd, ItIsTheBestLowRankApproximationOfAConstantGradient) {
   EXPECT_NEAR(lost, best, 1e-2 * best);
 }
 
-TEST(PowerSgd, ErrorFeedbackLosesNothingInTheLongRun) {
+TEST(PowerSgd, WithErrorFeedbackNothingIsLostInTheLongRun) {
   for (int world = 1; world <= 4; ++world) {
     for (const bool feedback : {true, false}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
@@ -102,15 +102,15 @@ TEST(PowerSgd, ErrorFeedbackLosesNothingInTheLongRun) {
           sent += mine.bucket.flat;
           wanted += mean_of(0, world);
         }
-        // What is still owed, averaged over the ranks, is all that is missing.
+        // Only the current errors, averaged over the ranks, are missing from the sum.
         if (feedback) {
-          auto owed = at::zeros({371});
+          auto errors = at::zeros({371});
           const auto state = power.state_dict();
-          owed.narrow(0, 0, 240).copy_(state.at("error.matrix").reshape({-1}));
-          owed.narrow(0, 240, 120).copy_(state.at("error.kernel").reshape({-1}));
-          owed.narrow(0, 367, 4).copy_(state.at("error.small").reshape({-1}));
-          group.all_reduce(owed, 1.0 / world);
-          EXPECT_TRUE(at::allclose(sent + owed, wanted, 1e-3, 1e-2)) << "world " << world;
+          errors.narrow(0, 0, 240).copy_(state.at("error.matrix").reshape({-1}));
+          errors.narrow(0, 240, 120).copy_(state.at("error.kernel").reshape({-1}));
+          errors.narrow(0, 367, 4).copy_(state.at("error.small").reshape({-1}));
+          group.all_reduce(errors, 1.0 / world);
+          EXPECT_TRUE(at::allclose(sent + errors, wanted, 1e-3, 1e-2)) << "world " << world;
           EXPECT_LT((sent - wanted).norm().item<double>(), 0.2 * wanted.norm().item<double>());
         } else {
           EXPECT_GT((sent - wanted).norm().item<double>(), 0.4 * wanted.norm().item<double>());
@@ -120,7 +120,7 @@ TEST(PowerSgd, ErrorFeedbackLosesNothingInTheLongRun) {
   }
 }
 
-TEST(PowerSgd, StateContinuesBitByBit) {
+TEST(PowerSgd, ALoadedStateContinuesBitByBit) {
   for (const bool warm : {true, false}) {
     run_ranks(3, [&](ProcessGroup group, int rank) {
       const PowerSgdOptions options{
@@ -153,7 +153,7 @@ TEST(PowerSgd, StateContinuesBitByBit) {
   EXPECT_THROW(power.load_state_dict({}), UsageError);
 }
 
-TEST(PowerSgd, RecoversFromZeroAndFromInfinity) {
+TEST(PowerSgd, RecoversFromGradientsOfZeroAndInfinity) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     PowerSgd power({.rank = 2, .start_iteration = 0, .min_compression_rate = 0.5});
     const auto call = [&](const std::function<void(at::Tensor)>& change) {
@@ -171,7 +171,7 @@ TEST(PowerSgd, RecoversFromZeroAndFromInfinity) {
   });
 }
 
-TEST(PowerSgd, TrainsWithDataParallel) {
+TEST(PowerSgd, TrainsAsWellAsExactMeans) {
   for (int world = 1; world <= 4; ++world) {
     std::vector<double> losses(2);
     for (const bool compressed : {false, true}) {
@@ -195,7 +195,8 @@ TEST(PowerSgd, TrainsWithDataParallel) {
         for (const auto& parameter : net->parameters()) {
           auto sum = parameter.detach().clone();
           group.all_reduce(sum);
-          EXPECT_TRUE(at::allclose(sum / world, parameter, 0, 1e-6)) << "ranks drift apart";
+          EXPECT_TRUE(at::allclose(sum / world, parameter, 0, 1e-6))
+              << "the ranks have different parameters";
         }
         loss = loss.detach();
         group.all_reduce(loss, 1.0 / world);
@@ -207,13 +208,13 @@ TEST(PowerSgd, TrainsWithDataParallel) {
   }
 }
 
-TEST(PowerSgd, OptionsAreChecked) {
+TEST(PowerSgd, RefusesOptionsOutOfRange) {
   EXPECT_THROW(PowerSgd({.rank = 0}), UsageError);
   EXPECT_THROW(PowerSgd({.start_iteration = -1}), UsageError);
   EXPECT_THROW(PowerSgd({.min_compression_rate = 0}), UsageError);
 }
 
-TEST(CommHooks, AUserDefinedHookSeesNamesAndShapesAndItsResultCounts) {
+TEST(CommHooks, AUserDefinedHookGetsNamesAndShapesAndItsResultIsUsed) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1), plain = seeded<Uneven>(1);
     std::map<std::string, std::vector<int64_t>> seen;

@@ -3,8 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/training.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 
@@ -17,17 +19,9 @@ using ::testing::HasSubstr;
 
 using Options = DistributedOptimizerOptions;
 
-OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 0.02}}); }
 OptimizerFactory sgd(double lr) { return default_optimizers().factory("SGD", {{"lr", lr}}); }
 
-at::Tensor rows(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
-      .narrow(0, 12 / world * rank, 12 / world);
-}
-
-at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
-
-/// Twelve vectors, of which each step may use those it likes, in the order it likes: gradients
+/// Twelve vectors. Each step chooses which of them it uses, and in which order. The gradients
 /// arrive in the reverse order of use.
 struct ManyImpl : torch::nn::Module {
   ManyImpl() {
@@ -51,8 +45,8 @@ const std::vector<int> kWithout1{0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
 
 at::Tensor input(int step, int rank) { return at::full({1}, 0.05 * (step + 1) + 0.02 * rank); }
 
-/// What `.grad` shall be: the mean over the ranks, each of which used `use[rank]`. Undefined where
-/// nobody used it.
+/// The expected `.grad`: the sum of the ranks' gradients over `divisor`, where rank r used the
+/// parameters use[r]. Undefined for a parameter that no rank used.
 std::vector<at::Tensor> expected_gradients(const Many& net, int step,
                                            const std::vector<std::vector<int>>& use,
                                            double divisor) {
@@ -91,9 +85,9 @@ struct Case {
 
 class Parity : public ::testing::TestWithParam<Case> {};
 
-TEST_P(Parity, EqualsDataParallelBitByBitAndOneProcess) {
+TEST_P(Parity, EqualsDataParallelBitByBitAndOneProcessClosely) {
   auto plain = seeded<Uneven>(1);
-  auto reference = adamw()({torch::optim::OptimizerParamGroup(plain->parameters())});
+  auto reference = adamw(plain->parameters());
   for (int step = 0; step < 5; ++step) {
     reference->zero_grad();
     loss_of(plain(rows(step))).backward();
@@ -102,10 +96,10 @@ TEST_P(Parity, EqualsDataParallelBitByBitAndOneProcess) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(1 + rank),
-           other = seeded<Uneven>(1);  // rank 0's weights are given to all
-      DistributedOptimizer optimizer(*net, group, adamw(), GetParam().options);
+           other = seeded<Uneven>(1);  // construction broadcasts rank 0's weights
+      DistributedOptimizer optimizer(*net, group, adamw_factory(), GetParam().options);
       DistributedDataParallel ddp(other, group);
-      auto local = adamw()({torch::optim::OptimizerParamGroup(other->parameters())});
+      auto local = adamw(other->parameters());
       for (int step = 0; step < 5; ++step) {
         optimizer.zero_grad();
         const auto loss = loss_of(net(rows(step, rank, world)));
@@ -138,7 +132,7 @@ INSTANTIATE_TEST_SUITE_P(
                             .param_pack_thd = 20}}),
     [](const auto& tested) { return tested.param.name; });
 
-TEST(DistributedOptimizerTest, SumIsTheSum) {
+TEST(DistributedOptimizerTest, ReduceMethodSumAddsTheGradients) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       Many net;
@@ -151,7 +145,7 @@ TEST(DistributedOptimizerTest, SumIsTheSum) {
   }
 }
 
-TEST(DistributedOptimizerTest, ReduceMethodIsRequiredInAWorldAndChecked) {
+TEST(DistributedOptimizerTest, RefusesOptionsOutOfRangeAndAMissingReduceMethod) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     Many net;
     for (const char* method : {"", "average"}) {
@@ -177,7 +171,7 @@ TEST(DistributedOptimizerTest, ReduceMethodIsRequiredInAWorldAndChecked) {
   alone.step();
 }
 
-TEST(DistributedOptimizerTest, BroadcastsAsOftenAsThePeriodSaysAndBeforeTheUpdate) {
+TEST(DistributedOptimizerTest, BroadcastsEveryBcastPeriodStepsBeforeTheUpdate) {
   for (const auto& [period, broadcasts] :
        std::vector<std::pair<int64_t, uint64_t>>{{-1, 0}, {0, 1}, {3, 1 + 3}, {1, 1 + 10}}) {
     run_ranks(2, [period = period, broadcasts = broadcasts](ProcessGroup group, int rank) {
@@ -223,12 +217,13 @@ TEST(DistributedOptimizerTest, BroadcastsAsOftenAsThePeriodSaysAndBeforeTheUpdat
   });
 }
 
-TEST(DistributedOptimizerTest, CollectivesAndBytesOfSinglesAndPacks) {
+TEST(DistributedOptimizerTest, APackIsOneCollectiveAndAddsNoBytes) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     Many net;
     uint64_t numel = 0;
     for (const auto& weight : net->weights) numel += weight.numel();
-    // Arrival: w21 … w10, of 64, 60, … 20 bytes. After the first 8: 32, 28, 24, 20.
+    // The gradients arrive as w21 … w10, with 64, 60, … 20 bytes. After the first 8 there are 32,
+    // 28, 24 and 20 bytes.
     DistributedOptimizer optimizer(
         *net, group, sgd(0.01),
         {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
@@ -254,13 +249,13 @@ TEST(DistributedOptimizerTest, CollectivesAndBytesOfSinglesAndPacks) {
 
 struct Deviation {
   std::string name;
-  std::vector<std::vector<int>> use;  // of each rank, on the step that differs
-  uint64_t all_reduces;  // of the step: 10 packs, the agreement, and what is reduced again
+  std::vector<std::vector<int>> use;  // by each rank, in the step that differs
+  uint64_t all_reduces;  // in that step: 10 packs, the agreement, and the gradients reduced singly
 };
 
 class Fallback : public ::testing::TestWithParam<Deviation> {};
 
-TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
+TEST_P(Fallback, ReducesSinglyForOneStepAndFormsNewPacks) {
   const auto& tested = GetParam();
   const int world = static_cast<int>(tested.use.size());
   for (const std::string method : {"mean", "sum"}) {
@@ -282,7 +277,7 @@ TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
                          method + ", step " + std::to_string(step));
         optimizer.step();
         EXPECT_EQ(group.stats().bytes.calls, step == 1 ? 0u : 1u)
-            << "packed anew after step " << step;
+            << "new packs after step " << step;
       }
     });
   }
@@ -291,19 +286,19 @@ TEST_P(Fallback, FallsBackForOneStepAndRecordsAnew) {
 INSTANTIATE_TEST_SUITE_P(
     All, Fallback,
     ::testing::Values(
-        // Gradients come in the other direction from the first on: all 12 are reduced singly.
+        // All gradients arrive in reverse order: all 12 are reduced singly.
         Deviation{"another_order_everywhere", {kBackwards, kBackwards}, 11 + 12},
         Deviation{"another_order_on_rank_1", {kForwards, kBackwards, kForwards}, 11 + 12},
-        // w19 is third to arrive: from its pack on, 10 gradients; 9 where nobody has it.
+        // w19 arrives third. From its pack on there are 10 gradients; 9 if no rank has w19.
         Deviation{"one_missing_everywhere", {kWithout9, kWithout9}, 11 + 9},
         Deviation{"one_missing_on_rank_0", {kWithout9, kForwards}, 11 + 10},
-        // In the last pack.
+        // w11 is in the last pack.
         Deviation{
             "late_one_missing_on_rank_1", {kForwards, kWithout1, kForwards, kForwards}, 11 + 2},
         Deviation{"different_ones_missing", {kWithout1, kWithout9}, 11 + 10}),
     [](const auto& tested) { return tested.param.name; });
 
-TEST(DistributedOptimizerTest, ALossWithoutParametersDoesNotLeaveTheOthersWaiting) {
+TEST(DistributedOptimizerTest, ALossThatUsesNoParameterDoesNotBlockTheOtherRanks) {
   for (const bool pack : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       Many net;
@@ -323,7 +318,7 @@ TEST(DistributedOptimizerTest, ALossWithoutParametersDoesNotLeaveTheOthersWaitin
   }
 }
 
-TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsLeftAlone) {
+TEST(DistributedOptimizerTest, EachGroupHasItsOwnPacksAndAGroupWithoutADistGroupIsNotReduced) {
   run_ranks(3, [](ProcessGroup group, int rank) {
     auto first = group.split(0), second = group.split(0);
     Many a, b, c;
@@ -346,7 +341,7 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
       optimizer.zero_grad();
       first->reset_stats();
       second->reset_stats();
-      // Rank 1 meets the two groups in the other order.
+      // On rank 1 the gradients of the two groups arrive in the other order.
       auto ya = a(input(step, rank), kForwards),
            yb = b(input(step, rank), step == 2 ? std::vector<int>{} : kBackwards);
       auto yc = c(input(step, rank), kForwards);
@@ -361,8 +356,9 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
       at::AutoGradMode with_grad(true);
       own(input(step, rank), kForwards).sum().backward();
       for (size_t i = 0; i < 12; ++i)
-        EXPECT_TRUE(at::equal(own->weights[i].grad(), c->weights[i].grad())) << "this rank's own";
-      if (step > 0) EXPECT_EQ(first->stats().all_reduce.calls, 11u) << "b's trouble is not a's";
+        EXPECT_TRUE(at::equal(own->weights[i].grad(), c->weights[i].grad())) << "not reduced";
+      if (step > 0)
+        EXPECT_EQ(first->stats().all_reduce.calls, 11u) << "b's deviation must not affect a";
       if (step == 1)
         EXPECT_EQ(second->stats().all_reduce.calls, 12u)
             << "w20 and w21 are above the threshold alone";
@@ -374,7 +370,7 @@ TEST(DistributedOptimizerTest, GroupsHaveTheirOwnListsAndOneWithoutADistGroupIsL
   });
 }
 
-TEST(DistributedOptimizerTest, AccumulatesWithoutTraffic) {
+TEST(DistributedOptimizerTest, NoSyncAccumulatesWithoutTraffic) {
   for (const bool pack : {false, true}) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       Many net;
@@ -401,11 +397,11 @@ TEST(DistributedOptimizerTest, AccumulatesWithoutTraffic) {
   }
 }
 
-TEST(DistributedOptimizerTest, StateIsThePlainOptimizersAndKnowsNothingOfPacks) {
+TEST(DistributedOptimizerTest, TheStateIsThePlainOptimizersWithoutPacks) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(3), other = seeded<Uneven>(3);
     const Options options{.reduce_method = "mean", .param_pack = true};
-    DistributedOptimizer optimizer(*net, group, adamw(), options);
+    DistributedOptimizer optimizer(*net, group, adamw_factory(), options);
     const auto train = [&](Uneven& model, DistributedOptimizer& with, int from, int to) {
       for (int step = from; step < to; ++step) {
         with.zero_grad();
@@ -420,7 +416,7 @@ TEST(DistributedOptimizerTest, StateIsThePlainOptimizersAndKnowsNothingOfPacks) 
     for (const auto& [name, entry] : state.state)
       EXPECT_EQ(entry.tensors.count("exp_avg"), 1u) << name;
 
-    auto plain = adamw()({torch::optim::OptimizerParamGroup(other->parameters())});
+    auto plain = adamw(other->parameters());
     load_state_dict(*plain, named_parameters(*other), state);
     {
       torch::NoGradGuard no_grad;
@@ -440,7 +436,7 @@ TEST(DistributedOptimizerTest, StateIsThePlainOptimizersAndKnowsNothingOfPacks) 
   });
 }
 
-TEST(DistributedOptimizerTest, SchedulersHoldTheOptimizerInside) {
+TEST(DistributedOptimizerTest, ASchedulerChangesTheRateOfTheWrappedOptimizer) {
   Many net;
   DistributedOptimizer optimizer(*net, ProcessGroup(), sgd(0.1), {});
   torch::optim::StepLR scheduler(optimizer.optimizer(), 1, 0.5);
@@ -449,7 +445,7 @@ TEST(DistributedOptimizerTest, SchedulersHoldTheOptimizerInside) {
   EXPECT_NEAR(optimizer.optimizer().param_groups()[0].options().get_lr(), 0.05, 1e-12);
 }
 
-TEST(DistributedOptimizerTest, ModelsAndOptionsThatDifferAreNamed) {
+TEST(DistributedOptimizerTest, TheFirstDifferenceBetweenModelsOrOptionsIsNamed) {
   const auto models = run_ranks_catching(3, [](ProcessGroup group, int rank) {
     torch::nn::Linear net(3, rank == 2 ? 5 : 4);
     DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = "mean"});
@@ -465,11 +461,11 @@ TEST(DistributedOptimizerTest, ModelsAndOptionsThatDifferAreNamed) {
   for (const auto& error : options) EXPECT_THAT(message_of(error), HasSubstr("reduce_method sum"));
 }
 
-TEST(DistributedOptimizerTest, FrozenParametersAreGivenButNotReduced) {
+TEST(DistributedOptimizerTest, FrozenParametersAreBroadcastButNotReduced) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1 + rank);
     net->second->weight.requires_grad_(false);
-    DistributedOptimizer optimizer(*net, group, adamw(), {.reduce_method = "mean"});
+    DistributedOptimizer optimizer(*net, group, adamw_factory(), {.reduce_method = "mean"});
     EXPECT_TRUE(at::equal(net->second->weight, seeded<Uneven>(1)->second->weight));
     optimizer.backward(loss_of(net(rows(0))));
     optimizer.step();
@@ -481,6 +477,27 @@ TEST(DistributedOptimizerTest, FrozenParametersAreGivenButNotReduced) {
     } catch (const UsageError& error) {
       EXPECT_THAT(error.what(), HasSubstr("second.weight was frozen"));
     }
+  });
+}
+
+TEST(DistributedOptimizerTest, AGroupOfFrozenParametersBesideATrainableOneIsBroadcastOnly) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto frozen = seeded<Uneven>(1 + rank);
+    for (auto& parameter : frozen->parameters()) parameter.requires_grad_(false);
+    Many trained;
+    DistributedOptimizer optimizer(
+        {{named_parameters(*frozen), {}, group}, {named_parameters(*trained), {}, group}},
+        sgd(0.01), {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
+    expect_same_weights(frozen, seeded<Uneven>(1));
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      optimizer.backward(trained(input(step, rank), kForwards).sum());
+      expect_gradients(trained, expected_gradients(trained, step, {kForwards, kForwards}, 2),
+                       "step " + std::to_string(step));
+      optimizer.step();
+    }
+    EXPECT_TRUE(optimizer.packs(0).empty());
+    EXPECT_EQ(optimizer.packs(1).size(), 10u);
   });
 }
 

@@ -10,8 +10,8 @@ namespace {
 using namespace tessera::distributed_optimizer;
 using ::testing::ElementsAre;
 
-/// The worked example: 8 tensors, then fp32 ones of 400 bytes with an fp16 one of 100 after the
-/// 3rd, 6th and 9th: 0…7; a…c f d…f f …
+/// 8 tensors, then 14 float32 tensors of 400 bytes, with a float16 tensor of 100 bytes after the
+/// 3rd, 6th and 9th of them.
 struct Example {
   std::vector<PackItem> items;
   std::vector<size_t> order;
@@ -26,7 +26,7 @@ struct Example {
   }
 };
 
-TEST(Packing, TheWorkedExampleWithThreshold800IsPacksOfThree) {
+TEST(Packing, APackIsClosedByTheItemThatExceedsTheThreshold) {
   const Example example;
   const auto packs = pack_by_arrival(example.items, example.order, 800);
   ASSERT_EQ(packs.size(), 8u + 4 + 2);
@@ -35,12 +35,12 @@ TEST(Packing, TheWorkedExampleWithThreshold800IsPacksOfThree) {
   EXPECT_THAT(packs[9], ElementsAre(12, 13, 14));
   EXPECT_THAT(packs[10], ElementsAre(16, 17, 18));
   EXPECT_THAT(packs[11], ElementsAre(20, 21, 22));
-  // Left over: flushed by name, float16 before float32.
+  // The packs that are open in the end: float16 before float32.
   EXPECT_THAT(packs[12], ElementsAre(11, 15, 19));
   EXPECT_THAT(packs[13], ElementsAre(23, 24));
 }
 
-TEST(Packing, TheWorkedExampleWithThreshold799IsPacksOfTwo) {
+TEST(Packing, OneByteLessOfThresholdMakesSmallerPacks) {
   const Example example;
   const auto packs = pack_by_arrival(example.items, example.order, 799);
   ASSERT_EQ(packs.size(), 8u + 7 + 1);
@@ -51,7 +51,7 @@ TEST(Packing, TheWorkedExampleWithThreshold799IsPacksOfTwo) {
   EXPECT_THAT(packs[15], ElementsAre(11, 15, 19));
 }
 
-TEST(Packing, FollowsTheOrderOfArrivalNotTheNumbers) {
+TEST(Packing, FollowsTheOrderOfArrivalNotTheIndices) {
   const std::vector<PackItem> items(11, {"float32", 10});
   const auto packs = pack_by_arrival(items, {10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0}, 10);
   ASSERT_EQ(packs.size(), 10u);
@@ -60,7 +60,7 @@ TEST(Packing, FollowsTheOrderOfArrivalNotTheNumbers) {
   EXPECT_THAT(packs[9], ElementsAre(0));
 }
 
-TEST(Packing, EdgesAndText) {
+TEST(Packing, EmptyInputsAndThePacksAsText) {
   EXPECT_TRUE(pack_by_arrival({}, {}, 1).empty());
   const std::vector<PackItem> items(3, {"float32", 10});
   EXPECT_EQ(pack_by_arrival(items, {0, 1, 2}, 1).size(), 3u);

@@ -17,7 +17,7 @@ using Mode = EarlyStopOptions::Mode;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-/// How many of `values` it takes to stop; -1 when they do not.
+/// The number of values after which training stops; -1 if it does not stop.
 int stops_after(EarlyStopOptions options, const std::vector<double>& values) {
   EarlyStop stop(options);
   for (size_t i = 0; i < values.size(); ++i) {
@@ -26,25 +26,25 @@ int stops_after(EarlyStopOptions options, const std::vector<double>& values) {
   return -1;
 }
 
-TEST(EarlyStop, WaitsForItsPatience) {
+TEST(EarlyStop, StopsAfterPatienceObservationsWithoutImprovement) {
   EXPECT_EQ(stops_after({.patience = 2}, {3, 2, 2, 2}), 4);
   EXPECT_EQ(stops_after({.patience = 2}, {3, 4, 2.5, 2.6, 2.4, 2.4}), -1);
   EXPECT_EQ(stops_after({.patience = 1}, {3, 2, 2.1}), 3);
 }
 
-TEST(EarlyStop, GreaterIsBetterWhenAsked) {
+TEST(EarlyStop, ModeGreaterTakesGreaterValuesAsBetter) {
   EXPECT_EQ(stops_after({.patience = 2, .mode = Mode::greater}, {1, 2, 3, 4, 5}), -1);
   EXPECT_EQ(stops_after({.patience = 2, .mode = Mode::less}, {1, 2, 3, 4, 5}), 3);
 }
 
-TEST(EarlyStop, AnImprovementBeatsMinDelta) {
+TEST(EarlyStop, AnImprovementExceedsMinDelta) {
   EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5}, {4, 3.75, 3.5}), 3);
   EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5}, {4, 3.75, 3.25, 3, 2.5}), -1);
   EXPECT_EQ(stops_after({.patience = 2, .min_delta = 0.5, .mode = Mode::greater}, {1, 1.25, 1.5}),
             3);
 }
 
-TEST(EarlyStop, WhatIsNotFiniteStopsOrIsNoImprovement) {
+TEST(EarlyStop, ANonFiniteValueStopsOrIsNoImprovement) {
   for (const double value : {kNaN, kInf, -kInf}) {
     EXPECT_EQ(stops_after({.patience = 3}, {1, value}), 2);
     EXPECT_EQ(stops_after({.patience = 3, .check_finite = false}, {1, value, value, value}), 4);
@@ -60,7 +60,7 @@ TEST(EarlyStop, StaysStopped) {
   EXPECT_EQ(stop.state().best, 1);
 }
 
-TEST(EarlyStop, GoesOnFromItsState) {
+TEST(EarlyStop, ALoadedStateContinues) {
   EarlyStop first({.patience = 3});
   for (const double value : {2.0, 3.0, 3.0}) first.observe(value);
   EarlyStop second({.patience = 3});
@@ -72,7 +72,7 @@ TEST(EarlyStop, GoesOnFromItsState) {
   EXPECT_TRUE(third.observe(0));
 }
 
-TEST(EarlyStop, ImpossibleOptionsAreNamed) {
+TEST(EarlyStop, OptionsOutOfRangeAreNamed) {
   EXPECT_EQ(thrown_by([] { EarlyStop({.patience = 0}); }),
             "EarlyStop: patience: 0; expected a whole number >= 1");
   EXPECT_THAT(thrown_by([] { EarlyStop({.min_delta = -1}); }), HasSubstr("min_delta: -1"));

@@ -40,7 +40,7 @@ TEST(GradScaler, ScalesTheLossAndInvertsIt) {
   EXPECT_EQ(half.item<float>(), 131072);
 }
 
-TEST(GradScaler, GrowsAfterQuietStepsAndBacksOff) {
+TEST(GradScaler, GrowsAfterFiniteStepsAndBacksOff) {
   GradScaler scaler(
       {.init_scale = 16, .growth_factor = 4, .backoff_factor = 0.25, .growth_interval = 3});
   const auto scale_after = [&](bool found_inf) { return scaler.update(found_inf), scaler.scale(); };
@@ -49,7 +49,7 @@ TEST(GradScaler, GrowsAfterQuietStepsAndBacksOff) {
   EXPECT_EQ(scale_after(false), 64);
   EXPECT_EQ(scale_after(false), 64);
   EXPECT_EQ(scale_after(false), 64);
-  EXPECT_EQ(scale_after(true), 16);  // and the count begins again
+  EXPECT_EQ(scale_after(true), 16);  // restarts the count
   EXPECT_EQ(scale_after(false), 16);
   EXPECT_EQ(scale_after(false), 16);
   EXPECT_EQ(scale_after(false), 64);
@@ -64,7 +64,7 @@ TEST(GradScaler, TheScaleStaysANormalFloat) {
   EXPECT_EQ(scaler.inverse(), std::ldexp(1.0, 126));
 }
 
-TEST(GradScaler, StaticKeepsItsScaleAndStillLooks) {
+TEST(GradScaler, WithDynamicOffTheScaleStaysAndInfinitiesAreFound) {
   const GradScalerOptions options{.dynamic = false, .init_scale = 128, .growth_interval = 1};
   GradScaler scaler(options);
   for (const bool found_inf : {false, true, false}) scaler.update(found_inf);
@@ -72,7 +72,7 @@ TEST(GradScaler, StaticKeepsItsScaleAndStillLooks) {
   EXPECT_TRUE(found_alone(gradients_with(kInfinity), options));
 }
 
-TEST(GradScaler, DisabledDoesNothing) {
+TEST(GradScaler, WhenDisabledItDoesNothing) {
   GradScaler scaler({.enabled = false});
   const auto loss = at::ones({});
   EXPECT_TRUE(scaler.scale(loss).is_same(loss));
@@ -82,7 +82,7 @@ TEST(GradScaler, DisabledDoesNothing) {
   EXPECT_FALSE(found_alone(gradients_with(kInfinity), {.enabled = false}));
 }
 
-TEST(GradScaler, FindsAnythingThatIsNotFinite) {
+TEST(GradScaler, FindsEveryNonFiniteValue) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     EXPECT_FALSE(found_alone(gradients_with(2, dtype))) << dtype;
     for (const double value : {kInfinity, -kInfinity, kNotANumber})
@@ -115,7 +115,7 @@ TEST(GradScaler, OneRanksInfinityIsFoundOnAllWithOneAllReduce) {
   }
 }
 
-TEST(GradScaler, GoesOnFromItsState) {
+TEST(GradScaler, ALoadedStateContinues) {
   const GradScalerOptions options{.init_scale = 8, .growth_interval = 4};
   GradScaler first(options);
   for (const bool found_inf : {true, false, false, false}) first.update(found_inf);
@@ -126,7 +126,7 @@ TEST(GradScaler, GoesOnFromItsState) {
   EXPECT_EQ(second.scale(), 8);
 }
 
-TEST(GradScaler, ImpossibleOptionsAreNamed) {
+TEST(GradScaler, OptionsOutOfRangeAreNamed) {
   EXPECT_EQ(thrown_by([] { GradScaler({.init_scale = 0}); }),
             "GradScaler: init_scale: 0; expected a number > 0");
   EXPECT_THAT(thrown_by([] { GradScaler({.init_scale = kInfinity}); }),

@@ -11,7 +11,7 @@ namespace {
 using ::testing::HasSubstr;
 using testing::thrown_by;
 
-TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
+TEST(ParseLosses, TheValueOfATensorIsItsMeanAndOfAListTheSumOfMeans) {
   const auto parsed =
       parse_losses({{"loss_cls", at::tensor({1.0, 2.0, 6.0})},
                     {"aux", std::vector<at::Tensor>{at::tensor({1.0, 3.0}), at::tensor({5.0})}}});
@@ -23,7 +23,7 @@ TEST(ParseLosses, TensorsAreMeansAndListsSumsOfMeans) {
   EXPECT_EQ(parsed.values[1].second.item<double>(), 7);
 }
 
-TEST(ParseLosses, TotalIsTheSumOfWhatIsCalledLoss) {
+TEST(ParseLosses, TotalIsTheSumOfTheEntriesNamedLoss) {
   const auto parsed = parse_losses(
       {{"loss_a", at::tensor({1.0})},
        {"accuracy", at::tensor({100.0})},
@@ -31,7 +31,7 @@ TEST(ParseLosses, TotalIsTheSumOfWhatIsCalledLoss) {
   EXPECT_EQ(parsed.total.item<double>(), 31);
 }
 
-TEST(ParseLosses, TotalKeepsItsGraphAndValuesDoNot) {
+TEST(ParseLosses, TotalHasAGraphAndValuesAreDetached) {
   const auto weight = at::tensor({2.0, 4.0}).requires_grad_();
   const auto parsed = parse_losses({{"loss", weight * 3}, {"norm", weight}});
   parsed.total.backward();
@@ -39,7 +39,7 @@ TEST(ParseLosses, TotalKeepsItsGraphAndValuesDoNot) {
   for (const auto& [name, value] : parsed.values) EXPECT_FALSE(value.requires_grad()) << name;
 }
 
-TEST(ParseLosses, RefusesWhatHasNoMean) {
+TEST(ParseLosses, RefusesEntriesThatHaveNoMean) {
   const auto with = [](const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
     return thrown_by([&] { parse_losses({{"loss", at::ones({1})}, {"extra", entry}}); });
   };
@@ -52,7 +52,7 @@ TEST(ParseLosses, RefusesWhatHasNoMean) {
               HasSubstr("\"extra\" is of Long; expected a floating-point tensor"));
 }
 
-TEST(ParseLosses, NoLossNamesTheEntries) {
+TEST(ParseLosses, WithoutALossTheErrorNamesTheEntries) {
   EXPECT_EQ(thrown_by([] {
               parse_losses({{"acc", at::ones({1})}, {"Loss", at::ones({1})}});
             }),

@@ -32,8 +32,8 @@ void expect_rates(const LrSchedule& schedule, const std::vector<double>& expecte
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-15) << "step " << i;
 }
 
-// The tables are what torch.optim.lr_scheduler of PyTorch 1.13 (Debian's python3-torch) gives with
-// the options named here: param_groups[0]["lr"] of an SGD with lr = 0.1, before each of 12
+// The tables were computed by torch.optim.lr_scheduler of PyTorch 1.13 (Debian's python3-torch)
+// with the same options: param_groups[0]["lr"] of an SGD with lr = 0.1, before each of 12 calls of
 // scheduler.step(), printed with 15 digits.
 
 TEST(LrScheduler, LinearIsPyTorchs) {
@@ -92,7 +92,7 @@ TEST(LrScheduler, ConstantRisesOverTheWarmUp) {
   EXPECT_EQ(constant_lr()(at_step(0), 0.3), 0.3);
 }
 
-/// SchedulerConfig's formula (tessera/config.h), written out: the two must agree in every bit.
+/// The formula of the config's scheduler (docs/config.md). Both must agree in every bit.
 double config_formula(int64_t s, double lr, int64_t warmup, int64_t end, double min_lr) {
   if (s < warmup) return lr * static_cast<double>(s + 1) / static_cast<double>(warmup);
   if (s >= end) return min_lr;
@@ -133,13 +133,13 @@ TEST(LrScheduler, ByEpochChangesBetweenEpochsOnly) {
   EXPECT_EQ(to_the_end(at_step(8), 1), config_formula(2, 1, 0, 4, 0));
 }
 
-TEST(LrScheduler, AnEpochThatIsARoundingShortCounts) {
+TEST(LrScheduler, AnEpochThatRoundingMadeTooSmallCountsAsWhole) {
   const double nearly_three = 0.1 + 0.2 + 2.7 - 4e-16;
   ASSERT_LT(nearly_three, 3);
   EXPECT_EQ(step_lr({.step_size = 3, .gamma = 0.5, .by = kEpoch})({0, 0, nearly_three, 9}, 1), 0.5);
 }
 
-TEST(LrScheduler, ChainedHoldsTheLastRateWhereNothingCovers) {
+TEST(LrScheduler, ChainedKeepsTheLastRateBetweenSchedules) {
   const auto factor = [](double x) { return step_lr({.step_size = 1, .gamma = x}); };
   const auto chain = chained_lr({.schedules = {{factor(0.5), 2, 4}, {factor(0.1), 7, 9}}});
   const double c = 0.1 * 0.1;
@@ -147,7 +147,7 @@ TEST(LrScheduler, ChainedHoldsTheLastRateWhereNothingCovers) {
                {1, 1, 1, 0.5, 0.25, 0.25, 0.25, 1, 0.1, c, c, c});
 }
 
-TEST(LrScheduler, ChainedGivesEachItsOwnTraining) {
+TEST(LrScheduler, ChainedPassesEachScheduleItsOwnProgress) {
   std::vector<Progress> seen;
   const LrSchedule note = [&](const Progress& progress, double) {
     return seen.push_back(progress), 0.0;
@@ -169,7 +169,7 @@ TEST(LrScheduler, ChainedGivesEachItsOwnTraining) {
   by_epoch(at_step(11), 1), expect(6, 6, 2, 2);
 }
 
-TEST(LrScheduler, ChainedMixesStepsAndEpochs) {
+TEST(LrScheduler, ChainedConvertsBetweenStepsAndEpochs) {
   const auto chain =
       chained_lr({.schedules = {{constant_lr({.warmup_steps = 3}), 0, 1},
                                 {step_lr({.step_size = 1, .gamma = 0.5, .by = kEpoch}), 1}},
@@ -178,7 +178,7 @@ TEST(LrScheduler, ChainedMixesStepsAndEpochs) {
                {0.1 / 3, 0.2 / 3, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025, 0.025});
 }
 
-TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
+TEST(LrScheduler, OptionsOutOfRangeNameSchedulerAndOption) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_EQ(thrown_by([] { constant_lr({.warmup_steps = -1}); }),
             "scheduler constant: warmup_steps: -1; expected a whole number >= 0");
@@ -211,7 +211,7 @@ TEST(LrScheduler, ImpossibleOptionsNameSchedulerAndOption) {
   EXPECT_THAT(thrown_by([] { cosine_lr({.t_max = 0}); }), HasSubstr("cosine: t_max: 0"));
 }
 
-TEST(LrScheduler, ImpossibleChainsNameTheLink) {
+TEST(LrScheduler, FaultyChainsNameTheLink) {
   const auto one = constant_lr();
   const auto chain = [](std::vector<ChainedLrOptions::Link> links) {
     return thrown_by([&] { chained_lr({.schedules = links}); });

@@ -15,7 +15,8 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::thrown_by;
 
-/// Each kind of parameter that a rule knows, and a flat one that is nothing else.
+/// One parameter of each kind that a rule applies to, and a parameter of one dimension to which no
+/// other rule applies.
 struct KindsImpl : torch::nn::Module {
   KindsImpl() {
     scale = register_parameter("scale", torch::ones({4}));
@@ -51,7 +52,7 @@ std::map<std::string, double> option_by_name(const torch::nn::Module& module,
 
 using Values = std::map<std::string, double>;
 
-/// `rest` for every parameter of Kinds but those in `special`.
+/// `special`, and the value `rest` for every other parameter of Kinds.
 Values kinds(double rest, const Values& special) {
   Values values = special;
   for (const auto& parameter : Kinds()->named_parameters()) values.emplace(parameter.key(), rest);
@@ -85,13 +86,13 @@ TEST(Paramwise, EqualOptionsShareAGroupInTheOrderOfTheFirst) {
                                   "backbone.dwconv.weight", "backbone.dwconv.bias", "head.weight"));
 }
 
-TEST(Paramwise, BiasLrMultSparesNormalisations) {
+TEST(Paramwise, BiasLrMultExcludesNormalisations) {
   EXPECT_EQ(option_by_name(*Kinds(), {.bias_lr_mult = 2}, "lr"),
             kinds(1, {{"backbone.conv.bias", 2}, {"backbone.dwconv.bias", 2}, {"head.bias", 2}}));
   EXPECT_EQ(option_by_name(*Kinds(), {.bias_lr_mult = 2}, "weight_decay"), kinds(0.5, {}));
 }
 
-TEST(Paramwise, BiasDecayMultTakesEveryBias) {
+TEST(Paramwise, BiasDecayMultAppliesToEveryBias) {
   EXPECT_EQ(option_by_name(*Kinds(), {.bias_decay_mult = 2}, "weight_decay"),
             kinds(0.5, {{"backbone.conv.bias", 1},
                         {"backbone.dwconv.bias", 1},
@@ -99,24 +100,24 @@ TEST(Paramwise, BiasDecayMultTakesEveryBias) {
                         {"head.bias", 1}}));
 }
 
-TEST(Paramwise, NormDecayMultTakesNormalisations) {
+TEST(Paramwise, NormDecayMultAppliesToNormalisations) {
   EXPECT_EQ(option_by_name(*Kinds(), {.norm_decay_mult = 0}, "weight_decay"),
             kinds(0.5, {{"backbone.norm.weight", 0}, {"backbone.norm.bias", 0}}));
 }
 
-TEST(Paramwise, DwconvDecayMultTakesDepthWiseConvolutions) {
+TEST(Paramwise, DwconvDecayMultAppliesToDepthWiseConvolutions) {
   EXPECT_EQ(option_by_name(*Kinds(), {.dwconv_decay_mult = 0}, "weight_decay"),
             kinds(0.5, {{"backbone.dwconv.weight", 0}, {"backbone.dwconv.bias", 0}}));
 }
 
-TEST(Paramwise, FlatDecayMultTakesWhatHasOneDimension) {
+TEST(Paramwise, FlatDecayMultAppliesToParametersOfOneDimension) {
   EXPECT_EQ(option_by_name(*Kinds(), {.flat_decay_mult = 0}, "weight_decay"),
             kinds(0, {{"backbone.conv.weight", 0.5},
                       {"backbone.dwconv.weight", 0.5},
                       {"head.weight", 0.5}}));
 }
 
-TEST(Paramwise, DecayOfNormThenBiasThenDepthWiseThenFlat) {
+TEST(Paramwise, DecayIsDecidedByNormThenBiasThenDepthWiseThenFlat) {
   EXPECT_EQ(option_by_name(*Kinds(),
                            {.bias_decay_mult = 4,
                             .norm_decay_mult = 2,
@@ -130,7 +131,7 @@ TEST(Paramwise, DecayOfNormThenBiasThenDepthWiseThenFlat) {
                         {"backbone.norm.weight", 1},
                         {"backbone.norm.bias", 1},
                         {"head.bias", 2}}));
-  // A rule that is not given leaves its place to the next.
+  // If a rule has no multiplier, the next rule decides.
   EXPECT_EQ(
       option_by_name(*Kinds(), {.flat_decay_mult = 16, .dwconv_decay_mult = 8}, "weight_decay")
           .at("backbone.dwconv.bias"),
@@ -143,7 +144,7 @@ TEST(Paramwise, DecayOfNormThenBiasThenDepthWiseThenFlat) {
             8);
 }
 
-TEST(Paramwise, ACustomKeyWinsOverAllRules) {
+TEST(Paramwise, ACustomKeyOverridesAllRules) {
   const ParamwiseOptions options{.custom_keys = {{"norm", {.lr_mult = 3}}},
                                  .bias_lr_mult = 5,
                                  .bias_decay_mult = 4,
@@ -172,7 +173,7 @@ TEST(Paramwise, ACustomKeyCopiesAllItsOptions) {
   EXPECT_EQ(default_optimizers().options_for("Adam", groups[2].options)->get_lr(), 3);
 }
 
-TEST(Paramwise, TheLongestKeyWinsThenTheAlphabet) {
+TEST(Paramwise, TheLongestKeyIsUsedThenTheAlphabeticallyFirst) {
   const ParamwiseOptions options{.custom_keys = {{"backbone", {.lr_mult = 2}},
                                                  {"backbone.dwconv", {.lr_mult = 3}},
                                                  {"t", {.lr_mult = 9}},
@@ -184,14 +185,14 @@ TEST(Paramwise, TheLongestKeyWinsThenTheAlphabet) {
   EXPECT_EQ(lr.at("head.weight"), 5);
 }
 
-TEST(Paramwise, KeysAreSubstringsAndADotMarksTheOwnName) {
+TEST(Paramwise, KeysAreSubstringsAndALeadingDotMatchesTheWholeLastPart) {
   EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{"e.norm.w", {.lr_mult = 2}}}}, "lr"),
             kinds(1, {{"backbone.norm.weight", 2}}));
   EXPECT_EQ(option_by_name(*Kinds(), {.custom_keys = {{".scale", {.lr_mult = 2}}}}, "lr"),
             kinds(1, {{"scale", 2}}));
 }
 
-TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorWithTheNearest) {
+TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorThatSuggestsTheNearest) {
   const auto with_key = [](const std::string& key) {
     return thrown_by([&] {
       paramwise_groups(*Kinds(), {.custom_keys = {{key, {.lr_mult = 2}}}}, kBase);
@@ -203,7 +204,7 @@ TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorWithTheNearest) {
   EXPECT_THAT(with_key("backbone.dwcnv"), HasSubstr("did you mean \"backbone.dwconv\"?"));
   EXPECT_THAT(with_key("nrom.weight"), HasSubstr("did you mean \"norm.weight\"?"));
   EXPECT_THAT(with_key(""), HasSubstr("an empty key"));
-  // A longer key may take all that a shorter one matches.
+  // Longer keys may be used for every parameter that a shorter key matches.
   EXPECT_EQ(
       option_by_name(*Kinds(),
                      {.custom_keys = {{"hea", {.lr_mult = 2}}, {"head.", {.lr_mult = 3}}}}, "lr")
@@ -211,7 +212,7 @@ TEST(Paramwise, AKeyThatMatchesNothingIsAnErrorWithTheNearest) {
       3);
 }
 
-TEST(Paramwise, FrozenParametersTakeTheBase) {
+TEST(Paramwise, FrozenParametersGetTheBaseOptions) {
   Kinds net;
   net->head->bias.set_requires_grad(false);
   const auto lr = option_by_name(
@@ -237,7 +238,7 @@ TEST(Paramwise, DuplicatesAreAnErrorUnlessBypassed) {
       (Values{{"encoder.weight", 1}, {"encoder.bias", 1}}));
 }
 
-TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
+TEST(Paramwise, AMultiplierOfAMissingOptionIsAnError) {
   const auto without = [](const std::string& option, const ParamwiseOptions& options) {
     auto base = kBase;
     base.erase(option);
@@ -260,7 +261,7 @@ TEST(Paramwise, MultipliersNeedWhatTheyMultiply) {
               HasSubstr("custom_keys.head.lr_mult"));
 }
 
-TEST(Paramwise, ImpossibleMultipliersAreNamed) {
+TEST(Paramwise, MultipliersOutOfRangeAreNamed) {
   EXPECT_EQ(thrown_by([] { paramwise_groups(*Kinds(), {.flat_decay_mult = -1}, kBase); }),
             "paramwise: flat_decay_mult: -1; expected a number >= 0");
   EXPECT_THAT(thrown_by([] {
@@ -279,7 +280,8 @@ TEST(Paramwise, AnIntegerRateIsANumber) {
   EXPECT_EQ(number(groups[0].options, "lr"), 2);
 }
 
-/// Whether the "weight" of `module` counts as a normalisation's, and as a depth-wise convolution's.
+/// Two flags: the "weight" of `module` is treated as a normalisation's, and as a depth-wise
+/// convolution's.
 template <class Module>
 std::pair<bool, bool> kind_of(Module module) {
   torch::nn::Sequential net;

@@ -19,7 +19,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
 }
 
-/// An optimizer step: new values, which depend only on `step` and the place in the whole.
+/// Weights after optimizer step `step`. A value depends only on `step` and its index.
 at::Tensor values(int64_t numel, int step) {
   return at::sin(at::arange(numel, at::kFloat) * 0.37f + static_cast<float>(step));
 }
@@ -37,7 +37,7 @@ TEST(WeightAverage, IsTheClosedFormula) {
   EXPECT_EQ(average.updates(), 4);
 }
 
-TEST(WeightAverage, WarmupBeginsWithLessMemory) {
+TEST(WeightAverage, WarmupStartsWithASmallerDecay) {
   auto live = at::zeros({1}, at::kDouble);
   WeightAverage average({live}, 0.2, {.warmup = true});
   live.fill_(1);
@@ -49,7 +49,7 @@ TEST(WeightAverage, WarmupBeginsWithLessMemory) {
   }
 }
 
-TEST(WeightAverage, DoesNotDependOnTheCut) {
+TEST(WeightAverage, DoesNotDependOnTheSharding) {
   constexpr int64_t kNumel = 1003;
   auto whole = values(kNumel, 0);
   auto cut = whole.clone();
@@ -111,7 +111,7 @@ TEST(WeightAverage, CountersAreCopied) {
   EXPECT_EQ(average.averages()[0].item<int64_t>(), 41);
 }
 
-TEST(WeightAverage, GoesOnFromWhatWasSaved) {
+TEST(WeightAverage, ALoadedAverageContinuesBitByBit) {
   auto live = values(33, 0);
   WeightAverage first({live}, 0.9, {.warmup = true});
   for (int step = 1; step < 4; ++step) {
@@ -129,7 +129,7 @@ TEST(WeightAverage, GoesOnFromWhatWasSaved) {
   EXPECT_EQ(second.updates(), 4);
 }
 
-TEST(WeightAverage, MistakesAreNamed) {
+TEST(WeightAverage, RefusesFaultyArgumentsNamingThem) {
   EXPECT_EQ(thrown_by([] { WeightAverage({at::ones({1})}, 1.0); }),
             "WeightAverage: decay: 1; expected a number >= 0 and < 1");
   EXPECT_THAT(thrown_by([] {
@@ -147,8 +147,11 @@ TEST(WeightAverage, MistakesAreNamed) {
   EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, -1); }), HasSubstr("updates: -1"));
   average.swap();
   EXPECT_THAT(thrown_by([&] { average.update(); }),
-              HasSubstr("update() while the averages are in the live tensors"));
-  EXPECT_THAT(thrown_by([&] { average.load({at::ones({2, 3})}, 0); }), HasSubstr("load() while"));
+              HasSubstr("update() was called while the averages are in the live tensors"));
+  EXPECT_THAT(thrown_by([&] {
+                average.load({at::ones({2, 3})}, 0);
+              }),
+              HasSubstr("load() was called while"));
 }
 
 TEST(WeightAverage, ARankWithoutShardsBehavesTheSame) {

@@ -1,20 +1,10 @@
 #pragma once
 
 #include "fsdp/models.h"
+#include "harness/batches.h"
 #include "harness/thrown_by.h"
 
 namespace tessera::testing {
-
-inline at::Tensor rows(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
-      .narrow(0, 12 / world * rank, 12 / world);
-}
-/// Inputs of a ResNet.
-inline at::Tensor images(int step, int rank = 0, int world = 1) {
-  return at::randn({12, 3, 6, 6}, at::make_generator<at::CPUGeneratorImpl>(100 + step))
-      .narrow(0, 12 / world * rank, 12 / world);
-}
-inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
 struct ChainImpl : torch::nn::Module {
   explicit ChainImpl(int blocks = 5) {
@@ -43,7 +33,7 @@ template <class Net, class Optimizer>
 void train(Net& net, Optimizer& optimizer, int from, int to, int rank = 0, int world = 1) {
   for (int i = from; i < to; ++i) {
     optimizer.zero_grad();
-    net(images(i, rank, world)).square().mean().backward();
+    net(rgb_images(i, rank, world)).square().mean().backward();
     optimizer.step();
   }
 }

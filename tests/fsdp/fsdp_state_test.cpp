@@ -7,6 +7,7 @@
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/training.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
@@ -40,11 +41,6 @@ void flip_last_byte(const std::string& path) {
   const char last = static_cast<char>(file.get() ^ 1);
   file.seekp(-1, std::ios::end);
   file.put(last);
-}
-
-std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<at::Tensor>& parameters) {
-  return default_optimizers().factory(
-      "AdamW", {{"lr", 0.02}})({torch::optim::OptimizerParamGroup(parameters)});
 }
 
 std::map<std::string, at::Tensor> by_name(

@@ -290,7 +290,7 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
                                 torch::nn::BatchNorm1d(2));
       FullyShardedDataParallel fsdp(net, group, leaves_in_bf16());
       for (int i = 0; i < 3; ++i) {
-        const auto y = fsdp(images(i, rank, world));
+        const auto y = fsdp(rgb_images(i, rank, world));
         EXPECT_EQ(y.scalar_type(), at::kBFloat16);
         y.to(at::kFloat).square().mean().backward();
       }
@@ -305,7 +305,7 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
       both.mixed_precision.buffer_dtype = at::kBFloat16;
       torch::nn::Sequential small(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));
       FullyShardedDataParallel half(small, group, both);
-      half(images(0, rank, world)).sum().backward();
+      half(rgb_images(0, rank, world)).sum().backward();
       EXPECT_EQ(small[1]->as<torch::nn::BatchNorm2d>()->weight.scalar_type(), at::kBFloat16);
     });
   }

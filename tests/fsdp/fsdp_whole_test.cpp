@@ -137,7 +137,7 @@ TEST(FsdpWhole, EachParameterIsOnOneRankInItsShape) {
         fsdp.reset_stats();
         group.reset_stats();
         net->eval();
-        fsdp(images(0, rank, world)).square().mean().backward();
+        fsdp(rgb_images(0, rank, world)).square().mean().backward();
         EXPECT_LE(fsdp.memory().gradients, 4 * (total / world + largest));
         uint64_t units = 0;
         for (const auto& unit : fsdp.units()) units += unit.numel > 0;

@@ -7,7 +7,7 @@
 
 namespace tessera::testing {
 
-/// Sizes that divide by nothing: 3x3, 1, 7, 5x3 …
+/// Parameters of sizes that no world size divides: 3 x 3, 1, 7 x 3, 7, 2 x 7, 2.
 struct UnevenImpl : torch::nn::Module {
   UnevenImpl() {
     first = register_module("first", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
@@ -23,7 +23,8 @@ struct UnevenImpl : torch::nn::Module {
 };
 TORCH_MODULE(Uneven);
 
-/// A convolution in channels-last memory, then a head in double: two buckets, and strides to keep.
+/// A convolution stored channels-last, then a linear layer in float64: two dtypes, so two buckets,
+/// and a parameter whose strides must be kept.
 struct MixedImpl : torch::nn::Module {
   MixedImpl() {
     conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 5, 3).padding(1)));
@@ -39,7 +40,17 @@ struct MixedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mixed);
 
-/// The same weights on every call.
+/// A parameter and a buffer of two elements: weight * x + mean.
+struct WithBuffer : torch::nn::Module {
+  WithBuffer() {
+    weight = register_parameter("weight", torch::ones({2}));
+    mean = register_buffer("mean", torch::zeros({2}));
+  }
+  torch::Tensor forward(torch::Tensor x) { return weight * x + mean; }
+  torch::Tensor weight, mean;
+};
+
+/// A Net with the same weights for the same seed, on every call and in every thread.
 template <class Net, class... Args>
 Net seeded(uint64_t seed, Args&&... args) {
   static std::mutex mutex;
@@ -48,6 +59,7 @@ Net seeded(uint64_t seed, Args&&... args) {
   return Net(std::forward<Args>(args)...);
 }
 
+/// Detached copies.
 inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   for (const auto& tensor : tensors) result.push_back(tensor.detach().clone());

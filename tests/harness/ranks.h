@@ -16,9 +16,10 @@ namespace tessera::testing {
 
 using RankBody = std::function<void(ProcessGroup group, int rank)>;
 
-/// Runs `body` on `world` threads, each with its own rank of one group, and returns what each threw
-/// (null: nothing). A rank that throws lets go of its group, so that the others end too.
-/// `hosts`: one number for each rank, equal for ranks of one host; empty: all are on one.
+/// Runs `body` on `world` threads, each of which is a rank of one group. Returns the exception of
+/// each rank, null for a rank that did not throw. A rank that throws releases its group, so that
+/// the other ranks end too. `hosts`: one number for each rank, equal for ranks of one host; empty:
+/// all ranks are on one host.
 inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankBody& body,
                                                           ProcessGroupOptions options = {},
                                                           const std::vector<int>& hosts = {}) {
@@ -48,8 +49,8 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
   return errors;
 }
 
-/// As above; the first rank's exception is thrown on, or rather that of the rank that the others
-/// only missed.
+/// As above, and rethrows: the first exception that is not a BrokenWorldError, because that one is
+/// the cause; otherwise the first BrokenWorldError.
 inline void run_ranks(int world, const RankBody& body, ProcessGroupOptions options = {},
                       const std::vector<int>& hosts = {}) {
   std::exception_ptr broken;
@@ -68,7 +69,7 @@ inline void run_ranks_on(const std::vector<int>& hosts, const RankBody& body) {
   run_ranks(static_cast<int>(hosts.size()), body, {}, hosts);
 }
 
-/// The text of what a rank threw; empty when it threw nothing.
+/// The message of a rank's exception; empty if it did not throw.
 inline std::string message_of(const std::exception_ptr& error) {
   if (!error) return "";
   try {

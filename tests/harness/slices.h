@@ -12,11 +12,11 @@
 
 namespace tessera::testing {
 
-/// What ranks hold, put together, and cut again for other ranks: what a checkpoint does through
-/// files. Threads may share one.
+/// Assembles the slices of all ranks, and cuts the whole again for other ranks, as a checkpoint
+/// does through files. add() may be called from several threads.
 class SlicePool {
  public:
-  /// Copies. Each element once, over all calls.
+  /// Copies the slices. Over all calls, each element must be given once.
   void add(const std::vector<StateSlice>& slices) {
     std::lock_guard lock(mutex_);
     for (const auto& slice : slices) {
@@ -40,7 +40,7 @@ class SlicePool {
     }
   }
 
-  /// The values of `shards`, as slices of a state "value".
+  /// Adds the values of the parameters, as slices of a state tensor "value".
   void add_values(const std::vector<ParameterShard>& shards) {
     std::vector<StateSlice> slices;
     for (const auto& shard : shards) {
@@ -52,6 +52,7 @@ class SlicePool {
     add(slices);
   }
 
+  /// The slices of `shards`, of which all elements must have been added.
   std::vector<StateSlice> cut(const std::vector<ParameterShard>& shards) const {
     std::vector<StateSlice> slices;
     for (const auto& shard : shards) {
@@ -68,6 +69,7 @@ class SlicePool {
     return slices;
   }
 
+  /// Copies the values that add_values() collected into `shards`.
   void cut_values(const std::vector<ParameterShard>& shards) const {
     at::NoGradGuard no_grad;
     const auto slices = cut(shards);
@@ -77,7 +79,7 @@ class SlicePool {
     }
   }
 
-  /// Bit by bit.
+  /// Compares every bit.
   void expect_equal(const SlicePool& other) const {
     ASSERT_EQ(parameters_.size(), other.parameters_.size());
     for (const auto& [parameter, whole] : parameters_) {
@@ -101,7 +103,7 @@ class SlicePool {
   struct Whole {
     std::vector<int64_t> shape;
     int64_t covered = 0;
-    std::map<std::string, std::pair<bool, at::Tensor>> tensors;  // whether it follows the parameter
+    std::map<std::string, std::pair<bool, at::Tensor>> tensors;  // true: cut as the parameter is
     std::map<std::string, ScalarValue> scalars;
   };
   std::map<std::string, Whole> parameters_;

@@ -7,7 +7,7 @@
 
 namespace tessera::testing {
 
-/// The text of the UsageError that the call throws.
+/// The message of the UsageError that `call` throws; "no error" if it does not throw one.
 inline std::string thrown_by(const std::function<void()>& call) {
   try {
     call();

@@ -1,8 +1,9 @@
-// The snippets of docs/join.md and docs/distributed_optimizer.md, word for word;
-// tests/integration/readme_test.py compares.
+// Runs the snippets of docs/join.md and docs/distributed_optimizer.md.
+// tests/integration/readme_test.py checks that the snippets are equal.
 
 #include <gtest/gtest.h>
 
+#include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "tessera/tessera.h"
@@ -10,9 +11,8 @@
 namespace documented {
 namespace {
 
+using tessera::testing::loss_of;
 using tessera::testing::Uneven;
-
-at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
 
 std::vector<at::Tensor> batches_of(int rank) {
   return {static_cast<size_t>(3 + 2 * rank), torch::ones({4, 3})};
@@ -28,7 +28,7 @@ TEST(Documented, Join) {
                                           {.reduce_gradients = false});
     tessera::join({ddp, zero}, {}, [&](tessera::JoinLoop& loop) {
       for (const auto& x : batches) {
-        loop.next();  // who still has data?
+        loop.next();  // counts the ranks that still have data
         loss_of(ddp(x)).backward();
         zero.step();
         zero.zero_grad();
@@ -101,7 +101,7 @@ TEST(Documented, DistributedOptimizer) {
     torch::optim::StepLR schedule(optimizer.optimizer(), 30, 0.1);
     for (const auto& x : batches) {
       optimizer.zero_grad();
-      optimizer.backward(loss_of(net(x)));  // .grad are the mean over the ranks now
+      optimizer.backward(loss_of(net(x)));  // each .grad is now the mean over the ranks
       torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
       optimizer.step();
       schedule.step();
@@ -116,7 +116,7 @@ TEST(Documented, CompressionHook) {
     // clang-format off
     tessera::PowerSgd power({.rank = 4, .start_iteration = 1000});
     tessera::DistributedDataParallel ddp(net, world, {.comm_hook = power.hook()});
-    const auto state = power.state_dict();  // saved by each rank for itself
+    const auto state = power.state_dict();  // each rank saves its own
     // clang-format on
     EXPECT_EQ(state.size(), 1u);
     loss_of(ddp(torch::ones({4, 3}))).backward();

@@ -9,12 +9,10 @@ namespace {
 using namespace tessera;
 using namespace tessera::testing;
 using joined::Batches;
-using joined::loss_of;
-using joined::rows;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Of one model of any type, and how an iteration uses it.
+/// A model of any type under FullyShardedDataParallel, with its optimizer and iteration.
 template <class Net>
 struct Loop {
   Net net;
@@ -39,7 +37,7 @@ struct Loop {
   }
   void iteration(int step, int rank) {
     optimizer->zero_grad();
-    loss_of((*fsdp)(rows(step, rank))).backward();
+    loss_of((*fsdp)(own_rows(step, rank))).backward();
     optimizer->step();
   }
   void train(const Batches& batches, int rank) {
@@ -56,7 +54,7 @@ struct Loop {
   }
 };
 
-/// One process with all batches; ranks without count as zero.
+/// The parameters of one process that trains on all batches. Ranks without a batch count as zero.
 template <class Net>
 std::vector<at::Tensor> one_process(Net net, const Batches& batches) {
   Loop<Net> one(net);
@@ -67,7 +65,7 @@ std::vector<at::Tensor> one_process(Net net, const Batches& batches) {
     for (size_t rank = 0; rank < batches.size(); ++rank) {
       one.net->step = before;
       if (step < batches[rank])
-        losses.push_back(loss_of(one.net(rows(step, static_cast<int>(rank)))));
+        losses.push_back(loss_of(one.net(own_rows(step, static_cast<int>(rank)))));
     }
     one.net->step = before + 1;
     (at::stack(losses).sum() / static_cast<double>(batches.size())).backward();
@@ -76,42 +74,42 @@ std::vector<at::Tensor> one_process(Net net, const Batches& batches) {
   return copies(one.net->parameters());
 }
 
-TEST(JoinFsdp, ARankWithoutDataTakesWaysThatItHasNeverSeen) {
-  // The model skips a block on odd steps; one rank has nothing from the start, another stops after
-  // a step without it.
+TEST(JoinFsdp, ARankWithoutDataFollowsUnitsThatItHasNeverUsed) {
+  // The model skips a block in odd steps. One rank has no data from the start, another one stops
+  // after a step in which the block was skipped.
   for (const auto& batches : std::vector<Batches>{{0, 5}, {5, 2, 0}, {1, 4, 4}}) {
     const auto expected = one_process(seeded<Skipping>(3), batches);
     auto prefetching = every_leaf();
     prefetching.forward_prefetch = true;
-    // The last: of one unit, a part.
+    // With the last options the model is one unit, of which odd steps use a part.
     for (const auto& options : {every_leaf(), prefetching, FullyShardedDataParallelOptions{}}) {
       run_ranks(static_cast<int>(batches.size()), [&](ProcessGroup group, int rank) {
         Loop<Skipping> loop(seeded<Skipping>(3), group, options);
         loop.train(batches, rank);
-        joined::expect_equal(loop.parameters(), expected, "rank " + std::to_string(rank));
+        expect_close(loop.parameters(), expected, "rank " + std::to_string(rank));
       });
     }
   }
 }
 
-TEST(JoinFsdp, InsideHostsAndAcrossThem) {
+TEST(JoinFsdp, HybridShardEqualsOneProcess) {
   const Batches batches{1, 4, 0, 2};
   const auto expected = joined::reference(batches, true);
   run_ranks(4, [&](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(group, {.wrap_policy = wrap_leaves(),
+    joined::FsdpSetup setup(group, {.wrap_policy = wrap_leaves(),
                                     .sharding_strategy = ShardingStrategy::hybrid_shard,
                                     .shard_group_size = 2});
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < batches[rank]; ++step) {
         loop.next();
-        setup.iteration(rows(step, rank));
+        setup.iteration(own_rows(step, rank));
       }
     });
-    joined::expect_equal(setup.parameters(), expected, "rank " + std::to_string(rank));
+    expect_close(setup.parameters(), expected, "rank " + std::to_string(rank));
   });
 }
 
-TEST(JoinFsdp, AShadowGathersAndReducesAsTheOthersAndForecastsAsThey) {
+TEST(JoinFsdp, ARankWithoutDataMakesTheSameGathersReductionsAndPrefetches) {
   std::vector<FsdpStats> joint(3), after(3);
   std::vector<CommStats> traffic(3);
   run_ranks(3, [&](ProcessGroup group, int rank) {
@@ -128,13 +126,13 @@ TEST(JoinFsdp, AShadowGathersAndReducesAsTheOthersAndForecastsAsThey) {
     loop.iteration(7, rank);
     after[rank] = loop.fsdp->stats();
   });
-  const auto units = 4u;  // and the root
+  const auto units = 4u;  // 3 layers and the root
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(joint[rank].reductions, 3 * units);
     EXPECT_EQ(traffic[rank].reduce_scatter.calls, 3 * units);
     EXPECT_EQ(traffic[rank].all_gather.calls,
               joint[rank].gathers_forward + joint[rank].gathers_backward + 1)
-        << "and who was the last";
+        << "one more to find the last active rank";
     EXPECT_GT(joint[rank].prefetches, 0u);
     for (const auto member :
          {&FsdpStats::gathers_forward, &FsdpStats::gathers_backward, &FsdpStats::prefetches}) {
@@ -145,7 +143,7 @@ TEST(JoinFsdp, AShadowGathersAndReducesAsTheOthersAndForecastsAsThey) {
   }
 }
 
-TEST(JoinFsdp, EqualCountsTellNothing) {
+TEST(JoinFsdp, WithEqualCountsNoUnitIsBroadcast) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     Loop<Twice> loop(seeded<Twice>(1), group, every_leaf());
     const auto calls = [&](bool joined) {
@@ -162,23 +160,24 @@ TEST(JoinFsdp, EqualCountsTellNothing) {
   });
 }
 
-TEST(JoinFsdp, MicroBatchesUnderNoSyncAreOneStep) {
+TEST(JoinFsdp, MicroBatchesUnderNoSyncFormOneStep) {
   const Batches batches{4, 1, 0};
   for (const bool divide_by_world : {true, false}) {
     auto one = seeded<Uneven>(1);
-    auto plain = joined::adamw()({torch::optim::OptimizerParamGroup(one->parameters())});
+    auto plain = adamw(one->parameters());
     for (int step = 0; step < 4; ++step) {
       plain->zero_grad();
       const int active = step < 1 ? 2 : 1;
       for (int rank = 0; rank < active; ++rank) {
         for (int micro = 0; micro < 3; ++micro) {
-          (loss_of(one(rows(10 * step + micro, rank))) / (divide_by_world ? 3 : active)).backward();
+          (loss_of(one(own_rows(10 * step + micro, rank))) / (divide_by_world ? 3 : active))
+              .backward();
         }
       }
       plain->step();
     }
     run_ranks(3, [&](ProcessGroup group, int rank) {
-      joined::FsdpAlone setup(group, every_leaf());
+      joined::FsdpSetup setup(group, every_leaf());
       setup.fsdp->reset_stats();
       join(setup.joinables(), {.divide_by_initial_world_size = divide_by_world},
            [&](JoinLoop& loop) {
@@ -188,23 +187,22 @@ TEST(JoinFsdp, MicroBatchesUnderNoSyncAreOneStep) {
                {
                  const auto pause = setup.fsdp->no_sync();
                  for (int micro = 0; micro < 2; ++micro)
-                   loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward();
+                   loss_of((*setup.fsdp)(own_rows(10 * step + micro, rank))).backward();
                }
-               loss_of((*setup.fsdp)(rows(10 * step + 2, rank))).backward();
+               loss_of((*setup.fsdp)(own_rows(10 * step + 2, rank))).backward();
                setup.optimizer->step();
              }
            });
       EXPECT_EQ(setup.fsdp->stats().reductions, 4u * 4u) << rank;
-      joined::expect_equal(setup.parameters(), copies(one->parameters()),
-                           "rank " + std::to_string(rank));
+      expect_close(setup.parameters(), copies(one->parameters()), "rank " + std::to_string(rank));
     });
   }
 }
 
-TEST(JoinFsdp, AccumulationInTheShardsAndClipping) {
+TEST(JoinFsdp, AccumulationInTheShardsAndClippingEqualOneProcess) {
   std::vector<std::vector<double>> norms(2);
   run_ranks(2, [&](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(group, every_leaf());
+    joined::FsdpSetup setup(group, every_leaf());
     const auto iteration = [&](const std::function<void(int micro)>& backward) {
       setup.optimizer->zero_grad();
       for (int micro = 0; micro < 2; ++micro) backward(micro);
@@ -215,25 +213,26 @@ TEST(JoinFsdp, AccumulationInTheShardsAndClipping) {
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 3 - 3 * rank; ++step) {
         loop.next();
-        iteration(
-            [&](int micro) { loss_of((*setup.fsdp)(rows(10 * step + micro, rank))).backward(); });
+        iteration([&](int micro) {
+          loss_of((*setup.fsdp)(own_rows(10 * step + micro, rank))).backward();
+        });
       }
     });
   });
   auto one = seeded<Uneven>(1);
-  auto plain = joined::adamw()({torch::optim::OptimizerParamGroup(one->parameters())});
+  auto plain = adamw(one->parameters());
   ASSERT_EQ(norms[0].size(), 3u);
   EXPECT_EQ(norms[0], norms[1]);
   for (int step = 0; step < 3; ++step) {
     plain->zero_grad();
     for (int micro = 0; micro < 2; ++micro)
-      (loss_of(one(rows(10 * step + micro, 0))) / 2).backward();
+      (loss_of(one(own_rows(10 * step + micro, 0))) / 2).backward();
     EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(one->parameters(), 0.1), norms[0][step], 1e-5);
     plain->step();
   }
 }
 
-TEST(JoinFsdp, MixedPrecisionAndFrozenParameters) {
+TEST(JoinFsdp, AllRanksAgreeWithMixedPrecisionAndFrozenParameters) {
   std::vector<std::vector<at::Tensor>> results(3);
   run_ranks(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
@@ -251,7 +250,7 @@ TEST(JoinFsdp, MixedPrecisionAndFrozenParameters) {
   }
 }
 
-TEST(JoinFsdp, GradientsOfAModelInEvaluationModeAreInFullPrecisionEverywhere) {
+TEST(JoinFsdp, GradientsInEvaluationModeHaveFullPrecisionOnAllRanks) {
   for (const auto& batches : {Batches{0, 2, 5}, Batches{3, 1, 1}}) {
     run_ranks(3, [&](ProcessGroup group, int rank) {
       Loop<Uneven> full(seeded<Uneven>(1), group, every_leaf());
@@ -261,7 +260,7 @@ TEST(JoinFsdp, GradientsOfAModelInEvaluationModeAreInFullPrecisionEverywhere) {
       options.mixed_precision = {
           .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .full_precision_in_eval = true};
       Loop<Uneven> loop(seeded<Uneven>(1), group, options);
-      if (batches[rank] > 0) loop.net->eval();  // a rank that never has data need not know
+      if (batches[rank] > 0) loop.net->eval();  // a rank without any data need not
       loop.train(batches, rank);
       const auto got = loop.parameters();
       for (size_t i = 0; i < got.size(); ++i)
@@ -271,7 +270,7 @@ TEST(JoinFsdp, GradientsOfAModelInEvaluationModeAreInFullPrecisionEverywhere) {
   }
 }
 
-TEST(JoinFsdp, TheLastActiveRanksBuffersAreEveryones) {
+TEST(JoinFsdp, AllRanksGetTheBuffersOfTheLastActiveRank) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<torch::nn::BatchNorm1d>(1, torch::nn::BatchNorm1dOptions(3));
     Loop<torch::nn::BatchNorm1d> loop(net, group, {});
@@ -282,13 +281,13 @@ TEST(JoinFsdp, TheLastActiveRanksBuffersAreEveryones) {
   });
 }
 
-TEST(JoinFsdp, ForwardPassesWithoutGradientsAreMadeByAll) {
+TEST(JoinFsdp, TheGivenIterationMayMakeForwardPassesWithoutGradients) {
   const auto expected = joined::reference({3, 1}, true);
   run_ranks(2, [&](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(group, every_leaf());
+    joined::FsdpSetup setup(group, every_leaf());
     const auto evaluate = [&] {
       at::NoGradGuard no_grad;
-      return (*setup.fsdp)(rows(5, 0)).sum().template item<float>();
+      return (*setup.fsdp)(own_rows(5, 0)).sum().template item<float>();
     };
     setup.fsdp->set_shadow_step([&] {
       setup.optimizer->zero_grad();
@@ -299,25 +298,25 @@ TEST(JoinFsdp, ForwardPassesWithoutGradientsAreMadeByAll) {
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 3 - 2 * rank; ++step) {
         loop.next();
-        setup.iteration(rows(step, rank));
+        setup.iteration(own_rows(step, rank));
         evaluate();
       }
     });
-    joined::expect_equal(setup.parameters(), expected, "rank " + std::to_string(rank));
+    expect_close(setup.parameters(), expected, "rank " + std::to_string(rank));
   });
 }
 
-TEST(JoinFsdp, ARankOfAHybridGroupThatThrowsEndsTheOthers) {
+TEST(JoinFsdp, IfARankOfAHybridGroupThrowsTheOthersEnd) {
   const auto start = std::chrono::steady_clock::now();
   const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {
-    joined::FsdpAlone setup(group, {.wrap_policy = wrap_leaves(),
+    joined::FsdpSetup setup(group, {.wrap_policy = wrap_leaves(),
                                     .sharding_strategy = ShardingStrategy::hybrid_shard,
                                     .shard_group_size = 2});
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 5; ++step) {
         loop.next();
         if (rank == 2 && step == 2) throw std::runtime_error("a bad record");
-        setup.iteration(rows(step, rank));
+        setup.iteration(own_rows(step, rank));
       }
     });
   });
@@ -327,7 +326,7 @@ TEST(JoinFsdp, ARankOfAHybridGroupThatThrowsEndsTheOthers) {
   for (const int rank : {0, 1}) EXPECT_TRUE(errors[rank]) << rank;
 }
 
-TEST(JoinFsdp, WithoutAStepForShadowsItIsRefused) {
+TEST(JoinFsdp, WithoutAShadowStepJoinIsRefused) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     Loop<Uneven> loop(seeded<Uneven>(1), group, {});
     loop.fsdp->set_shadow_step(nullptr);

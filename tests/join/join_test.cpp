@@ -15,7 +15,7 @@ using ::testing::HasSubstr;
 
 class JoinOver : public ::testing::TestWithParam<Case> {};
 
-TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
+TEST_P(JoinOver, UnequalBatchesEqualOneProcessWithAllBatches) {
   const std::vector<Batches> worlds{{3}, {4, 2}, {5, 3, 0}, {0, 4, 4, 2}, {3, 3}};
   for (const auto& batches : worlds) {
     for (const bool divide_by_world : {true, false}) {
@@ -26,14 +26,13 @@ TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
              [&](JoinLoop& loop) {
                for (int step = 0; step < batches[rank]; ++step) {
                  loop.next();
-                 setup->iteration(rows(step, rank));
+                 setup->iteration(own_rows(step, rank));
                }
              });
-        expect_equal(setup->parameters(), expected,
+        expect_close(setup->parameters(), expected,
                      "rank " + std::to_string(rank) + " of " + std::to_string(batches.size()));
-        // Afterwards everything divides by the world again. What ranks keep apart (a plain
-        // optimizer's state) does not count here.
-        EXPECT_NO_THROW(setup->iteration(rows(9, rank)));
+        // After the join, another iteration of all ranks must work.
+        EXPECT_NO_THROW(setup->iteration(own_rows(9, rank)));
       });
     }
   }
@@ -42,20 +41,20 @@ TEST_P(JoinOver, UnequalBatchesEqualOneProcessThatHasThemAll) {
 INSTANTIATE_TEST_SUITE_P(All, JoinOver, ::testing::ValuesIn(cases()),
                          [](const auto& tested) { return tested.param.name; });
 
-TEST(Join, EqualCountsCostOneNumberAnIteration) {
+TEST(Join, WithEqualCountsAnIterationCostsOneNumber) {
   run_ranks(3, [](ProcessGroup group, int rank) {
-    DdpAlone setup(group, {});
+    DdpSetup setup(group, {});
     const auto traffic = [&](bool joined) {
       group.reset_stats();
       join(setup.joinables(), {.enable = joined}, [&](JoinLoop& loop) {
         for (int step = 0; step < 4; ++step) {
           loop.next();
-          setup.iteration(rows(step, rank));
+          setup.iteration(own_rows(step, rank));
         }
       });
       return group.stats();
     };
-    traffic(false);  // buckets are rebuilt
+    traffic(false);  // rebuilds the buckets
     const auto plain = traffic(false), joined = traffic(true);
     EXPECT_EQ(joined.all_reduce.calls, plain.all_reduce.calls + 4 + 1);
     EXPECT_EQ(joined.calls(), plain.calls() + 4 + 1);
@@ -63,30 +62,30 @@ TEST(Join, EqualCountsCostOneNumberAnIteration) {
   });
 }
 
-TEST(Join, SwitchedOffItIsThePlainLoop) {
+TEST(Join, WithEnableOffItRunsThePlainLoop) {
   run_ranks(2, [](ProcessGroup group, int rank) {
-    DdpAlone a(group, {}), b(group, {});
+    DdpSetup a(group, {}), b(group, {});
     join(a.joinables(), {.enable = false}, [&](JoinLoop& loop) {
       for (int step = 0; step < 3; ++step) {
         loop.next();
-        a.iteration(rows(step, rank));
+        a.iteration(own_rows(step, rank));
       }
     });
-    for (int step = 0; step < 3; ++step) b.iteration(rows(step, rank));
+    for (int step = 0; step < 3; ++step) b.iteration(own_rows(step, rank));
     for (size_t i = 0; i < a.net->parameters().size(); ++i)
       EXPECT_TRUE(at::equal(a.net->parameters()[i], b.net->parameters()[i]));
   });
 }
 
-TEST(Join, EarlyTerminationCanBeAnErrorOnAllRanksThatNamesTheFirst) {
+TEST(Join, WithThrowOnEarlyTerminationAllRanksThrowNamingTheFirstExhaustedRank) {
   const Batches batches{4, 2, 4};
   std::vector<int> done(3);
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
-    DdpAlone setup(group, {});
+    DdpSetup setup(group, {});
     join(setup.joinables(), {.throw_on_early_termination = true}, [&](JoinLoop& loop) {
       for (int step = 0; step < batches[rank]; ++step) {
         loop.next();
-        setup.iteration(rows(step, rank));
+        setup.iteration(own_rows(step, rank));
         ++done[rank];
       }
     });
@@ -95,23 +94,15 @@ TEST(Join, EarlyTerminationCanBeAnErrorOnAllRanksThatNamesTheFirst) {
   for (const auto& error : errors)
     EXPECT_THAT(message_of(error), HasSubstr("join: rank 1 ran out of data"));
   run_ranks(2, [](ProcessGroup group, int rank) {  // equal counts
-    DdpAlone setup(group, {});
+    DdpSetup setup(group, {});
     join(setup.joinables(), {.throw_on_early_termination = true}, [&](JoinLoop& loop) {
       loop.next();
-      setup.iteration(rows(0, rank));
+      setup.iteration(own_rows(0, rank));
     });
   });
 }
 
-TEST(Join, TheLastActiveRanksBuffersAndParametersAreEveryones) {
-  struct WithBuffer : torch::nn::Module {
-    WithBuffer() {
-      weight = register_parameter("weight", torch::ones({2}));
-      mean = register_buffer("mean", torch::zeros({2}));
-    }
-    torch::Tensor forward(torch::Tensor x) { return weight * x + mean; }
-    torch::Tensor weight, mean;
-  };
+TEST(Join, AllRanksGetTheBuffersAndParametersOfTheLastActiveRank) {
   run_ranks(3, [](ProcessGroup group, int rank) {
     auto net = std::make_shared<WithBuffer>();
     DistributedDataParallel ddp(net, group);
@@ -121,7 +112,7 @@ TEST(Join, TheLastActiveRanksBuffersAndParametersAreEveryones) {
         net->weight.mutable_grad() = at::Tensor();
         net->mean.fill_(10 * rank + step);
         auto y = ddp(torch::ones({2}));
-        // Rank 0 leads while it has data, then rank 1, then rank 2.
+        // The buffers come from rank 0 while it has data, then from rank 1, then from rank 2.
         EXPECT_EQ(net->mean[0].item<float>(), 10 * step + step) << "rank " << rank;
         y.sum().backward();
         torch::NoGradGuard no_grad;
@@ -129,7 +120,7 @@ TEST(Join, TheLastActiveRanksBuffersAndParametersAreEveryones) {
       }
     });
     EXPECT_EQ(net->mean[0].item<float>(), 22);
-    // 3, then 2, then 1 of 3 ranks with a gradient of one.
+    // In the three steps 3, 2 and 1 of the 3 ranks have a gradient of 1.
     EXPECT_NEAR(net->weight[0].item<float>(), 1 - 1 - 2.0 / 3 - 1.0 / 3, 1e-6);
   });
 }
@@ -169,7 +160,7 @@ TEST(Join, UserDefinedJoinablesAreShadowedInTheirOrder) {
   });
 }
 
-TEST(Join, ClippingIsShadowedByAJoinableOfTheProgram) {
+TEST(Join, AUserDefinedJoinableShadowsClipping) {
   struct Clip : Joinable {
     explicit Clip(ZeroRedundancyOptimizer& z) : zero(z) {}
     ProcessGroup join_group() const override { return zero.join_group(); }
@@ -186,33 +177,33 @@ TEST(Join, ClippingIsShadowedByAJoinableOfTheProgram) {
   std::vector<std::vector<at::Tensor>> results(2);
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
-    ZeroRedundancyOptimizer zero(*net, group, adamw());
+    ZeroRedundancyOptimizer zero(*net, group, adamw_factory());
     Clip clipped(zero);
     join({clipped}, {}, [&](JoinLoop& loop) {
       for (int step = 0; step < 4 - 3 * rank; ++step) {
         loop.next();
         zero.zero_grad();
-        loss_of(net(rows(step, rank))).backward();
+        loss_of(net(own_rows(step, rank))).backward();
         zero.clip_grad_norm_(0.1);
         zero.step();
       }
     });
     results[rank] = copies(net->parameters());
   });
-  expect_equal(results[0], results[1], "clipped");
+  expect_close(results[0], results[1], "clipped");
 }
 
-TEST(Join, ARankThatThrowsEndsTheOthersWithItsRankAndMessage) {
+TEST(Join, IfARankThrowsTheOthersThrowWithItsRankAndMessage) {
   for (const auto& tested : cases()) {
     for (const int failing : {0, 2}) {
       const auto start = std::chrono::steady_clock::now();
       const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
         auto setup = tested.make(group);
         join(setup->joinables(), {}, [&](JoinLoop& loop) {
-          for (int step = 0; step < (rank == 1 ? 1 : 5); ++step) {  // rank 1 is a shadow by then
+          for (int step = 0; step < (rank == 1 ? 1 : 5); ++step) {  // rank 1 is out of data then
             loop.next();
             if (rank == failing && step == 3) throw std::runtime_error("a bad record in shard 7");
-            setup->iteration(rows(step, rank));
+            setup->iteration(own_rows(step, rank));
           }
         });
       });
@@ -231,14 +222,14 @@ TEST(Join, ARankThatThrowsEndsTheOthersWithItsRankAndMessage) {
   }
 }
 
-TEST(Join, AMistakeThatAllRanksSeeIsToldOnce) {
+TEST(Join, AnErrorThatAllRanksThrowIsNotReportedAgainByJoin) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
-    DdpAlone setup(group, {.bucket_cap_mb = kTiny});
+    DdpSetup setup(group, {.bucket_cap_mb = kTiny});
     join(setup.joinables(), {}, [&](JoinLoop& loop) {
       loop.next();
-      auto x = torch::tanh(setup.net->second(rows(0, rank)));
+      auto x = torch::tanh(setup.net->second(own_rows(0, rank)));
       if (rank == 1) loss_of(x).backward();  // without last.*
-      else setup.iteration(rows(0, rank));
+      else setup.iteration(own_rows(0, rank));
     });
   });
   for (const auto& error : errors) {
@@ -248,12 +239,12 @@ TEST(Join, AMistakeThatAllRanksSeeIsToldOnce) {
   }
 }
 
-TEST(Join, WrongUseIsToldAtOnce) {
+TEST(Join, RefusesAnEmptyListAndJoinablesOfDifferentRanks) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     EXPECT_THROW(join({}, {}, [](JoinLoop&) {}), UsageError);
-    DdpAlone all(group, {});
+    DdpSetup all(group, {});
     auto alone = *group.split(rank);
-    DdpAlone one(alone, {});
+    DdpSetup one(alone, {});
     EXPECT_THROW(join({*all.ddp, *one.ddp}, {}, [](JoinLoop&) {}), UsageError);
   });
 }

@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/training.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
 #include "tessera/error.h"
@@ -15,30 +17,23 @@
 
 namespace tessera::testing::joined {
 
-inline OptimizerFactory adamw() { return default_optimizers().factory("AdamW", {{"lr", 0.02}}); }
-
-/// A batch of its own for each rank and step.
-inline at::Tensor rows(int step, int rank) {
-  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + 10 * step + rank));
-}
-inline at::Tensor loss_of(const at::Tensor& y) { return (y - 0.5).square().mean(); }
-
-/// How many batches each rank has.
+/// The number of batches of each rank.
 using Batches = std::vector<int>;
 
 inline int longest(const Batches& batches) {
   return *std::max_element(batches.begin(), batches.end());
 }
 
-/// What one process computes that has all ranks' batches: the gradients of those that have one,
-/// over the divisor.
+/// The parameters of one process that trains on all ranks' batches. Each step takes the sum of the
+/// losses of the ranks that have a batch, over the divisor.
 inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_world) {
   auto net = seeded<Uneven>(1);
-  auto optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+  auto optimizer = adamw(net->parameters());
   for (int step = 0; step < longest(batches); ++step) {
     std::vector<at::Tensor> losses;
     for (size_t rank = 0; rank < batches.size(); ++rank) {
-      if (step < batches[rank]) losses.push_back(loss_of(net(rows(step, static_cast<int>(rank)))));
+      if (step < batches[rank])
+        losses.push_back(loss_of(net(own_rows(step, static_cast<int>(rank)))));
     }
     const auto divisor = static_cast<double>(divide_by_world ? batches.size() : losses.size());
     optimizer->zero_grad();
@@ -48,14 +43,7 @@ inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_
   return copies(net->parameters());
 }
 
-inline void expect_equal(const std::vector<at::Tensor>& mine,
-                         const std::vector<at::Tensor>& expected, const std::string& where) {
-  ASSERT_EQ(mine.size(), expected.size());
-  for (size_t i = 0; i < mine.size(); ++i)
-    EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << where << ", parameter " << i;
-}
-
-/// The same loop, over whichever wrappers.
+/// A model with its wrappers and optimizer. Subclasses run the same iteration with other wrappers.
 struct Setup {
   virtual ~Setup() = default;
   virtual std::vector<std::reference_wrapper<Joinable>> joinables() = 0;
@@ -64,11 +52,11 @@ struct Setup {
   Uneven net{nullptr};
 };
 
-struct DdpAlone : Setup {
-  DdpAlone(ProcessGroup group, DistributedDataParallelOptions options) {
+struct DdpSetup : Setup {
+  DdpSetup(ProcessGroup group, DistributedDataParallelOptions options) {
     net = seeded<Uneven>(1);
     ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
-    optimizer = adamw()({torch::optim::OptimizerParamGroup(net->parameters())});
+    optimizer = adamw(net->parameters());
   }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp}; }
   void iteration(const at::Tensor& x) override {
@@ -80,10 +68,10 @@ struct DdpAlone : Setup {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
 };
 
-struct ZeroAlone : Setup {
-  ZeroAlone(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+struct ZeroSetup : Setup {
+  ZeroSetup(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
     net = seeded<Uneven>(1);
-    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw_factory(), options);
   }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*zero}; }
   void iteration(const at::Tensor& x) override {
@@ -94,11 +82,11 @@ struct ZeroAlone : Setup {
   std::unique_ptr<ZeroRedundancyOptimizer> zero;
 };
 
-struct DdpWithZero : Setup {
-  DdpWithZero(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
+struct DdpWithZeroSetup : Setup {
+  DdpWithZeroSetup(ProcessGroup group, ZeroRedundancyOptimizerOptions options) {
     net = seeded<Uneven>(1);
     options.reduce_gradients = false;
-    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw(), options);
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw_factory(), options);
     ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group);
   }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*ddp, *zero}; }
@@ -111,10 +99,10 @@ struct DdpWithZero : Setup {
   std::unique_ptr<ZeroRedundancyOptimizer> zero;
 };
 
-struct DistributedAlone : Setup {
-  DistributedAlone(ProcessGroup group, DistributedOptimizerOptions options) {
+struct DistributedOptimizerSetup : Setup {
+  DistributedOptimizerSetup(ProcessGroup group, DistributedOptimizerOptions options) {
     net = seeded<Uneven>(1);
-    optimizer = std::make_unique<DistributedOptimizer>(*net, group, adamw(), options);
+    optimizer = std::make_unique<DistributedOptimizer>(*net, group, adamw_factory(), options);
   }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*optimizer}; }
   void iteration(const at::Tensor& x) override {
@@ -125,11 +113,11 @@ struct DistributedAlone : Setup {
   std::unique_ptr<DistributedOptimizer> optimizer;
 };
 
-struct FsdpAlone : Setup {
-  FsdpAlone(ProcessGroup group, FullyShardedDataParallelOptions options) {
+struct FsdpSetup : Setup {
+  FsdpSetup(ProcessGroup group, FullyShardedDataParallelOptions options) {
     net = seeded<Uneven>(1);
     fsdp = std::make_unique<FullyShardedDataParallel<Uneven>>(net, group, options);
-    optimizer = adamw()({torch::optim::OptimizerParamGroup(fsdp->parameters())});
+    optimizer = adamw(fsdp->parameters());
     fsdp->set_shadow_step([this] {
       optimizer->zero_grad();
       fsdp->shadow_backward();
@@ -161,7 +149,7 @@ inline std::vector<Case> cases() {
   std::vector<Case> all;
   const auto ddp = [&](const std::string& name, DistributedDataParallelOptions options) {
     all.push_back({name, [options](ProcessGroup group) {
-                     return std::make_unique<DdpAlone>(group, options);
+                     return std::make_unique<DdpSetup>(group, options);
                    }});
   };
   ddp("ddp", {});
@@ -176,28 +164,28 @@ inline std::vector<Case> cases() {
     auto strict = overlap;
     strict.find_unused_parameters = false;
     all.push_back({"zero_" + name, [options](ProcessGroup group) {
-                     return std::make_unique<ZeroAlone>(group, options);
+                     return std::make_unique<ZeroSetup>(group, options);
                    }});
     all.push_back({"zero_overlap_" + name, [overlap](ProcessGroup group) {
-                     return std::make_unique<ZeroAlone>(group, overlap);
+                     return std::make_unique<ZeroSetup>(group, overlap);
                    }});
     all.push_back({"zero_overlap_strict_" + name, [strict](ProcessGroup group) {
-                     return std::make_unique<ZeroAlone>(group, strict);
+                     return std::make_unique<ZeroSetup>(group, strict);
                    }});
     all.push_back({"ddp_zero_" + name, [options](ProcessGroup group) {
-                     return std::make_unique<DdpWithZero>(group, options);
+                     return std::make_unique<DdpWithZeroSetup>(group, options);
                    }});
   }
   for (const bool pack : {false, true}) {
     DistributedOptimizerOptions options{
         .reduce_method = "mean", .param_pack = pack, .param_pack_thd = 20};
     all.push_back({pack ? "distributed_packed" : "distributed", [options](ProcessGroup group) {
-                     return std::make_unique<DistributedAlone>(group, options);
+                     return std::make_unique<DistributedOptimizerSetup>(group, options);
                    }});
   }
   const auto fsdp = [&](const std::string& name, FullyShardedDataParallelOptions options) {
     all.push_back({name, [options](ProcessGroup group) {
-                     return std::make_unique<FsdpAlone>(group, options);
+                     return std::make_unique<FsdpSetup>(group, options);
                    }});
   };
   const auto leaves = wrap_leaves();

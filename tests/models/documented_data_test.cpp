@@ -1,4 +1,4 @@
-// The snippet of docs/data.md, word for word; tests/integration/readme_test.py compares.
+// Runs the snippet of docs/data.md. tests/integration/readme_test.py checks that both are equal.
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 TEST(Documented, Data) {
   const tessera::SyntheticImages synthetic;
-  const std::string folder = synthetic.folder;
+  const std::string folder = synthetic.folder();
   const tessera::IdxDataset test(synthetic.part("t10k"));
   const int64_t steps = 50;
   std::vector<std::string> weights(2);
@@ -34,7 +34,7 @@ TEST(Documented, Data) {
       adam.zero_grad();
       at::cross_entropy_loss(ddp(batch.inputs), batch.targets).backward();
       adam.step();
-      sampler.seek(loader.iteration() * 64);  // sampler.state() is what a checkpoint keeps
+      sampler.seek(loader.iteration() * 64);  // a checkpoint saves sampler.state()
     }
     // clang-format on
     EXPECT_EQ(sampler.position(), 64 * steps);

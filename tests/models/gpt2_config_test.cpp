@@ -1,34 +1,24 @@
-// Options and Hugging Face's config.json.
+// GPT2Options, and reading and writing Hugging Face's config.json.
 
-#include <filesystem>
 #include <fstream>
 #include <functional>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
+#include "harness/temporary_folder.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 
 namespace tessera {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class GPT2Config : public testing::Test {
+class GPT2Config : public testing::FolderTest {
  protected:
-  GPT2Config() {
-    std::string name = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) {
-      throw std::runtime_error("mkdtemp");
-    }
-    folder_ = name;
-  }
-  ~GPT2Config() override { std::filesystem::remove_all(folder_); }
-
-  std::string path() const { return (folder_ / "config.json").string(); }
+  std::string path() const { return folder_.path("config.json"); }
 
   GPT2Options read(const std::string& text) const {
     std::ofstream(path(), std::ios::binary) << text;
@@ -43,11 +33,9 @@ class GPT2Config : public testing::Test {
     }
     return "accepted";
   }
-
-  std::filesystem::path folder_;
 };
 
-TEST_F(GPT2Config, ReadsWhatItWrites) {
+TEST_F(GPT2Config, ReadsTheConfigThatItWrites) {
   GPT2Options options;
   options.vocab_size = 256;
   options.n_positions = 128;
@@ -72,8 +60,8 @@ TEST_F(GPT2Config, ReadsWhatItWrites) {
   EXPECT_TRUE(json["n_inner"].is_null());
 }
 
-TEST_F(GPT2Config, ReadsThePublishedOne) {
-  // The keys of openai-community/gpt2 that matter, among others that do not.
+TEST_F(GPT2Config, ReadsThePublishedConfig) {
+  // The keys of openai-community/gpt2 that the model uses, and some that it ignores.
   const GPT2Options options =
       read(R"({"activation_function":"gelu_new","architectures":["GPT2LMHeadModel"],
     "attn_pdrop":0.1,"bos_token_id":50256,"embd_pdrop":0.1,"eos_token_id":50256,"initializer_range":0.02,
@@ -89,7 +77,7 @@ TEST_F(GPT2Config, ReadsThePublishedOne) {
   EXPECT_EQ(read(R"({"activation_function":"gelu_pytorch_tanh"})").activation, "gelu_new");
 }
 
-TEST_F(GPT2Config, RefusesByFileAndKey) {
+TEST_F(GPT2Config, RefusesFaultyValuesNamingFileAndKey) {
   EXPECT_THAT(refusal("{"), HasSubstr(path() + ": is not valid JSON"));
   EXPECT_THAT(refusal("[]"), HasSubstr("object is expected"));
   EXPECT_THAT(refusal(R"({"n_embd":"768"})"),
@@ -107,10 +95,10 @@ TEST_F(GPT2Config, RefusesByFileAndKey) {
               HasSubstr("scale_attn_by_inverse_layer_idx"));
   EXPECT_THAT(refusal(R"({"activation_function":"gelu_nw"})"),
               HasSubstr("did you mean \"gelu_new\""));
-  EXPECT_THROW(GPT2Options::from_config_json((folder_ / "none").string()), UsageError);
+  EXPECT_THROW(GPT2Options::from_config_json(folder_.path("none")), UsageError);
 }
 
-TEST(GPT2OptionsTest, ImpossibleValuesAreRefusedByName) {
+TEST(GPT2OptionsTest, RefusesValuesOutOfRangeNamingThem) {
   const auto refusal = [](const std::function<void(GPT2Options&)>& change) -> std::string {
     GPT2Options options;
     change(options);

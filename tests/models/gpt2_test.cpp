@@ -1,5 +1,5 @@
-// The model's arithmetic against a second one written out with plain products, its gradients
-// against differences.
+// Compares the model with a second implementation in plain matrix products, and its gradients with
+// finite differences.
 
 #include "tessera/models/gpt2.h"
 
@@ -24,7 +24,7 @@ GPT2Options small() {
   return options;
 }
 
-// Initial weights are too tame for a numerics test: biases are 0, layer norms 1.
+// The initial weights would hide errors, because biases are 0 and layer norms are 1.
 void roughen(GPT2& model) {
   const torch::NoGradGuard no_grad;
   at::Generator generator = at::detail::createCPUGenerator(11);
@@ -38,9 +38,10 @@ at::Tensor some_tokens(int64_t batch, int64_t length, int64_t vocab = 61) {
                      at::TensorOptions(at::kLong));
 }
 
-class Written {
+/// GPT-2 in plain matrix products, with the parameters of `model`.
+class PlainGpt2 {
  public:
-  explicit Written(GPT2& model, int64_t heads, std::string activation)
+  explicit PlainGpt2(GPT2& model, int64_t heads, std::string activation)
       : parameters_(model->named_parameters()), heads_(heads), activation_(std::move(activation)) {}
 
   at::Tensor forward(const at::Tensor& tokens, int64_t layers) {
@@ -80,7 +81,7 @@ class Written {
     return 0.5 * x * (1 + at::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x.pow(3))));
   }
 
-  // One row at a time over what it may see: no mask to get wrong.
+  // Each row attends only to the rows up to itself, without a mask.
   at::Tensor attention(const at::Tensor& x, const std::string& name) {
     const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), each = width / heads_;
     const at::Tensor qkv = affine(x, name + "c_attn.");
@@ -106,7 +107,7 @@ class Written {
   std::string activation_;
 };
 
-TEST(GPT2, EqualsTheFormulasWrittenOut) {
+TEST(GPT2, EqualsASecondImplementation) {
   const torch::NoGradGuard no_grad;
   for (const char* activation : {"gelu_new", "gelu", "relu"}) {
     for (const bool tied : {true, false}) {
@@ -118,7 +119,7 @@ TEST(GPT2, EqualsTheFormulasWrittenOut) {
       model->to(at::kDouble);
       for (const int64_t length : {16, 1, 7}) {
         const at::Tensor tokens = some_tokens(3, length);
-        const at::Tensor expected = Written(model, 3, activation).forward(tokens, 2);
+        const at::Tensor expected = PlainGpt2(model, 3, activation).forward(tokens, 2);
         const at::Tensor logits = model->forward(tokens);
         ASSERT_EQ(logits.sizes(), at::IntArrayRef({3, length, 61}));
         EXPECT_LT((logits - expected).abs().max().item<double>(), 1e-10)
@@ -162,7 +163,7 @@ TEST(GPT2, GradientsEqualCentralDifferences) {
   loss().backward();
   const torch::NoGradGuard no_grad;
   for (auto& item : model->named_parameters()) {
-    // Along the gradient's own sign, so that no entry can hide.
+    // In the direction of the gradient's sign, every entry contributes with the same sign.
     at::Tensor& parameter = item.value();
     ASSERT_TRUE(parameter.grad().defined()) << item.key();
     const at::Tensor direction = parameter.grad().sign();
@@ -177,7 +178,7 @@ TEST(GPT2, GradientsEqualCentralDifferences) {
   }
 }
 
-TEST(GPT2, NeverSeesTheFuture) {
+TEST(GPT2, AnOutputDoesNotDependOnLaterTokens) {
   const torch::NoGradGuard no_grad;
   GPT2 model(small());
   roughen(model);
@@ -189,7 +190,7 @@ TEST(GPT2, NeverSeesTheFuture) {
   EXPECT_FALSE(at::allclose(before.select(1, 7), after.select(1, 7)));
 }
 
-TEST(GPT2, InitialWeightsFollowTheSeedAlone) {
+TEST(GPT2, InitialWeightsDependOnTheSeedOnly) {
   torch::manual_seed(1);
   const at::Tensor untouched = at::rand({4});
   torch::manual_seed(1);
@@ -227,7 +228,7 @@ TEST(GPT2, DropoutActsInTrainingOnly) {
   EXPECT_TRUE(at::equal(model->forward(tokens), plain->forward(tokens)));
 }
 
-TEST(GPT2, GeneratesWithItsOwnGenerator) {
+TEST(GPT2, GeneratesWithTheGivenGenerator) {
   GPT2 model(small());
   roughen(model);
   const at::Tensor prompt = some_tokens(1, 5)[0];

@@ -1,11 +1,9 @@
-// Hugging Face's names and shapes, and model.safetensors in both directions.
-
-#include <filesystem>
+// Hugging Face's names and shapes, and reading and writing model.safetensors.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
+#include "harness/temporary_folder.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"
@@ -13,7 +11,7 @@
 namespace tessera {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
 
 GPT2Options tiny(uint64_t seed = 0) {
@@ -27,18 +25,9 @@ GPT2Options tiny(uint64_t seed = 0) {
   return options;
 }
 
-class GPT2Weights : public testing::Test {
+class GPT2Weights : public testing::FolderTest {
  protected:
-  GPT2Weights() {
-    std::string name = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) {
-      throw std::runtime_error("mkdtemp");
-    }
-    folder_ = name;
-  }
-  ~GPT2Weights() override { std::filesystem::remove_all(folder_); }
-
-  std::string path() const { return (folder_ / "model.safetensors").string(); }
+  std::string path() const { return folder_.path("model.safetensors"); }
 
   static TensorList tensors(GPT2& model) {
     TensorList list;
@@ -67,8 +56,6 @@ class GPT2Weights : public testing::Test {
       EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
     }
   }
-
-  std::filesystem::path folder_;
 };
 
 TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
@@ -105,7 +92,7 @@ TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
   EXPECT_EQ(GPT2(untied)->named_parameters()["lm_head.weight"].sizes(), at::IntArrayRef({11, 8}));
 }
 
-TEST_F(GPT2Weights, OrderIsThatOfTheModules) {
+TEST_F(GPT2Weights, ParametersAreInTheOrderOfTheModules) {
   GPT2 model(tiny());
   const auto keys = model->named_parameters().keys();
   EXPECT_EQ(keys[0], "transformer.wte.weight");
@@ -114,7 +101,7 @@ TEST_F(GPT2Weights, OrderIsThatOfTheModules) {
   EXPECT_EQ(keys.back(), "transformer.ln_f.bias");
 }
 
-TEST_F(GPT2Weights, ComeBackBitForBit) {
+TEST_F(GPT2Weights, AreSavedAndLoadedBitByBit) {
   GPT2 from(tiny(1)), to(tiny(2));
   from->save_weights(path());
   EXPECT_EQ(SafetensorsFile(path()).metadata().at("format"), "pt");
@@ -133,7 +120,7 @@ TEST_F(GPT2Weights, ComeBackBitForBit) {
   expect_equal(untied, untied_to);
 }
 
-TEST_F(GPT2Weights, AreReadWithoutPrefixWithMasksAndInOtherDtypes) {
+TEST_F(GPT2Weights, AreLoadedWithoutPrefixWithMasksAndInOtherDtypes) {
   GPT2 from(tiny(1)), to(tiny(2));
   TensorList list;
   for (auto& [name, value] : tensors(from)) {
@@ -158,10 +145,10 @@ TEST_F(GPT2Weights, ATiedHeadMustEqualTheEmbedding) {
   list.back().second.sub_(1);
   list.erase(list.begin());
   GPT2 third(tiny(2));
-  EXPECT_EQ(refusal(third, list), "accepted") << "the head alone is the embedding";
+  EXPECT_EQ(refusal(third, list), "accepted") << "the head may stand for the embedding";
 }
 
-TEST_F(GPT2Weights, FaultsAreListedTogether) {
+TEST_F(GPT2Weights, AllFaultsAreInOneMessage) {
   GPT2 model(tiny());
   TensorList list = tensors(model);
   list[0].second = at::zeros({12, 8});

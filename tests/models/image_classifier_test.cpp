@@ -1,5 +1,5 @@
-// The image classifier: its options, its shapes, SyncBatchNorm over ranks, and that it learns the
-// synthetic images of scripts/make_synthetic_idx.py, read through the data layer.
+// The image classifier: options, shapes, SyncBatchNorm over ranks, and training on the synthetic
+// images of scripts/make_synthetic_idx.py.
 
 #include "tessera/models/image_classifier.h"
 
@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "harness/ranks.h"
+#include "harness/thrown_by.h"
 #include "models/synthetic_images.h"
 #include "tessera/data/batch_loader.h"
 #include "tessera/data/idx_dataset.h"
@@ -21,21 +22,13 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
-
-std::string refusal(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing thrown";
-}
+using testing::thrown_by;
 
 at::Tensor random_images(int64_t count) {
   return at::randn({count, 2, 9, 10}, at::make_generator<at::CPUGeneratorImpl>(3));
 }
 
-TEST(ImageClassifier, GivesLogits) {
+TEST(ImageClassifier, ReturnsLogitsForEveryNorm) {
   for (const char* norm : {"BatchNorm", "none"}) {
     for (const int64_t blocks : {1, 3}) {
       ImageClassifier model(ImageClassifierOptions{2, 4, blocks, 7, norm, 0});
@@ -53,7 +46,7 @@ TEST(ImageClassifier, GivesLogits) {
   EXPECT_EQ(model->named_parameters()["head.weight"].sizes(), at::IntArrayRef({7, 8}));
 }
 
-TEST(ImageClassifier, ItsWeightsComeFromTheSeedAlone) {
+TEST(ImageClassifier, InitialWeightsDependOnTheSeedOnly) {
   torch::manual_seed(1);
   const at::Tensor before = at::rand({3});
   torch::manual_seed(1);
@@ -69,9 +62,9 @@ TEST(ImageClassifier, ItsWeightsComeFromTheSeedAlone) {
   }
 }
 
-TEST(ImageClassifier, RefusesWhatCannotBe) {
+TEST(ImageClassifier, RefusesOptionsAndInputsOutOfRange) {
   const auto made = [](const ImageClassifierOptions& options) {
-    return refusal([&] { ImageClassifierImpl model(options); });
+    return thrown_by([&] { ImageClassifierImpl model(options); });
   };
   EXPECT_THAT(made({0, 16, 2, 10}), HasSubstr("in_channels is 0"));
   EXPECT_THAT(made({1, 0, 2, 10}), HasSubstr("channels is 0"));
@@ -83,17 +76,17 @@ TEST(ImageClassifier, RefusesWhatCannotBe) {
               AllOf(HasSubstr("\"BatchNrom\""), HasSubstr("did you mean \"BatchNorm\"")));
   EXPECT_THAT(made({1, 16, 2, 10, "SyncBatchNorm"}), HasSubstr("process group"));
   ImageClassifier model(ImageClassifierOptions{2, 4, 1, 3});
-  EXPECT_THAT(refusal([&] {
+  EXPECT_THAT(thrown_by([&] {
                 model->forward(at::zeros({1, 3, 8, 8}));
               }),
               AllOf(HasSubstr("in_channels is 2"), HasSubstr("[1, 3, 8, 8]")));
-  EXPECT_THAT(refusal([&] { model->forward(at::zeros({2, 8, 8})); }), HasSubstr("[2, 8, 8]"));
-  EXPECT_THAT(refusal([&] {
+  EXPECT_THAT(thrown_by([&] { model->forward(at::zeros({2, 8, 8})); }), HasSubstr("[2, 8, 8]"));
+  EXPECT_THAT(thrown_by([&] {
                 model->forward(at::zeros({1, 2, 8, 8}, at::kLong));
               }),
               HasSubstr("floating-point"));
-  EXPECT_THAT(refusal([&] { model->loss(random_images(2), at::zeros({3}, at::kLong)); }),
-              HasSubstr("one an image"));
+  EXPECT_THAT(thrown_by([&] { model->loss(random_images(2), at::zeros({3}, at::kLong)); }),
+              HasSubstr("one for each image"));
 }
 
 TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
@@ -128,7 +121,7 @@ TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
 
 TEST(ImageClassifier, LearnsTheSyntheticImages) {
   const SyntheticImages synthetic;
-  EXPECT_TRUE(std::filesystem::exists(synthetic.folder + "/SYNTHETIC.txt"));
+  EXPECT_TRUE(std::filesystem::exists(synthetic.folder() + "/SYNTHETIC.txt"));
   const auto train = std::make_shared<IdxDataset>(synthetic.part("train"));
   const IdxDataset test(synthetic.part("t10k"));
   ASSERT_EQ(train->size(), 2000);

@@ -1,47 +1,41 @@
 #pragma once
 
 #include <cstdlib>
-#include <filesystem>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
 #include <torch/torch.h>
-#include <unistd.h>
 
+#include "harness/temporary_folder.h"
 #include "tessera/data/idx_dataset.h"
 #include "tessera/models/image_classifier.h"
 
 namespace tessera {
 
-/// A folder of what scripts/make_synthetic_idx.py makes: 2000 and 400 images of 12 x 12 in 6
-/// classes. Gone afterwards.
+/// A temporary folder with the output of scripts/make_synthetic_idx.py: 2000 training and 400 test
+/// images of 12 x 12 pixels in 6 classes.
 class SyntheticImages {
  public:
-  SyntheticImages()
-      : folder((std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string()) {
-    if (::mkdtemp(folder.data()) == nullptr) {
-      throw std::runtime_error("mkdtemp");
-    }
+  SyntheticImages() {
     const std::string command = "python3 '" TESSERA_SOURCE_DIR "/scripts/make_synthetic_idx.py' '" +
-                                folder + "' --train 2000 --test 400 --size 12 --classes 6";
-    if (std::system(command.c_str()) != 0) {
-      throw std::runtime_error(command);
-    }
+                                folder() + "' --train 2000 --test 400 --size 12 --classes 6";
+    if (std::system(command.c_str()) != 0) throw std::runtime_error(command);
   }
-  ~SyntheticImages() { std::filesystem::remove_all(folder); }
-  SyntheticImages(const SyntheticImages&) = delete;
 
-  /// "train" or "t10k".
+  const std::string& folder() const { return folder_.path(); }
+
+  /// `name` is "train" or "t10k".
   IdxOptions part(const std::string& name) const {
-    return {folder + "/" + name + "-images-idx3-ubyte", folder + "/" + name + "-labels-idx1-ubyte",
+    return {folder_.path(name + "-images-idx3-ubyte"), folder_.path(name + "-labels-idx1-ubyte"),
             6};
   }
 
-  std::string folder;
+ private:
+  testing::TemporaryFolder folder_;
 };
 
-/// Of all images, in evaluation mode.
+/// The share of all images that `model` classifies correctly, in evaluation mode.
 inline double accuracy(ImageClassifierImpl& model, const IdxDataset& data) {
   const at::NoGradGuard no_grad;
   model.eval();

@@ -10,41 +10,43 @@
 namespace tessera {
 
 struct BatchLoaderOptions {
-  int threads = 1;  ///< that load, each a whole batch at a time; ≥ 1
-  int depth = 2;    ///< batches loaded or being loaded ahead of next(); 0: next() loads in the
-                    ///< caller's thread
+  int threads = 1;  ///< Loading threads, ≥ 1. Each loads a whole batch at a time.
+  int depth = 2;  ///< Batches loaded or being loaded ahead of next(), ≥ 0. 0: next() loads in the
+                  ///< caller's thread.
 };
 
-/// Loads the batches of iterations [first_iteration, end_iteration) in the background and hands
-/// them out strictly in order, whatever number of threads loads them.
+/// Loads the batches of iterations [first_iteration, end_iteration) in background threads and
+/// returns them in the order of the iterations, for any number of threads.
 ///
-/// The threads run without autograd and with one thread of libtorch's pool each (where its pool is
-/// OpenMP's), so that they do not compete with training for it; the caller's thread keeps its own
-/// settings.
+/// The loading threads run without autograd. Each uses one thread of libtorch's pool (where that
+/// pool is OpenMP's), so that loading does not take cores from training. The settings of the
+/// caller's thread do not change.
 class BatchLoader {
  public:
-  /// `samples_of(i)`: the samples that this rank takes in iteration i. It and the dataset's get()
-  /// are called from several threads at once. Loading begins at once. Throws UsageError when an
-  /// option is out of range, the range of iterations is reversed, or there is no dataset.
+  /// `samples_of(i)` returns the samples that this rank takes in iteration i. It and the dataset's
+  /// get() are called from several threads at once. Loading starts immediately. Throws UsageError
+  /// if an option is out of range, first_iteration > end_iteration, first_iteration < 0, or dataset
+  /// or samples_of is null.
   BatchLoader(std::shared_ptr<const Dataset> dataset,
               std::function<std::vector<int64_t>(int64_t iteration)> samples_of,
               int64_t first_iteration, int64_t end_iteration,
               const BatchLoaderOptions& options = {});
-  /// Waits for the batches that are being loaded, no further ones are begun.
+  /// Waits for the batches that are being loaded. Starts no further ones.
   ~BatchLoader();
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
 
-  /// The batch of iteration(); waits until it is loaded. What dataset or samples_of threw for it is
-  /// thrown here, its text preceded by the iteration (UsageError as UsageError, all else as Error);
-  /// the next call is about the iteration after it. Throws UsageError when no iteration is left.
-  /// For one thread.
+  /// Returns the batch of iteration(). Blocks until it is loaded. If the dataset or samples_of
+  /// threw for this iteration, next() throws that error with the iteration in front of its text: a
+  /// UsageError as UsageError, every other exception as Error. The next call continues with the
+  /// following iteration. Throws UsageError if no iteration is left. Must be called from one
+  /// thread.
   Batch next();
 
-  /// The iteration that next() will give; end_iteration when none is left.
+  /// The iteration whose batch next() will return; end_iteration if none is left.
   int64_t iteration() const;
-  /// Seconds that next() has waited so far: near 0 when loading keeps up. With depth 0, the time of
-  /// loading.
+  /// Seconds that next() has waited so far. Near 0 means that loading keeps up with training. With
+  /// depth 0 it is the time spent loading.
   double waited() const;
 
  private:

@@ -9,29 +9,30 @@
 
 namespace tessera {
 
-/// What one step of one rank is given: samples along dimension 0 of each tensor, on the CPU.
+/// The data of one step on one rank. Dimension 0 of each tensor counts the samples. CPU tensors.
 struct Batch {
   at::Tensor inputs;
   at::Tensor targets;
-  std::map<std::string, at::Tensor> extra = {};  ///< whatever else a dataset hands over, by name
+  std::map<std::string, at::Tensor> extra = {};  ///< Further tensors of a dataset, by name.
 };
 
-/// Samples that are fetched by number. Every rank opens the same data and takes its own numbers
-/// (sampler.h): nothing here communicates. As in PyTorch's map-style datasets, collation included.
+/// Samples that are read by number, as in PyTorch's map-style datasets; get() also collates them.
+/// Every rank opens the same data and reads its own sample numbers (sampler.h). Nothing here
+/// communicates.
 class Dataset {
  public:
   virtual ~Dataset() = default;
 
-  /// Samples of an epoch, > 0: a constructor refuses data that has none.
+  /// Number of samples in an epoch, > 0. Constructors of datasets refuse data without samples.
   virtual int64_t size() const = 0;
-  /// These samples, collated in the order given. Called from several threads at once. Any number ≥
-  /// 0 is a sample; from size() on they begin anew (sample i is sample i mod size()) unless the
-  /// dataset says otherwise. No samples give tensors of no rows. Throws UsageError on a negative
+  /// The samples with these numbers, collated in the given order. Called from several threads at
+  /// once. Every number ≥ 0 is valid: sample i is sample i mod size(), unless the dataset documents
+  /// another rule. An empty list gives tensors with 0 rows. Throws UsageError for a negative
   /// number.
   virtual Batch get(const std::vector<int64_t>& samples) const = 0;
-  /// For throughput in tokens; 0: samples are no token sequences.
+  /// Tokens in a sample, for reporting the throughput. 0: the samples are not token sequences.
   virtual int64_t tokens_per_sample() const { return 0; }
-  /// One line for people: the kind, the source, the sizes.
+  /// A description in one line: kind, source and sizes.
   virtual std::string describe() const = 0;
 };
 

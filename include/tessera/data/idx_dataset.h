@@ -8,22 +8,23 @@
 
 namespace tessera {
 
-/// Images and labels in IDX files, MNIST's format (LeCun, Cortes, Burges): two zero bytes, the type
-/// (0x08: unsigned bytes), the number of dimensions, each dimension as a big-endian 32-bit number,
-/// then the values.
+/// Images and labels in IDX files, the format of MNIST (LeCun, Cortes, Burges): two zero bytes, the
+/// type (0x08: unsigned bytes), the number of dimensions, each dimension as a big-endian 32-bit
+/// number, then the values.
 struct IdxOptions {
-  std::string images;   ///< …-images-idx3-ubyte: [N, H, W], or idx4: [N, C, H, W]
-  std::string labels;   ///< …-labels-idx1-ubyte: [N]
-  int64_t classes = 0;  ///< of the model; 0: do not check
+  std::string images;   ///< Path of …-images-idx3-ubyte, [N, H, W], or idx4, [N, C, H, W].
+  std::string labels;   ///< Path of …-labels-idx1-ubyte, [N].
+  int64_t classes = 0;  ///< Classes of the model, checked against the labels. 0: no check.
 };
 
-/// inputs float32 [B, C, H, W] in [0, 1] (C is 1 for idx3), targets int64 [B]. Files are mapped,
-/// not read: do not shorten a file in use.
+/// Inputs are float32 [B, C, H, W] in [0, 1] (C is 1 for idx3), targets int64 [B]. The files are
+/// memory-mapped: a file must not be shortened while the dataset is alive.
 class IdxDataset : public Dataset {
  public:
-  /// Throws UsageError naming the file: missing, empty, compressed, another magic number, type or
-  /// number of dimensions, sizes that do not make the file's length, unequal counts, a label ≥
-  /// classes with its position.
+  /// Throws UsageError naming the file if it is missing, empty or compressed by gzip; if its magic
+  /// number, type or number of dimensions is not as above; if its length does not match its sizes;
+  /// if the numbers of images and labels differ; or if a label is ≥ options.classes (the message
+  /// gives its position).
   explicit IdxDataset(const IdxOptions& options);
 
   int64_t size() const override { return count_; }
@@ -38,8 +39,7 @@ class IdxDataset : public Dataset {
 
  private:
   IdxOptions options_;
-  std::shared_ptr<const uint8_t> images_,
-      labels_;  // the first value of each, inside the mapped file
+  std::shared_ptr<const uint8_t> images_, labels_;  // the first value, inside the mapped file
   int64_t count_ = 0, channels_ = 1, height_ = 0, width_ = 0, classes_ = 0;
 };
 

@@ -11,44 +11,45 @@ enum class SampleOrder { sequential, shuffled };
 /// "sequential" or "shuffled".
 const char* to_string(SampleOrder order);
 
-/// Where a run stands in its data, and of which data and order that is.
+/// The position of a run in its data, and the size, order and seed that the position refers to.
 struct SamplerState {
-  int64_t position = 0;
-  int64_t size = 0;
+  int64_t position = 0;  ///< Samples consumed, over all ranks.
+  int64_t size = 0;      ///< Samples in an epoch.
   SampleOrder order = SampleOrder::shuffled;
   uint64_t seed = 0;
 };
 
-/// Which sample comes when. The samples of a run are numbered from 0 over all ranks and all epochs,
-/// so that the order depends neither on the world size nor on the batch's size: ranks divide the
-/// numbers of a step among themselves. Pure arithmetic; no memory grows with the data.
+/// The order of the samples in a run. The samples of a run are numbered from 0 over all ranks and
+/// all epochs, and the ranks divide the numbers of a step among themselves. The order therefore
+/// depends neither on the world size nor on the batch size. Pure arithmetic: memory does not grow
+/// with the data. Local.
 ///
-/// sequential: number n is sample n, counting on beyond the end of the data, where datasets begin
-/// anew (dataset.h). shuffled: each epoch (n / size) goes once through all samples, in an order
-/// drawn from seed and epoch.
+/// sequential: number n is sample n, also beyond the end of the data, where datasets start from the
+/// beginning (dataset.h). shuffled: each epoch n / size visits every sample once, in an order that
+/// is drawn from the seed and the epoch.
 class Sampler {
  public:
   /// Throws UsageError when size < 1.
   explicit Sampler(int64_t size, SampleOrder order = SampleOrder::shuffled, uint64_t seed = 0);
 
-  /// The number-th sample of the run. May be called from several threads. Throws UsageError when
-  /// number < 0.
+  /// The sample with number `number` in the run. May be called from several threads at once. Throws
+  /// UsageError when number < 0.
   int64_t sample(int64_t number) const;
-  /// Numbers [first, first + count).
+  /// The samples with numbers [first, first + count).
   std::vector<int64_t> samples(int64_t first, int64_t count) const;
 
-  /// Samples consumed so far, over all ranks. The sampler never moves by itself.
+  /// Samples consumed so far, over all ranks. Only seek() and load_state() change it.
   int64_t position() const { return state_.position; }
   /// Throws UsageError when position < 0.
   void seek(int64_t position);
-  /// Of the position: whole passes over the data made so far.
+  /// Whole passes over the data that the position has completed.
   int64_t epoch() const { return state_.position / state_.size; }
   int64_t size() const { return state_.size; }
 
   const SamplerState& state() const { return state_; }
-  /// Goes to the position of `state`. Throws UsageError naming both values when size, order or
-  /// (shuffled) seed are not this sampler's: the run would go on with other data than it would have
-  /// seen. Unchanged then.
+  /// Moves to the position of `state`. Throws UsageError naming both values if size, order or (for
+  /// shuffled) seed differ from this sampler's, because the run would continue with other samples.
+  /// The sampler is then unchanged.
   void load_state(const SamplerState& state);
 
  private:

@@ -8,9 +8,9 @@
 
 #include <torch/torch.h>
 
-// GPT-2 (Radford et al., 2019) as a plain module that knows nothing of sharding. Parameter names
+// GPT-2 (Radford et al., 2019) as a plain module, without any code for sharding. Parameter names
 // and shapes are those of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is
-// [n_embd, 3·n_embd] (Conv1D, transposed), the head is `transformer.wte.weight` when tied.
+// [n_embd, 3·n_embd] (Conv1D, transposed), and a tied head is `transformer.wte.weight`.
 
 namespace tessera {
 
@@ -19,34 +19,35 @@ struct GPT2Options {
   int64_t n_positions = 1024;
   int64_t n_embd = 768;
   int64_t n_layer = 12;
-  int64_t n_head = 12;  ///< divides n_embd
-  int64_t n_inner = 0;  ///< width of the MLP; 0: 4·n_embd
+  int64_t n_head = 12;  ///< Must divide n_embd.
+  int64_t n_inner = 0;  ///< Width of the MLP. 0: 4·n_embd.
   double layer_norm_epsilon = 1e-5;
   double initializer_range = 0.02;
-  double embd_pdrop = 0.0;  ///< dropout probabilities in [0, 1), used in training mode only
+  double embd_pdrop = 0.0;  ///< Dropout probabilities in [0, 1), used in training mode only.
   double attn_pdrop = 0.0;
   double resid_pdrop = 0.0;
-  bool tie_word_embeddings =
-      true;  ///< the head is the token embedding, and no parameter of its own
-  std::string activation = "gelu_new";  ///< "gelu_new" (tanh approximation), "gelu" (erf) or "relu"
-  uint64_t seed = 0;                    ///< of the initial weights alone; not part of config.json
+  /// On: the head uses the token embedding. Off: the head has a parameter of its own.
+  bool tie_word_embeddings = true;
+  std::string activation =
+      "gelu_new";     ///< "gelu_new" (tanh approximation), "gelu" (erf) or "relu".
+  uint64_t seed = 0;  ///< Seed of the initial weights only; not part of config.json.
 
-  /// Throws UsageError naming the option, its value and what is expected. The module's constructor
-  /// calls it.
+  /// Throws UsageError naming the option, its value and the expected values. The module's
+  /// constructor calls it.
   void validate() const;
 
-  /// Hugging Face's config.json. Keys that do not concern the model's arithmetic are ignored,
-  /// missing ones keep the defaults above. Throws UsageError naming file and key.
+  /// Reads Hugging Face's config.json. Keys that do not concern the model's arithmetic are ignored;
+  /// missing keys keep the defaults above. Throws UsageError naming the file and the key.
   static GPT2Options from_config_json(const std::string& path);
-  /// The text of a config.json that Hugging Face reads as this model.
+  /// The text of a config.json from which Hugging Face constructs this model.
   std::string to_config_json() const;
 };
 
 class GPT2AttentionImpl;
 class GPT2MLPImpl;
 
-/// One transformer block, pre-norm: x + attn(ln_1(x)), then x + mlp(ln_2(x)). [B, T, n_embd] to the
-/// same.
+/// One transformer block, pre-norm: x + attn(ln_1(x)), then x + mlp(ln_2(x)). Input and output are
+/// [B, T, n_embd].
 class GPT2BlockImpl : public torch::nn::Module {
  public:
   explicit GPT2BlockImpl(const GPT2Options& options);
@@ -61,39 +62,40 @@ class GPT2BlockImpl : public torch::nn::Module {
 TORCH_MODULE(GPT2Block);
 
 struct GPT2SampleOptions {
-  double temperature = 1.0;  ///< 0: always the likeliest token
-  int64_t top_k = 0;         ///< draw among the k likeliest; 0: among all
+  double temperature = 1.0;  ///< 0: always the most likely token.
+  int64_t top_k = 0;         ///< Draws among the k most likely tokens. 0: among all.
 };
 
 class GPT2Impl : public torch::nn::Module {
  public:
-  /// Initial weights as Hugging Face draws them: N(0, initializer_range), the residual projections
-  /// divided by sqrt(2·n_layer), biases 0, layer norms 1. They depend on `options.seed` alone:
-  /// equal on every rank, whatever the world size, and neither read nor touch the global random
-  /// state. float32, CPU.
+  /// Initialises the weights as Hugging Face does: normally distributed with mean 0 and standard
+  /// deviation initializer_range, divided by sqrt(2·n_layer) for the residual projections; biases
+  /// are 0 and layer-norm weights 1. The weights depend on `options.seed` only, so they are equal
+  /// on every rank and for every world size. The global random state is neither read nor changed.
+  /// float32, on the CPU.
   explicit GPT2Impl(const GPT2Options& options = {});
 
-  /// Tokens int64 [B, T], T ≤ n_positions, to logits [B, T, vocab_size].
+  /// `tokens` is int64 [B, T] with T ≤ n_positions. Returns logits [B, T, vocab_size].
   at::Tensor forward(const at::Tensor& tokens);
 
-  /// Mean cross entropy in nats over all B·T positions; tokens and targets int64 [B, T]. A scalar
-  /// to call backward on.
+  /// Mean cross entropy in nats over all B·T positions, as a scalar. `tokens` and `targets` are
+  /// int64 [B, T].
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
 
-  /// `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens; only the last n_positions
-  /// tokens are looked at. Without gradients and, for its duration, in evaluation mode. No
-  /// generator: the global one.
+  /// Returns `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens. Each token depends on
+  /// the last n_positions tokens only. Runs without gradients and in evaluation mode; the previous
+  /// mode is restored afterwards. Without `generator` the global one is used.
   at::Tensor generate(const at::Tensor& prompt, int64_t count, const GPT2SampleOptions& sample = {},
                       std::optional<at::Generator> generator = std::nullopt);
 
-  /// Copies a model.safetensors into the parameters (converting dtype and device). Names with or
-  /// without `transformer.`; mask buffers (`attn.bias`, `attn.masked_bias`) are ignored;
-  /// `lm_head.weight` of a tied model is accepted when equal to the embedding. Throws UsageError
-  /// listing missing, unexpected and mis-shaped names, and then no parameter has changed.
+  /// Copies a model.safetensors into the parameters, converting dtype and device. Names may have
+  /// the prefix `transformer.` or not. Mask buffers (`attn.bias`, `attn.masked_bias`) are ignored.
+  /// `lm_head.weight` of a tied model is accepted if it equals the embedding. Throws UsageError
+  /// listing missing and unexpected names and wrong shapes; no parameter has changed then. Local.
   void load_weights(const std::string& path);
 
-  /// Writes every parameter under its name, with metadata {"format": "pt"}: a file that Hugging
-  /// Face loads. Local to the calling rank; atomic as SafetensorsWriter is.
+  /// Writes every parameter under its name, with metadata {"format": "pt"}. Hugging Face can load
+  /// the file. The file appears atomically, as with SafetensorsWriter. Local.
   void save_weights(const std::string& path) const;
 
   const GPT2Options& options() const { return options_; }

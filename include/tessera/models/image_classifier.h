@@ -10,46 +10,48 @@
 
 #include "tessera/process_group.h"
 
-// A small residual network for images (He et al., 2016, the shape of those for CIFAR) as a plain
+// A small residual network for images (He et al., 2016, in the form used for CIFAR) as a plain
 // module.
 
 namespace tessera {
 
 struct ImageClassifierOptions {
   int64_t in_channels = 1;
-  int64_t channels =
-      16;              ///< of the first block; each further block doubles them and halves the image
-  int64_t blocks = 2;  ///< residual blocks of two 3 x 3 convolutions, 1 to 8
+  /// Channels of the first block. Each further block doubles the channels and halves the image.
+  int64_t channels = 16;
+  int64_t blocks = 2;    ///< Residual blocks of two 3 x 3 convolutions, 1 to 8.
   int64_t classes = 10;  ///< ≥ 2
-  std::string norm =
-      "BatchNorm";    ///< "BatchNorm", "SyncBatchNorm" (over all ranks) or "none" (biases instead)
-  uint64_t seed = 0;  ///< of the initial weights alone
+  /// "BatchNorm", "SyncBatchNorm" (over all ranks) or "none" (a bias for each channel instead).
+  std::string norm = "BatchNorm";
+  uint64_t seed = 0;  ///< Seed of the initial weights only.
 
-  /// Throws UsageError naming the option, its value and what is expected. The module's constructor
-  /// calls it.
+  /// Throws UsageError naming the option, its value and the expected values. The module's
+  /// constructor calls it.
   void validate() const;
 };
 
 class ResidualBlockImpl;
 
-/// Stem (3 x 3 convolution, norm, ReLU), residual blocks, mean over the image, a linear layer.
+/// A stem (3 x 3 convolution, norm, ReLU), residual blocks, the mean over the image, a linear
+/// layer.
 class ImageClassifierImpl : public torch::nn::Module {
  public:
-  /// Weights are drawn as He et al. (2015): normal, variance 2 / fan-in; norms 1 and 0, biases 0.
-  /// They depend on `options.seed` alone: equal on every rank, and neither read nor touch the
-  /// global random state. float32, CPU.
+  /// Initialises the weights as He et al. (2015) do: normally distributed with variance 2 / fan-in;
+  /// norms have weight 1 and bias 0, biases are 0. The weights depend on `options.seed` only, so
+  /// they are equal on every rank. The global random state is neither read nor changed. float32, on
+  /// the CPU.
   ///
-  /// Of "SyncBatchNorm", `group` is the data-parallel group, and all its ranks construct together:
-  /// its layers get one sub-group of their own. UsageError without a group then; of the other norms
-  /// a group is not looked at.
+  /// With norm "SyncBatchNorm", `group` is the data-parallel group and construction is collective
+  /// over it: the layers share one sub-group of it. Throws UsageError if the group is missing. With
+  /// other norms the group is ignored and construction is local.
   explicit ImageClassifierImpl(const ImageClassifierOptions& options = {},
                                std::optional<ProcessGroup> group = std::nullopt);
 
-  /// Images float [B, in_channels, H, W] to logits [B, classes]. With SyncBatchNorm in training
-  /// mode collective. UsageError on another shape.
+  /// `images` is floating-point [B, in_channels, H, W]. Returns logits [B, classes]. Collective
+  /// with SyncBatchNorm in training mode. Throws UsageError for another shape.
   at::Tensor forward(const at::Tensor& images);
 
-  /// Mean cross entropy in nats; labels int64 [B]. A scalar to call backward on.
+  /// Mean cross entropy in nats, as a scalar. `labels` is int64 [B].
   at::Tensor loss(const at::Tensor& images, const at::Tensor& labels);
 
   const ImageClassifierOptions& options() const { return options_; }

@@ -9,16 +9,16 @@
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/optim/optimizer_state_dict.h"
 
-// What a rank holds of the parameters and of their optimizer's state, however they are dealt out:
-// the terms in which checkpoints and averages see every wrapper. All of it is local.
+// Describes the part of the parameters and of their optimizer state that a rank has, in the same
+// way for every wrapper. Checkpoints and weight averages use it. Everything here is local.
 //
-// "Memory order" is that of the parameter's own strides, so slices go between modules whose
-// parameters are stored alike.
+// "Memory order" is the order of the elements in memory, by the parameter's strides. Slices can
+// therefore be exchanged only between modules whose parameters have the same strides.
 
 namespace tessera {
 
-/// Elements [begin, begin + numel) of one parameter, in memory order. The term in which wrappers,
-/// state slices and checkpoints say which part of a parameter they mean.
+/// Elements [begin, begin + numel) of one parameter, in memory order. Wrappers, state slices and
+/// checkpoints use it to specify a part of a parameter.
 struct ElementRange {
   std::string parameter;       ///< The parameter's name.
   std::vector<int64_t> shape;  ///< Shape of the whole parameter.
@@ -26,43 +26,43 @@ struct ElementRange {
   int64_t numel = 0;           ///< Number of elements.
 };
 
-/// The elements of one parameter that this rank updates. Each element of a model is in one shard of
-/// one rank. Where ranks are replicas of each other, it is in equal shards of several ranks.
+/// The elements of one parameter that this rank updates. Each element of a model is in exactly one
+/// shard of one rank. If ranks are replicas of each other, their shards are equal.
 struct ParameterShard : ElementRange {
-  /// These elements, as the tensor that the local optimizer holds. Write to it under
+  /// The elements, as the tensor that the local optimizer has. Write to it under
   /// torch::NoGradGuard.
   at::Tensor tensor;
 };
 
 /// The optimizer state of one range of elements.
 struct StateSlice : ElementRange {
-  /// Tensors of one dimension with `numel` elements, and tensors of the whole parameter's `shape`,
-  /// follow the parameter: they are cut where it is cut. Their elements are taken in their own
-  /// memory order, which must be the parameter's. Every rank keeps all other tensors (a step
-  /// counter without dimensions, say) and all scalars whole. A tensor of one element also counts as
-  /// kept whole when another rank's slice of the parameter shows that it is. Empty: the parameter
-  /// was never stepped.
+  /// A tensor of one dimension with `numel` elements, or a tensor of the whole parameter's `shape`,
+  /// is sharded as the parameter is. Its elements are taken in its own memory order, which must be
+  /// the parameter's. Every rank has all other tensors (such as a step counter without dimensions)
+  /// and all scalars in full. A tensor of one element also counts as not sharded if another rank's
+  /// slice of the parameter shows that it is not. Empty: the parameter was never stepped.
   ParamState state;
 
   bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }
 };
 
-/// Of parameters that are not sharded: each is one shard, from 0, of all its elements. Frozen and
-/// empty ones are left out.
+/// The shards of parameters that are not sharded: each parameter is one shard of all its elements.
+/// Frozen and empty parameters are left out.
 std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters);
 
-/// One slice for each of `shards`, in their order. Tensors alias the optimizer's, so they change
-/// with its next step; copies are only those that get_state() copies, or that are not stored in
-/// their parameter's order. A shard of which the optimizer knows nothing was never stepped.
+/// Returns one slice for each of `shards`, in their order. The tensors alias the optimizer's and
+/// change with its next step, except tensors that get_state() copies and tensors that are not
+/// stored in their parameter's memory order. If the optimizer has no state for a shard, the slice's
+/// state is empty.
 std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
                                      const std::vector<ParameterShard>& shards);
 
-/// Gives each of `shards` the state of the slice with its parameter, begin and numel. Tensors are
-/// copied, to the shard's device. An empty state is clear_state(). Slices of other shards do not
-/// matter. Options are not state: they stay as they are. UsageError, and nothing changed, naming
-/// the parameter: when a shard has no slice or two, for another shape, for a tensor of an
-/// element-wise optimizer that has neither numel elements nor one, and for what set_state()
-/// refuses.
+/// Sets the state of each of `shards` to that of the slice with the same parameter, begin and
+/// numel. Tensors are copied, to the shard's device. An empty state clears the shard's state
+/// (clear_state()). Slices of other shards are ignored. Options are not part of the state and do
+/// not change. Throws UsageError naming the parameter, with nothing changed, if a shard has no
+/// slice or two slices, if a slice has another shape, if a tensor of an element-wise optimizer has
+/// neither numel elements nor one, and if set_state() refuses a state.
 void load_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards,
                        const std::vector<StateSlice>& slices);

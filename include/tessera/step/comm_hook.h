@@ -8,24 +8,25 @@
 
 namespace tessera {
 
-/// Gradients that are sent together, of one dtype and device.
+/// Gradients that are reduced together. They have one dtype and one device.
 struct GradientBucket {
-  size_t index = 0;                   ///< Buckets are sent from 0 on, in this order on all ranks.
-  at::Tensor flat;                    ///< 1-D: all of them.
-  std::vector<std::string> names;     ///< Of the parameters.
-  std::vector<at::Tensor> gradients;  ///< Windows of `flat` in the parameters' shapes.
+  size_t index = 0;                   ///< All ranks start their buckets in this order, from 0.
+  at::Tensor flat;                    ///< 1-D: all gradients of the bucket.
+  std::vector<std::string> names;     ///< Names of the parameters.
+  std::vector<at::Tensor> gradients;  ///< Views of `flat` in the shapes of the parameters.
 };
 
-/// Replaces the averaging of one bucket of gradients. Called on every rank, in the same order,
-/// within backward, with this rank's gradients; starts what it needs on `group` and returns a
-/// function that waits and leaves in the same memory what the parameters shall get (for an average:
-/// the mean over all ranks). These functions are called after the last bucket was started, in the
-/// order of the buckets; they may make collectives of their own.
+/// Replaces the averaging of one bucket of gradients. The hook is called during backward, on every
+/// rank, in the same order, with this rank's gradients. It starts its collectives on `group` and
+/// returns a function. That function waits for them and writes the gradients that the parameters
+/// get into the bucket's memory (for an average: the mean over all ranks). The returned functions
+/// are called after the last bucket was started, in the order of the buckets. They may start
+/// collectives themselves.
 using CommHook =
     std::function<std::function<void()>(ProcessGroup& group, const GradientBucket& bucket)>;
 
-/// The mean, sent as float16 or bfloat16: half the bytes; each gradient is rounded before the sum,
-/// which is taken in float.
+/// The mean, sent as float16 or bfloat16, which halves the bytes. Each gradient is rounded before
+/// the sum, which is computed in float32.
 CommHook fp16_compress_hook();
 CommHook bf16_compress_hook();
 

@@ -9,23 +9,23 @@
 
 namespace tessera {
 
-/// What a model's forward gives in training, by name and in its order: losses, whose names contain
-/// "loss", and figures that are only shown. A list is several losses of one kind, such as one a
-/// level.
+/// The results of a model's forward pass in training, by name, in the model's order. Entries whose
+/// names contain "loss" are losses; the others are only reported. A list holds several losses of
+/// one kind, such as one for each level.
 using Losses =
     std::vector<std::pair<std::string, std::variant<at::Tensor, std::vector<at::Tensor>>>>;
 
 struct ParsedLosses {
-  at::Tensor total;  ///< A scalar with its graph: what backward starts from.
-  std::vector<std::pair<std::string, at::Tensor>>
-      values;  ///< Every entry as a scalar, detached, in the given order.
+  at::Tensor total;  ///< A scalar with its autograd graph, for backward().
+  /// Every entry as a detached scalar, in the given order.
+  std::vector<std::pair<std::string, at::Tensor>> values;
 };
 
-/// A tensor counts as the mean of its elements, a list as the sum of its tensors' means; `total` is
-/// the sum of those whose name contains "loss". (mmengine: BaseModel.parse_losses; but no loss at
-/// all is an error here, not 0.) Local. UsageError naming the entry for an undefined or empty
-/// tensor, an empty list, a dtype that has no mean (integers), a repeated name; and naming all
-/// entries when none is a loss.
+/// The value of a tensor is the mean of its elements, the value of a list is the sum of its
+/// tensors' means. `total` is the sum of the entries whose name contains "loss". Follows mmengine's
+/// BaseModel.parse_losses, except that having no loss is an error here and not 0. Local. Throws
+/// UsageError naming the entry for an undefined or empty tensor, an empty list, a dtype that has no
+/// mean (integers) or a repeated name, and naming all entries if none is a loss.
 ParsedLosses parse_losses(const Losses& losses);
 
 }  // namespace tessera

@@ -4,46 +4,46 @@
 #include <functional>
 #include <vector>
 
-// Learning rates as pure functions of how far the training is: nothing to save, nothing to restore,
-// the same on all ranks. Each maker checks its options and throws UsageError naming scheduler and
-// option.
+// Learning rates as pure functions of the training's progress. They have no state, so nothing is
+// saved or restored, and all ranks compute the same rates. Each function below that returns a
+// schedule checks its options and throws UsageError naming the scheduler and the option. Local.
 
 namespace tessera {
 
 class OptionReader;
 
-/// How far the training is when a step begins.
+/// The progress of training at the beginning of a step.
 struct Progress {
-  int64_t step = 0;   ///< Steps done.
+  int64_t step = 0;   ///< Completed steps.
   int64_t steps = 0;  ///< Steps of the whole training.
-  double epoch = 0;   ///< Epochs done, with the fraction of the running one.
+  double epoch = 0;   ///< Completed epochs, including the fraction of the current one.
   double epochs = 0;  ///< Epochs of the whole training.
 };
 
-/// The learning rate of the step that begins at `progress`, for a parameter group whose own rate is
-/// `base_lr`.
+/// Returns the learning rate of the step that begins at `progress`, for a parameter group whose own
+/// rate is `base_lr`.
 using LrSchedule = std::function<double(const Progress& progress, double base_lr)>;
 
-/// What a schedule counts. In the formulas below t is the steps done (`step`) or the whole epochs
-/// done (`epoch`: the rate changes between epochs only, as with PyTorch's scheduler.step() once an
-/// epoch), and T the total of the same.
+/// The unit of a schedule. In the formulas below, t is the number of completed steps (`step`) or of
+/// completed whole epochs (`epoch`: the rate changes only between epochs, as if PyTorch's
+/// scheduler.step() were called once an epoch). T is the total in the same unit.
 enum class ScheduleBy { step, epoch };
 
 /// base_lr · (t + 1) / warmup_steps while t < warmup_steps, then base_lr.
 struct ConstantLrOptions {
-  int64_t warmup_steps = 0;  ///< >= 0, in units of `by`
+  int64_t warmup_steps = 0;  ///< >= 0, in units of `by`.
   ScheduleBy by = ScheduleBy::step;
   void read(OptionReader& options);
 };
 LrSchedule constant_lr(const ConstantLrOptions& options = {});
 
-/// As constant_lr during the warm-up; then, with p = (t − warmup_steps) / (decay_steps −
-/// warmup_steps), min_lr + (base_lr − min_lr) · (1 + cos(π · p)) / 2; and min_lr from decay_steps
-/// on.
+/// During the warm-up as constant_lr(). Then min_lr + (base_lr − min_lr) · (1 + cos(π · p)) / 2,
+/// with p = (t − warmup_steps) / (decay_steps − warmup_steps). From decay_steps on, min_lr.
 struct WarmupCosineLrOptions {
-  int64_t warmup_steps = 0;  ///< >= 0, in units of `by`
-  int64_t decay_steps = 0;   ///< In units of `by`, warm-up included: >= warmup_steps, or 0: T.
-  double min_lr = 0;         ///< >= 0
+  int64_t warmup_steps = 0;  ///< >= 0, in units of `by`.
+  /// In units of `by`, warm-up included; >= warmup_steps. 0: T.
+  int64_t decay_steps = 0;
+  double min_lr = 0;  ///< >= 0
   ScheduleBy by = ScheduleBy::step;
   void read(OptionReader& options);
 };
@@ -62,7 +62,7 @@ LrSchedule linear_lr(const LinearLrOptions& options = {});
 
 /// base_lr · gamma^⌊t / step_size⌋. (PyTorch: StepLR)
 struct StepLrOptions {
-  int64_t step_size = 0;  ///< >= 1; has no default.
+  int64_t step_size = 0;  ///< >= 1; must be set.
   double gamma = 0.1;     ///< > 0
   ScheduleBy by = ScheduleBy::step;
   void read(OptionReader& options);
@@ -80,7 +80,7 @@ LrSchedule multi_step_lr(const MultiStepLrOptions& options);
 
 /// base_lr · gamma^t. (PyTorch: ExponentialLR)
 struct ExponentialLrOptions {
-  double gamma = 0;  ///< > 0; has no default.
+  double gamma = 0;  ///< > 0; must be set.
   ScheduleBy by = ScheduleBy::step;
   void read(OptionReader& options);
 };
@@ -95,29 +95,29 @@ struct PolynomialLrOptions {
 };
 LrSchedule polynomial_lr(const PolynomialLrOptions& options = {});
 
-/// eta_min + (base_lr − eta_min) · (1 + cos(π · t / t_max)) / 2; past t_max it rises again.
+/// eta_min + (base_lr − eta_min) · (1 + cos(π · t / t_max)) / 2. After t_max the rate rises again.
 /// (PyTorch: CosineAnnealingLR, whose T_max is t_max here)
 struct CosineLrOptions {
-  int64_t t_max = 0;   ///< >= 1; has no default.
+  int64_t t_max = 0;   ///< >= 1; must be set.
   double eta_min = 0;  ///< >= 0
   ScheduleBy by = ScheduleBy::step;
   void read(OptionReader& options);
 };
 LrSchedule cosine_lr(const CosineLrOptions& options);
 
-/// Schedules in sequence. At each moment t the one with begin ≤ t < end gives the rate, from the
-/// group's own base_lr and as if the training were [begin, end): its t starts from 0, its T is end
-/// − begin. (What another one counts in the other unit is converted by Progress's totals.) Before
-/// the first begin the rate is base_lr; where none covers t, after an end, it stays what the
-/// schedule that ended gives at its end.
+/// Schedules in sequence. At each t the schedule with begin ≤ t < end gives the rate. It computes
+/// from the group's own base_lr, as if training were [begin, end): its t starts at 0 and its T is
+/// end − begin. For a schedule in the other unit, steps and epochs are converted by Progress's
+/// totals. Before the first begin the rate is base_lr. After the end of a schedule, until the next
+/// one begins, the rate stays the one that the schedule gives at its end.
 struct ChainedLrOptions {
   struct Link {
     LrSchedule schedule = {};
-    int64_t begin = 0;  ///< >= the end of the one before.
-    int64_t end = -1;   ///< > begin, or -1, for the last one only: T.
+    int64_t begin = 0;  ///< >= the end of the previous link.
+    int64_t end = -1;   ///< > begin. -1: T; only for the last link.
   };
   std::vector<Link> schedules = {};  ///< At least one.
-  ScheduleBy by = ScheduleBy::step;  ///< Units of begin and end.
+  ScheduleBy by = ScheduleBy::step;  ///< The unit of begin and end.
 };
 LrSchedule chained_lr(const ChainedLrOptions& options);
 

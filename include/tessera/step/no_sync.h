@@ -5,13 +5,15 @@
 
 namespace tessera {
 
-/// What no_sync() of the wrappers returns: while alive, backward passes accumulate locally and
-/// nothing is sent; then it is as before. Local, on all ranks alike. The wrapper must outlive it.
+/// Returned by the wrappers' no_sync(). While it is alive, backward passes accumulate gradients
+/// locally and send nothing; its destructor restores the previous setting. Local, but all ranks
+/// must use it in the same way. The wrapper must outlive it.
 class NoSync {
  public:
   using Switch = std::function<void(bool sync)>;
 
-  /// `before`: whether the wrapper synchronises now. Switches it off.
+  /// Calls set(false) now and set(before) in the destructor. `before` is the wrapper's current
+  /// setting.
   NoSync(bool before, Switch set) : set_(std::move(set)), before_(before) { set_(false); }
   ~NoSync() { set_(before_); }
   NoSync(const NoSync&) = delete;

@@ -12,52 +12,52 @@
 
 namespace tessera {
 
-/// What one custom key asks for.
+/// The options of the parameters that one custom key matches.
 struct ParamwiseCustomKey {
-  std::optional<double> lr_mult = {};     ///< >= 0; unset: 1
-  std::optional<double> decay_mult = {};  ///< >= 0; unset: 1
-  OptionMap options =
-      {};  ///< Copied as they are: any option of the optimizer. An `lr` here beats lr_mult.
+  std::optional<double> lr_mult = {};     ///< >= 0. Unset: 1.
+  std::optional<double> decay_mult = {};  ///< >= 0. Unset: 1.
+  /// Any options of the optimizer, copied unchanged. An `lr` here overrides lr_mult.
+  OptionMap options = {};
 };
 
 struct ParamwiseOptions {
-  /// Of parts of parameters' names, such as "backbone" or ".bias". The key that matches decides
-  /// alone: no other rule applies.
+  /// By part of a parameter's name, such as "backbone" or ".bias". If a key matches a parameter, no
+  /// other rule applies to it.
   std::map<std::string, ParamwiseCustomKey> custom_keys = {};
-  std::optional<double> bias_lr_mult =
-      {};  ///< Parameters called "bias", but not those of normalisations.
-  std::optional<double> bias_decay_mult = {};    ///< Parameters called "bias".
-  std::optional<double> norm_decay_mult = {};    ///< All parameters of normalisations.
-  std::optional<double> flat_decay_mult = {};    ///< Parameters of one dimension.
-  std::optional<double> dwconv_decay_mult = {};  ///< All parameters of depth-wise convolutions.
-  bool bypass_duplicate =
-      false;  ///< A tensor with several names counts once, under the first; off: an error.
+  /// For parameters called "bias", except those of normalisation layers.
+  std::optional<double> bias_lr_mult = {};
+  std::optional<double> bias_decay_mult = {};    ///< For parameters called "bias".
+  std::optional<double> norm_decay_mult = {};    ///< For all parameters of normalisation layers.
+  std::optional<double> flat_decay_mult = {};    ///< For parameters of one dimension.
+  std::optional<double> dwconv_decay_mult = {};  ///< For all parameters of depth-wise convolutions.
+  /// On: a tensor with several names counts once, under its first name. Off: it is an error.
+  bool bypass_duplicate = false;
 };
 
-/// Parameters that share options: `options` is complete, base included.
+/// Parameters that share options. `options` is complete: it includes the base options.
 struct ParameterGroup {
   NamedParameters parameters;
   OptionMap options;
 };
 
-/// The parameters of `module`, frozen ones included, in groups by the rules of mmengine's
-/// DefaultOptimWrapperConstructor. Multipliers apply to `base`'s lr and weight_decay, the options
-/// of the optimizer.
+/// Groups the parameters of `module`, frozen ones included, by the rules of mmengine's
+/// DefaultOptimWrapperConstructor. `base` holds the options of the optimizer; multipliers apply to
+/// its lr and weight_decay.
 ///
-/// - A custom key matches a parameter whose name (".weight" for a "weight" of the root module)
-/// contains it; of several the
-///   longest wins, and of equal length the first in the alphabet.
-/// - Otherwise the first of these that applies and is given decides the decay: norm, bias,
-/// depth-wise, flat.
-/// - Normalisations: BatchNorm, InstanceNorm, LayerNorm, GroupNorm, SyncBatchNorm and what derives
-/// from them. Depth-wise:
-///   Conv1d to 3d with as many groups as input channels, more than one.
-/// - Frozen parameters take `base` as it is.
+/// - A custom key matches a parameter whose name contains it. The compared name of a parameter
+///   "weight" of the root module is ".weight". Of several matching keys the longest is used, and of
+///   equally long ones the alphabetically first.
+/// - Otherwise the first of these rules that applies and has a multiplier decides the weight decay:
+///   norm, bias, depth-wise, flat.
+/// - Normalisation layers are BatchNorm, InstanceNorm, LayerNorm, GroupNorm, SyncBatchNorm and
+///   classes derived from them. Depth-wise convolutions are Conv1d to Conv3d with as many groups as
+///   input channels and more than one group.
+/// - Frozen parameters get `base` unchanged.
 ///
-/// Parameters of equal options share a group; groups and parameters are in the order of
-/// named_parameters(). Local. UsageError for an impossible multiplier, a multiplier of an option
-/// that `base` does not have, a tensor with two names, a custom key that matches nothing (with the
-/// nearest name).
+/// Parameters with equal options share a group. Groups and parameters are in the order of
+/// named_parameters(). Local. Throws UsageError for a multiplier out of range, a multiplier of an
+/// option that `base` does not have, a tensor with two names, and a custom key that matches no
+/// parameter (the message suggests the nearest name).
 std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module,
                                              const ParamwiseOptions& options,
                                              const OptionMap& base);

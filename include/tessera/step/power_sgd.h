@@ -12,38 +12,46 @@
 namespace tessera {
 
 struct PowerSgdOptions {
-  int64_t rank = 1;  ///< Of the approximation. > 0; at most the smaller side of a matrix is used.
-  int64_t start_iteration =
-      1000;  ///< Backward passes before it begin with exact means: early gradients matter most.
-  double min_compression_rate =
-      2;  ///< An n × m gradient is compressed where (n + m) · rank · this < n · m. > 0
-  bool warm_start =
-      true;  ///< Each approximation begins with the last one; off, with a random matrix.
-  bool error_feedback = true;  ///< What the approximation lost is added to the next gradient.
-  uint64_t seed = 0;           ///< Of the random matrices; the same on all ranks.
+  /// Rank of the approximation, > 0. At most the smaller side of a matrix is used.
+  int64_t rank = 1;
+  /// The first `start_iteration` backward passes average exactly, because early gradients matter
+  /// most. >= 0
+  int64_t start_iteration = 1000;
+  /// An n × m gradient is compressed if (n + m) · rank · min_compression_rate < n · m. > 0
+  double min_compression_rate = 2;
+  /// On: each approximation starts from the previous one. Off: it starts from a random matrix.
+  bool warm_start = true;
+  /// The error of each approximation is added to the next gradient.
+  bool error_feedback = true;
+  /// Seed of the random matrices. Must be the same on all ranks.
+  uint64_t seed = 0;
 };
 
-/// PowerSGD (Vogels et al., 2019): a gradient of n × m, its first dimension against the others,
-/// travels as two thin matrices P (n × rank) and Q (m × rank): one power iteration with
-/// orthogonalisation on the mean over the ranks. Vectors, and matrices that would not shrink, are
-/// averaged exactly. A value handle: copies share one state.
+/// PowerSGD (Vogels et al., 2019) as a communication hook. A gradient is treated as an n × m matrix
+/// (its first dimension against the others) and sent as two thin matrices P (n × rank) and Q
+/// (m × rank): one power iteration with orthogonalisation on the mean over the ranks. Vectors, and
+/// matrices that would not shrink, are averaged exactly. Copies share one state.
 ///
 ///   tessera::PowerSgd power({.rank = 4, .start_iteration = 100});
 ///   tessera::DistributedDataParallel ddp(net, world, {.comm_hook = power.hook()});
 ///
-/// For one model on one set of ranks. UsageError for impossible options.
+/// Use one PowerSgd for one model on one group of ranks. Throws UsageError for options out of
+/// range.
 class PowerSgd {
  public:
   explicit PowerSgd(PowerSgdOptions options = {});
 
+  /// The hook for DistributedDataParallelOptions::comm_hook.
   CommHook hook() const;
 
-  /// "iteration", "error.NAME" (what this rank still owes to parameter NAME, in its shape) and
-  /// "q.NAME". Copies on the CPU. Each rank saves its own: errors differ between ranks. Local.
+  /// Entries "iteration", "error.NAME" (the error that this rank adds to the next gradient of
+  /// parameter NAME, in its shape) and "q.NAME". Copies, on the CPU. Each rank saves its own state,
+  /// because the errors differ between ranks. Local.
   using State = std::map<std::string, at::Tensor>;
   State state_dict() const;
-  /// Of the same rank of a world of the same size; for another world drop the entries "error.*".
-  /// Local, on all ranks alike. UsageError for an unknown entry; the state is then unchanged.
+  /// Loads a state that the same rank saved in a world of the same size. For a world of another
+  /// size, drop the entries "error.*". Local; all ranks must load. Throws UsageError for an unknown
+  /// entry or if "iteration" is missing; the state is then unchanged.
   void load_state_dict(const State& state);
 
  private:

@@ -1,6 +1,8 @@
+#include "tessera/data/bigram.h"
 #include "tessera/data/idx_dataset.h"
 #include "tessera/data/npy_dataset.h"
 #include "tessera/data/token_dataset.h"
+#include "tessera/data/token_source.h"
 #include "tessera/error.h"
 #include "train/builtins/builtin_components.h"
 

@@ -49,7 +49,7 @@ void wait_unless_reporting(bool reports) {
   }
 }
 
-/// What the words of the command line ask for.
+/// The parsed command line.
 struct Command {
   std::string file;
   std::vector<std::string> overrides;

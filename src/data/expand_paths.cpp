@@ -1,4 +1,4 @@
-#include "data/paths.h"
+#include "data/expand_paths.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -40,13 +40,13 @@ class Expansion {
     throw UsageError(component_ + ": " + path + ": " + reason);
   }
 
-  static bool counts(const fs::path& path) {
+  static bool is_regular_file(const fs::path& path) {
     std::error_code ignored;
     return fs::symlink_status(path, ignored).type() == fs::file_type::regular;
   }
 
   void add_sorted(std::vector<std::string> found) {
-    // Byte order, not the locale's: the same data everywhere.
+    // By bytes and not by the locale, so that the data are the same on every machine.
     std::sort(found.begin(), found.end());
     files_.insert(files_.end(), found.begin(), found.end());
   }
@@ -55,7 +55,7 @@ class Expansion {
     std::error_code error;
     std::vector<std::string> found;
     for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
-      if (counts(it->path())) {
+      if (is_regular_file(it->path())) {
         found.push_back(it->path().string());
       }
     }
@@ -73,7 +73,7 @@ class Expansion {
     const int result = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &matches);
     std::vector<std::string> found;
     for (size_t i = 0; result == 0 && i < matches.gl_pathc; ++i) {
-      if (counts(matches.gl_pathv[i])) {
+      if (is_regular_file(matches.gl_pathv[i])) {
         found.emplace_back(matches.gl_pathv[i]);
       }
     }

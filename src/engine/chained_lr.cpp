@@ -34,8 +34,8 @@ void check_links(const ChainedLrOptions& options) {
 
 double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
-/// `progress` in a training that is [begin, end) of the whole one, in units of `by`; no later than
-/// `end`.
+/// `progress` relative to a training that is [begin, end) of the whole one, in units of `by`.
+/// Progress beyond `end` counts as `end`.
 Progress inside(const Progress& progress, ScheduleBy by, double begin, double end) {
   const auto steps = [](double x) { return static_cast<int64_t>(std::llround(x)); };
   Progress local = progress;

@@ -1,10 +1,12 @@
+#include "tessera/distributed_data_parallel.h"
+
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include "sharding/bucket_plan.h"
 #include "sharding/gradients/reducer.h"
-#include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
 
@@ -39,7 +41,7 @@ class DataParallel::Impl {
         options_(std::move(options)),
         divisor_(group_.size()) {
     check_options(options_, group_.rank());
-    collect();
+    collect_parameters();
     auto contract = sharding::signatures(all_);
     for (const auto& buffer : module_.named_buffers())
       contract.push_back("buffer " + sharding::signature({buffer.key(), buffer.value()}));
@@ -48,18 +50,21 @@ class DataParallel::Impl {
                     options_.first_bucket_mb, options_.bucket_cap_mb,
                     options_.find_unused_parameters, options_.static_graph));
     group_.check_contract(kName, contract);
-    broadcast_everything(0);
-    std::vector<size_t> backwards(trainable_.size());
-    for (size_t i = 0; i < backwards.size(); ++i) backwards[i] = backwards.size() - 1 - i;
+    broadcast_model(0);
+    // Backward produces gradients about in reverse order.
+    std::vector<size_t> reverse_order(trainable_.size());
+    for (size_t i = 0; i < reverse_order.size(); ++i)
+      reverse_order[i] = reverse_order.size() - 1 - i;
     sharding::ReducerOptions reducing;
     reducing.component = kName;
     reducing.find_unused_parameters = options_.find_unused_parameters;
     reducing.static_graph = options_.static_graph;
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducer_ = std::make_unique<sharding::Reducer>(
-        group_, trainable_, make_buckets(backwards), reducing,
-        sharding::Reducer::Callbacks{[this](size_t bucket) { send(bucket); }, [this] { receive(); },
-                                     [this] { drain(); }});
+        group_, trainable_, make_buckets(reverse_order), reducing,
+        sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
+                                     [this] { finish_backward(); },
+                                     [this] { wait_for_buckets(); }});
   }
 
   void before_forward() {
@@ -75,19 +80,20 @@ class DataParallel::Impl {
   }
 
   void shadow_backward() {
-    at::AutoGradMode as_the_others(true);
+    // The other ranks run with gradients, and only then are buffers broadcast.
+    at::AutoGradMode with_gradients(true);
     before_forward();
     reducer_->shadow();
   }
 
-  void finish_join(int last_active_rank) { broadcast_everything(last_active_rank); }
+  void finish_join(int last_active_rank) { broadcast_model(last_active_rank); }
 
   const ProcessGroup& group() const { return group_; }
 
   sharding::Reducer& reducer() { return *reducer_; }
 
  private:
-  void collect() {
+  void collect_parameters() {
     for (const auto& [name, tensor] : named_parameters(module_)) {
       if (std::find(options_.parameters_to_ignore.begin(), options_.parameters_to_ignore.end(),
                     name) != options_.parameters_to_ignore.end())
@@ -103,7 +109,7 @@ class DataParallel::Impl {
                       group_.rank()));
   }
 
-  void broadcast_everything(int root) {
+  void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
     group_.broadcast(tensors, root);
@@ -115,7 +121,8 @@ class DataParallel::Impl {
     if (!buffers.empty()) group_.broadcast(buffers, root);
   }
 
-  /// Buckets in the order of `order`, which is about that of the gradients' arrival.
+  /// Buckets of the trainable parameters, filled in the given order, in which the gradients are
+  /// expected to arrive.
   std::vector<Bucket> make_buckets(const std::vector<size_t>& order) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : trainable_) tensors.push_back(parameter.tensor);
@@ -134,7 +141,7 @@ class DataParallel::Impl {
     return buckets;
   }
 
-  void send(size_t index) {
+  void start_bucket(size_t index) {
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
       waiting_.push_back(
@@ -144,24 +151,25 @@ class DataParallel::Impl {
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
     for (const auto i : bucket.members) gradients.names.push_back(trainable_[i].name);
     waiting_.push_back(options_.comm_hook(group_, gradients));
+    // A hook averages over all ranks; a join may divide by another number.
     if (divisor_ == group_.size()) return;
     waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] {
       flat.mul_(scale);
     });
   }
 
-  void drain() {
+  void wait_for_buckets() {
     auto waiting = std::exchange(waiting_, {});
     for (auto& wait : waiting) wait();
   }
 
-  void receive() {
-    drain();
+  void finish_backward() {
+    wait_for_buckets();
     if (!rebuilt_) rebuild_due_ = true;
   }
 
-  /// Once, after the first backward: buckets in the order in which rank 0's gradients (in a join,
-  /// an active rank's) really arrived.
+  /// Rearranges the buckets, once after the first backward pass, to the order in which the
+  /// gradients of rank 0 (during a join, of an active rank) arrived. Collective.
   void rebuild() {
     rebuild_due_ = false;
     rebuilt_ = true;
@@ -181,7 +189,7 @@ class DataParallel::Impl {
   std::vector<std::function<void()>> waiting_;
   bool rebuild_due_ = false, rebuilt_ = false;
   int divisor_ = 1;
-  int publisher_ = 0;  // whose buffers count
+  int publisher_ = 0;  // the rank that broadcasts its buffers and its order of arrival
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

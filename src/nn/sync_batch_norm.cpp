@@ -13,14 +13,14 @@ namespace {
 
 constexpr const char* kSyncBatchNorm = "SyncBatchNorm";
 
-/// All dimensions but that of the channels.
+/// All dimensions except that of the channels.
 std::vector<int64_t> batch_dims(const at::Tensor& input) {
   std::vector<int64_t> dims{0};
   for (int64_t d = 2; d < input.dim(); ++d) dims.push_back(d);
   return dims;
 }
 
-/// [C] as it is broadcast along `input`.
+/// `channels` [C] as a view that broadcasts along `input` [N, C, …].
 at::Tensor along(const at::Tensor& channels, const at::Tensor& input) {
   std::vector<int64_t> sizes(static_cast<size_t>(input.dim()), 1);
   sizes[1] = channels.numel();
@@ -33,11 +33,12 @@ at::ScalarType compute_dtype(const at::Tensor& input) {
 }
 
 struct Moments {
-  at::Tensor mean, var;  // float64 [C], on the input's device; var is the biased one
+  at::Tensor mean, var;  // float64 [C], on the input's device; var is the biased variance
   double count = 0;
 };
 
-/// Of the batch of all ranks, from each rank's own by the rule of Chan et al. (1983).
+/// The moments of the batch of all ranks, combined from those of each rank's batch by the rule of
+/// Chan et al. (1983). Collective.
 Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
   const auto channels = input.size(1);
   const auto options = at::TensorOptions().dtype(at::kDouble).device(input.device());
@@ -58,8 +59,8 @@ Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
   Moments result;
   result.count = counts.sum().item<double>();
   if (result.count == 0)
-    throw UsageError(
-        fmt::format("{}: the batch is empty on all ranks; expected some input", kSyncBatchNorm));
+    throw UsageError(fmt::format(
+        "{}: the batch is empty on all ranks; expected a sample on at least one", kSyncBatchNorm));
   result.mean = (means * counts).sum(0) / result.count;
   result.var = ((vars + (means - result.mean).square()) * counts).sum(0) / result.count;
   return result;
@@ -70,8 +71,8 @@ struct GroupHolder : torch::CustomClassHolder {
   ProcessGroup group;
 };
 
-/// (input − mean) · invstd · weight + bias, whose backward knows that mean and invstd come from the
-/// input of all ranks.
+/// (input − mean) · invstd · weight + bias. Its backward takes into account that mean and invstd
+/// depend on the inputs of all ranks.
 class Normalize : public torch::autograd::Function<Normalize> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
@@ -144,10 +145,10 @@ SyncBatchNormImpl::SyncBatchNormImpl(torch::nn::BatchNormOptions opts, ProcessGr
     running_var = at::ones({channels});
     num_batches_tracked = at::zeros({}, at::kLong);
   }
-  enlist(true);
+  register_tensors(true);
 }
 
-void SyncBatchNormImpl::enlist(bool trainable) {
+void SyncBatchNormImpl::register_tensors(bool trainable) {
   if (weight.defined()) {
     weight = register_parameter("weight", weight, trainable);
     bias = register_parameter("bias", bias, trainable);
@@ -170,9 +171,10 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
     at::NoGradGuard no_grad;
     moments = global_moments(input, group_);
     if (moments.count < 2) {
-      throw UsageError(
-          fmt::format("{}: one value a channel over all ranks; expected more in training mode",
-                      kSyncBatchNorm));
+      throw UsageError(fmt::format(
+          "{}: all ranks together have one value for each channel; training mode expects "
+          "two or more",
+          kSyncBatchNorm));
     }
     if (running_mean.defined()) {
       num_batches_tracked.add_(1);
@@ -200,7 +202,7 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 
 namespace {
 
-/// The layer that shall stand for `module`; null when that is no BatchNorm.
+/// The SyncBatchNorm that replaces `module`; null if `module` is not a BatchNorm.
 std::shared_ptr<SyncBatchNormImpl> synced(const std::shared_ptr<torch::nn::Module>& module,
                                           const ProcessGroup& group) {
   const auto from = [&](const auto* plain) {
@@ -217,13 +219,13 @@ bool is_batch_norm(const torch::nn::Module& module) {
          module.as<torch::nn::BatchNorm3dImpl>();
 }
 
-void find_fixed(torch::nn::Module& module, const std::string& path,
-                std::vector<std::string>& fixed) {
-  const bool exchangeable = module.as<torch::nn::SequentialImpl>() != nullptr;
+void find_irreplaceable(torch::nn::Module& module, const std::string& path,
+                        std::vector<std::string>& fixed) {
+  const bool replaceable = module.as<torch::nn::SequentialImpl>() != nullptr;
   for (const auto& child : module.named_children()) {
     const auto name = path.empty() ? child.key() : path + "." + child.key();
-    if (is_batch_norm(*child.value()) && !exchangeable) fixed.push_back(name);
-    find_fixed(*child.value(), name, fixed);
+    if (is_batch_norm(*child.value()) && !replaceable) fixed.push_back(name);
+    find_irreplaceable(*child.value(), name, fixed);
   }
 }
 
@@ -250,14 +252,13 @@ void convert(torch::nn::Module& module, const std::string& path, const ProcessGr
 std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, ProcessGroup group) {
   std::vector<std::string> fixed, converted;
   if (is_batch_norm(module)) fixed.push_back("the module itself");
-  find_fixed(module, "", fixed);
+  find_irreplaceable(module, "", fixed);
   if (!fixed.empty()) {
-    throw UsageError(
-        fmt::format("convert_sync_batch_norm: rank {}: only elements of a torch::nn::Sequential "
-                    "can be exchanged, and "
-                    "these are not: {}; expected their "
-                    "members to be declared as tessera::SyncBatchNorm",
-                    group.rank(), fmt::join(fixed, ", ")));
+    throw UsageError(fmt::format(
+        "convert_sync_batch_norm: rank {}: only elements of a torch::nn::Sequential can "
+        "be replaced. These layers are not elements of one: {}; expected their members "
+        "to be declared as tessera::SyncBatchNorm",
+        group.rank(), fmt::join(fixed, ", ")));
   }
   const auto own = group.split(0);
   convert(module, "", *own, converted);

@@ -16,7 +16,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// Rows of each rank; their sum is the whole batch.
+/// The number of samples on each rank, for each world size.
 std::vector<std::vector<int64_t>> uneven_batches() {
   return {{6}, {3, 5}, {1, 4, 2}, {5, 0, 1, 3}};
 }
@@ -25,7 +25,7 @@ at::Tensor whole_batch(int64_t count, int step, const std::vector<int64_t>& rest
                        at::ScalarType dtype) {
   std::vector<int64_t> sizes{count};
   sizes.insert(sizes.end(), rest.begin(), rest.end());
-  // Far from zero: a sum of squares would lose the variance.
+  // The mean is far from zero, where a variance computed from a sum of squares would be inaccurate.
   return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(7 + step),
                    at::TensorOptions().dtype(dtype)) *
              0.5 +
@@ -36,7 +36,7 @@ at::Tensor weights_of(const at::Tensor& y) {
   return at::arange(y.numel(), y.options()).remainder(7).view(y.sizes()) - 3;
 }
 
-/// libtorch's optional number, whose name differs between its versions.
+/// libtorch's optional double, a type whose name differs between versions.
 using Momentum =
     std::decay_t<decltype(std::declval<const torch::nn::BatchNormOptions&>().momentum())>;
 
@@ -109,7 +109,7 @@ TEST_P(SyncBatchNormParity, ForwardAndBackwardEqualOneProcessOnTheWholeBatch) {
         at::Tensor x4 = x;
         while (x4.dim() < 4) x4 = x4.unsqueeze(-1);
         EXPECT_TRUE(close(norm(x), still(x4).view(x.sizes())));
-        EXPECT_EQ(group.stats().calls(), 0u) << "eval mode is local";
+        EXPECT_EQ(group.stats().calls(), 0u) << "eval mode must be local";
       });
     }
   }
@@ -132,7 +132,7 @@ struct TwoPartsImpl : torch::nn::Module {
 };
 TORCH_MODULE(TwoParts);
 
-TEST(SyncBatchNorm, WithDataParallelAModelEqualsOneProcess) {
+TEST(SyncBatchNorm, AModelWithDataParallelEqualsOneProcess) {
   const auto make = [](bool synced, ProcessGroup group) {
     auto net = seeded<TwoParts>(5);
     if (synced) EXPECT_THAT(convert_sync_batch_norm(*net, group), ElementsAre("body.1", "head.1"));
@@ -169,7 +169,7 @@ TEST(SyncBatchNorm, WithDataParallelAModelEqualsOneProcess) {
   }
 }
 
-TEST(SyncBatchNorm, ConversionSharesTheTensorsAndRefusesWhatItCannotExchange) {
+TEST(SyncBatchNorm, ConversionKeepsTheTensorsAndRefusesLayersThatItCannotReplace) {
   torch::nn::Sequential net(torch::nn::Conv2d(2, 3, 1),
                             torch::nn::BatchNorm2d(torch::nn::BatchNormOptions(3).eps(0.1)));
   const auto weight = net->named_parameters()["1.weight"];
@@ -195,13 +195,14 @@ TEST(SyncBatchNorm, ConversionSharesTheTensorsAndRefusesWhatItCannotExchange) {
     convert_sync_batch_norm(typed, ProcessGroup());
     FAIL();
   } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(),
-                AllOf(HasSubstr("these are not: norm;"), HasSubstr("tessera::SyncBatchNorm")));
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("not elements of one: norm;"),
+                                    HasSubstr("tessera::SyncBatchNorm")));
   }
-  EXPECT_NE(typed.body->ptr(0)->as<torch::nn::BatchNorm1dImpl>(), nullptr) << "nothing was changed";
+  EXPECT_NE(typed.body->ptr(0)->as<torch::nn::BatchNorm1dImpl>(), nullptr)
+      << "the module must be unchanged";
 }
 
-TEST(SyncBatchNorm, WrongInputs) {
+TEST(SyncBatchNorm, RefusesWrongInputs) {
   SyncBatchNorm norm(torch::nn::BatchNormOptions(3), ProcessGroup());
   EXPECT_THROW(norm(at::ones({2, 4})), UsageError);
   EXPECT_THROW(norm(at::ones({3})), UsageError);

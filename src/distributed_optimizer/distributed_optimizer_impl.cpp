@@ -1,0 +1,138 @@
+#include "distributed_optimizer/distributed_optimizer_impl.h"
+
+#include <algorithm>
+#include <cctype>
+#include <unordered_map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+
+namespace tessera {
+
+using distributed_optimizer::PackedReduction;
+
+DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                 const NamedParameters& names,
+                                 const std::vector<std::optional<ProcessGroup>>& dist_groups,
+                                 Options options)
+    : optimizer_(std::move(optimizer)), names_(names), options_(std::move(options)) {
+  const auto groups = optimizer_->param_groups().size();
+  if (dist_groups.size() != groups) {
+    throw UsageError(fmt::format(
+        "{}: there are {} dist_groups for {} parameter groups; expected one entry for each (an "
+        "empty entry for a group that is not synchronised)",
+        kName, dist_groups.size(), groups));
+  }
+  for (size_t g = 0; g < groups; ++g) {
+    if (dist_groups[g]) add_group(g, *dist_groups[g]);
+  }
+  check_options();
+  check_contract();
+  if (options_.bcast_period >= 0) broadcast(0);
+  make_reduction();
+}
+
+std::string DistributedOptimizer::Impl::prefix() const {
+  return synced_.empty() ? kName : fmt::format("{}: rank {}", kName, synced_[0].group.rank());
+}
+
+void DistributedOptimizer::Impl::add_group(size_t index, ProcessGroup group) {
+  std::unordered_map<const void*, std::string> name_of;
+  for (const auto& [name, tensor] : names_) name_of.emplace(tensor.unsafeGetTensorImpl(), name);
+  const auto& tensors = optimizer_->param_groups()[index].params();
+  std::vector<sharding::NamedTensor> named;
+  for (const auto& tensor : tensors) {
+    const auto found = name_of.find(tensor.unsafeGetTensorImpl());
+    if (tensor.defined() && found == name_of.end()) {
+      throw UsageError(fmt::format(
+          "{}: group {}, parameter {}: it has no name; expected a name for each parameter of the "
+          "optimizer",
+          kName, index, named.size()));
+    }
+    named.push_back({found == name_of.end() ? "?" : found->second, tensor});
+  }
+  sharding::check_parameters(kName, named, index, group.rank());
+  auto& synced = synced_.emplace_back(SyncedGroup{std::move(group), index, tensors, {}});
+  for (auto& parameter : named) {
+    if (parameter.tensor.requires_grad()) synced.trainable.push_back(std::move(parameter));
+    else frozen_.push_back(parameter.tensor);
+  }
+}
+
+void DistributedOptimizer::Impl::check_options() {
+  std::string method = options_.reduce_method;
+  std::transform(method.begin(), method.end(), method.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  const bool alone = std::all_of(synced_.begin(), synced_.end(), [](const SyncedGroup& synced) {
+    return synced.group.size() == 1;
+  });
+  if (method != "sum" && method != "mean" && !(alone && method.empty())) {
+    throw UsageError(fmt::format("{}: option reduce_method is \"{}\"; expected \"sum\" or \"mean\"",
+                                 prefix(), options_.reduce_method));
+  }
+  mean_ = method == "mean";
+  if (options_.bcast_period < -1) {
+    throw UsageError(fmt::format(
+        "{}: option bcast_period is {}; expected -1 (never), 0 (once, at construction) or a number "
+        "of steps",
+        prefix(), options_.bcast_period));
+  }
+  if (options_.param_pack_thd <= 0) {
+    throw UsageError(
+        fmt::format("{}: option param_pack_thd is {}; expected a positive number of bytes",
+                    prefix(), options_.param_pack_thd));
+  }
+}
+
+void DistributedOptimizer::Impl::check_contract() {
+  for (auto& synced : synced_) {
+    auto contract = sharding::signatures(synced.trainable);
+    contract.push_back(fmt::format("parameters: {}", synced.tensors.size()));
+    contract.push_back(
+        fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}",
+                    mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
+                    options_.param_pack_thd));
+    synced.group.check_contract(kName, contract);
+  }
+}
+
+void DistributedOptimizer::Impl::make_reduction() {
+  std::vector<sharding::NamedTensor> parameters;
+  std::vector<PackedReduction::Group> groups;
+  for (const auto& synced : synced_) {
+    if (synced.trainable.empty()) continue;
+    std::vector<size_t> members;
+    for (const auto& parameter : synced.trainable) {
+      members.push_back(parameters.size());
+      parameters.push_back(parameter);
+    }
+    groups.push_back({synced.group, synced.parameter_group, std::move(members)});
+  }
+  if (groups.empty()) return;
+  reduction_ =
+      std::make_unique<PackedReduction>(std::move(parameters), std::move(groups),
+                                        distributed_optimizer::PackedReductionOptions{
+                                            mean_, options_.param_pack, options_.param_pack_thd});
+}
+
+void DistributedOptimizer::Impl::check_trainability() const {
+  // A parameter that was frozen has no hook: its gradient would silently stay this rank's own.
+  for (const auto& tensor : frozen_) {
+    if (!tensor.requires_grad()) continue;
+    for (const auto& [name, known] : names_) {
+      if (!known.is_same(tensor)) continue;
+      throw UsageError(fmt::format(
+          "{}: parameter {} was frozen at construction and requires a gradient now; construct "
+          "the optimizer after such changes",
+          prefix(), name));
+    }
+  }
+}
+
+void DistributedOptimizer::Impl::broadcast(int root) {
+  for (auto& synced : synced_) synced.group.broadcast(synced.tensors, root);
+}
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distributed_optimizer/packed_reduction.h"
+#include "tessera/distributed_optimizer.h"
+
+namespace tessera {
+
+/// Validates the options and the parameters, compares them between ranks, and broadcasts the
+/// parameters. PackedReduction reduces the gradients.
+class DistributedOptimizer::Impl {
+ public:
+  static constexpr const char* kName = "DistributedOptimizer";
+
+  Impl(std::shared_ptr<torch::optim::Optimizer> optimizer, const NamedParameters& names,
+       const std::vector<std::optional<ProcessGroup>>& dist_groups, Options options);
+
+  /// A parameter group that has a dist_group.
+  struct SyncedGroup {
+    ProcessGroup group;
+    size_t parameter_group;           ///< Its index in the optimizer.
+    std::vector<at::Tensor> tensors;  ///< All parameters, also the frozen ones.
+    std::vector<sharding::NamedTensor> trainable;
+  };
+
+  /// Refuses parameters that were frozen at construction and require a gradient now.
+  void check_trainability() const;
+  /// Sends rank `root`'s parameters to all ranks of each dist_group.
+  void broadcast(int root);
+  /// The start of an error message, with the rank if it is known.
+  std::string prefix() const;
+
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  NamedParameters names_;
+  Options options_;
+  std::vector<SyncedGroup> synced_;
+  std::unique_ptr<distributed_optimizer::PackedReduction> reduction_;  ///< Null: nothing to reduce.
+  int64_t steps_ = 0;
+
+ private:
+  void add_group(size_t index, ProcessGroup group);
+  void check_options();
+  void check_contract();
+  void make_reduction();
+
+  bool mean_ = false;
+  std::vector<at::Tensor> frozen_;  // synchronised, but not trainable at construction
+};
+
+}  // namespace tessera

@@ -1,0 +1,237 @@
+#include "distributed_optimizer/packed_reduction.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/util/ScopeExit.h>
+
+// [Note: packs that do not count] Every rank sends every pack in every backward pass, so that no
+// rank waits for a pack that another rank does not send. When a rank's gradients arrive in another
+// order than the recorded one, that rank marks the packs from there on. At the end of the backward
+// pass one small all-reduce adds up the marks, and which rank had which gradient. If any rank
+// marked a pack, all ranks discard its result and reduce its gradients one by one. The local
+// gradients are still there, because packs are copies of them.
+
+namespace tessera::distributed_optimizer {
+namespace {
+
+/// "float32" and so on for CPU tensors, with the device appended for others. pack_by_arrival()
+/// orders the last packs by this text, so every rank must get the same one.
+std::string dtype_name(const at::Tensor& tensor) {
+  std::string name = c10::toString(tensor.scalar_type());
+  if (tensor.scalar_type() == at::kHalf) name = "float16";
+  if (tensor.scalar_type() == at::kBFloat16) name = "bfloat16";
+  if (tensor.scalar_type() == at::kFloat) name = "float32";
+  if (tensor.scalar_type() == at::kDouble) name = "float64";
+  return tensor.device().is_cpu() ? name : name + " " + tensor.device().str();
+}
+
+bool contains(const std::vector<size_t>& list, size_t value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
+
+}  // namespace
+
+PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
+                                 std::vector<Group> groups, PackedReductionOptions options)
+    : options_(options), parameters_(std::move(parameters)), lane_of_(parameters_.size()) {
+  for (auto& group : groups) {
+    auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});
+    for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
+    // Backward produces gradients from the last parameter to the first.
+    for (auto i = lane.members.rbegin(); i != lane.members.rend(); ++i) lane.packs.push_back({*i});
+  }
+  make_reducer();
+}
+
+void PackedReduction::make_reducer() {
+  sharding::ReducerOptions reducing;
+  reducing.component = "DistributedOptimizer";
+  reducing.find_unused_parameters = true;
+  reducing.caller_tracks_use = true;
+  // Packs must be copies, see [Note: packs that do not count].
+  reducing.gradient_as_bucket_view = !options_.pack;
+  reducer_ = std::make_unique<sharding::Reducer>(
+      lanes_[0].group, parameters_, make_buckets(), reducing,
+      sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
+                                   [this] { finish_backward(); }, [this] { wait_for_buckets(); }});
+}
+
+std::vector<sharding::Bucket> PackedReduction::make_buckets() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
+  std::vector<sharding::Bucket> buckets;
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    auto& group = lanes_[l].group;
+    for (const auto& pack : lanes_[l].packs) {
+      std::vector<int64_t> sizes;
+      for (const auto i : pack) sizes.push_back(tensors[i].numel());
+      auto layout = sharding::Layout::flat(std::move(sizes), group.size());
+      auto flat = group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
+      buckets.push_back(sharding::make_bucket(pack, std::move(layout), std::move(flat), tensors));
+      buckets.back().lane = l;
+    }
+  }
+  followed_.assign(buckets.size(), true);
+  return buckets;
+}
+
+double PackedReduction::scale(const Lane& lane) const {
+  return options_.mean ? 1.0 / (divisor_ ? divisor_ : lane.group.size()) : 1;
+}
+
+void PackedReduction::backward(const at::Tensor& loss) {
+  const auto before = reductions_;
+  loss.backward();
+  // A loss without any of the parameters triggers no hook, but the other ranks wait for this one.
+  if (sync() && reductions_ == before) reducer_->flush();
+}
+
+void PackedReduction::shadow_backward() {
+  shadowing_ = true;
+  const auto reset = c10::make_scope_exit([this] { shadowing_ = false; });
+  reducer_->shadow();
+}
+
+void PackedReduction::set_join(int divisor, int publisher) {
+  divisor_ = divisor;
+  publisher_ = publisher;
+}
+
+void PackedReduction::start_bucket(size_t index) {
+  const auto& bucket = reducer_->buckets()[index];
+  auto& lane = lanes_[bucket.lane];
+  followed_[index] = follows_record(bucket.lane, bucket);
+  started_.push_back(lane.group.all_reduce_async(bucket.flat, scale(lane)));
+}
+
+void PackedReduction::wait_for_buckets() {
+  auto started = std::exchange(started_, {});
+  for (auto& work : started) work.wait();
+}
+
+void PackedReduction::finish_backward() {
+  std::vector<at::Tensor> counts;
+  std::vector<Work> works;
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    counts.push_back(use_and_deviations(l));
+    works.push_back(lanes_[l].group.all_reduce_async(counts.back()));
+  }
+  wait_for_buckets();
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    works[l].wait();
+    settle(l, counts[l].cpu());
+  }
+  ++reductions_;
+}
+
+/// True if the gradients that have arrived on this rank, up to the end of `bucket`, are those that
+/// had arrived at the same point when the packs were made.
+bool PackedReduction::follows_record(size_t l, const sharding::Bucket& bucket) const {
+  const auto& lane = lanes_[l];
+  if (!lane.packed || shadowing_) return true;
+  size_t position = 0;
+  for (const auto i : reducer_->arrived()) {
+    if (lane_of_[i] != l) continue;
+    if (position == lane.record.size() || lane.record[position] != i) return false;
+    ++position;
+  }
+  return std::all_of(bucket.members.begin(), bucket.members.end(), [&](size_t i) {
+    return reducer_->has_gradient(i) || !contains(lane.record, i);
+  });
+}
+
+/// One flag for each member of the lane: this rank has a gradient for it. Then one flag for each
+/// bucket of the lane: this rank's gradients did not follow the record.
+at::Tensor PackedReduction::use_and_deviations(size_t l) const {
+  std::vector<int> flags;
+  for (const auto i : lanes_[l].members) flags.push_back(reducer_->has_gradient(i));
+  const auto& buckets = reducer_->buckets();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (buckets[b].lane == l) flags.push_back(!followed_[b]);
+  }
+  return at::tensor(flags, at::kInt).to(lanes_[l].group.control_device());
+}
+
+/// Takes the sums of use_and_deviations() over the ranks. Reduces the members of the packs that do
+/// not count one by one.
+void PackedReduction::settle(size_t l, const at::Tensor& counts) {
+  auto& lane = lanes_[l];
+  const auto* count = counts.data_ptr<int>();
+  for (const auto i : lane.members) {
+    if (*count++ > 0) reducer_->set_used(i);
+  }
+  bool all_followed = true;
+  std::vector<Work> singles;
+  const auto& buckets = reducer_->buckets();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (buckets[b].lane != l || *count++ == 0) continue;
+    all_followed = false;
+    for (size_t m = 0; m < buckets[b].members.size(); ++m) {
+      const auto i = buckets[b].members[m];
+      if (!reducer_->used(i)) continue;
+      auto view = buckets[b].views[m];
+      if (reducer_->has_gradient(i)) view.copy_(parameters_[i].tensor.grad());
+      else view.zero_();
+      singles.push_back(lane.group.all_reduce_async(view, scale(lane)));
+    }
+  }
+  for (auto& work : singles) work.wait();
+  if (options_.pack && (!lane.packed || !all_followed)) record_arrival(l);
+}
+
+/// Records this backward's order of arrival, from which the next repack() makes the packs.
+void PackedReduction::record_arrival(size_t l) {
+  auto& lane = lanes_[l];
+  lane.repack_due = true;
+  if (shadowing_) return;
+  lane.record.clear();
+  for (const auto i : reducer_->arrived()) {
+    if (lane_of_[i] == l) lane.record.push_back(i);
+  }
+}
+
+void PackedReduction::repack() {
+  if (std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.repack_due; }))
+    return;
+  std::vector<PackItem> items;
+  for (const auto& [name, tensor] : parameters_)
+    items.push_back({dtype_name(tensor), static_cast<int64_t>(tensor.nbytes())});
+  for (auto& lane : lanes_) {
+    if (lane.repack_due) repack(lane, items);
+  }
+  reducer_->replace_buckets(make_buckets());
+}
+
+void PackedReduction::repack(Lane& lane, const std::vector<PackItem>& items) {
+  auto packs = pack_by_arrival(items, lane.record, options_.pack_threshold);
+  for (const auto i : lane.members) {
+    if (!contains(lane.record, i)) packs.push_back({i});
+  }
+  // Packs are published as positions within the lane: the other ranks of the group may have other
+  // parameter groups before this one.
+  const auto first = lane.members.front();
+  for (auto& pack : packs) {
+    for (auto& i : pack) i -= first;
+  }
+  lane.packs = packs_from_text(lane.group.broadcast_bytes(to_text(packs), publisher_));
+  for (auto& pack : lane.packs) {
+    for (auto& i : pack) i += first;
+  }
+  lane.packed = true;
+  lane.repack_due = false;
+}
+
+std::vector<std::vector<std::string>> PackedReduction::pack_names(size_t parameter_group) const {
+  std::vector<std::vector<std::string>> result;
+  for (const auto& lane : lanes_) {
+    if (lane.parameter_group != parameter_group) continue;
+    for (const auto& pack : lane.packs) {
+      auto& names = result.emplace_back();
+      for (const auto i : pack) names.push_back(parameters_[i].name);
+    }
+  }
+  return result;
+}
+
+}  // namespace tessera::distributed_optimizer

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "distributed_optimizer/packing.h"
+#include "sharding/gradients/reducer.h"
+#include "tessera/process_group.h"
+
+namespace tessera::distributed_optimizer {
+
+struct PackedReductionOptions {
+  bool mean = true;            ///< Mean over the ranks, else sum.
+  bool pack = false;           ///< Off: every gradient is reduced by itself.
+  int64_t pack_threshold = 1;  ///< A pack is closed when it has more bytes than this.
+};
+
+/// All-reduces the gradients of several parameter groups during backward, each group over its own
+/// process group and in packs of its own. See [Note: packs that do not count].
+class PackedReduction {
+ public:
+  /// One parameter group. It becomes one lane of the Reducer.
+  struct Group {
+    ProcessGroup group;
+    size_t parameter_group;       ///< Its index in the optimizer.
+    std::vector<size_t> members;  ///< Consecutive indices into the parameters. At least one.
+  };
+
+  /// `parameters` are trainable, and each is a member of one of `groups`. Local.
+  PackedReduction(std::vector<sharding::NamedTensor> parameters, std::vector<Group> groups,
+                  PackedReductionOptions options);
+  PackedReduction(const PackedReduction&) = delete;
+
+  /// Off: backward passes accumulate gradients locally and start no collective.
+  void set_sync(bool sync) { reducer_->set_sync(sync); }
+  bool sync() const { return reducer_->sync(); }
+
+  /// loss.backward(), and the reduction of all gradients even if `loss` depends on no parameter.
+  /// Collective over each group unless sync is off.
+  void backward(const at::Tensor& loss);
+  /// The collectives of another rank's backward; this rank's gradients count as zero. Collective.
+  void shadow_backward();
+
+  /// Forms new packs for the groups that need them, from the order in which the gradients arrived
+  /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
+  void repack();
+
+  /// During a join: a mean divides by `divisor`, and rank `publisher` publishes the packs instead
+  /// of rank 0.
+  void set_join(int divisor, int publisher);
+
+  /// The packs of a parameter group of the optimizer, as names; empty for a group that is not
+  /// reduced.
+  std::vector<std::vector<std::string>> pack_names(size_t parameter_group) const;
+
+ private:
+  struct Lane : Group {
+    Packs packs;
+    std::vector<size_t> record;  // this rank's order of arrival from which the packs were made
+    bool packed = false;         // `packs` were made by pack_by_arrival()
+    bool repack_due = false;
+  };
+
+  void make_reducer();
+  std::vector<sharding::Bucket> make_buckets();
+  double scale(const Lane& lane) const;
+
+  void start_bucket(size_t index);
+  void finish_backward();
+  void wait_for_buckets();
+
+  bool follows_record(size_t lane, const sharding::Bucket& bucket) const;
+  at::Tensor use_and_deviations(size_t lane) const;
+  void settle(size_t lane, const at::Tensor& counts);
+  void record_arrival(size_t lane);
+  void repack(Lane& lane, const std::vector<PackItem>& items);
+
+  PackedReductionOptions options_;
+  std::vector<sharding::NamedTensor> parameters_;
+  std::vector<Lane> lanes_;
+  std::vector<size_t> lane_of_;  // of each parameter
+  std::vector<Work> started_;
+  std::vector<char> followed_;  // of each bucket: in this backward it was sent as recorded
+  uint64_t reductions_ = 0;     // backward passes that were reduced
+  bool shadowing_ = false;
+  int divisor_ = 0;    // 0: the size of the lane's group
+  int publisher_ = 0;  // the rank whose order of arrival determines the packs
+  std::unique_ptr<sharding::Reducer> reducer_;
+};
+
+}  // namespace tessera::distributed_optimizer
