@@ -4,7 +4,7 @@
 
 #include "fsdp/gradients.h"
 #include "fsdp/join_leader.h"
-#include "fsdp/paging/residency.h"
+#include "fsdp/residency.h"
 #include "sharding/gradients/backward_watch.h"
 
 namespace tessera::fsdp {

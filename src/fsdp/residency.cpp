@@ -1,4 +1,4 @@
-#include "fsdp/paging/residency.h"
+#include "fsdp/residency.h"
 
 #include <algorithm>
 #include <tuple>
