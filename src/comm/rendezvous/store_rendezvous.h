@@ -23,12 +23,11 @@ struct StoreRendezvous {
 /// about `timeout`. Throws UsageError for a setting that cannot work, BrokenWorldError naming the
 /// ranks that did not arrive. The store is the first of these that applies:
 ///   1. TESSERA_RENDEZVOUS, a folder given by the launcher (one host): a FileStore in it.
-///   2. All ranks are on one host, because the launcher's variables show it or because MASTER_ADDR
-///   is a loopback
-///      address and torchrun's agents do not serve the store: a FileStore in a private folder that
-///      rank 0 makes and announces under the name of the job or the port. Reasons: c10d's TCPStore
-///      listens on every address and accepts keys from anyone, and the store of a torchrun from
-///      another version of PyTorch uses another protocol.
+///   2. All ranks are on one host, because the launcher's variables show it, or because
+///      MASTER_ADDR is a loopback address and torchrun's agents do not serve the store: a FileStore
+///      in a private folder that rank 0 makes and announces under the name of the job or the port.
+///      Reasons: c10d's TCPStore listens on every address and accepts keys from anyone, and the
+///      store of a torchrun from another version of PyTorch uses another protocol.
 ///   3. TORCHELASTIC_USE_AGENT_STORE, torchrun's agent serves the store: every rank connects to
 ///      MASTER_ADDR:MASTER_PORT.
 ///   4. Otherwise rank 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT.
