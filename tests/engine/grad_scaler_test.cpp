@@ -135,7 +135,7 @@ TEST(GradScaler, OptionsOutOfRangeAreNamed) {
               HasSubstr("growth_factor: 1; expected a number > 1"));
   EXPECT_THAT(thrown_by([] { GradScaler({.backoff_factor = 1}); }),
               HasSubstr("backoff_factor: 1; expected a number > 0 and < 1"));
-  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval : 0}); }),
+  EXPECT_THAT(thrown_by([] { GradScaler({.growth_interval = 0}); }),
               HasSubstr("growth_interval: 0"));
   EXPECT_THAT(thrown_by([] { GradScaler().load_state({.scale = kNotANumber}); }),
               HasSubstr("state.scale: nan"));

@@ -196,7 +196,9 @@ TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
       "c.yaml:5: train.stpes: unknown key; did you mean \"steps\"?");
   EXPECT_EQ(error(base() + "paralel: {type: none}\n"),
             "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
-  EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"), "c.yaml:5: zzzzzzzz: unknown key");
+  EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"),
+            "c.yaml:5: zzzzzzzz: unknown key; known: model, data, optimizer, scheduler, parallel, "
+            "train, checkpoint, data_preprocessor, hooks");
 }
 
 TEST_F(ConfigTest, AnOptionOfAnotherOptimizerNamesIt) {

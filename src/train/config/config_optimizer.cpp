@@ -101,8 +101,11 @@ void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, Optimize
   }
   OptionReader paramwise = keys.map("paramwise");
   registry.read(optimizer.type, keys);
-  optimizer.options = keys.values();
-  optimizer.options.erase("type");
+  for (const auto& [name, value] : keys.values()) {
+    if (name != "type" && keys.given(name)) {
+      optimizer.options[name] = value;
+    }
+  }
   read_paramwise(paramwise, optimizer, optimizer.paramwise);
 }
 
