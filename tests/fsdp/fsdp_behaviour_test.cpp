@@ -273,6 +273,8 @@ TEST(FsdpGradients, AReductionThatOutlivesTheWrapperWritesNothing) {
         options.sharding_strategy =
             ShardingStrategy::shard_grad_op;  // no gathers in backward, which would wait for rank 1
         auto fsdp = std::make_unique<FullyShardedDataParallel<Chain>>(net, group, options);
+        loss_of((*fsdp)(rows(0))).backward();  // makes the slots, which is collective
+        fsdp->reset_stats();
         auto loss = loss_of((*fsdp)(rows(0)));
         if (rank == 1) {
           wrapper_gone.wait_for(std::chrono::seconds(10));

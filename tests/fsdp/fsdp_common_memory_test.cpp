@@ -38,9 +38,9 @@ struct SlowImpl : torch::nn::Module {
 };
 TORCH_MODULE(Slow);
 
-class FsdpCommon : public ::testing::TestWithParam<int> {};
+class FsdpCommonMemory : public ::testing::TestWithParam<int> {};
 
-TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatAForwardStillReads) {
+TEST_P(FsdpCommonMemory, AWriteDoesNotChangeParametersThatAForwardStillReads) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Slow net;
     net->slow = rank == 1;
@@ -55,7 +55,7 @@ TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatAForwardStillReads) {
   });
 }
 
-TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatABackwardStillReads) {
+TEST_P(FsdpCommonMemory, AWriteDoesNotChangeParametersThatABackwardStillReads) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Slow net;
     net->slow = rank == 1;
@@ -71,7 +71,7 @@ TEST_P(FsdpCommon, AWriteDoesNotChangeParametersThatABackwardStillReads) {
   });
 }
 
-TEST_P(FsdpCommon, AGatherCopiesNothing) {
+TEST_P(FsdpCommonMemory, AGatherCopiesNothing) {
   for (const auto backend : {Backend::Auto, Backend::Gloo}) {
     ProcessGroupOptions options;
     options.backend = backend;
@@ -94,7 +94,7 @@ TEST_P(FsdpCommon, AGatherCopiesNothing) {
   }
 }
 
-TEST_P(FsdpCommon, AForwardThatThrowsOnAllRanksDoesNotBlock) {
+TEST_P(FsdpCommonMemory, AForwardThatThrowsOnAllRanksDoesNotBlock) {
   run_ranks(GetParam(), [](ProcessGroup group, int rank) {
     Chain net(2);
     FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_leaves()});
@@ -110,6 +110,6 @@ TEST_P(FsdpCommon, AForwardThatThrowsOnAllRanksDoesNotBlock) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, FsdpCommon, ::testing::Values(2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Worlds, FsdpCommonMemory, ::testing::Values(2, 3, 4));
 
 }  // namespace
