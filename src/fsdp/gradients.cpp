@@ -30,6 +30,12 @@ std::string digest(const std::vector<char>& used) {
                      std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
 }
 
+std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
+  std::vector<size_t> flats;
+  for (const auto& place : model.places) flats.push_back(place.flat);
+  return flats;
+}
+
 }  // namespace
 
 Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
@@ -39,12 +45,10 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
       pending_(model.flats.size()),
+      tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
   for (size_t f = 0; f < pending_.size(); ++f) {
-    pending_[f].expected.assign(model_.flats[f].members.size(), 1);
-    pending_[f].expecting = model_.flats[f].members.size();
     pending_[f].has.assign(model_.flats[f].members.size(), 0);
-    pending_[f].came.assign(model_.flats[f].members.size(), 0);
     for (const auto i : model_.flats[f].members) {
       pending_[f].defer_until_complete |=
           model_.flats[f].trainable &&
@@ -80,11 +84,8 @@ void Gradients::arrived(size_t parameter) {
   sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad,
                            model_.world.rank());
   auto& pending = pending_[f];
-  if (!pending.came[member]) {
-    pending.came[member] = 1;
-    pending.arrived += pending.expected[member];
-  }
-  const bool complete = sync_ && pending.arrived == pending.expecting;
+  tracker_.arrive(parameter);
+  const bool complete = sync_ && tracker_.complete(f);
   if (sync_ && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
   if (pending.defer_until_complete) take_all(f);
   else take(f, member);
@@ -171,8 +172,10 @@ void Gradients::reduce(size_t f) {
   }
   open_.push_back(reduction);
   ++stats_.reductions;
-  pending.expected = pending.has;
-  pending.expecting = std::count(pending.has.begin(), pending.has.end(), 1);
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    const auto parameter = flat.members[m];
+    tracker_.expect(parameter, pending.has[m] || tracker_.arrivals(parameter) > 0);
+  }
   pending.flat = at::Tensor();
   pending.views.clear();
   std::fill(pending.has.begin(), pending.has.end(), 0);
@@ -259,9 +262,16 @@ void Gradients::shadow_reduce(const GradientsReduced& event) {
   reduce(event.flat);
 }
 
+/// Whatever happens in it, the next backward starts without arrivals.
+struct Gradients::EndOfBackward {
+  Gradients& gradients;
+  ~EndOfBackward() { gradients.tracker_.begin(); }
+};
+
 void Gradients::finish() {
   std::lock_guard lock(mutex_);
-  forget_arrivals();
+  const EndOfBackward end{*this};
+  for (auto& pending : pending_) pending.reduced = false;
   if (!sync_) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
     if (!model_.flats[f].trainable ||
@@ -278,7 +288,8 @@ void Gradients::abandon() {
   std::lock_guard lock(mutex_);
   for (auto& reduction : open_) reduction->dropped = true;
   drop();
-  forget_arrivals();
+  for (auto& pending : pending_) pending.reduced = false;
+  tracker_.begin();
 }
 
 void Gradients::zero_grad(bool set_to_none) {
@@ -307,16 +318,6 @@ void Gradients::drop() {
     pending.flat = at::Tensor();
     pending.views.clear();
     std::fill(pending.has.begin(), pending.has.end(), 0);
-  }
-}
-
-void Gradients::forget_arrivals() {
-  for (size_t f = 0; f < pending_.size(); ++f) {
-    if (!model_.flats[f].trainable) continue;
-    auto& pending = pending_[f];
-    std::fill(pending.came.begin(), pending.came.end(), 0);
-    pending.arrived = 0;
-    pending.reduced = false;
   }
 }
 

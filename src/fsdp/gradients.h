@@ -9,14 +9,15 @@
 #include "fsdp/join_leader.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
+#include "sharding/gradients/arrival_tracker.h"
 
 namespace tessera::fsdp {
 
 /// Collects and reduces the gradients of a backward. Each gradient is copied to the flat buffer of
 /// its unit when it arrives. When the last expected gradient has arrived, the buffer is reduced to
-/// the gradients of the shards and is free again. The expected gradients are those of the last
-/// backward that reduced. Gradients that arrive after the reduction, or without the rest of the
-/// expected ones, are reduced at the end of backward.
+/// the gradients of the shards and is free again. The expected gradients are those that arrived in
+/// the last backward that reduced. Gradients that arrive after the reduction, or without the rest
+/// of the expected ones, are reduced at the end of backward.
 class Gradients {
  public:
   struct Callbacks {
@@ -53,10 +54,6 @@ class Gradients {
     at::Tensor flat;                // a slot; undefined while it holds no gradient
     std::vector<at::Tensor> views;  // one for each member
     std::vector<char> has;          // members whose gradient arrived since the last reduction
-    std::vector<char> came;         // members whose gradient arrived in this backward
-    size_t arrived = 0;             // number of expected members among `came`
-    std::vector<char> expected;     // members with a gradient in the last reduction; at first all
-    size_t expecting = 0;           // number of expected members
     /// One parameter is more than half of it. If that parameter is tied, autograd keeps its first
     /// gradient until it has the second. The flat buffer is then filled only when all gradients
     /// have arrived; otherwise the same gradient would be in memory three times.
@@ -64,6 +61,7 @@ class Gradients {
     bool reduced = false;    // in this backward
     at::Tensor own_segment;  // this rank's part of the mean
   };
+  struct EndOfBackward;
   struct Reduction {
     size_t flat;
     Work work;
@@ -80,7 +78,6 @@ class Gradients {
   void take(size_t flat, size_t member);
   void take_all(size_t flat);
   at::Tensor& gradient_of(size_t flat, size_t member) const;
-  void forget_arrivals();
   void drop();
   void reduce(size_t flat);
   bool is_large(size_t flat) const;
@@ -93,11 +90,12 @@ class Gradients {
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
-  std::vector<Pending> pending_;
+  std::vector<Pending> pending_;      // by flat parameter
+  sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
   CommStream stream_;
   bool sync_ = true;
-  std::recursive_mutex mutex_;
+  std::mutex mutex_;
   sharding::CallbackGuard callback_guard_;  // for the callbacks of open reductions
 };
 
