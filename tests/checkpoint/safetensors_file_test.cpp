@@ -92,8 +92,8 @@ TEST_F(SafetensorsFiles, TheLayoutIsThatOfTheFormat) {
                    {{"x", at::tensor({1.0f, -2.0f})}, {"b", at::tensor({7}, at::kLong)}});
   std::ifstream in(path("a"), std::ios::binary);
   const std::string bytes((std::istreambuf_iterator<char>(in)), {});
-  const std::string header =
-      R"({"b":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"x":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})";
+  const std::string header = R"({"b":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},)"
+                             R"("x":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})";
   const size_t padded = (header.size() + 7) / 8 * 8;
   ASSERT_EQ(bytes.size(), 8 + padded + 16);
   EXPECT_EQ(bytes.substr(0, 8), std::string(1, static_cast<char>(padded)) + std::string(7, '\0'));
@@ -126,7 +126,8 @@ TEST_F(SafetensorsFiles, AnUnknownNameIsAnErrorWithTheMostSimilarName) {
 
 TEST_F(SafetensorsFiles, DtypesUnknownToLibtorchAreListedButNotLoaded) {
   put("a",
-      R"({"f":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]},"ok":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
+      R"({"f":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]},)"
+      R"("ok":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
       "abc");
   const SafetensorsFile file(path("a"));
   EXPECT_EQ(file.info("f").dtype, "F8_E8M0");

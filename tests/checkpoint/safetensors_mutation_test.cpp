@@ -15,9 +15,11 @@ namespace {
 constexpr uint64_t kDataBytes = 40;
 
 const std::string kSeeds[] = {
-    R"({"__metadata__":{"format":"pt","k":"v"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
+    R"({"__metadata__":{"format":"pt","k":"v"},)"
+    R"("a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
     R"("b":{"dtype":"BF16","shape":[8],"data_offsets":[24,40]}})",
-    R"({"x":{"data_offsets":[0,8],"dtype":"I64","shape":[]},"\u00e9":{"shape":[0,3],"dtype":"BOOL","data_offsets":[8,8]},)"
+    R"({"x":{"data_offsets":[0,8],"dtype":"I64","shape":[]},)"
+    R"("\u00e9":{"shape":[0,3],"dtype":"BOOL","data_offsets":[8,8]},)"
     R"("y":{"dtype":"U8","shape":[4,8],"data_offsets":[8,40]}}   )",
 };
 

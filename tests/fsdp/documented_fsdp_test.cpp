@@ -26,16 +26,18 @@ TORCH_MODULE(Net);
 TEST(Documented, Fsdp) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int) {
     const auto x = torch::ones({4, 3});
-    // clang-format off
+    // [documented]
     Net net;  // any module, as it is
-    tessera::FullyShardedDataParallel fsdp(net, world, {.wrap_policy = tessera::wrap_by_type<BlockImpl>()});
-    torch::optim::AdamW optimizer(fsdp.parameters(), 3e-4);  // this rank's shards, not net->parameters()
+    tessera::FullyShardedDataParallel fsdp(net, world,
+                                           {.wrap_policy = tessera::wrap_by_type<BlockImpl>()});
+    torch::optim::AdamW optimizer(fsdp.parameters(),
+                                  3e-4);  // this rank's shards, not net->parameters()
     auto loss = fsdp(x).sum();
     loss.backward();
     fsdp.clip_grad_norm_(1.0);
     optimizer.step();
     optimizer.zero_grad();
-    // clang-format on
+    // [end]
     EXPECT_EQ(fsdp.units().size(), 3u);
     EXPECT_EQ(fsdp.stats().reductions, 2u);
   });

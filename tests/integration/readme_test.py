@@ -18,7 +18,7 @@ class Readme(unittest.TestCase):
     def test_snippets_of_the_pages_are_compiled_and_run(self):
         tests = "".join((SOURCE / "tests" / name).read_text() for name in
                         ("join/documented_loops_test.cpp", "fsdp/documented_fsdp_test.cpp", "models/documented_data_test.cpp"))
-        compiled = "\n".join(textwrap.dedent(part) for part in re.findall(r"// clang-format off\n(.*?) *// clang-format on\n", tests, re.S))
+        compiled = "\n".join(textwrap.dedent(part) for part in re.findall(r"// \[documented\]\n(.*?) *// \[end\]\n", tests, re.S))
         found = 0
         for page in ("join.md", "distributed_optimizer.md", "fsdp.md", "data.md"):
             for snippet in re.findall(r"```cpp\n(.*?)```", (SOURCE / "docs" / page).read_text(), re.S):

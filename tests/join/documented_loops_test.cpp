@@ -22,10 +22,11 @@ TEST(Documented, Join) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
     Uneven net;
     const auto batches = batches_of(rank);
-    // clang-format off
+    // [documented]
     tessera::DistributedDataParallel ddp(net, world);
-    tessera::ZeroRedundancyOptimizer zero(*net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}),
-                                          {.reduce_gradients = false});
+    tessera::ZeroRedundancyOptimizer zero(
+        *net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}}),
+        {.reduce_gradients = false});
     tessera::join({ddp, zero}, {}, [&](tessera::JoinLoop& loop) {
       for (const auto& x : batches) {
         loop.next();  // counts the ranks that still have data
@@ -34,7 +35,7 @@ TEST(Documented, Join) {
         zero.zero_grad();
       }
     });
-    // clang-format on
+    // [end]
   });
 }
 
@@ -44,7 +45,7 @@ TEST(Documented, JoinOverShards) {
     const auto batches = batches_of(rank);
     tessera::FullyShardedDataParallel fsdp(net, world);
     torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
-    // clang-format off
+    // [documented]
     fsdp.set_shadow_step([&] {  // an iteration without data
       optimizer.zero_grad();
       fsdp.shadow_backward();
@@ -60,17 +61,19 @@ TEST(Documented, JoinOverShards) {
         optimizer.step();
       }
     });
-    // clang-format on
+    // [end]
   });
 }
 
 TEST(Documented, OwnJoinable) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
-    // clang-format off
+    // [documented]
     struct Average : tessera::Joinable {
       explicit Average(tessera::ProcessGroup g) : group(g) {}
       tessera::ProcessGroup join_group() const override { return group; }
-      void on_join_iteration(const tessera::JoinIteration& iteration) override { active = iteration.active_ranks; }
+      void on_join_iteration(const tessera::JoinIteration& iteration) override {
+        active = iteration.active_ranks;
+      }
       void shadow_step() override { of(0); }
       double of(double value) {
         auto sum = at::full({1}, value);
@@ -80,7 +83,7 @@ TEST(Documented, OwnJoinable) {
       tessera::ProcessGroup group;
       int active = 1;
     };
-    // clang-format on
+    // [end]
     Average average(world);
     tessera::join({average}, {}, [&](tessera::JoinLoop& loop) {
       for (int step = 0; step <= rank; ++step) {
@@ -95,9 +98,10 @@ TEST(Documented, DistributedOptimizer) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
     Uneven net;
     const auto batches = batches_of(0);
-    // clang-format off
-    tessera::DistributedOptimizer optimizer(*net, world, tessera::default_optimizers().factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
-                                            {.reduce_method = "mean", .bcast_period = 500, .param_pack = true});
+    // [documented]
+    tessera::DistributedOptimizer optimizer(
+        *net, world, tessera::default_optimizers().factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
+        {.reduce_method = "mean", .bcast_period = 500, .param_pack = true});
     torch::optim::StepLR schedule(optimizer.optimizer(), 30, 0.1);
     for (const auto& x : batches) {
       optimizer.zero_grad();
@@ -106,18 +110,18 @@ TEST(Documented, DistributedOptimizer) {
       optimizer.step();
       schedule.step();
     }
-    // clang-format on
+    // [end]
   });
 }
 
 TEST(Documented, CompressionHook) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
     Uneven net;
-    // clang-format off
+    // [documented]
     tessera::PowerSgd power({.rank = 4, .start_iteration = 1000});
     tessera::DistributedDataParallel ddp(net, world, {.comm_hook = power.hook()});
     const auto state = power.state_dict();  // each rank saves its own
-    // clang-format on
+    // [end]
     EXPECT_EQ(state.size(), 1u);
     loss_of(ddp(torch::ones({4, 3}))).backward();
   });

@@ -64,9 +64,12 @@ TEST_F(GPT2Config, ReadsThePublishedConfig) {
   // The keys of openai-community/gpt2 that the model uses, and some that it ignores.
   const GPT2Options options =
       read(R"({"activation_function":"gelu_new","architectures":["GPT2LMHeadModel"],
-    "attn_pdrop":0.1,"bos_token_id":50256,"embd_pdrop":0.1,"eos_token_id":50256,"initializer_range":0.02,
-    "layer_norm_epsilon":1e-05,"model_type":"gpt2","n_ctx":1024,"n_embd":768,"n_head":12,"n_layer":12,
-    "n_positions":1024,"resid_pdrop":0.1,"summary_activation":null,"task_specific_params":{"a":{"b":50}},
+    "attn_pdrop":0.1,"bos_token_id":50256,"embd_pdrop":0.1,"eos_token_id":50256,
+    "initializer_range":0.02,
+    "layer_norm_epsilon":1e-05,"model_type":"gpt2","n_ctx":1024,"n_embd":768,"n_head":12,
+    "n_layer":12,
+    "n_positions":1024,"resid_pdrop":0.1,"summary_activation":null,
+    "task_specific_params":{"a":{"b":50}},
     "vocab_size":50257,"n_inner":null})");
   EXPECT_EQ(options.n_embd, 768);
   EXPECT_EQ(options.n_inner, 0);

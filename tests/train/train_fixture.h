@@ -21,7 +21,8 @@ class TrainFixture : public ::testing::Test {
 model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, seed: 1}
 data: {type: ByteText, path: text.txt, seq_len: 16, order: sequential}
 optimizer: {type: AdamW, lr: 3e-3, betas: [0.9, 0.95], weight_decay: 0.1}
-train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetensors, save_config: true}
+train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetensors,
+        save_config: true}
 )";
 
   void SetUp() override {

@@ -205,7 +205,8 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
 
 void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& tag) {
   if (transport->stream_ordered()) return execute(header, body, tag);
-  queue_.run([&] { execute(header, body, tag); });
+  if (const auto turn = queue_.try_turn()) return execute(header, body, tag);
+  queue_.submit([&] { execute(header, body, tag); }).wait();
 }
 
 Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& tag) {

@@ -35,27 +35,19 @@ namespace comm {
 
 Queue::~Queue() { stop(); }
 
-void Queue::run(Operation operation) {
+Queue::Turn Queue::try_turn() {
+  std::lock_guard lock(mutex_);
+  if (busy_ || !items_.empty() || stopped_) return Turn();
+  busy_ = true;
+  return Turn(this);
+}
+
+void Queue::end_turn() {
   {
-    std::unique_lock lock(mutex_);
-    if (busy_ || !items_.empty() || stopped_) {
-      lock.unlock();
-      return submit(std::move(operation)).wait();
-    }
-    busy_ = true;
+    std::lock_guard lock(mutex_);
+    busy_ = false;
   }
-  struct Release {
-    Queue& queue;
-    ~Release() {
-      {
-        std::lock_guard lock(queue.mutex_);
-        queue.busy_ = false;
-      }
-      queue.changed_.notify_all();
-    }
-  } release{*this};
-  const WaitTimer timer(clock_.get());
-  operation();
+  changed_.notify_all();
 }
 
 Work Queue::submit(Operation operation) {

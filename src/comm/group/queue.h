@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "tessera/process_group.h"
@@ -60,21 +61,38 @@ class Work::State {
 
 namespace comm {
 
-/// Runs the operations of one group one at a time, in the order of submission. run() uses the
-/// calling thread if no operation is running or queued; other operations run on a worker thread,
-/// which is started when first needed.
+/// Runs the operations of one group one at a time, in the order of submission. The calling thread
+/// runs an operation itself if it gets a turn; other operations run on a worker thread, which is
+/// started when first needed.
 class Queue {
  public:
   ~Queue();
 
+  /// While it is held, no other operation of the queue runs.
+  class Turn {
+   public:
+    Turn() = default;
+    explicit Turn(Queue* queue) : queue_(queue), timer_(std::in_place, queue->clock_.get()) {}
+    ~Turn() {
+      if (queue_ != nullptr) queue_->end_turn();
+    }
+    Turn(const Turn&) = delete;
+    explicit operator bool() const { return queue_ != nullptr; }
+
+   private:
+    Queue* queue_ = nullptr;
+    std::optional<WaitTimer> timer_;
+  };
+  /// Empty if an operation is running or queued, or after stop(). Does not block.
+  Turn try_turn();
+
   using Operation = std::function<void()>;
-  void run(Operation operation);
   Work submit(Operation operation);
   /// Drops the operations that have not begun (their Work throws) and waits for the running one.
   /// The caller must make that one end soon.
   void stop() noexcept;
 
-  /// Time that callers spent in run() and in waiting for submitted work.
+  /// Time that callers spent in turns and in waiting for submitted work.
   std::chrono::nanoseconds waited() const { return clock_->total(); }
   void reset_waited() { clock_->reset(); }
 
@@ -84,6 +102,7 @@ class Queue {
     std::shared_ptr<Work::State> state;
   };
   void loop();
+  void end_turn();
 
   std::mutex mutex_;
   std::condition_variable changed_;
