@@ -35,7 +35,7 @@ int ranks_per_host(const ProcessGroup& world) {
         "{}: option shard_group_size is 0, but the ranks are not placed on hosts of equal size: "
         "rank {} is {} on its host, expected {}; set shard_group_size, or start the same number of "
         "consecutive ranks on every host",
-        ShardedModule::kName, r, places[r], place(r % size, size)));
+        kName, r, places[r], place(r % size, size)));
   }
   return size;
 }

@@ -14,6 +14,12 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
+/// update() clears the gradients after each step, so the mean can replace them.
+ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options) {
+  options.reduce_in_place = true;
+  return options;
+}
+
 /// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
 /// shards and gathers the parameters in one pass.
 class ZeroWrapper : public ModelWrapper {
@@ -22,7 +28,7 @@ class ZeroWrapper : public ModelWrapper {
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(), options) {}
+                   context.optimizer.factory(), in_place(options)) {}
 
   void shadow_backward() override { optimizer_.shadow_backward(); }
   std::unique_ptr<NoSync> no_sync() override {
