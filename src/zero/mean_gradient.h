@@ -66,7 +66,7 @@ class MeanGradient {
   at::Tensor segment(size_t b);
   /// Whether any rank had a gradient for the parameter.
   bool used(size_t parameter) const;
-  /// Of the parameter, in the reducer's list.
+  /// Index of the parameter in the reducer's list.
   size_t position(size_t parameter) const { return position_[parameter]; }
 
   /// Gradient memory on this rank, in bytes.
