@@ -14,9 +14,9 @@ ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string
   size_t index = 0;
   const auto [stop, error] = std::from_chars(part.data(), part.data() + part.size(), index);
   if (error != std::errc() || stop != part.data() + part.size() || index >= list.items.size()) {
-    throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " +
-                     std::to_string(list.items.size()) +
-                     "; expected an index from 0 to below that");
+    const auto size = std::to_string(list.items.size());
+    throw UsageError(label + ": " + key + ": \"" + part + "\" in a list of " + size +
+                     "; expected an index below " + size + ", counted from 0");
   }
   return list.items[index];
 }

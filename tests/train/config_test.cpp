@@ -510,7 +510,7 @@ TEST_F(ConfigTest, ItemsOfListsAreOverriddenByIndex) {
                               "{type: constant, begin: 2}]}\n";
   EXPECT_EQ(error(chained, {"scheduler.schedules.0.start_factor=0.5"}), "");
   EXPECT_NE(error(chained, {"scheduler.schedules.2.begin=3"})
-                .find("\"2\" in a list of 2; expected a number from 0"),
+                .find("\"2\" in a list of 2; expected an index below 2, counted from 0"),
             std::string::npos);
   EXPECT_NE(error(chained, {"scheduler.schedules.0.start=0.5"})
                 .find("scheduler.schedules.0.start: unknown key"),
