@@ -2,6 +2,7 @@
 """Compares Tessera with PyTorch: both programs run in turn; prints ratios of medians of rounds.
 
     compare.py --build build [--python python3] [--rounds 9] [--sizes A,B] [--json out.json]
+    compare.py --build build --before OTHER_BUILD [--rounds 5]    two builds of ours, without PyTorch
 
 PyTorch is that of the interpreter given by --python: Debian's python3-torch, or a virtual
 environment with a newer one. Its fused optimizers are used where it has them (2.4 and newer). Both
@@ -33,6 +34,12 @@ def run(command):
     return json.loads(lines[-1])
 
 
+BEFORE = {  # with --before: the same program of two builds
+    f"{name} {label}, this build / the other": (name, "before:" + name, figure, {})
+    for name in ("zero", "ddp", "fsdp") for label, figure in (("step", "step_ms"),
+                                                              ("peak RSS", "peak_rss_mib"))}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build")
@@ -40,6 +47,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", default="A,B")
     parser.add_argument("--ranks", default="2")
+    parser.add_argument("--before", metavar="BUILD",
+                        help="compare with this other build of ours instead of PyTorch")
     parser.add_argument("--json")
     args = parser.parse_args()
     here = pathlib.Path(__file__).parent
@@ -48,12 +57,17 @@ def main():
     fused = "f" if tuple(int(n) for n in version.split("+")[0].split(".")[:2]) >= (2, 4) else ""
 
     def command(who, size):
+        if who.startswith("before:"):
+            other = pathlib.Path(args.before) / "bin"
+            return [str(other / "tessera"), "run", "-n", args.ranks, str(other / "peer_twin"), who[7:], *SIZES[size]]
         if who.startswith("own:"):
             return [str(binaries / "tessera"), "run", "-n", args.ranks, str(binaries / "peer_twin"), who[4:], *SIZES[size]]
         return [args.python, str(here / "torch_peer.py"), who + fused, args.ranks, *SIZES[size]]
 
     # PyTorch's FSDP runs on CPUs from 2.x on.
     comparisons = {what: pair for what, pair in TARGETS.items() if fused or pair[1] != "fsdp"}
+    if args.before:
+        comparisons, version = BEFORE, "not used"
     rows = []
     for size in args.sizes.split(","):
         sides = []

@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "comm/base/sigpipe.h"
+#include "comm/base/sigpipe_blocked.h"
 
 namespace tessera::comm {
 

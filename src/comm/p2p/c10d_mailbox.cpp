@@ -2,7 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "comm/base/sigpipe.h"
+#include "comm/base/sigpipe_blocked.h"
 #if TESSERA_TORCH_AT_LEAST(2, 0)
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #endif

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "comm/base/sigpipe.h"
+#include "comm/base/sigpipe_blocked.h"
 #include "comm/p2p/c10d_mailbox.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"

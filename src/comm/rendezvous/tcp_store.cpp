@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
-#include "comm/base/sigpipe.h"
+#include "comm/base/sigpipe_blocked.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 

@@ -1,4 +1,4 @@
-#include "comm/base/sigpipe.h"
+#include "comm/base/sigpipe_blocked.h"
 
 #include <ctime>
 
