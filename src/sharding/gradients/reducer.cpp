@@ -123,9 +123,7 @@ void Reducer::collect() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   start();
-  const auto have = collect_rest(Missing::by_options);
-  for (size_t b = 0; b < buckets_.all().size(); ++b) buckets_.prepare(b);
-  exchange_use(have);
+  exchange_use(collect_rest(Missing::by_options));
 }
 
 void Reducer::return_gradients() {
