@@ -106,12 +106,14 @@ function(tessera_test name)
 endfunction()
 
 # One ctest entry. BLAS computes in one thread: the ranks of a test are threads themselves, and on a
-# busy machine BLAS threads that wait for each other cost ten times the computation. A filter that no
-# test matches is a failure.
+# busy machine BLAS threads that wait for each other cost ten times the computation. Besides, MKL rounds
+# by the number of its threads, and references are computed on the main thread. A filter that no test
+# matches is a failure.
 function(tessera_add_test name target args timeout labels)
   add_test(NAME ${name} COMMAND ${target} ${args})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${timeout} LABELS "${labels}"
-                       ENVIRONMENT OPENBLAS_NUM_THREADS=1 FAIL_REGULAR_EXPRESSION "Running 0 tests")
+                       ENVIRONMENT "OPENBLAS_NUM_THREADS=1;MKL_NUM_THREADS=1"
+                       FAIL_REGULAR_EXPRESSION "Running 0 tests")
 endfunction()
 
 # tessera_test_shards(PROGRAM SUFFIX FILTER …)  splits the ctest entry of a test program: PROGRAM_SUFFIX
