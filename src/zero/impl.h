@@ -20,7 +20,7 @@ namespace tessera {
 /// impl.cpp: construction, changes of parameters, state dicts. step.cpp: a step, norms, clipping.
 class ZeroRedundancyOptimizer::Impl {
  public:
-  static constexpr const char* kName = "ZeroRedundancyOptimizer";
+  static constexpr const char* kName = zero::kName;
 
   Impl(ZeroRedundancyOptimizer& outer, ProcessGroup group, OptimizerFactory factory,
        Options options);

@@ -34,7 +34,7 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
     for (auto& member : buckets.back().members) member = position_[member];
   }
   sharding::ReducerOptions options;
-  options.component = "ZeroRedundancyOptimizer";
+  options.component = kName;
   options.reduce_in_backward = options_.overlap_with_backward;
   options.find_unused_parameters =
       options_.find_unused_parameters || !options_.overlap_with_backward;
@@ -118,7 +118,7 @@ void MeanGradient::copy_from_caller(size_t b) {
       kept.zero_();
       continue;
     }
-    sharding::check_gradient("ZeroRedundancyOptimizer", parameter.name, grad, group_.rank());
+    sharding::check_gradient(kName, parameter.name, grad, group_.rank());
     kept.copy_(
         sharding::in_memory_order(grad, parameter.tensor).narrow(0, shard.begin, shard.numel));
   }

@@ -14,6 +14,9 @@ namespace tessera::zero {
 
 using sharding::OwnedShard;
 
+/// The name in messages and contracts.
+inline constexpr const char* kName = "ZeroRedundancyOptimizer";
+
 /// Parameters of one dtype and device that are reduced, updated and gathered together.
 struct ShardBucket {
   std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.

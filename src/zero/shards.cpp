@@ -10,8 +10,6 @@
 namespace tessera::zero {
 namespace {
 
-constexpr const char* kName = "ZeroRedundancyOptimizer";
-
 ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
   ShardPlan plan;
   plan.partition = options.partition;
