@@ -6,7 +6,7 @@ under every installed launcher.
 
 PYTHON: a Python with PyTorch of any version, for the independent program and for torchrun.
 """
-import json, os, pathlib, shutil, struct, subprocess, sys, tempfile, unittest
+import json, os, pathlib, re, shutil, struct, subprocess, sys, tempfile, unittest
 
 SOURCE, BUILD, PYTHON = pathlib.Path(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
 TESSERA = str(BUILD / "bin/tessera")
@@ -119,6 +119,18 @@ class AgainstItself(Folder):
         gloo, weights, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.backend=gloo", "parallel.partition=whole")
         again, others, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.overlap_with_backward=true")
         self.assertEqual((gloo, weights), (again, others), "any transport and partition")
+
+    def test_zero_with_clipping_needs_the_memory_of_its_formula(self):
+        for ranks in (1, 2, 3):
+            done = self.call(TESSERA, "train", "-n", ranks, "config.yaml", "train.steps=2",
+                             "parallel={type: ZeroRedundancyOptimizer}",
+                             "train.clip_grad_norm=0.1", "train.clip_grad_value=0.01")
+            rows = re.findall(r"(?m)^(rank \d+|formula) +([\d,]+) +([\d,]+) ", done.stdout)
+            self.assertEqual(len(rows), ranks + 1, done.stdout)
+            self.assertEqual(rows[-1][0], "formula")
+            for name, parameters, gradients in rows:
+                self.assertEqual((parameters, gradients), rows[-1][1:], name)
+                self.assertGreater(int(gradients.replace(",", "")), 0)
 
     def test_bad_configs_end_before_training_on_every_rank(self):
         for change, words in (("train.global_batch=13", "global_batch"), ("train.stepz=3", "steps"), ("data.path=/nowhere", "/nowhere"),
