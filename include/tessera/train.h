@@ -14,7 +14,7 @@ namespace tessera {
 struct TrainResult {
   int64_t first_step = 0;      ///< steps done before this run: 0, or the checkpoint's
   std::vector<double> losses;  ///< per step: mean over the global batch, before the update
-  /// Per step: the 2-norm of the global mean gradient, before clipping.
+  /// Per step: the norm of the global mean gradient (train.clip_norm_type), before clipping.
   std::vector<double> grad_norms;
   std::optional<double> eval_loss;  ///< after the last step; no value without evaluation data
   /// All figures of the last evaluation: "loss", "accuracy", …

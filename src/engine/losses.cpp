@@ -53,7 +53,7 @@ ParsedLosses parse_losses(const Losses& losses) {
     }
     names += (names.empty() ? "\"" : ", \"") + name + '"';
     const auto value = value_of(name, entry);
-    parsed.values.emplace_back(name, value.detach());
+    if (name != "loss") parsed.values.emplace_back(name, value.detach());
     if (name.find("loss") != std::string::npos) {
       parsed.total = parsed.total.defined() ? parsed.total + value : value;
     }
@@ -63,6 +63,7 @@ ParsedLosses parse_losses(const Losses& losses) {
         "parse_losses: nothing to minimise in {}; expected a name that contains \"loss\"",
         names.empty() ? "an empty map" : names));
   }
+  parsed.values.emplace(parsed.values.begin(), "loss", parsed.total.detach());
   return parsed;
 }
 

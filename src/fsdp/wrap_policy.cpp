@@ -4,23 +4,11 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
-
-bool matches(const char* pattern, const char* name) {
-  if (*pattern == '\0') return *name == '\0';
-  if (*pattern == '*') {
-    const bool dots = pattern[1] == '*';
-    const char* rest = pattern + (dots ? 2 : 1);
-    for (const char* at = name;; ++at) {
-      if (matches(rest, at)) return true;
-      if (*at == '\0' || (*at == '.' && !dots)) return false;
-    }
-  }
-  return *name != '\0' && (*pattern == '?' || *pattern == *name) && matches(pattern + 1, name + 1);
-}
 
 WrapPolicy read_size_based(OptionReader& options) {
   int64_t min_numel = 100'000'000;
@@ -61,7 +49,7 @@ WrapPolicy wrap_by_name(std::vector<std::string> patterns) {
         "wrap_by_name: there are no patterns; expected at least one, such as \"blocks.*\"");
   return [patterns = std::move(patterns)](torch::nn::Module&, const std::string& name, int64_t) {
     return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
-      return matches(pattern.c_str(), name.c_str());
+      return detail::matches_name(pattern.c_str(), name.c_str());
     });
   };
 }

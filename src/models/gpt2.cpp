@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "tessera/activation_checkpoint.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -73,7 +74,9 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
     x = at::dropout(x, options_.embd_pdrop, true);
   }
   for (GPT2Block& block : blocks_) {
-    x = block(x);
+    const bool recompute =
+        options_.activation_checkpointing && is_training() && at::GradMode::is_enabled();
+    x = recompute ? checkpoint([&block](const at::Tensor& h) { return block(h); }, x) : block(x);
   }
   return ln_f_(x);
 }

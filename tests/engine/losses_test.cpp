@@ -15,12 +15,26 @@ TEST(ParseLosses, TheValueOfATensorIsItsMeanAndOfAListTheSumOfMeans) {
   const auto parsed =
       parse_losses({{"loss_cls", at::tensor({1.0, 2.0, 6.0})},
                     {"aux", std::vector<at::Tensor>{at::tensor({1.0, 3.0}), at::tensor({5.0})}}});
-  ASSERT_EQ(parsed.values.size(), 2u);
-  EXPECT_EQ(parsed.values[0].first, "loss_cls");
-  EXPECT_EQ(parsed.values[0].second.dim(), 0);
+  ASSERT_EQ(parsed.values.size(), 3u);
+  EXPECT_EQ(parsed.values[1].first, "loss_cls");
+  EXPECT_EQ(parsed.values[1].second.dim(), 0);
+  EXPECT_EQ(parsed.values[1].second.item<double>(), 3);
+  EXPECT_EQ(parsed.values[2].first, "aux");
+  EXPECT_EQ(parsed.values[2].second.item<double>(), 7);
+}
+
+TEST(ParseLosses, TheTotalIsTheFirstValueAndIsNamedLoss) {
+  const auto parsed = parse_losses({{"loss_a", at::tensor({1.0})}, {"loss_b", at::tensor({2.0})}});
+  ASSERT_EQ(parsed.values.size(), 3u);
+  EXPECT_EQ(parsed.values[0].first, "loss");
   EXPECT_EQ(parsed.values[0].second.item<double>(), 3);
-  EXPECT_EQ(parsed.values[1].first, "aux");
-  EXPECT_EQ(parsed.values[1].second.item<double>(), 7);
+  const auto own = parse_losses(
+      {{"acc", at::tensor({9.0})}, {"loss", at::tensor({1.0})}, {"loss_b", at::tensor({2.0})}});
+  ASSERT_EQ(own.values.size(), 3u);
+  EXPECT_EQ(own.values[0].first, "loss");
+  EXPECT_EQ(own.values[0].second.item<double>(), 3) << "the total, not the model's own entry";
+  EXPECT_EQ(own.values[1].first, "acc");
+  EXPECT_EQ(own.values[2].first, "loss_b");
 }
 
 TEST(ParseLosses, TotalIsTheSumOfTheEntriesNamedLoss) {

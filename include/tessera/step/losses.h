@@ -17,7 +17,8 @@ using Losses =
 
 struct ParsedLosses {
   at::Tensor total;  ///< A scalar with its autograd graph, for backward().
-  /// Every entry as a detached scalar, in the given order.
+  /// Detached scalars: the total as "loss", then every other entry in the given order. A model's
+  /// own entry "loss" is part of the total and is not listed.
   std::vector<std::pair<std::string, at::Tensor>> values;
 };
 

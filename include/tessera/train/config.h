@@ -20,6 +20,7 @@ namespace tessera {
 struct ModelConfig {
   std::string type;
   ModelPlan plan;
+  std::vector<std::string> freeze;  ///< patterns of names of parameters that are not trained
   std::string init;  ///< safetensors file of the initial weights; empty: random from `seed`
   /// Seed of the initial weights and of each rank's random numbers in training.
   uint64_t seed = 0;
@@ -85,6 +86,8 @@ struct RunConfig {
   int64_t eval_batches = 0;              ///< global batches per evaluation; 0: all samples
   std::optional<double> clip_grad_norm;  ///< no value: no clipping by norm
   std::optional<double> clip_grad_value;
+  double clip_norm_type = 2;        ///< p of clip_grad_norm and of the reported norm
+  bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN ends the run
   std::optional<at::ScalarType> autocast;
   GradScalerOptions loss_scale{.enabled = false};
   EmaConfig ema;

@@ -36,6 +36,12 @@ struct MemoryUse {
 struct GradientRules {
   std::optional<double> clip_norm = {};
   std::optional<double> clip_value = {};
+  double norm_type = 2;  ///< of clip_norm and of the norm that is reported: any p > 0, or infinity
+  /// A norm that is infinite or NaN is an Error on every rank, and nothing is updated.
+  bool error_if_nonfinite = false;
+
+  /// Throws that Error, for the norm before clipping.
+  void check_norm(double norm) const;
 };
 
 /// A model and its optimizer, trained in one way on a group of ranks (after mmengine's model
@@ -47,8 +53,8 @@ class ModelWrapper {
   ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group);
   virtual ~ModelWrapper() = default;
 
-  /// Preprocessing, forward, losses, backward and update. Returns the named losses and other
-  /// figures of this rank's batch.
+  /// Preprocessing, forward, losses, backward and update. Returns ParsedLosses::values of this
+  /// rank's batch: the total as "loss", then the other figures.
   std::vector<std::pair<std::string, at::Tensor>> train_step(const Batch& batch,
                                                              OptimWrapper& optimizer);
   /// A rank without data calls this while the others are in train_step().
@@ -70,7 +76,7 @@ class ModelWrapper {
   /// This rank's `.grad` tensors that update() will use; unscaling multiplies them. Local.
   virtual std::vector<at::Tensor> gradients() = 0;
   /// Clips the global mean gradient, updates the parameters with it and removes the gradients. On
-  /// return every rank's model has the new parameters. Returns the 2-norm before clipping.
+  /// return every rank's model has the new parameters. Returns the norm before clipping.
   virtual double update(const GradientRules& rules) = 0;
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;

@@ -15,9 +15,11 @@ class ModelWrapper;
 
 struct OptimWrapperOptions {
   int64_t accumulative_counts = 1;            ///< backward passes per update
-  std::optional<double> clip_grad_norm = {};  ///< largest 2-norm of the global mean gradient
+  std::optional<double> clip_grad_norm = {};  ///< largest norm of the global mean gradient
   /// Largest absolute value of an element of that gradient; applied after clip_grad_norm.
   std::optional<double> clip_grad_value = {};
+  double clip_norm_type = 2;  ///< p of that norm and of grad_norm(): any number > 0, or infinity
+  bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN is an Error on every rank
   std::optional<at::ScalarType> autocast = {};  ///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
@@ -58,13 +60,18 @@ class OptimWrapper {
   /// the iteration's optim_context(). Collective.
   void update_params(const at::Tensor& loss);
 
+  /// Factor of this rank's loss from now on, 1 at first. For ranks with unequal numbers of samples:
+  /// with samples of this rank / mean samples of a rank, the mean over the ranks is the mean over
+  /// all samples.
+  void set_loss_weight(double weight) { weight_ = weight; }
+
   bool should_update() const;  ///< whether the current iteration ends in an update
   bool should_sync() const { return should_update(); }
   /// Whether the last update_params() changed the parameters.
   bool updated() const { return updated_; }
   /// Whether the last update_params() found an infinity and skipped the update.
   bool skipped() const { return skipped_; }
-  double grad_norm() const { return norm_; }  ///< 2-norm at the last update, before clipping
+  double grad_norm() const { return norm_; }  ///< norm at the last update, before clipping
   double scale_factor() const;                ///< divisor of the current iteration's loss
   GradScaler& scaler() { return scaler_; }
   /// ModelWrapper::optimizer_state_dict(): gathered on rank 0, empty on other ranks. Collective.
@@ -79,7 +86,7 @@ class OptimWrapper {
   GradScaler scaler_;
   int64_t done_ = 0, all_ = 0;
   bool updated_ = false, skipped_ = false;
-  double norm_ = 0;
+  double norm_ = 0, weight_ = 1;
 };
 
 }  // namespace tessera

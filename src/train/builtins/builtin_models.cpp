@@ -33,6 +33,8 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
                "the output head shares the token embedding");
   options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"},
                       "activation of the MLP");
+  options.read("activation_checkpointing", gpt2.activation_checkpointing,
+               "compute the activations of each block again in backward instead of storing them");
   std::optional<double> dropout;
   options.read("dropout", dropout,
                "probability of all three dropouts; null: those of config, else 0", kProbability);

@@ -14,6 +14,8 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.read_choice("type", model.type, registry::models().names(), "the model");
   keys.read_path("init", model.init, "safetensors file of the initial weights");
   keys.read("seed", model.seed, "seed of the initial weights and of dropout");
+  keys.read("freeze", model.freeze,
+            "parameters that are not trained, by name: * any characters but dots, ** any, ? one");
   keys.read_choice("device", model.device, {"cpu", "cuda"},
                    "device; cuda: the one numbered as the rank on its host");
 }
@@ -113,14 +115,15 @@ void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
 }
 
 void check_sections_together(const OptionReader& keys, const Config& config) {
-  const bool clips = config.train.clip_grad_norm || config.train.clip_grad_value ||
-                     config.train.loss_scale.enabled;
-  if (config.parallel.plan.updates_in_backward && clips) {
-    const std::string option = config.train.clip_grad_norm    ? "clip_grad_norm"
-                               : config.train.clip_grad_value ? "clip_grad_value"
-                                                              : "loss_scale";
-    throw UsageError(config.at("train." + option) +
-                     (option == "clip_grad_norm" ? "the norm is" : "all gradients are") +
+  const std::string option = config.train.clip_grad_norm        ? "clip_grad_norm"
+                             : config.train.clip_grad_value     ? "clip_grad_value"
+                             : config.train.loss_scale.enabled  ? "loss_scale"
+                             : config.train.error_if_nonfinite  ? "error_if_nonfinite"
+                             : config.train.clip_norm_type != 2 ? "clip_norm_type"
+                                                                : "";
+  if (config.parallel.plan.updates_in_backward && !option.empty()) {
+    const bool of_all = option == "clip_grad_value" || option == "loss_scale";
+    throw UsageError(config.at("train." + option) + (of_all ? "all gradients are" : "the norm is") +
                      " known only after backward, and parallel.overlap_with_backward updates "
                      "during it; expected one of "
                      "the two");

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "tessera/error.h"
 #include "train/config/config_sections.h"
 
@@ -102,6 +104,37 @@ void read_amp(OptionReader& keys, RunConfig& run) {
   read_loss_scale(keys, run.loss_scale);
 }
 
+/// The p of a norm: a number, or the word inf.
+void read_norm_type(OptionReader& keys, double& norm_type) {
+  const ConfigNode* node = keys.take("clip_norm_type", "a number > 0, or inf",
+                                     "p of the norm of clip_grad_norm and of the log's grad_norm",
+                                     ConfigNode::scalar("2"));
+  if (node == nullptr) {
+    return;
+  }
+  const OptionValue value = OptionReader::value_of(*node, keys.full("clip_norm_type"));
+  const auto* word = std::get_if<std::string>(&value);
+  const auto* whole = std::get_if<int64_t>(&value);
+  const auto* number = std::get_if<double>(&value);
+  norm_type = word != nullptr && (*word == "inf" || *word == ".inf") ? INFINITY
+              : whole != nullptr                                     ? static_cast<double>(*whole)
+              : number != nullptr                                    ? *number
+                                                                     : 0;
+  if (!(norm_type > 0)) {
+    keys.fail("clip_norm_type", node->describe() + "; expected a number > 0, or inf");
+  }
+}
+
+void read_clipping(OptionReader& keys, RunConfig& run) {
+  keys.read("clip_grad_norm", run.clip_grad_norm, "largest norm of the global mean gradient",
+            kPositive);
+  read_norm_type(keys, run.clip_norm_type);
+  keys.read("clip_grad_value", run.clip_grad_value,
+            "largest absolute value of an element of the gradient", kPositive);
+  keys.read("error_if_nonfinite", run.error_if_nonfinite,
+            "a norm of the gradient that is infinite or NaN ends the run before the update");
+}
+
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
   ema.read("decay", run.ema.decay,
@@ -158,10 +191,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read("eval_every", run.eval_every, "steps per evaluation; 0: only at the end", kNotNegative);
   keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",
             kNotNegative);
-  keys.read("clip_grad_norm", run.clip_grad_norm, "largest 2-norm of the global mean gradient",
-            kPositive);
-  keys.read("clip_grad_value", run.clip_grad_value,
-            "largest absolute value of an element of the gradient", kPositive);
+  read_clipping(keys, run);
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");

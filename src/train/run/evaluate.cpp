@@ -32,11 +32,9 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
   const Batch batch =
       to_device(data.get(samples), model.model().module->parameters().front().device());
   const ParsedLosses losses = model.val_losses(batch);
-  std::vector<std::pair<std::string, double>> figures{{"loss", losses.total.item<double>()}};
+  std::vector<std::pair<std::string, double>> figures;
   for (const auto& [name, value] : losses.values) {
-    if (name != "loss") {
-      figures.emplace_back(name, value.item<double>());
-    }
+    figures.emplace_back(name, value.item<double>());
   }
   return figures;
 }

@@ -192,9 +192,11 @@ void Run::train_step(std::optional<Batch> batch) {
   record_.step = done_;
   record_.lr = set_learning_rates();
   optimizer_->initialize_count_status(done_ * config_.train.accumulation, 0);
-  double loss = 0;
   std::vector<std::pair<std::string, double>> figures;
+  double weight = 0;
   if (batch) {
+    weight = weight_of(batch->inputs.size(0));
+    optimizer_->set_loss_weight(weight);
     const auto parts =
         parts_of(to_device(std::move(*batch), model_.module->parameters().front().device()));
     const auto share = 1 / static_cast<double>(parts.size());
@@ -202,10 +204,8 @@ void Run::train_step(std::optional<Batch> batch) {
       const auto values = wrapper_->train_step(part, *optimizer_);
       figures.resize(values.size());
       for (size_t i = 0; i < values.size(); ++i) {
-        const double value = values[i].second.item<double>() * share;
         figures[i].first = values[i].first;
-        figures[i].second += value;
-        loss += values[i].first.find("loss") != std::string::npos ? value : 0;
+        figures[i].second += values[i].second.item<double>() * share;
       }
     }
   } else {
@@ -213,7 +213,7 @@ void Run::train_step(std::optional<Batch> batch) {
       wrapper_->shadow_train_step(*optimizer_);
     }
   }
-  reduce_figures(loss, figures, batch.has_value());
+  reduce_figures(figures, weight);
   if (average_ && optimizer_->updated()) {
     average_->update();
   }
@@ -238,11 +238,21 @@ void Run::train_step(std::optional<Batch> batch) {
   }
 }
 
-void Run::reduce_figures(double loss, const std::vector<std::pair<std::string, double>>& figures,
-                         bool active) {
+/// The weight of this rank's loss in the mean over the ranks with data. In the last iteration of a
+/// join a rank may have fewer samples than the others.
+double Run::weight_of(int64_t samples) const {
+  if (!joins()) return 1;
+  const int64_t all = std::min(assignment_->total - assignment_->assigned_before(done_),
+                               assignment_->per_iteration());
+  return static_cast<double>(samples * active_ranks_) / static_cast<double>(all);
+}
+
+void Run::reduce_figures(const std::vector<std::pair<std::string, double>>& figures,
+                         double weight) {
   const int signal = stop_requested();
-  std::vector<double> sums{active ? loss : 0.0, signal != 0 ? 1.0 : 0.0,
-                           signal == kTerminate ? 1.0 : 0.0};
+  // The first figure is the total loss.
+  std::vector<double> sums{weight > 0 ? weight * figures.front().second : 0.0,
+                           signal != 0 ? 1.0 : 0.0, signal == kTerminate ? 1.0 : 0.0};
   // In a join a rank without data does not know the figures.
   const bool all_have_figures = !joins();
   if (all_have_figures) {

@@ -43,6 +43,7 @@ class Run : private Joinable {
   void load_data();
   void make_model(const ProcessGroup& own_group);
   Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
+  void freeze_parameters();
   void note_specs();
   void make();
   void start_averaging();
@@ -62,8 +63,8 @@ class Run : private Joinable {
   void train_step(std::optional<Batch> batch);
   std::vector<Batch> parts_of(Batch batch) const;
   /// Computes means over the ranks with a batch, and whether any rank received a stop request.
-  void reduce_figures(double loss, const std::vector<std::pair<std::string, double>>& figures,
-                      bool active);
+  void reduce_figures(const std::vector<std::pair<std::string, double>>& figures, double weight);
+  double weight_of(int64_t samples) const;
   double set_learning_rates();
   void evaluate();
   void run_due_evaluation();

@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <cmath>
 #include <mutex>
 #include <sstream>
 
 #include <fmt/format.h>
 
+#include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "train/report/prepare_outputs.h"
@@ -121,6 +123,7 @@ void Run::make_model(const ProcessGroup& own_group) {
         " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
   }
   model_.module->to(device_of(config_, group_));
+  freeze_parameters();
   note_specs();
   if (resumed_) {
     load_weights_of(*resumed_);
@@ -135,6 +138,29 @@ void Run::make_model(const ProcessGroup& own_group) {
   }
   // Dropout uses the global generator; every rank must draw different masks.
   torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+}
+
+/// Applies model.freeze.
+void Run::freeze_parameters() {
+  const auto parameters = named_parameters(*model_.module);
+  for (const auto& pattern : config_.model.freeze) {
+    bool found = false;
+    for (auto [name, parameter] : parameters) {
+      if (!detail::matches_name(pattern.c_str(), name.c_str())) continue;
+      parameter.set_requires_grad(false);
+      found = true;
+    }
+    if (!found) {
+      throw UsageError(config_.at("model.freeze") + "\"" + pattern +
+                       "\" matches no parameter; expected names such as " +
+                       parameters.front().first);
+    }
+  }
+  if (std::none_of(parameters.begin(), parameters.end(),
+                   [](const auto& entry) { return entry.second.requires_grad(); })) {
+    throw UsageError(config_.at("model.freeze") +
+                     "all parameters are frozen; expected at least one that is trained");
+  }
 }
 
 /// Calls the config's loss. An error in it is reported with the config's place and the shapes.
@@ -175,6 +201,8 @@ void Run::make() {
   options.accumulative_counts = config_.train.accumulation;
   options.clip_grad_norm = config_.train.clip_grad_norm;
   options.clip_grad_value = config_.train.clip_grad_value;
+  options.clip_norm_type = config_.train.clip_norm_type;
+  options.error_if_nonfinite = config_.train.error_if_nonfinite;
   options.autocast = config_.train.autocast;
   options.scaler = config_.train.loss_scale;
   optimizer_ = std::make_unique<OptimWrapper>(*wrapper_, options);

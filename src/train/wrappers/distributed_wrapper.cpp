@@ -37,10 +37,11 @@ WrapperPlan read_distributed(OptionReader& options) {
   DistributedOptimizerOptions distributed;
   options.require("reduce_method", "sum or mean");
   options.read("reduce_method", distributed.reduce_method, "sum or mean, in any case");
-  options.read("bcast_period", distributed.bcast_period,
-               "updates from one broadcast of rank 0's parameters to the next; 0: never, -1: at "
-               "construction",
-               Range{-1});
+  options.read(
+      "bcast_period", distributed.bcast_period,
+      "updates from one broadcast of rank 0's parameters to the next; 0: at construction alone, "
+      "-1: never",
+      Range{-1});
   options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {

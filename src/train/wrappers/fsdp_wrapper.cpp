@@ -57,8 +57,9 @@ class FsdpWrapper : public ModelWrapper {
   }
 
   double update(const GradientRules& rules) override {
-    const double norm =
-        rules.clip_norm ? fsdp_.clip_grad_norm_(*rules.clip_norm) : fsdp_.grad_norm();
+    const double norm = rules.clip_norm ? fsdp_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
+                                        : fsdp_.grad_norm(rules.norm_type);
+    rules.check_norm(norm);
     if (rules.clip_value) {
       fsdp_.clip_grad_value_(*rules.clip_value);
     }

@@ -1,10 +1,22 @@
 #include "tessera/train/model_wrapper.h"
 
+#include <cmath>
+
+#include <fmt/format.h>
+
 #include "tessera/error.h"
 #include "tessera/train/optim_wrapper.h"
 #include "tessera/train/registries.h"
 
 namespace tessera {
+
+void GradientRules::check_norm(double norm) const {
+  if (!error_if_nonfinite || std::isfinite(norm)) return;
+  throw Error(
+      fmt::format("update: the norm of the gradient (p = {}) is {}; expected a finite number, "
+                  "because error_if_nonfinite is set",
+                  norm_type, norm));
+}
 
 ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group)
     : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {}

@@ -45,12 +45,17 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
                                     std::pair("clip_grad_value", options_.clip_grad_value)}) {
     if (value && !(*value > 0)) refuse(name, std::to_string(*value) + "; expected a number > 0");
   }
+  if (!(options_.clip_norm_type > 0)) {
+    refuse("clip_norm_type",
+           std::to_string(options_.clip_norm_type) + "; expected a number > 0, or infinity");
+  }
   if (options_.autocast && *options_.autocast != at::kBFloat16 && *options_.autocast != at::kHalf) {
     refuse("autocast",
            std::string(at::toString(*options_.autocast)) + "; expected bfloat16 or float16");
   }
   if (model_.updates_in_backward() &&
-      (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled)) {
+      (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled ||
+       options_.error_if_nonfinite || options_.clip_norm_type != 2)) {
     refuse(options_.scaler.enabled ? "scaler" : "clip",
            "this model updates while backward runs, before all gradients "
            "are there; expected overlap_with_backward off");
@@ -86,7 +91,7 @@ double OptimWrapper::scale_factor() const {
 
 void OptimWrapper::update_params(const at::Tensor& loss) {
   if (loss.defined()) {
-    const double factor = scale_factor();
+    const double factor = scale_factor() / weight_;
     model_.backward(scaler_.scale(factor == 1 ? loss : loss / factor));
   } else {
     model_.shadow_backward();
@@ -113,7 +118,8 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
     model_.drop_gradients();
     return;
   }
-  norm_ = model_.update({options_.clip_grad_norm, options_.clip_grad_value});
+  norm_ = model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
+                         options_.error_if_nonfinite});
   updated_ = true;
 }
 

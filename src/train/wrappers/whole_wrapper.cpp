@@ -32,8 +32,9 @@ std::vector<at::Tensor> WholeWrapper::gradients() {
 
 double WholeWrapper::update(const GradientRules& rules) {
   const auto all = gradients();
-  const double norm =
-      rules.clip_norm ? clip_gradient_norm_(all, *rules.clip_norm) : gradient_norm(all);
+  const double norm = rules.clip_norm ? clip_gradient_norm_(all, *rules.clip_norm, rules.norm_type)
+                                      : gradient_norm(all, rules.norm_type);
+  rules.check_norm(norm);
   if (rules.clip_value) {
     clip_gradient_values_(all, *rules.clip_value);
   }

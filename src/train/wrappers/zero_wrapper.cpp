@@ -49,19 +49,22 @@ class ZeroWrapper : public ModelWrapper {
   }
 
   double update(const GradientRules& rules) override {
-    const bool clips = rules.clip_norm || rules.clip_value;
-    track(!clips);
+    // The update's own pass computes the 2-norm, but knows it only afterwards.
+    const bool norm_first =
+        rules.clip_norm || rules.clip_value || rules.error_if_nonfinite || rules.norm_type != 2;
+    track(!norm_first);
     double norm = 0;
-    if (clips) {
-      norm =
-          rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm) : optimizer_.grad_norm();
+    if (norm_first) {
+      norm = rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
+                             : optimizer_.grad_norm(rules.norm_type);
+      rules.check_norm(norm);
       if (rules.clip_value) {
         optimizer_.clip_grad_value_(*rules.clip_value);
       }
     }
     optimizer_.step();
     optimizer_.zero_grad();
-    return clips ? norm : optimizer_.last_grad_norm();
+    return norm_first ? norm : optimizer_.last_grad_norm();
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
 

@@ -1,0 +1,135 @@
+#include <cmath>
+
+#include <gmock/gmock.h>
+
+#include "harness/thrown_by.h"
+#include "tessera/error.h"
+#include "tessera/safetensors.h"
+#include "train/train_fixture.h"
+
+// Keys of the config that change one thing of a run: clipping, freezing, activation checkpointing,
+// the short last round of a join.
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::expect_near;
+using testing::thrown_by;
+using TrainKeys = testing::TrainFixture;
+
+const std::vector<std::string> kWrappers{
+    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel={type: DistributedOptimizer, reduce_method: mean}",
+    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+
+TEST_F(TrainKeys, ClipNormTypeIsTheNormThatIsReportedAndClipped) {
+  const std::vector<std::string> clip{"optimizer={type: SGD, lr: 0.5}", "train.steps=3",
+                                      "train.clip_grad_norm=1e-2"};
+  std::map<std::string, std::vector<double>> losses;
+  for (const char* type : {"1", "2", "inf"}) {
+    auto one = clip;
+    one.push_back(std::string("train.clip_norm_type=") + type);
+    const auto alone = train_ranks(1, one);
+    losses[type] = alone.losses;
+    for (const auto& wrapper : kWrappers) {
+      auto options = one;
+      options.push_back(wrapper);
+      const auto ours = train_ranks(2, options);
+      expect_near(ours.losses, alone.losses, 1e-5);
+      expect_near(ours.grad_norms, alone.grad_norms, 1e-4);
+    }
+  }
+  EXPECT_GT(losses["1"][2], losses["2"][2]) << "a 1-norm of 0.01 allows a smaller step";
+  EXPECT_GT(losses["2"][2], losses["inf"][2]);
+}
+
+TEST_F(TrainKeys, ErrorIfNonfiniteEndsTheRunBeforeTheUpdate) {
+  for (const auto& wrapper : kWrappers) {
+    for (const char* clip : {"train.clip_grad_norm=null", "train.clip_grad_norm=1"}) {
+      std::string message;
+      try {
+        train_ranks(2, {wrapper, clip, "optimizer={type: SGD, lr: 1e30}",
+                        "train.error_if_nonfinite=true"});
+      } catch (const Error& error) {
+        message = error.what();
+      }
+      EXPECT_THAT(message, HasSubstr("because error_if_nonfinite is set")) << wrapper << clip;
+    }
+  }
+  EXPECT_THAT(thrown_by([] {
+                load_config("c.yaml", {"train.clip_norm_type=-1"});
+              }),
+              HasSubstr("train.clip_norm_type: -1; expected a number > 0, or inf"));
+  EXPECT_THAT(thrown_by([] {
+                load_config("c.yaml", {"train.error_if_nonfinite=true",
+                                       "parallel={type: ZeroRedundancyOptimizer, "
+                                       "overlap_with_backward: true}"});
+              }),
+              HasSubstr("train.error_if_nonfinite: the norm is known only after backward"));
+}
+
+TEST_F(TrainKeys, FrozenParametersKeepTheirValuesAndTheOthersTrain) {
+  train_ranks(1, {"train.steps=0"});
+  std::filesystem::copy("out/model.safetensors", "initial.safetensors");
+  const SafetensorsFile initial("initial.safetensors");
+  const std::string freeze = "model.freeze=['transformer.w?e.weight', 'transformer.h.0.**']";
+  train_ranks(1, {freeze});
+  const auto alone = testing::TrainFixture::bytes_of("out/model.safetensors");
+  for (const auto& wrapper : kWrappers) {
+    train_ranks(2, {freeze, wrapper});
+    const SafetensorsFile trained("out/model.safetensors");
+    for (const auto& name : trained.names()) {
+      const bool frozen = name == "transformer.wte.weight" || name == "transformer.wpe.weight" ||
+                          name.rfind("transformer.h.0.", 0) == 0;
+      EXPECT_EQ(at::equal(trained.load(name), initial.load(name)), frozen) << wrapper << name;
+    }
+  }
+  EXPECT_THAT(thrown_by([&] {
+                train_ranks(1, {"model.freeze='transformer.x.*'"});
+              }),
+              HasSubstr("model.freeze: \"transformer.x.*\" matches no parameter; expected names "
+                        "such as transformer.wte.weight"));
+  EXPECT_THAT(thrown_by([&] {
+                train_ranks(2, {"model.freeze='**'"});
+              }),
+              HasSubstr("model.freeze: all parameters are frozen"));
+}
+
+TEST_F(TrainKeys, ActivationCheckpointingChangesNoBit) {
+  const auto plain = train_ranks(1, {"model.dropout=0.1"});
+  const auto bytes = bytes_of("out/model.safetensors");
+  const auto less = train_ranks(1, {"model.dropout=0.1", "model.activation_checkpointing=true"});
+  EXPECT_EQ(less.losses, plain.losses);
+  EXPECT_EQ(bytes_of("out/model.safetensors"), bytes);
+  for (const auto& wrapper : kWrappers) {
+    const auto whole = train_ranks(2, {wrapper});
+    const auto again = train_ranks(2, {wrapper, "model.activation_checkpointing=true"});
+    EXPECT_EQ(again.losses, whole.losses) << wrapper;
+  }
+}
+
+TEST_F(TrainKeys, AShortLastRoundOfAJoinIsAMeanOverItsSamples) {
+  // 35 sequences on 3 ranks: rounds of 9, 9, 9 and 8, in which rank 2 has 2 sequences and the
+  // others 3.
+  const std::string sgd = "optimizer={type: SGD, lr: 0.5}";
+  train_ranks(1, {sgd, "train.global_batch=9", "train.steps=3"});
+  std::filesystem::copy("out/model.safetensors", "three.safetensors");
+  std::ofstream("rest.txt") << bytes_of("text.txt").substr(27 * 16);
+  const auto last = train_ranks(1, {sgd, "train.global_batch=8", "train.steps=1",
+                                    "model.init=three.safetensors", "data.path=rest.txt"});
+  std::filesystem::copy("out/model.safetensors", "expected.safetensors");
+  const SafetensorsFile expected("expected.safetensors");
+  for (const auto& wrapper : kWrappers) {
+    const auto joined = train_ranks(
+        3, {sgd, wrapper, "train.global_batch=7", "train.steps=5", "data.uneven=join"});
+    ASSERT_EQ(joined.losses.size(), 4u) << wrapper;
+    EXPECT_NEAR(joined.losses[3], last.losses[0], 1e-5) << wrapper;
+    const SafetensorsFile ours("out/model.safetensors");
+    for (const auto& name : expected.names())
+      EXPECT_TRUE(at::allclose(ours.load(name), expected.load(name), 1e-4, 1e-6)) << name;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
