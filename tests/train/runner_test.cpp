@@ -15,12 +15,8 @@ namespace tessera {
 namespace {
 
 using testing::expect_near;
+using testing::kWrappers;
 using RunnerTest = testing::TrainFixture;
-
-const std::vector<std::string> kWrappers{
-    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-    "parallel={type: DistributedOptimizer, reduce_method: mean}",
-    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 struct LineImpl : torch::nn::Module {
   LineImpl()

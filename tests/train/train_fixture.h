@@ -14,6 +14,12 @@
 
 namespace tessera::testing {
 
+/// One override for each wrapper of several ranks.
+inline const std::vector<std::string> kWrappers{
+    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel={type: DistributedOptimizer, reduce_method: mean}",
+    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+
 /// A folder of its own with text.txt and c.yaml, a small GPT-2 for 6 steps of 12 sequences.
 class TrainFixture : public ::testing::Test {
  protected:

@@ -13,15 +13,11 @@
 namespace tessera {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::expect_near;
+using ::testing::HasSubstr;
+using testing::kWrappers;
 using testing::thrown_by;
 using TrainKeys = testing::TrainFixture;
-
-const std::vector<std::string> kWrappers{
-    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-    "parallel={type: DistributedOptimizer, reduce_method: mean}",
-    "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
 TEST_F(TrainKeys, ClipNormTypeIsTheNormThatIsReportedAndClipped) {
   const std::vector<std::string> clip{"optimizer={type: SGD, lr: 0.5}", "train.steps=3",
@@ -49,17 +45,15 @@ TEST_F(TrainKeys, ErrorIfNonfiniteEndsTheRunBeforeTheUpdate) {
     for (const char* clip : {"train.clip_grad_norm=null", "train.clip_grad_norm=1"}) {
       std::string message;
       try {
-        train_ranks(2, {wrapper, clip, "optimizer={type: SGD, lr: 1e30}",
-                        "train.error_if_nonfinite=true"});
+        train_ranks(
+            2, {wrapper, clip, "optimizer={type: SGD, lr: 1e30}", "train.error_if_nonfinite=true"});
       } catch (const Error& error) {
         message = error.what();
       }
       EXPECT_THAT(message, HasSubstr("because error_if_nonfinite is set")) << wrapper << clip;
     }
   }
-  EXPECT_THAT(thrown_by([] {
-                load_config("c.yaml", {"train.clip_norm_type=-1"});
-              }),
+  EXPECT_THAT(thrown_by([] { load_config("c.yaml", {"train.clip_norm_type=-1"}); }),
               HasSubstr("train.clip_norm_type: -1; expected a number > 0, or inf"));
   EXPECT_THAT(thrown_by([] {
                 load_config("c.yaml", {"train.error_if_nonfinite=true",
@@ -85,14 +79,10 @@ TEST_F(TrainKeys, FrozenParametersKeepTheirValuesAndTheOthersTrain) {
       EXPECT_EQ(at::equal(trained.load(name), initial.load(name)), frozen) << wrapper << name;
     }
   }
-  EXPECT_THAT(thrown_by([&] {
-                train_ranks(1, {"model.freeze='transformer.x.*'"});
-              }),
+  EXPECT_THAT(thrown_by([&] { train_ranks(1, {"model.freeze='transformer.x.*'"}); }),
               HasSubstr("model.freeze: \"transformer.x.*\" matches no parameter; expected names "
                         "such as transformer.wte.weight"));
-  EXPECT_THAT(thrown_by([&] {
-                train_ranks(2, {"model.freeze='**'"});
-              }),
+  EXPECT_THAT(thrown_by([&] { train_ranks(2, {"model.freeze='**'"}); }),
               HasSubstr("model.freeze: all parameters are frozen"));
 }
 
@@ -121,8 +111,8 @@ TEST_F(TrainKeys, AShortLastRoundOfAJoinIsAMeanOverItsSamples) {
   std::filesystem::copy("out/model.safetensors", "expected.safetensors");
   const SafetensorsFile expected("expected.safetensors");
   for (const auto& wrapper : kWrappers) {
-    const auto joined = train_ranks(
-        3, {sgd, wrapper, "train.global_batch=7", "train.steps=5", "data.uneven=join"});
+    const auto joined =
+        train_ranks(3, {sgd, wrapper, "train.global_batch=7", "train.steps=5", "data.uneven=join"});
     ASSERT_EQ(joined.losses.size(), 4u) << wrapper;
     EXPECT_NEAR(joined.losses[3], last.losses[0], 1e-5) << wrapper;
     const SafetensorsFile ours("out/model.safetensors");

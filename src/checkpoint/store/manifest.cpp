@@ -1,6 +1,5 @@
 #include "checkpoint/store/manifest.h"
 
-#include <bit>
 #include <cstring>
 #include <set>
 
@@ -9,6 +8,7 @@
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_header.h"
+#include "checkpoint/io/value_json.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -20,24 +20,6 @@ constexpr const char* kFormat = "tessera-checkpoint";
 constexpr std::string_view kTrailerBegin = ",\n \"digest\": \"";
 constexpr std::string_view kTrailerEnd = "\"\n}\n";
 
-// Integers are JSON integers. Doubles are written as their bits, because JSON has no infinities and
-// many readers round.
-json to_json(const ScalarValue& value) {
-  if (const auto* integer = std::get_if<int64_t>(&value)) return *integer;
-  return fmt::format("f64:{:016x}", std::bit_cast<uint64_t>(std::get<double>(value)));
-}
-
-ScalarValue scalar_from_json(const json& value) {
-  if (value.is_number_integer()) return value.get<int64_t>();
-  const auto text = value.get<std::string>();
-  if (text.size() != 20 || text.rfind("f64:", 0) != 0 ||
-      text.find_first_not_of("0123456789abcdef", 4) != std::string::npos) {
-    throw UsageError("the scalar " + safetensors::in_quotes(text) +
-                     " is neither an integer nor f64: and 16 hexadecimal digits");
-  }
-  return std::bit_cast<double>(static_cast<uint64_t>(std::stoull(text.substr(4), nullptr, 16)));
-}
-
 json to_json(const SliceRecord& slice) {
   json value = {{"parameter", slice.parameter},
                 {"shape", slice.shape},
@@ -45,7 +27,7 @@ json to_json(const SliceRecord& slice) {
                 {"numel", slice.numel}};
   if (!slice.following.empty()) value["following"] = slice.following;
   if (!slice.whole.empty()) value["whole"] = slice.whole;
-  for (const auto& [name, scalar] : slice.scalars) value["scalars"][name] = to_json(scalar);
+  for (const auto& [name, scalar] : slice.scalars) value["scalars"][name] = json_of(scalar);
   return value;
 }
 

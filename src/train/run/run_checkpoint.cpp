@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/step/agreement.h"
 #include "train/run/random_state.h"
 #include "train/run/run.h"
-#include "train/run/weights.h"
 
 namespace tessera::train {
 namespace {
@@ -148,9 +148,9 @@ void Run::open_checkpoints() {
 }
 
 void Run::load_weights_of(const Checkpoint& checkpoint) {
-  load_weights(*model_.module, checkpoint.path() + "/" + kWeights,
-               checkpoint.tensors(kWeights).entries(),
-               [&](const std::string& name) { return checkpoint.load_tensor(kWeights, name); });
+  detail::load_module(
+      *model_.module, checkpoint.path() + "/" + kWeights, checkpoint.tensors(kWeights).entries(),
+      [&](const std::string& name) { return checkpoint.load_tensor(kWeights, name); });
 }
 
 void Run::restore() {

@@ -7,10 +7,10 @@
 
 #include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/step/agreement.h"
 #include "train/report/prepare_outputs.h"
 #include "train/run/run.h"
-#include "train/run/weights.h"
 
 namespace tessera::train {
 
@@ -132,7 +132,7 @@ void Run::make_model(const ProcessGroup& own_group) {
       if (model_.load_weights) {
         model_.load_weights(config_.model.init);
       } else {
-        load_weights(*model_.module, config_.model.init);
+        load_state_dict(*model_.module, config_.model.init);
       }
     });
   }

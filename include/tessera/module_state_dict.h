@@ -1,0 +1,39 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "tessera/safetensors.h"
+
+// The parameters and buffers of a plain module by name: the form that
+// FullyShardedDataParallel::state_dict() returns and save_state_dict() writes. All functions are
+// local.
+
+namespace tessera {
+
+/// Dotted names and tensors. A tied parameter appears once, under its first name.
+using ModuleStateDict = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// The parameters, then the buffers of `module`. The tensors are copies on the CPU.
+ModuleStateDict state_dict(const torch::nn::Module& module);
+
+/// Copies the tensors of `state` into all parameters and buffers of `module`, and converts dtype
+/// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
+/// lists them), when a name is given twice, or when a shape differs (it names the first).
+void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
+/// The same from a safetensors file.
+void load_state_dict(torch::nn::Module& module, const std::string& path);
+
+namespace detail {
+
+/// The same from any source of tensors. `source`: its name, for messages; `entries`: its tensors.
+void load_module(torch::nn::Module& module, const std::string& source,
+                 const std::vector<SafetensorsEntry>& entries,
+                 const std::function<at::Tensor(const std::string& name)>& load);
+
+}  // namespace detail
+}  // namespace tessera

@@ -1,0 +1,97 @@
+#include "tessera/module_state_dict.h"
+
+#include <algorithm>
+#include <map>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "tessera/error.h"
+#include "tessera/optim/optimizer_state_dict.h"
+
+namespace tessera {
+namespace {
+
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 5;
+  const auto shown = static_cast<std::ptrdiff_t>(std::min(names.size(), kShown));
+  return fmt::format(
+      "{}{}", fmt::join(names.begin(), names.begin() + shown, ", "),
+      names.size() > kShown ? fmt::format(" and {} more", names.size() - kShown) : "");
+}
+
+/// The module's own tensors.
+ModuleStateDict tensors_of(const torch::nn::Module& module) {
+  ModuleStateDict tensors;
+  for (const auto& [name, parameter] : named_parameters(module)) {
+    if (parameter.defined()) tensors.emplace_back(name, parameter);
+  }
+  for (const auto& buffer : module.named_buffers(true)) {
+    if (buffer.value().defined()) tensors.emplace_back(buffer.key(), buffer.value());
+  }
+  return tensors;
+}
+
+}  // namespace
+
+ModuleStateDict state_dict(const torch::nn::Module& module) {
+  at::NoGradGuard no_grad;
+  auto tensors = tensors_of(module);
+  for (auto& [name, tensor] : tensors)
+    tensor = tensor.detach().to(at::kCPU, tensor.scalar_type(), false, true);
+  return tensors;
+}
+
+void detail::load_module(torch::nn::Module& module, const std::string& source,
+                         const std::vector<SafetensorsEntry>& entries,
+                         const std::function<at::Tensor(const std::string& name)>& load) {
+  auto wanted = tensors_of(module);
+  std::map<std::string, const SafetensorsEntry*> there;
+  for (const auto& entry : entries) {
+    if (!there.emplace(entry.name, &entry).second)
+      throw UsageError(
+          fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
+  }
+  std::vector<std::string> missing, unexpected;
+  for (const auto& [name, tensor] : wanted) {
+    const auto found = there.find(name);
+    if (found == there.end()) {
+      missing.push_back(name);
+    } else if (found->second->shape != tensor.sizes().vec()) {
+      throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model", source,
+                                   name, fmt::join(found->second->shape, ", "),
+                                   fmt::join(tensor.sizes(), ", ")));
+    }
+    there.erase(name);
+  }
+  for (const auto& [name, entry] : there) unexpected.push_back(name);
+  if (!missing.empty() || !unexpected.empty()) {
+    throw UsageError(
+        fmt::format("{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
+                    missing.empty() || unexpected.empty() ? "" : "; ",
+                    unexpected.empty() ? "" : "not in the model: " + listed(unexpected)));
+  }
+  at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : wanted) tensor.copy_(load(name));
+}
+
+void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
+  std::vector<SafetensorsEntry> entries;
+  std::map<std::string, at::Tensor> by_name;
+  for (const auto& [name, tensor] : state) {
+    if (!tensor.defined())
+      throw UsageError(fmt::format("load_state_dict: {} is undefined; expected a tensor", name));
+    entries.push_back({name, "", tensor.sizes().vec()});
+    by_name[name] = tensor;
+  }
+  detail::load_module(module, "load_state_dict", entries,
+                      [&](const std::string& name) { return by_name.at(name); });
+}
+
+void load_state_dict(torch::nn::Module& module, const std::string& path) {
+  const SafetensorsFile file(path);
+  detail::load_module(module, path, file.entries(),
+                      [&](const std::string& name) { return file.load(name); });
+}
+
+}  // namespace tessera
