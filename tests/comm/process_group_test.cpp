@@ -430,36 +430,4 @@ INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SeveralRanks, kShared, kName);
 
-TEST(ProcessGroupFail, ReachesAllRanksWhileCollectivesAreRunning) {
-  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
-    std::vector<tessera::Work> works;
-    for (int i = 0; i < 20; ++i) works.push_back(group.all_reduce_async(at::ones({1000})));
-    if (rank == 0) group.fail("rank 0 has had enough");
-    for (auto& work : works) work.wait();
-    group.barrier();
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
-}
-
-TEST(ProcessGroupFail, ReachesRanksThatWaitInASubGroup) {
-  const auto start = std::chrono::steady_clock::now();
-  const auto errors = run_ranks_catching(4, [](ProcessGroup group, int rank) {
-    ProcessGroup pair = *group.split(rank / 2);
-    auto tensor = at::ones({3});
-    if (rank == 0) {
-      pair.all_reduce(tensor);
-      group.fail("rank 0 has had enough");
-    }
-    pair.all_reduce(tensor);
-    if (rank == 1) pair.all_reduce(tensor);
-    group.barrier();
-  });
-  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 5);
-  for (const int rank : {0, 1})
-    EXPECT_EQ(message_of(errors[rank]), "rank 0 has had enough") << rank;
-  for (const int rank : {2, 3})
-    EXPECT_TRUE(errors[rank]) << rank << " waits for the whole group and must end, too";
-}
-
 }  // namespace

@@ -54,12 +54,18 @@ std::string ProcessGroup::Impl::failure() {
   return failure_;
 }
 
-void ProcessGroup::Impl::set_failure(std::string text) {
+void ProcessGroup::Impl::set_failure(std::string text, bool shared) {
   {
     std::lock_guard lock(failure_mutex_);
-    failure_ = std::move(text);
+    if (!shared_) failure_ = std::move(text);
+    shared_ = shared_ || shared;
   }
   ended = true;
+}
+
+bool ProcessGroup::Impl::failure_is_shared() {
+  std::lock_guard lock(failure_mutex_);
+  return shared_;
 }
 
 /// Returns the messages of the ranks that called fail(), gathered on all ranks. `mine` is this
@@ -86,16 +92,19 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::st
 }
 
 Work ProcessGroup::Impl::announce(const std::string& message) {
-  set_failure(message);
+  set_failure(message, false);
   if (alone()) return {};
   OpHeader header;
   header.op = Op::fail;
   header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
-  // Queued behind earlier operations, because the other ranks count on these too.
+  // Queued behind earlier operations, because the other ranks count on these too. Another rank may
+  // have failed meanwhile: an earlier operation has then received its message, and no rank would
+  // answer this one.
   return queue_.submit([this, header, message]() mutable {
+    if (failure_is_shared()) return;
     header.sequence = ++sequence_;
-    set_failure(failure_of(transport->exchange(header), message));
+    set_failure(failure_of(transport->exchange(header), message), true);
   });
 }
 
@@ -124,7 +133,9 @@ void ProcessGroup::Impl::fail(const std::string& message) {
     if (!group->ended) announced.push_back(group->announce(text));
   }
   Work own = announce(text);
-  if (announced.empty()) {
+  // True if a sub-group has ended already: a rank that failed there may not answer here any more.
+  const bool informed = announced.size() < below.size();
+  if (below.empty()) {
     own.wait();
   } else {
     // Each of the other ranks waits in one of these groups, not necessarily all in the same one.
@@ -137,7 +148,7 @@ void ProcessGroup::Impl::fail(const std::string& message) {
       const auto now = std::chrono::steady_clock::now();
       const auto done = std::count_if(announced.begin(), announced.end(),
                                       [](const Work& work) { return work.done(); });
-      if (done > 0 && !first) first = now;
+      if ((done > 0 || informed) && !first) first = now;
       if (done == static_cast<int64_t>(announced.size()) || now > give_up ||
           (first && now > *first + kOtherGroups))
         break;
@@ -168,7 +179,7 @@ std::vector<std::string> ProcessGroup::Impl::exchange_tags(const std::string& mi
 Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& tag) {
   auto headers = transport->exchange(header);
   if (const auto text = failure_of(headers, ""); !text.empty()) {
-    set_failure(text);
+    set_failure(text, true);
     throw UsageError(text);
   }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {

@@ -48,11 +48,14 @@ class ProcessGroup::Impl {
 
   std::string failure_of(const std::vector<comm::OpHeader>& headers, const std::string& mine);
   std::string failure();
-  void set_failure(std::string text);
+  /// `shared`: the text was exchanged with all ranks. Nothing replaces it then.
+  void set_failure(std::string text, bool shared);
+  bool failure_is_shared();
 
   uint64_t sequence_ = 0;
   std::mutex failure_mutex_;  // fail() can run while the queue runs operations
   std::string failure_;       // the message that ended the group
+  bool shared_ = false;       // all ranks know the message: no further exchange will be answered
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;
