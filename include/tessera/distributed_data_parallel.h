@@ -10,6 +10,7 @@
 
 #include "tessera/join.h"
 #include "tessera/process_group.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/step/comm_hook.h"
 #include "tessera/step/no_sync.h"
 
@@ -21,20 +22,24 @@ struct DistributedDataParallelOptions {
   double first_bucket_mb = 1;
   /// MiB of gradients in each of the other buckets, > 0.
   double bucket_cap_mb = 25;
-  /// On: rank 0's buffers are broadcast before each forward pass in training mode, unless gradients
-  /// are disabled or no_sync() is active.
+  /// On: in training mode all ranks get the same buffers, by the rule `buffers`, before each
+  /// forward pass and after each backward pass, unless gradients are disabled or no_sync() is
+  /// active. So evaluation and saving see the same values everywhere. Off: as BufferSync::none.
   bool broadcast_buffers = true;
+  BufferSync buffers = BufferSync::broadcast;
   /// On: parameters may get no gradient in a backward pass; costs one small collective. Off: a
   /// missing gradient is an error on every rank.
   bool find_unused_parameters = false;
   /// On: the caller promises that every step uses the same parameters equally often. The first
-  /// backward pass determines them.
+  /// backward pass determines them; another set or number in a later one is an error on every
+  /// rank.
   bool static_graph = false;
   /// On: each `.grad` is a view of its bucket, so nothing is copied after the reduction. On CPUs
   /// nothing is copied before it either if the autograd graph is the same as in the previous step:
   /// backward then computes the gradients in the bucket. Off: gradients are copied in and out.
   bool gradient_as_bucket_view = true;
-  /// Names of parameters that are neither broadcast nor reduced.
+  /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
+  /// module does not have.
   std::vector<std::string> parameters_to_ignore = {};
   /// Replaces the averaging of a bucket. Empty: the mean.
   CommHook comm_hook = {};
@@ -91,8 +96,9 @@ class DistributedDataParallel : public Joinable {
         core_(std::make_unique<detail::DataParallel>(*module_, std::move(group),
                                                      std::move(options))) {}
 
-  /// Calls the module's forward(). Collective if buffers are broadcast, and in the first call after
-  /// the first synchronising backward pass, which rearranges the buckets.
+  /// Calls the module's forward(). Collective if buffers are synchronised; otherwise local, so that
+  /// one rank alone may evaluate (under eval() or NoGradGuard). UsageError on every rank if the
+  /// module's parameters were replaced after construction (module->to(dtype)).
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     core_->before_forward();

@@ -33,6 +33,7 @@
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
 #include "tessera/step/agreement.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/step/comm_hook.h"
 #include "tessera/step/early_stop.h"

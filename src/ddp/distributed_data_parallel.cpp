@@ -1,14 +1,19 @@
 #include "tessera/distributed_data_parallel.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "sharding/bucket_plan.h"
 #include "sharding/gradients/reducer.h"
+#include "sharding/module_buffers.h"
+#include "sharding/wrapped_parameters.h"
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera::detail {
 namespace {
@@ -39,12 +44,16 @@ class DataParallel::Impl {
       : module_(module),
         group_(std::move(group)),
         options_(std::move(options)),
+        buffers_(module, options_.broadcast_buffers ? options_.buffers : BufferSync::none),
         divisor_(group_.size()) {
-    check_options(options_, group_.rank());
-    collect_parameters();
+    agree(group_, [&] {
+      check_options(options_, group_.rank());
+      collect_parameters();
+      wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
+                                             sharding::Use::reduces_in_backward, all_);
+    });
     auto contract = sharding::signatures(all_);
-    for (const auto& buffer : module_.named_buffers())
-      contract.push_back("buffer " + sharding::signature({buffer.key(), buffer.value()}));
+    for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
     contract.push_back(
         fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}",
                     options_.first_bucket_mb, options_.bucket_cap_mb,
@@ -63,27 +72,27 @@ class DataParallel::Impl {
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(reverse_order), reducing,
         sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
-                                     [this] { finish_backward(); },
+                                     [this] { wait_for_buckets(); }, [this] { after_backward(); },
                                      [this] { wait_for_buckets(); }});
   }
 
   void before_forward() {
-    if (rebuild_due_) rebuild();
-    if (options_.broadcast_buffers && module_.is_training() && reducer_->sync() &&
-        at::GradMode::is_enabled())
-      broadcast_buffers(publisher_);
+    reducer_->check_attached();
+    if (!module_.is_training() || !reducer_->sync() || !at::GradMode::is_enabled()) return;
+    begin_pass();
   }
 
   void on_join_iteration(const JoinIteration& iteration) {
     divisor_ = iteration.divisor;
     publisher_ = iteration.first_active;
+    buffers_.on_join_iteration(iteration);
   }
 
   void shadow_backward() {
-    // The other ranks run with gradients, and only then are buffers broadcast.
-    at::AutoGradMode with_gradients(true);
-    before_forward();
+    has_data_ = false;
+    if (module_.is_training()) begin_pass();
     reducer_->shadow();
+    has_data_ = true;
   }
 
   void finish_join(int last_active_rank) { broadcast_model(last_active_rank); }
@@ -94,11 +103,20 @@ class DataParallel::Impl {
 
  private:
   void collect_parameters() {
+    auto& ignored = options_.parameters_to_ignore;
+    std::set<std::string> unknown(ignored.begin(), ignored.end());
+    std::vector<std::string> names;
     for (const auto& [name, tensor] : named_parameters(module_)) {
-      if (std::find(options_.parameters_to_ignore.begin(), options_.parameters_to_ignore.end(),
-                    name) != options_.parameters_to_ignore.end())
-        continue;
-      all_.push_back({name, tensor});
+      names.push_back(name);
+      unknown.erase(name);
+      if (std::find(ignored.begin(), ignored.end(), name) == ignored.end())
+        all_.push_back({name, tensor});
+    }
+    if (!unknown.empty()) {
+      throw UsageError(fmt::format(
+          "{}: rank {}: option parameters_to_ignore names {}, and the module has no such "
+          "parameter{}",
+          kName, group_.rank(), *unknown.begin(), did_you_mean(*unknown.begin(), names)));
     }
     sharding::check_parameters(kName, all_, 0, group_.rank());
     std::copy_if(all_.begin(), all_.end(), std::back_inserter(trainable_),
@@ -113,12 +131,13 @@ class DataParallel::Impl {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
     group_.broadcast(tensors, root);
-    broadcast_buffers(root);
+    buffers_.broadcast(group_, root);
   }
 
-  void broadcast_buffers(int root) {
-    const auto buffers = module_.buffers();
-    if (!buffers.empty()) group_.broadcast(buffers, root);
+  /// A forward pass that a synchronising backward will follow.
+  void begin_pass() {
+    buffers_.synchronize(group_, has_data_);
+    ++forwards_;
   }
 
   /// Buckets of the trainable parameters, filled in the given order, in which the gradients are
@@ -144,8 +163,8 @@ class DataParallel::Impl {
   void start_bucket(size_t index) {
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
-      waiting_.push_back(
-          [work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_)]() mutable { work.wait(); });
+      waiting_.push_back([work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_,
+                                                         tag(index))]() mutable { work.wait(); });
       return;
     }
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
@@ -163,16 +182,23 @@ class DataParallel::Impl {
     for (auto& wait : waiting) wait();
   }
 
-  void finish_backward() {
-    wait_for_buckets();
-    if (!rebuilt_) rebuild_due_ = true;
+  /// Ranks that have made different numbers of passes reduce gradients of different steps: the tags
+  /// of the reductions then differ, which is an error on every rank.
+  std::string tag(size_t bucket) const {
+    return fmt::format("bucket {} of backward {}, after {} forward passes", bucket, backwards_ + 1,
+                       forwards_);
+  }
+
+  /// All ranks are at the end of the same synchronising backward.
+  void after_backward() {
+    ++backwards_;
+    if (module_.is_training()) buffers_.synchronize(group_, has_data_);
+    if (!std::exchange(rebuilt_, true)) rebuild();
   }
 
   /// Rearranges the buckets, once after the first backward pass, to the order in which the
   /// gradients of rank 0 (during a join, of an active rank) arrived. Collective.
   void rebuild() {
-    rebuild_due_ = false;
-    rebuilt_ = true;
     std::string mine;
     for (const auto i : reducer_->arrival_order()) mine += std::to_string(i) + " ";
     const auto theirs = group_.broadcast_bytes(mine, publisher_);
@@ -186,10 +212,14 @@ class DataParallel::Impl {
   ProcessGroup group_;
   DistributedDataParallelOptions options_;
   std::vector<NamedTensor> all_, trainable_;
+  sharding::WrappedParameters wrapped_;
+  sharding::ModuleBuffers buffers_;
+  bool has_data_ = true;  // false while this rank takes part in a join without data
+  uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
   std::vector<std::function<void()>> waiting_;
-  bool rebuild_due_ = false, rebuilt_ = false;
+  bool rebuilt_ = false;
   int divisor_ = 1;
-  int publisher_ = 0;  // the rank that broadcasts its buffers and its order of arrival
+  int publisher_ = 0;  // the rank whose order of arrival is used
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

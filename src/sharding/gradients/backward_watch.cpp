@@ -43,11 +43,20 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
       std::weak_ptr<State> state_;
       size_t parameter_;
     };
+    parameters_ = parameters;
     for (size_t i = 0; i < parameters.size(); ++i) {
       auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
       const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
       hooks_.emplace_back(std::move(accumulator), key);
     }
+  }
+
+  std::optional<size_t> lost_parameter() const {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters_[i]);
+      if (now.get() != hooks_[i].first.get()) return i;
+    }
+    return std::nullopt;
   }
 
   void detach() {
@@ -95,6 +104,7 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
   }
 
   Callbacks callbacks_;
+  std::vector<at::Tensor> parameters_;
   std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
 };
 
@@ -105,6 +115,7 @@ BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, Callback
 
 BackwardWatch::~BackwardWatch() { state_->detach(); }
 
+std::optional<size_t> BackwardWatch::lost_parameter() const { return state_->lost_parameter(); }
 void BackwardWatch::begin() { state_->begin(); }
 bool BackwardWatch::running() const { return state_->running_; }
 bool BackwardWatch::in_backward() {

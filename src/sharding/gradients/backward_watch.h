@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <torch/torch.h>
@@ -31,6 +32,11 @@ class BackwardWatch {
   ~BackwardWatch();
   BackwardWatch(const BackwardWatch&) = delete;
   BackwardWatch& operator=(const BackwardWatch&) = delete;
+
+  /// The first of the parameters whose gradients are no longer reported, because autograd has
+  /// replaced the node that accumulates them (module->to(dtype) does that); nullopt if there is
+  /// none. Local.
+  std::optional<size_t> lost_parameter() const;
 
   /// Reports `began` now, from within a backward, before any gradient of the list has arrived.
   void begin();

@@ -102,14 +102,23 @@ void Reducer::ready(size_t bucket) {
 }
 
 void Reducer::end() {
-  std::lock_guard lock(mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    struct Reset {
+      Reducer& reducer;
+      ~Reset() { reducer.reset(); }
+    } reset_at_the_end{*this};
+    buckets_.end_backward(true);
+    if (!sync_) return;
+    finish_reduction(Missing::by_options);
+  }
+  notify_finished();
+}
+
+void Reducer::notify_finished() {
   at::NoGradGuard no_grad;
-  struct Reset {
-    Reducer& reducer;
-    ~Reset() { reducer.reset(); }
-  } reset_at_the_end{*this};
-  buckets_.end_backward(true);
-  if (sync_) finish_reduction(Missing::by_options);
+  if (callbacks_.finished) callbacks_.finished();
 }
 
 void Reducer::abandon() {
@@ -133,18 +142,24 @@ void Reducer::return_gradients() {
 }
 
 void Reducer::flush() {
-  std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
-  start();
-  finish_reduction(Missing::by_options);
+  {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    start();
+    finish_reduction(Missing::by_options);
+  }
+  notify_finished();
 }
 
 void Reducer::shadow() {
-  std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
-  buckets_.zero_grad(true);
-  start();
-  finish_reduction(Missing::zero);
+  {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    buckets_.zero_grad(true);
+    start();
+    finish_reduction(Missing::zero);
+  }
+  notify_finished();
 }
 
 void Reducer::finish_reduction(Missing missing) {
@@ -160,7 +175,10 @@ void Reducer::finish_reduction(Missing missing) {
 /// Parameters that have not arrived in this backward: their gradient is one that an earlier
 /// backward under no_sync accumulated, or it is missing. Returns which parameters have a gradient.
 std::vector<char> Reducer::collect_rest(Missing rule) {
-  if (rule == Missing::by_options) check_cleared();
+  if (rule == Missing::by_options) {
+    check_cleared();
+    check_static_graph();
+  }
   std::vector<std::string> missing;
   std::vector<char> have(size(), 1);
   const bool zero = rule == Missing::zero || may_be_unused();
@@ -194,6 +212,32 @@ void Reducer::check_cleared() {
       "{}: rank {}: the gradient of parameter {} was already averaged and used by an earlier step; "
       "expected zero_grad() between step() and the next backward",
       options_.component, group_.rank(), parameter));
+}
+
+void Reducer::check_attached() {
+  const auto lost = watch_->lost_parameter();
+  if (!lost) return;
+  group_.fail(fmt::format(
+      "{}: rank {}: the gradient of parameter {} is no longer collected, because its dtype, device "
+      "or data was replaced (module->to(…), set_data); expected such changes before the {} is "
+      "constructed",
+      options_.component, group_.rank(), name(*lost), options_.component));
+}
+
+/// A parameter that the static graph has and this backward has not, for example one that was frozen
+/// meanwhile, would otherwise count as one with a gradient of zero, and momentum would move it.
+void Reducer::check_static_graph() {
+  if (!options_.static_graph || !graph_learned_) return;
+  for (size_t i = 0; i < size(); ++i) {
+    const int expected = tracker_.expected(i), arrivals = tracker_.arrivals(i);
+    if (expected == arrivals) continue;
+    group_.fail(fmt::format(
+        "{}: rank {}: parameter {} ({}) got {} gradients in this backward and {} in the first one; "
+        "expected the same, because static_graph is set",
+        options_.component, group_.rank(), name(i),
+        buckets_.parameters()[i].tensor.requires_grad() ? "trainable" : "frozen now", arrivals,
+        expected));
+  }
 }
 
 void Reducer::learn_static_graph() {

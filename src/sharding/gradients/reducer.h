@@ -49,6 +49,8 @@ class Reducer {
     std::function<void(size_t index)> ready = {};
     /// All buckets were started and backward is over: wait for them.
     std::function<void()> finish = {};
+    /// After finish, when `.grad`s have their values: the buckets may be replaced.
+    std::function<void()> finished = {};
     /// A backward threw, and buckets are about to be filled again: wait for what it had started.
     std::function<void()> drain = {};
   };
@@ -94,6 +96,10 @@ class Reducer {
   /// With caller_tracks_use, in `finish`: some rank had a gradient, so this rank gets the result.
   void set_used(size_t parameter) { used_[parameter] = true; }
 
+  /// UsageError on every rank if the gradients of some parameter are no longer reported to this
+  /// object; see BackwardWatch::lost_parameter().
+  void check_attached();
+
   /// Number of gradients that have arrived since construction.
   uint64_t generation() const { return generation_; }
 
@@ -127,9 +133,11 @@ class Reducer {
   void start_remaining_buckets();
   void ready(size_t bucket);
   std::vector<char> collect_rest(Missing rule);
+  void notify_finished();
   void finish_reduction(Missing missing);
   void give_back();
   void learn_static_graph();
+  void check_static_graph();
   void exchange_use(const std::vector<char>& have);
   bool may_be_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   size_t size() const { return buckets_.parameters().size(); }

@@ -1,0 +1,81 @@
+#include "sharding/module_buffers.h"
+
+#include <numeric>
+#include <unordered_set>
+
+#include <fmt/format.h>
+
+namespace tessera {
+
+const char* buffer_sync_name(BufferSync rule) {
+  switch (rule) {
+    case BufferSync::broadcast: return "broadcast";
+    case BufferSync::mean: return "mean";
+    case BufferSync::none: return "none";
+  }
+  return "none";
+}
+
+namespace sharding {
+
+ModuleBuffers::ModuleBuffers(const torch::nn::Module& module, BufferSync rule) : rule_(rule) {
+  std::unordered_set<const void*> seen;
+  for (const auto& buffer : module.named_buffers()) {
+    if (buffer.value().defined() && seen.insert(buffer.value().unsafeGetTensorImpl()).second)
+      buffers_.push_back({buffer.key(), buffer.value()});
+  }
+  std::vector<size_t> all(buffers_.size());
+  std::iota(all.begin(), all.end(), 0);
+  classes_ = by_dtype_and_device(buffers_, all);
+}
+
+std::vector<std::string> ModuleBuffers::signatures() const {
+  std::vector<std::string> lines;
+  for (const auto& buffer : buffers_) lines.push_back("buffer " + signature(buffer));
+  lines.push_back(fmt::format("option buffers: {}", buffer_sync_name(rule_)));
+  return lines;
+}
+
+void ModuleBuffers::broadcast(ProcessGroup& group, int root) const {
+  for (const auto& members : classes_)
+    combine(group, members, Combine::copy, root, group.rank() == root);
+}
+
+void ModuleBuffers::synchronize(ProcessGroup& group, bool has_data) const {
+  if (rule_ == BufferSync::none) return;
+  for (const auto& members : classes_) {
+    const bool averages = rule_ == BufferSync::mean &&
+                          at::isFloatingType(buffers_[members[0]].tensor.scalar_type());
+    combine(group, members, averages ? Combine::mean : Combine::copy, publisher_, has_data);
+  }
+}
+
+void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& members, Combine how,
+                            int root, bool has_data) const {
+  if (group.size() == 1) return;
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parts;
+  for (const auto i : members) parts.push_back(buffers_[i].tensor.detach().reshape({-1}));
+  auto flat = at::cat(parts);
+  if (how == Combine::mean) {
+    if (!has_data) flat.zero_();
+    group.all_reduce(flat, 1.0 / (active_ranks_ > 0 ? active_ranks_ : group.size()));
+  } else {
+    group.broadcast(flat, root);
+  }
+  at::AutoDispatchBelowADInplaceOrView keep_versions;
+  int64_t offset = 0;
+  for (const auto i : members) {
+    auto tensor = buffers_[i].tensor;
+    tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
+}
+
+void ModuleBuffers::on_join_iteration(const JoinIteration& iteration) {
+  publisher_ = iteration.first_active;
+  active_ranks_ = iteration.active_ranks;
+}
+
+}  // namespace sharding
+}  // namespace tessera

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "sharding/named_tensor.h"
+#include "tessera/join.h"
+#include "tessera/process_group.h"
+#include "tessera/step/buffer_sync.h"
+
+namespace tessera::sharding {
+
+/// The buffers of a module, and the rule by which they become the same on all ranks. Every wrapper
+/// has one.
+class ModuleBuffers {
+ public:
+  /// No buffers.
+  ModuleBuffers() = default;
+  ModuleBuffers(const torch::nn::Module& module, BufferSync rule);
+
+  bool empty() const { return buffers_.empty(); }
+  /// Lines for a contract between ranks: the buffers and the rule. Local.
+  std::vector<std::string> signatures() const;
+
+  /// All ranks get root's buffers, whatever the rule. Collective: one broadcast for each dtype.
+  void broadcast(ProcessGroup& group, int root) const;
+  /// Applies the rule. `has_data`: false on a rank that takes part without data in a join; its
+  /// values do not count. Autograd's version counters do not change, as batch norm itself does not
+  /// change them, so a graph that is kept stays valid. Collective: one call for each dtype.
+  void synchronize(ProcessGroup& group, bool has_data = true) const;
+
+  /// Which ranks have data in the current iteration of a join.
+  void on_join_iteration(const JoinIteration& iteration);
+
+ private:
+  enum class Combine { copy, mean };
+  void combine(ProcessGroup& group, const std::vector<size_t>& members, Combine how, int root,
+               bool has_data) const;
+
+  std::vector<NamedTensor> buffers_;
+  std::vector<std::vector<size_t>> classes_;  // of equal dtype and device
+  BufferSync rule_ = BufferSync::none;
+  int publisher_ = 0;
+  int active_ranks_ = 0;  // 0: all
+};
+
+}  // namespace tessera::sharding

@@ -1,0 +1,220 @@
+#include <chrono>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/batches.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "harness/thrown_by.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+// Lines of user code that trained something else than the same line without ranks.
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::loss_of;
+using testing::message_of;
+using testing::rows;
+using testing::run_ranks;
+using testing::run_ranks_catching;
+using testing::seeded;
+using testing::thrown_by;
+using testing::Uneven;
+
+struct NormedImpl : torch::nn::Module {
+  NormedImpl()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(3))),
+        linear(register_module("linear", torch::nn::Linear(3, 2))) {}
+  torch::Tensor forward(torch::Tensor x) { return linear(norm(x)); }
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Normed);
+
+bool usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
+  return std::all_of(errors.begin(), errors.end(), [&](const auto& error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const UsageError& problem) {
+      return std::string(problem.what()).find(text) != std::string::npos;
+    } catch (...) {
+    }
+    return false;
+  });
+}
+
+TEST(DdpBuffers, AreTheSameOnAllRanksAfterEveryStep) {
+  for (const auto rule : {BufferSync::broadcast, BufferSync::mean}) {
+    for (const int world : {2, 3, 4}) {
+      run_ranks(world, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Normed>(1);
+        DistributedDataParallel ddp(net, group, {.buffers = rule});
+        torch::optim::SGD sgd(net->parameters(), 0.1);
+        for (int step = 0; step < 3; ++step) {
+          sgd.zero_grad();
+          loss_of(ddp(rows(step, rank, world))).backward();
+          sgd.step();
+          for (const auto& buffer : net->buffers()) {
+            const auto all = group.all_gather(buffer).view({world, -1});
+            for (int r = 1; r < world; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(DdpBuffers, BroadcastGivesRankZerosAndMeanTheMean) {
+  for (const auto rule : {BufferSync::broadcast, BufferSync::mean, BufferSync::none}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Normed>(1), alone = seeded<Normed>(1);
+      DistributedDataParallel ddp(net, group, {.buffers = rule});
+      loss_of(ddp(rows(0, rank, 2))).backward();
+      std::vector<at::Tensor> of_rank;
+      for (int r = 0; r < 2; ++r) {
+        auto copy = seeded<Normed>(1);
+        copy(rows(0, r, 2));
+        of_rank.push_back(copy->norm->running_mean.clone());
+      }
+      const auto expected = rule == BufferSync::broadcast ? of_rank[0]
+                            : rule == BufferSync::none    ? of_rank[rank]
+                                                       : (of_rank[0] + of_rank[1]) * 0.5;
+      EXPECT_TRUE(at::equal(net->norm->running_mean, expected)) << buffer_sync_name(rule);
+      EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 1);
+    });
+  }
+}
+
+TEST(DdpBuffers, AGraphThatIsKeptStaysValid) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Normed>(1);
+    DistributedDataParallel ddp(net, group);
+    auto first = loss_of(ddp(rows(0, rank, 2)));
+    auto second = loss_of(ddp(rows(1, rank, 2)));
+    {
+      auto no_sync = ddp.no_sync();
+      first.backward();
+    }
+    second.backward();
+  });
+}
+
+TEST(DdpForward, OneRankAloneMayEvaluateAtAnyTime) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Normed>(1);
+    DistributedDataParallel ddp(net, group);
+    for (int step = 0; step < 3; ++step) {
+      loss_of(ddp(rows(step, rank, 2))).backward();
+      if (rank == 0) {
+        torch::NoGradGuard no_grad;
+        ddp(rows(9));
+      }
+      if (rank == 1) {
+        net->eval();
+        ddp(rows(9));
+        net->train();
+      }
+    }
+  });
+}
+
+TEST(DdpPasses, ABackwardThatOneRankSkipsIsAnErrorOnAllRanks) {
+  for (const int world : {2, 3, 4}) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto errors = run_ranks_catching(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      DistributedDataParallel ddp(net, group);
+      for (int step = 0; step < 5; ++step) {
+        auto loss = loss_of(ddp(rows(step, rank, world)));
+        if ((rank == 0 && step == 1) || (rank == 1 && step == 3)) continue;
+        loss.backward();
+      }
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+    EXPECT_TRUE(usage_errors(errors, "backward 2, after 3 forward passes")) << message_of(errors[0]);
+    EXPECT_TRUE(usage_errors(errors, "backward 2, after 2 forward passes")) << message_of(errors[1]);
+  }
+}
+
+TEST(DdpPasses, AnUnequalNumberOfForwardsWithoutGradientsIsNoError) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    for (int step = 0; step < 3; ++step) {
+      for (int extra = 0; extra < rank * step; ++extra) {
+        torch::NoGradGuard no_grad;
+        ddp(rows(7));
+      }
+      loss_of(ddp(rows(step, rank, 2))).backward();
+    }
+  });
+}
+
+TEST(DdpStaticGraph, ALayerThatIsFrozenLaterIsAnErrorOnAllRanks) {
+  for (const int frozen_on : {0, 1, 2}) {  // 2: on both
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      DistributedDataParallel ddp(net, group, {.static_graph = true});
+      torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+      for (int step = 0; step < 3; ++step) {
+        if (step == 2 && (frozen_on == 2 || frozen_on == rank))
+          net->second->weight.set_requires_grad(false);
+        net->zero_grad();
+        loss_of(ddp(rows(step, rank, 2))).backward();
+        sgd.step();
+      }
+    });
+    EXPECT_TRUE(usage_errors(errors, "parameter second.weight (frozen now) got 0 gradients"))
+        << message_of(errors[0]);
+  }
+}
+
+TEST(DdpParameters, ConvertedAfterConstructionAreAnErrorOnAllRanks) {
+  for (const int converted_on : {0, 2}) {  // 2: on both
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      DistributedDataParallel ddp(net, group);
+      loss_of(ddp(rows(0, rank, 2))).backward();
+      if (converted_on == 2 || converted_on == rank) net->to(torch::kDouble);
+      net->zero_grad();
+      const bool converted = net->scale.scalar_type() == torch::kDouble;
+      loss_of(ddp(rows(1, rank, 2).to(converted ? at::kDouble : at::kFloat))).backward();
+    });
+    EXPECT_TRUE(usage_errors(errors, "is no longer collected")) << message_of(errors[0]);
+  }
+}
+
+TEST(DdpOptions, AMisspeltIgnoredParameterIsAnErrorWithTheNearestName) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group, {.parameters_to_ignore = {"secnd.weight"}});
+  });
+  EXPECT_TRUE(usage_errors(errors, "secnd.weight")) << message_of(errors[0]);
+  EXPECT_TRUE(usage_errors(errors, "second.weight")) << message_of(errors[0]);
+}
+
+TEST(WrappedTwice, IsAnErrorThatNamesTheOtherWrapper) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    EXPECT_THAT(thrown_by([&] { DistributedDataParallel again(net, group); }),
+                HasSubstr("already wrapped by DistributedDataParallel"));
+  });
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    {
+      DistributedDataParallel ddp(net, group);
+    }
+    DistributedDataParallel again(net, group);  // the first one is gone
+    loss_of(again(rows(0, rank, 2))).backward();
+  });
+}
+
+}  // namespace
+}  // namespace tessera
