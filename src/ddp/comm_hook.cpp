@@ -6,8 +6,10 @@ namespace {
 CommHook compress_to(at::ScalarType dtype) {
   return [dtype](ProcessGroup& group, const GradientBucket& bucket) -> std::function<void()> {
     auto gradients = bucket.flat;
-    auto small = gradients.to(dtype);
-    auto work = group.all_reduce_async(small, 1.0 / group.size());
+    // Divided before it is rounded: the sum of two values in the upper half of the range would
+    // overflow.
+    auto small = gradients.mul(1.0 / group.size()).to(dtype);
+    auto work = group.all_reduce_async(small);
     return [work, small, gradients]() mutable {
       work.wait();
       gradients.copy_(small);

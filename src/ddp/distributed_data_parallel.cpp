@@ -85,7 +85,7 @@ class DataParallel::Impl {
   void on_join_iteration(const JoinIteration& iteration) {
     divisor_ = iteration.divisor;
     publisher_ = iteration.first_active;
-    buffers_.on_join_iteration(iteration);
+    buffers_.set_active(iteration.first_active, iteration.active_ranks);
   }
 
   void shadow_backward() {

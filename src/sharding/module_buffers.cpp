@@ -9,9 +9,12 @@ namespace tessera {
 
 const char* buffer_sync_name(BufferSync rule) {
   switch (rule) {
-    case BufferSync::broadcast: return "broadcast";
-    case BufferSync::mean: return "mean";
-    case BufferSync::none: return "none";
+    case BufferSync::broadcast:
+      return "broadcast";
+    case BufferSync::mean:
+      return "mean";
+    case BufferSync::none:
+      return "none";
   }
   return "none";
 }
@@ -44,8 +47,8 @@ void ModuleBuffers::broadcast(ProcessGroup& group, int root) const {
 void ModuleBuffers::synchronize(ProcessGroup& group, bool has_data) const {
   if (rule_ == BufferSync::none) return;
   for (const auto& members : classes_) {
-    const bool averages = rule_ == BufferSync::mean &&
-                          at::isFloatingType(buffers_[members[0]].tensor.scalar_type());
+    const bool averages =
+        rule_ == BufferSync::mean && at::isFloatingType(buffers_[members[0]].tensor.scalar_type());
     combine(group, members, averages ? Combine::mean : Combine::copy, publisher_, has_data);
   }
 }
@@ -72,9 +75,9 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
   }
 }
 
-void ModuleBuffers::on_join_iteration(const JoinIteration& iteration) {
-  publisher_ = iteration.first_active;
-  active_ranks_ = iteration.active_ranks;
+void ModuleBuffers::set_active(int publisher, int active_ranks) {
+  publisher_ = publisher;
+  active_ranks_ = active_ranks;
 }
 
 }  // namespace sharding

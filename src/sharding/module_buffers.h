@@ -6,7 +6,6 @@
 #include <torch/torch.h>
 
 #include "sharding/named_tensor.h"
-#include "tessera/join.h"
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
 
@@ -31,8 +30,9 @@ class ModuleBuffers {
   /// change them, so a graph that is kept stays valid. Collective: one call for each dtype.
   void synchronize(ProcessGroup& group, bool has_data = true) const;
 
-  /// Which ranks have data in the current iteration of a join.
-  void on_join_iteration(const JoinIteration& iteration);
+  /// For an iteration of a join: `publisher` is a rank with data, whose buffers are broadcast;
+  /// `active_ranks` ranks have data. Local.
+  void set_active(int publisher, int active_ranks);
 
  private:
   enum class Combine { copy, mean };

@@ -49,8 +49,7 @@ struct WrappedParameters::Entry {
 namespace {
 
 /// Why a wrapper cannot use a parameter that `other` has; "" if it can.
-std::string conflict(Use use, const std::string& component,
-                     const WrappedParameters::Entry& other) {
+std::string conflict(Use use, const std::string& component, const WrappedParameters::Entry& other) {
   if (other.use == Use::shards) {
     return fmt::format(
         "already sharded by {0}; expected parameters that no wrapper shards: give the optimizer "

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -84,7 +86,7 @@ TEST(DdpBuffers, BroadcastGivesRankZerosAndMeanTheMean) {
       }
       const auto expected = rule == BufferSync::broadcast ? of_rank[0]
                             : rule == BufferSync::none    ? of_rank[rank]
-                                                       : (of_rank[0] + of_rank[1]) * 0.5;
+                                                          : (of_rank[0] + of_rank[1]) * 0.5;
       EXPECT_TRUE(at::equal(net->norm->running_mean, expected)) << buffer_sync_name(rule);
       EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 1);
     });
@@ -137,8 +139,8 @@ TEST(DdpPasses, ABackwardThatOneRankSkipsIsAnErrorOnAllRanks) {
       }
     });
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
-    EXPECT_TRUE(usage_errors(errors, "backward 2, after 3 forward passes")) << message_of(errors[0]);
-    EXPECT_TRUE(usage_errors(errors, "backward 2, after 2 forward passes")) << message_of(errors[1]);
+    for (const char* count : {"backward 2, after 3 forward", "backward 2, after 2 forward"})
+      EXPECT_TRUE(usage_errors(errors, count)) << message_of(errors[0]);
   }
 }
 
@@ -199,6 +201,39 @@ TEST(DdpOptions, AMisspeltIgnoredParameterIsAnErrorWithTheNearestName) {
   EXPECT_TRUE(usage_errors(errors, "second.weight")) << message_of(errors[0]);
 }
 
+TEST(DdpHooks, CompressedMeansOfLargeGradientsDoNotOverflow) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallelOptions options;
+    options.comm_hook = fp16_compress_hook();
+    DistributedDataParallel ddp(net, group, options);
+    auto loss = (net->scale * 40000).sum();
+    for (const auto& parameter : net->parameters()) loss = loss + 0 * parameter.sum();
+    loss.backward();
+    EXPECT_NEAR(net->scale.grad().item<float>(), 40000, 16);
+  });
+}
+
+TEST(NoSyncScope, MayBeMoved) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    std::optional<NoSync> scope;
+    for (int step = 0; step < 4; ++step) {
+      scope.reset();
+      if (step % 2 == 0) scope = ddp.no_sync();
+      group.reset_stats();
+      loss_of(ddp(rows(step, rank, 2))).backward();
+      EXPECT_EQ(group.stats().all_reduce.calls > 0, step % 2 == 1) << step;
+    }
+    NoSync one = ddp.no_sync();
+    NoSync other = std::move(one);
+    group.reset_stats();
+    loss_of(ddp(rows(0, rank, 2))).backward();
+    EXPECT_EQ(group.stats().all_reduce.calls, 0u);
+  });
+}
+
 TEST(WrappedTwice, IsAnErrorThatNamesTheOtherWrapper) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
@@ -208,9 +243,7 @@ TEST(WrappedTwice, IsAnErrorThatNamesTheOtherWrapper) {
   });
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
-    {
-      DistributedDataParallel ddp(net, group);
-    }
+    { DistributedDataParallel ddp(net, group); }
     DistributedDataParallel again(net, group);  // the first one is gone
     loss_of(again(rows(0, rank, 2))).backward();
   });

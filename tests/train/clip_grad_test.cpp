@@ -46,5 +46,18 @@ TEST(ClipGrad, ClippingByValueClampsEveryElement) {
   EXPECT_THROW(clip_gradient_values_(ours, -1), UsageError);
 }
 
+TEST(ClipGrad, ANaNIsSeenByEveryNorm) {
+  for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    for (const bool last : {false, true}) {
+      const auto with_nan = torch::tensor({1.0f, NAN, 2.0f}), without = torch::tensor({4.0f, 3.0f});
+      std::vector<at::Tensor> gradients{last ? without : with_nan, last ? with_nan : without};
+      EXPECT_TRUE(std::isnan(gradient_norm(gradients, p))) << p;
+      EXPECT_TRUE(std::isnan(clip_gradient_norm_(gradients, 1.0, p))) << p;
+      EXPECT_TRUE(gradients[0].isnan().all().item<bool>()) << "as torch's clip_grad_norm_";
+      EXPECT_TRUE(gradients[1].isnan().all().item<bool>());
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

@@ -16,7 +16,8 @@ namespace tessera {
 double gradient_norm(const std::vector<at::Tensor>& gradients, double p = 2);
 
 /// min(1, max_norm / (norm + 1e-6)): the factor that scales gradients of norm `norm` to a norm of
-/// at most `max_norm`. The rule of torch.nn.utils.clip_grad_norm_.
+/// at most `max_norm`. NaN for a norm that is NaN, so that the gradients become NaN too. The rule
+/// of torch.nn.utils.clip_grad_norm_.
 double clip_factor(double max_norm, double norm);
 
 /// Multiplies `gradients` in place by clip_factor() and returns their norm before that. UsageError

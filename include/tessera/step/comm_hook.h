@@ -25,8 +25,8 @@ struct GradientBucket {
 using CommHook =
     std::function<std::function<void()>(ProcessGroup& group, const GradientBucket& bucket)>;
 
-/// The mean, sent as float16 or bfloat16, which halves the bytes. Each gradient is rounded before
-/// the sum, which is computed in float32.
+/// The mean, sent as float16 or bfloat16, which halves the bytes. Each gradient is divided by the
+/// world size and then rounded; the sum is computed in float32 and rounded once.
 CommHook fp16_compress_hook();
 CommHook bf16_compress_hook();
 

@@ -15,8 +15,18 @@ class NoSync {
   /// Calls set(false) now and set(before) in the destructor. `before` is the wrapper's current
   /// setting.
   NoSync(bool before, Switch set) : set_(std::move(set)), before_(before) { set_(false); }
-  ~NoSync() { set_(before_); }
-  NoSync(const NoSync&) = delete;
+  ~NoSync() {
+    if (set_) set_(before_);
+  }
+  /// The object that was moved from has no effect any more.
+  NoSync(NoSync&& other) noexcept
+      : set_(std::exchange(other.set_, nullptr)), before_(other.before_) {}
+  NoSync& operator=(NoSync&& other) noexcept {
+    NoSync old(std::move(*this));
+    set_ = std::exchange(other.set_, nullptr);
+    before_ = other.before_;
+    return *this;
+  }
 
  private:
   Switch set_;

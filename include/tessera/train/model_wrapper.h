@@ -39,9 +39,12 @@ struct GradientRules {
   double norm_type = 2;  ///< of clip_norm and of the norm that is reported: any p > 0, or infinity
   /// A norm that is infinite or NaN is an Error on every rank, and nothing is updated.
   bool error_if_nonfinite = false;
+  /// A norm that is infinite or NaN skips the update on every rank: update() only drops the
+  /// gradients. For loss scaling, where a sum over ranks may overflow that was finite on each rank.
+  bool skip_nonfinite = false;
 
-  /// Throws that Error, for the norm before clipping.
-  void check_norm(double norm) const;
+  /// For the norm before clipping: throws that Error. Returns whether the update takes place.
+  bool allow(double norm) const;
 };
 
 /// A model and its optimizer, trained in one way on a group of ranks (after mmengine's model

@@ -31,7 +31,8 @@ void GradientNorm::add(const at::Tensor& gradient) {
   if (gradient.numel() == 0) return;
   at::NoGradGuard no_grad;
   if (std::isinf(p_)) {
-    part_ = std::max(part_, gradient.abs().max().item<double>());
+    const double largest = gradient.abs().max().item<double>();
+    if (largest > part_ || std::isnan(largest)) part_ = largest;  // std::max would lose a NaN
   } else if (p_ == 2 && gradient.scalar_type() == at::kFloat && gradient.is_cpu() &&
              gradient.is_contiguous()) {
     part_ += sum_of_squares(gradient.data_ptr<float>(), gradient.numel());
@@ -71,7 +72,10 @@ double gradient_norm(const std::vector<at::Tensor>& gradients, double p) {
   return norm.local();
 }
 
-double clip_factor(double max_norm, double norm) { return std::min(1.0, max_norm / (norm + 1e-6)); }
+double clip_factor(double max_norm, double norm) {
+  const double factor = max_norm / (norm + 1e-6);
+  return factor > 1 ? 1 : factor;  // NaN stays NaN, as in torch
+}
 
 double clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p) {
   sharding::check_max_norm("clip_gradient_norm_", max_norm);

@@ -59,11 +59,12 @@ class FsdpWrapper : public ModelWrapper {
   double update(const GradientRules& rules) override {
     const double norm = rules.clip_norm ? fsdp_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
                                         : fsdp_.grad_norm(rules.norm_type);
-    rules.check_norm(norm);
-    if (rules.clip_value) {
-      fsdp_.clip_grad_value_(*rules.clip_value);
+    if (rules.allow(norm)) {
+      if (rules.clip_value) {
+        fsdp_.clip_grad_value_(*rules.clip_value);
+      }
+      optimizer_->step();
     }
-    optimizer_->step();
     drop_gradients();
     return norm;
   }

@@ -10,8 +10,10 @@
 
 namespace tessera {
 
-void GradientRules::check_norm(double norm) const {
-  if (!error_if_nonfinite || std::isfinite(norm)) return;
+bool GradientRules::allow(double norm) const {
+  if (std::isfinite(norm)) return true;
+  if (skip_nonfinite) return false;
+  if (!error_if_nonfinite) return true;
   throw Error(
       fmt::format("update: the norm of the gradient (p = {}) is {}; expected a finite number, "
                   "because error_if_nonfinite is set",

@@ -1,5 +1,7 @@
 #include "tessera/train/optim_wrapper.h"
 
+#include <cmath>
+
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/train/model_wrapper.h"
@@ -112,15 +114,17 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
         at::Tensor(gradient).mul_(scaler_.inverse());
       }
     }
-    scaler_.update(skipped_);
   }
   if (skipped_) {
     model_.drop_gradients();
-    return;
+  } else {
+    norm_ =
+        model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
+                       options_.error_if_nonfinite, options_.scaler.enabled});
+    skipped_ = options_.scaler.enabled && !std::isfinite(norm_);
   }
-  norm_ = model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
-                         options_.error_if_nonfinite});
-  updated_ = true;
+  updated_ = !skipped_;
+  if (options_.scaler.enabled) scaler_.update(skipped_);
 }
 
 }  // namespace tessera

@@ -34,11 +34,12 @@ double WholeWrapper::update(const GradientRules& rules) {
   const auto all = gradients();
   const double norm = rules.clip_norm ? clip_gradient_norm_(all, *rules.clip_norm, rules.norm_type)
                                       : gradient_norm(all, rules.norm_type);
-  rules.check_norm(norm);
-  if (rules.clip_value) {
-    clip_gradient_values_(all, *rules.clip_value);
+  if (rules.allow(norm)) {
+    if (rules.clip_value) {
+      clip_gradient_values_(all, *rules.clip_value);
+    }
+    step();
   }
-  step();
   drop_gradients();
   return norm;
 }

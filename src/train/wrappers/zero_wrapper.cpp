@@ -50,14 +50,17 @@ class ZeroWrapper : public ModelWrapper {
 
   double update(const GradientRules& rules) override {
     // The update's own pass computes the 2-norm, but knows it only afterwards.
-    const bool norm_first =
-        rules.clip_norm || rules.clip_value || rules.error_if_nonfinite || rules.norm_type != 2;
+    const bool norm_first = rules.clip_norm || rules.clip_value || rules.error_if_nonfinite ||
+                            rules.skip_nonfinite || rules.norm_type != 2;
     track(!norm_first);
     double norm = 0;
     if (norm_first) {
       norm = rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
                              : optimizer_.grad_norm(rules.norm_type);
-      rules.check_norm(norm);
+      if (!rules.allow(norm)) {
+        optimizer_.zero_grad();
+        return norm;
+      }
       if (rules.clip_value) {
         optimizer_.clip_grad_value_(*rules.clip_value);
       }
