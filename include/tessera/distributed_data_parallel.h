@@ -55,8 +55,7 @@ class DataParallel {
   ~DataParallel();
 
   void before_forward();
-  void set_sync(bool sync);
-  bool sync() const;
+  void hold_sync(int change);
   int64_t gradient_bytes() const;
   size_t buckets() const;
   ProcessGroup group() const;
@@ -111,7 +110,7 @@ class DistributedDataParallel : public Joinable {
   /// next backward pass outside sends the sum. Put forward and backward inside it, on all ranks in
   /// the same way. Local.
   [[nodiscard]] NoSync no_sync() {
-    return NoSync(core_->sync(), [core = core_.get()](bool sync) { core->set_sync(sync); });
+    return NoSync([core = core_.get()](int change) { core->hold_sync(change); });
   }
 
   /// Bytes of the buckets on this rank. Local.

@@ -12,6 +12,7 @@
 #include "tessera/optim.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/process_group.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/step/no_sync.h"
 
 namespace tessera {
@@ -28,6 +29,8 @@ struct DistributedOptimizerOptions {
   bool param_pack = false;
   /// A pack is closed when it has more bytes than this. > 0
   int64_t param_pack_thd = 10 << 20;
+  /// How the module's buffers become the same on all ranks, in each step(). See track_buffers().
+  BufferSync buffers = BufferSync::broadcast;
 };
 
 /// Data parallelism around any torch::optim::Optimizer, as in MegEngine's DistributedOptimizer.
@@ -51,8 +54,10 @@ struct DistributedOptimizerOptions {
 /// determines which rank has which gradients.
 ///
 /// Construction, backward(), step() and bcast_param() are collective over each dist_group and
-/// block. A parameter group without a dist_group is not synchronised. After an error in a backward
-/// pass, construct a new DistributedOptimizer.
+/// block. After an error in a backward pass, construct a new DistributedOptimizer.
+///
+/// With reduce_method "sum" a `.grad` that was reduced must be cleared before the next backward
+/// pass that synchronises; otherwise every rank throws UsageError.
 class DistributedOptimizer : public Joinable {
  public:
   using Options = DistributedOptimizerOptions;
@@ -60,7 +65,10 @@ class DistributedOptimizer : public Joinable {
   struct Group {
     NamedParameters parameters;
     OptionMap options = {};  ///< Options that differ from the factory's defaults.
-    std::optional<ProcessGroup> dist_group = {};  ///< Empty: not synchronised.
+    /// Ranks over which the group's gradients are reduced. Empty: all ranks, as
+    /// default_process_group(), and a UsageError if there is none. ProcessGroup(): the group is not
+    /// synchronised.
+    std::optional<ProcessGroup> dist_group = {};
   };
 
   /// Puts all parameters of `module` into one group. Throws UsageError for options out of range,
@@ -70,11 +78,15 @@ class DistributedOptimizer : public Joinable {
                        const OptimizerFactory& factory, Options options);
   DistributedOptimizer(std::vector<Group> groups, const OptimizerFactory& factory, Options options);
   /// Wraps an existing optimizer. `names` must contain each of its parameters, `dist_groups` one
-  /// entry for each of its parameter groups.
+  /// entry for each of its parameter groups; an empty entry is as an empty Group::dist_group.
   DistributedOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                        const NamedParameters& names,
                        std::vector<std::optional<ProcessGroup>> dist_groups, Options options);
   ~DistributedOptimizer() override;
+
+  /// All ranks of the first dist_group get rank 0's buffers of `module` now, and step() applies the
+  /// option `buffers` from now on. The constructor from a module has called it. Collective.
+  void track_buffers(const torch::nn::Module& module);
 
   /// Computes and reduces the gradients; on return each `.grad` is the reduced gradient.
   /// Collective. loss.backward() does the same if the loss depends on at least one parameter on

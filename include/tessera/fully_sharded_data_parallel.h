@@ -16,6 +16,7 @@
 #include "tessera/optim/partition.h"
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/step/no_sync.h"
 #include "tessera/wrap_policy.h"
 
@@ -44,7 +45,7 @@ enum class BackwardPrefetch {
 
 /// How the use of a sharded parameter is detected.
 enum class ParameterDetection {
-  automatic,     ///< dispatch_key, or record_function if another library has taken the key.
+  automatic,     ///< dispatch_key.
   dispatch_key,  ///< A boxed fallback on a spare dispatch key that only sharded parameters carry.
   record_function,  ///< A global at::RecordFunction callback. It is slower, and an invalid use of a
                     ///< parameter ends in an error of libtorch instead of Tessera's error.
@@ -101,6 +102,8 @@ struct FullyShardedDataParallelOptions {
   bool cpu_offload = false;
   /// Copies the parameters and buffers of rank 0 to all ranks at construction.
   bool sync_module_states = true;
+  /// How buffers become the same on all ranks at the end of each backward that reduces.
+  BufferSync buffers = BufferSync::broadcast;
   /// Names of modules whose parameters are left alone: neither sharded nor reduced.
   std::vector<std::string> ignored_modules = {};
   /// Names of parameters that are left alone in the same way.
@@ -138,16 +141,31 @@ class ShardedModule;
 
 namespace detail {
 
-/// Marks the forward of a sharded module while alive. Constructor and destructor are collective.
+/// Marks the forward of a sharded module. Constructor and end() are collective. The destructor is
+/// local: without end() the forward is abandoned.
 class ForwardScope {
  public:
   explicit ForwardScope(fsdp::ShardedModule& sharded);
-  ~ForwardScope() noexcept(false);
+  ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
+
+  void end();
+  /// The result of `forward`, which ends in this scope.
+  template <class Forward>
+  decltype(auto) run(Forward&& forward) {
+    if constexpr (std::is_void_v<decltype(forward())>) {
+      forward();
+      end();
+    } else {
+      decltype(auto) result = forward();
+      end();
+      return result;
+    }
+  }
 
  private:
   fsdp::ShardedModule& sharded_;
-  int exceptions_;
+  bool ended_ = false;
 };
 
 }  // namespace detail
@@ -340,7 +358,12 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     detail::ForwardScope running(*sharded_);
-    return module_->forward(input(std::forward<Args>(args))...);
+    return running.run(
+        [&]() -> decltype(auto) { return module_->forward(input(std::forward<Args>(args))...); });
+  }
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    return (*this)(std::forward<Args>(args)...);
   }
 
   /// Runs `function(module)` as a forward, for methods of the module other than forward.
@@ -348,10 +371,17 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
   template <class Function>
   decltype(auto) call(Function&& function) {
     detail::ForwardScope running(*sharded_);
-    return std::forward<Function>(function)(module_);
+    return running.run(
+        [&]() -> decltype(auto) { return std::forward<Function>(function)(module_); });
   }
 
   Module& module() { return module_; }
+  /// The module itself, for its members. Its parameters are whole only while it runs: see
+  /// parameters(), zero_grad() and clip_grad_norm_() of this class. Local.
+  auto* operator->() { return &*module_; }
+  /// Training or evaluation mode of the module. Local.
+  void train(bool on = true) { (*module_).train(on); }
+  void eval() { (*module_).eval(); }
 
  private:
   /// Holds the converted copy of an argument during the call.

@@ -158,7 +158,7 @@ class ProcessGroup {
   /// consists of consecutive segments, one for each rank; rank r's has counts[r] elements (0 is
   /// allowed; their sum is flat.numel()). This rank's segment is the input, the whole tensor is the
   /// output. Collective; same counts on every rank.
-  void all_gather(at::Tensor flat, const std::vector<int64_t>& counts);
+  void all_gather(at::Tensor flat, const std::vector<int64_t>& counts, const std::string& tag = "");
   /// `tag` describes the purpose of this call. Ranks that pass different tags disagree, and the
   /// error names both tags, up to 95 characters of each.
   Work all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,
@@ -271,5 +271,9 @@ class ProcessGroup {
 /// `options.timeout`. Throws UsageError when the environment is contradictory or malformed (naming
 /// the variable), BrokenWorldError naming the ranks that did not arrive.
 ProcessGroup init_process_group(ProcessGroupOptions options = {});
+
+/// The group that the last init_process_group() of this process returned, while a copy of it
+/// exists; otherwise nullopt. Local.
+std::optional<ProcessGroup> default_process_group();
 
 }  // namespace tessera

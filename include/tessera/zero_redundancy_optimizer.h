@@ -13,6 +13,7 @@
 #include "tessera/optim/partition.h"
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/step/no_sync.h"
 
 namespace tessera {
@@ -28,7 +29,9 @@ struct ZeroRedundancyOptimizerOptions {
   bool parameters_as_bucket_view = true;
   /// True: the optimizer averages the gradients over the ranks, by a reduce-scatter to the owners.
   /// No DistributedDataParallel is needed, and a step moves 2 (W-1)/W parameter bytes instead of 3.
-  /// False: `.grad` is averaged before step(), by DistributedDataParallel or by the caller.
+  /// False: `.grad` is averaged before step(), by DistributedDataParallel or by the caller. The
+  /// option is switched off, with a line in the log, if a DistributedDataParallel has the
+  /// parameters at construction.
   bool reduce_gradients = true;
   /// Needs reduce_gradients. True: each bucket is reduced, updated and gathered as soon as backward
   /// has produced its gradients, and step() only waits. Results are bit-identical. Not with
@@ -41,8 +44,11 @@ struct ZeroRedundancyOptimizerOptions {
   /// as by a plain optimizer. False, with overlap_with_backward: a missing gradient is a UsageError
   /// on every rank, and one small collective a bucket is saved.
   bool find_unused_parameters = true;
-  /// Every rank gets rank 0's parameters at construction.
+  /// Every rank gets rank 0's parameters and buffers at construction.
   bool broadcast_parameters = true;
+  /// How the module's buffers become the same on all ranks, in each step(). See track_buffers(). No
+  /// effect while a DistributedDataParallel has the parameters, which does it then.
+  BufferSync buffers = BufferSync::broadcast;
   /// Where the mean gradient is kept when it is needed as a tensor: for clipping, for grad_norm(),
   /// and for optimizers that are not fused. False: in memory of its own, gradient bytes / W, and
   /// `.grad` stays this rank's own gradient. True: in the bucket, over this rank's own gradient, so
@@ -52,9 +58,10 @@ struct ZeroRedundancyOptimizerOptions {
   bool reduce_in_place = false;
 };
 
-/// ZeRO stage 1 (Rajbhandari et al., 2020) around any torch::optim::Optimizer. Each rank keeps the
-/// optimizer state of its own part of the parameters and updates that part; then every rank
-/// receives the parts of the others.
+/// ZeRO stage 1 (Rajbhandari et al., 2020) around a torch::optim::Optimizer: an element-wise one
+/// with every partition, another one with whole parameters. Each rank keeps the optimizer state of
+/// its own part of the parameters and updates that part; then every rank receives the parts of the
+/// others.
 ///
 ///   auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
 ///   tessera::ZeroRedundancyOptimizer optimizer(*model, world, adamw);
@@ -107,10 +114,16 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// `closure` computes the loss and its gradients. An element-wise optimizer calls it once. Other
   /// optimizers (LBFGS) may call it several times: each call sees current parameters, its gradients
   /// are averaged, and all ranks make the same number of calls. Returns the closure's loss; without
-  /// a closure an undefined tensor.
+  /// a closure an undefined tensor. If the closure throws on a rank, that rank rethrows, and the
+  /// others throw UsageError with its message.
+  ///
+  /// torch::optim::LBFGS uses all parameters at once. Rank 0 then owns all of them and has the
+  /// whole state; the result is that of LBFGS with the averaged gradients.
   ///
   /// If requires_grad of a parameter has changed since the last step, the partition is made again,
-  /// with a warning. UsageError on every rank when a parameter's storage was replaced.
+  /// with a warning. UsageError on every rank when a parameter's storage was replaced, when a
+  /// parameter group was added other than by add_param_group(Group), and when options (lr, …)
+  /// differ between ranks.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
@@ -131,6 +144,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void track_grad_norm(bool track);
   double last_grad_norm() const;
 
+  /// All ranks get rank 0's buffers of `module` now (unless broadcast_parameters is off), and
+  /// step() applies the option `buffers` from now on. The constructor from a module has called it.
+  /// Collective.
+  void track_buffers(const torch::nn::Module& module);
+
   /// Adds a parameter group with a partition of its own; existing shards do not move. UsageError
   /// between clipping and step().
   void add_param_group(Group group);
@@ -141,6 +159,18 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void consolidate_state_dict(int to = 0);
   /// The result of the last consolidate_state_dict(). Local. UsageError on a rank that has none.
   const OptimizerStateDict& state_dict() const;
+  /// For torch::save(optimizer, path): writes the result of the last consolidate_state_dict() in
+  /// the format of the plain optimizer over the same parameters, which can load it. Local.
+  /// UsageError on a rank that has no such result.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  /// For torch::load(optimizer, path): reads what save() or the plain optimizer has written, and
+  /// takes this rank's part. Local; all ranks read the same archive.
+  void load(torch::serialize::InputArchive& archive) override;
+  /// The options and the state of this rank's own shards, by parameter name. With Partition::flat a
+  /// tensor has the elements of the shard only, in one dimension. Local.
+  OptimizerStateDict rank_local_state_dict() const;
+  /// For each rank the ranges of elements that it owns. The same on every rank. Local.
+  std::vector<std::vector<ElementRange>> partition() const;
   /// Copies this rank's part of `dict` into its shards. `dict` is the same on all ranks; it may
   /// come from any world size or from the plain optimizer. Its options replace those in
   /// param_groups(). Local.

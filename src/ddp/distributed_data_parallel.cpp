@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include "sharding/bucket_plan.h"
@@ -90,9 +91,9 @@ class DataParallel::Impl {
 
   void shadow_backward() {
     has_data_ = false;
+    const auto reset = c10::make_scope_exit([this] { has_data_ = true; });
     if (module_.is_training()) begin_pass();
     reducer_->shadow();
-    has_data_ = true;
   }
 
   void finish_join(int last_active_rank) { broadcast_model(last_active_rank); }
@@ -229,14 +230,13 @@ DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group,
 DataParallel::~DataParallel() = default;
 
 void DataParallel::before_forward() { impl_->before_forward(); }
-void DataParallel::set_sync(bool sync) { impl_->reducer().set_sync(sync); }
+void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }
 void DataParallel::on_join_iteration(const JoinIteration& iteration) {
   impl_->on_join_iteration(iteration);
 }
 void DataParallel::shadow_backward() { impl_->shadow_backward(); }
 void DataParallel::finish_join(int last_active_rank) { impl_->finish_join(last_active_rank); }
-bool DataParallel::sync() const { return impl_->reducer().sync(); }
 size_t DataParallel::buckets() const { return impl_->reducer().buckets().size(); }
 
 int64_t DataParallel::gradient_bytes() const {

@@ -1,5 +1,6 @@
 #include "tessera/distributed_optimizer.h"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include "distributed_optimizer/distributed_optimizer_impl.h"
@@ -67,7 +68,9 @@ DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, Proc
                                            const OptimizerFactory& factory, Options options)
     : DistributedOptimizer(
           std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
-          std::move(options)) {}
+          std::move(options)) {
+  track_buffers(module);
+}
 
 DistributedOptimizer::DistributedOptimizer(std::vector<Group> groups,
                                            const OptimizerFactory& factory, Options options)
@@ -89,11 +92,24 @@ void DistributedOptimizer::backward(const at::Tensor& loss) {
 
 at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure& closure) {
   impl_->check_trainability();
-  if (impl_->reduction_) impl_->reduction_->repack();
+  impl_->check_groups();
+  if (impl_->reduction_) {
+    impl_->reduction_->check_attached();
+    impl_->reduction_->repack();
+  }
   ++impl_->steps_;
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
-  return impl_->optimizer_->step(closure);
+  auto loss = impl_->optimizer_->step(closure);
+  impl_->buffers_.synchronize(impl_->synced_[0].group, impl_->has_data_);
+  return loss;
+}
+
+void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
+  auto& group = impl_->synced_[0].group;
+  impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
+  group.check_contract(Impl::kName, impl_->buffers_.signatures());
+  impl_->buffers_.broadcast(group, 0);
 }
 
 void DistributedOptimizer::zero_grad(bool set_to_none) {
@@ -124,10 +140,9 @@ std::vector<std::vector<std::string>> DistributedOptimizer::packs(size_t group) 
 }
 
 NoSync DistributedOptimizer::no_sync() {
-  const auto set = [impl = impl_.get()](bool sync) {
-    if (impl->reduction_) impl->reduction_->set_sync(sync);
-  };
-  return NoSync(impl_->reduction_ && impl_->reduction_->sync(), set);
+  return NoSync([impl = impl_.get()](int change) {
+    if (impl->reduction_) impl->reduction_->hold_sync(change);
+  });
 }
 
 void DistributedOptimizer::shadow_backward() {
@@ -150,13 +165,19 @@ ProcessGroup DistributedOptimizer::join_group() const {
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
   if (impl_->reduction_) impl_->reduction_->set_join(iteration.divisor, iteration.first_active);
+  impl_->buffers_.set_active(iteration.first_active, iteration.active_ranks);
 }
 
 void DistributedOptimizer::shadow_step() {
+  impl_->has_data_ = false;
+  const auto reset = c10::make_scope_exit([this] { impl_->has_data_ = true; });
   shadow_backward();
   step();
 }
 
-void DistributedOptimizer::finish_join(int last_active_rank) { impl_->broadcast(last_active_rank); }
+void DistributedOptimizer::finish_join(int last_active_rank) {
+  impl_->broadcast(last_active_rank);
+  impl_->buffers_.broadcast(impl_->synced_[0].group, last_active_rank);
+}
 
 }  // namespace tessera

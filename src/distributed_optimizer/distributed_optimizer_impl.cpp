@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
 
@@ -22,16 +23,29 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
   if (dist_groups.size() != groups) {
     throw UsageError(fmt::format(
         "{}: there are {} dist_groups for {} parameter groups; expected one entry for each (an "
-        "empty entry for a group that is not synchronised)",
+        "empty entry for the world)",
         kName, dist_groups.size(), groups));
   }
-  for (size_t g = 0; g < groups; ++g) {
-    if (dist_groups[g]) add_group(g, *dist_groups[g]);
-  }
+  for (size_t g = 0; g < groups; ++g) add_group(g, dist_groups[g] ? *dist_groups[g] : world(g));
   check_options();
+  for (auto& synced : synced_) {
+    agree(synced.group, [&] {
+      std::vector<sharding::NamedTensor> all = synced.trainable;
+      wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward, all);
+    });
+  }
   check_contract();
   if (options_.bcast_period >= 0) broadcast(0);
   make_reduction();
+}
+
+/// The dist_group of a parameter group for which the caller gave none.
+ProcessGroup DistributedOptimizer::Impl::world(size_t index) {
+  if (auto world = default_process_group()) return *world;
+  throw UsageError(fmt::format(
+      "{}: group {} has no dist_group, and this process has no world of init_process_group(); "
+      "expected a dist_group, or ProcessGroup() for parameters that are not synchronised",
+      kName, index));
 }
 
 std::string DistributedOptimizer::Impl::prefix() const {
@@ -101,8 +115,11 @@ void DistributedOptimizer::Impl::check_contract() {
 void DistributedOptimizer::Impl::make_reduction() {
   std::vector<sharding::NamedTensor> parameters;
   std::vector<PackedReduction::Group> groups;
+  const bool distributed = std::any_of(synced_.begin(), synced_.end(),
+                                       [](const auto& synced) { return synced.group.size() > 1; });
   for (const auto& synced : synced_) {
-    if (synced.trainable.empty()) continue;
+    const bool alone = distributed && synced.group.size() == 1;  // not synchronised on purpose
+    if (synced.trainable.empty() || alone) continue;
     std::vector<size_t> members;
     for (const auto& parameter : synced.trainable) {
       members.push_back(parameters.size());
@@ -115,6 +132,15 @@ void DistributedOptimizer::Impl::make_reduction() {
       std::make_unique<PackedReduction>(std::move(parameters), std::move(groups),
                                         distributed_optimizer::PackedReductionOptions{
                                             mean_, options_.param_pack, options_.param_pack_thd});
+}
+
+void DistributedOptimizer::Impl::check_groups() const {
+  const auto groups = optimizer_->param_groups().size();
+  if (groups == synced_.size()) return;
+  throw UsageError(fmt::format(
+      "{}: the optimizer has {} parameter groups, and {} at construction: the gradients of a group "
+      "that add_param_group() adds later are not reduced; construct the {} with all groups",
+      prefix(), groups, synced_.size(), kName));
 }
 
 void DistributedOptimizer::Impl::check_trainability() const {

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "distributed_optimizer/packed_reduction.h"
+#include "sharding/module_buffers.h"
+#include "sharding/wrapped_parameters.h"
 #include "tessera/distributed_optimizer.h"
 
 namespace tessera {
@@ -19,7 +21,7 @@ class DistributedOptimizer::Impl {
   Impl(std::shared_ptr<torch::optim::Optimizer> optimizer, const NamedParameters& names,
        const std::vector<std::optional<ProcessGroup>>& dist_groups, Options options);
 
-  /// A parameter group that has a dist_group.
+  /// A parameter group and its dist_group.
   struct SyncedGroup {
     ProcessGroup group;
     size_t parameter_group;           ///< Its index in the optimizer.
@@ -27,6 +29,8 @@ class DistributedOptimizer::Impl {
     std::vector<sharding::NamedTensor> trainable;
   };
 
+  /// Refuses parameter groups that were added to the optimizer after construction.
+  void check_groups() const;
   /// Refuses parameters that were frozen at construction and require a gradient now.
   void check_trainability() const;
   /// Sends rank `root`'s parameters to all ranks of each dist_group.
@@ -39,15 +43,19 @@ class DistributedOptimizer::Impl {
   Options options_;
   std::vector<SyncedGroup> synced_;
   std::unique_ptr<distributed_optimizer::PackedReduction> reduction_;  ///< Null: nothing to reduce.
+  sharding::ModuleBuffers buffers_;
+  bool has_data_ = true;  ///< False while this rank takes part in a join without data.
   int64_t steps_ = 0;
 
  private:
+  static ProcessGroup world(size_t index);
   void add_group(size_t index, ProcessGroup group);
   void check_options();
   void check_contract();
   void make_reduction();
 
   bool mean_ = false;
+  std::vector<sharding::WrappedParameters> wrapped_;
   std::vector<at::Tensor> frozen_;  // synchronised, but not trainable at construction
 };
 

@@ -51,10 +51,23 @@ void PackedReduction::make_reducer() {
   reducing.caller_tracks_use = true;
   // Packs must be copies, see [Note: packs that do not count].
   reducing.gradient_as_bucket_view = !options_.pack;
+  reducing.overwritten =
+      "is the sum over the ranks of an earlier backward, which this backward would add up again on "
+      "each rank; expected zero_grad() before it, no_sync() around all backwards of a step but the "
+      "last, or reduce_method \"mean\"";
   reducer_ = std::make_unique<sharding::Reducer>(
       lanes_[0].group, parameters_, make_buckets(), reducing,
       sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
-                                   [this] { finish_backward(); }, [this] { wait_for_buckets(); }});
+                                   [this] { finish_backward(); }, [this] { mark_sums(); },
+                                   [this] { wait_for_buckets(); }});
+}
+
+/// A sum that stays in `.grad` would be summed once more by the next backward. (A mean of equal
+/// means is the same mean.)
+void PackedReduction::mark_sums() {
+  for (size_t i = 0; !options_.mean && i < parameters_.size(); ++i) {
+    if (lanes_[lane_of_[i]].group.size() > 1 && reducer_->used(i)) reducer_->mark_overwritten(i);
+  }
 }
 
 std::vector<sharding::Bucket> PackedReduction::make_buckets() {

@@ -33,8 +33,12 @@ class PackedReduction {
                   PackedReductionOptions options);
   PackedReduction(const PackedReduction&) = delete;
 
-  /// Off: backward passes accumulate gradients locally and start no collective.
-  void set_sync(bool sync) { reducer_->set_sync(sync); }
+  /// UsageError on every rank if a parameter's gradients are no longer collected, because its dtype
+  /// or device was replaced. Local if there is none.
+  void check_attached() { reducer_->check_attached(); }
+
+  /// Scopes in which backward passes accumulate gradients locally and start no collective.
+  void hold_sync(int change) { reducer_->hold_sync(change); }
   bool sync() const { return reducer_->sync(); }
 
   /// loss.backward(), and the reduction of all gradients even if `loss` depends on no parameter.
@@ -70,6 +74,7 @@ class PackedReduction {
   void start_bucket(size_t index);
   void finish_backward();
   void wait_for_buckets();
+  void mark_sums();
 
   bool follows_record(size_t lane, const sharding::Bucket& bucket) const;
   at::Tensor use_and_deviations(size_t lane) const;

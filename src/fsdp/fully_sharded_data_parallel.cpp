@@ -1,7 +1,5 @@
 #include "tessera/fully_sharded_data_parallel.h"
 
-#include <exception>
-
 #include <fmt/format.h>
 
 #include "fsdp/sharded_module.h"
@@ -13,13 +11,17 @@ namespace tessera {
 
 namespace detail {
 
-ForwardScope::ForwardScope(fsdp::ShardedModule& sharded)
-    : sharded_(sharded), exceptions_(std::uncaught_exceptions()) {
+ForwardScope::ForwardScope(fsdp::ShardedModule& sharded) : sharded_(sharded) {
   sharded_.begin_forward();
 }
 
-ForwardScope::~ForwardScope() noexcept(false) {
-  sharded_.end_forward(std::uncaught_exceptions() > exceptions_);
+void ForwardScope::end() {
+  ended_ = true;
+  sharded_.end_forward(false);
+}
+
+ForwardScope::~ForwardScope() {
+  if (!ended_) sharded_.end_forward(true);
 }
 
 }  // namespace detail
@@ -31,6 +33,27 @@ NamedParameters shards_of(const fsdp::ShardedModule& sharded) {
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
     result.emplace_back(sharded.model.parameters[i].name, sharded.model.shard_of(i).tensor);
   return result;
+}
+
+/// Refuses an optimizer that needs more of the parameters than this rank's shards.
+void check_divisible(const fsdp::ShardedModule& sharded, const torch::optim::Optimizer& optimizer) {
+  if (is_element_wise(optimizer) || sharded.model.shard_group.size() == 1) return;
+  const std::string known =
+      "SGD, Adam, AdamW, Adagrad, RMSprop, a class declared with "
+      "declare_element_wise<YourOptimizer>(), ";
+  if (sharded.options.partition == Partition::flat) {
+    throw UsageError(
+        sharded.prefix() +
+        ": the optimizer is not known to be element-wise, but the shards are ranges of "
+        "elements, on which any other optimizer would be silently wrong; expected " +
+        known + "or, for one that takes parameters one by one, option partition whole");
+  }
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer)) {
+    throw UsageError(
+        sharded.prefix() +
+        ": LBFGS uses all parameters at once, but each rank holds only some of them; expected " +
+        known + "or sharding_strategy no_shard");
+  }
 }
 
 }  // namespace
@@ -52,22 +75,18 @@ NamedParameters FullyShardedDataParallelBase::named_parameters() const {
 
 void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer& optimizer) const {
   const auto& sharded = *sharded_;
-  if (is_element_wise(optimizer) || sharded.model.shard_group.size() == 1) return;
-  const std::string known =
-      "SGD, Adam, AdamW, Adagrad, RMSprop, a class declared with "
-      "declare_element_wise<YourOptimizer>(), ";
-  if (sharded.options.partition == Partition::flat) {
-    throw UsageError(
-        sharded.prefix() +
-        ": the optimizer is not known to be element-wise, but the shards are ranges of "
-        "elements, on which any other optimizer would be silently wrong; expected " +
-        known + "or, for one that takes parameters one by one, option partition whole");
-  }
-  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer)) {
-    throw UsageError(
-        sharded.prefix() +
-        ": LBFGS uses all parameters at once, but each rank holds only some of them; expected " +
-        known + "or sharding_strategy no_shard");
+  check_divisible(sharded, optimizer);
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& tensor : group.params()) {
+      for (const auto& [name, own] : sharded.model.parameters) {
+        if (!tensor.is_same(own)) continue;
+        throw UsageError(fmt::format(
+            "{}: the optimizer has parameter {} of the module itself, which is not in "
+            "fsdp.parameters(): it is only a gathered copy and gets no gradient; expected this "
+            "rank's shards: Optimizer(fsdp.parameters(), …)",
+            sharded.prefix(), name));
+      }
+    }
   }
 }
 
@@ -97,7 +116,7 @@ FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& p
 
 NoSync FullyShardedDataParallelBase::no_sync() {
   auto* gradients = sharded_->gradients.get();
-  return NoSync(gradients->sync(), [gradients](bool sync) { gradients->set_sync(sync); });
+  return NoSync([gradients](int change) { gradients->hold_sync(change); });
 }
 
 void FullyShardedDataParallelBase::zero_grad(bool set_to_none) {
@@ -112,6 +131,7 @@ void FullyShardedDataParallelBase::set_shadow_step(std::function<void()> step) {
 ProcessGroup FullyShardedDataParallelBase::join_group() const { return group(); }
 void FullyShardedDataParallelBase::on_join_iteration(const JoinIteration& iteration) {
   sharded_->join_leader.begin_iteration(iteration);
+  sharded_->buffers.set_active(iteration.first_active, iteration.active_ranks);
 }
 void FullyShardedDataParallelBase::shadow_step() { sharded_->shadow_step(); }
 void FullyShardedDataParallelBase::finish_join(int last_active_rank) {

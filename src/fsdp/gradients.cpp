@@ -61,9 +61,9 @@ void Gradients::begin(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
   if (pending.flat.defined()) return;
-  join_leader_.broadcast_event(FirstGradient{sync_, f});
-  while (sync_ && open_.size() >= kMaxOpen) finish_one();
-  if (sync_ && pending.defer_until_complete) callbacks_.complete(flat.unit);
+  join_leader_.broadcast_event(FirstGradient{sync(), f});
+  while (sync() && open_.size() >= kMaxOpen) finish_one();
+  if (sync() && pending.defer_until_complete) callbacks_.complete(flat.unit);
   if (is_large(f)) memory::return_freed_memory();  // of gradients that autograd has added up
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
@@ -85,8 +85,8 @@ void Gradients::arrived(size_t parameter) {
                            model_.world.rank());
   auto& pending = pending_[f];
   tracker_.arrive(parameter);
-  const bool complete = sync_ && tracker_.complete(f);
-  if (sync_ && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
+  const bool complete = sync() && tracker_.complete(f);
+  if (sync() && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
   if (pending.defer_until_complete) take_all(f);
   else take(f, member);
   if (complete) reduce(f);
@@ -272,7 +272,7 @@ void Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
   for (auto& pending : pending_) pending.reduced = false;
-  if (!sync_) return;
+  if (!sync()) return;
   for (size_t f = 0; f < pending_.size(); ++f) {
     if (!model_.flats[f].trainable ||
         !(pending_[f].defer_until_complete || pending_[f].flat.defined()))

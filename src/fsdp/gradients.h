@@ -29,8 +29,10 @@ class Gradients {
   };
   Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, Callbacks callbacks);
 
-  void set_sync(bool sync) { sync_ = sync; }
-  bool sync() const { return sync_; }
+  void hold_sync(int change) { holds_ += change; }
+  bool sync() const { return leader_sync_.value_or(holds_ == 0); }
+  /// On a rank without data in a join: the leader's setting counts; nullopt: this rank's own.
+  void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
   /// Autograd has set `.grad` of a parameter of the module.
   void arrived(size_t parameter);
@@ -94,7 +96,8 @@ class Gradients {
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
   CommStream stream_;
-  bool sync_ = true;
+  int holds_ = 0;  // scopes of no_sync()
+  std::optional<bool> leader_sync_;
   std::mutex mutex_;
   sharding::CallbackGuard callback_guard_;  // for the callbacks of open reductions
 };

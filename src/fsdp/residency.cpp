@@ -96,6 +96,7 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
     if (needed_.empty() || std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end())
       needed_.push_back(flat.unit);
   }
+  if (backward && !backward_) refuse_stale_graph();
   if (backward && !std::exchange(backward_, true)) in_backward_();
   use(phase);
 }
@@ -270,6 +271,7 @@ void Residency::begin_forward(bool full_precision) {
     followed_ = at::GradMode::is_enabled();
     if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
+    note_versions();
   }
   ++forwards_;
 }
@@ -333,6 +335,34 @@ uint64_t Residency::versions(size_t unit) const {
       sum += shard.tensor.unsafeGetTensorImpl()->version_counter().current_version();
   }
   return sum;
+}
+
+/// A forward begins. If the shards have changed since the last one, the parameters' versions change
+/// too: autograd then refuses a graph of an earlier forward that needs their values.
+void Residency::note_versions() {
+  forward_versions_.resize(model_.units.size(), 0);
+  for (size_t u = 0; u < model_.units.size(); ++u) {
+    const auto now = versions(u);
+    if (std::exchange(forward_versions_[u], now) == now) continue;
+    for (const auto f : model_.units[u].flats) {
+      if (model_.flats[f].permanent) continue;  // parameter and shard have one version
+      for (const auto i : model_.flats[f].members)
+        model_.parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+/// A backward begins: the graph must not be older than the values of the shards.
+void Residency::refuse_stale_graph() {
+  for (size_t u = 0; u < forward_versions_.size(); ++u) {
+    if (versions(u) == forward_versions_[u]) continue;
+    const auto& first = model_.flats[model_.units[u].flats[0]];
+    throw UsageError(fmt::format(
+        "FullyShardedDataParallel: rank {}: backward needs the values of parameters that have been "
+        "modified since the forward (unit \"{}\", for example {}), by an optimizer's step or "
+        "another inplace operation on the shards; expected backward before step()",
+        model_.world.rank(), model_.units[u].name, model_.parameters[first.members[0]].name));
+  }
 }
 
 /// Releases on all ranks every unit that is still gathered and whose shards have changed on any

@@ -79,6 +79,8 @@ class Residency : public PageOwner {
   bool release_until_it_fits(int64_t bytes, const std::vector<size_t>& needed, size_t min_distance);
   void prefetch_next(Phase phase);
   void synchronize_changes();
+  void note_versions();
+  void refuse_stale_graph();
   void end_step();
   void wait_for_readers(const char* tag);
   uint64_t versions(size_t unit) const;
@@ -93,9 +95,10 @@ class Residency : public PageOwner {
   std::vector<Gathered> gathered_;
   UseOrder order_;
   CommStream stream_;
-  std::vector<size_t> needed_;  // units that the current operator uses
-  std::vector<int> changed_;    // for each unit, whether it must be released
-  int64_t resident_bytes_ = 0;  // gathered units except the root
+  std::vector<size_t> needed_;              // units that the current operator uses
+  std::vector<uint64_t> forward_versions_;  // of each unit's shards at the last forward
+  std::vector<int> changed_;                // for each unit, whether it must be released
+  int64_t resident_bytes_ = 0;              // gathered units except the root
   uint64_t clock_ = 0;
   int forwards_ = 0;
   bool backward_ = false;  // a backward runs and has used a page

@@ -10,6 +10,7 @@
 
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
+#include "sharding/module_buffers.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -257,12 +258,14 @@ void add_units(ShardedModel& model, torch::nn::Module& module,
 }
 
 /// Every rank must have the same parameters, units and options.
-void check_contract(const UnitPlan& plan, ProcessGroup& group,
+void check_contract(const torch::nn::Module& module, const UnitPlan& plan, ProcessGroup& group,
                     const FullyShardedDataParallelOptions& options) {
   auto contract = sharding::signatures(plan.parameters);
   for (const auto& unit : plan.units)
     contract.push_back(
         fmt::format("unit \"{}\" of parameters {}", unit.name, fmt::join(unit.parameters, ", ")));
+  for (auto& line : sharding::ModuleBuffers(module, options.buffers).signatures())
+    contract.push_back(std::move(line));
   contract.push_back(option_text(options));
   group.check_contract(kName, contract);
 }
@@ -286,9 +289,13 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
       plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
   warn_of_views(plan.parameters, group.rank());
-  check_contract(plan, group, options);
-  if (options.sync_module_states) copy_from_rank0(module, plan, group);
   ShardedModel model;
+  agree(group, [&] {
+    model.wrapped =
+        sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
+  });
+  check_contract(module, plan, group, options);
+  if (options.sync_module_states) copy_from_rank0(module, plan, group);
   for (const auto& buffer : module.buffers()) {
     if (buffer.defined() && buffer.is_floating_point())
       model.buffers.push_back({buffer, buffer.scalar_type()});

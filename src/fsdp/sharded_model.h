@@ -10,6 +10,7 @@
 #include "sharding/layout.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
+#include "sharding/wrapped_parameters.h"
 
 // The data of a sharded model: which parameters form which unit, how each unit is laid out in flat
 // buffers, and which part this rank owns.
@@ -87,6 +88,7 @@ struct ShardedModel {
     at::ScalarType own;  ///< Its dtype at construction.
   };
   std::vector<Buffer> buffers;  ///< Floating-point buffers only.
+  sharding::WrappedParameters wrapped;
   /// `shard_group`: the ranks that hold one copy of the model together. `replicas`: the ranks that
   /// hold the same shards as this rank.
   ProcessGroup world, shard_group, replicas;

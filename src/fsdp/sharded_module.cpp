@@ -1,6 +1,7 @@
 #include "fsdp/sharded_module.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
@@ -17,7 +18,8 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       options(std::move(given)),
       detection(start_detection(options.detection)),
       model(build_sharded_model(module, std::move(group), options)),
-      join_leader(model.world) {
+      join_leader(model.world),
+      buffers(module, options.buffers) {
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
   });
@@ -26,6 +28,14 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
                            [this](size_t unit) { residency->gradients_done(unit); }});
   make_pages();
+  for (const auto& flat : model.flats) {
+    // A shard that is the parameter's own memory also has its version counter, so that autograd
+    // notices writes of the optimizer to values that a graph has saved.
+    for (size_t at = 0; flat.permanent && at < flat.members.size(); ++at) {
+      flat.shards[at].tensor.unsafeGetTensorImpl()->set_version_counter(
+          model.parameters[flat.members[at]].tensor.unsafeGetTensorImpl()->version_counter());
+    }
+  }
   for (size_t i = 0; i < model.parameters.size(); ++i) {
     if (model.flat_of(i).trainable) trainable_.push_back(i);
   }
@@ -66,8 +76,10 @@ void ShardedModule::end_backward() {
   // The optimizer is about to allocate its state, which stays. After the first backward freed
   // memory is returned, so that the state does not go into the gaps that backward has left.
   if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
-  join_leader.broadcast_event(BackwardEnds{gradients->sync()});
+  const bool sync = gradients->sync();
+  join_leader.broadcast_event(BackwardEnds{sync});
   residency->end_backward();
+  if (sync) buffers.synchronize(model.world, has_data_);
 }
 
 void ShardedModule::require_idle(const char* call) const {
@@ -113,9 +125,14 @@ void ShardedModule::begin_forward() {
     // The autocast cache would keep a converted copy of every unit alive until the end of forward.
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
+    auto restore_cache =
+        c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
+    residency->begin_forward(full_precision_);
+    restore_cache.release();
+  } else {
+    residency->begin_forward(full_precision_);
   }
-  residency->begin_forward(full_precision_);
 }
 
 void ShardedModule::end_forward(bool threw) {

@@ -6,6 +6,7 @@
 #include "fsdp/join_leader.h"
 #include "fsdp/residency.h"
 #include "sharding/gradients/backward_watch.h"
+#include "sharding/module_buffers.h"
 
 namespace tessera::fsdp {
 
@@ -67,6 +68,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   FsdpStats stats;
   JoinLeader join_leader;
   std::function<void()> step_of_shadow;  ///< Set by set_shadow_step().
+  sharding::ModuleBuffers buffers;
   std::unique_ptr<Gradients> gradients;
   std::unique_ptr<Residency> residency;
   std::set<size_t> summoned;  ///< Units that summon_full_params() has gathered.
@@ -78,6 +80,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool autocast_cache_ = true;  // the caller's setting, restored after forward
   bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
+  bool has_data_ = true;  // false while this rank takes part in a join without data
 
   void check_parameters_unchanged();
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,

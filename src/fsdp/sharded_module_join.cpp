@@ -1,3 +1,5 @@
+#include <c10/util/ScopeExit.h>
+
 #include "fsdp/sharded_module.h"
 #include "tessera/error.h"
 
@@ -16,7 +18,11 @@ Overloaded(Functions...) -> Overloaded<Functions...>;
 
 void ShardedModule::shadow_backward() {
   require_idle("shadow_backward");
-  const bool sync = gradients->sync();
+  has_data_ = false;
+  const auto reset = c10::make_scope_exit([this] {
+    has_data_ = true;
+    gradients->follow_sync(std::nullopt);
+  });
   const JoinLeader::Follow follow(join_leader);
   at::NoGradGuard no_grad;
   bool over = false;
@@ -28,17 +34,16 @@ void ShardedModule::shadow_backward() {
       [&](const ForwardEnds&) { residency->shadow_end_forward(); },
       [&](const UnitsUsed& event) { residency->shadow_use(event); },
       [&](const FirstGradient& event) {
-        gradients->set_sync(event.sync);
+        gradients->follow_sync(event.sync);
         gradients->shadow_gradient(event.flat);
       },
       [&](const GradientsReduced& event) { gradients->shadow_reduce(event); },
       [&](const BackwardEnds& event) {
         over = event.sync;  // backward passes under no_sync() come before the one that reduces
-        gradients->set_sync(event.sync);
+        gradients->follow_sync(event.sync);
         end_backward();
       }};
   while (!over) std::visit(act, join_leader.receive_event());
-  gradients->set_sync(sync);
 }
 
 void ShardedModule::shadow_step() {
@@ -55,8 +60,7 @@ void ShardedModule::shadow_step() {
 void ShardedModule::finish_join(int last_active_rank) {
   // Every rank has updated its own shards in each step, but buffers changed only where there was
   // data.
-  const auto buffers = module.buffers();
-  if (!buffers.empty()) model.world.broadcast(buffers, last_active_rank);
+  buffers.broadcast(model.world, last_active_rank);
 }
 
 }  // namespace tessera::fsdp

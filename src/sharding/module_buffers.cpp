@@ -20,6 +20,17 @@ const char* buffer_sync_name(BufferSync rule) {
 }
 
 namespace sharding {
+namespace {
+
+/// The elements of an expanded tensor without their repetitions.
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
+}  // namespace
 
 ModuleBuffers::ModuleBuffers(const torch::nn::Module& module, BufferSync rule) : rule_(rule) {
   std::unordered_set<const void*> seen;
@@ -27,9 +38,12 @@ ModuleBuffers::ModuleBuffers(const torch::nn::Module& module, BufferSync rule) :
     if (buffer.value().defined() && seen.insert(buffer.value().unsafeGetTensorImpl()).second)
       buffers_.push_back({buffer.key(), buffer.value()});
   }
+}
+
+std::vector<std::vector<size_t>> ModuleBuffers::classes() const {
   std::vector<size_t> all(buffers_.size());
   std::iota(all.begin(), all.end(), 0);
-  classes_ = by_dtype_and_device(buffers_, all);
+  return by_dtype_and_device(buffers_, all);
 }
 
 std::vector<std::string> ModuleBuffers::signatures() const {
@@ -40,13 +54,13 @@ std::vector<std::string> ModuleBuffers::signatures() const {
 }
 
 void ModuleBuffers::broadcast(ProcessGroup& group, int root) const {
-  for (const auto& members : classes_)
+  for (const auto& members : classes())
     combine(group, members, Combine::copy, root, group.rank() == root);
 }
 
 void ModuleBuffers::synchronize(ProcessGroup& group, bool has_data) const {
   if (rule_ == BufferSync::none) return;
-  for (const auto& members : classes_) {
+  for (const auto& members : classes()) {
     const bool averages =
         rule_ == BufferSync::mean && at::isFloatingType(buffers_[members[0]].tensor.scalar_type());
     combine(group, members, averages ? Combine::mean : Combine::copy, publisher_, has_data);
@@ -58,7 +72,8 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
   if (group.size() == 1) return;
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> parts;
-  for (const auto i : members) parts.push_back(buffers_[i].tensor.detach().reshape({-1}));
+  for (const auto i : members)
+    parts.push_back(without_repeats(buffers_[i].tensor.detach()).reshape({-1}));
   auto flat = at::cat(parts);
   if (how == Combine::mean) {
     if (!has_data) flat.zero_();
@@ -69,7 +84,7 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
   at::AutoDispatchBelowADInplaceOrView keep_versions;
   int64_t offset = 0;
   for (const auto i : members) {
-    auto tensor = buffers_[i].tensor;
+    auto tensor = without_repeats(buffers_[i].tensor);
     tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
     offset += tensor.numel();
   }

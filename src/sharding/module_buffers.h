@@ -35,12 +35,13 @@ class ModuleBuffers {
   void set_active(int publisher, int active_ranks);
 
  private:
+  /// Indices of the buffers, in lists of equal dtype and device. Precision options change dtypes.
+  std::vector<std::vector<size_t>> classes() const;
   enum class Combine { copy, mean };
   void combine(ProcessGroup& group, const std::vector<size_t>& members, Combine how, int root,
                bool has_data) const;
 
   std::vector<NamedTensor> buffers_;
-  std::vector<std::vector<size_t>> classes_;  // of equal dtype and device
   BufferSync rule_ = BufferSync::none;
   int publisher_ = 0;
   int active_ranks_ = 0;  // 0: all

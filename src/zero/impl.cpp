@@ -1,21 +1,66 @@
 #include "zero/impl.h"
 
+#include <algorithm>
+#include <typeinfo>
+
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
+namespace {
+
+std::unique_ptr<torch::optim::Optimizer> example_of(const OptimizerFactory& factory) {
+  return factory({torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{at::zeros({1})})});
+}
+
+/// Whether an update of one parameter depends on the others, so that one rank needs all of them.
+bool uses_all_parameters(const OptimizerFactory& factory) {
+  return dynamic_cast<torch::optim::LBFGS*>(example_of(factory).get()) != nullptr;
+}
+
+std::vector<sharding::NamedTensor> all_of(
+    const std::vector<ZeroRedundancyOptimizer::Group>& groups) {
+  std::vector<sharding::NamedTensor> all;
+  for (const auto& group : groups) {
+    for (const auto& [name, tensor] : group.parameters) all.push_back({name, tensor});
+  }
+  return all;
+}
+
+}  // namespace
+
+ZeroRedundancyOptimizerOptions ZeroRedundancyOptimizer::Impl::beside_others(
+    Options options, const std::vector<Group>& groups, int rank) {
+  const auto other = sharding::WrappedParameters::reducer_of(all_of(groups));
+  if (!options.reduce_gradients || other != "DistributedDataParallel") return options;
+  if (options.overlap_with_backward) {
+    throw UsageError(fmt::format(
+        "{}: rank {}: option overlap_with_backward, and {} reduces these gradients already; "
+        "expected one of the two",
+        kName, rank, other));
+  }
+  if (rank == 0) {
+    spdlog::info("tessera: {}: {} reduces the gradients, so reduce_gradients is off here", kName,
+                 other);
+  }
+  options.reduce_gradients = false;
+  return options;
+}
 
 ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup the_group,
                                     OptimizerFactory factory, Options the_options)
     : group(std::move(the_group)),
       options(the_options),
-      shards(group, options),
+      shards(group, options, uses_all_parameters(factory)),
       mean(group, shards, options, prefix()),
-      local(std::move(factory)),
+      local(factory),
       outer_(outer),
+      factory_(std::move(factory)),
       overlap_(group, shards, mean, local, norm, outer, options.find_unused_parameters, prefix()) {
   if (!(options.bucket_cap_mb > 0)) {
     throw UsageError(
@@ -40,8 +85,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::d
                      ": the optimizer factory is empty; expected one, as from "
                      "optimizer_factory<torch::optim::Adam>(…)");
   }
-  const torch::optim::OptimizerParamGroup any(std::vector<at::Tensor>{at::zeros({1})});
-  return factory({any})->defaults().clone();
+  return example_of(factory)->defaults().clone();
 }
 
 void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
@@ -69,6 +113,16 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
       options.find_unused_parameters));
+  const auto example = example_of(factory_);
+  contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
+  for (auto& line : option_lines()) contract.push_back(std::move(line));
+  agree(group, [&] {
+    wrapped_.emplace_back(
+        kName, group.rank(),
+        options.reduce_gradients ? sharding::Use::reduces_in_step : sharding::Use::updates,
+        std::vector<sharding::NamedTensor>(
+            parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end()));
+  });
   group.check_contract(kName, contract);
   if (options.broadcast_parameters) {
     std::vector<at::Tensor> added;
@@ -79,6 +133,46 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
   shards.place_new();
   make_local_optimizer();
   watch();
+}
+
+/// One line for each parameter group, for messages: lr first.
+std::vector<std::string> ZeroRedundancyOptimizer::Impl::option_lines() const {
+  std::vector<std::string> lines;
+  for (const auto& visible : outer_.param_groups()) {
+    auto& line = lines.emplace_back(fmt::format("options of group {}:", lines.size()));
+    const auto values = get_options(visible.options());
+    if (const auto lr = values.find("lr"); lr != values.end())
+      line += " lr " + to_string(lr->second);
+    for (const auto& [name, value] : values) {
+      if (name != "lr") line += fmt::format(" {} {}", name, to_string(value));
+    }
+  }
+  return lines;
+}
+
+void ZeroRedundancyOptimizer::Impl::check_groups() const {
+  std::vector<size_t> known;
+  for (size_t i = 0; i < shards.parameters().size(); ++i) {
+    known.resize(std::max(known.size(), shards.group_of(i) + 1));
+    ++known[shards.group_of(i)];
+  }
+  const auto& groups = outer_.param_groups();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const size_t expected = g < known.size() ? known[g] : 0;
+    if (groups[g].params().size() == expected) continue;
+    throw UsageError(fmt::format(
+        "{}: parameter group {} has {} parameters, of which {} are sharded: the others would never "
+        "be updated; expected add_param_group(ZeroRedundancyOptimizer::Group) for new parameters",
+        prefix(), g, groups[g].params().size(), expected));
+  }
+}
+
+void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& module) {
+  const bool elsewhere =
+      sharding::WrappedParameters::reducer_of(shards.parameters()) == "DistributedDataParallel";
+  buffers = sharding::ModuleBuffers(module, elsewhere ? BufferSync::none : options.buffers);
+  group.check_contract(kName, buffers.signatures());
+  if (options.broadcast_parameters) buffers.broadcast(group, 0);
 }
 
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
@@ -99,10 +193,10 @@ void ZeroRedundancyOptimizer::Impl::watch() {
   mean.watch([this](size_t bucket) { overlap_.send(bucket); });
 }
 
-void ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
+bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
   const auto changed = shards.changed_trainability();
   // Ranks must see the same change. Only a rank that saw one compares.
-  if (changed.empty()) return;
+  if (changed.empty()) return false;
   mean.require_local(fmt::format("requires_grad of parameter {} changed", changed[0]));
   group.check_contract(std::string(kName) + " (a change of requires_grad)", changed);
   if (group.rank() == 0) {
@@ -131,6 +225,7 @@ void ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
   }
   watch();  // moves the gradients into the new buckets
   load(dict);
+  return true;
 }
 
 void ZeroRedundancyOptimizer::Impl::require_no_update_under_way(const char* call) const {

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "sharding/module_buffers.h"
+#include "sharding/wrapped_parameters.h"
 #include "tessera/zero_redundancy_optimizer.h"
 #include "zero/local_optimizer.h"
 #include "zero/mean_gradient.h"
@@ -17,7 +19,8 @@ namespace tessera {
 
 /// A step and everything around it, in terms of its parts: `shards` (who owns what), `mean` (the
 /// averaged gradient), `local` (the wrapped optimizer), `overlap` (updates within backward).
-/// impl.cpp: construction, changes of parameters, state dicts. step.cpp: a step, norms, clipping.
+/// impl.cpp: construction, changes of parameters, state dicts by name. impl_state.cpp: archives and
+/// state of one rank. step.cpp: a step, norms, clipping.
 class ZeroRedundancyOptimizer::Impl {
  public:
   static constexpr const char* kName = zero::kName;
@@ -27,6 +30,12 @@ class ZeroRedundancyOptimizer::Impl {
 
   static std::unique_ptr<torch::optim::OptimizerOptions> default_options(
       const OptimizerFactory& factory);
+  /// `options` without reduce_gradients if a DistributedDataParallel reduces these gradients.
+  static Options beside_others(Options options, const std::vector<Group>& groups, int rank);
+  void track_buffers(const torch::nn::Module& module);
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+  OptimizerStateDict local_state() const;
   void add_group(Group group);
   void finish_construction();
 
@@ -56,11 +65,20 @@ class ZeroRedundancyOptimizer::Impl {
   zero::LocalOptimizer local;
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;
+  sharding::ModuleBuffers buffers;
+  bool has_data = true;  ///< False while this rank takes part in a join without data.
 
  private:
   void make_local_optimizer();
+  std::vector<std::string> option_lines() const;
+  std::unique_ptr<torch::optim::Optimizer> plain_optimizer() const;
+  NamedParameters named() const;
+  void check_groups() const;
+  at::Tensor call(const LossClosure& closure);
+  void end_step(const std::string& tag);
   void watch();
-  void repartition_if_trainability_changed();
+  bool repartition_if_trainability_changed();
+  void update_thawed();
 
   void prepare_step();
   void reduce_and_update(size_t bucket, FusedOptimizer& optimizer);
@@ -72,6 +90,8 @@ class ZeroRedundancyOptimizer::Impl {
   void clear_shard_gradients();
 
   ZeroRedundancyOptimizer& outer_;
+  OptimizerFactory factory_;
+  std::vector<sharding::WrappedParameters> wrapped_;
   /// State of parameters that were frozen after they had been stepped. The same on all ranks.
   std::map<std::string, ParamState> frozen_state_;
   bool stepped_ = false;

@@ -39,6 +39,7 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   options.find_unused_parameters =
       options_.find_unused_parameters || !options_.overlap_with_backward;
   options.caller_tracks_use = options_.overlap_with_backward;
+  options.frozen_is_unused = true;  // the next step() makes the partition again
   reducer_ = std::make_unique<sharding::Reducer>(
       group_, std::move(trainable), std::move(buckets), options,
       sharding::Reducer::Callbacks{std::move(ready), [] {}, {}});

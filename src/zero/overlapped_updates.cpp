@@ -1,6 +1,7 @@
 #include "zero/overlapped_updates.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include <fmt/format.h>
@@ -36,6 +37,9 @@ void OverlappedUpdates::send(size_t index) {
       options_of_backward_.push_back(get_options(group.options()));
   }
   auto& bucket = shards_.buckets()[index];
+  // The rest of this backward may read a parameter through detach(): autograd then refuses it,
+  // because the update that begins here changes the values.
+  shards_.bump_versions(bucket);
   const auto is_used = exchange_use(bucket);
   const int64_t numel = bucket.layout.counts()[group_.rank()];
   ProcessGroup::ConsumeRun consume;
@@ -61,7 +65,13 @@ void OverlappedUpdates::send(size_t index) {
 /// Which of the bucket's parameters any rank used. The answer may be asked for once the collective
 /// that is started here is over.
 std::function<bool(size_t)> OverlappedUpdates::exchange_use(const ShardBucket& bucket) {
-  if (!find_unused_) return [](size_t) { return true; };
+  if (!find_unused_) {
+    // A parameter that was frozen since the last step() gets no gradient.
+    std::map<size_t, bool> trainable;
+    for (const auto i : bucket.members)
+      trainable[i] = shards_.parameters()[i].tensor.requires_grad();
+    return [trainable](size_t parameter) { return trainable.at(parameter); };
+  }
   std::vector<int> have;
   for (const auto i : bucket.members)
     have.push_back(mean_.reducer()->has_gradient(mean_.position(i)));

@@ -61,8 +61,10 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
   const bool flat = plan.partition == Partition::flat;
-  const auto owners =
-      flat ? std::vector<int>() : owners_of(parameters, subset, group_of, plan.partition, load);
+  const auto owners = flat ? std::vector<int>()
+                      : plan.one_owner
+                          ? std::vector<int>(parameters.size(), 0)
+                          : owners_of(parameters, subset, group_of, plan.partition, load);
 
   auto member_lists = sharding::by_dtype_and_device(parameters, subset);
   if (plan.cap_bytes > 0) {
@@ -105,10 +107,10 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
 }
 
 void gather_parameters(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
-                       ProcessGroup& group) {
+                       ProcessGroup& group, const std::string& tag) {
   if (group.size() == 1) return;
   if (bucket.parameters.defined())
-    return group.all_gather(bucket.parameters, bucket.layout.counts());
+    return group.all_gather(bucket.parameters, bucket.layout.counts(), tag);
   at::NoGradGuard no_grad;
   const auto& first = parameters[bucket.members[0]].tensor;
   auto flat = at::empty({bucket.layout.numel()}, first.options().requires_grad(false));
@@ -117,7 +119,7 @@ void gather_parameters(ShardBucket& bucket, const std::vector<NamedTensor>& para
         sharding::in_memory_order(parameters[bucket.members[shard.tensor]].tensor.detach());
     flat.narrow(0, shard.offset, shard.numel).copy_(memory.narrow(0, shard.begin, shard.numel));
   }
-  group.all_gather(flat, bucket.layout.counts());
+  group.all_gather(flat, bucket.layout.counts(), tag);
   for (size_t m = 0; m < bucket.members.size(); ++m) {
     auto parameter = parameters[bucket.members[m]].tensor.detach();
     parameter.copy_(sharding::window(flat, bucket.layout.offset(m), parameter));

@@ -30,7 +30,8 @@ struct ShardPlan {
   Partition partition = Partition::flat;
   bool as_bucket_view = true;
   bool with_gradients = true;
-  int64_t cap_bytes = 0;  ///< Size of a bucket; 0: one bucket for each dtype and device.
+  bool one_owner = false;  ///< Rank 0 owns all parameters.
+  int64_t cap_bytes = 0;   ///< Size of a bucket; 0: one bucket for each dtype and device.
 };
 
 /// Buckets for `subset` of `parameters`. `load` counts the elements of each rank over several
@@ -41,8 +42,9 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTen
                                             const ShardPlan& plan, std::vector<int64_t>& load,
                                             ProcessGroup& group);
 
-/// Every rank receives every rank's updated segment. Collective.
+/// Every rank receives every rank's updated segment. Ranks with different tags disagree.
+/// Collective.
 void gather_parameters(ShardBucket& bucket, const std::vector<sharding::NamedTensor>& parameters,
-                       ProcessGroup& group);
+                       ProcessGroup& group, const std::string& tag = "");
 
 }  // namespace tessera::zero

@@ -22,8 +22,10 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 
 }  // namespace
 
-Shards::Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options)
-    : group_(std::move(group)), plan_(plan_of(options)), load_(group_.size(), 0) {}
+Shards::Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, bool one_owner)
+    : group_(std::move(group)), plan_(plan_of(options)), load_(group_.size(), 0) {
+  plan_.one_owner = one_owner;
+}
 
 void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> parameters) {
   sharding::check_parameters(kName, parameters, index, group_.rank());
@@ -101,15 +103,17 @@ std::vector<const sharding::OwnedShard*> Shards::owned() const {
   return shards;
 }
 
-void Shards::gather() {
-  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_);
+void Shards::gather(const std::string& tag) {
+  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_, tag);
   bump_versions();
 }
 
 void Shards::bump_versions() {
-  for (const auto& bucket : buckets_) {
-    for (const auto i : bucket.members) parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
-  }
+  for (const auto& bucket : buckets_) bump_versions(bucket);
+}
+
+void Shards::bump_versions(const ShardBucket& bucket) {
+  for (const auto i : bucket.members) parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace tessera::zero

@@ -16,7 +16,8 @@ namespace tessera::zero {
 /// they are stored, reduced and gathered. The same on every rank, except for the owned shards.
 class Shards {
  public:
-  Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options);
+  /// `one_owner`: rank 0 owns all parameters.
+  Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, bool one_owner);
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
@@ -44,11 +45,12 @@ class Shards {
   /// This rank's shards, over all buckets. Empty shards are included.
   std::vector<const sharding::OwnedShard*> owned() const;
 
-  /// Every rank gets every rank's updated shards. Collective.
-  void gather();
+  /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Collective.
+  void gather(const std::string& tag = "");
   /// Counts as a write to every trainable parameter: autograd then refuses a backward through
   /// values from before the update. Local.
   void bump_versions();
+  void bump_versions(const ShardBucket& bucket);
 
  private:
   void place(const std::vector<size_t>& subset);

@@ -1,8 +1,12 @@
 #include <algorithm>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include "memory/heap.h"
 #include "sharding/gradients/gradient_norm.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 #include "zero/bucket_update.h"
 #include "zero/impl.h"
 
@@ -11,14 +15,14 @@ namespace tessera {
 at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   if (closure && !local.element_wise()) return step_with_closure(closure);
   at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
+  if (closure) loss = call(closure);
   at::NoGradGuard no_grad;
+  check_groups();
   check_storage();
+  const auto tag = fmt::format("{}", fmt::join(option_lines(), "; "));
   if (options.overlap_with_backward) {
     wait_for_overlapped_update();
+    if (repartition_if_trainability_changed()) update_thawed();
   } else {
     prepare_step();
     const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
@@ -32,11 +36,47 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     local.get().step();  // updates the shards that have a gradient: not those updated above
     clear_shard_gradients();
     mean.reset();
-    shards.gather();
+    shards.gather(tag);
   }
   local.give_options_to(outer_);
   norm.finish(group);
+  buffers.synchronize(group, has_data);
   return loss;
+}
+
+/// The closure's loss. The other ranks wait for this one in collectives, so they must know of an
+/// exception.
+at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
+  at::AutoGradMode with_grad(true);
+  try {
+    return closure();
+  } catch (const BrokenWorldError&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (group.size() > 1 && !group.ended()) {
+      try {
+        group.fail(fmt::format("{}: the closure of step() threw: {}", prefix(), message_of(error)));
+      } catch (const Error&) {  // this rank's own exception says more
+      }
+    }
+    throw;
+  }
+}
+
+/// With overlap_with_backward, after the update: parameters that became trainable since the last
+/// step have their first gradient, which no update has used. All others have none.
+void ZeroRedundancyOptimizer::Impl::update_thawed() {
+  if (!mean.reducer()) return;
+  mean.reducer()->collect_present();
+  for (size_t b = 0; b < shards.buckets().size(); ++b) {
+    if (auto* const fused = local.one_pass(shards.buckets()[b])) reduce_and_update(b, *fused);
+    else set_gradients(b, false);
+  }
+  local.get().step();
+  clear_shard_gradients();
+  mean.reset();
+  shards.gather();
+  mean.reducer()->zero_grad(true);
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
@@ -80,12 +120,13 @@ void ZeroRedundancyOptimizer::Impl::wait_for_overlapped_update() {
   shards.bump_versions();
   // They were this rank's own gradients, and the update has used them.
   if (mean.reducer()) mean.reducer()->zero_grad(true);
-  repartition_if_trainability_changed();
 }
 
 /// For optimizers that evaluate the loss as often as they like, each rank its own number of times:
 /// all ranks take part in every evaluation until the last rank needs no more.
 at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& closure) {
+  check_groups();
+  check_storage();
   repartition_if_trainability_changed();
   local.take_options_of(outer_);
   at::Tensor first_loss;
@@ -110,8 +151,10 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   at::NoGradGuard no_grad;
   clear_shard_gradients();
   mean.reset();
-  shards.gather();
+  shards.gather(fmt::format("{}", fmt::join(option_lines(), "; ")));
   local.give_options_to(outer_);
+  norm.finish(group);
+  buffers.synchronize(group, has_data);
   return first_loss;
 }
 
@@ -122,12 +165,9 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
     clear_shard_gradients();
     shards.gather();
   }
-  at::Tensor loss;
-  {
-    at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
+  const auto loss = call(closure);
   at::NoGradGuard no_grad;
+  norm.squares = 0;  // of the last evaluation
   mean.reset();
   mean.average();
   for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);

@@ -1,5 +1,6 @@
 #include "tessera/zero_redundancy_optimizer.h"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include "tessera/error.h"
@@ -11,13 +12,16 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module
                                                  ProcessGroup group, OptimizerFactory factory,
                                                  Options options)
     : ZeroRedundancyOptimizer(std::vector<Group>{{named_parameters(module), {}}}, std::move(group),
-                              std::move(factory), options) {}
+                              std::move(factory), options) {
+  track_buffers(module);
+}
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
     : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                               Impl::default_options(factory)),
-      impl_(std::make_unique<Impl>(*this, std::move(group), std::move(factory), options)) {
+      impl_(std::make_unique<Impl>(*this, group, std::move(factory),
+                                   Impl::beside_others(options, groups, group.rank()))) {
   if (groups.empty())
     throw UsageError(impl_->prefix() + ": there are no parameter groups; expected at least one");
   for (auto& entry : groups) impl_->add_group(std::move(entry));
@@ -36,13 +40,19 @@ double ZeroRedundancyOptimizer::grad_norm(double norm_type) { return impl_->grad
 void ZeroRedundancyOptimizer::track_grad_norm(bool track) { impl_->norm.tracking = track; }
 double ZeroRedundancyOptimizer::last_grad_norm() const { return impl_->norm.last; }
 
+void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
+  impl_->track_buffers(module);
+}
+
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
+  impl_->require_no_update_under_way("add_param_group");
   impl_->add_group(std::move(group));
   impl_->finish_construction();
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   const auto& group = impl_->group;
+  impl_->require_no_update_under_way("consolidate_state_dict");
   if (to >= group.size()) {
     throw UsageError(fmt::format(
         "{}.consolidate_state_dict: rank {}: to is {}; expected a rank below {}, or -1 for all",
@@ -62,8 +72,25 @@ const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
   return *impl_->consolidated;
 }
 
-void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) { impl_->load(dict); }
-ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
+void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) {
+  impl_->require_no_update_under_way("load_state_dict");
+  impl_->load(dict);
+}
+void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  impl_->save(archive);
+}
+void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
+  impl_->require_no_update_under_way("load");
+  impl_->load(archive);
+}
+OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
+  impl_->require_no_update_under_way("rank_local_state_dict");
+  return impl_->local_state();
+}
+ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const {
+  impl_->require_no_update_under_way("memory");
+  return impl_->memory();
+}
 const ZeroRedundancyOptimizer::Options& ZeroRedundancyOptimizer::options() const {
   return impl_->options;
 }
@@ -103,9 +130,12 @@ void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
   impl_->mean.divisor = iteration.divisor;
+  impl_->buffers.set_active(iteration.first_active, iteration.active_ranks);
 }
 
 void ZeroRedundancyOptimizer::shadow_step() {
+  impl_->has_data = false;
+  const auto reset = c10::make_scope_exit([this] { impl_->has_data = true; });
   shadow_backward();
   step();
 }
@@ -114,14 +144,13 @@ void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : impl_->shards.parameters()) tensors.push_back(parameter.tensor);
   impl_->group.broadcast(tensors, last_active_rank);
+  impl_->buffers.broadcast(impl_->group, last_active_rank);
 }
 
 NoSync ZeroRedundancyOptimizer::no_sync() {
-  const auto set = [impl = impl_.get()](bool sync) {
-    if (auto* const reducer = impl->mean.reducer()) reducer->set_sync(sync);
-  };
-  const auto* const reducer = impl_->mean.reducer();
-  return NoSync(reducer && reducer->sync(), set);
+  return NoSync([impl = impl_.get()](int change) {
+    if (auto* const reducer = impl->mean.reducer()) reducer->hold_sync(change);
+  });
 }
 
 }  // namespace tessera

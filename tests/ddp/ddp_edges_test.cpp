@@ -219,18 +219,21 @@ TEST(NoSyncScope, MayBeMoved) {
     auto net = seeded<Uneven>(1);
     DistributedDataParallel ddp(net, group);
     std::optional<NoSync> scope;
-    for (int step = 0; step < 4; ++step) {
-      scope.reset();
-      if (step % 2 == 0) scope = ddp.no_sync();
+    for (int step = 0; step < 8; ++step) {
+      if (step % 4 < 3) scope = ddp.no_sync();
+      else scope.reset();
       group.reset_stats();
       loss_of(ddp(rows(step, rank, 2))).backward();
-      EXPECT_EQ(group.stats().all_reduce.calls > 0, step % 2 == 1) << step;
+      EXPECT_EQ(group.stats().all_reduce.calls > 0, step % 4 == 3) << step;
     }
     NoSync one = ddp.no_sync();
     NoSync other = std::move(one);
     group.reset_stats();
     loss_of(ddp(rows(0, rank, 2))).backward();
     EXPECT_EQ(group.stats().all_reduce.calls, 0u);
+    { NoSync last = std::move(other); }
+    loss_of(ddp(rows(0, rank, 2))).backward();
+    EXPECT_GT(group.stats().all_reduce.calls, 0u);
   });
 }
 

@@ -333,7 +333,9 @@ TEST(DistributedOptimizerTest, EachGroupHasItsOwnPacksAndAGroupWithoutADistGroup
       for (auto& weight : c->weights) weight.add_(rank);
     }
     DistributedOptimizer optimizer(
-        {{named("a.", a), {{"lr", 0.02}}, first}, {named("b.", b), {}, second}, {named("c.", c)}},
+        {{named("a.", a), {{"lr", 0.02}}, first},
+         {named("b.", b), {}, second},
+         {named("c.", c), {}, ProcessGroup()}},
         sgd(0.01), {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});
     EXPECT_FLOAT_EQ(c->weights[0][0].item<float>(), 0.1f + rank) << "not broadcast";
     const std::vector<std::vector<int>> usual(3, kForwards), backwards(3, kBackwards);

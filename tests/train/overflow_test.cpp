@@ -16,9 +16,9 @@ struct HalfImpl : torch::nn::Module {
 };
 
 TEST(OptimWrapper, ASumOfFiniteGradientsThatOverflowsSkipsTheStepOnAllRanks) {
-  for (const char* parallel : {"{type: ZeroRedundancyOptimizer}",
-                               "{type: ZeroRedundancyOptimizer, partition: whole}",
-                               "{type: DistributedDataParallel}"}) {
+  for (const char* parallel :
+       {"{type: ZeroRedundancyOptimizer}", "{type: ZeroRedundancyOptimizer, partition: whole}",
+        "{type: DistributedDataParallel}"}) {
     testing::run_ranks(2, [&](ProcessGroup group, int rank) {
       const auto net = std::make_shared<HalfImpl>();
       TrainedModel model = detail::trained_model(net);

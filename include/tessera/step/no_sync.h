@@ -6,31 +6,31 @@
 namespace tessera {
 
 /// Returned by the wrappers' no_sync(). While it is alive, backward passes accumulate gradients
-/// locally and send nothing; its destructor restores the previous setting. Local, but all ranks
-/// must use it in the same way. The wrapper must outlive it.
+/// locally and send nothing. Scopes may be nested and moved: gradients are sent again when the last
+/// one of the wrapper has ended. Local, but all ranks must use it in the same way. The wrapper must
+/// outlive it.
 class NoSync {
  public:
-  using Switch = std::function<void(bool sync)>;
+  /// Changes the number of scopes that the wrapper has.
+  using Hold = std::function<void(int change)>;
 
-  /// Calls set(false) now and set(before) in the destructor. `before` is the wrapper's current
-  /// setting.
-  NoSync(bool before, Switch set) : set_(std::move(set)), before_(before) { set_(false); }
-  ~NoSync() {
-    if (set_) set_(before_);
-  }
+  explicit NoSync(Hold hold) : hold_(std::move(hold)) { hold_(1); }
+  ~NoSync() { end(); }
   /// The object that was moved from has no effect any more.
-  NoSync(NoSync&& other) noexcept
-      : set_(std::exchange(other.set_, nullptr)), before_(other.before_) {}
+  NoSync(NoSync&& other) noexcept : hold_(std::exchange(other.hold_, nullptr)) {}
   NoSync& operator=(NoSync&& other) noexcept {
-    NoSync old(std::move(*this));
-    set_ = std::exchange(other.set_, nullptr);
-    before_ = other.before_;
+    if (this == &other) return *this;
+    end();
+    hold_ = std::exchange(other.hold_, nullptr);
     return *this;
   }
 
  private:
-  Switch set_;
-  bool before_;
+  void end() {
+    if (const auto hold = std::exchange(hold_, nullptr)) hold(-1);
+  }
+
+  Hold hold_;
 };
 
 }  // namespace tessera

@@ -1,4 +1,6 @@
 #include <cstdlib>
+#include <memory>
+#include <mutex>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -11,6 +13,25 @@
 #include "tessera/error.h"
 
 namespace tessera {
+namespace {
+
+std::mutex default_mutex;
+std::weak_ptr<ProcessGroup::Impl> default_group;
+
+ProcessGroup as_default(ProcessGroup group) {
+  std::lock_guard lock(default_mutex);
+  default_group = group.impl();
+  return group;
+}
+
+}  // namespace
+
+std::optional<ProcessGroup> default_process_group() {
+  std::lock_guard lock(default_mutex);
+  auto impl = default_group.lock();
+  if (!impl) return std::nullopt;
+  return ProcessGroup(std::move(impl));
+}
 
 ProcessGroup init_process_group(ProcessGroupOptions options) {
   if (options.timeout.count() <= 0) {
@@ -19,7 +40,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   }
   const auto environment =
       comm::read_launch_environment([](const char* name) { return std::getenv(name); });
-  if (environment.size == 1) return ProcessGroup();
+  if (environment.size == 1) return as_default(ProcessGroup());
 
   if (options.retain_freed_memory) memory::retain_freed_memory();
   // Each call makes another world with its own keys. Every rank makes the same number of calls.
@@ -32,7 +53,8 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   world.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), rendezvous.store);
   auto transport = comm::make_transport(world);
-  return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
+  return as_default(
+      ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport))));
 }
 
 }  // namespace tessera

@@ -214,9 +214,14 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
           }};
 }
 
-Work submit_with_tag(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
-  if (impl.alone()) return {};
+Call with_tag(Call call, const std::string& tag) {
   if (!tag.empty()) call.header.detail ^= XXH64(tag.data(), tag.size(), 1);
+  return call;
+}
+
+Work submit_with_tag(ProcessGroup::Impl& impl, Call untagged, const std::string& tag) {
+  if (impl.alone()) return {};
+  auto call = with_tag(std::move(untagged), tag);
   return impl.submit(call.header, std::move(call.body), tag);
 }
 
@@ -282,9 +287,10 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
   }
 }
 
-void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& counts) {
-  auto call = all_gather_call(*impl_, flat, counts);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& counts,
+                              const std::string& tag) {
+  auto call = with_tag(all_gather_call(*impl_, flat, counts), tag);
+  if (!impl_->alone()) impl_->run(call.header, std::move(call.body), tag);
 }
 
 Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,

@@ -109,10 +109,12 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
 ParameterDetection start_detection(ParameterDetection wanted) {
   if (wanted != ParameterDetection::record_function && take_key())
     return ParameterDetection::dispatch_key;
-  if (wanted == ParameterDetection::dispatch_key) {
+  if (wanted != ParameterDetection::record_function) {
     throw UsageError(
-        "FullyShardedDataParallel: option detection is dispatch_key, but another library has a "
-        "fallback on that key; expected automatic or record_function");
+        "FullyShardedDataParallel: option detection: another library of this process has a "
+        "fallback "
+        "on the dispatch key that detects the use of parameters; expected a process without that "
+        "library (record_function works without the key, but does not refuse wrong uses)");
   }
   std::lock_guard lock(recording_mutex);
   if (recording_users++ == 0) {

@@ -15,7 +15,6 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
     : group_(std::move(group)),
       options_(std::move(options)),
       callbacks_(std::move(callbacks)),
-      sync_(options_.reduce_in_backward),
       buckets_(options_.component, group_.rank(), std::move(parameters),
                options_.gradient_as_bucket_view) {
   set_buckets(std::move(buckets));
@@ -71,8 +70,8 @@ void Reducer::arrive(size_t i, const at::Tensor& computed) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   ++generation_;
-  buckets_.store(i, computed, sync_);
-  if (!sync_) return;
+  buckets_.store(i, computed, sync());
+  if (!sync()) return;
   const int expected = tracker_.expected(i), arrivals = tracker_.arrive(i);
   if (arrivals > expected) {
     throw UsageError(fmt::format(
@@ -110,7 +109,7 @@ void Reducer::end() {
       ~Reset() { reducer.reset(); }
     } reset_at_the_end{*this};
     buckets_.end_backward(true);
-    if (!sync_) return;
+    if (!sync()) return;
     finish_reduction(Missing::by_options);
   }
   notify_finished();
@@ -133,6 +132,13 @@ void Reducer::collect() {
   at::NoGradGuard no_grad;
   start();
   exchange_use(collect_rest(Missing::by_options));
+}
+
+void Reducer::collect_present() {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  start();
+  sum_use(collect_rest(Missing::zero));
 }
 
 void Reducer::return_gradients() {
@@ -189,11 +195,13 @@ std::vector<char> Reducer::collect_rest(Missing rule) {
     if (have[i]) {
       buckets_.store_late(i);
     } else {
-      missing.push_back(name(i));
-      if (zero) buckets_.zero(i);
+      const bool allowed =
+          zero || (options_.frozen_is_unused && !buckets_.parameters()[i].tensor.requires_grad());
+      if (allowed) buckets_.zero(i);
+      else missing.push_back(name(i));
     }
   }
-  if (!missing.empty() && !zero) {
+  if (!missing.empty()) {
     const auto shown = std::min<size_t>(missing.size(), 10);
     group_.fail(fmt::format(
         "{}: rank {}: backward left {} without a gradient: {}; set find_unused_parameters, or use "
@@ -208,10 +216,8 @@ std::vector<char> Reducer::collect_rest(Missing rule) {
 void Reducer::check_cleared() {
   const auto parameter = buckets_.uncleared();
   if (parameter.empty()) return;
-  group_.fail(fmt::format(
-      "{}: rank {}: the gradient of parameter {} was already averaged and used by an earlier step; "
-      "expected zero_grad() between step() and the next backward",
-      options_.component, group_.rank(), parameter));
+  group_.fail(fmt::format("{}: rank {}: the gradient of parameter {} {}", options_.component,
+                          group_.rank(), parameter, options_.overwritten));
 }
 
 void Reducer::check_attached() {
@@ -250,6 +256,11 @@ void Reducer::exchange_use(const std::vector<char>& have) {
   used_.assign(size(), 1);
   if (options_.caller_tracks_use) used_ = have;
   if (!may_be_unused() || options_.caller_tracks_use) return;
+  sum_use(have);
+}
+
+void Reducer::sum_use(const std::vector<char>& have) {
+  used_.resize(size());
   auto counts = at::empty({static_cast<int64_t>(have.size())},
                           at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
   counts.copy_(at::tensor(std::vector<int>(have.begin(), have.end()), at::kInt));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -28,8 +29,15 @@ struct ReducerOptions {
   /// The owner finds out by itself which parameters any rank used, with has_gradient() for this
   /// rank's part, and calls set_used().
   bool caller_tracks_use = false;
+  /// A missing gradient of a parameter that is frozen now is no error. It counts as zero; the owner
+  /// must not return it.
+  bool frozen_is_unused = false;
   /// Gradients become windows of their bucket; otherwise they are copied in and out.
   bool gradient_as_bucket_view = true;
+  /// What the message says of a gradient that mark_overwritten() was called for.
+  std::string overwritten =
+      "was already averaged and used by an earlier step; expected zero_grad() between step() and "
+      "the next backward";
 };
 
 /// Receives gradients as backward produces them, puts them into buckets, and reports when a bucket
@@ -62,14 +70,17 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// False: gradients accumulate locally, and no collective starts until a backward after
-  /// set_sync(true), or flush(). No effect without reduce_in_backward.
-  void set_sync(bool sync) { sync_ = sync && options_.reduce_in_backward; }
-  bool sync() const { return sync_; }
+  /// Changes the number of reasons to accumulate gradients locally. While there is one, no
+  /// collective starts except by flush(). No effect without reduce_in_backward.
+  void hold_sync(int change) { holds_ = std::max(0, holds_ + change); }
+  bool sync() const { return options_.reduce_in_backward && holds_ == 0; }
 
   /// Outside a backward: puts every gradient into its bucket, zeros where this rank has none, and
   /// finds out which parameters any rank used. Afterwards the buckets can be reduced. Collective.
   void collect();
+  /// As collect(), and a parameter that no rank has a gradient for counts as unused, whatever the
+  /// options. Collective.
+  void collect_present();
   /// `.grad` of each used parameter is what its window holds. Local, after collect().
   void return_gradients();
 
@@ -139,6 +150,7 @@ class Reducer {
   void learn_static_graph();
   void check_static_graph();
   void exchange_use(const std::vector<char>& have);
+  void sum_use(const std::vector<char>& have);
   bool may_be_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   size_t size() const { return buckets_.parameters().size(); }
   const std::string& name(size_t i) const { return buckets_.parameters()[i].name; }
@@ -146,7 +158,7 @@ class Reducer {
   ProcessGroup group_;
   ReducerOptions options_;
   Callbacks callbacks_;
-  bool sync_;
+  int holds_ = 0;
   bool abandoned_ = false;      // the last backward threw
   bool graph_learned_ = false;  // static_graph: expectations are those of the first backward
   bool use_is_known_ = false;   // static_graph: used_ is that of the first reduction

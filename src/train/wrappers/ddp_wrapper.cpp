@@ -3,6 +3,7 @@
 #include "train/config/read_component.h"
 #include "train/wrappers/loss_module.h"
 #include "train/wrappers/whole_wrapper.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 namespace {
@@ -91,7 +92,8 @@ WrapperPlan read_ddp(OptionReader& options) {
                "some parameters may get no gradient");
   options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");
   options.read("broadcast_buffers", ddp.broadcast_buffers,
-               "broadcast rank 0's buffers before each forward");
+               "make buffers the same on all ranks, by buffers, before forward and after backward");
+  read_buffers(options, ddp.buffers);
   options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,
                "gradients are views of the buckets");
   const CommHookPlan hook = read_comm_hook(options);

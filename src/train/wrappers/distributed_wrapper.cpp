@@ -3,6 +3,7 @@
 
 #include "tessera/distributed_optimizer.h"
 #include "train/wrappers/whole_wrapper.h"
+#include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
 namespace {
@@ -15,7 +16,9 @@ class DistributedWrapper : public WholeWrapper {
         distributed_(shared_optimizer(), named(),
                      std::vector<std::optional<ProcessGroup>>(
                          shared_optimizer()->param_groups().size(), group_),
-                     options) {}
+                     options) {
+    distributed_.track_buffers(*model_.module);
+  }
 
   void backward(const at::Tensor& loss) override { distributed_.backward(loss); }
   void shadow_backward() override { distributed_.shadow_backward(); }
@@ -44,6 +47,7 @@ WrapperPlan read_distributed(OptionReader& options) {
       Range{-1});
   options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
+  read_buffers(options, distributed.buffers);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
     options.refuse(
         name, "no option of DistributedOptimizer, which packs by param_pack and param_pack_thd");

@@ -189,6 +189,7 @@ WrapperPlan read_fsdp(OptionReader& options) {
   options.read("resident_bytes", fsdp.resident_bytes,
                "bytes of parameters that may stay gathered; 0: those of the two largest units",
                kNotNegative);
+  read_buffers(options, fsdp.buffers);
   options.read("reshard_after_forward", fsdp.reshard_after_forward,
                "release units after their forward");
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,

@@ -37,6 +37,15 @@ at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string
   return group.rank() == 0 ? module.named_parameters(true)[name].detach() : at::Tensor();
 }
 
+void read_buffers(OptionReader& options, BufferSync& buffers) {
+  options.read_enum("buffers", buffers,
+                    {{"broadcast", BufferSync::broadcast},
+                     {"mean", BufferSync::mean},
+                     {"none", BufferSync::none}},
+                    "how the ranks' buffers (running statistics) become the same after each step: "
+                    "rank 0's, the mean of floating-point ones, or not");
+}
+
 const std::vector<std::pair<std::string, Partition>>& partition_names() {
   static const std::vector<std::pair<std::string, Partition>> known{
       {"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}};

@@ -5,7 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/config/option_reader.h"
 #include "tessera/optim/partition.h"
+#include "tessera/step/buffer_sync.h"
 #include "tessera/train/model_wrapper.h"
 
 // Functions that several wrappers use. All are local.
@@ -24,6 +26,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
 /// On rank 0 the parameter `name` of `module`; an undefined tensor on other ranks.
 at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string& name,
                               const ProcessGroup& group);
+
+/// Reads the key `buffers`.
+void read_buffers(OptionReader& options, BufferSync& buffers);
 
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();

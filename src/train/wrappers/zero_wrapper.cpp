@@ -28,7 +28,9 @@ class ZeroWrapper : public ModelWrapper {
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(), in_place(options)) {}
+                   context.optimizer.factory(), in_place(options)) {
+    optimizer_.track_buffers(*model_.module);
+  }
 
   void shadow_backward() override { optimizer_.shadow_backward(); }
   std::unique_ptr<NoSync> no_sync() override {
@@ -145,6 +147,7 @@ WrapperPlan read_zero(OptionReader& options) {
                kPositive);
   options.read("find_unused_parameters", zero.find_unused_parameters,
                "some parameters may get no gradient");
+  read_buffers(options, zero.buffers);
   options.finish();
   plan.optimizer_type = optimizer_type;
   plan.updates_in_backward = zero.overlap_with_backward;

@@ -1,0 +1,138 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/batches.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "harness/thrown_by.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/optim.h"
+
+// Lines of user code that did something else than they say.
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::loss_of;
+using testing::message_of;
+using testing::rows;
+using testing::run_ranks;
+using testing::run_ranks_catching;
+using testing::seeded;
+using testing::thrown_by;
+using testing::Uneven;
+
+OptimizerFactory sgd() { return default_optimizers().factory("SGD", {{"lr", 0.1}}); }
+
+void expect_usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
+  for (const auto& error : errors) {
+    EXPECT_THAT(message_of(error), HasSubstr(text));
+    EXPECT_THROW(
+        {
+          if (error) std::rethrow_exception(error);
+        },
+        UsageError);
+  }
+}
+
+TEST(DistributedSum, ASecondBackwardOntoReducedGradientsIsAnErrorOnAllRanks) {
+  for (const bool pack : {false, true}) {
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      DistributedOptimizer optimizer(*net, group, sgd(),
+                                     {.reduce_method = "sum", .param_pack = pack});
+      optimizer.backward(loss_of(net(rows(0, rank, 2))));
+      optimizer.backward(loss_of(net(rows(1, rank, 2))));
+    });
+    expect_usage_errors(errors, "expected zero_grad() before it");
+  }
+}
+
+TEST(DistributedSum, ClearedOrLocalGradientsMayBeAddedTo) {
+  for (const bool pack : {false, true}) {
+    for (const bool to_none : {false, true}) {
+      run_ranks(2, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(1);
+        DistributedOptimizer optimizer(*net, group, sgd(),
+                                       {.reduce_method = "sum", .param_pack = pack});
+        for (int step = 0; step < 4; ++step) {
+          optimizer.zero_grad(to_none);
+          {
+            auto no_sync = optimizer.no_sync();
+            optimizer.backward(loss_of(net(rows(step, rank, 2))));
+          }
+          optimizer.backward(loss_of(net(rows(step + 1, rank, 2))));
+          optimizer.step();
+        }
+      });
+    }
+  }
+}
+
+TEST(DistributedGroup, WithoutADistGroupNeedsAWorld) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    EXPECT_THAT(thrown_by([&] {
+                  DistributedOptimizer({{named_parameters(*net)}}, sgd(),
+                                       {.reduce_method = "mean"});
+                }),
+                HasSubstr("group 0 has no dist_group"));
+    // Not synchronised, and said so.
+    DistributedOptimizer alone({{named_parameters(*net), {}, ProcessGroup()}}, sgd(), {});
+    alone.backward(loss_of(net(rows(0, rank, 2))));
+    alone.step();
+  });
+}
+
+TEST(DistributedParameters, ConvertedAfterConstructionAreAnErrorOnAllRanks) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedOptimizer optimizer(*net, group, sgd(), {.reduce_method = "mean"});
+    net->to(torch::kDouble);
+    loss_of(net(rows(0, rank, 2).to(torch::kDouble))).backward();
+    optimizer.step();
+  });
+  expect_usage_errors(errors, "is no longer collected");
+}
+
+TEST(DistributedGroups, AGroupThatWasAddedLaterIsAnError) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedOptimizer optimizer(*net, group, sgd(), {.reduce_method = "mean"});
+    optimizer.optimizer().add_param_group(
+        torch::optim::OptimizerParamGroup({at::ones({2}).requires_grad_()}));
+    optimizer.backward(loss_of(net(rows(0, rank, 2))));
+    optimizer.step();
+  });
+  expect_usage_errors(errors, "the optimizer has 2 parameter groups, and 1 at construction");
+}
+
+TEST(DistributedBesideDdp, IsAnErrorThatNamesTheOther) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    DistributedOptimizer optimizer(*net, group, sgd(), {.reduce_method = "mean"});
+  });
+  expect_usage_errors(errors, "already wrapped by DistributedDataParallel");
+}
+
+TEST(DistributedBuffers, AreEqualAfterEveryStep) {
+  run_ranks(3, [&](ProcessGroup group, int rank) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(3), torch::nn::Linear(3, 2));
+    DistributedOptimizer optimizer(*net, group, sgd(), {.reduce_method = "mean"});
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      optimizer.backward(loss_of(net->forward(rows(step, rank, 3))));
+      optimizer.step();
+      for (const auto& buffer : net->buffers()) {
+        const auto all = group.all_gather(buffer).view({3, -1});
+        for (int r = 1; r < 3; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,381 @@
+#include <chrono>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/batches.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "harness/thrown_by.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/optim.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+// Lines of user code that did something else under ZeRO than with the plain optimizer.
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::copies;
+using testing::loss_of;
+using testing::message_of;
+using testing::rows;
+using testing::run_ranks;
+using testing::run_ranks_catching;
+using testing::seeded;
+using testing::thrown_by;
+using testing::Uneven;
+using Zero = ZeroRedundancyOptimizer;
+
+OptimizerFactory optimizer_of(const std::string& name, const OptionMap& options = {}) {
+  return default_optimizers().factory(name, options);
+}
+
+void expect_usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
+  for (const auto& error : errors) {
+    EXPECT_THAT(message_of(error), HasSubstr(text));
+    EXPECT_THROW(
+        {
+          if (error) std::rethrow_exception(error);
+        },
+        UsageError);
+  }
+}
+
+TEST(ZeroArchive, TorchSaveHasThePlainOptimizersFormat) {
+  for (const char* name : {"Adam", "SGD"}) {
+    const OptionMap options = name == std::string("SGD")
+                                  ? OptionMap{{"lr", 0.1}, {"momentum", 0.9}}
+                                  : OptionMap{{"lr", 0.1}};
+    for (const int world : {1, 2, 3}) {
+      std::string saved;
+      std::vector<at::Tensor> expected;
+      run_ranks(world, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(1);
+        Zero zero(*net, group, optimizer_of(name, options));
+        const auto step = [&](int number) {
+          zero.zero_grad();
+          loss_of(net(rows(number, rank, world))).backward();
+          zero.step();
+        };
+        step(0);
+        step(1);
+        EXPECT_THAT(thrown_by([&] {
+                      std::ostringstream stream;
+                      torch::save(zero, stream);
+                    }),
+                    HasSubstr("call consolidate_state_dict(rank) on all ranks"));
+        zero.consolidate_state_dict(0);
+        if (rank == 0) {
+          std::ostringstream stream;
+          torch::save(zero, stream);
+          saved = stream.str();
+        }
+        step(2);
+        if (rank == 0) expected = copies(net->parameters());
+      });
+      // The plain optimizer over the same parameters reads it.
+      auto plain = seeded<Uneven>(1);
+      const auto adam = optimizer_of(name, options)(
+          {torch::optim::OptimizerParamGroup(plain->parameters())});
+      std::istringstream stream(saved);
+      torch::load(*adam, stream);
+      EXPECT_EQ(adam->state().size(), plain->parameters().size()) << name;
+      // So does ZeRO, at another world size.
+      run_ranks(2, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(1);
+        Zero zero(*net, group, optimizer_of(name, options));
+        std::istringstream own(saved);
+        torch::load(zero, own);
+        zero.consolidate_state_dict(-1);
+        const auto dict = state_dict(*adam, named_parameters(*plain));
+        for (const auto& [parameter, state] : dict.state) {
+          for (const auto& [key, tensor] : state.tensors) {
+            EXPECT_TRUE(at::equal(zero.state_dict().state.at(parameter).tensors.at(key), tensor))
+                << parameter << " " << key;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(ZeroLbfgs, IsLbfgsWithTheAveragedGradients) {
+  const torch::optim::LBFGSOptions options =
+      torch::optim::LBFGSOptions(0.5).max_iter(5).line_search_fn("strong_wolfe");
+  auto plain = seeded<Uneven>(7);
+  plain->to(torch::kDouble);
+  const auto in_double = [&](const at::Tensor& x) { return x.to(torch::kDouble); };
+  torch::optim::LBFGS reference(plain->parameters(), options);
+  for (int step = 0; step < 3; ++step) {
+    reference.step([&] {
+      reference.zero_grad();
+      auto loss = loss_of(plain(in_double(rows(0))));
+      loss.backward();
+      return loss;
+    });
+  }
+  for (const int world : {2, 3, 4}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(7);
+      net->to(torch::kDouble);
+      Zero zero(*net, group, optimizer_factory<torch::optim::LBFGS>(options),
+                {.partition = Partition::whole});
+      for (int step = 0; step < 3; ++step) {
+        zero.step([&] {
+          zero.zero_grad();
+          auto loss = loss_of(net(in_double(rows(0, rank, world))));
+          loss.backward();
+          return loss;
+        });
+      }
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-6, 1e-8))
+            << "world " << world << " parameter " << i;
+      }
+    });
+  }
+}
+
+TEST(ZeroClosure, AnExceptionOnOneRankEndsAllRanks) {
+  for (const bool lbfgs : {false, true}) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      Zero zero(*net, group,
+                lbfgs ? optimizer_factory<torch::optim::LBFGS>(torch::optim::LBFGSOptions(0.1))
+                      : optimizer_of("SGD", {{"lr", 0.1}}),
+                {.partition = Partition::whole});
+      zero.step([&]() -> at::Tensor {
+        if (rank == 1) throw std::runtime_error("the disk is on fire");
+        auto loss = loss_of(net(rows(0, rank, 3)));
+        loss.backward();
+        return loss;
+      });
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+    EXPECT_EQ(message_of(errors[1]), "the disk is on fire");
+    for (const int rank : {0, 2})
+      EXPECT_THAT(message_of(errors[rank]), HasSubstr("rank 1: the closure of step() threw"));
+  }
+}
+
+TEST(ZeroGroups, AGroupThatTheBaseClassAddedIsAnError) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
+    torch::optim::Optimizer& base = zero;
+    base.add_param_group(torch::optim::OptimizerParamGroup({at::ones({2}).requires_grad_()}));
+    loss_of(net(rows(0, rank, 2))).backward();
+    zero.step();
+  });
+  expect_usage_errors(errors, "expected add_param_group(ZeroRedundancyOptimizer::Group)");
+}
+
+TEST(ZeroOptions, ThatDifferBetweenRanksAreAnErrorOnAllRanks) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    Zero zero(*net, group, optimizer_of("SGD", {{"lr", rank == 0 ? 0.1 : 0.2}}));
+  });
+  expect_usage_errors(errors, "lr 0.2");
+  const auto classes = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    Zero zero(*net, group, optimizer_of(rank == 0 ? "Adam" : "AdamW", {{"lr", 0.1}}));
+  });
+  expect_usage_errors(classes, "AdamW");
+  for (const auto& options : {Zero::Options{}, Zero::Options{.partition = Partition::whole},
+                              Zero::Options{.parameters_as_bucket_view = false}}) {
+    const auto later = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}), options);
+      for (int step = 0; step < 3; ++step) {
+        zero.zero_grad();
+        loss_of(net(rows(step, rank, 2))).backward();
+        if (step == 1 && rank == 1) zero.param_groups()[0].options().set_lr(0.05);
+        zero.step();
+      }
+    });
+    expect_usage_errors(later, "options of group 0: lr 0.05");
+    expect_usage_errors(later, "options of group 0: lr 0.1");
+  }
+}
+
+TEST(ZeroBesideDdp, DefaultOptionsUseTheGradientsOfDdp) {
+  for (const int world : {1, 2, 3}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto plain = seeded<Uneven>(1), net = seeded<Uneven>(1);
+      const auto sgd = optimizer_of("SGD", {{"lr", 0.1}})(
+          {torch::optim::OptimizerParamGroup(plain->parameters())});
+      DistributedDataParallel plain_ddp(plain, group), ddp(net, group);
+      Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
+      EXPECT_FALSE(zero.options().reduce_gradients);
+      for (int step = 0; step < 3; ++step) {
+        sgd->zero_grad();
+        zero.zero_grad();
+        loss_of(plain_ddp(rows(step, rank, world))).backward();
+        group.reset_stats();
+        loss_of(ddp(rows(step, rank, world))).backward();
+        sgd->step();
+        zero.step();
+        EXPECT_EQ(group.stats().reduce_scatter.calls, 0u);
+        for (size_t i = 0; i < net->parameters().size(); ++i)
+          EXPECT_TRUE(at::equal(net->parameters()[i], plain->parameters()[i])) << step;
+      }
+    });
+  }
+}
+
+TEST(ZeroBesideDdp, TheOtherOrderOrOverlapIsAnError) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
+    EXPECT_THAT(thrown_by([&] { DistributedDataParallel ddp(net, group); }),
+                HasSubstr("construct DistributedDataParallel first"));
+  });
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    EXPECT_THAT(thrown_by([&] {
+                  Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}),
+                            {.overlap_with_backward = true});
+                }),
+                HasSubstr("option overlap_with_backward, and DistributedDataParallel reduces"));
+  });
+}
+
+struct NormedImpl : torch::nn::Module {
+  NormedImpl()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(3))),
+        linear(register_module("linear", torch::nn::Linear(3, 2))) {}
+  torch::Tensor forward(torch::Tensor x) { return linear(norm(x)); }
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Normed);
+
+TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
+  for (const auto rule : {BufferSync::broadcast, BufferSync::mean}) {
+    for (const bool overlap : {false, true}) {
+      for (const int world : {2, 3, 4}) {
+        run_ranks(world, [&](ProcessGroup group, int rank) {
+          auto net = seeded<Normed>(1);
+          net->norm->running_mean.fill_(rank + 5);
+          Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}),
+                    {.overlap_with_backward = overlap, .buffers = rule});
+          EXPECT_EQ(net->norm->running_mean[0].item<float>(), 5);
+          for (int step = 0; step < 3; ++step) {
+            zero.zero_grad();
+            loss_of(net(rows(step, rank, world))).backward();
+            zero.step();
+            for (const auto& buffer : net->buffers()) {
+              const auto all = group.all_gather(buffer).view({world, -1});
+              for (int r = 1; r < world; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(ZeroOverlap, ALayerThatThawsKeepsItsFirstGradient) {
+  for (const bool find_unused : {true, false}) {
+    for (const int world : {1, 2, 3}) {
+      run_ranks(world, [&](ProcessGroup group, int rank) {
+        auto plain = seeded<Uneven>(1), net = seeded<Uneven>(1);
+        Zero reference(*plain, group, optimizer_of("SGD", {{"lr", 0.1}, {"momentum", 0.9}}));
+        Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
+                  {.overlap_with_backward = true, .find_unused_parameters = find_unused});
+        for (int step = 0; step < 6; ++step) {
+          for (auto* const model : {plain.get(), net.get()}) {
+            if (step == 2) model->second->weight.set_requires_grad(false);
+            if (step == 4) model->second->weight.set_requires_grad(true);
+          }
+          reference.zero_grad();
+          zero.zero_grad();
+          loss_of(plain(rows(step, rank, world))).backward();
+          loss_of(net(rows(step, rank, world))).backward();
+          reference.step();
+          zero.step();
+          for (size_t i = 0; i < net->parameters().size(); ++i) {
+            EXPECT_TRUE(at::equal(net->parameters()[i], plain->parameters()[i]))
+                << "step " << step << " parameter " << i << " world " << world;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(ZeroOverlap, AReadOfAnUpdatedParameterInTheSameBackwardRaises) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto weight = torch::randn({3, 3}).requires_grad_(), first = torch::ones({3}).requires_grad_();
+    Zero zero({{{{"first", first}, {"weight", weight}}, {}}}, group, optimizer_of("SGD", {{"lr", 0.1}}),
+              {.overlap_with_backward = true, .bucket_cap_mb = 1e-6});
+    const auto x = torch::ones({2, 3}) * first;
+    const auto h = torch::linear(x, weight.detach());
+    torch::linear(h, weight).sum().backward();
+    zero.step();
+  });
+  for (const auto& error : errors)
+    EXPECT_THAT(message_of(error), HasSubstr("modified by an inplace operation"));
+}
+
+TEST(ZeroOverlap, StateIsNotReadWhileBackwardUpdatesIt) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    Zero zero(*net, group, optimizer_of("Adam", {{"lr", 0.1}}), {.overlap_with_backward = true});
+    loss_of(net(rows(0, rank, 2))).backward();
+    const std::string between = "was called between backward and step()";
+    EXPECT_THAT(thrown_by([&] { zero.consolidate_state_dict(); }), HasSubstr(between));
+    EXPECT_THAT(thrown_by([&] { zero.load_state_dict({}); }), HasSubstr(between));
+    EXPECT_THAT(thrown_by([&] { zero.memory(); }), HasSubstr(between));
+    EXPECT_THAT(thrown_by([&] { zero.rank_local_state_dict(); }), HasSubstr(between));
+    zero.step();
+    zero.consolidate_state_dict();
+  });
+}
+
+TEST(ZeroNorm, TheInfinityNormSeesANaNOfEveryRank) {
+  for (const int culprit : {0, 1, 2}) {
+    run_ranks(3, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
+      auto x = rows(0, rank, 3);
+      if (rank == culprit) x[0][0] = NAN;
+      loss_of(net(x)).backward();
+      EXPECT_TRUE(std::isnan(zero.grad_norm(std::numeric_limits<double>::infinity())));
+      EXPECT_TRUE(std::isnan(zero.clip_grad_norm_(1.0, std::numeric_limits<double>::infinity())));
+    });
+  }
+}
+
+TEST(ZeroState, PartitionAndLocalStateDescribeEveryElementOnce) {
+  for (const auto kind : {Partition::flat, Partition::whole}) {
+    for (const int world : {1, 2, 3}) {
+      run_ranks(world, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(1);
+        Zero zero(*net, group, optimizer_of("Adam", {{"lr", 0.1}}), {.partition = kind});
+        loss_of(net(rows(0, rank, world))).backward();
+        zero.step();
+        const auto ranks = zero.partition();
+        ASSERT_EQ(ranks.size(), static_cast<size_t>(world));
+        std::map<std::string, int64_t> covered;
+        for (const auto& ranges : ranks) {
+          for (const auto& range : ranges) covered[range.parameter] += range.numel;
+        }
+        for (const auto& entry : net->named_parameters())
+          EXPECT_EQ(covered[entry.key()], entry.value().numel()) << entry.key();
+        const auto local = zero.rank_local_state_dict();
+        ASSERT_EQ(local.state.size(), ranks[rank].size());
+        for (const auto& range : ranks[rank])
+          EXPECT_EQ(local.state.at(range.parameter).tensors.at("exp_avg").numel(), range.numel);
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera
