@@ -34,9 +34,11 @@ struct ZeroRedundancyOptimizerOptions {
   /// parameters at construction.
   bool reduce_gradients = true;
   /// Needs reduce_gradients. True: each bucket is reduced, updated and gathered as soon as backward
-  /// has produced its gradients, and step() only waits. Results are bit-identical. Not with
-  /// clipping, and not with optimizers that need a closure. Accumulation: use no_sync(). An option
-  /// (lr) that changes between backward and step() is a UsageError.
+  /// has produced its gradients, and step() only waits. Results are bit-identical for float32 and
+  /// float64; with 16-bit parameters the last bit may differ, because libtorch rounds otherwise at
+  /// the ends of tensors and the buckets are cut elsewhere. Not with clipping, and not with
+  /// optimizers that need a closure. Accumulation: use no_sync(). An option (lr) that changes
+  /// between backward and step() is a UsageError.
   bool overlap_with_backward = false;
   /// Size of a bucket with overlap_with_backward, in MiB of parameters. Must be positive.
   double bucket_cap_mb = 25;

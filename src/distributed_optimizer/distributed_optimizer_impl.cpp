@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cctype>
+#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 
 #include "tessera/error.h"
@@ -26,6 +28,8 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
         "empty entry for the world)",
         kName, dist_groups.size(), groups));
   }
+  if (groups == 0)
+    throw UsageError(fmt::format("{}: the optimizer has no parameter groups; expected one", kName));
   for (size_t g = 0; g < groups; ++g) add_group(g, dist_groups[g] ? *dist_groups[g] : world(g));
   check_options();
   for (auto& synced : synced_) {
@@ -108,6 +112,13 @@ void DistributedOptimizer::Impl::check_contract() {
         fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}",
                     mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
                     options_.param_pack_thd));
+    const auto& optimizer = *optimizer_;
+    contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
+    std::string values;
+    for (const auto& [name, value] :
+         get_options(optimizer.param_groups()[synced.parameter_group].options()))
+      values += fmt::format(" {} {}", name, to_string(value));
+    contract.push_back("options of the group:" + values);
     synced.group.check_contract(kName, contract);
   }
 }
@@ -134,13 +145,22 @@ void DistributedOptimizer::Impl::make_reduction() {
                                             mean_, options_.param_pack, options_.param_pack_thd});
 }
 
-void DistributedOptimizer::Impl::check_groups() const {
-  const auto groups = optimizer_->param_groups().size();
-  if (groups == synced_.size()) return;
-  throw UsageError(fmt::format(
-      "{}: the optimizer has {} parameter groups, and {} at construction: the gradients of a group "
-      "that add_param_group() adds later are not reduced; construct the {} with all groups",
-      prefix(), groups, synced_.size(), kName));
+void DistributedOptimizer::Impl::check_groups() {
+  const auto& groups = optimizer_->param_groups();
+  if (groups.size() != synced_.size()) {
+    synced_[0].group.fail(fmt::format(
+        "{}: the optimizer has {} parameter groups, and {} at construction: the gradients of a "
+        "group that add_param_group() adds later are not reduced; construct the {} with all groups",
+        prefix(), groups.size(), synced_.size(), kName));
+  }
+  for (auto& synced : synced_) {
+    const auto now = groups[synced.parameter_group].params().size();
+    if (now == synced.tensors.size()) continue;
+    synced.group.fail(fmt::format(
+        "{}: group {} has {} parameters, and {} at construction: the gradients of the others are "
+        "not reduced; construct the {} with all parameters",
+        prefix(), synced.parameter_group, now, synced.tensors.size(), kName));
+  }
 }
 
 void DistributedOptimizer::Impl::check_trainability() const {

@@ -30,7 +30,7 @@ class DistributedOptimizer::Impl {
   };
 
   /// Refuses parameter groups that were added to the optimizer after construction.
-  void check_groups() const;
+  void check_groups();
   /// Refuses parameters that were frozen at construction and require a gradient now.
   void check_trainability() const;
   /// Sends rank `root`'s parameters to all ranks of each dist_group.

@@ -5,6 +5,7 @@
 
 #include <c10/util/Type.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
 #include "sharding/shard_state.h"
@@ -150,7 +151,11 @@ std::vector<std::string> ZeroRedundancyOptimizer::Impl::option_lines() const {
   return lines;
 }
 
-void ZeroRedundancyOptimizer::Impl::check_groups() const {
+std::string ZeroRedundancyOptimizer::Impl::option_text() const {
+  return fmt::format("{}", fmt::join(option_lines(), "; "));
+}
+
+void ZeroRedundancyOptimizer::Impl::check_groups() {
   std::vector<size_t> known;
   for (size_t i = 0; i < shards.parameters().size(); ++i) {
     known.resize(std::max(known.size(), shards.group_of(i) + 1));
@@ -160,7 +165,7 @@ void ZeroRedundancyOptimizer::Impl::check_groups() const {
   for (size_t g = 0; g < groups.size(); ++g) {
     const size_t expected = g < known.size() ? known[g] : 0;
     if (groups[g].params().size() == expected) continue;
-    throw UsageError(fmt::format(
+    group.fail(fmt::format(
         "{}: parameter group {} has {} parameters, of which {} are sharded: the others would never "
         "be updated; expected add_param_group(ZeroRedundancyOptimizer::Group) for new parameters",
         prefix(), g, groups[g].params().size(), expected));

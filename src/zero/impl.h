@@ -73,9 +73,9 @@ class ZeroRedundancyOptimizer::Impl {
   std::vector<std::string> option_lines() const;
   std::unique_ptr<torch::optim::Optimizer> plain_optimizer() const;
   NamedParameters named() const;
-  void check_groups() const;
+  void check_groups();
+  std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
-  void end_step(const std::string& tag);
   void watch();
   bool repartition_if_trainability_changed();
   void update_thawed();

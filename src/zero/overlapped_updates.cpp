@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "tessera/error.h"
 #include "zero/bucket_update.h"
@@ -56,10 +57,27 @@ void OverlappedUpdates::send(size_t index) {
       if (offset + run.numel() == numel) update_from_segment(index, is_used);
     };
   }
+  // Options that differ between ranks are an error before anything is updated.
+  const auto tag =
+      index > 0 ? "" : fmt::format("options of the groups: {}", fmt::join(option_texts(), "; "));
   sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
-                                                   callback_guard_.guard(std::move(consume))));
+                                                   callback_guard_.guard(std::move(consume)), tag));
   if (bucket.parameters.defined())
     sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
+}
+
+/// For messages: the options of each group with which this backward updates, lr first.
+std::vector<std::string> OverlappedUpdates::option_texts() const {
+  std::vector<std::string> texts;
+  for (const auto& options : options_of_backward_) {
+    auto& text = texts.emplace_back();
+    if (const auto lr = options.find("lr"); lr != options.end())
+      text = "lr " + to_string(lr->second);
+    for (const auto& [name, value] : options) {
+      if (name != "lr") text += fmt::format(" {} {}", name, to_string(value));
+    }
+  }
+  return texts;
 }
 
 /// Which of the bucket's parameters any rank used. The answer may be asked for once the collective

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include "memory/heap.h"
 #include "sharding/gradients/gradient_norm.h"
@@ -19,7 +18,6 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   at::NoGradGuard no_grad;
   check_groups();
   check_storage();
-  const auto tag = fmt::format("{}", fmt::join(option_lines(), "; "));
   if (options.overlap_with_backward) {
     wait_for_overlapped_update();
     if (repartition_if_trainability_changed()) update_thawed();
@@ -36,7 +34,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     local.get().step();  // updates the shards that have a gradient: not those updated above
     clear_shard_gradients();
     mean.reset();
-    shards.gather(tag);
+    shards.gather(option_text());
   }
   local.give_options_to(outer_);
   norm.finish(group);
@@ -151,7 +149,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   at::NoGradGuard no_grad;
   clear_shard_gradients();
   mean.reset();
-  shards.gather(fmt::format("{}", fmt::join(option_lines(), "; ")));
+  shards.gather(option_text());
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);

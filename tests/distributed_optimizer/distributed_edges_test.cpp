@@ -109,6 +109,16 @@ TEST(DistributedGroups, AGroupThatWasAddedLaterIsAnError) {
   expect_usage_errors(errors, "the optimizer has 2 parameter groups, and 1 at construction");
 }
 
+TEST(DistributedOptions, ThatDifferBetweenRanksAreAnErrorOnAllRanks) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedOptimizer optimizer(
+        *net, group, default_optimizers().factory("SGD", {{"lr", rank == 0 ? 0.1 : 0.2}}),
+        {.reduce_method = "mean"});
+  });
+  expect_usage_errors(errors, "lr 0.2");
+}
+
 TEST(DistributedBesideDdp, IsAnErrorThatNamesTheOther) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);

@@ -25,8 +25,8 @@ TEST(FsdpGraph, KeptOverAStepRaises) {
       const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
         auto net = seeded<Uneven>(1);
         FullyShardedDataParallel fsdp(net, group, {.sharding_strategy = strategy});
-        const auto optimizer = default_optimizers().factory(name, {{"lr", 0.1}})(
-            {torch::optim::OptimizerParamGroup(fsdp.parameters())});
+        const auto optimizer = default_optimizers().factory(
+            name, {{"lr", 0.1}})({torch::optim::OptimizerParamGroup(fsdp.parameters())});
         auto kept = loss_of(fsdp(rows(1, rank, 2)));
         loss_of(fsdp(rows(0, rank, 2))).backward();
         optimizer->step();
@@ -88,11 +88,11 @@ TEST(FsdpWrappedTwice, IsAnErrorThatNamesFsdp) {
     auto net = seeded<Uneven>(1);
     FullyShardedDataParallel fsdp(net, group);
     const std::string already = "already sharded by FullyShardedDataParallel";
-    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel again(net, group); }),
-                HasSubstr(already));
+    EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel again(net, group); }), HasSubstr(already));
     EXPECT_THAT(thrown_by([&] { DistributedDataParallel ddp(net, group); }), HasSubstr(already));
     EXPECT_THAT(thrown_by([&] {
-                  ZeroRedundancyOptimizer zero(*net, group, default_optimizers().factory("SGD", {}));
+                  ZeroRedundancyOptimizer zero(*net, group,
+                                               default_optimizers().factory("SGD", {}));
                 }),
                 HasSubstr(already));
   });
@@ -113,8 +113,9 @@ TEST(FsdpBuffers, AreEqualAfterEveryBackward) {
         torch::optim::SGD sgd(fsdp.parameters(), 0.1);
         for (int step = 0; step < 3; ++step) {
           sgd.zero_grad();
-          loss_of(fsdp.call([&](auto& module) { return module->forward(rows(step, rank, world)); }))
-              .backward();
+          loss_of(fsdp.call([&](auto& module) {
+            return module->forward(rows(step, rank, world));
+          })).backward();
           sgd.step();
           for (const auto& buffer : net->buffers()) {
             const auto all = group.all_gather(buffer).view({world, -1});
