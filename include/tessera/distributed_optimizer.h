@@ -84,8 +84,9 @@ class DistributedOptimizer : public Joinable {
                        std::vector<std::optional<ProcessGroup>> dist_groups, Options options);
   ~DistributedOptimizer() override;
 
-  /// All ranks of the first dist_group get rank 0's buffers of `module` now, and step() applies the
-  /// option `buffers` from now on. The constructor from a module has called it. Collective.
+  /// All ranks of the first dist_group of several ranks get rank 0's buffers of `module` now, and
+  /// step() applies the option `buffers` from now on. The constructor from a module has called it.
+  /// Collective.
   void track_buffers(const torch::nn::Module& module);
 
   /// Computes and reduces the gradients; on return each `.grad` is the reduced gradient.

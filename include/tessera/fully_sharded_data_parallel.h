@@ -45,10 +45,12 @@ enum class BackwardPrefetch {
 
 /// How the use of a sharded parameter is detected.
 enum class ParameterDetection {
-  automatic,     ///< dispatch_key.
+  automatic,     ///< As dispatch_key.
   dispatch_key,  ///< A boxed fallback on a spare dispatch key that only sharded parameters carry.
-  record_function,  ///< A global at::RecordFunction callback. It is slower, and an invalid use of a
-                    ///< parameter ends in an error of libtorch instead of Tessera's error.
+  /// A global at::RecordFunction callback, for a process in which another library has the key. It
+  /// is slower and does not refuse wrong uses: a write in forward is lost, and a use outside of
+  /// forward is logged and may end the process.
+  record_function,
 };
 
 /// Data types in which the model runs. An unset dtype means the parameters' own. The shards, which
@@ -361,6 +363,7 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
     return running.run(
         [&]() -> decltype(auto) { return module_->forward(input(std::forward<Args>(args))...); });
   }
+  /// The same. Collective.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     return (*this)(std::forward<Args>(args)...);

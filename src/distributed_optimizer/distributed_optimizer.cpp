@@ -101,12 +101,12 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
-  impl_->buffers_.synchronize(impl_->synced_[0].group, impl_->has_data_);
+  impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   return loss;
 }
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
-  auto& group = impl_->synced_[0].group;
+  auto& group = impl_->buffer_group();
   impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
   group.check_contract(Impl::kName, impl_->buffers_.signatures());
   impl_->buffers_.broadcast(group, 0);
@@ -177,7 +177,7 @@ void DistributedOptimizer::shadow_step() {
 
 void DistributedOptimizer::finish_join(int last_active_rank) {
   impl_->broadcast(last_active_rank);
-  impl_->buffers_.broadcast(impl_->synced_[0].group, last_active_rank);
+  impl_->buffers_.broadcast(impl_->buffer_group(), last_active_rank);
 }
 
 }  // namespace tessera

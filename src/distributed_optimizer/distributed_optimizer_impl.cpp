@@ -9,6 +9,7 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 
+#include "sharding/option_text.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -34,8 +35,8 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
   check_options();
   for (auto& synced : synced_) {
     agree(synced.group, [&] {
-      std::vector<sharding::NamedTensor> all = synced.trainable;
-      wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward, all);
+      wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward,
+                            synced.trainable);
     });
   }
   check_contract();
@@ -114,11 +115,9 @@ void DistributedOptimizer::Impl::check_contract() {
                     options_.param_pack_thd));
     const auto& optimizer = *optimizer_;
     contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
-    std::string values;
-    for (const auto& [name, value] :
-         get_options(optimizer.param_groups()[synced.parameter_group].options()))
-      values += fmt::format(" {} {}", name, to_string(value));
-    contract.push_back("options of the group:" + values);
+    contract.push_back("options of the group: " +
+                       sharding::option_text(get_options(
+                           optimizer.param_groups()[synced.parameter_group].options())));
     synced.group.check_contract(kName, contract);
   }
 }
@@ -175,6 +174,13 @@ void DistributedOptimizer::Impl::check_trainability() const {
           prefix(), name));
     }
   }
+}
+
+ProcessGroup& DistributedOptimizer::Impl::buffer_group() {
+  for (auto& synced : synced_) {
+    if (synced.group.size() > 1) return synced.group;
+  }
+  return synced_[0].group;
 }
 
 void DistributedOptimizer::Impl::broadcast(int root) {

@@ -43,6 +43,8 @@ class DistributedOptimizer::Impl {
   Options options_;
   std::vector<SyncedGroup> synced_;
   std::unique_ptr<distributed_optimizer::PackedReduction> reduction_;  ///< Null: nothing to reduce.
+  /// The ranks that get the same buffers: the first dist_group of several ranks.
+  ProcessGroup& buffer_group();
   sharding::ModuleBuffers buffers_;
   bool has_data_ = true;  ///< False while this rank takes part in a join without data.
   int64_t steps_ = 0;

@@ -137,12 +137,14 @@ void ShardedModule::begin_forward() {
 
 void ShardedModule::end_forward(bool threw) {
   const bool step_over = !at::GradMode::is_enabled();
+  const auto restore_cache = c10::make_scope_exit([this] {
+    if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
+  });
   try {
     threw ? residency->abandon_forward(step_over) : residency->end_forward(step_over);
   } catch (const Error&) {
     if (!threw) throw;
   }
-  if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }
 
 // A shard group holds each element of the model exactly once, so the norm over its shards counts

@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
+#include "sharding/option_text.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -24,7 +25,14 @@ bool uses_all_parameters(const OptimizerFactory& factory) {
   return dynamic_cast<torch::optim::LBFGS*>(example_of(factory).get()) != nullptr;
 }
 
-std::vector<sharding::NamedTensor> all_of(
+constexpr const char* kDdp = "DistributedDataParallel";
+
+/// Whether a DistributedDataParallel reduces the gradient of one of `parameters`.
+bool is_reduced_by_ddp(const std::vector<sharding::NamedTensor>& parameters) {
+  return sharding::WrappedParameters::reducer_of(parameters) == kDdp;
+}
+
+std::vector<sharding::NamedTensor> parameters_of(
     const std::vector<ZeroRedundancyOptimizer::Group>& groups) {
   std::vector<sharding::NamedTensor> all;
   for (const auto& group : groups) {
@@ -37,31 +45,32 @@ std::vector<sharding::NamedTensor> all_of(
 
 ZeroRedundancyOptimizerOptions ZeroRedundancyOptimizer::Impl::beside_others(
     Options options, const std::vector<Group>& groups, int rank) {
-  const auto other = sharding::WrappedParameters::reducer_of(all_of(groups));
-  if (!options.reduce_gradients || other != "DistributedDataParallel") return options;
+  if (!options.reduce_gradients || !is_reduced_by_ddp(parameters_of(groups))) return options;
   if (options.overlap_with_backward) {
     throw UsageError(fmt::format(
         "{}: rank {}: option overlap_with_backward, and {} reduces these gradients already; "
         "expected one of the two",
-        kName, rank, other));
+        kName, rank, kDdp));
   }
   if (rank == 0) {
     spdlog::info("tessera: {}: {} reduces the gradients, so reduce_gradients is off here", kName,
-                 other);
+                 kDdp);
   }
   options.reduce_gradients = false;
   return options;
 }
 
 ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup the_group,
-                                    OptimizerFactory factory, Options the_options)
+                                    OptimizerFactory factory, Options the_options,
+                                    const std::vector<Group>& groups)
     : group(std::move(the_group)),
-      options(the_options),
+      options(beside_others(the_options, groups, group.rank())),
       shards(group, options, uses_all_parameters(factory)),
       mean(group, shards, options, prefix()),
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
+      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients),
       overlap_(group, shards, mean, local, norm, outer, options.find_unused_parameters, prefix()) {
   if (!(options.bucket_cap_mb > 0)) {
     throw UsageError(
@@ -117,36 +126,26 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
-  agree(group, [&] {
-    wrapped_.emplace_back(
-        kName, group.rank(),
-        options.reduce_gradients ? sharding::Use::reduces_in_step : sharding::Use::updates,
-        std::vector<sharding::NamedTensor>(
-            parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end()));
-  });
+  const std::vector<sharding::NamedTensor> added(
+      parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());
+  agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
   if (options.broadcast_parameters) {
-    std::vector<at::Tensor> added;
-    for (size_t i = shards.placed(); i < parameters.size(); ++i)
-      added.push_back(parameters[i].tensor);
-    group.broadcast(added, 0);
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : added) tensors.push_back(parameter.tensor);
+    group.broadcast(tensors, 0);
   }
   shards.place_new();
   make_local_optimizer();
   watch();
 }
 
-/// One line for each parameter group, for messages: lr first.
+/// One line for each parameter group.
 std::vector<std::string> ZeroRedundancyOptimizer::Impl::option_lines() const {
   std::vector<std::string> lines;
   for (const auto& visible : outer_.param_groups()) {
-    auto& line = lines.emplace_back(fmt::format("options of group {}:", lines.size()));
-    const auto values = get_options(visible.options());
-    if (const auto lr = values.find("lr"); lr != values.end())
-      line += " lr " + to_string(lr->second);
-    for (const auto& [name, value] : values) {
-      if (name != "lr") line += fmt::format(" {} {}", name, to_string(value));
-    }
+    lines.push_back(fmt::format("options of group {}: {}", lines.size(),
+                                sharding::option_text(get_options(visible.options()))));
   }
   return lines;
 }
@@ -173,11 +172,28 @@ void ZeroRedundancyOptimizer::Impl::check_groups() {
 }
 
 void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& module) {
-  const bool elsewhere =
-      sharding::WrappedParameters::reducer_of(shards.parameters()) == "DistributedDataParallel";
+  const bool elsewhere = is_reduced_by_ddp(shards.parameters());
   buffers = sharding::ModuleBuffers(module, elsewhere ? BufferSync::none : options.buffers);
   group.check_contract(kName, buffers.signatures());
   if (options.broadcast_parameters) buffers.broadcast(group, 0);
+}
+
+/// Local.
+void ZeroRedundancyOptimizer::Impl::register_parameters(
+    const std::vector<sharding::NamedTensor>& added) {
+  for (const auto& parameter : added) {
+    if (!beside_ddp_ || !parameter.tensor.requires_grad() || is_reduced_by_ddp({parameter}))
+      continue;
+    throw UsageError(
+        fmt::format("{}: DistributedDataParallel reduces the gradients of some parameters, and not "
+                    "that of parameter {}; expected all in one DistributedDataParallel, an "
+                    "optimizer of its own for the others, or reduce_gradients = false if their "
+                    "gradients are averaged elsewhere",
+                    prefix(), parameter.name));
+  }
+  const auto use =
+      options.reduce_gradients ? sharding::Use::reduces_in_step : sharding::Use::updates;
+  wrapped_.emplace_back(kName, group.rank(), use, added);
 }
 
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {

@@ -26,7 +26,7 @@ class ZeroRedundancyOptimizer::Impl {
   static constexpr const char* kName = zero::kName;
 
   Impl(ZeroRedundancyOptimizer& outer, ProcessGroup group, OptimizerFactory factory,
-       Options options);
+       Options options, const std::vector<Group>& groups);
 
   static std::unique_ptr<torch::optim::OptimizerOptions> default_options(
       const OptimizerFactory& factory);
@@ -78,6 +78,8 @@ class ZeroRedundancyOptimizer::Impl {
   at::Tensor call(const LossClosure& closure);
   void watch();
   bool repartition_if_trainability_changed();
+  void register_parameters(const std::vector<sharding::NamedTensor>& added);
+  void update(bool averaged);
   void update_thawed();
 
   void prepare_step();
@@ -91,6 +93,7 @@ class ZeroRedundancyOptimizer::Impl {
 
   ZeroRedundancyOptimizer& outer_;
   OptimizerFactory factory_;
+  bool beside_ddp_;  // reduce_gradients was switched off
   std::vector<sharding::WrappedParameters> wrapped_;
   /// State of parameters that were frozen after they had been stepped. The same on all ranks.
   std::map<std::string, ParamState> frozen_state_;

@@ -1,12 +1,11 @@
 #include "zero/overlapped_updates.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
+#include "sharding/option_text.h"
 #include "tessera/error.h"
 #include "zero/bucket_update.h"
 
@@ -58,26 +57,14 @@ void OverlappedUpdates::send(size_t index) {
     };
   }
   // Options that differ between ranks are an error before anything is updated.
-  const auto tag =
-      index > 0 ? "" : fmt::format("options of the groups: {}", fmt::join(option_texts(), "; "));
+  std::string tag;
+  for (size_t g = 0; index == 0 && g < options_of_backward_.size(); ++g)
+    tag +=
+        fmt::format("options of group {}: {}; ", g, sharding::option_text(options_of_backward_[g]));
   sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
                                                    callback_guard_.guard(std::move(consume)), tag));
   if (bucket.parameters.defined())
     sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
-}
-
-/// For messages: the options of each group with which this backward updates, lr first.
-std::vector<std::string> OverlappedUpdates::option_texts() const {
-  std::vector<std::string> texts;
-  for (const auto& options : options_of_backward_) {
-    auto& text = texts.emplace_back();
-    if (const auto lr = options.find("lr"); lr != options.end())
-      text = "lr " + to_string(lr->second);
-    for (const auto& [name, value] : options) {
-      if (name != "lr") text += fmt::format(" {} {}", name, to_string(value));
-    }
-  }
-  return texts;
 }
 
 /// Which of the bucket's parameters any rank used. The answer may be asked for once the collective
@@ -85,10 +72,13 @@ std::vector<std::string> OverlappedUpdates::option_texts() const {
 std::function<bool(size_t)> OverlappedUpdates::exchange_use(const ShardBucket& bucket) {
   if (!find_unused_) {
     // A parameter that was frozen since the last step() gets no gradient.
-    std::map<size_t, bool> trainable;
-    for (const auto i : bucket.members)
-      trainable[i] = shards_.parameters()[i].tensor.requires_grad();
-    return [trainable](size_t parameter) { return trainable.at(parameter); };
+    std::vector<size_t> frozen;
+    for (const auto i : bucket.members) {
+      if (!shards_.parameters()[i].tensor.requires_grad()) frozen.push_back(i);
+    }
+    return [frozen](size_t parameter) {
+      return std::find(frozen.begin(), frozen.end(), parameter) == frozen.end();
+    };
   }
   std::vector<int> have;
   for (const auto i : bucket.members)

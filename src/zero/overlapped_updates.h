@@ -33,7 +33,6 @@ class OverlappedUpdates {
 
  private:
   std::function<bool(size_t)> exchange_use(const ShardBucket& bucket);
-  std::vector<std::string> option_texts() const;
   void update_from_segment(size_t index, const std::function<bool(size_t)>& is_used);
 
   ProcessGroup group_;

@@ -25,16 +25,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     prepare_step();
     const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
     if (!averaged) mean.collect();
-    for (size_t b = 0; b < shards.buckets().size(); ++b) {
-      auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
-      if (fused) reduce_and_update(b, *fused);
-      else set_gradients(b, averaged);
-    }
-    if (!averaged) mean.return_gradients();
-    local.get().step();  // updates the shards that have a gradient: not those updated above
-    clear_shard_gradients();
-    mean.reset();
-    shards.gather(option_text());
+    update(averaged);
   }
   local.give_options_to(outer_);
   norm.finish(group);
@@ -61,19 +52,26 @@ at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
   }
 }
 
+/// Updates the shards with the collected or averaged gradients, and gathers them.
+void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
+  for (size_t b = 0; b < shards.buckets().size(); ++b) {
+    auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
+    if (fused) reduce_and_update(b, *fused);
+    else set_gradients(b, averaged);
+  }
+  if (!averaged) mean.return_gradients();
+  local.get().step();  // updates the shards that have a gradient: not those updated above
+  clear_shard_gradients();
+  mean.reset();
+  shards.gather(option_text());
+}
+
 /// With overlap_with_backward, after the update: parameters that became trainable since the last
 /// step have their first gradient, which no update has used. All others have none.
 void ZeroRedundancyOptimizer::Impl::update_thawed() {
   if (!mean.reducer()) return;
   mean.reducer()->collect_present();
-  for (size_t b = 0; b < shards.buckets().size(); ++b) {
-    if (auto* const fused = local.one_pass(shards.buckets()[b])) reduce_and_update(b, *fused);
-    else set_gradients(b, false);
-  }
-  local.get().step();
-  clear_shard_gradients();
-  mean.reset();
-  shards.gather();
+  update(false);
   mean.reducer()->zero_grad(true);
 }
 

@@ -20,8 +20,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, Proc
                                                  OptimizerFactory factory, Options options)
     : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                               Impl::default_options(factory)),
-      impl_(std::make_unique<Impl>(*this, group, std::move(factory),
-                                   Impl::beside_others(options, groups, group.rank()))) {
+      impl_(std::make_unique<Impl>(*this, group, std::move(factory), options, groups)) {
   if (groups.empty())
     throw UsageError(impl_->prefix() + ": there are no parameter groups; expected at least one");
   for (auto& entry : groups) impl_->add_group(std::move(entry));

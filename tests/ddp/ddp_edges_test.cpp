@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "harness/batches.h"
+#include "harness/buffers.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
@@ -19,37 +20,17 @@
 namespace tessera {
 namespace {
 
+using testing::expect_equal_buffers;
+using testing::expect_usage_errors;
 using ::testing::HasSubstr;
 using testing::loss_of;
-using testing::message_of;
+using testing::Normed;
 using testing::rows;
 using testing::run_ranks;
 using testing::run_ranks_catching;
 using testing::seeded;
 using testing::thrown_by;
 using testing::Uneven;
-
-struct NormedImpl : torch::nn::Module {
-  NormedImpl()
-      : norm(register_module("norm", torch::nn::BatchNorm1d(3))),
-        linear(register_module("linear", torch::nn::Linear(3, 2))) {}
-  torch::Tensor forward(torch::Tensor x) { return linear(norm(x)); }
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear linear;
-};
-TORCH_MODULE(Normed);
-
-bool usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
-  return std::all_of(errors.begin(), errors.end(), [&](const auto& error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const UsageError& problem) {
-      return std::string(problem.what()).find(text) != std::string::npos;
-    } catch (...) {
-    }
-    return false;
-  });
-}
 
 TEST(DdpBuffers, AreTheSameOnAllRanksAfterEveryStep) {
   for (const auto rule : {BufferSync::broadcast, BufferSync::mean}) {
@@ -62,10 +43,7 @@ TEST(DdpBuffers, AreTheSameOnAllRanksAfterEveryStep) {
           sgd.zero_grad();
           loss_of(ddp(rows(step, rank, world))).backward();
           sgd.step();
-          for (const auto& buffer : net->buffers()) {
-            const auto all = group.all_gather(buffer).view({world, -1});
-            for (int r = 1; r < world; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
-          }
+          expect_equal_buffers(*net, group);
         }
       });
     }
@@ -140,7 +118,7 @@ TEST(DdpPasses, ABackwardThatOneRankSkipsIsAnErrorOnAllRanks) {
     });
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
     for (const char* count : {"backward 2, after 3 forward", "backward 2, after 2 forward"})
-      EXPECT_TRUE(usage_errors(errors, count)) << message_of(errors[0]);
+      expect_usage_errors(errors, count);
   }
 }
 
@@ -172,8 +150,7 @@ TEST(DdpStaticGraph, ALayerThatIsFrozenLaterIsAnErrorOnAllRanks) {
         sgd.step();
       }
     });
-    EXPECT_TRUE(usage_errors(errors, "parameter second.weight (frozen now) got 0 gradients"))
-        << message_of(errors[0]);
+    expect_usage_errors(errors, "parameter second.weight (frozen now) got 0 gradients");
   }
 }
 
@@ -188,7 +165,7 @@ TEST(DdpParameters, ConvertedAfterConstructionAreAnErrorOnAllRanks) {
       const bool converted = net->scale.scalar_type() == torch::kDouble;
       loss_of(ddp(rows(1, rank, 2).to(converted ? at::kDouble : at::kFloat))).backward();
     });
-    EXPECT_TRUE(usage_errors(errors, "is no longer collected")) << message_of(errors[0]);
+    expect_usage_errors(errors, "is no longer collected");
   }
 }
 
@@ -197,8 +174,8 @@ TEST(DdpOptions, AMisspeltIgnoredParameterIsAnErrorWithTheNearestName) {
     auto net = seeded<Uneven>(1);
     DistributedDataParallel ddp(net, group, {.parameters_to_ignore = {"secnd.weight"}});
   });
-  EXPECT_TRUE(usage_errors(errors, "secnd.weight")) << message_of(errors[0]);
-  EXPECT_TRUE(usage_errors(errors, "second.weight")) << message_of(errors[0]);
+  expect_usage_errors(errors, "secnd.weight");
+  expect_usage_errors(errors, "second.weight");
 }
 
 TEST(DdpHooks, CompressedMeansOfLargeGradientsDoNotOverflow) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "harness/batches.h"
+#include "harness/buffers.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
@@ -14,6 +15,8 @@
 namespace tessera {
 namespace {
 
+using testing::expect_equal_buffers;
+using testing::expect_usage_errors;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::message_of;
@@ -25,17 +28,6 @@ using testing::thrown_by;
 using testing::Uneven;
 
 OptimizerFactory sgd() { return default_optimizers().factory("SGD", {{"lr", 0.1}}); }
-
-void expect_usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
-  for (const auto& error : errors) {
-    EXPECT_THAT(message_of(error), HasSubstr(text));
-    EXPECT_THROW(
-        {
-          if (error) std::rethrow_exception(error);
-        },
-        UsageError);
-  }
-}
 
 TEST(DistributedSum, ASecondBackwardOntoReducedGradientsIsAnErrorOnAllRanks) {
   for (const bool pack : {false, true}) {
@@ -84,6 +76,17 @@ TEST(DistributedGroup, WithoutADistGroupNeedsAWorld) {
     alone.backward(loss_of(net(rows(0, rank, 2))));
     alone.step();
   });
+}
+
+TEST(DistributedGroup, WithoutADistGroupTakesTheWorldOfTheProcess) {
+  auto net = seeded<Uneven>(1);
+  {
+    const auto world = init_process_group();  // no launcher: one rank
+    ASSERT_TRUE(default_process_group());
+    DistributedOptimizer optimizer({{named_parameters(*net)}}, sgd(), {});
+    EXPECT_EQ(optimizer.join_group().impl(), world.impl());
+  }
+  EXPECT_FALSE(default_process_group()) << "no copy of the world exists";
 }
 
 TEST(DistributedParameters, ConvertedAfterConstructionAreAnErrorOnAllRanks) {
@@ -136,10 +139,7 @@ TEST(DistributedBuffers, AreEqualAfterEveryStep) {
       optimizer.zero_grad();
       optimizer.backward(loss_of(net->forward(rows(step, rank, 3))));
       optimizer.step();
-      for (const auto& buffer : net->buffers()) {
-        const auto all = group.all_gather(buffer).view({3, -1});
-        for (int r = 1; r < 3; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
-      }
+      expect_equal_buffers(*net, group);
     }
   });
 }

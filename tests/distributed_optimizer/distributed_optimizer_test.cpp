@@ -318,7 +318,7 @@ TEST(DistributedOptimizerTest, ALossThatUsesNoParameterDoesNotBlockTheOtherRanks
   }
 }
 
-TEST(DistributedOptimizerTest, EachGroupHasItsOwnPacksAndAGroupWithoutADistGroupIsNotReduced) {
+TEST(DistributedOptimizerTest, EachGroupHasItsOwnPacksAndAGroupOfOneRankIsNotReduced) {
   run_ranks(3, [](ProcessGroup group, int rank) {
     auto first = group.split(0), second = group.split(0);
     Many a, b, c;

@@ -1,8 +1,11 @@
+#include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "fsdp/chain.h"
 #include "harness/batches.h"
+#include "harness/buffers.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
@@ -117,10 +120,7 @@ TEST(FsdpBuffers, AreEqualAfterEveryBackward) {
             return module->forward(rows(step, rank, world));
           })).backward();
           sgd.step();
-          for (const auto& buffer : net->buffers()) {
-            const auto all = group.all_gather(buffer).view({world, -1});
-            for (int r = 1; r < world; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
-          }
+          expect_equal_buffers(*net, group);
         }
       });
     }
@@ -149,6 +149,32 @@ TEST(FsdpForward, ThatThrowsLeavesTheAutocastCacheAsItWas) {
     fsdp(rows(0));  // still works
     group.barrier();
   });
+}
+
+TEST(FsdpForward, ThatCannotBeginOrEndLeavesTheAutocastCacheAsItWas) {
+  // Rank 1 calls a barrier where rank 0 begins its second forward, or ends its first.
+  for (const bool at_end : {false, true}) {
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      FullyShardedDataParallel fsdp(net, group,
+                                    {.sharding_strategy = ShardingStrategy::shard_grad_op});
+      at::autocast::set_autocast_cache_enabled(true);
+      if (!at_end) fsdp(rows(0));
+      if (rank == 1 && at_end) {
+        fsdp.call([&](auto& module) {
+          module->forward(rows(0));
+          group.barrier();
+        });
+      }
+      if (rank == 1) group.barrier();
+      const auto restored = c10::make_scope_exit([] {
+        EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+        at::autocast::set_autocast_cache_enabled(true);
+      });
+      fsdp(rows(0));
+    });
+    expect_usage_errors(errors, "the ranks disagree about a collective");
+  }
 }
 
 }  // namespace

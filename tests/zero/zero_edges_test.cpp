@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "harness/batches.h"
+#include "harness/buffers.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
@@ -18,9 +19,12 @@ namespace tessera {
 namespace {
 
 using testing::copies;
+using testing::expect_equal_buffers;
+using testing::expect_usage_errors;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::message_of;
+using testing::Normed;
 using testing::rows;
 using testing::run_ranks;
 using testing::run_ranks_catching;
@@ -31,17 +35,6 @@ using Zero = ZeroRedundancyOptimizer;
 
 OptimizerFactory optimizer_of(const std::string& name, const OptionMap& options = {}) {
   return default_optimizers().factory(name, options);
-}
-
-void expect_usage_errors(const std::vector<std::exception_ptr>& errors, const std::string& text) {
-  for (const auto& error : errors) {
-    EXPECT_THAT(message_of(error), HasSubstr(text));
-    EXPECT_THROW(
-        {
-          if (error) std::rethrow_exception(error);
-        },
-        UsageError);
-  }
 }
 
 TEST(ZeroArchive, TorchSaveHasThePlainOptimizersFormat) {
@@ -245,15 +238,23 @@ TEST(ZeroBesideDdp, TheOtherOrderOrOverlapIsAnError) {
   });
 }
 
-struct NormedImpl : torch::nn::Module {
-  NormedImpl()
-      : norm(register_module("norm", torch::nn::BatchNorm1d(3))),
-        linear(register_module("linear", torch::nn::Linear(3, 2))) {}
-  torch::Tensor forward(torch::Tensor x) { return linear(norm(x)); }
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear linear;
-};
-TORCH_MODULE(Normed);
+TEST(ZeroBesideDdp, ParametersThatDdpDoesNotReduceAreAnError) {
+  const auto both = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    auto parameters = named_parameters(*net);
+    parameters.emplace_back("temperature", at::ones({1}).requires_grad_());
+    Zero zero({{parameters, {}}}, group, optimizer_of("SGD", {{"lr", 0.1}}));
+  });
+  expect_usage_errors(both, "and not that of parameter temperature");
+  const auto later = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
+    zero.add_param_group({{{"temperature", at::ones({1}).requires_grad_()}}, {}});
+  });
+  expect_usage_errors(later, "and not that of parameter temperature");
+}
 
 TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
   for (const auto rule : {BufferSync::broadcast, BufferSync::mean}) {
@@ -270,10 +271,7 @@ TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
             zero.zero_grad();
             loss_of(net(rows(step, rank, world))).backward();
             zero.step();
-            for (const auto& buffer : net->buffers()) {
-              const auto all = group.all_gather(buffer).view({world, -1});
-              for (int r = 1; r < world; ++r) EXPECT_TRUE(at::equal(all[r], all[0])) << step;
-            }
+            expect_equal_buffers(*net, group);
           }
         });
       }

@@ -9,8 +9,9 @@
 // the operators on them, and only these, first reach a fallback that notifies the owners of the
 // pages. Views and detached aliases inherit the key; results do not. Behind the fallback the key is
 // excluded, because the parts of an operator work on the same tensors. Only one fallback for a key
-// can be registered in a process. If another library has one, a global RecordFunction callback
-// inspects the inputs of every operator instead.
+// can be registered in a process; if another library has one, construction is an error. On request
+// (ParameterDetection::record_function) a global RecordFunction callback inspects the inputs of
+// every operator instead. It cannot throw, so it does not refuse wrong uses.
 
 namespace tessera::fsdp {
 
