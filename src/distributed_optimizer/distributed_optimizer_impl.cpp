@@ -9,7 +9,7 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 
-#include "sharding/option_text.h"
+#include "optim/text_of_options.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -115,9 +115,9 @@ void DistributedOptimizer::Impl::check_contract() {
                     options_.param_pack_thd));
     const auto& optimizer = *optimizer_;
     contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
-    contract.push_back("options of the group: " +
-                       sharding::option_text(get_options(
-                           optimizer.param_groups()[synced.parameter_group].options())));
+    contract.push_back(
+        "options of the group: " +
+        text_of_options(get_options(optimizer.param_groups()[synced.parameter_group].options())));
     synced.group.check_contract(kName, contract);
   }
 }

@@ -8,7 +8,7 @@
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
-#include "sharding/option_text.h"
+#include "optim/text_of_options.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -145,7 +145,7 @@ std::vector<std::string> ZeroRedundancyOptimizer::Impl::option_lines() const {
   std::vector<std::string> lines;
   for (const auto& visible : outer_.param_groups()) {
     lines.push_back(fmt::format("options of group {}: {}", lines.size(),
-                                sharding::option_text(get_options(visible.options()))));
+                                text_of_options(get_options(visible.options()))));
   }
   return lines;
 }

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "sharding/option_text.h"
+#include "optim/text_of_options.h"
 #include "tessera/error.h"
 #include "zero/bucket_update.h"
 
@@ -59,8 +59,7 @@ void OverlappedUpdates::send(size_t index) {
   // Options that differ between ranks are an error before anything is updated.
   std::string tag;
   for (size_t g = 0; index == 0 && g < options_of_backward_.size(); ++g)
-    tag +=
-        fmt::format("options of group {}: {}; ", g, sharding::option_text(options_of_backward_[g]));
+    tag += fmt::format("options of group {}: {}; ", g, text_of_options(options_of_backward_[g]));
   sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
                                                    callback_guard_.guard(std::move(consume)), tag));
   if (bucket.parameters.defined())

@@ -1,8 +1,8 @@
-#include "sharding/option_text.h"
+#include "optim/text_of_options.h"
 
-namespace tessera::sharding {
+namespace tessera {
 
-std::string option_text(const OptionMap& options) {
+std::string text_of_options(const OptionMap& options) {
   std::string text;
   const auto add = [&](const std::string& name, const OptionValue& value) {
     text += (text.empty() ? "" : " ") + name + " " + to_string(value);
@@ -14,4 +14,4 @@ std::string option_text(const OptionMap& options) {
   return text;
 }
 
-}  // namespace tessera::sharding
+}  // namespace tessera
