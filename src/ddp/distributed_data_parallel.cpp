@@ -80,6 +80,7 @@ class DataParallel::Impl {
   void before_forward() {
     reducer_->check_attached();
     if (!module_.is_training() || !reducer_->sync() || !at::GradMode::is_enabled()) return;
+    check_trainability();
     begin_pass();
   }
 
@@ -120,12 +121,25 @@ class DataParallel::Impl {
           kName, group_.rank(), *unknown.begin(), did_you_mean(*unknown.begin(), names)));
     }
     sharding::check_parameters(kName, all_, 0, group_.rank());
-    std::copy_if(all_.begin(), all_.end(), std::back_inserter(trainable_),
-                 [](const auto& p) { return p.tensor.requires_grad(); });
+    std::partition_copy(all_.begin(), all_.end(), std::back_inserter(trainable_),
+                        std::back_inserter(frozen_),
+                        [](const auto& p) { return p.tensor.requires_grad(); });
     if (trainable_.empty())
       throw UsageError(
           fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName,
                       group_.rank()));
+  }
+
+  /// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
+  void check_trainability() {
+    for (const auto& [name, tensor] : frozen_) {
+      if (!tensor.requires_grad()) continue;
+      group_.fail(
+          fmt::format("{}: rank {}: parameter {} requires a gradient, but was frozen at "
+                      "construction; expected a parameter that is trainable at construction, or a "
+                      "new {}",
+                      kName, group_.rank(), name, kName));
+    }
   }
 
   void broadcast_model(int root) {
@@ -212,7 +226,7 @@ class DataParallel::Impl {
   torch::nn::Module& module_;
   ProcessGroup group_;
   DistributedDataParallelOptions options_;
-  std::vector<NamedTensor> all_, trainable_;
+  std::vector<NamedTensor> all_, trainable_, frozen_;  // frozen at construction
   sharding::WrappedParameters wrapped_;
   sharding::ModuleBuffers buffers_;
   bool has_data_ = true;  // false while this rank takes part in a join without data

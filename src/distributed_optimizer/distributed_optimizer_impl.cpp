@@ -115,11 +115,15 @@ void DistributedOptimizer::Impl::check_contract() {
                     options_.param_pack_thd));
     const auto& optimizer = *optimizer_;
     contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
-    contract.push_back(
-        "options of the group: " +
-        text_of_options(get_options(optimizer.param_groups()[synced.parameter_group].options())));
+    contract.push_back(option_text(synced.parameter_group));
     synced.group.check_contract(kName, contract);
   }
+}
+
+std::string DistributedOptimizer::Impl::option_text(size_t parameter_group) const {
+  const auto& options = optimizer_->param_groups()[parameter_group].options();
+  return fmt::format("options of group {}: {}", parameter_group,
+                     text_of_options(get_options(options)));
 }
 
 void DistributedOptimizer::Impl::make_reduction() {
@@ -141,7 +145,8 @@ void DistributedOptimizer::Impl::make_reduction() {
   reduction_ =
       std::make_unique<PackedReduction>(std::move(parameters), std::move(groups),
                                         distributed_optimizer::PackedReductionOptions{
-                                            mean_, options_.param_pack, options_.param_pack_thd});
+ mean_, options_.param_pack, options_.param_pack_thd,
+ [this](size_t group) { return option_text(group); }});
 }
 
 void DistributedOptimizer::Impl::check_groups() {

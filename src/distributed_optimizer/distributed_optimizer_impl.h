@@ -54,6 +54,7 @@ class DistributedOptimizer::Impl {
   void add_group(size_t index, ProcessGroup group);
   void check_options();
   void check_contract();
+  std::string option_text(size_t parameter_group) const;
   void make_reduction();
 
   bool mean_ = false;

@@ -40,6 +40,8 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
     for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
     // Backward produces gradients from the last parameter to the first.
     for (auto i = lane.members.rbegin(); i != lane.members.rend(); ++i) lane.packs.push_back({*i});
+    lane.channel = 0;
+    while (lanes_[lane.channel].group.impl() != lane.group.impl()) ++lane.channel;
   }
   make_reducer();
 }
@@ -74,19 +76,36 @@ std::vector<sharding::Bucket> PackedReduction::make_buckets() {
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
   std::vector<sharding::Bucket> buckets;
-  for (size_t l = 0; l < lanes_.size(); ++l) {
+  for (const auto& [l, p] : order_of_packs()) {
     auto& group = lanes_[l].group;
-    for (const auto& pack : lanes_[l].packs) {
-      std::vector<int64_t> sizes;
-      for (const auto i : pack) sizes.push_back(tensors[i].numel());
-      auto layout = sharding::Layout::flat(std::move(sizes), group.size());
-      auto flat = group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
-      buckets.push_back(sharding::make_bucket(pack, std::move(layout), std::move(flat), tensors));
-      buckets.back().lane = l;
-    }
+    const auto& pack = lanes_[l].packs[p];
+    std::vector<int64_t> sizes;
+    for (const auto i : pack) sizes.push_back(tensors[i].numel());
+    auto layout = sharding::Layout::flat(std::move(sizes), group.size());
+    auto flat = group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
+    buckets.push_back(sharding::make_bucket(pack, std::move(layout), std::move(flat), tensors));
+    buckets.back().lane = lanes_[l].channel;
   }
   followed_.assign(buckets.size(), true);
   return buckets;
+}
+
+/// Lane and number of each pack, in the order in which packs are sent. Lanes of one channel take
+/// turns by their sizes, because backward mostly produces their gradients side by side.
+std::vector<std::pair<size_t, size_t>> PackedReduction::order_of_packs() const {
+  std::vector<std::pair<size_t, size_t>> order;
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    for (size_t p = 0; p < lanes_[l].packs.size(); ++p) order.emplace_back(l, p);
+  }
+  std::stable_sort(order.begin(), order.end(), [this](const auto& a, const auto& b) {
+    // a.second / packs of a < b.second / packs of b, in whole numbers
+    return a.second * lanes_[b.first].packs.size() < b.second * lanes_[a.first].packs.size();
+  });
+  return order;
+}
+
+size_t PackedReduction::lane_of(const sharding::Bucket& bucket) const {
+  return lane_of_[bucket.members[0]];
 }
 
 double PackedReduction::scale(const Lane& lane) const {
@@ -113,8 +132,8 @@ void PackedReduction::set_join(int divisor, int publisher) {
 
 void PackedReduction::start_bucket(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
-  auto& lane = lanes_[bucket.lane];
-  followed_[index] = follows_record(bucket.lane, bucket);
+  auto& lane = lanes_[lane_of(bucket)];
+  followed_[index] = follows_record(lane_of(bucket), bucket);
   started_.push_back(lane.group.all_reduce_async(bucket.flat, scale(lane)));
 }
 
@@ -128,7 +147,8 @@ void PackedReduction::finish_backward() {
   std::vector<Work> works;
   for (size_t l = 0; l < lanes_.size(); ++l) {
     counts.push_back(use_and_deviations(l));
-    works.push_back(lanes_[l].group.all_reduce_async(counts.back()));
+    works.push_back(lanes_[l].group.all_reduce_async(
+        counts.back(), 1, options_.text_of_options(lanes_[l].parameter_group)));
   }
   wait_for_buckets();
   for (size_t l = 0; l < lanes_.size(); ++l) {
@@ -161,7 +181,7 @@ at::Tensor PackedReduction::use_and_deviations(size_t l) const {
   for (const auto i : lanes_[l].members) flags.push_back(reducer_->has_gradient(i));
   const auto& buckets = reducer_->buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    if (buckets[b].lane == l) flags.push_back(!followed_[b]);
+    if (lane_of(buckets[b]) == l) flags.push_back(!followed_[b]);
   }
   return at::tensor(flags, at::kInt).to(lanes_[l].group.control_device());
 }
@@ -178,7 +198,7 @@ void PackedReduction::settle(size_t l, const at::Tensor& counts) {
   std::vector<Work> singles;
   const auto& buckets = reducer_->buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    if (buckets[b].lane != l || *count++ == 0) continue;
+    if (lane_of(buckets[b]) != l || *count++ == 0) continue;
     all_followed = false;
     for (size_t m = 0; m < buckets[b].members.size(); ++m) {
       const auto i = buckets[b].members[m];

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
@@ -15,13 +17,16 @@ struct PackedReductionOptions {
   bool mean = true;            ///< Mean over the ranks, else sum.
   bool pack = false;           ///< Off: every gradient is reduced by itself.
   int64_t pack_threshold = 1;  ///< A pack is closed when it has more bytes than this.
+  /// The options (lr, …) of a parameter group of the optimizer, which each backward compares
+  /// between the ranks.
+  std::function<std::string(size_t parameter_group)> text_of_options;
 };
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own
 /// process group and in packs of its own. See [Note: packs that do not count].
 class PackedReduction {
  public:
-  /// One parameter group. It becomes one lane of the Reducer.
+  /// One parameter group. The groups of one process group become one lane of the Reducer.
   struct Group {
     ProcessGroup group;
     size_t parameter_group;       ///< Its index in the optimizer.
@@ -65,10 +70,15 @@ class PackedReduction {
     std::vector<size_t> record;  // this rank's order of arrival from which the packs were made
     bool packed = false;         // `packs` were made by pack_by_arrival()
     bool repack_due = false;
+    /// The first lane with the same process group. Collectives of one group need one order, also
+    /// when a gradient is missing on some ranks.
+    size_t channel = 0;
   };
 
   void make_reducer();
   std::vector<sharding::Bucket> make_buckets();
+  std::vector<std::pair<size_t, size_t>> order_of_packs() const;
+  size_t lane_of(const sharding::Bucket& bucket) const;
   double scale(const Lane& lane) const;
 
   void start_bucket(size_t index);

@@ -214,10 +214,16 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
   body(*transport, headers);
 }
 
+void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& body,
+                                         const std::string& tag) {
+  queue_.throw_unseen_error();
+  execute(header, body, tag);
+}
+
 void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& tag) {
   if (transport->stream_ordered()) return execute(header, body, tag);
-  if (const auto turn = queue_.try_turn()) return execute(header, body, tag);
-  queue_.submit([&] { execute(header, body, tag); }).wait();
+  if (const auto turn = queue_.try_turn()) return execute_in_turn(header, body, tag);
+  queue_.submit([&] { execute_in_turn(header, body, tag); }).wait();
 }
 
 Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& tag) {
@@ -225,7 +231,8 @@ Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& t
     execute(header, body, tag);
     return {};
   }
-  return queue_.submit([this, header, body = std::move(body), tag] { execute(header, body, tag); });
+  return queue_.submit(
+      [this, header, body = std::move(body), tag] { execute_in_turn(header, body, tag); });
 }
 
 }  // namespace tessera

@@ -39,6 +39,8 @@ class ProcessGroup::Impl {
 
  private:
   void execute(comm::OpHeader header, const Body& body, const std::string& tag);
+  /// As execute(), while this operation has the queue's turn.
+  void execute_in_turn(const comm::OpHeader& header, const Body& body, const std::string& tag);
   std::vector<comm::OpHeader> compare(const comm::OpHeader& header, const std::string& tag);
   std::vector<std::string> exchange_tags(const std::string& mine);
 

@@ -1,5 +1,7 @@
 #include "comm/group/queue.h"
 
+#include <utility>
+
 #include "tessera/error.h"
 
 namespace tessera {
@@ -8,7 +10,14 @@ void Work::State::wait() {
   std::unique_lock lock(mutex_);
   const comm::WaitTimer timer(done_ ? nullptr : clock_.get());
   changed_.wait(lock, [&] { return done_; });
-  if (error_) std::rethrow_exception(error_);
+  if (!error_) return;
+  seen_ = true;
+  std::rethrow_exception(error_);
+}
+
+std::exception_ptr Work::State::take_unseen_error() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(seen_, true) ? nullptr : error_;
 }
 
 bool Work::State::done() {
@@ -64,6 +73,14 @@ Work Queue::submit(Operation operation) {
   return Work(state);
 }
 
+void Queue::throw_unseen_error() {
+  std::unique_lock lock(mutex_);
+  const auto failed = std::exchange(failed_, nullptr);
+  lock.unlock();
+  if (const auto error = failed ? failed->take_unseen_error() : nullptr)
+    std::rethrow_exception(error);
+}
+
 void Queue::loop() {
   std::unique_lock lock(mutex_);
   while (true) {
@@ -82,8 +99,9 @@ void Queue::loop() {
     item.operation = nullptr;  // releases its tensors before waiting threads continue
     lock.lock();
     busy_ = false;
-    lock.unlock();
+    if (error) failed_ = item.state;
     item.state->finish(error);
+    lock.unlock();
     changed_.notify_all();
     lock.lock();
   }

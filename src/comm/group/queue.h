@@ -50,9 +50,12 @@ class Work::State {
   virtual void wait();
   virtual bool done();
   void finish(std::exception_ptr error);
+  /// The error, if neither wait() nor this function has given it to a caller yet.
+  std::exception_ptr take_unseen_error();
 
  private:
   std::mutex mutex_;
+  bool seen_ = false;  // a caller has got the error
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
@@ -88,6 +91,10 @@ class Queue {
 
   using Operation = std::function<void()>;
   Work submit(Operation operation);
+  /// Throws the error of a submitted operation if nobody has waited for its Work yet. Each
+  /// collective begins with it, because this rank would otherwise go on, out of step with the ranks
+  /// that know of the error.
+  void throw_unseen_error();
   /// Drops the operations that have not begun (their Work throws) and waits for the running one.
   /// The caller must make that one end soon.
   void stop() noexcept;
@@ -109,6 +116,7 @@ class Queue {
   std::deque<Item> items_;
   bool busy_ = false;
   bool stopped_ = false;
+  std::shared_ptr<Work::State> failed_;  // the last operation that failed
   std::thread worker_;
   std::shared_ptr<WaitClock> clock_ = std::make_shared<WaitClock>();
 };

@@ -3,10 +3,12 @@
 #include <mutex>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/custom_class.h>
 
 #include "sharding/gradients/backward_watch.h"
 #include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
 
 namespace tessera::detail {
 
@@ -55,6 +57,21 @@ struct Recipe : torch::CustomClassHolder {
   compat::AutocastState autocast = compat::AutocastState::current();
 };
 
+/// The inner backward adds to `.grad` of all parameters that the body uses, and its own operations
+/// are not recorded.
+void check_whole_backward() {
+  if (at::GradMode::is_enabled())
+    throw UsageError(
+        "checkpoint: this backward has create_graph, and a checkpointed function can be "
+        "differentiated only once; expected backward() without create_graph, or the function "
+        "without checkpoint()");
+  if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid())
+    throw UsageError(
+        "checkpoint: autograd::grad() or backward() with a list of inputs would also add to the "
+        "gradients of the parameters that the checkpointed function uses; expected backward() "
+        "without inputs, or the function without checkpoint()");
+}
+
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
   /// `anchor` requires a gradient, so that the outputs require one even if no input does.
   static variable_list forward(AutogradContext* context, c10::intrusive_ptr<Recipe> recipe,
@@ -65,6 +82,7 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    check_whole_backward();
     const auto recipe =
         c10::static_intrusive_pointer_cast<Recipe>(context->saved_data["recipe"].toCapsule());
     const auto saved = context->get_saved_variables();

@@ -1,0 +1,195 @@
+#include "fuzz/training/expectation.h"
+
+#include <algorithm>
+#include <set>
+
+#include <fmt/format.h>
+
+namespace tessera::fuzz {
+namespace {
+
+/// An error in one event must show in the next step, which one event may precede.
+constexpr size_t kLatestEvent = 4;
+
+bool has_layer(const Case& which, const std::string& kind) {
+  return std::any_of(which.layers.begin(), which.layers.end(),
+                     [&](const Item& layer) { return layer.kind == kind && !layer.flag("frozen"); });
+}
+
+/// Some parameter gets no gradient in this event, on any rank or on some.
+bool leaves_unused(const Case& which, const Item& event) {
+  return has_layer(which, "unused") || has_layer(which, "tied") ||
+         (has_layer(which, "conditional") && event.text("branch", "all") != "all");
+}
+
+/// The numbers of the parts that are frozen during event `i`, and of those that are frozen at
+/// construction and thawed later.
+struct Trainability {
+  std::set<size_t> frozen, thawed;
+};
+
+Trainability trainability(const Case& which, size_t i) {
+  Trainability result;
+  const auto part = [&](const Item& event) {
+    return static_cast<size_t>(event.number("part")) % (which.layers.size() + 1);
+  };
+  for (size_t k = 0; k <= i; ++k) {
+    const auto& event = which.story[k];
+    if (event.kind == "move") result = {};  // makes the model again
+    if (event.kind == "freeze") result.frozen.insert(part(event));
+    if (event.kind != "thaw") continue;
+    result.frozen.erase(part(event));
+    if (part(event) < which.layers.size() && which.layers[part(event)].flag("frozen"))
+      result.thawed.insert(part(event));
+  }
+  return result;
+}
+
+Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i) {
+  const auto& event = which.story[i];
+  const auto& kind = wrapper.kind;
+  const bool overlap = kind == "zero" && wrapper.flag("overlap");
+  const bool reduces_in_backward = kind != "zero" || overlap;
+  if (event.has("trap"))
+    return event.number("trap_rank", -1) >= 0 ? Expectation::own_error
+                                              : Expectation::equal_or_error;
+  if (event.has("absent") && event.number("absent") < world && world > 1 && reduces_in_backward)
+    return overlap ? Expectation::equal_or_error : Expectation::usage_error;
+  if (event.has("clip") && overlap) return Expectation::usage_error;
+  if (event.flag("closure") && overlap) return Expectation::usage_error;
+  // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.
+  if (event.has("nan") && kind == "fsdp" &&
+      (has_layer(which, "attention") || has_layer(which, "encoder")))
+    return Expectation::equal_or_error;
+  // Another use of the parameters than in the first step breaks the promise.
+  if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
+    return Expectation::equal_or_error;
+  if (leaves_unused(which, event)) {
+    const bool needs_all = ((kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused")) ||
+                           (overlap && wrapper.flag("no_unused"));
+    if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
+    if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional"))
+      return Expectation::equal_or_error;
+  }
+  const bool ddp = kind == "ddp" || kind == "ddp_zero";
+  const auto trainable = trainability(which, i);
+  if (!trainable.thawed.empty() && kind != "zero") return Expectation::equal_or_error;
+  if (!trainable.frozen.empty() && ddp &&
+      (!wrapper.flag("find_unused") || wrapper.flag("static_graph")))
+    return Expectation::equal_or_error;
+  const int syncs = event.flag("no_sync") ? 1 : event.number("micro", 1);
+  if (syncs * (event.flag("retain") ? 2 : 1) > 1) {
+    if (overlap) return Expectation::equal_or_error;
+    if (wrapper.text("reduce") == "sum" && world > 1) return Expectation::usage_error;
+  }
+  // libtorch notices a parameter that has changed since forward, depending on the optimizer.
+  if (event.flag("kept_graph")) return Expectation::equal_or_any_error;
+  if (event.flag("penalty")) return Expectation::equal_or_error;
+  return Expectation::equal;
+}
+
+std::string list(const std::vector<Outcome>& outcomes) {
+  std::string text;
+  static const char* const names[] = {"no error",   "difference",       "UsageError",
+                                      "an Error",   "the user's error", "a foreign exception"};
+  for (size_t rank = 0; rank < outcomes.size(); ++rank)
+    text += fmt::format("\n  rank {}: {} {}", rank, names[static_cast<int>(outcomes[rank].kind)],
+                        outcomes[rank].text.substr(0, 400));
+  return text;
+}
+
+}  // namespace
+
+bool is_error(Expectation expectation) {
+  return expectation == Expectation::usage_error || expectation == Expectation::own_error ||
+         expectation == Expectation::any_error;
+}
+
+Expectation expectation(const Case& which, const Item& wrapper, int world, size_t i,
+                        bool plain_throws) {
+  if (plain_throws) return Expectation::any_error;
+  const auto& event = which.story[i];
+  if (event.kind == "step") return of_step(which, wrapper, world, i);
+  if (event.kind == "join") {
+    if (!trainability(which, i).frozen.empty() || !trainability(which, i).thawed.empty())
+      return Expectation::equal_or_error;
+    const bool needs_all = (wrapper.kind == "ddp" || wrapper.kind == "ddp_zero") &&
+                           !wrapper.flag("find_unused");
+    const bool overlap = wrapper.kind == "zero" && wrapper.flag("overlap");
+    if (leaves_unused(which, event) && (needs_all || (overlap && wrapper.flag("no_unused"))))
+      return Expectation::equal_or_error;
+    return Expectation::equal;
+  }
+  // Without sharding, and for units that are gathered already, a forward is local.
+  if (event.kind == "evaluate" && event.has("rank") && wrapper.kind == "fsdp" && world > 1)
+    return Expectation::equal_or_error;
+  if (event.kind == "lr" && event.has("rank") && world > 1)
+    return Expectation::usage_error;
+  // A wrapper may refuse to train what was frozen at construction.
+  if (event.kind == "thaw" && wrapper.kind != "zero" && !trainability(which, i).thawed.empty())
+    return Expectation::equal_or_error;
+  if (event.kind == "to_dtype") return Expectation::usage_error;
+  return Expectation::equal;
+}
+
+double tolerance_of(const Case& which) {
+  const auto& optimizer = which.optimizer.kind;
+  bool exact = optimizer == "SGD" || optimizer == "Adam" || optimizer == "AdamW";
+  const auto rounds = [](const Item& item) {
+    return item.text("strategy") == "hybrid" || item.text("clip") == "norm";
+  };
+  exact = exact && !rounds(which.wrapper) &&
+          std::none_of(which.story.begin(), which.story.end(), rounds);
+  if (exact) return 0;
+  return which.dtype == "double" ? 1e-7 : 1e-4;
+}
+
+std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, size_t reached,
+                             const std::vector<Outcome>& outcomes, double seconds, double limit) {
+  using Kind = Outcome::Kind;
+  const auto all = [&](auto accepts) {
+    return std::all_of(outcomes.begin(), outcomes.end(),
+                       [&](const Outcome& outcome) { return accepts(outcome.kind); });
+  };
+  size_t error_due = due.size();
+  for (size_t i = 0; i < due.size() && error_due == due.size(); ++i)
+    if (is_error(due[i])) error_due = i;
+  if (all([](Kind kind) { return kind == Kind::none; })) {
+    if (error_due == due.size()) return std::nullopt;
+    return Finding{"no error",
+                   fmt::format("event {} must be an error and is none", first + error_due)};
+  }
+  // An error shows in the event in which it is due, or later, where ranks meet.
+  const size_t last = std::min(reached - first, due.size() - 1);
+  bool allowed = false, own = false, any = false, must = false;
+  for (size_t i = 0; i <= last; ++i) {
+    if (due[i] != Expectation::equal) allowed = true;
+    if (due[i] == Expectation::own_error) own = true;
+    if (due[i] == Expectation::any_error || due[i] == Expectation::equal_or_any_error) any = true;
+    if (due[i] == Expectation::usage_error) must = true;
+  }
+  const auto where = fmt::format("event {}:", reached);
+  if (!allowed) return Finding{"error", where + list(outcomes)};
+  const auto own_count =
+      std::count_if(outcomes.begin(), outcomes.end(),
+                    [](const Outcome& outcome) { return outcome.kind == Kind::own; });
+  if (own && (!must || own_count > 0)) {
+    if (own_count != 1 || !all([](Kind kind) {
+          return kind == Kind::own || kind == Kind::usage || kind == Kind::broken;
+        }))
+      return Finding{"classes", where + list(outcomes)};
+  } else if (any) {
+    if (!all([](Kind kind) { return kind != Kind::none; }))
+      return Finding{"classes", where + list(outcomes)};
+  } else if (!all([](Kind kind) { return kind == Kind::usage; })) {
+    return Finding{"classes", where + list(outcomes)};
+  }
+  if (error_due < due.size() && reached > first + error_due + kLatestEvent)
+    return Finding{"late", fmt::format("{} due in event {}{}", where, first + error_due,
+                                       list(outcomes))};
+  if (seconds > limit)
+    return Finding{"slow", fmt::format("{} {:.1f} s{}", where, seconds, list(outcomes))};
+  return std::nullopt;
+}
+
+}  // namespace tessera::fuzz

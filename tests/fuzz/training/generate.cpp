@@ -1,0 +1,268 @@
+#include <algorithm>
+
+#include "fuzz/training/blocks.h"
+#include "fuzz/training/case.h"
+#include "fuzz/training/random.h"
+
+namespace tessera::fuzz {
+namespace {
+
+using Values = std::map<std::string, std::string>;
+
+void maybe(Random& random, int percent, Values& values, const std::string& name,
+           const std::string& value = "1") {
+  if (random.chance(percent)) values[name] = value;
+}
+
+bool has(const std::vector<Item>& layers, std::initializer_list<const char*> kinds) {
+  return std::any_of(layers.begin(), layers.end(), [&](const Item& layer) {
+    return std::any_of(kinds.begin(), kinds.end(),
+                       [&](const char* kind) { return layer.kind == kind; });
+  });
+}
+
+std::vector<Item> random_layers(Random& random, bool exact) {
+  std::vector<Item> layers;
+  const int count = 1 + random.below(5);
+  const auto& kinds = block_kinds();
+  for (int i = 0; i < count; ++i) {
+    Item layer{kinds[random.below(static_cast<int>(kinds.size()))]};
+    // Values that differ in the last bit are rounded to bfloat16 values that differ much more.
+    if (layer.kind == "bfloat16_layer" && !exact) layer.kind = "linear";
+    maybe(random, 50, layer.values, "out", std::to_string(3 + random.below(5)));
+    maybe(random, 10, layer.values, "frozen");
+    if (layer.kind == "linear") maybe(random, 20, layer.values, "no_bias");
+    if (layer.kind == "conv2d") maybe(random, 50, layer.values, "channels_last");
+    if (layer.kind == "embedding") maybe(random, 30, layer.values, "padding");
+    if (layer.kind == "rnn" || layer.kind == "gru") maybe(random, 30, layer.values, "bidirectional");
+    if (layer.kind == "lstm") maybe(random, 30, layer.values, "layers", "2");
+    layers.push_back(layer);
+  }
+  return layers;
+}
+
+Item random_optimizer(Random& random, bool exact) {
+  if (!exact) {
+    Item optimizer{random.pick({"torch.SGD", "torch.AdamW", "torch.Adam", "Adagrad", "RMSprop", "SGD",
+                                "AdamW"})};
+    optimizer.values["lr"] = "0.02";
+    return optimizer;
+  }
+  Item optimizer{random.pick({"SGD", "Adam", "AdamW"})};
+  optimizer.values["lr"] = "0.02";
+  if (optimizer.kind == "SGD") {
+    if (random.chance(60)) {
+      optimizer.values["momentum"] = "0.9";
+      maybe(random, 30, optimizer.values, "nesterov");
+    }
+  } else {
+    maybe(random, 30, optimizer.values, "amsgrad");
+  }
+  maybe(random, 40, optimizer.values, "weight_decay", "0.1");
+  return optimizer;
+}
+
+/// What a wrapper and a story must avoid, because it is not what they are about.
+struct Limits {
+  bool partly_used = false;  ///< Some parameter may get no gradient.
+  bool buffers = true;
+  bool exact = true;
+};
+
+Item random_wrapper(Random& random, const Limits& limits, int world) {
+  Item wrapper{random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero",
+                            "distributed_optimizer", "distributed_optimizer", "fsdp", "fsdp",
+                            "fsdp"})};
+  auto& values = wrapper.values;
+  maybe(random, 10, values, "backend", "gloo");
+  if (values.empty() && world > 2) maybe(random, 5, values, "hosts", "001");
+  if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});
+  const auto& kind = wrapper.kind;
+  const bool ddp = kind == "ddp" || kind == "ddp_zero";
+  if (ddp) {
+    if (limits.partly_used ? random.chance(90) : random.chance(30)) values["find_unused"] = "1";
+    maybe(random, 50, values, "bucket_cap_mb", "0.0002");
+    maybe(random, 50, values, "first_bucket_mb", "0.0001");
+    if (kind == "ddp") maybe(random, 30, values, "no_bucket_view");
+    if (!limits.partly_used) maybe(random, 15, values, "static_graph");
+    if (kind == "ddp_zero") maybe(random, 30, values, "no_reduce");
+  }
+  if (kind == "zero" || kind == "ddp_zero") {
+    if (limits.exact) {
+      if (random.chance(50)) values["partition"] = random.pick({"whole", "first_fit"});
+    } else if (random.chance(60)) {
+      values["partition"] = random.pick({"whole", "first_fit"});
+    }
+    maybe(random, 30, values, "no_bucket_view");
+    maybe(random, 25, values, "groups", "2");
+  }
+  if (kind == "zero") {
+    if (random.chance(35)) {
+      values["overlap"] = "1";
+      maybe(random, 60, values, "bucket_cap_mb", "0.0002");
+      if (!limits.partly_used) maybe(random, 40, values, "no_unused");
+    } else {
+      maybe(random, 30, values, "in_place");
+      maybe(random, 15, values, "late_part", std::to_string(random.below(6)));
+    }
+  }
+  if (kind == "distributed_optimizer") {
+    values["reduce"] = random.pick({"mean", "mean", "sum"});
+    if (random.chance(50)) {
+      values["param_pack"] = "1";
+      maybe(random, 70, values, "param_pack_thd", random.pick({"1", "100", "400"}));
+    }
+    maybe(random, 30, values, "bcast_period", random.pick({"1", "2"}));
+    maybe(random, 25, values, "groups", "2");
+  }
+  if (kind == "fsdp") {
+    if (random.chance(80)) values["policy"] = random.pick({"blocks", "leaves", "size"});
+    if (random.chance(40)) {
+      values["strategy"] = random.pick({"grad_op", "none", "hybrid"});
+      const bool divisible = world % 2 == 0 && (world == 2 || !limits.exact);
+      if (values["strategy"] == "hybrid" && !divisible) values["strategy"] = "grad_op";
+    }
+    if (random.chance(30)) values["partition"] = random.pick({"whole", "first_fit"});
+    maybe(random, 30, values, "resident_bytes", "1");
+    maybe(random, 20, values, "keep_after_forward");
+    if (random.chance(40)) values["prefetch"] = random.pick({"post", "none"});
+    maybe(random, 30, values, "forward_prefetch");
+    maybe(random, 25, values, "groups", "2");
+  }
+  return wrapper;
+}
+
+Item random_step(Random& random, const Item& wrapper, const Limits& limits, int world,
+                 const std::vector<Item>& layers) {
+  Item event{"step"};
+  auto& values = event.values;
+  const bool overlap = wrapper.kind == "zero" && wrapper.flag("overlap");
+  if (random.chance(30)) {
+    values["micro"] = random.pick({"2", "3"});
+    const bool once = overlap || wrapper.text("reduce") == "sum";
+    if (once || random.chance(60)) values["no_sync"] = "1";
+  }
+  if (random.chance(40)) values["when"] = random.pick({"after", "between"});
+  const bool module_zero = wrapper.kind != "fsdp";
+  if (module_zero) maybe(random, 20, values, "zero", "module");
+  if (!overlap && random.chance(20)) values["clip"] = limits.exact ? "value" : "norm";
+  if (has(layers, {"conditional"})) {
+    const bool free = wrapper.kind == "zero" || wrapper.kind == "distributed_optimizer" ||
+                      wrapper.kind == "fsdp" || wrapper.flag("find_unused");
+    if (free) values["branch"] = random.pick({"all", "none", "rank0"});
+  }
+  if (random.chance(4)) values["nan"] = std::to_string(random.below(world));
+  if (random.chance(4) && !limits.partly_used) {
+    values.erase("micro");
+    values.erase("no_sync");
+    if (!overlap) values["retain"] = "1";
+  }
+  if (random.chance(4)) {
+    values["penalty"] = "1";
+    // Two parts of a gradient may be added in another order; nothing is promised there.
+    if (wrapper.kind == "fsdp") values.erase("no_sync");
+  }
+  if (random.chance(4)) values["kept_graph"] = "1";
+  if (!overlap && wrapper.kind != "distributed_optimizer" && random.chance(4) &&
+      wrapper.kind != "ddp_zero") {
+    for (const auto* name : {"micro", "no_sync", "clip", "retain", "when"}) values.erase(name);
+    values["closure"] = "1";
+  }
+  maybe(random, 25, values, "state");
+  return event;
+}
+
+/// Events after which a story may end, because they are errors for some wrappers.
+Item random_fault(Random& random, const Item& wrapper, int world) {
+  const auto rank = std::to_string(random.below(world));
+  switch (random.below(6)) {
+    case 0:
+      return {"step", {{"absent", rank}}};
+    case 1:
+      return {"step",
+              {{"trap", random.pick({"forward", "backward", "hook"})}, {"trap_rank", rank}}};
+    case 2:
+      return {"step", {{"trap", random.pick({"forward", "backward", "hook"})}}};
+    case 3:
+      // The others leave the optimizer to the user.
+      if (wrapper.kind != "ddp" && wrapper.kind != "fsdp") return {"lr", {{"rank", rank}}};
+      return {"step", {{"absent", rank}}};
+    case 4:
+      return {"evaluate", {{"rank", rank}}};
+    default:
+      return {"to_dtype"};
+  }
+}
+
+Item random_event(Random& random, const Item& wrapper, const Limits& limits, int world,
+                  const std::vector<Item>& layers) {
+  const auto part = std::to_string(random.below(6));
+  const int die = random.below(100);
+  if (die < 55) return random_step(random, wrapper, limits, world, layers);
+  if (die < 65) {
+    Item event{"evaluate"};
+    if (wrapper.kind != "fsdp") maybe(random, 50, event.values, "rank", std::to_string(random.below(world)));
+    return event;
+  }
+  if (die < 70) return {"freeze", {{"part", part}}};
+  if (die < 75) return {"thaw", {{"part", part}}};
+  if (die < 80) return {"write", {{"part", part}}};
+  if (die < 85) return {"lr", {{"factor", random.pick({"0.5", "2"})}}};
+  if (die < 92) {
+    Item event{"join"};
+    std::string counts;
+    for (int rank = 0; rank < 4; ++rank) counts += static_cast<char>('0' + random.below(4));
+    event.values["batches"] = counts;
+    maybe(random, 30, event.values, "by_active");
+    return event;
+  }
+  return random_fault(random, wrapper, world);
+}
+
+}  // namespace
+
+Case generate(uint64_t seed) {
+  Random random(seed * 2 + 1);
+  Case result;
+  result.seed = seed;
+  Limits limits;
+  limits.exact = random.chance(70);
+  result.world = random.pick({1, 2, 2, 2, 2, 3, 3, 3, 4});
+  result.dtype = limits.exact && random.chance(70) ? "float" : "double";
+  result.layers = random_layers(random, limits.exact);
+  limits.partly_used = has(result.layers, {"unused", "tied", "conditional"});
+  result.optimizer = random_optimizer(random, limits.exact);
+  result.wrapper = random_wrapper(random, limits, result.world);
+  Item wrapper = result.wrapper;
+  int world = result.world;
+  const int events = 5 + random.below(16);
+  bool late = wrapper.has("late_part");
+  for (int i = 0; i < events; ++i) {
+    if (late && random.chance(25)) {
+      result.story.push_back({"add_group"});
+      late = false;
+    } else if (!late && random.chance(5)) {
+      world = random.pick({1, 2, 3, 4});
+      wrapper = random_wrapper(random, limits, world);
+      wrapper.values.erase("late_part");
+      Item event{"move", wrapper.values};
+      event.values["wrapper"] = wrapper.kind;
+      event.values["world"] = std::to_string(world);
+      result.story.push_back(event);
+    } else {
+      result.story.push_back(random_event(random, wrapper, limits, world, result.layers));
+      const auto& last = result.story.back();
+      if (last.kind == "to_dtype") result.story.push_back({"step"});
+      if (last.kind == "lr" && last.has("rank"))
+        for (int time = 0; time < 2; ++time) result.story.push_back({"step"});
+    }
+  }
+  const bool freezes = std::any_of(result.story.begin(), result.story.end(),
+                                   [](const Item& event) { return event.kind == "freeze"; });
+  // Before libtorch 2, a plain optimizer still updates a frozen parameter whose `.grad` was zeroed.
+  for (auto& event : result.story)
+    if (freezes) event.values.erase("zero");
+  return result;
+}
+
+}  // namespace tessera::fuzz

@@ -1,0 +1,386 @@
+#include "fuzz/training/plain.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "fuzz/training/story.h"
+
+namespace tessera::fuzz {
+
+OptimizerFactory optimizer_of(const Case& which) {
+  OptionMap options;
+  for (const auto& [name, value] : which.optimizer.values) {
+    if (name == "amsgrad" || name == "nesterov" || name == "centered") options[name] = true;
+    else options[name] = std::stod(value);
+  }
+  return default_optimizers().factory(which.optimizer.kind, options);
+}
+
+void scale_lr(torch::optim::Optimizer& optimizer, double factor) {
+  for (auto& group : optimizer.param_groups())
+    group.options().set_lr(group.options().get_lr() * factor);
+}
+
+namespace {
+
+std::vector<at::Tensor> gradients_of(const NamedParameters& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& item : parameters) gradients.push_back(item.second.grad());
+  return gradients;
+}
+
+std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups())
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  return parameters;
+}
+
+}  // namespace
+
+PlainTraining::PlainTraining(const Case& which) : which_(which) {
+  std::vector<std::shared_ptr<Net>> nets;
+  for (int rank = 0; rank < which.world; ++rank) nets.push_back(Net::make(which, which.seed));
+  start(which.wrapper, which.world, std::move(nets));
+}
+
+void PlainTraining::start(const Item& wrapper, int world,
+                          std::vector<std::shared_ptr<Net>> nets) {
+  wrapper_ = wrapper;
+  reduce_ = is("fsdp")   ? Reduce::into_shards
+            : is("zero") ? Reduce::in_step
+                         : Reduce::after_backward;
+  shard_gradients_.clear();
+  replicas_.clear();
+  const auto late = late_part_added_ ? -1 : wrapper.number("late_part", -1);
+  for (int rank = 0; rank < world; ++rank) {
+    Replica replica{nets[rank], named_parameters(*nets[rank]), nullptr};
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    for (const auto& names : group_names(*replica.net, wrapper, late)) {
+      std::vector<at::Tensor> tensors;
+      for (const auto& item : replica.parameters)
+        if (std::count(names.begin(), names.end(), item.first)) tensors.push_back(item.second);
+      groups.emplace_back(tensors);
+    }
+    replica.optimizer = optimizer_of(which_)(groups);
+    replicas_.push_back(std::move(replica));
+  }
+}
+
+std::vector<int> PlainTraining::all_ranks() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < world(); ++rank) ranks.push_back(rank);
+  return ranks;
+}
+
+BufferSync PlainTraining::buffer_rule() const {
+  const auto rule = wrapper_.text("buffers", "broadcast");
+  return rule == "mean" ? BufferSync::mean : rule == "none" ? BufferSync::none
+                                                            : BufferSync::broadcast;
+}
+
+std::vector<Record> PlainTraining::play(const Item& event, int number) {
+  std::vector<Record> records(world());
+  const auto& kind = event.kind;
+  at::NoGradGuard no_grad;
+  if (kind == "step") {
+    train(event, number, records);
+  } else if (kind == "join") {
+    join(event, number);
+  } else if (kind == "evaluate") {
+    evaluate(event, number, records);
+  } else if (kind == "freeze" || kind == "thaw") {
+    for (auto& replica : replicas_)
+      for (auto& parameter : replica.net->part(event.number("part")).parameters())
+        parameter.requires_grad_(kind == "thaw");
+  } else if (kind == "write") {
+    for (auto& replica : replicas_)
+      for (auto& parameter : replica.net->part(event.number("part")).parameters())
+        parameter.mul_(0.5);
+  } else if (kind == "lr") {
+    for (auto& replica : replicas_) scale_lr(*replica.optimizer, event.real("factor", 0.5));
+  } else if (kind == "add_group") {
+    add_group();
+  } else if (kind == "move") {
+    move(event);
+  } else if (kind == "to_dtype") {
+    for (auto& replica : replicas_)
+      replica.net->to(dtype_of(which_) == at::kFloat ? at::kDouble : at::kFloat);
+  }
+  records.resize(world());  // "move" changes it
+  for (int rank = 0; rank < world(); ++rank) {
+    add_weights(records[rank], state_dict(*replicas_[rank].net));
+    if (event.flag("state"))
+      add_state(records[rank],
+                state_dict(*replicas_[rank].optimizer, replicas_[rank].parameters));
+  }
+  return records;
+}
+
+at::Tensor PlainTraining::replica_loss(const Item& event, int number, int micro, int rank,
+                                       int micros) {
+  auto& net = *replicas_[rank].net;
+  return forward_loss([&](const Batch& batch) { return net.forward(batch); }, net, event, which_,
+                      number, micro, rank, micros);
+}
+
+void PlainTraining::train(const Item& event, int number, std::vector<Record>& records) {
+  const int micros = event.number("micro", 1);
+  const auto ranks = all_ranks();
+  const int absent = event.number("absent", -1);
+  const bool between = event.text("when") == "between";
+  const bool after = event.text("when") == "after" && cleared_;
+  if (event.has("trap")) spring(event, number);
+  std::vector<at::Tensor> kept;
+  if (event.flag("kept_graph")) {
+    before_forward(ranks);
+    at::AutoGradMode with_grad(true);
+    for (const int rank : ranks) kept.push_back(replica_loss(event, number, 9, rank, 1));
+  }
+  if (!after && !between) clear(event);
+  for (int micro = 0; micro < micros; ++micro) {
+    const bool sync = micro + 1 == micros || !event.flag("no_sync");
+    if (sync) before_forward(ranks);
+    std::vector<at::Tensor> losses;
+    for (int rank = 0; rank < world(); ++rank) {
+      at::AutoGradMode with_grad(true);
+      losses.push_back(
+          replica_loss(event, number, micro, rank, micros));
+      records[rank].emplace_back("loss " + std::to_string(micro), losses.back().detach().clone());
+    }
+    if (between && micro == 0) clear(event);
+    const int backwards = event.flag("retain") ? 2 : 1;
+    for (int time = 0; time < backwards; ++time) {
+      for (int rank = 0; rank < world(); ++rank)
+        if (rank != absent) losses[rank].backward({}, time + 1 < backwards);
+      if (sync) after_backward(ranks, world());
+    }
+  }
+  std::vector<std::vector<at::Tensor>> own;
+  for (auto& replica : replicas_) own.push_back(gradients_of(replica.parameters));
+  finish_gradients(ranks, world());
+  if (event.has("clip")) {
+    const double norm = clip(event);
+    for (auto& record : records)
+      if (event.text("clip") == "norm") add_number(record, "norm", norm);
+  }
+  for (auto& replica : replicas_) replica.optimizer->step();
+  if (reduce_ != Reduce::after_backward) {
+    // `.grad` is each rank's own, and an overlapped update has used it up.
+    const bool used_up = is("zero") && wrapper_.flag("overlap");
+    for (int rank = 0; rank < world(); ++rank)
+      for (size_t i = 0; i < own[rank].size(); ++i)
+        replicas_[rank].parameters[i].second.mutable_grad() =
+            used_up ? at::Tensor() : own[rank][i];
+  }
+  cleared_ = after;
+  if (after) clear(event);
+  if (is("zero") || is("distributed_optimizer")) sync_buffers(ranks);
+  if (kept.empty()) return;
+  clear(event);
+  for (auto& loss : kept) loss.backward();
+  after_backward(ranks, world());
+  clear(event);
+}
+
+/// A forward and backward on all ranks in which the user's code throws.
+void PlainTraining::spring(const Item& event, int number) {
+  before_forward(all_ranks());
+  for (int rank = 0; rank < world(); ++rank) {
+    auto& trap = replicas_[rank].net->trap;
+    trap = trap_of(event);
+    try {
+      at::AutoGradMode with_grad(true);
+      replica_loss(event, number, 0, rank, 1).backward();
+    } catch (const Sprung&) {
+    }
+    trap = Trap::nowhere;
+  }
+  clear(event);
+}
+
+void PlainTraining::join(const Item& event, int number) {
+  int last = 0, first_end = 1 << 20, end = 0;
+  for (int rank = 0; rank < world(); ++rank) {
+    first_end = std::min(first_end, batches_in_join(event, rank));
+    end = std::max(end, batches_in_join(event, rank));
+  }
+  for (int round = 0; round < end; ++round) {
+    std::vector<int> active;
+    for (int rank = 0; rank < world(); ++rank)
+      if (batches_in_join(event, rank) > round) active.push_back(rank);
+    last = active.front();
+    zero_grad();
+    before_forward(active);
+    for (const int rank : active) {
+      at::AutoGradMode with_grad(true);
+      replica_loss(event, number, round, rank, 1).backward();
+    }
+    const double divisor = event.flag("by_active") ? static_cast<double>(active.size()) : world();
+    after_backward(active, divisor);
+    finish_gradients(active, divisor);
+    for (int rank = 0; rank < world(); ++rank) {
+      // Under these, the optimizer of a rank without data does not step.
+      const bool steps = !(is("ddp") && batches_in_join(event, rank) <= round);
+      if (steps) replicas_[rank].optimizer->step();
+    }
+    if (is("zero") || is("distributed_optimizer")) sync_buffers(active);
+  }
+  zero_grad();
+  cleared_ = true;
+  if (first_end == end) return;
+  const auto values = state_dict(*replicas_[last].net);
+  for (auto& replica : replicas_) load_state_dict(*replica.net, values);
+}
+
+void PlainTraining::evaluate(const Item& event, int number, std::vector<Record>& records) {
+  for (int rank = 0; rank < world(); ++rank) {
+    if (event.number("rank", rank) != rank) continue;
+    auto& net = *replicas_[rank].net;
+    net.eval();
+    records[rank].emplace_back(
+        "output", net.forward(make_batch(which_.seed, number, 0, rank, dtype_of(which_))));
+    net.train();
+  }
+}
+
+void PlainTraining::add_group() {
+  late_part_added_ = true;
+  for (auto& replica : replicas_) {
+    const auto late = group_names(*replica.net, wrapper_, wrapper_.number("late_part", -1));
+    std::vector<at::Tensor> tensors;
+    for (const auto& [name, tensor] : replica.parameters) {
+      const bool early = std::any_of(late.begin(), late.end(), [&name = name](const auto& names) {
+        return std::count(names.begin(), names.end(), name) > 0;
+      });
+      if (!early) tensors.push_back(tensor);
+    }
+    replica.optimizer->add_param_group(torch::optim::OptimizerParamGroup(tensors));
+  }
+}
+
+void PlainTraining::move(const Item& event) {
+  const auto weights = state_dict(*replicas_[0].net);
+  const auto state = state_dict(*replicas_[0].optimizer, replicas_[0].parameters);
+  const int target = event.number("world", world());
+  std::vector<std::shared_ptr<Net>> nets;
+  for (int rank = 0; rank < target; ++rank) {
+    nets.push_back(Net::make(which_, which_.seed));
+    load_state_dict(*nets.back(), weights);
+  }
+  start(wrapper_after(event, wrapper_), target, nets);
+  for (auto& replica : replicas_) load_state_dict(*replica.optimizer, replica.parameters, state);
+}
+
+void PlainTraining::sync_buffers(const std::vector<int>& active) {
+  if (buffer_rule() == BufferSync::none) return;
+  const auto buffers = [&](int rank) { return replicas_[rank].net->buffers(); };
+  const auto count = buffers(0).size();
+  for (size_t i = 0; i < count; ++i) {
+    auto value = buffers(active.front())[i].clone();
+    if (buffer_rule() == BufferSync::mean && at::isFloatingType(value.scalar_type())) {
+      for (size_t k = 1; k < active.size(); ++k) value.add_(buffers(active[k])[i]);
+      value.mul_(1.0 / static_cast<double>(active.size()));
+    }
+    at::AutoDispatchBelowADInplaceOrView keep_versions;
+    for (int rank = 0; rank < world(); ++rank) buffers(rank)[i].copy_(value);
+  }
+}
+
+void PlainTraining::before_forward(const std::vector<int>& active) {
+  if (is("ddp") || is("ddp_zero")) sync_buffers(active);
+}
+
+void PlainTraining::after_backward(const std::vector<int>& active, double divisor) {
+  if (reduce_ == Reduce::in_step) return;
+  if (reduce_ == Reduce::after_backward) {
+    set_gradients(average(active, scale_of(divisor)));
+  } else {
+    // The sum is scaled and added in one operation, unless shard groups are replicated.
+    const auto strategy = wrapper_.text("strategy");
+    const bool replicated = world() > 1 && (strategy == "none" || strategy == "hybrid");
+    const double later = replicated ? 1 : scale_of(divisor);
+    const auto means = average(active, replicated ? scale_of(divisor) : 1);
+    shard_gradients_.resize(means.size());
+    for (size_t i = 0; i < means.size(); ++i) {
+      if (!means[i].defined()) continue;
+      auto& sum = shard_gradients_[i];
+      if (sum.defined()) sum.add_(means[i], later);
+      else sum = means[i] * later;
+    }
+    for (auto& replica : replicas_)
+      for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
+  }
+  if (is("distributed_optimizer")) return;
+  sync_buffers(active);
+}
+
+std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active,
+                                               double scale) const {
+  std::vector<at::Tensor> means;
+  for (size_t i = 0; i < replicas_[0].parameters.size(); ++i) {
+    at::Tensor sum;
+    for (const int rank : active) {
+      const auto& gradient = replicas_[rank].parameters[i].second.grad();
+      if (!gradient.defined()) continue;
+      const auto wide =
+          gradient.scalar_type() == at::kBFloat16 ? gradient.to(at::kFloat) : gradient.clone();
+      sum = sum.defined() ? sum + wide : wide;
+    }
+    // A sum of 16-bit numbers is rounded, then scaled.
+    if (sum.defined()) sum = sum.to(replicas_[0].parameters[i].second.scalar_type());
+    means.push_back(sum.defined() && scale != 1 ? sum * scale : sum);
+  }
+  return means;
+}
+
+double PlainTraining::scale_of(double divisor) const {
+  return is("distributed_optimizer") && wrapper_.text("reduce") == "sum" ? 1 : 1 / divisor;
+}
+
+void PlainTraining::set_gradients(const std::vector<at::Tensor>& gradients) {
+  for (auto& replica : replicas_)
+    for (size_t i = 0; i < gradients.size(); ++i)
+      replica.parameters[i].second.mutable_grad() =
+          gradients[i].defined() ? gradients[i].clone() : at::Tensor();
+}
+
+void PlainTraining::finish_gradients(const std::vector<int>& active, double divisor) {
+  if (reduce_ == Reduce::in_step) set_gradients(average(active, scale_of(divisor)));
+  else if (reduce_ == Reduce::into_shards) set_gradients(shard_gradients_);
+}
+
+double PlainTraining::clip(const Item& event) {
+  double norm = 0;
+  for (auto& replica : replicas_) {
+    double squares = 0;
+    for (const auto& parameter : parameters_of(*replica.optimizer)) {
+      auto gradient = parameter.grad();
+      if (!gradient.defined() || gradient.numel() == 0) continue;
+      if (event.text("clip") == "value") gradient.clamp_(-0.05, 0.05);
+      else squares += gradient.to(at::kDouble).square().sum().item<double>();
+    }
+    if (event.text("clip") == "value") continue;
+    norm = std::sqrt(squares);
+    const double factor = kMaxNorm / (norm + 1e-6);
+    if (factor >= 1) continue;  // NaN scales, as in libtorch
+    for (const auto& parameter : parameters_of(*replica.optimizer)) {
+      auto gradient = parameter.grad();
+      if (gradient.defined()) gradient.mul_(factor);
+    }
+  }
+  return norm;
+}
+
+void PlainTraining::clear(const Item& event) {
+  if (event.text("zero") != "module" || is("fsdp")) return zero_grad();
+  for (auto& replica : replicas_) replica.net->zero_grad();
+}
+
+void PlainTraining::zero_grad() {
+  shard_gradients_.clear();
+  for (auto& replica : replicas_)
+    for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
+}
+
+}  // namespace tessera::fuzz

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "fuzz/training/net.h"
+#include "fuzz/training/record.h"
+#include "tessera/optim.h"
+#include "tessera/step/buffer_sync.h"
+
+namespace tessera::fuzz {
+
+/// The optimizer of a case, for any parameters.
+OptimizerFactory optimizer_of(const Case& which);
+
+/// Multiplies the lr of all groups.
+void scale_lr(torch::optim::Optimizer& optimizer, double factor);
+
+/// Data-parallel training with libtorch alone: one replica of the model for each rank, in one
+/// thread. Gradients are averaged in rank order where `wrapper` averages them.
+class PlainTraining {
+ public:
+  explicit PlainTraining(const Case& which);
+
+  /// Plays one event on all replicas. Returns the records by rank. Throws what libtorch throws.
+  std::vector<Record> play(const Item& event, int number);
+
+ private:
+  struct Replica {
+    std::shared_ptr<Net> net;
+    NamedParameters parameters;
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+  };
+  /// When gradients are averaged, and where the mean is added.
+  enum class Reduce { after_backward, into_shards, in_step };
+
+  void start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets);
+  int world() const { return static_cast<int>(replicas_.size()); }
+  BufferSync buffer_rule() const;
+  bool is(const char* kind) const { return wrapper_.kind == kind; }
+
+  void train(const Item& event, int number, std::vector<Record>& records);
+  at::Tensor replica_loss(const Item& event, int number, int micro, int rank, int micros);
+  void spring(const Item& event, int number);
+  void join(const Item& event, int number);
+  void evaluate(const Item& event, int number, std::vector<Record>& records);
+  void add_group();
+  void move(const Item& event);
+
+  std::vector<int> all_ranks() const;
+  void sync_buffers(const std::vector<int>& active);
+  void before_forward(const std::vector<int>& active);
+  void after_backward(const std::vector<int>& active, double divisor);
+  /// The scaled sum of `.grad` of the ranks by parameter; undefined where no rank has one.
+  std::vector<at::Tensor> average(const std::vector<int>& active, double scale) const;
+  double scale_of(double divisor) const;
+  void set_gradients(const std::vector<at::Tensor>& gradients);
+  /// Averages what has not been averaged yet; `.grad` of all replicas is what the optimizer uses.
+  void finish_gradients(const std::vector<int>& active, double divisor);
+  double clip(const Item& event);
+  /// What the event's zero_grad does.
+  void clear(const Item& event);
+  void zero_grad();
+
+  const Case& which_;
+  Item wrapper_;
+  Reduce reduce_ = Reduce::after_backward;
+  std::vector<Replica> replicas_;
+  std::vector<at::Tensor> shard_gradients_;  ///< into_shards: what was reduced since zero_grad.
+  bool late_part_added_ = false;
+  bool cleared_ = true;  ///< No gradient is left from an earlier step.
+};
+
+}  // namespace tessera::fuzz

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fuzz/training/net.h"
+#include "fuzz/training/record.h"
+
+namespace tessera::fuzz {
+
+// The meaning of events that plain training and the wrappers share.
+
+constexpr double kMaxNorm = 0.3;
+
+/// The loss of one forward, divided by `micros`. `forward` runs the model, through a wrapper or
+/// not.
+template <class Forward>
+at::Tensor forward_loss(const Forward& forward, const Net& net, const Item& event,
+                        const Case& which, int number, int micro, int rank, int micros) {
+  auto batch = make_batch(which.seed, number, micro, rank, dtype_of(which));
+  if (event.number("nan", -1) == rank) batch.x.view({-1})[0] = std::nan("");
+  const auto branch = event.text("branch", "all");
+  batch.branch = branch == "all" || (branch == "rank0" && rank == 0);
+  const bool penalty = event.flag("penalty");
+  if (penalty) batch.x.requires_grad_();
+  auto loss = net.loss(forward(batch), batch);
+  if (penalty) {
+    const auto slope = torch::autograd::grad({loss}, {batch.x}, {}, true, true)[0];
+    loss = loss + slope.square().sum();
+  }
+  return loss / micros;
+}
+
+/// What an event with a "trap" sets.
+Trap trap_of(const Item& event);
+
+/// The names of the parameters of each parameter group. `late`: number of the part whose parameters
+/// are added later, or -1.
+std::vector<std::vector<std::string>> group_names(Net& net, const Item& wrapper, int late);
+
+/// Number of batches of a rank in a "join".
+int batches_in_join(const Item& event, int rank);
+
+/// The wrapper with which training goes on after a "move".
+Item wrapper_after(const Item& event, const Item& before);
+
+/// What is wrong with a case.
+struct Finding {
+  /// "difference": other numbers than plain training. "error": an error where none is due.
+  /// "no error": none where one is due. "classes": not every rank has the error that is due.
+  /// "slow": not within the time. "hang", "crash": see the worker.
+  std::string kind;
+  std::string text;
+};
+
+/// Runs a case on threads of this process. No value: all is as it must be.
+std::optional<Finding> run_case(const Case& which);
+
+}  // namespace tessera::fuzz

@@ -1,0 +1,300 @@
+#include "fuzz/training/subject.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "fuzz/training/plain.h"
+#include "fuzz/training/story.h"
+#include "tessera/tessera.h"
+
+namespace tessera::fuzz {
+namespace {
+
+BufferSync buffer_rule(const Item& wrapper) {
+  const auto rule = wrapper.text("buffers", "broadcast");
+  return rule == "mean" ? BufferSync::mean : rule == "none" ? BufferSync::none
+                                                            : BufferSync::broadcast;
+}
+
+Partition partition(const Item& wrapper) {
+  const auto name = wrapper.text("partition", "flat");
+  return name == "whole"       ? Partition::whole
+         : name == "first_fit" ? Partition::first_fit
+                               : Partition::flat;
+}
+
+/// The parameters of each group.
+std::vector<NamedParameters> grouped(Net& net, const Item& wrapper,
+                                     const NamedParameters& parameters) {
+  std::vector<NamedParameters> groups;
+  for (const auto& names : group_names(net, wrapper, wrapper.number("late_part", -1))) {
+    groups.emplace_back();
+    for (const auto& item : parameters)
+      if (std::count(names.begin(), names.end(), item.first)) groups.back().push_back(item);
+  }
+  return groups;
+}
+
+std::unique_ptr<torch::optim::Optimizer> plain_optimizer(const Case& which, Net& net,
+                                                         const Item& wrapper,
+                                                         const NamedParameters& parameters) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto& group : grouped(net, wrapper, parameters)) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& item : group) tensors.push_back(item.second);
+    groups.emplace_back(tensors);
+  }
+  return optimizer_of(which)(groups);
+}
+
+DistributedDataParallelOptions ddp_options(const Item& wrapper) {
+  DistributedDataParallelOptions options;
+  options.first_bucket_mb = wrapper.real("first_bucket_mb", options.first_bucket_mb);
+  options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
+  options.broadcast_buffers = !wrapper.flag("keep_buffers");
+  options.buffers = buffer_rule(wrapper);
+  options.find_unused_parameters = wrapper.flag("find_unused");
+  options.static_graph = wrapper.flag("static_graph");
+  options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
+  return options;
+}
+
+using Ddp = DistributedDataParallel<std::shared_ptr<Net>>;
+
+class DdpSubject : public Subject {
+ public:
+  DdpSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
+             const ProcessGroup& group)
+      : Subject(net),
+        ddp_(net, group, ddp_options(wrapper)),
+        optimizer_(plain_optimizer(which, *net, wrapper, named_parameters(*net))) {}
+  at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
+  NoSync no_sync() override { return ddp_.no_sync(); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {ddp_}; }
+
+ private:
+  Ddp ddp_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
+  ZeroRedundancyOptimizerOptions options;
+  options.partition = partition(wrapper);
+  options.parameters_as_bucket_view = !wrapper.flag("no_bucket_view");
+  options.overlap_with_backward = wrapper.flag("overlap");
+  options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
+  options.find_unused_parameters = !wrapper.flag("no_unused");
+  options.broadcast_parameters = !wrapper.flag("no_broadcast");
+  options.buffers = buffer_rule(wrapper);
+  options.reduce_in_place = wrapper.flag("in_place");
+  if (wrapper.flag("no_reduce")) options.reduce_gradients = false;
+  return options;
+}
+
+class ZeroSubject : public Subject {
+ public:
+  ZeroSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
+              const ProcessGroup& group)
+      : Subject(net), wrapper_(wrapper) {
+    if (wrapper.kind == "ddp_zero") {
+      auto options = ddp_options(wrapper);
+      options.gradient_as_bucket_view = true;
+      ddp_.emplace(net, group, options);
+    }
+    const bool groups = wrapper.has("groups") || wrapper.has("late_part");
+    if (!groups) {
+      zero_ = std::make_unique<ZeroRedundancyOptimizer>(*net, group, optimizer_of(which),
+                                                        zero_options(wrapper));
+      return;
+    }
+    std::vector<ZeroRedundancyOptimizer::Group> list;
+    for (auto& each : grouped(*net, wrapper, named_parameters(*net))) list.push_back({each, {}});
+    zero_ = std::make_unique<ZeroRedundancyOptimizer>(list, group, optimizer_of(which),
+                                                      zero_options(wrapper));
+    zero_->track_buffers(*net);
+  }
+  at::Tensor forward(const Batch& batch) override {
+    return ddp_ ? (*ddp_)(batch) : net_->forward(batch);
+  }
+  NoSync no_sync() override { return ddp_ ? ddp_->no_sync() : zero_->no_sync(); }
+  double clip_norm() override { return zero_->clip_grad_norm_(kMaxNorm); }
+  void clip_value() override { zero_->clip_grad_value_(0.05); }
+  void step(const Closure& closure) override { zero_->step(closure); }
+  void zero_grad(bool set_to_none) override { zero_->zero_grad(set_to_none); }
+  torch::optim::Optimizer& optimizer() override { return *zero_; }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override {
+    if (ddp_) return {*ddp_, *zero_};
+    return {*zero_};
+  }
+  OptimizerStateDict optimizer_state() override {
+    zero_->consolidate_state_dict(-1);
+    return zero_->state_dict();
+  }
+  void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
+    load_state_dict(*net_, weights);
+    zero_->load_state_dict(state);
+  }
+  void add_late_part() override {
+    NamedParameters late;
+    const auto early = grouped(*net_, wrapper_, named_parameters(*net_));
+    for (const auto& item : named_parameters(*net_)) {
+      const bool known = std::any_of(early.begin(), early.end(), [&](const auto& group) {
+        return std::any_of(group.begin(), group.end(),
+                           [&](const auto& other) { return other.first == item.first; });
+      });
+      if (!known) late.push_back(item);
+    }
+    zero_->add_param_group({late, {}});
+  }
+
+ private:
+  Item wrapper_;
+  std::optional<Ddp> ddp_;
+  std::unique_ptr<ZeroRedundancyOptimizer> zero_;
+};
+
+class DistributedOptimizerSubject : public Subject {
+ public:
+  DistributedOptimizerSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
+                              const ProcessGroup& group)
+      : Subject(net) {
+    DistributedOptimizerOptions options;
+    options.reduce_method = wrapper.text("reduce", "mean");
+    options.bcast_period = wrapper.number("bcast_period", 0);
+    options.param_pack = wrapper.flag("param_pack");
+    options.param_pack_thd = wrapper.number("param_pack_thd", 10 << 20);
+    options.buffers = buffer_rule(wrapper);
+    if (!wrapper.has("groups")) {
+      distributed_ = std::make_unique<DistributedOptimizer>(*net, group, optimizer_of(which), options);
+      return;
+    }
+    std::vector<DistributedOptimizer::Group> list;
+    for (auto& each : grouped(*net, wrapper, named_parameters(*net)))
+      list.push_back({each, {}, group});
+    distributed_ = std::make_unique<DistributedOptimizer>(list, optimizer_of(which), options);
+    distributed_->track_buffers(*net);
+  }
+  void backward(const at::Tensor& loss, bool retain) override {
+    if (retain) loss.backward({}, true);
+    else distributed_->backward(loss);
+  }
+  NoSync no_sync() override { return distributed_->no_sync(); }
+  void step(const Closure& closure) override { distributed_->step(closure); }
+  void zero_grad(bool set_to_none) override { distributed_->zero_grad(set_to_none); }
+  torch::optim::Optimizer& optimizer() override { return distributed_->optimizer(); }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*distributed_}; }
+  OptimizerStateDict optimizer_state() override { return distributed_->state_dict(); }
+  void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
+    load_state_dict(*net_, weights);
+    distributed_->load_state_dict(state);
+  }
+
+ private:
+  std::unique_ptr<DistributedOptimizer> distributed_;
+};
+
+FullyShardedDataParallelOptions fsdp_options(const Item& wrapper) {
+  FullyShardedDataParallelOptions options;
+  const auto policy = wrapper.text("policy");
+  if (policy == "blocks") options.wrap_policy = wrap_by_name({"b*", "last"});
+  else if (policy == "leaves") options.wrap_policy = wrap_leaves();
+  else if (policy == "size") options.wrap_policy = wrap_by_size(30);
+  const auto strategy = wrapper.text("strategy", "full");
+  if (strategy == "grad_op") options.sharding_strategy = ShardingStrategy::shard_grad_op;
+  if (strategy == "none") options.sharding_strategy = ShardingStrategy::no_shard;
+  if (strategy == "hybrid") {
+    options.sharding_strategy = ShardingStrategy::hybrid_shard;
+    options.shard_group_size = 2;
+  }
+  options.partition = partition(wrapper);
+  options.resident_bytes = wrapper.number("resident_bytes", 0);
+  options.reshard_after_forward = !wrapper.flag("keep_after_forward");
+  const auto prefetch = wrapper.text("prefetch", "pre");
+  options.backward_prefetch = prefetch == "post"   ? BackwardPrefetch::post
+                              : prefetch == "none" ? BackwardPrefetch::none
+                                                   : BackwardPrefetch::pre;
+  options.forward_prefetch = wrapper.flag("forward_prefetch");
+  options.buffers = buffer_rule(wrapper);
+  return options;
+}
+
+class FsdpSubject : public Subject {
+ public:
+  FsdpSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
+              const ProcessGroup& group)
+      : Subject(net),
+        fsdp_(net, group, fsdp_options(wrapper)),
+        optimizer_(plain_optimizer(which, *net, wrapper, fsdp_.named_parameters())) {
+    fsdp_.check_optimizer(*optimizer_);
+  }
+  at::Tensor forward(const Batch& batch) override { return fsdp_(batch); }
+  NoSync no_sync() override { return fsdp_.no_sync(); }
+  double clip_norm() override { return fsdp_.clip_grad_norm_(kMaxNorm); }
+  void clip_value() override { fsdp_.clip_grad_value_(0.05); }
+  void zero_grad(bool set_to_none) override { fsdp_.zero_grad(set_to_none); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  std::vector<std::reference_wrapper<Joinable>> joinables() override { return {fsdp_}; }
+  void prepare_join(const std::function<void()>& shadow) override {
+    fsdp_.set_shadow_step([this, shadow] {
+      fsdp_.shadow_backward();
+      shadow();
+    });
+  }
+  ModuleStateDict weights() override { return fsdp_.state_dict(-1); }
+  OptimizerStateDict optimizer_state() override { return fsdp_.optim_state_dict(*optimizer_, -1); }
+  void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
+    fsdp_.load_state_dict(weights);
+    fsdp_.load_optim_state_dict(*optimizer_, state);
+  }
+  void change(const std::function<void()>& change) override {
+    const auto whole = fsdp_.summon_full_params();
+    change();
+  }
+
+ private:
+  FullyShardedDataParallel<std::shared_ptr<Net>> fsdp_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace
+
+double Subject::clip_norm() {
+  std::vector<at::Tensor> parameters;  // once each, where parameters() repeats shared ones
+  for (const auto& item : named_parameters(*net_)) parameters.push_back(item.second);
+  return torch::nn::utils::clip_grad_norm_(parameters, kMaxNorm);
+}
+
+void Subject::clip_value() { torch::nn::utils::clip_grad_value_(net_->parameters(), 0.05); }
+
+void Subject::zero_grad(bool set_to_none) {
+  for (auto& item : named_parameters(*net_)) {
+    auto& gradient = item.second.mutable_grad();
+    if (set_to_none || !gradient.defined()) gradient = at::Tensor();
+    else gradient.zero_();
+  }
+}
+
+OptimizerStateDict Subject::optimizer_state() {
+  return state_dict(optimizer(), named_parameters(*net_));
+}
+
+void Subject::load(const ModuleStateDict& weights, const OptimizerStateDict& state) {
+  load_state_dict(*net_, weights);
+  load_state_dict(optimizer(), named_parameters(*net_), state);
+}
+
+std::unique_ptr<Subject> make_subject(const Case& which, const Item& wrapper,
+                                      std::shared_ptr<Net> net, const ProcessGroup& group) {
+  const auto& kind = wrapper.kind;
+  if (kind == "ddp") return std::make_unique<DdpSubject>(which, wrapper, net, group);
+  if (kind == "zero" || kind == "ddp_zero")
+    return std::make_unique<ZeroSubject>(which, wrapper, net, group);
+  if (kind == "distributed_optimizer")
+    return std::make_unique<DistributedOptimizerSubject>(which, wrapper, net, group);
+  if (kind == "fsdp") return std::make_unique<FsdpSubject>(which, wrapper, net, group);
+  throw std::invalid_argument("no wrapper is called " + kind);
+}
+
+}  // namespace tessera::fuzz

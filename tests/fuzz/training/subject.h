@@ -1,0 +1,54 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "fuzz/training/net.h"
+#include "tessera/join.h"
+#include "tessera/module_state_dict.h"
+#include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/process_group.h"
+#include "tessera/step/no_sync.h"
+
+namespace tessera::fuzz {
+
+/// A model with a wrapper and an optimizer, on one rank. The members are collective where the
+/// wrapper's are.
+class Subject {
+ public:
+  virtual ~Subject() = default;
+
+  Net& net() { return *net_; }
+  virtual at::Tensor forward(const Batch& batch) { return net_->forward(batch); }
+  virtual void backward(const at::Tensor& loss, bool retain) { loss.backward({}, retain); }
+  virtual NoSync no_sync() = 0;
+  virtual double clip_norm();
+  virtual void clip_value();
+  using Closure = torch::optim::Optimizer::LossClosure;
+  virtual void step(const Closure& closure) { optimizer().step(closure); }
+  virtual void zero_grad(bool set_to_none);
+  /// Holds the options (lr).
+  virtual torch::optim::Optimizer& optimizer() = 0;
+  virtual std::vector<std::reference_wrapper<Joinable>> joinables() = 0;
+  /// A loop that may end earlier than the others'; `iteration` is one step.
+  virtual void prepare_join(const std::function<void()>& /*shadow*/) {}
+
+  /// On all ranks.
+  virtual ModuleStateDict weights() { return state_dict(*net_); }
+  virtual OptimizerStateDict optimizer_state();
+  virtual void load(const ModuleStateDict& weights, const OptimizerStateDict& state);
+  /// Runs `change` while the parameters are whole.
+  virtual void change(const std::function<void()>& change) { change(); }
+  virtual void add_late_part() {}
+
+ protected:
+  explicit Subject(std::shared_ptr<Net> net) : net_(std::move(net)) {}
+  std::shared_ptr<Net> net_;
+};
+
+/// The wrapper that `wrapper` describes. Collective.
+std::unique_ptr<Subject> make_subject(const Case& which, const Item& wrapper,
+                                      std::shared_ptr<Net> net, const ProcessGroup& group);
+
+}  // namespace tessera::fuzz
