@@ -1,7 +1,7 @@
 // Runs forward and backward of a model in which all units stay gathered, plain or sharded. Counting
 // instructions under callgrind then shows the cost of detecting the use of parameters.
 //
-//   bench_detection plain|dispatch_key|record_function mlp|gpt STEPS
+//   bench_detection plain|sharded mlp|gpt STEPS
 //
 // The sharded model keeps shards in double and computes in float, so that pages exist in a world of
 // one rank. All parameters are frozen, so that nothing is gathered after the first step, except the
@@ -43,8 +43,6 @@ void run(Net net, const std::string& mode, int steps,
   options.wrap_policy = tessera::wrap_leaves();
   options.reshard_after_forward = false;
   options.mixed_precision.param_dtype = torch::kFloat;
-  options.detection = mode == "record_function" ? tessera::ParameterDetection::record_function
-                                                : tessera::ParameterDetection::dispatch_key;
   tessera::FullyShardedDataParallel fsdp(net, tessera::ProcessGroup(), options);
   for (int i = 0; i < steps; ++i) loss([&](at::Tensor x) { return fsdp(x); }).backward();
   std::cout << "gathers " << fsdp.stats().gathers_forward << " + " << fsdp.stats().gathers_backward

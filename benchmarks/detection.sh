@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Counts the instructions of a step under callgrind, with each way of detecting the use of
-# parameters, and prints the ratio to the plain model.
+# Counts the instructions of a step under callgrind, plain and with the detection of the use of
+# parameters, and prints the ratio.
 #   benchmarks/detection.sh [BUILD]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ printf '%-6s %-16s %18s %8s\n' model detection instructions ratio
 for model in mlp gpt; do
   few=2 many=$([ "$model" = mlp ] && echo 2002 || echo 4)
   plain=0
-  for mode in plain dispatch_key record_function; do
+  for mode in plain sharded; do
     a=$(count "$mode" "$model" "$few")
     b=$(count "$mode" "$model" "$many")
     each=$(((b - a) / (many - few)))

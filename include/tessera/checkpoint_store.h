@@ -151,9 +151,12 @@ class Checkpoint {
   /// reads only the overlapping parts. Every bit is as it was saved. Returns one slice for each
   /// request, in their order; parameters that were never stepped or not saved have no state.
   /// Tensors that follow the parameter are one-dimensional with `numel` elements in memory order;
-  /// all others are returned unchanged. UsageError with the parameter's name if it was saved with
-  /// another shape, if no rank saved an element of the range, or if saved slices contradict each
-  /// other.
+  /// all others are returned unchanged. The memory order is that of the request's strides: a
+  /// parameter that was saved in another order is read whole, and its elements are put into this
+  /// one. If the request or the checkpoint states no strides, the order is the saved one. The
+  /// returned strides are empty if the checkpoint states none.
+  /// UsageError with the parameter's name if it was saved with another shape, if no rank saved an
+  /// element of the range, or if saved slices contradict each other.
   std::vector<StateSlice> load_slices(const std::vector<ElementRange>& requests,
                                       const std::string& set = kOptimizerSlices) const;
 

@@ -43,16 +43,6 @@ enum class BackwardPrefetch {
   none,  ///< When an operator uses it.
 };
 
-/// How the use of a sharded parameter is detected.
-enum class ParameterDetection {
-  automatic,     ///< As dispatch_key.
-  dispatch_key,  ///< A boxed fallback on a spare dispatch key that only sharded parameters carry.
-  /// A global at::RecordFunction callback, for a process in which another library has the key. It
-  /// is slower and does not refuse wrong uses: a write in forward is lost, and a use outside of
-  /// forward is logged and may end the process.
-  record_function,
-};
-
 /// Data types in which the model runs. An unset dtype means the parameters' own. The shards, which
 /// the optimizer updates, always keep the parameters' own dtype.
 struct MixedPrecision {
@@ -110,7 +100,6 @@ struct FullyShardedDataParallelOptions {
   std::vector<std::string> ignored_modules = {};
   /// Names of parameters that are left alone in the same way.
   std::vector<std::string> ignored_parameters = {};
-  ParameterDetection detection = ParameterDetection::automatic;
 };
 
 /// One line of the table of units.
@@ -155,36 +144,55 @@ class ForwardScope {
   /// The result of `forward`, which ends in this scope.
   template <class Forward>
   decltype(auto) run(Forward&& forward) {
-    if constexpr (std::is_void_v<decltype(forward())>) {
-      forward();
-      end();
-    } else {
-      decltype(auto) result = forward();
-      end();
-      return result;
+    try {
+      if constexpr (std::is_void_v<decltype(forward())>) {
+        forward();
+        end();
+      } else {
+        decltype(auto) result = forward();
+        end();
+        return result;
+      }
+    } catch (const c10::Error& error) {
+      explain(error);
+      throw;
     }
   }
 
  private:
+  /// Throws a UsageError instead of `error` if an option of the wrapper has caused it.
+  void explain(const c10::Error& error) const;
+
   fsdp::ShardedModule& sharded_;
   bool ended_ = false;
 };
 
 }  // namespace detail
 
-/// While this object is alive, parameters are whole and may be read anywhere. See
+/// Until end(), parameters are whole and may be read anywhere. See
 /// FullyShardedDataParallel::summon_full_params().
 class FullParams {
  public:
   FullParams(std::shared_ptr<fsdp::ShardedModule> sharded, const std::string& prefix,
              bool writeback, bool rank0_only);
+  /// Calls end() unless it was called. If an exception unwinds the scope, the destructor only
+  /// releases the whole values on this rank: it writes nothing back, calls no collective and does
+  /// not throw.
   ~FullParams() noexcept(false);
   FullParams(const FullParams&) = delete;
+
+  /// Ends the scope: with `writeback` each rank copies its part of the values to its shards, and
+  /// the module's parameters are sharded again. A parameter that was replaced (set_data) is copied
+  /// element by element, whatever its strides are. UsageError on all ranks, with nothing written
+  /// on any of them, if a parameter of any rank has another shape than before (where a rank holds
+  /// whole parameters, values that were written in place stay). A second call does nothing.
+  /// Collective with `writeback`, otherwise local.
+  void end();
 
  private:
   std::shared_ptr<fsdp::ShardedModule> sharded_;
   std::vector<size_t> units_;
-  bool writeback_;
+  bool writeback_, ended_ = false;
   int exceptions_;
 };
 
@@ -231,11 +239,11 @@ class FullyShardedDataParallelBase : public Joinable {
   /// exactly once, so they are the ranks that write it to disk. Local.
   bool first_replica() const;
 
-  /// Gathers the units with parameters in the module at path `prefix` (all units for "") until the
-  /// returned object is destroyed. With `writeback`, each rank then copies its part of the values
-  /// to its shards. With `rank0_only`, the other ranks take part but do not keep the values;
-  /// `writeback` must then be false. Call it outside of forward and backward. The call and the
-  /// destruction are collective.
+  /// Gathers the units with parameters in the module at path `prefix` (all units for "") until
+  /// FullParams::end() or the destruction of the returned object. With `writeback`, each rank then
+  /// copies its part of the values to its shards. With `rank0_only`, the other ranks take part but
+  /// do not keep the values; `writeback` must then be false. Call it outside of forward and
+  /// backward. Collective, and with `writeback` its end is too.
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true,
                                               bool rank0_only = false);
 

@@ -224,9 +224,10 @@ class ProcessGroup {
   void check_contract(const std::string& component, const std::vector<std::string>& entries);
 
   /// Ends the group and its sub-groups because of this rank's mistake. Throws UsageError(message)
-  /// here, and on every other rank in the collective of one of these groups in which it waits or
-  /// that it calls next. The groups cannot be used afterwards. Not collective: one rank calls it,
-  /// and blocks until the other ranks know, at most the time-out.
+  /// here (AgreedError if all ranks got the message), and on every other rank in the collective of
+  /// one of these groups in which it waits or that it calls next. The groups cannot be used
+  /// afterwards. Not collective: one rank calls it, and blocks until the other ranks know, at most
+  /// the time-out.
   [[noreturn]] void fail(const std::string& message);
   /// True when a rank has called fail() and this rank knows it. Local.
   bool ended() const;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "fsdp/paging/advice.h"
 #include "fsdp/sharded_module.h"
 #include "sharding/gradients/gradient_norm.h"
 #include "sharding/shard_state.h"
@@ -18,6 +19,11 @@ ForwardScope::ForwardScope(fsdp::ShardedModule& sharded) : sharded_(sharded) {
 void ForwardScope::end() {
   ended_ = true;
   sharded_.end_forward(false);
+}
+
+void ForwardScope::explain(const c10::Error& error) const {
+  if (!sharded_.full_precision())
+    fsdp::advise_on_dtypes(error, sharded_.options.mixed_precision, sharded_.prefix());
 }
 
 ForwardScope::~ForwardScope() {

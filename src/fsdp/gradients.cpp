@@ -235,7 +235,7 @@ void Gradients::finish_one() {
   auto reduction = open_.front();
   open_.pop_front();
   auto& flat = model_.flats[reduction->flat];
-  reduction->work.wait();
+  advised([&] { reduction->work.wait(); });
   stream_.join(reduction->mark);
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);

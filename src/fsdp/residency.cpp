@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "fsdp/paging/advice.h"
 #include "sharding/gradients/backward_watch.h"
 #include "tessera/error.h"
 
@@ -98,7 +99,13 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   }
   if (backward && !backward_) refuse_stale_graph();
   if (backward && !std::exchange(backward_, true)) in_backward_();
-  use(phase);
+  advised([&] { use(phase); });
+}
+
+void Residency::failed(const PageUse& use, std::string_view op, const c10::Error& error) const {
+  advise_on_dtypes(
+      error, options_.mixed_precision,
+      fmt::format("{}: rank {}: {} with {}", kName, model_.world.rank(), op, describe(use)));
 }
 
 /// The current operator uses the units in needed_.
@@ -320,7 +327,7 @@ void Residency::end_step() {
 }
 
 void Residency::wait_for_readers(const char* tag) {
-  if (shares_memory_) model_.shard_group.barrier(tag);
+  if (shares_memory_) advised([&] { model_.shard_group.barrier(tag); });
 }
 
 void Residency::release_all() {

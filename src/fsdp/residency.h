@@ -31,6 +31,7 @@ class Residency : public PageOwner {
             JoinLeader& join_leader, std::function<void()> in_backward);
 
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
+  void failed(const PageUse& use, std::string_view op, const c10::Error& error) const override;
 
   /// `full_precision`: sent to ranks without data.
   void begin_forward(bool full_precision);

@@ -11,6 +11,7 @@
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
 #include "sharding/wrapped_parameters.h"
+#include "tessera/fully_sharded_data_parallel.h"
 
 // The data of a sharded model: which parameters form which unit, how each unit is laid out in flat
 // buffers, and which part this rank owns.

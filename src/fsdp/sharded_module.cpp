@@ -16,10 +16,10 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
                              FullyShardedDataParallelOptions given)
     : module(m),
       options(std::move(given)),
-      detection(start_detection(options.detection)),
       model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world),
       buffers(module, options.buffers) {
+  start_detection();
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
   });
@@ -49,7 +49,6 @@ ShardedModule::~ShardedModule() {
   } catch (const Error&) {
     // The error of a failed gather was thrown where it was waited for.
   }
-  stop_detection(detection);
 }
 
 std::string ShardedModule::prefix() const {
@@ -92,7 +91,7 @@ void ShardedModule::require_idle(const char* call) const {
                                  prefix(), call));
 }
 
-void ShardedModule::check_parameters_unchanged() {
+void ShardedModule::check_parameters_unchanged(const char* since, const char* advice) {
   for (const auto& flat : model.flats) {
     const auto* expected = (flat.permanent ? flat.own_segment : flat.compute.page->flat())
                                .storage()
@@ -106,10 +105,10 @@ void ShardedModule::check_parameters_unchanged() {
                         prefix(), model.parameters[i].name));
       }
       if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == expected) continue;
-      model.world.fail(
-          fmt::format("{}: parameter {} has other storage than at construction (set_data, or "
-                      "module->to(…)?); wrap the module after such changes",
-                      prefix(), model.parameters[i].name));
+      model.world.fail(fmt::format(
+          "{}: parameter {} has other storage than at {} (set_data, or module->to(…)?); "
+          "expected {}",
+          prefix(), model.parameters[i].name, since, advice));
     }
   }
 }
@@ -121,7 +120,7 @@ void ShardedModule::begin_forward() {
                      "module's own forward");
   }
   if (!residency->running()) {
-    check_parameters_unchanged();
+    check_parameters_unchanged("construction", "such changes before the module is wrapped");
     // The autocast cache would keep a converted copy of every unit alive until the end of forward.
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
@@ -140,6 +139,17 @@ void ShardedModule::end_forward(bool threw) {
   const auto restore_cache = c10::make_scope_exit([this] {
     if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
   });
+  try {
+    if (!threw) {
+      check_parameters_unchanged(
+          "the beginning of forward",
+          "an initialisation that depends on data to be made by one forward of the module before "
+          "it is wrapped, and other changes inside summon_full_params()");
+    }
+  } catch (const Error&) {
+    residency->abandon_forward(step_over);
+    throw;
+  }
   try {
     threw ? residency->abandon_forward(step_over) : residency->end_forward(step_over);
   } catch (const Error&) {

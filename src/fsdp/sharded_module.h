@@ -50,7 +50,11 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   // state/full_params.cpp
   void summon(const std::vector<size_t>& units, bool keep);
-  void dismiss(const std::vector<size_t>& units, bool writeback);
+  /// Copies the whole values of `units` to the shards. UsageError on all ranks, with nothing
+  /// copied, if a parameter of one rank has another shape than before. Collective.
+  void write_back(const std::vector<size_t>& units);
+  /// Frees the whole values of `units`. Local.
+  void dismiss(const std::vector<size_t>& units);
   std::vector<size_t> units_under(const std::string& prefix) const;
 
   // state/state_dict.cpp
@@ -63,7 +67,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   torch::nn::Module& module;
   FullyShardedDataParallelOptions options;
-  ParameterDetection detection;
   ShardedModel model;
   FsdpStats stats;
   JoinLeader join_leader;
@@ -82,7 +85,15 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool full_precision_ = false;
   bool has_data_ = true;  // false while this rank takes part in a join without data
 
-  void check_parameters_unchanged();
+  /// A parameter that was replaced while it was whole.
+  struct Replaced {
+    at::Tensor window;  // its place among the whole values, in its shape and strides
+    at::Tensor now;
+  };
+  std::vector<Replaced> replaced(const std::vector<size_t>& units);
+  /// `since`: "construction" or "the beginning of forward". UsageError on all ranks through
+  /// ProcessGroup::fail().
+  void check_parameters_unchanged(const char* since, const char* expected);
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,
                  bool for_gradients);
   struct PoolKey {

@@ -58,9 +58,9 @@ void ShardedModule::make_page(size_t f) {
   auto& flat = model.flats[f];
   if (flat.permanent) return;
   if (!flat.common.defined()) flat.compute.slots = pool(flat, &FlatParameter::page_options, false);
-  flat.compute.page = std::make_unique<Page>(
-      residency.get(), f, flat.layout.numel(), flat.page_options(), detection,
-      "a parameter of unit " + display_name(model.units[flat.unit]));
+  flat.compute.page =
+      std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(),
+                             "a parameter of unit " + display_name(model.units[flat.unit]));
 }
 
 void ShardedModule::restore(const FlatParameter& flat) {

@@ -44,6 +44,10 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
       at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor));
 }
 
+at::Tensor order_of(const ElementRange& range) {
+  return at::empty_strided(range.shape, range.strides, at::TensorOptions().device(at::kMeta));
+}
+
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat,
                    const std::vector<at::Tensor>& tensors) {
   Bucket bucket{std::move(members), std::move(layout), std::move(flat), {}, 0};

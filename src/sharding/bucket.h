@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "sharding/layout.h"
+#include "tessera/optim/state_slice.h"
 
 namespace tessera::sharding {
 
@@ -42,6 +43,10 @@ at::Tensor in_memory_order(const at::Tensor& tensor);
 /// The same in the memory order of `like`, which has the shape of `tensor`: an alias if both have
 /// the same strides, otherwise a copy.
 at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like);
+
+/// A tensor without memory that has the shape and the memory order of `range`, for use as `like`.
+/// `range` must state its strides.
+at::Tensor order_of(const ElementRange& range);
 
 /// A bucket over `flat` whose members are `members`, indices into `tensors`.
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat,

@@ -8,14 +8,19 @@
 #include <fmt/ranges.h>
 
 #include "tessera/error.h"
+#include "tessera/optim/state_slice.h"
 
 namespace tessera::sharding {
 
 std::string signature(const NamedTensor& parameter) {
   const auto& tensor = parameter.tensor;
-  return fmt::format("{} {} [{}] {}", parameter.name, c10::toString(tensor.scalar_type()),
-                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "),
-                     tensor.requires_grad() ? "trainable" : "frozen");
+  auto line = fmt::format("{} {} [{}] {}", parameter.name, c10::toString(tensor.scalar_type()),
+                          fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "),
+                          tensor.requires_grad() ? "trainable" : "frozen");
+  // Ranks exchange elements in memory order.
+  if (tensor.layout() == at::kStrided && !tensor.is_contiguous())
+    line += fmt::format(" strides [{}]", fmt::join(memory_strides(tensor), ", "));
+  return line;
 }
 
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters) {

@@ -12,7 +12,8 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-/// A line of a contract between ranks: "weight float32 [3, 4] trainable".
+/// A line of a contract between ranks: "weight float32 [3, 4] trainable", with the strides if the
+/// tensor is not contiguous.
 std::string signature(const NamedTensor& parameter);
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters);
 

@@ -154,7 +154,9 @@ std::vector<ParameterShard> parameter_shards(const std::vector<const OwnedShard*
   for (const auto* shard : in_order) {
     if (shard->numel == 0) continue;
     const auto& [name, tensor] = parameters[shard->parameter];
-    shards.push_back({name, tensor.sizes().vec(), shard->begin, shard->numel, shard->tensor});
+    shards.push_back(
+        {{name, tensor.sizes().vec(), shard->begin, shard->numel, memory_strides(tensor)},
+         shard->tensor});
   }
   return shards;
 }

@@ -53,6 +53,11 @@ std::string elements(int64_t begin, int64_t numel) {
   return fmt::format("elements {} to {}", begin, begin + numel);
 }
 
+/// For a message: "strides [27, 1, 9, 3]".
+std::string strides_text(const ElementRange& range) {
+  return fmt::format("strides [{}]", fmt::join(range.strides, ", "));
+}
+
 void check_shard(const char* who, const ParameterShard& shard) {
   if (shard.tensor.defined() && shard.tensor.numel() == shard.numel) return;
   throw UsageError(fmt::format(
@@ -86,6 +91,12 @@ class GivenSlices {
       throw UsageError(fmt::format("{}: the slice of parameter {} is of shape [{}]; expected [{}]",
                                    kLoadSlices, shard.parameter, fmt::join(slice.shape, ", "),
                                    fmt::join(shard.shape, ", ")));
+    }
+    if (!slice.strides.empty() && !shard.strides.empty() && slice.strides != shard.strides) {
+      throw UsageError(fmt::format(
+          "{}: the slice of parameter {} is in the memory order of {}; expected {}, or the slice "
+          "from a checkpoint, which converts the order",
+          kLoadSlices, shard.parameter, strides_text(slice), strides_text(shard)));
     }
     return slice;
   }
@@ -128,19 +139,36 @@ ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterSh
                                    kLoadSlices, name, shard.parameter, numel, shard.numel));
     }
     const auto copy = tensor.to(shard.tensor.device(), tensor.scalar_type(), false, true);
-    own.tensors[name] =
-        follows ? sharding::shaped_like(sharding::in_memory_order(copy), shard.tensor) : copy;
+    if (!follows) own.tensors[name] = copy;
+    else if (copy.sizes() == shard.tensor.sizes())
+      own.tensors[name] =
+          sharding::shaped_like(sharding::in_memory_order(copy, shard.tensor), shard.tensor);
+    else own.tensors[name] = sharding::shaped_like(sharding::in_memory_order(copy), shard.tensor);
   }
   return own;
 }
 
 }  // namespace
 
+std::vector<int64_t> memory_strides(const at::Tensor& parameter) {
+  const bool dense = parameter.is_non_overlapping_and_dense();
+  auto strides = parameter.strides().vec();
+  int64_t contiguous = 1;
+  for (size_t i = strides.size(); i-- > 0;) {
+    const int64_t size = parameter.size(static_cast<int64_t>(i));
+    if (!dense) strides[i] = contiguous;
+    if (size == 1) strides[i] = 1;
+    contiguous *= size;
+  }
+  return strides;
+}
+
 std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters) {
   std::vector<ParameterShard> shards;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.defined() || !tensor.requires_grad() || tensor.numel() == 0) continue;
-    shards.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
+    shards.push_back(
+        {{name, tensor.sizes().vec(), 0, tensor.numel(), memory_strides(tensor)}, tensor});
   }
   return shards;
 }
@@ -151,8 +179,7 @@ std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
   std::vector<StateSlice> slices;
   for (const auto& shard : shards) {
     check_shard("state_slices", shard);
-    auto& slice =
-        slices.emplace_back(StateSlice{shard.parameter, shard.shape, shard.begin, shard.numel, {}});
+    auto& slice = slices.emplace_back(StateSlice{shard, {}});
     auto state = get_state(optimizer, shard.tensor);
     if (!state) continue;
     for (auto& [name, tensor] : state->tensors) {

@@ -56,7 +56,8 @@ std::vector<std::vector<ElementRange>> ZeroRedundancyOptimizer::partition() cons
       for (const auto& slice : bucket.layout.slices(rank)) {
         if (slice.numel == 0) continue;
         const auto& [name, tensor] = parameters[bucket.members[slice.tensor]];
-        result[rank].push_back({name, tensor.sizes().vec(), slice.begin, slice.numel});
+        result[rank].push_back(
+            {name, tensor.sizes().vec(), slice.begin, slice.numel, memory_strides(tensor)});
       }
     }
   }

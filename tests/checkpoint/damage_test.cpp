@@ -28,7 +28,7 @@ class Damage : public StoreTest {
                          {{"format", "pt"}});
       writer.add_text("config.yaml", "steps: 30\n");
       writer.add_text("empty.txt", "");
-      StateSlice slice{"a", {5}, 0, 5, {}};
+      StateSlice slice{{"a", {5}, 0, 5}, {}};
       slice.state.tensors["exp_avg"] = at::ones({5});
       slice.state.scalars = {{"step", int64_t{30}}, {"beta", 0.9}};
       writer.add_slices({slice});
@@ -157,7 +157,7 @@ TEST_F(Damage, AFileOfAnotherCheckpointIsRefused) {
   // Both files are valid and of the same size. Only the digests of the header or the tensors
   // differ.
   const std::string file = "optimizer-00000-of-00001.safetensors";
-  StateSlice slice{"a", {5}, 0, 5, {}};
+  StateSlice slice{{"a", {5}, 0, 5}, {}};
   slice.state.tensors["exp_avg"] = at::zeros({5});
   CheckpointStore store(run_, ProcessGroup(), {.keep_last = 10});
   CheckpointWriter writer(store, 40);
@@ -205,7 +205,7 @@ TEST(Manifest, ContentsAreCheckedEvenIfTheDigestMatches) {
   EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("header_bytes"));
   file.bytes = 9;
   file.slice_set = "optimizer";
-  file.slices = {{"w", {3}, 2, 2, {}, {}, {}}};
+  file.slices = {{{"w", {3}, 2, 2}, {}, {}, {}}};
   EXPECT_THAT(refused({1, 1, {file}}), HasSubstr("not within"));
 }
 

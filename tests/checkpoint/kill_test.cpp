@@ -25,7 +25,7 @@ class Kill : public StoreTest {};
 at::Tensor weights_of(int64_t step) { return at::arange(step, step + 16, at::kLong); }
 
 StateSlice slice_of(int64_t step, int rank) {
-  StateSlice slice{"w", {16}, rank * 8, 8, {}};
+  StateSlice slice{{"w", {16}, rank * 8, 8}, {}};
   slice.state.tensors["m"] = weights_of(step).narrow(0, rank * 8, 8).to(at::kDouble);
   slice.state.scalars["step"] = step;
   return slice;

@@ -56,7 +56,7 @@ bool follows(const std::string& name) {
 /// The range [begin, begin + numel) of the state, as a sharding wrapper has it.
 StateSlice slice_of(const Parameter& parameter, const ParamState& whole, int64_t begin,
                     int64_t numel) {
-  StateSlice slice{parameter.name, parameter.shape, begin, numel, {}};
+  StateSlice slice{{parameter.name, parameter.shape, begin, numel}, {}};
   slice.state.scalars = whole.scalars;
   for (const auto& [name, tensor] : whole.tensors)
     slice.state.tensors[name] = follows(name) ? tensor.narrow(0, begin, numel).clone() : tensor;
@@ -151,7 +151,7 @@ TEST_F(Slices, AnyPartitionIsLoadedInAnyOther) {
 
 TEST_F(Slices, TheSamePartitionGivesEachRankItsOwnSlices) {
   // Also if ranks contradict each other, because nothing is assembled.
-  StateSlice left{"w", {2, 3}, 0, 4, {}}, right{"w", {2, 3}, 4, 2, {}};
+  StateSlice left{{"w", {2, 3}, 0, 4}, {}}, right{{"w", {2, 3}, 4, 2}, {}};
   left.state.scalars["step"] = int64_t{3};
   left.state.tensors["m"] = at::arange(4.0);
   const Checkpoint checkpoint(save({{left}, {right}}));
@@ -165,7 +165,7 @@ TEST_F(Slices, TheSamePartitionGivesEachRankItsOwnSlices) {
 }
 
 TEST_F(Slices, WholeTensorsOfAnyStridesAreTakenInMemoryOrder) {
-  StateSlice whole{"conv", {2, 3, 2, 2}, 0, 24, {}};
+  StateSlice whole{{"conv", {2, 3, 2, 2}, 0, 24}, {}};
   whole.state.tensors["m"] =
       at::arange(24.0).view({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
   const auto memory = whole.state.tensors["m"].as_strided({24}, {1}).clone();
@@ -176,9 +176,75 @@ TEST_F(Slices, WholeTensorsOfAnyStridesAreTakenInMemoryOrder) {
   EXPECT_TRUE(same_bits(loaded[1].state.tensors.at("m"), memory));
 }
 
+/// The slices of a weight whose elements are 0, 1, 2 … in logical order, cut into `ranks` ranges of
+/// its memory order.
+std::vector<std::vector<StateSlice>> slices_of(const at::Tensor& weight, int ranks, bool stated) {
+  std::vector<std::vector<StateSlice>> result(ranks);
+  const auto run = weight.as_strided({weight.numel()}, {1});
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int64_t begin = weight.numel() * rank / ranks, end = weight.numel() * (rank + 1) / ranks;
+    StateSlice slice{{"conv", weight.sizes().vec(), begin, end - begin}, {}};
+    if (stated) slice.strides = memory_strides(weight);
+    slice.state.tensors["m"] = run.narrow(0, begin, end - begin);
+    slice.state.tensors["step"] = at::scalar_tensor(3.0);
+    result[rank].push_back(std::move(slice));
+  }
+  return result;
+}
+
+TEST_F(Slices, GoToTheMemoryOrderOfTheRequest) {
+  const auto contiguous = at::arange(24.0).view({2, 3, 2, 2});
+  const auto channels_last = contiguous.contiguous(at::MemoryFormat::ChannelsLast);
+  const auto permuted = contiguous.permute({3, 1, 0, 2}).contiguous().permute({2, 1, 3, 0});
+  int64_t step = 0;
+  for (const auto& saved : {contiguous, channels_last, permuted}) {
+    for (const auto& wanted : {contiguous, channels_last, permuted}) {
+      for (const int ranks : {1, 2, 3}) {
+        const Checkpoint checkpoint(save(slices_of(saved, ranks, true), ++step));
+        for (const int other : {1, 2, 4}) {
+          for (const auto& expected : slices_of(wanted, other, true)) {
+            const auto loaded = checkpoint.load_slices({expected[0]});
+            expect_same(loaded[0], expected[0]);
+            EXPECT_EQ(loaded[0].strides, expected[0].strides);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Slices, WithoutStridesStayInTheOrderInWhichTheyWereSaved) {
+  const auto saved = at::arange(24.0).view({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
+  const auto wanted = saved.contiguous();
+  const auto memory = saved.as_strided({24}, {1});
+  const Checkpoint old(save(slices_of(saved, 2, false), 1));
+  const auto request = slices_of(wanted, 1, true)[0][0];
+  const auto from_old = old.load_slices({request})[0];
+  EXPECT_TRUE(same_bits(from_old.state.tensors.at("m"), memory));
+  EXPECT_TRUE(from_old.strides.empty());
+  const Checkpoint stated(save(slices_of(saved, 2, true), 2));
+  const auto unstated = stated.load_slices({{"conv", {2, 3, 2, 2}, 0, 24}})[0];
+  EXPECT_TRUE(same_bits(unstated.state.tensors.at("m"), memory));
+  EXPECT_EQ(unstated.strides, memory_strides(saved));
+}
+
+TEST_F(Slices, StridesThatContradictOrDoNotFitAreErrors) {
+  const auto weight = at::arange(24.0).view({2, 3, 2, 2});
+  const auto other = weight.contiguous(at::MemoryFormat::ChannelsLast);
+  auto mixed = slices_of(weight, 2, true);
+  mixed[1] = slices_of(other, 2, true)[1];
+  const Checkpoint checkpoint(save(mixed));
+  EXPECT_THAT(usage_error([&] { checkpoint.load_slices({slices_of(weight, 1, true)[0][0]}); }),
+              ::testing::AllOf(HasSubstr("\"conv\""), HasSubstr("contradict each other: strides")));
+  auto broken = slices_of(weight, 1, true)[0][0];
+  broken.strides = {12, 4, 2, 2};
+  EXPECT_THAT(usage_error([&] { checkpoint.load_slices({broken}); }),
+              HasSubstr("strides [12, 4, 2, 2] do not fit shape [2, 3, 2, 2]"));
+}
+
 TEST_F(Slices, ATensorOfOneElementIsKeptWholeWhenAnotherSliceShowsIt) {
   const auto part = [](int64_t begin, int64_t numel) {
-    StateSlice slice{"w", {5}, begin, numel, {}};
+    StateSlice slice{{"w", {5}, begin, numel}, {}};
     slice.state.tensors["count"] = at::full({1}, 8.0);
     slice.state.tensors["m"] = at::arange(begin, begin + numel, at::kFloat);
     return slice;
@@ -195,7 +261,7 @@ TEST_F(Slices, ATensorOfOneElementIsKeptWholeWhenAnotherSliceShowsIt) {
 TEST_F(Slices, AnErrorNamesTheParameter) {
   const auto part = [](const std::string& name, int64_t begin, int64_t numel, int64_t step,
                        at::ScalarType dtype = at::kFloat) {
-    StateSlice slice{name, {10}, begin, numel, {}};
+    StateSlice slice{{name, {10}, begin, numel}, {}};
     slice.state.scalars["step"] = step;
     slice.state.tensors["m"] = at::zeros({numel}, dtype);
     return slice;
@@ -230,7 +296,7 @@ TEST_F(Slices, AnErrorNamesTheParameter) {
 
 TEST_F(Slices, SetsAreIndependentOfEachOther) {
   const auto slice = [](double value) {
-    StateSlice result{"w", {3}, 0, 3, {}};
+    StateSlice result{{"w", {3}, 0, 3}, {}};
     result.state.tensors["m"] = at::full({3}, value);
     return result;
   };
@@ -257,12 +323,12 @@ TEST_F(Slices, InvalidSlicesAreRefused) {
     writer.add_slices(slices);
     return usage_error([&] { writer.commit(); });
   };
-  EXPECT_THAT(refused({{"w", {3}, 1, 3, {}}}),
+  EXPECT_THAT(refused({{{"w", {3}, 1, 3}, {}}}),
               ::testing::AllOf(HasSubstr("\"w\""), HasSubstr("not within")));
-  EXPECT_THAT(refused({{"w", {3}, 0, 1, {}}, {"w", {3}, 0, 1, {}}}), HasSubstr("given twice"));
-  EXPECT_THAT(refused({{"w", {1, -3}, 0, 0, {}}}), HasSubstr("negative"));
-  EXPECT_THAT(refused({{"\xff", {3}, 0, 1, {}}}), HasSubstr("UTF-8"));
-  StateSlice undefined{"w", {3}, 0, 3, {}};
+  EXPECT_THAT(refused({{{"w", {3}, 0, 1}, {}}, {{"w", {3}, 0, 1}, {}}}), HasSubstr("given twice"));
+  EXPECT_THAT(refused({{{"w", {1, -3}, 0, 0}, {}}}), HasSubstr("negative"));
+  EXPECT_THAT(refused({{{"\xff", {3}, 0, 1}, {}}}), HasSubstr("UTF-8"));
+  StateSlice undefined{{"w", {3}, 0, 3}, {}};
   undefined.state.tensors["m"] = at::Tensor();
   EXPECT_THAT(refused({undefined}), HasSubstr("m is undefined"));
   EXPECT_EQ(names_in(run_), std::set<std::string>{".lock"});
@@ -271,7 +337,7 @@ TEST_F(Slices, InvalidSlicesAreRefused) {
 TEST_F(Slices, OverlappingSlicesAreAllowed) {
   // Hybrid sharding saves two replicas.
   const auto part = [](int64_t begin, int64_t numel) {
-    StateSlice slice{"w", {9}, begin, numel, {}};
+    StateSlice slice{{"w", {9}, begin, numel}, {}};
     slice.state.tensors["m"] = at::arange(begin, begin + numel, at::kFloat);
     return slice;
   };

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "harness/ranks.h"
+#include "tessera/step/agreement.h"
 
 // ProcessGroup::fail(): one rank's mistake becomes a UsageError on every rank, soon.
 
@@ -48,6 +49,24 @@ TEST(ProcessGroupFail, ReachesAllRanksWhileCollectivesAreRunning) {
   });
   for (const auto& error : errors)
     EXPECT_THAT(message_of(error), HasSubstr("rank 0 has had enough"));
+}
+
+TEST(ProcessGroupFail, IsAnAgreedErrorSoThatOneRankCanPrintIt) {
+  for (const auto backend : {Backend::SharedMemory, Backend::Gloo}) {
+    for (const int world : {1, 2, 3, 4}) {
+      const auto errors = run_ranks_catching(
+          world,
+          [](ProcessGroup group, int rank) {
+            if (rank == 0) group.fail("rank 0 has had enough");
+            group.barrier();
+          },
+          with(backend));
+      for (const auto& error : errors) {
+        EXPECT_THROW(std::rethrow_exception(error), tessera::AgreedError);
+        EXPECT_EQ(message_of(error), "rank 0 has had enough");
+      }
+    }
+  }
 }
 
 TEST(ProcessGroupFail, ReachesRanksThatWaitInASubGroup) {

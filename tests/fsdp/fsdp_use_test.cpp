@@ -253,25 +253,6 @@ TEST(FsdpFullParams, ReadWriteSubTreeAndRankZero) {
   }
 }
 
-TEST(FsdpDetection, RecordFunctionGivesTheSameResults) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Twice>(1), other = seeded<Twice>(1);
-    auto options = every_leaf();
-    FullyShardedDataParallel fsdp(net, group, options);
-    options.detection = ParameterDetection::record_function;
-    FullyShardedDataParallel recorded(other, group, options);
-    torch::optim::SGD a(fsdp.parameters(), 0.1), b(recorded.parameters(), 0.1);
-    for (int i = 0; i < 3; ++i) {
-      step(fsdp, a, rows(i, rank, 2));
-      step(recorded, b, rows(i, rank, 2));
-    }
-    const auto x = fsdp.state_dict(-1), y = recorded.state_dict(-1);
-    for (size_t i = 0; i < x.size(); ++i)
-      ASSERT_TRUE(at::equal(x[i].second, y[i].second)) << x[i].first;
-    EXPECT_EQ(fsdp.stats().gathers_forward, recorded.stats().gathers_forward);
-  });
-}
-
 TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
   for (int world = 1; world <= 3; ++world) {
     run_ranks(world, [&](ProcessGroup group, int rank) {

@@ -47,7 +47,7 @@ class SlicePool {
       const auto& tensor = shard.tensor;
       const auto run = tensor.detach().as_strided({tensor.numel()}, {1}).clone();
       slices.push_back(
-          {shard.parameter, shard.shape, shard.begin, shard.numel, {{{"value", run}}, {}}});
+          {{shard.parameter, shard.shape, shard.begin, shard.numel}, {{{"value", run}}, {}}});
     }
     add(slices);
   }
@@ -59,7 +59,7 @@ class SlicePool {
       const auto& whole = parameters_.at(shard.parameter);
       EXPECT_EQ(whole.covered, c10::multiply_integers(whole.shape)) << shard.parameter;
       auto& slice = slices.emplace_back(
-          StateSlice{shard.parameter, whole.shape, shard.begin, shard.numel, {}});
+          StateSlice{{shard.parameter, whole.shape, shard.begin, shard.numel}, {}});
       slice.state.scalars = whole.scalars;
       for (const auto& [name, entry] : whole.tensors) {
         slice.state.tensors[name] =

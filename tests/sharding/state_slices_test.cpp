@@ -3,6 +3,7 @@
 
 #include "harness/models.h"
 #include "harness/slices.h"
+#include "harness/thrown_by.h"
 #include "optim/user_optimizer.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -146,6 +147,30 @@ TEST(StateSlices, RunInTheParametersMemoryOrderHoweverStateIsStored) {
   EXPECT_TRUE(at::equal(get_state(*unlike, other->conv->weight)->tensors.at("exp_avg"), average));
 }
 
+TEST(StateSlices, OfAnotherMemoryOrderAreRefusedByName) {
+  auto net = seeded<Mixed>(1), other = seeded<Mixed>(1);
+  other->conv->weight.set_data(other->conv->weight.detach().contiguous());
+  const auto optimizer = make("AdamW", net->parameters()),
+             unlike = make("AdamW", other->parameters());
+  train(net, *optimizer, image_batch, 0, 1);
+  auto slices = state_slices(*optimizer, shards_of(net));
+  EXPECT_THAT(thrown_by([&] { load_state_slices(*unlike, shards_of(other), slices); }),
+              ::testing::AllOf(HasSubstr("parameter conv.weight"), HasSubstr("[18, 1, 6, 2]"),
+                               HasSubstr("[18, 9, 3, 1]")));
+  // A tensor of the parameter's shape says its own order.
+  const auto average = get_state(*optimizer, net->conv->weight)->tensors.at("exp_avg").clone();
+  for (auto& slice : slices) {
+    if (slice.parameter != "conv.weight") continue;
+    slice.strides.clear();
+    for (auto& [name, tensor] : slice.state.tensors) {
+      if (tensor.numel() == slice.numel)
+        tensor = tensor.as_strided(slice.shape, net->conv->weight.strides());
+    }
+  }
+  load_state_slices(*unlike, shards_of(other), slices);
+  EXPECT_TRUE(at::equal(get_state(*unlike, other->conv->weight)->tensors.at("exp_avg"), average));
+}
+
 TEST(StateSlices, AnEmptyStateIsNeverStepped) {
   for (const std::string name : {"AdamW", "Adagrad"}) {
     auto net = seeded<Uneven>(1);
@@ -264,8 +289,8 @@ TEST_F(Refusals, NameTheParameterAndChangeNothing) {
 
 TEST_F(Refusals, SlicesOfOtherShardsDoNotMatter) {
   auto slices = good_;
-  slices.push_back({"elsewhere", {3}, 0, 3, {}});
-  slices.push_back({"last.weight", {2, 7}, 3, 4, {}});
+  slices.push_back({{"elsewhere", {3}, 0, 3}, {}});
+  slices.push_back({{"last.weight", {2, 7}, 3, 4}, {}});
   load_state_slices(*optimizer_, shards_, slices);
   SlicePool given, after;
   given.add(good_);

@@ -3,6 +3,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
+#include "tessera/train/registries.h"
 #include "train/train_fixture.h"
 
 // Checkpoints of runs: what goes on is what would have gone on.
@@ -23,7 +24,7 @@ class ResumeTest : public testing::TrainFixture {
     for (const auto& name : names) {
       const at::Tensor mine = left.load_tensor("weights.safetensors", name);
       EXPECT_TRUE(at::equal(mine, right.load_tensor("weights.safetensors", name))) << name;
-      requests.push_back({name, mine.sizes().vec(), 0, mine.numel()});
+      requests.push_back({name, mine.sizes().vec(), 0, mine.numel(), memory_strides(mine)});
     }
     const auto mine = left.load_slices(requests), theirs = right.load_slices(requests);
     for (size_t i = 0; i < mine.size(); ++i) {
@@ -102,6 +103,56 @@ TEST_F(ResumeTest, StateResumesInAnyWorldSizeAndWrapper) {
       }
     }
   }
+}
+
+bool stored_by_columns = false;
+
+/// Two layers whose weights are stored by rows or by columns.
+struct StoredImpl : torch::nn::Module {
+  StoredImpl()
+      : one(register_module("one", torch::nn::Linear(3, 5))),
+        two(register_module("two", torch::nn::Linear(5, 2))) {
+    for (const auto& layer : {one, two}) {
+      if (stored_by_columns) layer->weight.set_data(layer->weight.detach().t().contiguous().t());
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return two(one(x).tanh()); }
+  torch::nn::Linear one, two;
+};
+TORCH_MODULE(Stored);
+
+struct Waves : Dataset {
+  int64_t size() const override { return 64; }
+  std::string describe() const override { return "waves"; }
+  Batch get(const std::vector<int64_t>& samples) const override {
+    const at::Tensor i = torch::tensor(samples, torch::kLong) % size();
+    return {torch::stack({i.sin(), i.cos(), i * 0.01}, 1), i.sin().gt(0).to(torch::kLong)};
+  }
+};
+
+TEST_F(ResumeTest, WeightsMayBeStoredInAnotherMemoryOrder) {
+  registry::models().add<Stored>("Stored");
+  registry::datasets().add<Waves>("Waves");
+  std::ofstream("c.yaml") << "model: {type: Stored, seed: 1}\ndata: {type: Waves}\n"
+                             "loss: {type: cross_entropy}\noptimizer: {type: AdamW, lr: 0.1}\n"
+                             "train: {steps: 6, global_batch: 12, ema: {decay: 0.9}}\n";
+  for (const bool by_columns : {false, true}) {
+    for (const auto& from : kWays) {
+      fs::remove_all("a");
+      stored_by_columns = by_columns;
+      train_ranks(4, {from, "checkpoint.folder=a"});
+      stored_by_columns = !by_columns;
+      for (const auto& to : kWays) {
+        for (const int world : {1, 3}) {
+          if (world == 1 && to != kWays[1]) continue;
+          fs::remove_all("b");
+          train_ranks(world, {to, "checkpoint={folder: b, from: a/step-00000006}"});
+          expect_equal_state("a/step-00000006", "b/step-00000006");
+        }
+      }
+    }
+  }
+  stored_by_columns = false;
 }
 
 TEST_F(ResumeTest, ResumeIsTheDefaultAndCanBeRefused) {

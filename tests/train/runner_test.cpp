@@ -420,6 +420,20 @@ TEST_F(RunnerTest, ModelsMayCommunicateInTheirConstructors) {
       train_ranks(3, {"parallel.type=DistributedDataParallel", "data.count=6", "loss.type=l1"}));
 }
 
+TEST_F(RunnerTest, AFailureOfTheGroupIsPrintedOnceForAllRanks) {
+  registry::models().add<LineImpl>("FailingLine");
+  registry::datasets().add<Halves>("FailingHalves");
+  registry::losses().add("failing", [](const at::Tensor& output, const at::Tensor&) {
+    ProcessGroup().fail("the loss has had enough");
+    return output.sum();
+  });
+  std::ofstream("c.yaml")
+      << "model: {type: FailingLine}\ndata: {type: FailingHalves, count: 6}\n"
+         "loss: {type: failing}\noptimizer: {type: SGD}\ntrain: {steps: 1, global_batch: 6}\n";
+  EXPECT_NE(train({"c.yaml"}), 0);
+  EXPECT_EQ(err_, "tessera train: the loss has had enough\n");
+}
+
 TEST_F(RunnerTest, ValAndTestStepsPredict) {
   testing::run_ranks(2, [&](ProcessGroup group, int rank) {
     for (const auto& type : kTypes) {

@@ -12,8 +12,9 @@
 // Describes the part of the parameters and of their optimizer state that a rank has, in the same
 // way for every wrapper. Checkpoints and weight averages use it. Everything here is local.
 //
-// "Memory order" is the order of the elements in memory, by the parameter's strides. Slices can
-// therefore be exchanged only between modules whose parameters have the same strides.
+// "Memory order" is the order of the elements in memory, by the parameter's strides. A range says
+// which strides it means, so that a range of a channels-last weight is not taken for one of a
+// contiguous weight.
 
 namespace tessera {
 
@@ -24,7 +25,14 @@ struct ElementRange {
   std::vector<int64_t> shape;  ///< Shape of the whole parameter.
   int64_t begin = 0;           ///< First element.
   int64_t numel = 0;           ///< Number of elements.
+  /// Strides of the whole parameter, which define the memory order; 1 for dimensions of size 1.
+  /// Empty: not stated, and then not compared. See memory_strides().
+  std::vector<int64_t> strides = {};
 };
+
+/// The strides that define the memory order of `parameter`: its own if it is dense, otherwise those
+/// of a contiguous tensor of its shape; 1 for dimensions of size 1. Local.
+std::vector<int64_t> memory_strides(const at::Tensor& parameter);
 
 /// The elements of one parameter that this rank updates. Each element of a model is in exactly one
 /// shard of one rank. If ranks are replicas of each other, their shards are equal.
@@ -36,11 +44,12 @@ struct ParameterShard : ElementRange {
 
 /// The optimizer state of one range of elements.
 struct StateSlice : ElementRange {
-  /// A tensor of one dimension with `numel` elements, or a tensor of the whole parameter's `shape`,
-  /// is sharded as the parameter is. Its elements are taken in its own memory order, which must be
-  /// the parameter's. Every rank has all other tensors (such as a step counter without dimensions)
-  /// and all scalars in full. A tensor of one element also counts as not sharded if another rank's
-  /// slice of the parameter shows that it is not. Empty: the parameter was never stepped.
+  /// A tensor of one dimension with `numel` elements, which are in memory order, or a tensor of the
+  /// whole parameter's `shape`, in any memory order if `strides` is stated and otherwise in the
+  /// parameter's, is sharded as the parameter is. Every rank has all other tensors (such as a step
+  /// counter without dimensions) and all scalars in full. A tensor of one element also counts as
+  /// not sharded if another rank's slice of the parameter shows that it is not. Empty: the
+  /// parameter was never stepped.
   ParamState state;
 
   bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }
@@ -61,8 +70,8 @@ std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
 /// numel. Tensors are copied, to the shard's device. An empty state clears the shard's state
 /// (clear_state()). Slices of other shards are ignored. Options are not part of the state and do
 /// not change. Throws UsageError naming the parameter, with nothing changed, if a shard has no
-/// slice or two slices, if a slice has another shape, if a tensor of an element-wise optimizer has
-/// neither numel elements nor one, and if set_state() refuses a state.
+/// slice or two slices, if a slice has another shape or memory order, if a tensor of an
+/// element-wise optimizer has neither numel elements nor one, and if set_state() refuses a state.
 void load_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards,
                        const std::vector<StateSlice>& slices);

@@ -1,7 +1,9 @@
 #include "checkpoint/store/manifest.h"
 
+#include <algorithm>
 #include <cstring>
 #include <set>
+#include <utility>
 
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
@@ -25,6 +27,7 @@ json to_json(const SliceRecord& slice) {
                 {"shape", slice.shape},
                 {"begin", slice.begin},
                 {"numel", slice.numel}};
+  if (slice.strides.size() > 1) value["strides"] = slice.strides;
   if (!slice.following.empty()) value["following"] = slice.following;
   if (!slice.whole.empty()) value["whole"] = slice.whole;
   for (const auto& [name, scalar] : slice.scalars) value["scalars"][name] = json_of(scalar);
@@ -32,10 +35,8 @@ json to_json(const SliceRecord& slice) {
 }
 
 SliceRecord slice_from_json(const json& value) {
-  SliceRecord slice{value.at("parameter"),
-                    value.at("shape"),
-                    value.at("begin"),
-                    value.at("numel"),
+  SliceRecord slice{{value.at("parameter"), value.at("shape"), value.at("begin"), value.at("numel"),
+                     value.value("strides", std::vector<int64_t>())},
                     value.value("following", std::vector<std::string>()),
                     value.value("whole", std::vector<std::string>()),
                     {}};
@@ -126,12 +127,34 @@ int64_t count_elements(const std::vector<int64_t>& shape) {
   return product;
 }
 
+namespace {
+
+/// Whether a tensor of these sizes and strides has its elements side by side, in some order.
+bool are_dense(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
+  if (shape.size() != strides.size()) return false;
+  std::vector<std::pair<int64_t, int64_t>> by_stride;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] != 1) by_stride.emplace_back(strides[i], shape[i]);
+  }
+  std::sort(by_stride.begin(), by_stride.end());
+  int64_t expected = 1;
+  return std::all_of(by_stride.begin(), by_stride.end(), [&](const auto& dimension) {
+    return dimension.first == std::exchange(expected, expected * dimension.second);
+  });
+}
+
+}  // namespace
+
 void check_range(const ElementRange& range) {
   const int64_t all = count_elements(range.shape);
   if (range.begin < 0 || range.numel < 0 || range.begin > all || range.numel > all - range.begin) {
     throw UsageError(fmt::format("elements [{}, +{}) are not within the {} of shape [{}]",
                                  range.begin, range.numel, all, fmt::join(range.shape, ", ")));
   }
+  if (range.strides.empty() || all == 0 || are_dense(range.shape, range.strides)) return;
+  throw UsageError(
+      fmt::format("strides [{}] do not fit shape [{}]; expected those of a dense tensor",
+                  fmt::join(range.strides, ", "), fmt::join(range.shape, ", ")));
 }
 
 void check_file_name(const std::string& name) {

@@ -51,7 +51,8 @@ int64_t count_elements(const std::vector<int64_t>& shape);
 /// Throws UsageError unless `name` is a plain file name that is allowed in a checkpoint.
 void check_file_name(const std::string& name);
 
-/// Throws UsageError if the range is negative or not within its shape.
+/// Throws UsageError if the range is negative or not within its shape, or if its strides do not fit
+/// its shape.
 void check_range(const ElementRange& range);
 
 /// Serializes records for other ranks. Throws UsageError for names that are not UTF-8.

@@ -5,6 +5,7 @@
 
 #include <fmt/ranges.h>
 
+#include "sharding/bucket.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -24,7 +25,7 @@ class Assembly {
  public:
   Assembly(const std::string& where, const ElementRange& request,
            const std::vector<SavedSlice>& saved, const SliceReader& reader)
-      : where_(where), request_(request), saved_(saved), reader_(reader) {}
+      : where_(where), request_(request), range_(request), saved_(saved), reader_(reader) {}
 
   StateSlice run();
 
@@ -33,6 +34,8 @@ class Assembly {
     throw UsageError(where_ + ": " + reason);
   }
   void check_shapes() const;
+  void choose_range();
+  at::Tensor reordered(const at::Tensor& whole) const;
   std::vector<Part> parts() const;
   std::vector<Part> cover() const;
   void check_consistent(const std::vector<Part>& parts) const;
@@ -42,6 +45,8 @@ class Assembly {
 
   std::string where_;
   const ElementRange& request_;
+  ElementRange range_;     // what is read: the request, or the whole parameter in its saved order
+  bool reorders_ = false;  // the latter
   const std::vector<SavedSlice>& saved_;
   const SliceReader& reader_;
 };
@@ -81,24 +86,51 @@ void Assembly::check_shapes() const {
   }
 }
 
+/// A parameter that was saved in another memory order than the requested one is read whole.
+void Assembly::choose_range() {
+  const auto& order = saved_.front().record->strides;
+  for (const auto& slice : saved_) {
+    if (slice.record->strides != order) {
+      refuse(fmt::format("{} and {} contradict each other: strides [{}] and [{}]",
+                         saved_.front().file->name, slice.file->name, fmt::join(order, ", "),
+                         fmt::join(slice.record->strides, ", ")));
+    }
+  }
+  range_.strides = order;
+  reorders_ = !order.empty() && !request_.strides.empty() && request_.strides != order &&
+              request_.numel > 0;
+  if (!reorders_) return;
+  range_.begin = 0;
+  range_.numel = count_elements(request_.shape);
+}
+
+/// The requested elements of `whole`, which has all elements in their saved order.
+at::Tensor Assembly::reordered(const at::Tensor& whole) const {
+  if (!reorders_) return whole;
+  const auto tensor = whole.as_strided(range_.shape, range_.strides);
+  return sharding::in_memory_order(tensor, sharding::order_of(request_))
+      .narrow(0, request_.begin, request_.numel)
+      .clone();
+}
+
 /// A slice with exactly this range if there is one, so that a rank with the same range as before
 /// gets its own state back. Otherwise the slices that cover the range.
 std::vector<Part> Assembly::parts() const {
   for (const auto& slice : saved_) {
-    if (slice.record->begin == request_.begin && slice.record->numel == request_.numel) {
-      return {{slice, request_.begin, request_.begin + request_.numel}};
+    if (slice.record->begin == range_.begin && slice.record->numel == range_.numel) {
+      return {{slice, range_.begin, range_.begin + range_.numel}};
     }
   }
   // An empty range of a parameter with elements still needs the tensors that are kept whole.
-  if (request_.numel == 0)
+  if (range_.numel == 0)
     return {{saved_.front(), saved_.front().record->begin, saved_.front().record->begin}};
   return cover();
 }
 
 std::vector<Part> Assembly::cover() const {
   std::vector<Part> found;
-  const int64_t end = request_.begin + request_.numel;
-  for (int64_t at = request_.begin; at < end;) {
+  const int64_t end = range_.begin + range_.numel;
+  for (int64_t at = range_.begin; at < end;) {
     const SavedSlice* best = nullptr;
     int64_t best_end = at;
     for (const auto& slice : saved_) {
@@ -110,7 +142,7 @@ std::vector<Part> Assembly::cover() const {
     }
     if (best == nullptr) {
       refuse(fmt::format("no rank saved its element {}; elements [{}, {}) are requested", at,
-                         request_.begin, end));
+                         range_.begin, end));
     }
     best_end = std::min(best_end, end);
     found.push_back({*best, at, best_end});
@@ -163,7 +195,7 @@ at::Tensor Assembly::whole(const std::vector<Part>& parts, const std::string& st
 
 at::Tensor Assembly::joined(const std::vector<Part>& parts, const std::string& state) const {
   const auto dtype = reader_.dtype(parts.front().file(), parts.front().record().tensor_name(state));
-  at::Tensor all = at::empty({request_.numel}, at::TensorOptions().dtype(dtype));
+  at::Tensor all = at::empty({range_.numel}, at::TensorOptions().dtype(dtype));
   for (const Part& part : parts) {
     const std::string name = part.record().tensor_name(state);
     if (reader_.dtype(part.file(), name) != dtype) {
@@ -174,7 +206,7 @@ at::Tensor Assembly::joined(const std::vector<Part>& parts, const std::string& s
     const int64_t count = part.end - part.begin;
     if (count == 0) continue;
     reader_.load_slice(part.file(), name, part.offset(), count,
-                       all.narrow(0, part.begin - request_.begin, count));
+                       all.narrow(0, part.begin - range_.begin, count));
   }
   return all;
 }
@@ -183,11 +215,14 @@ StateSlice Assembly::run() {
   StateSlice result{request_, {}};
   if (saved_.empty()) return result;
   check_shapes();
+  choose_range();
+  if (!reorders_) result.strides = range_.strides;
   const auto found = parts();
   check_consistent(found);
   result.state.scalars = found.front().record().scalars;
   for (const auto& state : state_names(found.front().record())) {
-    result.state.tensors[state] = kept_whole(state) ? whole(found, state) : joined(found, state);
+    result.state.tensors[state] =
+        kept_whole(state) ? whole(found, state) : reordered(joined(found, state));
   }
   return result;
 }

@@ -17,6 +17,12 @@ bool follows(const at::Tensor& tensor, const StateSlice& slice) {
   return tensor.dim() == 1 || tensor.sizes() == at::IntArrayRef(slice.shape);
 }
 
+/// The elements of `tensor`, which follows the parameter, in the slice's memory order.
+at::Tensor run_of(const at::Tensor& tensor, const StateSlice& slice) {
+  if (tensor.dim() == 1 || slice.strides.empty()) return sharding::in_memory_order(tensor);
+  return sharding::in_memory_order(tensor, sharding::order_of(slice));
+}
+
 }  // namespace
 
 std::string slices_text(const std::string& set, const std::string& parameter) {
@@ -43,7 +49,7 @@ SliceFile slice_file(const std::string& set, const std::vector<StateSlice>& slic
       const bool cut = follows(tensor, slice);
       (cut ? record.following : record.whole).push_back(name);
       file.tensors.emplace_back(record.tensor_name(name),
-                                cut ? sharding::in_memory_order(tensor.detach()) : tensor.detach());
+                                cut ? run_of(tensor.detach(), slice) : tensor.detach());
     }
     file.layout.push_back(std::move(record));
   }

@@ -10,7 +10,7 @@
 namespace tessera::store {
 
 /// A rank's slices as the tensors of a file, and their layout. Tensors that follow the parameter
-/// are one-dimensional.
+/// are one-dimensional, in memory order.
 struct SliceFile {
   std::vector<std::pair<std::string, at::Tensor>> tensors;  // aliases if possible, else copies
   std::vector<SliceRecord> layout;

@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 
-#include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
 
@@ -92,7 +92,7 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::st
 }
 
 Work ProcessGroup::Impl::announce(const std::string& message) {
-  set_failure(message, false);
+  set_failure(message, alone());
   if (alone()) return {};
   OpHeader header;
   header.op = Op::fail;
@@ -161,6 +161,7 @@ void ProcessGroup::Impl::fail(const std::string& message) {
       throw UsageError(text);  // ranks that were informed in a sub-group have left already
     }
   }
+  if (failure_is_shared()) throw AgreedError(failure());
   throw UsageError(failure());
 }
 
@@ -180,7 +181,7 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
   auto headers = transport->exchange(header);
   if (const auto text = failure_of(headers, ""); !text.empty()) {
     set_failure(text, true);
-    throw UsageError(text);
+    throw AgreedError(text);
   }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {
     return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root ||

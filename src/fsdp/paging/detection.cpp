@@ -1,10 +1,7 @@
 #include "fsdp/paging/detection.h"
 
 #include <algorithm>
-#include <mutex>
 
-#include <ATen/record_function.h>
-#include <spdlog/spdlog.h>
 #include <torch/library.h>
 
 #include "tessera/error.h"
@@ -32,7 +29,8 @@ bool changes_elements(const std::string& name) {
          name != "aten::set_data";
 }
 
-void before_operator(const c10::FunctionSchema& schema, const c10::IValue* arguments) {
+/// Returns the first use of a page; its page is null if there is none.
+PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* arguments) {
   thread_local std::vector<PageUse> uses;
   uses.clear();
   const auto& declared = schema.arguments();
@@ -40,51 +38,21 @@ void before_operator(const c10::FunctionSchema& schema, const c10::IValue* argum
     const auto* alias = declared[i].alias_info();
     find(arguments[i], alias && alias->isWrite() && changes_elements(schema.name()), uses);
   }
-  if (!uses.empty()) notify_owners(uses, schema.name());
+  if (uses.empty()) return {};
+  const auto first = uses[0];
+  notify_owners(uses, schema.name());
+  return first;
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  before_operator(schema, stack->data() + stack->size() - schema.arguments().size());
-  const NoDetection no_detection;
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
-                     stack);
+  const auto use =
+      before_operator(schema, stack->data() + stack->size() - schema.arguments().size());
+  run_undetected(use, schema.name(), [&] {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
+                       stack);
+  });
 }
-
-/// Registers the fallback for the life of the process; it costs nothing for tensors without the
-/// key. Returns false if another library has one.
-bool take_key() {
-  static const bool taken = [] {
-    try {
-      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
-      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-      register_frequent_operators();
-      return true;
-    } catch (const c10::Error&) {
-      return false;
-    }
-  }();
-  return taken;
-}
-
-std::unique_ptr<at::ObserverContext> on_function(const at::RecordFunction& function) {
-  if (NoDetection::active()) return nullptr;
-  const NoDetection no_detection;
-  std::vector<PageUse> uses;
-  for (const auto& value : function.inputs()) find(value, false, uses);
-  if (uses.empty()) return nullptr;
-  try {
-    notify_owners(uses, std::string_view(function.name()));
-  } catch (const std::exception& error) {
-    // libtorch allows no exception here. The operator will fail because the page has no memory.
-    spdlog::error("tessera: {}", error.what());
-  }
-  return nullptr;
-}
-
-std::mutex recording_mutex;
-int recording_users = 0;
-at::CallbackHandle recording_handle;
 
 }  // namespace
 
@@ -106,29 +74,22 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
   notify_owners(others, op);
 }
 
-ParameterDetection start_detection(ParameterDetection wanted) {
-  if (wanted != ParameterDetection::record_function && take_key())
-    return ParameterDetection::dispatch_key;
-  if (wanted != ParameterDetection::record_function) {
-    throw UsageError(
-        "FullyShardedDataParallel: option detection: another library of this process has a "
-        "fallback "
-        "on the dispatch key that detects the use of parameters; expected a process without that "
-        "library (record_function works without the key, but does not refuse wrong uses)");
-  }
-  std::lock_guard lock(recording_mutex);
-  if (recording_users++ == 0) {
-    recording_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_function)
-                                                 .needsInputs(true)
-                                                 .scopes({at::RecordScope::FUNCTION}));
-  }
-  return ParameterDetection::record_function;
-}
-
-void stop_detection(ParameterDetection mechanism) {
-  if (mechanism != ParameterDetection::record_function) return;
-  std::lock_guard lock(recording_mutex);
-  if (--recording_users == 0) at::removeCallback(recording_handle);
+void start_detection() {
+  // A static variable whose initialization throws is initialized again by the next call.
+  static const bool taken = [] {
+    try {
+      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
+      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    } catch (const c10::Error&) {
+      throw UsageError(
+          "FullyShardedDataParallel: another library of this process has a fallback on the "
+          "dispatch "
+          "key that detects the use of parameters; expected a process without that library");
+    }
+    register_frequent_operators();
+    return true;
+  }();
+  static_cast<void>(taken);
 }
 
 }  // namespace tessera::fsdp

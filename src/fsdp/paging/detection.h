@@ -9,9 +9,7 @@
 // the operators on them, and only these, first reach a fallback that notifies the owners of the
 // pages. Views and detached aliases inherit the key; results do not. Behind the fallback the key is
 // excluded, because the parts of an operator work on the same tensors. Only one fallback for a key
-// can be registered in a process; if another library has one, construction is an error. On request
-// (ParameterDetection::record_function) a global RecordFunction callback inspects the inputs of
-// every operator instead. It cannot throw, so it does not refuse wrong uses.
+// can be registered in a process; if another library has one, construction is an error.
 
 namespace tessera::fsdp {
 
@@ -27,6 +25,19 @@ class NoDetection {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
+/// Runs `op`, an operator that takes `use` (page may be null), without detection. The owner of the
+/// page may replace its error.
+template <class Operator>
+decltype(auto) run_undetected(const PageUse& use, std::string_view op, Operator&& run) {
+  const NoDetection no_detection;
+  try {
+    return run();
+  } catch (const c10::Error& error) {
+    if (use.page && use.page->owner()) use.page->owner()->failed(use, op, error);
+    throw;
+  }
+}
+
 /// Calls PageOwner::need() of the owners of `uses` (at least one) before operator `op` runs.
 void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op);
 
@@ -34,10 +45,8 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op);
 /// boxing of the fallback would cost more than the rest of the detection. Call it once.
 void register_frequent_operators();
 
-/// Starts the detection and returns the mechanism in use. UsageError if `wanted` is dispatch_key
-/// and another library has taken the key.
-ParameterDetection start_detection(ParameterDetection wanted);
-/// Ends the detection that one start_detection() has started.
-void stop_detection(ParameterDetection mechanism);
+/// Starts the detection for the life of the process; later calls do nothing. UsageError if another
+/// library has taken the key.
+void start_detection();
 
 }  // namespace tessera::fsdp

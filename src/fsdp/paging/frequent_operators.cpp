@@ -9,9 +9,11 @@ namespace {
 
 /// The pages among the arguments of one operator.
 struct SeenPages {
-  std::array<PageUse, 8> uses;
+  std::array<PageUse, 8> uses;  // only the first has a value without a call of see()
   size_t count = 0;
   const c10::StorageImpl* last = nullptr;
+
+  SeenPages() { uses[0].page = nullptr; }
 
   void see(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
@@ -42,10 +44,11 @@ struct DetectedOperator<Op, Result(Arguments...)> {
     SeenPages seen;
     (seen.see(arguments), ...);
     if (seen.count > 0) notify_owners({seen.uses.data(), seen.count}, Op::name);
-    const NoDetection no_detection;
-    return Op::redispatch(
-        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
-        std::forward<Arguments>(arguments)...);
+    return run_undetected(seen.uses[0], Op::name, [&]() -> Result {
+      return Op::redispatch(
+          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDetectionKey),
+          std::forward<Arguments>(arguments)...);
+    });
   }
 
   static void add_to(torch::Library& library) {

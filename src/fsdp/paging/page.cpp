@@ -6,15 +6,14 @@
 namespace tessera::fsdp {
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
-           ParameterDetection detection, std::string description)
+           std::string description)
     : link_(std::make_shared<Link>(Link{owner, this, std::move(description)})), index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const auto device = options.device();
   c10::Storage storage(c10::Storage::use_byte_size_t(),
                        numel * static_cast<int64_t>(c10::elementSize(dtype)),
                        at::DataPtr(nullptr, device), nullptr, false);
-  c10::DispatchKeySet keys = at::empty({0}, options).unsafeGetTensorImpl()->key_set();
-  if (detection == ParameterDetection::dispatch_key) keys = keys.add(kDetectionKey);
+  const auto keys = at::empty({0}, options).unsafeGetTensorImpl()->key_set().add(kDetectionKey);
   flat_ = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, options.dtype());
   flat_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
   point_at(nullptr);

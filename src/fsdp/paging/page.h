@@ -6,8 +6,6 @@
 
 #include <torch/torch.h>
 
-#include "tessera/fully_sharded_data_parallel.h"
-
 namespace tessera::fsdp {
 
 class Page;
@@ -29,6 +27,8 @@ class PageOwner {
   /// Called before operator `op` runs, with all pages of this owner among its arguments. An
   /// exception stops the operator.
   virtual void need(c10::ArrayRef<PageUse> uses, std::string_view op) = 0;
+  /// Called when operator `op`, which takes `use`, has thrown `error`. May throw another error.
+  virtual void failed(const PageUse& use, std::string_view op, const c10::Error& error) const = 0;
 };
 
 /// A flat tensor whose memory can be attached and detached. Views of it, and tensors that autograd
@@ -38,7 +38,7 @@ class Page {
  public:
   /// `description`: what error messages call its tensors after the page is destroyed.
   Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
-       ParameterDetection detection, std::string description);
+       std::string description);
   ~Page();
   Page(const Page&) = delete;
 

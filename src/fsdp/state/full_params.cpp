@@ -1,11 +1,14 @@
 #include <exception>
+#include <utility>
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include "fsdp/paging/detection.h"
-#include "fsdp/sharded_module.h"
+#include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
 namespace fsdp {
@@ -36,6 +39,7 @@ void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
   const NoDetection no_detection;
   residency->release_all();
   whole_.resize(model.flats.size());
+  auto undo = c10::make_scope_exit([&] { dismiss(units); });
   for (const auto u : units) {
     for (const auto f : model.units[u].flats) {
       auto& flat = model.flats[f];
@@ -55,43 +59,74 @@ void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
     }
     summoned.insert(u);
   }
+  undo.release();
 }
 
-void ShardedModule::dismiss(const std::vector<size_t>& units, bool writeback) {
-  at::NoGradGuard no_grad;
+std::vector<ShardedModule::Replaced> ShardedModule::replaced(const std::vector<size_t>& units) {
   const NoDetection no_detection;
-  std::string problem;
+  std::vector<Replaced> result;
+  for (const auto u : units) {
+    for (const auto f : model.units[u].flats) {
+      const auto& flat = model.flats[f];
+      const auto& whole = flat.permanent ? flat.own_segment : whole_[f];
+      if (!whole.defined()) continue;
+      for (size_t m = 0; m < flat.members.size(); ++m) {
+        const size_t index = flat.members[m];
+        const auto now = model.parameters[index].tensor.detach();
+        const auto window = sharding::window(whole, flat.layout.offset(m), shapes_[index]);
+        if (now.is_alias_of(window) && now.storage_offset() == window.storage_offset() &&
+            now.sizes() == window.sizes() && now.strides() == window.strides())
+          continue;
+        if (now.sizes() != window.sizes()) {
+          throw UsageError(fmt::format(
+              "{}: parameter {} (unit {}) has shape {} at the end of summon_full_params(); "
+              "expected {}, as before",
+              prefix(), model.parameters[index].name, display_name(model.units[u]),
+              shape_text(now.sizes()), shape_text(window.sizes())));
+        }
+        result.push_back({window, now});
+      }
+    }
+  }
+  return result;
+}
+
+void ShardedModule::write_back(const std::vector<size_t>& units) {
+  at::NoGradGuard no_grad;
+  std::vector<Replaced> changed;
+  agree(model.world, [&] {
+    changed = replaced(units);
+    // Copies, because two parameters may have exchanged their memory.
+    for (auto& [window, now] : changed) now = now.clone();
+  });
+  const NoDetection no_detection;
+  for (const auto& [window, now] : changed) window.copy_(now);
+  for (const auto u : units) {
+    for (const auto f : model.units[u].flats) {
+      auto& flat = model.flats[f];
+      if (flat.permanent || !whole_[f].defined()) continue;
+      const int rank = model.shard_group.rank();
+      flat.own_segment.copy_(
+          whole_[f].narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]));
+    }
+  }
+}
+
+void ShardedModule::dismiss(const std::vector<size_t>& units) {
+  at::NoGradGuard no_grad;
+  bool other_dtype = false;
   for (const auto u : units) {
     summoned.erase(u);
     for (const auto f : model.units[u].flats) {
-      auto& flat = model.flats[f];
-      auto whole = flat.permanent ? flat.own_segment : std::exchange(whole_[f], at::Tensor());
-      if (!whole.defined()) continue;
-      for (size_t m = 0; m < flat.members.size(); ++m) {
-        auto& [name, parameter] = model.parameters[flat.members[m]];
-        const auto data = parameter.detach();
-        const bool replaced =
-            data.storage().unsafeGetStorageImpl() != whole.storage().unsafeGetStorageImpl();
-        if (replaced && data.numel() != flat.layout.size(m)) {
-          problem = fmt::format(
-              "{}: parameter {} (unit {}) has {} elements at the end of summon_full_params(); "
-              "expected {}",
-              prefix(), name, display_name(model.units[u]), data.numel(), flat.layout.size(m));
-        } else if (replaced && writeback) {
-          sharding::window(whole, flat.layout.offset(m), flat.layout.size(m))
-              .copy_(sharding::in_memory_order(data));
-        }
-        if (replaced || !flat.permanent) restore(flat, m);
-      }
-      if (flat.permanent || !writeback) continue;
-      const int rank = model.shard_group.rank();
-      flat.own_segment.copy_(
-          whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank]));
+      const auto& flat = model.flats[f];
+      for (const auto i : flat.members)
+        other_dtype |= model.parameters[i].tensor.scalar_type() != flat.compute.dtype;
+      restore(flat);
+      whole_[f] = at::Tensor();
     }
   }
-  if (options.mixed_precision.param_dtype)
+  if (other_dtype)
     watch();  // set_data() with another dtype gives a parameter a new gradient accumulator
-  if (!problem.empty()) throw UsageError(problem);
 }
 
 }  // namespace fsdp
@@ -110,12 +145,18 @@ FullParams::FullParams(std::shared_ptr<fsdp::ShardedModule> sharded, const std::
   sharded_->summon(units_, !rank0_only || sharded_->model.world.rank() == 0);
 }
 
+void FullParams::end() {
+  if (std::exchange(ended_, true)) return;
+  // The parameters are sharded again even if a rank refuses the values.
+  const auto dismiss = c10::make_scope_exit([this] { sharded_->dismiss(units_); });
+  if (writeback_) sharded_->write_back(units_);
+}
+
 FullParams::~FullParams() noexcept(false) {
-  const bool unwinding = std::uncaught_exceptions() > exceptions_;
-  try {
-    sharded_->dismiss(units_, writeback_ && !unwinding);
-  } catch (const Error&) {
-    if (!unwinding) throw;
+  if (std::uncaught_exceptions() > exceptions_) {
+    if (!std::exchange(ended_, true)) sharded_->dismiss(units_);
+  } else {
+    end();
   }
 }
 

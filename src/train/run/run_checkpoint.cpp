@@ -166,9 +166,7 @@ void Run::restore() {
 
 void Run::restore_slices(const Checkpoint& checkpoint) {
   std::vector<ElementRange> requests;
-  for (const auto& shard : wrapper_->shards()) {
-    requests.push_back({shard.parameter, shard.shape, shard.begin, shard.numel});
-  }
+  for (const ElementRange& range : wrapper_->shards()) requests.push_back(range);
   std::vector<StateSlice> slices = checkpoint.load_slices(requests);
   std::vector<at::Tensor> averages;
   for (auto& slice : slices) {
@@ -180,7 +178,10 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
   wrapper_->load_state_slices(slices);
   if (average_ && averages.size() == slices.size()) {
     for (size_t i = 0; i < averages.size(); ++i) {
-      averages[i] = averages[i].reshape(average_->averages()[i].sizes());
+      const at::Tensor& own = average_->averages()[i];
+      // Older checkpoints state no strides and have the averages of whole weights row by row.
+      averages[i] = slices[i].strides.empty() ? averages[i].reshape(own.sizes())
+                                              : averages[i].as_strided(own.sizes(), own.strides());
     }
     average_->load(averages, averaged_updates_);
   }
@@ -338,7 +339,7 @@ std::vector<StateSlice> Run::slices_to_save() {
   std::vector<StateSlice> slices = wrapper_->state_slices();
   if (average_) {
     for (size_t i = 0; i < slices.size(); ++i) {
-      slices[i].state.tensors[kAverage] = average_->averages()[i].reshape({-1});
+      slices[i].state.tensors[kAverage] = average_->averages()[i];
     }
   }
   return slices;

@@ -123,7 +123,11 @@ int train_on(const Config& config, ProcessGroup group) {
     if (group.rank() == 0) {
       say(error.what());
     }
-    group.barrier();
+    try {
+      group.barrier();
+    } catch (const Error&) {
+      // After ProcessGroup::fail() the group has ended.
+    }
     wait_unless_reporting(group.rank() == 0);
     return failure;
   }
