@@ -192,6 +192,7 @@ void FullyShardedDataParallelBase::clip_grad_value_(double clip_value) {
   auto& sharded = *sharded_;
   sharding::check_clip_value(sharded.prefix(), clip_value);
   sharded.require_idle("clip_grad_value_");
+  sharded.gradients->notice_cleared();
   at::NoGradGuard no_grad;
   for (const auto* shard : sharded.shards()) {
     if (shard->tensor.grad().defined())

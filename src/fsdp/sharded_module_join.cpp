@@ -25,6 +25,7 @@ void ShardedModule::shadow_backward() {
   });
   const JoinLeader::Follow follow(join_leader);
   at::NoGradGuard no_grad;
+  gradients->begin_backward();
   bool over = false;
   const Overloaded act{
       [&](const ForwardBegins& event) {
