@@ -88,7 +88,7 @@ void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer
         if (!tensor.is_same(own)) continue;
         throw UsageError(fmt::format(
             "{}: the optimizer has parameter {} of the module itself, which is not in "
-            "fsdp.parameters(): it is only a gathered copy and gets no gradient; expected this "
+            "fsdp.parameters(): it is only a gathered copy, and the gradient is that of the shard; expected this "
             "rank's shards: Optimizer(fsdp.parameters(), …)",
             sharded.prefix(), name));
       }
@@ -198,6 +198,7 @@ void FullyShardedDataParallelBase::clip_grad_value_(double clip_value) {
   auto& sharded = *sharded_;
   sharding::check_clip_value(sharded.prefix(), clip_value);
   sharded.require_idle("clip_grad_value_");
+  sharded.gradients->notice_cleared();
   at::NoGradGuard no_grad;
   for (const auto* shard : sharded.shards()) {
     if (shard->tensor.grad().defined())

@@ -38,12 +38,14 @@ std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
 
 }  // namespace
 
-Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
-                     Callbacks callbacks)
+Gradients::Gradients(ShardedModel& model, ParameterDetection detection, FsdpStats& stats,
+                     JoinLeader& join_leader, Callbacks callbacks)
     : model_(model),
       stats_(stats),
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
+      placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
+                    detection, [this](size_t parameter) { zero(parameter); }),
       pending_(model.flats.size()),
       tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
@@ -55,6 +57,46 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
           2 * model_.parameters[i].tensor.numel() > model_.flats[f].layout.numel();
     }
   }
+}
+
+void Gradients::begin_backward() {
+  std::lock_guard lock(mutex_);
+  notice();
+  placeholders_.take_away();
+}
+
+void Gradients::notice_cleared() {
+  std::lock_guard lock(mutex_);
+  notice();
+}
+
+void Gradients::notice() {
+  placeholders_.notice([this](size_t parameter) {
+    const auto [f, member] = model_.places[parameter];
+    model_.flats[f].shards[member].tensor.mutable_grad() = at::Tensor();
+    auto& has = pending_[f].has;
+    has[member] = 0;
+    if (std::count(has.begin(), has.end(), 1) == 0) drop(f);
+  });
+}
+
+void Gradients::show_placeholders() {
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    const auto& flat = model_.flats[f];
+    for (size_t m = 0; m < flat.members.size(); ++m) {
+      if (pending_[f].has[m] || flat.shards[m].tensor.grad().defined())
+        placeholders_.show(flat.members[m]);
+    }
+  }
+}
+
+void Gradients::zero(size_t parameter) {
+  std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const auto [f, member] = model_.places[parameter];
+  const auto& grad = model_.flats[f].shards[member].tensor.grad();
+  if (grad.defined()) grad.zero_();
+  if (pending_[f].has[member]) pending_[f].views[member].zero_();
 }
 
 void Gradients::begin(size_t f) {
@@ -272,7 +314,11 @@ void Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
   for (auto& pending : pending_) pending.reduced = false;
-  if (!sync()) return;
+  if (sync()) reduce_rest();
+  show_placeholders();
+}
+
+void Gradients::reduce_rest() {
   for (size_t f = 0; f < pending_.size(); ++f) {
     if (!model_.flats[f].trainable ||
         !(pending_[f].defer_until_complete || pending_[f].flat.defined()))
@@ -287,14 +333,21 @@ void Gradients::finish() {
 void Gradients::abandon() {
   std::lock_guard lock(mutex_);
   for (auto& reduction : open_) reduction->dropped = true;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    for (size_t m = 0; pending_[f].defer_until_complete && m < pending_[f].has.size(); ++m)
+      gradient_of(f, m) = at::Tensor();
+  }
   drop();
   for (auto& pending : pending_) pending.reduced = false;
   tracker_.begin();
+  show_placeholders();
 }
 
 void Gradients::zero_grad(bool set_to_none) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  notice();
+  if (set_to_none) placeholders_.take_away();
   drop();
   for (auto& flat : model_.flats) {
     for (auto& shard : flat.shards) {
@@ -308,17 +361,17 @@ void Gradients::zero_grad(bool set_to_none) {
 
 /// Drops the gradients that are accumulated and not reduced.
 void Gradients::drop() {
-  for (size_t f = 0; f < pending_.size(); ++f) {
-    auto& pending = pending_[f];
-    for (size_t m = 0; pending.defer_until_complete && m < pending.has.size(); ++m)
-      gradient_of(f, m) = at::Tensor();
-    if (!pending.flat.defined()) continue;
-    stats_.gradient_bytes -= static_cast<int64_t>(pending.flat.nbytes());
-    model_.flats[f].gradient_slots->give(pending.flat);
-    pending.flat = at::Tensor();
-    pending.views.clear();
-    std::fill(pending.has.begin(), pending.has.end(), 0);
-  }
+  for (size_t f = 0; f < pending_.size(); ++f) drop(f);
+}
+
+void Gradients::drop(size_t f) {
+  auto& pending = pending_[f];
+  if (!pending.flat.defined()) return;
+  stats_.gradient_bytes -= static_cast<int64_t>(pending.flat.nbytes());
+  model_.flats[f].gradient_slots->give(pending.flat);
+  pending.flat = at::Tensor();
+  pending.views.clear();
+  std::fill(pending.has.begin(), pending.has.end(), 0);
 }
 
 int64_t Gradients::shard_bytes() const {

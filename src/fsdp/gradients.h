@@ -7,6 +7,7 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/join_leader.h"
+#include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
 #include "sharding/gradients/arrival_tracker.h"
@@ -27,13 +28,16 @@ class Gradients {
     /// The reduction of a unit's gradients has begun.
     std::function<void(size_t unit)> reduced;
   };
-  Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, Callbacks callbacks);
+  Gradients(ShardedModel& model, ParameterDetection detection, FsdpStats& stats,
+            JoinLeader& join_leader, Callbacks callbacks);
 
   void hold_sync(int change) { holds_ += change; }
   bool sync() const { return leader_sync_.value_or(holds_ == 0); }
   /// On a rank without data in a join: the leader's setting counts; nullopt: this rank's own.
   void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
+  /// A backward has begun; autograd has not yet changed any `.grad`.
+  void begin_backward();
   /// Autograd has set `.grad` of a parameter of the module.
   void arrived(size_t parameter);
   /// At the end of backward: reduces the remaining gradients and waits for all reductions; then
@@ -43,6 +47,9 @@ class Gradients {
   void abandon();
   /// Clears the gradients of the shards and those kept by no_sync. Outside of backward.
   void zero_grad(bool set_to_none);
+  /// Clears those of the parameters whose `.grad` the program has reset since the last backward:
+  /// see [Note: placeholders of gradients]. Outside of backward.
+  void notice_cleared();
 
   // On a rank without data: the same actions as on ranks with data. It contributes zeros, and the
   // gradients that it has accumulated itself under no_sync.
@@ -76,14 +83,19 @@ class Gradients {
     CommStream::Mark mark;
   };
 
+  void notice();
+  void show_placeholders();
+  void zero(size_t parameter);
   void begin(size_t flat);
   void take(size_t flat, size_t member);
   void take_all(size_t flat);
   at::Tensor& gradient_of(size_t flat, size_t member) const;
   void drop();
+  void drop(size_t flat);
   void reduce(size_t flat);
   bool is_large(size_t flat) const;
   bool only_large_parameters_are_left() const;
+  void reduce_rest();
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;
@@ -92,6 +104,7 @@ class Gradients {
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
+  GradientPlaceholders placeholders_;
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;

@@ -62,7 +62,8 @@ void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
   throw UsageError(
       fmt::format("FullyShardedDataParallel: rank {}: {} uses {}, which is sharded and whole only "
                   "while the model runs; expected a use inside the forward of the wrapped model or "
-                  "its backward, or inside summon_full_params()",
+                  "its backward, or inside summon_full_params(); an optimizer takes "
+                  "fsdp.parameters()",
                   model_.world.rank(), op, describe(use)));
 }
 

@@ -24,7 +24,7 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
     if (watch_) watch_->begin();
   });
   gradients = std::make_unique<Gradients>(
-      model, stats, join_leader,
+      model, detection, stats, join_leader,
       Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
                            [this](size_t unit) { residency->gradients_done(unit); }});
   make_pages();
@@ -60,6 +60,8 @@ void ShardedModule::watch() {
   std::vector<at::Tensor> tensors;
   for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
   sharding::BackwardWatch::Callbacks callbacks;
+  callbacks.began = [this] { gradients->begin_backward(); };
+  callbacks.begin_before_first = true;
   callbacks.arrived = [this](size_t i, const at::Tensor&) { gradients->arrived(trainable_[i]); };
   callbacks.ended = [this] { end_backward(); };
   callbacks.abandoned = [this] {
@@ -162,6 +164,7 @@ void ShardedModule::end_forward(bool threw) {
 double ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
+  gradients->notice_cleared();
   for (const auto* shard : shards()) norm.add(shard->tensor.grad());
   const double total = norm.total(model.shard_group);
   if (!norm.any() && model.world.rank() == 0)

@@ -25,6 +25,7 @@ void ShardedModule::shadow_backward() {
   });
   const JoinLeader::Follow follow(join_leader);
   at::NoGradGuard no_grad;
+  gradients->begin_backward();
   bool over = false;
   const Overloaded act{
       [&](const ForwardBegins& event) {
@@ -42,6 +43,7 @@ void ShardedModule::shadow_backward() {
         over = event.sync;  // backward passes under no_sync() come before the one that reduces
         gradients->follow_sync(event.sync);
         end_backward();
+        if (!over) gradients->begin_backward();
       }};
   while (!over) std::visit(act, join_leader.receive_event());
 }

@@ -50,11 +50,13 @@ struct WithBuffer : torch::nn::Module {
   torch::Tensor weight, mean;
 };
 
+/// libtorch has one random generator for all threads.
+inline std::mutex random_weights;
+
 /// A Net with the same weights for the same seed, on every call and in every thread.
 template <class Net, class... Args>
 Net seeded(uint64_t seed, Args&&... args) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(random_weights);
   torch::manual_seed(seed);
   return Net(std::forward<Args>(args)...);
 }

@@ -199,12 +199,14 @@ TEST(JoinFsdp, MicroBatchesUnderNoSyncFormOneStep) {
   }
 }
 
-TEST(JoinFsdp, AccumulationInTheShardsAndClippingEqualOneProcess) {
+/// Accumulates two backwards in the shards; `zero_grad` clears the gradients before.
+void expect_accumulation_equals_one_process(
+    const std::function<void(joined::FsdpSetup&)>& zero_grad) {
   std::vector<std::vector<double>> norms(2);
   run_ranks(2, [&](ProcessGroup group, int rank) {
     joined::FsdpSetup setup(group, every_leaf());
     const auto iteration = [&](const std::function<void(int micro)>& backward) {
-      setup.optimizer->zero_grad();
+      zero_grad(setup);
       for (int micro = 0; micro < 2; ++micro) backward(micro);
       norms[rank].push_back(setup.fsdp->clip_grad_norm_(0.1));
       setup.optimizer->step();
@@ -229,6 +231,18 @@ TEST(JoinFsdp, AccumulationInTheShardsAndClippingEqualOneProcess) {
       (loss_of(one(own_rows(10 * step + micro, 0))) / 2).backward();
     EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(one->parameters(), 0.1), norms[0][step], 1e-5);
     plain->step();
+  }
+}
+
+TEST(JoinFsdp, AccumulationInTheShardsAndClippingEqualOneProcess) {
+  expect_accumulation_equals_one_process(
+      [](joined::FsdpSetup& setup) { setup.optimizer->zero_grad(); });
+}
+
+TEST(JoinFsdp, ZeroGradOfTheModuleWorksOnRanksWithoutData) {
+  for (const bool set_to_none : {false, true}) {
+    expect_accumulation_equals_one_process(
+        [&](joined::FsdpSetup& setup) { setup.net->zero_grad(set_to_none); });
   }
 }
 

@@ -1,5 +1,8 @@
 #include "sharding/gradients/backward_watch.h"
 
+#include <algorithm>
+#include <atomic>
+#include <mutex>
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
@@ -43,31 +46,58 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
       std::weak_ptr<State> state_;
       size_t parameter_;
     };
+    class BeforeFirst : public torch::autograd::FunctionPreHook {
+     public:
+      explicit BeforeFirst(std::weak_ptr<State> state) : state_(std::move(state)) {}
+      torch::autograd::variable_list operator()(
+          const torch::autograd::variable_list& gradients) override {
+        if (auto state = state_.lock()) state->begin();
+        return gradients;
+      }
+
+     private:
+      std::weak_ptr<State> state_;
+    };
     parameters_ = parameters;
     for (size_t i = 0; i < parameters.size(); ++i) {
       auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
       const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
-      hooks_.emplace_back(std::move(accumulator), key);
+      torch::autograd::FunctionPreHook* before = nullptr;
+      if (callbacks_.begin_before_first) {
+        auto hook = std::make_unique<BeforeFirst>(weak_from_this());
+        before = hook.get();
+        accumulator->add_pre_hook(std::move(hook));
+      }
+      hooks_.push_back({std::move(accumulator), key, before});
     }
   }
 
   std::optional<size_t> lost_parameter() const {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters_[i]);
-      if (now.get() != hooks_[i].first.get()) return i;
+      if (now.get() != hooks_[i].accumulator.get()) return i;
     }
     return std::nullopt;
   }
 
   void detach() {
-    for (auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+    for (auto& [accumulator, key, before] : hooks_) {
+      accumulator->del_post_hook(key);
+      auto& pre = accumulator->pre_hooks();
+      pre.erase(
+          std::remove_if(pre.begin(), pre.end(),
+                         [before = before](const auto& hook) { return hook.get() == before; }),
+          pre.end());
+    }
     hooks_.clear();
   }
 
   void begin() {
     if (running_) return;
-    running_ = true;
+    const std::lock_guard lock(begin_mutex_);  // another thread of this backward may come here too
+    if (running_) return;
     if (callbacks_.began) callbacks_.began();
+    running_ = true;
     queue_end();
   }
 
@@ -90,9 +120,15 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
     });
   }
 
-  bool running_ = false;
+  std::atomic<bool> running_ = false;
 
  private:
+  struct Hooks {
+    Accumulator accumulator;
+    uintptr_t key;
+    const torch::autograd::FunctionPreHook* before;  // null without begin_before_first
+  };
+
   void end() {
     if (!running_) return;
     if (reentrant_depth > 0) {
@@ -104,8 +140,9 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
   }
 
   Callbacks callbacks_;
+  std::mutex begin_mutex_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
+  std::vector<Hooks> hooks_;
 };
 
 BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, Callbacks callbacks)

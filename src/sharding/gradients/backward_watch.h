@@ -25,6 +25,9 @@ class BackwardWatch {
     std::function<void(size_t parameter, const at::Tensor& computed)> arrived;
     std::function<void()> ended;
     std::function<void()> abandoned;
+    /// `began` runs before autograd changes any `.grad` of the list. This costs a hook more for
+    /// each parameter. Otherwise the first gradient may be complete.
+    bool begin_before_first = false;
   };
 
   /// All `parameters` are trainable. Local.
@@ -38,7 +41,7 @@ class BackwardWatch {
   /// none. Local.
   std::optional<size_t> lost_parameter() const;
 
-  /// Reports `began` now, from within a backward, before any gradient of the list has arrived.
+  /// Reports `began` now, from within a backward, unless it has been reported.
   void begin();
   bool running() const;
 

@@ -1,0 +1,62 @@
+#include "fsdp/paging/placeholders.h"
+
+#include <fmt/format.h>
+
+#include "fsdp/paging/detection.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+GradientPlaceholders::GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters,
+                                           std::string prefix, ParameterDetection detection,
+                                           std::function<void(size_t)> zero)
+    : prefix_(std::move(prefix)), detection_(detection), zero_(std::move(zero)) {
+  for (const auto& parameter : parameters) entries_.push_back({parameter, nullptr, {}, false});
+}
+
+GradientPlaceholders::~GradientPlaceholders() { take_away(); }
+
+void GradientPlaceholders::show(size_t i) {
+  if (detection_ != ParameterDetection::dispatch_key) return;
+  auto& entry = entries_[i];
+  auto& parameter = entry.parameter.tensor;
+  if (!entry.page || entry.tensor.scalar_type() != parameter.scalar_type()) {
+    const NoDetection no_detection;
+    const at::AutoDispatchBelowADInplaceOrView no_views;
+    const auto options =
+        at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
+    entry.page = std::make_unique<Page>(this, i, 1, options, detection_,
+                                        ".grad of parameter " + entry.parameter.name);
+    entry.page->attach(at::zeros({1}, options));
+    entry.tensor = entry.page->flat().as_strided(parameter.sizes(),
+                                                 std::vector<int64_t>(parameter.dim(), 0), 0);
+  }
+  parameter.mutable_grad() = entry.tensor;
+  entry.shown = true;
+}
+
+/// Module::zero_grad() replaces `.grad` by an alias (detach), so the storages are compared.
+bool GradientPlaceholders::is_in_place(const Entry& entry) {
+  const auto& grad = entry.parameter.tensor.grad();
+  return grad.defined() && grad.has_storage() && grad.is_alias_of(entry.tensor);
+}
+
+void GradientPlaceholders::take_away() {
+  for (auto& entry : entries_) {
+    if (entry.shown && is_in_place(entry)) entry.parameter.tensor.mutable_grad() = at::Tensor();
+    entry.shown = false;
+  }
+}
+
+void GradientPlaceholders::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
+  if (op == "aten::detach" || op == "aten::detach_" || op == "aten::requires_grad_") return;
+  const auto i = uses[0].page->index();
+  if (op == "aten::zero_") return zero_(i);
+  throw UsageError(fmt::format(
+      "{}: {} uses .grad of parameter {} of the module itself, but the gradient is that of this "
+      "rank's shard; expected Optimizer(fsdp.parameters(), …), fsdp.clip_grad_norm_(…), or .grad() "
+      "of fsdp.named_parameters()",
+      prefix_, op, entries_[i].parameter.name));
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/paging/page.h"
+#include "sharding/named_tensor.h"
+
+namespace tessera::fsdp {
+
+/// [Note: placeholders of gradients] The gradients are those of the shards, but programs also know
+/// the module's parameters: zero_grad() of the module, optimizers and clipping over its parameters.
+/// Between backwards, `.grad` of each of these parameters whose shard has a gradient is therefore a
+/// placeholder: a tensor of the parameter's shape, with strides of 0, that carries the detection's
+/// key. zero_() of it clears the gradient of the shard, a placeholder that the program has removed
+/// from `.grad` counts as cleared, and any operator that reads it is an error. Autograd never sees
+/// it: it is taken away before the first gradient of a backward is accumulated.
+///
+/// Without the dispatch key (ParameterDetection::record_function) there are no placeholders. Not
+/// between threads: the owner locks.
+class GradientPlaceholders : public PageOwner {
+ public:
+  /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `zero(i)`: the gradient of
+  /// parameter i becomes zero; called outside of backward.
+  GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters, std::string prefix,
+                       ParameterDetection detection, std::function<void(size_t)> zero);
+  ~GradientPlaceholders() override;
+  GradientPlaceholders(const GradientPlaceholders&) = delete;
+
+  /// `.grad` of parameter i, which is undefined, becomes its placeholder.
+  void show(size_t parameter);
+  /// Calls `cleared(i)` for each parameter whose placeholder the program has removed since show().
+  template <class Cleared>
+  void notice(Cleared&& cleared) {
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      auto& entry = entries_[i];
+      if (!entry.shown || is_in_place(entry)) continue;
+      entry.shown = false;
+      cleared(i);
+    }
+  }
+  /// No `.grad` is a placeholder any more.
+  void take_away();
+
+  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
+
+ private:
+  struct Entry {
+    sharding::NamedTensor parameter;
+    std::unique_ptr<Page> page;  // null before the first show()
+    at::Tensor tensor;
+    bool shown = false;
+  };
+  static bool is_in_place(const Entry& entry);
+
+  std::vector<Entry> entries_;
+  std::string prefix_;
+  ParameterDetection detection_;
+  std::function<void(size_t)> zero_;
+};
+
+}  // namespace tessera::fsdp
