@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "fsdp/paging/detection.h"
 #include "memory/heap.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
@@ -44,8 +45,11 @@ Gradients::Gradients(ShardedModel& model, ParameterDetection detection, FsdpStat
       stats_(stats),
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
+      detection_(detection),
       placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
                     detection, [this](size_t parameter) { zero(parameter); }),
+      norms_(fmt::format("{}: rank {}", kName, model.world.rank()),
+             [this] { return shard_gradients(); }),
       pending_(model.flats.size()),
       tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
@@ -166,8 +170,15 @@ void Gradients::reduce(size_t f) {
   reduction->slot = pending.flat;
   reduction->used = pending.has;
   const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
-  if (!pending.own_segment.defined())
+  if (!pending.own_segment.defined()) {
     pending.own_segment = at::empty({own}, flat.own_segment.options());
+    if (model_.shard_group.size() > 1 && detection_ == ParameterDetection::dispatch_key) {
+      pending.page =
+          std::make_unique<Page>(&norms_, f, own, flat.own_segment.options(), detection_,
+                                 "a gradient of unit " + display_name(model_.units[flat.unit]));
+      pending.page->attach(pending.own_segment);
+    }
+  }
   for (size_t m = 0; m < flat.members.size(); ++m) {
     auto& grad = flat.shards[m].tensor.mutable_grad();
     auto mine = window(f, m);
@@ -248,6 +259,23 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
   return sharding::window(pending_[f].own_segment, shard.at, shard.tensor);
 }
 
+at::Tensor Gradients::shard_gradient(size_t f, size_t member) const {
+  if (!pending_[f].page) return window(f, member);
+  const NoDetection no_detection;
+  const auto& shard = model_.flats[f].shards[member];
+  return sharding::window(pending_[f].page->flat(), shard.at, shard.tensor);
+}
+
+std::set<LocalNorms::Gradient> Gradients::shard_gradients() const {
+  std::set<LocalNorms::Gradient> result;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    for (const auto& shard : model_.flats[f].shards) {
+      if (shard.tensor.grad().defined()) result.emplace(f, shard.at);
+    }
+  }
+  return result;
+}
+
 /// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients
 /// of the shards in it.
 void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& sum) {
@@ -283,7 +311,7 @@ void Gradients::finish_one() {
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m] && !reduction->dropped)
-      flat.shards[m].tensor.mutable_grad() = window(reduction->flat, m);
+      flat.shards[m].tensor.mutable_grad() = shard_gradient(reduction->flat, m);
   }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
   flat.gradient_slots->give(reduction->slot, !is_large(reduction->flat));
@@ -314,6 +342,7 @@ void Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
   for (auto& pending : pending_) pending.reduced = false;
+  norms_.reset();
   if (sync()) reduce_rest();
   show_placeholders();
 }

@@ -7,6 +7,7 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/join_leader.h"
+#include "fsdp/paging/local_norms.h"
 #include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
@@ -69,6 +70,9 @@ class Gradients {
     bool defer_until_complete = false;
     bool reduced = false;    // in this backward
     at::Tensor own_segment;  // this rank's part of the mean
+    /// The same memory, of which the shards' gradients are views; null where they are not watched:
+    /// see [Note: norms of shards].
+    std::unique_ptr<Page> page;
   };
   struct EndOfBackward;
   struct Reduction {
@@ -99,12 +103,16 @@ class Gradients {
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;
+  at::Tensor shard_gradient(size_t flat, size_t member) const;
+  std::set<LocalNorms::Gradient> shard_gradients() const;
 
   ShardedModel& model_;
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
+  ParameterDetection detection_;
   GradientPlaceholders placeholders_;
+  LocalNorms norms_;
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;

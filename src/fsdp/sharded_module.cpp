@@ -155,6 +155,7 @@ double ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
   gradients->notice_cleared();
+  const NoDetection no_detection;
   for (const auto* shard : shards()) norm.add(shard->tensor.grad());
   const double total = norm.total(model.shard_group);
   if (!norm.any() && model.world.rank() == 0)
@@ -168,6 +169,7 @@ double ShardedModule::clip(double max_norm, double p) {
   const double factor = clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
+  const NoDetection no_detection;
   for (const auto* shard : shards()) {
     if (shard->tensor.grad().defined()) shard->tensor.grad().mul_(factor);
   }

@@ -13,7 +13,7 @@ namespace tessera::fsdp {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written});
+  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}});
 }
 
 void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
@@ -40,6 +40,7 @@ void before_operator(const c10::FunctionSchema& schema, const c10::IValue* argum
     const auto* alias = declared[i].alias_info();
     find(arguments[i], alias && alias->isWrite() && changes_elements(schema.name()), uses);
   }
+  for (auto& use : uses) use.overload = schema.overload_name();
   if (!uses.empty()) notify_owners(uses, schema.name());
 }
 

@@ -18,8 +18,9 @@ inline constexpr auto kDetectionKey = c10::DispatchKey::TESTING_ONLY_GenericWrap
 /// A tensor of a page among the arguments of an operator.
 struct PageUse {
   Page* page;
-  int64_t offset;  ///< Offset of the tensor's first element in the page.
-  bool written;    ///< Whether the operator changes its elements.
+  int64_t offset;                  ///< Offset of the tensor's first element in the page.
+  bool written;                    ///< Whether the operator changes its elements.
+  std::string_view overload = {};  ///< Of the operator; known if the operator writes.
 };
 
 /// Makes sure that pages have memory when an operator uses them.
