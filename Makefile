@@ -3,8 +3,10 @@
 BUILD ?= build
 JOBS  ?= $(shell nproc)
 RANKS ?= 2
+SEEDS ?= 1000
+FROM  ?= 0
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -35,6 +37,11 @@ sanitizers: dependencies
 # Builds and tests the same sources against the newest PyTorch of PyPI.
 wheel: dependencies
 	scripts/test_with_wheel.sh
+
+# Trains SEEDS random models in random ways and compares with plain libtorch: docs/fuzzing.md.
+fuzz: build
+	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BUILD)/bin/training_fuzz \
+	  --seeds $(SEEDS) --from $(FROM) --jobs $(JOBS)
 
 clean:
 	rm -rf $(BUILD) build-* demo-out benchmark-out

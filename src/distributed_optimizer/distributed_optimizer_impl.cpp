@@ -146,7 +146,8 @@ void DistributedOptimizer::Impl::make_reduction() {
       std::make_unique<PackedReduction>(std::move(parameters), std::move(groups),
                                         distributed_optimizer::PackedReductionOptions{
  mean_, options_.param_pack, options_.param_pack_thd,
- [this](size_t group) { return option_text(group); }});
+ [this](size_t group) {
+ return fmt::format("{}; backward after {} steps", option_text(group), steps_); }});
 }
 
 void DistributedOptimizer::Impl::check_groups() {
@@ -167,13 +168,13 @@ void DistributedOptimizer::Impl::check_groups() {
   }
 }
 
-void DistributedOptimizer::Impl::check_trainability() const {
+void DistributedOptimizer::Impl::check_trainability() {
   // A parameter that was frozen has no hook: its gradient would silently stay this rank's own.
   for (const auto& tensor : frozen_) {
     if (!tensor.requires_grad()) continue;
     for (const auto& [name, known] : names_) {
       if (!known.is_same(tensor)) continue;
-      throw UsageError(fmt::format(
+      synced_[0].group.fail(fmt::format(
           "{}: parameter {} was frozen at construction and requires a gradient now; construct "
           "the optimizer after such changes",
           prefix(), name));

@@ -32,7 +32,7 @@ class DistributedOptimizer::Impl {
   /// Refuses parameter groups that were added to the optimizer after construction.
   void check_groups();
   /// Refuses parameters that were frozen at construction and require a gradient now.
-  void check_trainability() const;
+  void check_trainability();
   /// Sends rank `root`'s parameters to all ranks of each dist_group.
   void broadcast(int root);
   /// The start of an error message, with the rank if it is known.

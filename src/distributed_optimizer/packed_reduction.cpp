@@ -148,7 +148,7 @@ void PackedReduction::finish_backward() {
   for (size_t l = 0; l < lanes_.size(); ++l) {
     counts.push_back(use_and_deviations(l));
     works.push_back(lanes_[l].group.all_reduce_async(
-        counts.back(), 1, options_.text_of_options(lanes_[l].parameter_group)));
+        counts.back(), 1, options_.describe_step(lanes_[l].parameter_group)));
   }
   wait_for_buckets();
   for (size_t l = 0; l < lanes_.size(); ++l) {

@@ -17,9 +17,9 @@ struct PackedReductionOptions {
   bool mean = true;            ///< Mean over the ranks, else sum.
   bool pack = false;           ///< Off: every gradient is reduced by itself.
   int64_t pack_threshold = 1;  ///< A pack is closed when it has more bytes than this.
-  /// The options (lr, …) of a parameter group of the optimizer, which each backward compares
-  /// between the ranks.
-  std::function<std::string(size_t parameter_group)> text_of_options;
+  /// What must be the same on all ranks in a backward: the number of steps before it, and the
+  /// options (lr, …) of this parameter group of the optimizer.
+  std::function<std::string(size_t parameter_group)> describe_step;
 };
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own

@@ -86,11 +86,12 @@ void FullyShardedDataParallelBase::check_optimizer(const torch::optim::Optimizer
     for (const auto& tensor : group.params()) {
       for (const auto& [name, own] : sharded.model.parameters) {
         if (!tensor.is_same(own)) continue;
-        throw UsageError(fmt::format(
-            "{}: the optimizer has parameter {} of the module itself, which is not in "
-            "fsdp.parameters(): it is only a gathered copy, and the gradient is that of the shard; expected this "
-            "rank's shards: Optimizer(fsdp.parameters(), …)",
-            sharded.prefix(), name));
+        throw UsageError(
+            fmt::format("{}: the optimizer has parameter {} of the module itself, which is not in "
+                        "fsdp.parameters(): it is only a gathered copy, and the gradient is that "
+                        "of the shard; expected this "
+                        "rank's shards: Optimizer(fsdp.parameters(), …)",
+                        sharded.prefix(), name));
       }
     }
   }

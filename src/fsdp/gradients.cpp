@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "fsdp/paging/detection.h"
 #include "memory/heap.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
@@ -38,14 +39,16 @@ std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
 
 }  // namespace
 
-Gradients::Gradients(ShardedModel& model, ParameterDetection detection, FsdpStats& stats,
-                     JoinLeader& join_leader, Callbacks callbacks)
+Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
+                     Callbacks callbacks)
     : model_(model),
       stats_(stats),
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
       placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
-                    detection, [this](size_t parameter) { zero(parameter); }),
+                    [this](size_t parameter) { zero(parameter); }),
+      norms_(fmt::format("{}: rank {}", kName, model.world.rank()),
+             [this] { return shard_gradients(); }),
       pending_(model.flats.size()),
       tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
@@ -158,7 +161,7 @@ at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
-  if (join_leader_.must_broadcast()) join_leader_.broadcast_event(GradientsReduced{f, pending.has});
+  if (join_leader_.must_broadcast()) join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
   auto reduction = std::make_shared<Reduction>();
@@ -166,8 +169,15 @@ void Gradients::reduce(size_t f) {
   reduction->slot = pending.flat;
   reduction->used = pending.has;
   const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
-  if (!pending.own_segment.defined())
+  if (!pending.own_segment.defined()) {
     pending.own_segment = at::empty({own}, flat.own_segment.options());
+    if (model_.shard_group.size() > 1) {
+      pending.page =
+          std::make_unique<Page>(&norms_, f, own, flat.own_segment.options(),
+                                 "a gradient of unit " + display_name(model_.units[flat.unit]));
+      pending.page->attach(pending.own_segment);
+    }
+  }
   for (size_t m = 0; m < flat.members.size(); ++m) {
     auto& grad = flat.shards[m].tensor.mutable_grad();
     auto mine = window(f, m);
@@ -175,8 +185,10 @@ void Gradients::reduce(size_t f) {
       mine.copy_(grad);  // set by the caller
     reduction->adds.push_back(grad.defined());
   }
-  const auto tag = fmt::format("gradients of unit {}: {}", display_name(model_.units[flat.unit]),
-                               digest(pending.has));
+  // Ranks that have made different numbers of passes would reduce gradients of different steps.
+  const auto tag = fmt::format("gradients of unit {}: {}; backward {} after {} forwards",
+                               display_name(model_.units[flat.unit]), digest(pending.has),
+                               backwards_ + 1, forwards_);
   const double scale = 1.0 / join_leader_.divisor();
   reduction->scale =
       model_.replicas.size() > 1 ? 1 : scale;  // with replicas, their sum applies the scale
@@ -248,6 +260,23 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
   return sharding::window(pending_[f].own_segment, shard.at, shard.tensor);
 }
 
+at::Tensor Gradients::shard_gradient(size_t f, size_t member) const {
+  if (!pending_[f].page) return window(f, member);
+  const NoDetection no_detection;
+  const auto& shard = model_.flats[f].shards[member];
+  return sharding::window(pending_[f].page->flat(), shard.at, shard.tensor);
+}
+
+std::set<LocalNorms::Gradient> Gradients::shard_gradients() const {
+  std::set<LocalNorms::Gradient> result;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    for (const auto& shard : model_.flats[f].shards) {
+      if (shard.tensor.grad().defined()) result.emplace(f, shard.at);
+    }
+  }
+  return result;
+}
+
 /// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients
 /// of the shards in it.
 void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& sum) {
@@ -283,7 +312,7 @@ void Gradients::finish_one() {
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m] && !reduction->dropped)
-      flat.shards[m].tensor.mutable_grad() = window(reduction->flat, m);
+      flat.shards[m].tensor.mutable_grad() = shard_gradient(reduction->flat, m);
   }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
   flat.gradient_slots->give(reduction->slot, !is_large(reduction->flat));
@@ -297,6 +326,7 @@ void Gradients::shadow_gradient(size_t f) {
 void Gradients::shadow_reduce(const GradientsReduced& event) {
   std::lock_guard lock(mutex_);
   auto& pending = pending_[event.flat];
+  forwards_ = event.forwards;
   for (size_t m = 0; m < pending.has.size(); ++m) {
     if (!pending.has[m]) pending.views[m].zero_();
     pending.has[m] = event.used.at(m);
@@ -314,7 +344,11 @@ void Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
   for (auto& pending : pending_) pending.reduced = false;
-  if (sync()) reduce_rest();
+  norms_.reset();
+  if (sync()) {
+    reduce_rest();
+    ++backwards_;
+  }
   show_placeholders();
 }
 

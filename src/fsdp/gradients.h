@@ -7,6 +7,7 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/join_leader.h"
+#include "fsdp/paging/local_norms.h"
 #include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
@@ -28,14 +29,15 @@ class Gradients {
     /// The reduction of a unit's gradients has begun.
     std::function<void(size_t unit)> reduced;
   };
-  Gradients(ShardedModel& model, ParameterDetection detection, FsdpStats& stats,
-            JoinLeader& join_leader, Callbacks callbacks);
+  Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, Callbacks callbacks);
 
   void hold_sync(int change) { holds_ += change; }
   bool sync() const { return leader_sync_.value_or(holds_ == 0); }
   /// On a rank without data in a join: the leader's setting counts; nullopt: this rank's own.
   void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
+  /// A forward has begun that a backward may follow which reduces.
+  void count_forward() { forwards_ += sync(); }
   /// A backward has begun; autograd has not yet changed any `.grad`.
   void begin_backward();
   /// Autograd has set `.grad` of a parameter of the module.
@@ -69,6 +71,9 @@ class Gradients {
     bool defer_until_complete = false;
     bool reduced = false;    // in this backward
     at::Tensor own_segment;  // this rank's part of the mean
+    /// The same memory, of which the shards' gradients are views; null where they are not watched:
+    /// see [Note: norms of shards].
+    std::unique_ptr<Page> page;
   };
   struct EndOfBackward;
   struct Reduction {
@@ -99,17 +104,21 @@ class Gradients {
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;
+  at::Tensor shard_gradient(size_t flat, size_t member) const;
+  std::set<LocalNorms::Gradient> shard_gradients() const;
 
   ShardedModel& model_;
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
   GradientPlaceholders placeholders_;
+  LocalNorms norms_;
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
   CommStream stream_;
-  int holds_ = 0;  // scopes of no_sync()
+  uint64_t forwards_ = 0, backwards_ = 0;  // that are not under no_sync()
+  int holds_ = 0;                          // scopes of no_sync()
   std::optional<bool> leader_sync_;
   std::mutex mutex_;
   sharding::CallbackGuard callback_guard_;  // for the callbacks of open reductions

@@ -21,7 +21,7 @@ Values values_of(const FirstGradient& event) {
   return {event.sync, static_cast<int64_t>(event.flat)};
 }
 Values values_of(const GradientsReduced& event) {
-  Values values{static_cast<int64_t>(event.flat)};
+  Values values{static_cast<int64_t>(event.flat), static_cast<int64_t>(event.forwards)};
   values.insert(values.end(), event.used.begin(), event.used.end());
   return values;
 }
@@ -39,7 +39,8 @@ void read(FirstGradient& event, const Values& values) {
 }
 void read(GradientsReduced& event, const Values& values) {
   event.flat = static_cast<size_t>(values.at(0));
-  event.used.assign(values.begin() + 1, values.end());
+  event.forwards = static_cast<uint64_t>(values.at(1));
+  event.used.assign(values.begin() + 2, values.end());
 }
 void read(BackwardEnds& event, const Values& values) { event.sync = values.at(0); }
 

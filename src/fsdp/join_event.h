@@ -36,10 +36,11 @@ struct FirstGradient {
   size_t flat = 0;
   bool operator==(const FirstGradient&) const = default;
 };
-/// The gradients of a flat parameter are reduced. `used`: for each member, whether it has a
-/// gradient.
+/// The gradients of a flat parameter are reduced. `forwards`: see Gradients::count_forward().
+/// `used`: for each member, whether it has a gradient.
 struct GradientsReduced {
   size_t flat = 0;
+  uint64_t forwards = 0;
   std::vector<char> used;
   bool operator==(const GradientsReduced&) const = default;
 };

@@ -24,7 +24,7 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
     if (watch_) watch_->begin();
   });
   gradients = std::make_unique<Gradients>(
-      model, detection, stats, join_leader,
+      model, stats, join_leader,
       Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
                            [this](size_t unit) { residency->gradients_done(unit); }});
   make_pages();
@@ -130,6 +130,7 @@ void ShardedModule::begin_forward() {
         c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
     residency->begin_forward(full_precision_);
+    if (module.is_training() && at::GradMode::is_enabled()) gradients->count_forward();
     restore_cache.release();
   } else {
     residency->begin_forward(full_precision_);
@@ -165,6 +166,7 @@ double ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
   gradients->notice_cleared();
+  const NoDetection no_detection;
   for (const auto* shard : shards()) norm.add(shard->tensor.grad());
   const double total = norm.total(model.shard_group);
   if (!norm.any() && model.world.rank() == 0)
@@ -178,6 +180,7 @@ double ShardedModule::clip(double max_norm, double p) {
   const double factor = clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
+  const NoDetection no_detection;
   for (const auto* shard : shards()) {
     if (shard->tensor.grad().defined()) shard->tensor.grad().mul_(factor);
   }

@@ -55,6 +55,8 @@ class ZeroRedundancyOptimizer::Impl {
 
   /// UsageError, naming `call`, while updates that backward has started are under way.
   void require_no_update_under_way(const char* call) const;
+  /// Makes the partition anew if requires_grad of a parameter has changed. Collective.
+  bool repartition_if_trainability_changed();
   void check_storage();
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"
 
@@ -77,7 +79,6 @@ class ZeroRedundancyOptimizer::Impl {
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
   void watch();
-  bool repartition_if_trainability_changed();
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void update(bool averaged);
   void update_thawed();

@@ -45,6 +45,7 @@ void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
   impl_->require_no_update_under_way("add_param_group");
+  impl_->repartition_if_trainability_changed();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
   impl_->finish_construction();
 }

@@ -271,4 +271,71 @@ TEST(FsdpOwnParameters, TheModuleHasNoPlaceholdersAfterItsWrapper) {
     EXPECT_TRUE(at::equal(net->parameters()[i].grad(), plain->parameters()[i].grad())) << i;
 }
 
+TEST(FsdpShardNorms, ClippingByTheNormOfOneRankIsRefused) {
+  for (int world = 2; world <= 4; ++world) {
+    for (const double p : {2.0, 1.0}) {
+      run_ranks(world, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Chain>(1);
+        FullyShardedDataParallel fsdp(net, group, every_leaf());
+        for (int i = 0; i < 2; ++i) {
+          fsdp.zero_grad();
+          loss_of(fsdp(rows(i, rank, world))).backward();
+          const double norm = fsdp.grad_norm();
+          // Logging all norms is allowed.
+          for (const auto& shard : fsdp.parameters())
+            EXPECT_GE(shard.grad().norm().item<float>(), 0);
+          EXPECT_THAT(
+              thrown_by([&] { torch::nn::utils::clip_grad_norm_(fsdp.parameters(), 1e-3, p); }),
+              AllOf(HasSubstr("FullyShardedDataParallel: rank " + std::to_string(rank)),
+                    HasSubstr("expected fsdp.clip_grad_norm_(")));
+          EXPECT_EQ(fsdp.grad_norm(), norm);  // nothing was scaled
+          torch::nn::utils::clip_grad_value_(fsdp.parameters(), 1e-3);
+          fsdp.clip_grad_norm_(1e-4);
+          EXPECT_NEAR(fsdp.grad_norm(), 1e-4, 1e-6);
+        }
+      });
+    }
+  }
+}
+
+TEST(FsdpShardNorms, ClippingByTheInfinityNormOfOneRankIsRefused) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Chain>(1);
+    FullyShardedDataParallel fsdp(net, group, {.partition = Partition::flat});
+    loss_of(fsdp(rows(0, rank, 2))).backward();
+    std::vector<at::Tensor> not_empty;  // libtorch has no maximum of an empty gradient
+    for (auto& shard : fsdp.parameters()) {
+      if (shard.numel() > 0) not_empty.push_back(shard);
+      else shard.mutable_grad() = at::Tensor();
+    }
+    EXPECT_THAT(thrown_by([&] {
+                  torch::nn::utils::clip_grad_norm_(not_empty, 1,
+                                                    std::numeric_limits<double>::infinity());
+                }),
+                HasSubstr("expected fsdp.clip_grad_norm_("));
+  });
+}
+
+TEST(FsdpShardNorms, ANormAndAnUpdateForEachParameterIsAllowed) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Chain>(1);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    loss_of(fsdp(rows(0, rank, 2))).backward();
+    for (int round = 0; round < 2; ++round) {
+      for (const auto& shard : fsdp.parameters()) shard.grad().mul_(1 / (shard.grad().norm() + 1));
+    }
+    for (const auto& shard : fsdp.parameters()) shard.grad().norm();
+    for (const auto& shard : fsdp.parameters()) shard.grad().mul_(0.5);  // a loss scale
+  });
+}
+
+TEST(FsdpShardNorms, OneRankMayClipItsOwnGradients) {
+  auto net = seeded<Chain>(1), plain = seeded<Chain>(1);
+  FullyShardedDataParallel fsdp(net, ProcessGroup(), every_leaf());
+  loss_of(fsdp(rows(0))).backward();
+  loss_of(plain(rows(0))).backward();
+  EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(fsdp.parameters(), 1e-3),
+              torch::nn::utils::clip_grad_norm_(plain->parameters(), 1e-3), 1e-6);
+}
+
 }  // namespace

@@ -18,8 +18,8 @@ TEST(JoinEvent, EveryKindIsReadAsItWasWritten) {
                                          UnitsUsed{Phase::backward, {0, 7, 300}},
                                          FirstGradient{true, 0},
                                          FirstGradient{false, 12},
-                                         GradientsReduced{2, {1, 0, 1}},
-                                         GradientsReduced{0, {}},
+                                         GradientsReduced{2, 7, {1, 0, 1}},
+                                         GradientsReduced{0, 0, {}},
                                          BackwardEnds{true},
                                          BackwardEnds{false}};
   for (size_t i = 0; i < events.size(); ++i) {

@@ -10,7 +10,7 @@ namespace tessera::fsdp {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written});
+  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}});
 }
 
 void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
@@ -39,6 +39,7 @@ PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* ar
     find(arguments[i], alias && alias->isWrite() && changes_elements(schema.name()), uses);
   }
   if (uses.empty()) return {};
+  for (auto& use : uses) use.overload = schema.overload_name();
   const auto first = uses[0];
   notify_owners(uses, schema.name());
   return first;

@@ -23,7 +23,7 @@ struct SeenPages {
     auto* page = Page::of(tensor);
     if (!page) return;
     last = storage;
-    uses[count++] = {page, tensor.storage_offset(), false};
+    uses[count++] = {page, tensor.storage_offset(), false, {}};
   }
   void see(const c10::optional<at::Tensor>& tensor) {
     if (tensor) see(*tensor);

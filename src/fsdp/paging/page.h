@@ -16,8 +16,9 @@ inline constexpr auto kDetectionKey = c10::DispatchKey::TESTING_ONLY_GenericWrap
 /// A tensor of a page among the arguments of an operator.
 struct PageUse {
   Page* page;
-  int64_t offset;  ///< Offset of the tensor's first element in the page.
-  bool written;    ///< Whether the operator changes its elements.
+  int64_t offset;                  ///< Offset of the tensor's first element in the page.
+  bool written;                    ///< Whether the operator changes its elements.
+  std::string_view overload = {};  ///< Of the operator; known if the operator writes.
 };
 
 /// Makes sure that pages have memory when an operator uses them.
@@ -28,7 +29,7 @@ class PageOwner {
   /// exception stops the operator.
   virtual void need(c10::ArrayRef<PageUse> uses, std::string_view op) = 0;
   /// Called when operator `op`, which takes `use`, has thrown `error`. May throw another error.
-  virtual void failed(const PageUse& use, std::string_view op, const c10::Error& error) const = 0;
+  virtual void failed(const PageUse& use, std::string_view op, const c10::Error& error) const {}
 };
 
 /// A flat tensor whose memory can be attached and detached. Views of it, and tensors that autograd

@@ -8,16 +8,14 @@
 namespace tessera::fsdp {
 
 GradientPlaceholders::GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters,
-                                           std::string prefix, ParameterDetection detection,
-                                           std::function<void(size_t)> zero)
-    : prefix_(std::move(prefix)), detection_(detection), zero_(std::move(zero)) {
+                                           std::string prefix, std::function<void(size_t)> zero)
+    : prefix_(std::move(prefix)), zero_(std::move(zero)) {
   for (const auto& parameter : parameters) entries_.push_back({parameter, nullptr, {}, false});
 }
 
 GradientPlaceholders::~GradientPlaceholders() { take_away(); }
 
 void GradientPlaceholders::show(size_t i) {
-  if (detection_ != ParameterDetection::dispatch_key) return;
   auto& entry = entries_[i];
   auto& parameter = entry.parameter.tensor;
   if (!entry.page || entry.tensor.scalar_type() != parameter.scalar_type()) {
@@ -25,7 +23,7 @@ void GradientPlaceholders::show(size_t i) {
     const at::AutoDispatchBelowADInplaceOrView no_views;
     const auto options =
         at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
-    entry.page = std::make_unique<Page>(this, i, 1, options, detection_,
+    entry.page = std::make_unique<Page>(this, i, 1, options,
                                         ".grad of parameter " + entry.parameter.name);
     entry.page->attach(at::zeros({1}, options));
     entry.tensor = entry.page->flat().as_strided(parameter.sizes(),

@@ -17,15 +17,13 @@ namespace tessera::fsdp {
 /// key. zero_() of it clears the gradient of the shard, a placeholder that the program has removed
 /// from `.grad` counts as cleared, and any operator that reads it is an error. Autograd never sees
 /// it: it is taken away before the first gradient of a backward is accumulated.
-///
-/// Without the dispatch key (ParameterDetection::record_function) there are no placeholders. Not
-/// between threads: the owner locks.
+/// Not between threads: the owner locks.
 class GradientPlaceholders : public PageOwner {
  public:
   /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `zero(i)`: the gradient of
   /// parameter i becomes zero; called outside of backward.
   GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters, std::string prefix,
-                       ParameterDetection detection, std::function<void(size_t)> zero);
+                       std::function<void(size_t)> zero);
   ~GradientPlaceholders() override;
   GradientPlaceholders(const GradientPlaceholders&) = delete;
 
@@ -57,7 +55,6 @@ class GradientPlaceholders : public PageOwner {
 
   std::vector<Entry> entries_;
   std::string prefix_;
-  ParameterDetection detection_;
   std::function<void(size_t)> zero_;
 };
 

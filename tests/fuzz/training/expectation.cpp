@@ -11,9 +11,10 @@ namespace {
 /// An error in one event must show in the next step, which one event may precede.
 constexpr size_t kLatestEvent = 4;
 
-bool has_layer(const Case& which, const std::string& kind) {
-  return std::any_of(which.layers.begin(), which.layers.end(),
-                     [&](const Item& layer) { return layer.kind == kind && !layer.flag("frozen"); });
+bool has_layer(const Case& which, const std::string& kind, bool frozen_too = false) {
+  return std::any_of(which.layers.begin(), which.layers.end(), [&](const Item& layer) {
+    return layer.kind == kind && (frozen_too || !layer.flag("frozen"));
+  });
 }
 
 /// Some parameter gets no gradient in this event, on any rank or on some.
@@ -59,7 +60,7 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (event.flag("closure") && overlap) return Expectation::usage_error;
   // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.
   if (event.has("nan") && kind == "fsdp" &&
-      (has_layer(which, "attention") || has_layer(which, "encoder")))
+      (has_layer(which, "attention", true) || has_layer(which, "encoder", true)))
     return Expectation::equal_or_error;
   // Another use of the parameters than in the first step breaks the promise.
   if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
@@ -68,9 +69,9 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
     const bool needs_all = ((kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused")) ||
                            (overlap && wrapper.flag("no_unused"));
     if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
-    if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional"))
-      return Expectation::equal_or_error;
   }
+  if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional", true))
+    return Expectation::equal_or_error;
   const bool ddp = kind == "ddp" || kind == "ddp_zero";
   const auto trainable = trainability(which, i);
   if (!trainable.thawed.empty() && kind != "zero") return Expectation::equal_or_error;
@@ -138,6 +139,14 @@ double tolerance_of(const Case& which) {
   const auto rounds = [](const Item& item) {
     return item.text("strategy") == "hybrid" || item.text("clip") == "norm";
   };
+  // libtorch rounds 16-bit numbers otherwise at the ends of tensors, and shards end elsewhere.
+  if (has_layer(which, "bfloat16_layer")) {
+    const auto cuts = [](const std::string& kind) { return kind == "fsdp" || kind == "zero" || kind == "ddp_zero"; };
+    if (cuts(which.wrapper.kind) ||
+        std::any_of(which.story.begin(), which.story.end(),
+                    [&](const Item& event) { return cuts(event.text("wrapper")); }))
+      return 0.03;
+  }
   exact = exact && !rounds(which.wrapper) &&
           std::none_of(which.story.begin(), which.story.end(), rounds);
   if (exact) return 0;
@@ -145,7 +154,8 @@ double tolerance_of(const Case& which) {
 }
 
 std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, size_t reached,
-                             const std::vector<Outcome>& outcomes, double seconds, double limit) {
+                             const std::vector<Outcome>& outcomes, double seconds, double limit,
+                             bool groups) {
   using Kind = Outcome::Kind;
   const auto all = [&](auto accepts) {
     return std::all_of(outcomes.begin(), outcomes.end(),
@@ -181,7 +191,9 @@ std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, 
   } else if (any) {
     if (!all([](Kind kind) { return kind != Kind::none; }))
       return Finding{"classes", where + list(outcomes)};
-  } else if (!all([](Kind kind) { return kind == Kind::usage; })) {
+  } else if (!all([&](Kind kind) {
+               return kind == Kind::usage || (groups && kind == Kind::broken);
+             })) {
     return Finding{"classes", where + list(outcomes)};
   }
   if (error_due < due.size() && reached > first + error_due + kLatestEvent)

@@ -38,8 +38,11 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
 double tolerance_of(const Case& which);
 
 /// `due`: expectations of the events from `first` on; `reached`: the event in which the first rank
-/// threw, or the end; `seconds`: the time from then to the end of the last rank.
+/// threw, or the end; `seconds`: the time from then to the end of the last rank. `groups`: the
+/// ranks are divided into groups, and ranks of another group than the one with the error may see
+/// only that a peer has left.
 std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, size_t reached,
-                             const std::vector<Outcome>& outcomes, double seconds, double limit);
+                             const std::vector<Outcome>& outcomes, double seconds, double limit,
+                             bool groups);
 
 }  // namespace tessera::fuzz

@@ -29,6 +29,15 @@ std::vector<at::Tensor> gradients_of(const NamedParameters& parameters) {
   return gradients;
 }
 
+/// Module::zero_grad() leaves gradients of zero; libtorch 2 makes them undefined.
+bool zero_grad_keeps_zeros() {
+  at::AutoGradMode with_grad(true);
+  torch::nn::PReLU module;
+  module(torch::ones({1})).sum().backward();
+  module->zero_grad();
+  return module->weight.grad().defined();
+}
+
 std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer.param_groups())
@@ -373,8 +382,11 @@ double PlainTraining::clip(const Item& event) {
 }
 
 void PlainTraining::clear(const Item& event) {
-  if (event.text("zero") != "module" || is("fsdp")) return zero_grad();
+  if (event.text("zero") != "module") return zero_grad();
   for (auto& replica : replicas_) replica.net->zero_grad();
+  for (auto& gradient : shard_gradients_) {
+    if (gradient.defined()) gradient = zero_grad_keeps_zeros() ? gradient.zero_() : at::Tensor();
+  }
 }
 
 void PlainTraining::zero_grad() {

@@ -354,7 +354,8 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
                                              which.story[progress[rank].event].kind, rank,
                                              outcomes[rank].text)};
   }
-  return judge(due, segment.begin, reached, outcomes, ended ? seconds : 0, kSlowSeconds);
+  return judge(due, segment.begin, reached, outcomes, ended ? seconds : 0, kSlowSeconds,
+               segment.wrapper.text("strategy") == "hybrid");
 }
 
 }  // namespace
