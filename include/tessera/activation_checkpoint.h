@@ -46,8 +46,8 @@ Result from_list(const std::vector<at::Tensor>& list, std::index_sequence<I...>)
 /// It must compute the same values both times. It may use parameters, which get their gradients. It
 /// works inside sharded and data-parallel models, which treat the inner backward pass as part of
 /// the outer one. UsageError in a backward with create_graph, and in autograd::grad() or a backward
-/// with a list of inputs: both would lose or add gradients. Objects that the function captures by reference must live until backward. Local;
-/// calls may be nested.
+/// with a list of inputs: both would lose or add gradients. Objects that the function captures by
+/// reference must live until backward. Local; calls may be nested.
 template <class F, class... Inputs>
 auto checkpoint(F function, const Inputs&... inputs) {
   static_assert((std::is_convertible_v<const Inputs&, at::Tensor> && ...),

@@ -142,12 +142,12 @@ void DistributedOptimizer::Impl::make_reduction() {
     groups.push_back({synced.group, synced.parameter_group, std::move(members)});
   }
   if (groups.empty()) return;
-  reduction_ =
-      std::make_unique<PackedReduction>(std::move(parameters), std::move(groups),
-                                        distributed_optimizer::PackedReductionOptions{
- mean_, options_.param_pack, options_.param_pack_thd,
- [this](size_t group) {
- return fmt::format("{}; backward after {} steps", option_text(group), steps_); }});
+  reduction_ = std::make_unique<PackedReduction>(
+      std::move(parameters), std::move(groups),
+      distributed_optimizer::PackedReductionOptions{
+          mean_, options_.param_pack, options_.param_pack_thd, [this](size_t group) {
+            return fmt::format("{}; backward after {} steps", option_text(group), steps_);
+          }});
 }
 
 void DistributedOptimizer::Impl::check_groups() {

@@ -161,7 +161,8 @@ at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
 void Gradients::reduce(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
-  if (join_leader_.must_broadcast()) join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
+  if (join_leader_.must_broadcast())
+    join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
   auto reduction = std::make_shared<Reduction>();

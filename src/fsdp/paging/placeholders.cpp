@@ -23,8 +23,8 @@ void GradientPlaceholders::show(size_t i) {
     const at::AutoDispatchBelowADInplaceOrView no_views;
     const auto options =
         at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
-    entry.page = std::make_unique<Page>(this, i, 1, options,
-                                        ".grad of parameter " + entry.parameter.name);
+    entry.page =
+        std::make_unique<Page>(this, i, 1, options, ".grad of parameter " + entry.parameter.name);
     entry.page->attach(at::zeros({1}, options));
     entry.tensor = entry.page->flat().as_strided(parameter.sizes(),
                                                  std::vector<int64_t>(parameter.dim(), 0), 0);

@@ -5,15 +5,43 @@
 namespace tessera::fuzz {
 
 const std::vector<std::string>& block_kinds() {
-  static const std::vector<std::string> kinds = {
-      "linear",      "conv1d",     "conv2d",      "conv_transpose1d", "layer_norm",
-      "group_norm",  "embedding",  "embedding_bag", "rnn",            "gru",
-      "lstm",        "cell",       "attention",   "encoder",          "prelu",
-      "bilinear",    "sequential", "module_list", "module_dict",      "batch_norm",
-      "cumulative_norm", "instance_norm", "counter", "random_features", "scalar",
-      "empty",       "strided",    "views",       "functional",       "custom",
-      "double_layer", "bfloat16_layer", "tied",   "shared",           "unused",
-      "conditional", "checkpoint"};
+  static const std::vector<std::string> kinds = {"linear",
+                                                 "conv1d",
+                                                 "conv2d",
+                                                 "conv_transpose1d",
+                                                 "layer_norm",
+                                                 "group_norm",
+                                                 "embedding",
+                                                 "embedding_bag",
+                                                 "rnn",
+                                                 "gru",
+                                                 "lstm",
+                                                 "cell",
+                                                 "attention",
+                                                 "encoder",
+                                                 "prelu",
+                                                 "bilinear",
+                                                 "sequential",
+                                                 "module_list",
+                                                 "module_dict",
+                                                 "batch_norm",
+                                                 "cumulative_norm",
+                                                 "instance_norm",
+                                                 "counter",
+                                                 "random_features",
+                                                 "scalar",
+                                                 "empty",
+                                                 "strided",
+                                                 "views",
+                                                 "functional",
+                                                 "custom",
+                                                 "double_layer",
+                                                 "bfloat16_layer",
+                                                 "tied",
+                                                 "shared",
+                                                 "unused",
+                                                 "conditional",
+                                                 "checkpoint"};
   return kinds;
 }
 

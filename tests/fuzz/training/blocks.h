@@ -14,8 +14,8 @@ constexpr int kVocabulary = 11;
 
 /// The input of a block.
 struct Flow {
-  at::Tensor hidden;  ///< batch x length x channels, floating point
-  at::Tensor tokens;  ///< batch x length, int64, 0 <= token < kVocabulary
+  at::Tensor hidden;   ///< batch x length x channels, floating point
+  at::Tensor tokens;   ///< batch x length, int64, 0 <= token < kVocabulary
   bool branch = true;  ///< Whether blocks of kind "conditional" use their layer.
 };
 

@@ -22,13 +22,13 @@ struct Item {
 
 /// One run of training, complete: everything that the fuzzer does follows from it.
 struct Case {
-  uint64_t seed = 0;          ///< Of weights and data.
-  int world = 2;              ///< Ranks of the first segment.
+  uint64_t seed = 0;            ///< Of weights and data.
+  int world = 2;                ///< Ranks of the first segment.
   std::string dtype = "float";  ///< "float" or "double".
   std::vector<Item> layers;
-  Item optimizer;             ///< A name of default_optimizers() with its options.
-  Item wrapper;               ///< "ddp", "zero", "ddp_zero", "distributed_optimizer" or "fsdp".
-  std::vector<Item> story;    ///< Events, in order.
+  Item optimizer;           ///< A name of default_optimizers() with its options.
+  Item wrapper;             ///< "ddp", "zero", "ddp_zero", "distributed_optimizer" or "fsdp".
+  std::vector<Item> story;  ///< Events, in order.
 };
 
 /// A random case. The same for the same seed.

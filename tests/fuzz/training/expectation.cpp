@@ -66,8 +66,9 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
     return Expectation::equal_or_error;
   if (leaves_unused(which, event)) {
-    const bool needs_all = ((kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused")) ||
-                           (overlap && wrapper.flag("no_unused"));
+    const bool needs_all =
+        ((kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused")) ||
+        (overlap && wrapper.flag("no_unused"));
     if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
   }
   if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional", true))
@@ -91,8 +92,8 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
 
 std::string list(const std::vector<Outcome>& outcomes) {
   std::string text;
-  static const char* const names[] = {"no error",   "difference",       "UsageError",
-                                      "an Error",   "the user's error", "a foreign exception"};
+  static const char* const names[] = {"no error", "difference",       "UsageError",
+                                      "an Error", "the user's error", "a foreign exception"};
   for (size_t rank = 0; rank < outcomes.size(); ++rank)
     text += fmt::format("\n  rank {}: {} {}", rank, names[static_cast<int>(outcomes[rank].kind)],
                         outcomes[rank].text.substr(0, 400));
@@ -114,8 +115,8 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
   if (event.kind == "join") {
     if (!trainability(which, i).frozen.empty() || !trainability(which, i).thawed.empty())
       return Expectation::equal_or_error;
-    const bool needs_all = (wrapper.kind == "ddp" || wrapper.kind == "ddp_zero") &&
-                           !wrapper.flag("find_unused");
+    const bool needs_all =
+        (wrapper.kind == "ddp" || wrapper.kind == "ddp_zero") && !wrapper.flag("find_unused");
     const bool overlap = wrapper.kind == "zero" && wrapper.flag("overlap");
     if (leaves_unused(which, event) && (needs_all || (overlap && wrapper.flag("no_unused"))))
       return Expectation::equal_or_error;
@@ -124,8 +125,7 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
   // Without sharding, and for units that are gathered already, a forward is local.
   if (event.kind == "evaluate" && event.has("rank") && wrapper.kind == "fsdp" && world > 1)
     return Expectation::equal_or_error;
-  if (event.kind == "lr" && event.has("rank") && world > 1)
-    return Expectation::usage_error;
+  if (event.kind == "lr" && event.has("rank") && world > 1) return Expectation::usage_error;
   // A wrapper may refuse to train what was frozen at construction.
   if (event.kind == "thaw" && wrapper.kind != "zero" && !trainability(which, i).thawed.empty())
     return Expectation::equal_or_error;
@@ -141,7 +141,9 @@ double tolerance_of(const Case& which) {
   };
   // libtorch rounds 16-bit numbers otherwise at the ends of tensors, and shards end elsewhere.
   if (has_layer(which, "bfloat16_layer")) {
-    const auto cuts = [](const std::string& kind) { return kind == "fsdp" || kind == "zero" || kind == "ddp_zero"; };
+    const auto cuts = [](const std::string& kind) {
+      return kind == "fsdp" || kind == "zero" || kind == "ddp_zero";
+    };
     if (cuts(which.wrapper.kind) ||
         std::any_of(which.story.begin(), which.story.end(),
                     [&](const Item& event) { return cuts(event.text("wrapper")); }))
@@ -197,8 +199,8 @@ std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, 
     return Finding{"classes", where + list(outcomes)};
   }
   if (error_due < due.size() && reached > first + error_due + kLatestEvent)
-    return Finding{"late", fmt::format("{} due in event {}{}", where, first + error_due,
-                                       list(outcomes))};
+    return Finding{"late",
+                   fmt::format("{} due in event {}{}", where, first + error_due, list(outcomes))};
   if (seconds > limit)
     return Finding{"slow", fmt::format("{} {:.1f} s{}", where, seconds, list(outcomes))};
   return std::nullopt;

@@ -12,11 +12,11 @@ namespace tessera::fuzz {
 
 /// What must come of an event.
 enum class Expectation {
-  equal,           ///< As plain training.
-  usage_error,     ///< A UsageError on every rank.
-  own_error,       ///< The user's exception on the rank that threw it, an Error on all others.
-  any_error,       ///< An exception on every rank, since libtorch throws too.
-  equal_or_error,  ///< As plain training, or a UsageError on every rank.
+  equal,               ///< As plain training.
+  usage_error,         ///< A UsageError on every rank.
+  own_error,           ///< The user's exception on the rank that threw it, an Error on all others.
+  any_error,           ///< An exception on every rank, since libtorch throws too.
+  equal_or_error,      ///< As plain training, or a UsageError on every rank.
   equal_or_any_error,  ///< As plain training, or an exception on every rank.
 };
 

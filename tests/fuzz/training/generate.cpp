@@ -34,7 +34,8 @@ std::vector<Item> random_layers(Random& random, bool exact) {
     if (layer.kind == "linear") maybe(random, 20, layer.values, "no_bias");
     if (layer.kind == "conv2d") maybe(random, 50, layer.values, "channels_last");
     if (layer.kind == "embedding") maybe(random, 30, layer.values, "padding");
-    if (layer.kind == "rnn" || layer.kind == "gru") maybe(random, 30, layer.values, "bidirectional");
+    if (layer.kind == "rnn" || layer.kind == "gru")
+      maybe(random, 30, layer.values, "bidirectional");
     if (layer.kind == "lstm") maybe(random, 30, layer.values, "layers", "2");
     layers.push_back(layer);
   }
@@ -43,8 +44,8 @@ std::vector<Item> random_layers(Random& random, bool exact) {
 
 Item random_optimizer(Random& random, bool exact) {
   if (!exact) {
-    Item optimizer{random.pick({"torch.SGD", "torch.AdamW", "torch.Adam", "Adagrad", "RMSprop", "SGD",
-                                "AdamW"})};
+    Item optimizer{random.pick(
+        {"torch.SGD", "torch.AdamW", "torch.Adam", "Adagrad", "RMSprop", "SGD", "AdamW"})};
     optimizer.values["lr"] = "0.02";
     return optimizer;
   }
@@ -70,9 +71,9 @@ struct Limits {
 };
 
 Item random_wrapper(Random& random, const Limits& limits, int world) {
-  Item wrapper{random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero",
-                            "distributed_optimizer", "distributed_optimizer", "fsdp", "fsdp",
-                            "fsdp"})};
+  Item wrapper{
+      random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero", "distributed_optimizer",
+                   "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
   auto& values = wrapper.values;
   maybe(random, 10, values, "backend", "gloo");
   if (values.empty() && world > 2) maybe(random, 5, values, "hosts", "001");
@@ -200,7 +201,8 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
   if (die < 55) return random_step(random, wrapper, limits, world, layers);
   if (die < 65) {
     Item event{"evaluate"};
-    if (wrapper.kind != "fsdp") maybe(random, 50, event.values, "rank", std::to_string(random.below(world)));
+    if (wrapper.kind != "fsdp")
+      maybe(random, 50, event.values, "rank", std::to_string(random.below(world)));
     return event;
   }
   if (die < 70) return {"freeze", {{"part", part}}};

@@ -12,139 +12,145 @@ void expect_sound(const Case& which) {
   if (finding) ADD_FAILURE() << finding->kind << ": " << finding->text;
 }
 
-
 // The rank that skipped nothing saw a lost peer: the error of an asynchronous collective was not
 // thrown by the next collective.
 TEST(TrainingFuzz, ZeroBesideDdpSkippedBackward) {
   expect_sound({.seed = 44,
- .world = 2,
- .dtype = "float",
- .layers = {{"linear"}},
- .optimizer = {"AdamW", {{"lr", "0.02"}}},
- .wrapper = {"ddp_zero", {{"find_unused", "1"}}},
- .story = {{"step", {{"absent", "1"}}}, {"step"}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear"}},
+                .optimizer = {"AdamW", {{"lr", "0.02"}}},
+                .wrapper = {"ddp_zero", {{"find_unused", "1"}}},
+                .story = {{"step", {{"absent", "1"}}}, {"step"}}});
 }
 
 // fail() on all ranks at once, with reductions in the queue.
 TEST(TrainingFuzz, DdpFrozenWithQueuedBuckets) {
   expect_sound({.seed = 1025,
- .world = 4,
- .dtype = "double",
- .layers = {{"module_dict"}, {"module_dict", {{"out", "4"}}}},
- .optimizer = {"Adagrad", {{"lr", "0.02"}}},
- .wrapper = {"ddp", {{"first_bucket_mb", "0.0001"}}},
- .story = {{"freeze"}, {"step", {{"clip", "norm"}}}}});
+                .world = 4,
+                .dtype = "double",
+                .layers = {{"module_dict"}, {"module_dict", {{"out", "4"}}}},
+                .optimizer = {"Adagrad", {{"lr", "0.02"}}},
+                .wrapper = {"ddp", {{"first_bucket_mb", "0.0001"}}},
+                .story = {{"freeze"}, {"step", {{"clip", "norm"}}}}});
 }
 
 // A parameter that was frozen at construction and thawed later was trained by each rank alone.
 TEST(TrainingFuzz, DdpThawed) {
   expect_sound({.seed = 1126,
- .world = 2,
- .dtype = "double",
- .layers = {{"views", {{"frozen", "1"}}}},
- .optimizer = {"Adagrad", {{"lr", "0.02"}}},
- .wrapper = {"ddp"},
- .story = {{"thaw"}, {"step"}}});
+                .world = 2,
+                .dtype = "double",
+                .layers = {{"views", {{"frozen", "1"}}}},
+                .optimizer = {"Adagrad", {{"lr", "0.02"}}},
+                .wrapper = {"ddp"},
+                .story = {{"thaw"}, {"step"}}});
 }
 
 // The same in a join.
 TEST(TrainingFuzz, DdpThawedInJoin) {
   expect_sound({.seed = 1050,
- .world = 2,
- .dtype = "float",
- .layers = {{"conv2d", {{"frozen", "1"}}}},
- .optimizer = {"Adam", {{"lr", "0.02"}}},
- .wrapper = {"ddp"},
- .story = {{"thaw"}, {"join", {{"batches", "12"}}}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"conv2d", {{"frozen", "1"}}}},
+                .optimizer = {"Adam", {{"lr", "0.02"}}},
+                .wrapper = {"ddp"},
+                .story = {{"thaw"}, {"join", {{"batches", "12"}}}}});
 }
 
 // Two parameter groups of one process group started their reductions in another order on a rank
 // without data.
 TEST(TrainingFuzz, DistributedOptimizerTwoGroupsInJoin) {
   expect_sound({.seed = 1356,
- .world = 2,
- .dtype = "float",
- .layers = {},
- .optimizer = {"SGD", {{"lr", "0.02"}}},
- .wrapper = {"distributed_optimizer", {{"groups", "2"}}},
- .story = {{"join", {{"batches", "1303"}}}, {"step", {{"state", "1"}}}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer", {{"groups", "2"}}},
+                .story = {{"join", {{"batches", "1303"}}}, {"step", {{"state", "1"}}}}});
 }
 
 // The same where a rank uses fewer parameters.
 TEST(TrainingFuzz, DistributedOptimizerTwoGroupsPartlyUsed) {
   expect_sound({.seed = 1387,
- .world = 2,
- .dtype = "float",
- .layers = {{"conditional"}},
- .optimizer = {"AdamW", {{"lr", "0.02"}}},
- .wrapper = {"distributed_optimizer", {{"groups", "2"}}},
- .story = {{"step", {{"branch", "rank0"}}}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"conditional"}},
+                .optimizer = {"AdamW", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer", {{"groups", "2"}}},
+                .story = {{"step", {{"branch", "rank0"}}}}});
 }
 
 // Gradients of different steps were averaged until the end of the run.
 TEST(TrainingFuzz, DistributedOptimizerSkippedBackward) {
   expect_sound({.seed = 3524,
- .world = 3,
- .dtype = "float",
- .layers = {},
- .optimizer = {"SGD", {{"lr", "0.02"}, {"momentum", "0.9"}}},
- .wrapper = {"distributed_optimizer"},
- .story = {{"step", {{"absent", "1"}}}, {"step"}, {"step"}, {"step"}, {"step"}, {"step"}, {"step"}}});
+                .world = 3,
+                .dtype = "float",
+                .layers = {},
+                .optimizer = {"SGD", {{"lr", "0.02"}, {"momentum", "0.9"}}},
+                .wrapper = {"distributed_optimizer"},
+                .story = {{"step", {{"absent", "1"}}},
+                          {"step"},
+                          {"step"},
+                          {"step"},
+                          {"step"},
+                          {"step"},
+                          {"step"}}});
 }
 
 // A learning rate of its own on one rank was not noticed.
 TEST(TrainingFuzz, DistributedOptimizerOtherLr) {
   expect_sound({.seed = 97,
- .world = 2,
- .dtype = "float",
- .layers = {},
- .optimizer = {"SGD", {{"lr", "0.02"}}},
- .wrapper = {"distributed_optimizer"},
- .story = {{"lr", {{"rank", "0"}}}, {"step"}, {"step"}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer"},
+                .story = {{"lr", {{"rank", "0"}}}, {"step"}, {"step"}}});
 }
 
 // Only the rank that came first had the reason; the others saw a lost peer.
 TEST(TrainingFuzz, DistributedOptimizerThawedOnWaitingRanks) {
   expect_sound({.seed = 3687,
- .world = 4,
- .dtype = "float",
- .layers = {{"linear"}, {"linear"}, {"conv_transpose1d", {{"frozen", "1"}}}},
- .optimizer = {"AdamW", {{"lr", "0.02"}}},
- .wrapper = {"distributed_optimizer"},
- .story = {{"thaw", {{"part", "2"}}}, {"step", {{"absent", "0"}}}}});
+                .world = 4,
+                .dtype = "float",
+                .layers = {{"linear"}, {"linear"}, {"conv_transpose1d", {{"frozen", "1"}}}},
+                .optimizer = {"AdamW", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer"},
+                .story = {{"thaw", {{"part", "2"}}}, {"step", {{"absent", "0"}}}}});
 }
 
 // Each rank skipped one backward, and gradients of different steps were averaged.
 TEST(TrainingFuzz, FsdpUnshardedSlippedBackwards) {
   expect_sound({.seed = 5403,
- .world = 2,
- .dtype = "float",
- .layers = {},
- .optimizer = {"SGD", {{"lr", "0.02"}}},
- .wrapper = {"fsdp", {{"strategy", "none"}}},
- .story = {{"step", {{"absent", "0"}}}, {"step", {{"absent", "1"}}}, {"step"}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"fsdp", {{"strategy", "none"}}},
+                .story = {{"step", {{"absent", "0"}}}, {"step", {{"absent", "1"}}}, {"step"}}});
 }
 
 // add_param_group() after a freeze ended the process by a signal.
 TEST(TrainingFuzz, ZeroFreezeThenAddGroup) {
-  expect_sound({.seed = 3823,
- .world = 2,
- .dtype = "float",
- .layers = {{"layer_norm"}, {"instance_norm"}, {"unused", {{"out", "4"}}}},
- .optimizer = {"AdamW", {{"lr", "0.02"}}},
- .wrapper = {"zero", {{"late_part", "3"}}},
- .story = {{"freeze"}, {"add_group"}, {"step"}, {"thaw"}, {"step", {{"state", "1"}}}}});
+  expect_sound(
+      {.seed = 3823,
+       .world = 2,
+       .dtype = "float",
+       .layers = {{"layer_norm"}, {"instance_norm"}, {"unused", {{"out", "4"}}}},
+       .optimizer = {"AdamW", {{"lr", "0.02"}}},
+       .wrapper = {"zero", {{"late_part", "3"}}},
+       .story = {{"freeze"}, {"add_group"}, {"step"}, {"thaw"}, {"step", {{"state", "1"}}}}});
 }
 
 // autograd::grad() through a checkpointed function added to the parameters' gradients.
 TEST(TrainingFuzz, CheckpointWithPenalty) {
   expect_sound({.seed = 1198,
- .world = 2,
- .dtype = "float",
- .layers = {{"checkpoint"}},
- .optimizer = {"SGD", {{"lr", "0.02"}}},
- .wrapper = {"ddp_zero"},
- .story = {{"step", {{"micro", "3"}, {"no_sync", "1"}, {"penalty", "1"}}}}});
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"checkpoint"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"ddp_zero"},
+                .story = {{"step", {{"micro", "3"}, {"no_sync", "1"}, {"penalty", "1"}}}}});
 }
 
 }  // namespace

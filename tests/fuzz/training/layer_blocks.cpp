@@ -68,18 +68,19 @@ std::shared_ptr<Block> make_layer_block(const Item& which, int in) {
   } else if (kind == "embedding_bag") {
     block = std::make_shared<LayerBlock>(in);
     auto layer = block->add(
-        "layer",
-        nn::EmbeddingBag(nn::EmbeddingBagOptions(kVocabulary, in).mode(torch::kSum)));
+        "layer", nn::EmbeddingBag(nn::EmbeddingBagOptions(kVocabulary, in).mode(torch::kSum)));
     block->set(
         [=](const Flow& flow) mutable { return flow.hidden + layer(flow.tokens).unsqueeze(1); });
   } else if (kind == "rnn" || kind == "gru") {
     const bool both = which.flag("bidirectional");
     block = std::make_shared<LayerBlock>(both ? 2 * out : out);
     if (kind == "rnn") {
-      auto layer = block->add("layer", nn::RNN(nn::RNNOptions(in, out).batch_first(true).bidirectional(both)));
+      auto layer = block->add(
+          "layer", nn::RNN(nn::RNNOptions(in, out).batch_first(true).bidirectional(both)));
       block->set([=](const Flow& flow) mutable { return std::get<0>(layer(flow.hidden)); });
     } else {
-      auto layer = block->add("layer", nn::GRU(nn::GRUOptions(in, out).batch_first(true).bidirectional(both)));
+      auto layer = block->add(
+          "layer", nn::GRU(nn::GRUOptions(in, out).batch_first(true).bidirectional(both)));
       block->set([=](const Flow& flow) mutable { return std::get<0>(layer(flow.hidden)); });
     }
   } else if (kind == "lstm") {
@@ -91,8 +92,8 @@ std::shared_ptr<Block> make_layer_block(const Item& which, int in) {
     auto layer = block->add("layer", nn::GRUCell(nn::GRUCellOptions(in, out)));
     block->set([=](const Flow& flow) mutable {
       std::vector<at::Tensor> outputs;
-      auto state = at::zeros({flow.hidden.size(0), layer->options.hidden_size()},
-                             flow.hidden.options());
+      auto state =
+          at::zeros({flow.hidden.size(0), layer->options.hidden_size()}, flow.hidden.options());
       for (int64_t t = 0; t < flow.hidden.size(1); ++t) {
         state = layer(flow.hidden.select(1, t), state);
         outputs.push_back(state);
@@ -122,9 +123,9 @@ std::shared_ptr<Block> make_layer_block(const Item& which, int in) {
     auto layer = block->add("layer", nn::Bilinear(nn::BilinearOptions(in, in, out)));
     block->set([=](const Flow& flow) mutable { return layer(flow.hidden, flow.hidden); });
   } else if (kind == "sequential") {
-    auto layer = block->add("layer", nn::Sequential(nn::Linear(in, 6), nn::ReLU(),
-                                                    nn::LayerNorm(nn::LayerNormOptions({6})),
-                                                    nn::Linear(6, out)));
+    auto layer = block->add(
+        "layer", nn::Sequential(nn::Linear(in, 6), nn::ReLU(),
+                                nn::LayerNorm(nn::LayerNormOptions({6})), nn::Linear(6, out)));
     block->set([=](const Flow& flow) mutable { return layer->forward(flow.hidden); });
   } else if (kind == "module_list") {
     nn::ModuleList list;

@@ -1,13 +1,12 @@
 // Trains random models in random ways and compares with plain libtorch. See docs/fuzzing.md.
 
-#include <poll.h>
-
 #include <chrono>
 #include <iostream>
 #include <memory>
 #include <vector>
 
 #include <CLI/CLI.hpp>
+#include <poll.h>
 
 #include "fuzz/training/worker.h"
 

@@ -53,8 +53,7 @@ PlainTraining::PlainTraining(const Case& which) : which_(which) {
   start(which.wrapper, which.world, std::move(nets));
 }
 
-void PlainTraining::start(const Item& wrapper, int world,
-                          std::vector<std::shared_ptr<Net>> nets) {
+void PlainTraining::start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets) {
   wrapper_ = wrapper;
   reduce_ = is("fsdp")   ? Reduce::into_shards
             : is("zero") ? Reduce::in_step
@@ -84,8 +83,9 @@ std::vector<int> PlainTraining::all_ranks() const {
 
 BufferSync PlainTraining::buffer_rule() const {
   const auto rule = wrapper_.text("buffers", "broadcast");
-  return rule == "mean" ? BufferSync::mean : rule == "none" ? BufferSync::none
-                                                            : BufferSync::broadcast;
+  return rule == "mean"   ? BufferSync::mean
+         : rule == "none" ? BufferSync::none
+                          : BufferSync::broadcast;
 }
 
 std::vector<Record> PlainTraining::play(const Item& event, int number) {
@@ -120,8 +120,7 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
   for (int rank = 0; rank < world(); ++rank) {
     add_weights(records[rank], state_dict(*replicas_[rank].net));
     if (event.flag("state"))
-      add_state(records[rank],
-                state_dict(*replicas_[rank].optimizer, replicas_[rank].parameters));
+      add_state(records[rank], state_dict(*replicas_[rank].optimizer, replicas_[rank].parameters));
   }
   return records;
 }
@@ -153,8 +152,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
     std::vector<at::Tensor> losses;
     for (int rank = 0; rank < world(); ++rank) {
       at::AutoGradMode with_grad(true);
-      losses.push_back(
-          replica_loss(event, number, micro, rank, micros));
+      losses.push_back(replica_loss(event, number, micro, rank, micros));
       records[rank].emplace_back("loss " + std::to_string(micro), losses.back().detach().clone());
     }
     if (between && micro == 0) clear(event);
@@ -179,8 +177,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
     const bool used_up = is("zero") && wrapper_.flag("overlap");
     for (int rank = 0; rank < world(); ++rank)
       for (size_t i = 0; i < own[rank].size(); ++i)
-        replicas_[rank].parameters[i].second.mutable_grad() =
-            used_up ? at::Tensor() : own[rank][i];
+        replicas_[rank].parameters[i].second.mutable_grad() = used_up ? at::Tensor() : own[rank][i];
   }
   cleared_ = after;
   if (after) clear(event);
@@ -324,8 +321,7 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
   sync_buffers(active);
 }
 
-std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active,
-                                               double scale) const {
+std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active, double scale) const {
   std::vector<at::Tensor> means;
   for (size_t i = 0; i < replicas_[0].parameters.size(); ++i) {
     at::Tensor sum;

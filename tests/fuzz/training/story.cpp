@@ -112,8 +112,7 @@ class Player {
   Player(const Case& which, const Segment& segment, ProcessGroup group, const Carried& carried)
       : which_(which), segment_(segment), group_(std::move(group)), carried_(carried) {
     const auto& wrapper = segment.wrapper;
-    const bool loads =
-        segment.begin < segment.end && which.story[segment.begin].kind == "move";
+    const bool loads = segment.begin < segment.end && which.story[segment.begin].kind == "move";
     // Ranks begin with different weights where the wrapper broadcasts rank 0's.
     const bool broadcasts = !wrapper.has("late_part") && !wrapper.flag("no_broadcast") &&
                             wrapper.number("bcast_period", 0) >= 0;
@@ -341,7 +340,8 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
   size_t reached = segment.end;
   for (int rank = 0; rank < segment.world; ++rank) {
     outcomes.push_back(outcome_of(errors[rank]));
-    if (outcomes.back().kind != Outcome::Kind::none) reached = std::min(reached, progress[rank].event);
+    if (outcomes.back().kind != Outcome::Kind::none)
+      reached = std::min(reached, progress[rank].event);
     latest_begin = std::max(latest_begin, progress[rank].begun);
     latest_end = std::max(latest_end, progress[rank].ended);
   }
@@ -350,9 +350,9 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
           std::any_of(errors.begin(), errors.end(), [](const auto& e) { return e != nullptr; });
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     if (outcomes[rank].kind != Outcome::Kind::difference) continue;
-    return Finding{"difference", fmt::format("event {} ({}), rank {}: {}", progress[rank].event,
-                                             which.story[progress[rank].event].kind, rank,
-                                             outcomes[rank].text)};
+    return Finding{"difference",
+                   fmt::format("event {} ({}), rank {}: {}", progress[rank].event,
+                               which.story[progress[rank].event].kind, rank, outcomes[rank].text)};
   }
   return judge(due, segment.begin, reached, outcomes, ended ? seconds : 0, kSlowSeconds,
                segment.wrapper.text("strategy") == "hybrid");

@@ -13,8 +13,9 @@ namespace {
 
 BufferSync buffer_rule(const Item& wrapper) {
   const auto rule = wrapper.text("buffers", "broadcast");
-  return rule == "mean" ? BufferSync::mean : rule == "none" ? BufferSync::none
-                                                            : BufferSync::broadcast;
+  return rule == "mean"   ? BufferSync::mean
+         : rule == "none" ? BufferSync::none
+                          : BufferSync::broadcast;
 }
 
 Partition partition(const Item& wrapper) {
@@ -122,7 +123,10 @@ class ZeroSubject : public Subject {
   double clip_norm() override { return zero_->clip_grad_norm_(kMaxNorm); }
   void clip_value() override { zero_->clip_grad_value_(0.05); }
   void step(const Closure& closure) override { zero_->step(closure); }
-  void zero_grad(bool set_to_none) override { zero_->zero_grad(set_to_none); }
+  void zero_grad(bool set_to_none) override {
+    zero_->zero_grad(set_to_none);
+    if (wrapper_.has("late_part")) Subject::zero_grad(set_to_none);  // also those that come later
+  }
   torch::optim::Optimizer& optimizer() override { return *zero_; }
   std::vector<std::reference_wrapper<Joinable>> joinables() override {
     if (ddp_) return {*ddp_, *zero_};
@@ -167,7 +171,8 @@ class DistributedOptimizerSubject : public Subject {
     options.param_pack_thd = wrapper.number("param_pack_thd", 10 << 20);
     options.buffers = buffer_rule(wrapper);
     if (!wrapper.has("groups")) {
-      distributed_ = std::make_unique<DistributedOptimizer>(*net, group, optimizer_of(which), options);
+      distributed_ =
+          std::make_unique<DistributedOptimizer>(*net, group, optimizer_of(which), options);
       return;
     }
     std::vector<DistributedOptimizer::Group> list;

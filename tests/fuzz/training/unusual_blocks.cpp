@@ -59,8 +59,7 @@ class TiedBlock : public Block {
 /// One module under two names, used twice.
 class SharedBlock : public Block {
  public:
-  explicit SharedBlock(int in)
-      : Block(in), layer_(register_module("layer", nn::Linear(in, in))) {
+  explicit SharedBlock(int in) : Block(in), layer_(register_module("layer", nn::Linear(in, in))) {
     register_module("again", layer_);
   }
   at::Tensor run(const Flow& flow) override { return layer_(torch::tanh(layer_(flow.hidden))); }
@@ -150,9 +149,8 @@ std::shared_ptr<Block> make_unusual_block(const Item& which, int in) {
       return torch::linear(f.hidden, b.own[0] / b.own[0].norm());
     });
   if (kind == "custom")
-    return own(in, {{"scale", torch::rand({in}) + 0.5}}, [](OwnBlock& b, const Flow& f) {
-      return ScaleFunction::apply(f.hidden, b.own[0]);
-    });
+    return own(in, {{"scale", torch::rand({in}) + 0.5}},
+               [](OwnBlock& b, const Flow& f) { return ScaleFunction::apply(f.hidden, b.own[0]); });
   if (kind == "double_layer") return std::make_shared<DtypeBlock>(in, out, at::kDouble);
   if (kind == "bfloat16_layer") return std::make_shared<DtypeBlock>(in, out, at::kBFloat16);
   if (kind == "tied") return std::make_shared<TiedBlock>(in);

@@ -4,14 +4,13 @@
 #include <cstring>
 #include <stdexcept>
 
+#include <ATen/Parallel.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <ATen/Parallel.h>
-#include <fmt/format.h>
 
 namespace tessera::fuzz {
 namespace {
