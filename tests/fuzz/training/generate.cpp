@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "fuzz/training/blocks.h"
 #include "fuzz/training/case.h"
+#include "fuzz/training/model/blocks.h"
 #include "fuzz/training/random.h"
 
 namespace tessera::fuzz {

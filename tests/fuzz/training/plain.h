@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "fuzz/training/net.h"
+#include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
 #include "tessera/optim.h"
 #include "tessera/step/buffer_sync.h"

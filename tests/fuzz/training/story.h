@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "fuzz/training/net.h"
+#include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
 
 namespace tessera::fuzz {

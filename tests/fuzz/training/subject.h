@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "fuzz/training/net.h"
+#include "fuzz/training/model/net.h"
 #include "tessera/join.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/optimizer_state_dict.h"

@@ -1,4 +1,4 @@
-#include "fuzz/training/blocks.h"
+#include "fuzz/training/model/blocks.h"
 
 #include <stdexcept>
 

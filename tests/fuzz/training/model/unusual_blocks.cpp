@@ -1,6 +1,6 @@
 // Parameters that are unusual in shape, dtype, strides or use.
 
-#include "fuzz/training/blocks.h"
+#include "fuzz/training/model/blocks.h"
 #include "tessera/activation_checkpoint.h"
 
 namespace tessera::fuzz {

@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-#include "fuzz/training/blocks.h"
+#include "fuzz/training/model/blocks.h"
 
 namespace tessera::fuzz {
 

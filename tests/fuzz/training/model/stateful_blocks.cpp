@@ -1,6 +1,6 @@
 // Layers with buffers.
 
-#include "fuzz/training/blocks.h"
+#include "fuzz/training/model/blocks.h"
 
 namespace tessera::fuzz {
 namespace {

@@ -1,6 +1,6 @@
 // The layers of torch::nn that have parameters and no buffers.
 
-#include "fuzz/training/blocks.h"
+#include "fuzz/training/model/blocks.h"
 
 namespace tessera::fuzz {
 namespace {

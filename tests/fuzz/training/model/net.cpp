@@ -1,4 +1,4 @@
-#include "fuzz/training/net.h"
+#include "fuzz/training/model/net.h"
 
 #include <mutex>
 #include <utility>
