@@ -54,8 +54,10 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (event.has("trap"))
     return event.number("trap_rank", -1) >= 0 ? Expectation::own_error
                                               : Expectation::equal_or_error;
-  if (event.has("absent") && event.number("absent") < world && world > 1 && reduces_in_backward)
-    return overlap ? Expectation::equal_or_error : Expectation::usage_error;
+  if (event.has("absent") && event.number("absent") < world) {
+    if (overlap) return Expectation::equal_or_error;
+    if (world > 1 && reduces_in_backward) return Expectation::usage_error;
+  }
   if (event.has("clip") && overlap) return Expectation::usage_error;
   if (event.flag("closure") && overlap) return Expectation::usage_error;
   // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.
@@ -129,6 +131,12 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
   // A wrapper may refuse to train what was frozen at construction.
   if (event.kind == "thaw" && wrapper.kind != "zero" && !trainability(which, i).thawed.empty())
     return Expectation::equal_or_error;
+  // A part without parameters is no group.
+  if (event.kind == "add_group") {
+    const auto part = static_cast<size_t>(wrapper.number("late_part")) % (which.layers.size() + 1);
+    const bool empty = part < which.layers.size() && which.layers[part].flag("plain");
+    return empty || !wrapper.has("late_part") ? Expectation::equal_or_error : Expectation::equal;
+  }
   if (event.kind == "to_dtype") return Expectation::usage_error;
   return Expectation::equal;
 }
@@ -185,6 +193,8 @@ std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, 
   const auto own_count =
       std::count_if(outcomes.begin(), outcomes.end(),
                     [](const Outcome& outcome) { return outcome.kind == Kind::own; });
+  // The rank that throws may be one event ahead of the rank that waits for it.
+  own = own || (own_count > 0 && std::count(due.begin(), due.end(), Expectation::own_error) > 0);
   if (own && (!must || own_count > 0)) {
     if (own_count != 1 || !all([](Kind kind) {
           return kind == Kind::own || kind == Kind::usage || kind == Kind::broken;
