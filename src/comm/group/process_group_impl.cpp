@@ -18,6 +18,16 @@ using comm::OpHeader;
 using comm::Transport;
 using Headers = std::vector<OpHeader>;
 
+namespace {
+
+/// The group had ended before the operation began.
+class GroupEnded : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
+
+}  // namespace
+
 ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
 
 ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
@@ -103,6 +113,10 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
   // answer this one.
   return queue_.submit([this, header, message]() mutable {
     if (failure_is_shared()) return;
+    try {
+      queue_.throw_unseen_error();  // the other ranks have left with this error
+    } catch (const GroupEnded&) {   // an operation that was queued before this one
+    }
     header.sequence = ++sequence_;
     set_failure(failure_of(transport->exchange(header), message), true);
   });
@@ -208,7 +222,7 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
 
 void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
   at::NoGradGuard no_grad;
-  if (ended) throw UsageError("ProcessGroup: the group has ended: " + failure());
+  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
   header.sequence = ++sequence_;
   Headers headers;
   if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);

@@ -135,7 +135,10 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
   if (event.kind == "add_group") {
     const auto part = static_cast<size_t>(wrapper.number("late_part")) % (which.layers.size() + 1);
     const bool empty = part < which.layers.size() && which.layers[part].flag("plain");
-    return empty || !wrapper.has("late_part") ? Expectation::equal_or_error : Expectation::equal;
+    // With reduce_in_place, zero_grad() must come before a new partition.
+    const bool used_up = wrapper.flag("in_place");
+    return empty || used_up || !wrapper.has("late_part") ? Expectation::equal_or_error
+                                                         : Expectation::equal;
   }
   if (event.kind == "to_dtype") return Expectation::usage_error;
   return Expectation::equal;

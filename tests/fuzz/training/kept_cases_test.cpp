@@ -153,5 +153,20 @@ TEST(TrainingFuzz, CheckpointWithPenalty) {
                 .story = {{"step", {{"micro", "3"}, {"no_sync", "1"}, {"penalty", "1"}}}}});
 }
 
+// The rank whose own backward failed after that collective did not see its error either.
+TEST(TrainingFuzz, DdpFailsAfterAnUnseenError) {
+  expect_sound(
+      {.seed = 40756,
+       .world = 2,
+       .dtype = "float",
+       .layers = {{"attention", {{"out", "3"}}}, {"module_list"}, {"shared"}},
+       .optimizer = {"Adam", {{"lr", "0.02"}}},
+       .wrapper = {"ddp_zero",
+                   {{"first_bucket_mb", "0.0001"}, {"no_reduce", "1"}, {"partition", "whole"}}},
+       .story = {{"freeze", {{"part", "0"}}},
+                 {"step", {{"absent", "0"}}},
+                 {"step", {{"no_sync", "1"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz
