@@ -1,4 +1,5 @@
 #include "tessera/distributed_data_parallel.h"
+#include "tessera/step/grad_scaler.h"
 #include "zero/zero_harness.h"
 
 // torch::nn::utils::clip_grad_norm_ over gradients that no rank has reduced yet: every rank would
@@ -96,6 +97,37 @@ TEST(ZeroOwnNorm, ARankThatDoesNotClipHearsOfIt) {
   expect_usage_errors(errors, kRightCall);
 }
 
+// Another tensor, which is kept in one step, has the window of a gradient: the bucket is displaced.
+TEST(ZeroOwnNorm, ItIsRefusedInADisplacedBucketAndAfterItsReturn) {
+  constexpr int kDisplaced = 3;
+  for (const int last : {kDisplaced, kDisplaced + 1}) {
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<torch::nn::Sequential>(1, torch::nn::Linear(128, 128), torch::nn::Tanh(),
+                                               torch::nn::Linear(128, 128));
+      Zero zero(*net, group, factory("AdamW"));
+      const auto weight = net->parameters()[2];
+      std::vector<at::Tensor> kept;
+      bool keep = false;
+      weight.register_hook([&](const at::Tensor& gradient) {
+        if (keep) kept.push_back(gradient.detach());
+      });
+      const void* home = nullptr;
+      for (int step = 0; step <= last; ++step) {
+        keep = step == kDisplaced;
+        kept.clear();
+        loss_of(net->forward(random_batch({2, 128}, step + 10 * rank))).backward();
+        const void* at = weight.grad().data_ptr();
+        if (step == kDisplaced - 1) home = at;
+        if (step >= kDisplaced) EXPECT_EQ(at == home, step > kDisplaced);
+        if (step == last) clip(*net);
+        zero.step();
+        zero.zero_grad();
+      }
+    });
+    expect_usage_errors(errors, kRightCall);
+  }
+}
+
 TEST(ZeroOwnNorm, UnderOverlapItIsRefusedToo) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8);
@@ -112,11 +144,14 @@ TEST(ZeroOwnNorm, ScalesNormsAndLimitsOfOtherKindsAreAllowed) {
       auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
       Zero plain(*net, group, factory("AdamW")), scaled(*other, group, factory("AdamW"));
       const auto loss_scale = at::full({}, 8.0);
+      const GradScaler scaler;
       for (int step = 0; step < 3; ++step) {
         loss_of(net(rows(step, rank, world))).backward();
         (loss_of(other(rows(step, rank, world))) * loss_scale).backward();
-        for (auto& parameter : other->parameters()) {
-          auto grad = parameter.grad();
+        std::vector<at::Tensor> gradients;
+        for (const auto& parameter : other->parameters()) gradients.push_back(parameter.grad());
+        EXPECT_FALSE(scaler.found_inf(gradients, group));
+        for (auto& grad : gradients) {
           if (step == 0) grad.mul_(1 / loss_scale);
           else grad.mul_(0.125);
         }
