@@ -4,9 +4,9 @@
 
 #include <fmt/format.h>
 
-#include "fsdp/paging/detection.h"
 #include "memory/heap.h"
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -47,8 +47,7 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
       callbacks_(std::move(callbacks)),
       placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
                     [this](size_t parameter) { zero(parameter); }),
-      norms_(fmt::format("{}: rank {}", kName, model.world.rank()),
-             [this] { return shard_gradients(); }),
+      norms_([this] { refuse_own_norms(); }, [this] { return shard_gradients(); }),
       pending_(model.flats.size()),
       tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
@@ -174,8 +173,7 @@ void Gradients::reduce(size_t f) {
     pending.own_segment = at::empty({own}, flat.own_segment.options());
     if (model_.shard_group.size() > 1) {
       pending.page =
-          std::make_unique<Page>(&norms_, f, own, flat.own_segment.options(),
-                                 "a gradient of unit " + display_name(model_.units[flat.unit]));
+          std::make_unique<sharding::Page>(&norms_, f, own, flat.own_segment.options(), "");
       pending.page->attach(pending.own_segment);
     }
   }
@@ -263,19 +261,27 @@ at::Tensor Gradients::window(size_t f, size_t member) const {
 
 at::Tensor Gradients::shard_gradient(size_t f, size_t member) const {
   if (!pending_[f].page) return window(f, member);
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   const auto& shard = model_.flats[f].shards[member];
   return sharding::window(pending_[f].page->flat(), shard.at, shard.tensor);
 }
 
-std::set<LocalNorms::Gradient> Gradients::shard_gradients() const {
-  std::set<LocalNorms::Gradient> result;
+std::set<sharding::LocalNorms::Gradient> Gradients::shard_gradients() const {
+  std::set<sharding::LocalNorms::Gradient> result;
   for (size_t f = 0; f < pending_.size(); ++f) {
     for (const auto& shard : model_.flats[f].shards) {
       if (shard.tensor.grad().defined()) result.emplace(f, shard.at);
     }
   }
   return result;
+}
+
+void Gradients::refuse_own_norms() const {
+  throw UsageError(fmt::format(
+      "{}: rank {}: the gradients of the shards are scaled by a norm of this rank's elements only "
+      "(torch::nn::utils::clip_grad_norm_ over fsdp.parameters()?); expected "
+      "fsdp.clip_grad_norm_(…), whose norm is that of all ranks",
+      kName, model_.world.rank()));
 }
 
 /// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients

@@ -7,10 +7,10 @@
 
 #include "fsdp/comm_stream.h"
 #include "fsdp/join_leader.h"
-#include "fsdp/paging/local_norms.h"
 #include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
+#include "sharding/detection/local_norms.h"
 #include "sharding/gradients/arrival_tracker.h"
 
 namespace tessera::fsdp {
@@ -72,8 +72,8 @@ class Gradients {
     bool reduced = false;    // in this backward
     at::Tensor own_segment;  // this rank's part of the mean
     /// The same memory, of which the shards' gradients are views; null where they are not watched:
-    /// see [Note: norms of shards].
-    std::unique_ptr<Page> page;
+    /// see [Note: norms of one rank].
+    std::unique_ptr<sharding::Page> page;
   };
   struct EndOfBackward;
   struct Reduction {
@@ -105,14 +105,15 @@ class Gradients {
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;
   at::Tensor shard_gradient(size_t flat, size_t member) const;
-  std::set<LocalNorms::Gradient> shard_gradients() const;
+  std::set<sharding::LocalNorms::Gradient> shard_gradients() const;
+  [[noreturn]] void refuse_own_norms() const;
 
   ShardedModel& model_;
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
   GradientPlaceholders placeholders_;
-  LocalNorms norms_;
+  sharding::LocalNorms norms_;
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;

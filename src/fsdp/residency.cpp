@@ -47,7 +47,7 @@ int64_t Residency::budget() const {
   return largest + second;
 }
 
-std::string Residency::describe(const PageUse& use) const {
+std::string Residency::describe(const sharding::PageUse& use) const {
   const auto& flat = model_.flats[use.page->index()];
   for (size_t m = flat.members.size(); m-- > 0;) {
     if (flat.layout.offset(m) <= use.offset) {
@@ -58,7 +58,7 @@ std::string Residency::describe(const PageUse& use) const {
   return fmt::format("unit {}", display_name(model_.units[flat.unit]));
 }
 
-void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
+void Residency::refuse_outside(const sharding::PageUse& use, std::string_view op) const {
   throw UsageError(
       fmt::format("FullyShardedDataParallel: rank {}: {} uses {}, which is sharded and whole only "
                   "while the model runs; expected a use inside the forward of the wrapped model or "
@@ -67,7 +67,7 @@ void Residency::refuse_outside(const PageUse& use, std::string_view op) const {
                   model_.world.rank(), op, describe(use)));
 }
 
-void Residency::refuse_write(const PageUse& use, std::string_view op) const {
+void Residency::refuse_write(const sharding::PageUse& use, std::string_view op) const {
   throw UsageError(fmt::format(
       "FullyShardedDataParallel: rank {}: {} writes to {}, which is only a gathered copy "
       "here, so the change would be lost; expected writes inside "
@@ -75,7 +75,7 @@ void Residency::refuse_write(const PageUse& use, std::string_view op) const {
       model_.world.rank(), op, describe(use)));
 }
 
-void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
+void Residency::refuse_idle(const sharding::PageUse& use, std::string_view op) const {
   throw UsageError(fmt::format(
       "FullyShardedDataParallel: rank {}: {} uses {} of a forward in {}, but the model has since "
       "run in another precision (option full_precision_in_eval); "
@@ -83,7 +83,7 @@ void Residency::refuse_idle(const PageUse& use, std::string_view op) const {
       model_.world.rank(), op, describe(use), c10::toString(use.page->flat().scalar_type())));
 }
 
-void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
+void Residency::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
   std::lock_guard lock(mutex_);
   // in_backward() costs more than the rest of this function, so it is called only if no backward is
   // known to run.
@@ -103,7 +103,8 @@ void Residency::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   advised([&] { use(phase); });
 }
 
-void Residency::failed(const PageUse& use, std::string_view op, const c10::Error& error) const {
+void Residency::failed(const sharding::PageUse& use, std::string_view op,
+                       const c10::Error& error) const {
   advise_on_dtypes(
       error, options_.mixed_precision,
       fmt::format("{}: rank {}: {} with {}", kName, model_.world.rank(), op, describe(use)));

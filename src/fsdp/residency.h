@@ -24,14 +24,15 @@ namespace tessera::fsdp {
 /// second barrier at the end of every forward and backward guarantees that no rank overwrites
 /// parameters that another rank still reads: all ranks have then finished with the parameters, and
 /// shards are written only outside of forward and backward.
-class Residency : public PageOwner {
+class Residency : public sharding::PageOwner {
  public:
   /// `in_backward`: called when an operator of a backward first uses a page.
   Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
             JoinLeader& join_leader, std::function<void()> in_backward);
 
-  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
-  void failed(const PageUse& use, std::string_view op, const c10::Error& error) const override;
+  void need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) override;
+  void failed(const sharding::PageUse& use, std::string_view op,
+              const c10::Error& error) const override;
 
   /// `full_precision`: sent to ranks without data.
   void begin_forward(bool full_precision);
@@ -68,10 +69,10 @@ class Residency : public PageOwner {
     uint64_t last_use = 0;
   };
 
-  void refuse_outside(const PageUse& use, std::string_view op) const;
-  void refuse_idle(const PageUse& use, std::string_view op) const;
-  void refuse_write(const PageUse& use, std::string_view op) const;
-  std::string describe(const PageUse& use) const;
+  void refuse_outside(const sharding::PageUse& use, std::string_view op) const;
+  void refuse_idle(const sharding::PageUse& use, std::string_view op) const;
+  void refuse_write(const sharding::PageUse& use, std::string_view op) const;
+  std::string describe(const sharding::PageUse& use) const;
   void use(Phase phase);
   void fetch(size_t unit, Phase phase, bool prefetch);
   void finish(size_t unit);

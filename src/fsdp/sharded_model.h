@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/paging/page.h"
 #include "fsdp/paging/slot_pool.h"
+#include "sharding/detection/page.h"
 #include "sharding/layout.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
@@ -24,7 +24,7 @@ inline constexpr const char* kName = "FullyShardedDataParallel";
 /// How a flat parameter is gathered for computing in one dtype.
 struct ComputeView {
   at::ScalarType dtype = at::kFloat;
-  std::unique_ptr<Page> page;
+  std::unique_ptr<sharding::Page> page;
   SlotPool* slots = nullptr;  ///< Null if the ranks' shards are in common memory.
 };
 

@@ -5,8 +5,8 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
-#include "fsdp/paging/detection.h"
 #include "memory/heap.h"
+#include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_norm.h"
 #include "tessera/error.h"
 
@@ -19,7 +19,11 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world),
       buffers(module, options.buffers) {
-  start_detection();
+  if (!sharding::start_detection()) {
+    throw UsageError(prefix() +
+                     ": another library of this process has a fallback on the dispatch key that "
+                     "detects the use of parameters; expected a process without that library");
+  }
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
   });
@@ -166,7 +170,7 @@ double ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
   gradients->notice_cleared();
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   for (const auto* shard : shards()) norm.add(shard->tensor.grad());
   const double total = norm.total(model.shard_group);
   if (!norm.any() && model.world.rank() == 0)
@@ -180,7 +184,7 @@ double ShardedModule::clip(double max_norm, double p) {
   const double factor = clip_factor(max_norm, norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   for (const auto* shard : shards()) {
     if (shard->tensor.grad().defined()) shard->tensor.grad().mul_(factor);
   }

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "fsdp/paging/detection.h"
 #include "fsdp/sharded_module.h"
 #include "memory/heap.h"
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 
 namespace tessera::fsdp {
 
@@ -58,13 +58,13 @@ void ShardedModule::make_page(size_t f) {
   auto& flat = model.flats[f];
   if (flat.permanent) return;
   if (!flat.common.defined()) flat.compute.slots = pool(flat, &FlatParameter::page_options, false);
-  flat.compute.page =
-      std::make_unique<Page>(residency.get(), f, flat.layout.numel(), flat.page_options(),
-                             "a parameter of unit " + display_name(model.units[flat.unit]));
+  flat.compute.page = std::make_unique<sharding::Page>(
+      residency.get(), f, flat.layout.numel(), flat.page_options(),
+      std::string(kName) + ": a parameter of unit " + display_name(model.units[flat.unit]));
 }
 
 void ShardedModule::restore(const FlatParameter& flat) {
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   for (size_t m = 0; m < flat.members.size(); ++m) restore(flat, m);
 }
 

@@ -40,6 +40,10 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
       options_.find_unused_parameters || !options_.overlap_with_backward;
   options.caller_tracks_use = options_.overlap_with_backward;
   options.frozen_is_unused = true;  // the next step() makes the partition again
+  options.own_norm =
+      "the gradients are scaled by a norm of this rank's own gradients "
+      "(torch::nn::utils::clip_grad_norm_ over the module's parameters?); expected "
+      "optimizer.clip_grad_norm_(…), whose norm is that of the mean over the ranks";
   reducer_ = std::make_unique<sharding::Reducer>(
       group_, std::move(trainable), std::move(buckets), options,
       sharding::Reducer::Callbacks{std::move(ready), [] {}, {}});

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "fsdp/paging/detection.h"
+#include "sharding/detection/detection.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -19,12 +19,12 @@ void GradientPlaceholders::show(size_t i) {
   auto& entry = entries_[i];
   auto& parameter = entry.parameter.tensor;
   if (!entry.page || entry.tensor.scalar_type() != parameter.scalar_type()) {
-    const NoDetection no_detection;
+    const sharding::NoDetection no_detection;
     const at::AutoDispatchBelowADInplaceOrView no_views;
     const auto options =
         at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
-    entry.page =
-        std::make_unique<Page>(this, i, 1, options, ".grad of parameter " + entry.parameter.name);
+    entry.page = std::make_unique<sharding::Page>(
+        this, i, 1, options, prefix_ + ": .grad of parameter " + entry.parameter.name);
     entry.page->attach(at::zeros({1}, options));
     entry.tensor = entry.page->flat().as_strided(parameter.sizes(),
                                                  std::vector<int64_t>(parameter.dim(), 0), 0);
@@ -46,7 +46,7 @@ void GradientPlaceholders::take_away() {
   }
 }
 
-void GradientPlaceholders::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
+void GradientPlaceholders::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
   if (op == "aten::detach" || op == "aten::detach_" || op == "aten::requires_grad_") return;
   const auto i = uses[0].page->index();
   if (op == "aten::zero_") return zero_(i);

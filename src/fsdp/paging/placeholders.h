@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/paging/page.h"
+#include "sharding/detection/page.h"
 #include "sharding/named_tensor.h"
 
 namespace tessera::fsdp {
@@ -18,7 +18,7 @@ namespace tessera::fsdp {
 /// from `.grad` counts as cleared, and any operator that reads it is an error. Autograd never sees
 /// it: it is taken away before the first gradient of a backward is accumulated.
 /// Not between threads: the owner locks.
-class GradientPlaceholders : public PageOwner {
+class GradientPlaceholders : public sharding::PageOwner {
  public:
   /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `zero(i)`: the gradient of
   /// parameter i becomes zero; called outside of backward.
@@ -42,12 +42,12 @@ class GradientPlaceholders : public PageOwner {
   /// No `.grad` is a placeholder any more.
   void take_away();
 
-  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
+  void need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) override;
 
  private:
   struct Entry {
     sharding::NamedTensor parameter;
-    std::unique_ptr<Page> page;  // null before the first show()
+    std::unique_ptr<sharding::Page> page;  // null before the first show()
     at::Tensor tensor;
     bool shown = false;
   };

@@ -4,9 +4,9 @@
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
-#include "fsdp/paging/detection.h"
 #include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -36,7 +36,7 @@ std::vector<size_t> ShardedModule::units_under(const std::string& path) const {
 void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
   require_idle("summon_full_params");
   at::NoGradGuard no_grad;
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   residency->release_all();
   whole_.resize(model.flats.size());
   auto undo = c10::make_scope_exit([&] { dismiss(units); });
@@ -63,7 +63,7 @@ void ShardedModule::summon(const std::vector<size_t>& units, bool keep) {
 }
 
 std::vector<ShardedModule::Replaced> ShardedModule::replaced(const std::vector<size_t>& units) {
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   std::vector<Replaced> result;
   for (const auto u : units) {
     for (const auto f : model.units[u].flats) {
@@ -99,7 +99,7 @@ void ShardedModule::write_back(const std::vector<size_t>& units) {
     // Copies, because two parameters may have exchanged their memory.
     for (auto& [window, now] : changed) now = now.clone();
   });
-  const NoDetection no_detection;
+  const sharding::NoDetection no_detection;
   for (const auto& [window, now] : changed) window.copy_(now);
   for (const auto u : units) {
     for (const auto f : model.units[u].flats) {

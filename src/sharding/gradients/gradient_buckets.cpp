@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "sharding/detection/detection.h"
+
 namespace tessera::sharding {
 namespace {
 
@@ -21,11 +23,17 @@ bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed) {
 }  // namespace
 
 GradientBuckets::GradientBuckets(std::string component, int rank,
-                                 std::vector<NamedTensor> parameters, bool as_views)
+                                 std::vector<NamedTensor> parameters, bool as_views,
+                                 std::function<void()> refuse_own_norm)
     : component_(std::move(component)),
       rank_(rank),
       parameters_(std::move(parameters)),
-      as_views_(as_views) {}
+      as_views_(as_views) {
+  if (refuse_own_norm && start_detection()) {
+    norms_ =
+        std::make_unique<LocalNorms>(std::move(refuse_own_norm), [this] { return gradients(); });
+  }
+}
 
 void GradientBuckets::set(std::vector<Bucket> buckets) {
   where_.assign(parameters_.size(), {});
@@ -34,6 +42,8 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
   }
   std::swap(buckets_, buckets);
   homes_.clear();
+  pages_.resize(buckets_.size());
+  for (size_t b = 0; b < buckets_.size(); ++b) pages_[b] = watch_norms(b, buckets_[b]);
   placed_gradient_.assign(parameters_.size(), 0);
   std::vector<at::Tensor> windows(parameters_.size());
   for (size_t i = 0; as_views_ && i < parameters_.size(); ++i) {
@@ -44,6 +54,32 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
     grad = windows[i];
   }
   placement_.set_windows(tensors(), windows);
+}
+
+/// The views of the bucket become views of a page that its norms are watched by.
+std::unique_ptr<Page> GradientBuckets::watch_norms(size_t b, Bucket& bucket) {
+  if (!norms_) return nullptr;
+  const NoDetection no_detection;
+  auto page = std::make_unique<Page>(norms_.get(), b, bucket.flat.numel(), bucket.flat.options(),
+                                     std::string());
+  page->attach(bucket.flat);
+  bucket.views = make_bucket(bucket.members, bucket.layout, page->flat(), tensors()).views;
+  return page;
+}
+
+std::set<LocalNorms::Gradient> GradientBuckets::gradients() {
+  std::set<LocalNorms::Gradient> result;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& grad = gradient(i);
+    if (grad.defined() && same_memory(grad, window(i)))
+      result.emplace(where_[i].bucket, window(i).storage_offset());
+  }
+  return result;
+}
+
+void GradientBuckets::begin_backward() {
+  if (norms_) norms_->reset();
+  placement_.begin();
 }
 
 std::vector<at::Tensor> GradientBuckets::tensors() const {
@@ -131,6 +167,7 @@ void GradientBuckets::displace(size_t b) {
   // A window that counts as zero may have been zeroed before, so the new memory starts as zeros.
   auto own = make_bucket(bucket.members, bucket.layout, at::zeros_like(bucket.flat), tensors());
   own.lane = bucket.lane;
+  auto page = watch_norms(b, own);
   std::vector<size_t> mispredicted;
   std::copy_if(bucket.members.begin(), bucket.members.end(), std::back_inserter(mispredicted),
                [&](size_t i) { return holds_other_tensor(i); });
@@ -141,21 +178,27 @@ void GradientBuckets::displace(size_t b) {
     own.views[m].copy_(grad);
     grad = own.views[m];
   }
-  homes_.emplace(b, std::exchange(bucket, std::move(own)));
+  homes_.emplace(
+      b, Home{std::exchange(bucket, std::move(own)), std::exchange(pages_[b], std::move(page))});
 }
 
 void GradientBuckets::restore() {
   std::fill(placed_gradient_.begin(), placed_gradient_.end(), 0);
-  std::erase_if(homes_, [&](auto& entry) {
-    auto& [b, home] = entry;
-    for (size_t m = 0; m < home.members.size(); ++m) {
-      const auto& grad = gradient(home.members[m]);
-      const bool in_use = grad.defined() && same_memory(grad, buckets_[b].views[m]);
-      if (in_use || placement_.occupied(home.members[m])) return false;
+  for (auto entry = homes_.begin(); entry != homes_.end();) {
+    auto& [b, home] = *entry;
+    const bool in_use =
+        std::any_of(home.bucket.members.begin(), home.bucket.members.end(), [&](size_t i) {
+          const auto& grad = gradient(i);
+          return (grad.defined() && same_memory(grad, window(i))) || placement_.occupied(i);
+        });
+    if (in_use) {
+      ++entry;
+      continue;
     }
-    buckets_[b] = std::move(home);
-    return true;
-  });
+    buckets_[b] = std::move(home.bucket);
+    pages_[b] = std::move(home.page);
+    entry = homes_.erase(entry);
+  }
 }
 
 void GradientBuckets::mark_overwritten(size_t i) {

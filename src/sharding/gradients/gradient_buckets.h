@@ -1,12 +1,16 @@
 #pragma once
 
+#include <functional>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include <torch/torch.h>
 
 #include "sharding/bucket.h"
+#include "sharding/detection/local_norms.h"
 #include "sharding/gradients/gradient_placement.h"
 #include "sharding/named_tensor.h"
 
@@ -24,9 +28,11 @@ namespace tessera::sharding {
 class GradientBuckets {
  public:
   /// `as_views`: gradients become windows of their bucket. Otherwise they are copied in and out.
-  /// `component` and `rank` are for error messages.
+  /// `component` and `rank` are for error messages. `refuse_own_norm`: throws the error of clipping
+  /// by the norm of the `.grad`s, which are those of this rank alone; needs `as_views`. Empty: such
+  /// clipping is allowed. See [Note: norms of one rank].
   GradientBuckets(std::string component, int rank, std::vector<NamedTensor> parameters,
-                  bool as_views);
+                  bool as_views, std::function<void()> refuse_own_norm);
 
   /// Replaces all buckets, between backwards. `buckets` cover each parameter once. Gradients that
   /// exist move over.
@@ -41,7 +47,7 @@ class GradientBuckets {
   /// Between backwards: displaced buckets whose home memory is free again return to it.
   void restore();
   /// A backward has begun on this thread: its allocations are watched and predicted.
-  void begin_backward() { placement_.begin(); }
+  void begin_backward();
   /// The backward is over. `learn`: it reached its end, so the next one is predicted from it.
   void end_backward(bool learn) { placement_.end(learn); }
 
@@ -77,6 +83,10 @@ class GradientBuckets {
     at::Tensor gradient;
     uint32_t version = 0;
   };
+  struct Home {
+    Bucket bucket;
+    std::unique_ptr<Page> page;
+  };
 
   std::vector<at::Tensor> tensors() const;
   at::Tensor& gradient(size_t parameter) { return parameters_[parameter].tensor.mutable_grad(); }
@@ -85,15 +95,19 @@ class GradientBuckets {
   bool holds_other_tensor(size_t parameter) const;
   void displace(size_t bucket);
   bool is_cleared(size_t parameter, uint32_t changes_by_autograd);
+  std::unique_ptr<Page> watch_norms(size_t index, Bucket& bucket);
+  std::set<LocalNorms::Gradient> gradients();
 
   std::string component_;
   int rank_;
   std::vector<NamedTensor> parameters_;
   bool as_views_;
+  std::unique_ptr<LocalNorms> norms_;  // null where norms are not watched
   std::vector<Bucket> buckets_;
+  std::vector<std::unique_ptr<Page>> pages_;  // of the buckets, where norms are watched
   std::vector<Place> where_;
   GradientPlacement placement_;
-  std::map<size_t, Bucket> homes_;  // of displaced buckets
+  std::map<size_t, Home> homes_;  // of displaced buckets
   // The tensor that was placed in this window is the gradient itself, and only autograd holds it
   // until the hook returns.
   std::vector<char> placed_gradient_;

@@ -16,7 +16,7 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
       options_(std::move(options)),
       callbacks_(std::move(callbacks)),
       buckets_(options_.component, group_.rank(), std::move(parameters),
-               options_.gradient_as_bucket_view) {
+               options_.gradient_as_bucket_view, refuse_own_norm()) {
   set_buckets(std::move(buckets));
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : buckets_.parameters()) tensors.push_back(parameter.tensor);
@@ -25,6 +25,15 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
                    [this] { begin(); },
                    [this](size_t i, const at::Tensor& computed) { arrive(i, computed); },
                    [this] { end(); }, [this] { abandon(); }});
+}
+
+/// Empty where a norm of this rank's gradients is that of all gradients.
+std::function<void()> Reducer::refuse_own_norm() {
+  if (options_.own_norm.empty() || group_.size() == 1) return {};
+  return [this] {
+    group_.fail(
+        fmt::format("{}: rank {}: {}", options_.component, group_.rank(), options_.own_norm));
+  };
 }
 
 void Reducer::replace_buckets(std::vector<Bucket> buckets) {

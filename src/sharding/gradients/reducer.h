@@ -38,6 +38,10 @@ struct ReducerOptions {
   std::string overwritten =
       "was already averaged and used by an earlier step; expected zero_grad() between step() and "
       "the next backward";
+  /// Not empty: a gradient is that of this rank alone until the owner reduces it, so clipping by a
+  /// norm of the gradients is an error on every rank, with this text. Needs
+  /// gradient_as_bucket_view.
+  std::string own_norm = {};
 };
 
 /// Receives gradients as backward produces them, puts them into buckets, and reports when a bucket
@@ -137,6 +141,7 @@ class Reducer {
   void end();
   void abandon();
 
+  std::function<void()> refuse_own_norm();
   void set_buckets(std::vector<Bucket> buckets);
   void start();
   void reset();

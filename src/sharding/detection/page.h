@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 
 class Page;
 
@@ -32,12 +32,15 @@ class PageOwner {
   virtual void failed(const PageUse& use, std::string_view op, const c10::Error& error) const {}
 };
 
-/// A flat tensor whose memory can be attached and detached. Views of it, and tensors that autograd
-/// saves for backward, share its storage, so they have memory exactly while the page has. Sizes
-/// never change. Operators on the page and its views are detected; see detection.h.
+/// A flat tensor whose memory can be attached and detached, and whose use is detected. Views of it,
+/// and tensors that autograd saves for backward, share its storage, so they have memory exactly
+/// while the page has. Sizes never change. Operators on the page and its views are detected; see
+/// detection.h.
 class Page {
  public:
-  /// `description`: what error messages call its tensors after the page is destroyed.
+  /// `description`: component and tensor, for the error of an operator that uses the tensors after
+  /// the page is destroyed. Empty: they then keep the attached memory and are not detected any
+  /// more.
   Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
        std::string description);
   ~Page();
@@ -52,8 +55,8 @@ class Page {
   void attach(at::Tensor memory);
   void detach();
 
-  /// The page whose storage `tensor` uses; null if there is none. UsageError if the page was
-  /// destroyed.
+  /// The page whose storage `tensor` uses; null if there is none, or none any more. UsageError if
+  /// the page was destroyed and has taken the memory.
   static Page* of(const at::Tensor& tensor);
   /// Null after the owner was destroyed.
   PageOwner* owner() const { return link_->owner; }
@@ -64,6 +67,7 @@ class Page {
     PageOwner* owner;
     Page* page;
     std::string description;
+    at::Tensor memory;  // after the page was destroyed, where its tensors keep it
   };
   static void release(void* link);
   [[noreturn]] static void refuse_orphan(const Link& link);
@@ -75,4 +79,4 @@ class Page {
   at::Tensor memory_;
 };
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

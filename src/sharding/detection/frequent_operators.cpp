@@ -1,10 +1,11 @@
 #include <array>
+#include <utility>
 
 #include <torch/library.h>
 
-#include "fsdp/paging/detection.h"
+#include "sharding/detection/detection.h"
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 namespace {
 
 /// The pages among the arguments of one operator.
@@ -15,7 +16,7 @@ struct SeenPages {
 
   SeenPages() { uses[0].page = nullptr; }
 
-  void see(const at::Tensor& tensor) {
+  void see(const at::Tensor& tensor, bool written = false) {
     if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
     // One use of a page is enough if an operator takes two of its tensors (weight and bias).
     const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -23,8 +24,9 @@ struct SeenPages {
     auto* page = Page::of(tensor);
     if (!page) return;
     last = storage;
-    uses[count++] = {page, tensor.storage_offset(), false, {}};
+    uses[count++] = {page, tensor.storage_offset(), written, {}};
   }
+  void see(at::Tensor& tensor) { see(std::as_const(tensor), true); }
   void see(const c10::optional<at::Tensor>& tensor) {
     if (tensor) see(*tensor);
   }
@@ -35,7 +37,8 @@ struct SeenPages {
 template <class Op, class Schema = typename Op::schema>
 struct DetectedOperator;
 
-/// The kernel of an operator that only reads its arguments, with the operator's native signature.
+/// The kernel of an operator with the operator's native signature. A tensor that it writes to is
+/// its first argument.
 template <class Op, class Result, class... Arguments>
 struct DetectedOperator<Op, Result(Arguments...)> {
   static_assert(sizeof...(Arguments) <= std::tuple_size_v<decltype(SeenPages::uses)>);
@@ -43,6 +46,7 @@ struct DetectedOperator<Op, Result(Arguments...)> {
   static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
     SeenPages seen;
     (seen.see(arguments), ...);
+    seen.uses[0].overload = Op::overload_name;
     if (seen.count > 0) notify_owners({seen.uses.data(), seen.count}, Op::name);
     return run_undetected(seen.uses[0], Op::name, [&]() -> Result {
       return Op::redispatch(
@@ -73,7 +77,7 @@ void register_frequent_operators() {
   for (const char* name : {"t", "transpose.int", "as_strided"})
     library.impl(name, torch::CppFunction::makeFallthrough());
   add_all<linear, mm, addmm, matmul, view, detach, embedding, layer_norm, native_layer_norm,
-          native_layer_norm_backward>(library);
+          native_layer_norm_backward, add__Tensor, mul__Scalar, mul__Tensor, zero_>(library);
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

@@ -1,13 +1,12 @@
-#include "fsdp/paging/page.h"
+#include "sharding/detection/page.h"
 
-#include "sharding/bucket.h"
 #include "tessera/error.h"
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
            std::string description)
-    : link_(std::make_shared<Link>(Link{owner, this, std::move(description)})), index_(index) {
+    : link_(std::make_shared<Link>(Link{owner, this, std::move(description), {}})), index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const auto device = options.device();
   c10::Storage storage(c10::Storage::use_byte_size_t(),
@@ -20,7 +19,8 @@ Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions opti
 }
 
 Page::~Page() {
-  detach();
+  if (link_->description.empty()) link_->memory = memory_;
+  else detach();
   link_->owner = nullptr;
   link_->page = nullptr;
 }
@@ -47,7 +47,7 @@ void Page::detach() {
 /// A separate function, to keep Page::of() small: every operator on a page calls it.
 [[gnu::cold, gnu::noinline]] void Page::refuse_orphan(const Link& link) {
   throw UsageError(
-      "FullyShardedDataParallel: " + link.description +
+      link.description +
       " was used after the wrapper was destroyed, which freed the memory; expected the "
       "wrapper to live as long as its module, or state_dict() before");
 }
@@ -57,8 +57,8 @@ Page* Page::of(const at::Tensor& tensor) {
   const auto& data = tensor.storage().data_ptr();
   if (data.get_deleter() != &Page::release) return nullptr;
   const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
-  if (!link.page) refuse_orphan(link);
+  if (!link.page && !link.description.empty()) refuse_orphan(link);
   return link.page;
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

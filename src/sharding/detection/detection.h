@@ -2,16 +2,17 @@
 
 #include <string_view>
 
-#include "fsdp/paging/page.h"
+#include "sharding/detection/page.h"
 
 // [Note: detection of parameter use] C++ modules have no forward hooks, but every operator that
-// uses a parameter passes through the dispatcher. Sharded parameters carry a spare dispatch key, so
-// the operators on them, and only these, first reach a fallback that notifies the owners of the
-// pages. Views and detached aliases inherit the key; results do not. Behind the fallback the key is
-// excluded, because the parts of an operator work on the same tensors. Only one fallback for a key
-// can be registered in a process; if another library has one, construction is an error.
+// uses a parameter passes through the dispatcher. Sharded parameters, and gradients whose norms are
+// watched, carry a spare dispatch key, so the operators on them, and only these, first reach a
+// fallback that notifies the owners of the pages. Views and detached aliases inherit the key;
+// results do not. Behind the fallback the key is excluded, because the parts of an operator work on
+// the same tensors. Only one fallback for a key can be registered in a process; if another library
+// has one, nothing can be detected.
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 
 /// While alive, operators of this thread on pages are not detected. For Tessera's own operators.
 class NoDetection {
@@ -45,8 +46,8 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op);
 /// boxing of the fallback would cost more than the rest of the detection. Call it once.
 void register_frequent_operators();
 
-/// Starts the detection for the life of the process; later calls do nothing. UsageError if another
+/// Starts the detection for the life of the process; later calls do nothing. False if another
 /// library has taken the key.
-void start_detection();
+bool start_detection();
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

@@ -1,12 +1,10 @@
-#include "fsdp/paging/detection.h"
+#include "sharding/detection/detection.h"
 
 #include <algorithm>
 
 #include <torch/library.h>
 
-#include "tessera/error.h"
-
-namespace tessera::fsdp {
+namespace tessera::sharding {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
@@ -75,22 +73,18 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
   notify_owners(others, op);
 }
 
-void start_detection() {
-  // A static variable whose initialization throws is initialized again by the next call.
-  static const bool taken = [] {
+bool start_detection() {
+  static const bool started = [] {
     try {
       static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
       library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
     } catch (const c10::Error&) {
-      throw UsageError(
-          "FullyShardedDataParallel: another library of this process has a fallback on the "
-          "dispatch "
-          "key that detects the use of parameters; expected a process without that library");
+      return false;
     }
     register_frequent_operators();
     return true;
   }();
-  static_cast<void>(taken);
+  return started;
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "sharding/detection/page.h"
+
+namespace tessera::sharding {
+
+/// [Note: norms of one rank] torch::nn::utils::clip_grad_norm_ takes the norm of each gradient and
+/// multiplies the gradients by a tensor that follows from all norms. Where a rank's `.grad`s are
+/// those of its own shards, or of its own data only, every rank would scale by another number.
+/// These `.grad`s are therefore views of pages of this owner: a norm of every one of them and then
+/// mul_ by a tensor is an error. All other operators are allowed, such as norms for a log, and an
+/// optimizer that takes a norm and updates, parameter by parameter.
+class LocalNorms : public PageOwner {
+ public:
+  /// A gradient: the index of its page and its first element there.
+  using Gradient = std::pair<size_t, int64_t>;
+
+  /// `refuse`: throws the error. `all`: the gradients that are defined at present.
+  LocalNorms(std::function<void()> refuse, std::function<std::set<Gradient>()> all)
+      : refuse_(std::move(refuse)), all_(std::move(all)) {}
+  LocalNorms(const LocalNorms&) = delete;
+
+  /// Forgets the norms: the gradients have changed.
+  void reset();
+
+  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
+
+ private:
+  bool clips(const PageUse& use, std::string_view op);
+
+  std::function<void()> refuse_;
+  std::function<std::set<Gradient>()> all_;
+  std::mutex mutex_;  // autograd adds to gradients on several threads
+  std::set<Gradient> normed_;
+  Gradient last_ = {};
+};
+
+}  // namespace tessera::sharding
