@@ -2,6 +2,7 @@
 """Measures what the fuzzer of training finds: runs it on the library with deliberate mistakes, one after the other.
 
     scripts/fuzz_breaks.py [--only NAME] [--seeds 1500] [--required 30] [--build build] [--jobs 2]
+    scripts/fuzz_breaks.py --check                     only checks that each mistake fits the source
 
 tests/fuzz/training/breaks.txt has the mistakes. All of them are made in the source tree at once, each behind a look at the environment variable
 TESSERA_BREAK. Then build/bin/training_fuzz is built once, and the sources are put back, whatever happens; the next build compiles them. The program runs
@@ -96,9 +97,12 @@ def main():
     parser.add_argument("--required", type=int, default=30)
     parser.add_argument("--build", default="build")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the fuzzer")
+    parser.add_argument("--check", action="store_true", help="only reads the breaks and the sources")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # runs the finally blocks
     breaks = read_breaks(ROOT / "tests/fuzz/training/breaks.txt")
+    if args.check:
+        return 0
     if args.only:
         unknown = set(args.only) - {each.name for each in breaks}
         if unknown:
