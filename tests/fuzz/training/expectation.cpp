@@ -81,6 +81,11 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (!trainable.frozen.empty() && ddp &&
       (!wrapper.flag("find_unused") || wrapper.flag("static_graph")))
     return Expectation::equal_or_error;
+  if (event.flag("uncleared") && world > 1) {
+    // An update in one pass leaves gradients as they are.
+    const bool lost = wrapper.text("reduce") == "sum" && trainable.frozen.empty();
+    return lost ? Expectation::usage_error : Expectation::equal_or_error;
+  }
   const int syncs = event.flag("no_sync") ? 1 : event.number("micro", 1);
   if (syncs * (event.flag("retain") ? 2 : 1) > 1) {
     if (overlap) return Expectation::equal_or_error;

@@ -68,6 +68,7 @@ struct Limits {
   bool partly_used = false;  ///< Some parameter may get no gradient.
   bool buffers = true;
   bool exact = true;
+  bool norms = false;  ///< Clips by the norm, which is not promised to be exact.
 };
 
 Item random_wrapper(Random& random, const Limits& limits, int world) {
@@ -145,7 +146,7 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
   }
   if (random.chance(40)) values["when"] = random.pick({"after", "between"});
   maybe(random, 20, values, "zero", "module");
-  if (!overlap && random.chance(20)) values["clip"] = limits.exact ? "value" : "norm";
+  if (!overlap && random.chance(20)) values["clip"] = limits.norms ? "norm" : "value";
   if (has(layers, {"conditional"})) {
     const bool free = wrapper.kind == "zero" || wrapper.kind == "distributed_optimizer" ||
                       wrapper.kind == "fsdp" || wrapper.flag("find_unused");
@@ -162,7 +163,10 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
     // Two parts of a gradient may be added in another order; nothing is promised there.
     if (wrapper.kind == "fsdp") values.erase("no_sync");
   }
-  if (!overlap && random.chance(4)) values["kept_graph"] = "1";
+  if (!overlap && random.chance(4)) {
+    values["kept_graph"] = "1";
+    maybe(random, 50, values, "then_evaluate");
+  }
   if (!overlap && wrapper.kind != "distributed_optimizer" && random.chance(4) &&
       wrapper.kind != "ddp_zero") {
     for (const auto* name : {"micro", "no_sync", "clip", "retain", "when"}) values.erase(name);
@@ -235,6 +239,9 @@ Case generate(uint64_t seed) {
   result.optimizer = random_optimizer(random, limits.exact);
   // The last bit of a 16-bit weight may differ, which Adam would turn into much more.
   if (has(result.layers, {"bfloat16_layer"})) result.optimizer = {"SGD", {{"lr", "0.02"}}};
+  // Other optimizers would turn a difference in the last bit of a float into much more.
+  limits.norms = !limits.exact || (result.dtype == "float" && result.optimizer.kind == "SGD" &&
+                                   !has(result.layers, {"bfloat16_layer"}) && random.chance(30));
   const bool adagrad = result.optimizer.kind == "Adagrad";  // libtorch's has no new groups
   result.wrapper = random_wrapper(random, limits, result.world);
   if (adagrad) result.wrapper.values.erase("late_part");
@@ -256,9 +263,14 @@ Case generate(uint64_t seed) {
       result.story.push_back(event);
     } else {
       result.story.push_back(random_event(random, wrapper, limits, world, result.layers));
-      const auto& last = result.story.back();
+      const Item last = result.story.back();
       if (last.kind == "to_dtype") result.story.push_back({"step"});
-      if (last.kind == "lr" && last.has("rank"))
+      // Where gradients of two steps must not be added up.
+      const bool clears = wrapper.flag("in_place") || wrapper.text("reduce") == "sum";
+      if (last.kind == "step" && clears && random.chance(3)) {
+        result.story.push_back({"step"});
+        result.story.push_back({"step", {{"uncleared", "1"}}});
+      } else if (last.kind == "lr" && last.has("rank"))
         for (int time = 0; time < 2; ++time) result.story.push_back({"step"});
     }
   }

@@ -168,5 +168,51 @@ TEST(TrainingFuzz, DdpFailsAfterAnUnseenError) {
                  {"step", {{"no_sync", "1"}}}}});
 }
 
+// Events that a deliberate break (breaks.txt) turns into a finding.
+
+// Break "graph_of_older_values".
+TEST(TrainingFuzz, FsdpKeptGraphThenEvaluate) {
+  expect_sound({.seed = 1,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"fsdp", {{"policy", "blocks"}}},
+                .story = {{"step", {{"kept_graph", "1"}, {"then_evaluate", "1"}}}}});
+}
+
+// Break "norm_of_last_gradient".
+TEST(TrainingFuzz, FsdpNormOfFloats) {
+  expect_sound({.seed = 1,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"fsdp"},
+                .story = {{"step", {{"clip", "norm"}}}}});
+}
+
+// Break "stale_sum_accepted".
+TEST(TrainingFuzz, SumThatIsNotCleared) {
+  expect_sound({.seed = 1,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer", {{"reduce", "sum"}}},
+                .story = {{"step"}, {"step", {{"uncleared", "1"}}}}});
+}
+
+// Break "in_place_sum_unmarked".
+TEST(TrainingFuzz, InPlaceMeanThatIsNotCleared) {
+  expect_sound({.seed = 1,
+                .world = 2,
+                .dtype = "double",
+                .layers = {{"linear"}},
+                .optimizer = {"torch.SGD", {{"lr", "0.02"}}},
+                .wrapper = {"zero", {{"in_place", "1"}}},
+                .story = {{"step"}, {"step", {{"uncleared", "1"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

@@ -19,7 +19,7 @@ struct Arguments {
   uint64_t from = 0, seeds = 1000;
   int jobs = 2, patience = 30, trials = 150;
   double seconds = 0;
-  bool show = false;
+  bool show = false, stop_at_first = false;
 };
 
 void report(const Worker::Report& found, const Arguments& arguments) {
@@ -27,7 +27,7 @@ void report(const Worker::Report& found, const Arguments& arguments) {
   const auto original = tessera::fuzz::generate(found.seed);
   std::cout << "seed " << found.seed << ": " << finding.kind << ": " << finding.text << "\n"
             << one_line(original) << std::endl;
-  if (arguments.trials == 0) return;
+  if (arguments.trials == 0 || arguments.stop_at_first) return;
   const std::chrono::seconds patience(arguments.patience);
   const auto small = shrink(original, finding.kind, patience, arguments.trials);
   const auto again = run_in_child(small, patience);
@@ -52,7 +52,7 @@ int fuzz(const Arguments& arguments) {
            Clock::now() - begun < std::chrono::duration<double>(arguments.seconds);
   };
   bool working = true;
-  while (working && in_time()) {
+  while (working && in_time() && !(arguments.stop_at_first && !findings.empty())) {
     working = false;
     std::vector<pollfd> waiting;
     for (const auto& worker : workers)
@@ -91,6 +91,8 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--seconds", arguments.seconds, "Ends after this time; 0: no limit")
       ->capture_default_str();
+  app.add_flag("--stop-at-first", arguments.stop_at_first,
+               "Ends with the first finding, without shrinking it");
   app.add_flag("--show", arguments.show, "Prints the cases and runs none");
   CLI11_PARSE(app, argc, argv);
   if (arguments.show) {

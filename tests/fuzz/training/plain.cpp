@@ -145,7 +145,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
     at::AutoGradMode with_grad(true);
     for (const int rank : ranks) kept.push_back(replica_loss(event, number, 9, rank, 1));
   }
-  if (!after && !between) clear(event);
+  if (!after && !between && !event.flag("uncleared")) clear(event);
   for (int micro = 0; micro < micros; ++micro) {
     const bool sync = micro + 1 == micros || !event.flag("no_sync");
     if (sync) before_forward(ranks);
@@ -183,6 +183,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
   if (after) clear(event);
   if (is("zero") || is("distributed_optimizer")) sync_buffers(ranks);
   if (kept.empty()) return;
+  if (event.flag("then_evaluate")) evaluate(event, number, records);
   clear(event);
   for (auto& loss : kept) loss.backward();
   after_backward(ranks, world());

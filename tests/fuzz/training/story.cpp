@@ -186,7 +186,7 @@ class Player {
         return value;
       });
     } else {
-      if (!after && !between) zero_grad(event);
+      if (!after && !between && !event.flag("uncleared")) zero_grad(event);
       gradients(event, number, between, record);
       if (event.text("clip") == "norm") add_number(record, "norm", subject_->clip_norm());
       if (event.text("clip") == "value") subject_->clip_value();
@@ -195,6 +195,7 @@ class Player {
     cleared_ = after;
     if (after) zero_grad(event);
     if (kept.defined()) {
+      if (event.flag("then_evaluate")) evaluate(event, number, record);
       zero_grad(event);
       subject_->backward(kept, false);
       zero_grad(event);
