@@ -85,8 +85,8 @@ struct ZeroRedundancyOptimizerOptions {
 /// With reduce_gradients in a world of more than one rank these usual lines are different:
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
 ///     because each rank would scale by its own norm: optimizer.clip_grad_norm_(1). The error
-///     follows from the operators: a norm of every `.grad` and then mul_ by a tensor. After norms of
-///     all `.grad`s for a log, scale by a number (a double), not by a tensor.
+///     follows from the operators: a norm of every `.grad` and then mul_ by a tensor. After norms
+///     of all `.grad`s for a log, scale by a number (a double), not by a tensor.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
 ///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.grad_norm() is that of the
