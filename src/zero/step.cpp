@@ -109,6 +109,7 @@ void ZeroRedundancyOptimizer::Impl::set_gradients(size_t b, bool averaged) {
 void ZeroRedundancyOptimizer::Impl::wait_for_overlapped_update() {
   if (overlap_.under_way()) overlap_.check_options_unchanged();
   else if (mean.reducer()) mean.reducer()->flush();  // every backward was under no_sync
+  else local.take_options_of(outer_);                // nothing is trainable at present
   overlap_.wait();
   for (auto& bucket : shards.buckets()) {
     if (!bucket.parameters.defined()) zero::gather_parameters(bucket, shards.parameters(), group);
