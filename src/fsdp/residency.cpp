@@ -162,7 +162,7 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
     gathered.mark = stream_.mark();
   }
   gathered.state = State::gathering;
-  gathered.changed = false;
+  gathered.changed = gathered.reduced;  // the values are of before the optimizer's step
   gathered.versions = versions(index);
   ++(phase == Phase::forward ? stats_.gathers_forward : stats_.gathers_backward);
   stats_.prefetches += prefetch;
@@ -266,7 +266,7 @@ void Residency::gradients_complete(size_t unit) {
 
 void Residency::gradients_done(size_t unit) {
   std::lock_guard lock(mutex_);
-  gathered_[unit].changed = true;
+  gathered_[unit].changed = gathered_[unit].reduced = true;
   if (gathered_[unit].state == State::resident && !model_.units[unit].root &&
       order_.follows_record() && order_.next_use(unit) == UseOrder::kNever)
     release(unit);
@@ -374,11 +374,21 @@ void Residency::refuse_stale_graph() {
   }
 }
 
+bool Residency::has_gradients(size_t unit) const {
+  const auto& flats = model_.units[unit].flats;
+  return std::any_of(flats.begin(), flats.end(), [this](size_t f) {
+    const auto& shards = model_.flats[f].shards;
+    return std::any_of(shards.begin(), shards.end(),
+                       [](const auto& shard) { return shard.tensor.grad().defined(); });
+  });
+}
+
 /// Releases on all ranks every unit that is still gathered and whose shards have changed on any
 /// rank.
 void Residency::synchronize_changes() {
   bool any_gathered = false;
   for (size_t u = 0; u < gathered_.size(); ++u) {
+    gathered_[u].reduced = gathered_[u].reduced && has_gradients(u);
     const bool is_gathered = gathered_[u].state != State::released;
     any_gathered |= is_gathered;
     changed_[u] = is_gathered && (gathered_[u].changed || versions(u) != gathered_[u].versions);

@@ -63,8 +63,8 @@ class Residency : public sharding::PageOwner {
     std::vector<at::Tensor> memory;  // one for each flat parameter that is gathered
     std::vector<Work> work;
     CommStream::Mark mark;
-    bool changed =
-        false;  // its gradients were reduced since, so the optimizer will change the shards
+    bool changed = false;   // the optimizer will change the shards, or has changed them
+    bool reduced = false;   // its gradients were reduced, and are not cleared yet
     uint64_t versions = 0;  // of the shards when the unit was gathered
     uint64_t last_use = 0;
   };
@@ -86,6 +86,7 @@ class Residency : public sharding::PageOwner {
   void end_step();
   void wait_for_readers(const char* tag);
   uint64_t versions(size_t unit) const;
+  bool has_gradients(size_t unit) const;
   int64_t budget() const;
 
   ShardedModel& model_;

@@ -234,5 +234,17 @@ TEST(TrainingFuzz, ZeroOverlapKeepsTheLrWhileAllIsFrozen) {
                           {"step"}}});
 }
 
+// A unit that was gathered again after the reduction of its gradients stayed gathered over the
+// optimizer's step.
+TEST(TrainingFuzz, FsdpGathersAfterAPenalty) {
+  expect_sound({.seed = 44630,
+                .world = 3,
+                .dtype = "double",
+                .layers = {{"cumulative_norm", {{"frozen", "1"}}}},
+                .optimizer = {"torch.SGD", {{"lr", "0.02"}}},
+                .wrapper = {"fsdp", {{"hosts", "001"}, {"resident_bytes", "1"}}},
+                .story = {{"step", {{"penalty", "1"}}}, {"step"}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz
