@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Measures what the fuzzer of training finds: runs it on the library with deliberate mistakes, one after the other.
+"""Measures what the fuzzer of training finds: runs it on a library with deliberate mistakes.
 
     scripts/fuzz_breaks.py [--only NAME] [--seeds 1500] [--required 30] [--build build] [--jobs 2]
-    scripts/fuzz_breaks.py --check                     only checks that each mistake fits the source
+    scripts/fuzz_breaks.py --check
 
-tests/fuzz/training/breaks.txt has the mistakes. All of them are made in the source tree at once, each behind a look at the environment variable
-TESSERA_BREAK. Then build/bin/training_fuzz is built once, and the sources are put back, whatever happens; the next build compiles them. The program runs
-without a mistake, where it must find nothing, and then with the name of each mistake until its first finding. Exit status 0: at least the
-required number of mistakes is found (with --only: all that are named). Standard library only.
+tests/fuzz/training/breaks.txt has the mistakes. All of them are made in the source tree at once,
+each behind a look at the environment variable TESSERA_BREAK. Then build/bin/training_fuzz is built
+once, and the sources are put back, whatever happens; the next build compiles them. The program runs
+without a mistake, where it must find nothing, and then with the name of each mistake until its
+first finding. Exit status 0: at least the required number of mistakes is found (with --only: all
+that are named). --check only tests that each mistake still fits the source. Standard library only.
 """
 import argparse
 import contextlib
@@ -33,11 +35,16 @@ class Break:
         count = (ROOT / self.file).read_text().count(self.before + self.inner + self.after)
         if not self.inner:
             return f"{self.name}: old has no text between << and >>"
-        return None if count == 1 else f"{self.name}: the old text occurs {count} times in {self.file}; expected once"
+        if count == 1:
+            return None
+        return f"{self.name}: the old text occurs {count} times in {self.file}; expected once"
 
     def made_in(self, text):
         """`text` with the mistake in place of what is right, when TESSERA_BREAK is its name."""
-        chosen = f'[] {{ static const auto* tessera_break = std::getenv("TESSERA_BREAK"); return tessera_break && std::string(tessera_break) == "{self.name}"; }}()'
+        chosen = (
+            '[] { static const auto* tessera_break = std::getenv("TESSERA_BREAK"); '
+            f'return tessera_break && std::string(tessera_break) == "{self.name}"; }}()'
+        )
         if self.inner.endswith(";"):
             code = f"{{ if ({chosen}) {{ {self.new} }} else {{ {self.inner} }} }}"
         else:
@@ -53,11 +60,13 @@ def read_breaks(path):
             continue
         fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
         if list(fields) != FIELDS:
-            sys.exit(f"{path}: a break has the fields {', '.join(fields)}; expected {', '.join(FIELDS)}")
+            found, expected = ", ".join(fields), ", ".join(FIELDS)
+            sys.exit(f"{path}: a break has the fields {found}; expected {expected}")
         breaks.append(Break(fields))
     names = [each.name for each in breaks]
     problems = [problem for problem in (each.problem() for each in breaks) if problem]
-    problems += [f"{name}: there are two breaks of this name" for name in sorted(set(names)) if names.count(name) > 1]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [f"{name}: there are two breaks of this name" for name in twice]
     if problems:
         sys.exit("\n".join(problems))
     return breaks
@@ -80,7 +89,8 @@ def made(breaks):
 
 def fuzz(name, args):
     """The first finding as "seed 7, difference", or None."""
-    program = [ROOT / args.build / "bin/training_fuzz", "--stop-at-first", "--seeds", str(args.seeds), "--jobs", str(args.jobs)]
+    program = [ROOT / args.build / "bin/training_fuzz", "--stop-at-first"]
+    program += ["--seeds", str(args.seeds), "--jobs", str(args.jobs)]
     env = dict(os.environ, OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", TESSERA_BREAK=name)
     env.pop("OPENBLAS_CORETYPE", None)
     done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -91,15 +101,18 @@ def fuzz(name, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", action="append", help="this break only; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="NAME", action="append", help="this break; repeatable")
     parser.add_argument("--seeds", type=int, default=1500)
     parser.add_argument("--required", type=int, default=30)
     parser.add_argument("--build", default="build")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the fuzzer")
-    parser.add_argument("--check", action="store_true", help="only reads the breaks and the sources")
+    parser.add_argument("--check", action="store_true", help="only tests that the breaks fit")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # runs the finally blocks
+    # sys.exit runs the finally blocks.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     breaks = read_breaks(ROOT / "tests/fuzz/training/breaks.txt")
     if args.check:
         return 0
@@ -109,7 +122,8 @@ def main():
             sys.exit(f"there is no break {', '.join(sorted(unknown))}")
         breaks = [each for each in breaks if each.name in args.only]
     with made(breaks):
-        done = subprocess.run(["ninja", "-C", args.build, "-j", "1", "training_fuzz"], cwd=ROOT, capture_output=True, text=True)
+        build = ["ninja", "-C", args.build, "-j", "1", "training_fuzz"]
+        done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit((done.stdout + done.stderr)[-4000:])
     unbroken = fuzz("", args)
@@ -120,8 +134,9 @@ def main():
         begun = time.monotonic()
         finding = fuzz(each.name, args)
         found += finding is not None
-        print(f"{each.name:<28} {'found: ' + finding if finding else 'missed':<32} {time.monotonic() - begun:6.1f} s", flush=True)
-    print(f"{found} of {len(breaks)} breaks found in {args.seeds} seeds, and nothing without a break")
+        result = f"found: {finding}" if finding else "missed"
+        print(f"{each.name:<28} {result:<32} {time.monotonic() - begun:6.1f} s", flush=True)
+    print(f"{found} of {len(breaks)} breaks found in {args.seeds} seeds, nothing without a break")
     return 0 if found >= min(args.required, len(breaks)) else 1
 
 
