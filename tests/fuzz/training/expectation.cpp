@@ -81,9 +81,9 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (!trainable.frozen.empty() && ddp &&
       (!wrapper.flag("find_unused") || wrapper.flag("static_graph")))
     return Expectation::equal_or_error;
-  if (event.flag("uncleared") && world > 1) {
+  if (event.flag("uncleared")) {
     // An update in one pass leaves gradients as they are.
-    const bool lost = wrapper.text("reduce") == "sum" && trainable.frozen.empty();
+    const bool lost = world > 1 && wrapper.text("reduce") == "sum" && trainable.frozen.empty();
     return lost ? Expectation::usage_error : Expectation::equal_or_error;
   }
   const int syncs = event.flag("no_sync") ? 1 : event.number("micro", 1);
