@@ -96,7 +96,9 @@ struct FullyShardedDataParallelOptions {
   bool sync_module_states = true;
   /// How buffers become the same on all ranks at the end of each backward that reduces.
   BufferSync buffers = BufferSync::broadcast;
-  /// Names of modules whose parameters are left alone: neither sharded nor reduced.
+  /// Names of modules whose parameters are left alone: neither sharded nor reduced nor broadcast.
+  /// They are not in parameters(), so the caller trains them or freezes them; a warning at
+  /// construction names those that are not frozen. State dicts contain them.
   std::vector<std::string> ignored_modules = {};
   /// Names of parameters that are left alone in the same way.
   std::vector<std::string> ignored_parameters = {};
@@ -259,25 +261,26 @@ class FullyShardedDataParallelBase : public Joinable {
 
   /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
   /// on the others), in the parameters' own dtype. Parameters are gathered one by one, so the peak
-  /// of extra memory on other ranks is the largest tensor. Buffers are those of rank `to`.
-  /// Collective.
+  /// of extra memory on other ranks is the largest tensor. Buffers and ignored parameters are
+  /// those of rank `to` (for to < 0, of each rank). Collective.
   std::vector<std::pair<std::string, at::Tensor>> state_dict(int to = 0);
   /// One parameter of state_dict(). UsageError if no sharded parameter has this name. Collective.
   at::Tensor full_parameter(const std::string& name, int to = 0);
   /// Writes state_dict() to a safetensors file. Rank 0 writes the tensors one by one. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank copies its shards and all buffers from `state`. `state` must contain every parameter
-  /// and buffer with its shape, and nothing else: otherwise UsageError on all ranks. Collective.
+  /// Each rank copies its shards, all buffers and ignored parameters from `state`. `state` must
+  /// contain every parameter and buffer with its shape, and nothing else: otherwise UsageError on
+  /// all ranks. Collective.
   void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
   /// The same from a safetensors file that every rank can read. Collective.
   void load_state_dict(const std::string& path);
 
   /// Writes a checkpoint of the model to `folder`/step-00000000: each rank of the first replica
-  /// writes its shards, rank 0 also writes the buffers. The checkpoint is committed with one rename
-  /// and replaces the one that was there. `folder` must be visible to all ranks and must not be in
-  /// use by another writer. Format and guarantees: CheckpointStore and docs/checkpoints.md. Loads
-  /// at any world size and with any strategy. UsageError on all ranks, with rank, path and reason.
-  /// Collective.
+  /// writes its shards, rank 0 also writes the buffers and ignored parameters. The checkpoint is
+  /// committed with one rename and replaces the one that was there. `folder` must be visible to all
+  /// ranks and must not be in use by another writer. Format and guarantees: CheckpointStore and
+  /// docs/checkpoints.md. Loads at any world size and with any strategy. UsageError on all ranks,
+  /// with rank, path and reason. Collective.
   void save_sharded_state_dict(const std::string& folder);
   /// Reads what save_sharded_state_dict() has written. Checks all digests, then each rank reads the
   /// ranges of elements that it needs. The model changes only after all ranks have read everything;

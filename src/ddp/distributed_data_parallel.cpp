@@ -7,6 +7,7 @@
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
+#include "comm/group/tag_scope.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/gradients/reducer.h"
 #include "sharding/module_buffers.h"
@@ -184,7 +185,12 @@ class DataParallel::Impl {
     }
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
     for (const auto i : bucket.members) gradients.names.push_back(trainable_[i].name);
-    waiting_.push_back(options_.comm_hook(group_, gradients));
+    // The collectives of a hook are its own, in both of its parts.
+    const comm::TagScope start(tag(index));
+    waiting_.push_back([wait = options_.comm_hook(group_, gradients), tag = tag(index)] {
+      const comm::TagScope end(tag);
+      wait();
+    });
     // A hook averages over all ranks; a join may divide by another number.
     if (divisor_ == group_.size()) return;
     waiting_.push_back([flat = bucket.flat, scale = static_cast<double>(group_.size()) / divisor_] {

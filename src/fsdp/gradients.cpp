@@ -347,16 +347,25 @@ struct Gradients::EndOfBackward {
   ~EndOfBackward() { gradients.tracker_.begin(); }
 };
 
-void Gradients::finish() {
+bool Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
-  for (auto& pending : pending_) pending.reduced = false;
+  bool reduced = take_reduced();
   norms_.reset();
   if (sync()) {
     reduce_rest();
-    ++backwards_;
+    reduced = take_reduced() || reduced;
+    if (reduced) ++backwards_;
   }
   show_placeholders();
+  return reduced;
+}
+
+/// Whether a unit was reduced since the last call.
+bool Gradients::take_reduced() {
+  bool any = false;
+  for (auto& pending : pending_) any = std::exchange(pending.reduced, false) || any;
+  return any;
 }
 
 void Gradients::reduce_rest() {

@@ -44,7 +44,9 @@ class Gradients {
   void arrived(size_t parameter);
   /// At the end of backward: reduces the remaining gradients and waits for all reductions; then
   /// `.grad` of the shards is up to date. Under no_sync it keeps the gradients.
-  void finish();
+  /// False: nothing was reduced, because of no_sync() or because the pass was an autograd::grad()
+  /// of other tensors.
+  bool finish();
   /// For a backward that was abandoned: drops its gradients, also those of open reductions.
   void abandon();
   /// Clears the gradients of the shards and those kept by no_sync. Outside of backward.
@@ -101,6 +103,7 @@ class Gradients {
   bool is_large(size_t flat) const;
   bool only_large_parameters_are_left() const;
   void reduce_rest();
+  bool take_reduced();
   void finish_one();
   void add(const Reduction& reduction, int64_t offset, const at::Tensor& sum);
   at::Tensor window(size_t flat, size_t member) const;

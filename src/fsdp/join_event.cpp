@@ -25,7 +25,7 @@ Values values_of(const GradientsReduced& event) {
   values.insert(values.end(), event.used.begin(), event.used.end());
   return values;
 }
-Values values_of(const BackwardEnds& event) { return {event.sync}; }
+Values values_of(const BackwardEnds& event) { return {event.reduced}; }
 
 void read(ForwardBegins& event, const Values& values) { event.full_precision = values.at(0); }
 void read(ForwardEnds&, const Values&) {}
@@ -42,7 +42,7 @@ void read(GradientsReduced& event, const Values& values) {
   event.forwards = static_cast<uint64_t>(values.at(1));
   event.used.assign(values.begin() + 2, values.end());
 }
-void read(BackwardEnds& event, const Values& values) { event.sync = values.at(0); }
+void read(BackwardEnds& event, const Values& values) { event.reduced = values.at(0); }
 
 template <size_t Kind = 0>
 JoinEvent event_of_kind(size_t kind, const Values& values) {

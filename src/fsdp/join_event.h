@@ -45,7 +45,7 @@ struct GradientsReduced {
   bool operator==(const GradientsReduced&) const = default;
 };
 struct BackwardEnds {
-  bool sync = true;
+  bool reduced = true;
   bool operator==(const BackwardEnds&) const = default;
 };
 

@@ -12,6 +12,7 @@
 #include "sharding/bucket.h"
 #include "sharding/module_buffers.h"
 #include "tessera/error.h"
+#include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera::fsdp {
@@ -189,6 +190,25 @@ void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int ran
   }
 }
 
+/// Nothing averages the gradients of an ignored parameter, and parameters() does not have it.
+void warn_of_ignored(const torch::nn::Module& module, const UnitPlan& plan, int rank) {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : named_parameters(module)) {
+    if (tensor.requires_grad() && std::none_of(plan.parameters.begin(), plan.parameters.end(),
+                                               [&tensor = tensor](const auto& known) {
+                                                 return known.tensor.is_same(tensor);
+                                               }))
+      names.push_back(name);
+  }
+  if (rank == 0 && !names.empty())
+    spdlog::warn(
+        "tessera: {}: ignored_modules or ignored_parameters contain {} without "
+        "requires_grad_(false): "
+        "parameters() leaves them out and backward does not average their gradients; expected "
+        "frozen parameters, or a program that averages and updates these itself",
+        kName, fmt::join(names, ", "));
+}
+
 std::string option_text(const FullyShardedDataParallelOptions& options) {
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
     return dtype ? c10::toString(*dtype) : "unchanged";
@@ -289,6 +309,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
       plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
   warn_of_views(plan.parameters, group.rank());
+  warn_of_ignored(module, plan, group.rank());
   ShardedModel model;
   agree(group, [&] {
     model.wrapped =

@@ -77,14 +77,14 @@ void ShardedModule::watch() {
 
 void ShardedModule::end_backward() {
   residency->leave_backward();
-  gradients->finish();
+  // autograd::grad() of an input (a gradient penalty) passes through the model and reduces nothing.
+  const bool reduced = gradients->finish();
   // The optimizer is about to allocate its state, which stays. After the first backward freed
   // memory is returned, so that the state does not go into the gaps that backward has left.
   if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
-  const bool sync = gradients->sync();
-  join_leader.broadcast_event(BackwardEnds{sync});
+  join_leader.broadcast_event(BackwardEnds{reduced});
   residency->end_backward();
-  if (sync) buffers.synchronize(model.world, has_data_);
+  if (reduced) buffers.synchronize(model.world, has_data_);
 }
 
 void ShardedModule::require_idle(const char* call) const {

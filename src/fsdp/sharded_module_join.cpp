@@ -27,24 +27,25 @@ void ShardedModule::shadow_backward() {
   at::NoGradGuard no_grad;
   gradients->begin_backward();
   bool over = false;
-  const Overloaded act{
-      [&](const ForwardBegins& event) {
-        set_full_precision(event.full_precision);
-        residency->shadow_begin_forward();
-      },
-      [&](const ForwardEnds&) { residency->shadow_end_forward(); },
-      [&](const UnitsUsed& event) { residency->shadow_use(event); },
-      [&](const FirstGradient& event) {
-        gradients->follow_sync(event.sync);
-        gradients->shadow_gradient(event.flat);
-      },
-      [&](const GradientsReduced& event) { gradients->shadow_reduce(event); },
-      [&](const BackwardEnds& event) {
-        over = event.sync;  // backward passes under no_sync() come before the one that reduces
-        gradients->follow_sync(event.sync);
-        end_backward();
-        if (!over) gradients->begin_backward();
-      }};
+  const Overloaded act{[&](const ForwardBegins& event) {
+                         set_full_precision(event.full_precision);
+                         residency->shadow_begin_forward();
+                       },
+                       [&](const ForwardEnds&) { residency->shadow_end_forward(); },
+                       [&](const UnitsUsed& event) { residency->shadow_use(event); },
+                       [&](const FirstGradient& event) {
+                         gradients->follow_sync(event.sync);
+                         gradients->shadow_gradient(event.flat);
+                       },
+                       [&](const GradientsReduced& event) { gradients->shadow_reduce(event); },
+                       [&](const BackwardEnds& event) {
+                         // Passes under no_sync(), and autograd::grad(), come before the one that
+                         // reduces.
+                         over = event.reduced;
+                         gradients->follow_sync(event.reduced);
+                         end_backward();
+                         if (!over) gradients->begin_backward();
+                       }};
   while (!over) std::visit(act, join_leader.receive_event());
 }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -7,9 +8,11 @@
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/thrown_by.h"
 #include "harness/training.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/optim.h"
 #include "tessera/safetensors.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -197,6 +200,38 @@ TEST_F(FsdpState, OptionsOfTheOptimizerAreLoaded) {
     torch::optim::SGD optimizer(fsdp.parameters(), 0.1), other(fsdp.parameters(), 0.5);
     fsdp.load_optim_state_dict(other, fsdp.optim_state_dict(optimizer, -1));
     EXPECT_EQ(static_cast<torch::optim::SGDOptions&>(other.param_groups()[0].options()).lr(), 0.1);
+  });
+}
+
+TEST_F(FsdpState, IgnoredParametersArePartOfEveryState) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    // The ignored weight is `value` everywhere before `use`; the result is what it is after it.
+    const auto weight_after = [&](int value, auto use) {
+      auto net = seeded<Uneven>(1);
+      net->last->weight.requires_grad_(false).fill_(value);
+      auto options = every_leaf();
+      options.ignored_parameters = {"last.weight"};
+      FullyShardedDataParallel fsdp(net, group, options);
+      use(fsdp);
+      EXPECT_TRUE(net->last->weight.eq(net->last->weight.view(-1)[0]).all().item<bool>());
+      return net->last->weight.view(-1)[0].item<int>();
+    };
+    std::vector<std::pair<std::string, at::Tensor>> state;
+    weight_after(rank + 3, [&](auto& fsdp) {
+      state = fsdp.state_dict(-1);
+      fsdp.save_state_dict(path("w.safetensors"));
+      fsdp.save_sharded_state_dict(path("s"));
+    });
+    EXPECT_EQ(weight_after(0, [&](auto& fsdp) { fsdp.load_state_dict(state); }), rank + 3);
+    const auto file = path("w.safetensors");
+    EXPECT_EQ(weight_after(0, [&](auto& fsdp) { fsdp.load_state_dict(file); }), 3);
+    EXPECT_EQ(weight_after(0, [&](auto& fsdp) { fsdp.load_sharded_state_dict(path("s")); }), 3);
+    load_state_dict(*seeded<Uneven>(2), file);  // has all that a plain module needs
+    state.erase(std::find_if(state.begin(), state.end(),
+                             [](const auto& item) { return item.first == "last.weight"; }));
+    EXPECT_THAT(
+        thrown_by([&] { weight_after(0, [&](auto& fsdp) { fsdp.load_state_dict(state); }); }),
+        HasSubstr("load_state_dict: last.weight is missing"));
   });
 }
 

@@ -214,14 +214,8 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
           }};
 }
 
-Call with_tag(Call call, const std::string& tag) {
-  if (!tag.empty()) call.header.detail ^= XXH64(tag.data(), tag.size(), 1);
-  return call;
-}
-
-Work submit_with_tag(ProcessGroup::Impl& impl, Call untagged, const std::string& tag) {
+Work submit(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
   if (impl.alone()) return {};
-  auto call = with_tag(std::move(untagged), tag);
   return impl.submit(call.header, std::move(call.body), tag);
 }
 
@@ -233,7 +227,7 @@ void ProcessGroup::all_reduce(at::Tensor tensor, double scale) {
 }
 
 Work ProcessGroup::all_reduce_async(at::Tensor tensor, double scale, const std::string& tag) {
-  return submit_with_tag(*impl_, all_reduce_call(*impl_, tensor, scale), tag);
+  return submit(*impl_, all_reduce_call(*impl_, tensor, scale), tag);
 }
 
 void ProcessGroup::reduce(at::Tensor tensor, int root) {
@@ -289,13 +283,13 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
 
 void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& counts,
                               const std::string& tag) {
-  auto call = with_tag(all_gather_call(*impl_, flat, counts), tag);
+  auto call = all_gather_call(*impl_, flat, counts);
   if (!impl_->alone()) impl_->run(call.header, std::move(call.body), tag);
 }
 
 Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                     const std::string& tag) {
-  return submit_with_tag(*impl_, all_gather_call(*impl_, flat, counts), tag);
+  return submit(*impl_, all_gather_call(*impl_, flat, counts), tag);
 }
 
 at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
@@ -345,8 +339,7 @@ Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<
     reduce_scatter_each(flat, counts, consume);
     return {};
   }
-  return submit_with_tag(*impl_, reduce_scatter_call(*impl_, flat, counts, std::move(consume)),
-                         tag);
+  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, std::move(consume)), tag);
 }
 
 Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts,
@@ -371,7 +364,7 @@ Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<
                                                                               const Headers&) {
     if (flat.numel()) transport.reduce_scatter_into(flat, counts, output, scale);
   };
-  return submit_with_tag(*impl_, std::move(call), tag);
+  return submit(*impl_, std::move(call), tag);
 }
 
 void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
@@ -422,7 +415,6 @@ void ProcessGroup::barrier(const std::string& tag) {
   OpHeader header;
   header.op = Op::barrier;
   header.free_numel = 1;  // forces the exchange of headers, which is the barrier
-  if (!tag.empty()) header.detail = XXH64(tag.data(), tag.size(), 1);
   impl_->run(
       header, [](Transport&, const Headers&) {}, tag);
 }

@@ -9,7 +9,10 @@
 
 #include <fmt/format.h>
 
+#include "comm/group/tag_scope.h"
 #include "tessera/step/agreement.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace tessera {
 
@@ -235,13 +238,31 @@ void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& bod
   execute(header, body, tag);
 }
 
-void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& tag) {
+namespace {
+
+thread_local std::string tag_of_scope;
+
+/// `tag` within the thread's TagScope, which becomes part of `header`.
+std::string apply_tag(OpHeader& header, const std::string& tag) {
+  auto whole = tag_of_scope + tag;
+  if (!whole.empty()) header.detail ^= XXH64(whole.data(), whole.size(), 1);
+  return whole;
+}
+
+}  // namespace
+
+comm::TagScope::TagScope(std::string tag) : before_(std::exchange(tag_of_scope, std::move(tag))) {}
+comm::TagScope::~TagScope() { tag_of_scope = std::move(before_); }
+
+void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_tag) {
+  const auto tag = apply_tag(header, own_tag);
   if (transport->stream_ordered()) return execute(header, body, tag);
   if (const auto turn = queue_.try_turn()) return execute_in_turn(header, body, tag);
   queue_.submit([&] { execute_in_turn(header, body, tag); }).wait();
 }
 
-Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& tag) {
+Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& own_tag) {
+  const auto tag = apply_tag(header, own_tag);
   if (transport->stream_ordered()) {
     execute(header, body, tag);
     return {};

@@ -18,7 +18,7 @@ class ProcessGroup::Impl {
 
   /// Runs one collective: compares the ranks' headers, then runs `body` with all of them. The
   /// headers are empty when they were not compared (see ProcessGroupOptions::check_collectives).
-  /// `tag` is used in messages.
+  /// `tag` and those of the thread's TagScope are part of the header, and are used in messages.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
   void run(comm::OpHeader header, Body body, const std::string& tag = "");
   /// See ProcessGroup::fail(). Informs the ranks of this group and of its sub-groups, because each

@@ -18,13 +18,14 @@ namespace {
 constexpr int64_t kStep = 0;
 constexpr const char* kSliceSet = "model";
 constexpr const char* kValue = "value";  // name of the tensor in a slice
-constexpr const char* kBufferFile = "buffers.safetensors";
+constexpr const char* kUnshardedFile = "buffers.safetensors";
 constexpr const char* kLayoutFile = "model.json";
 
 // [Note: sharded checkpoint] The checkpoint has a slice set with the shards, a safetensors file
-// with the buffers, and model.json with shape and strides of each parameter. Slices are in memory
-// order, so the strides are needed to load them into a module that stores a parameter in another
-// order. The folder is that of a checkpoint store with the single step 0.
+// with the buffers and ignored parameters of rank 0, and model.json with shape and strides of each
+// parameter. Slices are in memory order, so the strides are needed to load them into a module that
+// stores a parameter in another order. The folder is that of a checkpoint store with the single
+// step 0.
 
 std::vector<StateSlice> shards_as_slices(const ShardedModule& sharded) {
   std::vector<StateSlice> slices;
@@ -70,8 +71,8 @@ class LoadedShards {
         throw UsageError(checkpoint.path() + ": no rank saved parameter " + ranges[r].parameter);
       parameters_[r].value = value->second;
     }
-    for (const auto& [name, buffer] : buffers(sharded))
-      buffers_.emplace_back(buffer, checkpoint.load_tensor(kBufferFile, name));
+    for (const auto& [name, tensor] : unsharded(sharded))
+      unsharded_.emplace_back(tensor, checkpoint.load_tensor(kUnshardedFile, name));
   }
 
   void copy_to(ShardedModule& sharded) const {
@@ -83,7 +84,7 @@ class LoadedShards {
         sharded.take_shard(index, value.as_strided(sizes, strides));
       }
     }
-    for (const auto& [buffer, value] : buffers_) at::Tensor(buffer).copy_(value);
+    for (const auto& [tensor, value] : unsharded_) at::Tensor(tensor).copy_(value);
   }
 
  private:
@@ -99,15 +100,15 @@ class LoadedShards {
     std::map<std::string, std::vector<int64_t>> given;
     for (const auto& item : layout.items())
       given[item.key()] = item.value().at("shape").get<std::vector<int64_t>>();
-    if (checkpoint.contains(kBufferFile)) {
-      for (const auto& entry : checkpoint.tensors(kBufferFile).entries())
+    if (checkpoint.contains(kUnshardedFile)) {
+      for (const auto& entry : checkpoint.tensors(kUnshardedFile).entries())
         given[entry.name] = entry.shape;
     }
     check_fits(sharded, given);
   }
 
   std::vector<Parameter> parameters_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> unsharded_;
 };
 
 }  // namespace
@@ -121,8 +122,8 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
   CheckpointWriter writer(store, kStep);
   if (first_replica()) writer.add_slices(shards_as_slices(sharded), kSliceSet);
   if (sharded.model.world.rank() == 0) {
-    const auto named_buffers = buffers(sharded);
-    if (!named_buffers.empty()) writer.add_tensors(kBufferFile, named_buffers);
+    const auto tensors = unsharded(sharded);
+    if (!tensors.empty()) writer.add_tensors(kUnshardedFile, tensors);
     writer.add_text(kLayoutFile, layout_text(sharded));
   }
   writer.commit();

@@ -90,9 +90,9 @@ State FullyShardedDataParallelBase::state_dict(int to) {
     auto tensor = sharded.whole(i, to);
     if (keep) state.emplace_back(sharded.model.parameters[i].name, std::move(tensor));
   }
-  for (const auto& [name, buffer] : buffers(sharded)) {
+  for (const auto& [name, tensor] : unsharded(sharded)) {
     if (keep)
-      state.emplace_back(name, buffer.detach().to(at::kCPU, buffer.scalar_type(), false, true));
+      state.emplace_back(name, tensor.detach().to(at::kCPU, tensor.scalar_type(), false, true));
   }
   return state;
 }
@@ -122,8 +122,8 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
       specs.push_back({sharded.model.parameters[i].name, sharded.model.flat_of(i).dtype,
                        sharded.model.parameters[i].tensor.sizes().vec()});
     }
-    for (const auto& [name, buffer] : buffers(sharded))
-      specs.push_back({name, buffer.scalar_type(), buffer.sizes().vec()});
+    for (const auto& [name, tensor] : unsharded(sharded))
+      specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
     writer.emplace(path, std::move(specs));
   });
   // Rank 0 must take part in all gathers, so the first error waits until they are done.
@@ -139,7 +139,7 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   check_on_all_ranks(sharded, kCall, [&] {
     if (failure) std::rethrow_exception(failure);
     if (!writes) return;
-    for (const auto& [name, buffer] : buffers(sharded)) writer->write(name, buffer.detach());
+    for (const auto& [name, tensor] : unsharded(sharded)) writer->write(name, tensor.detach());
     writer->commit();
   });
 }
@@ -158,7 +158,7 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   sharded.residency->release_all();
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
     sharded.take_shard(i, by_name[sharded.model.parameters[i].name]);
-  for (auto& [name, buffer] : buffers(sharded)) buffer.copy_(by_name[name]);
+  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(by_name[name]);
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
@@ -177,7 +177,7 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   check_on_all_ranks(sharded, kCall, [&] {
     for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
       sharded.take_shard(i, file->load(sharded.model.parameters[i].name));
-    for (auto& [name, buffer] : buffers(sharded)) buffer.copy_(file->load(name));
+    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(name));
   });
 }
 

@@ -1,9 +1,12 @@
 #include "fsdp/state/state_dict_checks.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
+#include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera::fsdp {
@@ -14,8 +17,15 @@ std::string shape_text(at::IntArrayRef sizes) {
   return text + "]";
 }
 
-std::vector<std::pair<std::string, at::Tensor>> buffers(const ShardedModule& sharded) {
+std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded) {
   std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const auto& [name, tensor] : named_parameters(sharded.module)) {
+    const auto& known = sharded.model.parameters;
+    if (std::none_of(known.begin(), known.end(), [&tensor = tensor](const auto& parameter) {
+          return parameter.tensor.is_same(tensor);
+        }))
+      result.emplace_back(name, tensor);
+  }
   for (const auto& item : sharded.module.named_buffers()) {
     if (item.value().defined()) result.emplace_back(item.key(), item.value());
   }
@@ -27,7 +37,7 @@ void check_fits(const ShardedModule& sharded,
   std::map<std::string, std::vector<int64_t>> expected;
   for (const auto& parameter : sharded.model.parameters)
     expected[parameter.name] = parameter.tensor.sizes().vec();
-  for (const auto& [name, buffer] : buffers(sharded)) expected[name] = buffer.sizes().vec();
+  for (const auto& [name, tensor] : unsharded(sharded)) expected[name] = tensor.sizes().vec();
   std::vector<std::string> names;
   for (const auto& [name, sizes] : expected) names.push_back(name);
   for (const auto& [name, sizes] : expected) {

@@ -13,8 +13,9 @@ namespace tessera::fsdp {
 /// "[3, 4]"
 std::string shape_text(at::IntArrayRef sizes);
 
-/// The module's defined buffers by name.
-std::vector<std::pair<std::string, at::Tensor>> buffers(const ShardedModule& sharded);
+/// What the module's state has beside the sharded parameters, by name: parameters that
+/// ignored_modules or ignored_parameters name, then the defined buffers.
+std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
 
 /// Throws UsageError unless `given` has exactly the names and shapes of the module's parameters and
 /// buffers. Local.

@@ -21,6 +21,16 @@ using Accumulator =
 thread_local int reentrant_depth = 0;
 thread_local std::vector<std::weak_ptr<BackwardWatch::State>> waiting_for_the_outer;
 
+/// The node that adds to `parameter.grad()`. A frozen parameter gets one for the time when it is
+/// trainable again.
+Accumulator accumulator_of(const at::Tensor& parameter) {
+  const bool trainable = parameter.requires_grad();
+  parameter.set_requires_grad(true);
+  auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+  parameter.set_requires_grad(trainable);
+  return accumulator;
+}
+
 }  // namespace
 
 class BackwardWatch::State : public std::enable_shared_from_this<State> {
@@ -60,7 +70,7 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
     };
     parameters_ = parameters;
     for (size_t i = 0; i < parameters.size(); ++i) {
-      auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
+      auto accumulator = accumulator_of(parameters[i]);
       const auto key = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
       torch::autograd::FunctionPreHook* before = nullptr;
       if (callbacks_.begin_before_first) {

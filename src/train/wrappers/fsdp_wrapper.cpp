@@ -32,6 +32,10 @@ class FsdpWrapper : public ModelWrapper {
         if (const auto found = named.find(name); found != named.end()) {
           tensors.push_back(found->second);
           trained_.push_back(found->second);
+        } else if (parameter.requires_grad()) {
+          throw UsageError(
+              "FullyShardedDataParallel: ignored_modules or ignored_parameters contain " + name +
+              ", which would not be trained; expected model.freeze to contain it too, or neither");
         }
       }
     }

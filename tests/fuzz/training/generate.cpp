@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <set>
 
 #include "fuzz/training/case.h"
 #include "fuzz/training/model/blocks.h"
@@ -21,14 +22,29 @@ bool has(const std::vector<Item>& layers, std::initializer_list<const char*> kin
   });
 }
 
+/// Has parameters of 16 bits.
+bool is_short(const Item& layer) {
+  return layer.kind == "bfloat16_layer" || layer.kind == "half_layer";
+}
+
+/// All layers compute in the dtype of their input, with operators that libtorch 1.13 has for it.
+bool computes_in_bfloat16(const std::vector<Item>& layers) {
+  static const std::set<std::string> kinds = {
+      "linear",      "layer_norm", "embedding", "attention",   "sequential", "module_list",
+      "module_dict", "scalar",     "strided",   "views",       "functional", "custom",
+      "tied",        "shared",     "unused",    "conditional", "checkpoint"};
+  return std::all_of(layers.begin(), layers.end(),
+                     [](const Item& layer) { return kinds.count(layer.kind) > 0; });
+}
+
 std::vector<Item> random_layers(Random& random, bool exact) {
   std::vector<Item> layers;
   const int count = 1 + random.below(5);
   const auto& kinds = block_kinds();
   for (int i = 0; i < count; ++i) {
     Item layer{kinds[random.below(static_cast<int>(kinds.size()))]};
-    // Values that differ in the last bit are rounded to bfloat16 values that differ much more.
-    if (layer.kind == "bfloat16_layer" && !exact) layer.kind = "linear";
+    // Values that differ in the last bit are rounded to 16-bit values that differ much more.
+    if (is_short(layer) && !exact) layer.kind = "linear";
     maybe(random, 50, layer.values, "out", std::to_string(3 + random.below(5)));
     maybe(random, 10, layer.values, "frozen");
     if (layer.kind == "linear") maybe(random, 20, layer.values, "no_bias");
@@ -68,8 +84,15 @@ struct Limits {
   bool partly_used = false;  ///< Some parameter may get no gradient.
   bool buffers = true;
   bool exact = true;
-  bool norms = false;  ///< Clips by the norm, which is not promised to be exact.
+  bool norms = false;          ///< Clips by the norm, which is not promised to be exact.
+  bool value_clips = true;     ///< libtorch 1.13 has no clamp for float16 on the CPU.
+  bool short_numbers = false;  ///< The model has parameters of 16 bits.
+  bool moves = true;           ///< The story may go on with another wrapper.
+  bool mixed = false;          ///< Wrappers may compute in bfloat16.
+  int ignorable = -1;          ///< A part that a wrapper may ignore.
 };
+
+std::string part(int number) { return std::to_string(number); }
 
 Item random_wrapper(Random& random, const Limits& limits, int world) {
   Item wrapper{
@@ -80,12 +103,19 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
   if (values.empty() && world > 2) maybe(random, 5, values, "hosts", "001");
   if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});
   const auto& kind = wrapper.kind;
+  // Each rank would clip by the norm of its own gradients.
+  const bool may_ignore = limits.ignorable >= 0 && !limits.norms;
   const bool ddp = kind == "ddp" || kind == "ddp_zero";
   if (ddp) {
     if (limits.partly_used ? random.chance(90) : random.chance(30)) values["find_unused"] = "1";
     maybe(random, 50, values, "bucket_cap_mb", "0.0002");
     maybe(random, 50, values, "first_bucket_mb", "0.0001");
-    if (kind == "ddp") maybe(random, 30, values, "no_bucket_view");
+    if (kind == "ddp") {
+      maybe(random, 30, values, "no_bucket_view");
+      if (!limits.short_numbers && random.chance(15))
+        values["hook"] = random.pick({"fp16", "bf16"});
+      if (may_ignore) maybe(random, 15, values, "ignored", part(limits.ignorable));
+    }
     if (!limits.partly_used) maybe(random, 15, values, "static_graph");
     if (kind == "ddp_zero") maybe(random, 30, values, "no_reduce");
   }
@@ -116,6 +146,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     }
     maybe(random, 30, values, "bcast_period", random.pick({"1", "2"}));
     maybe(random, 25, values, "groups", "2");
+    if (values.count("groups") && !limits.norms) maybe(random, 25, values, "local_group");
   }
   if (kind == "fsdp") {
     if (random.chance(80)) values["policy"] = random.pick({"blocks", "leaves", "size"});
@@ -130,6 +161,12 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     if (random.chance(40)) values["prefetch"] = random.pick({"post", "none"});
     maybe(random, 30, values, "forward_prefetch");
     maybe(random, 25, values, "groups", "2");
+    if (limits.mixed && random.chance(50))
+      values["mixed"] = random.pick({"sums_in_bfloat16", "sums_in_float"});
+    // The optimizer then lacks these parameters, and so does its state.
+    // An ignored parameter keeps its dtype.
+    if (may_ignore && !limits.moves && !values.count("mixed"))
+      maybe(random, 60, values, "ignored", part(limits.ignorable));
   }
   return wrapper;
 }
@@ -146,7 +183,10 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
   }
   if (random.chance(40)) values["when"] = random.pick({"after", "between"});
   maybe(random, 20, values, "zero", "module");
-  if (!overlap && random.chance(20)) values["clip"] = limits.norms ? "norm" : "value";
+  if (!overlap && random.chance(20)) {
+    if (limits.norms) values["clip"] = "norm";
+    else if (limits.value_clips) values["clip"] = "value";
+  }
   if (has(layers, {"conditional"})) {
     const bool free = wrapper.kind == "zero" || wrapper.kind == "distributed_optimizer" ||
                       wrapper.kind == "fsdp" || wrapper.flag("find_unused");
@@ -219,6 +259,7 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
     for (int rank = 0; rank < 4; ++rank) counts += static_cast<char>('0' + random.below(4));
     event.values["batches"] = counts;
     maybe(random, 30, event.values, "by_active");
+    maybe(random, 10, event.values, "penalty");
     return event;
   }
   return random_fault(random, wrapper, world);
@@ -238,10 +279,17 @@ Case generate(uint64_t seed) {
   limits.partly_used = has(result.layers, {"unused", "tied", "conditional"});
   result.optimizer = random_optimizer(random, limits.exact);
   // The last bit of a 16-bit weight may differ, which Adam would turn into much more.
-  if (has(result.layers, {"bfloat16_layer"})) result.optimizer = {"SGD", {{"lr", "0.02"}}};
+  limits.short_numbers = has(result.layers, {"bfloat16_layer", "half_layer"});
+  limits.value_clips = !has(result.layers, {"half_layer"});
+  limits.moves = random.chance(80);
+  for (size_t i = 0; i < result.layers.size(); ++i)
+    if (result.layers[i].kind == "linear") limits.ignorable = static_cast<int>(i);
+  limits.mixed = limits.exact && result.dtype == "float" && computes_in_bfloat16(result.layers) &&
+                 random.chance(60);
+  if (limits.short_numbers || limits.mixed) result.optimizer = {"SGD", {{"lr", "0.02"}}};
   // Other optimizers would turn a difference in the last bit of a float into much more.
   limits.norms = !limits.exact || (result.dtype == "float" && result.optimizer.kind == "SGD" &&
-                                   !has(result.layers, {"bfloat16_layer"}) && random.chance(30));
+                                   !limits.short_numbers && random.chance(30));
   const bool adagrad = result.optimizer.kind == "Adagrad";  // libtorch's has no new groups
   result.wrapper = random_wrapper(random, limits, result.world);
   if (adagrad) result.wrapper.values.erase("late_part");
@@ -253,13 +301,20 @@ Case generate(uint64_t seed) {
     if (late && random.chance(25)) {
       result.story.push_back({"add_group"});
       late = false;
-    } else if (!late && random.chance(5)) {
+    } else if (!late && limits.moves && random.chance(5)) {
       world = random.pick({1, 2, 3, 4});
+      const bool groups = wrapper.has("groups"), folder = random.chance(50);
       wrapper = random_wrapper(random, limits, world);
       wrapper.values.erase("late_part");
+      if (!folder) {  // a state dict has the parameter groups
+        wrapper.values.erase("groups");
+        wrapper.values.erase("local_group");
+        if (groups) wrapper.values["groups"] = "2";
+      }
       Item event{"move", wrapper.values};
       event.values["wrapper"] = wrapper.kind;
       event.values["world"] = std::to_string(world);
+      if (folder) event.values["folder"] = "1";
       result.story.push_back(event);
     } else {
       result.story.push_back(random_event(random, wrapper, limits, world, result.layers));
@@ -274,11 +329,18 @@ Case generate(uint64_t seed) {
         for (int time = 0; time < 2; ++time) result.story.push_back({"step"});
     }
   }
-  const bool freezes = std::any_of(result.story.begin(), result.story.end(),
-                                   [](const Item& event) { return event.kind == "freeze"; });
-  // Before libtorch 2, a plain optimizer still updates a frozen parameter whose `.grad` was zeroed.
-  for (auto& event : result.story)
+  const auto has_event = [&](const char* kind) {
+    return std::any_of(result.story.begin(), result.story.end(),
+                       [&](const Item& event) { return event.kind == kind; });
+  };
+  const bool freezes = has_event("freeze"), thaws = has_event("thaw");
+  for (auto& event : result.story) {
+    // Before libtorch 2, a plain optimizer still updates a frozen parameter whose `.grad` was
+    // zeroed.
     if (freezes) event.values.erase("zero");
+    // A checkpoint has no optimizer state of frozen parameters.
+    if (freezes || thaws) event.values.erase("folder");
+  }
   return result;
 }
 

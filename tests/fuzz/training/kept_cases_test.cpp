@@ -246,5 +246,70 @@ TEST(TrainingFuzz, FsdpGathersAfterAPenalty) {
                 .story = {{"step", {{"penalty", "1"}}}, {"step"}}});
 }
 
+// autograd::grad() of the input ended as a backward pass that reduces.
+TEST(TrainingFuzz, FsdpPenaltyLeavesBuffers) {
+  expect_sound({
+      .seed = 1430,
+      .world = 2,
+      .dtype = "double",
+      .layers = {{"counter"}},
+      .optimizer = {"torch.SGD", {{"lr", "0.02"}}},
+      .wrapper = {"fsdp"},
+      .story = {{"step", {{"kept_graph", "1"}, {"penalty", "1"}}}},
+  });
+}
+
+TEST(TrainingFuzz, FsdpPenaltyInJoin) {
+  expect_sound({
+      .seed = 1,
+      .world = 3,
+      .dtype = "double",
+      .layers = {{"linear"}},
+      .optimizer = {"SGD", {{"lr", "0.02"}}},
+      .wrapper = {"fsdp"},
+      .story = {{"join", {{"batches", "312"}, {"penalty", "1"}}}, {"step"}},
+  });
+}
+
+// Nothing showed that the hooks' sums were of different steps.
+TEST(TrainingFuzz, DdpHookSkippedBackwards) {
+  expect_sound({
+      .seed = 3731,
+      .world = 2,
+      .dtype = "double",
+      .layers = {},
+      .optimizer = {"RMSprop", {{"lr", "0.02"}}},
+      .wrapper = {"ddp", {{"hook", "bf16"}}},
+      .story = {{"step", {{"absent", "1"}}}, {"step", {{"absent", "0"}}}},
+  });
+}
+
+// With mixed precision, the end of summon_full_params() ended by a signal if a parameter was
+// frozen.
+TEST(TrainingFuzz, FsdpSummonsFrozenParametersOfAnotherDtype) {
+  expect_sound({
+      .seed = 3506,
+      .world = 1,
+      .dtype = "float",
+      .layers = {},
+      .optimizer = {"SGD", {{"lr", "0.02"}}},
+      .wrapper = {"fsdp", {{"mixed", "sums_in_bfloat16"}}},
+      .story = {{"freeze"}, {"write"}, {"thaw"}, {"step"}, {"step"}},
+  });
+}
+
+// State dicts lacked ignored parameters.
+TEST(TrainingFuzz, FsdpIgnoredParameters) {
+  expect_sound({
+      .seed = 366,
+      .world = 2,
+      .dtype = "float",
+      .layers = {{"linear"}},
+      .optimizer = {"Adam", {{"lr", "0.02"}}},
+      .wrapper = {"fsdp", {{"ignored", "0"}}},
+      .story = {{"step"}, {"join", {{"batches", "21"}}}, {"step"}},
+  });
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

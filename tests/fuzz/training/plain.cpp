@@ -38,6 +38,16 @@ bool zero_grad_keeps_zeros() {
   return module->weight.grad().defined();
 }
 
+bool sixteen_bits(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+/// All values except those of the parameters `local`.
+void take_values(Net& net, const ModuleStateDict& values, const std::set<std::string>& local) {
+  auto mixed = state_dict(net);
+  for (size_t i = 0; i < mixed.size(); ++i)
+    if (!local.count(mixed[i].first)) mixed[i] = values[i];
+  load_state_dict(net, mixed);
+}
+
 std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer.param_groups())
@@ -49,12 +59,19 @@ std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
 
 PlainTraining::PlainTraining(const Case& which) : which_(which) {
   std::vector<std::shared_ptr<Net>> nets;
-  for (int rank = 0; rank < which.world; ++rank) nets.push_back(Net::make(which, which.seed));
+  for (int rank = 0; rank < which.world; ++rank) {
+    nets.push_back(Net::make(which, which.seed));
+    const auto local = local_names(*nets[0], which.wrapper);
+    if (rank == 0 || local.empty()) continue;
+    nets[rank] = Net::make(which, which.seed + rank);
+    take_values(*nets[rank], state_dict(*nets[0]), local);
+  }
   start(which.wrapper, which.world, std::move(nets));
 }
 
 void PlainTraining::start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets) {
   wrapper_ = wrapper;
+  local_ = local_names(*nets[0], wrapper);
   reduce_ = is("fsdp")   ? Reduce::into_shards
             : is("zero") ? Reduce::in_step
                          : Reduce::after_backward;
@@ -79,13 +96,6 @@ std::vector<int> PlainTraining::all_ranks() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < world(); ++rank) ranks.push_back(rank);
   return ranks;
-}
-
-BufferSync PlainTraining::buffer_rule() const {
-  const auto rule = wrapper_.text("buffers", "broadcast");
-  return rule == "mean"   ? BufferSync::mean
-         : rule == "none" ? BufferSync::none
-                          : BufferSync::broadcast;
 }
 
 std::vector<Record> PlainTraining::play(const Item& event, int number) {
@@ -237,7 +247,7 @@ void PlainTraining::join(const Item& event, int number) {
   cleared_ = true;
   if (first_end == end) return;
   const auto values = state_dict(*replicas_[last].net);
-  for (auto& replica : replicas_) load_state_dict(*replica.net, values);
+  for (auto& replica : replicas_) take_values(*replica.net, values, local_);
 }
 
 void PlainTraining::evaluate(const Item& event, int number, std::vector<Record>& records) {
@@ -269,6 +279,7 @@ void PlainTraining::add_group() {
 void PlainTraining::move(const Item& event) {
   const auto weights = state_dict(*replicas_[0].net);
   const auto state = state_dict(*replicas_[0].optimizer, replicas_[0].parameters);
+  const double lr = replicas_[0].optimizer->param_groups().front().options().get_lr();
   const int target = event.number("world", world());
   std::vector<std::shared_ptr<Net>> nets;
   for (int rank = 0; rank < target; ++rank) {
@@ -276,16 +287,23 @@ void PlainTraining::move(const Item& event) {
     load_state_dict(*nets.back(), weights);
   }
   start(wrapper_after(event, wrapper_), target, nets);
-  for (auto& replica : replicas_) load_state_dict(*replica.optimizer, replica.parameters, state);
+  for (auto& replica : replicas_) {
+    auto loaded = state;
+    // A checkpoint has the state of parameters, and neither groups nor options.
+    if (event.flag("folder")) loaded = state_dict(*replica.optimizer, replica.parameters);
+    loaded.state = state.state;
+    load_state_dict(*replica.optimizer, replica.parameters, loaded);
+    for (auto& group : replica.optimizer->param_groups()) group.options().set_lr(lr);
+  }
 }
 
 void PlainTraining::sync_buffers(const std::vector<int>& active) {
-  if (buffer_rule() == BufferSync::none) return;
+  if (buffer_rule(wrapper_) == BufferSync::none) return;
   const auto buffers = [&](int rank) { return replicas_[rank].net->buffers(); };
   const auto count = buffers(0).size();
   for (size_t i = 0; i < count; ++i) {
     auto value = buffers(active.front())[i].clone();
-    if (buffer_rule() == BufferSync::mean && at::isFloatingType(value.scalar_type())) {
+    if (buffer_rule(wrapper_) == BufferSync::mean && at::isFloatingType(value.scalar_type())) {
       for (size_t k = 1; k < active.size(); ++k) value.add_(buffers(active[k])[i]);
       value.mul_(1.0 / static_cast<double>(active.size()));
     }
@@ -325,19 +343,28 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
 std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active, double scale) const {
   std::vector<at::Tensor> means;
   for (size_t i = 0; i < replicas_[0].parameters.size(); ++i) {
+    const auto& [name, parameter] = replicas_[0].parameters[i];
+    const auto sent = sent_dtype(parameter.scalar_type());
+    const bool compressed = wrapper_.has("hook");
     at::Tensor sum;
     for (const int rank : active) {
-      const auto& gradient = replicas_[rank].parameters[i].second.grad();
-      if (!gradient.defined()) continue;
-      const auto wide =
-          gradient.scalar_type() == at::kBFloat16 ? gradient.to(at::kFloat) : gradient.clone();
+      auto gradient = replicas_[rank].parameters[i].second.grad();
+      if (!gradient.defined() || local_.count(name)) continue;
+      if (compressed) gradient = (gradient * (1.0 / world())).to(sent);
+      const auto wide = sixteen_bits(sent) ? gradient.to(at::kFloat) : gradient.clone();
       sum = sum.defined() ? sum + wide : wide;
     }
-    // A sum of 16-bit numbers is rounded, then scaled.
-    if (sum.defined()) sum = sum.to(replicas_[0].parameters[i].second.scalar_type());
-    means.push_back(sum.defined() && scale != 1 ? sum * scale : sum);
+    // A sum of 16-bit numbers is rounded, then scaled. A hook's result is a mean over all ranks.
+    const double factor = compressed ? scale * world() : scale;
+    if (sum.defined()) sum = sum.to(sent).to(parameter.scalar_type());
+    means.push_back(sum.defined() && factor != 1 ? sum * factor : sum);
   }
   return means;
+}
+
+at::ScalarType PlainTraining::sent_dtype(at::ScalarType own) const {
+  const auto hook = wrapper_.text("hook");
+  return hook == "fp16" ? at::kHalf : hook == "bf16" ? at::kBFloat16 : own;
 }
 
 double PlainTraining::scale_of(double divisor) const {
@@ -346,9 +373,11 @@ double PlainTraining::scale_of(double divisor) const {
 
 void PlainTraining::set_gradients(const std::vector<at::Tensor>& gradients) {
   for (auto& replica : replicas_)
-    for (size_t i = 0; i < gradients.size(); ++i)
-      replica.parameters[i].second.mutable_grad() =
-          gradients[i].defined() ? gradients[i].clone() : at::Tensor();
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      auto& [name, parameter] = replica.parameters[i];
+      if (local_.count(name)) continue;
+      parameter.mutable_grad() = gradients[i].defined() ? gradients[i].clone() : at::Tensor();
+    }
 }
 
 void PlainTraining::finish_gradients(const std::vector<int>& active, double divisor) {

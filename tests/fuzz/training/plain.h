@@ -36,7 +36,6 @@ class PlainTraining {
 
   void start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets);
   int world() const { return static_cast<int>(replicas_.size()); }
-  BufferSync buffer_rule() const;
   bool is(const char* kind) const { return wrapper_.kind == kind; }
 
   void train(const Item& event, int number, std::vector<Record>& records);
@@ -53,6 +52,8 @@ class PlainTraining {
   void after_backward(const std::vector<int>& active, double divisor);
   /// The scaled sum of `.grad` of the ranks by parameter; undefined where no rank has one.
   std::vector<at::Tensor> average(const std::vector<int>& active, double scale) const;
+  /// The dtype in which gradients of dtype `own` are summed.
+  at::ScalarType sent_dtype(at::ScalarType own) const;
   double scale_of(double divisor) const;
   void set_gradients(const std::vector<at::Tensor>& gradients);
   /// Averages what has not been averaged yet; `.grad` of all replicas is what the optimizer uses.
@@ -64,6 +65,7 @@ class PlainTraining {
 
   const Case& which_;
   Item wrapper_;
+  std::set<std::string> local_;  ///< Parameters that each rank has for itself.
   Reduce reduce_ = Reduce::after_backward;
   std::vector<Replica> replicas_;
   std::vector<at::Tensor> shard_gradients_;  ///< into_shards: what was reduced since zero_grad.

@@ -11,18 +11,45 @@
 #include "fuzz/training/plain.h"
 #include "fuzz/training/subject.h"
 #include "harness/ranks.h"
+#include "harness/temporary_folder.h"
 
 namespace tessera::fuzz {
+namespace {
+
+/// `part` may be -1: none.
+bool in_part(const Net& net, int part, const std::string& name) {
+  return part >= 0 && name.rfind(net.part_name(part) + ".", 0) == 0;
+}
+
+}  // namespace
 
 std::vector<std::vector<std::string>> group_names(Net& net, const Item& wrapper, int late) {
   std::vector<std::string> names;
-  const auto prefix = late >= 0 ? net.part_name(late) + "." : "";
+  const auto ignored = wrapper.kind == "fsdp" ? wrapper.number("ignored", -1) : -1;
   for (const auto& item : named_parameters(net))
-    if (late < 0 || item.first.compare(0, prefix.size(), prefix) != 0) names.push_back(item.first);
+    if (!in_part(net, late, item.first) && !in_part(net, ignored, item.first))
+      names.push_back(item.first);
   const auto half = names.size() / 2;
   if (wrapper.number("groups", 1) < 2 || half == 0) return {names};
   const auto middle = names.begin() + static_cast<std::ptrdiff_t>(half);
   return {{names.begin(), middle}, {middle, names.end()}};
+}
+
+std::set<std::string> local_names(Net& net, const Item& wrapper) {
+  std::set<std::string> names;
+  for (const auto& item : named_parameters(net))
+    if (in_part(net, wrapper.number("ignored", -1), item.first)) names.insert(item.first);
+  const auto groups = group_names(net, wrapper, -1);
+  if (wrapper.flag("local_group") && groups.size() == 2)
+    names.insert(groups[1].begin(), groups[1].end());
+  return names;
+}
+
+BufferSync buffer_rule(const Item& wrapper) {
+  const auto rule = wrapper.text("buffers", "broadcast");
+  return rule == "mean"   ? BufferSync::mean
+         : rule == "none" ? BufferSync::none
+                          : BufferSync::broadcast;
 }
 
 Trap trap_of(const Item& event) {
@@ -40,7 +67,8 @@ Item wrapper_after(const Item& event, const Item& before) {
   after.values.erase("late_part");
   if (event.has("wrapper")) after = Item{event.text("wrapper")};
   for (const auto& [name, value] : event.values)
-    if (name != "wrapper" && name != "world" && name != "state") after.values[name] = value;
+    if (name != "wrapper" && name != "world" && name != "state" && name != "folder")
+      after.values[name] = value;
   return after;
 }
 
@@ -53,6 +81,8 @@ constexpr double kSlowSeconds = 10;
 #else
 constexpr double kSlowSeconds = 1;
 #endif
+
+constexpr double kTimeoutSeconds = 6 * kSlowSeconds;
 
 struct Difference : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -104,6 +134,8 @@ Truth plain_truth(const Case& which) {
 struct Carried {
   ModuleStateDict weights;
   OptimizerStateDict state;
+  double lr = 0;
+  std::shared_ptr<testing::TemporaryFolder> folder;  ///< With a checkpoint, if the "move" says so.
 };
 
 /// One rank's part of a segment.
@@ -118,7 +150,7 @@ class Player {
                             wrapper.number("bcast_period", 0) >= 0;
     const auto seed = which.seed + (loads ? 77 : 0) + (broadcasts || loads ? group_.rank() : 0);
     subject_ = make_subject(which, wrapper, Net::make(which, seed), group_);
-    if (loads) subject_->load(carried.weights, carried.state);
+    if (loads) load();
   }
 
   Record play(const Item& event, int number) {
@@ -137,10 +169,21 @@ class Player {
     return record;
   }
 
-  Carried carry() { return {subject_->weights(), subject_->optimizer_state()}; }
+  Carried carry(std::shared_ptr<testing::TemporaryFolder> folder) {
+    if (folder) subject_->save(folder->path(), group_);
+    const double lr = subject_->optimizer().param_groups().front().options().get_lr();
+    return {subject_->weights(), subject_->optimizer_state(), lr, std::move(folder)};
+  }
   void barrier() { group_.barrier(); }
 
  private:
+  /// Takes what the segment before has left.
+  void load() {
+    if (!carried_.folder) return subject_->load(carried_.weights, carried_.state);
+    subject_->load(carried_.folder->path());
+    for (auto& group : subject_->optimizer().param_groups()) group.options().set_lr(carried_.lr);
+  }
+
   at::ScalarType other_dtype() const {
     return dtype_of(which_) == at::kFloat ? at::kDouble : at::kFloat;
   }
@@ -181,7 +224,7 @@ class Player {
       subject_->step([&] {
         zero_grad(event);
         auto value = loss(event, number, 0, 1);
-        record.emplace_back("loss 0", value.detach().clone());
+        record.emplace_back("loss 0", value.detach().to(dtype_of(which_), false, true));
         subject_->backward(value, false);
         return value;
       });
@@ -208,7 +251,8 @@ class Player {
       std::optional<NoSync> hold;
       if (micro + 1 < micros && event.flag("no_sync")) hold.emplace(subject_->no_sync());
       const auto value = loss(event, number, micro, micros);
-      record.emplace_back("loss " + std::to_string(micro), value.detach().clone());
+      record.emplace_back("loss " + std::to_string(micro),
+                          value.detach().to(dtype_of(which_), false, true));
       if (clear_between && micro == 0) zero_grad(event);
       if (event.number("absent", -1) == group_.rank()) continue;
       if (event.flag("retain")) subject_->backward(value, true);
@@ -240,8 +284,9 @@ class Player {
     if (event.number("rank", group_.rank()) != group_.rank()) return;
     at::NoGradGuard no_grad;
     subject_->net().eval();
-    record.emplace_back("output", subject_->forward(make_batch(which_.seed, number, 0,
-                                                               group_.rank(), dtype_of(which_))));
+    const auto dtype = dtype_of(which_);
+    const auto batch = make_batch(which_.seed, number, 0, group_.rank(), dtype);
+    record.emplace_back("output", subject_->forward(batch).to(dtype));
     subject_->net().train();
   }
 
@@ -279,7 +324,7 @@ struct Progress {
 
 ProcessGroupOptions group_options(const Item& wrapper) {
   ProcessGroupOptions options;
-  options.timeout = std::chrono::milliseconds(static_cast<int>(kSlowSeconds * 6000));
+  options.timeout = std::chrono::milliseconds(static_cast<int>(kTimeoutSeconds * 1000));
   if (wrapper.text("backend") == "gloo") options.backend = Backend::Gloo;
   return options;
 }
@@ -298,6 +343,8 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
   std::vector<Progress> progress(segment.world);
   const double tolerance = tolerance_of(which);
   const Carried before = carried;
+  const bool stores = segment.end < which.story.size() && which.story[segment.end].flag("folder");
+  const auto folder = stores ? std::make_shared<testing::TemporaryFolder>() : nullptr;
   std::mutex mutex;
   std::vector<Expectation> due;
   size_t comparable = std::min(segment.end, truth.records.size());
@@ -327,7 +374,7 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
         }
         mine.begun = Clock::now();
         player.barrier();
-        auto state = player.carry();
+        auto state = player.carry(folder);
         if (rank == 0) {
           std::lock_guard lock(mutex);
           carried = std::move(state);
@@ -355,8 +402,14 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
                    fmt::format("event {} ({}), rank {}: {}", progress[rank].event,
                                which.story[progress[rank].event].kind, rank, outcomes[rank].text)};
   }
-  return judge(due, segment.begin, reached, outcomes, ended ? seconds : 0, kSlowSeconds,
-               segment.wrapper.text("strategy") == "hybrid");
+  // With several shard groups, a gather of one rank alone may meet a later gather of its group.
+  // Then ranks wait for each other in different groups until the timeout.
+  const bool groups = segment.wrapper.text("strategy") == "hybrid";
+  const bool alone = std::any_of(which.story.begin(), which.story.end(), [](const Item& event) {
+    return event.kind == "evaluate" && event.has("rank");
+  });
+  return judge(due, segment.begin, reached, outcomes, ended ? seconds : 0,
+               groups && alone ? kTimeoutSeconds + kSlowSeconds : kSlowSeconds, groups);
 }
 
 }  // namespace

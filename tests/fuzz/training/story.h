@@ -1,11 +1,13 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
+#include "tessera/step/buffer_sync.h"
 
 namespace tessera::fuzz {
 
@@ -38,6 +40,12 @@ Trap trap_of(const Item& event);
 /// The names of the parameters of each parameter group. `late`: number of the part whose parameters
 /// are added later, or -1.
 std::vector<std::vector<std::string>> group_names(Net& net, const Item& wrapper, int late);
+
+/// The names of the parameters that each rank trains for itself: those of the "ignored" part, and
+/// of a second group of DistributedOptimizer that is not synchronized ("local_group").
+std::set<std::string> local_names(Net& net, const Item& wrapper);
+
+BufferSync buffer_rule(const Item& wrapper);
 
 /// Number of batches of a rank in a "join".
 int batches_in_join(const Item& event, int rank);

@@ -11,12 +11,7 @@
 namespace tessera::fuzz {
 namespace {
 
-BufferSync buffer_rule(const Item& wrapper) {
-  const auto rule = wrapper.text("buffers", "broadcast");
-  return rule == "mean"   ? BufferSync::mean
-         : rule == "none" ? BufferSync::none
-                          : BufferSync::broadcast;
-}
+constexpr const char* kWeightsFile = "model.safetensors";
 
 Partition partition(const Item& wrapper) {
   const auto name = wrapper.text("partition", "flat");
@@ -49,7 +44,12 @@ std::unique_ptr<torch::optim::Optimizer> plain_optimizer(const Case& which, Net&
   return optimizer_of(which)(groups);
 }
 
-DistributedDataParallelOptions ddp_options(const Item& wrapper) {
+std::vector<std::string> ignored_names(Net& net, const Item& wrapper) {
+  const auto names = local_names(net, wrapper);
+  return {names.begin(), names.end()};
+}
+
+DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   DistributedDataParallelOptions options;
   options.first_bucket_mb = wrapper.real("first_bucket_mb", options.first_bucket_mb);
   options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
@@ -58,6 +58,10 @@ DistributedDataParallelOptions ddp_options(const Item& wrapper) {
   options.find_unused_parameters = wrapper.flag("find_unused");
   options.static_graph = wrapper.flag("static_graph");
   options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
+  options.parameters_to_ignore = ignored_names(net, wrapper);
+  const auto hook = wrapper.text("hook");
+  if (hook == "fp16") options.comm_hook = fp16_compress_hook();
+  if (hook == "bf16") options.comm_hook = bf16_compress_hook();
   return options;
 }
 
@@ -68,7 +72,7 @@ class DdpSubject : public Subject {
   DdpSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
              const ProcessGroup& group)
       : Subject(net),
-        ddp_(net, group, ddp_options(wrapper)),
+        ddp_(net, group, ddp_options(*net, wrapper)),
         optimizer_(plain_optimizer(which, *net, wrapper, named_parameters(*net))) {}
   at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
   NoSync no_sync() override { return ddp_.no_sync(); }
@@ -100,7 +104,7 @@ class ZeroSubject : public Subject {
               const ProcessGroup& group)
       : Subject(net), wrapper_(wrapper) {
     if (wrapper.kind == "ddp_zero") {
-      auto options = ddp_options(wrapper);
+      auto options = ddp_options(*net, wrapper);
       options.gradient_as_bucket_view = true;
       ddp_.emplace(net, group, options);
     }
@@ -136,8 +140,14 @@ class ZeroSubject : public Subject {
     zero_->consolidate_state_dict(-1);
     return zero_->state_dict();
   }
+  std::vector<ParameterShard> shards() override { return zero_->shards(); }
+  std::vector<StateSlice> state_slices() override { return zero_->state_slices(); }
+  void load_state_slices(const std::vector<StateSlice>& slices) override {
+    zero_->load_state_slices(slices);
+  }
+  bool saves_shards(int /*rank*/) override { return true; }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
-    load_state_dict(*net_, weights);
+    load_weights(weights);
     zero_->load_state_dict(state);
   }
   void add_late_part() override {
@@ -176,8 +186,10 @@ class DistributedOptimizerSubject : public Subject {
       return;
     }
     std::vector<DistributedOptimizer::Group> list;
-    for (auto& each : grouped(*net, wrapper, named_parameters(*net)))
-      list.push_back({each, {}, group});
+    for (auto& each : grouped(*net, wrapper, named_parameters(*net))) {
+      const bool local = wrapper.flag("local_group") && !list.empty();
+      list.push_back({each, {}, local ? ProcessGroup() : group});
+    }
     distributed_ = std::make_unique<DistributedOptimizer>(list, optimizer_of(which), options);
     distributed_->track_buffers(*net);
   }
@@ -192,7 +204,7 @@ class DistributedOptimizerSubject : public Subject {
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {*distributed_}; }
   OptimizerStateDict optimizer_state() override { return distributed_->state_dict(); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
-    load_state_dict(*net_, weights);
+    load_weights(weights);
     distributed_->load_state_dict(state);
   }
 
@@ -200,7 +212,7 @@ class DistributedOptimizerSubject : public Subject {
   std::unique_ptr<DistributedOptimizer> distributed_;
 };
 
-FullyShardedDataParallelOptions fsdp_options(const Item& wrapper) {
+FullyShardedDataParallelOptions fsdp_options(Net& net, const Item& wrapper) {
   FullyShardedDataParallelOptions options;
   const auto policy = wrapper.text("policy");
   if (policy == "blocks") options.wrap_policy = wrap_by_name({"b*", "last"});
@@ -222,6 +234,9 @@ FullyShardedDataParallelOptions fsdp_options(const Item& wrapper) {
                                                    : BackwardPrefetch::pre;
   options.forward_prefetch = wrapper.flag("forward_prefetch");
   options.buffers = buffer_rule(wrapper);
+  if (wrapper.has("mixed")) options.mixed_precision.param_dtype = at::kBFloat16;
+  if (wrapper.text("mixed") == "sums_in_float") options.mixed_precision.reduce_dtype = at::kFloat;
+  options.ignored_parameters = ignored_names(net, wrapper);
   return options;
 }
 
@@ -230,7 +245,7 @@ class FsdpSubject : public Subject {
   FsdpSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
               const ProcessGroup& group)
       : Subject(net),
-        fsdp_(net, group, fsdp_options(wrapper)),
+        fsdp_(net, group, fsdp_options(*net, wrapper)),
         optimizer_(plain_optimizer(which, *net, wrapper, fsdp_.named_parameters())) {
     fsdp_.check_optimizer(*optimizer_);
   }
@@ -248,9 +263,12 @@ class FsdpSubject : public Subject {
     });
   }
   ModuleStateDict weights() override { return fsdp_.state_dict(-1); }
+  void load_weights(const ModuleStateDict& weights) override { fsdp_.load_state_dict(weights); }
+  std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
+  bool saves_shards(int /*rank*/) override { return fsdp_.first_replica(); }
   OptimizerStateDict optimizer_state() override { return fsdp_.optim_state_dict(*optimizer_, -1); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
-    fsdp_.load_state_dict(weights);
+    load_weights(weights);
     fsdp_.load_optim_state_dict(*optimizer_, state);
   }
   void change(const std::function<void()>& change) override {
@@ -286,8 +304,28 @@ OptimizerStateDict Subject::optimizer_state() {
 }
 
 void Subject::load(const ModuleStateDict& weights, const OptimizerStateDict& state) {
-  load_state_dict(*net_, weights);
+  load_weights(weights);
   load_state_dict(optimizer(), named_parameters(*net_), state);
+}
+
+void Subject::save(const std::string& folder, const ProcessGroup& group) {
+  CheckpointStore store(folder, group);
+  CheckpointWriter writer(store, 0);
+  const auto whole = weights();  // collective for some wrappers
+  if (group.rank() == 0) writer.add_tensors(kWeightsFile, whole);
+  if (saves_shards(group.rank())) writer.add_slices(state_slices());
+  writer.commit();
+}
+
+void Subject::load(const std::string& folder) {
+  const Checkpoint checkpoint(latest_checkpoint(folder).value());
+  ModuleStateDict weights;
+  for (const auto& name : checkpoint.tensors(kWeightsFile).names())
+    weights.emplace_back(name, checkpoint.load_tensor(kWeightsFile, name));
+  load_weights(weights);
+  std::vector<ElementRange> requests;
+  for (const auto& shard : shards()) requests.push_back(shard);
+  load_state_slices(checkpoint.load_slices(requests));
 }
 
 std::unique_ptr<Subject> make_subject(const Case& which, const Item& wrapper,

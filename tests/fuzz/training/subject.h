@@ -8,6 +8,7 @@
 #include "tessera/join.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
 #include "tessera/step/no_sync.h"
 
@@ -38,12 +39,27 @@ class Subject {
   virtual ModuleStateDict weights() { return state_dict(*net_); }
   virtual OptimizerStateDict optimizer_state();
   virtual void load(const ModuleStateDict& weights, const OptimizerStateDict& state);
+  /// Writes a checkpoint of weights and optimizer state to `folder`, by shards. Collective.
+  void save(const std::string& folder, const ProcessGroup& group);
+  /// Reads what save() has written, in any wrapper and world. Options are not part of it.
+  void load(const std::string& folder);
   /// Runs `change` while the parameters are whole.
   virtual void change(const std::function<void()>& change) { change(); }
   virtual void add_late_part() {}
 
  protected:
   explicit Subject(std::shared_ptr<Net> net) : net_(std::move(net)) {}
+  virtual void load_weights(const ModuleStateDict& weights) { load_state_dict(*net_, weights); }
+  virtual std::vector<ParameterShard> shards() { return parameter_shards(named_parameters(*net_)); }
+  virtual std::vector<StateSlice> state_slices() {
+    return tessera::state_slices(optimizer(), shards());
+  }
+  virtual void load_state_slices(const std::vector<StateSlice>& slices) {
+    tessera::load_state_slices(optimizer(), shards(), slices);
+  }
+  /// This rank's shards are not written by another rank.
+  virtual bool saves_shards(int rank) { return rank == 0; }
+
   std::shared_ptr<Net> net_;
 };
 

@@ -37,6 +37,7 @@ const std::vector<std::string>& block_kinds() {
                                                  "custom",
                                                  "double_layer",
                                                  "bfloat16_layer",
+                                                 "half_layer",
                                                  "tied",
                                                  "shared",
                                                  "unused",

@@ -69,6 +69,7 @@ Net::Net(const Case& which) {
   if (dtype_of(which) != at::kFloat) to(dtype_of(which));
   for (size_t i = 0; i < which.layers.size(); ++i) {
     if (which.layers[i].kind == "bfloat16_layer") blocks_[i]->to(at::kBFloat16);
+    if (which.layers[i].kind == "half_layer") blocks_[i]->to(at::kHalf);
     if (which.layers[i].kind == "double_layer") blocks_[i]->to(at::kDouble);
     if (which.layers[i].flag("frozen"))
       for (auto& parameter : blocks_[i]->parameters()) parameter.requires_grad_(false);

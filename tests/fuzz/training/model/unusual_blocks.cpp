@@ -153,6 +153,12 @@ std::shared_ptr<Block> make_unusual_block(const Item& which, int in) {
                [](OwnBlock& b, const Flow& f) { return ScaleFunction::apply(f.hidden, b.own[0]); });
   if (kind == "double_layer") return std::make_shared<DtypeBlock>(in, out, at::kDouble);
   if (kind == "bfloat16_layer") return std::make_shared<DtypeBlock>(in, out, at::kBFloat16);
+  if (kind == "half_layer")  // libtorch 1.13 has no matrix products in float16 on the CPU
+    return own(out, {{"weight", matrix(out, in)}, {"bias", torch::randn({out})}},
+               [](OwnBlock& b, const Flow& f) {
+                 const auto dtype = f.hidden.scalar_type();
+                 return torch::linear(f.hidden, b.own[0].to(dtype), b.own[1].to(dtype));
+               });
   if (kind == "tied") return std::make_shared<TiedBlock>(in);
   if (kind == "shared") return std::make_shared<SharedBlock>(in);
   if (kind == "unused") return std::make_shared<BranchBlock>(in, false);
