@@ -134,12 +134,7 @@ class DataParallel::Impl {
   /// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
   void check_trainability() {
     for (const auto& [name, tensor] : frozen_) {
-      if (!tensor.requires_grad()) continue;
-      group_.fail(
-          fmt::format("{}: rank {}: parameter {} requires a gradient, but was frozen at "
-                      "construction; expected a parameter that is trainable at construction, or a "
-                      "new {}",
-                      kName, group_.rank(), name, kName));
+      if (tensor.requires_grad()) group_.fail(sharding::thawed_text(kName, name, group_.rank()));
     }
   }
 

@@ -105,10 +105,7 @@ void ShardedModule::check_parameters_unchanged(const char* since, const char* ad
     for (const auto i : flat.members) {
       if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
         model.world.fail(
-            fmt::format("{}: parameter {} requires a gradient, but was frozen at construction; "
-                        "expected a parameter that is trainable at construction (it may be frozen "
-                        "and unfrozen later), or a new wrapper",
-                        prefix(), model.parameters[i].name));
+            sharding::thawed_text(kName, model.parameters[i].name, model.world.rank()));
       }
       if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == expected) continue;
       model.world.fail(fmt::format(

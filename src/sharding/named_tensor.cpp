@@ -67,6 +67,14 @@ void check_gradient(const std::string& component, const std::string& parameter,
                   component, rank, parameter));
 }
 
+std::string thawed_text(const std::string& component, const std::string& parameter, int rank) {
+  return fmt::format(
+      "{}: rank {}: parameter {} requires a gradient, but was frozen at construction; expected a "
+      "parameter that is trainable at construction (it may be frozen and unfrozen later), or a "
+      "new wrapper",
+      component, rank, parameter);
+}
+
 std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters,
                                                      const std::vector<size_t>& subset) {
   std::vector<std::vector<size_t>> classes;

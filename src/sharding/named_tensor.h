@@ -26,6 +26,10 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
 void check_gradient(const std::string& component, const std::string& parameter,
                     const at::Tensor& gradient, int rank);
 
+/// The message for a parameter whose gradient a wrapper would not reduce: it was frozen when the
+/// wrapper was made, and is trainable now.
+std::string thawed_text(const std::string& component, const std::string& parameter, int rank);
+
 /// Groups `subset` into lists of tensors that can share one flat buffer, because they have the same
 /// dtype and device. Indices into `parameters`; lists are ordered by their first tensor.
 std::vector<std::vector<size_t>> by_dtype_and_device(const std::vector<NamedTensor>& parameters,

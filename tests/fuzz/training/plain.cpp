@@ -77,6 +77,7 @@ void PlainTraining::start(const Item& wrapper, int world, std::vector<std::share
                          : Reduce::after_backward;
   shard_gradients_.clear();
   replicas_.clear();
+  cleared_ = true;
   const auto late = late_part_added_ ? -1 : wrapper.number("late_part", -1);
   for (int rank = 0; rank < world; ++rank) {
     Replica replica{nets[rank], named_parameters(*nets[rank]), nullptr};
