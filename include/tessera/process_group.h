@@ -136,31 +136,33 @@ class ProcessGroup {
   /// Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
 
+  // Every collective takes a `tag` that describes the purpose of the call. Ranks that pass
+  // different tags disagree, and the error names both tags, up to 95 characters of each. Two
+  // collectives that ranks call in another order are then an error, even if their tensors are
+  // alike.
+
   /// Sums `tensor` over the ranks, in place, with the result on every rank. The finished sum is
   /// multiplied by `scale`. Collective; same numel, dtype and scale on every rank.
-  void all_reduce(at::Tensor tensor, double scale = 1);
-  /// `tag` as in all_gather_async().
+  void all_reduce(at::Tensor tensor, double scale = 1, const std::string& tag = "");
   Work all_reduce_async(at::Tensor tensor, double scale = 1, const std::string& tag = "");
 
   /// Sums `tensor` over the ranks, in place on `root`. Other ranks' tensors are unchanged.
   /// Collective.
-  void reduce(at::Tensor tensor, int root);
-  Work reduce_async(at::Tensor tensor, int root);
+  void reduce(at::Tensor tensor, int root, const std::string& tag = "");
+  Work reduce_async(at::Tensor tensor, int root, const std::string& tag = "");
 
   /// Copies root's tensor to every rank, in place. Collective; same numel and dtype on every rank.
-  void broadcast(at::Tensor tensor, int root);
-  Work broadcast_async(at::Tensor tensor, int root);
+  void broadcast(at::Tensor tensor, int root, const std::string& tag = "");
+  Work broadcast_async(at::Tensor tensor, int root, const std::string& tag = "");
   /// Copies several tensors of one root to every rank, packed by dtype into few messages.
   /// Collective.
-  void broadcast(std::vector<at::Tensor> tensors, int root);
+  void broadcast(std::vector<at::Tensor> tensors, int root, const std::string& tag = "");
 
   /// Gathers the ranks' segments of one flat tensor, in place. `flat` is 1-D, contiguous and
   /// consists of consecutive segments, one for each rank; rank r's has counts[r] elements (0 is
   /// allowed; their sum is flat.numel()). This rank's segment is the input, the whole tensor is the
   /// output. Collective; same counts on every rank.
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts, const std::string& tag = "");
-  /// `tag` describes the purpose of this call. Ranks that pass different tags disagree, and the
-  /// error names both tags, up to 95 characters of each.
   Work all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,
                         const std::string& tag = "");
   /// Returns the concatenation of the ranks' tensors in rank order, 1-D. Each rank's tensor is
@@ -170,8 +172,10 @@ class ProcessGroup {
   /// The reverse of all_gather(): this rank's segment of `flat` becomes the sum over ranks of that
   /// segment. The other segments are unspecified afterwards. `flat` and `counts` as in
   /// all_gather(). Collective.
-  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts);
-  Work reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts);
+  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+                      const std::string& tag = "");
+  Work reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts,
+                            const std::string& tag = "");
 
   /// Receives one reduced run of this rank's segment. `offset`: elements from the start of the
   /// segment. `run`: 1-D, of flat's dtype, valid during the call only.
@@ -181,14 +185,13 @@ class ProcessGroup {
   /// segment exactly once. `flat` is not modified, and may be written again when the call returns.
   /// Collective.
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
-                           const ConsumeRun& consume);
-  /// As reduce_scatter_each(), but `consume` runs on another thread. `tag` as in
-  /// all_gather_async().
+                           const ConsumeRun& consume, const std::string& tag = "");
+  /// As reduce_scatter_each(), but `consume` runs on another thread.
   Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                  ConsumeRun consume, const std::string& tag = "");
   /// Reduce-scatter that writes this rank's sum, times `scale` (applied to the finished sum), to
   /// `output`: 1-D, contiguous, counts[rank()] elements of flat's dtype and device, not overlapping
-  /// `flat`, which is not modified. `tag` as in all_gather_async(). Collective.
+  /// `flat`, which is not modified. Collective.
   Work reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                  at::Tensor output, double scale = 1, const std::string& tag = "");
 
@@ -196,19 +199,20 @@ class ProcessGroup {
   /// rank r. recv_counts[r] elements arrive from rank r and are stored in `output` in rank order.
   /// Both tensors are 1-D and contiguous. Collective.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
-                  const std::vector<int64_t>& send_counts);
+                  const std::vector<int64_t>& send_counts, const std::string& tag = "");
 
-  /// Blocks until all ranks have called it. `tag` as in all_gather_async(). Collective.
+  /// Blocks until all ranks have called it. Collective.
   void barrier(const std::string& tag = "");
 
   // Byte strings, for control data. Their sizes may differ between ranks.
 
   /// Returns every rank's string in rank order. Collective.
-  std::vector<std::string> all_gather_bytes(const std::string& mine);
+  std::vector<std::string> all_gather_bytes(const std::string& mine, const std::string& tag = "");
   /// Returns root's string. Collective.
-  std::string broadcast_bytes(const std::string& mine, int root);
+  std::string broadcast_bytes(const std::string& mine, int root, const std::string& tag = "");
   /// Returns every rank's string in rank order on root, an empty vector elsewhere. Collective.
-  std::vector<std::string> gather_bytes(const std::string& mine, int root);
+  std::vector<std::string> gather_bytes(const std::string& mine, int root,
+                                        const std::string& tag = "");
 
   /// Makes sub-groups: the ranks that pass the same color (>= 0) form a group, in order of their
   /// ranks. Returns this rank's group, or nullopt when its color is negative. A sub-group has its

@@ -64,7 +64,7 @@ bool GradScaler::found_inf(const std::vector<at::Tensor>& gradients, ProcessGrou
   at::NoGradGuard no_grad;
   const auto ranks_with = at::full({1}, all_finite(gradients) ? 0.0 : 1.0,
                                    at::TensorOptions(at::kFloat).device(group.control_device()));
-  group.all_reduce(ranks_with);
+  group.all_reduce(ranks_with, 1, "ranks with infinite gradients");
   return ranks_with.item<double>() > 0;
 }
 

@@ -70,7 +70,7 @@ class JoinLoop::Coordinator {
   bool begin_iteration(bool active) {
     auto count = at::full({1}, active ? 1 : 0,
                           at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
-    group_.all_reduce(count);
+    group_.all_reduce(count, 1, "ranks with data");
     JoinIteration iteration;
     iteration.active_ranks = count.item<int>();
     if (iteration.active_ranks == 0) return false;

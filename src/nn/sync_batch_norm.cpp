@@ -107,7 +107,7 @@ class Normalize : public torch::autograd::Function<Normalize> {
     if (context->saved_data["input"].toBool()) {
       auto group = static_cast<GroupHolder&>(*context->saved_data["group"].toCapsule()).group;
       auto total = sums.to(group.control_device(), at::kDouble, false, true);
-      group.all_reduce(total);
+      group.all_reduce(total, 1, "sums of a SyncBatchNorm");
       total = (total.to(input.device()) / context->saved_data["count"].toDouble()).to(dtype);
       const auto centered = dy - along(total[0], input) - normal * along(total[1], input);
       input_gradient =

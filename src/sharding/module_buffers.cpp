@@ -79,7 +79,7 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
     if (!has_data) flat.zero_();
     group.all_reduce(flat, 1.0 / (active_ranks_ > 0 ? active_ranks_ : group.size()));
   } else {
-    group.broadcast(flat, root);
+    group.broadcast(flat, root, "buffers");
   }
   at::AutoDispatchBelowADInplaceOrView keep_versions;
   int64_t offset = 0;

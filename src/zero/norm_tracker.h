@@ -24,7 +24,7 @@ struct NormTracker {
     if (!tracking) return;
     auto sum = at::full({1}, std::exchange(squares, 0.0),
                         at::TensorOptions().dtype(at::kDouble).device(group.control_device()));
-    group.all_reduce(sum);
+    group.all_reduce(sum, 1, "norm of the gradients");
     last = std::sqrt(sum.item<double>());
   }
 };

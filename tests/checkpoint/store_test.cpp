@@ -149,6 +149,37 @@ TEST_F(Store, ASecondWriterIsRefusedUntilTheFirstHasEnded) {
   EXPECT_EQ(open(), run_);
 }
 
+TEST_F(Store, ALockThatIsSomebodysFileIsRefusedAndLeftAlone) {
+  fs::create_directories(run_);
+  const auto file = base_ + "/thesis.txt", lock = run_ + "/.lock";
+  put_contents(file, "all of it");
+  fs::create_symlink(file, lock);
+  EXPECT_THAT(usage_error([&] { CheckpointStore{run_}; }),
+              AllOf(HasSubstr(lock), HasSubstr("is a symbolic link")));
+  fs::remove(lock);
+  fs::create_hard_link(file, lock);
+  EXPECT_THAT(usage_error([&] { CheckpointStore{run_}; }),
+              HasSubstr("is a file with another name"));
+  fs::remove(lock);
+  fs::create_directory(lock);
+  EXPECT_ANY_THROW(CheckpointStore{run_});
+  EXPECT_EQ(contents_of(file), "all of it");
+}
+
+TEST_F(Store, ARemovedLockIsNoticedBeforeTheCommit) {
+  CheckpointStore store(run_);
+  CheckpointWriter first(store, 1);
+  first.commit();
+  fs::remove(run_ + "/.lock");
+  CheckpointStore other(run_);  // now two runs have the folder
+  CheckpointWriter second(store, 2);
+  EXPECT_THAT(usage_error([&] { second.commit(); }),
+              AllOf(HasSubstr(run_ + "/.lock was removed or replaced"),
+                    HasSubstr("nothing was committed")));
+  EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}));
+  CheckpointWriter(other, 3).commit();
+}
+
 TEST_F(Store, AWriterKeepsTheLock) {
   std::optional<CheckpointStore> store(run_);
   CheckpointWriter writer(*store, 1);

@@ -306,6 +306,28 @@ TEST_P(SeveralRanks, DisagreementIsAnErrorOnAllBeforeDataMoves) {
           else group.all_reduce(kept);
         },
         "rank 1 calls barrier");
+    fails([&] { group.all_reduce(kept, rank == 1 ? 0.5 : 1); }, "of 100 Float (scale 0.5)");
+    // Without purposes, two sums in another order are not noticed: their tensors are alike.
+    const auto sum = [&](const char* purpose) { group.all_reduce(kept, 1, purpose); };
+    fails([&] { sum(rank == 1 ? "losses" : "norms"); }, "of 100 Float (losses)");
+    fails([&] { group.reduce(kept, 0, rank == 1 ? "losses" : "norms"); }, "(losses)");
+    fails([&] { group.broadcast(kept, 0, rank == 1 ? "losses" : "norms"); }, "(losses)");
+    const std::vector<int64_t> each(world(), 1);
+    auto sent = at::zeros({world()}), received = at::zeros({world()});
+    fails([&] { group.all_to_all(received, sent, each, each, rank == 1 ? "losses" : "norms"); },
+          "(all_gather_bytes, losses)");
+    fails(
+        [&] {
+          if (rank == 1) group.all_gather_bytes("text");
+          else group.broadcast_bytes("text", 0);
+        },
+        "(all_gather_bytes)");
+    fails(
+        [&] {
+          if (rank == 1) group.gather_bytes("text", 0);
+          else group.broadcast_bytes("text", 0);
+        },
+        "(gather_bytes)");
     std::vector<int64_t> counts(world(), 0);
     counts[rank == 1 ? 1 : 0] = 100;
     fails([&] { group.all_gather(kept, counts); }, "other counts");

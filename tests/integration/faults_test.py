@@ -106,6 +106,22 @@ class Faults(unittest.TestCase):
         for rank in range(RANKS):
             self.assertRegex(run.text(), rf"survivor {rank}: other error: .*rank 0 .*unit middle.*rank {RANKS - 1} .*unit last")
 
+    def test_ranks_with_another_config_are_an_error_before_the_first_step(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "t.txt").write_text("a line of text\n" * 200)
+            config = pathlib.Path(folder, "c.yaml")
+            config.write_text(f"model: {{type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 1, n_head: 2}}\n"
+                              f"data: {{type: ByteText, path: {folder}/t.txt, seq_len: 16}}\n"
+                              "optimizer: {type: AdamW, lr: 1e-3}\nparallel: {type: DistributedDataParallel}\n"
+                              "train: {steps: 3, global_batch: 4}\n")
+            command = f"exec {BUILD}/bin/tessera-train {config} optimizer.lr=$((RANK*9+1))e-3"
+            run = Run(BUILD / "bin/tessera", "run", "-n", 2, "bash", "-c", command)
+            self.addCleanup(run.close)
+            self.assertEqual(run.process.wait(60), 2, run.text())
+            run.reader.join(5)
+            self.assertEqual(len(re.findall(r"(?m)^tessera train: .*optimizer.lr: the ranks differ: 0.001 on rank 0; 0.01 on rank 1", run.text())), 1, run.text())
+            self.assertNotIn("step", run.text())
+
     def test_stopped_gloo(self):
         self.stopped("gloo")
 

@@ -31,19 +31,38 @@ std::string holder(const FileDescriptor& file) {
 bool still_named(const FileDescriptor& file, const std::string& path) {
   struct stat mine {
   }, there{};
-  return ::fstat(file.get(), &mine) == 0 && ::stat(path.c_str(), &there) == 0 &&
+  return ::fstat(file.get(), &mine) == 0 && ::lstat(path.c_str(), &there) == 0 &&
          mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
+}
+
+/// The lock is written to, so it must not be another name of somebody's file.
+void check_is_lock(const FileDescriptor& file, const std::string& path) {
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) return;
+  if (!S_ISREG(status.st_mode) || status.st_nlink > 1) {
+    throw UsageError(fmt::format(
+        "checkpoint: {} is {}; expected a lock that a run has made: remove it, or "
+        "choose another folder",
+        path, S_ISREG(status.st_mode) ? "a file with another name" : "no regular file"));
+  }
 }
 
 }  // namespace
 
-FolderLock::FolderLock(const std::string& folder) {
-  const std::string path = folder + "/.lock";
+FolderLock::FolderLock(const std::string& folder) : path_(folder + "/.lock") {
+  const std::string& path = path_;
   do {
-    file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+    file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+    if (!file_ && errno == ELOOP) {
+      throw UsageError(fmt::format(
+          "checkpoint: {} is a symbolic link; expected a lock that a run has made: remove it, or "
+          "choose another folder",
+          path));
+    }
     if (!file_)
       throw Error(
           fmt::format("checkpoint: {}: opening the lock failed: {}", path, errno_text(errno)));
+    check_is_lock(file_, path);
     while (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno == EINTR) continue;
       if (errno != EWOULDBLOCK)
@@ -59,6 +78,14 @@ FolderLock::FolderLock(const std::string& folder) {
     throw Error(
         fmt::format("checkpoint: {}: writing the lock failed: {}", path, errno_text(errno)));
   }
+}
+
+void FolderLock::check_held() const {
+  if (still_named(file_, path_)) return;
+  throw Error(
+      fmt::format("checkpoint: {} was removed or replaced after this run had locked the folder, so "
+                  "another run may write there; nothing was committed",
+                  path_));
 }
 
 FolderLock::~FolderLock() {

@@ -80,6 +80,7 @@ void commit_files(const CheckpointStore::Impl& run, const std::string& folder, i
   const Manifest manifest{step, run.group.size(), gathered(folder, records)};
   check_files(folder, manifest.files);
   write_manifest(folder, manifest);
+  run.lock.check_held();
   const std::string replaced = publish(run.folder, folder, step);
   try {
     if (!replaced.empty()) remove_tree(replaced);

@@ -98,7 +98,7 @@ void sync_folder(const std::string& folder) {
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
   if (!file || (::fsync(file.get()) != 0 && errno != EINVAL))
-    refuse(folder, "syncing the folder", errno);
+    refuse(folder.empty() ? "." : folder, "syncing the folder", errno);
 }
 
 void make_folder(const std::string& folder) {

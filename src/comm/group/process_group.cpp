@@ -219,38 +219,42 @@ Work submit(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
   return impl.submit(call.header, std::move(call.body), tag);
 }
 
+void run(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
+  if (!impl.alone()) impl.run(call.header, std::move(call.body), tag);
+}
+
+/// Ranks that scale differently disagree.
+std::string with_scale(double scale, const std::string& tag) {
+  return scale == 1 ? tag : fmt::format("scale {}{}{}", scale, tag.empty() ? "" : ", ", tag);
+}
+
 }  // namespace
 
-void ProcessGroup::all_reduce(at::Tensor tensor, double scale) {
-  auto call = all_reduce_call(*impl_, tensor, scale);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+void ProcessGroup::all_reduce(at::Tensor tensor, double scale, const std::string& tag) {
+  run(*impl_, all_reduce_call(*impl_, tensor, scale), with_scale(scale, tag));
 }
 
 Work ProcessGroup::all_reduce_async(at::Tensor tensor, double scale, const std::string& tag) {
-  return submit(*impl_, all_reduce_call(*impl_, tensor, scale), tag);
+  return submit(*impl_, all_reduce_call(*impl_, tensor, scale), with_scale(scale, tag));
 }
 
-void ProcessGroup::reduce(at::Tensor tensor, int root) {
-  auto call = reduce_call(*impl_, tensor, root);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+void ProcessGroup::reduce(at::Tensor tensor, int root, const std::string& tag) {
+  run(*impl_, reduce_call(*impl_, tensor, root), tag);
 }
 
-Work ProcessGroup::reduce_async(at::Tensor tensor, int root) {
-  auto call = reduce_call(*impl_, tensor, root);
-  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+Work ProcessGroup::reduce_async(at::Tensor tensor, int root, const std::string& tag) {
+  return submit(*impl_, reduce_call(*impl_, tensor, root), tag);
 }
 
-void ProcessGroup::broadcast(at::Tensor tensor, int root) {
-  auto call = broadcast_call(*impl_, tensor, root);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+void ProcessGroup::broadcast(at::Tensor tensor, int root, const std::string& tag) {
+  run(*impl_, broadcast_call(*impl_, tensor, root), tag);
 }
 
-Work ProcessGroup::broadcast_async(at::Tensor tensor, int root) {
-  auto call = broadcast_call(*impl_, tensor, root);
-  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+Work ProcessGroup::broadcast_async(at::Tensor tensor, int root, const std::string& tag) {
+  return submit(*impl_, broadcast_call(*impl_, tensor, root), tag);
 }
 
-void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
+void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root, const std::string& tag) {
   constexpr uint64_t kPackBytes = 25 << 20;
   for (const auto& tensor : tensors) check_tensor(*impl_, "broadcast", tensor);
   check_root(*impl_, "broadcast", root);
@@ -268,7 +272,7 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
       parts.push_back(tensors[end++].detach().reshape({-1}));
     }
     auto pack = parts.size() == 1 && tensors[begin].is_contiguous() ? parts[0] : at::cat(parts);
-    broadcast(pack, root);
+    broadcast(pack, root, tag);
     if (rank() != root && pack.data_ptr() != tensors[begin].data_ptr()) {
       int64_t offset = 0;
       for (; begin < end; ++begin) {
@@ -283,8 +287,7 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
 
 void ProcessGroup::all_gather(at::Tensor flat, const std::vector<int64_t>& counts,
                               const std::string& tag) {
-  auto call = all_gather_call(*impl_, flat, counts);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body), tag);
+  run(*impl_, all_gather_call(*impl_, flat, counts), tag);
 }
 
 Work ProcessGroup::all_gather_async(at::Tensor flat, const std::vector<int64_t>& counts,
@@ -316,20 +319,20 @@ at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
   return all;
 }
 
-void ProcessGroup::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts) {
-  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
-  if (!impl_->alone()) impl_->run(call.header, std::move(call.body));
+void ProcessGroup::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+                                  const std::string& tag) {
+  run(*impl_, reduce_scatter_call(*impl_, flat, counts, nullptr), tag);
 }
 
-Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts) {
-  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
-  return impl_->alone() ? Work() : impl_->submit(call.header, std::move(call.body));
+Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts,
+                                        const std::string& tag) {
+  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, nullptr), tag);
 }
 
 void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
-                                       const ConsumeRun& consume) {
+                                       const ConsumeRun& consume, const std::string& tag) {
   auto call = reduce_scatter_call(*impl_, flat, counts, consume);
-  if (!impl_->alone()) return impl_->run(call.header, std::move(call.body));
+  if (!impl_->alone()) return impl_->run(call.header, std::move(call.body), tag);
   if (flat.numel()) consume(0, flat.detach());
 }
 
@@ -364,12 +367,12 @@ Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<
                                                                               const Headers&) {
     if (flat.numel()) transport.reduce_scatter_into(flat, counts, output, scale);
   };
-  return submit(*impl_, std::move(call), tag);
+  return submit(*impl_, std::move(call), with_scale(scale, tag));
 }
 
 void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
                               const std::vector<int64_t>& recv_counts,
-                              const std::vector<int64_t>& send_counts) {
+                              const std::vector<int64_t>& send_counts, const std::string& tag) {
   check_tensor(*impl_, "all_to_all", output);
   check_tensor(*impl_, "all_to_all", input);
   check_counts(*impl_, "all_to_all", "recv_counts", recv_counts, output);
@@ -389,7 +392,7 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
                    recv_counts.size() * sizeof(int64_t));
   mine.append(reinterpret_cast<const char*>(send_counts.data()),
               send_counts.size() * sizeof(int64_t));
-  const auto table = all_gather_bytes(mine);
+  const auto table = all_gather_bytes(mine, tag.empty() ? "all_to_all" : tag);
   const auto entry = [&](int r, int index) {
     int64_t value;
     std::memcpy(&value, table[r].data() + index * sizeof(int64_t), sizeof(value));
@@ -404,9 +407,12 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
   }
   auto header = header_of(Op::all_to_all, input);
   header.free_numel = 1;
-  impl_->run(header, [&](Transport& transport, const Headers&) {
-    transport.all_to_all(output.detach(), input.detach(), recv_counts, send_counts);
-  });
+  impl_->run(
+      header,
+      [&](Transport& transport, const Headers&) {
+        transport.all_to_all(output.detach(), input.detach(), recv_counts, send_counts);
+      },
+      tag);
 }
 
 void ProcessGroup::barrier(const std::string& tag) {

@@ -16,38 +16,60 @@
 
 namespace tessera {
 
-std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine) {
-  if (impl_->alone()) {
-    impl_->count(&CommStats::bytes, 0, 0);
+namespace {
+
+/// What a collective of byte strings does with them, besides the caller's tag.
+std::string bytes_tag(const char* call, const std::string& tag) {
+  return tag.empty() ? call : fmt::format("{}, {}", call, tag);
+}
+
+/// Every rank's string on every rank.
+std::vector<std::string> exchange_bytes(ProcessGroup::Impl& impl, const std::string& mine, int root,
+                                        const std::string& tag) {
+  if (impl.alone()) {
+    impl.count(&CommStats::bytes, 0, 0);
     return {mine};
   }
+  const int size = impl.world.size, rank = impl.world.rank;
   OpHeader header;
   header.op = Op::bytes;
   header.numel = static_cast<int64_t>(mine.size());
+  header.root = root;
   header.free_numel = 1;
-  std::vector<std::string> result(size());
+  std::vector<std::string> result(size);
   uint64_t total = 0;
-  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+  const auto body = [&](Transport& transport, const Headers& headers) {
     std::vector<int64_t> counts;
     for (const auto& h : headers) total += counts.emplace_back(h.numel);
     auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
     auto* data = static_cast<char*>(all.data_ptr());
     if (!mine.empty())
-      std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}),
+      std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0}),
                   mine.data(), mine.size());
     if (total) transport.all_gather(all, counts);
-    for (int r = 0; r < size(); data += counts[r++]) result[r].assign(data, counts[r]);
-  });
-  impl_->count(&CommStats::bytes, mine.size() * (size() - 1), total - mine.size());
+    for (int r = 0; r < size; data += counts[r++]) result[r].assign(data, counts[r]);
+  };
+  impl.run(header, body, tag);
+  impl.count(&CommStats::bytes, mine.size() * (size - 1), total - mine.size());
   return result;
 }
 
-std::string ProcessGroup::broadcast_bytes(const std::string& mine, int root) {
-  check_root(*impl_, "broadcast_bytes", root);
-  return all_gather_bytes(rank() == root ? mine : std::string())[root];
+}  // namespace
+
+std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine,
+                                                        const std::string& tag) {
+  return exchange_bytes(*impl_, mine, -1, bytes_tag("all_gather_bytes", tag));
 }
 
-std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int root) {
+std::string ProcessGroup::broadcast_bytes(const std::string& mine, int root,
+                                          const std::string& tag) {
+  check_root(*impl_, "broadcast_bytes", root);
+  return exchange_bytes(*impl_, rank() == root ? mine : std::string(), root,
+                        bytes_tag("broadcast_bytes", tag))[root];
+}
+
+std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int root,
+                                                    const std::string& tag) {
   check_root(*impl_, "gather_bytes", root);
   if (impl_->alone()) return all_gather_bytes(mine);
   OpHeader header;
@@ -57,7 +79,7 @@ std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int
   header.free_numel = 1;
   std::vector<std::string> result;
   uint64_t total = 0;
-  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+  const auto body = [&](Transport& transport, const Headers& headers) {
     std::vector<int64_t> recv(size(), 0), send(size(), 0);
     send[root] = static_cast<int64_t>(mine.size());
     for (int r = 0; rank() == root && r < size(); ++r) total += recv[r] = headers[r].numel;
@@ -69,14 +91,15 @@ std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int
     if (rank() != root) return;
     const auto* data = static_cast<const char*>(output.data_ptr());
     for (int r = 0; r < size(); data += recv[r++]) result.emplace_back(data, recv[r]);
-  });
+  };
+  impl_->run(header, body, bytes_tag("gather_bytes", tag));
   impl_->count(&CommStats::bytes, rank() == root ? 0 : mine.size(),
                rank() == root ? total - mine.size() : 0);
   return result;
 }
 
 std::optional<ProcessGroup> ProcessGroup::split(int color) {
-  const auto colors = all_gather_bytes(std::to_string(color));
+  const auto colors = all_gather_bytes(std::to_string(color), "split");
   const auto number = ++impl_->splits;
   if (color < 0) return std::nullopt;
   if (impl_->alone()) return ProcessGroup();
@@ -116,14 +139,14 @@ void ProcessGroup::check_contract(const std::string& component,
   for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
   const auto digest = fmt::format("{:016x}", XXH64_digest(state));
   XXH64_freeState(state);
-  const auto digests = all_gather_bytes(component + "\n" + digest);
+  const auto digests = all_gather_bytes(component + "\n" + digest, "check_contract");
   if (std::all_of(digests.begin(), digests.end(),
                   [&](const auto& other) { return other == digests[0]; }))
     return;
 
   std::string all;
   for (const auto& entry : entries) all += entry + '\n';
-  const auto lists = all_gather_bytes(component + "\n" + all);
+  const auto lists = all_gather_bytes(component + "\n" + all, "check_contract");
   int other = 0;
   while (lists[other] == lists[rank()]) ++other;
   const auto lines = [](const std::string& text) {

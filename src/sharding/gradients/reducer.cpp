@@ -273,7 +273,7 @@ void Reducer::sum_use(const std::vector<char>& have) {
   auto counts = at::empty({static_cast<int64_t>(have.size())},
                           at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
   counts.copy_(at::tensor(std::vector<int>(have.begin(), have.end()), at::kInt));
-  group_.all_reduce(counts);
+  group_.all_reduce(counts, 1, "parameters with a gradient");
   const auto host = counts.cpu();
   std::transform(host.data_ptr<int>(), host.data_ptr<int>() + have.size(), used_.begin(),
                  [](int ranks) { return ranks > 0; });

@@ -8,6 +8,8 @@
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "tessera/error.h"
@@ -20,6 +22,12 @@ bool on_terminal() {
   const char* passed_on = std::getenv("TESSERA_TTY");
   return ::isatty(STDOUT_FILENO) == 1 ||
          (passed_on != nullptr && std::string_view(passed_on) == "1");
+}
+
+/// Not a terminal, a pipe or /dev/null, which several runs may share.
+bool is_regular(std::FILE* file) {
+  struct stat status {};
+  return ::fstat(::fileno(file), &status) == 0 && S_ISREG(status.st_mode);
 }
 
 /// 7344128 as "7,344,128".
@@ -66,13 +74,29 @@ void Reporter::open_log(int64_t first_step) {
   if (path.empty()) {
     return;
   }
+  if (!log_) {
+    log_ = open_locked(path);
+  }
   if (first_step > 0) {
     named(config_.at("train.log"), [&] { keep_log_before(path, first_step); });
-  }
-  log_.reset(std::fopen(path.c_str(), first_step > 0 ? "ae" : "we"));
-  if (!log_) {
+    log_ = open_locked(path);  // a new file of this name, unless there was nothing to keep
+  } else if (is_regular(log_.get()) && ::ftruncate(::fileno(log_.get()), 0) != 0) {
     throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
   }
+}
+
+/// Two runs that write one log would mix their lines.
+Reporter::File Reporter::open_locked(const std::string& path) const {
+  File file(std::fopen(path.c_str(), "ae"), &std::fclose);
+  if (!file) {
+    throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
+  }
+  if (is_regular(file.get()) && ::flock(::fileno(file.get()), LOCK_EX | LOCK_NB) != 0 &&
+      errno == EWOULDBLOCK) {
+    throw UsageError(config_.at("train.log") + path +
+                     ": another run is writing this file; expected a file of its own for each run");
+  }
+  return file;
 }
 
 Reporter::~Reporter() { clear_bar(); }

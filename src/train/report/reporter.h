@@ -60,13 +60,16 @@ class Reporter {
   void summary(const TrainResult& result, const CommStats& communication, double waited_for_data);
 
  private:
+  using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
   /// Removes lines from `first_step` on and opens the log for appending.
   void open_log(int64_t first_step);
+  File open_locked(const std::string& path) const;
   void draw_bar();
   void clear_bar();
 
   const Config& config_;
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> log_;
+  File log_;
   bool terminal_;
   bool bar_drawn_ = false;
   int64_t done_ = 0, steps_ = 0, timed_ = 0;

@@ -68,7 +68,7 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
     }
   }
   const at::Tensor everywhere = sums.to(group.control_device());
-  group.all_reduce(everywhere);
+  group.all_reduce(everywhere, 1, "evaluation");
   sums = everywhere.cpu();
   std::map<std::string, double> means;
   for (size_t i = 0; i < names.size(); ++i) {

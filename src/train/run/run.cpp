@@ -261,7 +261,7 @@ void Run::reduce_figures(const std::vector<std::pair<std::string, double>>& figu
     }
   }
   const at::Tensor sum = at::tensor(sums, at::kDouble).to(group_.control_device());
-  group_.all_reduce(sum);
+  group_.all_reduce(sum, 1, "figures of the step");
   const at::Tensor total = sum.cpu();
   const double* values = total.data_ptr<double>();
   const double count = active_ranks_ > 0 ? active_ranks_ : group_.size();

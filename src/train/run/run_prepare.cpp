@@ -11,6 +11,7 @@
 #include "tessera/step/agreement.h"
 #include "train/report/prepare_outputs.h"
 #include "train/run/run.h"
+#include "train/run/run_contract.h"
 
 namespace tessera::train {
 
@@ -32,20 +33,24 @@ at::Device device_of(const Config& config, const ProcessGroup& group) {
 }  // namespace
 
 Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
+  agree(group_, [&] {
+    check_config_world(config_, group_.size());
+    check_config_files(config_);
+  });
+  check_same_config(config_, group_);
   open_checkpoints();
   // Layers that communicate get a group of their own, so that their collectives are never matched
   // with the wrapper's or with those of a failed start.
   ProcessGroup own = group_;
   const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
   agree(group_, [&] { prepare(); });
+  check_same_data(config_, data_, group_);
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   agree(group_, [&] { make_model(layers); });
   make();
 }
 
 void Run::prepare() {
-  check_config_world(config_, group_.size());
-  check_config_files(config_);
   load_data();
   if (first()) {
     prepare_outputs(config_);

@@ -228,9 +228,10 @@ Item random_fault(Random& random, const Item& wrapper, int world) {
     case 2:
       return {"step", {{"trap", random.pick({"forward", "backward", "hook"})}}};
     case 3:
-      // The others leave the optimizer to the user.
-      if (wrapper.kind != "ddp" && wrapper.kind != "fsdp") return {"lr", {{"rank", rank}}};
-      return {"step", {{"absent", rank}}};
+      // These leave the optimizer, or a part of it, to the user.
+      if (wrapper.kind == "ddp" || wrapper.kind == "fsdp" || wrapper.flag("local_group"))
+        return {"step", {{"absent", rank}}};
+      return {"lr", {{"rank", rank}}};
     case 4:
       return {"evaluate", {{"rank", rank}}};
     default:

@@ -103,6 +103,7 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
   std::vector<Record> records(world());
   const auto& kind = event.kind;
   at::NoGradGuard no_grad;
+  for (auto& replica : replicas_) replica.copies.clear();
   if (kind == "step") {
     train(event, number, records);
   } else if (kind == "join") {
@@ -138,9 +139,44 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
 
 at::Tensor PlainTraining::replica_loss(const Item& event, int number, int micro, int rank,
                                        int micros) {
-  auto& net = *replicas_[rank].net;
+  auto& net = computing(rank);
   return forward_loss([&](const Batch& batch) { return net.forward(batch); }, net, event, which_,
                       number, micro, rank, micros);
+}
+
+/// The replica, or a new copy of it in the dtype in which the wrapper computes.
+Net& PlainTraining::computing(int rank) {
+  auto& replica = replicas_[rank];
+  if (!wrapper_.has("mixed")) return *replica.net;
+  auto copy = Net::make(which_, which_.seed);
+  copy->to(at::kBFloat16);
+  load_state_dict(*copy, state_dict(*replica.net));
+  copy->train(replica.net->is_training());
+  copy->trap = replica.net->trap;
+  const auto parameters = named_parameters(*copy);
+  for (size_t i = 0; i < parameters.size(); ++i)
+    at::Tensor(parameters[i].second).requires_grad_(replica.parameters[i].second.requires_grad());
+  replica.copies.push_back(std::move(copy));
+  return *replica.copies.back();
+}
+
+/// The gradients of the copies are added to those of the replica.
+void PlainTraining::backward(int rank, const at::Tensor& loss, bool retain) {
+  loss.backward({}, retain);
+  at::NoGradGuard no_grad;
+  auto& replica = replicas_[rank];
+  for (const auto& copy : replica.copies) {
+    const auto parameters = named_parameters(*copy);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      auto& own = parameters[i].second.mutable_grad();
+      if (!own.defined()) continue;
+      const auto& parameter = replica.parameters[i].second;
+      auto& sum = parameter.mutable_grad();
+      const auto gradient = own.to(parameter.scalar_type());
+      sum = sum.defined() ? sum + gradient : gradient;
+      own = at::Tensor();
+    }
+  }
 }
 
 void PlainTraining::train(const Item& event, int number, std::vector<Record>& records) {
@@ -164,13 +200,14 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
     for (int rank = 0; rank < world(); ++rank) {
       at::AutoGradMode with_grad(true);
       losses.push_back(replica_loss(event, number, micro, rank, micros));
-      records[rank].emplace_back("loss " + std::to_string(micro), losses.back().detach().clone());
+      records[rank].emplace_back("loss " + std::to_string(micro),
+                                 losses.back().detach().to(dtype_of(which_), false, true));
     }
     if (between && micro == 0) clear(event);
     const int backwards = event.flag("retain") ? 2 : 1;
     for (int time = 0; time < backwards; ++time) {
       for (int rank = 0; rank < world(); ++rank)
-        if (rank != absent) losses[rank].backward({}, time + 1 < backwards);
+        if (rank != absent) backward(rank, losses[rank], time + 1 < backwards);
       if (sync) after_backward(ranks, world());
     }
   }
@@ -196,7 +233,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
   if (kept.empty()) return;
   if (event.flag("then_evaluate")) evaluate(event, number, records);
   clear(event);
-  for (auto& loss : kept) loss.backward();
+  for (const int rank : ranks) backward(rank, kept[rank]);
   after_backward(ranks, world());
   clear(event);
 }
@@ -209,7 +246,7 @@ void PlainTraining::spring(const Item& event, int number) {
     trap = trap_of(event);
     try {
       at::AutoGradMode with_grad(true);
-      replica_loss(event, number, 0, rank, 1).backward();
+      backward(rank, replica_loss(event, number, 0, rank, 1));
     } catch (const Sprung&) {
     }
     trap = Trap::nowhere;
@@ -232,7 +269,7 @@ void PlainTraining::join(const Item& event, int number) {
     before_forward(active);
     for (const int rank : active) {
       at::AutoGradMode with_grad(true);
-      replica_loss(event, number, round, rank, 1).backward();
+      backward(rank, replica_loss(event, number, round, rank, 1));
     }
     const double divisor = event.flag("by_active") ? static_cast<double>(active.size()) : world();
     after_backward(active, divisor);
@@ -256,8 +293,9 @@ void PlainTraining::evaluate(const Item& event, int number, std::vector<Record>&
     if (event.number("rank", rank) != rank) continue;
     auto& net = *replicas_[rank].net;
     net.eval();
-    records[rank].emplace_back(
-        "output", net.forward(make_batch(which_.seed, number, 0, rank, dtype_of(which_))));
+    const auto dtype = dtype_of(which_);
+    const auto batch = make_batch(which_.seed, number, 0, rank, dtype);
+    records[rank].emplace_back("output", computing(rank).forward(batch).to(dtype));
     net.train();
   }
 }

@@ -30,6 +30,7 @@ class PlainTraining {
     std::shared_ptr<Net> net;
     NamedParameters parameters;
     std::unique_ptr<torch::optim::Optimizer> optimizer;
+    std::vector<std::shared_ptr<Net>> copies = {};  ///< That computed in this event.
   };
   /// When gradients are averaged, and where the mean is added.
   enum class Reduce { after_backward, into_shards, in_step };
@@ -39,6 +40,8 @@ class PlainTraining {
   bool is(const char* kind) const { return wrapper_.kind == kind; }
 
   void train(const Item& event, int number, std::vector<Record>& records);
+  Net& computing(int rank);
+  void backward(int rank, const at::Tensor& loss, bool retain = false);
   at::Tensor replica_loss(const Item& event, int number, int micro, int rank, int micros);
   void spring(const Item& event, int number);
   void join(const Item& event, int number);
