@@ -130,9 +130,9 @@ bool is_error(Expectation expectation) {
          expectation == Expectation::any_error;
 }
 
-Expectation expectation(const Case& which, const Item& wrapper, int world, size_t i,
-                        bool plain_throws) {
-  if (plain_throws) return Expectation::any_error;
+namespace {
+
+Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i) {
   const auto& event = which.story[i];
   if (event.kind == "step") return of_step(which, wrapper, world, i);
   if (event.kind == "join") {
@@ -150,10 +150,7 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
   // Without sharding, and for units that are gathered already, a forward is local.
   if (event.kind == "evaluate" && event.has("rank") && wrapper.kind == "fsdp" && world > 1)
     return Expectation::equal_or_error;
-  // ZeRO compares the options when it updates something.
-  const bool idle = wrapper.kind == "zero" && trains_nothing(which, wrapper, i);
-  if (event.kind == "lr" && event.has("rank") && world > 1)
-    return idle ? Expectation::equal_or_error : Expectation::usage_error;
+  if (event.kind == "lr" && event.has("rank") && world > 1) return Expectation::usage_error;
   // A wrapper may refuse to train what was frozen at construction.
   if (event.kind == "thaw" && wrapper.kind != "zero" && !trainability(which, i).thawed.empty())
     return Expectation::equal_or_error;
@@ -166,10 +163,20 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
     return empty || used_up || !wrapper.has("late_part") ? Expectation::equal_or_error
                                                          : Expectation::equal;
   }
-  // ZeRO places a frozen parameter anew when it is thawed.
-  if (event.kind == "to_dtype")
-    return idle ? Expectation::equal_or_error : Expectation::usage_error;
+  if (event.kind == "to_dtype") return Expectation::usage_error;
   return Expectation::equal;
+}
+
+}  // namespace
+
+Expectation expectation(const Case& which, const Item& wrapper, int world, size_t i,
+                        bool plain_throws) {
+  if (plain_throws) return Expectation::any_error;
+  const auto due = of_event(which, wrapper, world, i);
+  // A mistake shows where ranks meet. They do not where the wrapper trains nothing at present, or
+  // only what it does not synchronize.
+  const bool idle = wrapper.flag("local_group") || trains_nothing(which, wrapper, i);
+  return due == Expectation::usage_error && idle ? Expectation::equal_or_error : due;
 }
 
 double tolerance_of(const Case& which) {

@@ -248,6 +248,7 @@ void PlainTraining::spring(const Item& event, int number) {
       at::AutoGradMode with_grad(true);
       backward(rank, replica_loss(event, number, 0, rank, 1));
     } catch (const Sprung&) {
+      replicas_[rank].copies.clear();
     }
     trap = Trap::nowhere;
   }
