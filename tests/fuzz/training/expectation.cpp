@@ -173,9 +173,8 @@ Expectation expectation(const Case& which, const Item& wrapper, int world, size_
                         bool plain_throws) {
   if (plain_throws) return Expectation::any_error;
   const auto due = of_event(which, wrapper, world, i);
-  // A mistake shows where ranks meet. They do not where the wrapper trains nothing at present, or
-  // only what it does not synchronize.
-  const bool idle = wrapper.flag("local_group") || trains_nothing(which, wrapper, i);
+  // A mistake shows where ranks meet, which they do not while the wrapper trains nothing.
+  const bool idle = trains_nothing(which, wrapper, i);
   return due == Expectation::usage_error && idle ? Expectation::equal_or_error : due;
 }
 

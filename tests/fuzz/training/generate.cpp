@@ -147,7 +147,8 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     }
     maybe(random, 30, values, "bcast_period", random.pick({"1", "2"}));
     maybe(random, 25, values, "groups", "2");
-    if (values.count("groups") && !limits.norms) maybe(random, 25, values, "local_group");
+    if (values.count("groups") && !limits.norms && values["reduce"] == "mean")
+      maybe(random, 25, values, "local_group");
   }
   if (kind == "fsdp") {
     if (random.chance(80)) values["policy"] = random.pick({"blocks", "leaves", "size"});
@@ -229,10 +230,9 @@ Item random_fault(Random& random, const Item& wrapper, int world) {
     case 2:
       return {"step", {{"trap", random.pick({"forward", "backward", "hook"})}}};
     case 3:
-      // These leave the optimizer, or a part of it, to the user.
-      if (wrapper.kind == "ddp" || wrapper.kind == "fsdp" || wrapper.flag("local_group"))
-        return {"step", {{"absent", rank}}};
-      return {"lr", {{"rank", rank}}};
+      // The others leave the optimizer to the user.
+      if (wrapper.kind != "ddp" && wrapper.kind != "fsdp") return {"lr", {{"rank", rank}}};
+      return {"step", {{"absent", rank}}};
     case 4:
       return {"evaluate", {{"rank", rank}}};
     default:
@@ -264,6 +264,8 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
     maybe(random, 10, event.values, "penalty");
     return event;
   }
+  // What ranks do to a group that is not synchronized is their own affair.
+  if (wrapper.flag("local_group")) return {"evaluate"};
   return random_fault(random, wrapper, world);
 }
 
