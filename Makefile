@@ -40,7 +40,7 @@ wheel: dependencies
 
 # Trains SEEDS random models in random ways and compares with plain libtorch: docs/fuzzing.md.
 fuzz: build
-	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BUILD)/bin/training_fuzz \
+	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BUILD)/bin/training_fuzz \
 	  --seeds $(SEEDS) --from $(FROM) --jobs $(JOBS)
 
 clean:

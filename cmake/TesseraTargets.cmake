@@ -112,7 +112,7 @@ endfunction()
 function(tessera_add_test name target args timeout labels)
   add_test(NAME ${name} COMMAND ${target} ${args})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${timeout} LABELS "${labels}"
-                       ENVIRONMENT "OPENBLAS_NUM_THREADS=1;MKL_NUM_THREADS=1"
+                       ENVIRONMENT "OPENBLAS_NUM_THREADS=1;MKL_NUM_THREADS=1;MKL_CBWR=COMPATIBLE"
                        FAIL_REGULAR_EXPRESSION "Running 0 tests")
 endfunction()
 

@@ -185,15 +185,8 @@ double tolerance_of(const Case& which) {
     return item.text("strategy") == "hybrid" || item.text("clip") == "norm";
   };
   // libtorch rounds 16-bit numbers otherwise at the ends of tensors, and shards end elsewhere.
-  if (has_layer(which, "bfloat16_layer", true) || has_layer(which, "half_layer", true)) {
-    const auto cuts = [](const std::string& kind) {
-      return kind == "fsdp" || kind == "zero" || kind == "ddp_zero";
-    };
-    if (cuts(which.wrapper.kind) ||
-        std::any_of(which.story.begin(), which.story.end(),
-                    [&](const Item& event) { return cuts(event.text("wrapper")); }))
-      return 0.03;
-  }
+  // libtorch 2 does so where shards do not end, too.
+  if (has_layer(which, "bfloat16_layer", true) || has_layer(which, "half_layer", true)) return 0.03;
   const auto mixed = [](const Item& item) { return item.has("mixed"); };
   if (mixed(which.wrapper) || std::any_of(which.story.begin(), which.story.end(), mixed))
     return 0.02;
