@@ -173,8 +173,11 @@ void DistributedOptimizer::Impl::check_trainability() {
   for (const auto& tensor : frozen_) {
     if (!tensor.requires_grad()) continue;
     for (const auto& [name, known] : names_) {
-      if (known.is_same(tensor))
-        synced_[0].group.fail(sharding::thawed_text(kName, name, synced_[0].group.rank()));
+      if (!known.is_same(tensor)) continue;
+      synced_[0].group.fail(fmt::format(
+          "{}: parameter {} was frozen at construction and requires a gradient now; construct "
+          "the optimizer after such changes",
+          prefix(), name));
     }
   }
 }
