@@ -84,22 +84,31 @@ void Residency::refuse_idle(const sharding::PageUse& use, std::string_view op) c
 }
 
 void Residency::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   // in_backward() costs more than the rest of this function, so it is called only if no backward is
   // known to run.
   const bool backward = (backward_ && forwards_ == 0) || sharding::BackwardWatch::in_backward();
   if (!backward && forwards_ == 0) refuse_outside(uses[0], op);
   const auto phase = backward ? Phase::backward : Phase::forward;
-  needed_.clear();
-  for (const auto& use : uses) {
-    const auto& flat = model_.flats[use.page->index()];
-    if (use.written) refuse_write(use, op);
-    if (use.page != flat.compute.page.get()) refuse_idle(use, op);
-    if (needed_.empty() || std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end())
-      needed_.push_back(flat.unit);
-  }
+  const auto find_units = [&] {
+    needed_.clear();
+    for (const auto& use : uses) {
+      const auto& flat = model_.flats[use.page->index()];
+      if (use.written) refuse_write(use, op);
+      if (use.page != flat.compute.page.get()) refuse_idle(use, op);
+      if (needed_.empty() || std::find(needed_.begin(), needed_.end(), flat.unit) == needed_.end())
+        needed_.push_back(flat.unit);
+    }
+  };
+  find_units();
   if (backward && !backward_) refuse_stale_graph();
-  if (backward && !std::exchange(backward_, true)) in_backward_();
+  if (backward && !std::exchange(backward_, true)) {
+    // It takes the lock of Gradients, which calls gradients_complete() under that lock.
+    lock.unlock();
+    in_backward_();
+    lock.lock();
+    find_units();
+  }
   advised([&] { use(phase); });
 }
 
