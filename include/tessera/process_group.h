@@ -136,10 +136,9 @@ class ProcessGroup {
   /// Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
 
-  // Every collective takes a `tag` that describes the purpose of the call. Ranks that pass
-  // different tags disagree, and the error names both tags, up to 95 characters of each. Two
-  // collectives that ranks call in another order are then an error, even if their tensors are
-  // alike.
+  // A `tag` describes the purpose of a call. Ranks that pass different tags disagree, and the error
+  // names both tags, up to 95 characters of each. Two collectives that ranks call in another order
+  // are then an error, even if their tensors are alike.
 
   /// Sums `tensor` over the ranks, in place, with the result on every rank. The finished sum is
   /// multiplied by `scale`. Collective; same numel, dtype and scale on every rank.

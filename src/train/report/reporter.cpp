@@ -79,7 +79,7 @@ void Reporter::open_log(int64_t first_step) {
   }
   if (first_step > 0) {
     named(config_.at("train.log"), [&] { keep_log_before(path, first_step); });
-    log_ = open_locked(path);  // a new file of this name, unless there was nothing to keep
+    log_ = open_locked(path);  // keep_log_before() has made a new file of this name
   } else if (is_regular(log_.get()) && ::ftruncate(::fileno(log_.get()), 0) != 0) {
     throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
   }
