@@ -21,8 +21,10 @@
 namespace tessera {
 
 struct CheckpointStoreOptions {
-  /// Number of newest checkpoints that are kept, at least 1. The checkpoint just written is always
-  /// kept.
+  /// Number of newest sound checkpoints that are kept, at least 1. The checkpoint just written is
+  /// always kept. A checkpoint is unsound if a tensor in it has elements that are NaN or infinite
+  /// (a tensor of zeros and negative infinities alone is a mask, and sound). It is marked by the
+  /// file unsound.txt, which names the tensors, and is removed once a sound one follows.
   int keep_last = 2;
   /// Checkpoints of steps that are multiples of this number are kept for ever. 0: none.
   int64_t keep_every = 0;
@@ -111,6 +113,9 @@ class CheckpointWriter {
 /// Local.
 std::optional<std::string> latest_checkpoint(const std::string& folder);
 
+/// The same among the checkpoints without NaN or infinity; see CheckpointStoreOptions::keep_last.
+std::optional<std::string> latest_sound_checkpoint(const std::string& folder);
+
 /// A committed checkpoint, opened for reading. Needs no lock. All functions except `verify(group)`
 /// are local. For one thread at a time.
 class Checkpoint {
@@ -126,6 +131,8 @@ class Checkpoint {
   const std::string& path() const;
   int64_t step() const;
   int world_size() const;  ///< Number of ranks that wrote it.
+  /// The tensors with elements that are NaN or infinite, one a line; "" if all are finite.
+  std::string unsound() const;
   std::vector<std::string> files() const;
   bool contains(const std::string& file) const;
 

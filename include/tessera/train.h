@@ -21,9 +21,11 @@ struct TrainResult {
   std::map<std::string, double> eval_figures;
   std::optional<double> best_eval_loss;
   std::optional<double> baseline_loss;  ///< rank 0: loss of a trivial model on the same data
-  int64_t skipped_steps = 0;            ///< steps skipped by loss scaling because of an infinity
-  int interrupted_by = 0;               ///< the signal that ended the run; 0: it ran to its end
-  std::string checkpoint;               ///< the last checkpoint written; empty: none
+  /// Steps without an update: skipped by loss scaling or by train.on_nonfinite.
+  int64_t skipped_steps = 0;
+  int64_t rollbacks = 0;   ///< see train.on_nonfinite
+  int interrupted_by = 0;  ///< the signal that ended the run; 0: it ran to its end
+  std::string checkpoint;  ///< the last checkpoint written; empty: none
 };
 
 /// Runs the training of `config` on the ranks of `group`. Collective: every rank calls it with the

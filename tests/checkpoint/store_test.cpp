@@ -3,6 +3,7 @@
 #include "checkpoint/child.h"
 #include "checkpoint/store_fixture.h"
 #include "harness/ranks.h"
+#include "harness/thrown_by.h"
 
 namespace tessera {
 namespace {
@@ -67,6 +68,48 @@ TEST(Pruning, Rules) {
   EXPECT_THAT(expired({0, 1, 2, 3}, 1, 1, 0), ::testing::ElementsAre(0, 2));
   EXPECT_THAT(expired({0, 1, 2, 3, 4, 5}, 5, 1, 2), ::testing::ElementsAre(1, 3));
   EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 1), ::testing::IsEmpty());
+  // Unsound ones never count as good ones.
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 0, {2, 3}), ::testing::ElementsAre(0, 2));
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 2, 0, {2, 3}), ::testing::IsEmpty());
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 1, {1, 2}), ::testing::ElementsAre(1, 2));
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 2, 0, {0, 1, 2, 3}), ::testing::ElementsAre(0, 1));
+  EXPECT_THAT(expired({0, 1, 2, 3}, 1, 1, 0, {1}), ::testing::ElementsAre(0, 2));
+}
+
+TEST_F(Store, ACheckpointWithNaNOrInfinityIsMarkedAndReplacesNoSoundOne) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    CheckpointStore store(run_, group, {.keep_last = 1});
+    const auto write = [&](int64_t step, const at::Tensor& of_rank_1) {
+      CheckpointWriter writer(store, step);
+      const at::Tensor mask = at::full({3, 3}, -INFINITY).triu(1);
+      if (rank == 0) {
+        writer.add_tensors("w.safetensors", {{"mask", mask}, {"whole", at::arange(3)}});
+      } else {
+        StateSlice slice{{"weight", {4}, 0, 4}, {}};
+        slice.state.tensors["momentum"] = of_rank_1;
+        writer.add_slices({slice});
+      }
+      return writer.commit();
+    };
+    EXPECT_EQ(Checkpoint(write(1, at::ones({4}))).unsound(), "");
+    const Checkpoint bad(write(2, at::tensor({1.f, NAN, INFINITY, NAN})));
+    const std::string text =
+        "optimizer-00001-of-00002.safetensors: weight/momentum: NaN in 2 and infinity in 1 of 4 "
+        "elements\n";
+    EXPECT_EQ(bad.unsound(), text);
+    EXPECT_EQ(bad.text("unsound.txt"), text);
+    bad.verify(group);
+    EXPECT_EQ(latest_checkpoint(run_), run_ + "/step-00000002");
+    EXPECT_EQ(latest_sound_checkpoint(run_), run_ + "/step-00000001");
+    group.barrier();
+    write(3, at::full({4}, 1e38f));  // the sum overflows, no element does
+    EXPECT_EQ(latest_sound_checkpoint(run_), run_ + "/step-00000003");
+    EXPECT_THAT(store::committed_steps(run_), ::testing::ElementsAre(3));
+    group.barrier();
+    CheckpointWriter writer(store, 4);
+    if (rank == 0) writer.add_text("unsound.txt", "");
+    EXPECT_THAT(thrown_by([&] { writer.commit(); }), HasSubstr("expected another name"));
+  });
 }
 
 TEST(FolderNames, OnlyExactNamesAreRecognized) {

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <unistd.h>
@@ -79,11 +81,20 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
     }
     out_ = ::testing::internal::GetCapturedStdout();
     for (const auto& result : results) {
-      EXPECT_EQ(result.losses, results[0].losses);
-      EXPECT_EQ(result.grad_norms, results[0].grad_norms);
+      EXPECT_EQ(texts(result.losses), texts(results[0].losses));
+      EXPECT_EQ(texts(result.grad_norms), texts(results[0].grad_norms));
       EXPECT_EQ(result.eval_loss, results[0].eval_loss);
     }
     return results[0];
+  }
+
+  /// Exact, with equal texts for all NaNs.
+  static std::vector<std::string> texts(const std::vector<double>& values) {
+    std::vector<std::string> texts;
+    for (const double value : values) {
+      texts.push_back(std::isnan(value) ? "nan" : fmt::format("{:a}", value));
+    }
+    return texts;
   }
 
   std::vector<nlohmann::json> log() const {

@@ -241,9 +241,13 @@ TEST_F(TrainingTest, AnErrorInALossNamesTheLossAndTheShapes) {
       << err_;
 }
 
-TEST_F(TrainingTest, WeightsThatAreNotFiniteGiveAWarningInsteadOfASample) {
-  EXPECT_EQ(train({"c.yaml", "optimizer.lr=1e38", "train.sample={length: 5}"}), 0) << err_;
-  EXPECT_NE(out_.find("warning: train.sample: no sample: "), std::string::npos) << out_;
+TEST_F(TrainingTest, WeightsThatAreNotFiniteEndTheRunWithoutASampleOrAFile) {
+  EXPECT_EQ(train({"c.yaml", "optimizer.lr=1e38", "train.steps=1", "train.sample={length: 5}"}), 1);
+  EXPECT_NE(err_.find("rank 0, update of step 0: parameter transformer.wte.weight: infinity in"),
+            std::string::npos)
+      << err_;
+  EXPECT_EQ(out_.find("sample:"), std::string::npos) << out_;
+  EXPECT_FALSE(std::filesystem::exists("out/model.safetensors"));
 }
 
 TEST_F(TrainingTest, CudaWithoutADeviceOrNcclIsAnError) {

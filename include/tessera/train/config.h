@@ -88,6 +88,11 @@ struct RunConfig {
   std::optional<double> clip_grad_value;
   double clip_norm_type = 2;        ///< p of clip_grad_norm and of the reported norm
   bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN ends the run
+  /// "stop", "skip" or "rollback": what follows a loss or a gradient that is not finite.
+  std::string on_nonfinite = "stop";
+  int64_t nonfinite_limit = 10;  ///< most steps in a row that are skipped or rolled back
+  /// Factor of the median of recent losses; a larger loss is rolled back. No value: none is.
+  std::optional<double> rollback_on_spike;
   std::optional<at::ScalarType> autocast;
   GradScalerOptions loss_scale{.enabled = false};
   EmaConfig ema;

@@ -42,9 +42,18 @@ struct GradientRules {
   /// A norm that is infinite or NaN skips the update on every rank: update() only drops the
   /// gradients. For loss scaling, where a sum over ranks may overflow that was finite on each rank.
   bool skip_nonfinite = false;
+  /// With skip_nonfinite: the caller gives the parameters up after such a norm. A type that learns
+  /// the norm from the update itself may then update.
+  bool norm_may_follow = false;
 
   /// For the norm before clipping: throws that Error. Returns whether the update takes place.
   bool allow(double norm) const;
+};
+
+/// The origin of gradients that are not finite.
+struct NonfiniteGradient {
+  int rank = -1;          ///< whose own gradient it is; -1: not found
+  std::string parameter;  ///< its first parameter with such a gradient
 };
 
 /// A model and its optimizer, trained in one way on a group of ranks (after mmengine's model
@@ -68,6 +77,9 @@ class ModelWrapper {
   /// The losses and figures of a batch, without gradients.
   ParsedLosses val_losses(const Batch& batch);
 
+  /// This rank's figures of the last forward pass in training, as train_step() returns them. Local.
+  const std::vector<std::pair<std::string, at::Tensor>>& figures() const { return figures_; }
+
   const TrainedModel& model() const { return model_; }
   const ProcessGroup& group() const { return group_; }
 
@@ -81,6 +93,10 @@ class ModelWrapper {
   /// Clips the global mean gradient, updates the parameters with it and removes the gradients. On
   /// return every rank's model has the new parameters. Returns the norm before clipping.
   virtual double update(const GradientRules& rules) = 0;
+  /// After update() has returned a norm that is not finite: finds the first rank whose own gradient
+  /// is not finite. `parts` are this rank's micro-batches, of which every rank has equally many.
+  /// Runs their forward and backward passes again, without an update.
+  virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
   /// Whether backward() already updates the parameters, so that gradients can be neither unscaled

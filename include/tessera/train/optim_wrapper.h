@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -20,6 +21,11 @@ struct OptimWrapperOptions {
   std::optional<double> clip_grad_value = {};
   double clip_norm_type = 2;  ///< p of that norm and of grad_norm(): any number > 0, or infinity
   bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN is an Error on every rank
+  bool skip_nonfinite = false;      ///< such a norm skips the update on every rank
+  bool norm_may_follow = false;     ///< see GradientRules
+  /// Called on every rank between the last backward of a count and its update; may be collective.
+  /// With false, which all ranks must return, the update is left out. Empty: none.
+  std::function<bool()> before_update = {};
   std::optional<at::ScalarType> autocast = {};  ///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
@@ -69,7 +75,8 @@ class OptimWrapper {
   bool should_sync() const { return should_update(); }
   /// Whether the last update_params() changed the parameters.
   bool updated() const { return updated_; }
-  /// Whether the last update_params() found an infinity and skipped the update.
+  /// Whether the last update_params() left the update out: it found an infinity, or before_update
+  /// returned false.
   bool skipped() const { return skipped_; }
   double grad_norm() const { return norm_; }  ///< norm at the last update, before clipping
   double scale_factor() const;                ///< divisor of the current iteration's loss

@@ -140,6 +140,16 @@ class LossFunctions : public Registry<LossFunction> {
         },
         doc);
   }
+  template <class Function>
+  requires std::is_invocable_v<Function, const at::Tensor&, const Batch&>
+  void add(const std::string& name, Function loss, const std::string& doc = "") {
+    add_plan(
+        name,
+        [loss](const at::Tensor& output, const Batch& batch) {
+          return detail::as_losses(loss(output, batch));
+        },
+        doc);
+  }
 };
 
 Models& models();

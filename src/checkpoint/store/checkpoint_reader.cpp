@@ -17,6 +17,8 @@ int64_t Checkpoint::step() const { return impl_->manifest.step; }
 int Checkpoint::world_size() const { return impl_->manifest.world_size; }
 bool Checkpoint::contains(const std::string& file) const { return impl_->records.count(file) > 0; }
 
+std::string Checkpoint::unsound() const { return store::unsound_text(impl_->manifest.files); }
+
 std::vector<std::string> Checkpoint::files() const {
   std::vector<std::string> names;
   for (const auto& file : impl_->manifest.files) names.push_back(file.name);

@@ -1,5 +1,6 @@
 #include "tessera/checkpoint_store.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include <fmt/format.h>
@@ -76,6 +77,15 @@ std::optional<std::string> latest_checkpoint(const std::string& folder) {
   const auto steps = store::committed_steps(folder);
   if (steps.empty()) return std::nullopt;
   return without_trailing_slashes(folder) + "/" + store::step_name(steps.back());
+}
+
+std::optional<std::string> latest_sound_checkpoint(const std::string& folder) {
+  const auto steps = store::committed_steps(folder);
+  const auto unsound = store::unsound_steps(folder, steps);
+  const auto sound = std::find_if(steps.rbegin(), steps.rend(),
+                                  [&](int64_t step) { return unsound.count(step) == 0; });
+  if (sound == steps.rend()) return std::nullopt;
+  return without_trailing_slashes(folder) + "/" + store::step_name(*sound);
 }
 
 }  // namespace tessera

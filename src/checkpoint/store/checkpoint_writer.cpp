@@ -94,6 +94,11 @@ void CheckpointWriter::Impl::add(const std::string& file, const std::function<vo
 
 void CheckpointWriter::Impl::check_new(const std::string& file) const {
   store::check_file_name(file);
+  if (file == store::kUnsoundName) {
+    throw UsageError("checkpoint: " + folder + "/" + file +
+                     ": this name marks checkpoints with elements that are not finite; expected "
+                     "another name");
+  }
   const bool known =
       open.count(file) > 0 || std::any_of(records.begin(), records.end(),
                                           [&](const auto& record) { return record.name == file; });

@@ -9,6 +9,7 @@
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/store/manifest.h"
 #include "checkpoint/store/run_folder.h"
+#include "checkpoint/store/tensor_file.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -56,10 +57,17 @@ void write_manifest(const std::string& folder, const Manifest& manifest) {
 }
 
 void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options) {
-  for (const int64_t old :
-       expired(committed_steps(folder), written, options.keep_last, options.keep_every)) {
+  const auto steps = committed_steps(folder);
+  for (const int64_t old : expired(steps, written, options.keep_last, options.keep_every,
+                                   unsound_steps(folder, steps))) {
     remove_checkpoint(folder, old);
   }
+}
+
+/// Writes the file that marks an unsound checkpoint.
+void mark_if_unsound(const std::string& folder, std::vector<FileRecord>& files) {
+  const std::string text = unsound_text(files);
+  if (!text.empty()) files.push_back(write_text_file(folder, kUnsoundName, text));
 }
 
 }  // namespace
@@ -77,7 +85,8 @@ uint64_t size_seen(const std::string& path) {
 
 void commit_files(const CheckpointStore::Impl& run, const std::string& folder, int64_t step,
                   const std::vector<std::string>& records) {
-  const Manifest manifest{step, run.group.size(), gathered(folder, records)};
+  Manifest manifest{step, run.group.size(), gathered(folder, records)};
+  mark_if_unsound(folder, manifest.files);
   check_files(folder, manifest.files);
   write_manifest(folder, manifest);
   run.lock.check_held();

@@ -57,6 +57,7 @@ json to_json(const FileRecord& file) {
   value["header_bytes"] = file.header_bytes;
   value["header_digest"] = file.digest;
   value["tensors"] = file.tensors;
+  if (!file.nonfinite.empty()) value["nonfinite"] = file.nonfinite;
   if (!file.slices.empty()) value["slice_set"] = file.slice_set;
   for (const auto& slice : file.slices) value["slices"].push_back(to_json(slice));
   return value;
@@ -75,6 +76,7 @@ FileRecord file_from_json(const std::string& name, const json& value) {
   file.header_bytes = value.at("header_bytes");
   file.digest = value.at("header_digest");
   file.tensors = value.at("tensors").get<std::map<std::string, std::string>>();
+  file.nonfinite = value.value("nonfinite", file.nonfinite);
   if (file.header_bytes == 0 || file.header_bytes > file.bytes) {
     throw UsageError(
         fmt::format("{}: header_bytes is {} of {}", name, file.header_bytes, file.bytes));
@@ -114,6 +116,14 @@ Manifest parse_body(const std::string& body) {
 std::string SliceRecord::tensor_name(const std::string& state) const {
   const bool all = begin == 0 && numel == count_elements(shape);
   return parameter + (all ? "" : fmt::format("[{}:{}]", begin, begin + numel)) + "/" + state;
+}
+
+std::string unsound_text(const std::vector<FileRecord>& files) {
+  std::string text;
+  for (const auto& file : files) {
+    for (const auto& tensor : file.nonfinite) text += file.name + ": " + tensor + "\n";
+  }
+  return text;
 }
 
 int64_t count_elements(const std::vector<int64_t>& shape) {

@@ -33,7 +33,10 @@ struct FileRecord {
   uint64_t header_bytes = 0;
   std::string digest;  ///< Of the header of a safetensors file; of a whole text file.
   std::map<std::string, std::string> tensors;  // name -> digest of its data
-  std::string slice_set;                       // the set that `slices` belong to; "" without slices
+  /// Tensors with elements that are NaN or infinite: "weight: NaN in 3 of 8 elements". Masks are
+  /// not listed.
+  std::vector<std::string> nonfinite;
+  std::string slice_set;  // the set that `slices` belong to; "" without slices
   std::vector<SliceRecord> slices;
 
   bool has_tensors() const { return header_bytes > 0; }
@@ -44,6 +47,10 @@ struct Manifest {
   int world_size = 1;
   std::vector<FileRecord> files;
 };
+
+/// "weights.safetensors: weight: NaN in 3 of 8 elements", one line for each tensor that is not
+/// finite.
+std::string unsound_text(const std::vector<FileRecord>& files);
 
 /// Number of elements of a shape. Throws UsageError for negative sizes and on int64_t overflow.
 int64_t count_elements(const std::vector<int64_t>& shape);

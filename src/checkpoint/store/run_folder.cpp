@@ -77,13 +77,28 @@ std::vector<int64_t> committed_steps(const std::string& folder) {
   return steps;
 }
 
-std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
-                             int64_t keep_every) {
-  std::vector<int64_t> old;
-  for (size_t i = 0; i + static_cast<size_t>(keep_last) < steps.size(); ++i) {
-    const bool kept = steps[i] == written || (keep_every > 0 && steps[i] % keep_every == 0);
-    if (!kept) old.push_back(steps[i]);
+std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps) {
+  std::set<int64_t> unsound;
+  for (const int64_t step : steps) {
+    std::error_code ignored;
+    if (fs::exists(fs::path(folder) / step_name(step) / kUnsoundName, ignored))
+      unsound.insert(step);
   }
+  return unsound;
+}
+
+std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
+                             int64_t keep_every, const std::set<int64_t>& unsound) {
+  std::vector<int64_t> old;
+  int sound = 0, bad = 0;  // numbers of later checkpoints
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    const bool good = unsound.count(*step) == 0;
+    const bool multiple = keep_every > 0 && *step % keep_every == 0;
+    const bool kept = good ? sound < keep_last || multiple : sound == 0 && bad < keep_last;
+    ++(good ? sound : bad);
+    if (!kept && *step != written) old.push_back(*step);
+  }
+  std::reverse(old.begin(), old.end());
   return old;
 }
 

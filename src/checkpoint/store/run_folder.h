@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,10 +22,18 @@ bool is_partial_name(std::string_view name);
 /// Steps of the committed checkpoints, ascending; empty if the folder is missing.
 std::vector<int64_t> committed_steps(const std::string& folder);
 
-/// The checkpoints among `steps` (ascending) to remove: all except the last `keep_last`, multiples
-/// of `keep_every`, and `written`.
+/// The file that marks a checkpoint as unsound. Its text names the tensors with elements that are
+/// NaN or infinite.
+inline constexpr const char* kUnsoundName = "unsound.txt";
+
+/// Those of `steps` whose checkpoints are marked as unsound.
+std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps);
+
+/// The checkpoints among `steps` (ascending) to remove: all except the last `keep_last` sound ones,
+/// sound multiples of `keep_every`, the last `keep_last` unsound ones after the last sound one, and
+/// `written`.
 std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
-                             int64_t keep_every);
+                             int64_t keep_every, const std::set<int64_t>& unsound = {});
 
 /// Makes a folder and its missing parents, and syncs them.
 void make_folder(const std::string& folder);

@@ -4,6 +4,7 @@
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "tessera/error.h"
+#include "tessera/step/nonfinite.h"
 
 namespace tessera::store {
 
@@ -24,6 +25,8 @@ void TensorFile::write(const std::string& name, const at::Tensor& tensor) {
   writer_.write(name, plain);
   record_.bytes += plain.nbytes();
   record_.tensors.emplace(name, digest);
+  const std::string nonfinite = nonfinite_text(plain);
+  if (!nonfinite.empty() && !is_mask(plain)) record_.nonfinite.push_back(name + ": " + nonfinite);
 }
 
 FileRecord TensorFile::finish() {

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include <fmt/format.h>
+
 #include "tessera/error.h"
 #include "tessera/train/registries.h"
 #include "train/config/read_component.h"
@@ -114,6 +116,30 @@ void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
   parallel.plan = registry::parallel().read(parallel.type, keys);
 }
 
+void check_nonfinite(const Config& config) {
+  const RunConfig& run = config.train;
+  const std::string key = run.rollback_on_spike            ? "rollback_on_spike"
+                          : run.on_nonfinite == "rollback" ? "on_nonfinite"
+                                                           : "";
+  if (!key.empty() && config.checkpoint.folder.empty()) {
+    const std::string value =
+        run.rollback_on_spike ? fmt::format("{}", *run.rollback_on_spike) : run.on_nonfinite;
+    throw UsageError(config.at("train." + key) + value +
+                     ", but there is no checkpoint to go back to; expected checkpoint.folder");
+  }
+  if (run.on_nonfinite == "skip" && config.parallel.plan.updates_in_backward) {
+    throw UsageError(config.at("train.on_nonfinite") +
+                     "skip: the loss and the norm are compared after backward, and "
+                     "parallel.overlap_with_backward updates during it; expected stop or rollback, "
+                     "or no overlap");
+  }
+  if (run.on_nonfinite != "stop" && run.error_if_nonfinite) {
+    throw UsageError(config.at("train.error_if_nonfinite") +
+                     "true ends the run, and train.on_nonfinite is " + run.on_nonfinite +
+                     "; expected one of the two");
+  }
+}
+
 void check_sections_together(const OptionReader& keys, const Config& config) {
   const std::string option = config.train.clip_grad_norm        ? "clip_grad_norm"
                              : config.train.clip_grad_value     ? "clip_grad_value"
@@ -128,6 +154,7 @@ void check_sections_together(const OptionReader& keys, const Config& config) {
                      "during it; expected one of "
                      "the two");
   }
+  check_nonfinite(config);
 }
 
 }  // namespace

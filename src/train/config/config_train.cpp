@@ -135,6 +135,17 @@ void read_clipping(OptionReader& keys, RunConfig& run) {
             "a norm of the gradient that is infinite or NaN ends the run before the update");
 }
 
+void read_nonfinite(OptionReader& keys, RunConfig& run) {
+  keys.read_choice("on_nonfinite", run.on_nonfinite, {"stop", "skip", "rollback"},
+                   "after a loss or a gradient that is not finite: stop ends the run, skip leaves "
+                   "the step out, rollback goes back to the last checkpoint and leaves it out");
+  keys.read("nonfinite_limit", run.nonfinite_limit,
+            "most steps in a row that are skipped or rolled back", kAtLeastOne);
+  keys.read("rollback_on_spike", run.rollback_on_spike,
+            "a loss above this factor of the median of the last 100 losses is rolled back",
+            Range{.min = 1, .min_open = true});
+}
+
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
   ema.read("decay", run.ema.decay,
@@ -192,6 +203,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",
             kNotNegative);
   read_clipping(keys, run);
+  read_nonfinite(keys, run);
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");

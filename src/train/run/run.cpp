@@ -75,8 +75,9 @@ TrainResult Run::run() {
   call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
   run_due_evaluation();
   train();
-  finish();
-  call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
+  if (!ended_by_fault()) finish();
+  if (!failure_.empty()) throw AgreedError(failure_);
+  if (!rollback_) call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
   return std::move(result_);
 }
 
@@ -127,6 +128,11 @@ void Run::train() {
 void Run::iteration(std::optional<Batch> batch) {
   record_ = StepRecord{};
   train_step(std::move(batch));
+  if (ended_by_fault()) {
+    stop_ = true;
+    if (reporter_) reporter_->log(record_);
+    return;
+  }
   ++done_;
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
@@ -192,34 +198,36 @@ void Run::train_step(std::optional<Batch> batch) {
   record_.step = done_;
   record_.lr = set_learning_rates();
   optimizer_->initialize_count_status(done_ * config_.train.accumulation, 0);
-  std::vector<std::pair<std::string, double>> figures;
-  double weight = 0;
-  if (batch) {
-    weight = weight_of(batch->inputs.size(0));
-    optimizer_->set_loss_weight(weight);
-    const auto parts =
-        parts_of(to_device(std::move(*batch), model_.module->parameters().front().device()));
-    const auto share = 1 / static_cast<double>(parts.size());
+  figures_.clear();
+  weight_ = 0;
+  fault_ = Fault::none;
+  std::vector<Batch> parts;
+  const bool left_out = left_out_.count(done_) > 0;
+  if (left_out) {
+    reduce_figures();  // for a request to stop
+    record_.loss = std::nan("");
+  } else if (batch) {
+    weight_ = weight_of(batch->inputs.size(0));
+    optimizer_->set_loss_weight(weight_);
+    step_buffers_.keep();
+    parts = parts_of(to_device(std::move(*batch), model_.module->parameters().front().device()));
     for (const auto& part : parts) {
-      const auto values = wrapper_->train_step(part, *optimizer_);
-      figures.resize(values.size());
-      for (size_t i = 0; i < values.size(); ++i) {
-        figures[i].first = values[i].first;
-        figures[i].second += values[i].second.item<double>() * share;
-      }
+      wrapper_->train_step(part, *optimizer_);
+      if (&part != &parts.back()) add_figures();
     }
   } else {
+    step_buffers_.keep();
     for (int64_t i = 0; i < config_.train.accumulation; ++i) {
       wrapper_->shadow_train_step(*optimizer_);
     }
   }
-  reduce_figures(figures, weight);
-  if (average_ && optimizer_->updated()) {
+  if (average_ && optimizer_->updated() && !left_out) {
     average_->update();
   }
-  record_.grad_norm = optimizer_->skipped() ? std::nan("") : optimizer_->grad_norm();
+  record_.grad_norm = optimizer_->skipped() || left_out ? std::nan("") : optimizer_->grad_norm();
   record_.loss_scale = optimizer_->scaler().scale();
-  result_.skipped_steps += optimizer_->skipped();
+  result_.skipped_steps += optimizer_->skipped() && !left_out;
+  if (!left_out) handle_fault(parts);
   const double seconds = seconds_since(start);
   record_.ms = seconds * 1000;
   record_.epoch = progress(done_ + 1).epoch;
@@ -230,11 +238,6 @@ void Run::train_step(std::optional<Batch> batch) {
   result_.grad_norms.push_back(record_.grad_norm);
   if (reporter_) {
     reporter_->step(record_, iterations());
-    if (!warned_ && !std::isfinite(record_.loss)) {
-      warned_ = true;
-      reporter_->line("warning: the loss is not finite at step " + std::to_string(done_) +
-                      "; a lower optimizer.lr, a warm-up or train.clip_grad_norm may help");
-    }
   }
 }
 
@@ -247,16 +250,26 @@ double Run::weight_of(int64_t samples) const {
   return static_cast<double>(samples * active_ranks_) / static_cast<double>(all);
 }
 
-void Run::reduce_figures(const std::vector<std::pair<std::string, double>>& figures,
-                         double weight) {
+/// Adds the figures of one micro-batch of this rank to those of the step.
+void Run::add_figures() {
+  const auto& values = wrapper_->figures();
+  const auto share = 1 / static_cast<double>(config_.train.accumulation);
+  figures_.resize(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    figures_[i].first = values[i].first;
+    figures_[i].second += values[i].second.item<double>() * share;
+  }
+}
+
+void Run::reduce_figures() {
   const int signal = stop_requested();
   // The first figure is the total loss.
-  std::vector<double> sums{weight > 0 ? weight * figures.front().second : 0.0,
+  std::vector<double> sums{weight_ > 0 ? weight_ * figures_.front().second : 0.0,
                            signal != 0 ? 1.0 : 0.0, signal == kTerminate ? 1.0 : 0.0};
   // In a join a rank without data does not know the figures.
   const bool all_have_figures = !joins();
   if (all_have_figures) {
-    for (const auto& [name, value] : figures) {
+    for (const auto& [name, value] : figures_) {
       sums.push_back(value);
     }
   }
@@ -270,8 +283,8 @@ void Run::reduce_figures(const std::vector<std::pair<std::string, double>>& figu
     stop_ = true;
     result_.interrupted_by = values[2] > 0 ? kTerminate : kInterrupt;
   }
-  for (size_t i = 0; all_have_figures && i < figures.size(); ++i) {
-    record_.figures.emplace_back(figures[i].first, values[3 + i] / count);
+  for (size_t i = 0; all_have_figures && i < figures_.size(); ++i) {
+    record_.figures.emplace_back(figures_[i].first, values[3 + i] / count);
   }
 }
 
@@ -320,11 +333,3 @@ void Run::evaluate() {
 }
 
 }  // namespace tessera::train
-
-namespace tessera {
-
-TrainResult run_training(const Config& config, ProcessGroup group) {
-  return train::Run(config, std::move(group)).run();
-}
-
-}  // namespace tessera

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,7 @@
 #include "tessera/train/optim_wrapper.h"
 #include "train/report/reporter.h"
 #include "train/run/sample_assignment.h"
+#include "train/run/step_buffers.h"
 
 namespace tessera::train {
 
@@ -26,10 +29,16 @@ namespace tessera::train {
 /// batch.
 class Run : private Joinable {
  public:
-  Run(const Config& config, ProcessGroup group);
+  /// `left_out`: numbers of steps that are not trained.
+  Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out = {});
   TrainResult run();
+  /// After run(): the step that is to be left out by a new run from the last sound checkpoint.
+  std::optional<int64_t> rollback() const { return rollback_; }
 
  private:
+  using Figures = std::vector<std::pair<std::string, double>>;
+  enum class Fault { none, loss, gradient, spike };
+
   bool first() const { return group_.rank() == 0; }
   bool uneven() const { return config_.train.global_batch % group_.size() != 0; }
   bool joins() const { return uneven() && config_.data.uneven == "join"; }
@@ -62,8 +71,9 @@ class Run : private Joinable {
   void iteration(std::optional<Batch> batch);
   void train_step(std::optional<Batch> batch);
   std::vector<Batch> parts_of(Batch batch) const;
+  void add_figures();
   /// Computes means over the ranks with a batch, and whether any rank received a stop request.
-  void reduce_figures(const std::vector<std::pair<std::string, double>>& figures, double weight);
+  void reduce_figures();
   double weight_of(int64_t samples) const;
   double set_learning_rates();
   void evaluate();
@@ -76,6 +86,20 @@ class Run : private Joinable {
   void report_memory();
   void save();
   void sample();
+
+  // run_nonfinite.cpp
+  bool ended_by_fault() const { return rollback_ || !failure_.empty(); }
+  bool allow_update();
+  void handle_fault(const std::vector<Batch>& parts);
+  std::string origin_of_fault(const std::vector<Batch>& parts);
+  std::string origin_of_loss(const std::vector<Batch>& parts);
+  std::string origin_of_gradient(const std::vector<Batch>& parts);
+  void roll_back(const std::string& reason);
+  void fail(const std::string& reason);
+  std::string nonfinite_parameter();
+  void check_checkpoint();
+  void check_parameters();
+  void end_after_update(const std::string& origin);
 
   // run_checkpoint.cpp
   void open_checkpoints();
@@ -116,8 +140,16 @@ class Run : private Joinable {
   int64_t saved_at_ = -1;
   int64_t averaged_updates_ = 0;  // updates of the average in the checkpoint
   int active_ranks_ = 0;          // 0: all
+  std::set<int64_t> left_out_;
+  Figures figures_;            // of this rank in this step
+  double weight_ = 0;          // of this rank's figures
+  Fault fault_ = Fault::none;  // of this step
+  int64_t skips_in_a_row_ = 0;
+  std::deque<double> recent_losses_;  // of good steps
+  StepBuffers step_buffers_;          // with train.on_nonfinite: skip
+  std::string failure_;               // ends the run with an error
+  std::optional<int64_t> rollback_;
   bool stop_ = false;
-  bool warned_ = false;
   bool evaluation_due_ = false;  // an interruption came before the evaluation of this step
   StepRecord record_;
   TrainResult result_;

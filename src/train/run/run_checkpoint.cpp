@@ -105,6 +105,25 @@ std::string advice_to_skip(const std::string& path) {
                      quoted(aside));
 }
 
+std::string one_line(std::string text) {
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  for (size_t at = 0; (at = text.find('\n', at)) != text.npos;) text.replace(at, 1, "; ");
+  return text;
+}
+
+/// The newest sound checkpoint of the folder, or the newest one if none is sound; "" if there is
+/// none.
+std::string checkpoint_to_resume(const std::string& folder) {
+  const auto newest = latest_checkpoint(folder), sound = latest_sound_checkpoint(folder);
+  if (newest && newest != sound) {
+    std::printf("warning: %s has elements that are not finite: %s%s\n", newest->c_str(),
+                one_line(Checkpoint(*newest).unsound()).c_str(),
+                sound ? ("; resuming from " + *sound).c_str() : "");
+    std::fflush(stdout);
+  }
+  return sound ? *sound : newest.value_or("");
+}
+
 }  // namespace
 
 /// Opens the checkpoint folder for writing and the checkpoint to resume from.
@@ -121,7 +140,7 @@ void Run::open_checkpoints() {
         return;
       }
       if (config.resume) {
-        path = latest_checkpoint(config.folder).value_or("");
+        path = checkpoint_to_resume(config.folder);
       } else {
         set_aside_checkpoints(config.folder);
       }
@@ -239,6 +258,9 @@ std::string Run::state_text() const {
   if (average_) {
     json["weight_average_updates"] = average_->updates();
   }
+  if (!left_out_.empty()) {
+    json["left_out"] = left_out_;
+  }
   if (result_.best_eval_loss) {
     json["best_eval_loss"] = *result_.best_eval_loss;
   }
@@ -319,6 +341,7 @@ void Run::read_state(const std::string& text, const std::string& where) {
       early_stop_->load_state(state);
     }
     averaged_updates_ = json.value("weight_average_updates", int64_t{0});
+    left_out_.merge(json.value("left_out", std::set<int64_t>()));
     if (json.contains("best_eval_loss")) {
       result_.best_eval_loss = json.at("best_eval_loss").get<double>();
     }
@@ -390,6 +413,7 @@ void Run::save_checkpoint() {
   if (reporter_) {
     reporter_->line("checkpoint written to " + result_.checkpoint);
   }
+  check_checkpoint();
 }
 
 }  // namespace tessera::train

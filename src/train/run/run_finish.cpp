@@ -3,6 +3,7 @@
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "tessera/step/nonfinite.h"
 #include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run.h"
@@ -23,12 +24,16 @@ void Run::finish() {
     if (store_) {
       return;
     }
-  } else if (result_.eval_figures.empty()) {
+  }
+  check_parameters();
+  if (ended_by_fault()) return;
+  if (result_.interrupted_by == 0 && result_.eval_figures.empty()) {
     record_.step = done_;
     evaluate();
   }
   if (store_) {
     save_checkpoint();
+    if (ended_by_fault()) return;
   }
   if (data_.test && result_.interrupted_by == 0) {
     evaluate_averaged([&] {
@@ -88,8 +93,17 @@ void Run::save() {
     writer =
         std::make_unique<SafetensorsWriter>(path, weights_, SafetensorsMetadata{{"format", "pt"}});
   });
+  std::set<std::string> buffers;
+  for (const auto& buffer : model_.module->named_buffers(true)) buffers.insert(buffer.key());
   write_weights([&](const std::string& name, const at::Tensor& tensor) {
-    attempt([&] { writer->write(name, tensor); });
+    attempt([&] {
+      const std::string nonfinite = buffers.count(name) > 0 ? "" : nonfinite_text(tensor);
+      if (!nonfinite.empty()) {
+        throw Error(config_.at("train.save") + path + " is not written: after " +
+                    std::to_string(done_) + " steps parameter " + name + " has " + nonfinite);
+      }
+      writer->write(name, tensor);
+    });
   });
   attempt([&] {
     writer->commit();

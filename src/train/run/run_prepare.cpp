@@ -32,7 +32,8 @@ at::Device device_of(const Config& config, const ProcessGroup& group) {
 
 }  // namespace
 
-Run::Run(const Config& config, ProcessGroup group) : config_(config), group_(std::move(group)) {
+Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out)
+    : config_(config), group_(std::move(group)), left_out_(std::move(left_out)) {
   agree(group_, [&] {
     check_config_world(config_, group_.size());
     check_config_files(config_);
@@ -210,9 +211,21 @@ void Run::make() {
   options.error_if_nonfinite = config_.train.error_if_nonfinite;
   options.autocast = config_.train.autocast;
   options.scaler = config_.train.loss_scale;
+  options.skip_nonfinite = !config_.train.error_if_nonfinite;
+  options.norm_may_follow = config_.train.on_nonfinite != "skip";
+  options.before_update = [this] { return allow_update(); };
   optimizer_ = std::make_unique<OptimWrapper>(*wrapper_, options);
   for (const auto& group : wrapper_->optimizer().param_groups()) {
     base_lrs_.push_back(group.options().get_lr());
+  }
+  if (config_.train.on_nonfinite == "skip") {
+    const auto extra = wrapper_->extra_state();
+    if (!extra.empty()) {
+      throw UsageError(config_.at("train.on_nonfinite") + "skip, but " + extra.front().first +
+                       " of parallel.comm_hook would keep what a step left in it; expected stop, "
+                       "rollback or another hook");
+    }
+    step_buffers_ = StepBuffers(model_.module->buffers(true));
   }
   if (config_.train.early_stop.patience > 0) {
     EarlyStopOptions stop;

@@ -1,10 +1,12 @@
 #include "tessera/train/model_wrapper.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#include "tessera/step/nonfinite.h"
 #include "tessera/train/optim_wrapper.h"
 #include "tessera/train/registries.h"
 
@@ -36,13 +38,41 @@ std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::train_step(const B
   const at::Tensor loss = forward(input);
   scope.end_forward();
   optimizer.update_params(loss);
-  return std::move(figures_);
+  return figures_;
 }
 
 void ModelWrapper::shadow_train_step(OptimWrapper& optimizer) {
   auto scope = optimizer.optim_context();
   scope.end_forward();
   optimizer.update_params({});
+}
+
+/// Hooks of the parameters see this rank's gradients before they are summed with other ranks'.
+NonfiniteGradient ModelWrapper::find_nonfinite_gradient(const std::vector<Batch>& parts) {
+  const auto parameters = named_parameters(*model_.module);
+  std::vector<char> bad(parameters.size(), 0);
+  std::vector<std::pair<at::Tensor, unsigned>> hooks;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i].second;
+    if (!parameter.requires_grad()) continue;
+    const auto look = [&bad, i](const at::Tensor& gradient) {
+      if (!nonfinite_text(gradient).empty()) bad[i] = 1;
+    };
+    hooks.emplace_back(parameter, parameter.register_hook(look));
+  }
+  for (const auto& part : parts) {
+    backward(forward(preprocessor_ ? preprocessor_(part, true) : part));
+  }
+  for (const auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
+  drop_gradients();
+  const auto first = std::find(bad.begin(), bad.end(), 1);
+  const auto names = group_.all_gather_bytes(
+      first == bad.end() ? "" : parameters[static_cast<size_t>(first - bad.begin())].first,
+      "first gradient that is not finite");
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    if (!names[rank].empty()) return {static_cast<int>(rank), names[rank]};
+  }
+  return {};
 }
 
 at::Tensor ModelWrapper::val_step(const Batch& batch) {

@@ -57,7 +57,8 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
   }
   if (model_.updates_in_backward() &&
       (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled ||
-       options_.error_if_nonfinite || options_.clip_norm_type != 2)) {
+       options_.error_if_nonfinite || options_.clip_norm_type != 2 ||
+       (options_.skip_nonfinite && !options_.norm_may_follow))) {
     refuse(options_.scaler.enabled ? "scaler" : "clip",
            "this model updates while backward runs, before all gradients "
            "are there; expected overlap_with_backward off");
@@ -104,6 +105,11 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
   if (!update) {
     return;
   }
+  if (options_.before_update && !options_.before_update()) {
+    skipped_ = true;
+    norm_ = std::nan("");
+    return model_.drop_gradients();
+  }
   if (scaler_.scale() != 1 || options_.scaler.enabled) {
     const torch::NoGradGuard no_grad;
     const auto gradients = model_.gradients();
@@ -118,10 +124,11 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
   if (skipped_) {
     model_.drop_gradients();
   } else {
+    const bool scaled = options_.scaler.enabled, skip = scaled || options_.skip_nonfinite;
     norm_ =
         model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
-                       options_.error_if_nonfinite, options_.scaler.enabled});
-    skipped_ = options_.scaler.enabled && !std::isfinite(norm_);
+                       options_.error_if_nonfinite, skip, options_.norm_may_follow && !scaled});
+    skipped_ = skip && !std::isfinite(norm_);
   }
   updated_ = !skipped_;
   if (options_.scaler.enabled) scaler_.update(skipped_);

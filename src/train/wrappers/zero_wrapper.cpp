@@ -1,3 +1,7 @@
+#include <cmath>
+
+#include "tessera/module_state_dict.h"
+#include "tessera/step/nonfinite.h"
 #include "tessera/train/registries.h"
 #include "tessera/zero_redundancy_optimizer.h"
 #include "train/wrappers/wrapper_functions.h"
@@ -53,13 +57,15 @@ class ZeroWrapper : public ModelWrapper {
   double update(const GradientRules& rules) override {
     // The update's own pass computes the 2-norm, but knows it only afterwards.
     const bool norm_first = rules.clip_norm || rules.clip_value || rules.error_if_nonfinite ||
-                            rules.skip_nonfinite || rules.norm_type != 2;
+                            (rules.skip_nonfinite && !rules.norm_may_follow) ||
+                            rules.norm_type != 2;
     track(!norm_first);
     double norm = 0;
     if (norm_first) {
       norm = rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
                              : optimizer_.grad_norm(rules.norm_type);
       if (!rules.allow(norm)) {
+        note_nonfinite_gradient();
         optimizer_.zero_grad();
         return norm;
       }
@@ -68,8 +74,15 @@ class ZeroWrapper : public ModelWrapper {
       }
     }
     optimizer_.step();
+    if (!norm_first) {
+      norm = optimizer_.last_grad_norm();
+      if (!std::isfinite(norm) && rules.skip_nonfinite) note_nonfinite_gradient();
+    }
     optimizer_.zero_grad();
-    return norm_first ? norm : optimizer_.last_grad_norm();
+    return norm;
+  }
+  NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& /*parts*/) override {
+    return origin_;
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
 
@@ -124,7 +137,38 @@ class ZeroWrapper : public ModelWrapper {
     }
   }
 
+  /// Sets `origin_`. The reduction replaces a gradient by the mean within this rank's shards alone.
+  /// So a rank that has NaN elsewhere is the origin. Where no rank has, the owner of the elements
+  /// is.
+  void note_nonfinite_gradient() {
+    std::map<std::string, ElementRange> owned;
+    for (const auto& shard : optimizer_.shards()) owned[shard.parameter] = shard;
+    std::string own, reduced;
+    for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+      at::Tensor gradient = parameter.grad();
+      if (nonfinite_text(gradient).empty()) continue;
+      if (!gradient.is_non_overlapping_and_dense()) gradient = gradient.contiguous();
+      const at::Tensor flags =
+          at::isfinite(gradient.as_strided({gradient.numel()}, {1})).logical_not_();
+      const auto found = owned.find(name);
+      if (found != owned.end()) {
+        const at::Tensor part = flags.narrow(0, found->second.begin, found->second.numel);
+        if (reduced.empty() && part.any().item<bool>()) reduced = name;
+        part.zero_();
+      }
+      if (own.empty() && flags.any().item<bool>()) own = name;
+    }
+    origin_ = {};
+    for (const auto& names : {group_.all_gather_bytes(own, "own gradient that is not finite"),
+                              group_.all_gather_bytes(reduced, "mean that is not finite")}) {
+      for (size_t rank = 0; rank < names.size() && origin_.rank < 0; ++rank) {
+        if (!names[rank].empty()) origin_ = {static_cast<int>(rank), names[rank]};
+      }
+    }
+  }
+
   ZeroRedundancyOptimizer optimizer_;
+  NonfiniteGradient origin_;
   bool tracked_ = false;
 };
 

@@ -12,8 +12,8 @@
 #include "tessera/launch.h"
 #include "tessera/step/agreement.h"
 #include "tessera/train.h"
+#include "train/program/run_with_rollbacks.h"
 #include "train/run/interruption.h"
-#include "train/run/run.h"
 
 namespace tessera {
 namespace {
@@ -115,9 +115,8 @@ int train_on(const Config& config, ProcessGroup group) {
   int failure = kWrongCommand;
   try {
     train::handle_signals();
-    train::Run run(config, group);
-    failure = kRunFailed;
-    const int signal = run.run().interrupted_by;
+    const int signal =
+        train::run_with_rollbacks(config, group, [&] { failure = kRunFailed; }).interrupted_by;
     return signal == 0 ? 0 : 128 + signal;
   } catch (const AgreedError& error) {
     if (group.rank() == 0) {

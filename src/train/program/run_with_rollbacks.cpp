@@ -1,0 +1,61 @@
+#include "train/program/run_with_rollbacks.h"
+
+#include <fmt/format.h>
+
+#include "train/run/run.h"
+
+namespace tessera::train {
+namespace {
+
+/// Puts the steps of `before` that `after` has not repeated in front of those of `after`.
+void prepend(const TrainResult& before, TrainResult& after) {
+  const int64_t kept = std::max<int64_t>(0, after.first_step - before.first_step);
+  const auto insert = [kept](const std::vector<double>& from, std::vector<double>& to) {
+    to.insert(to.begin(), from.begin(),
+              from.begin() + std::min(kept, static_cast<int64_t>(from.size())));
+  };
+  insert(before.losses, after.losses);
+  insert(before.grad_norms, after.grad_norms);
+  after.first_step = before.first_step;
+  after.skipped_steps += before.skipped_steps;
+  after.rollbacks += before.rollbacks;
+}
+
+}  // namespace
+
+TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
+                               const std::function<void()>& on_start) {
+  Config again = config;
+  again.checkpoint.resume = true;
+  std::set<int64_t> left_out;
+  std::optional<TrainResult> before;
+  int64_t in_a_row = 0;
+  for (;;) {
+    Run run(before ? again : config, group, left_out);
+    on_start();
+    TrainResult result = run.run();
+    if (before) prepend(*before, result);
+    if (!run.rollback()) return result;
+    ++result.rollbacks;
+    const int64_t step = *run.rollback();
+    in_a_row = left_out.count(step - 1) > 0 ? in_a_row + 1 : 1;
+    if (in_a_row > config.train.nonfinite_limit) {
+      throw AgreedError(
+          fmt::format("{}{}, and steps {} to {} are {} in a row that were to be rolled back",
+                      config.at("train.nonfinite_limit"), config.train.nonfinite_limit,
+                      step - in_a_row + 1, step, in_a_row));
+    }
+    left_out.insert(step);
+    before = std::move(result);
+  }
+}
+
+}  // namespace tessera::train
+
+namespace tessera {
+
+TrainResult run_training(const Config& config, ProcessGroup group) {
+  return train::run_with_rollbacks(config, std::move(group), [] {});
+}
+
+}  // namespace tessera

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include <torch/torch.h>
+
+namespace tessera::train {
+
+/// The values that a module's buffers had before a step, so that the step can be taken back. Every
+/// buffer is copied in every step: batch norm writes its statistics without a change of their
+/// version counter, so a buffer that was written cannot be told from one that was not. Local.
+class StepBuffers {
+ public:
+  StepBuffers() = default;  ///< of no buffer
+  explicit StepBuffers(std::vector<at::Tensor> buffers) : live_(std::move(buffers)) {
+    const torch::NoGradGuard no_grad;
+    for (const auto& buffer : live_) saved_.push_back(buffer.detach().clone());
+  }
+
+  void keep() {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < live_.size(); ++i) saved_[i].copy_(live_[i]);
+  }
+
+  /// Gives the buffers the values that they had at the last keep().
+  void restore() {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < live_.size(); ++i) live_[i].copy_(saved_[i]);
+  }
+
+ private:
+  std::vector<at::Tensor> live_, saved_;
+};
+
+}  // namespace tessera::train
