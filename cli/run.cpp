@@ -20,7 +20,7 @@ constexpr int kUnbounded = std::numeric_limits<int>::max();
 struct Flags {
   std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
               log_dir, tee, redirects;
-  std::string grace = "30";
+  std::string grace = "30", restart_delay = "1", restarts_per_hour = "20";
   bool standalone = false;
 };
 
@@ -42,6 +42,10 @@ void declare(CLI::App& app, Flags& f) {
                "This host alone (the default; contradicts --nnodes above 1)");
   app.add_option("--max-restarts", f.max_restarts,
                  "How many times to start all ranks again after a failure [0]");
+  app.add_option("--restart-delay", f.restart_delay,
+                 "Seconds before the first restart; the delay doubles, up to 60 [1]");
+  app.add_option("--restarts-per-hour", f.restarts_per_hour,
+                 "Restarts in an hour after which a failure is final [20]");
   app.add_option("--log-dir", f.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
   app.add_option("-t,--tee", f.tee,
                  "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
@@ -105,6 +109,9 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   if (!f.master_port.empty())
     o.master_port = launch::parse_integer("--master-port", f.master_port, 1, 65535);
   o.max_restarts = launch::parse_integer("--max-restarts", f.max_restarts, 0, kUnbounded);
+  o.restart_delay = launch::parse_seconds("--restart-delay", f.restart_delay);
+  o.restarts_per_hour =
+      launch::parse_integer("--restarts-per-hour", f.restarts_per_hour, 1, kUnbounded);
   o.log_dir = f.log_dir;
   if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
   if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);

@@ -39,6 +39,10 @@ struct LaunchOptions {
 
   /// How many times all ranks are started again after a failure. Must be 0 if nnodes > 1.
   int max_restarts = 0;
+  /// The wait before the first restart. It doubles with each restart, up to a minute, and begins
+  /// again after an attempt that ran for ten minutes.
+  std::chrono::milliseconds restart_delay = std::chrono::seconds(1);
+  int restarts_per_hour = 20;  ///< After so many restarts in an hour the failure is final.
 
   /// Folder of the log files <log_dir>/attempt_<k>/<rank>/{stdout,stderr}.log. Existing files are
   /// overwritten. Empty: no log files.
@@ -75,6 +79,9 @@ struct LaunchOptions {
 /// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. One that arrives at least
 /// 1 s
 ///   after it kills all ranks at once.
+/// - SIGUSR1 and SIGUSR2 are forwarded without a limit of time: a batch system announces its end
+/// with
+///   them.
 /// - If the launcher itself is killed, the ranks and their process groups are killed too.
 ///
 /// Returns 0, the exit code of the root cause, 128 + the signal that killed it, 126 when the

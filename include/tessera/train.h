@@ -42,12 +42,13 @@ void request_stop(int signal) noexcept;
 /// The command line of `tessera train`, for the main() of a program with components of its own:
 /// `NAME [-n RANKS] CONFIG.yaml [key=value …] [--dump-config full|minimal] [--no-resume]
 /// [--config-reference]`. Reads the config, joins the world (init_process_group) and trains. With
-/// -n it starts RANKS copies of itself on this host instead. SIGTERM and SIGINT save a checkpoint,
-/// if checkpoint.folder is set, and end the run; a second signal, more than a second after the
-/// first, ends the process at once. Never throws. Returns the exit code: 0; 1 when the run failed
-/// (each rank prints the reason on standard error); 2 when the config, a file or an argument is
-/// wrong (printed once, by the first rank of each host); 130 or 143 when SIGINT or SIGTERM ended
-/// the run.
+/// -n it starts RANKS copies of itself on this host instead. SIGTERM, SIGINT, SIGHUP, SIGQUIT,
+/// SIGUSR1 and SIGUSR2 save a checkpoint, if checkpoint.folder is set, and end the run; a second
+/// signal, more than a second after the first, ends the process at once (SIGUSR1 and SIGUSR2, which
+/// batch systems send ahead of the end, do not count as the first). Never throws. Returns the exit
+/// code: 0; 1 when the run failed (each rank prints the reason on standard error); 2 when the
+/// config, a file or an argument is wrong (printed once, by the first rank of each host); 128 + the
+/// signal that ended the run.
 int train_main(int argc, char** argv);
 
 }  // namespace tessera

@@ -69,7 +69,7 @@ class Runs(unittest.TestCase):
 
     def test_signals_save_and_have_their_own_codes(self):
         whole = self.whole()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
             process = self.start()
             self.wait_for(process, "loss")
             process.send_signal(number)

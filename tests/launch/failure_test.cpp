@@ -158,6 +158,17 @@ TEST(Failure, RestartsStartAllRanksAgain) {
   EXPECT_TRUE(run.tmp().empty());
 }
 
+TEST(Failure, RestartsWaitLongerEachTimeAndAreLimitedPerHour) {
+  Launched run(
+      run_shell(1, "exit 7", {"--max-restarts=9", "--restart-delay=0.2", "--restarts-per-hour=3"}));
+  EXPECT_EQ(run.finish(), 7);
+  for (const char* wait : {"waiting 0.2 s", "waiting 0.4 s", "waiting 0.8 s"}) {
+    EXPECT_EQ(occurrences(run.err(), wait), 1) << run.err();
+  }
+  EXPECT_GT(run.seconds(), 1.4);
+  EXPECT_THAT(run.err(), HasSubstr("no restart: 3 in the last hour (--restarts-per-hour)"));
+}
+
 TEST(Failure, AFailureAfterTheLastRestartEndsTheRun) {
   Launched run(run_shell(2, "exit 7", {"--max_restarts", "1"}));
   EXPECT_EQ(run.finish(), 7);

@@ -24,13 +24,37 @@ TEST(Interrupt, TheFirstSignalIsForwardedAndRanksCanEndGracefully) {
 }
 
 TEST(Interrupt, AProgramWithoutAHandlerEndsByTheSignal) {
-  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
     Launched run(run_shell(2, "ulimit -c 0; echo ready; exec sleep 60", {"--max-restarts=2"}));
     run.wait_for("ready", 2);
     run.send(number);
     EXPECT_EQ(run.finish(), 128 + number);
     EXPECT_TRUE(run.tmp().empty());
   }
+}
+
+TEST(Interrupt, AnAnnouncedEndHasNoDeadlineAndALaterSignalIsTheFirst) {
+  Launched run(run_shell(2,
+                         "trap 'echo announced' USR1; trap 'echo saved; exit 0' TERM; echo ready; "
+                         "while :; do sleep 0.05; done",
+                         {"--grace=0.2", "--max-restarts=2"}));
+  run.wait_for("ready", 2);
+  run.send(SIGUSR1);
+  run.wait_for("announced", 2);
+  usleep(1'500'000);
+  run.send(SIGTERM);
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.out(), "saved"), 2);
+  EXPECT_THAT(run.err(), HasSubstr("SIGUSR1: forwarded to 2 ranks"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("killing")));
+}
+
+TEST(Interrupt, ASignalDuringTheWaitForARestartEndsTheLauncher) {
+  Launched run(run_shell(1, "exit 5", {"--max-restarts=3", "--restart-delay=50"}));
+  run.wait_for("; waiting 50 s");
+  run.send(SIGTERM);
+  EXPECT_EQ(run.finish(), 5);
+  EXPECT_LT(run.seconds(), 20);
 }
 
 TEST(Interrupt, TheExitCodeOfAnInterruptedProgramIsPassedOn) {

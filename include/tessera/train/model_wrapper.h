@@ -111,6 +111,10 @@ class ModelWrapper {
   /// The parameter shards that this rank owns. Every element of the model belongs to the shards of
   /// some rank, and only its owner writes it. Local.
   virtual std::vector<ParameterShard> shards() = 0;
+  /// The tensors, by name, that all ranks must hold with equal bits between two steps, for
+  /// check_replicas(): by default the shards, which differ in their names where they differ, and
+  /// the buffers. Local.
+  virtual std::vector<std::pair<std::string, at::Tensor>> replicas();
   /// Call after writing to the shards: updates all ranks' models with the new values.
   virtual void publish_shards() = 0;
   /// The optimizer state of the shards. Local.
@@ -149,11 +153,15 @@ class ModelWrapper {
   virtual void run(const std::function<void()>& function) { function(); }
   /// The batch in the dtype that the module computes with. Called while the module runs. Local.
   virtual Batch cast(Batch batch) const { return batch; }
+  /// Adds the buffers to `replicas`, if they are to be the same on all ranks. Local.
+  void add_buffers(std::vector<std::pair<std::string, at::Tensor>>& replicas) const;
   /// The sum of the model's losses; forward() calls it. Local.
   at::Tensor compute_loss(const Batch& batch);
 
   TrainedModel model_;
   ProcessGroup group_;
+  /// Whether the buffers are the same on all ranks between two steps.
+  bool buffers_are_equal_ = true;
 
  private:
   Preprocessor preprocessor_;

@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "launch/supervise/signal_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -62,7 +63,7 @@ UsageError refused(const std::string& resource, int rank, int error) {
 }
 
 [[noreturn]] void become(const ChildSpec& spec, char* const* arguments, char* const* environment,
-                         pid_t launcher, int report_fd) {
+                         pid_t launcher, int report_fd, const sigset_t& mask) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != launcher) _exit(127);
   setpgid(0, 0);
@@ -70,7 +71,7 @@ UsageError refused(const std::string& resource, int rank, int error) {
   place(spec.out, 1);
   place(spec.err, 2);
   default_signals();
-  sigprocmask(SIG_SETMASK, &spec.mask, nullptr);
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
   execve(spec.path.c_str(), arguments, environment);
   const int error = errno;
   (void)!write(report_fd, &error, sizeof error);
@@ -120,13 +121,18 @@ Child::Child(const ChildSpec& spec) {
   const auto arguments = pointers(spec.arguments);
   const auto environment = pointers(spec.environment);
   const pid_t launcher = getpid();
-  pid_ = fork();
+  {
+    const BlockedSignals blocked;
+    pid_ = fork();
+    if (pid_ == 0) {
+      become(spec, arguments.data(), environment.data(), launcher, writer.get(), blocked.former());
+    }
+  }
   if (pid_ < 0) throw refused("process", spec.rank, errno);
-  if (pid_ == 0) become(spec, arguments.data(), environment.data(), launcher, writer.get());
   // Called in both processes, so that the group exists whichever of them runs first.
   setpgid(pid_, pid_);
   end_fd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
-  if (!end_fd_) {
+  if (!end_fd_ && (errno == EMFILE || errno == ENFILE)) {
     const int error = errno;
     kill(pid_, SIGKILL);
     reap();

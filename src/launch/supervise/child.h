@@ -28,7 +28,6 @@ struct ChildSpec {
   std::vector<std::string> arguments;    ///< argv, the program's name first.
   std::vector<std::string> environment;  ///< NAME=value.
   int in = 0, out = 1, err = 2;          ///< Descriptors of the launcher that become 0, 1 and 2.
-  sigset_t mask;                         ///< Signal mask the program starts with.
 };
 
 /// A started rank, the leader of its own process group. The system kills it when the launcher dies.
@@ -43,7 +42,8 @@ class Child {
   int wait_for_exec();
 
   pid_t pid() const { return pid_; }
-  /// Readable once the process has ended.
+  /// Readable once the process has ended. -1 where the system refuses such descriptors, as some
+  /// containers do: then SIGCHLD alone reports the end.
   int end_fd() const { return end_fd_.get(); }
   /// The wait status if the process has ended, else si_pid == 0. Does not block or reap.
   siginfo_t peek() const;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "launch/rendezvous_folder.h"
+#include "launch/supervise/signal_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -32,7 +33,9 @@ struct Watched {
 void detach(int pipe) {
   prctl(PR_SET_NAME, "tessera-guard");
   setsid();
-  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE}) signal(number, SIG_IGN);
+  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGPIPE})
+    signal(number, SIG_IGN);
+  signal(SIGCHLD, SIG_DFL);
   const int null = open("/dev/null", O_RDWR);
   for (int fd = 0; fd < 3; ++fd) dup2(null, fd);
   // Closes the launcher's output: its readers must not wait for this process.
@@ -66,6 +69,7 @@ Guard::Guard() {
     throw UsageError(std::string("no pipe for the guard: ") + std::strerror(errno));
   Fd reader(ends[0]);
   pipe_ = Fd(ends[1]);
+  const BlockedSignals blocked;
   pid_ = fork();
   if (pid_ < 0) throw UsageError(std::string("no process for the guard: ") + std::strerror(errno));
   if (pid_ == 0) {

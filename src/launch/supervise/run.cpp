@@ -1,10 +1,16 @@
+#include <algorithm>
+#include <chrono>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <random>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "launch/output/sink.h"
 #include "launch/rendezvous_folder.h"
 #include "launch/supervise/open_files.h"
 #include "launch/supervise/supervisor.h"
@@ -54,18 +60,75 @@ Outcome run_attempt(const Surroundings& around, Attempt attempt) {
   return result;
 }
 
+/// Waits between two attempts: the delay doubles from one restart to the next, up to a minute, and
+/// begins again after an attempt that ran for ten minutes. At most so many restarts an hour.
+class Restarts {
+ public:
+  explicit Restarts(const LaunchOptions& options)
+      : options_(options), delay_(options.restart_delay) {}
+
+  void begin() { began_ = Clock::now(); }
+  /// The time to wait; nullopt if there were too many restarts in the last hour.
+  std::optional<std::chrono::milliseconds> next() {
+    const auto now = Clock::now();
+    while (!times_.empty() && now - times_.front() >= std::chrono::hours(1)) times_.pop_front();
+    if (static_cast<int>(times_.size()) >= options_.restarts_per_hour) return std::nullopt;
+    times_.push_back(now);
+    if (now - began_ >= std::chrono::minutes(10)) delay_ = options_.restart_delay;
+    const auto wait = delay_;
+    delay_ = std::min<std::chrono::milliseconds>(2 * delay_, std::chrono::minutes(1));
+    return wait;
+  }
+
+ private:
+  const LaunchOptions& options_;
+  std::chrono::milliseconds delay_;
+  std::deque<Clock::time_point> times_;
+  Clock::time_point began_;
+};
+
+/// Returns false if a signal requests the end meanwhile.
+bool wait_for(std::chrono::milliseconds time, SignalWatch& signals) {
+  const auto end = Clock::now() + time;
+  for (auto left = time; left.count() > 0;
+       left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now())) {
+    pollfd entry{signals.fd(), POLLIN, 0};
+    (void)poll(&entry, 1, static_cast<int>(left.count()));
+    for (int number : signals.take()) {
+      if (number == SIGTSTP) raise(SIGSTOP);
+      if (number != SIGCHLD && number != SIGTSTP) return false;
+    }
+  }
+  return true;
+}
+
 int run_attempts(const Surroundings& around) {
+  const LaunchOptions& options = around.options;
+  const auto say = [&](const std::string& text) {
+    around.console.say(options.command + ": " + text);
+  };
   const std::string run_id = random_id();
+  Restarts restarts(options);
   for (int number = 0;; ++number) {
-    const Outcome outcome = run_attempt(
-        around, make_attempt(around.options, number, run_id, around.console.out().terminal()));
-    const std::string& command = around.options.command;
-    if (!outcome.not_started.empty()) around.console.say(command + ": " + outcome.not_started);
+    restarts.begin();
+    const Outcome outcome =
+        run_attempt(around, make_attempt(options, number, run_id, around.console.out().terminal()));
+    if (!outcome.not_started.empty()) say(outcome.not_started);
     if (outcome.exit_code == 0 || !outcome.root || outcome.interrupted) return outcome.exit_code;
-    if (number == around.options.max_restarts) return outcome.exit_code;
-    around.console.say(command + ": restart " + std::to_string(number + 1) + " of " +
-                       std::to_string(around.options.max_restarts) + ", because " +
-                       describe(*outcome.root));
+    if (number == options.max_restarts) return outcome.exit_code;
+    const auto wait = restarts.next();
+    if (!wait) {
+      say("no restart: " + std::to_string(options.restarts_per_hour) +
+          " in the last hour (--restarts-per-hour)");
+      return outcome.exit_code;
+    }
+    std::string seconds = std::to_string(static_cast<double>(wait->count()) / 1000);
+    seconds.erase(seconds.find_last_not_of('0') + 1);
+    if (seconds.back() == '.') seconds.pop_back();
+    say("restart " + std::to_string(number + 1) + " of " + std::to_string(options.max_restarts) +
+        ", because " + describe(*outcome.root) + "; waiting " + seconds + " s");
+    (void)around.console.flush(around.signals.fd());
+    if (!wait_for(*wait, around.signals)) return outcome.exit_code;
   }
 }
 
@@ -73,7 +136,7 @@ int run_attempts(const Surroundings& around) {
 void flush(Console& console, SignalWatch& signals) {
   while (!console.flush(signals.fd())) {
     for (int number : signals.take()) {
-      if (number != SIGCHLD && number != SIGTSTP) return;
+      if (number != SIGCHLD && number != SIGTSTP && number != SIGUSR1 && number != SIGUSR2) return;
     }
   }
 }

@@ -66,7 +66,6 @@ void Supervisor::start_rank(int local_rank) {
   spec.path = around_.path;
   spec.arguments = options.program;
   spec.environment = rank_environment(options, attempt_, local_rank, around_.environment);
-  spec.mask = around_.signals.former_mask();
 
   const int rank = spec.rank;
   Mux::Ends ends;
@@ -152,6 +151,7 @@ void Supervisor::on_failures(const std::vector<Exit>& failures) {
   if (interrupted_by_) {
     // The exit code of an interrupted program is passed on.
     if (!root_) root_ = failures.front();
+    if (phase_ == Phase::Announced && !deadline_) deadline_ = Clock::now() + around_.options.grace;
     return;
   }
   if (root_) return;
@@ -194,12 +194,23 @@ void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
   if (phase_ == Phase::Killing) return;
+  if (number == SIGUSR1 || number == SIGUSR2) return announce(number);
   if (stop_requested_at_ && Clock::now() - *stop_requested_at_ >= kSameStop)
     return kill_now("second signal " + signal_name(number));
   if (stop_requested_at_) return;
-  if (phase_ == Phase::Running) return interrupt(number);
+  if (phase_ == Phase::Running || phase_ == Phase::Announced) return interrupt(number);
   stop_requested_at_ = Clock::now();
   say(signal_name(number) + ": ending the ranks" + kSecondSignal);
+}
+
+/// A batch system announces the end of its time with SIGUSR1 or SIGUSR2. The ranks may take all of
+/// the time that is left, so there is no deadline, and a later signal is the first request to stop.
+void Supervisor::announce(int number) {
+  say(signal_name(number) + ": forwarded to " + count_ranks(alive()));
+  signal_all(number);
+  if (phase_ != Phase::Running) return;
+  interrupted_by_ = number;
+  phase_ = Phase::Announced;
 }
 
 void Supervisor::interrupt(int number) {
@@ -228,6 +239,7 @@ void Supervisor::on_deadline() {
     case Phase::Terminating:
       kill_now("no end after SIGTERM");
       break;
+    case Phase::Announced:
     case Phase::Interrupted:
       kill_now("no end within the grace time");
       break;
@@ -272,7 +284,7 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
-  result.interrupted = stop_requested_at_.has_value();
+  result.interrupted = stop_requested_at_.has_value() || interrupted_by_ != 0;
   result.root = root_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;

@@ -37,6 +37,7 @@ struct Surroundings {
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
+///   Running --SIGUSR1 or SIGUSR2--> Announced --another signal--> Interrupted
 class Supervisor {
  public:
   Supervisor(Surroundings surroundings, Attempt attempt);
@@ -44,7 +45,7 @@ class Supervisor {
   Outcome run();
 
  private:
-  enum class Phase { Running, Grace, Terminating, Interrupted, Killing, Lost };
+  enum class Phase { Running, Grace, Terminating, Announced, Interrupted, Killing, Lost };
 
   struct Rank {
     Child child;
@@ -64,6 +65,7 @@ class Supervisor {
   void name_root();
   void on_signal(int number);
   void on_deadline();
+  void announce(int number);
   void interrupt(int number);
   void kill_now(const std::string& why);
 

@@ -146,6 +146,16 @@ void read_nonfinite(OptionReader& keys, RunConfig& run) {
             Range{.min = 1, .min_open = true});
 }
 
+void read_replicas(OptionReader& keys, RunConfig& run) {
+  keys.read("check_replicas", run.check_replicas,
+            "steps from one comparison to the next of parameters, buffers and learning rates that "
+            "must be the same on several ranks; 0: never",
+            kNotNegative);
+  keys.read("repair_replicas", run.repair_replicas,
+            "a tensor that differs gets the bits of the majority of its ranks; otherwise the run "
+            "ends");
+}
+
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
   ema.read("decay", run.ema.decay,
@@ -204,6 +214,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
             kNotNegative);
   read_clipping(keys, run);
   read_nonfinite(keys, run);
+  read_replicas(keys, run);
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");

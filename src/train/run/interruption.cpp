@@ -27,6 +27,7 @@ int64_t monotonic_ns() noexcept {
 }
 
 void on_signal(int signal) {
+  if (signal == SIGUSR1 || signal == SIGUSR2) return request_stop(signal);
   const int64_t now = monotonic_ns();
   int64_t before = 0;
   if (first_signal.compare_exchange_strong(before, now)) {
@@ -50,8 +51,12 @@ void handle_signals() {
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
+  for (const int signal : kStopSignals) {
+    struct sigaction former {};
+    sigaction(signal, nullptr, &former);
+    const bool ignored = signal == SIGHUP && former.sa_handler == SIG_IGN;
+    if (!ignored) sigaction(signal, &action, nullptr);
+  }
   // A write beyond the file size limit then fails with an error that names the file.
   std::signal(SIGXFSZ, SIG_IGN);
 }

@@ -1,18 +1,22 @@
 #pragma once
 
+#include <array>
 #include <csignal>
 
 namespace tessera::train {
 
-constexpr int kInterrupt = SIGINT;
-constexpr int kTerminate = SIGTERM;
+/// The signals that save and end a run. If ranks got different ones, the first in this order names
+/// the exit code.
+constexpr std::array<int, 6> kStopSignals{SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 /// The signal that request_stop() was called with; 0: none.
 int stop_requested() noexcept;
 
-/// Installs handlers: SIGINT and SIGTERM call request_stop(). A signal more than a second after the
-/// first ends the process at once with exit code 128 + its number; committed checkpoints are
-/// complete, and one that is being written is ignored later. SIGXFSZ is ignored.
+/// Installs handlers: the signals of kStopSignals call request_stop(), SIGHUP unless it is ignored,
+/// as under nohup. A signal more than a second after the first ends the process at once with exit
+/// code 128 + its number; committed checkpoints are complete, and one that is being written is
+/// ignored later. SIGUSR1 and SIGUSR2 only announce the end, as batch systems do, and are not
+/// counted as the first. SIGXFSZ is ignored.
 void handle_signals();
 
 }  // namespace tessera::train

@@ -1,10 +1,14 @@
 #include "train/run/run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <numeric>
 
+#include <fmt/format.h>
+
 #include "tessera/error.h"
+#include "tessera/step/replicas.h"
 #include "tessera/train.h"
 #include "train/run/evaluate.h"
 #include "train/run/interruption.h"
@@ -134,6 +138,7 @@ void Run::iteration(std::optional<Batch> batch) {
     return;
   }
   ++done_;
+  compare_replicas();
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
   const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
@@ -241,6 +246,29 @@ void Run::train_step(std::optional<Batch> batch) {
   }
 }
 
+/// Ranks that are to hold the same values can drift apart by a fault of memory or by code that
+/// writes to one rank's parameters.
+void Run::compare_replicas() {
+  const int64_t every = config_.train.check_replicas;
+  if (every == 0 || done_ % every != 0 || group_.size() == 1) return;
+  auto replicas = wrapper_->replicas();
+  std::vector<double> rates;
+  for (const auto& group : wrapper_->optimizer().param_groups()) {
+    rates.push_back(group.options().get_lr());
+  }
+  replicas.emplace_back("the learning rates", at::tensor(rates, at::kDouble));
+  std::string repaired;
+  try {
+    repaired = check_replicas(replicas, group_, config_.train.repair_replicas);
+  } catch (const AgreedError& error) {
+    throw AgreedError(fmt::format("{}after step {}: {}", config_.at("train.check_replicas"),
+                                  done_ - 1, error.what()));
+  }
+  if (reporter_ && !repaired.empty()) {
+    reporter_->line(fmt::format("warning: after step {}: {}; repaired", done_ - 1, repaired));
+  }
+}
+
 /// The weight of this rank's loss in the mean over the ranks with data. In the last iteration of a
 /// join a rank may have fewer samples than the others.
 double Run::weight_of(int64_t samples) const {
@@ -264,8 +292,8 @@ void Run::add_figures() {
 void Run::reduce_figures() {
   const int signal = stop_requested();
   // The first figure is the total loss.
-  std::vector<double> sums{weight_ > 0 ? weight_ * figures_.front().second : 0.0,
-                           signal != 0 ? 1.0 : 0.0, signal == kTerminate ? 1.0 : 0.0};
+  std::vector<double> sums{weight_ > 0 ? weight_ * figures_.front().second : 0.0};
+  for (const int each : kStopSignals) sums.push_back(signal == each ? 1 : 0);
   // In a join a rank without data does not know the figures.
   const bool all_have_figures = !joins();
   if (all_have_figures) {
@@ -279,12 +307,15 @@ void Run::reduce_figures() {
   const double* values = total.data_ptr<double>();
   const double count = active_ranks_ > 0 ? active_ranks_ : group_.size();
   record_.loss = values[0] / count;
-  if (values[1] > 0) {
+  const double* of_signals = values + 1;
+  const auto asked = std::find_if(of_signals, of_signals + kStopSignals.size(),
+                                  [](double ranks) { return ranks > 0; });
+  if (asked != of_signals + kStopSignals.size()) {
     stop_ = true;
-    result_.interrupted_by = values[2] > 0 ? kTerminate : kInterrupt;
+    result_.interrupted_by = kStopSignals[static_cast<size_t>(asked - of_signals)];
   }
   for (size_t i = 0; all_have_figures && i < figures_.size(); ++i) {
-    record_.figures.emplace_back(figures_[i].first, values[3 + i] / count);
+    record_.figures.emplace_back(figures_[i].first, values[1 + kStopSignals.size() + i] / count);
   }
 }
 

@@ -70,6 +70,7 @@ class Run : private Joinable {
   void train();
   void iteration(std::optional<Batch> batch);
   void train_step(std::optional<Batch> batch);
+  void compare_replicas();
   std::vector<Batch> parts_of(Batch batch) const;
   void add_figures();
   /// Computes means over the ranks with a batch, and whether any rank received a stop request.

@@ -11,12 +11,14 @@ namespace {
 /// Every rank has the whole model; after backward all ranks have the same mean gradient.
 class DdpWrapper : public WholeWrapper {
  public:
-  DdpWrapper(WrapperContext context, DistributedDataParallelOptions options,
+  DdpWrapper(WrapperContext context, const DistributedDataParallelOptions& options,
              CommHookPlan::Instance hook)
       : WholeWrapper(std::move(context)),
         hook_(std::move(hook)),
         ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-             group_, with_hook(std::move(options), hook_)) {}
+             group_, with_hook(options, hook_)) {
+    buffers_are_equal_ = options.broadcast_buffers && options.buffers != BufferSync::none;
+  }
 
   void shadow_backward() override { ddp_.shadow_backward(); }
   std::unique_ptr<NoSync> no_sync() override {

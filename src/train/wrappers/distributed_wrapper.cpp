@@ -18,6 +18,7 @@ class DistributedWrapper : public WholeWrapper {
                          shared_optimizer()->param_groups().size(), group_),
                      options) {
     distributed_.track_buffers(*model_.module);
+    buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
   void backward(const at::Tensor& loss) override { distributed_.backward(loss); }

@@ -40,6 +40,7 @@ class FsdpWrapper : public ModelWrapper {
       }
     }
     groups_.clear();
+    buffers_are_equal_ = options.buffers != BufferSync::none;
     optimizer_ = make_optimizer(context.optimizer, groups);
     fsdp_.check_optimizer(*optimizer_);
   }

@@ -75,6 +75,24 @@ NonfiniteGradient ModelWrapper::find_nonfinite_gradient(const std::vector<Batch>
   return {};
 }
 
+std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::replicas() {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const auto& shard : shards()) {
+    result.emplace_back(
+        fmt::format("{}[{}:{}]", shard.parameter, shard.begin, shard.begin + shard.numel),
+        shard.tensor);
+  }
+  add_buffers(result);
+  return result;
+}
+
+void ModelWrapper::add_buffers(std::vector<std::pair<std::string, at::Tensor>>& replicas) const {
+  if (!buffers_are_equal_) return;
+  for (const auto& buffer : model_.module->named_buffers(true)) {
+    if (buffer.value().defined()) replicas.emplace_back(buffer.key(), buffer.value());
+  }
+}
+
 at::Tensor ModelWrapper::val_step(const Batch& batch) {
   if (!model_.predict) {
     throw UsageError(

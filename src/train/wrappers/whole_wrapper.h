@@ -19,6 +19,11 @@ class WholeWrapper : public ModelWrapper {
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
 
   std::vector<ParameterShard> shards() override { return parameter_shards(named_); }
+  std::vector<std::pair<std::string, at::Tensor>> replicas() override {
+    auto result = named_parameters(*model_.module);
+    add_buffers(result);
+    return result;
+  }
   void publish_shards() override {}
   std::vector<StateSlice> state_slices() override {
     return tessera::state_slices(*optimizer_, shards());

@@ -34,6 +34,7 @@ class ZeroWrapper : public ModelWrapper {
         optimizer_(zero_groups(context.optimizer, *model_.module), group_,
                    context.optimizer.factory(), in_place(options)) {
     optimizer_.track_buffers(*model_.module);
+    buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
   void shadow_backward() override { optimizer_.shadow_backward(); }
@@ -90,6 +91,11 @@ class ZeroWrapper : public ModelWrapper {
   Joinable* joinable() override { return &optimizer_; }
 
   std::vector<ParameterShard> shards() override { return optimizer_.shards(); }
+  std::vector<std::pair<std::string, at::Tensor>> replicas() override {
+    auto result = named_parameters(*model_.module);
+    add_buffers(result);
+    return result;
+  }
   void publish_shards() override { optimizer_.gather_parameters(); }
   std::vector<StateSlice> state_slices() override { return optimizer_.state_slices(); }
   void load_state_slices(const std::vector<StateSlice>& slices) override {

@@ -65,7 +65,8 @@ Item random_optimizer(Random& random, bool exact) {
         {"torch.SGD", "torch.AdamW", "torch.Adam", "Adagrad", "RMSprop", "SGD", "AdamW"})};
     optimizer.values["lr"] = "0.02";
     // A norm that is summed in another order changes the rounding noise that is the gradient in
-    // front of a normalisation. Division by its size would enlarge that without limit (seed 604246).
+    // front of a normalisation. Division by its size would enlarge that without limit (seed
+    // 604246).
     if (optimizer.kind.find("SGD") == std::string::npos) optimizer.values["eps"] = "0.001";
     return optimizer;
   }
