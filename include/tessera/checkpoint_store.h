@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/error.h"
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
 #include "tessera/safetensors.h"
@@ -116,13 +117,20 @@ std::optional<std::string> latest_checkpoint(const std::string& folder);
 /// The same among the checkpoints without NaN or infinity; see CheckpointStoreOptions::keep_last.
 std::optional<std::string> latest_sound_checkpoint(const std::string& folder);
 
+/// Thrown for a checkpoint that a newer version of Tessera has written. It is not damaged.
+class CheckpointVersionError : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
+
 /// A committed checkpoint, opened for reading. Needs no lock. All functions except `verify(group)`
 /// are local. For one thread at a time.
 class Checkpoint {
  public:
-  /// Reads the manifest and checks its digest and version, and that every file exists and has its
-  /// size. In all functions of this class a changed bit, a missing byte or a missing file is a
-  /// UsageError that names the file, the tensor if the error is in one, and the older checkpoints.
+  /// Reads the manifest and checks its digest and version (CheckpointVersionError), and that every
+  /// file exists and has its size. In all functions of this class a changed bit, a missing byte or
+  /// a missing file is a UsageError that names the file, the tensor if the error is in one, and the
+  /// older checkpoints.
   explicit Checkpoint(const std::string& path);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;

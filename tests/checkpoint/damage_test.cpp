@@ -1,10 +1,13 @@
 // Every changed, missing or additional byte of a checkpoint is detected, and the error names it.
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 
 #include "checkpoint/store/manifest.h"
 #include "checkpoint/store/run_folder.h"
 #include "checkpoint/store_fixture.h"
+#include "harness/temporary_folder.h"
 #include "tessera/safetensors.h"
 
 namespace tessera {
@@ -187,6 +190,27 @@ TEST_F(Damage, APathThatIsNotACheckpointIsAnError) {
               HasSubstr("not a safetensors file"));
   EXPECT_THAT(usage_error([&] { checkpoint.load_tensor("model.safetensors", "c"); }),
               HasSubstr("no tensor \"c\""));
+}
+
+TEST(Manifest, ANewerVersionIsNotCalledDamaged) {
+  const std::string ours = store::manifest_to_text({7, 1, {}});
+  EXPECT_EQ(store::newer_version(ours), 0);
+  std::string newer = ours;
+  newer.replace(newer.find("\"version\": 1"), 12, "\"version\": 2");
+  EXPECT_EQ(store::newer_version(newer), 2);
+  for (const char* text : {"", "{", "[]", "{\"format\": 3}", "{\"version\": 9}"})
+    EXPECT_EQ(store::newer_version(text), 0) << text;
+  const TemporaryFolder folder;
+  const std::string path = folder.path() + "/step-00000007";
+  std::filesystem::create_directories(path);
+  std::ofstream(path + "/manifest.json") << newer;
+  try {
+    Checkpoint{path};
+    ADD_FAILURE() << "no error";
+  } catch (const CheckpointVersionError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("manifest.json: its version is 2; this Tessera reads up to "
+                                        "version 1: expected a newer Tessera"));
+  }
 }
 
 TEST(Manifest, ContentsAreCheckedEvenIfTheDigestMatches) {

@@ -256,5 +256,15 @@ TEST_F(SafetensorsFiles, AFullDiskLeavesTheOldFileAndNothingElse) {
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::ones({2})));
 }
 
+TEST_F(SafetensorsFiles, ArchivesOfOtherFormatsAreCalledByTheirName) {
+  const auto refused = [&](const std::string& begin) {
+    std::ofstream(path("model.pt"), std::ios::binary) << begin + std::string(100, 'x');
+    return message_of([&] { SafetensorsFile(path("model.pt")); });
+  };
+  EXPECT_THAT(refused("PK\x03\x04"), HasSubstr("model.pt: is a zip archive, as torch::save()"));
+  EXPECT_THAT(refused("\x80\x02\x8a\x0a"), HasSubstr("model.pt: is a Python pickle"));
+  EXPECT_THAT(refused("\x80\x12\x8a\x0a"), HasSubstr("is this a safetensors file?"));
+}
+
 }  // namespace
 }  // namespace tessera

@@ -70,6 +70,8 @@ class Runs(unittest.TestCase):
     def test_signals_save_and_have_their_own_codes(self):
         whole = self.whole()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP under nohup, which programs keep ignoring
+                continue
             process = self.start()
             self.wait_for(process, "loss")
             process.send_signal(number)
@@ -78,6 +80,15 @@ class Runs(unittest.TestCase):
             self.assertIn("the same command resumes from run/step-", rest)
         self.call()
         self.assertEqual(self.outcome(), whole)
+
+    def test_a_run_that_diverges_ends_with_its_origin_and_saves_nothing_of_it(self):
+        self.call("train.steps=20", "train.save=null")
+        done = self.call("optimizer.lr=1e38", "scheduler=null", code=1)
+        self.assertRegex(done.stderr, r"train.on_nonfinite: stop: step 2\d: ranks? [01].*(forward|backward|update of step 2\d): ")
+        self.assertEqual(sum(line.startswith("tessera train: c.yaml") for line in done.stderr.splitlines()), 1, done.stderr)
+        self.assertIn("the last sound checkpoint is run/step-00000020", done.stderr)
+        self.assertEqual([path.name for path in sorted(self.folder.glob("run/step-*"))], ["step-00000020"])
+        self.assertFalse((self.folder / "out.safetensors").exists())
 
     def test_a_signal_to_one_rank_stops_all(self):
         whole = self.whole()

@@ -1,5 +1,9 @@
 #include <csignal>
+#include <cstdlib>
 
+#include <gmock/gmock.h>
+
+#include "harness/thrown_by.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
@@ -12,6 +16,8 @@ namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using testing::thrown_by;
 
 class ResumeTest : public testing::TrainFixture {
  protected:
@@ -250,6 +256,62 @@ TEST_F(ResumeTest, TheStateOfACommunicationHookIsResumed) {
   fs::remove_all("c/step-00000008");
   const auto rest = train_ranks(2, joined(power, {"train.steps=8", "checkpoint.folder=c"}));
   EXPECT_EQ(rest.losses, std::vector<double>(whole.losses.begin() + 5, whole.losses.end()));
+}
+
+void change_a_byte(const std::string& path) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-3, std::ios::end);
+  file.put('#');
+}
+
+TEST_F(ResumeTest, ADamagedCheckpointIsSetAsideWithFallback) {
+  const std::vector<std::string> options{"checkpoint={folder: c, every: 2, keep_last: 3}"};
+  const auto with = [&](const char* more) { return joined(options, {more}); };
+  const auto whole = train_ranks(2, options);
+  change_a_byte("c/step-00000006/weights.safetensors");
+  EXPECT_THAT(thrown_by([&] { train_ranks(2, options); }),
+              HasSubstr("the file is damaged; older checkpoints in c: step-00000004, "
+                        "step-00000002; to go on without it: mv 'c/step-00000006'"));
+  const auto again = train_ranks(2, with("checkpoint.fallback=true"));
+  EXPECT_EQ(again.first_step, 4);
+  EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
+  EXPECT_THAT(out_, HasSubstr("it is set aside as c/damaged-step-00000006, and c/step-00000004 is "
+                              "taken"));
+  EXPECT_TRUE(fs::exists("c/damaged-step-00000006"));
+  // Under a launcher that restarts it is the default; nothing before the last one is an error.
+  for (const char* step : {"2", "4", "6"})
+    change_a_byte(std::string("c/step-0000000") + step + "/weights.safetensors");
+  ::setenv("TORCHELASTIC_MAX_RESTARTS", "3", 1);
+  const std::string none = thrown_by([&] { train_ranks(2, options); });
+  const std::string off = thrown_by([&] { train_ranks(2, with("checkpoint.fallback=false")); });
+  ::unsetenv("TORCHELASTIC_MAX_RESTARTS");
+  EXPECT_THAT(none, HasSubstr("checkpoint.fallback: there is no checkpoint before it"));
+  EXPECT_THAT(off, HasSubstr("to go on without it"));
+}
+
+TEST_F(ResumeTest, ANewerVersionIsNeitherDamagedNorSetAside) {
+  const std::vector<std::string> options{"checkpoint={folder: c, every: 2, fallback: true}"};
+  train_ranks(2, options);
+  std::string text = bytes_of("c/step-00000006/manifest.json");
+  text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
+  std::ofstream("c/step-00000006/manifest.json") << text;
+  const std::string error = thrown_by([&] { train_ranks(2, options); });
+  EXPECT_THAT(error, HasSubstr("its version is 2; this Tessera reads up to version 1"));
+  EXPECT_THAT(error, ::testing::Not(HasSubstr("damaged")));
+  EXPECT_TRUE(fs::exists("c/step-00000006"));
+}
+
+TEST_F(ResumeTest, AnotherOptimizerNamesTheOptionAndCanStartAnew) {
+  const std::vector<std::string> options{"checkpoint={folder: c, every: 2}"};
+  train_ranks(2, joined(options, {"train.steps=4"}));
+  const char* sgd = "optimizer={type: SGD, lr: 0.1, momentum: 0.9}";
+  EXPECT_THAT(
+      thrown_by([&] { train_ranks(2, joined(options, {sgd})); }),
+      HasSubstr("optimizer.type: SGD; c/step-00000004 is of a run with AdamW, and the error "
+                "is: "));
+  const auto anew = train_ranks(2, joined(options, {sgd, "checkpoint.optimizer=ignore"}));
+  EXPECT_EQ(anew.first_step, 4);
+  EXPECT_THAT(out_, HasSubstr("checkpoint.optimizer: ignore: SGD starts anew"));
 }
 
 }  // namespace

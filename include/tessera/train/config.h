@@ -70,7 +70,12 @@ struct CheckpointConfig {
   int64_t keep_last = 2;
   int64_t keep_every = 0;  ///< in steps; 0: none beyond keep_last
   bool resume = true;      ///< continue from the newest checkpoint in `folder`, if there is one
-  std::string from;        ///< a checkpoint of any run to start from, unless `folder` has one
+  /// A newest checkpoint that is damaged is set aside, and the one before it is taken. No value: on
+  /// under `tessera run --max-restarts`, otherwise off.
+  std::optional<bool> fallback;
+  /// Whether the optimizer state of the checkpoint is used; false starts a new one.
+  bool optimizer = true;
+  std::string from;  ///< a checkpoint of any run to start from, unless `folder` has one
 };
 
 struct RunConfig {

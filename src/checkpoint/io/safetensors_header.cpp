@@ -147,6 +147,17 @@ std::string in_quotes(std::string_view name) {
 
 uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSizeBytes],
                      uint64_t file_bytes) {
+  const std::string_view begin(reinterpret_cast<const char*>(prefix), kSizeBytes);
+  if (begin.substr(0, 4) == "PK\x03\x04") {
+    throw UsageError("safetensors: " + file +
+                     ": is a zip archive, as torch::save() and torch.save() write; expected a "
+                     "safetensors file");
+  }
+  if (begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5) {
+    throw UsageError("safetensors: " + file +
+                     ": is a Python pickle, as older torch.save() writes; expected a safetensors "
+                     "file");
+  }
   uint64_t size = 0;
   for (size_t i = 0; i < kSizeBytes; ++i) {
     size |= static_cast<uint64_t>(prefix[i]) << (8 * i);

@@ -79,8 +79,15 @@ void Checkpoint::Impl::read_manifest() {
     damaged(file.name, "",
             error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
   }
+  const std::string text = all_of(open(file), file.bytes);
+  if (const int version = store::newer_version(text)) {
+    throw CheckpointVersionError(
+        fmt::format("checkpoint: {}/{}: its version is {}; this Tessera reads up to version {}: "
+                    "expected a newer Tessera, or, if none has written it, the file has changed{}",
+                    path, file.name, version, store::kManifestVersion, older_ones()));
+  }
   try {
-    manifest = store::manifest_from_text(all_of(open(file), file.bytes));
+    manifest = store::manifest_from_text(text);
   } catch (const UsageError& error) {
     damaged(file.name, "", error.what());
   }

@@ -203,6 +203,13 @@ std::string manifest_to_text(const Manifest& manifest) {
   return body + std::string(kTrailerBegin) + digest_of(body) + std::string(kTrailerEnd);
 }
 
+int newer_version(std::string_view text) {
+  const json value = json::parse(text, nullptr, false);
+  if (!value.is_object() || value.value("format", json()) != kFormat) return 0;
+  const json version = value.value("version", json());
+  return version.is_number_integer() && version > kManifestVersion ? version.get<int>() : 0;
+}
+
 Manifest manifest_from_text(std::string_view text) {
   const size_t trailer = kTrailerBegin.size() + kDigestLength + kTrailerEnd.size();
   if (text.size() < trailer)

@@ -69,6 +69,10 @@ std::vector<FileRecord> records_from_text(const std::string& text);
 /// The text of the manifest file. It ends with a digest of all bytes before it.
 std::string manifest_to_text(const Manifest& manifest);
 
+/// The version of a manifest of our format that is above kManifestVersion; 0 for any other text. A
+/// newer version may have another digest, so it is looked for before the digest is compared.
+int newer_version(std::string_view text);
+
 /// Throws UsageError for any changed, missing or additional byte and for another format or version.
 /// The error text gives the reason but not the path.
 Manifest manifest_from_text(std::string_view text);

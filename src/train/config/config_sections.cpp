@@ -213,6 +213,13 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
             "checkpoints at multiples of this step are always kept; 0: none", kNotNegative);
   keys.read("resume", checkpoint.resume,
             "continue from the newest checkpoint in folder, if there is one");
+  keys.read_optional_enum("fallback", checkpoint.fallback, {{"true", true}, {"false", false}},
+                          "set a damaged newest checkpoint aside and take the one before it; null: "
+                          "only under tessera run --max-restarts");
+  std::string optimizer = "load";
+  keys.read_choice("optimizer", optimizer, {"load", "ignore"},
+                   "the optimizer state of the checkpoint; ignore: the optimizer starts anew");
+  checkpoint.optimizer = optimizer == "load";
   keys.read_path("from", checkpoint.from,
                  "checkpoint of any run to start from; a checkpoint in folder has priority");
   keys.finish();

@@ -104,6 +104,8 @@ class Run : private Joinable {
 
   // run_checkpoint.cpp
   void open_checkpoints();
+  std::string open_checkpoint(const std::string& path);
+  std::string set_aside_damaged(const std::string& path, const std::string& why);
   void load_weights_of(const Checkpoint& checkpoint);
   void restore();
   void save_checkpoint();

@@ -1,4 +1,6 @@
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 
 #include <fmt/format.h>
@@ -154,16 +156,67 @@ void Run::open_checkpoints() {
   if (path.empty()) {
     return;
   }
-  try {
-    agree(group_, [&] { resumed_.emplace(path); });
-    resumed_->verify(group_);
-  } catch (const UsageError& error) {  // the same on all ranks
-    throw own ? AgreedError(error.what() + advice_to_skip(path))
-              : AgreedError(config_.at("checkpoint.from") + error.what());
+  std::string problem;
+  while (!(problem = open_checkpoint(path)).empty()) {
+    if (!own) throw AgreedError(config_.at("checkpoint.from") + problem);
+    path = set_aside_damaged(path, problem);
   }
   if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder)) {
     saved_at_ = resumed_->step();
   }
+}
+
+/// Opens and verifies the checkpoint to resume from. Returns the text of an error that is the same
+/// on all ranks. A newer version's checkpoint is not damaged, so its error is thrown.
+std::string Run::open_checkpoint(const std::string& path) {
+  bool newer = false;
+  try {
+    agree(group_, [&] {
+      try {
+        resumed_.emplace(path);
+      } catch (const CheckpointVersionError&) {
+        newer = true;
+        throw;
+      }
+    });
+    resumed_->verify(group_);
+    return "";
+  } catch (const UsageError& error) {
+    resumed_.reset();
+    if (group_.broadcast_bytes(newer ? "newer" : "", 0).empty()) return error.what();
+    throw;
+  }
+}
+
+/// With checkpoint.fallback: renames the damaged checkpoint and returns the one before it.
+/// Otherwise, and if there is none before it, throws on all ranks.
+std::string Run::set_aside_damaged(const std::string& path, const std::string& why) {
+  const char* restarts = std::getenv("TORCHELASTIC_MAX_RESTARTS");
+  const bool restarted = restarts != nullptr && std::atoi(restarts) > 0;
+  if (!config_.checkpoint.fallback.value_or(restarted)) {
+    throw AgreedError(why + advice_to_skip(path));
+  }
+  std::string next;
+  agree(group_, [&] {
+    if (!first()) return;
+    const std::filesystem::path step(path);
+    for (const auto& older : std::filesystem::directory_iterator(step.parent_path())) {
+      const std::string name = older.path().filename().string();
+      const bool before = name.rfind("step-", 0) == 0 && name < step.filename().string();
+      if (before && older.is_directory()) next = "found";
+    }
+    if (next.empty()) {
+      throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
+    }
+    const auto aside = step.parent_path() / ("damaged-" + step.filename().string());
+    std::filesystem::remove_all(aside);
+    std::filesystem::rename(step, aside);
+    next = checkpoint_to_resume(config_.checkpoint.folder);
+    std::printf("warning: %s; it is set aside as %s, and %s is taken\n", why.c_str(), aside.c_str(),
+                next.c_str());
+    std::fflush(stdout);
+  });
+  return group_.broadcast_bytes(next, 0);
 }
 
 void Run::load_weights_of(const Checkpoint& checkpoint) {
@@ -194,7 +247,18 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
       slice.state.tensors.erase(found);
     }
   }
-  wrapper_->load_state_slices(slices);
+  if (config_.checkpoint.optimizer) {
+    try {
+      wrapper_->load_state_slices(slices);
+    } catch (const UsageError& error) {
+      throw UsageError(fmt::format(
+          "{}{}; {} is of a run with {}, and the error is: {}; expected that optimizer, or "
+          "checkpoint.optimizer: ignore",
+          config_.at("optimizer.type"), config_.optimizer.type, checkpoint.path(),
+          Json::parse(checkpoint.text(kState)).value("optimizer", "another optimizer"),
+          error.what()));
+    }
+  }
   if (average_ && averages.size() == slices.size()) {
     for (size_t i = 0; i < averages.size(); ++i) {
       const at::Tensor& own = average_->averages()[i];
@@ -297,7 +361,10 @@ void Run::check_model(const std::map<std::string, std::string>& before) const {
 }
 
 void Run::warn_of_optimizer(const std::string& before) {
-  if (reporter_ && before != config_.optimizer.type) {
+  if (!reporter_) return;
+  if (!config_.checkpoint.optimizer) {
+    reporter_->line("checkpoint.optimizer: ignore: " + config_.optimizer.type + " starts anew");
+  } else if (before != config_.optimizer.type) {
     reporter_->line("warning: " + config_.at("optimizer.type") + config_.optimizer.type +
                     " goes on with the state of " + before);
   }
