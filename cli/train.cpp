@@ -16,7 +16,7 @@ namespace {
 
 /// The trainer, which links libtorch; it is in the same folder as this program.
 std::string trainer_path() {
-  const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tessera-train";
+  const auto path = std::filesystem::path(launch::own_path()).parent_path() / "tessera-train";
   if (access(path.c_str(), X_OK) != 0)
     throw UsageError(path.string() + ": " + std::strerror(errno) + ": expected the trainer");
   return path.string();

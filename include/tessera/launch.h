@@ -90,6 +90,10 @@ struct LaunchOptions {
 /// and handles the signals above while it runs.
 int run(const LaunchOptions& options);
 
+/// The path of the running program: that of /proc/self/exe or, where there is no /proc, the name
+/// that it was called by, found as a shell finds it. Throws UsageError if it is not found. Local.
+std::string own_path();
+
 /// Opens /dev/null for each standard stream that is closed. Otherwise the first files or pipes that
 /// the program opens would get the numbers of these streams, and receive its output. Call it at the
 /// start of main().

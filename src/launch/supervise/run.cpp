@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <deque>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <random>
@@ -14,6 +16,7 @@
 #include "launch/rendezvous_folder.h"
 #include "launch/supervise/open_files.h"
 #include "launch/supervise/supervisor.h"
+#include "tessera/error.h"
 #include "tessera/launch.h"
 
 extern char** environ;
@@ -142,6 +145,18 @@ void flush(Console& console, SignalWatch& signals) {
 }
 
 }  // namespace
+
+std::string own_path() {
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (!error) return path.string();
+  const Program found = find_program(program_invocation_name);
+  if (found.path.empty()) {
+    throw UsageError("/proc/self/exe: " + error.message() + ", and " + found.why +
+                     ": expected /proc, or the program's path as its name");
+  }
+  return std::filesystem::absolute(found.path).string();
+}
 
 void open_standard_streams() {
   for (int fd = 0; fd < 3; ++fd) {

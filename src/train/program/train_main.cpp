@@ -1,7 +1,6 @@
 #include <chrono>
 #include <cstdio>
 #include <exception>
-#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
@@ -102,7 +101,7 @@ int launch_ranks(int ranks, int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   launch::take_nproc(words);
   launch::LaunchOptions options;
-  options.program = {std::filesystem::read_symlink("/proc/self/exe").string()};
+  options.program = {launch::own_path()};
   options.program.insert(options.program.end(), words.begin(), words.end());
   options.nproc_per_node = ranks;
   options.command = "tessera train";
