@@ -6,15 +6,22 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "checkpoint/io/digest.h"
 #include "tessera/step/agreement.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace tessera {
 namespace {
 
 using Tensors = std::vector<std::pair<std::string, at::Tensor>>;
-using store::digest_of;
-using store::kDigestLength;
+
+constexpr size_t kDigestLength = 32;
+
+std::string digest_of(const void* data, size_t bytes) {
+  const XXH128_hash_t hash = XXH3_128bits(data, bytes);
+  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+}
+std::string digest_of(const std::string& text) { return digest_of(text.data(), text.size()); }
 
 std::string digest_of_tensor(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach().to(at::kCPU).contiguous();
