@@ -264,6 +264,10 @@ TEST_F(SafetensorsFiles, ArchivesOfOtherFormatsAreCalledByTheirName) {
   EXPECT_THAT(refused("PK\x03\x04"), HasSubstr("model.pt: is a zip archive, as torch::save()"));
   EXPECT_THAT(refused("\x80\x02\x8a\x0a"), HasSubstr("model.pt: is a Python pickle"));
   EXPECT_THAT(refused("\x80\x12\x8a\x0a"), HasSubstr("is this a safetensors file?"));
+  // A header of 0x280 bytes begins like a pickle.
+  const std::string header = R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
+  const SafetensorsFile sound(put("sound", header + std::string(0x280 - header.size(), ' '), "x"));
+  EXPECT_EQ(sound.entries().size(), 1U);
 }
 
 }  // namespace

@@ -145,29 +145,38 @@ std::string in_quotes(std::string_view name) {
   return text + (name.size() > kShown ? "…\"" : "\"");
 }
 
+namespace {
+
+/// Another format that a file with an impossible header size begins like; "" if none is known. A
+/// possible size may have the same bytes.
+std::string other_format(const unsigned char (&prefix)[kSizeBytes]) {
+  const std::string_view begin(reinterpret_cast<const char*>(prefix), kSizeBytes);
+  if (begin.substr(0, 4) == "PK\x03\x04")
+    return "is a zip archive, as torch::save() and torch.save() write";
+  if (begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5)
+    return "is a Python pickle, as older torch.save() writes";
+  return "";
+}
+
+}  // namespace
+
 uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSizeBytes],
                      uint64_t file_bytes) {
-  const std::string_view begin(reinterpret_cast<const char*>(prefix), kSizeBytes);
-  if (begin.substr(0, 4) == "PK\x03\x04") {
-    throw UsageError("safetensors: " + file +
-                     ": is a zip archive, as torch::save() and torch.save() write; expected a "
-                     "safetensors file");
-  }
-  if (begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5) {
-    throw UsageError("safetensors: " + file +
-                     ": is a Python pickle, as older torch.save() writes; expected a safetensors "
-                     "file");
-  }
   uint64_t size = 0;
   for (size_t i = 0; i < kSizeBytes; ++i) {
     size |= static_cast<uint64_t>(prefix[i]) << (8 * i);
+  }
+  const bool beyond = file_bytes < kSizeBytes || size > file_bytes - kSizeBytes;
+  const std::string other = other_format(prefix);
+  if ((size > kMaxHeaderBytes || beyond) && !other.empty()) {
+    throw UsageError("safetensors: " + file + ": " + other + "; expected a safetensors file");
   }
   if (size > kMaxHeaderBytes) {
     throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
                      " is above the format's limit of " + std::to_string(kMaxHeaderBytes) +
                      " bytes (is this a safetensors file?)");
   }
-  if (file_bytes < kSizeBytes || size > file_bytes - kSizeBytes) {
+  if (beyond) {
     throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
                      " goes beyond the file's " + std::to_string(file_bytes) + " bytes");
   }
