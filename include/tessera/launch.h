@@ -79,9 +79,7 @@ struct LaunchOptions {
 /// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. One that arrives at least
 /// 1 s
 ///   after it kills all ranks at once.
-/// - SIGUSR1 and SIGUSR2 are forwarded without a limit of time: a batch system announces its end
-/// with
-///   them.
+/// - SIGUSR1 and SIGUSR2, with which batch systems announce the end, are forwarded without a limit.
 /// - If the launcher itself is killed, the ranks and their process groups are killed too.
 ///
 /// Returns 0, the exit code of the root cause, 128 + the signal that killed it, 126 when the

@@ -98,8 +98,8 @@ struct RunConfig {
   int64_t nonfinite_limit = 10;  ///< most steps in a row that are skipped or rolled back
   /// Factor of the median of recent losses; a larger loss is rolled back. No value: none is.
   std::optional<double> rollback_on_spike;
-  int64_t check_replicas =
-      100;  ///< steps per comparison of what ranks must have in common; 0: none
+  /// Steps from one comparison of what ranks must have in common to the next; 0: none.
+  int64_t check_replicas = 100;
   bool repair_replicas = false;  ///< see tessera/step/replicas.h
   std::optional<at::ScalarType> autocast;
   GradScalerOptions loss_scale{.enabled = false};
