@@ -261,6 +261,9 @@ TEST_F(Nonfinite, SkipsAndRollbacksAreBounded) {
                              "train.nonfinite_limit=2", "checkpoint={folder: f, every: 2}"}),
               HasSubstr("train.nonfinite_limit: 2, and steps 2 to 4 are 3 in a row"));
   EXPECT_EQ(latest_checkpoint("f"), "f/step-00000004");
+  EXPECT_THAT(failure_of(2, {"train.on_nonfinite=rollback", "hooks=[{type: Poison, at: 4}]",
+                             "checkpoint={folder: g, every: 2}"}),
+              HasSubstr("not finite after step 3 again, although that step was left out"));
 }
 
 TEST_F(Nonfinite, AnUnsoundCheckpointIsMarkedAndDoesNotRemoveASoundOne) {

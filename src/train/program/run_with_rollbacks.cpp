@@ -38,6 +38,12 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
     if (!run.rollback()) return result;
     ++result.rollbacks;
     const int64_t step = *run.rollback();
+    if (left_out.count(step) > 0) {
+      throw AgreedError(
+          fmt::format("{}rollback: something is not finite after step {} again, although that step "
+                      "was left out",
+                      config.at("train.on_nonfinite"), step));
+    }
     in_a_row = left_out.count(step - 1) > 0 ? in_a_row + 1 : 1;
     if (in_a_row > config.train.nonfinite_limit) {
       throw AgreedError(

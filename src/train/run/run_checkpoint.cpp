@@ -118,9 +118,14 @@ std::string one_line(std::string text) {
 std::string checkpoint_to_resume(const std::string& folder) {
   const auto newest = latest_checkpoint(folder), sound = latest_sound_checkpoint(folder);
   if (newest && newest != sound) {
+    std::string tensors;
+    try {
+      tensors = Checkpoint(*newest).unsound();
+    } catch (const UsageError& error) {  // damaged too, which is no reason to end where it is left
+      tensors = error.what();
+    }
     std::printf("warning: %s has elements that are not finite: %s%s\n", newest->c_str(),
-                one_line(Checkpoint(*newest).unsound()).c_str(),
-                sound ? ("; resuming from " + *sound).c_str() : "");
+                one_line(tensors).c_str(), sound ? ("; resuming from " + *sound).c_str() : "");
     std::fflush(stdout);
   }
   return sound ? *sound : newest.value_or("");
