@@ -5,12 +5,38 @@
 #include <vector>
 
 namespace tessera {
+namespace detail {
 
-/// Base class of all errors that the library throws: UsageError and BrokenWorldError. See
-/// docs/errors.md.
+/// `text` with its control characters as escapes (\x1b), except for newlines and tabs. A terminal
+/// obeys control characters, and what() ends at a zero byte.
+inline std::string printable(const std::string& text) {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string result;
+  result.reserve(text.size());
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const auto next = static_cast<unsigned char>(i + 1 < text.size() ? text[i + 1] : 0);
+    // In UTF-8, C2 80 to C2 9F are control characters too.
+    const bool two_bytes = byte == 0xc2 && next >= 0x80 && next < 0xa0;
+    const bool control = (byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f;
+    if (!two_bytes && !control) {
+      result += text[i];
+      continue;
+    }
+    const auto code = two_bytes ? next : byte;
+    result += {'\\', 'x', kHex[code >> 4], kHex[code & 15]};
+    i += two_bytes ? 1 : 0;
+  }
+  return result;
+}
+
+}  // namespace detail
+
+/// Base class of all errors that the library throws: UsageError and BrokenWorldError. Control
+/// characters of the message (of a config's value, for example) become escapes. See docs/errors.md.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& message) : std::runtime_error(detail::printable(message)) {}
 };
 
 /// The caller's mistake: a wrong option, file, shape or order of calls. The message names the

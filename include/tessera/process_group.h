@@ -76,6 +76,13 @@ struct ProcessGroupOptions {
   /// latency of that exchange; mismatched calls are then not detected.
   bool check_collectives = true;
 
+  /// For debugging: verify the result of each collective. Sums are compared with those of the
+  /// ranks' inputs, which travel a second time; what a rank receives is compared with a digest of
+  /// what was sent. A wrong result (a fault of memory, of a wire, of a transport, or a tensor that
+  /// was written during the collective) throws AgreedError on all ranks, which names the
+  /// collective and the rank. More than doubles the time of collectives. CPU tensors only.
+  bool check_results = false;
+
   /// Keep freed memory in the process (glibc: M_MMAP_MAX = 0, M_TRIM_THRESHOLD = max) and serve
   /// libtorch's CPU tensors from malloc, so that a freed block fits the next tensor of its size.
   /// Otherwise freed memory goes back to the system in every step, and the page faults on fresh

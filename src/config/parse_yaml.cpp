@@ -48,6 +48,9 @@ class TreeBuilder : public YAML::EventHandler {
   void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                 const std::string& value) override {
     check_tag(mark, tag);
+    if (value.find('\0') != std::string::npos) {
+      fail(mark, "a zero byte in \"" + value + "\"; expected text");
+    }
     if (expects_key()) {
       for (const auto& member : stack_.back().node.members) {
         if (member.key == value) {

@@ -59,7 +59,29 @@ void require_options(const Dataset* dataset, bool has_samples, int64_t first, in
   }
 }
 
+void require_rows(const Dataset& dataset, const std::string& name, const at::Tensor& tensor,
+                  size_t samples) {
+  const bool fits = tensor.dim() > 0 && tensor.size(0) == static_cast<int64_t>(samples);
+  if (fits) return;
+  const auto rows = tensor.dim() > 0 ? std::to_string(tensor.size(0)) + " rows" : "no dimension";
+  throw UsageError("data: " + dataset.describe() + ": " + name + " has " + rows + " for " +
+                   std::to_string(samples) + " samples; expected one row a sample");
+}
+
 }  // namespace
+
+Batch load_batch(const Dataset& dataset, const std::vector<int64_t>& samples) {
+  Batch batch = dataset.get(samples);
+  if (!batch.inputs.defined()) {
+    throw UsageError("data: " + dataset.describe() + ": inputs is an undefined tensor");
+  }
+  require_rows(dataset, "inputs", batch.inputs, samples.size());
+  if (batch.targets.defined()) require_rows(dataset, "targets", batch.targets, samples.size());
+  for (const auto& [name, tensor] : batch.extra) {
+    if (tensor.defined()) require_rows(dataset, "extra." + name, tensor, samples.size());
+  }
+  return batch;
+}
 
 class BatchLoader::Impl {
  public:
@@ -115,7 +137,7 @@ class BatchLoader::Impl {
     const at::NoGradGuard no_grad;
     Loaded loaded;
     try {
-      loaded.batch = dataset_->get(samples_of_(iteration));
+      loaded.batch = load_batch(*dataset_, samples_of_(iteration));
     } catch (...) {
       loaded.error = std::current_exception();
     }

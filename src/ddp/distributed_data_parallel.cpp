@@ -201,8 +201,9 @@ class DataParallel::Impl {
   /// Ranks that have made different numbers of passes reduce gradients of different steps: the tags
   /// of the reductions then differ, which is an error on every rank.
   std::string tag(size_t bucket) const {
-    return fmt::format("bucket {} of backward {}, after {} forward passes", bucket, backwards_ + 1,
-                       forwards_);
+    return fmt::format("bucket {} of backward {}, after {} forward passes: {}", bucket,
+                       backwards_ + 1, forwards_,
+                       first_to_last(trainable_, reducer_->buckets()[bucket].members));
   }
 
   /// All ranks are at the end of the same synchronising backward.

@@ -134,7 +134,9 @@ void PackedReduction::start_bucket(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
   auto& lane = lanes_[lane_of(bucket)];
   followed_[index] = follows_record(lane_of(bucket), bucket);
-  started_.push_back(lane.group.all_reduce_async(bucket.flat, scale(lane)));
+  started_.push_back(lane.group.all_reduce_async(
+      bucket.flat, scale(lane),
+      "gradients of " + sharding::first_to_last(parameters_, bucket.members)));
 }
 
 void PackedReduction::wait_for_buckets() {
@@ -206,7 +208,8 @@ void PackedReduction::settle(size_t l, const at::Tensor& counts) {
       auto view = buckets[b].views[m];
       if (reducer_->has_gradient(i)) view.copy_(parameters_[i].tensor.grad());
       else view.zero_();
-      singles.push_back(lane.group.all_reduce_async(view, scale(lane)));
+      singles.push_back(
+          lane.group.all_reduce_async(view, scale(lane), "gradient of " + parameters_[i].name));
     }
   }
   for (auto& work : singles) work.wait();

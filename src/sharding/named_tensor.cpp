@@ -29,6 +29,13 @@ std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters) 
   return result;
 }
 
+std::string first_to_last(const std::vector<NamedTensor>& parameters,
+                          const std::vector<size_t>& members) {
+  const auto& first = parameters[members.front()].name;
+  if (members.size() == 1) return first;
+  return first + " to " + parameters[members.back()].name;
+}
+
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
                       size_t group, int rank) {
   const auto fail = [&](size_t index, const std::string& problem) {

@@ -17,6 +17,11 @@ struct NamedTensor {
 std::string signature(const NamedTensor& parameter);
 std::vector<std::string> signatures(const std::vector<NamedTensor>& parameters);
 
+/// "first to last" of the `members`, indices into `parameters`, in their order; "first" if there is
+/// one. Describes a bucket in the tags of its collectives.
+std::string first_to_last(const std::vector<NamedTensor>& parameters,
+                          const std::vector<size_t>& members);
+
 /// UsageError "<component>: group G, parameter I (name): …" for undefined, sparse and repeated
 /// tensors, and for trainable tensors of a dtype that cannot be summed over ranks (complex).
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,

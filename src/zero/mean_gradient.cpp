@@ -94,8 +94,10 @@ void MeanGradient::reduce_to_segment(size_t b) {
     segments_[b] = sharding::window(flat(b), layout.segment_begin(rank), layout.counts()[rank]);
     in_place_[b] = 1;
   }
-  group_.reduce_scatter_each(flat(b), shards_.buckets()[b].layout.counts(),
-                             [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); });
+  group_.reduce_scatter_each(
+      flat(b), shards_.buckets()[b].layout.counts(),
+      [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
+      "gradients of " + shards_.buckets()[b].names);
 }
 
 void MeanGradient::average() {

@@ -60,10 +60,12 @@ void OverlappedUpdates::send(size_t index) {
   std::string tag;
   for (size_t g = 0; index == 0 && g < options_of_backward_.size(); ++g)
     tag += fmt::format("options of group {}: {}; ", g, text_of_options(options_of_backward_[g]));
+  tag += "gradients of " + bucket.names;
   sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
                                                    callback_guard_.guard(std::move(consume)), tag));
   if (bucket.parameters.defined())
-    sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts()));
+    sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts(),
+                                            "parameters " + bucket.names));
 }
 
 /// Which of the bucket's parameters any rank used. The answer may be asked for once the collective

@@ -82,6 +82,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
       if (!flat) bucket_owners.push_back(owners[i]);
     }
     bucket.members = members;
+    bucket.names = sharding::first_to_last(parameters, members);
     bucket.layout = flat ? Layout::flat(sizes, group.size())
                          : Layout::owned(sizes, bucket_owners, group.size());
     if (plan.as_bucket_view) adopt_storage(bucket, parameters, group);
@@ -107,8 +108,9 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
 }
 
 void gather_parameters(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
-                       ProcessGroup& group, const std::string& tag) {
+                       ProcessGroup& group, const std::string& own_tag) {
   if (group.size() == 1) return;
+  const auto tag = own_tag + (own_tag.empty() ? "parameters " : "; parameters ") + bucket.names;
   if (bucket.parameters.defined())
     return group.all_gather(bucket.parameters, bucket.layout.counts(), tag);
   at::NoGradGuard no_grad;

@@ -24,6 +24,7 @@ struct ShardBucket {
   at::Tensor parameters;       ///< Flat buffer; undefined if parameters keep their own storage.
   sharding::Bucket gradients;  ///< This rank's own gradients; empty without reduce_gradients.
   std::vector<OwnedShard> shards;
+  std::string names;  ///< Of its first and last parameter, for the tags of its collectives.
 };
 
 struct ShardPlan {

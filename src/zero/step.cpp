@@ -94,7 +94,8 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
       norm.tracking);
   group.reduce_scatter_each(
       mean.flat(b), bucket.layout.counts(),
-      [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); });
+      [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
+      "gradients of " + bucket.names);
   norm.squares += update.squares();
 }
 

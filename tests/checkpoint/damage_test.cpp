@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <regex>
 
 #include "checkpoint/store/manifest.h"
 #include "checkpoint/store/run_folder.h"
@@ -88,8 +89,13 @@ TEST_F(Damage, EveryFlippedBitIsFoundAndNamed) {
       const std::string message = usage_error([&] { verify(); });
       ASSERT_THAT(message, HasSubstr(path_ + "/" + file)) << "byte " << at;
       ASSERT_THAT(message, HasSubstr(kAdvice + run_ + ": step-00000020, step-00000010"));
-      if (!tensor.empty())
+      if (!tensor.empty()) {
         ASSERT_THAT(message, HasSubstr("tensor \"" + tensor + "\"")) << "byte " << at;
+        std::smatch bytes;
+        ASSERT_TRUE(std::regex_search(message, bytes, std::regex("bytes (\\d+) to (\\d+) of")));
+        ASSERT_LE(std::stoul(bytes[1]), at) << message;
+        ASSERT_GE(std::stoul(bytes[2]), at) << message;
+      }
       put_byte(path_ + "/" + file, at, good[at]);
       ++flips;
     }

@@ -23,6 +23,7 @@ using ::testing::HasSubstr;
 struct Setting {
   int world;
   Backend backend;
+  bool check_results = false;
 };
 
 class Collectives : public ::testing::TestWithParam<Setting> {
@@ -32,6 +33,7 @@ class Collectives : public ::testing::TestWithParam<Setting> {
   tessera::ProcessGroupOptions options() const {
     tessera::ProcessGroupOptions options;
     options.backend = GetParam().backend;
+    options.check_results = GetParam().check_results;
     return options;
   }
 };
@@ -447,6 +449,13 @@ const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backe
 const auto kShared =
     ::testing::Values(Setting{2, Backend::SharedMemory}, Setting{3, Backend::SharedMemory},
                       Setting{4, Backend::SharedMemory});
+const auto kCheckedGloo = ::testing::Values(Setting{3, Backend::Gloo, true});
+const auto kCheckedShared = ::testing::Values(Setting{2, Backend::SharedMemory, true},
+                                              Setting{3, Backend::SharedMemory, true});
+INSTANTIATE_TEST_SUITE_P(CheckedGloo, Collectives, kCheckedGloo, kName);
+INSTANTIATE_TEST_SUITE_P(CheckedGloo, SeveralRanks, kCheckedGloo, kName);
+INSTANTIATE_TEST_SUITE_P(CheckedShared, Collectives, kCheckedShared, kName);
+INSTANTIATE_TEST_SUITE_P(CheckedShared, SeveralRanks, kCheckedShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);

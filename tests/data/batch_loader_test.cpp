@@ -220,6 +220,41 @@ TEST(BatchLoader, WaitedCountsTheSecondsInNext) {
   EXPECT_LE(loader.waited(), took.count());
 }
 
+/// Rows for the samples, but `wrong` more rows in one tensor.
+class MoreRows : public Dataset {
+ public:
+  explicit MoreRows(std::string wrong) : wrong_(std::move(wrong)) {}
+  int64_t size() const override { return 10; }
+  Batch get(const std::vector<int64_t>& samples) const override {
+    const auto rows = [&](const std::string& name) {
+      return at::zeros({static_cast<int64_t>(samples.size()) + (name == wrong_), 3});
+    };
+    if (wrong_ == "undefined") return {};
+    if (wrong_ == "no dimension") return {at::scalar_tensor(1), {}};
+    return {rows("inputs"), rows("targets"), {{"mask", rows("mask")}}};
+  }
+  std::string describe() const override { return "MoreRows"; }
+
+ private:
+  std::string wrong_;
+};
+
+TEST(BatchLoader, RefusesBatchesWithAnotherNumberOfRows) {
+  const auto error_of = [](const std::string& wrong) {
+    BatchLoader loader(std::make_shared<MoreRows>(wrong), pair_of, 3, 4);
+    return thrown_by([&] { loader.next(); });
+  };
+  EXPECT_EQ(error_of("inputs"),
+            "BatchLoader: iteration 3: data: MoreRows: inputs has 3 rows for 2 samples; expected "
+            "one row a sample");
+  EXPECT_THAT(error_of("targets"), HasSubstr("targets has 3 rows for 2 samples"));
+  EXPECT_THAT(error_of("mask"), HasSubstr("extra.mask has 3 rows for 2 samples"));
+  EXPECT_THAT(error_of("undefined"), HasSubstr("inputs is an undefined tensor"));
+  EXPECT_THAT(error_of("no dimension"), HasSubstr("inputs has no dimension for 2 samples"));
+  EXPECT_EQ(error_of(""), "no error");
+  EXPECT_EQ(load_batch(MoreRows(""), {}).inputs.size(0), 0);
+}
+
 TEST(BatchLoader, RefusesOptionsOutOfRange) {
   const auto data = std::make_shared<Numbers>();
   EXPECT_THAT(thrown_by([&] { BatchLoader(nullptr, pair_of, 0, 1); }),

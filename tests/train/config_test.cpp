@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -12,6 +13,8 @@
 
 namespace tessera {
 namespace {
+
+using ::testing::HasSubstr;
 
 const char* const kModel =
     "model: {type: GPT2, vocab_size: 256, n_positions: 32, n_embd: 16, n_layer: 1, n_head: 2}\n";
@@ -299,6 +302,20 @@ TEST_F(ConfigTest, MalformedYamlIsAnError) {
   EXPECT_NE(error("a: *x\n").find("not YAML"), std::string::npos);
   EXPECT_NE(error(std::string("a: \0b\n", 6)).find("zero byte"), std::string::npos);
   EXPECT_NE(error("- 1\n- 2\n").find("a list of 2; expected a map"), std::string::npos);
+}
+
+TEST_F(ConfigTest, ControlCharactersAreEscapesInMessages) {
+  const std::string rest = std::string(kModel) + kData + kTrain;
+  EXPECT_EQ(error(rest + "optimizer: {type: \"Ad\\x1b[31mam\\x7f\\x85\", lr: 1e-3}\n")
+                .find_first_of("\x1b\x7f\x85"),
+            std::string::npos);
+  EXPECT_THAT(error(rest + "optimizer: {type: \"Ad\\x1b[31mam\\x7f\\x85\", lr: 1e-3}\n"),
+              HasSubstr(R"(Ad\x1b[31mam\x7f\x85)"));
+  EXPECT_THAT(error(rest + "optimizer: {type: \"Adam\\0W\", lr: 1e-3}\n"),
+              HasSubstr(R"(c.yaml:4: a zero byte in "Adam\x00W"; expected text)"));
+  EXPECT_THAT(error(rest + kOptimizer, {"train.save=\"a\\0b\""}),
+              HasSubstr(R"(a zero byte in "a\x00b")"));
+  EXPECT_THAT(error(rest + kOptimizer, {"train.\x1b[2J=1"}), HasSubstr(R"(\x1b[2J)"));
 }
 
 TEST_F(ConfigTest, OverlapAndClippingExcludeEachOther) {

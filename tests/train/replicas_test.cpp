@@ -61,6 +61,15 @@ struct Drift : RunHook {
   }
 };
 
+/// Changes an option of one rank's optimizer after the first step.
+struct OtherBetas : RunHook {
+  void after_step(RunState& state) override {
+    if (state.step != 1 || state.model->group().rank() != 1) return;
+    auto& options = state.model->optimizer().param_groups().front().options();
+    set_options(options, {{"betas", std::vector<double>{0.9, 0.96}}});
+  }
+};
+
 class ReplicasInTraining : public testing::TrainFixture {
  protected:
   void SetUp() override {
@@ -77,6 +86,10 @@ class ReplicasInTraining : public testing::TrainFixture {
           hook->rank = rank;
           return hook;
         };
+      });
+      registry::hooks().add("OtherBetas", [](OptionReader& options) {
+        options.finish();
+        return []() -> std::shared_ptr<RunHook> { return std::make_shared<OtherBetas>(); };
       });
       return true;
     }();
@@ -97,6 +110,18 @@ TEST_F(ReplicasInTraining, DriftOfOneUlpIsNamed) {
     EXPECT_THAT(text, HasSubstr("train.check_replicas: after step 2: check_replicas: "))
         << parallel;
     EXPECT_THAT(text, HasSubstr(" on rank 2 is not that of ranks 0, 1")) << parallel;
+  }
+}
+
+TEST_F(ReplicasInTraining, AnOptionThatDiffersIsNamedAndNotRepaired) {
+  for (const auto* repair : {"train.repair_replicas=false", "train.repair_replicas=true"}) {
+    const std::string text = thrown_by([&] {
+      train_ranks(2, {"parallel={type: DistributedDataParallel}", "train.check_replicas=3", repair,
+                      "hooks=[{type: OtherBetas}]"});
+    });
+    EXPECT_THAT(text, HasSubstr("train.check_replicas: after step 2: "));
+    EXPECT_THAT(text, HasSubstr("optimizer, group 0, betas: the ranks differ: [0.9, 0.95] on rank "
+                                "0; [0.9, 0.96] on rank 1"));
   }
 }
 

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <sys/file.h>
@@ -12,6 +14,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 using RunContract = testing::TrainFixture;
 
 /// Rows of one number, or of random ones.
@@ -52,9 +55,7 @@ std::vector<std::string> errors_of(
       world, [&](ProcessGroup group, int rank) { run_training(configs[rank], group); });
   ::testing::internal::GetCapturedStdout();
   for (const auto& error : thrown) {
-    errors.push_back(testing::thrown_by([&] {
-      if (error) std::rethrow_exception(error);
-    }));
+    errors.push_back(error ? testing::message_of(error) : "no error");
   }
   return errors;
 }
@@ -135,6 +136,38 @@ TEST_F(RunContract, OtherDataIsAnErrorUnlessItIsRandom) {
                              HasSubstr("digest ")));
   for (const auto& error : with({{40, 1, true}, {40, 1, true}})) EXPECT_EQ(error, "no error");
   for (const auto& error : with({{40, 1, false}, {40, 1, false}})) EXPECT_EQ(error, "no error");
+}
+
+/// Has one row too few on rank 1, from its third batch on.
+class FewerRows : public Rows {
+ public:
+  explicit FewerRows(int rank) : Rows(40, 1, false), rank_(rank) {}
+  Batch get(const std::vector<int64_t>& samples) const override {
+    Batch batch = Rows::get(samples);
+    if (rank_ == 1 && samples.size() == 6 && ++batches_ > 2) {
+      batch.inputs = batch.inputs.narrow(0, 0, 5);
+      batch.targets = batch.targets.narrow(0, 0, 5);
+    }
+    return batch;
+  }
+
+ private:
+  int rank_;
+  mutable std::atomic<int> batches_ = 0;
+};
+
+TEST_F(RunContract, AnotherNumberOfRowsOnOneRankIsAnErrorThere) {
+  const auto errors = errors_of(
+      2, [](int) { return std::vector<std::string>(); },
+      [&](Config& config, int rank) {
+        config.data.plan.load = [rank] { return DataSplits{std::make_shared<FewerRows>(rank)}; };
+      });
+  EXPECT_THAT(errors[1], HasSubstr("iteration 2: data: rows: inputs has 5 rows for 6 samples"));
+  // The other rank names the step, the rank, the collective and the parameters.
+  EXPECT_THAT(errors[0], AllOf(StartsWith("step 2: ProcessGroup"), HasSubstr("rank 1 "),
+                               HasSubstr("gave up in all_reduce #"),
+                               HasSubstr("; its purpose: scale 0.5, bucket 0 of backward 3, after "
+                                         "3 forward passes: transformer.")));
 }
 
 }  // namespace

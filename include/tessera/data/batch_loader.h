@@ -9,6 +9,10 @@
 
 namespace tessera {
 
+/// Returns dataset.get(samples). Throws UsageError that names the dataset and the tensor unless
+/// `inputs`, and `targets` and `extra` where they are defined, have one row a sample. Local.
+Batch load_batch(const Dataset& dataset, const std::vector<int64_t>& samples);
+
 struct BatchLoaderOptions {
   int threads = 1;  ///< Loading threads, ≥ 1. Each loads a whole batch at a time.
   int depth = 2;  ///< Batches loaded or being loaded ahead of next(), ≥ 0. 0: next() loads in the
@@ -36,11 +40,11 @@ class BatchLoader {
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
 
-  /// Returns the batch of iteration(). Blocks until it is loaded. If the dataset or samples_of
-  /// threw for this iteration, next() throws that error with the iteration in front of its text: a
-  /// UsageError as UsageError, every other exception as Error. The next call continues with the
-  /// following iteration. Throws UsageError if no iteration is left. Must be called from one
-  /// thread.
+  /// Returns the batch of iteration(), as load_batch() does. Blocks until it is loaded. If the
+  /// dataset or samples_of threw for this iteration, next() throws that error with the iteration in
+  /// front of its text: a UsageError as UsageError, every other exception as Error. The next call
+  /// continues with the following iteration. Throws UsageError if no iteration is left. Must be
+  /// called from one thread.
   Batch next();
 
   /// The iteration whose batch next() will return; end_iteration if none is left.

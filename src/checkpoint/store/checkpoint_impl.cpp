@@ -186,14 +186,21 @@ const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const 
 
 void Checkpoint::Impl::compare(const std::string& file, const std::string& tensor,
                                const at::Tensor& data) const {
-  const auto& digests = tensor_record(file).tensors;
-  const auto expected = digests.find(tensor);
-  if (expected == digests.end()) damaged(file, tensor, "the manifest lists no digest for it");
+  const FileRecord& of_file = tensor_record(file);
+  const auto expected = of_file.tensors.find(tensor);
+  if (expected == of_file.tensors.end())
+    damaged(file, tensor, "the manifest lists no digest for it");
   if (store::digest_of(data.numel() > 0 ? data.data_ptr() : nullptr, data.nbytes()) !=
-      expected->second) {
-    damaged(file, tensor,
-            "its data does not match its digest in the manifest: the file is damaged");
-  }
+      expected->second)
+    damaged_data(of_file, tensor);
+}
+
+void Checkpoint::Impl::damaged_data(const FileRecord& file, const std::string& tensor) const {
+  const auto& entry = tensors(file.name).info(tensor);
+  damaged(file.name, tensor,
+          fmt::format("its data, bytes {} to {} of the file, does not match its digest in the "
+                      "manifest: the file is damaged",
+                      file.header_bytes + entry.begin, file.header_bytes + entry.end - 1));
 }
 
 void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& name,
@@ -205,9 +212,7 @@ void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& 
   } catch (const Error& error) {
     damaged(file.name, name, error.what());
   }
-  if (found != digest)
-    damaged(file.name, name,
-            "its data does not match its digest in the manifest: the file is damaged");
+  if (found != digest) damaged_data(file, name);
 }
 
 std::string Checkpoint::Impl::text(const std::string& file) const {

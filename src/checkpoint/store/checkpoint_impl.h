@@ -23,6 +23,8 @@ struct Checkpoint::Impl : store::SliceReader {
   /// checkpoints.
   [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
                             const std::string& reason) const;
+  /// The same for a tensor whose data has changed; names its bytes in the file.
+  [[noreturn]] void damaged_data(const store::FileRecord& file, const std::string& tensor) const;
   std::string older_ones() const;
 
   const store::FileRecord& record(const std::string& file) const;

@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "comm/group/checked_transport.h"
 #include "comm/group/tag_scope.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
@@ -34,7 +35,16 @@ class GroupEnded : public UsageError {
 ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
 
 ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
-    : world(std::move(w)), transport(std::move(t)) {}
+    : world(std::move(w)), transport(std::move(t)) {
+  if (!world.options.check_results) return;
+  if (transport->stream_ordered()) {
+    throw UsageError(
+        fmt::format("ProcessGroup: check_results is true with backend {}; expected "
+                    "false, because it verifies CPU tensors only",
+                    transport->name()));
+  }
+  transport = comm::make_checked_transport(std::move(transport), world);
+}
 
 ProcessGroup::Impl::~Impl() {
   if (transport) transport->abort();
@@ -223,13 +233,31 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
   return headers;
 }
 
+namespace {
+
+/// Adds the collective's number and purpose to the text of an error. A transport does not know the
+/// purpose, and the number only if headers were exchanged.
+std::string with_call(std::string text, const OpHeader& header, const std::string& tag) {
+  const auto call = comm::describe(header);
+  if (text.find(call) == std::string::npos) text += "; the collective is " + call;
+  return tag.empty() ? text : text + "; its purpose: " + tag;
+}
+
+}  // namespace
+
 void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
   at::NoGradGuard no_grad;
   if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
   header.sequence = ++sequence_;
-  Headers headers;
-  if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);
-  body(*transport, headers);
+  try {
+    Headers headers;
+    if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);
+    body(*transport, headers);
+  } catch (const BrokenWorldError& error) {
+    throw BrokenWorldError(with_call(error.what(), header, tag), error.ranks());
+  } catch (const comm::WrongResult& error) {
+    throw AgreedError("ProcessGroup: " + with_call(error.what(), header, tag));
+  }
 }
 
 void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& body,

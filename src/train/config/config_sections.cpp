@@ -109,6 +109,8 @@ void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
   keys.read("timeout", seconds, "longest wait for another rank, in seconds", Range{0.001, 1e6});
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+  keys.read("check_results", parallel.group.check_results,
+            "verify the result of each collective; for debugging, much slower");
 }
 
 void read_parallel(OptionReader& keys, ParallelConfig& parallel) {

@@ -148,7 +148,7 @@ void read_nonfinite(OptionReader& keys, RunConfig& run) {
 
 void read_replicas(OptionReader& keys, RunConfig& run) {
   keys.read("check_replicas", run.check_replicas,
-            "steps from one comparison to the next of parameters, buffers and learning rates that "
+            "steps from one comparison to the next of parameters, buffers and options that "
             "must be the same on several ranks; 0: never",
             kNotNegative);
   keys.read("repair_replicas", run.repair_replicas,

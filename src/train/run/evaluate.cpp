@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "tessera/data/batch_loader.h"
 #include "train/run/to_device.h"
 
 namespace tessera::train {
@@ -30,7 +31,7 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
   std::vector<int64_t> samples(static_cast<size_t>(count));
   std::iota(samples.begin(), samples.end(), first);
   const Batch batch =
-      to_device(data.get(samples), model.model().module->parameters().front().device());
+      to_device(load_batch(data, samples), model.model().module->parameters().front().device());
   const ParsedLosses losses = model.val_losses(batch);
   std::vector<std::pair<std::string, double>> figures;
   for (const auto& [name, value] : losses.values) {

@@ -10,8 +10,10 @@
 #include "tessera/error.h"
 #include "tessera/step/replicas.h"
 #include "tessera/train.h"
+#include "train/run/at_place.h"
 #include "train/run/evaluate.h"
 #include "train/run/interruption.h"
+#include "train/run/run_contract.h"
 #include "train/run/to_device.h"
 
 namespace tessera::train {
@@ -131,7 +133,7 @@ void Run::train() {
 /// takes part in the collectives of the others.
 void Run::iteration(std::optional<Batch> batch) {
   record_ = StepRecord{};
-  train_step(std::move(batch));
+  at_place(fmt::format("step {}", done_), [&] { train_step(std::move(batch)); });
   if (ended_by_fault()) {
     stop_ = true;
     if (reporter_) reporter_->log(record_);
@@ -251,15 +253,11 @@ void Run::train_step(std::optional<Batch> batch) {
 void Run::compare_replicas() {
   const int64_t every = config_.train.check_replicas;
   if (every == 0 || done_ % every != 0 || group_.size() == 1) return;
-  auto replicas = wrapper_->replicas();
-  std::vector<double> rates;
-  for (const auto& group : wrapper_->optimizer().param_groups()) {
-    rates.push_back(group.options().get_lr());
-  }
-  replicas.emplace_back("the learning rates", at::tensor(rates, at::kDouble));
   std::string repaired;
   try {
-    repaired = check_replicas(replicas, group_, config_.train.repair_replicas);
+    // Other options are the cause of other parameters, so they are compared first.
+    check_same_options(config_, wrapper_->optimizer(), group_);
+    repaired = check_replicas(wrapper_->replicas(), group_, config_.train.repair_replicas);
   } catch (const AgreedError& error) {
     throw AgreedError(fmt::format("{}after step {}: {}", config_.at("train.check_replicas"),
                                   done_ - 1, error.what()));
@@ -328,9 +326,11 @@ void Run::evaluate_averaged(const std::function<void()>& evaluation) {
       wrapper_->publish_shards();
     }
   };
-  swap();
-  evaluation();
-  swap();
+  at_place(fmt::format("evaluation after {} steps", done_), [&] {
+    swap();
+    evaluation();
+    swap();
+  });
 }
 
 void Run::evaluate() {

@@ -7,6 +7,8 @@
 #include <fmt/ranges.h>
 
 #include "tessera/config/option_reader.h"
+#include "tessera/data/batch_loader.h"
+#include "tessera/optim/optimizer_state.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -131,7 +133,7 @@ void add_split(Lines& lines, const std::string& name, const Dataset* data) {
   }
   lines.emplace_back(name + ", number of samples", std::to_string(data->size()));
   const auto samples = spread_samples(data->size());
-  const Batch batch = data->get(samples);
+  const Batch batch = load_batch(*data, samples);
   const uint64_t digest = digest_of(batch);
   const bool repeatable = digest == digest_of(data->get(samples));
   lines.emplace_back(name + ", samples", layout_of(batch));
@@ -172,6 +174,17 @@ void check_same_data(const Config& config, const DataSplits& data, ProcessGroup&
     add_split(lines, "data.val", data.val.get());
     add_split(lines, "data.test", data.test.get());
   });
+  check_same(config, lines, group);
+}
+
+void check_same_options(const Config& config, torch::optim::Optimizer& optimizer,
+                        ProcessGroup& group) {
+  Lines lines;
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    for (const auto& [name, value] : get_options(optimizer.param_groups()[g].options())) {
+      lines.emplace_back(fmt::format("optimizer, group {}, {}", g, name), to_string(value));
+    }
+  }
   check_same(config, lines, group);
 }
 

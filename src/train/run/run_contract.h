@@ -1,5 +1,7 @@
 #pragma once
 
+#include <torch/optim/optimizer.h>
+
 #include "tessera/data/dataset.h"
 #include "tessera/process_group.h"
 #include "tessera/train/config.h"
@@ -19,5 +21,9 @@ void check_same_config(const Config& config, ProcessGroup& group);
 /// bytes are left out where two reads on one rank give different ones, as random augmentations do.
 /// Collective.
 void check_same_data(const Config& config, const DataSplits& data, ProcessGroup& group);
+
+/// UsageError on all ranks if an option of a parameter group differs between ranks. Collective.
+void check_same_options(const Config& config, torch::optim::Optimizer& optimizer,
+                        ProcessGroup& group);
 
 }  // namespace tessera::train

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <memory>
+
+#include "comm/base/transport.h"
+#include "comm/base/world.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+/// Thrown on every rank, with the same text, when a collective had a wrong result on some rank.
+class WrongResult : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A transport that runs each collective through `inner` and then verifies its result: a sum
+/// against the sum of copies of all ranks' inputs, which travel a second time; what a rank receives
+/// against a digest of what was sent. A difference throws WrongResult on every rank. CPU tensors
+/// only. Takes the memory of two more copies of each input, and more than twice the time.
+std::unique_ptr<Transport> make_checked_transport(std::unique_ptr<Transport> inner,
+                                                  const World& world);
+
+}  // namespace tessera::comm
