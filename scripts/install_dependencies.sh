@@ -6,6 +6,7 @@ packages=(
   g++ cmake ninja-build make git ca-certificates
   libtorch-dev libgloo-dev libopenblas-dev
   libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libxxhash-dev
+  libssl-dev
   libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
   python3 python3-torch python3-numpy openmpi-bin iproute2
 )

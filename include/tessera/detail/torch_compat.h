@@ -78,6 +78,13 @@ struct AllocatorFor<at::DataPtr (Base::*)(size_t)> : CopyingAllocator<Base> {
 /// const in some versions of libtorch and not in others.
 using Allocator = AllocatorFor<decltype(&at::Allocator::allocate)>;
 
+/// Base class of our own stores; `Store` is c10d::Store. Its clone() exists since 2.x.
+template <class Store>
+struct CloneableStore : Store {
+  using Store::Store;
+  virtual c10::intrusive_ptr<Store> clone() = 0;
+};
+
 /// The first line of an error message. The messages of c10 continue with a backtrace.
 inline std::string first_line(const char* message) {
   const std::string text(message);

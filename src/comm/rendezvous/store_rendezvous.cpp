@@ -7,8 +7,6 @@
 #include <thread>
 
 #include <fmt/format.h>
-#include <netdb.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -16,8 +14,10 @@
 
 #include "comm/base/call_with_timeout.h"
 #include "comm/base/world.h"
+#include "comm/rendezvous/agent_store.h"
 #include "comm/rendezvous/announced_folder.h"
-#include "comm/rendezvous/tcp_store.h"
+#include "comm/rendezvous/own_store.h"
+#include "comm/store/addresses.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -103,33 +103,6 @@ std::string network_identity() {
   return fmt::format("{}/{}/{}", id, host, info.st_ino);
 }
 
-bool is_loopback(const std::string& address) {
-  return address == "localhost" || address == "::1" || address.starts_with("127.");
-}
-
-/// The local address of the interface through which this host reaches `peer`; empty if there is no
-/// route. Sends nothing.
-std::string address_towards(const std::string& peer) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_DGRAM;
-  if (peer.empty() || ::getaddrinfo(peer.c_str(), "9", &hints, &found) != 0) return "";
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
-  for (const auto* entry = found; entry; entry = entry->ai_next) {
-    const int fd = ::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) continue;
-    sockaddr_storage own{};
-    socklen_t size = sizeof own;
-    char text[NI_MAXHOST] = {};
-    const bool known = ::connect(fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
-                       ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
-                       ::getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof text,
-                                     nullptr, 0, NI_NUMERICHOST) == 0;
-    ::close(fd);
-    if (known) return text;
-  }
-  return "";
-}
-
 std::string file_name(std::string text) {
   std::replace_if(
       text.begin(), text.end(),
@@ -156,21 +129,26 @@ StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& en
 }
 
 /// The store at MASTER_ADDR:MASTER_PORT and the values that all ranks wrote there.
-struct Handshake {
+struct Meeting {
   Store store;
   std::vector<std::string> values;
 };
 
-Handshake shake_hands(const LaunchEnvironment& environment, const std::string& value,
-                      std::chrono::milliseconds timeout) {
+Meeting meet(const LaunchEnvironment& environment, const std::string& value,
+             std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
+  OwnStore own;
   try {
-    Handshake done;
+    if (environment.agent_store) own.store = agent_store(environment, timeout);
+    else own = own_store(environment, timeout);
+    Meeting done;
     done.store = c10::make_intrusive<c10d::PrefixStore>(
-        fmt::format("tessera/{}", environment.attempt), tcp_store(environment, timeout));
+        fmt::format("tessera/{}", environment.attempt), own.store);
     done.store->setTimeout(timeout);
     done.values = roll_call(done.store, environment, value, timeout, deadline);
     return done;
+  } catch (const BrokenWorldError& error) {
+    throw BrokenWorldError(error.what() + own.remark(), error.ranks());
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -185,8 +163,8 @@ StoreRendezvous between_hosts(const LaunchEnvironment& environment,
   const auto own = network_identity();
   const auto address = address_towards(environment.master_address);
   const auto value = own + " " + address;
-  const auto done = call_with_timeout(timeout + kLonger,
-                                      [=] { return shake_hands(environment, value, timeout); });
+  const auto done =
+      call_with_timeout(timeout + kLonger, [=] { return meet(environment, value, timeout); });
   if (!done) throw_useless_store(environment, timeout, "it does not answer");
   StoreRendezvous rendezvous{done->store, {}, address};
   std::vector<std::string> addresses, identities;

@@ -26,11 +26,11 @@ struct StoreRendezvous {
 ///   2. All ranks are on one host, because the launcher's variables show it, or because
 ///      MASTER_ADDR is a loopback address and torchrun's agents do not serve the store: a FileStore
 ///      in a private folder that rank 0 makes and announces under the name of the job or the port.
-///      Reasons: c10d's TCPStore listens on every address and accepts keys from anyone, and the
-///      store of a torchrun from another version of PyTorch uses another protocol.
+///      It needs no port, and no torchrun of the same version of PyTorch.
 ///   3. TORCHELASTIC_USE_AGENT_STORE, torchrun's agent serves the store: every rank connects to
 ///      MASTER_ADDR:MASTER_PORT.
-///   4. Otherwise rank 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT.
+///      It is c10d's TCPStore, which proves no secret.
+///   4. Otherwise rank 0 serves the store at MASTER_ADDR:MASTER_PORT (own_store.h).
 StoreRendezvous rendezvous_over_store(const LaunchEnvironment& environment,
                                       std::chrono::milliseconds timeout);
 

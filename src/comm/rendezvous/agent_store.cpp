@@ -1,4 +1,4 @@
-#include "comm/rendezvous/tcp_store.h"
+#include "comm/rendezvous/agent_store.h"
 
 #include <memory>
 #include <vector>
@@ -16,16 +16,6 @@
 
 namespace tessera::comm {
 namespace {
-
-std::string place_of(const LaunchEnvironment& environment) {
-  return fmt::format("MASTER_ADDR:MASTER_PORT = {}:{}", environment.master_address,
-                     environment.master_port);
-}
-
-/// The ranks to blame when the store does not work: none if the launcher serves it.
-std::vector<int> server_of(const LaunchEnvironment& environment) {
-  return environment.agent_store ? std::vector<int>{} : std::vector<int>{0};
-}
 
 /// Returns a connection with a time-out of 1 s for connecting and 0.1 s for receiving; -1 if no
 /// process listens there (yet).
@@ -65,36 +55,30 @@ std::string why_not_a_store(const std::string& address, int port) {
 void throw_useless_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout,
                          const std::string& reason) {
   throw BrokenWorldError(
-      fmt::format("init_process_group: rank {} of {} could not use the store at {} within {} ms: "
-                  "{}; another service, or the torchrun of another "
-                  "PyTorch, may answer there",
-                  environment.rank, environment.size, place_of(environment), timeout.count(),
-                  reason),
-      server_of(environment));
+      fmt::format("init_process_group: rank {} of {} could not use the store at "
+                  "MASTER_ADDR:MASTER_PORT = {}:{} within {} ms: "
+                  "{}; another service{} may answer there",
+                  environment.rank, environment.size, environment.master_address,
+                  environment.master_port, timeout.count(), reason,
+                  environment.agent_store ? ", or the torchrun of another PyTorch," : ""),
+      environment.agent_store ? std::vector<int>{} : std::vector<int>{0});
 }
 
-c10::intrusive_ptr<c10d::Store> tcp_store(const LaunchEnvironment& environment,
-                                          std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> agent_store(const LaunchEnvironment& environment,
+                                            std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(environment.master_port);
-  options.isServer = !environment.agent_store && environment.rank == 0;
   options.waitWorkers = false;
   options.timeout =
       std::chrono::ceil<std::chrono::seconds>(timeout);  // libtorch 1.13 uses whole seconds
-  if (!options.isServer) {
-    if (const auto problem = why_not_a_store(environment.master_address, environment.master_port);
-        !problem.empty())
-      throw_useless_store(environment, timeout, problem);
-  }
+  if (const auto problem = why_not_a_store(environment.master_address, environment.master_port);
+      !problem.empty())
+    throw_useless_store(environment, timeout, problem);
   const SigpipeBlocked sigpipe;
   try {
     return c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
   } catch (const std::exception& error) {
-    const auto reason = compat::first_line(error.what());
-    if (options.isServer)
-      throw UsageError(fmt::format("init_process_group: rank 0 cannot serve the store at {}: {}",
-                                   place_of(environment), reason));
-    throw_useless_store(environment, timeout, reason);
+    throw_useless_store(environment, timeout, compat::first_line(error.what()));
   }
 }
 

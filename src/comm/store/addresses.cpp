@@ -1,0 +1,90 @@
+#include "comm/store/addresses.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <thread>
+
+#include <fmt/format.h>
+#include <netdb.h>
+
+#include "comm/store/socket.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using AddressesFound = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+std::string numeric_text(const sockaddr* address, socklen_t size) {
+  char text[NI_MAXHOST] = {};
+  return ::getnameinfo(address, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0 ? text
+                                                                                          : "";
+}
+
+}  // namespace
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+std::string address_towards(const std::string& peer) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (peer.empty() || ::getaddrinfo(peer.c_str(), "9", &hints, &found) != 0) return "";
+  const AddressesFound list(found, ::freeaddrinfo);
+  for (const auto* entry = found; entry; entry = entry->ai_next) {
+    const Socket socket(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (socket.fd() < 0) continue;
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    auto* const any = reinterpret_cast<sockaddr*>(&own);
+    if (::connect(socket.fd(), entry->ai_addr, entry->ai_addrlen) != 0 ||
+        ::getsockname(socket.fd(), any, &size) != 0)
+      continue;
+    if (auto text = numeric_text(any, size); !text.empty()) return text;
+  }
+  return "";
+}
+
+std::vector<std::string> resolve_master_address(const std::string& name, int rank) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  int error = EAI_AGAIN;
+  constexpr int kTries = 5;
+  for (int i = 0; i < kTries && error == EAI_AGAIN; ++i) {
+    if (i > 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    error = ::getaddrinfo(name.c_str(), nullptr, &hints, &found);
+  }
+  if (error)
+    throw UsageError(
+        fmt::format("init_process_group: rank {}: MASTER_ADDR is '{}': {}; expected a name or "
+                    "an address of the host of rank 0",
+                    rank, name, ::gai_strerror(error)));
+  const AddressesFound list(found, ::freeaddrinfo);
+  std::vector<std::string> addresses;
+  for (const auto* entry = found; entry; entry = entry->ai_next) {
+    auto text = numeric_text(entry->ai_addr, entry->ai_addrlen);
+    if (!text.empty() && std::find(addresses.begin(), addresses.end(), text) == addresses.end())
+      addresses.push_back(std::move(text));
+  }
+  return addresses;
+}
+
+std::vector<std::string> listening_addresses(std::vector<std::string> resolved,
+                                             const std::string& outward) {
+  if (std::all_of(resolved.begin(), resolved.end(), is_loopback) && !outward.empty())
+    resolved.push_back(outward);
+  return resolved;
+}
+
+std::string outward_address() {
+  // Addresses for documentation: no host has them, so their route is the default route.
+  for (const char* const nowhere : {"198.51.100.1", "2001:db8::1"}) {
+    if (auto address = address_towards(nowhere); !address.empty() && !is_loopback(address))
+      return address;
+  }
+  return "";
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace tessera::comm {
+
+/// True for a loopback address, or the name localhost. Pure.
+bool is_loopback(const std::string& address);
+
+/// The local address of the interface through which this host reaches `peer`; empty if there is no
+/// route. Sends nothing, but may ask a name server.
+std::string address_towards(const std::string& peer);
+
+/// The numeric addresses of a host, each once. Throws UsageError, naming MASTER_ADDR and the rank,
+/// if the name is unknown. Blocks while the name server does.
+std::vector<std::string> resolve_master_address(const std::string& name, int rank);
+
+/// The addresses on which rank 0 listens: those that MASTER_ADDR has on its host. If all of them
+/// are loopback addresses, as with Debian's line "127.0.1.1 NAME" in /etc/hosts, other hosts see
+/// another address under that name. `outward`, the address of the interface of the default route,
+/// is then added; empty: there is none. Pure.
+std::vector<std::string> listening_addresses(std::vector<std::string> resolved,
+                                             const std::string& outward);
+
+/// The address of the interface of this host's default route; empty if there is none.
+std::string outward_address();
+
+}  // namespace tessera::comm

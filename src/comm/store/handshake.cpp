@@ -1,0 +1,110 @@
+#include "comm/store/handshake.h"
+
+#include <stdexcept>
+
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <openssl/rand.h>
+
+#include "comm/store/message.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr std::string_view kHelloMark = "tessera>", kChallengeMark = "tessera<";
+constexpr size_t kNonceBytes = 32;
+static_assert(kHelloBytes == kHelloMark.size() + 4 + 4 + 1 + kNonceBytes);
+static_assert(kChallengeBytes == kChallengeMark.size() + 4 + 1 + kNonceBytes + kProofBytes);
+
+std::string nonce() {
+  std::string bytes(kNonceBytes, '\0');
+  if (::RAND_bytes(reinterpret_cast<unsigned char*>(bytes.data()), kNonceBytes) != 1)
+    throw std::runtime_error("libcrypto has no random numbers");
+  return bytes;
+}
+
+std::string_view without_proof(std::string_view challenge) {
+  return challenge.substr(0, kChallengeBytes - kProofBytes);
+}
+
+std::string proof_of(std::string_view side, const std::string& secret, std::string_view hello,
+                     std::string_view challenge) {
+  std::string text(side);
+  text.append(hello).append(challenge);
+  std::string proof(EVP_MAX_MD_SIZE, '\0');
+  unsigned size = 0;
+  const bool done = ::HMAC(::EVP_sha256(), secret.data(), static_cast<int>(secret.size()),
+                           reinterpret_cast<const unsigned char*>(text.data()), text.size(),
+                           reinterpret_cast<unsigned char*>(proof.data()), &size) != nullptr;
+  if (!done || size != kProofBytes) throw std::runtime_error("libcrypto has no HMAC-SHA256");
+  proof.resize(size);
+  return proof;
+}
+
+/// Takes the same time wherever the bytes differ.
+bool equal(std::string_view a, std::string_view b) {
+  return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+bool begins(std::string_view bytes, std::string_view mark, size_t size) {
+  return bytes.size() <= size && mark.substr(0, bytes.size()) == bytes.substr(0, mark.size());
+}
+
+constexpr std::string_view kStoreSide = "store", kRankSide = "rank ";
+
+}  // namespace
+
+std::string make_hello(const Hello& hello) {
+  std::string bytes(kHelloMark);
+  append_number(bytes, static_cast<uint32_t>(hello.rank));
+  append_number(bytes, static_cast<uint32_t>(hello.attempt));
+  bytes += hello.has_secret ? '\1' : '\0';
+  return bytes += nonce();
+}
+
+bool begins_hello(std::string_view bytes) { return begins(bytes, kHelloMark, kHelloBytes); }
+
+std::optional<Hello> read_hello(std::string_view bytes) {
+  if (bytes.size() != kHelloBytes || !begins_hello(bytes)) return std::nullopt;
+  const size_t at = kHelloMark.size();
+  return Hello{static_cast<int>(number_at(bytes, at)), static_cast<int>(number_at(bytes, at + 4)),
+               bytes[at + 8] != 0};
+}
+
+std::string make_challenge(const Challenge& challenge, const std::string& secret,
+                           std::string_view hello) {
+  std::string bytes(kChallengeMark);
+  append_number(bytes, static_cast<uint32_t>(challenge.attempt));
+  bytes += challenge.has_secret ? '\1' : '\0';
+  bytes += nonce();
+  return bytes += proof_of(kStoreSide, secret, hello, bytes);
+}
+
+bool begins_challenge(std::string_view bytes) {
+  return begins(bytes, kChallengeMark, kChallengeBytes);
+}
+
+std::optional<Challenge> read_challenge(std::string_view bytes) {
+  if (bytes.size() != kChallengeBytes || !begins_challenge(bytes)) return std::nullopt;
+  const size_t at = kChallengeMark.size();
+  return Challenge{static_cast<int>(number_at(bytes, at)), bytes[at + 4] != 0};
+}
+
+bool store_proves(const std::string& secret, std::string_view hello, std::string_view challenge) {
+  return challenge.size() == kChallengeBytes &&
+         equal(challenge.substr(kChallengeBytes - kProofBytes),
+               proof_of(kStoreSide, secret, hello, without_proof(challenge)));
+}
+
+std::string make_proof(const std::string& secret, std::string_view hello,
+                       std::string_view challenge) {
+  return proof_of(kRankSide, secret, hello, without_proof(challenge));
+}
+
+bool rank_proves(const std::string& secret, std::string_view hello, std::string_view challenge,
+                 std::string_view proof) {
+  return equal(proof, make_proof(secret, hello, challenge));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,59 @@
+#include "comm/store/secret.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include "comm/store/socket.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr size_t kMaxSecretBytes = 4096;
+
+std::string secret_in(const std::string& path, int rank) {
+  const auto refuse = [&](const std::string& problem) {
+    throw UsageError(
+        fmt::format("init_process_group: rank {}: TESSERA_SECRET_FILE is '{}': {}; expected a "
+                    "regular file of this user with mode 0600 or 0400 and 1 to {} bytes",
+                    rank, path, problem, kMaxSecretBytes));
+  };
+  // Opening a FIFO would block without O_NONBLOCK.
+  const Socket file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  struct stat info {};
+  if (file.fd() < 0 || ::fstat(file.fd(), &info) != 0) refuse(std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) refuse("it is not a regular file");
+  if (info.st_uid != ::geteuid())
+    refuse(fmt::format("its owner is user {}, and this process runs as user {}", info.st_uid,
+                       ::geteuid()));
+  if (const auto mode = info.st_mode & 07777; mode != 0600 && mode != 0400)
+    refuse(fmt::format("its mode is {:04o}", mode));
+  std::string text(kMaxSecretBytes + 1, '\0');
+  const auto size = ::read(file.fd(), text.data(), text.size());
+  if (size < 0) refuse(std::strerror(errno));
+  if (static_cast<size_t>(size) > kMaxSecretBytes) refuse("it is too long");
+  text.resize(static_cast<size_t>(size));
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+  if (text.empty()) refuse("it is empty");
+  return text;
+}
+
+}  // namespace
+
+std::string read_secret(const std::function<const char*(const char* name)>& get, int rank) {
+  if (const char* const text = get("TESSERA_SECRET")) {
+    if (*text) return text;
+    throw UsageError(fmt::format(
+        "init_process_group: rank {}: environment variable TESSERA_SECRET is empty; expected a "
+        "secret that all ranks share, or no such variable",
+        rank));
+  }
+  const char* const path = get("TESSERA_SECRET_FILE");
+  return path ? secret_in(path, rank) : "";
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,166 @@
+#include "comm/store/store_link.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <random>
+#include <system_error>
+#include <thread>
+
+#include <fmt/format.h>
+#include <poll.h>
+
+#include "comm/store/addresses.h"
+#include "comm/store/handshake.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// One try, of connecting and of the handshake. The store's own limit is shorter.
+constexpr std::chrono::milliseconds kConnectLimit{2000}, kHandshakeLimit{3000};
+
+/// A failure that may pass: connecting again may help.
+class Passing : public StoreLost {
+ public:
+  using StoreLost::StoreLost;
+};
+
+void send_all(const Socket& socket, std::string_view bytes, Clock::time_point deadline) {
+  while (!bytes.empty()) {
+    const auto sent = ::send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (sent >= 0) {
+      bytes.remove_prefix(static_cast<size_t>(sent));
+    } else if (errno == EAGAIN) {
+      if (!wait_for(socket, POLLOUT, deadline)) throw Passing("it does not answer");
+    } else if (errno != EINTR) {
+      throw Passing(std::strerror(errno));
+    }
+  }
+}
+
+/// Appends at least one byte and at most `most`.
+void receive(const Socket& socket, std::string& bytes, size_t most, Clock::time_point deadline) {
+  char buffer[1 << 16];
+  for (;;) {
+    if (!wait_for(socket, POLLIN, deadline)) throw Passing("it does not answer");
+    const auto size = ::recv(socket.fd(), buffer, std::min(most, sizeof buffer), 0);
+    if (size > 0) {
+      bytes.append(buffer, static_cast<size_t>(size));
+      return;
+    }
+    if (size == 0) throw Passing("it closes the connection");
+    if (errno != EAGAIN && errno != EINTR) throw Passing(std::strerror(errno));
+  }
+}
+
+/// The challenge, or StoreLost at the first byte that is not part of one.
+std::string receive_challenge(const Socket& socket, Clock::time_point deadline) {
+  std::string bytes;
+  while (bytes.size() < kChallengeBytes) {
+    receive(socket, bytes, kChallengeBytes - bytes.size(), deadline);
+    if (!begins_challenge(bytes)) throw StoreLost("the service there uses another protocol");
+  }
+  return bytes;
+}
+
+std::string host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+[[noreturn]] void refuse_secret(const StorePlace& place, const Challenge& challenge) {
+  const char* const difference = place.secret.empty()    ? "rank 0 has a secret and this rank none"
+                                 : !challenge.has_secret ? "this rank has a secret and rank 0 none"
+                                                         : "rank 0 has another secret";
+  throw UsageError(fmt::format(
+      "init_process_group: rank {} on host {}: the store at MASTER_ADDR:MASTER_PORT = {}:{} did "
+      "not prove the secret of this rank: {}, or another job answers there; set the same "
+      "TESSERA_SECRET or TESSERA_SECRET_FILE on every rank",
+      place.rank, host_name(), place.address, place.port, difference));
+}
+
+void check_attempt(const StorePlace& place, const Challenge& challenge) {
+  if (challenge.attempt < place.attempt)
+    throw Passing(fmt::format("it belongs to attempt {}, and this rank to attempt {}",
+                              challenge.attempt, place.attempt));
+  if (challenge.attempt > place.attempt)
+    throw UsageError(fmt::format(
+        "init_process_group: rank {} on host {}: TORCHELASTIC_RESTART_COUNT is {} here and {} on "
+        "rank 0, whose store answers at MASTER_ADDR:MASTER_PORT = {}:{}; expected the same on "
+        "every rank",
+        place.rank, host_name(), place.attempt, challenge.attempt, place.address, place.port));
+}
+
+void shake_hands(const Socket& socket, const StorePlace& place, Clock::time_point deadline) {
+  const auto hello = make_hello({place.rank, place.attempt, !place.secret.empty()});
+  send_all(socket, hello, deadline);
+  const auto challenge = receive_challenge(socket, deadline);
+  const auto content = read_challenge(challenge).value();
+  if (!store_proves(place.secret, hello, challenge)) {
+    // Nothing is proved to a store that has not proved itself. Zeros tell it why this rank leaves.
+    send_all(socket, std::string(kProofBytes, '\0'), deadline);
+    refuse_secret(place, content);
+  }
+  send_all(socket, make_proof(place.secret, hello, challenge), deadline);
+  check_attempt(place, content);
+  std::string verdict;
+  receive(socket, verdict, 1, deadline);
+  if (verdict[0] != kWelcome) throw Passing("it refuses this rank");
+}
+
+Socket connect_once(const StorePlace& place, Clock::time_point deadline) {
+  std::exception_ptr problem;
+  for (const auto& address : resolve_master_address(place.address, place.rank)) {
+    try {
+      auto socket =
+          connect_to(address, place.port, std::min(deadline, Clock::now() + kConnectLimit));
+      shake_hands(socket, place, std::min(deadline, Clock::now() + kHandshakeLimit));
+      return socket;
+    } catch (const Passing&) {
+      problem = std::current_exception();
+    } catch (const std::system_error&) {
+      problem = std::current_exception();
+    }
+  }
+  if (!problem) throw StoreLost("MASTER_ADDR has no address");
+  std::rethrow_exception(problem);
+}
+
+void pause_before_next_try(Clock::time_point deadline) {
+  thread_local std::minstd_rand random{std::random_device{}()};
+  const std::chrono::milliseconds pause{20 + random() % 80};
+  std::this_thread::sleep_until(std::min(deadline, Clock::now() + pause));
+}
+
+}  // namespace
+
+StoreLink::StoreLink(const StorePlace& place, Clock::time_point deadline, bool must_listen) {
+  for (;; pause_before_next_try(deadline)) {
+    try {
+      socket_ = connect_once(place, deadline);
+      return;
+    } catch (const Passing&) {
+      if (Clock::now() >= deadline) throw;
+    } catch (const std::system_error& error) {
+      if (must_listen || Clock::now() >= deadline) throw StoreLost(error.code().message());
+    }
+  }
+}
+
+StoreMessage StoreLink::call(const StoreMessage& request, Clock::time_point deadline) {
+  send_all(socket_, encode(request), deadline);
+  std::string bytes;
+  for (StoreMessage reply;;) {
+    receive(socket_, bytes, kMaxMessageBytes, deadline);
+    const auto taken = take_message(bytes, reply);
+    if (taken == Taken::whole) return reply;
+    if (taken == Taken::malformed) throw StoreLost("it sends a malformed reply");
+  }
+}
+
+}  // namespace tessera::comm

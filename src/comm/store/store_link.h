@@ -1,0 +1,45 @@
+#pragma once
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+#include "comm/store/message.h"
+#include "comm/store/socket.h"
+
+namespace tessera::comm {
+
+/// Where the store is, and who asks for it.
+struct StorePlace {
+  std::string address;  ///< MASTER_ADDR
+  int port = 0;         ///< MASTER_PORT
+  int rank = 0, size = 1;
+  int attempt = 0;
+  std::string secret;  ///< empty: none
+};
+
+/// The store cannot be used, for the reason in what().
+class StoreLost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// One connection to the store whose two ends have proved the secret to each other.
+class StoreLink {
+ public:
+  /// Connects. What may pass is tried again until the deadline: no process that listens, a
+  /// connection that is closed or not answered, a store of an earlier attempt. With
+  /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost; UsageError
+  /// at once if MASTER_ADDR is unknown, or if the store has another secret or a later attempt.
+  StoreLink(const StorePlace& place, std::chrono::steady_clock::time_point deadline,
+            bool must_listen);
+
+  /// Sends a request and returns the reply. After an error the connection must not be used. Throws
+  /// StoreLost, also when the deadline passes.
+  StoreMessage call(const StoreMessage& request, std::chrono::steady_clock::time_point deadline);
+
+ private:
+  Socket socket_;
+};
+
+}  // namespace tessera::comm

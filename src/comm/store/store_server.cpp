@@ -1,0 +1,187 @@
+#include "comm/store/store_server.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+
+namespace tessera::comm {
+namespace {
+
+constexpr size_t kMostReports = 16;
+constexpr int kMostAcceptedAtOnce = 64;
+constexpr std::chrono::milliseconds kAcceptPause{100};
+
+/// Blocks all signals on this thread while alive. A thread that starts meanwhile inherits that, so
+/// the program's own threads handle the signals.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &former_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &former_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t former_;
+};
+
+bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+bool lacks_files(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
+}  // namespace
+
+StoreServer::StoreServer(std::vector<Socket> listeners, Options options)
+    : options_(std::move(options)),
+      listeners_(std::move(listeners)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_.fd() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  const SignalsBlocked inherited;
+  thread_ = std::thread([this] { run(); });
+}
+
+StoreServer::~StoreServer() {
+  ::eventfd_write(wake_.fd(), 1);
+  thread_.join();
+}
+
+std::vector<std::string> StoreServer::reported() const {
+  std::lock_guard lock(mutex_);
+  return reported_;
+}
+
+void StoreServer::run() {
+  for (;;) {
+    try {
+      if (!wait_for_events()) return;
+      for (const size_t i : ready_listeners_) accept_from(listeners_[i]);
+      answer_waiting();
+      remove_finished();
+      limit_strangers(options_.most_strangers);
+    } catch (const std::exception&) {
+      connections_.clear();  // out of memory: the ranks get an error
+    }
+  }
+}
+
+bool StoreServer::wait_for_events() {
+  std::vector<pollfd> entries{{wake_.fd(), POLLIN, 0}};
+  const bool accepts = Clock::now() >= accept_after_;
+  auto next = accepts ? Clock::time_point::max() : accept_after_;
+  for (const auto& listener : listeners_)
+    entries.push_back({accepts ? listener.fd() : -1, POLLIN, 0});
+  for (auto& connection : connections_) {
+    auto& session = connection.session;
+    // A member that does not read its reply cannot make another request.
+    const short events = session.output().empty() ? POLLIN : POLLOUT;
+    entries.push_back({connection.socket.fd(), events, 0});
+    if (!session.is_member()) next = std::min(next, connection.since + options_.handshake_limit);
+  }
+  int wait = -1;
+  if (next != Clock::time_point::max()) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+    wait = static_cast<int>(std::max<int64_t>(left, 0));
+  }
+  if (::poll(entries.data(), entries.size(), wait) < 0)
+    for (auto& entry : entries) entry.revents = 0;
+  if (entries[0].revents) return false;
+  ready_listeners_.clear();
+  auto entry = entries.begin() + 1;
+  for (size_t i = 0; i < listeners_.size(); ++i)
+    if ((entry++)->revents) ready_listeners_.push_back(i);
+  for (auto& connection : connections_) serve(connection, (entry++)->revents);
+  return true;
+}
+
+void StoreServer::serve(Connection& connection, short events) {
+  if (!events) return;
+  if (connection.session.output().empty()) read(connection);
+  write(connection);
+  if (!connection.session.complaint().empty()) report(connection);
+}
+
+void StoreServer::read(Connection& connection) {
+  char bytes[1 << 16];
+  const auto size = ::recv(connection.socket.fd(), bytes, sizeof bytes, 0);
+  if (size > 0) connection.session.feed({bytes, static_cast<size_t>(size)});
+  else connection.broken |= size == 0 || !is_temporary(errno);
+}
+
+void StoreServer::write(Connection& connection) {
+  auto& output = connection.session.output();
+  if (output.empty()) return;
+  const auto sent = ::send(connection.socket.fd(), output.data(), output.size(), MSG_NOSIGNAL);
+  if (sent > 0) output.erase(0, static_cast<size_t>(sent));
+  else connection.broken |= sent < 0 && !is_temporary(errno);
+}
+
+void StoreServer::answer_waiting() {
+  if (answered_version_ == table_.version()) return;
+  answered_version_ = table_.version();
+  for (auto& connection : connections_) {
+    connection.session.answer_waiting();
+    write(connection);
+  }
+}
+
+void StoreServer::report(const Connection& connection) {
+  auto line = fmt::format("the store of rank 0 refused a connection from {}: {}",
+                          peer_of(connection.socket), connection.session.complaint());
+  {
+    std::lock_guard lock(mutex_);
+    if (reported_.size() >= kMostReports ||
+        std::find(reported_.begin(), reported_.end(), line) != reported_.end())
+      return;
+    reported_.push_back(line);
+  }
+  options_.report(line);
+}
+
+void StoreServer::remove_finished() {
+  const auto late = Clock::now() - options_.handshake_limit;
+  connections_.remove_if([&](Connection& connection) {
+    auto& session = connection.session;
+    const bool finished = session.dropped() && session.output().empty();
+    return connection.broken || finished || (!session.is_member() && connection.since <= late);
+  });
+}
+
+void StoreServer::accept_from(const Socket& listener) {
+  for (int i = 0; i < kMostAcceptedAtOnce; ++i) {
+    Socket socket(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (socket.fd() < 0) {
+      if (!lacks_files(errno)) return;
+      limit_strangers(0);
+      accept_after_ = Clock::now() + kAcceptPause;
+      return;
+    }
+    prepare_connection(socket.fd());
+    auto& connection = connections_.emplace_back(std::move(socket), options_.gate, table_);
+    serve(connection, POLLIN);  // a rank's hello is usually there already
+  }
+}
+
+void StoreServer::limit_strangers(size_t most) {
+  size_t strangers =
+      std::count_if(connections_.begin(), connections_.end(),
+                    [](const auto& connection) { return !connection.session.is_member(); });
+  // Connections are in the order in which they were accepted.
+  for (const bool greeted : {false, true}) {
+    for (auto at = connections_.begin(); at != connections_.end() && strangers > most;) {
+      const bool goes = !at->session.is_member() && at->session.greeted() == greeted;
+      at = goes ? connections_.erase(at) : std::next(at);
+      strangers -= goes;
+    }
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/store/session.h"
+#include "comm/store/socket.h"
+
+namespace tessera::comm {
+
+/// Serves a store to the ranks of a world, in a thread of its own. A peer must prove that it knows
+/// the secret (handshake.h) before it can do anything. Until then it is a stranger: it is
+/// disconnected if it sends anything else or needs longer than `handshake_limit`, and when there
+/// are more than `most_strangers` of them. The oldest go first, those without a hello before
+/// others, so junk that keeps connections open does not keep ranks out. Members that are slow or
+/// silent do not delay others.
+class StoreServer {
+ public:
+  struct Options {
+    Session::Gate gate;
+    std::chrono::milliseconds handshake_limit{2000};
+    size_t most_strangers = 64;
+    /// Called from the server's thread, once for each address and reason, with one line about a
+    /// peer that speaks the protocol and was refused. At most 16 times.
+    std::function<void(const std::string& line)> report = [](const std::string&) {};
+  };
+
+  /// Serves until it is destroyed, which closes all connections.
+  StoreServer(std::vector<Socket> listeners, Options options);
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+
+  /// All lines that were reported. Any thread.
+  std::vector<std::string> reported() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Connection {
+    Connection(Socket accepted, const Session::Gate& gate, KeyTable& table)
+        : socket(std::move(accepted)), session(gate, table) {}
+    Socket socket;
+    Session session;
+    Clock::time_point since = Clock::now();
+    bool broken = false;
+  };
+
+  void run();
+  /// Blocks until there is something to do; false if the server shall end.
+  bool wait_for_events();
+  void serve(Connection& connection, short events);
+  static void read(Connection& connection);
+  static void write(Connection& connection);
+  void answer_waiting();
+  void report(const Connection& connection);
+  void remove_finished();
+  void accept_from(const Socket& listener);
+  void limit_strangers(size_t most);
+
+  const Options options_;
+  const std::vector<Socket> listeners_;
+  Socket wake_;
+  KeyTable table_;
+  uint64_t answered_version_ = 0;
+  std::list<Connection> connections_;
+  std::vector<size_t> ready_listeners_;
+  Clock::time_point accept_after_{};  ///< Accepting fails until then: too many open files.
+  mutable std::mutex mutex_;
+  std::vector<std::string> reported_;
+  std::thread thread_;
+};
+
+}  // namespace tessera::comm
