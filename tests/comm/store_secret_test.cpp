@@ -1,5 +1,3 @@
-#include "comm/store/secret.h"
-
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -9,14 +7,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "comm/store/secret.h"
 #include "tessera/error.h"
 
 namespace {
 
+using tessera::comm::read_secret;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using tessera::comm::read_secret;
 
 /// The secret with these variables, or the error.
 std::string secret_with(const std::map<std::string, std::string>& variables) {

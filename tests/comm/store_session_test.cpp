@@ -1,6 +1,4 @@
 // The parts of the store without sockets: handshake, messages, keys, one peer's session.
-#include "comm/store/session.h"
-
 #include <limits>
 #include <random>
 #include <vector>
@@ -9,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/store/addresses.h"
+#include "comm/store/session.h"
 #include "tessera/error.h"
 
 namespace {
@@ -231,8 +230,8 @@ TEST_F(StoreSession, DropsJunkAtItsFirstWrongByte) {
 }
 
 TEST_F(StoreSession, DropsAMemberWithAHugeOrAnEarlyRequest) {
-  for (const auto& bytes : {std::string("\xff\xff\xff\xff\1"),
-                            encode(request(Request::wait, {"k"})) + "more"}) {
+  for (const auto& bytes :
+       {std::string("\xff\xff\xff\xff\1"), encode(request(Request::wait, {"k"})) + "more"}) {
     Session session(gate, table);
     greet(session, 7, "secret");
     session.feed(proof);

@@ -140,15 +140,21 @@ void pause_before_next_try(Clock::time_point deadline) {
 }  // namespace
 
 StoreLink::StoreLink(const StorePlace& place, Clock::time_point deadline, bool must_listen) {
-  for (;; pause_before_next_try(deadline)) {
+  // The deadline cuts the last try off, so the reason of the one before says more.
+  for (std::string reason;; pause_before_next_try(deadline)) {
+    std::string now;
     try {
       socket_ = connect_once(place, deadline);
       return;
-    } catch (const Passing&) {
-      if (Clock::now() >= deadline) throw;
+    } catch (const Passing& error) {
+      now = error.what();
     } catch (const std::system_error& error) {
-      if (must_listen || Clock::now() >= deadline) throw StoreLost(error.code().message());
+      now = error.code().message();
+      if (must_listen) throw StoreLost(now);
     }
+    const bool over = Clock::now() >= deadline;
+    if (!over || reason.empty()) reason = now;
+    if (over) throw StoreLost(reason);
   }
 }
 

@@ -134,8 +134,8 @@ void StoreServer::answer_waiting() {
 }
 
 void StoreServer::report(const Connection& connection) {
-  auto line = fmt::format("the store of rank 0 refused a connection from {}: {}",
-                          peer_of(connection.socket), connection.session.complaint());
+  auto line = fmt::format("the store of rank 0 refused a connection from {}: {}", connection.peer,
+                          connection.session.complaint());
   {
     std::lock_guard lock(mutex_);
     if (reported_.size() >= kMostReports ||
@@ -160,8 +160,9 @@ void StoreServer::accept_from(const Socket& listener) {
     Socket socket(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (socket.fd() < 0) {
       if (!lacks_files(errno)) return;
-      limit_strangers(0);
-      accept_after_ = Clock::now() + kAcceptPause;
+      const size_t before = strangers();
+      limit_strangers(before / 2);
+      if (before == 0) accept_after_ = Clock::now() + kAcceptPause;
       return;
     }
     prepare_connection(socket.fd());
@@ -170,16 +171,19 @@ void StoreServer::accept_from(const Socket& listener) {
   }
 }
 
+size_t StoreServer::strangers() const {
+  return std::count_if(connections_.begin(), connections_.end(),
+                       [](const auto& connection) { return !connection.session.is_member(); });
+}
+
 void StoreServer::limit_strangers(size_t most) {
-  size_t strangers =
-      std::count_if(connections_.begin(), connections_.end(),
-                    [](const auto& connection) { return !connection.session.is_member(); });
+  size_t left = strangers();
   // Connections are in the order in which they were accepted.
   for (const bool greeted : {false, true}) {
-    for (auto at = connections_.begin(); at != connections_.end() && strangers > most;) {
+    for (auto at = connections_.begin(); at != connections_.end() && left > most;) {
       const bool goes = !at->session.is_member() && at->session.greeted() == greeted;
       at = goes ? connections_.erase(at) : std::next(at);
-      strangers -= goes;
+      left -= goes;
     }
   }
 }

@@ -44,8 +44,9 @@ class StoreServer {
   using Clock = std::chrono::steady_clock;
   struct Connection {
     Connection(Socket accepted, const Session::Gate& gate, KeyTable& table)
-        : socket(std::move(accepted)), session(gate, table) {}
+        : socket(std::move(accepted)), peer(peer_of(socket)), session(gate, table) {}
     Socket socket;
+    std::string peer;
     Session session;
     Clock::time_point since = Clock::now();
     bool broken = false;
@@ -61,6 +62,7 @@ class StoreServer {
   void report(const Connection& connection);
   void remove_finished();
   void accept_from(const Socket& listener);
+  size_t strangers() const;
   void limit_strangers(size_t most);
 
   const Options options_;
