@@ -42,6 +42,8 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
       {"TORCHELASTIC_RUN_ID", attempt.run_id},
   };
   if (!attempt.rendezvous.empty()) set["TESSERA_RENDEZVOUS"] = attempt.rendezvous;
+  if (!attempt.secret.empty() && !has(base, "TESSERA_SECRET") && !has(base, "TESSERA_SECRET_FILE"))
+    set["TESSERA_SECRET"] = attempt.secret;
   if (limits_threads(options, base)) set["OMP_NUM_THREADS"] = "1";
   if (rank == 0 && attempt.terminal) {
     set["TESSERA_TTY"] = "1";

@@ -15,6 +15,7 @@ struct Attempt {
   std::string master_addr;
   int master_port = 0;
   std::string rendezvous;  ///< The rendezvous folder; empty with several hosts.
+  std::string secret;      ///< The ranks' secret if the user has set none; empty: none.
   bool terminal = false;   ///< Rank 0's output is piped through the launcher to a terminal.
   int columns = 0;         ///< The width of that terminal; 0 if unknown.
 };

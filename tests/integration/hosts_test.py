@@ -4,7 +4,7 @@ be made.
 
     hosts_test.py BUILD_FOLDER
 """
-import os, re, shutil, signal, subprocess, sys, unittest
+import os, pathlib, re, shutil, signal, subprocess, sys, tempfile, time, unittest
 
 from faults_test import BUILD, TIMEOUT_MS, Run
 
@@ -12,6 +12,7 @@ SKIPPED = 77
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
 ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # TEST-NET-1
+SECOND_ADDRESS = "192.0.2.9"  # of host 0
 PREFIX = "tessera-hosts-"
 NAMES = [f"{PREFIX}{os.getpid()}-{host}" for host in range(HOSTS)]
 
@@ -50,19 +51,83 @@ def make_hosts():
         ip("-n", name, "link", "set", "lo", "up")
         ip("-n", name, "address", "add", address + "/24", "dev", end)
         ip("-n", name, "link", "set", end, "up")
+    ip("-n", NAMES[0], "address", "add", SECOND_ADDRESS + "/24", "dev", cable[0])
+    ip("-n", NAMES[0], "route", "add", "default", "via", ADDRESSES[1])
+
+
+JUNK = """
+# Keeps connections open, opens each again that is closed, and sends these bytes: ADDRESS PORT COUNT BYTES_IN_HEX
+import select, socket, sys, time
+address, port, count, words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+kept = {}
+while True:
+    while len(kept) < count:
+        try:
+            connection = socket.create_connection((address, port), 1)
+            connection.sendall(words)
+            kept[connection.fileno()] = connection
+        except OSError:
+            time.sleep(0.002)
+            break
+    for fd in kept and select.select(list(kept), [], [], 0.002)[0]:
+        try:
+            closed = not kept[fd].recv(1000)
+        except OSError:
+            closed = True
+        if closed:
+            kept.pop(fd).close()
+"""
+
+ANSWERS = """
+# Whether a connection to ADDRESS PORT is accepted
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)
+    print("yes")
+except OSError as error:
+    print(error.strerror)
+"""
+
+GREETS = """
+# Sends a greeting to whoever connects to ADDRESS PORT
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    print("ready", flush=True)
+    while True:
+        server.accept()[0].sendall(b"220 another service" + bytes([13, 10]))
+"""
+
+
+def in_host(host, *words):
+    return ["ip", "netns", "exec", NAMES[host], *map(str, words)]
+
 
 
 class TwoHosts(unittest.TestCase):
-    def start(self, backend, port):
-        runs = []
-        for host, name in enumerate(NAMES):
-            runs.append(Run("ip", "netns", "exec", name, BUILD / "bin/tessera", "run", "--nnodes", HOSTS, "--node-rank", host, "-n", RANKS_PER_HOST,
-                            "--master-addr", ADDRESSES[0], "--master-port", port, BUILD / "bin/fault_probe", backend, TIMEOUT_MS))
-            self.addCleanup(runs[-1].close)
+    def launch(self, host, port, backend="auto", address=ADDRESSES[0], secret="shared", front=()):
+        """Starts the launcher of one host. `front` is what comes before the command."""
+        secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
+        run = Run(*in_host(host, *front, "env", *secret, BUILD / "bin/tessera", "run", "--nnodes", HOSTS, "--node-rank", host, "-n", RANKS_PER_HOST,
+                           "--master-addr", address, "--master-port", port, BUILD / "bin/fault_probe", backend, TIMEOUT_MS))
+        self.addCleanup(run.close)
+        return run
+
+    def background(self, host, program, *arguments):
+        process = subprocess.Popen(in_host(host, sys.executable, "-c", program, *arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        self.addCleanup(process.stdout.close)
+        self.addCleanup(process.wait, 10)
+        self.addCleanup(process.kill)
+        return process
+
+    def start(self, backend, port, **how):
+        runs = [self.launch(host, port, backend, **how) for host in range(HOSTS)]
+        self.train(runs)
+        return runs
+
+    def train(self, runs):
         for run in runs:
             run.wait_for(lambda: len(run.pids) == RANKS_PER_HOST or run.process.poll() is not None, 60, "all ranks train")
             self.assertEqual(len(run.pids), RANKS_PER_HOST, run.text())
-        return runs
 
     def kill(self, victim, backend, port):
         runs = self.start(backend, port)
@@ -89,6 +154,71 @@ class TwoHosts(unittest.TestCase):
 
     def test_the_rank_that_serves_the_store(self):
         self.kill(0, "auto", 29873)
+
+    def test_junk_before_and_during_the_start_keeps_no_rank_out(self):
+        port = 29875
+        for count, words in ((1, "00"), (300, ""), (50, b"GET / HTTP/1.1\r\n\r\n".hex())):
+            self.background(1, JUNK, ADDRESSES[0], port, count, words)
+        time.sleep(0.5)
+        runs = self.start("auto", port)
+        for run in runs:
+            self.assertNotIn("refused", run.text())
+            self.assertNotIn("has no secret", run.text())
+
+    def test_the_store_listens_on_the_address_of_master_addr_alone(self):
+        port = 29876
+        self.start("auto", port)
+        answer = lambda address: subprocess.run(in_host(1, sys.executable, "-c", ANSWERS, address, port), capture_output=True, text=True, timeout=20).stdout
+        self.assertEqual(answer(ADDRESSES[0]), "yes\n")
+        self.assertEqual(answer(SECOND_ADDRESS), "Connection refused\n")
+
+    def test_another_secret_is_an_error_on_both_hosts_at_once(self):
+        for port, near, far, mine, theirs in ((29877, "one", "two", "rank 0 has another secret", "has another secret than rank 0"),
+                                              (29878, "one", None, "rank 0 has a secret and this rank none", "has no secret, and rank 0 has one"),
+                                              (29879, None, "two", "this rank has a secret and rank 0 none", "has a secret, and rank 0 has none")):
+            runs = [self.launch(0, port, secret=near), self.launch(1, port, secret=far)]
+            runs[1].wait_for(lambda: runs[1].process.poll() is not None, 20, "the far ranks end")
+            self.assertLess(runs[1].process.wait(), 128, runs[1].text())
+            runs[1].reader.join(5)
+            self.assertRegex(runs[1].text(), rf"rank [23] on host \S+: .*{mine}.*TESSERA_SECRET")
+            pattern = rf"refused a connection from {ADDRESSES[1]}: it calls itself rank [23] and {theirs}; .*TESSERA_SECRET"
+            runs[0].wait_for(lambda: runs[0].when(pattern), 5, pattern)
+            self.assertIsNone(runs[0].process.poll(), "rank 0 serves on")
+            runs[0].close()
+
+    def test_a_world_without_a_secret_runs_and_says_so_once(self):
+        runs = self.start("auto", 29880, secret=None)
+        pattern = rf"anyone who reaches {ADDRESSES[0]}:29880 can join this world, because it has no secret; set TESSERA_SECRET"
+        self.assertEqual(sum(len(re.findall(pattern, run.text())) for run in runs), 1, runs[0].text())
+
+    def test_another_service_at_the_port_ends_no_rank_by_a_signal(self):
+        service = self.background(0, GREETS, ADDRESSES[0], 29881)
+        self.assertEqual(service.stdout.readline(), "ready\n")
+        far = self.launch(1, 29881)
+        self.assertLess(far.process.wait(30), 128, far.text())
+        far.reader.join(5)
+        self.assertRegex(far.text(), r"rank [23] of 4 could not use the store at .*29881 .*another protocol; another service may answer there")
+        near = self.launch(0, 29881)
+        self.assertLess(near.process.wait(30), 128, near.text())
+        near.reader.join(5)
+        self.assertRegex(near.text(), r"rank 0 cannot serve the store at .*29881 .*in use; expected a free port")
+
+    def test_a_name_that_is_loopback_on_its_own_host(self):
+        with tempfile.TemporaryDirectory() as folder:
+            runs = []
+            for host, line in enumerate(("127.0.1.1 first.invalid", f"{ADDRESSES[0]} first.invalid")):
+                hosts = pathlib.Path(folder, str(host))
+                hosts.write_text(line + "\n")
+                # ip netns exec has made a mount namespace for this command
+                front = ["sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
+                runs.append(self.launch(host, 29882, address="first.invalid", front=front))
+            self.train(runs)
+
+    def test_an_address_of_another_host_is_an_error_that_names_it(self):
+        run = self.launch(0, 29883, address=ADDRESSES[1])
+        self.assertLess(run.process.wait(30), 128, run.text())
+        run.reader.join(5)
+        self.assertRegex(run.text(), rf"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {ADDRESSES[1]}:29883 .*of the host of rank 0")
 
 
 def make():

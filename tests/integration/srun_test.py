@@ -122,10 +122,10 @@ class SlurmTest(unittest.TestCase):
         run.reader.join(5)
         return code, run.text()
 
-    def probe(self, *front, exports=""):
+    def probe(self, *front, exports="", secret="unused on one host"):
         """Starts a world that trains until it is ended, and waits until all its ranks train."""
         ranks = int(front[front.index("-n") + 1])
-        run = self.cluster.run("srun", *front, "bash", "-c", f"{exports} GROUP_RANK=$SLURM_NODEID exec {BUILD}/bin/fault_probe auto {TIMEOUT_MS}")
+        run = self.cluster.run("env", f"TESSERA_SECRET={secret}", "srun", *front, "bash", "-c", f"{exports} GROUP_RANK=$SLURM_NODEID exec {BUILD}/bin/fault_probe auto {TIMEOUT_MS}")
         self.addCleanup(run.close)
         run.wait_for(lambda: len(run.pids) == ranks or run.process.poll() is not None, 60, "all ranks train")
         self.assertEqual(sorted(run.pids), list(range(ranks)), run.text())
@@ -203,7 +203,9 @@ class TwoHosts(SlurmTest):
 
     def test_a_rank_of_each_is_lost(self):
         for victim in (3, 0):
-            run = self.probe("--ntasks-per-node=2", "-n", "4", exports=f"MASTER_ADDR={hosts_test.ADDRESSES[0]} MASTER_PORT=29874")
+            run = self.probe("--ntasks-per-node=2", "-n", "4", exports=f"MASTER_ADDR={hosts_test.ADDRESSES[0]} MASTER_PORT=29874",
+                             secret="shared by srun")
+            self.assertNotIn("has no secret", run.text())
             for rank in range(4):
                 self.assertIn(f"rank {rank}: right sum of 4 on gloo", run.text())
                 self.assertIn(f"rank {rank}: right sum of 2 on shm", run.text())

@@ -54,6 +54,18 @@ TEST(EnvironmentTest, RendezvousFolderOfOneHost) {
   EXPECT_THAT(rank_environment(options, here, 0, {}), Contains("TESSERA_RENDEZVOUS=/run/x"));
 }
 
+TEST(EnvironmentTest, TheLaunchersSecretDoesNotReplaceTheUsers) {
+  Attempt here = attempt();
+  EXPECT_THAT(rank_environment({}, here, 0, {}), Each(Not(StartsWith("TESSERA_SECRET"))));
+  here.secret = "abc";
+  EXPECT_THAT(rank_environment({}, here, 0, {}), Contains("TESSERA_SECRET=abc"));
+  for (const char* const own : {"TESSERA_SECRET=own", "TESSERA_SECRET_FILE=/own"}) {
+    const auto result = rank_environment({}, here, 0, {own});
+    EXPECT_THAT(result, Contains(own));
+    EXPECT_THAT(result, Not(Contains("TESSERA_SECRET=abc")));
+  }
+}
+
 TEST(EnvironmentTest, ThreadsAreLimitedForSeveralRanksOnly) {
   LaunchOptions one;
   EXPECT_FALSE(limits_threads(one, {}));

@@ -41,6 +41,25 @@ TEST(Run, TheRendezvousFolderIsCommonPrivateAndRemoved) {
   EXPECT_TRUE(run.tmp().empty());
 }
 
+TEST(Run, TheRanksOfOneHostShareASecretThatOthersDoNotKnow) {
+  const auto secrets_of = [](Launched run) {
+    EXPECT_EQ(run.finish(), 0);
+    std::set<std::string> secrets;
+    for (size_t at = 0; (at = run.out().find("secret=", at)) != std::string::npos; ++at)
+      secrets.insert(run.out().substr(at, run.out().find(';', at) - at));
+    return secrets;
+  };
+  const auto first = secrets_of(run_shell(2, "echo \"secret=$TESSERA_SECRET;\"")),
+             second = secrets_of(run_shell(2, "echo \"secret=$TESSERA_SECRET;\""));
+  ASSERT_EQ(first.size(), 1u);
+  EXPECT_THAT(*first.begin(), testing::MatchesRegex("secret=[0-9a-f]{32}"));
+  EXPECT_NE(first, second);
+  EXPECT_THAT(secrets_of(run_shell(2, "echo \"secret=$TESSERA_SECRET;\"",
+                                   {"--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1",
+                                    "--master-port=4711"})),
+              testing::ElementsAre("secret="));
+}
+
 TEST(Run, EveryRunHasItsOwnPort) {
   Launched one(run_shell(1, "echo $MASTER_PORT; read line"), {}, {});
   Launched given(run_shell(1, "echo $MASTER_PORT", {"--master_port=4711"}));

@@ -40,6 +40,8 @@ std::string random_id() {
 Attempt make_attempt(const LaunchOptions& options, int number, const std::string& run_id,
                      bool terminal) {
   Attempt attempt;
+  // Launchers on several hosts cannot agree on a secret without another one.
+  if (options.nnodes == 1) attempt.secret = random_id() + random_id();
   attempt.number = number;
   attempt.run_id = run_id;
   attempt.master_addr = options.master_addr.empty() ? "127.0.0.1" : options.master_addr;
