@@ -42,7 +42,8 @@ TEST(Run, TheRendezvousFolderIsCommonPrivateAndRemoved) {
 }
 
 TEST(Run, TheRanksOfOneHostShareASecretThatOthersDoNotKnow) {
-  const auto secrets_of = [](Launched run) {
+  const auto secrets_of = [](const std::vector<std::string>& arguments) {
+    Launched run(arguments);
     EXPECT_EQ(run.finish(), 0);
     std::set<std::string> secrets;
     for (size_t at = 0; (at = run.out().find("secret=", at)) != std::string::npos; ++at)
