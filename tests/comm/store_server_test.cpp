@@ -52,12 +52,13 @@ std::string error_from(Body body) {
 /// A store on a free loopback port, and its ranks.
 class Served {
  public:
-  explicit Served(std::string secret = "secret", int attempt = 7) {
-    auto listeners = listen_at({"127.0.0.1"}, 0);
+  explicit Served(std::string secret = "secret", int attempt = 7,
+                  std::chrono::milliseconds handshake_limit = 1000ms, int port = 0) {
+    auto listeners = listen_at({"127.0.0.1"}, port);
     port_ = port_of(listeners[0]);
     server_ = std::make_shared<StoreServer>(
-        std::move(listeners),
-        StoreServer::Options{.gate = {attempt, std::move(secret)}, .handshake_limit = 1000ms});
+        std::move(listeners), StoreServer::Options{.gate = {attempt, std::move(secret)},
+                                                   .handshake_limit = handshake_limit});
   }
   int port() const { return port_; }
   StoreServer& server() { return *server_; }
@@ -314,7 +315,7 @@ TEST(StoreServer, HundredsOfOpenConnectionsDoNotKeepRanksOut) {
   using namespace std::string_literals;
   const auto hello = make_hello({1, 7, true});
   for (const auto& words : {""s, hello.substr(0, 30), hello}) {
-    Served served;
+    Served served("secret", 7, 60s);
     const Junk junk(served.port(), 300, words);
     const auto start = Clock::now();
     for (int rank = 0; rank < 4; ++rank) served.rank(rank)->add("n", 1);
@@ -322,6 +323,22 @@ TEST(StoreServer, HundredsOfOpenConnectionsDoNotKeepRanksOut) {
     EXPECT_LT(Clock::now() - start, 5s);
     EXPECT_TRUE(soon([&] { return junk.closed() > 200; })) << "those above the limit are closed";
   }
+}
+
+TEST(StoreServer, ConnectionsWithoutAHelloGoFirst) {
+  auto listeners = listen_at({"127.0.0.1"}, 0);
+  const int port = port_of(listeners[0]);
+  const StoreServer server(std::move(listeners),
+                           {.gate = {7, "secret"}, .handshake_limit = 60s, .most_strangers = 4});
+  const auto hello = make_hello({1, 7, true});
+  const auto rank = connection(port);
+  send(rank, hello);
+  const auto challenge = receive(rank, kChallengeBytes);
+  std::vector<Socket> junk;
+  for (int i = 0; i < 10; ++i) junk.push_back(connection(port));
+  EXPECT_EQ(receive(junk[5]), "");
+  send(rank, make_proof("secret", hello, challenge));
+  EXPECT_EQ(receive(rank, 1), std::string(1, kWelcome));
 }
 
 TEST(StoreServer, TooFewFilesForTheJunkDoNotKeepRanksOut) {
@@ -372,6 +389,19 @@ TEST(StoreServer, RanksOfAnotherAttemptAreNotServed) {
               ElementsAre(HasSubstr("belongs to attempt 1; expected attempt 2")));
   EXPECT_THAT(error_from([&] { served.rank(3, 300ms, "secret", 3); }),
               HasSubstr("it belongs to attempt 2, and this rank to attempt 3"));
+}
+
+TEST(StoreServer, TheNextAttemptUsesThePortAtOnce) {
+  Served first("secret", 1);
+  const auto before = first.rank(1, 10s, "secret", 1);
+  before->add("n", 1);
+  auto early =
+      std::async(std::launch::async, [&] { return first.rank(1, 10s, "secret", 2)->add("n", 1); });
+  std::this_thread::sleep_for(100ms);
+  first.end();
+  const Served second("secret", 2, 1000ms, first.port());
+  EXPECT_EQ(early.get(), 1) << "the keys of the first attempt are gone";
+  EXPECT_THAT(error_from([&] { before->add("n", 1); }), HasSubstr("broken world { 0 }"));
 }
 
 TEST(StoreServer, ARankWaitsForAStoreThatStartsLater) {
