@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -66,6 +67,17 @@ std::string majority(const Holders& holders) {
   return "";
 }
 
+/// The ranks outside the majority, ascending; empty if there is none.
+std::vector<int> minority_of(const Holders& holders) {
+  const std::string most = majority(holders);
+  std::vector<int> result;
+  for (const auto& [digest, ranks] : holders) {
+    if (!most.empty() && digest != most) result.insert(result.end(), ranks.begin(), ranks.end());
+  }
+  std::sort(result.begin(), result.end());
+  return result;
+}
+
 std::string describe(const std::string& name, const Holders& holders) {
   const std::string most = majority(holders);
   std::vector<std::string> texts;
@@ -118,11 +130,15 @@ std::string check_replicas(const Tensors& tensors, ProcessGroup group, bool repa
   }
   if (equal) return "";
   std::string first;
+  std::vector<int> began;  // the ranks outside the majority for that tensor
   size_t count = 0;
   const auto holders = holders_of(group.all_gather_bytes(list, "digests of each replica"));
   for (const auto& [name, ranks] : holders) {
     if (ranks.size() < 2) continue;
-    if (count++ == 0) first = describe(name, ranks);
+    if (count++ == 0) {
+      first = describe(name, ranks);
+      began = minority_of(ranks);
+    }
     if (!repair) continue;
     if (majority(ranks).empty()) {
       throw AgreedError("check_replicas: " + describe(name, ranks) +
@@ -132,6 +148,7 @@ std::string check_replicas(const Tensors& tensors, ProcessGroup group, bool repa
   }
   if (count > 1) first += fmt::format(", and {} other tensors differ", count - 1);
   if (!repair) {
+    detail::report_agreed(began, "check_replicas: " + first);
     throw AgreedError("check_replicas: " + first + "; expected the same bits on all ranks");
   }
   return first;

@@ -23,6 +23,10 @@ bool limits_threads(const LaunchOptions& options, const std::vector<std::string>
   return options.nproc_per_node > 1 && !has(base, "OMP_NUM_THREADS");
 }
 
+std::string report_path(const Attempt& attempt, int rank) {
+  return attempt.reports.empty() ? "" : attempt.reports + "/report." + std::to_string(rank);
+}
+
 std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,
                                           int local_rank, const std::vector<std::string>& base) {
   const std::string node_rank = std::to_string(options.node_rank.value_or(0));
@@ -44,6 +48,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
   if (!attempt.rendezvous.empty()) set["TESSERA_RENDEZVOUS"] = attempt.rendezvous;
   if (!attempt.secret.empty() && !has(base, "TESSERA_SECRET") && !has(base, "TESSERA_SECRET_FILE"))
     set["TESSERA_SECRET"] = attempt.secret;
+  if (!attempt.reports.empty()) set["TESSERA_REPORT"] = report_path(attempt, rank);
   if (limits_threads(options, base)) set["OMP_NUM_THREADS"] = "1";
   if (rank == 0 && attempt.terminal) {
     set["TESSERA_TTY"] = "1";
@@ -53,7 +58,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
   // A surrounding launcher's rendezvous would contradict this launcher's.
   const std::vector<std::string> dropped = {"TORCHELASTIC_USE_AGENT_STORE",
                                             "TORCHELASTIC_ERROR_FILE", "TESSERA_RENDEZVOUS",
-                                            "TESSERA_TTY"};
+                                            "TESSERA_REPORT", "TESSERA_TTY"};
   std::vector<std::string> result;
   for (const std::string& entry : base) {
     const std::string name = name_of(entry);

@@ -16,6 +16,7 @@ struct Attempt {
   int master_port = 0;
   std::string rendezvous;  ///< The rendezvous folder; empty with several hosts.
   std::string secret;      ///< The ranks' secret if the user has set none; empty: none.
+  std::string reports;     ///< The folder of the ranks' reports; empty if there is none.
   bool terminal = false;   ///< Rank 0's output is piped through the launcher to a terminal.
   int columns = 0;         ///< The width of that terminal; 0 if unknown.
 };
@@ -27,6 +28,9 @@ int global_rank(const LaunchOptions& options, int local_rank);
 /// launch added and those of a surrounding launcher removed. Pure.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,
                                           int local_rank, const std::vector<std::string>& base);
+
+/// The file for the report of a rank; empty if there is no folder for it. See RankReport.
+std::string report_path(const Attempt& attempt, int rank);
 
 /// True when OMP_NUM_THREADS=1 is added: several ranks here and nothing set by the user.
 bool limits_threads(const LaunchOptions& options, const std::vector<std::string>& base);

@@ -19,7 +19,8 @@ class AgreedError : public UsageError {
 /// gave, its ranks. `prepare` must not call collectives. Collective; blocks.
 void agree(const ProcessGroup& group, const std::function<void()>& prepare);
 
-/// The message of an exception, without libtorch's backtrace. Local.
+/// The message of an exception, without libtorch's backtrace. If memory ran out, it begins with the
+/// limit of this process (RLIMIT_AS, `ulimit -v`) and its peak. Local.
 std::string message_of(const std::exception& error);
 
 }  // namespace tessera

@@ -17,6 +17,7 @@ namespace {
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 using Clock = std::chrono::steady_clock;
+using Cause = FailureLedger::Cause;
 
 std::string key_of(int rank) { return "failed/" + std::to_string(rank); }
 
@@ -55,6 +56,30 @@ int64_t next_order(const Store& store) {
     return store->add("failures", 1);
   } catch (...) {
     return 0;
+  }
+}
+
+std::string waited_key(int missing) { return "waited/" + std::to_string(missing); }
+
+/// Says that `rank` has waited for `missing` until the time-out. Needs no answer from the store: if
+/// the missing rank serves the store and is stopped, it finds this when it continues.
+void note_wait(const Store& store, int rank, int missing) {
+  try {
+    const auto text = std::to_string(rank);
+    store->set(waited_key(missing), std::vector<uint8_t>(text.begin(), text.end()));
+  } catch (...) {
+  }
+}
+
+/// True if another rank has waited for this one until the time-out, and the store did not answer it
+/// afterwards.
+bool has_kept_the_store_from_answering(const Store& store, int rank) {
+  try {
+    if (!store->check({waited_key(rank)})) return false;
+    const auto bytes = store->get(waited_key(rank));
+    return !read(store, std::stoi(std::string(bytes.begin(), bytes.end())));
+  } catch (...) {
+    return false;
   }
 }
 
@@ -100,9 +125,16 @@ Trail follow(const Store& store, int rank, const Record& mine) {
 }
 
 std::vector<int> resolve_in(const Store& store, int rank, int size,
-                            const std::vector<int>& suspects, bool late,
+                            const std::vector<int>& suspects, Cause cause,
                             std::chrono::milliseconds grace) {
+  const bool late = cause == Cause::late || cause == Cause::overdue;
+  if (cause == Cause::late) {
+    for (const int missing : suspects) note_wait(store, rank, missing);
+  }
   if (is_blamed(store, rank, size)) return {rank};
+  if ((cause == Cause::gone || cause == Cause::overdue) &&
+      has_kept_the_store_from_answering(store, rank))
+    return {rank};
   Record mine{next_order(store), false, suspects};
   const auto deadline = Clock::now() + grace;
   if (grace.count() > 0) write(store, rank, mine);
@@ -123,12 +155,11 @@ FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace
 std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause cause) noexcept {
   if (!store_) return suspects;
   try {
-    const bool late = cause == Cause::late;
     const auto grace = cause == Cause::gone ? std::chrono::milliseconds(0) : grace_;
     // If the stopped rank serves the store, the store does not answer.
     const auto blamed = call_with_timeout(
         grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
-          return resolve_in(store, rank, size, suspects, late, grace);
+          return resolve_in(store, rank, size, suspects, cause, grace);
         });
     return blamed.value_or(suspects);
   } catch (...) {

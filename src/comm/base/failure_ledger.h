@@ -22,7 +22,8 @@ class FailureLedger {
 
   /// Why a peer is missing. A peer that leaves when the time-out has almost passed may have given
   /// up itself: Gloo closes its connections before the peer can write its record.
-  enum class Cause { gone, gone_near_the_time_out, late };
+  /// A rank that notices its time-out long after it has passed did not run meanwhile.
+  enum class Cause { gone, gone_near_the_time_out, late, overdue };
 
   /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
   /// records, and writes the result as this rank's own record. Returns this rank itself if the

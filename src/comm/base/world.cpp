@@ -19,6 +19,12 @@ World World::start(int rank, int size, const ProcessGroupOptions& options) {
   return world;
 }
 
+std::vector<int> World::in_world(const std::vector<int>& members) const {
+  std::vector<int> result;
+  for (const int member : members) result.push_back(world_ranks.at(member));
+  return result;
+}
+
 bool all_equal(const std::vector<int>& hosts) {
   return std::adjacent_find(hosts.begin(), hosts.end(), std::not_equal_to<>()) == hosts.end();
 }

@@ -26,6 +26,9 @@ struct World {
   /// Rank `rank` of a start-up group with the members 0 … size-1. The caller sets hosts, same_host,
   /// address and store.
   static World start(int rank, int size, const ProcessGroupOptions& options);
+
+  /// The members with these numbers, as ranks of the start-up group.
+  std::vector<int> in_world(const std::vector<int>& members) const;
 };
 
 /// True if all these host numbers are equal.

@@ -10,6 +10,7 @@
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/rendezvous/store_rendezvous.h"
 #include "memory/heap.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -17,6 +18,16 @@ namespace {
 
 std::mutex default_mutex;
 std::weak_ptr<ProcessGroup::Impl> default_group;
+
+comm::StoreRendezvous meet(const comm::LaunchEnvironment& environment,
+                           std::chrono::milliseconds timeout) {
+  try {
+    return comm::rendezvous_over_store(environment, timeout);
+  } catch (const BrokenWorldError& error) {
+    detail::report_broken(error.ranks(), error.what());
+    throw;
+  }
+}
 
 ProcessGroup as_default(ProcessGroup group) {
   std::lock_guard lock(default_mutex);
@@ -45,7 +56,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   if (options.retain_freed_memory) memory::retain_freed_memory();
   // Each call makes another world with its own keys. Every rank makes the same number of calls.
   static int calls = 0;
-  auto rendezvous = comm::rendezvous_over_store(environment, options.timeout);
+  auto rendezvous = meet(environment, options.timeout);
   auto world = comm::World::start(environment.rank, environment.size, options);
   world.hosts = std::move(rendezvous.hosts);
   world.same_host = comm::all_equal(world.hosts);

@@ -7,11 +7,14 @@
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
 #include "comm/shm/shm_setup.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
-std::unique_ptr<Transport> make_transport(const World& world) {
+namespace {
+
+std::unique_ptr<Transport> connect(const World& world) {
   const auto backend = world.options.backend;
   if (backend == Backend::NCCL) return make_nccl_transport(world);
   if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
@@ -27,6 +30,17 @@ std::unique_ptr<Transport> make_transport(const World& world) {
   if (world.same_host && world.rank == 0)
     spdlog::warn("tessera: using Gloo instead of shared memory, because {}", reason);
   return make_p2p_transport(world, make_gloo_mailbox(world));
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_transport(const World& world) {
+  try {
+    return connect(world);
+  } catch (const BrokenWorldError& error) {
+    detail::report_broken(world.in_world(error.ranks()), error.what());
+    throw;
+  }
 }
 
 }  // namespace tessera::comm

@@ -6,6 +6,7 @@
 #include "comm/group/argument_checks.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/process_group.h"
 #define XXH_INLINE_ALL
 #include <algorithm>
@@ -161,15 +162,19 @@ void ProcessGroup::check_contract(const std::string& component,
   const auto at = [&](const std::vector<std::string>& list) {
     return index < list.size() ? "'" + list[index] + "'" : std::string("nothing more");
   };
-  if (index == 0) {
-    throw UsageError(
-        fmt::format("ProcessGroup: the ranks construct different things: rank {} {}, rank {} {}",
-                    rank(), at(mine), other, at(theirs)));
-  }
-  throw UsageError(fmt::format(
-      "{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on rank {} ({} entries)",
-      component, index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other,
-      theirs.size() - 1));
+  const std::string text =
+      index == 0 ? fmt::format(
+                       "ProcessGroup: the ranks construct different things: rank {} {}, rank {} {}",
+                       rank(), at(mine), other, at(theirs))
+                 : fmt::format(
+                       "{}: the ranks differ: entry {} is {} on rank {} ({} entries) and {} on "
+                       "rank {} ({} entries)",
+                       component, index - 1, at(mine), rank(), mine.size() - 1, at(theirs), other,
+                       theirs.size() - 1);
+  const auto began =
+      detail::minority(size(), [&](int a, int b) { return digests[a] == digests[b]; });
+  impl_->report_agreed(began, text);
+  throw UsageError(text);
 }
 
 void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }

@@ -11,6 +11,7 @@
 
 #include "comm/group/checked_transport.h"
 #include "comm/group/tag_scope.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -47,6 +48,7 @@ ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
 }
 
 ProcessGroup::Impl::~Impl() {
+  closing_ = true;
   if (transport) transport->abort();
   queue_.stop();
 }
@@ -70,6 +72,11 @@ void ProcessGroup::Impl::reset() {
   std::lock_guard lock(stats_mutex_);
   stats_ = {};
   queue_.reset_waited();
+}
+
+void ProcessGroup::Impl::report_agreed(const std::vector<int>& began,
+                                       const std::string& text) const {
+  detail::report_agreed(world.in_world(began), text);
 }
 
 std::string ProcessGroup::Impl::failure() {
@@ -107,10 +114,13 @@ std::string ProcessGroup::Impl::failure_of(const Headers& headers, const std::st
   if (!mine.empty()) std::memcpy(data + before, mine.data(), mine.size());
   transport->all_gather(text, counts);
   std::string lines;
-  for (const auto count : counts) {
-    if (count > 0) lines += (lines.empty() ? "" : "\n") + std::string(data, count);
-    data += count;
+  std::vector<int> began;
+  for (int r = 0; r < world.size; data += counts[r++]) {
+    if (counts[r] == 0) continue;
+    lines += (lines.empty() ? "" : "\n") + std::string(data, counts[r]);
+    began.push_back(r);
   }
+  report_agreed(began, lines);
   return lines;
 }
 
@@ -154,6 +164,7 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
 
 void ProcessGroup::Impl::fail(const std::string& message) {
   const std::string text = message.empty() ? "failed" : message;
+  if (!failure_is_shared()) report_agreed({world.rank}, text);
   std::vector<Work> announced;
   const auto below = descendants();
   for (const auto& group : below) {
@@ -217,6 +228,8 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
   for (int r = 1; r < world.size; ++r) {
     if (!differs(headers[0], headers[r])) continue;
     const auto tags = exchange_tags(tag);
+    const auto began = detail::minority(
+        world.size, [&](int a, int b) { return !differs(headers[a], headers[b]); });
     const auto call = [&](int rank) {
       return comm::describe(headers[rank]) +
              (tags[rank].empty() ? "" : fmt::format(" ({})", tags[rank]));
@@ -228,7 +241,9 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
         headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
       message += " (with other counts per rank)";
     }
-    throw UsageError(message + fmt::format("; no data was moved (seen on rank {})", world.rank));
+    message += fmt::format("; no data was moved (seen on rank {})", world.rank);
+    report_agreed(began, message);
+    throw UsageError(message);
   }
   return headers;
 }
@@ -254,10 +269,14 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
     if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);
     body(*transport, headers);
   } catch (const BrokenWorldError& error) {
-    throw BrokenWorldError(with_call(error.what(), header, tag), error.ranks());
+    const auto text = with_call(error.what(), header, tag);
+    if (!closing_) detail::report_broken(world.in_world(error.ranks()), text);
+    throw BrokenWorldError(text, error.ranks());
   } catch (const comm::WrongResult& error) {
     throw AgreedError("ProcessGroup: " + with_call(error.what(), header, tag));
   }
+  // Barriers may be a part of ending after an error.
+  if (header.op != Op::barrier) detail::withdraw_report();
 }
 
 void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& body,

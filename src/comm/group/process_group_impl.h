@@ -25,6 +25,8 @@ class ProcessGroup::Impl {
   /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);
   void add_child(const std::shared_ptr<Impl>& child);
+  /// Reports to the launcher that all ranks of the group end with this error, which began on these.
+  void report_agreed(const std::vector<int>& began, const std::string& text) const;
   Work submit(comm::OpHeader header, Body body, const std::string& tag = "");
 
   bool alone() const { return world.size == 1; }
@@ -55,9 +57,10 @@ class ProcessGroup::Impl {
   bool failure_is_shared();
 
   uint64_t sequence_ = 0;
-  std::mutex failure_mutex_;  // fail() can run while the queue runs operations
-  std::string failure_;       // the message that ended the group
-  bool shared_ = false;       // all ranks know the message: no further exchange will be answered
+  std::atomic<bool> closing_ = false;  // operations may fail because this rank leaves
+  std::mutex failure_mutex_;           // fail() can run while the queue runs operations
+  std::string failure_;                // the message that ended the group
+  bool shared_ = false;  // all ranks know the message: no further exchange will be answered
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;

@@ -24,6 +24,8 @@ constexpr int64_t kSmallBytes = 64 << 10;
 // Slices are sent in parts of this size, so that summing overlaps with receiving and scratch memory
 // is bounded.
 constexpr int64_t kMessageBytes = 4 << 20;
+// Waits end at the deadline. A rank that notices it so much later did not run.
+constexpr auto kOverdue = std::chrono::seconds(1);
 
 std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> offsets(counts.size() + 1, 0);
@@ -213,7 +215,8 @@ class P2pTransport : public Transport {
     const auto left = deadline_ - Clock::now();
     const bool late = left.count() <= 0;
     const auto blamed =
-        ledger_.resolve({peer}, late                         ? Cause::late
+        ledger_.resolve({peer}, left < -kOverdue             ? Cause::overdue
+                                : late                       ? Cause::late
                                 : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
                                                              : Cause::gone);
     const auto text =

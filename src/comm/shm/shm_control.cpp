@@ -106,6 +106,10 @@ void ShmControl::wait_for(int peer) {
         if (r != rank_ && !arrived(r)) late.push_back(r);
       }
       if (late.empty()) return;
+      fail_if_given_up();
+      // A late rank that continues finds this even when the others have ended.
+      for (const int r : late)
+        members_[r].block->given_up_by.store(static_cast<uint32_t>(rank_) + 1);
       fail(late, fmt::format("did not arrive within {} ms", timeout.count()));
     }
     sleep_on(peer, std::min<std::chrono::nanoseconds>(next_check - now, begin + timeout - now));
@@ -122,9 +126,10 @@ void ShmControl::sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept {
   block.sleepers.fetch_sub(1);
 }
 
-// Throws if a peer that has not arrived never will. Dead ranks are blamed before ranks that gave up
-// because of them.
+// Throws if a peer that has not arrived never will. A rank that the others gave up on blames
+// itself. Dead ranks are blamed before ranks that gave up because of them.
 void ShmControl::check_peers(int peer) {
+  fail_if_given_up();
   const auto missing = [this](int r) { return r != rank_ && !arrived(r); };
   auto dead = dead_peers();
   std::erase_if(dead, [&](int r) { return !missing(r); });
@@ -137,11 +142,16 @@ void ShmControl::check_peers(int peer) {
     cause = is_alive(members_[root].process)
                 ? fmt::format("did not arrive in time, as rank {} found", peer)
                 : "has died";
-  } else if (block.status.load() == ControlBlock::failed &&
-             block.blamed.load() == static_cast<uint32_t>(rank_) + 1) {
-    cause = "gave up waiting for this rank";
   }
   fail({root}, cause);
+}
+
+// This rank was stopped, for example, and its peers have failed or ended because of that.
+void ShmControl::fail_if_given_up() {
+  const int by = static_cast<int>(mine().given_up_by.load()) - 1;
+  if (by < 0) return;
+  fail({rank_},
+       fmt::format("is this one: rank {} gave up on it earlier (it was stopped, or late)", by));
 }
 
 std::vector<int> ShmControl::dead_peers() const {

@@ -14,7 +14,7 @@
 namespace tessera::comm {
 
 /// The part of a rank's shared memory that shows its progress to the other ranks. Only the owner
-/// writes it, except `sleepers`.
+/// writes it, except `sleepers` and `given_up_by`.
 struct ControlBlock {
   enum Status : uint32_t { alive = 0, left = 1, failed = 2 };
   using Message = std::array<std::byte, 64>;
@@ -26,6 +26,9 @@ struct ControlBlock {
   alignas(64) std::atomic<uint32_t> status{alive};
   /// With status failed: 1 + the rank that the owner blamed; 0: none, the failure was its own.
   std::atomic<uint32_t> blamed{0};
+  /// 1 + a rank that waited for the owner until the time-out and gave up; 0: none. That rank writes
+  /// it.
+  std::atomic<uint32_t> given_up_by{0};
   /// The owner's messages of its latest two arrivals. Other ranks may still read the earlier one.
   alignas(64) Message messages[2]{};
   /// Why the owner could not do its part of the operation that its latest message belongs to; empty
@@ -72,6 +75,7 @@ class ShmControl {
   void wait_for(int peer);
   void sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept;
   void check_peers(int peer);
+  void fail_if_given_up();
   std::vector<int> dead_peers() const;
   int root_cause(int suspect) const;
   void set_status(ControlBlock::Status status) noexcept;

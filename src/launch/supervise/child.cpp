@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -150,16 +151,24 @@ int Child::wait_for_exec() {
   return got == sizeof error ? error : 0;
 }
 
-siginfo_t Child::peek() const {
+siginfo_t Child::peek(MemoryUse* use) const {
   siginfo_t info{};
-  waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT);
+  rusage usage{};
+  // The C library's waitid() has no argument for the usage.
+  syscall(SYS_waitid, P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT, &usage);
+  if (use && info.si_pid != 0) {
+    use->peak = static_cast<int64_t>(usage.ru_maxrss) << 10;
+    rlimit addresses{};
+    if (prlimit(pid_, RLIMIT_AS, nullptr, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY)
+      use->addresses = static_cast<int64_t>(addresses.rlim_cur);
+  }
   return info;
 }
 
-int Child::take_stop_signal() const {
+int Child::stop_signal() const {
   siginfo_t info{};
-  return waitid(P_PID, pid_, &info, WSTOPPED | WNOHANG) == 0 && info.si_pid != 0 ? info.si_status
-                                                                                 : 0;
+  const int got = waitid(P_PID, pid_, &info, WSTOPPED | WNOHANG | WNOWAIT);
+  return got == 0 && info.si_pid != 0 ? info.si_status : 0;
 }
 
 void Child::signal_group(int number) const { kill(-pid_, number); }

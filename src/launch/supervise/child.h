@@ -8,6 +8,7 @@
 #include <sys/types.h>
 
 #include "launch/fd.h"
+#include "launch/supervise/memory_watch.h"
 
 namespace tessera::launch {
 
@@ -45,10 +46,11 @@ class Child {
   /// Readable once the process has ended. -1 where the system refuses such descriptors, as some
   /// containers do: then SIGCHLD alone reports the end.
   int end_fd() const { return end_fd_.get(); }
-  /// The wait status if the process has ended, else si_pid == 0. Does not block or reap.
-  siginfo_t peek() const;
-  /// The signal that has stopped the process since the last call, or 0.
-  int take_stop_signal() const;
+  /// The wait status if the process has ended, else si_pid == 0. Does not block or reap. If it has
+  /// ended and `use` is given, sets it.
+  siginfo_t peek(MemoryUse* use = nullptr) const;
+  /// The signal that has stopped the process, or 0 if it is not stopped.
+  int stop_signal() const;
   /// Sends a signal to the process group.
   void signal_group(int number) const;
   /// Blocks until the process has ended and removes its zombie.

@@ -9,20 +9,12 @@
 #include "launch/supervise/signal_watch.h"
 
 namespace tessera::launch {
-namespace {
 
-int order(const Exit& exit) {
-  if (exit.consequence) return 2;
-  return exit.signal != 0 && exit.signal != SIGABRT ? 0 : 1;
-}
+bool Exit::by_error() const { return failed() && (signal == 0 || signal == SIGABRT); }
 
-}  // namespace
-
-size_t root_cause(const std::vector<Exit>& failures) {
-  const auto first =
-      std::min_element(failures.begin(), failures.end(),
-                       [](const Exit& a, const Exit& b) { return order(a) < order(b); });
-  return first - failures.begin();
+bool Exit::consequence() const {
+  if (!by_error()) return false;
+  return report ? !report->names(rank) : broken_by_lines;
 }
 
 bool mentions_broken_world(const std::deque<std::string>& last_lines) {
@@ -31,15 +23,23 @@ bool mentions_broken_world(const std::deque<std::string>& last_lines) {
   });
 }
 
-std::string describe(const Exit& exit) {
-  const std::string subject =
-      "rank " + std::to_string(exit.rank) + " (pid " + std::to_string(exit.pid) + ") ";
-  if (exit.signal == 0) return subject + "exited with code " + std::to_string(exit.code);
-  return subject + "was killed by " + signal_name(exit.signal) +
-         (exit.dumped ? " (core dumped)" : "");
+std::string name_of_rank(int rank, pid_t pid) {
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid) + ")";
 }
 
-std::string title(const Exit& exit) { return exit.consequence ? "first failure" : "root cause"; }
+std::string describe(const Exit& exit) {
+  std::string text = name_of_rank(exit.rank, exit.pid);
+  text += exit.signal == 0 ? " exited with code " + std::to_string(exit.code)
+                           : " was killed by " + signal_name(exit.signal);
+  if (exit.dumped) text += " (core dumped)";
+  return text + (exit.memory.empty() ? "" : ", " + exit.memory);
+}
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + text;
+}
 
 std::string count_ranks(size_t count) {
   return std::to_string(count) + (count == 1 ? " rank" : " ranks");

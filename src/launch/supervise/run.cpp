@@ -54,10 +54,14 @@ Attempt make_attempt(const LaunchOptions& options, int number, const std::string
 
 Outcome run_attempt(const Surroundings& around, Attempt attempt) {
   std::unique_ptr<RendezvousFolder> folder;
-  if (around.options.nnodes == 1) {
+  const bool one_host = around.options.nnodes == 1;
+  try {
     folder = std::make_unique<RendezvousFolder>();
-    attempt.rendezvous = folder->path();
+    attempt.reports = folder->path();
+    if (one_host) attempt.rendezvous = folder->path();
     around.guard.watch_folder(folder->path());
+  } catch (const UsageError&) {
+    if (one_host) throw;  // with several hosts only the ranks' reports are missing
   }
   const Outcome result = Supervisor(around, std::move(attempt)).run();
   folder.reset();
@@ -119,7 +123,7 @@ int run_attempts(const Surroundings& around) {
     const Outcome outcome =
         run_attempt(around, make_attempt(options, number, run_id, around.console.out().terminal()));
     if (!outcome.not_started.empty()) say(outcome.not_started);
-    if (outcome.exit_code == 0 || !outcome.root || outcome.interrupted) return outcome.exit_code;
+    if (outcome.exit_code == 0 || !outcome.cause || outcome.interrupted) return outcome.exit_code;
     if (number == options.max_restarts) return outcome.exit_code;
     const auto wait = restarts.next();
     if (!wait) {
@@ -131,7 +135,7 @@ int run_attempts(const Surroundings& around) {
     seconds.erase(seconds.find_last_not_of('0') + 1);
     if (seconds.back() == '.') seconds.pop_back();
     say("restart " + std::to_string(number + 1) + " of " + std::to_string(options.max_restarts) +
-        ", because " + describe(*outcome.root) + "; waiting " + seconds + " s");
+        ", because " + describe(*outcome.cause) + "; waiting " + seconds + " s");
     (void)around.console.flush(around.signals.fd());
     if (!wait_for(*wait, around.signals)) return outcome.exit_code;
   }
@@ -178,7 +182,7 @@ int run(const LaunchOptions& options) {
     console.say(options.command + ": " + program.why);
   } else {
     check_open_files(options, console.merged());
-    if (options.nnodes == 1) sweep_stale_folders(rendezvous_base());
+    sweep_stale_folders(rendezvous_base());
     if (limits_threads(options, environment)) {
       console.say(options.command +
                   ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");

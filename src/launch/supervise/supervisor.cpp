@@ -11,9 +11,7 @@
 namespace tessera::launch {
 namespace {
 
-// Their sum is below 5 s, within which all ranks must have ended. During kGrace, survivors can
-// print their own errors.
-constexpr auto kGrace = std::chrono::milliseconds(1500);
+// With the grace of a failure below 5 s, within which all ranks must have ended.
 constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL takes effect at once, unless a process hangs in the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
@@ -46,11 +44,11 @@ Outcome Supervisor::run() {
     end_groups();
     throw;
   }
-  if (!root_ && !suspects_.empty()) name_root();
+  if (!cause_ && failed()) name_cause();
   end_groups();
   take_terminal();
   mux_.finish();
-  if (root_) report();
+  if (cause_) report();
   return outcome();
 }
 
@@ -127,69 +125,6 @@ int Supervisor::poll_timeout() const {
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
 
-void Supervisor::collect_exits() {
-  std::vector<Exit> failures;
-  for (size_t local_rank = 0; local_rank < ranks_.size(); ++local_rank) {
-    Rank& rank = ranks_[local_rank];
-    if (rank.exit) continue;
-    const siginfo_t info = rank.child.peek();
-    if (info.si_pid == 0) continue;
-    Exit exit;
-    exit.rank = global_rank(around_.options, static_cast<int>(local_rank));
-    exit.local_rank = static_cast<int>(local_rank);
-    exit.pid = rank.child.pid();
-    (info.si_code == CLD_EXITED ? exit.code : exit.signal) = info.si_status;
-    exit.dumped = info.si_code == CLD_DUMPED;
-    exit.by_launcher = phase_ == Phase::Terminating || phase_ == Phase::Killing;
-    rank.exit = exit;
-    if (exit.failed()) failures.push_back(exit);
-  }
-  if (!failures.empty()) on_failures(failures);
-}
-
-void Supervisor::on_failures(const std::vector<Exit>& failures) {
-  if (interrupted_by_) {
-    // The exit code of an interrupted program is passed on.
-    if (!root_) root_ = failures.front();
-    if (phase_ == Phase::Announced && !deadline_) deadline_ = Clock::now() + around_.options.grace;
-    return;
-  }
-  if (root_) return;
-  judge(failures);
-  const Exit& likely = suspects_[root_cause(suspects_)];
-  if (terminal_given_ && likely.rank == 0 && likely.signal == SIGINT) {
-    // Rank 0 has the terminal, so only it received the Ctrl-C.
-    root_ = likely;
-    return interrupt(SIGINT);
-  }
-  if (phase_ == Phase::Running) {
-    phase_ = Phase::Grace;
-    deadline_ = Clock::now() + kGrace;
-  }
-  if (!likely.consequence || alive() == 0) return name_root();
-  for (const Exit& exit : failures) {
-    say(describe(exit) + " on " + host_name() +
-        " because of another rank, according to its last lines");
-  }
-}
-
-void Supervisor::judge(const std::vector<Exit>& failures) {
-  for (Exit exit : failures) {
-    mux_.drain(exit.local_rank);
-    // BrokenWorldError ends a program with an exit code or, if uncaught, with abort().
-    const bool by_error = exit.signal == 0 || exit.signal == SIGABRT;
-    exit.consequence = by_error && mentions_broken_world(mux_.last_lines(exit.local_rank));
-    suspects_.push_back(exit);
-  }
-}
-
-void Supervisor::name_root() {
-  root_ = suspects_[root_cause(suspects_)];
-  std::string text = describe(*root_) + " on " + host_name() + "; it is the " + title(*root_);
-  if (alive() > 0) text += "; ending the other " + count_ranks(alive());
-  say(text);
-}
-
 void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) return serve_terminal();
   if (number == SIGTSTP) return suspend();
@@ -214,8 +149,16 @@ void Supervisor::announce(int number) {
 }
 
 void Supervisor::interrupt(int number) {
-  interrupted_by_ = number;
   stop_requested_at_ = Clock::now();
+  const std::string span = wait_for_stop(number);
+  say(signal_name(number) + ": forwarded to " + count_ranks(alive()) + "; waiting up to " + span +
+      " s" + kSecondSignal);
+  signal_all(number);
+}
+
+/// The ranks have been asked to stop. Returns the seconds of the grace time.
+std::string Supervisor::wait_for_stop(int number) {
+  interrupted_by_ = number;
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
   const auto seconds =
@@ -223,15 +166,13 @@ void Supervisor::interrupt(int number) {
   std::string span = std::to_string(seconds);
   span.erase(span.find_last_not_of('0') + 1);
   if (span.back() == '.') span.pop_back();
-  say(signal_name(number) + ": forwarded to " + count_ranks(alive()) + "; waiting up to " + span +
-      " s" + kSecondSignal);
-  signal_all(number);
+  return span;
 }
 
 void Supervisor::on_deadline() {
   switch (phase_) {
     case Phase::Grace:
-      if (!root_) name_root();
+      if (!cause_) name_cause();
       phase_ = Phase::Terminating;
       deadline_ = Clock::now() + kTermination;
       signal_all(SIGTERM);
@@ -285,30 +226,15 @@ size_t Supervisor::alive() const {
 Outcome Supervisor::outcome() const {
   Outcome result;
   result.interrupted = stop_requested_at_.has_value() || interrupted_by_ != 0;
-  result.root = root_;
+  result.cause = cause_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;
-  } else if (root_) {
-    result.exit_code = root_->shell_code();
+  } else if (cause_) {
+    result.exit_code = cause_->exit_code();
   } else if (phase_ == Phase::Lost) {
     result.exit_code = 128 + SIGKILL;
   }
   return result;
-}
-
-void Supervisor::report() const {
-  if (interrupted_by_ || inherits_) return;
-  const auto lines = mux_.last_lines(root_->local_rank);
-  say(title(*root_) + ": " + describe(*root_) +
-      (lines.empty() ? "; it wrote nothing" : "; its last lines:"));
-  for (const std::string& line : lines) around_.console.say("  | " + line);
-  std::string others;
-  for (const Rank& rank : ranks_) {
-    if (!rank.exit || rank.exit->rank == root_->rank) continue;
-    others += (others.empty() ? "" : ", ") + describe(*rank.exit) +
-              (rank.exit->by_launcher ? " (launcher)" : "");
-  }
-  if (!others.empty()) say("the others: " + others);
 }
 
 void Supervisor::say(const std::string& text) const {

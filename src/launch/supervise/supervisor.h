@@ -6,9 +6,10 @@
 
 #include "launch/environment.h"
 #include "launch/output/mux.h"
+#include "launch/supervise/blame.h"
 #include "launch/supervise/child.h"
 #include "launch/supervise/guard.h"
-#include "launch/supervise/report.h"
+#include "launch/supervise/memory_watch.h"
 #include "launch/supervise/signal_watch.h"
 
 namespace tessera::launch {
@@ -16,9 +17,9 @@ namespace tessera::launch {
 /// How one attempt ended.
 struct Outcome {
   int exit_code = 0;
-  std::optional<Exit> root;  ///< The failure that ended the attempt.
-  bool interrupted = false;  ///< A signal requested the launcher to end.
-  std::string not_started;   ///< Why the program could not be executed; empty if it could.
+  std::optional<Cause> cause;  ///< What ended the attempt, if it failed or was interrupted.
+  bool interrupted = false;    ///< A signal requested the launcher to end.
+  std::string not_started;     ///< Why the program could not be executed; empty if it could.
 };
 
 /// What the supervisors of successive attempts have in common.
@@ -33,7 +34,7 @@ struct Surroundings {
 
 /// Starts the ranks of one attempt and supervises them until the last one has ended. A failure is
 /// reported at once as the root cause, unless it is a consequence of another failure: then the
-/// supervisor waits for that one during phase Grace.
+/// supervisor waits for that one during phase Grace, and find_cause() decides.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
@@ -60,13 +61,17 @@ class Supervisor {
   void wait_for_events(std::vector<pollfd>& polled);
 
   void collect_exits();
+  Exit exit_of(size_t local_rank, const siginfo_t& info, const MemoryUse& use);
   void on_failures(const std::vector<Exit>& failures);
-  void judge(const std::vector<Exit>& failures);
-  void name_root();
+  std::vector<RankState> states() const;
+  bool failed() const;
+  void name_cause();
+  void end_by_request();
   void on_signal(int number);
   void on_deadline();
   void announce(int number);
   void interrupt(int number);
+  std::string wait_for_stop(int number);
   void kill_now(const std::string& why);
 
   void signal_all(int number);
@@ -87,8 +92,9 @@ class Supervisor {
   bool inherits_;  ///< See inherits_streams().
   Phase phase_ = Phase::Running;
   std::optional<Clock::time_point> deadline_;
-  std::vector<Exit> suspects_;  ///< Failures before one was reported as the root cause.
-  std::optional<Exit> root_;
+  MemoryWatch memory_;
+  int ended_ = 0;               ///< How many ranks have ended.
+  std::optional<Cause> cause_;  ///< Once it has been reported.
   int interrupted_by_ = 0;
   /// When the first signal arrived that requests an end.
   std::optional<Clock::time_point> stop_requested_at_;

@@ -18,7 +18,7 @@ void Supervisor::suspend() {
 void Supervisor::serve_terminal() {
   if (ranks_.empty() || global_rank(around_.options, 0) != 0 || !isatty(0)) return;
   const Child& first = ranks_.front().child;
-  const int stopped_by = ranks_.front().exit ? 0 : first.take_stop_signal();
+  const int stopped_by = ranks_.front().exit ? 0 : first.stop_signal();
   if (stopped_by == SIGTSTP && terminal_given_) return suspend();
   if (stopped_by != SIGTTIN && stopped_by != SIGTTOU) return;
   // Rank 0 tried to use the terminal. It gets the terminal if the launcher has it. Otherwise all

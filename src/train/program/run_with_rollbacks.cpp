@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/report_to_launcher.h"
+#include "train/run/interruption.h"
 #include "train/run/run.h"
 
 namespace tessera::train {
@@ -35,7 +37,14 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
     on_start();
     TrainResult result = run.run();
     if (before) prepend(*before, result);
-    if (!run.rollback()) return result;
+    if (!run.rollback()) {
+      if (result.interrupted_by != 0) {
+        const bool here = stop_requested() != 0;
+        detail::report_stop(result.interrupted_by,
+                            here ? std::vector<int>{group.rank()} : std::vector<int>());
+      }
+      return result;
+    }
     ++result.rollbacks;
     const int64_t step = *run.rollback();
     if (left_out.count(step) > 0) {

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 #include "tessera/step/replicas.h"
 #include "tessera/train.h"
@@ -82,7 +83,10 @@ TrainResult Run::run() {
   run_due_evaluation();
   train();
   if (!ended_by_fault()) finish();
-  if (!failure_.empty()) throw AgreedError(failure_);
+  if (!failure_.empty()) {
+    detail::report_agreed(began_, failure_);
+    throw AgreedError(failure_);
+  }
   if (!rollback_) call_hooks([](RunHook& hook, RunState& state) { hook.after_run(state); });
   return std::move(result_);
 }

@@ -151,6 +151,7 @@ class Run : private Joinable {
   std::deque<double> recent_losses_;  // of good steps
   StepBuffers step_buffers_;          // with train.on_nonfinite: skip
   std::string failure_;               // ends the run with an error
+  std::vector<int> began_;            // the ranks where something is not finite; empty: unknown
   std::optional<int64_t> rollback_;
   bool stop_ = false;
   bool evaluation_due_ = false;  // an interruption came before the evaluation of this step

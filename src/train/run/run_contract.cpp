@@ -8,6 +8,7 @@
 
 #include "tessera/config/option_reader.h"
 #include "tessera/data/batch_loader.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
@@ -68,6 +69,9 @@ void check_same(const Config& config, const Lines& lines, ProcessGroup& group) {
   if (std::equal(digests.begin() + 1, digests.end(), digests.begin())) {
     return;
   }
+  const auto began = detail::minority(group.size(), [&](int a, int b) {
+    return digests[static_cast<size_t>(a)] == digests[static_cast<size_t>(b)];
+  });
   std::vector<Lines> ranks;
   for (const auto& bytes : group.all_gather_bytes(mine, "what ranks must have in common")) {
     ranks.push_back(from_bytes(bytes));
@@ -76,8 +80,10 @@ void check_same(const Config& config, const Lines& lines, ProcessGroup& group) {
     for (const auto& [key, value] : rank) {
       const auto values = differing_values(ranks, key);
       if (!values.empty()) {
-        throw AgreedError(fmt::format("{}the ranks differ: {}; expected the same on all ranks",
-                                      config.at(key), values));
+        const auto text = fmt::format("{}the ranks differ: {}; expected the same on all ranks",
+                                      config.at(key), values);
+        detail::report_agreed(began, text);
+        throw AgreedError(text);
       }
     }
   }

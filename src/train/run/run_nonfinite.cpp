@@ -116,6 +116,7 @@ void Run::fail(const std::string& reason) {
 }
 
 std::string Run::origin_of_fault(const std::vector<Batch>& parts) {
+  began_.clear();
   switch (fault_) {
     case Fault::loss:
       return origin_of_loss(parts);
@@ -141,6 +142,7 @@ std::string Run::nonfinite_parameter() {
     if (ranks[rank].empty()) continue;
     const std::string update =
         done_ > 0 ? fmt::format("update of step {}", done_ - 1) : std::string("initial weights");
+    began_ = {static_cast<int>(rank)};
     return fmt::format("rank {}, {}: parameter {}", rank, update, ranks[rank]);
   }
   return "";
@@ -168,6 +170,7 @@ std::string Run::origin_of_loss(const std::vector<Batch>& parts) {
     return fmt::format("forward: the mean of finite losses is {}", text_of(record_.loss));
   }
   const size_t origin = ranks.front();
+  began_.assign(ranks.begin(), ranks.end());
   return fmt::format("{}, forward: the loss is {}; {}", ranks_text(ranks), losses[origin],
                      inputs[origin].empty() ? "its batch and all parameters are finite"
                                             : "its batch has " + inputs[origin]);
@@ -185,6 +188,7 @@ std::string Run::origin_of_gradient(const std::vector<Batch>& parts) {
            ", although no rank's own gradient was found to have such elements; their sum or the "
            "sum of their squares overflowed, or a second pass gave other gradients";
   }
+  began_ = {origin.rank};
   return fmt::format("rank {}, {}; the first parameter whose gradient is not finite is {}",
                      origin.rank, norm, origin.parameter);
 }
