@@ -1,5 +1,6 @@
 #include "comm/base/failure_ledger.h"
 
+#include <atomic>
 #include <map>
 #include <thread>
 
@@ -90,6 +91,32 @@ struct SilentStore : c10d::HashStore {
     return false;
   }
 };
+
+/// The store of a stopped rank, which serves it: the others' first writes arrive, no reads.
+struct StoppedServer : SilentStore {
+  bool check(const std::vector<std::string>& keys) override {
+    return stopped ? SilentStore::check(keys) : HashStore::check(keys);
+  }
+  std::atomic<bool> stopped{true};
+};
+
+TEST(FailureLedger, AStoppedRankThatServesTheStoreBlamesItselfWhenItContinues) {
+  for (const auto cause : {Cause::gone, Cause::overdue}) {
+    const auto store = c10::make_intrusive<StoppedServer>();
+    EXPECT_THAT(resolve(store, {1, 0}), ElementsAre(0));
+    store->stopped = false;
+    EXPECT_THAT(resolve(store, {0, 1, cause}), ElementsAre(0));
+  }
+}
+
+TEST(FailureLedger, ARankWhoseWaiterCouldRecordItsVerdictIsNotBlamedForTheWait) {
+  // 1 waits for 0, which waits for 2.
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(blamed_by({{1, 0}, {0, 2}}).at(1), ElementsAre(2));
+  resolve(store, {0, 2});
+  EXPECT_THAT(resolve(store, {1, 0}), ElementsAre(2));
+  EXPECT_THAT(resolve(store, {0, 1, Cause::gone}), ElementsAre(2));
+}
 
 TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
   const auto start = std::chrono::steady_clock::now();

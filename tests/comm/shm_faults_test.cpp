@@ -93,6 +93,25 @@ TEST(ShmFaults, AStoppedRankIsNamedAtTheTimeOut) {
   EXPECT_LT(Clock::now() - stopped, 3s);
 }
 
+TEST(ShmFaults, AStoppedRankThatContinuesAfterTheOthersHaveEndedNamesItself) {
+  for (const int stopped : {0, 2}) {
+    Processes ranks(
+        3,
+        [&](Transport& transport, int rank) {
+          reduce_until_broken(transport, {stopped}, true,
+                              rank == stopped ? "gave up on it earlier" : "did not arrive");
+        },
+        1s);
+    std::this_thread::sleep_for(500ms);
+    ranks.signal(stopped, SIGSTOP);
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank != stopped) EXPECT_EQ(ranks.wait(rank), 0);
+    }
+    ranks.signal(stopped, SIGCONT);
+    EXPECT_EQ(ranks.wait(stopped, 10s), 0);
+  }
+}
+
 TEST(ShmFaults, ARankThatLeavesIsNamedByThoseThatNeedIt) {
   std::atomic<int> named{0};
   const auto errors = run_threads(4, [&](Transport& transport, int rank) {

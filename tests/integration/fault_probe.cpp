@@ -1,7 +1,10 @@
-// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches]
+// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches | leaves | fails | agrees]
+//     [print | quiet | uncaught]
 // A rank that trains until it or a peer fails. It checks sums over all ranks and over the ranks of
 // its host, prints its pid and starts to train. With "branches", the last rank takes another branch
-// of the model at step 6.
+// of the model at step 6. With "leaves", rank 1 calls exit(0) at step 6; with "fails", it calls
+// ProcessGroup::fail(); with "agrees", it throws in agree(). The last argument says what is done
+// with an error: it is printed, or ends the program without a word, or is not caught.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,7 +29,20 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+/// What goes wrong on rank 1, as seen by all ranks.
+void misbehave(const std::string& how, tessera::ProcessGroup& world) {
+  const bool here = world.rank() == 1;
+  if (how == "leaves" && here) std::exit(0);
+  if (how == "fails" && here) world.fail("the probe fails on purpose");
+  if (how == "agrees") {
+    tessera::agree(world, [&] {
+      if (here) throw tessera::UsageError("the probe finds an error");
+    });
+  }
+}
+
 int main(int argc, char** argv) {
+  const std::string errors = argc > 4 ? argv[4] : "print";
   tessera::ProcessGroupOptions options;
   if (std::strcmp(argv[1], "auto") != 0)
     options.backend =
@@ -57,7 +73,7 @@ int main(int argc, char** argv) {
     Net net;
     std::unique_ptr<tessera::FullyShardedDataParallel<Net>> fsdp;
     std::unique_ptr<torch::optim::Optimizer> optimizer;
-    if (strategy == "zero") {
+    if (strategy != "fsdp" && strategy != "branches") {
       optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(*net, world, adamw);
     } else {
       fsdp = std::make_unique<tessera::FullyShardedDataParallel<Net>>(
@@ -67,6 +83,7 @@ int main(int argc, char** argv) {
     }
     for (long step = 0;; ++step) {
       net->skips = strategy == "branches" && step == 6 && rank == world.size() - 1;
+      if (step == 6) misbehave(strategy, world);
       const auto x = torch::ones({8, 300});
       (fsdp ? (*fsdp)(x) : net(x)).square().mean().backward();
       optimizer->step();
@@ -76,11 +93,15 @@ int main(int argc, char** argv) {
             std::fflush(stdout);
     }
   } catch (const tessera::BrokenWorldError& error) {
+    if (errors == "uncaught") throw;
+    if (errors == "quiet") return 3;
     std::string blamed;
     for (const int r : error.ranks()) blamed += " " + std::to_string(r);
     std::fprintf(stderr, "survivor %d blames%s: %s\n", rank, blamed.c_str(), error.what());
     return 3;
   } catch (const std::exception& error) {
+    if (errors == "uncaught") throw;
+    if (errors == "quiet") return 4;
     std::fprintf(stderr, "survivor %d: other error: %s\n", rank, error.what());
     return 4;
   }

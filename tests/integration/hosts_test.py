@@ -6,7 +6,7 @@ be made.
 """
 import os, pathlib, re, shutil, signal, subprocess, sys, tempfile, time, unittest
 
-from faults_test import BUILD, TIMEOUT_MS, Run
+from faults_test import BUILD, TIMEOUT_MS, Run, write_config
 
 SKIPPED = 77
 HOSTS, RANKS_PER_HOST = 2, 2
@@ -102,15 +102,20 @@ def in_host(host, *words):
     return ["ip", "netns", "exec", NAMES[host], *map(str, words)]
 
 
-
 class TwoHosts(unittest.TestCase):
-    def launch(self, host, port, backend="auto", address=ADDRESSES[0], secret="shared", front=()):
+    def launch(self, host, port, *program, address=ADDRESSES[0], secret="shared", front=()):
         """Starts the launcher of one host. `front` is what comes before the command."""
         secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
         run = Run(*in_host(host, *front, "env", *secret, BUILD / "bin/tessera", "run", "--nnodes", HOSTS, "--node-rank", host, "-n", RANKS_PER_HOST,
-                           "--master-addr", address, "--master-port", port, BUILD / "bin/fault_probe", backend, TIMEOUT_MS))
+                           "--master-addr", address, "--master-port", port, *program))
         self.addCleanup(run.close)
         return run
+
+    def launch_both(self, port, *program, **how):
+        return [self.launch(host, port, *program, **how) for host in range(HOSTS)]
+
+    def probe(self, host, port, backend="auto", **how):
+        return self.launch(host, port, BUILD / "bin/fault_probe", backend, TIMEOUT_MS, **how)
 
     def background(self, host, program, *arguments):
         process = subprocess.Popen(in_host(host, sys.executable, "-c", program, *arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -120,7 +125,7 @@ class TwoHosts(unittest.TestCase):
         return process
 
     def start(self, backend, port, **how):
-        runs = [self.launch(host, port, backend, **how) for host in range(HOSTS)]
+        runs = [self.probe(host, port, backend, **how) for host in range(HOSTS)]
         self.train(runs)
         return runs
 
@@ -144,7 +149,13 @@ class TwoHosts(unittest.TestCase):
         for run in runs:
             self.assertNotEqual(run.process.wait(15), 0, run.text())
         near = runs[victim // RANKS_PER_HOST]
-        self.assertTrue(near.when(rf"rank {victim} .*SIGKILL"), near.text())
+        self.assertTrue(near.when(rf"root cause: rank {victim} .*SIGKILL"), near.text())
+        self.began_elsewhere(next(run for run in runs if run is not near), victim)
+
+    def began_elsewhere(self, run, rank):
+        run.reader.join(5)
+        self.assertRegex(run.text(), rf"the failure began on rank {rank}, which is on another host")
+        self.assertNotIn("root cause", run.text())
 
     def test_gloo(self):
         self.kill(3, "gloo", 29871)
@@ -176,7 +187,7 @@ class TwoHosts(unittest.TestCase):
         for port, near, far, mine, theirs in ((29877, "one", "two", "rank 0 has another secret", "has another secret than rank 0"),
                                               (29878, "one", None, "rank 0 has a secret and this rank none", "has no secret, and rank 0 has one"),
                                               (29879, None, "two", "this rank has a secret and rank 0 none", "has a secret, and rank 0 has none")):
-            runs = [self.launch(0, port, secret=near), self.launch(1, port, secret=far)]
+            runs = [self.probe(0, port, secret=near), self.probe(1, port, secret=far)]
             runs[1].wait_for(lambda: runs[1].process.poll() is not None, 20, "the far ranks end")
             self.assertLess(runs[1].process.wait(), 128, runs[1].text())
             runs[1].reader.join(5)
@@ -194,11 +205,11 @@ class TwoHosts(unittest.TestCase):
     def test_another_service_at_the_port_ends_no_rank_by_a_signal(self):
         service = self.background(0, GREETS, ADDRESSES[0], 29881)
         self.assertEqual(service.stdout.readline(), "ready\n")
-        far = self.launch(1, 29881)
+        far = self.probe(1, 29881)
         self.assertLess(far.process.wait(30), 128, far.text())
         far.reader.join(5)
         self.assertRegex(far.text(), r"rank [23] of 4 could not use the store at .*29881 .*another protocol; another service may answer there")
-        near = self.launch(0, 29881)
+        near = self.probe(0, 29881)
         self.assertLess(near.process.wait(30), 128, near.text())
         near.reader.join(5)
         self.assertRegex(near.text(), r"rank 0 cannot serve the store at .*29881 .*in use; expected a free port")
@@ -211,14 +222,50 @@ class TwoHosts(unittest.TestCase):
                 hosts.write_text(line + "\n")
                 # ip netns exec has made a mount namespace for this command
                 front = ["sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
-                runs.append(self.launch(host, 29882, address="first.invalid", front=front))
+                runs.append(self.probe(host, 29882, address="first.invalid", front=front))
             self.train(runs)
 
     def test_an_address_of_another_host_is_an_error_that_names_it(self):
-        run = self.launch(0, 29883, address=ADDRESSES[1])
+        run = self.probe(0, 29883, address=ADDRESSES[1])
         self.assertLess(run.process.wait(30), 128, run.text())
         run.reader.join(5)
         self.assertRegex(run.text(), rf"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {ADDRESSES[1]}:29883 .*of the host of rank 0")
+
+    def test_the_rank_that_serves_the_store_names_itself_when_it_continues(self):
+        runs = self.start("gloo", 29884)
+        os.kill(runs[0].pids[0], signal.SIGSTOP)
+        for survivor in range(1, RANKS):
+            run = runs[survivor // RANKS_PER_HOST]
+            pattern = rf"survivor {survivor} blames 0:"
+            run.wait_for(lambda: run.when(pattern), TIMEOUT_MS / 1000 + 5, pattern)
+        time.sleep(0.3)  # the survivors end
+        os.kill(runs[0].pids[0], signal.SIGCONT)
+        runs[0].wait_for(lambda: runs[0].when("survivor 0 blames"), 5, "rank 0 gives up")
+        self.assertTrue(runs[0].when("survivor 0 blames 0:"), runs[0].text())
+        self.assertEqual(runs[0].process.wait(15), 128 + signal.SIGSTOP)
+        runs[0].reader.join(5)
+        self.assertRegex(runs[0].text(), rf"root cause: rank 0 \(pid {runs[0].pids[0]}\) is stopped \(SIGSTOP\)")
+        self.assertEqual(runs[1].process.wait(15), 3)
+        self.began_elsewhere(runs[1], 0)
+
+    def test_an_error_on_all_ranks(self):
+        runs = self.launch_both(29885, BUILD / "bin/fault_probe", "auto", 20000, "agrees", "quiet")
+        for run in runs:
+            self.assertEqual(run.process.wait(60), 4, run.text())
+        runs[0].reader.join(5)
+        self.assertRegex(runs[0].text(), r"root cause: rank 1 \(pid \d+\) exited with code 4")
+        self.began_elsewhere(runs[1], 1)
+
+    def test_a_stop_on_another_host_is_no_failure(self):
+        with tempfile.TemporaryDirectory() as folder:
+            runs = self.launch_both(29886, BUILD / "bin/tessera-train", write_config(folder, 10**6), "train.log_every=1")
+            runs[0].wait_for(lambda: runs[0].when(r"step +\d+"), 60, "the ranks train")
+            runs[0].process.send_signal(signal.SIGTERM)
+            for run in runs:
+                self.assertEqual(run.process.wait(20), 128 + signal.SIGTERM, run.text())
+                run.reader.join(5)
+                self.assertNotRegex(run.text(), "cause|first failure")
+            self.assertIn("SIGTERM on another host stopped the program", runs[1].text())
 
 
 def make():

@@ -1,8 +1,11 @@
+#include <cstring>
 #include <memory>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "launch/launched.h"
@@ -108,6 +111,131 @@ TEST(Failure, AKilledRankIsNotAConsequenceEvenIfItWroteBrokenWorldError) {
       2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; echo BrokenWorldError >&2; kill -KILL $$"));
   EXPECT_EQ(run.finish(), 137);
   EXPECT_THAT(run.err(), HasSubstr("it is the root cause"));
+}
+
+// A rank's report to the launcher, as the library writes it; see RankReport.
+std::string report(int kind, int signal, const std::string& ranks, const std::string& text) {
+  return "printf '" + std::to_string(kind) + " " + std::to_string(signal) + " " + ranks + "\\n" +
+         text + "' >$TESSERA_REPORT; ";
+}
+const int kAgreed = 0, kBroken = 1, kStop = 2;
+
+TEST(Failure, AStoppedRankIsTheRootCause) {
+  const std::string stops = "[ $RANK = 1 ] && { echo pid=$$; kill -STOP $$; }; ";
+  // Rank 0 gives up when rank 1 is stopped, with and without a report that names it.
+  const std::string waits = "until grep -qs 'State:.T' /proc/$(cat $TESSERA_RENDEZVOUS/pid)/status; "
+                            "do sleep 0.02; done; ";
+  for (const auto& ends : {report(kBroken, 0, "1", "late") + "exit 1",
+                           std::string("echo BrokenWorldError >&2; exit 1")}) {
+    Launched run(run_shell(2, "[ $RANK = 1 ] && { echo $$ >$TESSERA_RENDEZVOUS/p; mv "
+                              "$TESSERA_RENDEZVOUS/p $TESSERA_RENDEZVOUS/pid; }; " +
+                                  stops + "until [ -e $TESSERA_RENDEZVOUS/pid ]; do :; done; " +
+                                  waits + ends));
+    EXPECT_EQ(run.finish(), 128 + SIGSTOP);
+    ASSERT_EQ(run.pids().size(), 1u);
+    const std::string name = "rank 1 (pid " + std::to_string(run.pids()[0]) + ")";
+    EXPECT_THAT(run.err(), HasSubstr(name + " is stopped (SIGSTOP) on "));
+    EXPECT_THAT(run.err(), HasSubstr("root cause: " + name + " is stopped (SIGSTOP)"));
+    EXPECT_THAT(run.err(), Not(HasSubstr("first failure")));
+    EXPECT_LT(run.seconds(), 6);
+  }
+}
+
+TEST(Failure, ARankThatExitedWithZeroIsTheCauseOfItsSurvivors) {
+  Launched run(run_shell(2, kWaitForAll + "echo pid=$$; [ $RANK = 1 ] && exit 0; sleep 0.3; " +
+                                report(kBroken, 0, "1", "rank 1 has left") + "exit 3"));
+  EXPECT_EQ(run.finish(), 3);
+  EXPECT_THAT(run.err(), testing::ContainsRegex("root cause: rank 1 \\(pid [0-9]+\\) exited with "
+                                                "code 0 while the other ranks still needed it"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("first failure")));
+}
+
+TEST(Failure, OfAnErrorOnAllRanksTheOneWhereItBeganIsTheCause) {
+  Launched run(run_shell(3, kWaitForAll + report(kAgreed, 0, "2", "rank 2: no such file") +
+                                "[ $RANK = 2 ] && { sleep 0.4; exit 5; }; exit 4"));
+  EXPECT_EQ(run.finish(), 5);
+  EXPECT_EQ(occurrences(run.err(), "because of rank 2, according to its error"), 2) << run.err();
+  EXPECT_THAT(run.err(), testing::ContainsRegex("root cause: rank 2 \\(pid [0-9]+\\) exited with "
+                                                "code 5; its error:\n  \\| rank 2: no such file"));
+  EXPECT_THAT(run.err(), HasSubstr("the others: rank 0"));
+}
+
+TEST(Failure, AFailureOnAnotherHostIsNamed) {
+  auto arguments = run_shell(2, report(kAgreed, 0, "0", "rank 0: no such file") + "exit 4",
+                             {"--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1",
+                              "--master-port=29999"});
+  Launched run(arguments);
+  EXPECT_EQ(run.finish(), 4);
+  EXPECT_THAT(run.err(), HasSubstr("the failure began on rank 0, which is on another host"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
+  EXPECT_TRUE(run.tmp().empty());
+}
+
+TEST(Failure, AStopThatARankReportsIsNoFailureAndNoReasonToRestart) {
+  // Rank 1 takes longer than ranks get after a failure.
+  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 1 ] && sleep 2.5; " +
+                                report(kStop, 15, "", "") + "echo saved=$RANK; exit 143",
+                         {"--max-restarts=2"}));
+  EXPECT_EQ(run.finish(), 143);
+  EXPECT_THAT(run.out(), HasSubstr("saved=1"));
+  EXPECT_THAT(run.err(), HasSubstr("because SIGTERM stopped the program; waiting up to 30 s"));
+  EXPECT_THAT(run.err(), HasSubstr("SIGTERM on another host stopped the program"));
+  EXPECT_THAT(run.err(), Not(HasSubstr("cause")));
+  EXPECT_EQ(occurrences(run.err(), "restart"), 0);
+}
+
+TEST(Failure, AnErrorOfAnAllocationIsToldWithItsLimit) {
+  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; ulimit -v 409600; "
+                                          "echo 'what():  std::bad_alloc' >&2; exit 1"));
+  EXPECT_EQ(run.finish(), 1);
+  EXPECT_THAT(run.err(),
+              testing::ContainsRegex("root cause: rank 1 \\(pid [0-9]+\\) exited with code 1, out "
+                                     "of memory \\(RLIMIT_AS 400 MiB; its peak [0-9]+ MiB\\)"));
+}
+
+/// A control group with a limit on memory that this process is in. Empty if none can be made.
+class LimitedGroup {
+ public:
+  LimitedGroup() {
+    for (const char* root : {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"}) {
+      const std::string limit = root == std::string("/sys/fs/cgroup") ? "/memory.max"
+                                                                      : "/memory.limit_in_bytes";
+      path_ = std::string(root) + "/tessera-test-" + std::to_string(getpid());
+      root_ = root;
+      if (mkdir(path_.c_str(), 0700) != 0) continue;
+      if (put(path_ + limit, "67108864") && put(path_ + "/cgroup.procs", "0")) return;
+      rmdir(path_.c_str());
+    }
+    path_.clear();
+  }
+  ~LimitedGroup() {
+    if (path_.empty()) return;
+    put(root_ + "/cgroup.procs", "0");
+    // The kernel may still count processes that have just ended.
+    for (int i = 0; i < 500 && rmdir(path_.c_str()) != 0; ++i) usleep(10000);
+  }
+  bool empty() const { return path_.empty(); }
+
+ private:
+  static bool put(const std::string& path, const char* text) {
+    const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    const bool written = fd >= 0 && write(fd, text, strlen(text)) > 0;
+    if (fd >= 0) close(fd);
+    return written;
+  }
+  std::string root_, path_;
+};
+
+TEST(Failure, AKillByTheKernelForMemoryIsTold) {
+  const LimitedGroup group;
+  if (group.empty()) GTEST_SKIP() << "no control group with a limit on memory can be made here";
+  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; exec tail -c 1G "
+                                          "/dev/zero"));
+  EXPECT_EQ(run.finish(), 137);
+  EXPECT_THAT(run.err(), testing::ContainsRegex("root cause: rank 1 \\(pid [0-9]+\\) was killed by "
+                                                "SIGKILL, by the kernel for memory \\(cgroup limit "
+                                                "64 MiB; its peak [45][0-9] MiB\\)"))
+      << run.err();
 }
 
 TEST(Failure, AStoppedRankEndsToo) {

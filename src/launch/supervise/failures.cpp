@@ -64,10 +64,11 @@ Exit Supervisor::exit_of(size_t local_rank, const siginfo_t& info, const MemoryU
   exit.by_launcher = phase_ == Phase::Terminating || phase_ == Phase::Killing;
   if (!exit.failed()) return exit;
   mux_.drain(exit.local_rank);
-  const auto lines = mux_.last_lines(exit.local_rank);
+  auto lines = mux_.last_lines(exit.local_rank);
   if (exit.by_error()) {
     exit.report = read_report(report_path(attempt_, exit.rank));
     exit.broken_by_lines = !exit.report && mentions_broken_world(lines);
+    if (exit.report) lines.push_back(exit.report->text);
   }
   exit.memory = memory_.explain(exit, lines, use);
   return exit;
