@@ -24,7 +24,7 @@ bool limits_threads(const LaunchOptions& options, const std::vector<std::string>
 }
 
 std::string report_path(const Attempt& attempt, int rank) {
-  return attempt.reports.empty() ? "" : attempt.reports + "/report." + std::to_string(rank);
+  return attempt.reports.empty() ? "" : attempt.reports + "/.report." + std::to_string(rank);
 }
 
 std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,

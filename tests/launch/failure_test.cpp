@@ -123,14 +123,16 @@ const int kAgreed = 0, kBroken = 1, kStop = 2;
 TEST(Failure, AStoppedRankIsTheRootCause) {
   const std::string stops = "[ $RANK = 1 ] && { echo pid=$$; kill -STOP $$; }; ";
   // Rank 0 gives up when rank 1 is stopped, with and without a report that names it.
-  const std::string waits = "until grep -qs 'State:.T' /proc/$(cat $TESSERA_RENDEZVOUS/pid)/status; "
-                            "do sleep 0.02; done; ";
+  const std::string waits =
+      "until grep -qs 'State:.T' /proc/$(cat $TESSERA_RENDEZVOUS/pid)/status; "
+      "do sleep 0.02; done; ";
   for (const auto& ends : {report(kBroken, 0, "1", "late") + "exit 1",
                            std::string("echo BrokenWorldError >&2; exit 1")}) {
-    Launched run(run_shell(2, "[ $RANK = 1 ] && { echo $$ >$TESSERA_RENDEZVOUS/p; mv "
-                              "$TESSERA_RENDEZVOUS/p $TESSERA_RENDEZVOUS/pid; }; " +
-                                  stops + "until [ -e $TESSERA_RENDEZVOUS/pid ]; do :; done; " +
-                                  waits + ends));
+    Launched run(run_shell(2,
+                           "[ $RANK = 1 ] && { echo $$ >$TESSERA_RENDEZVOUS/p; mv "
+                           "$TESSERA_RENDEZVOUS/p $TESSERA_RENDEZVOUS/pid; }; " +
+                               stops + "until [ -e $TESSERA_RENDEZVOUS/pid ]; do :; done; " +
+                               waits + ends));
     EXPECT_EQ(run.finish(), 128 + SIGSTOP);
     ASSERT_EQ(run.pids().size(), 1u);
     const std::string name = "rank 1 (pid " + std::to_string(run.pids()[0]) + ")";
@@ -161,9 +163,9 @@ TEST(Failure, OfAnErrorOnAllRanksTheOneWhereItBeganIsTheCause) {
 }
 
 TEST(Failure, AFailureOnAnotherHostIsNamed) {
-  auto arguments = run_shell(2, report(kAgreed, 0, "0", "rank 0: no such file") + "exit 4",
-                             {"--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1",
-                              "--master-port=29999"});
+  auto arguments =
+      run_shell(2, report(kAgreed, 0, "0", "rank 0: no such file") + "exit 4",
+                {"--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=29999"});
   Launched run(arguments);
   EXPECT_EQ(run.finish(), 4);
   EXPECT_THAT(run.err(), HasSubstr("the failure began on rank 0, which is on another host"));
@@ -173,14 +175,15 @@ TEST(Failure, AFailureOnAnotherHostIsNamed) {
 
 TEST(Failure, AStopThatARankReportsIsNoFailureAndNoReasonToRestart) {
   // Rank 1 takes longer than ranks get after a failure.
-  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 1 ] && sleep 2.5; " +
-                                report(kStop, 15, "", "") + "echo saved=$RANK; exit 143",
+  Launched run(run_shell(2,
+                         kWaitForAll + "[ $RANK = 1 ] && sleep 2.5; " + report(kStop, 15, "", "") +
+                             "echo saved=$RANK; exit 143",
                          {"--max-restarts=2"}));
   EXPECT_EQ(run.finish(), 143);
   EXPECT_THAT(run.out(), HasSubstr("saved=1"));
   EXPECT_THAT(run.err(), HasSubstr("because SIGTERM stopped the program; waiting up to 30 s"));
   EXPECT_THAT(run.err(), HasSubstr("SIGTERM on another host stopped the program"));
-  EXPECT_THAT(run.err(), Not(HasSubstr("cause")));
+  EXPECT_THAT(run.err(), Not(HasSubstr("root cause")));
   EXPECT_EQ(occurrences(run.err(), "restart"), 0);
 }
 
@@ -198,8 +201,8 @@ class LimitedGroup {
  public:
   LimitedGroup() {
     for (const char* root : {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"}) {
-      const std::string limit = root == std::string("/sys/fs/cgroup") ? "/memory.max"
-                                                                      : "/memory.limit_in_bytes";
+      const std::string limit =
+          root == std::string("/sys/fs/cgroup") ? "/memory.max" : "/memory.limit_in_bytes";
       path_ = std::string(root) + "/tessera-test-" + std::to_string(getpid());
       root_ = root;
       if (mkdir(path_.c_str(), 0700) != 0) continue;
@@ -229,12 +232,12 @@ class LimitedGroup {
 TEST(Failure, AKillByTheKernelForMemoryIsTold) {
   const LimitedGroup group;
   if (group.empty()) GTEST_SKIP() << "no control group with a limit on memory can be made here";
-  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; exec tail -c 1G "
-                                          "/dev/zero"));
+  Launched run(run_shell(2, kWaitForAll + "[ $RANK = 0 ] && exec sleep 60; exec python3 -c "
+                                          "'b\"x\" * (1 << 30)'"));
   EXPECT_EQ(run.finish(), 137);
   EXPECT_THAT(run.err(), testing::ContainsRegex("root cause: rank 1 \\(pid [0-9]+\\) was killed by "
                                                 "SIGKILL, by the kernel for memory \\(cgroup limit "
-                                                "64 MiB; its peak [45][0-9] MiB\\)"))
+                                                "64 MiB; its peak [4-9][0-9] MiB\\)"))
       << run.err();
 }
 

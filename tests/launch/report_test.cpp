@@ -146,7 +146,7 @@ TEST(Blame, ARankThatRunsButIsNamedIsTheRootCauseInTheEnd) {
   auto host = Host({0, 1}).broken(0, {1});
   EXPECT_FALSE(host.before_the_end());
   expect(host.at_the_end(), Kind::late, 1, 1,
-         "rank 1 (pid 101) runs, but the other ranks waited for it in vain");
+         "rank 1 (pid 101) still runs, but the other ranks waited for it in vain");
 }
 
 TEST(Blame, OfAnAgreedErrorTheRankThatBeganIsTheRootCause) {

@@ -157,7 +157,9 @@ std::string describe(const Cause& cause) {
     case Kind::left:
       return subject + " exited with code 0 while the other ranks still needed it";
     case Kind::late:
-      return subject + " runs, but the other ranks waited for it in vain";
+      return subject + (cause.exit.report && cause.exit.report->kind == Report::Kind::agreed
+                            ? " still runs, although the error of the other ranks began there"
+                            : " still runs, but the other ranks waited for it in vain");
     case Kind::request:
       return signal_name(cause.signal) + (cause.here ? " to " + subject : " on another host") +
              " stopped the program";

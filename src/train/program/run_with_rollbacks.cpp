@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include "tessera/detail/report_to_launcher.h"
-#include "train/run/interruption.h"
 #include "train/run/run.h"
 
 namespace tessera::train {
@@ -39,9 +38,9 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
     if (before) prepend(*before, result);
     if (!run.rollback()) {
       if (result.interrupted_by != 0) {
-        const bool here = stop_requested() != 0;
-        detail::report_stop(result.interrupted_by,
-                            here ? std::vector<int>{group.rank()} : std::vector<int>());
+        detail::report_stop(result.interrupted_by, run.interrupted_here()
+                                                       ? std::vector<int>{group.rank()}
+                                                       : std::vector<int>());
       }
       return result;
     }

@@ -314,6 +314,7 @@ void Run::reduce_figures() {
                                   [](double ranks) { return ranks > 0; });
   if (asked != of_signals + kStopSignals.size()) {
     stop_ = true;
+    interrupted_here_ = interrupted_here_ || signal != 0;
     result_.interrupted_by = kStopSignals[static_cast<size_t>(asked - of_signals)];
   }
   for (size_t i = 0; all_have_figures && i < figures_.size(); ++i) {

@@ -34,6 +34,8 @@ class Run : private Joinable {
   TrainResult run();
   /// After run(): the step that is to be left out by a new run from the last sound checkpoint.
   std::optional<int64_t> rollback() const { return rollback_; }
+  /// After run(): it was interrupted, and this rank got a signal.
+  bool interrupted_here() const { return interrupted_here_; }
 
  private:
   using Figures = std::vector<std::pair<std::string, double>>;
@@ -154,6 +156,7 @@ class Run : private Joinable {
   std::vector<int> began_;            // the ranks where something is not finite; empty: unknown
   std::optional<int64_t> rollback_;
   bool stop_ = false;
+  bool interrupted_here_ = false;
   bool evaluation_due_ = false;  // an interruption came before the evaluation of this step
   StepRecord record_;
   TrainResult result_;
