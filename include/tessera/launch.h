@@ -72,8 +72,7 @@ struct LaunchOptions {
 ///   lines with the prefix `[rank N] `. In a world of one rank, the rank inherits the launcher's
 ///   streams.
 /// - Input: rank 0 reads the launcher's standard input, the other ranks' is empty.
-/// - Failure: the first rank that fails is reported as the root cause, with its last lines. The
-/// other
+/// - Failure: the rank where it began is reported as the root cause, with its last lines. The other
 ///   ranks get 1.5 s to report, then SIGTERM, and SIGKILL 2 s later; signals go to each rank's
 ///   whole process group.
 /// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. One that arrives at least
@@ -82,8 +81,8 @@ struct LaunchOptions {
 /// - SIGUSR1 and SIGUSR2, with which batch systems announce the end, are forwarded without a limit.
 /// - If the launcher itself is killed, the ranks and their process groups are killed too.
 ///
-/// Returns 0, the exit code of the root cause, 128 + the signal that killed it, 126 when the
-/// program cannot be executed, or 127 when it is not found. Throws UsageError for impossible
+/// Returns 0, the exit code of the root cause, 128 + the signal that killed or stopped it, 126 when
+/// the program cannot be executed, or 127 when it is not found. Throws UsageError for impossible
 /// options, before it starts a process. Call it from a process with one thread, because it forks
 /// and handles the signals above while it runs.
 int run(const LaunchOptions& options);

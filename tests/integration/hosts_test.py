@@ -238,6 +238,7 @@ class TwoHosts(unittest.TestCase):
             run = runs[survivor // RANKS_PER_HOST]
             pattern = rf"survivor {survivor} blames 0:"
             run.wait_for(lambda: run.when(pattern), TIMEOUT_MS / 1000 + 5, pattern)
+        runs[0].wait_for(lambda: runs[0].when("rank 0 .* is stopped"), 2, "the launcher names it")
         time.sleep(0.3)  # the survivors end
         os.kill(runs[0].pids[0], signal.SIGCONT)
         runs[0].wait_for(lambda: runs[0].when("survivor 0 blames"), 5, "rank 0 gives up")

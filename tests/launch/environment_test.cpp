@@ -40,11 +40,13 @@ TEST(EnvironmentTest, PlaceOfARankAmongSeveralHosts) {
 TEST(EnvironmentTest, ASurroundingLaunchersVariablesAreReplacedOrDropped) {
   const auto result =
       rank_environment(two_hosts(), attempt(), 0,
-                       {"RANK=9", "TORCHELASTIC_USE_AGENT_STORE=True", "TESSERA_RENDEZVOUS=/old"});
+                       {"RANK=9", "TORCHELASTIC_USE_AGENT_STORE=True", "TESSERA_RENDEZVOUS=/old",
+                        "TESSERA_REPORT=/old/.report.9"});
   EXPECT_THAT(result, Contains("RANK=4"));
   EXPECT_THAT(result, Not(Contains("RANK=9")));
   EXPECT_THAT(result, Each(Not(StartsWith("TORCHELASTIC_USE_AGENT_STORE"))));
   EXPECT_THAT(result, Each(Not(StartsWith("TESSERA_RENDEZVOUS"))));
+  EXPECT_THAT(result, Each(Not(StartsWith("TESSERA_REPORT"))));
 }
 
 TEST(EnvironmentTest, RendezvousFolderOfOneHost) {
@@ -64,6 +66,13 @@ TEST(EnvironmentTest, TheLaunchersSecretDoesNotReplaceTheUsers) {
     EXPECT_THAT(result, Contains(own));
     EXPECT_THAT(result, Not(Contains("TESSERA_SECRET=abc")));
   }
+}
+
+TEST(EnvironmentTest, EveryRankHasAFileForItsReport) {
+  Attempt with_reports = attempt();
+  with_reports.reports = "/run/x";
+  EXPECT_THAT(rank_environment(two_hosts(), with_reports, 1, {}),
+              Contains("TESSERA_REPORT=/run/x/.report.5"));
 }
 
 TEST(EnvironmentTest, ThreadsAreLimitedForSeveralRanksOnly) {
