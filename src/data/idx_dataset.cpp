@@ -92,6 +92,7 @@ IdxDataset::IdxDataset(const IdxOptions& options) : options_(options) {
   images_ = images.values;
   labels_ = labels.values;
   classes_ = *std::max_element(labels_.get(), labels_.get() + count_) + int64_t{1};
+  check_mapped(labels_.get());
   if (options_.classes > 0 && classes_ > options_.classes) {
     const uint8_t* found = std::find_if(labels_.get(), labels_.get() + count_,
                                         [&](uint8_t label) { return label >= options_.classes; });
@@ -116,6 +117,8 @@ Batch IdxDataset::get(const std::vector<int64_t>& samples) const {
                            [](uint8_t value) { return static_cast<float>(value) / 255; });
     *target++ = labels_.get()[row];
   }
+  check_mapped(images_.get());
+  check_mapped(labels_.get());
   return batch;
 }
 

@@ -13,6 +13,19 @@ struct MappedFile {
 
 /// Maps a regular file for reading. It stays mapped while `data` is alive. Throws UsageError
 /// "component: path: reason".
+///
+/// A page that the file does not have any more, because it was shortened, or that the disk cannot
+/// read is a SIGBUS. The first call installs a handler for it: the page then reads as zeros, and
+/// check_mapped() throws. A SIGBUS anywhere else goes to the handler that was installed before.
 MappedFile map_file(const std::string& component, const std::string& path);
+
+/// To be called after each read of mapped data and before its values are used. `data`: any byte
+/// that was read, in a mapped file or elsewhere. Throws Error with component, path and sizes if a
+/// page of that file was lost, now or earlier, or if the file is shorter now: the rest of its last
+/// page then reads as zeros without a SIGBUS. Costs a system call for mapped data.
+void check_mapped(const void* data);
+
+/// As check_mapped(), for single values: notices lost pages only. Costs a load of a counter.
+void check_mapped_pages(const void* data);
 
 }  // namespace tessera

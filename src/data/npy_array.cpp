@@ -64,6 +64,7 @@ NpyArray NpyArray::open(const std::string& path) {
   const MappedFile file = map_file("NpyDataset", path);
   const NpyHeader header = parse_npy_header(
       path, {reinterpret_cast<const char*>(file.data.get()), static_cast<size_t>(file.size)});
+  check_mapped(file.data.get());
   if (header.shape.empty()) {
     refuse("is a single number, expected one dimension or more");
   }
@@ -109,6 +110,7 @@ at::Tensor NpyArray::gather(const std::vector<int64_t>& rows, at::ScalarType to)
   } else {
     fill(result.data_ptr<float>());
   }
+  check_mapped(data.get());
   return result;
 }
 

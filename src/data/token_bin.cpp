@@ -28,6 +28,7 @@ Tokens open_tokens(const std::string& path, int64_t vocab_size) {
   }
   int32_t header[3];
   std::memcpy(header, file.data.get(), sizeof header);
+  check_mapped(file.data.get());
   if (header[0] != kMagic) {
     refuse_tokens(path, "begins with " + std::to_string(header[0]) +
                             ", expected the magic number " + std::to_string(kMagic));

@@ -4,6 +4,7 @@
 
 #include <torch/torch.h>
 
+#include "data/mapped_file.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -52,7 +53,9 @@ size_t Tokens::chunk_of(int64_t i) const {
 
 int64_t Tokens::operator[](int64_t i) const {
   const Chunk& chunk = chunks_->size() == 1 ? chunks_->front() : (*chunks_)[chunk_of(i)];
-  return chunk.at(i - chunk.begin);
+  const int64_t token = chunk.at(i - chunk.begin);
+  check_mapped_pages(chunk.data);
+  return token;
 }
 
 void Tokens::read(int64_t begin, int64_t count, int64_t* out) const {
@@ -64,6 +67,7 @@ void Tokens::read(int64_t begin, int64_t count, int64_t* out) const {
     } else {
       std::copy_n(static_cast<const uint16_t*>(chunk.data) + first, run, out);
     }
+    check_mapped(chunk.data);
     begin += run;
     out += run;
     count -= run;
@@ -110,6 +114,7 @@ void Tokens::require_below(int64_t vocab_size) const {
                          (chunks_->size() > 1 ? " (in " + chunk.source + ")" : ""));
       }
     }
+    check_mapped(chunk.data);
   }
 }
 

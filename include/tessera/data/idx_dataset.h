@@ -18,7 +18,7 @@ struct IdxOptions {
 };
 
 /// Inputs are float32 [B, C, H, W] in [0, 1] (C is 1 for idx3), targets int64 [B]. The files are
-/// memory-mapped: a file must not be shortened while the dataset is alive.
+/// memory-mapped. If one is shortened while the dataset is alive, get() throws Error with its name.
 class IdxDataset : public Dataset {
  public:
   /// Throws UsageError naming the file if it is missing, empty or compressed by gzip; if its magic

@@ -10,8 +10,8 @@
 namespace tessera {
 
 /// An array in NumPy's .npy format (NEP 1, versions 1 to 3): C order, little-endian, of type f2,
-/// f4, f8, i1, i2, i4, i8, u1 or bool. The file is memory-mapped: it must not be shortened while
-/// the array is alive.
+/// f4, f8, i1, i2, i4, i8, u1 or bool. The file is memory-mapped. If it is shortened while the
+/// array is alive, gather() throws Error with its name; reads through `data` then give zeros.
 struct NpyArray {
   enum class Type { f2, f4, f8, i1, i2, i4, i8, u1, boolean };
 

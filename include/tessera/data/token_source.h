@@ -30,8 +30,9 @@ struct ByteText {
 };
 
 /// Token files of llm.c: a header of 256 int32 (magic 20240520, version 1, number of tokens), then
-/// uint16 tokens. The files are memory-mapped: a file must not be shortened while its tokens are in
-/// use. Several files form one stream, in this order, so sequences run across the ends of files.
+/// uint16 tokens. The files are memory-mapped. If one is shortened while its tokens are in use,
+/// reading them throws Error with its name. Several files form one stream, in this order, so
+/// sequences run across the ends of files.
 struct TokenBin {
   std::vector<std::string> paths;      ///< As ByteText's. All of it is `train`.
   std::vector<std::string> val_paths;  ///< All of it is `val`. Empty: no `val`.
