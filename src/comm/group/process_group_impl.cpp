@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "comm/group/checked_transport.h"
+#include "comm/group/running_scope.h"
 #include "comm/group/tag_scope.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/step/agreement.h"
@@ -264,9 +265,13 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
   at::NoGradGuard no_grad;
   if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
   header.sequence = ++sequence_;
+  comm::RunningScope running(world, *transport, header, tag);
   try {
     Headers headers;
-    if (world.options.check_collectives || header.free_numel) headers = compare(header, tag);
+    if (world.options.check_collectives || header.free_numel) {
+      headers = compare(header, tag);
+      running.begun_by_all();
+    }
     body(*transport, headers);
   } catch (const BrokenWorldError& error) {
     const auto text = with_call(error.what(), header, tag);

@@ -84,6 +84,11 @@ bool ShmControl::arrived(int peer) const noexcept {
   return static_cast<int32_t>(theirs - round_) >= 0;  // the counter may wrap around
 }
 
+bool ShmControl::is_late(int peer) const noexcept {
+  const uint32_t own = members_[rank_].block->arrivals.load();
+  return static_cast<int32_t>(members_[peer].block->arrivals.load() - own) < 0;
+}
+
 void ShmControl::wait_for(int peer) {
   for (int spin = 0; spin < spins_; ++spin) {
     if (arrived(peer)) return;

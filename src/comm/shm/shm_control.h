@@ -67,6 +67,8 @@ class ShmControl {
   void leave() noexcept;
   /// As leave(), after a failure that this rank caused itself.
   void give_up() noexcept;
+  /// True if `peer` has not arrived at the last barrier that this rank arrived at. From any thread.
+  bool is_late(int peer) const noexcept;
 
  private:
   ControlBlock& mine() { return *members_[rank_].block; }

@@ -47,6 +47,8 @@ class ShmTransport : public Transport {
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const override;
   void set_timeout(std::chrono::milliseconds timeout) override { control_.set_timeout(timeout); }
   void abort() noexcept override { control_.leave(); }
+  /// See ShmControl::is_late().
+  bool is_late(int peer) const noexcept { return control_.is_late(peer); }
 
  private:
   /// What the ranks know about each other's tensors in one collective.
