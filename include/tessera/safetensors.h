@@ -80,6 +80,8 @@ class SafetensorsWriter {
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsSpec> tensors,
                     SafetensorsMetadata metadata = {});
   ~SafetensorsWriter();
+  /// Throws the UsageError that the constructor would throw for these tensors. Makes no file.
+  static void check(const std::string& path, std::vector<SafetensorsSpec> tensors);
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 

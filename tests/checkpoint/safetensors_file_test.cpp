@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/detail/torch_compat.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
 
@@ -187,7 +188,13 @@ TEST_F(SafetensorsFiles, WriterRefusesBadDeclarations) {
   EXPECT_THAT(declare({{"x", at::kFloat, {int64_t{1} << 40, int64_t{1} << 40}}}),
               HasSubstr("overflow"));
   EXPECT_THAT(declare({{"x", at::kComplexDouble, {}}}), HasSubstr("cannot hold"));
-  EXPECT_THAT(declare({{"\xff", at::kFloat, {}}}), HasSubstr("UTF-8"));
+  EXPECT_THAT(declare({{"w\xff", at::kFloat, {}}}),
+              HasSubstr(R"(tensor name "w\xff" is not valid UTF-8)"));
+  EXPECT_THAT(message_of([&] {
+                SafetensorsWriter::check("f", {{"w\xff", at::kFloat, {}}});
+              }),
+              HasSubstr("not valid UTF-8"));
+  EXPECT_NO_THROW(SafetensorsWriter::check("f", {{std::string("a\0b", 3), at::kFloat, {}}}));
   EXPECT_THAT(declare({}, {{"k", "\xff"}}), HasSubstr("UTF-8"));
   EXPECT_EQ(files(), 0u);
 }
@@ -254,6 +261,28 @@ TEST_F(SafetensorsFiles, AFullDiskLeavesTheOldFileAndNothingElse) {
   EXPECT_THAT(message, HasSubstr(path("a")));
   EXPECT_THAT(message, HasSubstr("File too large"));
   EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::ones({2})));
+}
+
+TEST_F(SafetensorsFiles, ATrialChangesNothingAndFailsAsAWriteWould) {
+  save_safetensors(path("a"), {{"x", at::ones({2})}});
+  const auto time = fs::last_write_time(path("a"));
+  check_writable(path("a"));
+  check_writable(path("b"));
+  {
+    const FileSizeLimit limit(1024);
+    EXPECT_THAT(message_of([&] { check_writable(path("a")); }),
+                HasSubstr(path("a") + ": writing 4096 bytes at offset 0 failed: File too large"));
+  }
+  EXPECT_THAT(message_of([&] { check_writable("/proc/a"); }), HasSubstr("create a file in /proc"));
+  EXPECT_EQ(files(), 1u);
+  EXPECT_EQ(fs::last_write_time(path("a")), time);
+  EXPECT_TRUE(at::equal(SafetensorsFile(path("a")).load("x"), at::ones({2})));
+}
+
+TEST_F(SafetensorsFiles, ANameWithANulComesBack) {
+  const std::string name("a\0b", 3);
+  save_safetensors(path("a"), {{name, at::ones({2})}});
+  EXPECT_EQ(SafetensorsFile(path("a")).names(), std::vector<std::string>{name});
 }
 
 TEST_F(SafetensorsFiles, ArchivesOfOtherFormatsAreCalledByTheirName) {

@@ -10,7 +10,8 @@ namespace tessera {
 /// file; Error if the system reports a failure. Both texts contain path and reason. Local.
 void write_file(const std::string& path, const std::string& text);
 
-/// Makes the same checks but writes nothing. Local.
+/// Tries whether write_file() can work: writes, syncs, renames and removes a small file of another
+/// name in the same folder. Throws as write_file() does. A file at `path` stays as it is. Local.
 void check_writable(const std::string& path);
 
 }  // namespace tessera

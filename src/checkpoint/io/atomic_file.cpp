@@ -92,22 +92,41 @@ void AtomicFile::write_at(const void* from, size_t count, uint64_t offset) {
   }
 }
 
-void AtomicFile::commit() {
+/// Syncs and closes the temporary file first.
+void AtomicFile::rename_to(const std::string& name) {
   if (::fsync(file_.get()) != 0) {
     fail("syncing to disk");
   }
   if (!file_.close()) {
     fail("closing");
   }
-  if (::rename(temporary_.c_str(), target_.c_str()) != 0) {
+  if (::rename(temporary_.c_str(), name.c_str()) != 0) {
     fail("renaming the finished file into place");
   }
-  temporary_.clear();
+}
+
+void AtomicFile::sync_folder() {
   const FileDescriptor folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
   if (!folder || (::fsync(folder.get()) != 0 && errno != EINVAL)) {
     fail("syncing the folder " + folder_);
   }
+}
+
+void AtomicFile::commit() {
+  rename_to(target_);
+  temporary_.clear();
+  sync_folder();
+}
+
+void AtomicFile::rehearse() {
+  const std::string block(4096, '\0');
+  write_at(block.data(), block.size(), 0);
+  const std::string other = folder_ + "/" + temporary_name();
+  rename_to(other);
+  temporary_ = other;
+  sync_folder();
+  discard();
 }
 
 }  // namespace tessera

@@ -26,11 +26,16 @@ class AtomicFile {
   /// Fails in the same way. The old file is then unchanged, unless only the final sync of the
   /// folder failed.
   void commit();
+  /// Does what a commit needs without touching `path`: writes a block, syncs the file, renames it
+  /// to another temporary name, syncs the folder, removes the file. Fails as write_at() does.
+  void rehearse();
 
   bool open() const { return static_cast<bool>(file_); }
 
  private:
   [[noreturn]] void fail(const std::string& action);
+  void rename_to(const std::string& name);
+  void sync_folder();
   void discard() noexcept;
 
   std::string component_;

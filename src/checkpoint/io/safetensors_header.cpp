@@ -130,12 +130,22 @@ int dtype_bits(std::string_view dtype) {
   return 0;
 }
 
+bool is_utf8(std::string_view text) {
+  try {
+    nlohmann::json(text).dump();
+    return true;
+  } catch (const nlohmann::json::exception&) {
+    return false;
+  }
+}
+
 std::string in_quotes(std::string_view name) {
   static constexpr size_t kShown = 120;
+  const bool utf8 = is_utf8(name);
   std::string text = "\"";
   for (const char c : name.substr(0, kShown)) {
     const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f || c == '"' || c == '\\') {
+    if (byte < 0x20 || byte == 0x7f || c == '"' || c == '\\' || (byte > 0x7f && !utf8)) {
       static constexpr char kHex[] = "0123456789abcdef";
       text += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
     } else {
@@ -206,6 +216,10 @@ std::string format_header(const std::string& file, const Header& header) {
     text = json.dump();
     text.pop_back();
     for (const SafetensorsEntry& entry : header.entries) {
+      if (!is_utf8(entry.name)) {
+        throw UsageError("safetensors: " + file + ": the tensor name " + in_quotes(entry.name) +
+                         " is not valid UTF-8");
+      }
       const nlohmann::ordered_json value = {{"dtype", entry.dtype},
                                             {"shape", entry.shape},
                                             {"data_offsets", {entry.begin, entry.end}}};
@@ -217,8 +231,7 @@ std::string format_header(const std::string& file, const Header& header) {
       text += value.dump();
     }
   } catch (const nlohmann::json::exception&) {
-    throw UsageError("safetensors: " + file +
-                     ": a tensor name or metadata text is not valid UTF-8");
+    throw UsageError("safetensors: " + file + ": a metadata text is not valid UTF-8");
   }
   text += "}";
   text.append((kSizeBytes - text.size() % kSizeBytes) % kSizeBytes, ' ');

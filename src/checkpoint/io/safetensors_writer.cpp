@@ -21,8 +21,10 @@ struct SafetensorsWriter::Impl {
     bool written = false;
   };
 
+  /// Places the tensors and formats the header.
   Impl(const std::string& target, std::vector<SafetensorsSpec> tensors,
        SafetensorsMetadata metadata);
+  void open_file();
   Slot& slot(const std::string& name);
 
   std::string path;
@@ -92,6 +94,9 @@ SafetensorsWriter::Impl::Impl(const std::string& target, std::vector<Safetensors
     offset += bytes;
   }
   header = safetensors::format_header(path, contents);
+}
+
+void SafetensorsWriter::Impl::open_file() {
   file = std::make_unique<AtomicFile>("safetensors", path);
   file->write_at(header.data(), header.size(), 0);
 }
@@ -111,7 +116,13 @@ SafetensorsWriter::Impl::Slot& SafetensorsWriter::Impl::slot(const std::string& 
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsSpec> tensors,
                                      SafetensorsMetadata metadata)
-    : impl_(std::make_unique<Impl>(path, std::move(tensors), std::move(metadata))) {}
+    : impl_(std::make_unique<Impl>(path, std::move(tensors), std::move(metadata))) {
+  impl_->open_file();
+}
+
+void SafetensorsWriter::check(const std::string& path, std::vector<SafetensorsSpec> tensors) {
+  Impl(path, std::move(tensors), {});
+}
 
 SafetensorsWriter::~SafetensorsWriter() = default;
 

@@ -10,6 +10,6 @@ void write_file(const std::string& path, const std::string& text) {
   file.commit();
 }
 
-void check_writable(const std::string& path) { AtomicFile probe("output", path); }
+void check_writable(const std::string& path) { AtomicFile("output", path).rehearse(); }
 
 }  // namespace tessera

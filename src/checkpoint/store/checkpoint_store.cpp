@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "checkpoint/io/atomic_file.h"
 #include "checkpoint/store/checkpoint_store_impl.h"
 #include "checkpoint/store/run_folder.h"
 #include "tessera/error.h"
@@ -63,7 +64,10 @@ CheckpointStore::CheckpointStore(const std::string& folder, ProcessGroup group,
     impl.lock = store::FolderLock(impl.folder);
     store::remove_leftovers(impl.folder);
   });
-  agree(impl.group, [&] { check_reachable(impl.folder); });
+  agree(impl.group, [&] {
+    check_reachable(impl.folder);
+    AtomicFile("checkpoint", impl.folder + "/trial").rehearse();
+  });
 }
 
 CheckpointStore::~CheckpointStore() = default;
