@@ -48,7 +48,8 @@ void request_stop(int signal) noexcept;
 /// batch systems send ahead of the end, do not count as the first). Never throws. Returns the exit
 /// code: 0; 1 when the run failed (each rank prints the reason on standard error); 2 when the
 /// config, a file or an argument is wrong (printed once, by the first rank of each host); 128 + the
-/// signal that ended the run.
+/// signal that ended the run. With train.watchdog a rank without progress ends the process with
+/// exit code 3.
 int train_main(int argc, char** argv);
 
 }  // namespace tessera

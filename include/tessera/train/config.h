@@ -78,6 +78,15 @@ struct CheckpointConfig {
   std::string from;  ///< a checkpoint of any run to start from, unless `folder` has one
 };
 
+/// A rank without progress writes its stacks and ends.
+struct WatchdogConfig {
+  std::optional<double> factor = 20;  ///< of the median of step times; no value: no watchdog
+  double least = 300;                 ///< s; a step is never bounded more tightly
+  /// Longest time in s without progress outside of steps: start-up with the first step, each hook,
+  /// each round of an evaluation, each tensor of a checkpoint.
+  double other = 3600;
+};
+
 struct RunConfig {
   int64_t steps = 0;
   double epochs = 0;  ///< used instead of `steps`; 0: `steps` is used
@@ -101,6 +110,7 @@ struct RunConfig {
   /// Steps from one comparison of what ranks must have in common to the next; 0: none.
   int64_t check_replicas = 100;
   bool repair_replicas = false;  ///< see tessera/step/replicas.h
+  WatchdogConfig watchdog;
   std::optional<at::ScalarType> autocast;
   GradScalerOptions loss_scale{.enabled = false};
   EmaConfig ema;

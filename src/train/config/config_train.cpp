@@ -156,6 +156,24 @@ void read_replicas(OptionReader& keys, RunConfig& run) {
             "ends");
 }
 
+void read_watchdog(OptionReader& keys, WatchdogConfig& watchdog) {
+  if (keys.has("watchdog") && !keys.given("watchdog")) {
+    keys.fail("watchdog", "null; expected a map of keys, in which factor: null is no watchdog");
+  }
+  OptionReader inner = keys.map("watchdog");
+  inner.read(
+      "factor", watchdog.factor,
+      "a step longer than this factor of the median of the last 100 steps ends the run, with "
+      "the stacks of the ranks; null: no watchdog",
+      kAtLeastOne);
+  inner.read("least", watchdog.least, "seconds; shorter steps never end the run", kPositive);
+  inner.read("other", watchdog.other,
+             "longest time in seconds without progress outside of steps: start-up with the first "
+             "step, a hook, 8 samples of an evaluation, one tensor of a checkpoint",
+             kPositive);
+  inner.finish();
+}
+
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
   ema.read("decay", run.ema.decay,
@@ -215,6 +233,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   read_clipping(keys, run);
   read_nonfinite(keys, run);
   read_replicas(keys, run);
+  read_watchdog(keys, run.watchdog);
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");

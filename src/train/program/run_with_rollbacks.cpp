@@ -24,7 +24,7 @@ void prepend(const TrainResult& before, TrainResult& after) {
 
 }  // namespace
 
-TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
+TrainResult run_with_rollbacks(const Config& config, ProcessGroup group, Heartbeat& heartbeat,
                                const std::function<void()>& on_start) {
   Config again = config;
   again.checkpoint.resume = true;
@@ -32,7 +32,7 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
   std::optional<TrainResult> before;
   int64_t in_a_row = 0;
   for (;;) {
-    Run run(before ? again : config, group, left_out);
+    Run run(before ? again : config, group, left_out, heartbeat);
     on_start();
     TrainResult result = run.run();
     if (before) prepend(*before, result);
@@ -69,7 +69,8 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group,
 namespace tessera {
 
 TrainResult run_training(const Config& config, ProcessGroup group) {
-  return train::run_with_rollbacks(config, std::move(group), [] {});
+  train::Heartbeat unwatched;
+  return train::run_with_rollbacks(config, std::move(group), unwatched, [] {});
 }
 
 }  // namespace tessera

@@ -13,6 +13,7 @@
 #include "tessera/train.h"
 #include "train/program/run_with_rollbacks.h"
 #include "train/run/interruption.h"
+#include "train/watch/watchdog.h"
 
 namespace tessera {
 namespace {
@@ -114,8 +115,12 @@ int train_on(const Config& config, ProcessGroup group) {
   int failure = kWrongCommand;
   try {
     train::handle_signals();
-    const int signal =
-        train::run_with_rollbacks(config, group, [&] { failure = kRunFailed; }).interrupted_by;
+    train::Heartbeat heartbeat;
+    const train::Watchdog watchdog(config.train.watchdog, heartbeat, group,
+                                   [] { return train::stop_requested() != 0; });
+    const int signal = train::run_with_rollbacks(config, group, heartbeat, [&] {
+                         failure = kRunFailed;
+                       }).interrupted_by;
     return signal == 0 ? 0 : 128 + signal;
   } catch (const AgreedError& error) {
     if (group.rank() == 0) {

@@ -43,7 +43,7 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
 }  // namespace
 
 std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
-                                       int64_t max_samples) {
+                                       int64_t max_samples, const std::function<void()>& on_round) {
   const int64_t samples = max_samples > 0 ? std::min(max_samples, data.size()) : data.size();
   const int64_t chunks = (samples + kChunk - 1) / kChunk;
   ProcessGroup group = model.group();
@@ -51,6 +51,7 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
   at::Tensor sums;
   std::vector<std::string> names;
   for (int64_t round = 0; round < chunks; round += group.size()) {
+    on_round();
     // In the last round a rank without a chunk evaluates another rank's; its result is ignored.
     const int64_t chunk = std::min(round + group.rank(), chunks - 1);
     const int64_t first = chunk * kChunk;

@@ -72,6 +72,7 @@ template <class Call>
 void Run::call_hooks(const Call& call) {
   for (const auto& hook : hooks_) {
     RunState state = run_state();
+    heartbeat_.enter(Phase::hooks, done_);
     call(*hook, state);
     stop_ |= state.stop;
   }
@@ -123,14 +124,19 @@ void Run::train() {
     join({static_cast<Joinable&>(*this)}, join_options, [this](JoinLoop& loop) {
       while (!stop_ && assignment_->samples(done_, group_.rank()).count > 0) {
         loop.next();
-        iteration(loader_->next());
+        iteration(next_batch());
       }
     });
   } else {
     while (!stop_ && done_ < iterations()) {
-      iteration(loader_->next());
+      iteration(next_batch());
     }
   }
+}
+
+Batch Run::next_batch() {
+  heartbeat_.enter(Phase::loading, done_);
+  return loader_->next();
 }
 
 /// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
@@ -144,6 +150,7 @@ void Run::iteration(std::optional<Batch> batch) {
     return;
   }
   ++done_;
+  check_space_of_checkpoint();
   compare_replicas();
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
@@ -205,6 +212,7 @@ double Run::set_learning_rates() {
 }
 
 void Run::train_step(std::optional<Batch> batch) {
+  heartbeat_.enter(Phase::training, done_);
   const auto start = Clock::now();
   record_.step = done_;
   record_.lr = set_learning_rates();
@@ -239,6 +247,7 @@ void Run::train_step(std::optional<Batch> batch) {
   record_.loss_scale = optimizer_->scaler().scale();
   result_.skipped_steps += optimizer_->skipped() && !left_out;
   if (!left_out) handle_fault(parts);
+  heartbeat_.end_step();
   const double seconds = seconds_since(start);
   record_.ms = seconds * 1000;
   record_.epoch = progress(done_ + 1).epoch;
@@ -250,6 +259,17 @@ void Run::train_step(std::optional<Batch> batch) {
   if (reporter_) {
     reporter_->step(record_, iterations());
   }
+}
+
+/// After the first step, when the optimizer has its state.
+void Run::check_space_of_checkpoint() const {
+  if (!store_ || !reporter_ || done_ != result_.first_step + 1) return;
+  // Rank 0's memory stands for that of each rank.
+  const std::vector<MemoryUse> ranks(static_cast<size_t>(group_.size()), wrapper_->memory());
+  const MemoryUse whole = wrapper_->unsharded(ranks);
+  const int64_t averages = average_ ? whole.parameters : 0;
+  warn_of_space(bytes_of_weights() + whole.optimizer_state + averages,
+                "a checkpoint with the optimizer's state takes", false);
 }
 
 /// Ranks that are to hold the same values can drift apart by a fault of memory or by code that
@@ -344,7 +364,8 @@ void Run::evaluate() {
   }
   evaluate_averaged([&] {
     result_.eval_figures = train::evaluate(*wrapper_, *data_.val,
-                                           config_.train.eval_batches * config_.train.global_batch);
+                                           config_.train.eval_batches * config_.train.global_batch,
+                                           [&] { heartbeat_.enter(Phase::evaluating, done_); });
   });
   const double loss = result_.eval_figures.at("loss");
   result_.eval_loss = loss;

@@ -21,6 +21,7 @@
 #include "train/report/reporter.h"
 #include "train/run/sample_assignment.h"
 #include "train/run/step_buffers.h"
+#include "train/watch/heartbeat.h"
 
 namespace tessera::train {
 
@@ -30,7 +31,8 @@ namespace tessera::train {
 class Run : private Joinable {
  public:
   /// `left_out`: numbers of steps that are not trained.
-  Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out = {});
+  /// `heartbeat`: is told what the run does.
+  Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat);
   TrainResult run();
   /// After run(): the step that is to be left out by a new run from the last sound checkpoint.
   std::optional<int64_t> rollback() const { return rollback_; }
@@ -56,13 +58,19 @@ class Run : private Joinable {
   Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
   void freeze_parameters();
   void note_specs();
+  void check_specs() const;
   void make();
+  void warn_of_space(int64_t bytes, const std::string& what, bool with_save) const;
+  int64_t bytes_of_weights() const;
   void start_averaging();
   void check_joining() const;
 
   ProcessGroup join_group() const override { return group_; }
   void on_join_iteration(const JoinIteration& iteration) override;
-  void shadow_step() override { iteration(std::nullopt); }
+  void shadow_step() override {
+    heartbeat_.enter(Phase::loading, done_);
+    iteration(std::nullopt);
+  }
   void finish_join(int last_active_rank) override {
     wrapper_->joinable()->finish_join(last_active_rank);
   }
@@ -70,9 +78,11 @@ class Run : private Joinable {
   // run.cpp
   void report_start();
   void train();
+  Batch next_batch();
   void iteration(std::optional<Batch> batch);
   void train_step(std::optional<Batch> batch);
   void compare_replicas();
+  void check_space_of_checkpoint() const;
   std::vector<Batch> parts_of(Batch batch) const;
   void add_figures();
   /// Computes means over the ranks with a batch, and whether any rank received a stop request.
@@ -122,8 +132,11 @@ class Run : private Joinable {
   void check_model(const std::map<std::string, std::string>& before) const;
   void warn_of_optimizer(const std::string& before);
 
+  static constexpr const char* kWeights = "weights.safetensors";  // of a checkpoint
+
   const Config& config_;
   ProcessGroup group_;
+  Heartbeat& heartbeat_;
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;
   DataSplits data_;

@@ -17,7 +17,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kWeights = "weights.safetensors";
 constexpr const char* kState = "state.json";
 constexpr const char* kConfig = "config.yaml";
 /// The moving average is saved as an optimizer state tensor of its shard.
@@ -141,7 +140,11 @@ void Run::open_checkpoints() {
     CheckpointStoreOptions options;
     options.keep_last = static_cast<int>(config.keep_last);
     options.keep_every = config.keep_every;
-    store_.emplace(config.folder, group_, options);
+    try {
+      store_.emplace(config.folder, group_, options);
+    } catch (const AgreedError& error) {
+      throw AgreedError(config_.at("checkpoint.folder") + error.what());
+    }
     agree(group_, [&] {
       if (!first()) {
         return;
@@ -446,6 +449,7 @@ void Run::write_weights(
   const auto buffers = model_.module->named_buffers(true);
   for (size_t i = 0; i < weights_.size(); ++i) {
     const std::string& name = weights_[i].name;
+    heartbeat_.enter(Phase::saving, done_);
     const at::Tensor tensor =
         i < parameter_count_ ? wrapper_->whole_parameter(name) : buffers[name];
     if (first()) {
@@ -458,6 +462,7 @@ void Run::save_checkpoint() {
   if (saved_at_ == done_) {
     return;
   }
+  heartbeat_.enter(Phase::saving, done_);
   CheckpointWriter writer(*store_, done_);
   if (first()) {
     writer.begin_tensors(kWeights, weights_, {{"format", "pt"}});
@@ -465,6 +470,7 @@ void Run::save_checkpoint() {
   write_weights([&](const std::string& name, const at::Tensor& tensor) {
     writer.write_tensor(kWeights, name, tensor);
   });
+  heartbeat_.enter(Phase::saving, done_);
   if (wrapper_->saves_shards()) {
     writer.add_slices(slices_to_save());
   }
@@ -480,6 +486,7 @@ void Run::save_checkpoint() {
     writer.add_text(kState, state_text());
     writer.add_text(kConfig, config_.dump(true));
   }
+  heartbeat_.enter(Phase::saving, done_);
   result_.checkpoint = writer.commit();
   saved_at_ = done_;
   if (reporter_) {

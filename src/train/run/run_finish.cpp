@@ -12,6 +12,7 @@
 namespace tessera::train {
 
 void Run::finish() {
+  heartbeat_.enter(Phase::finishing, done_);
   if (result_.interrupted_by != 0) {
     if (reporter_) {
       reporter_->line(result_.checkpoint.empty()
@@ -37,7 +38,8 @@ void Run::finish() {
   }
   if (data_.test && result_.interrupted_by == 0) {
     evaluate_averaged([&] {
-      const auto figures = train::evaluate(*wrapper_, *data_.test, 0);
+      const auto figures = train::evaluate(*wrapper_, *data_.test, 0,
+                                           [&] { heartbeat_.enter(Phase::evaluating, done_); });
       if (reporter_) {
         reporter_->test(figures);
       }
@@ -46,6 +48,7 @@ void Run::finish() {
   report_memory();
   evaluate_averaged([&] {
     save();
+    heartbeat_.enter(Phase::finishing, done_);
     sample();
   });
   if (reporter_) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <mutex>
 #include <sstream>
 
@@ -9,6 +10,7 @@
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/step/agreement.h"
+#include "train/report/free_space.h"
 #include "train/report/prepare_outputs.h"
 #include "train/run/run.h"
 #include "train/run/run_contract.h"
@@ -32,8 +34,12 @@ at::Device device_of(const Config& config, const ProcessGroup& group) {
 
 }  // namespace
 
-Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out)
-    : config_(config), group_(std::move(group)), left_out_(std::move(left_out)) {
+Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat)
+    : config_(config),
+      group_(std::move(group)),
+      heartbeat_(heartbeat),
+      left_out_(std::move(left_out)) {
+  heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] {
     check_config_world(config_, group_.size());
     check_config_files(config_);
@@ -44,11 +50,14 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out)
   // with the wrapper's or with those of a failed start.
   ProcessGroup own = group_;
   const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
+  heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] { prepare(); });
   check_same_data(config_, data_, group_);
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
+  heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] { make_model(layers); });
   make();
+  warn_of_space(bytes_of_weights(), "the weights take", true);
 }
 
 void Run::prepare() {
@@ -131,6 +140,7 @@ void Run::make_model(const ProcessGroup& own_group) {
   model_.module->to(device_of(config_, group_));
   freeze_parameters();
   note_specs();
+  check_specs();
   if (resumed_) {
     load_weights_of(*resumed_);
   } else if (!config_.model.init.empty()) {
@@ -190,6 +200,38 @@ void Run::note_specs() {
   parameter_count_ = weights_.size();
   for (const auto& buffer : model_.module->named_buffers(true)) {
     weights_.push_back({buffer.key(), buffer.value().scalar_type(), buffer.value().sizes().vec()});
+  }
+}
+
+/// Refuses tensors that the files of this run cannot hold, such as those with the format's reserved
+/// name. Otherwise only the first save would fail.
+void Run::check_specs() const {
+  const auto check = [this](const std::string& key, const std::string& file) {
+    named(config_.at(key), [&] { SafetensorsWriter::check(file, weights_); });
+  };
+  if (store_) check("checkpoint.folder", store_->folder() + "/…/" + kWeights);
+  if (!config_.train.save.empty()) check("train.save", config_.train.save);
+}
+
+int64_t Run::bytes_of_weights() const {
+  int64_t bytes = 0;
+  for (const auto& spec : weights_) {
+    bytes +=
+        static_cast<int64_t>(c10::elementSize(spec.dtype)) * c10::multiply_integers(spec.shape);
+  }
+  return bytes;
+}
+
+/// On rank 0. `with_save`: also where train.save is.
+void Run::warn_of_space(int64_t bytes, const std::string& what, bool with_save) const {
+  const auto warn = [&](const std::string& folder) {
+    const std::string text = space_warning(folder, bytes, what);
+    if (!text.empty()) reporter_->line(text);
+  };
+  if (!reporter_) return;
+  if (store_) warn(store_->folder());
+  if (with_save && !config_.train.save.empty()) {
+    warn(std::filesystem::path(config_.train.save).parent_path().string());
   }
 }
 
