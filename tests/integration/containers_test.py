@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Containers refuse system calls. Training and its launcher then do without them. With real processes.
+"""Containers refuse system calls, have namespaces and users of their own, and hold little memory or none that can be written. Training
+and its launcher work there, with the same bits. With real processes.
 
     containers_test.py BUILD_FOLDER
 """
-import ctypes, errno, os, pathlib, platform, signal, struct, subprocess, sys, tempfile, unittest
+import errno, os, pathlib, platform, signal, subprocess, sys, tempfile, unittest
 
-BUILD = pathlib.Path(sys.argv.pop(1))
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from containers import CALLS, NOBODY, refuse, surroundings, why_not
+from processes import Run, environment, marked
+
+BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 TESSERA = str(BUILD / "bin/tessera")
-
-# Numbers on x86_64, and the argument that is compared, with its value.
-MADV_COLLAPSE = 25
-CALLS = {"memfd_create": (319, None), "pidfd_open": (434, None), "signalfd4": (289, None), "process_vm_readv": (310, None),
-         "madvise_collapse": (28, (2, MADV_COLLAPSE)), "mbind": (237, None), "io_uring_setup": (425, None), "close_range": (436, None)}
 
 CONFIG = """
 model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2}
@@ -21,37 +22,6 @@ parallel: {type: ZeroRedundancyOptimizer}
 train: {steps: 4, global_batch: 12, save: out.safetensors}
 checkpoint: {folder: run}
 """
-
-
-def refuse(names, error):
-    """Installs a seccomp filter in this process: the calls fail with `error`."""
-    load, equal, give = 0x20, 0x15, 0x06
-    allowed, refused, arch = 0x7FFF0000, 0x00050000 | error, 0xC000003E
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, allowed)]
-    for name in names:
-        number, argument = CALLS[name]
-        program.append((load, 0, 0, 0))
-        if argument is None:
-            program += [(equal, 0, 1, number), (give, 0, 0, refused)]
-        else:
-            program += [(equal, 0, 3, number), (load, 0, 0, 16 + 8 * argument[0]), (equal, 0, 1, argument[1]), (give, 0, 0, refused)]
-    program.append((give, 0, 0, allowed))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    filter_ = Program(len(program), ctypes.addressof(code))
-    if libc.prctl(38, 1, 0, 0, 0) != 0 or libc.prctl(22, 2, ctypes.byref(filter_), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
-
-
-def environment():
-    drop = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(drop) and k != "OPENBLAS_CORETYPE"}
-    env.update(OMP_NUM_THREADS="1")
-    return env
 
 
 class Containers(unittest.TestCase):
@@ -116,6 +86,82 @@ class Containers(unittest.TestCase):
                               timeout=60, stdin=subprocess.DEVNULL)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual((self.folder / "out.safetensors").stat().st_size, size)
+
+
+class Surroundings(unittest.TestCase):
+    """Training gives the same bits as outside, and a killed rank is named."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        (self.folder / "c.yaml").write_text(CONFIG)
+
+    def start(self, front, *words, **env):
+        self.mark = f"FAULT_TRIAL={self.folder.name}"
+        run = Run(*front, TESSERA, "train", "-n", 2, "c.yaml", *words, cwd=self.folder,
+                  env=environment(**{"TMPDIR": str(self.folder), "FAULT_TRIAL": self.folder.name, **env}))
+        self.addCleanup(run.close)
+        self.addCleanup(lambda: [os.kill(pid, signal.SIGKILL) for pid in marked(self.mark)])
+        return run
+
+    def weights(self, front):
+        run = self.start(front)
+        self.assertEqual(run.end(60), 0, run.text())
+        bits = (self.folder / "out.safetensors").read_bytes()
+        for path in [self.folder / "out.safetensors", *self.folder.glob("run/*/*"), *self.folder.glob("run/step-*")]:
+            path.rmdir() if path.is_dir() else path.unlink()
+        (self.folder / "run/.lock").unlink()
+        return bits
+
+    def killed(self, front):
+        run = self.start(front, "train.steps=1000000", "train.save=null", "checkpoint=null")
+        run.wait_for_line("step +3/")
+        (victim,) = [pid for pid, words in marked(self.mark).items() if "RANK=1" in words]
+        os.kill(victim, signal.SIGKILL)
+        self.assertEqual(run.end(30), 128 + signal.SIGKILL, run.text())
+        self.assertRegex(run.text(), r"root cause: rank 1 \(pid \d+\) was killed by SIGKILL")
+        self.assertEqual(marked(self.mark), {}, "no process is left")
+
+    def check(self, name):
+        front = surroundings(self.folder)[name]
+        reason = why_not(front, "test", "-x", TESSERA)
+        if reason:
+            print(f"containers_test: NOT TRIED: {name}: {reason}", file=sys.stderr)
+            self.skipTest(reason)
+        outside = self.weights([])
+        (self.folder / "run").rmdir()
+        if name == "another user":
+            os.chown(self.folder, NOBODY, NOBODY)
+        self.assertEqual(self.weights(front), outside)
+        self.killed(front)
+        self.assertEqual([path.name for path in self.folder.iterdir() if path.name not in ("c.yaml", "run")], [])
+
+    def test_a_pid_namespace(self):
+        self.check("a pid namespace")
+
+    def test_a_user_namespace(self):
+        self.check("a user namespace")
+
+    def test_an_ipc_namespace(self):
+        self.check("an ipc namespace")
+
+    def test_another_user(self):
+        self.check("another user")
+
+    def test_a_read_only_root(self):
+        self.check("a read-only root")
+
+    def test_little_shared_memory(self):
+        self.check("64 KiB of /dev/shm")
+
+    def test_a_root_without_any_folder_for_temporary_files_is_an_error(self):
+        front = surroundings(self.folder)["a read-only root"]
+        if why_not(front):
+            self.skipTest(why_not(front))
+        run = self.start(front, TMPDIR="/tmp", XDG_RUNTIME_DIR="/run")
+        self.assertNotEqual(run.end(30), 0)
+        self.assertRegex(run.text(), r"/tmp.*Read-only file system")
 
 
 if __name__ == "__main__":

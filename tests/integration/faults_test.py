@@ -3,56 +3,15 @@
 
     faults_test.py BUILD_FOLDER
 """
-import os, pathlib, re, signal, subprocess, sys, tempfile, threading, time, unittest
+import os, pathlib, re, signal, sys, tempfile, time, unittest
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from processes import Run
 
 BUILD = pathlib.Path(sys.argv.pop(1))
 RANKS, VICTIM = 3, 1
 TIMEOUT_MS = 1500
-
-
-class Run:
-    """A launched world. Its output is read line by line with the time of arrival."""
-
-    def __init__(self, *command):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_", "TESSERA_"))}
-        self.process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                        text=True, env=env)
-        self.lines, self.pids = [], {}
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-
-    def read(self):
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
-            found = re.search(r"pid (\d+) of rank (\d+)", line)
-            if found:
-                self.pids[int(found[2])] = int(found[1])
-
-    def wait_for(self, condition, seconds, event):
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                raise AssertionError(f"not within {seconds} s: {event}\n" + self.text())
-            time.sleep(0.01)
-
-    def when(self, pattern):
-        return next((at for at, line in self.lines if re.search(pattern, line)), None)
-
-    def text(self):
-        return "\n".join(line for _, line in self.lines)
-
-    def close(self):
-        for pid in self.pids.values():
-            try:
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-        self.reader.join(5)
-        self.process.stdout.close()
 
 
 def write_config(folder, steps=3):

@@ -5,6 +5,10 @@
 """
 import json, os, pathlib, random, shlex, signal, struct, subprocess, sys, tempfile, time, unittest
 
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from processes import environment
+
 BUILD = pathlib.Path(sys.argv.pop(1))
 TESSERA = str(BUILD / "bin/tessera")
 
@@ -17,13 +21,6 @@ parallel: {type: ZeroRedundancyOptimizer}
 train: {steps: 400, global_batch: 12, log: log.jsonl, save: out.safetensors, eval_every: 100, ema: {decay: 0.9}}
 checkpoint: {folder: run, every: 20}
 """
-
-
-def environment():
-    drop = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(drop) and k != "OPENBLAS_CORETYPE"}
-    env.update(OMP_NUM_THREADS="1")
-    return env
 
 
 def without_times(path):
