@@ -48,6 +48,17 @@ const std::map<std::string, std::function<void(ProcessGroup, bool)>> kMistakes =
        auto a = torch::ones({4}, odd ? torch::kInt : torch::kFloat);
        world.all_reduce(a);
      }},
+    {"scale",
+     [](ProcessGroup world, bool odd) {
+       auto a = torch::ones({4});
+       world.all_reduce(a, odd ? 1 : 1.0 / world.size());
+     }},
+    {"tags",
+     [](ProcessGroup world, bool odd) {
+       auto a = torch::ones({4}), b = torch::ones({4});
+       world.all_reduce(odd ? b : a, 1, odd ? "b" : "a");
+       world.all_reduce(odd ? a : b, 1, odd ? "a" : "b");
+     }},
     {"leaves",
      [](ProcessGroup world, bool odd) {
        auto a = torch::ones({4});

@@ -69,8 +69,12 @@ void flip_bit(tessera::ModelWrapper& model) {
 struct Fault : tessera::RunHook {
   Place place;
   std::string kind;
-  int64_t value = 0;
+  int64_t value = 0, time_out = 0;
 
+  void before_run(tessera::RunState& state) override {
+    tessera::ProcessGroup group = state.model->group();
+    if (time_out > 0) group.set_timeout(std::chrono::milliseconds(time_out));
+  }
   void after_step(tessera::RunState& state) override {
     const bool here = place.here(state.step);
     if (here) announce();
@@ -80,6 +84,10 @@ struct Fault : tessera::RunHook {
     }
     if (!here) return;
     if (kind == "signal") ::raise(static_cast<int>(value));
+    if (kind == "signal_launcher") {
+      ::kill(::getppid(), static_cast<int>(value));
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));  // the others wait in step `at`
+    }
     if (kind == "exit") std::_Exit(static_cast<int>(value));
     if (kind == "throw") throw tessera::UsageError("a hook of the program failed");
     if (kind == "terminate") std::terminate();
@@ -160,8 +168,10 @@ int main(int argc, char** argv) {
   tessera::registry::hooks().add("Fault", [](tessera::OptionReader& options) {
     Fault fault;
     fault.place.read(options);
-    options.read("do", fault.kind, "signal, exit, throw, terminate, late, nan, flip or lr");
+    options.read("do", fault.kind,
+                 "signal, signal_launcher, exit, throw, terminate, late, nan, flip or lr");
     options.read("value", fault.value, "signal, exit code or milliseconds");
+    options.read("time_out", fault.time_out, "of the run, not of its start, in ms; 0: as it is");
     options.finish();
     return
         [fault]() -> std::shared_ptr<tessera::RunHook> { return std::make_shared<Fault>(fault); };

@@ -1,0 +1,120 @@
+"""Ranks that are killed, stopped, late, or end by themselves; and signals that ask a run to stop."""
+import os, random, re, signal, time
+
+from registry import fault
+from trial import AT, STEPS, TIMEOUT, WRAPPERS, hook, outcome, parallel
+
+GROUP = "Processes and signals"
+MS = int(1000 * TIMEOUT)
+SURVIVOR = r"BrokenWorldError: .* rank (\d+) (?:has died|has left|is gone)"
+
+
+@fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", fast=True, bound=120,
+       cases=[dict(wrapper=wrapper, backend=backend) for wrapper in WRAPPERS for backend in ("shm", "gloo")])
+def killed(trial, wrapper, backend):
+    slowest, ranks, codes = 0, [], set()
+    for victim in range(3):
+        run = trial.train(parallel(wrapper, backend), hook(do="signal", value=9, at=AT, rank=victim), "checkpoint.resume=false", code=137)
+        launcher = trial.named(run, r"root cause: rank (\d+) \(pid \d+\) was killed by SIGKILL")
+        trial.check(launcher == [victim] and trial.named(run, SURVIVOR) == [victim], f"named {launcher}, killed {victim}", run)
+        trial.check(run.text().count("BrokenWorldError") >= 2, "each survivor reports", run)
+        slowest = max(slowest, run.when("was killed by SIGKILL") - trial.fault_at(run))
+        ranks += launcher
+        codes.add(137)
+    return outcome(slowest, ranks, *codes, trial.resumes(parallel(wrapper, backend)))
+
+
+@fault(GROUP, "SIGSTOP of a rank: {wrapper} over {backend}",
+       cases=[dict(wrapper="ZeRO", backend="shm"), dict(wrapper="FSDP", backend="shm"), dict(wrapper="DDP", backend="gloo")])
+def stopped(trial, wrapper, backend):
+    run = trial.train(parallel(wrapper, backend), hook(do="signal", value=int(signal.SIGSTOP), at=AT, rank=1, time_out=MS), code=1)
+    late = run.when("BrokenWorldError") - trial.fault_at(run)
+    trial.check(TIMEOUT * 0.9 < late < TIMEOUT + 2, f"found after {late:.1f} s", run)
+    first = [line for _, line in run.lines if "BrokenWorldError" in line][0]
+    trial.check("rank 1 " in first.partition("gave up")[2], first, run)
+    return outcome(f"time-out ({TIMEOUT} s)", [1], 1, trial.resumes(parallel(wrapper, backend)))
+
+
+@fault(GROUP, "SIGSTOP of a rank and SIGCONT before the time-out")
+def continued(trial):
+    run = trial.start_training("train.steps=4000", hook(do="none", time_out=MS), "checkpoint.every=0", "checkpoint.folder=null", "train.save=null")
+    run.wait_for_line("step +3/")
+    for _ in range(3):
+        pid = trial.rank_pid(1)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(TIMEOUT / 3)
+        os.kill(pid, signal.SIGCONT)
+    code = run.end(40)
+    trial.check(code == 0 and "BrokenWorldError" not in run.text(), "the run goes on", run)
+    return outcome("not a fault", "none", code, "the run ends as if undisturbed")
+
+
+@fault(GROUP, "one rank is late by twice the time-out")
+def late(trial):
+    run = trial.train(hook(do="late", value=2 * MS, at=AT, rank=2, time_out=MS), code=1)
+    seconds = run.when("BrokenWorldError") - trial.fault_at(run)
+    trial.check(TIMEOUT * 0.9 < seconds < TIMEOUT + 2, f"found after {seconds:.1f} s", run)
+    return outcome(f"time-out ({TIMEOUT} s)", trial.named(run, r"rank (\d) did not arrive within"), 1, trial.resumes())
+
+
+@fault(GROUP, "a rank ends itself: {how}", fast=True,
+       cases=[dict(how="exit(3)", do="exit", value=3, code=3), dict(how="abort()", do="signal", value=6, code=134),
+              dict(how="a segmentation fault", do="signal", value=11, code=139), dict(how="std::terminate", do="terminate", value=0, code=134),
+              dict(how="an exception of the program", do="throw", value=0, code=2)])
+def ended(trial, how, do, value, code):
+    run = trial.train(hook(do=do, value=value, at=AT, rank=2), code=code)
+    trial.check(trial.named(run, SURVIVOR) == [2], "the survivors name the rank", run)
+    return outcome(run.when(r"it is the root cause") - trial.fault_at(run), trial.named(run, r"root cause: rank (\d+)"), code, trial.resumes())
+
+
+@fault(GROUP, "exit(0) of a rank in the middle of the run")
+def left_early(trial):
+    run = trial.train(hook(do="exit", value=0, at=AT, rank=1), code=1)
+    return outcome(run.when(SURVIVOR) - trial.fault_at(run), trial.named(run, SURVIVOR), 1, trial.resumes())
+
+
+@fault(GROUP, "SIGKILL of a rank under --max-restarts: {wrapper}", cases=[dict(wrapper=wrapper) for wrapper in WRAPPERS], fast=True)
+def restarted(trial, wrapper):
+    once = trial.folder / "once"
+    run = trial.train(parallel(wrapper), hook(do="signal", value=9, at=AT, rank=1, once=once), flags=["--max-restarts", 2, "--restart-delay", 0.1])
+    trial.find(run, "resuming from run/step-00000004")
+    trial.check(trial.weights() == trial.reference(parallel(wrapper)), "the restarted run has other bits", run)
+    return outcome(run.when("was killed by SIGKILL") - trial.fault_at(run), trial.named(run, r"rank (\d+) \(pid \d+\) was killed by SIGKILL"), 0,
+                   f"{trial.left()}; the same bits as undisturbed")
+
+
+@fault(GROUP, "SIGKILL of a rank after each restart, more often than --max-restarts 2")
+def restarts_end(trial):
+    run = trial.train(hook(do="signal", value=9, at=AT, rank=0), flags=["--max-restarts", 2, "--restart-delay", 0.2], code=137)
+    times = [at for at, line in run.lines if re.match("fault at", line)]
+    trial.check(len(times) == 3, f"{len(times)} attempts", run)
+    trial.check(times[2] - times[1] > times[1] - times[0] - 0.3 and times[1] - times[0] > 0.2, "the delays grow", run)
+    return outcome(run.when("was killed by SIGKILL") - trial.fault_at(run), trial.named(run, r"root cause: rank (\d+)"), 137, trial.resumes())
+
+
+@fault(GROUP, "{name} to the launcher: the run saves and ends", fast=True,
+       cases=[dict(name=name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")])
+def asked_to_stop(trial, name):
+    number = getattr(signal, name)
+    # A program under nohup keeps ignoring SIGHUP.
+    run = trial.train(hook(do="signal_launcher", value=int(number), at=AT, rank=1), code=128 + number,
+                      preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+    return outcome(run.when("resumes from run/") - trial.fault_at(run), "none", 128 + number, trial.resumes())
+
+
+@fault(GROUP, "SIGKILL of the launcher and all ranks at {count} random times, each time resumed", cases=[dict(count=6)], bound=180)
+def killed_and_resumed(trial, count):
+    chosen = random.Random(1)
+    words = ["train.steps=600", "checkpoint.every=10"]
+    for _ in range(count):
+        run = trial.start_training(*words)
+        run.wait_for_line(r"step +\d+/")
+        time.sleep(chosen.uniform(0, 0.15))
+        trial.check(run.process.poll() is None, "the run has ended before", run)
+        run.process.kill()
+        run.end(10)
+        trial.nothing_runs()
+    left = trial.left()
+    trial.check(left.endswith(", sound"), left)
+    trial.left_before = "the last checkpoint, sound"
+    return outcome("none", "none", 137, trial.resumed(*words))
