@@ -5,8 +5,10 @@ JOBS  ?= $(shell nproc)
 RANKS ?= 2
 SEEDS ?= 1000
 FROM  ?= 0
+MINUTES ?= 30
+SEED  ?= 1
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz faults soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -42,6 +44,14 @@ wheel: dependencies
 fuzz: build
 	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BUILD)/bin/training_fuzz \
 	  --seeds $(SEEDS) --from $(FROM) --jobs $(JOBS)
+
+# Tries every fault of docs/faults.md with real processes and writes the page again.
+faults: build
+	python3 tests/faults/run.py $(BUILD) --write docs/faults.md
+
+# Disturbs trainings at random for MINUTES and compares them with undisturbed ones.
+soak: build
+	python3 tests/faults/soak.py $(BUILD) --minutes $(MINUTES) --seed $(SEED)
 
 clean:
 	rm -rf $(BUILD) build-* demo-out benchmark-out

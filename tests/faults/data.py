@@ -44,8 +44,14 @@ def npy_file(trial, what, change):
     return outcome(trial.before_training(run), "none", 2, trial.left())
 
 
-GPT2 = ["model={type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 1, n_head: 2}", "loss=null",
-        "data={type: TokenBin, path: t.bin, seq_len: 16}"]
+GPT2 = """
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 1, n_head: 2}
+data: {type: TokenBin, path: t.bin, seq_len: 16}
+optimizer: {type: AdamW, lr: 1e-3}
+parallel: {type: ZeroRedundancyOptimizer}
+train: {steps: 5, global_batch: 12}
+checkpoint: {folder: run}
+"""
 
 
 def tokens(count, magic=20240520, version=1, claimed=None, first=3):
@@ -57,8 +63,9 @@ def tokens(count, magic=20240520, version=1, claimed=None, first=3):
     ("with a negative number of tokens", tokens(400, claimed=-4)), ("with another magic number", tokens(400, magic=7)),
     ("of another version", tokens(400, version=9)), ("with a token that the model lacks", tokens(400, first=700)))])
 def token_file(trial, what, data):
+    (trial.folder / "c.yaml").write_text(GPT2)
     (trial.folder / "t.bin").write_bytes(data)
-    run = trial.train(*GPT2, code=2)
+    run = trial.train(code=2)
     trial.find(run, r"t\.bin")
     return outcome(trial.before_training(run), "none", 2, trial.left())
 

@@ -5,7 +5,7 @@ from trial import AT, hook, outcome, parallel
 GROUP = "Drift between replicas"
 
 
-@fault(GROUP, "one bit of a parameter on one rank: {wrapper}", fast=True, cases=[dict(wrapper=wrapper) for wrapper in ("DDP", "ZeRO")])
+@fault(GROUP, "one bit of a parameter on one rank: {wrapper}", fast=True, cases=[dict(wrapper="DDP")])
 def drifted(trial, wrapper):
     run = trial.train(parallel(wrapper), hook(do="flip", at=AT, rank=1), "train.check_replicas=4", code=1)
     trial.find(run, r"train.check_replicas: after step 7: check_replicas: one.weight on rank 1 is not that of ranks 0, 2")

@@ -68,7 +68,7 @@ void flip_bit(tessera::ModelWrapper& model) {
 
 struct Fault : tessera::RunHook {
   Place place;
-  std::string kind;
+  std::string kind, request;
   int64_t value = 0, time_out = 0;
 
   void before_run(tessera::RunState& state) override {
@@ -76,6 +76,10 @@ struct Fault : tessera::RunHook {
     if (time_out > 0) group.set_timeout(std::chrono::milliseconds(time_out));
   }
   void after_step(tessera::RunState& state) override {
+    if (!request.empty() && ::unlink((request + std::to_string(this_rank())).c_str()) == 0) {
+      announce();
+      write_nan(*state.model);
+    }
     const bool here = place.here(state.step);
     if (here) announce();
     if (kind == "nan" && state.step == place.at) {  // every rank has the shards of its own
@@ -93,10 +97,6 @@ struct Fault : tessera::RunHook {
     if (kind == "terminate") std::terminate();
     if (kind == "late") std::this_thread::sleep_for(std::chrono::milliseconds(value));
     if (kind == "flip") flip_bit(*state.model);
-    if (kind == "lr") {
-      for (auto& group : state.model->optimizer().param_groups())
-        group.options().set_lr(group.options().get_lr() * 2);
-    }
   }
 };
 
@@ -169,7 +169,11 @@ int main(int argc, char** argv) {
     Fault fault;
     fault.place.read(options);
     options.read("do", fault.kind,
-                 "signal, signal_launcher, exit, throw, terminate, late, nan, flip or lr");
+                 "signal, signal_launcher, exit, throw, terminate, late, nan, flip or none");
+    options.read(
+        "request", fault.request,
+        "when the file of this name and the rank's number appears, the rank removes it and "
+        "writes NaN to its parameters");
     options.read("value", fault.value, "signal, exit code or milliseconds");
     options.read("time_out", fault.time_out, "of the run, not of its start, in ms; 0: as it is");
     options.finish();

@@ -40,7 +40,7 @@ def words(trial, *command, code, text, when=None, ranks="none", left="nothing", 
     ("a program that cannot be executed", ["-n", 2, "/etc/hostname"], 126, "/etc/hostname"),
     ("a flag that does not exist", ["--nproc-per-nod", 2, "true"], 2, "--nproc-per-node"),
     ("-n 0", ["-n", 0, "true"], 2, "0"), ("-n two", ["-n", "two", "true"], 2, "two"), ("no program", ["-n", 2], 2, "PROGRAM|program"),
-    ("two hosts without an address", ["--nnodes", 2, "-n", 1, "true"], 2, "master-addr"),
+    ("two hosts without a number and an address", ["--nnodes", 2, "-n", 1, "true"], 2, "--node-rank"),
     ("restarts on several hosts", ["--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", 29999, "--max-restarts", 1, "true"], 2,
      "max-restarts"))])
 def wrong_words(trial, what, command, code, text):

@@ -3,7 +3,8 @@
 
     run.py BUILD [--write FILE] [--check FILE] [--fast] [--jobs N] [--list] [WORD …]
 
-WORD: only the faults whose group or name contains one of the words. --write: writes the table, if every fault was tried and holds.
+WORD: only the faults whose group or name contains one of the words. --write: writes the page. Faults that were not
+chosen keep the rows that it has; one that does not hold has none.
 --check: the file must have exactly the rows of the registry, and the rows that were tried must be as measured, except for times.
 """
 import argparse, concurrent.futures, pathlib, re, sys, time, traceback
@@ -69,10 +70,12 @@ def main():
     if options.check:
         problems += table.differences(options.check.read_text(), FAULTS, measured)
     if options.write:
-        if len(measured) == len(FAULTS):
-            options.write.write_text(table.page(FAULTS, measured))
-        else:
-            problems.append(f"{options.write} is not written: {len(measured)} of {len(FAULTS)} faults were tried and held")
+        tried = {(fault.group, fault.name) for fault in chosen}
+        rows = {key: cells for key, cells in (table.read(options.write.read_text()) if options.write.exists() else {}).items() if key not in tried}
+        rows.update({key: table.cells_of(outcome) for key, outcome in measured.items()})
+        options.write.write_text(table.page(FAULTS, rows))
+        if not all((fault.group, fault.name) in rows for fault in FAULTS):
+            problems.append(f"{options.write} lacks faults, because they could not be tried or did not hold")
     for problem in problems:
         print(f"run.py: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -24,35 +24,43 @@ fault comes after 6. Stopped and late ranks are noticed after `parallel.timeout`
 HEAD = "| Fault | Time to detect | Rank named | Exit code | What is left |\n|---|---|---|---|---|\n"
 
 
-def row(fault, outcome):
-    cells = [fault.name, outcome.when, outcome.ranks, outcome.code, outcome.left]
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
+def cells_of(outcome):
+    return [outcome.when, outcome.ranks, outcome.code, outcome.left]
 
 
-def page(faults, measured):
+def row(fault, cells):
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in [fault.name, *cells]) + " |\n"
+
+
+def read(text):
+    """The cells of a page's rows, by group and fault."""
+    rows, group = {}, None
+    for line in text.splitlines():
+        if line.startswith("## "):
+            group = line[3:]
+        elif line.startswith("| ") and not line.startswith("| Fault |"):
+            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            rows[group, cells[0]] = cells[1:]
+    return rows
+
+
+def page(faults, rows):
+    """The page of these rows, in the order of `faults`."""
     text = PREAMBLE + f"\nThere are {len(faults)} faults.\n"
     for group in GROUPS:
-        rows = [row(fault, measured[group, fault.name]) for fault in faults if fault.group == group]
-        text += f"\n## {group}\n\n{HEAD}" + "".join(rows) if rows else ""
+        lines = [row(fault, rows[group, fault.name]) for fault in faults if fault.group == group and (group, fault.name) in rows]
+        text += f"\n## {group}\n\n{HEAD}" + "".join(lines) if lines else ""
     return text
 
 
 def differences(text, faults, measured):
     """What is wrong with the page `text`."""
-    rows, group = {}, None
-    for line in text.splitlines():
-        if line.startswith("## "):
-            group = line[3:]
-        elif line.startswith("| ") and group:
-            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            rows[group, cells[0]] = cells[1:]
-    rows = {key: cells for key, cells in rows.items() if key[1] != "Fault"}
-    names = {(fault.group, fault.name) for fault in faults}
+    rows, names = read(text), {(fault.group, fault.name) for fault in faults}
     remedy = "; expected what make faults writes"
     problems = [f"the page has the fault {key}, which is not tried{remedy}" for key in rows if key not in names]
     problems += [f"the page lacks the fault {key}{remedy}" for key in names if key not in rows]
     for key, outcome in measured.items():
-        now = [outcome.ranks, outcome.code, outcome.left]
+        now = cells_of(outcome)[1:]
         if key in rows and rows[key][1:] != now:
             problems.append(f"the page says {rows[key][1:]} of {key}, measured was {now}{remedy}")
     return problems

@@ -1,6 +1,7 @@
 // verify_checkpoints < PATHS
-// Each line names the folder of a checkpoint, of which every byte is checked, or a safetensors file,
-// of which all tensors are loaded. Prints one line for each: "sound", "unsound: …" or "refused: …".
+// Each line names the folder of a checkpoint, of which every byte is checked, or a safetensors
+// file, of which all tensors are loaded. Prints one line for each: "sound", "unsound: …" or
+// "refused: …".
 #include <algorithm>
 #include <iostream>
 #include <string>
