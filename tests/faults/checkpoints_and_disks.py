@@ -1,5 +1,5 @@
 """Damaged checkpoints, hostile files, full disks, locks, and runs that share a folder."""
-import json, os, random, re, shlex, signal, subprocess, time
+import json, os, random, re, shlex, subprocess, time
 
 import hostile_safetensors
 from containers import in_mounts, why_not

@@ -2,7 +2,7 @@
 import os, random, re, signal, time
 
 from registry import fault
-from trial import AT, STEPS, TIMEOUT, WRAPPERS, hook, outcome, parallel
+from trial import AT, TIMEOUT, WRAPPERS, hook, outcome, parallel
 
 GROUP = "Processes and signals"
 MS = int(1000 * TIMEOUT)

@@ -29,7 +29,7 @@ class CannotTry(Exception):
     """This machine lacks what the fault needs."""
 
 
-def fault(group, name, cases=({},), fast=False, bound=60):
+def fault(group, name, cases=({},), fast=False, bound=120):
     """Registers `function(trial, **case)` for each case. `name` has the case's values in braces. With `fast`, the first case alone is fast."""
     assert group in GROUPS, group
 

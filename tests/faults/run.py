@@ -7,11 +7,11 @@ WORD: only the faults whose group or name contains one of the words. --write: wr
 chosen keep the rows that it has; one that does not hold has none.
 --check: the file must have exactly the rows of the registry, and the rows that were tried must be as measured, except for times.
 """
-import argparse, concurrent.futures, pathlib, re, sys, time, traceback
+import argparse, concurrent.futures, pathlib, sys, time, traceback
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import registry, table
+import table
 from registry import FAULTS, CannotTry
 from trial import References, Trial
 

@@ -5,18 +5,18 @@
 
 A cycle is one training under `tessera run --max-restarts`: wrapper, transport, number of ranks and model are drawn by the seed. Faults come
 at random times. Some cycles have samples with NaN that train.on_nonfinite leaves out; the undisturbed run leaves out the same. At the end
-the weights must have the bits, and train.log the lines, of the undisturbed training. The soak runs in mount and network namespaces of its
-own, which end with it. Without them (they need root) it does not fill a disk or cut a network, and says so.
+the weights must have the bits, and train.log the lines, of the undisturbed training. The soak runs in mount, network and pid namespaces of
+its own, and all processes in them end with it. Without them (they need root) it does not fill a disk or cut a network, and says so.
 """
 import argparse, json, os, pathlib, random, signal, subprocess, sys, tempfile, time
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
 from containers import why_not
-from processes import Run, environment, kill, marked
+from processes import Run, environment, kill, marked, ranks
 
 INSIDE = "FAULT_SOAK_INSIDE"
-UNSHARE = ["unshare", "--mount", "--propagation", "private", "--net"]
+UNSHARE = ["unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 TIMEOUT_MS = 3000  # of a running world; its start may take longer
 EVERY = 15  # steps between checkpoints
 
@@ -120,15 +120,7 @@ class Cycle:
         return lambda: any(at > since and text in line for at, line in reversed(self.run.lines[-60:]))
 
     def rank_pid(self):
-        pids = [pid for pid, words in marked(self.mark).items()
-                if any(word.startswith("RANK=") for word in words) and b"fault_trainer" in self.command_of(pid)]
-        return self.chosen.choice(sorted(pids)) if pids else None
-
-    def command_of(self, pid):
-        try:
-            return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return b""
+        return ranks(self.mark, "fault_trainer").get(self.chosen.randrange(self.ranks))
 
     # The faults
 

@@ -1,8 +1,8 @@
 """One trial of a fault: a folder of its own, the runs started in it, and what they leave behind."""
-import os, pathlib, re, signal, struct, subprocess, sys, tempfile, threading, time
+import pathlib, re, signal, subprocess, sys, tempfile, threading, time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
-from processes import Run, environment, kill, marked
+from processes import Run, environment, kill, marked, ranks
 from registry import Outcome, within
 
 TIMEOUT = 1.5  # seconds, of the worlds in which a rank is stopped or late; not at the start, which may take long on a busy machine
@@ -71,7 +71,7 @@ class Trial:
     def start_training(self, *words, ranks=3, flags=(), front=(), program="fault_trainer", **options):
         return self.start(*front, self.bin("tessera"), "run", "-n", ranks, *flags, self.bin(program), "c.yaml", *words, **options)
 
-    def train(self, *words, code=0, seconds=40, **options):
+    def train(self, *words, code=0, seconds=60, **options):
         """A training that ends by itself, with this exit code."""
         run = self.start_training(*words, **options)
         actual = run.end(seconds)
@@ -106,9 +106,9 @@ class Trial:
         """The process of a rank; waits until there is one."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for pid, words in marked(f"FAULT_TRIAL={self.mark}").items():
-                if f"RANK={rank}" in words and "fault_trainer" in (pathlib.Path(f"/proc/{pid}/cmdline").read_text()):
-                    return pid
+            found = ranks(f"FAULT_TRIAL={self.mark}", "fault_trainer")
+            if rank in found:
+                return found[rank]
             time.sleep(0.02)
         raise AssertionError(f"rank {rank} has not started")
 

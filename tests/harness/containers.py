@@ -1,5 +1,5 @@
 """What containers do to a process: system calls that are refused, namespaces, another user, a root that cannot be written, a small /dev/shm."""
-import ctypes, os, shlex, struct, subprocess
+import ctypes, shlex, struct, subprocess
 
 # Numbers on x86_64, and the argument that is compared, with its value.
 MADV_COLLAPSE = 25

@@ -42,6 +42,19 @@ def marked(mark):
     return found
 
 
+def ranks(mark, program):
+    """Process ids by rank, of the running ranks of `program` with `mark` in their environment."""
+    found = {}
+    for pid, words in marked(mark).items():
+        try:
+            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.path.basename(command[0]).decode() == program:
+            found.update({int(word[5:]): pid for word in words if word.startswith("RANK=")})
+    return found
+
+
 class Run:
     """A launched world. Its output is read line by line with the time of arrival. A rank that prints "pid P of rank R" is ended with it."""
 

@@ -9,7 +9,7 @@ import errno, os, pathlib, platform, signal, subprocess, sys, tempfile, unittest
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
 from containers import CALLS, NOBODY, refuse, surroundings, why_not
-from processes import Run, environment, marked
+from processes import Run, environment, marked, ranks
 
 BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 TESSERA = str(BUILD / "bin/tessera")
@@ -117,11 +117,10 @@ class Surroundings(unittest.TestCase):
     def killed(self, front):
         run = self.start(front, "train.steps=1000000", "train.save=null", "checkpoint=null")
         run.wait_for_line("step +3/")
-        (victim,) = [pid for pid, words in marked(self.mark).items() if "RANK=1" in words]
-        os.kill(victim, signal.SIGKILL)
+        os.kill(ranks(self.mark, "tessera-train")[1], signal.SIGKILL)
         self.assertEqual(run.end(30), 128 + signal.SIGKILL, run.text())
         self.assertRegex(run.text(), r"root cause: rank 1 \(pid \d+\) was killed by SIGKILL")
-        self.assertEqual(marked(self.mark), {}, "no process is left")
+        run.wait_for(lambda: not marked(self.mark), 5, "no process is left")
 
     def check(self, name):
         front = surroundings(self.folder)[name]
