@@ -233,6 +233,7 @@ TEST(StoreServer, TheThreadTakesNoSignalsOfTheProgram) {
                         ::sigemptyset(&set);
                         ::sigaddset(&set, SIGUSR1);
                         ::pthread_sigmask(SIG_BLOCK, &set, nullptr);
+                        served.rank(1)->add("n", 1);  // the thread runs
                         ::kill(::getpid(), SIGUSR1);
                         const timespec limit{5, 0};
                         ::_exit(::sigtimedwait(&set, nullptr, &limit) == SIGUSR1 ? 7 : 1);

@@ -1,10 +1,11 @@
-// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches | leaves | fails | agrees]
+// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches | leaves | fails | agrees | recovers]
 //     [print | quiet | uncaught]
 // A rank that trains until it or a peer fails. It checks sums over all ranks and over the ranks of
 // its host, prints its pid and starts to train. With "branches", the last rank takes another branch
 // of the model at step 6. With "leaves", rank 1 calls exit(0) at step 6; with "fails", it calls
-// ProcessGroup::fail(); with "agrees", it throws in agree(). The last argument says what is done
-// with an error: it is printed, or ends the program without a word, or is not caught.
+// ProcessGroup::fail(); with "agrees", it throws in agree(); with "recovers", all ranks catch that,
+// and rank 0 exits with 7 two steps later. The last argument says what is done with an error: it is
+// printed, or ends the program without a word, or is not caught.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,14 +31,19 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 /// What goes wrong on rank 1, as seen by all ranks.
-void misbehave(const std::string& how, tessera::ProcessGroup& world) {
+void misbehave(const std::string& how, tessera::ProcessGroup& world, long step) {
   const bool here = world.rank() == 1;
+  if (how == "recovers" && step == 8 && world.rank() == 0) std::_Exit(7);
+  if (step != 6) return;
   if (how == "leaves" && here) std::exit(0);
   if (how == "fails" && here) world.fail("the probe fails on purpose");
-  if (how == "agrees") {
+  if (how != "agrees" && how != "recovers") return;
+  try {
     tessera::agree(world, [&] {
       if (here) throw tessera::UsageError("the probe finds an error");
     });
+  } catch (const tessera::UsageError&) {
+    if (how == "agrees") throw;
   }
 }
 
@@ -83,7 +89,7 @@ int main(int argc, char** argv) {
     }
     for (long step = 0;; ++step) {
       net->skips = strategy == "branches" && step == 6 && rank == world.size() - 1;
-      if (step == 6) misbehave(strategy, world);
+      misbehave(strategy, world, step);
       const auto x = torch::ones({8, 300});
       (fsdp ? (*fsdp)(x) : net(x)).square().mean().backward();
       optimizer->step();

@@ -86,12 +86,17 @@ class Faults(unittest.TestCase):
         for victim in (0, 1):
             self.continued("gloo", victim)
 
-    def misbehave(self, how, errors, backend, words):
+    def misbehave(self, how, errors, backend, words, rank=VICTIM):
         run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", backend, 20000, how, errors)
         self.addCleanup(run.close)
         code = run.process.wait(60)
-        self.root_cause(run, VICTIM, words)
+        self.root_cause(run, rank, words)
         return code, run
+
+    def test_an_error_that_the_ranks_caught_is_not_the_cause_of_a_later_failure(self):
+        code, run = self.misbehave("recovers", "print", "auto", "exited with code 7", rank=0)
+        self.assertEqual(code, 7)
+        self.assertNotIn("the probe finds an error", run.text())
 
     def test_a_rank_that_calls_exit_is_the_cause_of_its_survivors(self):
         for backend, errors in (("shm", "print"), ("gloo", "quiet"), ("gloo", "uncaught")):

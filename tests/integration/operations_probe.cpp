@@ -81,7 +81,7 @@ struct LineImpl : torch::nn::Module {
     if (!options.buffer.empty()) register_buffer(options.buffer, torch::zeros({1}));
   }
   at::Tensor forward(const at::Tensor& x) {
-    sleep_for_seconds(options.slow);
+    for (double slept = 0; slept < options.slow; slept += 0.01) sleep_for_seconds(0.01);
     const bool mine = hangs_on(options.rank);
     if (torch::GradMode::is_enabled() && mine && calls++ == options.step) {
       options.how == "spin" ? spin_for_ever() : spin_without_memory();

@@ -128,8 +128,9 @@ class Watchdog(Operations):
         self.assertNotIn("no progress", run.text())
 
     def test_a_rank_that_was_stopped_and_continued_goes_on(self):
-        run = self.start(PROBE, "c.yaml", "model.slow=0.3", "train.steps=15", "train.watchdog.least=1", "train.watchdog.factor=1", "train.watchdog.other=5")
-        run.wait_for(r"step +5/")
+        run = self.start(PROBE, "c.yaml", "model.slow=1", "train.steps=6", "train.watchdog.least=4", "train.watchdog.factor=1", "train.watchdog.other=20")
+        run.wait_for(r"step +2/")
+        time.sleep(0.3)  # into the next step, which goes on for some time after SIGCONT
         os.kill(run.process.pid, signal.SIGSTOP)
         time.sleep(7)
         os.kill(run.process.pid, signal.SIGCONT)
