@@ -284,7 +284,7 @@ def full_log(trial):
     return outcome("in the step", trial.named(run, r"root cause: rank (\d)"), 1, trial.left())
 
 
-@fault(GROUP, "SIGKILL of all processes while a checkpoint is written, {count} times", cases=[dict(count=3)], bound=180)
+@fault(GROUP, "SIGKILL of all processes while a checkpoint is written, {count} times", cases=[dict(count=3)], bound=300)
 def killed_while_writing(trial, count):
     words = ["model.width=60000", "train.steps=200", "checkpoint.every=1"]
     caught = 0

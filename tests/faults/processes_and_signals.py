@@ -9,7 +9,7 @@ MS = int(1000 * TIMEOUT)
 SURVIVOR = r"BrokenWorldError: .* rank (\d+) (?:has died|has left|is gone)"
 
 
-@fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", fast=True, bound=120,
+@fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", fast=True, bound=600,
        cases=[dict(wrapper=wrapper, backend=backend) for wrapper in WRAPPERS for backend in ("shm", "gloo")])
 def killed(trial, wrapper, backend):
     slowest, ranks, codes = 0, [], set()
@@ -102,7 +102,7 @@ def asked_to_stop(trial, name):
     return outcome(run.when("resumes from run/") - trial.fault_at(run), "none", 128 + number, trial.resumes())
 
 
-@fault(GROUP, "SIGKILL of the launcher and all ranks at {count} random times, each time resumed", cases=[dict(count=6)], bound=180)
+@fault(GROUP, "SIGKILL of the launcher and all ranks at {count} random times, each time resumed", cases=[dict(count=6)], bound=300)
 def killed_and_resumed(trial, count):
     chosen = random.Random(1)
     words = ["train.steps=600", "checkpoint.every=10"]

@@ -22,14 +22,14 @@ class Fault:
     function: object
     arguments: dict
     fast: bool  # belongs to the part that `make test` runs
-    bound: float  # seconds
+    bound: float  # seconds; each wait of a trial has a limit of its own, too
 
 
 class CannotTry(Exception):
     """This machine lacks what the fault needs."""
 
 
-def fault(group, name, cases=({},), fast=False, bound=120):
+def fault(group, name, cases=({},), fast=False, bound=300):
     """Registers `function(trial, **case)` for each case. `name` has the case's values in braces. With `fast`, the first case alone is fast."""
     assert group in GROUPS, group
 

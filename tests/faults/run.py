@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Tries the faults of the registry with real processes and writes the table of what was measured.
 
-    run.py BUILD [--write FILE] [--check FILE] [--fast] [--jobs N] [--list] [WORD …]
+    run.py BUILD [--write FILE] [--check FILE] [--missing] [--fast] [--jobs N] [--list] [WORD …]
 
 WORD: only the faults whose group or name contains one of the words. --write: writes the page. Faults that were not
-chosen keep the rows that it has; one that does not hold has none.
---check: the file must have exactly the rows of the registry, and the rows that were tried must be as measured, except for times.
+chosen keep the rows that it has; one that does not hold has none, and --missing tries those without a row. --check: the file must have
+exactly the rows of the registry, and the rows that were tried must be as measured, except for times.
 """
 import argparse, concurrent.futures, pathlib, sys, time, traceback
 
@@ -43,12 +43,16 @@ def main():
     parser.add_argument("--write", type=pathlib.Path)
     parser.add_argument("--check", type=pathlib.Path)
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     chosen = [fault for fault in FAULTS if (fault.fast or not options.fast)
               and (not options.words or any(word.lower() in f"{fault.group}: {fault.name}".lower() for word in options.words))]
+    if options.missing:
+        known = table.read(options.write.read_text())
+        chosen = [fault for fault in chosen if (fault.group, fault.name) not in known]
     if options.list:
         print("\n".join(f"{fault.group}: {fault.name}" for fault in chosen))
         return 0
@@ -58,11 +62,15 @@ def main():
     start, results, references = time.monotonic(), {}, References()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         pending = {pool.submit(attempt, fault, options.build.resolve(), references): fault for fault in chosen}
-        for future in concurrent.futures.as_completed(pending):
-            fault = pending[future]
-            state, result, seconds = results[fault.group, fault.name] = future.result()
-            text = " | ".join([result.when, result.ranks, result.code, result.left]) if state == "held" else result
-            print(f"{state:9} {seconds:5.1f} s  {fault.group}: {fault.name}: {text}", flush=True)
+        try:
+            for future in concurrent.futures.as_completed(pending):
+                fault = pending[future]
+                state, result, seconds = results[fault.group, fault.name] = future.result()
+                text = " | ".join(table.cells_of(result)) if state == "held" else result
+                print(f"{state:9} {seconds:5.1f} s  {fault.group}: {fault.name}: {text}", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
     count = {state: sum(result[0] == state for result in results.values()) for state in ("held", "failed", "not tried")}
     print(f"{count['held']} of {len(chosen)} faults held in {time.monotonic() - start:.0f} s; {count['failed']} failed, {count['not tried']} could not be tried here")
     problems = [] if count["failed"] == 0 else ["a fault did not hold"]
