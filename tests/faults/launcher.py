@@ -19,15 +19,15 @@ def killed(trial):
         trial.check(time.monotonic() - start < 5, "ranks go on")
         time.sleep(0.01)
     seconds = time.monotonic() - start
-    code = run.end(10)
+    code = run.end()
     trial.nothing_runs()
     return outcome(seconds, "none", code, "no rank, no process, no temporary file")
 
 
-def words(trial, *command, code, text, when=None, ranks="none", left="nothing", seconds=30, **options):
+def words(trial, *command, code, text, when=None, ranks="none", left="nothing", **options):
     start = time.monotonic()
     run = trial.start(trial.bin("tessera"), "run", *command, **options)
-    actual = run.end(seconds)
+    actual = run.end()
     trial.check(actual == code, f"exit code {actual}", run)
     found = trial.find(run, text)
     ranks = found[1] if ranks is None else ranks
@@ -50,7 +50,7 @@ def wrong_words(trial, what, command, code, text):
 @fault(GROUP, "ulimit -n too low for -n 64")
 def few_files(trial):
     run = trial.start("bash", "-c", 'ulimit -n 60; exec "$@"', "bash", trial.bin("tessera"), "run", "-n", 64, "true")
-    code = run.end(20)
+    code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.find(run, "ulimit -n")
     return outcome("before the ranks", "none", code, "nothing")
@@ -70,7 +70,7 @@ def grandchildren(trial):
 @fault(GROUP, "the console of the launcher is a full disk")
 def full_console(trial):
     run = trial.start("bash", "-c", 'exec "$@" >/dev/full', "bash", trial.bin("tessera"), "run", "-n", 2, trial.bin("fault_trainer"), "c.yaml")
-    code = run.end(40)
+    code = run.end()
     trial.check(code == 0, f"exit code {code}", run)
     trial.find(run, "No space left on device")
     trial.check(trial.weights() == trial.reference(ranks=2), "training gives other bits", run)
@@ -85,6 +85,6 @@ def second_signal(trial):
     time.sleep(1.3)
     start = time.monotonic()
     os.kill(run.process.pid, signal.SIGINT)
-    code = run.end(10)
+    code = run.end()
     trial.check(code == 128 + signal.SIGINT, f"exit code {code}", run)
     return outcome(time.monotonic() - start, "none", code, "no process")

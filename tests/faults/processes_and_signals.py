@@ -44,7 +44,7 @@ def continued(trial):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(TIMEOUT / 3)
         os.kill(pid, signal.SIGCONT)
-    code = run.end(40)
+    code = run.end()
     trial.check(code == 0 and "BrokenWorldError" not in run.text(), "the run goes on", run)
     return outcome("not a fault", "none", code, "the run ends as if undisturbed")
 
@@ -112,7 +112,7 @@ def killed_and_resumed(trial, count):
         time.sleep(chosen.uniform(0, 0.15))
         trial.check(run.process.poll() is None, "the run has ended before", run)
         run.process.kill()
-        run.end(10)
+        run.end()
         trial.nothing_runs()
     left = trial.left()
     trial.check(left.endswith(", sound"), left)

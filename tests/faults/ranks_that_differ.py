@@ -12,7 +12,7 @@ def with_other_words(trial, common, usual, other):
     """Rank 1 of 3 gets the word `other` in its command line, the others `usual`."""
     choose = f'if [ $RANK = 1 ]; then word="{other}"; else word="{usual}"; fi; exec "$@" "$word"'
     run = trial.start(trial.bin("tessera"), "run", "-n", 3, "bash", "-c", choose, "bash", trial.bin("fault_trainer"), "c.yaml", *common)
-    return run, run.end(40)
+    return run, run.end()
 
 
 @fault(GROUP, "another {key} on one rank", fast=True,
@@ -55,7 +55,7 @@ def other_data(trial, what):
     choose = 'if [ $RANK = 1 ]; then cd other; fi; exec "$@"'
     run = trial.start(trial.bin("tessera"), "run", "-n", 3, "bash", "-c", choose, "bash", trial.bin("fault_trainer"), "c.yaml", "loss.type=cross_entropy", "checkpoint=null",
                       "data={type: Npy, order: sequential, inputs: a.npy, targets: a-targets.npy}")
-    code = run.end(40)
+    code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.find(run, "data.train, " + ("number of samples" if what == "another size" else "samples 0"))
     return outcome(trial.before_training(run), trial.named(run, DIFFER), code, trial.left())
@@ -81,7 +81,7 @@ def other_model(trial, wrapper):
            ("the sum instead of the mean", "scale", 4), ("two equal collectives with other tags", "tags", 4), ("a collective that is left out", "leaves", 3))])
 def other_call(trial, what, kind, code):
     run = trial.start(trial.bin("tessera"), "run", "-n", 3, trial.bin("fault_ranks"), kind)
-    actual = run.end(60)
+    actual = run.end()
     trial.check(actual == code, f"exit code {actual}", run)
     ranks = trial.named(run, r"usage: [^\n]*rank (2)\b" if code == 4 else r"rank (\d) has left")
     return outcome("in the call", ranks, code, "nothing")

@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("words", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     chosen = [fault for fault in FAULTS if (fault.fast or not options.fast)
               and (not options.words or any(word.lower() in f"{fault.group}: {fault.name}".lower() for word in options.words))]
     if options.missing:

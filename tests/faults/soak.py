@@ -97,7 +97,7 @@ class Cycle:
             raise Failure("the undisturbed run failed\n" + self.run.text())
         return time.monotonic() - start
 
-    def trains(self, since, seconds=60):
+    def trains(self, since, seconds=150):
         """Waits until a step was done after this time; False: the run has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -145,11 +145,11 @@ class Cycle:
             self.end_run(10)
         elif kind == "signal":
             self.run.process.send_signal(self.chosen.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]))
-            self.wait_for(lambda: False, 30, "the end of the run after a signal")
+            self.wait_for(lambda: False, 150, "the end of the run after a signal")
             self.end_run(1)
         elif kind == "nan":
             (self.folder / f"request-{self.chosen.randrange(self.ranks)}").touch()
-            self.wait_for(lambda: not list(self.folder.glob("request-*")), 30, "the NaN is written")
+            self.wait_for(lambda: not list(self.folder.glob("request-*")), 150, "the NaN is written")
         elif kind == "flip":
             self.run.process.kill()
             self.end_run(10)
@@ -162,7 +162,7 @@ class Cycle:
                         file.write(bytes(65536))
             except OSError:
                 pass
-            self.wait_for(self.said("No space left on device", since), 60, "the full disk is noticed")
+            self.wait_for(self.said("No space left on device", since), 150, "the full disk is noticed")
             filler.unlink()
         else:
             subprocess.run(["ip", "link", "set", "lo", "down"], check=True)

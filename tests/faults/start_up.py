@@ -21,7 +21,7 @@ def alone(trial, **env):
 def missing(trial, missing):
     start = time.monotonic()
     run = alone(trial, RANK=str(1 - missing), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    code = run.end(30)
+    code = run.end()
     trial.check(code == 1 and time.monotonic() - start < TIMEOUT + 20, f"exit code {code}", run)
     return outcome(f"time-out ({TIMEOUT} s)", trial.named(run, r"BrokenWorldError: .* (?:rank (\d) did not arrive|waited 1500 ms for rank (\d))"), code, trial.left())
 
@@ -30,7 +30,7 @@ def missing(trial, missing):
 def early_end(trial):
     run = trial.start(trial.bin("tessera"), "run", "-n", 3, "bash", "-c", 'if [ $RANK = 1 ]; then exit 5; fi; exec "$@"', "bash",
                       trial.bin("fault_trainer"), "c.yaml")
-    code = run.end(30)
+    code = run.end()
     trial.check(code == 5, f"exit code {code}", run)
     return outcome(trial.before_training(run), trial.named(run, r"root cause: rank (\d)"), code, trial.left())
 
@@ -40,7 +40,7 @@ def early_end(trial):
     "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999")])
 def environment(trial, words):
     run = alone(trial, **dict(word.split("=") for word in words.split()))
-    code = run.end(20)
+    code = run.end()
     trial.check(code in (1, 2), f"exit code {code}", run)
     trial.find(run, "|".join(word.split("=")[0] for word in words.split()))
     return outcome(trial.before_training(run), "none", code, trial.left())
@@ -52,7 +52,7 @@ def environment(trial, words):
     ("data.type=Nothing", "data.type"), ("hooks=[{type: Foult}]", "Fault"))])
 def config(trial, word, names):
     run = trial.start_training(word)
-    code = run.end(30)
+    code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.check(names in run.text(), f"no {names}", run)
     return outcome(trial.before_training(run), "none", code, trial.left())
@@ -66,7 +66,7 @@ def config_file(trial, what, data):
     if data is not None:
         (trial.folder / "c.yaml").write_bytes(data)
     run = trial.start_training()
-    code = run.end(30)
+    code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.find(run, r"c\.yaml")
     trial.check(not re.search(r"[\x00-\x08\x0b-\x1f]", run.text()), "control characters are not echoed", run)

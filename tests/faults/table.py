@@ -58,7 +58,7 @@ def differences(text, faults, measured):
     rows, names = read(text), {(fault.group, fault.name) for fault in faults}
     remedy = "; expected what make faults writes"
     problems = [f"the page has the fault {key}, which is not tried{remedy}" for key in rows if key not in names]
-    problems += [f"the page lacks the fault {key}{remedy}" for key in names if key not in rows]
+    problems += [f"the page lacks the fault {key}{remedy}" for key in sorted(names) if key not in rows]
     for key, outcome in measured.items():
         now = cells_of(outcome)[1:]
         if key in rows and rows[key][1:] != now:

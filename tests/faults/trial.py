@@ -71,7 +71,7 @@ class Trial:
     def start_training(self, *words, ranks=3, flags=(), front=(), program="fault_trainer", **options):
         return self.start(*front, self.bin("tessera"), "run", "-n", ranks, *flags, self.bin(program), "c.yaml", *words, **options)
 
-    def train(self, *words, code=0, seconds=60, **options):
+    def train(self, *words, code=0, seconds=150, **options):
         """A training that ends by itself, with this exit code."""
         run = self.start_training(*words, **options)
         actual = run.end(seconds)
@@ -102,7 +102,7 @@ class Trial:
         """The time of the fault that the hook announced."""
         return float(self.find(run, r"fault at ([\d.]+)")[1])
 
-    def rank_pid(self, rank, seconds=20):
+    def rank_pid(self, rank, seconds=60):
         """The process of a rank; waits until there is one."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -122,7 +122,7 @@ class Trial:
     def verify(self, *folders):
         """For each checkpoint folder: sound, unsound: …, or refused: …"""
         done = subprocess.run([self.bin("verify_checkpoints")], input="".join(f"{folder}\n" for folder in folders), capture_output=True, text=True,
-                              env=self.env(), cwd=self.folder, timeout=60)
+                              env=self.env(), cwd=self.folder, timeout=150)
         self.check(done.returncode == 0, done.stdout + done.stderr)
         return done.stdout.splitlines()
 
@@ -164,7 +164,7 @@ class Trial:
         self.left_before = self.left()
         return self.resumed(*words, ranks=ranks)
 
-    def nothing_runs(self, seconds=6):
+    def nothing_runs(self, seconds=20):
         """No process and no file for temporary use is left."""
         end = time.monotonic() + seconds
         while marked(f"FAULT_TRIAL={self.mark}") or list((self.folder / "tmp").iterdir()):

@@ -79,14 +79,14 @@ class Run:
                 raise AssertionError(f"not within {seconds} s: {event}\n" + self.text())
             time.sleep(0.01)
 
-    def wait_for_line(self, pattern, seconds=60):
+    def wait_for_line(self, pattern, seconds=150):
         self.wait_for(lambda: self.when(pattern) is not None or self.process.poll() is not None, seconds, pattern)
         if self.process.poll() is not None:
             self.reader.join(5)
         if self.when(pattern) is None:
             raise AssertionError(f"the run has ended without {pattern!r}\n" + self.text())
 
-    def end(self, seconds):
+    def end(self, seconds=150):
         """Waits for the end; returns the exit code, 128 + the signal for a death by a signal."""
         code = self.process.wait(seconds)
         self.reader.join(5)
