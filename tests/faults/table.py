@@ -8,8 +8,8 @@ PREAMBLE = """# Faults
 `make faults` tries each fault of this page with real processes and writes this page again from what
 it measured. It takes some minutes. `tests/faults/run.py build WORD` tries the faults with a word in
 their names. A row is one function in `tests/faults/`; `make test` runs a part of them and compares
-the page with it. `make soak MINUTES=30` disturbs one training at random for that time and compares
-its weights with those of an undisturbed one.
+the page with it. `make soak MINUTES=30` disturbs trainings at random for that time and compares their
+weights with those of undisturbed ones.
 
 - **Time to detect**: from the fault to the first message that names it. `before step 0`: the run
   ends before it trains. `in the step`: no further step is done.
@@ -19,7 +19,8 @@ its weights with those of an undisturbed one.
   trials also check that no process and no temporary file is left.
 
 Most trials train a small net on three ranks for 12 steps, with a checkpoint every 4 steps, and the
-fault comes after 6. Stopped and late ranks are noticed after `parallel.timeout`, here 1.5 s.
+fault comes after 6. Stopped and late ranks are noticed after the world's time-out, here 1.5 s. Rows
+of one file or one process without ranks have `none` as the rank.
 """
 HEAD = "| Fault | Time to detect | Rank named | Exit code | What is left |\n|---|---|---|---|---|\n"
 

@@ -1,4 +1,5 @@
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -138,6 +139,8 @@ int train_on(const Config& config, ProcessGroup group) {
 
 int run(const Config& config) {
   int rank = detail::launcher_rank().rank;
+  // A write beyond the limit on the size of files then fails with an error that names the file.
+  std::signal(SIGXFSZ, SIG_IGN);
   try {
     ProcessGroup group = init_process_group(config.parallel.group);
     rank = group.rank();
