@@ -27,12 +27,13 @@ def killed(trial, wrapper, backend):
 @fault(GROUP, "SIGSTOP of a rank: {wrapper} over {backend}",
        cases=[dict(wrapper="ZeRO", backend="shm"), dict(wrapper="FSDP", backend="shm"), dict(wrapper="DDP", backend="gloo")])
 def stopped(trial, wrapper, backend):
-    run = trial.train(parallel(wrapper, backend), hook(do="signal", value=int(signal.SIGSTOP), at=AT, rank=1, time_out=MS), code=1)
+    run = trial.train(parallel(wrapper, backend), hook(do="signal", value=int(signal.SIGSTOP), at=AT, rank=1, time_out=MS), code=128 + signal.SIGSTOP)
     late = run.when("BrokenWorldError") - trial.fault_at(run)
     trial.check(TIMEOUT * 0.9 < late < TIMEOUT + 2, f"found after {late:.1f} s", run)
     first = [line for _, line in run.lines if "BrokenWorldError" in line][0]
     trial.check("rank 1 " in first.partition("gave up")[2], first, run)
-    return outcome(f"time-out ({TIMEOUT} s)", [1], 1, trial.resumes(parallel(wrapper, backend)))
+    launcher = trial.named(run, r"root cause: rank (\d) \(pid \d+\) is stopped \(SIGSTOP\)")
+    return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel(wrapper, backend)))
 
 
 @fault(GROUP, "SIGSTOP of a rank and SIGCONT before the time-out")
@@ -74,7 +75,8 @@ def ended(trial, how, do, value, code):
 @fault(GROUP, "exit(0) of a rank in the middle of the run")
 def left_early(trial):
     run = trial.train(hook(do="exit", value=0, at=AT, rank=1), code=1)
-    return outcome(run.when(SURVIVOR) - trial.fault_at(run), trial.named(run, SURVIVOR), 1, trial.resumes())
+    ranks = trial.named(run, r"root cause: rank (\d) \(pid \d+\) exited with code 0 while the other ranks still needed it")
+    return outcome(run.when(SURVIVOR) - trial.fault_at(run), ranks, 1, trial.resumes())
 
 
 @fault(GROUP, "SIGKILL of a rank under --max-restarts: {wrapper}", cases=[dict(wrapper=wrapper) for wrapper in WRAPPERS], fast=True)

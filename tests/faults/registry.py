@@ -2,7 +2,7 @@
 import dataclasses
 
 GROUPS = ["Processes and signals", "Ranks that differ", "Values that are not finite", "Drift between replicas", "Checkpoints and disks", "Data",
-          "Start-up and rendezvous", "Containers", "Launcher"]
+          "Start-up and rendezvous", "Several hosts", "Operations", "Containers", "Launcher"]
 FAULTS = []
 
 

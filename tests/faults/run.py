@@ -15,7 +15,8 @@ import table
 from registry import FAULTS, CannotTry
 from trial import References, Trial
 
-import checkpoints_and_disks, containers_of_runs, data, drift, launcher, not_finite, processes_and_signals, ranks_that_differ, start_up  # noqa
+import checkpoints_and_disks, containers_of_runs, data, drift, launcher, not_finite, operations, processes_and_signals, ranks_that_differ  # noqa
+import several_hosts, start_up  # noqa
 
 
 def attempt(fault, build, references):

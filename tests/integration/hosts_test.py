@@ -4,79 +4,15 @@ be made.
 
     hosts_test.py BUILD_FOLDER
 """
-import os, pathlib, re, shutil, signal, subprocess, sys, tempfile, time, unittest
+import os, pathlib, re, signal, subprocess, sys, tempfile, time, unittest
 
 from faults_test import BUILD, TIMEOUT_MS, Run, write_config
+from two_hosts import ADDRESSES, JUNK, SECOND_ADDRESS, TwoHosts
 
 SKIPPED = 77
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
-ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # TEST-NET-1
-SECOND_ADDRESS = "192.0.2.9"  # of host 0
-PREFIX = "tessera-hosts-"
-NAMES = [f"{PREFIX}{os.getpid()}-{host}" for host in range(HOSTS)]
-
-
-def ip(*words):
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
-
-
-def remove(name):
-    """Removes the namespace with its cable, and kills the processes in it."""
-    try:
-        for pid in ip("netns", "pids", name).split():
-            os.kill(int(pid), signal.SIGKILL)
-        ip("netns", "del", name)
-    except (OSError, ProcessLookupError):
-        pass
-
-
-def remove_left_over():
-    """Removes the namespaces of earlier tests that were killed."""
-    for line in ip("netns", "list").splitlines():
-        found = re.match(rf"({PREFIX}(\d+)-\d)\b", line)
-        if found and not os.path.exists(f"/proc/{found[2]}"):
-            remove(found[1])
-
-
-def make_hosts():
-    cable = [f"ts{os.getpid()}-{host}" for host in range(HOSTS)]
-    for name in NAMES:
-        ip("netns", "add", name)
-    ip("link", "add", cable[0], "netns", NAMES[0], "type", "veth", "peer", "name", cable[1], "netns", NAMES[1])
-    for name, end, address in zip(NAMES, cable, ADDRESSES):
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "address", "add", address + "/24", "dev", end)
-        ip("-n", name, "link", "set", end, "up")
-    ip("-n", NAMES[0], "address", "add", SECOND_ADDRESS + "/24", "dev", cable[0])
-    ip("-n", NAMES[0], "route", "add", "default", "via", ADDRESSES[1])
-
-
-JUNK = """
-# Keeps connections open, opens each again that is closed, and sends these bytes: ADDRESS PORT COUNT BYTES_IN_HEX
-import select, socket, sys, time
-address, port, count, words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
-kept = {}
-while True:
-    while len(kept) < count:
-        try:
-            connection = socket.create_connection((address, port), 1)
-            connection.sendall(words)
-            kept[connection.fileno()] = connection
-        except OSError:
-            time.sleep(0.002)
-            break
-    for fd in kept and select.select(list(kept), [], [], 0.002)[0]:
-        try:
-            closed = not kept[fd].recv(1000)
-        except OSError:
-            closed = True
-        if closed:
-            kept.pop(fd).close()
-"""
+WORLD = None  # the two hosts
 
 ANSWERS = """
 # Whether a connection to ADDRESS PORT is accepted
@@ -99,10 +35,10 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
 
 
 def in_host(host, *words):
-    return ["ip", "netns", "exec", NAMES[host], *map(str, words)]
+    return WORLD.command(host, *words)
 
 
-class TwoHosts(unittest.TestCase):
+class Hosts(unittest.TestCase):
     def launch(self, host, port, *program, address=ADDRESSES[0], secret="shared", front=()):
         """Starts the launcher of one host. `front` is what comes before the command."""
         secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
@@ -269,33 +205,17 @@ class TwoHosts(unittest.TestCase):
             self.assertIn("SIGTERM on another host stopped the program", runs[1].text())
 
 
-def make():
-    """Makes both hosts. Raises OSError, and leaves nothing, if it cannot."""
-    try:
-        if not shutil.which("ip"):
-            raise OSError("no ip command; it is in Debian's iproute2")
-        remove_left_over()
-        make_hosts()
-    except OSError:
-        remove_all()
-        raise
-
-
-def remove_all():
-    for name in NAMES:
-        remove(name)
-
-
 def main():
+    global WORLD
     try:
-        make()
+        WORLD = TwoHosts()
     except OSError as error:
         print(f"hosts_test: could not run: two network namespaces cannot be made here (needs root): {error}", file=sys.stderr)
         return SKIPPED
     try:
         return 0 if unittest.main(exit=False).result.wasSuccessful() else 1
     finally:
-        remove_all()
+        WORLD.remove()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ with 77, and prints the reason, if Slurm is not installed or does not start, or 
 """
 import getpass, os, pathlib, re, shutil, signal, socket, subprocess, sys, tempfile, time, unittest
 
-import hosts_test
 from faults_test import BUILD, TIMEOUT_MS, Run
+import two_hosts
 
 SKIPPED = 77
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -194,16 +194,16 @@ class TwoHosts(SlurmTest):
     @classmethod
     def setUpClass(cls):
         try:
-            hosts_test.make()
+            hosts = two_hosts.TwoHosts()
         except OSError as error:
             raise unittest.SkipTest(f"two network namespaces cannot be made here (needs root): {error}")
-        cls.addClassCleanup(hosts_test.remove_all)
-        cls.cluster = Cluster(hosts_test.ADDRESSES, lambda host: ["nsenter", f"--net=/run/netns/{hosts_test.NAMES[host]}"])
+        cls.addClassCleanup(hosts.remove)
+        cls.cluster = Cluster(two_hosts.ADDRESSES, lambda host: ["nsenter", f"--net=/run/netns/{hosts.names[host]}"])
         cls.addClassCleanup(cls.cluster.stop)
 
     def test_a_rank_of_each_is_lost(self):
         for victim in (3, 0):
-            run = self.probe("--ntasks-per-node=2", "-n", "4", exports=f"MASTER_ADDR={hosts_test.ADDRESSES[0]} MASTER_PORT=29874",
+            run = self.probe("--ntasks-per-node=2", "-n", "4", exports=f"MASTER_ADDR={two_hosts.ADDRESSES[0]} MASTER_PORT=29874",
                              secret="shared by srun")
             self.assertNotIn("has no secret", run.text())
             for rank in range(4):

@@ -1,0 +1,115 @@
+"""Worlds on two hosts, which are network namespaces: strangers at the port, secrets, lost ranks, a cut cable."""
+import os, re, signal, sys, time
+
+from registry import CannotTry, fault
+from trial import AT, TIMEOUT, hook, outcome
+from two_hosts import ADDRESSES, JUNK, SECOND_ADDRESS, TwoHosts
+
+GROUP = "Several hosts"
+PORT = 29771
+
+
+def hosts_of(trial):
+    try:
+        hosts = TwoHosts()
+    except OSError as error:
+        raise CannotTry(f"two network namespaces cannot be made: {error}")
+    trial.cleanups.append(hosts.remove)
+    return hosts
+
+
+def launch(trial, hosts, host, *words, secret="shared"):
+    """The launcher of one host, with one rank. Host 0 has the folder's own files; the run saves nothing."""
+    secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
+    return trial.start(*hosts.command(host, "env", *secret, trial.bin("tessera"), "run", "--nnodes", 2, "--node-rank", host, "--master-addr", ADDRESSES[0],
+                                      "--master-port", PORT, trial.bin("fault_trainer"), "c.yaml", "checkpoint=null", "train.save=null", "train.log=null",
+                                      *words))
+
+
+def both(trial, hosts, *words, **how):
+    return [launch(trial, hosts, host, *words, **how) for host in range(2)]
+
+
+@fault(GROUP, "before and during the start: {what}", fast=True, cases=[dict(what=what, count=count, words=words) for what, count, words in (
+    ("one connection that sends a byte 00 and stays open", 1, "00"), ("300 silent connections", 300, ""),
+    ("50 connections that send an HTTP request", 50, b"GET / HTTP/1.1\r\n\r\n".hex()), ("20 connections that send a huge length", 20, "ff" * 64))])
+def junk(trial, what, count, words):
+    hosts = hosts_of(trial)
+    trial.start(*hosts.command(1, sys.executable, "-c", JUNK, ADDRESSES[0], PORT, count, words))
+    time.sleep(0.3)
+    runs = both(trial, hosts)
+    codes = [run.end() for run in runs]
+    trial.check(codes == [0, 0], f"exit codes {codes}", runs[0])
+    trial.runs[0].close()
+    return outcome("not a fault", "none", 0, "the world starts and trains")
+
+
+@fault(GROUP, "{what}", fast=True, cases=[dict(what=what, near=near, far=far) for what, near, far in (
+    ("a host with another secret", "one", "two"), ("a host without a secret", "one", None), ("a secret on the far host alone", None, "two"))])
+def secrets(trial, what, near, far):
+    hosts = hosts_of(trial)
+    runs = [launch(trial, hosts, 0, secret=near), launch(trial, hosts, 1, secret=far)]
+    code = runs[1].end()
+    trial.check(0 < code < 128, f"exit code {code}", runs[1])
+    ranks = trial.named(runs[1], r"(rank \d) on host \S+: .*TESSERA_SECRET")
+    runs[0].wait_for_line(r"refused a connection from .* it calls itself rank 1 .*TESSERA_SECRET")
+    return outcome(trial.before_training(runs[1]), ranks, code, "rank 0 names the stranger and waits on")
+
+
+@fault(GROUP, "a connection to another address of host 0", fast=True)
+def other_address(trial):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, "train.steps=1000000")
+    runs[0].wait_for_line("step +3/")
+    ask = "import socket, sys\ntry: socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)\nexcept OSError as e: print(e.strerror)\nelse: print('yes')"
+    answers = []
+    for address in (ADDRESSES[0], SECOND_ADDRESS):
+        run = trial.start(*hosts.command(1, sys.executable, "-c", ask, address, PORT))
+        run.end()
+        answers.append(run.text())
+    trial.check(answers == ["yes", "Connection refused"], str(answers))
+    runs[0].process.send_signal(signal.SIGTERM)
+    codes = [run.end() for run in runs]
+    trial.check(codes == [143, 143], f"exit codes {codes}", runs[1])
+    return outcome("at once", "none", "143 when asked to stop", "refused; the world trains")
+
+
+@fault(GROUP, "SIGKILL of the rank on {where}", fast=True, cases=[dict(where="the far host", victim=1), dict(where="the host of the store", victim=0)])
+def killed(trial, where, victim):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, hook(do="signal", value=9, at=AT, rank=victim))
+    codes = [run.end() for run in runs]
+    trial.check(codes[victim] == 137 and 0 < codes[1 - victim] < 128, f"exit codes {codes}", runs[1 - victim])
+    near, far = runs[victim], runs[1 - victim]
+    trial.check(trial.named(near, r"root cause: rank (\d)") == [victim] and "root cause" not in far.text(), "who is blamed", far)
+    ranks = trial.named(far, r"the failure began on rank (\d), which is on another host")
+    return outcome(far.when("BrokenWorldError") - trial.fault_at(near), ranks, f"137; {codes[1 - victim]} on the other host", "nothing")
+
+
+@fault(GROUP, "SIGTERM to the launcher of one host")
+def stopped(trial):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, "train.steps=1000000")
+    runs[0].wait_for_line("step +3/")
+    start = time.monotonic()
+    runs[0].process.send_signal(signal.SIGTERM)
+    codes = [run.end() for run in runs]
+    trial.check(codes == [143, 143], f"exit codes {codes}", runs[1])
+    trial.check(not re.search("cause|first failure", runs[1].text()), "a stop is no failure", runs[1])
+    return outcome(runs[1].when("SIGTERM on another host stopped the program") - start, "none", 143, "both hosts end after the same step")
+
+
+@fault(GROUP, "the cable between the hosts is cut")
+def cut(trial):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, hook(do="none", time_out=int(1000 * TIMEOUT)), "train.steps=1000000")
+    runs[0].wait_for_line("step +3/")
+    start = time.monotonic()
+    hosts.cut()
+    codes = [run.end() for run in runs]
+    trial.check(all(0 < code < 128 for code in codes), f"exit codes {codes}", runs[0])
+    for host, run in enumerate(runs):
+        trial.check(trial.named(run, r"rank (\d) did not arrive within") == [1 - host], "each host names the other's rank", run)
+        late = run.when("BrokenWorldError") - start
+        trial.check(late < TIMEOUT + 2 + 1, f"found after {late:.1f} s", run)
+    return outcome(f"time-out ({TIMEOUT} s)", "1 on host 0, 0 on host 1", codes[0], "nothing")
