@@ -192,6 +192,10 @@ TEST(LaunchEnvironment, ErrorsNameTheVariable) {
       HasSubstr("MASTER_PORT is '99999'"));
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}),
               HasSubstr("LOCAL_WORLD_SIZE is 3"));
+  EXPECT_THAT(
+      error_of(
+          {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "5"}, {"LOCAL_WORLD_SIZE", "2"}}),
+      HasSubstr("LOCAL_RANK is 5; expected less than LOCAL_WORLD_SIZE, which is 2"));
   EXPECT_THAT(error_of({{"SLURM_PROCID", "4"}, {"SLURM_NTASKS", "4"}}),
               HasSubstr("SLURM_PROCID is 4; expected less than SLURM_NTASKS, which is 4"));
   EXPECT_THAT(

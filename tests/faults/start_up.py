@@ -55,7 +55,18 @@ def config(trial, word, names):
     code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.check(names in run.text(), f"no {names}", run)
-    return outcome(trial.before_training(run), "none", code, trial.left())
+    trial.check(run.text().count(names) < 3, "one rank prints it, and the launcher repeats it", run)
+    return outcome(trial.before_training(run), trial.named(run, r"root cause: rank (\d)"), code, trial.left())
+
+
+@fault(GROUP, "in the config of one rank: train.stepz=3", fast=True)
+def config_of_one(trial):
+    run = trial.start(trial.bin("tessera"), "run", "-n", 3, "bash", "-c", 'if [ $RANK = 1 ]; then set -- "$@" train.stepz=3; fi; exec "$@"', "bash",
+                      trial.bin("fault_trainer"), "c.yaml")
+    code = run.end()
+    trial.check(code == 2, f"exit code {code}", run)
+    trial.find(run, r'rank 1: .*did you mean "steps"')
+    return outcome(trial.before_training(run), trial.named(run, r"root cause: rank (\d)"), code, trial.left())
 
 
 @fault(GROUP, "the config file is {what}", cases=[dict(what=what, data=data) for what, data in (

@@ -122,6 +122,11 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
           "init_process_group: environment variable {} is {}; expected at most {}, which is {}",
           names.local_size, *result.local_size, size_name, result.size));
     }
+    if (result.local_rank && result.local_size && *result.local_rank >= *result.local_size) {
+      throw UsageError(fmt::format(
+          "init_process_group: environment variable {} is {}; expected less than {}, which is {}",
+          names.local_rank, *result.local_rank, names.local_size, *result.local_size));
+    }
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
     if (slurm && step_number(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1)

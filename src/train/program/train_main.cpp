@@ -1,13 +1,18 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "tessera/detail/launch_environment.h"
 #include "tessera/detail/nearest.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 #include "tessera/step/agreement.h"
@@ -48,6 +53,35 @@ void wait_unless_reporting(bool reports) {
   if (!reports) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
+}
+
+/// The file through which the first rank of a host tells the others that it has printed an error.
+std::string refusal_file() {
+  const char* report = std::getenv("TESSERA_REPORT");  // in the launcher's private folder
+  return report && *report ? std::filesystem::path(report).replace_filename(".refused") : "";
+}
+
+/// Prints an error of a rank that has not joined its world. All ranks of a host mostly have the
+/// same one, which the first of them prints. Another rank prints its own if the first does not.
+void say_before_start(const std::string& text) {
+  const auto file = refusal_file();
+  if (first_of_host()) {
+    say(text);
+    if (file.empty()) return;
+    std::ofstream(file + ".new") << text;
+    std::rename((file + ".new").c_str(), file.c_str());
+    return;
+  }
+  const auto [rank, local_rank] = detail::launcher_rank();
+  constexpr int kTurns = 100;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::ifstream said(file);
+    const std::string first{std::istreambuf_iterator<char>(said), std::istreambuf_iterator<char>()};
+    if (said && first == text) return detail::report_agreed({rank - local_rank.value_or(0)}, text);
+    if (said && !first.empty()) break;
+  }
+  if (!file.empty()) say("rank " + std::to_string(rank) + ": " + text);
 }
 
 /// The parsed command line.
@@ -180,10 +214,7 @@ int train_main(int argc, char** argv) {
     }
     check_config_files(config);
   } catch (const std::exception& error) {
-    if (first_of_host()) {
-      say(message_of(error));
-    }
-    wait_unless_reporting(first_of_host());
+    say_before_start(message_of(error));
     return kWrongCommand;
   }
   return run(config);

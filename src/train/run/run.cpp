@@ -243,7 +243,8 @@ void Run::train_step(std::optional<Batch> batch) {
   if (average_ && optimizer_->updated() && !left_out) {
     average_->update();
   }
-  record_.grad_norm = optimizer_->skipped() || left_out ? std::nan("") : optimizer_->grad_norm();
+  record_.grad_norm =
+      optimizer_->skipped() || left_out ? std::nan("") : std::fabs(optimizer_->grad_norm());
   record_.loss_scale = optimizer_->scaler().scale();
   result_.skipped_steps += optimizer_->skipped() && !left_out;
   if (!left_out) handle_fault(parts);
@@ -329,6 +330,7 @@ void Run::reduce_figures() {
   const double* values = total.data_ptr<double>();
   const double count = active_ranks_ > 0 ? active_ranks_ : group_.size();
   record_.loss = values[0] / count;
+  if (std::isnan(record_.loss)) record_.loss = std::nan("");  // its sign says nothing
   const double* of_signals = values + 1;
   const auto asked = std::find_if(of_signals, of_signals + kStopSignals.size(),
                                   [](double ranks) { return ranks > 0; });
