@@ -55,7 +55,6 @@ def config(trial, word, names):
     code = run.end()
     trial.check(code == 2, f"exit code {code}", run)
     trial.check(names in run.text(), f"no {names}", run)
-    trial.check(run.text().count(names) < 3, "one rank prints it, and the launcher repeats it", run)
     return outcome(trial.before_training(run), trial.named(run, r"root cause: rank (\d)"), code, trial.left())
 
 
