@@ -53,6 +53,9 @@ def secrets(trial, what, near, far):
     trial.check(0 < code < 128, f"exit code {code}", runs[1])
     ranks = trial.named(runs[1], r"(rank \d) on host \S+: .*TESSERA_SECRET")
     runs[0].wait_for_line(r"refused a connection from .* it calls itself rank 1 .*TESSERA_SECRET")
+    trial.check(runs[0].process.poll() is None, "rank 0 waits on", runs[0])
+    runs[0].process.send_signal(signal.SIGTERM)
+    runs[0].end()
     return outcome(trial.before_training(runs[1]), ranks, code, "rank 0 names the stranger and waits on")
 
 
