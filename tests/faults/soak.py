@@ -57,7 +57,7 @@ class Cycle:
         self.ranks = chosen.choice([2, 3])
         wrapper = chosen.choice(["DistributedDataParallel", "ZeroRedundancyOptimizer", "FullyShardedDataParallel"])
         self.backend = chosen.choice(["shm", "gloo"])
-        policy = chosen.choice(["stop", "stop", "skip", "rollback"])
+        policy = self.policy = chosen.choice(["stop", "stop", "skip", "rollback"])
         self.steps = steps if policy == "stop" else 2 * steps
         self.name = f"{wrapper} over {self.backend}, {self.ranks} ranks, " + ("text" if policy == "stop" else f"samples with NaN, {policy}")
         folder.mkdir()
@@ -92,7 +92,8 @@ class Cycle:
 
     def undisturbed(self):
         start = time.monotonic()
-        self.start("train.log=whole.jsonl", "train.save=whole.safetensors", "checkpoint=null")
+        checkpoint = "checkpoint.folder=whole" if self.policy == "rollback" else "checkpoint=null"
+        self.start("train.log=whole.jsonl", "train.save=whole.safetensors", checkpoint)
         if self.end_run(300) != 0:
             raise Failure("the undisturbed run failed\n" + self.run.text())
         return time.monotonic() - start
