@@ -93,8 +93,9 @@ def restarted(trial, wrapper):
 def restarts_end(trial):
     run = trial.train(hook(do="signal", value=9, at=AT, rank=0), flags=["--max-restarts", 2, "--restart-delay", 0.2], code=137)
     times = [at for at, line in run.lines if re.match("fault at", line)]
-    trial.check(len(times) == 3, f"{len(times)} attempts", run)
-    trial.check(times[2] - times[1] > times[1] - times[0] - 0.3 and times[1] - times[0] > 0.2, "the delays grow", run)
+    trial.check(len(times) == 3 and times[1] - times[0] > 0.2 and times[2] - times[1] > 0.4, f"attempts at {times}", run)
+    delays = re.findall(r"restart \d of 2, because .*; waiting ([\d.]+) s", run.text())
+    trial.check(delays == ["0.2", "0.4"], f"the delays are {delays}", run)
     return outcome(run.when("was killed by SIGKILL") - trial.fault_at(run), trial.named(run, r"root cause: rank (\d+)"), 137, trial.resumes())
 
 
