@@ -349,6 +349,11 @@ Case generate(uint64_t seed) {
     // A checkpoint has no optimizer state of frozen parameters.
     if (freezes || thaws) event.values.erase("folder");
   }
+  // Drawn last, so that seeds keep what was drawn before there was this option.
+  maybe(random, 8, result.wrapper.values, "check_results", "1");
+  for (auto& event : result.story) {
+    if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
+  }
   return result;
 }
 
