@@ -214,6 +214,7 @@ class Cycle:
                 return
             time.sleep(self.chosen.uniform(0, 0.6))
             if self.run.process.poll() is not None:
+                since = time.monotonic()  # its last steps are no sign of life
                 continue
             deck = deck or self.chosen.sample(self.kinds(), len(self.kinds()))
             faults -= 1
