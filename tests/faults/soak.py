@@ -143,6 +143,12 @@ class Cycle:
                 if kind == "pause":
                     time.sleep(self.chosen.uniform(0.05, 0.5))
                     kill(pid, signal.SIGCONT)
+                if kind == "stop":
+                    # No rank waits for one that is stopped after the last collective, so it may stay stopped for ever.
+                    over = lambda: any(line.startswith("communication of rank 0") for _, line in self.run.lines[-10:])
+                    self.wait_for(lambda: over() or self.said("BrokenWorldError", since)(), 150, "the stopped rank is noticed")
+                    if over():
+                        kill(pid, signal.SIGCONT)
         elif kind == "launcher":
             self.run.process.kill()
             self.end_run(10)
