@@ -1,5 +1,5 @@
 """Worlds on two hosts, which are network namespaces: strangers at the port, secrets, lost ranks, a cut cable."""
-import os, re, signal, sys, time
+import re, signal, sys, time
 
 from registry import CannotTry, fault
 from trial import AT, TIMEOUT, hook, outcome
