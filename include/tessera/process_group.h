@@ -142,6 +142,10 @@ class ProcessGroup {
   /// Local, but every rank must set the same value. NCCL keeps the time-out given at construction.
   /// Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
+  /// As above, for ranks that are busy with something slow, for example with a disk. A rank whose
+  /// process is stopped (SIGSTOP, a debugger) for longer than `stopped` is given up before
+  /// `timeout`, if the group uses shared memory.
+  void set_timeout(std::chrono::milliseconds timeout, std::chrono::milliseconds stopped);
 
   // A `tag` describes the purpose of a call. Ranks that pass different tags disagree, and the error
   // names both tags, up to 95 characters of each. Two collectives that ranks call in another order

@@ -93,6 +93,29 @@ TEST(ShmFaults, AStoppedRankIsNamedAtTheTimeOut) {
   EXPECT_LT(Clock::now() - stopped, 3s);
 }
 
+TEST(ShmFaults, AStoppedRankIsGivenUpBeforeALongTimeOut) {
+  Processes ranks(
+      3,
+      [&](Transport& transport, int rank) {
+        transport.set_stopped_timeout(1s);
+        reduce_until_broken(transport, {2}, true, "has been stopped for 1000 ms");
+      },
+      60s);
+  std::this_thread::sleep_for(500ms);
+  for (int pause = 0; pause < 3; ++pause) {
+    ranks.signal(2, SIGSTOP);
+    std::this_thread::sleep_for(600ms);
+    ranks.signal(2, SIGCONT);
+    std::this_thread::sleep_for(300ms);
+  }
+  ranks.signal(2, SIGSTOP);
+  const auto stopped = Clock::now();
+  EXPECT_EQ(ranks.wait(0), 0);
+  EXPECT_EQ(ranks.wait(1), 0);
+  EXPECT_GE(Clock::now() - stopped, 900ms);
+  EXPECT_LT(Clock::now() - stopped, 5s);
+}
+
 TEST(ShmFaults, AStoppedRankThatContinuesAfterTheOthersHaveEndedNamesItself) {
   for (const int stopped : {0, 2}) {
     Processes ranks(

@@ -75,6 +75,13 @@ struct Fault : tessera::RunHook {
     tessera::ProcessGroup group = state.model->group();
     if (time_out > 0) group.set_timeout(std::chrono::milliseconds(time_out));
   }
+  std::string state() const override {
+    if (kind == "signal_while_saving" && this_rank() == place.rank) {
+      announce();
+      ::raise(static_cast<int>(value));
+    }
+    return "";
+  }
   void after_step(tessera::RunState& state) override {
     if (!request.empty() && ::unlink((request + std::to_string(this_rank())).c_str()) == 0) {
       announce();

@@ -36,6 +36,17 @@ def stopped(trial, wrapper, backend):
     return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel(wrapper, backend)))
 
 
+@fault(GROUP, "SIGSTOP of a rank that writes a checkpoint")
+def stopped_while_saving(trial):
+    run = trial.train(parallel("ZeRO", "shm"), hook(do="signal_while_saving", value=int(signal.SIGSTOP), rank=0, time_out=MS), "checkpoint.every=2", code=128 + signal.SIGSTOP)
+    late = run.when("BrokenWorldError") - trial.fault_at(run)
+    trial.check(TIMEOUT * 0.9 < late < TIMEOUT + 2, f"found after {late:.1f} s", run)
+    trial.check(f"rank 0 has been stopped for {MS} ms" in run.text(), "survivors name it", run)
+    trial.check(trial.named(run, r"rank (\d) \(pid \d+\) is stopped \(SIGSTOP\); \"kill -CONT \d+\" continues it") == [0], "the launcher says it at once", run)
+    launcher = trial.named(run, r"root cause: rank (\d) \(pid \d+\) is stopped \(SIGSTOP\)")
+    return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "shm")))
+
+
 @fault(GROUP, "SIGSTOP of a rank and SIGCONT before the time-out")
 def continued(trial):
     run = trial.start_training("train.steps=1000000", hook(do="none", time_out=MS), "checkpoint=null", "train.save=null", "train.log=null")

@@ -300,6 +300,15 @@ TEST(Failure, RestartsWaitLongerEachTimeAndAreLimitedPerHour) {
   EXPECT_THAT(run.err(), HasSubstr("no restart: 3 in the last hour (--restarts-per-hour)"));
 }
 
+TEST(Failure, AStoppedRankIsReportedWhileTheOthersRun) {
+  Launched run(run_shell(2,
+                         "[ $RANK = 0 ] || sh -c 'kill -STOP $PPID; sleep 0.3; kill -CONT "
+                         "$PPID; sleep 0.3; kill -STOP $PPID; sleep 0.3; kill -CONT $PPID'"));
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.err(), "rank 1 (pid "), 2) << run.err();
+  EXPECT_EQ(occurrences(run.err(), ") is stopped (SIGSTOP); \"kill -CONT "), 2) << run.err();
+}
+
 TEST(Failure, AFailureAfterTheLastRestartEndsTheRun) {
   Launched run(run_shell(2, "exit 7", {"--max_restarts", "1"}));
   EXPECT_EQ(run.finish(), 7);

@@ -40,12 +40,13 @@ struct CheckpointWriter::Impl {
 
 namespace {
 
-/// Raises the timeout of the group while alive, because disks may be slow.
+/// Raises the timeout of the group while alive, because disks may be slow. The earlier one still
+/// holds for ranks that are stopped.
 class ScopedTimeout {
  public:
   ScopedTimeout(ProcessGroup group, std::chrono::milliseconds wait)
       : group_(std::move(group)), before_(group_.timeout()) {
-    group_.set_timeout(std::max(before_, wait));
+    group_.set_timeout(std::max(before_, wait), before_);
   }
   ~ScopedTimeout() { group_.set_timeout(before_); }
   ScopedTimeout(const ScopedTimeout&) = delete;

@@ -83,6 +83,8 @@ class Transport {
   /// thread and never queued.
   virtual bool stream_ordered() const { return false; }
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+  /// For ranks whose processes are known to be stopped. Ignored where that is not known.
+  virtual void set_stopped_timeout(std::chrono::milliseconds) {}
   /// Makes a blocked call and every later call throw BrokenWorldError soon. From any thread.
   virtual void abort() noexcept = 0;
 };

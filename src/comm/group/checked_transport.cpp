@@ -126,6 +126,9 @@ class CheckedTransport : public Transport {
   }
   bool stream_ordered() const override { return inner_->stream_ordered(); }
   void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    inner_->set_stopped_timeout(timeout);
+  }
   void abort() noexcept override { inner_->abort(); }
 
  private:

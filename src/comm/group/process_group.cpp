@@ -133,11 +133,19 @@ int ProcessGroup::local_size() const {
 CommStats ProcessGroup::stats() const { return impl_->snapshot(); }
 void ProcessGroup::reset_stats() { impl_->reset(); }
 
-void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
-  require(timeout.count() > 0, *impl_, "set_timeout",
-          fmt::format("the time-out is {} ms; expected a positive one", timeout.count()));
+void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) { set_timeout(timeout, timeout); }
+
+void ProcessGroup::set_timeout(std::chrono::milliseconds timeout,
+                               std::chrono::milliseconds stopped) {
+  for (const auto value : {timeout, stopped}) {
+    require(value.count() > 0, *impl_, "set_timeout",
+            fmt::format("the time-out is {} ms; expected a positive one", value.count()));
+  }
   impl_->world.options.timeout = timeout;
-  if (impl_->transport) impl_->transport->set_timeout(timeout);
+  if (impl_->transport) {
+    impl_->transport->set_timeout(timeout);
+    impl_->transport->set_stopped_timeout(stopped);
+  }
 }
 
 namespace {

@@ -56,6 +56,7 @@ ShmControl::ShmControl(int rank, std::vector<Member> members, std::chrono::milli
     : rank_(rank),
       members_(std::move(members)),
       timeout_(timeout),
+      stopped_timeout_(timeout),
       spins_(usable_processors() >= static_cast<int>(members_.size()) ? spins_on_own_processor
                                                                       : spins_on_shared_processor),
       round_(members_[rank].block->arrivals.load()) {}
@@ -94,9 +95,10 @@ void ShmControl::wait_for(int peer) {
     if (arrived(peer)) return;
     pause();
   }
-  const auto timeout = timeout_.load();
+  const auto timeout = timeout_.load(), stopped_timeout = stopped_timeout_.load();
   const auto begin = Clock::now();
   auto next_check = begin + check_interval;
+  auto stopped_for = 0ms;
   while (!arrived(peer)) {
     if (aborted_.load()) fail({}, "the process group was shut down on this rank");
     if (members_[peer].block->status.load() != ControlBlock::alive) check_peers(peer);
@@ -104,21 +106,34 @@ void ShmControl::wait_for(int peer) {
     if (now >= next_check) {
       check_peers(peer);
       next_check = now + check_interval;
+      // Counted in checks, because this rank may have been stopped with its peer.
+      const bool stopped = stopped_timeout < timeout && is_stopped(members_[peer].process);
+      stopped_for = stopped ? stopped_for + check_interval : 0ms;
+      if (stopped && stopped_for >= stopped_timeout)
+        give_up_on({peer}, fmt::format("has been stopped for {} ms", stopped_timeout.count()));
     }
     if (now - begin >= timeout) {
-      std::vector<int> late;
-      for (int r = 0; r < size(); ++r) {
-        if (r != rank_ && !arrived(r)) late.push_back(r);
-      }
+      const auto late = late_peers();
       if (late.empty()) return;
-      fail_if_given_up();
-      // A late rank that continues finds this even when the others have ended.
-      for (const int r : late)
-        members_[r].block->given_up_by.store(static_cast<uint32_t>(rank_) + 1);
-      fail(late, fmt::format("did not arrive within {} ms", timeout.count()));
+      give_up_on(late, fmt::format("did not arrive within {} ms", timeout.count()));
     }
     sleep_on(peer, std::min<std::chrono::nanoseconds>(next_check - now, begin + timeout - now));
   }
+}
+
+std::vector<int> ShmControl::late_peers() const {
+  std::vector<int> late;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_ && !arrived(r)) late.push_back(r);
+  }
+  return late;
+}
+
+void ShmControl::give_up_on(const std::vector<int>& late, const std::string& cause) {
+  fail_if_given_up();
+  // A late rank that continues finds this even when the others have ended.
+  for (const int r : late) members_[r].block->given_up_by.store(static_cast<uint32_t>(rank_) + 1);
+  fail(late, cause);
 }
 
 void ShmControl::sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept {

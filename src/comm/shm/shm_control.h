@@ -52,6 +52,7 @@ class ShmControl {
   int size() const { return static_cast<int>(members_.size()); }
   ControlBlock& block(int rank) { return *members_[rank].block; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) { stopped_timeout_ = timeout; }
   /// Begins `operation`, whose name appears in messages. Throws BrokenWorldError when an earlier
   /// operation failed.
   void begin(std::string operation);
@@ -77,6 +78,8 @@ class ShmControl {
   void wait_for(int peer);
   void sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept;
   void check_peers(int peer);
+  std::vector<int> late_peers() const;
+  [[noreturn]] void give_up_on(const std::vector<int>& late, const std::string& cause);
   void fail_if_given_up();
   std::vector<int> dead_peers() const;
   int root_cause(int suspect) const;
@@ -85,7 +88,7 @@ class ShmControl {
 
   int rank_;
   std::vector<Member> members_;
-  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_, stopped_timeout_;
   int spins_;
   uint32_t round_ = 0;
   std::string operation_;

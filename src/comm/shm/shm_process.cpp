@@ -80,6 +80,12 @@ bool is_alive(const ProcessIdentity& process) {
   return !ended || status->threads > 1;
 }
 
+bool is_stopped(const ProcessIdentity& process) {
+  const auto status = read_status(process.pid);
+  if (!status || status->start_time != process.start_time) return false;
+  return status->state == 'T' || status->state == 't';
+}
+
 std::string host_identity() {
   std::string identity = first_line("/proc/sys/kernel/random/boot_id");
   struct stat info {};

@@ -19,6 +19,9 @@ ProcessIdentity this_process();
 /// to another process. A stopped process is alive. Takes about 20 us.
 bool is_alive(const ProcessIdentity& process);
 
+/// True while a signal or a debugger has stopped the process.
+bool is_stopped(const ProcessIdentity& process);
+
 /// Identifies the set of processes that see each other's /proc: boot id of the host and pid
 /// namespace.
 std::string host_identity();

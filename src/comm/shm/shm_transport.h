@@ -46,6 +46,9 @@ class ShmTransport : public Transport {
   at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override;
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const override;
   void set_timeout(std::chrono::milliseconds timeout) override { control_.set_timeout(timeout); }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    control_.set_stopped_timeout(timeout);
+  }
   void abort() noexcept override { control_.leave(); }
   /// See ShmControl::is_late().
   bool is_late(int peer) const noexcept { return control_.is_late(peer); }

@@ -126,7 +126,10 @@ int Supervisor::poll_timeout() const {
 }
 
 void Supervisor::on_signal(int number) {
-  if (number == SIGCHLD) return serve_terminal();
+  if (number == SIGCHLD) {
+    report_stopped();
+    return serve_terminal();
+  }
   if (number == SIGTSTP) return suspend();
   if (phase_ == Phase::Killing) return;
   if (number == SIGUSR1 || number == SIGUSR2) return announce(number);

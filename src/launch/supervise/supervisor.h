@@ -51,6 +51,7 @@ class Supervisor {
   struct Rank {
     Child child;
     std::optional<Exit> exit;
+    int stopped_by = 0;  ///< The signal by which it was stopped at the last SIGCHLD; 0: none.
   };
 
   void start_ranks();
@@ -78,6 +79,7 @@ class Supervisor {
   void end_groups();
   void suspend();
   void serve_terminal();
+  void report_stopped();
   void take_terminal();
 
   size_t alive() const;

@@ -57,8 +57,6 @@ void handle_signals() {
     const bool ignored = signal == SIGHUP && former.sa_handler == SIG_IGN;
     if (!ignored) sigaction(signal, &action, nullptr);
   }
-  // A write beyond the file size limit then fails with an error that names the file.
-  std::signal(SIGXFSZ, SIG_IGN);
 }
 
 }  // namespace train

@@ -16,7 +16,7 @@ int stop_requested() noexcept;
 /// as under nohup. A signal more than a second after the first ends the process at once with exit
 /// code 128 + its number; committed checkpoints are complete, and one that is being written is
 /// ignored later. SIGUSR1 and SIGUSR2 only announce the end, as batch systems do, and are not
-/// counted as the first. SIGXFSZ is ignored.
+/// counted as the first.
 void handle_signals();
 
 }  // namespace tessera::train
