@@ -4,12 +4,13 @@ trials of the places that are written, data files that shrink. With real process
 
     operations_test.py BUILD_FOLDER
 """
-import os, pathlib, re, signal, struct, subprocess, sys, tempfile, threading, time, unittest
+import os, pathlib, re, signal, struct, sys, tempfile, time, unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from processes import Run
 
 BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 PROBE = BUILD / "bin/operations_probe"
-ENV = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_", "TESSERA_"))}
-ENV |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 CONFIG = """
 model: {type: Line}
@@ -28,42 +29,6 @@ checkpoint: {folder: run, every: 5}
 """
 
 
-class Run:
-    """A program whose output is read as it comes."""
-
-    def __init__(self, folder, *command):
-        self.process = subprocess.Popen([str(part) for part in command], cwd=folder, env=ENV, text=True, errors="replace",
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-        self.lines = []
-        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
-        self.reader.start()
-
-    def text(self):
-        return "".join(self.lines)
-
-    def wait_for(self, pattern, seconds=60):
-        end = time.monotonic() + seconds
-        while not re.search(pattern, self.text()):
-            if time.monotonic() > end or self.process.poll() is not None and not self.reader.is_alive():
-                raise AssertionError(f"not within {seconds} s: {pattern}\n{self.text()}")
-            time.sleep(0.02)
-
-    def end(self, seconds=60):
-        code = self.process.wait(seconds)
-        self.reader.join(10)
-        return code
-
-    def close(self):
-        for sig in (signal.SIGCONT, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, sig)
-            except ProcessLookupError:
-                pass
-        self.process.wait(10)
-        self.reader.join(5)
-        self.process.stdout.close()
-
-
 class Operations(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -72,7 +37,7 @@ class Operations(unittest.TestCase):
         (self.folder / "c.yaml").write_text(CONFIG)
 
     def start(self, *command):
-        run = Run(self.folder, *command)
+        run = Run(*command, cwd=self.folder)
         self.addCleanup(run.close)
         return run
 
@@ -129,7 +94,7 @@ class Watchdog(Operations):
 
     def test_a_rank_that_was_stopped_and_continued_goes_on(self):
         run = self.start(PROBE, "c.yaml", "model.slow=1", "train.steps=6", "train.watchdog.least=4", "train.watchdog.factor=1", "train.watchdog.other=20")
-        run.wait_for(r"step +2/")
+        run.wait_for_line(r"step +2/")
         time.sleep(0.3)  # into the next step, which goes on for some time after SIGCONT
         os.kill(run.process.pid, signal.SIGSTOP)
         time.sleep(7)
@@ -145,7 +110,7 @@ class Watchdog(Operations):
 
     def test_it_can_be_switched_off(self):
         run = self.probe(1, "model.rank=0", "model.step=3", "train.watchdog.least=0.2", "train.watchdog.factor=null")
-        run.wait_for(r"step +2/")
+        run.wait_for_line(r"step +2/")
         time.sleep(4)
         self.assertIsNone(run.process.poll())
         run = self.probe(1, "train.watchdog=null")
@@ -205,7 +170,7 @@ class Data(Operations):
         data = self.folder / "t.bin"
         data.write_bytes(struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + bytes(2 * tokens))
         run = self.start(BUILD / "bin/tessera", "train", "-n", 2, "c.yaml", "parallel.type=DistributedDataParallel")
-        run.wait_for("checkpoint written to run/step-00000005")
+        run.wait_for_line("checkpoint written to run/step-00000005")
         os.truncate(data, 5000)
         self.assertEqual(run.end(), 1, run.text())
         self.assertRegex(run.text(), r"rank \d: BatchLoader: iteration \d+: TokenBin: t\.bin was shortened from 801024 to 5000 bytes")

@@ -3,7 +3,7 @@
 
     resume_test.py BUILD_FOLDER
 """
-import json, os, pathlib, random, shlex, signal, struct, subprocess, sys, tempfile, time, unittest
+import json, os, pathlib, random, shlex, signal, subprocess, sys, tempfile, time, unittest
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
