@@ -30,8 +30,14 @@ def left_out(trial, policy, wrapper):
 
 @fault(GROUP, "more steps in a row with NaN than train.nonfinite_limit")
 def limit(trial):
-    run = trial.train("train.on_nonfinite=skip", "train.nonfinite_limit=2", hook(do="nan", at=AT, rank=1), code=1)
-    return outcome("in the step", trial.named(run, r"ranks? ([\d, ]+), update"), 1, trial.left())
+    run = trial.train("train.on_nonfinite=skip", "train.nonfinite_limit=1", f"data.nan_at={SAMPLE}", f"data.gradient_at={SAMPLE + 12}", code=1)
+    return outcome("in the step", trial.named(run, r"step 6: ranks? ([\d, ]+), "), 1, trial.left())
+
+
+@fault(GROUP, "NaN in a parameter of one rank, train.on_nonfinite skip: {wrapper}", cases=[dict(wrapper=wrapper) for wrapper in WRAPPERS])
+def parameter_under_skip(trial, wrapper):
+    run = trial.train(parallel(wrapper), "train.on_nonfinite=skip", hook(do="nan", at=AT, rank=1), code=1)
+    return outcome("in the step", trial.named(run, r"on_nonfinite: skip: ranks? ([\d, ]+), update"), 1, trial.resumes(parallel(wrapper)))
 
 
 @fault(GROUP, "a loss 1000 times too large, train.rollback_on_spike 5")

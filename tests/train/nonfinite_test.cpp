@@ -266,6 +266,18 @@ TEST_F(Nonfinite, SkipsAndRollbacksAreBounded) {
               HasSubstr("not finite after step 3 again, although that step was left out"));
 }
 
+TEST_F(Nonfinite, AParameterThatIsNotFiniteIsNotSkipped) {
+  for (const auto& parallel : kTypes) {
+    std::filesystem::remove_all("f");
+    const std::string text =
+        failure_of(2, {"parallel=" + parallel, "train.on_nonfinite=skip",
+                       "hooks=[{type: Poison, at: 4}]", "checkpoint={folder: f, every: 3}"});
+    EXPECT_THAT(text, HasSubstr(", update of step 3: parameter ")) << parallel;
+    EXPECT_THAT(text, HasSubstr("so \"skip\" does not help")) << parallel;
+    EXPECT_EQ(latest_checkpoint("f"), "f/step-00000003") << parallel;
+  }
+}
+
 TEST_F(Nonfinite, AnUnsoundCheckpointIsMarkedAndDoesNotRemoveASoundOne) {
   const std::string folder = "checkpoint={folder: f, every: 1, keep_last: 1}";
   for (const auto& parallel : kTypes) {

@@ -82,6 +82,11 @@ void Run::handle_fault(const std::vector<Batch>& parts) {
   if (config_.train.on_nonfinite == "stop") {
     return fail(origin + "; nothing of this step is saved");
   }
+  const std::string parameter = nonfinite_parameter();
+  if (!parameter.empty()) {
+    return fail(parameter +
+                "; without this step the parameter stays as it is, so \"skip\" does not help");
+  }
   step_buffers_.restore();
   if (++skips_in_a_row_ > config_.train.nonfinite_limit) {
     return fail(
