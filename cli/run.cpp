@@ -20,7 +20,7 @@ constexpr int kUnbounded = std::numeric_limits<int>::max();
 struct Flags {
   std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
               log_dir, tee, redirects;
-  std::string grace = "30", restart_delay = "1", restarts_per_hour = "20";
+  std::string grace = "30", restart_delay = "1", restarts_per_hour = "20", stopped_timeout = "600";
   bool standalone = false;
 };
 
@@ -46,6 +46,9 @@ void declare(CLI::App& app, Flags& f) {
                  "Seconds before the first restart; the delay doubles, up to 60 [1]");
   app.add_option("--restarts-per-hour", f.restarts_per_hour,
                  "Restarts in an hour after which a failure is final [20]");
+  app.add_option(
+      "--stopped-timeout", f.stopped_timeout,
+      "Seconds for which a rank may be stopped (SIGSTOP) while another one is not [600]");
   app.add_option("--log-dir", f.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
   app.add_option("-t,--tee", f.tee,
                  "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
@@ -112,6 +115,7 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   o.restart_delay = launch::parse_seconds("--restart-delay", f.restart_delay);
   o.restarts_per_hour =
       launch::parse_integer("--restarts-per-hour", f.restarts_per_hour, 1, kUnbounded);
+  o.stopped_timeout = launch::parse_seconds("--stopped-timeout", f.stopped_timeout);
   o.log_dir = f.log_dir;
   if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
   if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);

@@ -42,6 +42,8 @@ struct LaunchOptions {
   /// The wait before the first restart. It doubles with each restart, up to a minute, and begins
   /// again after an attempt that ran for ten minutes.
   std::chrono::milliseconds restart_delay = std::chrono::seconds(1);
+  /// How long a rank may be stopped (SIGSTOP) while another one is not. Longer is a failure.
+  std::chrono::milliseconds stopped_timeout = std::chrono::minutes(10);
   int restarts_per_hour = 20;  ///< After so many restarts in an hour the failure is final.
 
   /// Folder of the log files <log_dir>/attempt_<k>/<rank>/{stdout,stderr}.log. Existing files are

@@ -80,7 +80,7 @@ class Cycle:
     # The training
 
     def start(self, *words):
-        self.run = Run(self.build / "bin/tessera", "run", "-n", self.ranks, "--max-restarts", 1000, "--restart-delay", 0, "--restarts-per-hour", 100000,
+        self.run = Run(self.build / "bin/tessera", "run", "-n", self.ranks, "--max-restarts", 1000, "--restart-delay", 0, "--restarts-per-hour", 100000, "--stopped-timeout", 2 * TIMEOUT_MS / 1000,
                        self.build / "bin/fault_trainer", "c.yaml", *words, cwd=self.folder, start_new_session=True,
                        env=environment(TMPDIR=str(self.folder / "tmp"), FAULT_TRIAL=str(self.folder), XDG_RUNTIME_DIR=""))
         self.starts += 1
@@ -144,11 +144,8 @@ class Cycle:
                     time.sleep(self.chosen.uniform(0.05, 0.5))
                     kill(pid, signal.SIGCONT)
                 if kind == "stop":
-                    # No rank waits for one that is stopped after the last collective, so it may stay stopped for ever.
-                    over = lambda: any(line.startswith("communication of rank 0") for _, line in self.run.lines[-10:])
-                    self.wait_for(lambda: over() or self.said("BrokenWorldError", since)(), 150, "the stopped rank is noticed")
-                    if over():
-                        kill(pid, signal.SIGCONT)
+                    # By the other ranks, or by the launcher if they do not wait for it.
+                    self.wait_for(lambda: self.said("BrokenWorldError", since)() or self.said("root cause", since)(), 150, "the stopped rank is noticed")
         elif kind == "launcher":
             self.run.process.kill()
             self.end_run(10)

@@ -309,6 +309,24 @@ TEST(Failure, AStoppedRankIsReportedWhileTheOthersRun) {
   EXPECT_EQ(occurrences(run.err(), ") is stopped (SIGSTOP); \"kill -CONT "), 2) << run.err();
 }
 
+TEST(Failure, ARankThatStaysStoppedEndsTheRun) {
+  // Rank 0 runs or has ended.
+  for (const char* rest : {"exec sleep 60", "exit 0"}) {
+    Launched run(run_shell(2, std::string("[ $RANK = 0 ] || kill -STOP $$; ") + rest,
+                           {"--stopped-timeout=0.5"}));
+    EXPECT_EQ(run.finish(), 128 + SIGSTOP);
+    EXPECT_LT(run.seconds(), 10);
+    EXPECT_THAT(run.err(), HasSubstr(") is stopped (SIGSTOP) on "));
+    EXPECT_THAT(run.err(), HasSubstr("root cause: rank 1 (pid "));
+  }
+  Launched all(
+      run_shell(2, "[ $RANK = 0 ] || sleep 0.1; kill -STOP $$", {"--stopped-timeout=0.5"}));
+  usleep(1'500'000);
+  all.send(SIGTERM);
+  all.finish();
+  EXPECT_EQ(occurrences(all.err(), "root cause"), 0) << "all were stopped";
+}
+
 TEST(Failure, AFailureAfterTheLastRestartEndsTheRun) {
   Launched run(run_shell(2, "exit 7", {"--max_restarts", "1"}));
   EXPECT_EQ(run.finish(), 7);

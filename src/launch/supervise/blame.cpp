@@ -147,6 +147,8 @@ std::optional<Cause> find_cause(const std::vector<RankState>& ranks, bool final)
   return cause;
 }
 
+Cause cause_of_stop(const RankState& stopped) { return of_rank(Kind::stopped, stopped, Exit()); }
+
 int Cause::exit_code() const { return kind == Kind::stopped ? 128 + signal : exit.shell_code(); }
 
 std::string describe(const Cause& cause) {

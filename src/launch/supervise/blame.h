@@ -52,6 +52,9 @@ struct Cause {
 /// Pure.
 std::optional<Cause> find_cause(const std::vector<RankState>& ranks, bool final);
 
+/// A rank is stopped, and no rank has failed because of that.
+Cause cause_of_stop(const RankState& stopped);
+
 /// "rank 2 (pid 123) was killed by SIGKILL", "rank 1 (pid 7) is stopped (SIGSTOP)".
 std::string describe(const Cause& cause);
 

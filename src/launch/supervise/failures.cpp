@@ -128,10 +128,58 @@ void Supervisor::end_by_request() {
 
 void Supervisor::name_cause() {
   cause_ = find_cause(states(), true);
+  say_cause();
+}
+
+void Supervisor::say_cause() const {
   std::string text =
       describe(*cause_) + " on " + host_name() + "; it is the " + title(*cause_) + origin(*cause_);
   if (alive() > 0) text += "; ending the other " + count_ranks(alive());
   say(text);
+}
+
+/// Other ranks may not notice a stopped one for long: while they write a checkpoint, or after the
+/// last collective.
+void Supervisor::report_stopped() {
+  for (const RankState& state : states()) {
+    auto& since = ranks_[state.rank - global_rank(around_.options, 0)].stopped_since;
+    if (state.stopped_by != SIGSTOP) {
+      since.reset();
+    } else if (!since) {
+      since = Clock::now();
+      const std::string pid = std::to_string(state.pid);
+      say("rank " + std::to_string(state.rank) + " (pid " + pid +
+          ") is stopped (SIGSTOP); \"kill -CONT " + pid + "\" continues it");
+    }
+  }
+}
+
+/// When a stopped rank has been stopped for too long, if another one is not stopped.
+std::optional<Clock::time_point> Supervisor::end_of_stop() const {
+  std::optional<Clock::time_point> first;
+  bool others = false;
+  for (const Rank& rank : ranks_) {
+    if (!rank.stopped_since || rank.exit) {
+      others = true;
+    } else if (!first || *rank.stopped_since < *first) {
+      first = rank.stopped_since;
+    }
+  }
+  if (!first || !others || phase_ != Phase::Running) return std::nullopt;
+  return *first + around_.options.stopped_timeout;
+}
+
+void Supervisor::end_stopped() {
+  const auto end = end_of_stop();
+  if (!end || Clock::now() < *end) return;
+  const auto all = states();
+  const auto stopped = std::find_if(all.begin(), all.end(), [](const RankState& state) {
+    return !state.exit && state.stopped_by == SIGSTOP;
+  });
+  if (stopped == all.end()) return report_stopped();
+  cause_ = cause_of_stop(*stopped);
+  say_cause();
+  terminate();
 }
 
 void Supervisor::report() const {

@@ -80,7 +80,7 @@ void Supervisor::start_rank(int local_rank) {
     null = Fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
     spec.in = null.get();
   }
-  ranks_.push_back({Child(spec), std::nullopt});
+  ranks_.push_back({Child(spec)});
   around_.guard.watch_group(ranks_.back().child.pid());
 }
 
@@ -100,6 +100,7 @@ void Supervisor::watch() {
     for (int number : around_.signals.take()) on_signal(number);
     collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
+    end_stopped();
     if (deadline_ && Clock::now() >= *deadline_) on_deadline();
   }
 }
@@ -118,8 +119,9 @@ void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
 
 int Supervisor::poll_timeout() const {
   auto next = deadline_;
-  const auto lines = mux_.deadline();
-  if (lines && (!next || *lines < *next)) next = lines;
+  for (const auto& other : {mux_.deadline(), end_of_stop()}) {
+    if (other && (!next || *other < *next)) next = other;
+  }
   if (!next) return -1;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
@@ -176,9 +178,7 @@ void Supervisor::on_deadline() {
   switch (phase_) {
     case Phase::Grace:
       if (!cause_) name_cause();
-      phase_ = Phase::Terminating;
-      deadline_ = Clock::now() + kTermination;
-      signal_all(SIGTERM);
+      terminate();
       break;
     case Phase::Terminating:
       kill_now("no end after SIGTERM");
@@ -195,6 +195,12 @@ void Supervisor::on_deadline() {
     case Phase::Lost:
       deadline_.reset();
   }
+}
+
+void Supervisor::terminate() {
+  phase_ = Phase::Terminating;
+  deadline_ = Clock::now() + kTermination;
+  signal_all(SIGTERM);
 }
 
 void Supervisor::kill_now(const std::string& why) {

@@ -50,8 +50,8 @@ class Supervisor {
 
   struct Rank {
     Child child;
-    std::optional<Exit> exit;
-    int stopped_by = 0;  ///< The signal by which it was stopped at the last SIGCHLD; 0: none.
+    std::optional<Exit> exit = std::nullopt;
+    std::optional<Clock::time_point> stopped_since = std::nullopt;  ///< By SIGSTOP, as of the last SIGCHLD.
   };
 
   void start_ranks();
@@ -67,12 +67,14 @@ class Supervisor {
   std::vector<RankState> states() const;
   bool failed() const;
   void name_cause();
+  void say_cause() const;
   void end_by_request();
   void on_signal(int number);
   void on_deadline();
   void announce(int number);
   void interrupt(int number);
   std::string wait_for_stop(int number);
+  void terminate();
   void kill_now(const std::string& why);
 
   void signal_all(int number);
@@ -80,6 +82,8 @@ class Supervisor {
   void suspend();
   void serve_terminal();
   void report_stopped();
+  std::optional<Clock::time_point> end_of_stop() const;
+  void end_stopped();
   void take_terminal();
 
   size_t alive() const;

@@ -29,20 +29,6 @@ void Supervisor::serve_terminal() {
   first.signal_group(SIGCONT);
 }
 
-/// A stopped rank waits for SIGCONT for ever if no other rank waits for it.
-void Supervisor::report_stopped() {
-  for (size_t local_rank = 0; local_rank < ranks_.size(); ++local_rank) {
-    Rank& rank = ranks_[local_rank];
-    const int stopped_by = rank.exit ? 0 : rank.child.stop_signal();
-    if (stopped_by == SIGSTOP && rank.stopped_by != SIGSTOP) {
-      const std::string pid = std::to_string(rank.child.pid());
-      say("rank " + std::to_string(global_rank(around_.options, static_cast<int>(local_rank))) +
-          " (pid " + pid + ") is stopped (SIGSTOP); \"kill -CONT " + pid + "\" continues it");
-    }
-    rank.stopped_by = stopped_by;
-  }
-}
-
 void Supervisor::take_terminal() {
   if (!terminal_given_) return;
   terminal_given_ = false;
