@@ -51,7 +51,8 @@ class Supervisor {
   struct Rank {
     Child child;
     std::optional<Exit> exit = std::nullopt;
-    std::optional<Clock::time_point> stopped_since = std::nullopt;  ///< By SIGSTOP, as of the last SIGCHLD.
+    std::optional<Clock::time_point> stopped_since =
+        std::nullopt;  ///< By SIGSTOP, as of the last SIGCHLD.
   };
 
   void start_ranks();
