@@ -47,6 +47,16 @@ def stopped_while_saving(trial):
     return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "shm")))
 
 
+@fault(GROUP, "SIGSTOP of a rank that writes a checkpoint, over gloo; --stopped-timeout 3")
+def stopped_while_saving_over_gloo(trial):
+    run = trial.train(parallel("ZeRO", "gloo"), hook(do="signal_while_saving", value=int(signal.SIGSTOP), rank=0, time_out=MS), "checkpoint.every=2",
+                      code=128 + signal.SIGSTOP, flags=("--stopped-timeout", 3))
+    late = run.when("root cause") - trial.fault_at(run)
+    trial.check(2.9 < late < 5, f"found after {late:.1f} s", run)
+    launcher = trial.named(run, r"root cause: rank (\d) \(pid \d+\) is stopped \(SIGSTOP\)")
+    return outcome("--stopped-timeout (3 s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "gloo")))
+
+
 @fault(GROUP, "SIGSTOP of a rank and SIGCONT before the time-out")
 def continued(trial):
     run = trial.start_training("train.steps=1000000", hook(do="none", time_out=MS), "checkpoint=null", "train.save=null", "train.log=null")
