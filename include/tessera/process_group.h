@@ -99,9 +99,10 @@ struct ProcessGroupOptions {
 /// Work instead. Local members involve no other rank and do not block.
 ///
 /// Tensors may be empty and non-contiguous unless stated otherwise, and of any dtype where data
-/// only moves. Sums need a floating-point or integral dtype. They are taken in rank order, element
-/// by element, whatever the transport, so results are bit-identical across transports and
-/// algorithms. Half and bfloat16 are summed in float32 and rounded once.
+/// only moves. Sums need a floating-point or integral dtype. They are taken by a binary tree
+/// over aligned blocks of ranks, (x0 + x1) + (x2 + x3), element by element, whatever the transport,
+/// so results are bit-identical across transports and algorithms. Half and bfloat16 are summed in
+/// float32 and rounded once.
 ///
 /// Errors of every collective member:
 ///   UsageError        the caller's mistake. When ranks disagree, all of them throw before data

@@ -52,9 +52,4 @@ void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>&
   reduce_scatter(flat, counts, &keep);
 }
 
-void add_in_place(at::Tensor& accumulator, const at::Tensor& addend) {
-  at::NoGradGuard no_grad;
-  accumulator.add_(addend);
-}
-
 }  // namespace tessera::comm

@@ -46,7 +46,7 @@ std::string describe(const OpHeader& header);
 
 /// Moves the data of one group of two or more ranks. Calls block and take contiguous tensors. All
 /// ranks make the same calls in the same order with the same arguments, from one thread at a time;
-/// ProcessGroup checks this with exchange(). Sums are in rank order: ((x0 + x1) + x2) + …; 16-bit
+/// ProcessGroup checks this with exchange(). Sums are in the order of tree_sum.h; 16-bit
 /// floats are summed in float and rounded once; `scale` multiplies the finished sum. A failure
 /// throws BrokenWorldError naming the rank to blame, and the transport is unusable afterwards.
 class Transport {
@@ -88,9 +88,5 @@ class Transport {
   /// Makes a blocked call and every later call throw BrokenWorldError soon. From any thread.
   virtual void abort() noexcept = 0;
 };
-
-/// accumulator += addend. All sums over ranks that have no kernel of their own are taken with it.
-/// Both tensors have the same shape and dtype.
-void add_in_place(at::Tensor& accumulator, const at::Tensor& addend);
 
 }  // namespace tessera::comm

@@ -8,6 +8,8 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "comm/base/tree_sum.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -174,12 +176,7 @@ class CheckedTransport : public Transport {
     const int64_t own = counts[rank_];
     auto inputs = at::empty({own * size_}, input.options());
     inner_->all_to_all(inputs, input, Counts(size_, own), counts);
-    const auto parts = segments_of(inputs, Counts(size_, own));
-    const auto dtype = input.scalar_type();
-    const bool in_float = dtype == at::kHalf || dtype == at::kBFloat16;
-    auto sum = in_float ? parts[0].to(at::kFloat) : parts[0].clone();
-    for (int r = 1; r < size_; ++r) sum.add_(in_float ? parts[r].to(at::kFloat) : parts[r]);
-    sum = sum.to(dtype);
+    auto sum = sum_rows(inputs.view({size_, own}));
     if (scale != 1) sum.mul_(scale);
     throw_if_wrong(!same_values(sum, result), "is not the sum of the ranks' inputs");
   }

@@ -72,11 +72,7 @@ class NcclTransport : public Transport {
     auto parts = at::empty({size_ * own}, flat.options());
     all_to_all(parts, flat, std::vector<int64_t>(size_, own), counts);
     if (own == 0) return;
-    auto rows = parts.view({size_, own});
-    const bool half = flat.scalar_type() == at::kHalf || flat.scalar_type() == at::kBFloat16;
-    auto sum = half ? rows[0].to(at::kFloat) : rows[0];
-    for (int r = 1; r < size_; ++r) add_in_place(sum, half ? rows[r].to(at::kFloat) : rows[r]);
-    if (half) sum = sum.to(flat.scalar_type());
+    const auto sum = sum_rows(parts.view({size_, own}));
     if (consume) (*consume)(0, sum);
     else segment(flat, counts, rank_).copy_(sum);
   }

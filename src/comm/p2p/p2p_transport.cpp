@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "comm/base/failure_ledger.h"
+#include "comm/base/tree_sum.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -38,8 +39,6 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
   for (int r = 0; r < numel % size; ++r) ++counts[r];
   return counts;
 }
-
-bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 class P2pTransport : public Transport {
  public:
@@ -242,14 +241,7 @@ class P2pTransport : public Transport {
     }
     parts[rank_].copy_(flat);
     finish();
-    flat.copy_(sum_in_rank_order(parts));
-  }
-
-  static at::Tensor sum_in_rank_order(const at::Tensor& parts) {
-    const auto wide = is_half(parts.scalar_type()) ? parts.to(at::kFloat) : parts;
-    auto sum = wide[0].clone();
-    for (int64_t r = 1; r < wide.size(0); ++r) add_in_place(sum, wide[r]);
-    return sum.to(parts.scalar_type());
+    flat.copy_(sum_rows(parts));
   }
 
   /// Sums each rank's segment of `flat` on that rank, part by part, with two parts in flight.
@@ -290,7 +282,7 @@ class P2pTransport : public Transport {
       const auto mine = flat.narrow(0, offsets[rank_] + i * part, length(own, i));
       auto parts = scratch[i % 2].narrow(1, 0, length(own, i));
       parts[rank_].copy_(mine);
-      const auto sum = sum_in_rank_order(parts);
+      const auto sum = sum_rows(parts);
       if (!consume) {
         mine.copy_(sum);
       } else if (!consumer_failed) {

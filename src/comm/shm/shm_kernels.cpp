@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/base/transport.h"
+#include "comm/base/tree_sum.h"
 #include "comm/shm/shm_sum.h"
 
 namespace tessera::comm {
@@ -28,14 +28,17 @@ void sum_in_blocks(c10::ScalarType dtype, const SumRun& run) {
       return at::from_blob(const_cast<std::byte*>(inputs[s]), {length},
                            at::TensorOptions().dtype(dtype));
     };
-    at::Tensor sum =
-        kernel != nullptr ? at::empty({length}, at::TensorOptions().dtype(dtype)) : view(0).clone();
-    auto* data = static_cast<std::byte*>(sum.data_ptr());
+    at::Tensor sum;
     if (kernel != nullptr) {
+      sum = at::empty({length}, at::TensorOptions().dtype(dtype));
+      auto* data = static_cast<std::byte*>(sum.data_ptr());
       kernel({&data, 1, inputs.data(), inputs.size(), length, 1});
     } else {
-      for (size_t s = 1; s < run.input_count; ++s) add_in_place(sum, view(s));
+      sum = add_in_tree(run.input_count, view, [](const at::Tensor& a, const at::Tensor& b) {
+              return a.add(b);
+            }).clone();
     }
+    const auto* data = static_cast<const std::byte*>(sum.data_ptr());
     if (run.scale != 1) sum.mul_(run.scale);
     for (size_t o = 0; o < run.output_count; ++o)
       std::memcpy(run.outputs[o] + i * width, data, length * width);

@@ -386,20 +386,34 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
   sync_buffers(active);
 }
 
+namespace {
+
+/// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
+at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return tensors[0];
+  size_t left = 1;
+  while (2 * left < tensors.size()) left *= 2;
+  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
+  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
+  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
+}
+
+}  // namespace
+
 std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active, double scale) const {
   std::vector<at::Tensor> means;
   for (size_t i = 0; i < replicas_[0].parameters.size(); ++i) {
     const auto& [name, parameter] = replicas_[0].parameters[i];
     const auto sent = sent_dtype(parameter.scalar_type());
     const bool compressed = wrapper_.has("hook");
-    at::Tensor sum;
+    std::vector<at::Tensor> of_ranks(replicas_.size());
     for (const int rank : active) {
       auto gradient = replicas_[rank].parameters[i].second.grad();
       if (!gradient.defined() || local_.count(name)) continue;
       if (compressed) gradient = (gradient * (1.0 / world())).to(sent);
-      const auto wide = sixteen_bits(sent) ? gradient.to(at::kFloat) : gradient.clone();
-      sum = sum.defined() ? sum + wide : wide;
+      of_ranks[rank] = sixteen_bits(sent) ? gradient.to(at::kFloat) : gradient.clone();
     }
+    at::Tensor sum = tree_sum(of_ranks);
     // A sum of 16-bit numbers is rounded, then scaled. A hook's result is a mean over all ranks.
     const double factor = compressed ? scale * world() : scale;
     if (sum.defined()) sum = sum.to(sent).to(parameter.scalar_type());

@@ -17,7 +17,7 @@ OptimizerFactory optimizer_of(const Case& which);
 void scale_lr(torch::optim::Optimizer& optimizer, double factor);
 
 /// Data-parallel training with libtorch alone: one replica of the model for each rank, in one
-/// thread. Gradients are averaged in rank order where `wrapper` averages them.
+/// thread. Gradients are averaged in the order of the library where `wrapper` averages them.
 class PlainTraining {
  public:
   explicit PlainTraining(const Case& which);
