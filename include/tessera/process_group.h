@@ -132,7 +132,8 @@ class ProcessGroup {
   const std::vector<int>& world_ranks() const;
   /// True when all ranks are known to be on one host (they may then share memory). Local.
   bool same_host() const;
-  /// "self" (one rank), "shm", "gloo", "nccl", "mpi" or "c10d". Local.
+  /// "self" (one rank), "shm", "gloo" (with shared memory within each of several hosts), "nccl",
+  /// "mpi" or "c10d". Local.
   std::string backend_name() const;
   /// The device of small tensors that are to be reduced: the CPU, or the current CUDA device with
   /// NCCL. Local.

@@ -1,8 +1,12 @@
 #include "comm/group/make_transport.h"
 
+#include <algorithm>
+#include <set>
+
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include "comm/hosts/hosts_transport.h"
 #include "comm/nccl/nccl_transport.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
@@ -13,6 +17,12 @@
 namespace tessera::comm {
 
 namespace {
+
+/// Several hosts, one of which has several ranks.
+bool has_two_levels(const World& world) {
+  const std::set<int> hosts(world.hosts.begin(), world.hosts.end());
+  return !world.same_host && hosts.size() > 1 && hosts.size() < world.hosts.size();
+}
 
 std::unique_ptr<Transport> connect(const World& world) {
   const auto backend = world.options.backend;
@@ -26,6 +36,13 @@ std::unique_ptr<Transport> connect(const World& world) {
   if (backend == Backend::SharedMemory) {
     throw UsageError(fmt::format("ProcessGroup: rank {}: backend SharedMemory cannot be used: {}",
                                  world.rank, reason));
+  }
+  if (backend == Backend::Auto && has_two_levels(world)) {
+    if (auto two_levels = make_hosts_transport(world, reason)) return two_levels;
+    if (world.rank == 0) {
+      spdlog::warn("tessera: using Gloo within the hosts instead of shared memory, because {}",
+                   reason);
+    }
   }
   if (world.same_host && world.rank == 0)
     spdlog::warn("tessera: using Gloo instead of shared memory, because {}", reason);

@@ -1,32 +1,22 @@
 #include "comm/p2p/p2p_transport.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <numeric>
 #include <utility>
 
-#include <fmt/format.h>
-
-#include "comm/base/failure_ledger.h"
 #include "comm/base/tree_sum.h"
-#include "tessera/detail/torch_compat.h"
-#include "tessera/error.h"
+#include "comm/p2p/messenger.h"
 
 namespace tessera::comm {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Up to this many bytes, one round of whole tensors is faster than two rounds of slices.
 constexpr int64_t kSmallBytes = 64 << 10;
 // Slices are sent in parts of this size, so that summing overlaps with receiving and scratch memory
 // is bounded.
 constexpr int64_t kMessageBytes = 4 << 20;
-// Waits end at the deadline. A rank that notices it so much later did not run.
-constexpr auto kOverdue = std::chrono::seconds(1);
 
 std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> offsets(counts.size() + 1, 0);
@@ -43,27 +33,23 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
 class P2pTransport : public Transport {
  public:
   P2pTransport(const World& world, std::unique_ptr<Mailbox> mailbox)
-      : mailbox_(std::move(mailbox)),
-        ledger_(world),
-        rank_(world.rank),
-        size_(world.size),
-        timeout_(world.options.timeout) {}
+      : wire_(world, std::move(mailbox)), rank_(world.rank), size_(world.size) {}
 
-  const char* name() const override { return mailbox_->name(); }
-  void set_timeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  const char* name() const override { return wire_.name(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
 
   std::vector<OpHeader> exchange(const OpHeader& mine) override {
-    begin(describe(mine));
+    wire_.begin(describe(mine));
     auto table = at::empty({size_, static_cast<int64_t>(sizeof(OpHeader))},
                            at::TensorOptions().dtype(at::kByte));
     std::memcpy(table[rank_].data_ptr(), &mine, sizeof(OpHeader));
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) receive(table[peer], peer, 0);
+      if (peer != rank_) wire_.receive(table[peer], peer, 0);
     }
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) send(table[rank_], peer, 0);
+      if (peer != rank_) wire_.send(table[rank_], peer, 0);
     }
-    finish();
+    wire_.finish();
     std::vector<OpHeader> headers(size_);
     std::memcpy(headers.data(), table.data_ptr(), headers.size() * sizeof(OpHeader));
     return headers;
@@ -82,165 +68,89 @@ class P2pTransport : public Transport {
   }
 
   void reduce(at::Tensor flat, int root) override {
-    begin("reduce");
+    wire_.begin("reduce");
     std::vector<int64_t> counts(size_, 0);
     counts[root] = flat.numel();
     sum_to_owners(flat, counts, nullptr);
   }
 
   void broadcast(at::Tensor flat, int root) override {
-    begin("broadcast");
+    wire_.begin("broadcast");
     if (size_ == 2 || flat.nbytes() <= static_cast<size_t>(kSmallBytes)) {
-      if (rank_ != root) receive(flat, root, 0);
+      if (rank_ != root) wire_.receive(flat, root, 0);
       for (int peer = 0; rank_ == root && peer < size_; ++peer) {
-        if (peer != root) send(flat, peer, 0);
+        if (peer != root) wire_.send(flat, peer, 0);
       }
-      return finish();
+      return wire_.finish();
     }
     const auto counts = even_counts(flat.numel(), size_);
     const auto offsets = offsets_of(counts);
     const auto segment = [&](int r) { return flat.narrow(0, offsets[r], counts[r]); };
     if (rank_ == root) {
       for (int peer = 0; peer < size_; ++peer) {
-        if (peer != root) send(segment(peer), peer, 0);
+        if (peer != root) wire_.send(segment(peer), peer, 0);
       }
     } else {
-      receive(segment(rank_), root, 0);
+      wire_.receive(segment(rank_), root, 0);
     }
-    finish();
-    begin("broadcast");
+    wire_.finish();
+    wire_.begin("broadcast");
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
-      if (rank_ != root) receive(segment(peer), peer, 0);
-      if (peer != root) send(segment(rank_), peer, 0);
+      if (rank_ != root) wire_.receive(segment(peer), peer, 0);
+      if (peer != root) wire_.send(segment(rank_), peer, 0);
     }
-    finish();
+    wire_.finish();
   }
 
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override {
-    begin("all_gather");
+    wire_.begin("all_gather");
     const auto offsets = offsets_of(counts);
     for (int step = 1; step < size_; ++step) {
       const int from = (rank_ - step + size_) % size_;
-      receive(flat.narrow(0, offsets[from], counts[from]), from, 0);
+      wire_.receive(flat.narrow(0, offsets[from], counts[from]), from, 0);
     }
     for (int step = 1; step < size_; ++step) {
-      send(flat.narrow(0, offsets[rank_], counts[rank_]), (rank_ + step) % size_, 0);
+      wire_.send(flat.narrow(0, offsets[rank_], counts[rank_]), (rank_ + step) % size_, 0);
     }
-    finish();
+    wire_.finish();
   }
 
   void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
                       const ConsumeRun* consume) override {
-    begin("reduce_scatter");
+    wire_.begin("reduce_scatter");
     sum_to_owners(flat, counts, consume);
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts) override {
-    begin("all_to_all");
+    wire_.begin("all_to_all");
     const auto in = offsets_of(send_counts), out = offsets_of(recv_counts);
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) receive(output.narrow(0, out[peer], recv_counts[peer]), peer, 0);
+      if (peer != rank_) wire_.receive(output.narrow(0, out[peer], recv_counts[peer]), peer, 0);
     }
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) send(input.narrow(0, in[peer], send_counts[peer]), peer, 0);
+      if (peer != rank_) wire_.send(input.narrow(0, in[peer], send_counts[peer]), peer, 0);
     }
     output.narrow(0, out[rank_], recv_counts[rank_])
         .copy_(input.narrow(0, in[rank_], send_counts[rank_]));
-    finish();
+    wire_.finish();
   }
 
-  void abort() noexcept override {
-    std::lock_guard lock(mutex_);
-    aborted_ = true;
-    for (auto& item : flying_) item.message->abort();
-  }
+  void abort() noexcept override { wire_.abort(); }
 
  private:
-  struct Flying {
-    at::Tensor tensor;  // declared before the message because it must outlive it
-    std::unique_ptr<Message> message;
-    int peer;
-    bool over = false;
-  };
-
-  void begin(std::string operation) {
-    operation_ = std::move(operation);
-    deadline_ = Clock::now() + timeout_.load();
-    tag_ = next_tag_;
-    next_tag_ = (next_tag_ + kTagsPerOp) % kTagLimit;
-  }
-
-  void send(at::Tensor tensor, int peer, int part) { post(std::move(tensor), peer, part, true); }
-  void receive(at::Tensor tensor, int peer, int part) {
-    post(std::move(tensor), peer, part, false);
-  }
-
-  void post(at::Tensor tensor, int peer, int part, bool sending) {
-    if (tensor.numel() == 0) return;
-    std::lock_guard lock(mutex_);
-    if (aborted_) fail(peer, "the process group was shut down");
-    try {
-      const int tag = tag_ + part % kTagsPerOp;
-      auto message =
-          sending ? mailbox_->send(tensor, peer, tag) : mailbox_->receive(tensor, peer, tag);
-      flying_.push_back({std::move(tensor), std::move(message), peer});
-    } catch (const std::exception& error) {
-      fail(peer, error.what());
-    }
-  }
-
-  void wait_for(Flying& item) {
-    if (std::exchange(item.over, true)) return;
-    // Rounded up: a wait that ends before the deadline means that the peer is gone, not late.
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
-    try {
-      item.message->wait(std::max(left, std::chrono::milliseconds(1)));
-    } catch (const std::exception& error) {
-      fail(item.peer, error.what());
-    }
-  }
-
-  /// Waits for everything posted since begin().
-  void finish() {
-    for (auto& item : flying_) wait_for(item);
-    std::lock_guard lock(mutex_);
-    flying_.clear();
-  }
-
-  [[noreturn]] void fail(int peer, const std::string& cause) {
-    using Cause = FailureLedger::Cause;
-    const auto left = deadline_ - Clock::now();
-    const bool late = left.count() <= 0;
-    const auto blamed =
-        ledger_.resolve({peer}, left < -kOverdue             ? Cause::overdue
-                                : late                       ? Cause::late
-                                : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
-                                                             : Cause::gone);
-    const auto text =
-        blamed == std::vector<int>{rank_}
-            ? "is this one: the others gave up on it earlier (it was stopped, or late)"
-        : late ? fmt::format("did not arrive within {} ms", timeout_.load().count())
-               : "is gone (it died, or ended, or its process group was destroyed)";
-    throw BrokenWorldError(
-        fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(),
-                    rank_, size_, operation_, rank_list(blamed), text,
-                    compat::first_line(cause.c_str())),
-        blamed);
-  }
-
   void all_reduce_small(at::Tensor flat) {
-    begin("all_reduce");
+    wire_.begin("all_reduce");
     auto parts = at::empty({size_, flat.numel()}, flat.options());
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) receive(parts[peer], peer, 0);
+      if (peer != rank_) wire_.receive(parts[peer], peer, 0);
     }
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) send(flat, peer, 0);
+      if (peer != rank_) wire_.send(flat, peer, 0);
     }
     parts[rank_].copy_(flat);
-    finish();
+    wire_.finish();
     flat.copy_(sum_rows(parts));
   }
 
@@ -254,15 +164,15 @@ class P2pTransport : public Transport {
     const int64_t own_parts = (own + part - 1) / part;
     const auto length = [&](int64_t total, int64_t i) { return std::min(part, total - i * part); };
     at::Tensor scratch[2];
-    std::vector<size_t> receives[2];
+    std::vector<Messenger::Ticket> receives[2];
     const auto post_receives = [&](int64_t i) {
       auto& parts = scratch[i % 2];
       if (!parts.defined()) parts = at::empty({size_, std::min(part, own)}, flat.options());
       receives[i % 2].clear();
       for (int peer = 0; peer < size_; ++peer) {
         if (peer == rank_) continue;
-        receives[i % 2].push_back(flying_.size());
-        receive(parts[peer].narrow(0, 0, length(own, i)), peer, static_cast<int>(i));
+        receives[i % 2].push_back(
+            wire_.receive(parts[peer].narrow(0, 0, length(own, i)), peer, static_cast<int>(i)));
       }
     };
     if (own_parts > 0) post_receives(0);
@@ -270,15 +180,15 @@ class P2pTransport : public Transport {
     for (int64_t i = 0; i * part < most; ++i) {
       for (int peer = 0; peer < size_; ++peer) {
         if (peer == rank_ || i * part >= counts[peer]) continue;
-        send(flat.narrow(0, offsets[peer] + i * part, length(counts[peer], i)), peer,
-             static_cast<int>(i));
+        wire_.send(flat.narrow(0, offsets[peer] + i * part, length(counts[peer], i)), peer,
+                   static_cast<int>(i));
       }
     }
     std::exception_ptr
         consumer_failed;  // thrown at the end: the other ranks still need this rank's data
     for (int64_t i = 0; i < own_parts; ++i) {
       if (i + 1 < own_parts) post_receives(i + 1);
-      for (const auto index : receives[i % 2]) wait_for(flying_[index]);
+      for (const auto ticket : receives[i % 2]) wire_.wait(ticket);
       const auto mine = flat.narrow(0, offsets[rank_] + i * part, length(own, i));
       auto parts = scratch[i % 2].narrow(1, 0, length(own, i));
       parts[rank_].copy_(mine);
@@ -293,23 +203,12 @@ class P2pTransport : public Transport {
         }
       }
     }
-    finish();
+    wire_.finish();
     if (consumer_failed) std::rethrow_exception(consumer_failed);
   }
 
-  static constexpr int kTagsPerOp = 1 << 10;
-  static constexpr int kTagLimit = 1 << 30;
-
-  std::unique_ptr<Mailbox> mailbox_;
-  FailureLedger ledger_;
+  Messenger wire_;
   int rank_, size_;
-  std::atomic<std::chrono::milliseconds> timeout_;
-  std::string operation_;
-  Clock::time_point deadline_;
-  int tag_ = 0, next_tag_ = 0;
-  std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
-  std::vector<Flying> flying_;
-  bool aborted_ = false;
 };
 
 }  // namespace

@@ -256,6 +256,50 @@ void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_
   });
 }
 
+void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
+                                 const IsRead& is_read, const VisitWindows& visit) {
+  run(op, flat, [&] {
+    const auto width = static_cast<int64_t>(flat.element_size());
+    const auto starts = starts_of(counts);
+    const int64_t step = window_step(counts.size(), width);
+    const int segments = static_cast<int>(counts.size());
+    const auto count = [&](int segment, int64_t round) {
+      return std::clamp<int64_t>(counts[segment] - round * step, 0, step);
+    };
+    const auto at = [&](int segment, int64_t round) {
+      return (starts[segment] + round * step) * width;
+    };
+    const int64_t most = ceil_div(*std::max_element(counts.begin(), counts.end()), step);
+    const Step fill = [&](int64_t round) {
+      for (int s = 0; s < segments; ++s) {
+        if (count(s, round) == 0 || !is_read(s, round, rank_)) continue;
+        std::memcpy(staging(rank_) + s * step * width, data_of(flat) + at(s, round),
+                    count(s, round) * width);
+      }
+    };
+    const auto exchanged = exchange_layout(flat, [&] {
+      if (most > 0) fill(0);
+    });
+    if (exchanged.direct.empty()) {
+      return rounds(most, exchanged, fill, [&](int64_t round) {
+        visit(round, [&](int segment, int rank) -> const std::byte* {
+          return rank == rank_ ? data_of(flat) + at(segment, round)
+                               : staging(rank) + segment * step * width;
+        });
+      });
+    }
+    for (int64_t round = 0; round < most; ++round) {
+      visit(round, [&](int segment, int rank) -> const std::byte* {
+        return exchanged.direct[rank] + at(segment, round);
+      });
+      for (int s = 0; exchanged.allocation && s < segments; ++s) {
+        if (count(s, round) > 0) forget_peers(exchanged, at(s, round), count(s, round) * width);
+      }
+    }
+    control_.barrier();
+  });
+}
+
 void ShmTransport::all_to_all(at::Tensor output, at::Tensor input,
                               const std::vector<int64_t>& recv_counts,
                               const std::vector<int64_t>& send_counts) {

@@ -142,7 +142,7 @@ std::string wait_for_all(int rank, const Mapped& mapped, std::chrono::millisecon
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shm_transport(const World& world, std::string& reason) {
+std::unique_ptr<ShmTransport> make_shm_transport(const World& world, std::string& reason) {
   Card mine;
   const auto own = make_own(world, mine);
   const auto cards = exchange_cards(world, mine);

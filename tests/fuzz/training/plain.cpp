@@ -40,6 +40,16 @@ bool zero_grad_keeps_zeros() {
 
 bool sixteen_bits(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
+/// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
+at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return tensors[0];
+  size_t left = 1;
+  while (2 * left < tensors.size()) left *= 2;
+  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
+  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
+  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
+}
+
 /// All values except those of the parameters `local`.
 void take_values(Net& net, const ModuleStateDict& values, const std::set<std::string>& local) {
   auto mixed = state_dict(net);
@@ -344,8 +354,11 @@ void PlainTraining::sync_buffers(const std::vector<int>& active) {
   for (size_t i = 0; i < count; ++i) {
     auto value = buffers(active.front())[i].clone();
     if (buffer_rule(wrapper_) == BufferSync::mean && at::isFloatingType(value.scalar_type())) {
-      for (size_t k = 1; k < active.size(); ++k) value.add_(buffers(active[k])[i]);
-      value.mul_(1.0 / static_cast<double>(active.size()));
+      std::vector<at::Tensor> of_ranks(replicas_.size());
+      const auto dtype = sixteen_bits(value.scalar_type()) ? at::kFloat : value.scalar_type();
+      for (const int rank : active) of_ranks[rank] = buffers(rank)[i].to(dtype);
+      value =
+          tree_sum(of_ranks).to(value.scalar_type()) * (1.0 / static_cast<double>(active.size()));
     }
     at::AutoDispatchBelowADInplaceOrView keep_versions;
     for (int rank = 0; rank < world(); ++rank) buffers(rank)[i].copy_(value);
@@ -385,20 +398,6 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
   if (is("fsdp") && !reduces) return;
   sync_buffers(active);
 }
-
-namespace {
-
-/// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
-at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return tensors[0];
-  size_t left = 1;
-  while (2 * left < tensors.size()) left *= 2;
-  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
-  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
-  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
-}
-
-}  // namespace
 
 std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active, double scale) const {
   std::vector<at::Tensor> means;

@@ -1,0 +1,347 @@
+#include "comm/hosts/hosts_transport.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/hosts/host_map.h"
+#include "comm/hosts/sum_to_owners.h"
+#include "comm/p2p/messenger.h"
+#include "comm/shm/shm_kernels.h"
+#include "comm/shm/shm_setup.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using Counts = std::vector<int64_t>;
+
+// The ranks of a host find a missing one of theirs a little after the other hosts do. The other
+// hosts wait for that finding, because the rank that they wait for may be waiting itself.
+constexpr auto kLocalDelay = 500ms;
+constexpr auto kGrace = 1000ms;
+
+constexpr int64_t kStripe = 8;  // rounds that are one message of an all-gather
+
+Counts starts_of(const Counts& counts) {
+  Counts starts(counts.size(), 0);
+  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
+  return starts;
+}
+
+Counts even_counts(int64_t numel, int size) {
+  Counts counts(size, numel / size);
+  for (int r = 0; r < numel % size; ++r) ++counts[r];
+  return counts;
+}
+
+World world_of_host(const World& world, const HostMap& map) {
+  World local = world;
+  const auto& members = map.members(map.host_of(world.rank));
+  local.rank = map.local_rank(world.rank);
+  local.size = static_cast<int>(members.size());
+  local.world_ranks = world.in_world(members);
+  local.same_host = true;
+  local.hosts.clear();
+  local.options.timeout += kLocalDelay;
+  local.store =
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("host{}/", members.front()), world.store);
+  return local;
+}
+
+class HostsTransport : public Transport {
+ public:
+  HostsTransport(const World& world, HostMap map, std::unique_ptr<ShmTransport> local,
+                 std::unique_ptr<Mailbox> mailbox)
+      : map_(std::move(map)),
+        tree_(map_),
+        rank_(world.rank),
+        size_(world.size),
+        host_(map_.host_of(rank_)),
+        local_(std::move(local)),
+        wire_(world, std::move(mailbox), kGrace) {}
+
+  const char* name() const override { return "gloo"; }
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    wire_.set_timeout(timeout);
+    local_->set_timeout(timeout + kLocalDelay);
+  }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    local_->set_stopped_timeout(timeout);
+  }
+  void abort() noexcept override {
+    wire_.abort();
+    local_->abort();
+  }
+
+  std::vector<OpHeader> exchange(const OpHeader& mine) override {
+    std::vector<OpHeader> headers(size_);
+    run(describe(mine), [&] {
+      const auto here = local_->exchange(mine);
+      constexpr auto bytes = static_cast<int64_t>(sizeof(OpHeader));
+      // Host after host, so that a host's headers are one message.
+      auto table = at::empty({size_, bytes}, at::TensorOptions().dtype(at::kByte));
+      const auto block = [&](int host) {
+        int64_t begin = 0;
+        for (int h = 0; h < host; ++h) begin += static_cast<int64_t>(map_.members(h).size());
+        return table.narrow(0, begin, static_cast<int64_t>(map_.members(host).size()));
+      };
+      if (leads()) {
+        std::memcpy(block(host_).data_ptr(), here.data(), here.size() * bytes);
+        for_other_hosts([&](int host) { wire_.receive(block(host), map_.members(host)[0]); });
+        for_other_hosts([&](int host) { wire_.send(block(host_), map_.members(host)[0]); });
+        wire_.finish();
+      }
+      local_->broadcast(table.view({-1}), 0);
+      const auto* from = static_cast<const OpHeader*>(table.data_ptr());
+      for (int host = 0; host < map_.hosts(); ++host) {
+        for (const int rank : map_.members(host)) headers[rank] = *from++;
+      }
+    });
+    return headers;
+  }
+
+  void all_reduce(at::Tensor flat, double scale) override {
+    const auto counts = even_counts(flat.numel(), size_);
+    const auto own = flat.narrow(0, starts_of(counts)[rank_], counts[rank_]);
+    sum_to_owners(Op::all_reduce, flat, counts, {nullptr, own, scale});
+    all_gather(flat, counts);
+  }
+
+  void reduce(at::Tensor flat, int root) override {
+    Counts counts(size_, 0);
+    counts[root] = flat.numel();
+    sum_to_owners(Op::reduce, flat, counts, {nullptr, rank_ == root ? flat : flat.narrow(0, 0, 0)});
+  }
+
+  void broadcast(at::Tensor flat, int root) override {
+    Counts counts(size_, 0);
+    counts[root] = flat.numel();
+    distribute(Op::broadcast, flat, counts);
+  }
+
+  void all_gather(at::Tensor flat, const Counts& counts) override {
+    distribute(Op::all_gather, flat, counts);
+  }
+
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
+    sum_to_owners(Op::reduce_scatter, flat, counts,
+                  {consume, flat.narrow(0, starts_of(counts)[rank_], counts[rank_])});
+  }
+
+  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
+                           double scale) override {
+    sum_to_owners(Op::reduce_scatter, flat, counts, {nullptr, output, scale});
+  }
+
+  void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
+                  const Counts& send_counts) override {
+    run("all_to_all", [&] {
+      const auto in = starts_of(send_counts), out = starts_of(recv_counts);
+      const auto sent = [&](int peer) { return input.narrow(0, in[peer], send_counts[peer]); };
+      const auto received = [&](int peer) {
+        return output.narrow(0, out[peer], recv_counts[peer]);
+      };
+      for (int peer = 0; peer < size_; ++peer) {
+        if (map_.host_of(peer) != host_) wire_.receive(received(peer), peer);
+      }
+      for (int peer = 0; peer < size_; ++peer) {
+        if (map_.host_of(peer) != host_) wire_.send(sent(peer), peer);
+      }
+      std::vector<at::Tensor> parts;
+      Counts local_send, local_receive;
+      for (const int peer : map_.members(host_)) {
+        parts.push_back(sent(peer));
+        local_send.push_back(send_counts[peer]);
+        local_receive.push_back(recv_counts[peer]);
+      }
+      auto arrived =
+          at::empty({std::accumulate(local_receive.begin(), local_receive.end(), int64_t{0})},
+                    output.options());
+      local_->all_to_all(arrived, at::cat(parts), local_receive, local_send);
+      int64_t begin = 0;
+      for (const int peer : map_.members(host_)) {
+        received(peer).copy_(arrived.narrow(0, begin, recv_counts[peer]));
+        begin += recv_counts[peer];
+      }
+      wire_.finish();
+    });
+  }
+
+  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
+    if (common) return {};
+    at::Tensor result;
+    std::string problem;
+    run("allocate", [&] {
+      try {
+        result = local_->allocate(numel, options, false);
+      } catch (const UsageError& error) {
+        problem = error.what();
+      }
+      // Either all hosts have the memory or none.
+      auto failed = at::zeros({size_}, at::TensorOptions().dtype(at::kByte));
+      failed[rank_] = problem.empty() ? 0 : 1;
+      distribute_here(Op::all_gather, failed, Counts(size_, 1));
+      const auto first = failed.nonzero();
+      if (problem.empty() && first.numel() > 0) {
+        problem = fmt::format("ProcessGroup.allocate: rank {} of {}: the host of rank {} failed",
+                              rank_, size_, first[0].item<int64_t>());
+      }
+    });
+    if (!problem.empty()) throw UsageError(problem);
+    return result;
+  }
+
+  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
+    if (map_.host_of(peer) != host_) return {};
+    return local_->peer_view(allocated, map_.local_rank(peer));
+  }
+
+ private:
+  bool leads() const { return map_.members(host_)[0] == rank_; }
+
+  template <class Body>
+  void for_other_hosts(const Body& body) const {
+    for (int step = 1; step < map_.hosts(); ++step) body((host_ + step) % map_.hosts());
+  }
+
+  /// Runs one collective. A failure on this host becomes one of the group, and ends this rank's
+  /// part in both levels.
+  template <class Body>
+  void run(const std::string& operation, const Body& body) {
+    wire_.begin(operation);
+    try {
+      try {
+        body();
+      } catch (const BrokenWorldError& error) {
+        if (wire_.has_failed()) throw;
+        std::vector<int> suspects;
+        for (const int local : error.ranks()) suspects.push_back(map_.members(host_)[local]);
+        if (suspects.empty() || suspects == std::vector<int>{rank_}) {
+          throw BrokenWorldError(fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {}",
+                                             name(), rank_, size_, operation, error.what()),
+                                 suspects);
+        }
+        wire_.fail(suspects, error.what());
+      }
+    } catch (...) {
+      abort();
+      throw;
+    }
+  }
+
+  void sum_to_owners(Op op, const at::Tensor& flat, const Counts& counts, const SumTarget& target) {
+    run(op_name(op), [&] {
+      SumToOwners sum(wire_, map_, tree_, rank_, flat, counts, target);
+      int64_t rounds = 0;
+      const auto is_read = [&](int segment, int64_t round, int local) {
+        const int rank = map_.members(host_)[local];
+        const int reader =
+            map_.host_of(segment) == host_ ? segment : map_.handler(host_, segment, round);
+        return reader != rank;
+      };
+      local_->share_windows(op, flat, counts, is_read,
+                            [&](int64_t round, const ShmTransport::Window& window) {
+                              sum.visit(round, window);
+                              rounds = round + 1;
+                            });
+      sum.finish(rounds);
+    });
+  }
+
+  void distribute(Op op, const at::Tensor& flat, const Counts& counts) {
+    run(op_name(op), [&] { distribute_here(op, flat, counts); });
+  }
+
+  /// Brings each rank's segment of `flat` to all ranks: once to each other host, to one of its
+  /// ranks, from which the others copy it.
+  void distribute_here(Op op, const at::Tensor& flat, const Counts& counts) {
+    const auto width = static_cast<int64_t>(flat.element_size());
+    const auto starts = starts_of(counts);
+    const int64_t step = ShmTransport::window_step(counts.size(), width);
+    const int64_t stripe = kStripe * step;
+    const auto source = [&](int segment, int64_t round) {
+      return map_.host_of(segment) == host_ ? segment
+                                            : map_.handler(host_, segment, round / kStripe);
+    };
+    const auto in_stripes = [&](int segment, auto&& body) {
+      for (int64_t i = 0; i * stripe < counts[segment]; ++i) {
+        body(i, flat.narrow(0, starts[segment] + i * stripe,
+                            std::min(stripe, counts[segment] - i * stripe)));
+      }
+    };
+    for (int segment = 0; segment < size_; ++segment) {
+      if (map_.host_of(segment) == host_) continue;
+      in_stripes(segment, [&](int64_t i, at::Tensor part) {
+        if (map_.handler(host_, segment, i) == rank_)
+          wire_.receive(std::move(part), segment, static_cast<int>(i));
+      });
+    }
+    in_stripes(rank_, [&](int64_t i, at::Tensor part) {
+      for_other_hosts(
+          [&](int host) { wire_.send(part, map_.handler(host, rank_, i), static_cast<int>(i)); });
+    });
+    wire_.finish();
+    auto* const data = static_cast<std::byte*>(flat.data_ptr());
+    local_->share_windows(
+        op, flat, counts,
+        [&](int segment, int64_t round, int local) {
+          return map_.members(host_)[local] == source(segment, round);
+        },
+        [&](int64_t round, const ShmTransport::Window& window) {
+          for (int segment = 0; segment < size_; ++segment) {
+            const int64_t n = std::clamp<int64_t>(counts[segment] - round * step, 0, step);
+            const int from = source(segment, round);
+            if (n == 0 || from == rank_) continue;
+            copy_bytes(data + (starts[segment] + round * step) * width,
+                       window(segment, map_.local_rank(from)), n * width);
+          }
+        });
+  }
+
+  HostMap map_;
+  HostSumTree tree_;
+  int rank_, size_, host_;
+  std::unique_ptr<ShmTransport> local_;
+  Messenger wire_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_hosts_transport(const World& world, std::string& reason) {
+  HostMap map(world.hosts);
+  auto local = make_shm_transport(world_of_host(world, map), reason);
+  // The ranks of a host agree on the reason. Each host tells the others.
+  const auto key = [&](int host) { return fmt::format("hosts/{}", map.members(host)[0]); };
+  const int own = map.host_of(world.rank);
+  if (map.members(own)[0] == world.rank) {
+    world.store->set(key(own), std::vector<uint8_t>(reason.begin(), reason.end()));
+  }
+  reason.clear();
+  for (int host = 0; host < map.hosts(); ++host) {
+    std::vector<uint8_t> theirs;
+    try {
+      world.store->wait({key(host)}, world.options.timeout);
+      theirs = world.store->get(key(host));
+    } catch (const std::exception&) {
+      throw BrokenWorldError(
+          fmt::format(
+              "ProcessGroup: rank {} of {} waited {} ms at start-up: rank {} did not arrive",
+              world.rank, world.size, world.options.timeout.count(), map.members(host)[0]),
+          {map.members(host)[0]});
+    }
+    if (theirs.empty() || !reason.empty()) continue;
+    reason = fmt::format("on the host of rank {}: {}", map.members(host)[0],
+                         std::string(theirs.begin(), theirs.end()));
+  }
+  if (!reason.empty()) return nullptr;
+  return std::make_unique<HostsTransport>(world, std::move(map), std::move(local),
+                                          make_gloo_mailbox(world));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,155 @@
+#include "comm/hosts/sum_to_owners.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/base/tree_sum.h"
+#include "comm/shm/shm_kernels.h"
+
+namespace tessera::comm {
+namespace {
+
+std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+
+bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+}  // namespace
+
+SumToOwners::SumToOwners(Messenger& wire, const HostMap& map, const HostSumTree& tree, int rank,
+                         const at::Tensor& flat, const std::vector<int64_t>& counts,
+                         const SumTarget& target)
+    : wire_(wire),
+      map_(map),
+      tree_(tree),
+      rank_(rank),
+      host_(map.host_of(rank)),
+      counts_(counts),
+      target_(target),
+      dtype_(flat.scalar_type()),
+      wide_(is_narrow(dtype_) ? at::kFloat : dtype_),
+      width_(static_cast<int64_t>(flat.element_size())),
+      step_(ShmTransport::window_step(counts.size(), width_)) {
+  for (int64_t round = 0; round < kAhead; ++round) post_receives(round);
+}
+
+void SumToOwners::visit(int64_t round, const ShmTransport::Window& window) {
+  auto& sent = sent_[round % kAhead];
+  for (const auto ticket : sent) wire_.wait(ticket);
+  sent.clear();
+  for (int segment = 0; segment < map_.size(); ++segment) {
+    const int64_t n = count(segment, round);
+    if (n == 0 || map_.host_of(segment) == host_) continue;
+    if (map_.handler(host_, segment, round) != rank_) continue;
+    for (const int leaf : tree_.leaves[host_])
+      sent.push_back(
+          wire_.send(sum_of(leaf, segment, n, window), segment, static_cast<int>(round)));
+  }
+  if (const int64_t n = count(rank_, round)) {
+    auto& own = own_[round % kAhead];
+    own.assign(tree_.nodes.size(), at::Tensor());
+    for (const int leaf : tree_.leaves[host_]) own[leaf] = sum_of(leaf, rank_, n, window);
+  }
+  if (round >= kLag) combine(round - kLag);
+}
+
+void SumToOwners::finish(int64_t rounds) {
+  for (int64_t round = std::max<int64_t>(0, rounds - kLag); round < rounds; ++round) combine(round);
+  wire_.finish();
+  if (consumer_failed_) std::rethrow_exception(consumer_failed_);
+}
+
+int64_t SumToOwners::count(int segment, int64_t round) const {
+  return std::clamp<int64_t>(counts_[segment] - round * step_, 0, step_);
+}
+
+/// A single value of 16 bits is sent as it is; sums of several are float.
+at::ScalarType SumToOwners::dtype_of(int leaf) const {
+  return tree_.nodes[leaf].ranks.size() == 1 ? dtype_ : wide_;
+}
+
+void SumToOwners::post_receives(int64_t round) {
+  const int64_t n = count(rank_, round);
+  if (n == 0) return;
+  for (int host = 0; host < map_.hosts(); ++host) {
+    if (host == host_) continue;
+    for (const int leaf : tree_.leaves[host]) {
+      auto sum = at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
+      const auto ticket =
+          wire_.receive(sum, map_.handler(host, rank_, round), static_cast<int>(round));
+      arriving_[round % kAhead].push_back({ticket, leaf, std::move(sum)});
+    }
+  }
+}
+
+at::Tensor SumToOwners::sum_of(int leaf, int segment, int64_t n,
+                               const ShmTransport::Window& window) const {
+  const auto& ranks = tree_.nodes[leaf].ranks;
+  std::vector<const std::byte*> inputs;
+  for (const int rank : ranks) inputs.push_back(window(segment, map_.local_rank(rank)));
+  const auto sum = at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
+  if (ranks.size() == 1) {
+    std::memcpy(sum.data_ptr(), inputs[0], n * width_);
+    return sum;
+  }
+  if (wide_ == dtype_) {
+    sum_ranks(dtype_, {bytes_of(sum)}, inputs, n);
+    return sum;
+  }
+  const auto parts = at::empty({static_cast<int64_t>(ranks.size()), n}, sum.options());
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    parts[static_cast<int64_t>(i)].copy_(
+        at::from_blob(const_cast<std::byte*>(inputs[i]), {n}, at::TensorOptions().dtype(dtype_)));
+  }
+  return sum_rows(parts);
+}
+
+/// Adds up window `round` of this rank's segment over the hosts.
+void SumToOwners::combine(int64_t round) {
+  const int64_t n = count(rank_, round);
+  if (n == 0) return;
+  auto values = std::move(own_[round % kAhead]);
+  for (auto& item : arriving_[round % kAhead]) {
+    wire_.wait(item.ticket);
+    values[item.leaf] = std::move(item.sum);
+  }
+  arriving_[round % kAhead].clear();
+  post_receives(round + kAhead);
+  deliver(round * step_, add_up(std::move(values), n));
+}
+
+/// `values`: those of the leaves. Overwrites them.
+at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const {
+  for (auto& value : values) {
+    if (value.defined() && value.scalar_type() != wide_) value = value.to(wide_);
+  }
+  for (size_t node = 0; node < values.size(); ++node) {
+    if (values[node].defined()) continue;
+    const auto& right = values[tree_.nodes[node].right];
+    values[node] = values[tree_.nodes[node].left];
+    const bool scaled = node + 1 == values.size() && wide_ == dtype_;
+    sum_ranks(wide_, {bytes_of(values[node])}, {bytes_of(values[node]), bytes_of(right)}, n,
+              scaled ? target_.scale : 1);
+  }
+  auto sum = values.back();
+  if (wide_ != dtype_) {
+    sum = sum.to(dtype_);
+    if (target_.scale != 1) sum.mul_(target_.scale);
+  }
+  return sum;
+}
+
+void SumToOwners::deliver(int64_t offset, const at::Tensor& sum) {
+  if (!target_.consume) {
+    target_.output.narrow(0, offset, sum.numel()).copy_(sum);
+    return;
+  }
+  if (consumer_failed_) return;
+  try {
+    (*target_.consume)(offset, sum);
+  } catch (...) {
+    consumer_failed_ = std::current_exception();  // the other ranks still need this rank's sums
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <exception>
+#include <vector>
+
+#include "comm/hosts/host_map.h"
+#include "comm/p2p/messenger.h"
+#include "comm/shm/shm_transport.h"
+
+namespace tessera::comm {
+
+/// The destination of the sums of this rank's segment: `consume` in runs, else `output`.
+struct SumTarget {
+  const Transport::ConsumeRun* consume = nullptr;
+  at::Tensor output;
+  double scale = 1;
+};
+
+/// One reduce-scatter. In round i the ranks of a host add up windows i of all segments: those of
+/// other hosts' ranks to send them, their own to keep them until the other hosts' sums have arrived
+/// some rounds later.
+class SumToOwners {
+ public:
+  /// The arguments outlive this object. `counts`: elements of each rank's segment of `flat`.
+  SumToOwners(Messenger& wire, const HostMap& map, const HostSumTree& tree, int rank,
+              const at::Tensor& flat, const std::vector<int64_t>& counts, const SumTarget& target);
+
+  /// Round `round`, with the windows of this host's ranks.
+  void visit(int64_t round, const ShmTransport::Window& window);
+  /// After the last of `rounds` rounds. Rethrows what `consume` has thrown.
+  void finish(int64_t rounds);
+
+ private:
+  static constexpr int64_t kAhead = 4;  // rounds in which a rank has messages in flight
+  static constexpr int64_t kLag = 2;    // rounds between sending sums and needing the other hosts'
+
+  struct Arriving {
+    Messenger::Ticket ticket;
+    int leaf;
+    at::Tensor sum;
+  };
+
+  int64_t count(int segment, int64_t round) const;
+  at::ScalarType dtype_of(int leaf) const;
+  void post_receives(int64_t round);
+  at::Tensor sum_of(int leaf, int segment, int64_t n, const ShmTransport::Window& window) const;
+  void combine(int64_t round);
+  at::Tensor add_up(std::vector<at::Tensor> values, int64_t n) const;
+  void deliver(int64_t offset, const at::Tensor& sum);
+
+  Messenger& wire_;
+  const HostMap& map_;
+  const HostSumTree& tree_;
+  int rank_, host_;
+  const std::vector<int64_t>& counts_;
+  const SumTarget& target_;
+  at::ScalarType dtype_, wide_;
+  int64_t width_, step_;
+  std::vector<Messenger::Ticket> sent_[kAhead];
+  std::vector<Arriving> arriving_[kAhead];
+  std::vector<at::Tensor> own_[kAhead];  // by node
+  std::exception_ptr consumer_failed_;
+};
+
+}  // namespace tessera::comm

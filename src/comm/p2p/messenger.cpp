@@ -1,0 +1,110 @@
+#include "comm/p2p/messenger.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kTagsPerOp = 1 << 10;
+constexpr int kTagLimit = 1 << 30;
+constexpr Messenger::Ticket kNothing = SIZE_MAX;  // a message without elements
+// Waits end at the deadline. A rank that notices it so much later did not run.
+constexpr auto kOverdue = std::chrono::seconds(1);
+
+}  // namespace
+
+Messenger::Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
+                     std::chrono::milliseconds grace)
+    : mailbox_(std::move(mailbox)),
+      ledger_(world, grace),
+      rank_(world.rank),
+      size_(world.size),
+      timeout_(world.options.timeout) {}
+
+void Messenger::begin(std::string operation) {
+  operation_ = std::move(operation);
+  deadline_ = Clock::now() + timeout_.load();
+  tag_ = next_tag_;
+  next_tag_ = (next_tag_ + kTagsPerOp) % kTagLimit;
+}
+
+Messenger::Ticket Messenger::send(at::Tensor tensor, int peer, int part) {
+  return post(std::move(tensor), peer, part, true);
+}
+
+Messenger::Ticket Messenger::receive(at::Tensor tensor, int peer, int part) {
+  return post(std::move(tensor), peer, part, false);
+}
+
+Messenger::Ticket Messenger::post(at::Tensor tensor, int peer, int part, bool sending) {
+  if (tensor.numel() == 0) return kNothing;
+  std::lock_guard lock(mutex_);
+  if (aborted_) fail({peer}, "the process group was shut down");
+  try {
+    const int tag = tag_ + part % kTagsPerOp;
+    auto message =
+        sending ? mailbox_->send(tensor, peer, tag) : mailbox_->receive(tensor, peer, tag);
+    flying_.push_back({std::move(tensor), std::move(message), peer});
+  } catch (const std::exception& error) {
+    fail({peer}, error.what());
+  }
+  return flying_.size() - 1;
+}
+
+void Messenger::wait(Ticket ticket) {
+  if (ticket == kNothing || !flying_[ticket].message) return;
+  auto& item = flying_[ticket];
+  // Rounded up: a wait that ends before the deadline means that the peer is gone, not late.
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
+  try {
+    item.message->wait(std::max(left, std::chrono::milliseconds(1)));
+  } catch (const std::exception& error) {
+    fail({item.peer}, error.what());
+  }
+  std::lock_guard lock(mutex_);
+  item.message.reset();
+  item.tensor = at::Tensor();
+}
+
+void Messenger::finish() {
+  for (Ticket ticket = 0; ticket < flying_.size(); ++ticket) wait(ticket);
+  std::lock_guard lock(mutex_);
+  flying_.clear();
+}
+
+void Messenger::abort() noexcept {
+  std::lock_guard lock(mutex_);
+  aborted_ = true;
+  for (auto& item : flying_) {
+    if (item.message) item.message->abort();
+  }
+}
+
+void Messenger::fail(const std::vector<int>& suspects, const std::string& cause) {
+  using Cause = FailureLedger::Cause;
+  failed_ = true;
+  const auto left = deadline_ - Clock::now();
+  const bool late = left.count() <= 0;
+  const auto blamed =
+      ledger_.resolve(suspects, left < -kOverdue             ? Cause::overdue
+                                : late                       ? Cause::late
+                                : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
+                                                             : Cause::gone);
+  const auto text = blamed == std::vector<int>{rank_}
+                        ? "is this one: the others gave up on it earlier (it was stopped, or late)"
+                    : late ? fmt::format("did not arrive within {} ms", timeout_.load().count())
+                           : "is gone (it died, or ended, or its process group was destroyed)";
+  throw BrokenWorldError(
+      fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(), rank_,
+                  size_, operation_, rank_list(blamed), text, compat::first_line(cause.c_str())),
+      blamed);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/base/failure_ledger.h"
+#include "comm/base/world.h"
+#include "comm/p2p/mailbox.h"
+
+namespace tessera::comm {
+
+/// The messages of one collective at a time. A message that fails or is late is a BrokenWorldError
+/// that names the rank to blame. One thread, except abort().
+class Messenger {
+ public:
+  using Ticket = size_t;
+
+  /// `grace`: see FailureLedger.
+  Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
+            std::chrono::milliseconds grace = std::chrono::milliseconds(300));
+
+  const char* name() const { return mailbox_->name(); }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  /// Begins `operation`, whose name appears in messages; its time-out runs from now.
+  void begin(std::string operation);
+  /// Posts a message. The tensor is contiguous and must not change before wait() or finish(). Of
+  /// messages between the same ranks those with the same `part` arrive in order.
+  Ticket send(at::Tensor tensor, int peer, int part = 0);
+  Ticket receive(at::Tensor tensor, int peer, int part = 0);
+  /// Blocks until the message is complete, and releases its tensor.
+  void wait(Ticket ticket);
+  /// Waits for everything posted since begin().
+  void finish();
+  /// Makes a blocked call and every later call throw. From any thread.
+  void abort() noexcept;
+
+  /// Records that `suspects` are missing in the current operation, and throws the BrokenWorldError.
+  [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause);
+  bool has_failed() const { return failed_; }
+
+ private:
+  struct Flying {
+    at::Tensor tensor;  // declared before the message because it must outlive it
+    std::unique_ptr<Message> message;
+    int peer;
+  };
+
+  Ticket post(at::Tensor tensor, int peer, int part, bool sending);
+
+  std::unique_ptr<Mailbox> mailbox_;
+  FailureLedger ledger_;
+  int rank_, size_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::string operation_;
+  std::chrono::steady_clock::time_point deadline_;
+  int tag_ = 0, next_tag_ = 0;
+  std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
+  std::vector<Flying> flying_;
+  bool aborted_ = false, failed_ = false;
+};
+
+}  // namespace tessera::comm
