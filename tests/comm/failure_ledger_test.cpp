@@ -4,6 +4,7 @@
 #include <map>
 #include <thread>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -122,6 +123,44 @@ TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
   const auto start = std::chrono::steady_clock::now();
   EXPECT_THAT(resolve(c10::make_intrusive<SilentStore>(), {1, 0}), ElementsAre(0));
   EXPECT_LT(std::chrono::steady_clock::now() - start, 3s);
+}
+
+/// The store of a rank that was killed.
+struct LostStore : c10d::HashStore {
+  int64_t add(const std::string&, int64_t) override { throw std::runtime_error("closed"); }
+  bool check(const std::vector<std::string>&) override { throw std::runtime_error("closed"); }
+};
+
+std::vector<int> resolve_without_store(bool rank_0_serves, int missed) {
+  auto world = tessera::comm::World::start(3, kRanks, {});
+  world.store = c10::make_intrusive<LostStore>();
+  world.rank_0_serves_store = rank_0_serves;
+  return FailureLedger(world, 700ms).resolve({missed}, Cause::gone);
+}
+
+TEST(FailureLedger, ALostStoreBlamesTheRankThatServesIt) {
+  EXPECT_THAT(resolve_without_store(true, 1), ElementsAre(0));
+  EXPECT_THAT(resolve_without_store(true, 0), ElementsAre(0));
+  EXPECT_THAT(resolve_without_store(false, 1), ElementsAre(1));
+}
+
+TEST(FailureLedger, TheRankThatServesTheStoreWaitsForTheRecordsOfTheOthers) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  auto world = tessera::comm::World::start(0, kRanks, {});
+  world.store = store;
+  world.rank_0_serves_store = true;
+  std::thread late([&] {
+    std::this_thread::sleep_for(100ms);
+    for (const int rank : {1, 3}) resolve(store, {rank, 2, Cause::gone});
+  });
+  EXPECT_THAT(FailureLedger(world).resolve({2}, Cause::gone), ElementsAre(2));
+  for (const int rank : {1, 3}) EXPECT_TRUE(store->check({fmt::format("failed/{}", rank)}));
+  late.join();
+  // Nobody else writes: the wait is bounded.
+  const auto start = std::chrono::steady_clock::now();
+  world.store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(FailureLedger(world).resolve({2}, Cause::gone), ElementsAre(2));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 900ms);
 }
 
 }  // namespace

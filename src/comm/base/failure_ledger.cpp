@@ -124,18 +124,31 @@ Trail follow(const Store& store, int rank, const Record& mine) {
   return {{last->first}, true};
 }
 
-std::vector<int> resolve_in(const Store& store, int rank, int size,
-                            const std::vector<int>& suspects, Cause cause,
-                            std::chrono::milliseconds grace) {
-  const bool late = cause == Cause::late || cause == Cause::overdue;
-  if (cause == Cause::late) {
+/// The rank that serves the store waits until all others but those it blames have written their
+/// records: the store ends with it.
+void wait_for_records(const Store& store, int rank, int size, const std::vector<int>& blamed) {
+  const auto deadline = Clock::now() + std::chrono::milliseconds(500);
+  for (int other = 0; other < size; ++other) {
+    if (other == rank || std::count(blamed.begin(), blamed.end(), other)) continue;
+    while (!read(store, other) && Clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
+
+/// Nothing if the store is lost.
+std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int size,
+                                           const std::vector<int>& suspects, Cause cause,
+                                           std::chrono::milliseconds grace) {
+  const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
+  if (cause == Cause::late || cause == Cause::late_here) {
     for (const int missing : suspects) note_wait(store, rank, missing);
   }
-  if (is_blamed(store, rank, size)) return {rank};
+  if (is_blamed(store, rank, size)) return {{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&
       has_kept_the_store_from_answering(store, rank))
-    return {rank};
+    return {{rank}};
   Record mine{next_order(store), false, suspects};
+  if (mine.order == 0) return std::nullopt;
   const auto deadline = Clock::now() + grace;
   if (grace.count() > 0) write(store, rank, mine);
   auto trail = follow(store, rank, mine);
@@ -150,18 +163,28 @@ std::vector<int> resolve_in(const Store& store, int rank, int size,
 }  // namespace
 
 FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace)
-    : store_(world.store), rank_(world.rank), size_(world.size), grace_(grace) {}
+    : store_(world.store), rank_(world.rank), size_(world.size), grace_(grace) {
+  for (int member = 0; world.rank_0_serves_store && member < size_; ++member) {
+    if (world.world_ranks[member] == 0) server_ = member;
+  }
+}
 
 std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause cause) noexcept {
   if (!store_) return suspects;
   try {
-    const auto grace = cause == Cause::gone ? std::chrono::milliseconds(0) : grace_;
+    const bool at_once = cause == Cause::gone || cause == Cause::late_here;
+    const auto grace = at_once ? std::chrono::milliseconds(0) : grace_;
+    const bool serves = rank_ == server_;
     // If the stopped rank serves the store, the store does not answer.
     const auto blamed = call_with_timeout(
         grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
-          return resolve_in(store, rank, size, suspects, cause, grace);
+          const auto found = resolve_in(store, rank, size, suspects, cause, grace);
+          if (found && serves) wait_for_records(store, rank, size, *found);
+          return found;
         });
-    return blamed.value_or(suspects);
+    if (!blamed) return suspects;
+    if (*blamed) return **blamed;
+    return server_ < 0 || serves ? suspects : std::vector<int>{server_};
   } catch (...) {
     return suspects;
   }

@@ -23,17 +23,22 @@ class FailureLedger {
   /// Why a peer is missing. A peer that leaves when the time-out has almost passed may have given
   /// up itself: Gloo closes its connections before the peer can write its record.
   /// A rank that notices its time-out long after it has passed did not run meanwhile.
-  enum class Cause { gone, gone_near_the_time_out, late, overdue };
+  /// late_here: late, and on this host, whose ranks see each other directly. No records are
+  /// awaited.
+  enum class Cause { gone, gone_near_the_time_out, late, overdue, late_here };
 
   /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
   /// records, and writes the result as this rank's own record. Returns this rank itself if the
-  /// others gave up on it first. Blocks for at most one second more than the grace, whatever the
-  /// state of the store. Never throws.
+  /// others gave up on it first. If the store has ended, the rank that served it is to blame: it
+  /// waits for the others' records before it leaves of its own accord. Blocks for at most one
+  /// second more than the grace, whatever the state of the store. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
+  int server_ = -1;               // the member that serves the store; -1: none of them
+  std::vector<int> with_server_;  // members on its host, itself too
   std::chrono::milliseconds grace_;
 };
 

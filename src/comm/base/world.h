@@ -21,6 +21,8 @@ struct World {
   std::string address;  ///< This host's address for the other hosts; empty if unknown.
   /// Shared by the members. Its keys are already prefixed for this group.
   c10::intrusive_ptr<c10d::Store> store;
+  /// Rank 0 of the start-up group serves the store, which ends with it.
+  bool rank_0_serves_store = false;
   ProcessGroupOptions options;
 
   /// Rank `rank` of a start-up group with the members 0 … size-1. The caller sets hosts, same_host,

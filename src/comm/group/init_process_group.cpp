@@ -63,6 +63,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   world.address = std::move(rendezvous.address);
   world.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), rendezvous.store);
+  world.rank_0_serves_store = !environment.agent_store;
   auto transport = comm::make_transport(world);
   return as_default(
       ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport))));
