@@ -85,19 +85,19 @@ class HostsTransport : public Transport {
       const auto here = local_->exchange(mine);
       constexpr auto bytes = static_cast<int64_t>(sizeof(OpHeader));
       // Host after host, so that a host's headers are one message.
-      auto table = at::empty({size_, bytes}, at::TensorOptions().dtype(at::kByte));
-      const auto block = [&](int host) {
-        int64_t begin = 0;
-        for (int h = 0; h < host; ++h) begin += static_cast<int64_t>(map_.members(h).size());
-        return table.narrow(0, begin, static_cast<int64_t>(map_.members(host).size()));
-      };
+      auto table = at::empty({size_ * bytes}, at::TensorOptions().dtype(at::kByte));
       if (leads()) {
-        std::memcpy(block(host_).data_ptr(), here.data(), here.size() * bytes);
-        for_other_hosts([&](int host) { wire_.receive(block(host), map_.members(host)[0]); });
-        for_other_hosts([&](int host) { wire_.send(block(host_), map_.members(host)[0]); });
-        wire_.finish();
+        Counts sizes;
+        std::vector<int> leaders;
+        for (int host = 0; host < map_.hosts(); ++host) {
+          leaders.push_back(map_.members(host)[0]);
+          sizes.push_back(static_cast<int64_t>(map_.members(host).size()) * bytes);
+        }
+        std::memcpy(table.narrow(0, starts_of(sizes)[host_], sizes[host_]).data_ptr(), here.data(),
+                    here.size() * bytes);
+        wire_.gather_blocks(table, sizes, leaders);
       }
-      local_->broadcast(table.view({-1}), 0);
+      local_->broadcast(table, 0);
       const auto* from = static_cast<const OpHeader*>(table.data_ptr());
       for (int host = 0; host < map_.hosts(); ++host) {
         for (const int rank : map_.members(host)) headers[rank] = *from++;
@@ -227,7 +227,7 @@ class HostsTransport : public Transport {
                                              name(), rank_, size_, operation, error.what()),
                                  suspects);
         }
-        wire_.fail(suspects, error.what());
+        wire_.fail(suspects, error.what(), true);
       }
     } catch (...) {
       abort();

@@ -1,5 +1,7 @@
 #include "comm/p2p/messenger.h"
 
+#include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
@@ -79,6 +81,34 @@ void Messenger::finish() {
   flying_.clear();
 }
 
+void Messenger::gather_blocks(const at::Tensor& table, const std::vector<int64_t>& counts,
+                              const std::vector<int>& members) {
+  const size_t n = members.size();
+  const size_t own = std::find(members.begin(), members.end(), rank_) - members.begin();
+  std::vector<int64_t> offsets(n + 1, 0);  // in `table`
+  std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
+  // Blocks in the order own, own + 1, …, so that the first blocks are one message.
+  std::vector<int64_t> starts(n + 1, 0);
+  for (size_t i = 0; i < n; ++i) starts[i + 1] = starts[i] + counts[(own + i) % n];
+  auto rotated = at::empty_like(table);
+  const auto blocks = [&](size_t begin, size_t end) {
+    return rotated.narrow(0, starts[begin], starts[end] - starts[begin]);
+  };
+  blocks(0, 1).copy_(table.narrow(0, offsets[own], counts[own]));
+  for (size_t have = 1, round = 0; have < n; have *= 2, ++round) {
+    const size_t more = std::min(have, n - have);
+    const int part = static_cast<int>(round);
+    const auto ticket = receive(blocks(have, have + more), members[(own + have) % n], part);
+    send(blocks(0, more), members[(own + n - have) % n], part);
+    wait(ticket);
+  }
+  finish();
+  for (size_t i = 1; i < n; ++i) {
+    const size_t block = (own + i) % n;
+    table.narrow(0, offsets[block], counts[block]).copy_(blocks(i, i + 1));
+  }
+}
+
 void Messenger::abort() noexcept {
   std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -87,13 +117,14 @@ void Messenger::abort() noexcept {
   }
 }
 
-void Messenger::fail(const std::vector<int>& suspects, const std::string& cause) {
+void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here) {
   using Cause = FailureLedger::Cause;
   failed_ = true;
   const auto left = deadline_ - Clock::now();
   const bool late = left.count() <= 0;
   const auto blamed =
       ledger_.resolve(suspects, left < -kOverdue             ? Cause::overdue
+                                : late && here               ? Cause::late_here
                                 : late                       ? Cause::late
                                 : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
                                                              : Cause::gone);

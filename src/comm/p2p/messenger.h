@@ -35,11 +35,19 @@ class Messenger {
   void wait(Ticket ticket);
   /// Waits for everything posted since begin().
   void finish();
+  /// Gathers the blocks of n = members.size() ranks on each of them, in ceil(log2 n) rounds of one
+  /// message (Bruck et al. 1997). `table` is 1-D; block i, that of rank members[i], follows block
+  /// i - 1 and has counts[i] elements. This rank's block is filled in. Each member calls it, after
+  /// begin().
+  void gather_blocks(const at::Tensor& table, const std::vector<int64_t>& counts,
+                     const std::vector<int>& members);
   /// Makes a blocked call and every later call throw. From any thread.
   void abort() noexcept;
 
   /// Records that `suspects` are missing in the current operation, and throws the BrokenWorldError.
-  [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause);
+  /// `here`: this host's ranks have found it among themselves.
+  [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause,
+                         bool here = false);
   bool has_failed() const { return failed_; }
 
  private:

@@ -33,23 +33,19 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
 class P2pTransport : public Transport {
  public:
   P2pTransport(const World& world, std::unique_ptr<Mailbox> mailbox)
-      : wire_(world, std::move(mailbox)), rank_(world.rank), size_(world.size) {}
+      : wire_(world, std::move(mailbox)), rank_(world.rank), size_(world.size), all_(world.size) {
+    std::iota(all_.begin(), all_.end(), 0);
+  }
 
   const char* name() const override { return wire_.name(); }
   void set_timeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
 
   std::vector<OpHeader> exchange(const OpHeader& mine) override {
     wire_.begin(describe(mine));
-    auto table = at::empty({size_, static_cast<int64_t>(sizeof(OpHeader))},
-                           at::TensorOptions().dtype(at::kByte));
-    std::memcpy(table[rank_].data_ptr(), &mine, sizeof(OpHeader));
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) wire_.receive(table[peer], peer, 0);
-    }
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) wire_.send(table[rank_], peer, 0);
-    }
-    wire_.finish();
+    constexpr auto bytes = static_cast<int64_t>(sizeof(OpHeader));
+    auto table = at::empty({size_ * bytes}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(table.narrow(0, rank_ * bytes, bytes).data_ptr(), &mine, bytes);
+    wire_.gather_blocks(table, std::vector<int64_t>(size_, bytes), all_);
     std::vector<OpHeader> headers(size_);
     std::memcpy(headers.data(), table.data_ptr(), headers.size() * sizeof(OpHeader));
     return headers;
@@ -143,14 +139,8 @@ class P2pTransport : public Transport {
   void all_reduce_small(at::Tensor flat) {
     wire_.begin("all_reduce");
     auto parts = at::empty({size_, flat.numel()}, flat.options());
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) wire_.receive(parts[peer], peer, 0);
-    }
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) wire_.send(flat, peer, 0);
-    }
     parts[rank_].copy_(flat);
-    wire_.finish();
+    wire_.gather_blocks(parts.view({-1}), std::vector<int64_t>(size_, flat.numel()), all_);
     flat.copy_(sum_rows(parts));
   }
 
@@ -209,6 +199,7 @@ class P2pTransport : public Transport {
 
   Messenger wire_;
   int rank_, size_;
+  std::vector<int> all_;  // 0 … size - 1
 };
 
 }  // namespace
