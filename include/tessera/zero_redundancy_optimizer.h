@@ -40,7 +40,16 @@ struct ZeroRedundancyOptimizerOptions {
   /// optimizers that need a closure. Accumulation: use no_sync(). An option (lr) that changes
   /// between backward and step() is a UsageError.
   bool overlap_with_backward = false;
-  /// Size of a bucket with overlap_with_backward, in MiB of parameters. Must be positive.
+  /// Whether the reduction of gradients begins within backward, as soon as a bucket is complete.
+  /// step() reduces again what was changed in between, by another backward or by the caller. Costs
+  /// memory for this rank's part of the mean gradient: gradient bytes / W. Results are
+  /// bit-identical. Unset: true where it can be used in a group that has several hosts and
+  /// exchanges messages ("gloo"). True needs a group that has sub-groups (not from_c10d()),
+  /// parameters on the CPU, reduce_gradients, neither overlap_with_backward nor reduce_in_place,
+  /// and an optimizer other than LBFGS; otherwise it is a UsageError.
+  std::optional<bool> reduce_in_backward = std::nullopt;
+  /// Size of a bucket with overlap_with_backward or reduce_in_backward, in MiB of parameters. Must
+  /// be positive. With reduce_in_backward at most 8 MiB are used.
   double bucket_cap_mb = 25;
   /// True: a parameter may get no gradient in a backward. A parameter that no rank used is skipped,
   /// as by a plain optimizer. False, with overlap_with_backward: a missing gradient is a UsageError
@@ -98,7 +107,7 @@ struct ZeroRedundancyOptimizerOptions {
 /// then.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
-/// 1/W of the optimizer state. Clipping without reduce_in_place: P/W more.
+/// 1/W of the optimizer state. Clipping without reduce_in_place, or reduce_in_backward: P/W more.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
@@ -224,6 +233,13 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
     int64_t parameters = 0, gradients = 0, optimizer_state = 0;
   };
   Memory memory() const;
+
+  /// Reductions of buckets since construction, without overlap_with_backward. Local.
+  struct Reductions {
+    int64_t in_backward = 0;  ///< That began within a backward.
+    int64_t in_step = 0;      ///< In step() or for clipping.
+  };
+  Reductions reductions() const;
 
   /// Number of elements whose state this rank keeps, by parameter name. Local.
   std::vector<std::pair<std::string, int64_t>> owned() const;

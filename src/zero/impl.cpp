@@ -65,8 +65,9 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
                                     const std::vector<Group>& groups)
     : group(std::move(the_group)),
       options(beside_others(the_options, groups, group.rank())),
-      shards(group, options, uses_all_parameters(factory)),
-      mean(group, shards, options, prefix()),
+      early(group_of_early_reductions(factory, groups)),
+      shards(group, early.value_or(group), options, uses_all_parameters(factory)),
+      mean(group, early, shards, options, prefix()),
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
@@ -82,6 +83,30 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
                      ": option overlap_with_backward needs reduce_gradients: an update cannot "
                      "follow a reduction that is done elsewhere");
   }
+}
+
+/// [Note: reduction within backward]. Collective.
+std::optional<ProcessGroup> ZeroRedundancyOptimizer::Impl::group_of_early_reductions(
+    const OptimizerFactory& factory, const std::vector<Group>& groups) {
+  const auto parameters = parameters_of(groups);
+  const auto refuse = [&](const char* reason) {
+    if (!options.reduce_in_backward.value_or(false)) return std::nullopt;
+    throw UsageError(fmt::format("{}: option reduce_in_backward {}", prefix(), reason));
+  };
+  if (!options.reduce_in_backward.value_or(!group.same_host() && group.backend_name() == "gloo"))
+    return std::nullopt;
+  if (group.size() == 1 || parameters.empty()) return std::nullopt;
+  if (!options.reduce_gradients) return refuse("needs reduce_gradients");
+  if (options.overlap_with_backward)
+    return refuse("is part of overlap_with_backward; expected one of the two");
+  if (options.reduce_in_place)
+    return refuse("keeps the gradients until step(); expected reduce_in_place off");
+  if (uses_all_parameters(factory))
+    return refuse("needs an optimizer that does not use all parameters at once");
+  if (std::any_of(parameters.begin(), parameters.end(),
+                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
+    return refuse("needs parameters on the CPU");
+  return group.split(0);
 }
 
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
@@ -119,10 +144,10 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
       "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}",
+      "unused {}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
-      options.find_unused_parameters));
+      options.find_unused_parameters, early ? ", reduce within backward" : ""));
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
@@ -237,6 +262,7 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
     if (grad_of(i).defined()) gradients[i] = grad_of(i).clone();
     grad_of(i) = at::Tensor();
   }
+  mean.drop_early_sums();
   mean.unwatch();
   local.clear();
   shards.place_all();

@@ -62,6 +62,7 @@ class ZeroRedundancyOptimizer::Impl {
 
   ProcessGroup group;
   const Options options;
+  const std::optional<ProcessGroup> early;  ///< For reductions within backward, if there are any.
   zero::Shards shards;
   zero::MeanGradient mean;
   zero::LocalOptimizer local;
@@ -79,6 +80,8 @@ class ZeroRedundancyOptimizer::Impl {
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
   void watch();
+  std::optional<ProcessGroup> group_of_early_reductions(const OptimizerFactory& factory,
+                                                        const std::vector<Group>& groups);
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void update(bool averaged);
   void update_thawed();

@@ -8,15 +8,19 @@
 
 namespace tessera::zero {
 
-MeanGradient::MeanGradient(ProcessGroup group, Shards& shards,
+MeanGradient::MeanGradient(ProcessGroup group, std::optional<ProcessGroup> early, Shards& shards,
                            const ZeroRedundancyOptimizerOptions& options, std::string prefix)
     : divisor(group.size()),
       group_(std::move(group)),
       shards_(shards),
       options_(options),
-      prefix_(std::move(prefix)) {}
+      prefix_(std::move(prefix)) {
+  if (early) early_.emplace(std::move(*early));
+}
 
 void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
+  const bool first = segments_.empty();
+  drop_early_sums();
   segments_.assign(shards_.buckets().size(), {});
   in_place_.assign(shards_.buckets().size(), 0);
   reducer_.reset();
@@ -44,9 +48,40 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
       "the gradients are scaled by a norm of this rank's own gradients "
       "(torch::nn::utils::clip_grad_norm_ over the module's parameters?); expected "
       "optimizer.clip_grad_norm_(…), whose norm is that of the mean over the ranks";
-  reducer_ = std::make_unique<sharding::Reducer>(
-      group_, std::move(trainable), std::move(buckets), options,
-      sharding::Reducer::Callbacks{std::move(ready), [] {}, {}});
+  sharding::Reducer::Callbacks callbacks{std::move(ready), [] {}, {}};
+  if (early_) {
+    options.provisional = true;
+    callbacks.ready = [this](size_t b) {
+      if (sharding::BackwardWatch::in_backward()) ++reductions.in_backward;
+      early_->send(b, shards_.buckets()[b], flat(b), segment(b));
+    };
+    callbacks.changed = [this](size_t b) { return early_->changed(b, flat(b)); };
+  }
+  reducer_ = std::make_unique<sharding::Reducer>(group_, std::move(trainable), std::move(buckets),
+                                                 options, std::move(callbacks));
+  if (early_ && first) reducer_->open_round();
+}
+
+at::Tensor MeanGradient::early_sum(size_t b) {
+  if (!early_ || reducer_->changed(b)) {
+    ++reductions.in_step;
+    return {};
+  }
+  early_->wait(b);
+  return segment(b);
+}
+
+void MeanGradient::begin_round() {
+  if (!early_ || !reducer_) return;
+  bool any_changed = false;
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) any_changed |= reducer_->changed(b);
+  if (early_->next_round(any_changed)) reducer_->open_round();
+}
+
+void MeanGradient::drop_early_sums() {
+  if (!early_ || !reducer_) return;
+  reducer_->close_round();
+  early_->drain();
 }
 
 void MeanGradient::check_current() const {
@@ -86,6 +121,12 @@ void MeanGradient::return_gradients() {
 }
 
 void MeanGradient::reduce_to_segment(size_t b) {
+  if (auto sum = early_sum(b); sum.defined()) {
+    if (divisor != 1) sum.mul_(1.0 / divisor);
+    early_->forget(b);
+    return;
+  }
+  if (early_) early_->wait(b);  // it writes to the segment
   if (options_.reduce_in_place) {
     // A rank's own segment of its bucket is read by this rank alone, run by run, so the mean of
     // each run can replace what it was summed from.
@@ -94,7 +135,7 @@ void MeanGradient::reduce_to_segment(size_t b) {
     segments_[b] = sharding::window(flat(b), layout.segment_begin(rank), layout.counts()[rank]);
     in_place_[b] = 1;
   }
-  group_.reduce_scatter_each(
+  ProcessGroup(group()).reduce_scatter_each(
       flat(b), shards_.buckets()[b].layout.counts(),
       [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
       "gradients of " + shards_.buckets()[b].names);

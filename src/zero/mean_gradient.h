@@ -3,10 +3,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "sharding/gradients/reducer.h"
+#include "zero/early_reduction.h"
 #include "zero/shards.h"
 
 namespace tessera::zero {
@@ -25,8 +27,9 @@ class MeanGradient {
     averaged,
   };
 
-  MeanGradient(ProcessGroup group, Shards& shards, const ZeroRedundancyOptimizerOptions& options,
-               std::string prefix);
+  /// `early`: the group of reductions within backward, if there are any.
+  MeanGradient(ProcessGroup group, std::optional<ProcessGroup> early, Shards& shards,
+               const ZeroRedundancyOptimizerOptions& options, std::string prefix);
 
   /// Watches the parameters that are trainable now. `ready`: see sharding::Reducer; called only
   /// with overlap_with_backward. Local.
@@ -52,8 +55,20 @@ class MeanGradient {
   void collect();
   /// This rank's gradients in bucket `b`, flat. After collect().
   const at::Tensor& flat(size_t b) const { return reducer_->buckets()[b].flat; }
-  /// Averages bucket `b` into segment(b), by a reduce-scatter. Collective; after collect().
+  /// Averages bucket `b` into segment(b), by a reduce-scatter, or from the sum that was taken
+  /// within backward. Collective; after collect().
   void reduce_to_segment(size_t b);
+  /// The sum of bucket `b` as it was taken within backward; undefined if there is none, or if the
+  /// gradients have changed since. After collect(). Blocks.
+  at::Tensor early_sum(size_t b);
+  /// The group of the gradients' collectives.
+  const ProcessGroup& group() const { return early_ ? early_->group() : group_; }
+  /// After the update: the next backward may reduce. Local; every rank calls it.
+  void begin_round();
+  ZeroRedundancyOptimizer::Reductions reductions;
+  /// Before buckets or parameters change: waits for reductions that have begun and drops them.
+  /// Collective.
+  void drop_early_sums();
   /// All buckets are reduced: `.grad` of used parameters is what the buckets hold. Local.
   void return_gradients();
 
@@ -84,6 +99,7 @@ class MeanGradient {
   std::vector<at::Tensor> segments_;  // by bucket
   std::vector<char> in_place_;        // by bucket: the segment is part of the bucket
   std::vector<size_t> position_;
+  std::optional<EarlyReduction> early_;
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

@@ -57,7 +57,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
-                                            ProcessGroup& group) {
+                                            ProcessGroup& group, ProcessGroup& gradients_group) {
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
   const bool flat = plan.partition == Partition::flat;
@@ -99,18 +99,22 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   if (plan.as_bucket_view) memory::return_freed_memory();
   if (!plan.with_gradients) return buckets;
   for (auto& bucket : buckets) {
-    auto gradients = group.allocate(bucket.layout.numel(),
-                                    tensors[bucket.members[0]].options().requires_grad(false));
+    auto gradients = gradients_group.allocate(
+        bucket.layout.numel(), tensors[bucket.members[0]].options().requires_grad(false));
     bucket.gradients =
         sharding::make_bucket(bucket.members, bucket.layout, std::move(gradients), tensors);
   }
   return buckets;
 }
 
+std::string gather_tag(const ShardBucket& bucket, const std::string& own_tag) {
+  return own_tag + (own_tag.empty() ? "parameters " : "; parameters ") + bucket.names;
+}
+
 void gather_parameters(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
                        ProcessGroup& group, const std::string& own_tag) {
   if (group.size() == 1) return;
-  const auto tag = own_tag + (own_tag.empty() ? "parameters " : "; parameters ") + bucket.names;
+  const auto tag = gather_tag(bucket, own_tag);
   if (bucket.parameters.defined())
     return group.all_gather(bucket.parameters, bucket.layout.counts(), tag);
   at::NoGradGuard no_grad;

@@ -41,7 +41,10 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTen
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
-                                            ProcessGroup& group);
+                                            ProcessGroup& group, ProcessGroup& gradients_group);
+
+/// The tag of the bucket's gather; `own_tag` may be empty.
+std::string gather_tag(const ShardBucket& bucket, const std::string& own_tag);
 
 /// Every rank receives every rank's updated segment. Ranks with different tags disagree.
 /// Collective.

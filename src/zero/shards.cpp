@@ -10,6 +10,8 @@
 namespace tessera::zero {
 namespace {
 
+constexpr int64_t kEarlyBucket = 8 << 20;  // bytes; [Note: reduction within backward]
+
 ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
   ShardPlan plan;
   plan.partition = options.partition;
@@ -22,9 +24,15 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 
 }  // namespace
 
-Shards::Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, bool one_owner)
-    : group_(std::move(group)), plan_(plan_of(options)), load_(group_.size(), 0) {
+Shards::Shards(ProcessGroup group, ProcessGroup gradients_group,
+               const ZeroRedundancyOptimizerOptions& options, bool one_owner)
+    : group_(std::move(group)),
+      gradients_group_(std::move(gradients_group)),
+      plan_(plan_of(options)),
+      load_(group_.size(), 0) {
   plan_.one_owner = one_owner;
+  cap_bytes_ = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  early_ = gradients_group_.impl() != group_.impl();
 }
 
 void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> parameters) {
@@ -66,7 +74,14 @@ void Shards::place_all() {
 
 void Shards::place(const std::vector<size_t>& subset) {
   if (subset.empty()) return;
-  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan_, load_, group_);
+  auto plan = plan_;
+  // libtorch's 16-bit kernels round otherwise at the ends of tensors, so that a cut would change
+  // results.
+  if (early_ && std::all_of(subset.begin(), subset.end(),
+                            [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
+    plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
+  auto buckets =
+      make_shard_buckets(parameters_, subset, group_of_, plan, load_, group_, gradients_group_);
   for (auto& bucket : buckets) buckets_.push_back(std::move(bucket));
   for (const auto i : subset) data_of_[i] = parameters_[i].tensor.data_ptr();
 }
@@ -104,8 +119,19 @@ std::vector<const sharding::OwnedShard*> Shards::owned() const {
 }
 
 void Shards::gather(const std::string& tag) {
-  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_, tag);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const auto begun = gathers_.extract(b);
+    if (begun) begun.mapped().wait();
+    else gather_parameters(buckets_[b], parameters_, group_, tag);
+  }
   bump_versions();
+}
+
+void Shards::begin_gather(size_t b, const std::string& tag) {
+  const auto& bucket = buckets_[b];
+  if (!bucket.parameters.defined()) return;
+  gathers_[b] =
+      group_.all_gather_async(bucket.parameters, bucket.layout.counts(), gather_tag(bucket, tag));
 }
 
 void Shards::bump_versions() {

@@ -16,8 +16,10 @@ namespace tessera::zero {
 /// they are stored, reduced and gathered. The same on every rank, except for the owned shards.
 class Shards {
  public:
-  /// `one_owner`: rank 0 owns all parameters.
-  Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, bool one_owner);
+  /// `gradients_group`: reduces the gradients; another one than `group` if it does so within
+  /// backward. `one_owner`: rank 0 owns all parameters.
+  Shards(ProcessGroup group, ProcessGroup gradients_group,
+         const ZeroRedundancyOptimizerOptions& options, bool one_owner);
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
@@ -47,6 +49,9 @@ class Shards {
 
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Collective.
   void gather(const std::string& tag = "");
+  /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
+  /// not block.
+  void begin_gather(size_t b, const std::string& tag);
   /// Counts as a write to every trainable parameter: autograd then refuses a backward through
   /// values from before the update. Local.
   void bump_versions();
@@ -55,14 +60,17 @@ class Shards {
  private:
   void place(const std::vector<size_t>& subset);
 
-  ProcessGroup group_;
+  ProcessGroup group_, gradients_group_;
   ShardPlan plan_;
+  bool early_ = false;                             // gradients are reduced within backward
+  int64_t cap_bytes_ = 0;                          // option bucket_cap_mb
   std::vector<sharding::NamedTensor> parameters_;  // frozen ones too
   std::vector<size_t> group_of_;
   std::vector<char> trainable_;
   std::vector<int64_t> load_;              // owned elements by rank
   std::map<size_t, const void*> data_of_;  // address of each placed parameter
   std::vector<ShardBucket> buckets_;
+  std::map<size_t, Work> gathers_;  // that have begun, by bucket
 };
 
 }  // namespace tessera::zero

@@ -54,16 +54,22 @@ at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
 
 /// Updates the shards with the collected or averaged gradients, and gathers them.
 void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
+  const auto tag = option_text();
   for (size_t b = 0; b < shards.buckets().size(); ++b) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
-    if (fused) reduce_and_update(b, *fused);
-    else set_gradients(b, averaged);
+    if (fused) {
+      reduce_and_update(b, *fused);
+      if (early) shards.begin_gather(b, tag);
+    } else {
+      set_gradients(b, averaged);
+    }
   }
   if (!averaged) mean.return_gradients();
   local.get().step();  // updates the shards that have a gradient: not those updated above
   clear_shard_gradients();
   mean.reset();
-  shards.gather(option_text());
+  mean.begin_round();
+  shards.gather(tag);
 }
 
 /// With overlap_with_backward, after the update: parameters that became trainable since the last
@@ -92,10 +98,15 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
   zero::BucketUpdate update(
       optimizer, bucket, [this](size_t i) { return mean.used(i); }, 1.0 / mean.divisor,
       norm.tracking);
-  group.reduce_scatter_each(
-      mean.flat(b), bucket.layout.counts(),
-      [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
-      "gradients of " + bucket.names);
+  if (const auto sum = mean.early_sum(b); sum.defined()) {
+    update.consume(0, sum);
+  } else {
+    ProcessGroup(mean.group())
+        .reduce_scatter_each(
+            mean.flat(b), bucket.layout.counts(),
+            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
+            "gradients of " + bucket.names);
+  }
   norm.squares += update.squares();
 }
 

@@ -91,6 +91,9 @@ ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const {
   impl_->require_no_update_under_way("memory");
   return impl_->memory();
 }
+ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
+  return impl_->mean.reductions;
+}
 const ZeroRedundancyOptimizer::Options& ZeroRedundancyOptimizer::options() const {
   return impl_->options;
 }

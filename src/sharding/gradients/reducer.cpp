@@ -80,9 +80,9 @@ void Reducer::arrive(size_t i, const at::Tensor& computed) {
   at::NoGradGuard no_grad;
   ++generation_;
   buckets_.store(i, computed, sync());
-  if (!sync()) return;
+  if (!sends()) return;
   const int expected = tracker_.expected(i), arrivals = tracker_.arrive(i);
-  if (arrivals > expected) {
+  if (arrivals > expected && sync()) {
     throw UsageError(fmt::format(
         "{}: rank {}: parameter {} got a second gradient in one backward; expected one (several "
         "backward passes before a step belong in no_sync(), a part of the model that is "
@@ -106,7 +106,27 @@ void Reducer::start_remaining_buckets() {
 
 void Reducer::ready(size_t bucket) {
   buckets_.prepare(bucket);
+  if (options_.provisional) reported_[bucket] = true;
   callbacks_.ready(bucket);
+}
+
+void Reducer::open_round() {
+  std::lock_guard lock(mutex_);
+  round_ = Round::open;
+  reported_.assign(buckets_.all().size(), 0);
+}
+
+void Reducer::close_round() {
+  std::lock_guard lock(mutex_);
+  report_rest();
+}
+
+void Reducer::report_rest() {
+  if (round_ == Round::none) return;
+  round_ = Round::sent;
+  for (size_t b = 0; b < reported_.size(); ++b) {
+    if (!reported_[b]) ready(b);
+  }
 }
 
 void Reducer::end() {
@@ -118,7 +138,12 @@ void Reducer::end() {
       ~Reset() { reducer.reset(); }
     } reset_at_the_end{*this};
     buckets_.end_backward(true);
-    if (!sync()) return;
+    if (!sends()) return;
+    if (!sync()) {
+      collect_rest(Missing::zero);
+      report_rest();
+      return;
+    }
     finish_reduction(Missing::by_options);
   }
   notify_finished();
@@ -133,6 +158,7 @@ void Reducer::abandon() {
   std::lock_guard lock(mutex_);
   buckets_.end_backward(false);
   abandoned_ = true;
+  if (round_ == Round::open && holds_ == 0) round_ = Round::sent;
   reset();
 }
 
@@ -140,7 +166,9 @@ void Reducer::collect() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   start();
-  exchange_use(collect_rest(Missing::by_options));
+  const auto have = collect_rest(Missing::by_options);
+  report_rest();
+  exchange_use(have);
 }
 
 void Reducer::collect_present() {
@@ -270,12 +298,18 @@ void Reducer::exchange_use(const std::vector<char>& have) {
 
 void Reducer::sum_use(const std::vector<char>& have) {
   used_.resize(size());
-  auto counts = at::empty({static_cast<int64_t>(have.size())},
+  std::vector<int> flags(have.begin(), have.end());
+  for (size_t b = 0; options_.provisional && b < buckets_.all().size(); ++b)
+    flags.push_back(round_ == Round::none || callbacks_.changed(b));
+  auto counts = at::empty({static_cast<int64_t>(flags.size())},
                           at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
-  counts.copy_(at::tensor(std::vector<int>(have.begin(), have.end()), at::kInt));
+  counts.copy_(at::tensor(flags, at::kInt));
   group_.all_reduce(counts, 1, "parameters with a gradient");
   const auto host = counts.cpu();
-  std::transform(host.data_ptr<int>(), host.data_ptr<int>() + have.size(), used_.begin(),
+  const auto* const sums = host.data_ptr<int>();
+  std::transform(sums, sums + have.size(), used_.begin(), [](int ranks) { return ranks > 0; });
+  changed_.resize(flags.size() - have.size());
+  std::transform(sums + have.size(), sums + flags.size(), changed_.begin(),
                  [](int ranks) { return ranks > 0; });
 }
 

@@ -19,6 +19,11 @@ struct ReducerOptions {
   /// Reduction is part of backward: `ready` and `finish` are called from within it. False: backward
   /// only fills buckets, and the owner calls collect().
   bool reduce_in_backward = true;
+  /// Without reduce_in_backward, with find_unused_parameters and gradient_as_bucket_view. True:
+  /// between open_round() and collect(), each bucket is reported through `ready` once, on every
+  /// rank: within the first backward that is not held, or else in collect(). Gradients may change
+  /// afterwards; changed() tells.
+  bool provisional = false;
   /// A parameter may get no gradient in a backward. A parameter that no rank used keeps its
   /// gradient. A parameter that some ranks used counts as zero on the others. False: a missing
   /// gradient is an error on every rank.
@@ -65,6 +70,9 @@ class Reducer {
     std::function<void()> finished = {};
     /// A backward threw, and buckets are about to be filled again: wait for what it had started.
     std::function<void()> drain = {};
+    /// With provisional, in collect(): whether this rank's gradients in bucket `index` have changed
+    /// since `ready`.
+    std::function<bool(size_t index)> changed = {};
   };
 
   /// `buckets` cover each of `parameters` once; all parameters are trainable. Callbacks may be
@@ -78,6 +86,15 @@ class Reducer {
   /// collective starts except by flush(). No effect without reduce_in_backward.
   void hold_sync(int change) { holds_ = std::max(0, holds_ + change); }
   bool sync() const { return options_.reduce_in_backward && holds_ == 0; }
+
+  /// With provisional: buckets are to be reported again. Every rank calls it. Local.
+  void open_round();
+  /// With provisional: reports the buckets that were not reported in this round, whatever they
+  /// hold. Every rank calls it.
+  void close_round();
+  /// With provisional, after collect(): on some rank, bucket `b` has changed since it was reported,
+  /// or the round was not open.
+  bool changed(size_t b) const { return changed_[b]; }
 
   /// Outside a backward: puts every gradient into its bucket, zeros where this rank has none, and
   /// finds out which parameters any rank used. Afterwards the buckets can be reduced. Collective.
@@ -132,6 +149,9 @@ class Reducer {
     std::vector<size_t> buckets;
     size_t next = 0;
   };
+  /// With provisional. open: the next backward that is not held reports buckets. sent: it has, or
+  /// collect() has.
+  enum class Round { none, open, sent };
   /// What becomes of a parameter without a gradient at the end of a reduction.
   enum class Missing { by_options, zero };
 
@@ -148,6 +168,8 @@ class Reducer {
   void start_complete_buckets(size_t parameter);
   void start_remaining_buckets();
   void ready(size_t bucket);
+  void report_rest();
+  bool sends() const { return sync() || (round_ == Round::open && holds_ == 0); }
   std::vector<char> collect_rest(Missing rule);
   void notify_finished();
   void finish_reduction(Missing missing);
@@ -173,8 +195,11 @@ class Reducer {
   GradientBuckets buckets_;
   ArrivalTracker tracker_;
   std::vector<Lane> lanes_;
-  std::vector<char> used_;     // by any rank, in the last reduction
-  std::vector<char> missing_;  // on this rank, in the current reduction
+  Round round_ = Round::none;
+  std::vector<char> reported_;  // by bucket, in this round
+  std::vector<char> changed_;   // by bucket
+  std::vector<char> used_;      // by any rank, in the last reduction
+  std::vector<char> missing_;   // on this rank, in the current reduction
   std::vector<size_t> last_order_;
   uint64_t generation_ = 0;
   std::unique_ptr<BackwardWatch> watch_;
