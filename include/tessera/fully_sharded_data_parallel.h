@@ -86,7 +86,8 @@ struct FullyShardedDataParallelOptions {
   /// false.
   bool reshard_after_forward = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  /// Gathers the next unit of forward while the current unit computes.
+  /// Gathers the next unit of forward while the current unit computes. Always on where ranks of a
+  /// shard group are on several hosts.
   bool forward_prefetch = false;
   MixedPrecision mixed_precision = {};
   /// Keeps shards, and with them gradients and optimizer state, on the CPU. No effect for a model

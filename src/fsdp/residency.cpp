@@ -33,6 +33,7 @@ Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions&
                options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
   for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
+  crosses_hosts_ = model.shard_group.size() > 1 && !model.shard_group.same_host();
 }
 
 int64_t Residency::budget() const {
@@ -139,11 +140,13 @@ void Residency::use(Phase phase) {
         release_until_it_fits(model_.units[unit].gathered_bytes, needed_, 0);
       fetch(unit, phase, false);
     }
-    for (const auto unit : needed_) finish(unit);
   }
-  if (moved &&
-      (backward ? options_.backward_prefetch == BackwardPrefetch::pre : options_.forward_prefetch))
-    prefetch_next(phase);
+  const bool prefetches = moved && (backward ? options_.backward_prefetch == BackwardPrefetch::pre
+                                             : options_.forward_prefetch || crosses_hosts_);
+  // The wire does not pause between two gathers if the second begins before the first is over.
+  if (prefetches && crosses_hosts_) prefetch_next(phase);
+  for (const auto unit : needed_) finish(unit);
+  if (prefetches && !crosses_hosts_) prefetch_next(phase);
 }
 
 void Residency::fetch(size_t index, Phase phase, bool prefetch) {

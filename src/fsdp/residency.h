@@ -109,6 +109,7 @@ class Residency : public sharding::PageOwner {
   // gradients.
   bool followed_ = false;
   bool unlimited_ = false, keeps_unchanged_ = false, shares_memory_ = false;
+  bool crosses_hosts_ = false;  // gathers take as long as the wire needs
 };
 
 }  // namespace tessera::fsdp
