@@ -144,7 +144,9 @@ int main(int argc, char** argv) {
         model, world,
         tessera::FullyShardedDataParallelOptions{
             .wrap_policy = tessera::wrap_by_type<BlockImpl>(),
-            .backward_prefetch = tessera::BackwardPrefetch::none});
+            // On one host a gather is a barrier, and there is nothing to prefetch.
+            .backward_prefetch = world.same_host() ? tessera::BackwardPrefetch::none
+                                                   : tessera::BackwardPrefetch::pre});
     optimizer = adam({torch::optim::OptimizerParamGroup(fsdp->parameters())});
   } else if (strategy.starts_with("zero")) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
