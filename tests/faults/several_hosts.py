@@ -2,7 +2,7 @@
 import re, signal, sys, time
 
 from registry import CannotTry, fault
-from trial import AT, TIMEOUT, hook, outcome
+from trial import AT, TIMEOUT, hook, outcome, parallel
 from two_hosts import ADDRESSES, JUNK, SECOND_ADDRESS, TwoHosts
 
 GROUP = "Several hosts"
@@ -18,10 +18,10 @@ def hosts_of(trial):
     return hosts
 
 
-def launch(trial, hosts, host, *words, secret="shared"):
-    """The launcher of one host, with one rank. Host 0 has the folder's own files; the run saves nothing."""
+def launch(trial, hosts, host, *words, secret="shared", ranks=1):
+    """The launcher of one host. Host 0 has the folder's own files; the run saves nothing."""
     secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
-    return trial.start(*hosts.command(host, "env", *secret, trial.bin("tessera"), "run", "--nnodes", 2, "--node-rank", host, "--master-addr", ADDRESSES[0],
+    return trial.start(*hosts.command(host, "env", *secret, trial.bin("tessera"), "run", "--nnodes", 2, "--node-rank", host, "-n", ranks, "--master-addr", ADDRESSES[0],
                                       "--master-port", PORT, trial.bin("fault_trainer"), "c.yaml", "checkpoint=null", "train.save=null", "train.log=null",
                                       *words))
 
@@ -116,3 +116,70 @@ def cut(trial):
         late = run.when("BrokenWorldError") - start
         trial.check(late < TIMEOUT + 2 + 1, f"found after {late:.1f} s", run)
     return outcome(f"time-out ({TIMEOUT} s)", "1 on host 0, 0 on host 1", codes[0], "nothing")
+
+
+# Two ranks on each host: shared memory within a host, messages between hosts.
+
+
+@fault(GROUP, "two ranks on each host, {wrapper}: SIGKILL of rank {victim}", fast=True,
+       cases=[dict(wrapper=wrapper, victim=victim) for wrapper, victim in (("ZeRO", 0), ("ZeRO", 3), ("DDP", 1), ("FSDP", 2))])
+def killed_beside_another(trial, wrapper, victim):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, parallel(wrapper), hook(do="signal", value=9, at=AT, rank=victim), ranks=2)
+    codes = [run.end() for run in runs]
+    near, far = runs[victim // 2], runs[1 - victim // 2]
+    trial.check(codes[victim // 2] == 137 and 0 < codes[1 - victim // 2] < 128, f"exit codes {codes}", far)
+    trial.check(trial.named(near, r"root cause: rank (\d)") == [victim] and "root cause" not in far.text(), "who is blamed", far)
+    ranks = trial.named(far, r"the failure began on ranks? ([\d, ]+?),? which")
+    trial.check(ranks == [victim], f"the other host blames {ranks}", far)
+    return outcome(far.when("BrokenWorldError") - trial.fault_at(near), ranks, f"137; {codes[1 - victim // 2]} on the other host", "nothing")
+
+
+@fault(GROUP, "two ranks on each host, {wrapper}: SIGSTOP of rank {victim}", fast=True,
+       cases=[dict(wrapper="ZeRO", victim=3), dict(wrapper="FSDP", victim=0), dict(wrapper="DDP", victim=2)])
+def stopped_beside_another(trial, wrapper, victim):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, parallel(wrapper), hook(do="signal", value=int(signal.SIGSTOP), at=AT, rank=victim, time_out=int(1000 * TIMEOUT)), ranks=2)
+    codes = [run.end() for run in runs]
+    near, far = runs[victim // 2], runs[1 - victim // 2]
+    trial.check(codes[victim // 2] == 128 + signal.SIGSTOP and 0 < codes[1 - victim // 2] < 128, f"exit codes {codes}", far)
+    for run in runs:
+        late = run.when("BrokenWorldError") - trial.fault_at(near)
+        trial.check(late < TIMEOUT + 2, f"found after {late:.1f} s", run)
+    trial.check(trial.named(near, r"root cause: rank (\d) \(pid \d+\) is stopped \(SIGSTOP\)") == [victim], "who is blamed", near)
+    ranks = trial.named(far, r"the failure began on ranks? ([\d, ]+?),? which")
+    trial.check(ranks == [victim], f"the other host blames {ranks}", far)
+    return outcome(f"time-out ({TIMEOUT} s)", ranks, f"{128 + signal.SIGSTOP}; {codes[1 - victim // 2]} on the other host", "nothing")
+
+
+@fault(GROUP, "two ranks on each host: the cable between the hosts is cut")
+def cut_beside_another(trial):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, hook(do="none", time_out=int(1000 * TIMEOUT)), "train.steps=1000000", ranks=2)
+    runs[0].wait_for_line("step +3/")
+    start = time.monotonic()
+    hosts.cut()
+    codes = [run.end() for run in runs]
+    trial.check(all(0 < code < 128 for code in codes), f"exit codes {codes}", runs[0])
+    for host, run in enumerate(runs):
+        blamed = trial.named(run, r"gave up in [^:]*: ranks? (\d(?: and \d)?) ")
+        trial.check(set(blamed) <= {2 - 2 * host, 3 - 2 * host}, f"host {host} blames {blamed}", run)
+        late = run.when("BrokenWorldError") - start
+        trial.check(late < TIMEOUT + 2 + 1, f"found after {late:.1f} s", run)
+    return outcome(f"time-out ({TIMEOUT} s)", "2, 3 on host 0, 0, 1 on host 1", codes[0], "nothing")
+
+
+@fault(GROUP, "two ranks on each host: the cable is away for less than the time-out")
+def cut_for_a_while(trial):
+    hosts = hosts_of(trial)
+    runs = both(trial, hosts, hook(do="none", time_out=20000), "train.steps=1000000", ranks=2)
+    runs[0].wait_for_line("step +3/")
+    hosts.cut()
+    time.sleep(3)
+    hosts.mend()
+    since = time.monotonic()
+    runs[0].wait_for(lambda: runs[0].process.poll() is not None or runs[0].lines[-1][0] > since + 2, 20, "steps after the pause")
+    runs[0].process.send_signal(signal.SIGTERM)
+    codes = [run.end() for run in runs]
+    trial.check(codes == [143, 143] and "BrokenWorldError" not in runs[0].text(), f"exit codes {codes}", runs[0])
+    return outcome("not a fault", "none", 143, "costs time; the run goes on")

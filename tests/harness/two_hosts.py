@@ -87,6 +87,10 @@ class TwoHosts:
         """Pulls the cable."""
         ip("-n", self.names[0], "link", "set", self.cables[0], "down")
 
+    def mend(self):
+        """Puts the cable back."""
+        ip("-n", self.names[0], "link", "set", self.cables[0], "up")
+
     def command(self, host, *words):
         return ["ip", "netns", "exec", self.names[host], *map(str, words)]
 
