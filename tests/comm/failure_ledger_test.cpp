@@ -119,6 +119,16 @@ TEST(FailureLedger, ARankWhoseWaiterCouldRecordItsVerdictIsNotBlamedForTheWait) 
   EXPECT_THAT(resolve(store, {0, 1, Cause::gone}), ElementsAre(2));
 }
 
+TEST(FailureLedger, AStoreThatDoesNotAnswerBlamesTheRankThatServesItIfThatIsKnown) {
+  auto world = tessera::comm::World::start(3, kRanks, {});
+  world.store = c10::make_intrusive<SilentStore>();
+  EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late), ElementsAre(1));
+  world.rank_0_serves_store = true;
+  EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late), ElementsAre(0));
+  // The ranks of a host see each other.
+  EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late_here), ElementsAre(1));
+}
+
 TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
   const auto start = std::chrono::steady_clock::now();
   EXPECT_THAT(resolve(c10::make_intrusive<SilentStore>(), {1, 0}), ElementsAre(0));

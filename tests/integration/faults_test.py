@@ -7,7 +7,7 @@ import os, pathlib, re, signal, sys, tempfile, time, unittest
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
-from processes import Run
+from processes import Run, is_running
 
 BUILD = pathlib.Path(sys.argv.pop(1))
 RANKS, VICTIM = 3, 1
@@ -71,7 +71,8 @@ class Faults(unittest.TestCase):
             pattern = rf"survivor {survivor} blames {victim}:"
             run.wait_for(lambda: run.when(pattern), TIMEOUT_MS / 1000 + 5, pattern)
         run.wait_for(lambda: run.when(rf"rank {victim} .* is stopped"), 2, "the launcher names it")
-        time.sleep(0.2)  # the survivors end
+        run.wait_for(lambda: any(not is_running(pid) for rank, pid in run.pids.items() if rank != victim), 20, "a survivor ends")
+        time.sleep(0.2)  # the launcher looks at the others, and waits for them
         os.kill(run.pids[victim], signal.SIGCONT)
         run.wait_for(lambda: run.when(rf"survivor {victim} blames"), 5, "the victim gives up")
         self.assertTrue(run.when(rf"survivor {victim} blames {victim}:"), run.text())

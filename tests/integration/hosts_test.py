@@ -7,6 +7,7 @@ be made.
 import os, pathlib, re, signal, subprocess, sys, tempfile, time, unittest
 
 from faults_test import BUILD, TIMEOUT_MS, Run, write_config
+from processes import is_running
 from two_hosts import ADDRESSES, JUNK, SECOND_ADDRESS, TwoHosts
 
 SKIPPED = 77
@@ -175,7 +176,8 @@ class Hosts(unittest.TestCase):
             pattern = rf"survivor {survivor} blames 0:"
             run.wait_for(lambda: run.when(pattern), TIMEOUT_MS / 1000 + 5, pattern)
         runs[0].wait_for(lambda: runs[0].when("rank 0 .* is stopped"), 2, "the launcher names it")
-        time.sleep(0.3)  # the survivors end
+        runs[0].wait_for(lambda: not is_running(runs[0].pids[1]), 20, "the survivor of its host ends")
+        time.sleep(0.2)  # the launcher looks at the others, and waits for them
         os.kill(runs[0].pids[0], signal.SIGCONT)
         runs[0].wait_for(lambda: runs[0].when("survivor 0 blames"), 5, "rank 0 gives up")
         self.assertTrue(runs[0].when("survivor 0 blames 0:"), runs[0].text())

@@ -182,9 +182,10 @@ std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause 
           if (found && serves) wait_for_records(store, rank, size, *found);
           return found;
         });
-    if (!blamed) return suspects;
-    if (*blamed) return **blamed;
-    return server_ < 0 || serves ? suspects : std::vector<int>{server_};
+    if (blamed && *blamed) return **blamed;
+    // The store is lost or does not answer: the rank that serves it was killed, or is stopped.
+    const bool seen = cause == Cause::late_here;
+    return server_ < 0 || serves || seen ? suspects : std::vector<int>{server_};
   } catch (...) {
     return suspects;
   }

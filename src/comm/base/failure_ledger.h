@@ -29,9 +29,9 @@ class FailureLedger {
 
   /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
   /// records, and writes the result as this rank's own record. Returns this rank itself if the
-  /// others gave up on it first. If the store has ended, the rank that served it is to blame: it
-  /// waits for the others' records before it leaves of its own accord. Blocks for at most one
-  /// second more than the grace, whatever the state of the store. Never throws.
+  /// others gave up on it first. If the store has ended or does not answer, the rank that serves
+  /// it is to blame: it waits for the others' records before it leaves of its own accord. Blocks
+  /// for at most one second more than the grace, whatever the state of the store. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
 
  private:
