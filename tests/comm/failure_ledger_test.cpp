@@ -110,6 +110,16 @@ TEST(FailureLedger, AStoppedRankThatServesTheStoreBlamesItselfWhenItContinues) {
   }
 }
 
+TEST(FailureLedger, AStoppedServerThatWasMissedThroughOtherRanksBlamesItself) {
+  const auto store = c10::make_intrusive<StoppedServer>();
+  EXPECT_THAT(resolve(store, {1, 2}), ElementsAre(2));  // 2 waits for 0
+  store->stopped = false;
+  auto world = tessera::comm::World::start(0, kRanks, {});
+  world.store = store;
+  world.rank_0_serves_store = true;
+  EXPECT_THAT(FailureLedger(world, 10ms).resolve({2}, Cause::overdue), ElementsAre(0));
+}
+
 TEST(FailureLedger, ARankWhoseWaiterCouldRecordItsVerdictIsNotBlamedForTheWait) {
   // 1 waits for 0, which waits for 2.
   const auto store = c10::make_intrusive<c10d::HashStore>();

@@ -71,16 +71,32 @@ void note_wait(const Store& store, int rank, int missing) {
   }
 }
 
-/// True if another rank has waited for this one until the time-out, and the store did not answer it
-/// afterwards.
-bool has_kept_the_store_from_answering(const Store& store, int rank) {
+/// True if another rank has waited for `missing` until the time-out, and the store did not answer
+/// it afterwards.
+bool was_not_answered(const Store& store, int rank, int missing) {
   try {
-    if (!store->check({waited_key(rank)})) return false;
-    const auto bytes = store->get(waited_key(rank));
-    return !read(store, std::stoi(std::string(bytes.begin(), bytes.end())));
+    if (!store->check({waited_key(missing)})) return false;
+    const auto bytes = store->get(waited_key(missing));
+    const int waiter = std::stoi(std::string(bytes.begin(), bytes.end()));
+    return waiter != rank && !read(store, waiter);
   } catch (...) {
     return false;
   }
+}
+
+/// True if another rank has waited for this one until the time-out, and the store did not answer it
+/// afterwards. `serves`: this rank serves the store and did not run for a while. It may be missed
+/// through other ranks, and the notes of the ranks that waited may be still to be read.
+bool has_kept_the_store_from_answering(const Store& store, int rank, int size, bool serves) {
+  if (!serves) return was_not_answered(store, rank, rank);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(300);
+  do {
+    for (int missing = 0; missing < size; ++missing) {
+      if (was_not_answered(store, rank, missing)) return true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  } while (Clock::now() < deadline);
+  return false;
 }
 
 /// True if another rank has waited for this one until the time-out and then blamed it. This rank
@@ -138,14 +154,14 @@ void wait_for_records(const Store& store, int rank, int size, const std::vector<
 /// Nothing if the store is lost.
 std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int size,
                                            const std::vector<int>& suspects, Cause cause,
-                                           std::chrono::milliseconds grace) {
+                                           std::chrono::milliseconds grace, bool serves) {
   const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
   if (cause == Cause::late || cause == Cause::late_here) {
     for (const int missing : suspects) note_wait(store, rank, missing);
   }
   if (is_blamed(store, rank, size)) return {{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&
-      has_kept_the_store_from_answering(store, rank))
+      has_kept_the_store_from_answering(store, rank, size, serves && cause == Cause::overdue))
     return {{rank}};
   Record mine{next_order(store), false, suspects};
   if (mine.order == 0) return std::nullopt;
@@ -178,7 +194,7 @@ std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause 
     // If the stopped rank serves the store, the store does not answer.
     const auto blamed = call_with_timeout(
         grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
-          const auto found = resolve_in(store, rank, size, suspects, cause, grace);
+          const auto found = resolve_in(store, rank, size, suspects, cause, grace, serves);
           if (found && serves) wait_for_records(store, rank, size, *found);
           return found;
         });
