@@ -19,7 +19,7 @@ constexpr int kUnbounded = std::numeric_limits<int>::max();
 /// The values of the flags as given, not yet parsed.
 struct Flags {
   std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
-              log_dir, tee, redirects;
+              rejoin_timeout, log_dir, tee, redirects;
   std::string grace = "30", restart_delay = "1", restarts_per_hour = "20", stopped_timeout = "600";
   bool standalone = false;
 };
@@ -32,7 +32,10 @@ void declare(CLI::App& app, Flags& f) {
   app.add_option(
       "-n,--nproc-per-node", f.nproc,
       "Ranks to start on this host: a number, or auto or cpu for the usable processors [1]");
-  app.add_option("--nnodes", f.nnodes, "Hosts in the world, each with a launcher of its own [1]");
+  app.add_option(
+      "--nnodes", f.nnodes,
+      "Hosts in the world, each with a launcher of its own; MIN:MAX lets the world go on "
+      "with fewer [1]");
   app.add_option("--node-rank", f.node_rank,
                  "This host's number, from 0; required with several hosts");
   app.add_option("--master-addr", f.master_addr, "Address of host 0; required with several hosts");
@@ -41,7 +44,10 @@ void declare(CLI::App& app, Flags& f) {
   app.add_flag("--standalone", f.standalone,
                "This host alone (the default; contradicts --nnodes above 1)");
   app.add_option("--max-restarts", f.max_restarts,
-                 "How many times to start all ranks again after a failure [0]");
+                 "How many times to start all ranks again after a failure on any host [0]");
+  app.add_option("--rejoin-timeout", f.rejoin_timeout,
+                 "Seconds for which another host may be silent before the others go on without it; "
+                 "several hosts only [60]");
   app.add_option("--restart-delay", f.restart_delay,
                  "Seconds before the first restart; the delay doubles, up to 60 [1]");
   app.add_option("--restarts-per-hour", f.restarts_per_hour,
@@ -105,13 +111,15 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   launch::LaunchOptions o;
   o.program = std::move(program);
   o.nproc_per_node = launch::parse_nproc("--nproc-per-node", f.nproc);
-  o.nnodes = launch::parse_integer("--nnodes", f.nnodes, 1, kUnbounded);
+  launch::parse_nnodes("--nnodes", f.nnodes, o);
   if (!f.node_rank.empty())
     o.node_rank = launch::parse_integer("--node-rank", f.node_rank, 0, kUnbounded);
   o.master_addr = f.master_addr;
   if (!f.master_port.empty())
     o.master_port = launch::parse_integer("--master-port", f.master_port, 1, 65535);
   o.max_restarts = launch::parse_integer("--max-restarts", f.max_restarts, 0, kUnbounded);
+  if (!f.rejoin_timeout.empty())
+    o.rejoin_timeout = launch::parse_seconds("--rejoin-timeout", f.rejoin_timeout);
   o.restart_delay = launch::parse_seconds("--restart-delay", f.restart_delay);
   o.restarts_per_hour =
       launch::parse_integer("--restarts-per-hour", f.restarts_per_hour, 1, kUnbounded);

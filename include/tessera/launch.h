@@ -22,14 +22,18 @@ struct StreamChoice {
   }
 };
 
+constexpr std::chrono::milliseconds kRejoinTimeout = std::chrono::seconds(60);
+
 /// Options of run(). The defaults start one rank on this host.
 struct LaunchOptions {
   /// The program and its arguments, passed on unchanged. A name without a slash is looked up in
   /// PATH.
   std::vector<std::string> program;
 
-  int nproc_per_node = 1;        ///< Ranks started on this host, >= 1.
-  int nnodes = 1;                ///< Hosts in the world, >= 1; each runs a launcher of its own.
+  int nproc_per_node = 1;  ///< Ranks started on this host, >= 1.
+  int nnodes = 1;          ///< Hosts in the world, >= 1; each runs a launcher of its own.
+  /// Hosts with which the world goes on if others are lost, 1 to nnodes. Default: nnodes.
+  std::optional<int> min_nnodes;
   std::optional<int> node_rank;  ///< This host's number, 0 to nnodes - 1. Required if nnodes > 1.
 
   /// Address and port at which the ranks of several hosts find each other. Required if nnodes > 1.
@@ -37,8 +41,11 @@ struct LaunchOptions {
   std::string master_addr;
   std::optional<int> master_port;
 
-  /// How many times all ranks are started again after a failure. Must be 0 if nnodes > 1.
+  /// How many times all ranks are started again after a failure on any host.
   int max_restarts = 0;
+  /// For how long the launcher of another host may be silent before the world goes on without it,
+  /// or ends. Only if hosts_meet(). Default: kRejoinTimeout.
+  std::optional<std::chrono::milliseconds> rejoin_timeout;
   /// The wait before the first restart. It doubles with each restart, up to a minute, and begins
   /// again after an attempt that ran for ten minutes.
   std::chrono::milliseconds restart_delay = std::chrono::seconds(1);
@@ -102,6 +109,10 @@ void open_standard_streams();
 /// possible.
 void validate(const LaunchOptions& options);
 
+/// True if the launchers of several hosts meet, to start all ranks again together: nnodes > 1, and
+/// max_restarts > 0 or min_nnodes < nnodes.
+bool hosts_meet(const LaunchOptions& options);
+
 // Parsers of the flags' text forms. Each throws UsageError naming `flag`.
 
 /// An integer from `lowest` to `highest`.
@@ -117,6 +128,8 @@ void check_no_launcher(int nproc);
 int parse_nproc(const std::string& flag, const std::string& text);
 /// torchrun's form: `3` for all local ranks, or `0:3,2:1` for some of them.
 StreamChoice parse_streams(const std::string& flag, const std::string& text);
+/// Sets nnodes from `4`, and min_nnodes too from `2:4`.
+void parse_nnodes(const std::string& flag, const std::string& text, LaunchOptions& options);
 /// Seconds from 0 to 1000000, with fractions.
 std::chrono::milliseconds parse_seconds(const std::string& flag, const std::string& text);
 

@@ -5,11 +5,15 @@
 
 #include <sched.h>
 
+#include "launch/restarts.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
 namespace tessera::launch {
 namespace {
+
+// Launchers write to each other several times a second. A busy machine may delay them.
+constexpr std::chrono::milliseconds kLeastRejoinTimeout = std::chrono::seconds(3);
 
 [[noreturn]] void refuse(const std::string& flag, const std::string& value,
                          const std::string& expected) {
@@ -44,7 +48,21 @@ void check_streams(const std::string& flag, const std::optional<StreamChoice>& c
   }
 }
 
+void check_rejoin(const LaunchOptions& o) {
+  const std::string given = seconds_text(*o.rejoin_timeout);
+  if (!hosts_meet(o))
+    refuse("--rejoin-timeout", given,
+           "several hosts (--nnodes) with --max-restarts above 0 or --nnodes MIN:MAX");
+  if (*o.rejoin_timeout < kLeastRejoinTimeout)
+    refuse("--rejoin-timeout", given, "at least " + seconds_text(kLeastRejoinTimeout) + " seconds");
+}
+
 }  // namespace
+
+bool hosts_meet(const LaunchOptions& options) {
+  return options.nnodes > 1 &&
+         (options.max_restarts > 0 || options.min_nnodes.value_or(options.nnodes) < options.nnodes);
+}
 
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest) {
   int value = 0;
@@ -65,6 +83,26 @@ int parse_nproc(const std::string& flag, const std::string& text) {
     refuse(flag, text, "a number of ranks of at least 1, 'auto' or 'cpu'");
   }
   return value;
+}
+
+void parse_nnodes(const std::string& flag, const std::string& text, LaunchOptions& options) {
+  const int unbounded = std::numeric_limits<int>::max();
+  const size_t colon = text.find(':');
+  if (colon == std::string::npos) {
+    options.nnodes = parse_integer(flag, text, 1, unbounded);
+    return;
+  }
+  int bounds[2] = {};
+  const std::string parts[2] = {text.substr(0, colon), text.substr(colon + 1)};
+  for (int i = 0; i < 2; ++i) {
+    const char* const end = parts[i].data() + parts[i].size();
+    const auto parsed = std::from_chars(parts[i].data(), end, bounds[i]);
+    if (parsed.ec != std::errc() || parsed.ptr != end || bounds[i] < 1)
+      refuse(flag, text, "a number of hosts of at least 1, or MIN:MAX, as 2:4");
+  }
+  if (bounds[0] > bounds[1]) refuse(flag, text, "MIN:MAX with MIN of at most MAX");
+  options.min_nnodes = bounds[0];
+  options.nnodes = bounds[1];
 }
 
 StreamChoice parse_streams(const std::string& flag, const std::string& text) {
@@ -125,8 +163,11 @@ void validate(const LaunchOptions& o) {
       throw UsageError("--master-addr is missing: expected the address of node 0" + several);
     if (!o.master_port)
       throw UsageError("--master-port is missing: expected a free port of node 0" + several);
-    if (o.max_restarts > 0) refuse("--max-restarts", std::to_string(o.max_restarts), "0" + several);
   }
+  if (o.min_nnodes) check_range("--nnodes MIN", *o.min_nnodes, 1, o.nnodes);
+  if (o.rejoin_timeout) check_rejoin(o);
+  if (hosts_meet(o) && o.master_port == 65535)
+    refuse("--master-port", "65535", "a port of at most 65534: the launchers meet at the next one");
   check_streams("--tee", o.tee, o.nproc_per_node);
   check_streams("--redirects", o.redirects, o.nproc_per_node);
   if (o.redirects && o.log_dir.empty()) {

@@ -73,8 +73,56 @@ TEST(LaunchOptionsTest, SeveralHostsNeedNodeRankAddressAndPort) {
   EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--master-port")));
   options.master_port = 29500;
   EXPECT_NO_THROW(validate(options));
+}
+
+TEST(LaunchOptionsTest, NumbersOfHosts) {
+  LaunchOptions options = good();
+  parse_nnodes("--nnodes", "3", options);
+  EXPECT_EQ(options.nnodes, 3);
+  EXPECT_FALSE(options.min_nnodes);
+  parse_nnodes("--nnodes", "2:4", options);
+  EXPECT_EQ(options.min_nnodes, 2);
+  EXPECT_EQ(options.nnodes, 4);
+  for (const char* bad : {"", "x", "0", "0:2", "2:", ":2", "2:x", "1:2:3", "-1:2", "4:2", "2-4"}) {
+    EXPECT_THAT([&] { parse_nnodes("--nnodes", bad, options); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("--nnodes = '"), HasSubstr(bad))))
+        << bad;
+  }
+  EXPECT_THAT(
+      [&] { parse_nnodes("--nnodes", "4:2", options); },
+      ThrowsMessage<UsageError>("--nnodes = '4:2': expected MIN:MAX with MIN of at most MAX"));
+}
+
+TEST(LaunchOptionsTest, HostsMeetOnlyWhereTheyCanStartAgain) {
+  LaunchOptions options = good();
+  options.node_rank = 0;
+  options.master_addr = "host0";
+  options.master_port = 65535;
+  options.rejoin_timeout = std::chrono::seconds(30);
+  const auto refused = [&](const char* flag, const char* expected) {
+    EXPECT_THAT([&] { validate(options); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr(flag), HasSubstr(expected))));
+  };
   options.max_restarts = 1;
-  EXPECT_THAT([&] { validate(options); }, ThrowsMessage<UsageError>(HasSubstr("--max-restarts")));
+  refused("--rejoin-timeout = '30'", "several hosts");
+  options.nnodes = 2;
+  options.max_restarts = 0;
+  EXPECT_FALSE(hosts_meet(options));
+  refused("--rejoin-timeout = '30'", "--max-restarts above 0 or --nnodes MIN:MAX");
+  options.max_restarts = 1;
+  EXPECT_TRUE(hosts_meet(options));
+  refused("--master-port = '65535'", "at most 65534");
+  options.master_port = 29500;
+  EXPECT_NO_THROW(validate(options));
+  options.max_restarts = 0;
+  options.min_nnodes = 1;
+  EXPECT_TRUE(hosts_meet(options));
+  EXPECT_NO_THROW(validate(options));
+  options.min_nnodes = 3;
+  refused("--nnodes MIN = '3'", "from 1 to 2");
+  options.min_nnodes = 1;
+  options.rejoin_timeout = std::chrono::milliseconds(500);
+  refused("--rejoin-timeout = '0.5'", "at least 3 seconds");
 }
 
 TEST(LaunchOptionsTest, ImpossibleValuesAreRefused) {

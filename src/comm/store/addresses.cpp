@@ -47,7 +47,8 @@ std::string address_towards(const std::string& peer) {
   return "";
 }
 
-std::vector<std::string> resolve_master_address(const std::string& name, int rank) {
+std::vector<std::string> resolve_master_address(const std::string& name, int rank,
+                                                const Caller& caller) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   int error = EAI_AGAIN;
@@ -58,9 +59,9 @@ std::vector<std::string> resolve_master_address(const std::string& name, int ran
   }
   if (error)
     throw UsageError(
-        fmt::format("init_process_group: rank {}: MASTER_ADDR is '{}': {}; expected a name or "
-                    "an address of the host of rank 0",
-                    rank, name, ::gai_strerror(error)));
+        fmt::format("{}: {} {}: MASTER_ADDR is '{}': {}; expected a name or an address of the "
+                    "host of {} 0",
+                    caller.component, caller.noun, rank, name, ::gai_strerror(error), caller.noun));
   const AddressesFound list(found, ::freeaddrinfo);
   std::vector<std::string> addresses;
   for (const auto* entry = found; entry; entry = entry->ai_next) {

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/store/caller.h"
+
 namespace tessera::comm {
 
 /// True for a loopback address, or the name localhost. Pure.
@@ -14,7 +16,8 @@ std::string address_towards(const std::string& peer);
 
 /// The numeric addresses of a host, each once. Throws UsageError, naming MASTER_ADDR and the rank,
 /// if the name is unknown. Blocks while the name server does.
-std::vector<std::string> resolve_master_address(const std::string& name, int rank);
+std::vector<std::string> resolve_master_address(const std::string& name, int rank,
+                                                const Caller& caller = {});
 
 /// The addresses on which rank 0 listens: those that MASTER_ADDR has on its host. If all of them
 /// are loopback addresses, as with Debian's line "127.0.1.1 NAME" in /etc/hosts, other hosts see

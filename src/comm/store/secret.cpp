@@ -15,12 +15,12 @@ namespace {
 
 constexpr size_t kMaxSecretBytes = 4096;
 
-std::string secret_in(const std::string& path, int rank) {
+std::string secret_in(const std::string& path, int rank, const Caller& caller) {
   const auto refuse = [&](const std::string& problem) {
     throw UsageError(
-        fmt::format("init_process_group: rank {}: TESSERA_SECRET_FILE is '{}': {}; expected a "
+        fmt::format("{}: {} {}: TESSERA_SECRET_FILE is '{}': {}; expected a "
                     "regular file of this user with mode 0600 or 0400 and 1 to {} bytes",
-                    rank, path, problem, kMaxSecretBytes));
+                    caller.component, caller.noun, rank, path, problem, kMaxSecretBytes));
   };
   // Opening a FIFO would block without O_NONBLOCK.
   const Socket file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
@@ -44,16 +44,17 @@ std::string secret_in(const std::string& path, int rank) {
 
 }  // namespace
 
-std::string read_secret(const std::function<const char*(const char* name)>& get, int rank) {
+std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
+                        const Caller& caller) {
   if (const char* const text = get("TESSERA_SECRET")) {
     if (*text) return text;
     throw UsageError(fmt::format(
-        "init_process_group: rank {}: environment variable TESSERA_SECRET is empty; expected a "
-        "secret that all ranks share, or no such variable",
-        rank));
+        "{}: {} {}: environment variable TESSERA_SECRET is empty; expected a secret that all {}s "
+        "share, or no such variable",
+        caller.component, caller.noun, rank, caller.noun));
   }
   const char* const path = get("TESSERA_SECRET_FILE");
-  return path ? secret_in(path, rank) : "";
+  return path ? secret_in(path, rank, caller) : "";
 }
 
 }  // namespace tessera::comm

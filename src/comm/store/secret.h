@@ -3,6 +3,8 @@
 #include <functional>
 #include <string>
 
+#include "comm/store/caller.h"
+
 namespace tessera::comm {
 
 /// The secret that the ranks of a world over hosts share: TESSERA_SECRET, else the content of the
@@ -10,6 +12,7 @@ namespace tessera::comm {
 /// returns the value of an environment variable or null. Throws UsageError for an empty value, and
 /// for a file that cannot be read, is no regular file, is not this user's, or may be read or
 /// written by other users (expected mode: 0600 or 0400). No message contains the secret.
-std::string read_secret(const std::function<const char*(const char* name)>& get, int rank);
+std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
+                        const Caller& caller = {});
 
 }  // namespace tessera::comm

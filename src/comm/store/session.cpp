@@ -37,16 +37,17 @@ void Session::take_proof() {
   }
   output_ = kRefusal;
   stage_ = Stage::dropped;
-  complaint_ = fmt::format("it calls itself rank {} and ", hello_->rank);
+  complaint_ = fmt::format("it calls itself {} {} and ", gate_.noun, hello_->rank);
   if (proved) {
     complaint_ +=
         fmt::format("belongs to attempt {}; expected attempt {}", hello_->attempt, gate_.attempt);
     return;
   }
-  complaint_ += !hello_->has_secret    ? "has no secret, and rank 0 has one"
-                : gate_.secret.empty() ? "has a secret, and rank 0 has none"
-                                       : "has another secret than rank 0";
-  complaint_ += "; set the same TESSERA_SECRET or TESSERA_SECRET_FILE on every rank";
+  const auto server = gate_.noun + " 0";
+  complaint_ += !hello_->has_secret    ? "has no secret, and " + server + " has one"
+                : gate_.secret.empty() ? "has a secret, and " + server + " has none"
+                                       : "has another secret than " + server;
+  complaint_ += "; set the same TESSERA_SECRET or TESSERA_SECRET_FILE on every " + gate_.noun;
 }
 
 void Session::take_requests() {

@@ -17,6 +17,7 @@ class Session {
   struct Gate {
     int attempt = 0;
     std::string secret;
+    std::string noun = "rank";  ///< See Caller.
   };
 
   /// Both must outlive the session.

@@ -74,14 +74,17 @@ std::string host_name() {
 }
 
 [[noreturn]] void refuse_secret(const StorePlace& place, const Challenge& challenge) {
-  const char* const difference = place.secret.empty()    ? "rank 0 has a secret and this rank none"
-                                 : !challenge.has_secret ? "this rank has a secret and rank 0 none"
-                                                         : "rank 0 has another secret";
+  const auto& noun = place.caller.noun;
+  const auto difference =
+      place.secret.empty()    ? fmt::format("{0} 0 has a secret and this {0} none", noun)
+      : !challenge.has_secret ? fmt::format("this {0} has a secret and {0} 0 none", noun)
+                              : fmt::format("{0} 0 has another secret", noun);
   throw UsageError(fmt::format(
-      "init_process_group: rank {} on host {}: the store at MASTER_ADDR:MASTER_PORT = {}:{} did "
-      "not prove the secret of this rank: {}, or another job answers there; set the same "
-      "TESSERA_SECRET or TESSERA_SECRET_FILE on every rank",
-      place.rank, host_name(), place.address, place.port, difference));
+      "{}: {} {} on host {}: the store at MASTER_ADDR:MASTER_PORT = {}:{} did not prove the "
+      "secret of this {}: {}, or another job answers there; set the same TESSERA_SECRET or "
+      "TESSERA_SECRET_FILE on every {}",
+      place.caller.component, noun, place.rank, host_name(), place.address, place.port, noun,
+      difference, noun));
 }
 
 void check_attempt(const StorePlace& place, const Challenge& challenge) {
@@ -115,7 +118,7 @@ void shake_hands(const Socket& socket, const StorePlace& place, Clock::time_poin
 
 Socket connect_once(const StorePlace& place, Clock::time_point deadline) {
   std::exception_ptr problem;
-  for (const auto& address : resolve_master_address(place.address, place.rank)) {
+  for (const auto& address : resolve_master_address(place.address, place.rank, place.caller)) {
     try {
       auto socket =
           connect_to(address, place.port, std::min(deadline, Clock::now() + kConnectLimit));
@@ -150,6 +153,7 @@ StoreLink::StoreLink(const StorePlace& place, Clock::time_point deadline, bool m
       now = error.what();
     } catch (const std::system_error& error) {
       now = error.code().message();
+      if (must_listen && error.code() == std::errc::connection_refused) throw StoreClosed(now);
       if (must_listen) throw StoreLost(now);
     }
     const bool over = Clock::now() >= deadline;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm/store/caller.h"
 #include "comm/store/message.h"
 #include "comm/store/socket.h"
 
@@ -16,6 +17,7 @@ struct StorePlace {
   int rank = 0, size = 1;
   int attempt = 0;
   std::string secret;  ///< empty: none
+  Caller caller = {};
 };
 
 /// The store cannot be used, for the reason in what().
@@ -24,12 +26,19 @@ class StoreLost : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// The host of the store answers, and no process listens there.
+class StoreClosed : public StoreLost {
+ public:
+  using StoreLost::StoreLost;
+};
+
 /// One connection to the store whose two ends have proved the secret to each other.
 class StoreLink {
  public:
   /// Connects. What may pass is tried again until the deadline: no process that listens, a
   /// connection that is closed or not answered, a store of an earlier attempt. With
-  /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost; UsageError
+  /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost, which is
+  /// StoreClosed if no process listens and one must; UsageError
   /// at once if MASTER_ADDR is unknown, or if the store has another secret or a later attempt.
   StoreLink(const StorePlace& place, std::chrono::steady_clock::time_point deadline,
             bool must_listen);

@@ -134,8 +134,8 @@ void StoreServer::answer_waiting() {
 }
 
 void StoreServer::report(const Connection& connection) {
-  auto line = fmt::format("the store of rank 0 refused a connection from {}: {}", connection.peer,
-                          connection.session.complaint());
+  auto line = fmt::format("the store of {} 0 refused a connection from {}: {}", options_.gate.noun,
+                          connection.peer, connection.session.complaint());
   {
     std::lock_guard lock(mutex_);
     if (reported_.size() >= kMostReports ||

@@ -90,6 +90,7 @@ bool Supervisor::failed() const {
 }
 
 void Supervisor::on_failures(const std::vector<Exit>& failures) {
+  if (ordered_) return;
   if (interrupted_by_) {
     // The exit code of an interrupted program is passed on.
     if (!cause_) {

@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <deque>
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <random>
 
 #include <fcntl.h>
 #include <poll.h>
@@ -13,9 +11,11 @@
 #include <unistd.h>
 
 #include "launch/output/sink.h"
+#include "launch/random_id.h"
 #include "launch/rendezvous_folder.h"
+#include "launch/restarts.h"
+#include "launch/supervise/attempts.h"
 #include "launch/supervise/open_files.h"
-#include "launch/supervise/supervisor.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
@@ -28,13 +28,6 @@ std::vector<std::string> current_environment() {
   std::vector<std::string> result;
   for (char** entry = environ; *entry; ++entry) result.emplace_back(*entry);
   return result;
-}
-
-std::string random_id() {
-  std::random_device source;
-  char text[17];
-  snprintf(text, sizeof text, "%08x%08x", source(), source());
-  return text;
 }
 
 Attempt make_attempt(const LaunchOptions& options, int number, const std::string& run_id,
@@ -52,7 +45,55 @@ Attempt make_attempt(const LaunchOptions& options, int number, const std::string
   return attempt;
 }
 
-Outcome run_attempt(const Surroundings& around, Attempt attempt) {
+/// Returns false if a signal requests the end meanwhile.
+bool wait_for(std::chrono::milliseconds time, SignalWatch& signals) {
+  const auto end = Clock::now() + time;
+  for (auto left = time; left.count() > 0;
+       left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now())) {
+    pollfd entry{signals.fd(), POLLIN, 0};
+    (void)poll(&entry, 1, static_cast<int>(left.count()));
+    if (end_requested(signals) != 0) return false;
+  }
+  return true;
+}
+
+int run_attempts(const Surroundings& around) {
+  const LaunchOptions& options = around.options;
+  const auto say = [&](const std::string& text) {
+    around.console.say(options.command + ": " + text);
+  };
+  const std::string run_id = random_id();
+  Restarts restarts(options);
+  for (int number = 0;; ++number) {
+    restarts.begin(Clock::now());
+    const Outcome outcome = run_attempt(around, number, run_id);
+    if (!outcome.not_started.empty()) say(outcome.not_started);
+    if (outcome.exit_code == 0 || !outcome.cause || outcome.interrupted) return outcome.exit_code;
+    const auto wait = restarts.next(Clock::now());
+    if (!wait) {
+      if (!restarts.refusal().empty()) say(restarts.refusal());
+      return outcome.exit_code;
+    }
+    say("restart " + restarts.count() + ", because " + describe(*outcome.cause) + "; waiting " +
+        seconds_text(*wait) + " s");
+    (void)around.console.flush(around.signals.fd());
+    if (!wait_for(*wait, around.signals)) return outcome.exit_code;
+  }
+}
+
+/// Writes the queued output. If its reader does not read, blocks until a signal arrives.
+void flush(Console& console, SignalWatch& signals) {
+  while (!console.flush(signals.fd())) {
+    for (int number : signals.take()) {
+      if (number != SIGCHLD && number != SIGTSTP && number != SIGUSR1 && number != SIGUSR2) return;
+    }
+  }
+}
+
+}  // namespace
+
+Outcome run_attempt(const Surroundings& around, int number, const std::string& run_id) {
+  Attempt attempt = make_attempt(around.options, number, run_id, around.console.out().terminal());
   std::unique_ptr<RendezvousFolder> folder;
   const bool one_host = around.options.nnodes == 1;
   try {
@@ -69,88 +110,13 @@ Outcome run_attempt(const Surroundings& around, Attempt attempt) {
   return result;
 }
 
-/// Waits between two attempts: the delay doubles from one restart to the next, up to a minute, and
-/// begins again after an attempt that ran for ten minutes. At most so many restarts an hour.
-class Restarts {
- public:
-  explicit Restarts(const LaunchOptions& options)
-      : options_(options), delay_(options.restart_delay) {}
-
-  void begin() { began_ = Clock::now(); }
-  /// The time to wait; nullopt if there were too many restarts in the last hour.
-  std::optional<std::chrono::milliseconds> next() {
-    const auto now = Clock::now();
-    while (!times_.empty() && now - times_.front() >= std::chrono::hours(1)) times_.pop_front();
-    if (static_cast<int>(times_.size()) >= options_.restarts_per_hour) return std::nullopt;
-    times_.push_back(now);
-    if (now - began_ >= std::chrono::minutes(10)) delay_ = options_.restart_delay;
-    const auto wait = delay_;
-    delay_ = std::min<std::chrono::milliseconds>(2 * delay_, std::chrono::minutes(1));
-    return wait;
+int end_requested(SignalWatch& signals) {
+  for (int number : signals.take()) {
+    if (number == SIGTSTP) raise(SIGSTOP);
+    if (number != SIGCHLD && number != SIGTSTP) return number;
   }
-
- private:
-  const LaunchOptions& options_;
-  std::chrono::milliseconds delay_;
-  std::deque<Clock::time_point> times_;
-  Clock::time_point began_;
-};
-
-/// Returns false if a signal requests the end meanwhile.
-bool wait_for(std::chrono::milliseconds time, SignalWatch& signals) {
-  const auto end = Clock::now() + time;
-  for (auto left = time; left.count() > 0;
-       left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now())) {
-    pollfd entry{signals.fd(), POLLIN, 0};
-    (void)poll(&entry, 1, static_cast<int>(left.count()));
-    for (int number : signals.take()) {
-      if (number == SIGTSTP) raise(SIGSTOP);
-      if (number != SIGCHLD && number != SIGTSTP) return false;
-    }
-  }
-  return true;
+  return 0;
 }
-
-int run_attempts(const Surroundings& around) {
-  const LaunchOptions& options = around.options;
-  const auto say = [&](const std::string& text) {
-    around.console.say(options.command + ": " + text);
-  };
-  const std::string run_id = random_id();
-  Restarts restarts(options);
-  for (int number = 0;; ++number) {
-    restarts.begin();
-    const Outcome outcome =
-        run_attempt(around, make_attempt(options, number, run_id, around.console.out().terminal()));
-    if (!outcome.not_started.empty()) say(outcome.not_started);
-    if (outcome.exit_code == 0 || !outcome.cause || outcome.interrupted) return outcome.exit_code;
-    if (number == options.max_restarts) return outcome.exit_code;
-    const auto wait = restarts.next();
-    if (!wait) {
-      say("no restart: " + std::to_string(options.restarts_per_hour) +
-          " in the last hour (--restarts-per-hour)");
-      return outcome.exit_code;
-    }
-    std::string seconds = std::to_string(static_cast<double>(wait->count()) / 1000);
-    seconds.erase(seconds.find_last_not_of('0') + 1);
-    if (seconds.back() == '.') seconds.pop_back();
-    say("restart " + std::to_string(number + 1) + " of " + std::to_string(options.max_restarts) +
-        ", because " + describe(*outcome.cause) + "; waiting " + seconds + " s");
-    (void)around.console.flush(around.signals.fd());
-    if (!wait_for(*wait, around.signals)) return outcome.exit_code;
-  }
-}
-
-/// Writes the queued output. If its reader does not read, blocks until a signal arrives.
-void flush(Console& console, SignalWatch& signals) {
-  while (!console.flush(signals.fd())) {
-    for (int number : signals.take()) {
-      if (number != SIGCHLD && number != SIGTSTP && number != SIGUSR1 && number != SIGUSR2) return;
-    }
-  }
-}
-
-}  // namespace
 
 std::string own_path() {
   std::error_code error;
@@ -188,7 +154,8 @@ int run(const LaunchOptions& options) {
                   ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");
     }
     Guard guard;
-    exit_code = run_attempts({options, program.path, environment, console, guard, signals});
+    const Surroundings around{options, program.path, environment, console, guard, signals};
+    exit_code = hosts_meet(options) ? run_rounds(around) : run_attempts(around);
   }
   flush(console, signals);
   return exit_code;

@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/wait.h>
 
+#include "launch/restarts.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -44,7 +45,7 @@ Outcome Supervisor::run() {
     end_groups();
     throw;
   }
-  if (!cause_ && failed()) name_cause();
+  if (!cause_ && !ordered_ && failed()) name_cause();
   end_groups();
   take_terminal();
   mux_.finish();
@@ -101,6 +102,7 @@ void Supervisor::watch() {
     collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
     end_stopped();
+    follow_order();
     if (deadline_ && Clock::now() >= *deadline_) on_deadline();
   }
 }
@@ -112,6 +114,7 @@ void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
   for (const Rank& rank : ranks_)
     polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
   mux_.add_polled(polled);
+  if (around_.meeting) polled.push_back({around_.meeting->fd(), POLLIN, 0});
   if (poll(polled.data(), polled.size(), poll_timeout()) < 0) {
     for (pollfd& entry : polled) entry.revents = 0;
   }
@@ -166,12 +169,7 @@ std::string Supervisor::wait_for_stop(int number) {
   interrupted_by_ = number;
   phase_ = Phase::Interrupted;
   deadline_ = Clock::now() + around_.options.grace;
-  const auto seconds =
-      std::chrono::duration_cast<std::chrono::duration<double>>(around_.options.grace).count();
-  std::string span = std::to_string(seconds);
-  span.erase(span.find_last_not_of('0') + 1);
-  if (span.back() == '.') span.pop_back();
-  return span;
+  return seconds_text(around_.options.grace);
 }
 
 void Supervisor::on_deadline() {
@@ -195,6 +193,24 @@ void Supervisor::on_deadline() {
     case Phase::Lost:
       deadline_.reset();
   }
+}
+
+/// Another host may end the round. If the ranks of this one are ending anyway, nothing is to be
+/// done.
+void Supervisor::follow_order() {
+  if (!around_.meeting || phase_ != Phase::Running) return;
+  const auto order = around_.meeting->end_of_round();
+  if (!order) return;
+  const bool stop = order->kind == Order::Kind::stop;
+  say("ending " + count_ranks(alive()) + " of " + host_name() + ": " + order->text);
+  if (order->kind == Order::Kind::fail) {
+    ordered_ = true;
+    return terminate();
+  }
+  // A second signal would end ranks that are stopping already.
+  ordered_ = !stop;
+  (void)wait_for_stop(SIGTERM);
+  if (!stop) signal_all(SIGTERM);
 }
 
 void Supervisor::terminate() {
@@ -234,12 +250,16 @@ size_t Supervisor::alive() const {
 
 Outcome Supervisor::outcome() const {
   Outcome result;
+  result.asked = stop_requested_at_.has_value();
+  result.ordered = ordered_;
   result.interrupted = stop_requested_at_.has_value() || interrupted_by_ != 0;
   result.cause = cause_;
   if (phase_ == Phase::Killing && interrupted_by_) {
     result.exit_code = 128 + interrupted_by_;
   } else if (cause_) {
     result.exit_code = cause_->exit_code();
+  } else if (ordered_) {
+    result.exit_code = 1;
   } else if (phase_ == Phase::Lost) {
     result.exit_code = 128 + SIGKILL;
   }

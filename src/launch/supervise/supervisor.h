@@ -6,6 +6,7 @@
 
 #include "launch/environment.h"
 #include "launch/output/mux.h"
+#include "launch/rounds/meeting.h"
 #include "launch/supervise/blame.h"
 #include "launch/supervise/child.h"
 #include "launch/supervise/guard.h"
@@ -19,6 +20,8 @@ struct Outcome {
   int exit_code = 0;
   std::optional<Cause> cause;  ///< What ended the attempt, if it failed or was interrupted.
   bool interrupted = false;    ///< A signal requested the launcher to end.
+  bool asked = false;          ///< A signal to the launcher requested an end at once.
+  bool ordered = false;        ///< The order of another host's launcher ended the attempt.
   std::string not_started;     ///< Why the program could not be executed; empty if it could.
 };
 
@@ -30,6 +33,7 @@ struct Surroundings {
   Console& console;
   Guard& guard;
   SignalWatch& signals;
+  Meeting* meeting = nullptr;  ///< Of the launchers of several hosts; null: none.
 };
 
 /// Starts the ranks of one attempt and supervises them until the last one has ended. A failure is
@@ -38,6 +42,7 @@ struct Surroundings {
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
+///   Running --order of the meeting--> Terminating or Interrupted
 ///   Running --SIGUSR1 or SIGUSR2--> Announced --another signal--> Interrupted
 class Supervisor {
  public:
@@ -72,6 +77,7 @@ class Supervisor {
   void end_by_request();
   void on_signal(int number);
   void on_deadline();
+  void follow_order();
   void announce(int number);
   void interrupt(int number);
   std::string wait_for_stop(int number);
@@ -103,6 +109,7 @@ class Supervisor {
   int ended_ = 0;               ///< How many ranks have ended.
   std::optional<Cause> cause_;  ///< Once it has been reported.
   int interrupted_by_ = 0;
+  bool ordered_ = false;  ///< An order of the meeting ends the ranks.
   /// When the first signal arrived that requests an end.
   std::optional<Clock::time_point> stop_requested_at_;
   bool terminal_given_ = false;

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera::launch {
+
+// What the launchers of several hosts write into their store. A round is one attempt of all ranks,
+// on the hosts that take part in it. Node 0 gives the orders.
+
+/// What one launcher says about itself.
+struct NodeDocument {
+  /// How its ranks of round `ended` have ended.
+  enum class End {
+    none,
+    done,      ///< All with code 0.
+    failed,    ///< A rank failed, here or because of another host.
+    stopped,   ///< Because of a signal to this launcher or one of its ranks.
+    followed,  ///< Because of an order, or of a signal on another host.
+  };
+
+  int node = 0;                ///< --node-rank
+  std::string incarnation;     ///< Random, of this process of the launcher.
+  int beat = 0;                ///< Another one with every writing.
+  std::string host;            ///< Name of the host.
+  std::string settings;        ///< The flags that must agree on all hosts.
+  int began = -1, ended = -1;  ///< The last round that it has started, and that has ended here.
+  End end = End::none;
+  bool cause_known = false;  ///< With failed: the failure began here.
+  bool final = false;        ///< With failed: a restart is of no use.
+  std::string text;          ///< With failed or stopped: the reason.
+  bool left = false;         ///< The launcher ends; this is its last document.
+
+  bool ready() const { return !left && began == ended; }
+  std::string encode() const;
+  /// nullopt if `bytes` are no document.
+  static std::optional<NodeDocument> decode(std::string bytes);
+};
+
+/// What node 0 orders.
+struct Order {
+  enum class Kind {
+    wait,     ///< For the other hosts.
+    begin,    ///< Start the ranks of the round.
+    fail,     ///< End the ranks of the round, because one failed.
+    regroup,  ///< End the ranks of the round as for SIGTERM, because a further host is there.
+    stop,     ///< Let the ranks of the round end: a signal has stopped some of them.
+    over,     ///< The launchers end; `text` is empty if all ranks ended with code 0.
+  };
+
+  Kind kind = Kind::wait;
+  int round = -1;
+  std::vector<int> nodes;                 ///< That take part, ascending; the order of node ranks.
+  std::vector<std::string> incarnations;  ///< Of these nodes.
+  std::string text;                       ///< For the user.
+  std::string settings;                   ///< Node 0's.
+
+  /// The position of a launcher among `nodes`; -1 if it takes no part.
+  int place_of(const NodeDocument& launcher) const;
+  bool operator==(const Order&) const = default;
+  std::string encode() const;
+  /// nullopt if `bytes` are no order.
+  static std::optional<Order> decode(std::string bytes);
+};
+
+}  // namespace tessera::launch

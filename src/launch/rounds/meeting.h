@@ -1,0 +1,66 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "launch/fd.h"
+#include "launch/rounds/documents.h"
+#include "tessera/launch.h"
+
+namespace tessera::launch {
+
+class Contact;
+
+/// This launcher's part in the meeting of the launchers of several hosts: it writes what this host
+/// does into the store of node 0 and reads the orders, in a thread of its own. On node 0 it also
+/// serves the store, at --master-port + 1, and gives the orders (Leader).
+class Meeting {
+ public:
+  /// Returns at once, except on node 0, which begins to serve. Throws UsageError if it cannot, and
+  /// for a secret that cannot be read.
+  explicit Meeting(const LaunchOptions& options);
+  /// Tells the others that this launcher ends. Node 0 waits a few seconds for those that read its
+  /// last order. If node 0 does not answer, it blocks for two seconds.
+  ~Meeting();
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+
+  /// Readable when there is a new order or an error. take() empties it.
+  int fd() const { return news_.get(); }
+  /// The current order. Throws UsageError if this launcher cannot take part: another secret, other
+  /// flags than node 0, a node rank that another launcher has. Throws BrokenWorldError if node 0
+  /// is lost.
+  Order take();
+  /// The order that ends the round which runs here; nullopt if none does. The loss of node 0 is one
+  /// of kind fail. Throws nothing; does not block.
+  std::optional<Order> end_of_round();
+
+  /// This host's node rank in the round that is to be started; -1 if it takes no part in `order`.
+  int place_in(const Order& order) const;
+  /// A round has begun here.
+  void begin(int round);
+  /// All ranks of the round have ended here.
+  void end(NodeDocument::End how, std::string text, bool cause_known, bool final);
+
+ private:
+  void run();
+  void publish(std::unique_lock<std::mutex>& lock);
+
+  const LaunchOptions& options_;
+  Fd news_;
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  NodeDocument own_;
+  Order order_;
+  std::exception_ptr error_;
+  bool changed_ = true, stopping_ = false;
+  std::unique_ptr<Contact> contact_;
+  std::thread thread_;
+};
+
+}  // namespace tessera::launch
