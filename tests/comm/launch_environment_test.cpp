@@ -11,6 +11,7 @@ namespace {
 
 using tessera::UsageError;
 using tessera::comm::LaunchEnvironment;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 LaunchEnvironment read(const std::map<std::string, std::string>& variables) {
@@ -33,6 +34,61 @@ TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
   const auto world = read({});
   EXPECT_EQ(world.size, 1);
   EXPECT_EQ(world.launcher, "none");
+}
+
+using Variables = std::map<std::string, std::string>;
+
+Variables slurm_step(const Variables& more) {
+  Variables all = {{"SLURM_PROCID", "1"},
+                   {"SLURM_STEP_NUM_TASKS", "4"},
+                   {"SLURM_STEP_NUM_NODES", "2"},
+                   {"SLURM_JOB_ID", "1234"},
+                   {"SLURM_STEP_ID", "3"}};
+  for (const auto& [name, value] : more) all[name] = value;
+  return all;
+}
+
+TEST(LaunchEnvironment, AStepOfSlurmOverHostsNeedsNoAddressAndPort) {
+  const Variables lists = {
+      {"node7", "node7"},           {"node[01-03,7],gpu5", "node01"},
+      {"gpu5,node[01-03]", "gpu5"}, {"rack[2-3]-node[10,12]-ib,x", "rack2-node10-ib"},
+      {"node[007]", "node007"},     {"a.b.example,c", "a.b.example"}};
+  for (const auto& [list, first] : lists)
+    EXPECT_EQ(read(slurm_step({{"SLURM_STEP_NODELIST", list}})).master_address, first) << list;
+  const auto world = read(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_JOB_NODELIST", "c"}}));
+  EXPECT_EQ(world.master_address, "b");
+  EXPECT_EQ(read(slurm_step({{"SLURM_JOB_NODELIST", "c[1-2]"}})).master_address, "c1");
+  EXPECT_EQ(world.master_port, 20000 + 2343);
+  EXPECT_EQ(read(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_STEP_ID", "4"}})).master_port,
+            20000 + 2344);
+  EXPECT_EQ(read(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_STEP_RESV_PORTS", "12000-12001"}}))
+                .master_port,
+            12000);
+}
+
+TEST(LaunchEnvironment, WhatTheUserSetsComesBeforeSlurmsVariables) {
+  auto world = read(
+      slurm_step({{"SLURM_NODELIST", "b[1"}, {"MASTER_ADDR", "x"}, {"MASTER_PORT", "77"}}));
+  EXPECT_EQ(world.master_address, "x");
+  EXPECT_EQ(world.master_port, 77);
+  EXPECT_EQ(read(slurm_step({})).master_port, 0);
+  world = read(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_STEP_NUM_NODES", "1"}}));
+  EXPECT_EQ(world.master_address, "") << "one host meets in a folder";
+}
+
+TEST(LaunchEnvironment, MalformedListsOfSlurmAreErrors) {
+  for (const char* list : {"node[01-03", "node]1[", "node[]", "node[a-b]", "node[-3]", "node[1,]",
+                           ",node1", "node[1[2]]", "no de", "node[1-2", "http://x"}) {
+    EXPECT_THAT(error_of(slurm_step({{"SLURM_STEP_NODELIST", list}})),
+                AllOf(HasSubstr("SLURM_STEP_NODELIST is '"), HasSubstr(list),
+                      HasSubstr("node[01-03,7],gpu5")))
+        << list;
+  }
+  for (const char* ports : {"x", "0", "70000", "12x"})
+    EXPECT_THAT(error_of(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_STEP_RESV_PORTS", ports}})),
+                AllOf(HasSubstr("SLURM_STEP_RESV_PORTS is '"), HasSubstr("12000-12001")));
+  EXPECT_THAT(error_of(slurm_step({{"SLURM_NODELIST", "b"}, {"SLURM_JOB_ID", "job"}})),
+              HasSubstr("SLURM_JOB_ID is 'job'; expected a number"));
 }
 
 TEST(LaunchEnvironment, EveryLauncher) {

@@ -41,8 +41,8 @@ def words(trial, *command, code, text, when=None, ranks="none", left="nothing", 
     ("a flag that does not exist", ["--nproc-per-nod", 2, "true"], 2, "--nproc-per-node"),
     ("-n 0", ["-n", 0, "true"], 2, "0"), ("-n two", ["-n", "two", "true"], 2, "two"), ("no program", ["-n", 2], 2, "PROGRAM|program"),
     ("two hosts without a number and an address", ["--nnodes", 2, "-n", 1, "true"], 2, "--node-rank"),
-    ("restarts on several hosts", ["--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", 29999, "--max-restarts", 1, "true"], 2,
-     "max-restarts"))])
+    ("--nnodes 3:2", ["--nnodes", "3:2", "true"], 2, "MIN of at most MAX"),
+    ("--rejoin-timeout on one host", ["--rejoin-timeout", 30, "--max-restarts", 1, "true"], 2, "several hosts"))])
 def wrong_words(trial, what, command, code, text):
     return words(trial, *command, code=code, text=text, when="before the ranks")
 

@@ -183,3 +183,46 @@ def cut_for_a_while(trial):
     codes = [run.end() for run in runs]
     trial.check(codes == [143, 143] and "BrokenWorldError" not in runs[0].text(), f"exit codes {codes}", runs[0])
     return outcome("not a fault", "none", 143, "costs time; the run goes on")
+
+
+REJOIN = 4  # --rejoin-timeout
+
+
+def launch_rounds(trial, hosts, host, *words, nnodes="1:2"):
+    """The launcher of one host, with one rank, which may start again with the others. Both hosts share the folder."""
+    return trial.start(*hosts.command(host, "env", "TESSERA_SECRET=shared", trial.bin("tessera"), "run", "--nnodes", nnodes, "--node-rank", host,
+                                      "--master-addr", ADDRESSES[0], "--master-port", PORT + 1, "--max-restarts", 3, "--restart-delay", 0.2,
+                                      "--rejoin-timeout", REJOIN, trial.bin("fault_trainer"), "c.yaml", *words))
+
+
+@fault(GROUP, "SIGKILL of the rank on node {victim} under --max-restarts", fast=True, cases=[dict(victim=victim) for victim in range(2)])
+def restarted(trial, victim):
+    hosts = hosts_of(trial)
+    runs = [launch_rounds(trial, hosts, host, hook(do="signal", value=9, at=AT, rank=victim, once=trial.folder / "once"), nnodes="2") for host in range(2)]
+    codes = [run.end() for run in runs]
+    trial.check(codes == [0, 0], f"exit codes {codes}", runs[victim])
+    far = runs[1 - victim]
+    ranks = trial.named(far, r"restart 1 of 3, because rank (\d) \(pid \d+\) was killed by SIGKILL")
+    seconds = runs[victim].when("was killed by SIGKILL") - trial.fault_at(runs[victim])
+    trial.check(trial.weights() == trial.reference(ranks=2), "training gives other bits", far)
+    return outcome(seconds, ranks, 0, f"{trial.left()}; the same bits as undisturbed")
+
+
+@fault(GROUP, "SIGKILL of the launcher on node {victim} under --nnodes 1:2 --rejoin-timeout 4", cases=[dict(victim=victim) for victim in range(2)])
+def launcher_lost(trial, victim):
+    hosts = hosts_of(trial)
+    runs = [launch_rounds(trial, hosts, host, "train.steps=1000000") for host in range(2)]
+    runs[0].wait_for_line("step +3/")
+    start = time.monotonic()
+    runs[victim].process.kill()
+    if victim == 0:
+        code = runs[1].end(30)
+        trial.check(code == 1, f"exit code {code}", runs[1])
+        return outcome(runs[1].when("lost node 0 at .*its launcher has ended") - start, "none", code, "the others end: node 0 is needed")
+    runs[0].wait_for_line("round 1: 1 host, node 0; without node 1")
+    late = runs[0].when("round 1: ") - start
+    trial.check(late < REJOIN + 2 + 2, f"{late:.1f} s", runs[0])
+    runs[0].wait_for_line("resuming from")
+    runs[0].process.send_signal(signal.SIGTERM)
+    code = runs[0].end()
+    return outcome(f"--rejoin-timeout ({REJOIN} s)", "none", f"{code} when asked to stop", "node 0 goes on alone from the last checkpoint")

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "comm/rendezvous/slurm_master.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -135,6 +136,9 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
   }
   result.master_address = text(get, "MASTER_ADDR");
   result.master_port = number(get, "MASTER_PORT", 1, 65535).value_or(0);
+  // The ranks of one host meet in a folder.
+  if (result.launcher == "Slurm" && result.size > 1 && result.local_size != result.size)
+    add_slurm_master(get, result);
   if (result.size > 1) result.rendezvous = text(get, "TESSERA_RENDEZVOUS");
   const auto agent = text(get, "TORCHELASTIC_USE_AGENT_STORE");
   result.agent_store = agent == "True" || agent == "true" || agent == "1";

@@ -8,7 +8,6 @@
 
 #include "comm/rendezvous/agent_store.h"
 #include "comm/store/secret.h"
-#include "comm/store/serve.h"
 #include "comm/store/verified_store.h"
 #include "tessera/error.h"
 

@@ -3,9 +3,13 @@
 #include <string>
 #include <vector>
 
-#include "comm/store/caller.h"
-
 namespace tessera::comm {
+
+/// Who meets at a store, for messages: the ranks of a world, or the launchers of its hosts.
+struct Caller {
+  std::string component = "init_process_group";
+  std::string noun = "rank";  ///< A number follows it.
+};
 
 /// True for a loopback address, or the name localhost. Pure.
 bool is_loopback(const std::string& address);

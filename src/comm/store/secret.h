@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include "comm/store/caller.h"
+#include "comm/store/addresses.h"
 
 namespace tessera::comm {
 

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "comm/store/caller.h"
+#include "comm/store/addresses.h"
 #include "comm/store/message.h"
 #include "comm/store/socket.h"
 

@@ -4,12 +4,14 @@
 #include <chrono>
 #include <functional>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "comm/store/addresses.h"
 #include "comm/store/session.h"
 #include "comm/store/socket.h"
 
@@ -77,5 +79,17 @@ class StoreServer {
   std::vector<std::string> reported_;
   std::thread thread_;
 };
+
+/// A store that number 0 of its callers serves.
+struct ServedStore {
+  std::shared_ptr<StoreServer> server;
+  std::vector<std::string> addresses;  ///< On which it listens.
+};
+
+/// Serves a store at MASTER_ADDR, see listening_addresses(), and on `port`, which the message calls
+/// `port_name`. Throws UsageError if the address is no interface of this host, or the port is
+/// taken. Warns on standard error of each peer that it refuses.
+ServedStore serve_store(const Caller& caller, const std::string& master_address, int port,
+                        const std::string& port_name, Session::Gate gate);
 
 }  // namespace tessera::comm

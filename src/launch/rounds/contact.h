@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "comm/store/serve.h"
 #include "comm/store/store_link.h"
+#include "comm/store/store_server.h"
 #include "launch/rounds/documents.h"
 #include "launch/rounds/leader.h"
 #include "tessera/launch.h"

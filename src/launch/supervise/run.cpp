@@ -14,8 +14,8 @@
 #include "launch/random_id.h"
 #include "launch/rendezvous_folder.h"
 #include "launch/restarts.h"
-#include "launch/supervise/attempts.h"
 #include "launch/supervise/open_files.h"
+#include "launch/supervise/supervisor.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 

@@ -4,7 +4,7 @@
 #include <poll.h>
 
 #include "launch/rounds/meeting.h"
-#include "launch/supervise/attempts.h"
+#include "launch/supervise/supervisor.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
