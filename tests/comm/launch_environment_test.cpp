@@ -67,8 +67,8 @@ TEST(LaunchEnvironment, AStepOfSlurmOverHostsNeedsNoAddressAndPort) {
 }
 
 TEST(LaunchEnvironment, WhatTheUserSetsComesBeforeSlurmsVariables) {
-  auto world = read(
-      slurm_step({{"SLURM_NODELIST", "b[1"}, {"MASTER_ADDR", "x"}, {"MASTER_PORT", "77"}}));
+  auto world =
+      read(slurm_step({{"SLURM_NODELIST", "b[1"}, {"MASTER_ADDR", "x"}, {"MASTER_PORT", "77"}}));
   EXPECT_EQ(world.master_address, "x");
   EXPECT_EQ(world.master_port, 77);
   EXPECT_EQ(read(slurm_step({})).master_port, 0);
@@ -139,7 +139,7 @@ TEST(LaunchEnvironment, SlurmOnSeveralHosts) {
   EXPECT_EQ(world.local_rank, 1);
   EXPECT_EQ(world.local_size, std::nullopt) << "tasks may lie unevenly";
   EXPECT_EQ(world.job, "9.3") << "another step of the job is another world";
-  EXPECT_EQ(world.master_address, "") << "the user names it, as for every launcher but torchrun";
+  EXPECT_EQ(world.master_address, "node1") << "the first host of the step";
   auto with_address = task;
   with_address.insert({{"MASTER_ADDR", "node1"}, {"MASTER_PORT", "29500"}});
   world = read(with_address);

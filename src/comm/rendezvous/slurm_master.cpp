@@ -84,13 +84,13 @@ std::string first_slurm_host(const std::string& variable, const std::string& lis
 
 void add_slurm_master(const GetVariable& get, LaunchEnvironment& result) {
   if (!result.master_address.empty() || result.master_port != 0) return;
-    for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"}) {
-      const auto list = value_or_empty(get, name);
-      if (list.empty()) continue;
-      result.master_address = first_slurm_host(name, list);
-      result.master_port = slurm_port(get);
-      return;
-    }
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"}) {
+    const auto list = value_or_empty(get, name);
+    if (list.empty()) continue;
+    result.master_address = first_slurm_host(name, list);
+    result.master_port = slurm_port(get);
+    return;
+  }
 }
 
 }  // namespace tessera::comm
