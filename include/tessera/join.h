@@ -14,6 +14,8 @@ struct JoinIteration {
   int active_ranks = 1;  ///< Number of ranks that have data in this iteration.
   int first_active = 0;  ///< The lowest of these ranks. Its buffers are broadcast to all ranks.
   int divisor = 1;       ///< A mean of gradients divides their sum by this.
+  /// For each rank of the joined group whether it has data; empty: all have.
+  std::vector<bool> has_data = {};
 };
 
 /// An object whose iterations make collectives in which all ranks must take part. The wrappers

@@ -33,7 +33,7 @@ class JoinLoop::Coordinator {
   }
 
   // Afterwards the joinables again divide by the world size and take rank 0's buffers.
-  ~Coordinator() { notify_joinables({group_.size(), 0, group_.size()}); }
+  ~Coordinator() { notify_joinables({group_.size(), 0, group_.size(), {}}); }
 
   void next() {
     if (!options_.enable) return;
@@ -80,6 +80,7 @@ class JoinLoop::Coordinator {
       if (options_.throw_on_early_termination) throw_early_termination(flags);
       iteration.first_active =
           static_cast<int>(std::find(flags.begin(), flags.end(), "1") - flags.begin());
+      for (const auto& flag : flags) iteration.has_data.push_back(flag == "1");
     }
     iteration.divisor =
         options_.divide_by_initial_world_size ? group_.size() : iteration.active_ranks;

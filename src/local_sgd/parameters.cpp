@@ -1,0 +1,118 @@
+#include "local_sgd/parameters.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "tessera/error.h"
+
+namespace tessera::local_sgd {
+
+Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
+                       std::function<void()> publish)
+    : shards_(std::move(shards)), replicas_(std::move(replicas)), publish_(std::move(publish)) {}
+
+void Parameters::measure() {
+  const at::Device device = shards_.empty() ? at::Device(at::kCPU) : shards_[0].tensor.device();
+  options_ = at::TensorOptions().dtype(at::kFloat).device(device);
+  int64_t total = 0;
+  for (const auto& shard : shards_) {
+    storages_.push_back(storage_of(shard.tensor));
+    total += shard.tensor.numel();
+    if (shard.tensor.scalar_type() == at::kDouble) options_ = options_.dtype(at::kDouble);
+  }
+  const int64_t ranks = replicas_.size();
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    counts_.push_back(total * (rank + 1) / ranks - total * rank / ranks);
+  }
+}
+
+void Parameters::check(int rank) const {
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    const auto refuse = [&](const std::string& what, const char* expected) {
+      throw UsageError(fmt::format("LocalSgd: rank {}: shard {} ({}) {}; expected {}", rank, i,
+                                   shards_[i].parameter, what, expected));
+    };
+    const at::Tensor& tensor = shards_[i].tensor;
+    if (!tensor.defined()) refuse("is undefined", "a tensor");
+    if (tensor.layout() != at::kStrided) refuse("is sparse", "a dense tensor");
+    if (!tensor.is_floating_point()) {
+      refuse(fmt::format("has dtype {}", c10::toString(tensor.scalar_type())),
+             "a floating-point dtype");
+    }
+    if (tensor.device() != shards_[0].tensor.device()) {
+      refuse(fmt::format("is on {}", tensor.device().str()), "the device of the first shard");
+    }
+  }
+}
+
+std::vector<std::string> Parameters::contract() const {
+  std::vector<std::string> lines;
+  for (const auto& shard : shards_) {
+    lines.push_back(fmt::format("{} {} [{}] from element {}, {} elements", shard.parameter,
+                                c10::toString(shard.tensor.scalar_type()),
+                                fmt::join(shard.shape, ", "), shard.begin, shard.numel));
+  }
+  lines.push_back(fmt::format("{} replicas in the inner group", replicas_.size()));
+  return lines;
+}
+
+Parameters::Storage Parameters::storage_of(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.numel(), tensor.scalar_type()};
+}
+
+std::string Parameters::changed(int rank) const {
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    const Storage now = storage_of(shards_[i].tensor);
+    const Storage& before = storages_[i];
+    if (now.data == before.data && now.numel == before.numel && now.dtype == before.dtype) continue;
+    return fmt::format(
+        "LocalSgd: rank {}: parameter {} has other memory than at construction ({} elements of {}, "
+        "before {} of {}); expected changes in place, or a new LocalSgd",
+        rank, shards_[i].parameter, now.numel, c10::toString(now.dtype), before.numel,
+        c10::toString(before.dtype));
+  }
+  return "";
+}
+
+int64_t Parameters::begin() const {
+  return std::accumulate(counts_.begin(), counts_.begin() + replicas_.rank(), int64_t{0});
+}
+
+at::Tensor Parameters::part() const {
+  const at::NoGradGuard no_grad;
+  const int64_t first = begin(), last = first + numel();
+  const at::Tensor result = at::empty({numel()}, options_);
+  int64_t at = 0;
+  for (const auto& shard : shards_) {
+    const int64_t from = std::max(at, first), to = std::min(at + shard.tensor.numel(), last);
+    if (from < to) {
+      const at::Tensor values = shard.tensor.detach().reshape({-1});
+      result.narrow(0, from - first, to - from).copy_(values.narrow(0, from - at, to - from));
+    }
+    at += shard.tensor.numel();
+  }
+  return result;
+}
+
+void Parameters::write(const at::Tensor& part) {
+  const at::NoGradGuard no_grad;
+  at::Tensor all = part;
+  if (replicas_.size() > 1) {
+    all = at::empty({std::accumulate(counts_.begin(), counts_.end(), int64_t{0})}, options_);
+    all.narrow(0, begin(), numel()).copy_(part);
+    replicas_.all_gather(all, counts_, "LocalSgd: parameters");
+  }
+  int64_t at = 0;
+  for (auto& shard : shards_) {
+    const int64_t numel = shard.tensor.numel();
+    shard.tensor.detach().copy_(all.narrow(0, at, numel).view(shard.tensor.sizes()));
+    at += numel;
+  }
+  if (publish_) publish_();
+}
+
+}  // namespace tessera::local_sgd

@@ -1,0 +1,122 @@
+#include <gtest/gtest.h>
+
+#include "harness/ranks.h"
+#include "local_sgd/simulation.h"
+
+namespace tessera::testing::local {
+namespace {
+
+constexpr int kSteps = 8;
+
+TEST(LocalSgd, ParametersAreThoseOfASimulationInOneProcess) {
+  for (const int world : {2, 4}) {
+    for (const int every : {1, 3}) {
+      for (const auto& tested : cases(every)) {
+        Simulation expected(world, tested.options, own_batches);
+        expected.run(kSteps);
+        std::vector<at::Tensor> before(world), after(world);
+        run_ranks(world, [&](ProcessGroup group, int rank) {
+          auto net = seeded<Uneven>(1);
+          const auto optimizer = inner_optimizer(net);
+          LocalSgd local(group, shards_of(*net), tested.options);
+          for (int step = 0; step < kSteps; ++step) {
+            train_on(net, *optimizer, own_rows(step, rank));
+            local.step();
+          }
+          EXPECT_EQ(local.steps(), kSteps);
+          EXPECT_EQ(local.synchronizations(), kSteps / every);
+          before[rank] = flat(net->parameters());
+          local.synchronize();
+          after[rank] = flat(net->parameters());
+        });
+        const bool int8 = tested.options.wire == OuterWire::int8;
+        for (int rank = 0; rank < world; ++rank) {
+          const auto where =
+              tested.name + ", every " + std::to_string(every) + ", rank " + std::to_string(rank);
+          expect_near(before[rank], expected.parameters(rank), int8 ? 2e-2 : 2e-5, where);
+          EXPECT_TRUE(at::equal(after[rank], after[0])) << where;
+        }
+        expected.synchronize();
+        expect_near(after[0], expected.parameters(0), int8 ? 2e-2 : 2e-5,
+                    tested.name + " at the end");
+      }
+    }
+  }
+}
+
+TEST(LocalSgd, TheAverageIsTheExactMeanOfTheParameters) {
+  for (const int world : {2, 4}) {
+    std::vector<at::Tensor> before(world), after(world);
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      LocalSgd local(group, shards_of(*net), {.sync_every = 1, .outer = OuterOptimizer::average});
+      set_flat(net, random_batch({flat(net->parameters()).numel()}, rank));
+      before[rank] = flat(net->parameters());
+      local.step();
+      after[rank] = flat(net->parameters());
+    });
+    const at::Tensor sum =
+        world == 2 ? before[0] + before[1] : (before[0] + before[1]) + (before[2] + before[3]);
+    for (const auto& values : after) EXPECT_TRUE(at::equal(values, sum * (1.0 / world)));
+  }
+}
+
+TEST(LocalSgd, AllRanksBeginWithTheParametersOfRank0) {
+  std::vector<at::Tensor> first(2);
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(static_cast<uint64_t>(rank + 1));
+    LocalSgd local(group, shards_of(*net));
+    first[rank] = flat(net->parameters());
+  });
+  EXPECT_TRUE(at::equal(first[0], flat(seeded<Uneven>(1)->parameters())));
+  EXPECT_TRUE(at::equal(first[1], first[0]));
+}
+
+TEST(LocalSgd, OtherDtypesAndLayoutsAreKept) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Mixed>(1);
+    auto half = torch::full({3}, 1.0, at::kBFloat16);
+    auto shards = shards_of(*net);
+    shards.push_back({{"half", {3}, 0, 3}, half});
+    LocalSgd local(group, shards, {.sync_every = 1, .outer = OuterOptimizer::average});
+    const auto before = copies(net->parameters());
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.add_(rank == 0 ? 1 : -0.5);
+      half.add_(rank);
+    }
+    local.step();
+    for (size_t i = 0; i < before.size(); ++i) {
+      const auto now = net->parameters()[i];
+      EXPECT_TRUE(at::allclose(now, before[i] + 0.25));
+      EXPECT_EQ(now.strides(), before[i].strides());
+    }
+    EXPECT_TRUE(at::equal(half, at::full({3}, 1.5, at::kBFloat16)));
+  });
+}
+
+TEST(LocalSgd, CollectivesAndBytesAreThoseOfTheDocumentation) {
+  run_ranks(2, [](ProcessGroup group, int) {
+    auto net = seeded<Uneven>(1);
+    const auto numel = static_cast<uint64_t>(flat(net->parameters()).numel());
+    for (const auto wire : {OuterWire::float32, OuterWire::int8}) {
+      LocalSgd local(group, shards_of(*net), {.sync_every = 5, .wire = wire});
+      group.reset_stats();
+      for (int step = 0; step < 4; ++step) local.step();
+      EXPECT_EQ(group.stats().calls(), 0u);
+      for (int step = 4; step < 10; ++step) local.step();
+      const auto stats = group.stats();
+      EXPECT_EQ(stats.calls(), 2u);
+      if (wire == OuterWire::float32) {
+        EXPECT_EQ(stats.all_reduce.calls, 2u);
+        EXPECT_EQ(stats.all_reduce.bytes_sent, 2 * 4 * numel);
+      } else {
+        EXPECT_EQ(stats.all_gather.calls, 2u);
+        EXPECT_EQ(stats.all_gather.bytes_sent, 2 * (256u + 4u));  // one block
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing::local
