@@ -95,6 +95,21 @@ TEST(LocalSgd, OtherDtypesAndLayoutsAreKept) {
   });
 }
 
+TEST(LocalSgd, WhatInt8RoundsAwayIsSentLater) {
+  constexpr int kMany = 40;
+  run_ranks(2, [](ProcessGroup group, int) {
+    auto values = torch::zeros({2});
+    LocalSgd local(group, {{{"values", {2}, 0, 2}, values}},
+                   {.sync_every = 1, .outer = OuterOptimizer::average, .wire = OuterWire::int8});
+    for (int step = 0; step < kMany; ++step) {
+      values.add_(torch::tensor({100.0F, 0.1F}));  // a scale of 100 / 127 rounds 0.1 to 0
+      local.step();
+    }
+    EXPECT_NEAR(values[0].item<float>(), kMany * 100, 1);
+    EXPECT_NEAR(values[1].item<float>(), kMany * 0.1, 0.5);
+  });
+}
+
 TEST(LocalSgd, CollectivesAndBytesAreThoseOfTheDocumentation) {
   run_ranks(2, [](ProcessGroup group, int) {
     auto net = seeded<Uneven>(1);
