@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,21 +38,25 @@ struct CheckpointStoreOptions {
 /// The checkpoint folder of one run, opened for writing. There is one writer at a time: rank 0
 /// holds a lock on `folder/.lock` until the last copy of this object and the last CheckpointWriter
 /// made from it are destroyed. The kernel releases the lock when the process ends for any reason.
-/// Copies are cheap and share the same state. All ranks must see the folder: it is on one host or
-/// on a shared file system.
+/// Copies are cheap and share the same state. If the hosts do not share the folder, each host has
+/// one with the files of its ranks, and a manifest of all files; its lowest rank does there what
+/// rank 0 does. docs/checkpoints.md has the rules.
 class CheckpointStore {
  public:
   /// Makes the folder if it is missing, locks it, and removes the unfinished checkpoints of earlier
   /// runs. Throws UsageError on every rank if another process holds the lock (the text names its
-  /// pid and host), if an option is out of range, or if a rank cannot see or write the folder.
-  /// Collective.
+  /// pid and host), if an option is out of range, or if a rank cannot write the folder. Collective.
   explicit CheckpointStore(const std::string& folder, ProcessGroup group = ProcessGroup(),
                            CheckpointStoreOptions options = {});
   ~CheckpointStore();
   CheckpointStore(const CheckpointStore&);
   CheckpointStore& operator=(const CheckpointStore&);
 
-  const std::string& folder() const;              ///< Local.
+  const std::string& folder() const;  ///< Local.
+  /// Whether all ranks see the same folder. Local.
+  bool shared() const;
+  /// Whether this rank is the lowest of those that see the same folder. Local.
+  bool leads() const;
   const CheckpointStoreOptions& options() const;  ///< Local.
 
   struct Impl;
@@ -117,6 +122,19 @@ std::optional<std::string> latest_checkpoint(const std::string& folder);
 /// The same among the checkpoints without NaN or infinity; see CheckpointStoreOptions::keep_last.
 std::optional<std::string> latest_sound_checkpoint(const std::string& folder);
 
+/// The same for a folder that hosts need not share: the newest checkpoint of which the ranks of
+/// `group` together have all files. A checkpoint that was cut off between the renames of two hosts
+/// is passed over. If none is complete, the newest one, whose opening then says what is missing.
+/// The returned path ends in the same step on all ranks; `folder` may differ between them.
+/// Collective.
+std::optional<std::string> latest_checkpoint(const std::string& folder, const ProcessGroup& group);
+std::optional<std::string> latest_sound_checkpoint(const std::string& folder,
+                                                   const ProcessGroup& group);
+
+/// The text of Checkpoint::unsound() for the committed checkpoint at `path`, from the file
+/// unsound.txt alone; "" if there is none. Local.
+std::string unsound_tensors(const std::string& path);
+
 /// Thrown for a checkpoint that a newer version of Tessera has written. It is not damaged.
 class CheckpointVersionError : public UsageError {
  public:
@@ -132,6 +150,11 @@ class Checkpoint {
   /// a missing file is a UsageError that names the file, the tensor if the error is in one, and the
   /// older checkpoints.
   explicit Checkpoint(const std::string& path);
+  /// The same if hosts need not share the folder: a file may be at `path` of any rank, and ranks
+  /// may pass different paths. Files that are not on this rank's host are read over the group,
+  /// within read_together(). AgreedError on all ranks if a file is on no rank's host; it names the
+  /// rank and the host that wrote it. Collective.
+  Checkpoint(const std::string& path, ProcessGroup group);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;
   Checkpoint& operator=(Checkpoint&&) noexcept;
@@ -144,10 +167,16 @@ class Checkpoint {
   std::vector<std::string> files() const;
   bool contains(const std::string& file) const;
 
-  /// Reads every byte and compares every digest. Local.
+  /// Runs `body` on every rank. Within it the local functions may read files of other hosts, which
+  /// come over the group in windows of at most 16 MiB. Outside of it that is a UsageError. `body`
+  /// must not call collectives; an error on one rank is thrown on all. Collective, for a checkpoint
+  /// that was opened with a group.
+  void read_together(const std::function<void()>& body) const;
+
+  /// Reads every byte of the files on this host and compares every digest. Local.
   void verify() const;
-  /// The same, with the work divided among the ranks. An error on one rank is thrown on all.
-  /// Collective.
+  /// The same for all files, each divided among the ranks that have it. An error on one rank is
+  /// thrown on all. Collective.
   void verify(const ProcessGroup& group) const;
 
   /// A whole text file; its digest is compared.
@@ -179,6 +208,7 @@ class Checkpoint {
 
  private:
   std::unique_ptr<Impl> impl_;
+  ProcessGroup group_;
 };
 
 }  // namespace tessera

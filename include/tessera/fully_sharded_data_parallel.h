@@ -267,21 +267,23 @@ class FullyShardedDataParallelBase : public Joinable {
   std::vector<std::pair<std::string, at::Tensor>> state_dict(int to = 0);
   /// One parameter of state_dict(). UsageError if no sharded parameter has this name. Collective.
   at::Tensor full_parameter(const std::string& name, int to = 0);
-  /// Writes state_dict() to a safetensors file. Rank 0 writes the tensors one by one. Collective.
+  /// Writes state_dict() with save_weights(). `path` is one file, which rank 0 writes, or, if
+  /// it ends in "/", a folder to which each rank writes its part. Collective.
   void save_state_dict(const std::string& path);
   /// Each rank copies its shards, all buffers and ignored parameters from `state`. `state` must
   /// contain every parameter and buffer with its shape, and nothing else: otherwise UsageError on
   /// all ranks. Collective.
   void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
-  /// The same from a safetensors file that every rank can read. Collective.
+  /// The same from weights that every rank can read; see SafetensorsWeights for `path`. Each rank
+  /// reads the elements of its shards alone where a parameter is contiguous. Collective.
   void load_state_dict(const std::string& path);
 
   /// Writes a checkpoint of the model to `folder`/step-00000000: each rank of the first replica
   /// writes its shards, rank 0 also writes the buffers and ignored parameters. The checkpoint is
-  /// committed with one rename and replaces the one that was there. `folder` must be visible to all
-  /// ranks and must not be in use by another writer. Format and guarantees: CheckpointStore and
-  /// docs/checkpoints.md. Loads at any world size and with any strategy. UsageError on all ranks,
-  /// with rank, path and reason. Collective.
+  /// committed with one rename and replaces the one that was there. `folder` must not be in use by
+  /// another writer. Format and guarantees: CheckpointStore and docs/checkpoints.md. Loads at any
+  /// world size and with any strategy. UsageError on all ranks, with rank, path and reason.
+  /// Collective.
   void save_sharded_state_dict(const std::string& folder);
   /// Reads what save_sharded_state_dict() has written. Checks all digests, then each rank reads the
   /// ranges of elements that it needs. The model changes only after all ranks have read everything;

@@ -25,7 +25,7 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
 /// lists them), when a name is given twice, or when a shape differs (it names the first).
 void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
-/// The same from a safetensors file.
+/// The same from weights on disk: a safetensors file, an index or a folder; see SafetensorsWeights.
 void load_state_dict(torch::nn::Module& module, const std::string& path);
 
 namespace detail {

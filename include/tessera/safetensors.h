@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,6 +29,12 @@ class SafetensorsFile {
   /// header size, JSON, duplicate keys, unknown dtypes, shapes that overflow or do not match their
   /// number of bytes, overlapping tensors, gaps, offsets beyond the file, trailing bytes.
   explicit SafetensorsFile(const std::string& path);
+  /// Reads `count` bytes at `offset` to `to`; returns less than `count` only at the end of the
+  /// file. Throws the error of a failure.
+  using ReadBytes = std::function<int64_t(void* to, size_t count, uint64_t offset)>;
+  /// The same for a file of `bytes` bytes that is read by `read`, for example from another host.
+  /// `path` names it in messages.
+  SafetensorsFile(const std::string& path, uint64_t bytes, ReadBytes read);
   ~SafetensorsFile();
   SafetensorsFile(SafetensorsFile&&) noexcept;
   SafetensorsFile& operator=(SafetensorsFile&&) noexcept;

@@ -6,6 +6,7 @@
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"
+#include "tessera/safetensors_weights.h"
 
 namespace tessera {
 namespace {
@@ -59,7 +60,7 @@ class Faults {
 /// Returns the name in the file of each parameter. Adds missing and unexpected names and wrong
 /// shapes to `faults`.
 std::map<std::string, std::string> match(
-    const SafetensorsFile& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
+    const SafetensorsWeights& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
     bool tied, Faults& faults) {
   std::map<std::string, std::string> names;
   std::vector<std::string> unexpected;
@@ -98,7 +99,7 @@ std::map<std::string, std::string> match(
 }  // namespace
 
 void GPT2Impl::load_weights(const std::string& path) {
-  const SafetensorsFile file(path);
+  const SafetensorsWeights file(path);
   auto parameters = named_parameters();
   const bool tied = options_.tie_word_embeddings;
   Faults faults;

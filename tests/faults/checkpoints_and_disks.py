@@ -115,11 +115,11 @@ def flip(path, at=-3):
        cases=[dict(policy="checkpoint.fallback true"), dict(policy="checkpoint.fallback false"), dict(policy="under --max-restarts")])
 def damaged(trial, policy):
     trial.train()
-    flip(trial.folder / "run" / NEWEST / "weights.safetensors")
+    flip(min((trial.folder / "run" / NEWEST).glob("model-*.safetensors")))
     fallback = policy != "checkpoint.fallback false"
     words = [GO_ON] + ([f"checkpoint.fallback={'true' if fallback else 'false'}"] if "restarts" not in policy else [])
     run = trial.train(*words, code=0 if fallback else 2, flags=["--max-restarts", 1] if "restarts" in policy else [])
-    trial.find(run, rf"{NEWEST}.*weights.safetensors")
+    trial.find(run, rf"{NEWEST}.*model-00001-of-0000.\.safetensors")
     if not fallback:
         return outcome(trial.before_training(run), "none", 2, trial.left())
     trial.check(trial.weights() == trial.reference(GO_ON), "the run has other bits", run)

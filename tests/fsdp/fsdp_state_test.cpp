@@ -15,6 +15,7 @@
 #include "tessera/module_state_dict.h"
 #include "tessera/optim.h"
 #include "tessera/safetensors.h"
+#include "tessera/safetensors_weights.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 namespace {
@@ -111,6 +112,76 @@ TEST_F(FsdpState, WeightsAndOptimizerGoFromAnyWorldToAnyOther) {
     }
     fs::remove_all(path("sharded"));
   }
+}
+
+/// Weights as a folder: the same bits as in one file, each rank's part within its share, read at
+/// other world sizes.
+TEST_F(FsdpState, EveryRankWritesItsPartOfAFolderOfWeights) {
+  for (const int from : {1, 2, 3, 4}) {
+    run_ranks(from, [&](ProcessGroup group, int) {
+      auto net = seeded<ResNet>(3);
+      FullyShardedDataParallel fsdp(net, group, every_leaf());
+      fsdp.save_state_dict(path("one.safetensors"));
+      fsdp.save_state_dict(path("parts/"));
+    });
+    const SafetensorsWeights one(path("one.safetensors")), parts(path("parts"));
+    ASSERT_EQ(one.entries().size(), parts.entries().size());
+    uint64_t total = 0, largest = 0, most = 0;
+    for (const auto& entry : one.entries()) {
+      EXPECT_TRUE(at::equal(one.load(entry.name), parts.load(entry.name))) << entry.name;
+      total += entry.end - entry.begin;
+      largest = std::max(largest, entry.end - entry.begin);
+    }
+    int files = 0;
+    for (const auto& file : fs::directory_iterator(path("parts"))) {
+      const std::string name = file.path().filename().string();
+      if (name == kWeightsIndexName) continue;
+      ++files;
+      const SafetensorsFile part(file.path().string());
+      most = std::max(most, part.entries().back().end);
+    }
+    EXPECT_EQ(files, from);
+    EXPECT_LE(most, total / from + largest);
+    for (const int to : {1, 3}) {
+      run_ranks(to, [&](ProcessGroup group, int) {
+        auto net = seeded<ResNet>(99);
+        FullyShardedDataParallel fsdp(net, group, every_leaf());
+        fsdp.load_state_dict(path("parts"));
+        for (auto& [name, value] : fsdp.state_dict(-1))
+          ASSERT_TRUE(at::equal(value, one.load(name))) << name;
+      });
+    }
+    auto plain = seeded<ResNet>(98);
+    load_state_dict(*plain, path("parts"));
+    EXPECT_TRUE(at::equal(plain->named_parameters().front().value(),
+                          one.load(plain->named_parameters().front().key())));
+    fs::remove_all(path("parts"));
+  }
+}
+
+TEST_F(FsdpState, AFolderOfWeightsThatARankCannotWriteIsAnErrorOnAllAndLeavesNoIndex) {
+  run_ranks(2, [&](ProcessGroup group, int) {
+    auto net = seeded<ResNet>(3);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    fsdp.save_state_dict(path("parts/"));
+    group.barrier();
+    // A folder in the place of rank 1's part.
+    if (group.rank() == 1) {
+      fs::remove(path("parts/model-00002-of-00002.safetensors"));
+      fs::create_directories(path("parts/model-00002-of-00002.safetensors"));
+    }
+    group.barrier();
+    EXPECT_THAT(thrown_by([&] { fsdp.save_state_dict(path("parts/")); }),
+                AllOf(HasSubstr("save_state_dict"), HasSubstr("rank 1: "),
+                      HasSubstr("model-00002-of-00002.safetensors")));
+  });
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<ResNet>(3);
+    FullyShardedDataParallel fsdp(net, group, every_leaf());
+    EXPECT_THAT(thrown_by([&] { fsdp.save_state_dict(path("of-" + std::to_string(rank) + "/")); }),
+                AllOf(HasSubstr("rank 1 wrote it"), HasSubstr("rank 0 cannot see it")));
+  });
+  EXPECT_THROW(SafetensorsWeights(path("of-0")), UsageError);
 }
 
 TEST_F(FsdpState, GoesFromAndIntoZero) {

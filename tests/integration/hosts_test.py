@@ -4,7 +4,7 @@ be made.
 
     hosts_test.py BUILD_FOLDER
 """
-import os, pathlib, re, signal, subprocess, sys, tempfile, time, unittest
+import os, pathlib, re, shutil, signal, subprocess, sys, tempfile, time, unittest
 
 from faults_test import BUILD, TIMEOUT_MS, Run, write_config
 from processes import is_running
@@ -205,6 +205,56 @@ class Hosts(unittest.TestCase):
                 run.reader.join(5)
                 self.assertNotRegex(run.text(), "root cause|first failure")
             self.assertIn("SIGTERM on another host stopped the program", runs[1].text())
+
+    def train_with_own_folders(self, folder, port, *words, swapped=False):
+        """Each host sees a folder of its own at `folder`/run: a mount that the other host does not have."""
+        program = ["bash", "-c", 'echo pid $$ of rank $RANK; exec "$@"', "-", BUILD / "bin/tessera-train", folder / "c.yaml", "checkpoint.folder=" + str(folder / "run"),
+                   "train.save=" + str(folder / "w.safetensors"), "train.log_every=1", *words]
+        own = [folder / f"host-{1 - host if swapped else host}" for host in range(HOSTS)]
+        for each in [*own, folder / "run"]:
+            each.mkdir(exist_ok=True)
+        mount = 'mount --bind "$1" "$2"; shift 2; exec "$@"'
+        return [self.launch(host, port, *program, front=("unshare", "-m", "sh", "-c", mount, "-", own[host], folder / "run")) for host in range(HOSTS)]
+
+    def finish(self, runs, code=0):
+        for run in runs:
+            self.assertEqual(run.process.wait(120), code, run.text())
+            run.reader.join(5)
+
+    def test_hosts_that_share_no_folder_resume_from_the_parts_of_both(self):
+        for wrapper in ("DistributedDataParallel", "ZeroRedundancyOptimizer", "FullyShardedDataParallel"):
+            with self.subTest(wrapper), tempfile.TemporaryDirectory() as name:
+                folder = pathlib.Path(name)
+                write_config(folder, 6)
+                words = ["parallel.type=" + wrapper, "data.order=sequential", "checkpoint.every=1"]
+                self.finish(self.train_with_own_folders(folder, 29887, *words))
+                whole = (folder / "w.safetensors").read_bytes()
+                written = [{file.name for file in (folder / f"host-{host}" / "step-00000006").iterdir()} for host in range(HOSTS)]
+                self.assertIn("model-00004-of-00004.safetensors", written[1] - written[0])
+                self.assertIn("model-00001-of-00004.safetensors", written[0] - written[1])
+                self.assertEqual(list((folder / "run").iterdir()), [])
+                for host in range(HOSTS):
+                    for old in (folder / f"host-{host}").glob("step-*"):
+                        shutil.rmtree(old)
+                # A rank is killed as soon as a step is reported, which is while or after a checkpoint is written.
+                for victim, step in ((3, 2), (0, 3), (2, 4)):
+                    runs = self.train_with_own_folders(folder, 29888, *words)
+                    near = runs[victim // RANKS_PER_HOST]
+                    runs[0].wait_for_line(rf"checkpoint written to .*step-0000000{step}")
+                    os.kill(near.pids[victim], signal.SIGKILL)
+                    for run in runs:
+                        self.assertNotEqual(run.process.wait(60), 0, run.text())
+                # The hosts have changed places.
+                runs = self.train_with_own_folders(folder, 29889, *words, swapped=True)
+                self.finish(runs)
+                self.assertRegex(runs[0].text(), "resuming from .*step-0000000[456]")
+                self.assertIn("the hosts do not share", runs[0].text())
+                self.assertEqual((folder / "w.safetensors").read_bytes(), whole)
+                # The folder of a host is lost.
+                shutil.rmtree(folder / "host-1")
+                runs = self.train_with_own_folders(folder, 29890, *words)
+                self.finish(runs, 2)
+                self.assertRegex(runs[0].text() + runs[1].text(), r"no host of this group has the file \(rank [23] on host \S+ wrote it\)")
 
 
 def main():

@@ -31,7 +31,7 @@ class Tour(unittest.TestCase):
             self.assertIn('did you mean "steps"?', outputs["build/own_model own_model.yaml train.stpes=3   # fails"])
             going_on = [text for text in outputs.values() if "resuming from run/step-" in text]
             self.assertEqual([re.search(r"resuming from run/step-0*(\d+)", text)[1] for text in going_on], ["100", "300", "400"])
-            for file in ("weights.safetensors", "state.json", "config.yaml", "manifest.json"):
+            for file in ("model.safetensors.index.json", "state.json", "config.yaml", "manifest.json"):
                 self.assertIn(file, outputs["ls run/step-00000500"])
             losses = re.findall(r"loss (\d+\.\d+)", outputs["build/own_model -n 2 own_model.yaml"])
             self.assertLess(float(losses[-1]), 0.5 * float(losses[0]), "it learns")

@@ -7,6 +7,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
+#include "tessera/safetensors_weights.h"
 #include "tessera/train/registries.h"
 #include "train/train_fixture.h"
 
@@ -24,12 +25,14 @@ class ResumeTest : public testing::TrainFixture {
   /// Two optimizer states, and weights, that must be equal bit by bit.
   static void expect_equal_state(const std::string& a, const std::string& b) {
     const Checkpoint left(a), right(b);
-    const auto names = left.tensors("weights.safetensors").names();
-    ASSERT_EQ(names, right.tensors("weights.safetensors").names());
+    const SafetensorsWeights left_weights(a), right_weights(b);
+    std::vector<std::string> names;
+    for (const auto& entry : left_weights.entries()) names.push_back(entry.name);
+    ASSERT_EQ(names.size(), right_weights.entries().size());
     std::vector<ElementRange> requests;
     for (const auto& name : names) {
-      const at::Tensor mine = left.load_tensor("weights.safetensors", name);
-      EXPECT_TRUE(at::equal(mine, right.load_tensor("weights.safetensors", name))) << name;
+      const at::Tensor mine = left_weights.load(name);
+      EXPECT_TRUE(at::equal(mine, right_weights.load(name))) << name;
       requests.push_back({name, mine.sizes().vec(), 0, mine.numel(), memory_strides(mine)});
     }
     const auto mine = left.load_slices(requests), theirs = right.load_slices(requests);
@@ -216,12 +219,68 @@ TEST_F(ResumeTest, CheckpointsThatDoNotFitAreErrors) {
       out_.find("warning: command line: optimizer.type: Adam goes on with the state of AdamW\n"),
       std::string::npos)
       << out_;
-  std::fstream file("c/step-00000006/weights.safetensors",
+  std::fstream file("c/step-00000006/model-00002-of-00002.safetensors",
                     std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-3, std::ios::end);
   file.put('\x55');
   file.close();
-  says({"train.save=null", "train.save_config=false"}, "weights.safetensors");
+  says({"train.save=null", "train.save_config=false"}, "model-00002-of-00002.safetensors");
+}
+
+TEST_F(ResumeTest, WeightsOfEveryRankAndOfOneFileAreTheSame) {
+  for (const auto& wrapper : kWays) {
+    fs::remove_all("parts");
+    fs::remove_all("one");
+    const auto options = [&](const char* more) {
+      return std::vector<std::string>{wrapper, more, "train.steps=2"};
+    };
+    train_ranks(3, options("checkpoint.folder=parts"));
+    train_ranks(3, options("checkpoint={folder: one, single_file: true}"));
+    const std::string parts = "parts/step-00000002", one = "one/step-00000002";
+    EXPECT_TRUE(fs::exists(one + "/weights.safetensors")) << wrapper;
+    EXPECT_FALSE(fs::exists(one + "/" + kWeightsIndexName)) << wrapper;
+    EXPECT_FALSE(fs::exists(parts + "/weights.safetensors")) << wrapper;
+    expect_equal_state(parts, one);
+    // What each rank wrote of the weights, and of the optimizer's state with whole parameters.
+    const SafetensorsWeights weights(parts);
+    uint64_t total = 0, largest = 0, all_state = 0, most_state = 0;
+    for (const auto& entry : weights.entries()) {
+      total += entry.end - entry.begin;
+      largest = std::max(largest, entry.end - entry.begin);
+    }
+    const Checkpoint checkpoint(parts);
+    for (const char* rank : {"1", "2", "3"}) {
+      const std::string part = std::string("model-0000") + rank + "-of-00003.safetensors";
+      EXPECT_LE(checkpoint.tensors(part).entries().back().end, total / 3 + largest) << wrapper;
+      const int number = rank[0] - '1';
+      const auto state = fs::file_size(parts + "/optimizer-0000" + std::to_string(number) +
+                                       "-of-00003.safetensors");
+      all_state += state;
+      most_state = std::max<uint64_t>(most_state, state);
+    }
+    EXPECT_LE(most_state, all_state / 3 + 3 * largest) << wrapper;
+    // Each goes on from the other, also on another number of ranks.
+    for (const char* from : {"checkpoint={folder: d, from: parts/step-00000002}",
+                             "checkpoint={folder: d, from: one/step-00000002}"}) {
+      fs::remove_all("d");
+      train_ranks(2, {wrapper, from, "train.steps=4"});
+    }
+    train_ranks(2, {wrapper, "model.init=" + parts, "train.steps=1"});
+  }
+}
+
+TEST_F(ResumeTest, TheFinalWeightsGoToAFolderIfThePathEndsWithASlash) {
+  train_ranks(2, {"train.save=w/", "train.steps=2"});
+  train_ranks(2, {"train.save=w.safetensors", "train.steps=2"});
+  const SafetensorsWeights parts("w"), one("w.safetensors");
+  ASSERT_EQ(parts.entries().size(), one.entries().size());
+  for (const auto& entry : one.entries())
+    EXPECT_TRUE(at::equal(parts.load(entry.name), one.load(entry.name))) << entry.name;
+  EXPECT_TRUE(fs::exists("w/model-00002-of-00002.safetensors"));
+  EXPECT_THAT(thrown_by([&] {
+                train_ranks(2, {"train.save=w/", "model.init=w"});
+              }),
+              HasSubstr("model.init reads it"));
 }
 
 TEST_F(ResumeTest, ASignalSavesACheckpointAndTheRunResumes) {
@@ -268,7 +327,7 @@ TEST_F(ResumeTest, ADamagedCheckpointIsSetAsideWithFallback) {
   const std::vector<std::string> options{"checkpoint={folder: c, every: 2, keep_last: 3}"};
   const auto with = [&](const char* more) { return joined(options, {more}); };
   const auto whole = train_ranks(2, options);
-  change_a_byte("c/step-00000006/weights.safetensors");
+  change_a_byte("c/step-00000006/model-00002-of-00002.safetensors");
   EXPECT_THAT(thrown_by([&] { train_ranks(2, options); }),
               HasSubstr("the file is damaged; older checkpoints in c: step-00000004, "
                         "step-00000002; to go on without it: mv 'c/step-00000006'"));
@@ -280,7 +339,7 @@ TEST_F(ResumeTest, ADamagedCheckpointIsSetAsideWithFallback) {
   EXPECT_TRUE(fs::exists("c/damaged-step-00000006"));
   // Under a launcher that restarts it is the default; nothing before the last one is an error.
   for (const char* step : {"2", "4", "6"})
-    change_a_byte(std::string("c/step-0000000") + step + "/weights.safetensors");
+    change_a_byte(std::string("c/step-0000000") + step + "/model-00001-of-00002.safetensors");
   ::setenv("TORCHELASTIC_MAX_RESTARTS", "3", 1);
   const std::string none = thrown_by([&] { train_ranks(2, options); });
   const std::string off = thrown_by([&] { train_ranks(2, with("checkpoint.fallback=false")); });

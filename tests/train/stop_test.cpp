@@ -126,7 +126,7 @@ TEST_F(StopTest, AnotherGlobalBatchIsRefusedAndItsAdviceWorks) {
   const auto before = bytes_of("out/log.jsonl");
   // Twice the batch divides the samples that were seen: six steps would be three.
   ASSERT_EQ(train({"c.yaml", "checkpoint.folder=c", "train.global_batch=24", "train.steps=9"}), 2);
-  const std::string init = "model.init=c/step-00000006/weights.safetensors";
+  const std::string init = "model.init=c/step-00000006";
   EXPECT_NE(err_.find("tessera train: command line: train.global_batch: 24, but c/step-00000006 is "
                       "of a run with 12; expected 12, or"),
             std::string::npos)

@@ -21,7 +21,8 @@ struct ModelConfig {
   std::string type;
   ModelPlan plan;
   std::vector<std::string> freeze;  ///< patterns of names of parameters that are not trained
-  std::string init;  ///< safetensors file of the initial weights; empty: random from `seed`
+  std::string init;  ///< safetensors file, index or folder of the initial weights; empty: random
+                     ///< from `seed`
   /// Seed of the initial weights and of each rank's random numbers in training.
   uint64_t seed = 0;
   std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
@@ -76,6 +77,9 @@ struct CheckpointConfig {
   /// Whether the optimizer state of the checkpoint is used; false starts a new one.
   bool optimizer = true;
   std::string from;  ///< a checkpoint of any run to start from, unless `folder` has one
+  /// Whether rank 0 writes all weights to weights.safetensors. Otherwise every rank writes its
+  /// part.
+  bool single_file = false;
 };
 
 /// A rank without progress writes its stacks and ends.
@@ -94,7 +98,7 @@ struct RunConfig {
   int64_t accumulation = 1;              ///< micro-batches per step on each rank
   std::string log;                       ///< file of JSON lines; empty: none
   int64_t log_every = 1;                 ///< steps per printed line; the file has every step
-  std::string save;                      ///< safetensors of the final weights; empty: none
+  std::string save;                      ///< file or "folder/" of the final weights; empty: none
   bool save_config = false;              ///< write Hugging Face's config.json next to `save`
   int64_t eval_every = 0;                ///< in steps; 0: only at the end
   int64_t eval_batches = 0;              ///< global batches per evaluation; 0: all samples

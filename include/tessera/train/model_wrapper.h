@@ -125,15 +125,16 @@ class ModelWrapper {
   virtual OptimizerStateDict optimizer_state_dict() = 0;
   /// Loads this rank's part of `dict`, which is the same on all ranks.
   virtual void load_optimizer_state_dict(const OptimizerStateDict& dict) = 0;
-  /// Whether this rank saves the state of its shards; exactly one of the ranks that hold the same
-  /// shards does. Local.
-  virtual bool saves_shards() const { return true; }
+  /// Numbers of those of shards() whose state this rank saves, ascending; of the ranks that hold
+  /// the same shard, exactly one saves it. By default all. Local.
+  virtual std::vector<size_t> saved_shards();
   /// While the result is alive, rank 0's module has whole parameters. Null where parameters are
   /// always whole.
   virtual std::shared_ptr<void> whole_on_rank0() { return nullptr; }
-  /// A whole parameter on rank 0; an undefined tensor on other ranks. Serves to write a model that
-  /// no rank can hold as a whole, one parameter at a time.
-  virtual at::Tensor whole_parameter(const std::string& name) = 0;
+  /// A whole parameter on rank `to`; on other ranks an undefined tensor, or their own copy where
+  /// every rank has one. Serves to write a model that no rank can hold as a whole, one parameter at
+  /// a time.
+  virtual at::Tensor whole_parameter(const std::string& name, int to) = 0;
   /// Other state of this rank by name, such as a communication hook's. Local.
   virtual std::vector<std::pair<std::string, at::Tensor>> extra_state() { return {}; }
   virtual void load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state);

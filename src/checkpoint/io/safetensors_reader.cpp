@@ -18,11 +18,13 @@ using safetensors::in_quotes;
 struct SafetensorsFile::Impl {
   std::string path;
   FileDescriptor file;
+  ReadBytes read_bytes;  // empty: from `file`
   uint64_t data_begin = 0;
   safetensors::Header header;
   std::unordered_map<std::string, size_t> index;
 
   void open();
+  void read_header(uint64_t size);
   void read(void* to, size_t count, uint64_t offset) const;
   at::ScalarType type_of(const SafetensorsEntry& entry) const;
 };
@@ -36,7 +38,10 @@ void SafetensorsFile::Impl::open() {
   if (!S_ISREG(status.st_mode)) {
     throw UsageError("safetensors: " + path + ": is not a regular file");
   }
-  const auto size = static_cast<uint64_t>(status.st_size);
+  read_header(static_cast<uint64_t>(status.st_size));
+}
+
+void SafetensorsFile::Impl::read_header(uint64_t size) {
   if (size < safetensors::kSizeBytes) {
     throw UsageError("safetensors: " + path + ": has " + std::to_string(size) +
                      " bytes, too few for the 8 bytes of the header size");
@@ -53,7 +58,7 @@ void SafetensorsFile::Impl::open() {
 }
 
 void SafetensorsFile::Impl::read(void* to, size_t count, uint64_t offset) const {
-  const int64_t got = file.read_at(to, count, offset);
+  const int64_t got = read_bytes ? read_bytes(to, count, offset) : file.read_at(to, count, offset);
   if (got < 0) {
     throw Error("safetensors: " + path + ": reading " + std::to_string(count) +
                 " bytes at offset " + std::to_string(offset) + " failed: " + errno_text(errno));
@@ -76,6 +81,12 @@ at::ScalarType SafetensorsFile::Impl::type_of(const SafetensorsEntry& entry) con
 SafetensorsFile::SafetensorsFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
   impl_->path = path;
   impl_->open();
+}
+SafetensorsFile::SafetensorsFile(const std::string& path, uint64_t bytes, ReadBytes read)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->path = path;
+  impl_->read_bytes = std::move(read);
+  impl_->read_header(bytes);
 }
 SafetensorsFile::~SafetensorsFile() = default;
 SafetensorsFile::SafetensorsFile(SafetensorsFile&&) noexcept = default;

@@ -8,6 +8,7 @@
 
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/safetensors_weights.h"
 
 namespace tessera {
 namespace {
@@ -89,7 +90,7 @@ void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
 }
 
 void load_state_dict(torch::nn::Module& module, const std::string& path) {
-  const SafetensorsFile file(path);
+  const SafetensorsWeights file(path);
   detail::load_module(module, path, file.entries(),
                       [&](const std::string& name) { return file.load(name); });
 }

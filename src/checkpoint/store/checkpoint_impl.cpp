@@ -31,21 +31,13 @@ int size_of_file(const std::string& path, uint64_t& size) {
   return 0;
 }
 
-std::string all_of(const FileDescriptor& file, uint64_t size) {
-  std::string text(size, '\0');
-  const int64_t got = file.read_at(text.data(), text.size(), 0);
-  if (got < 0) throw Error("reading it failed: " + errno_text(errno));
-  text.resize(static_cast<size_t>(got));
-  return text;
-}
-
 }  // namespace
 
 Checkpoint::Impl::Impl(const std::string& folder)
     : path(fs::path(folder).lexically_normal().string()) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
-  read_manifest();
-  check_files();
+  parse_manifest(manifest_text(false));
+  for (const FileRecord& file : manifest.files) check_file(file, false);
   index_slices();
 }
 
@@ -69,17 +61,26 @@ void Checkpoint::Impl::damaged(const std::string& file, const std::string& tenso
                                older_ones()));
 }
 
-void Checkpoint::Impl::read_manifest() {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) damaged("", "", errno_text(errno));
-  if (!S_ISDIR(status.st_mode)) damaged("", "", "is not a folder");
+std::string Checkpoint::Impl::manifest_text(bool or_none) const {
   FileRecord file;
   file.name = store::kManifestName;
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) {
+    if (or_none && errno == ENOENT) return "";
+    damaged("", "", errno_text(errno));
+  }
+  if (!S_ISDIR(status.st_mode)) damaged("", "", "is not a folder");
   if (const int error = size_of_file(path + "/" + file.name, file.bytes)) {
+    if (or_none && error == ENOENT) return "";
     damaged(file.name, "",
             error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
   }
-  const std::string text = all_of(open(file), file.bytes);
+  return read_text(file, file.bytes);
+}
+
+void Checkpoint::Impl::parse_manifest(const std::string& text) {
+  FileRecord file;
+  file.name = store::kManifestName;
   if (const int version = store::newer_version(text)) {
     throw CheckpointVersionError(
         fmt::format("checkpoint: {}/{}: its version is {}; this Tessera reads up to version {}: "
@@ -99,20 +100,20 @@ void Checkpoint::Impl::read_manifest() {
   }
 }
 
-void Checkpoint::Impl::check_files() const {
-  for (const FileRecord& file : manifest.files) {
-    uint64_t size = 0;
-    const int error = size_of_file(path + "/" + file.name, size);
-    if (error == ENOENT) damaged(file.name, "", "the file is missing");
-    if (error != 0)
-      damaged(file.name, "",
-              error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
-    if (size != file.bytes) {
-      damaged(file.name, "",
-              fmt::format("the file has {} bytes; the manifest has {}: it is {}", size, file.bytes,
-                          size < file.bytes ? "cut short" : "damaged"));
-    }
+bool Checkpoint::Impl::check_file(const FileRecord& file, bool or_none) const {
+  uint64_t size = 0;
+  const int error = size_of_file(path + "/" + file.name, size);
+  if (error == ENOENT && or_none) return false;
+  if (error == ENOENT) damaged(file.name, "", "the file is missing" + writer_text(file));
+  if (error != 0)
+    damaged(file.name, "",
+            error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+  if (size != file.bytes) {
+    damaged(file.name, "",
+            fmt::format("the file has {} bytes; the manifest has {}: it is {}", size, file.bytes,
+                        size < file.bytes ? "cut short" : "damaged"));
   }
+  return true;
 }
 
 void Checkpoint::Impl::index_slices() {
@@ -156,14 +157,33 @@ FileDescriptor Checkpoint::Impl::open(const FileRecord& file) const {
   return opened_file;
 }
 
-void Checkpoint::Impl::check_header(const FileRecord& file) const {
-  std::string found;
+bool Checkpoint::Impl::here(const FileRecord& file) const {
+  return !remote || remote->here(static_cast<size_t>(&file - manifest.files.data()));
+}
+
+int64_t Checkpoint::Impl::read(const FileRecord& file, void* to, size_t count,
+                               uint64_t offset) const {
+  if (here(file)) return open(file).read_at(to, count, offset);
   try {
-    found = store::digest_of(open(file), 0, file.header_bytes);
+    remote->read(static_cast<size_t>(&file - manifest.files.data()), to, count, offset);
+  } catch (const BrokenWorldError&) {
+    throw;
   } catch (const Error& error) {
-    damaged(file.name, "", error.what());
+    throw UsageError(fmt::format("checkpoint: {}/{}: {}", path, file.name, error.what()));
   }
-  if (found != file.digest)
+  return static_cast<int64_t>(count);
+}
+
+std::string Checkpoint::Impl::read_text(const FileRecord& file, uint64_t bytes) const {
+  std::string text(bytes, '\0');
+  const int64_t got = read(file, text.data(), text.size(), 0);
+  if (got < 0) damaged(file.name, "", "reading it failed: " + errno_text(errno));
+  text.resize(static_cast<size_t>(got));
+  return text;
+}
+
+void Checkpoint::Impl::check_header(const FileRecord& file) const {
+  if (store::digest_of(read_text(file, file.header_bytes)) != file.digest)
     damaged(file.name, "",
             "its header does not match its digest in the manifest: the file is damaged");
 }
@@ -173,7 +193,13 @@ const SafetensorsFile& Checkpoint::Impl::tensors(const std::string& file) const 
   if (!slot) {
     const auto& expected = tensor_record(file);
     check_header(expected);
-    auto parsed = std::make_unique<SafetensorsFile>(path + "/" + file);
+    const std::string name = path + "/" + file;
+    auto parsed = here(expected) ? std::make_unique<SafetensorsFile>(name)
+                                 : std::make_unique<SafetensorsFile>(
+                                       name, expected.bytes,
+                                       [this, &expected](void* to, size_t count, uint64_t offset) {
+                                         return read(expected, to, count, offset);
+                                       });
     if (parsed->entries().size() != expected.tensors.size()) {
       damaged(file, "",
               fmt::format("it has {} tensors; the manifest has {}", parsed->entries().size(),
@@ -220,24 +246,26 @@ std::string Checkpoint::Impl::text(const std::string& file) const {
   if (expected.has_tensors())
     throw UsageError(
         fmt::format("checkpoint: {}/{} is a safetensors file, not a text file", path, file));
-  std::string contents;
-  try {
-    contents = all_of(open(expected), expected.bytes);
-  } catch (const UsageError&) {
-    throw;
-  } catch (const Error& error) {
-    damaged(file, "", error.what());
-  }
+  const std::string contents = read_text(expected, expected.bytes);
   if (store::digest_of(contents) != expected.digest)
     damaged(file, "", "it does not match its digest in the manifest: the file is damaged");
   return contents;
 }
 
-/// Tensors and texts are assigned to the ranks in turn. Every rank checks all headers.
+/// The tensors and texts of a file are assigned in turn to the ranks that have it. Each of them
+/// checks its header.
 void Checkpoint::Impl::verify_share(int rank, int ranks) const {
   int turn = 0;
-  const auto mine = [&] { return turn++ % ranks == rank; };
-  for (const FileRecord& file : manifest.files) {
+  for (size_t i = 0; i < manifest.files.size(); ++i) {
+    const FileRecord& file = manifest.files[i];
+    if (!here(file)) continue;
+    int number = rank, count = ranks;
+    if (remote && ranks > 1) {
+      const auto& holders = remote->holders(i);
+      number = static_cast<int>(std::find(holders.begin(), holders.end(), rank) - holders.begin());
+      count = static_cast<int>(holders.size());
+    }
+    const auto mine = [&] { return turn++ % count == number; };
     if (!file.has_tensors()) {
       if (mine()) text(file.name);
       continue;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/hosts/remote_files.h"
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/manifest.h"
 #include "checkpoint/store/slice_assembly.h"
@@ -13,11 +14,18 @@
 namespace tessera {
 
 struct Checkpoint::Impl : store::SliceReader {
+  /// Local.
   explicit Impl(const std::string& folder);
+  /// Collective: a file may be on the hosts of other ranks. In open_in_group.cpp.
+  Impl(const std::string& folder, ProcessGroup group);
 
-  void read_manifest();
-  void check_files() const;
+  /// The manifest's text; "" if it is missing and `or_none`.
+  std::string manifest_text(bool or_none) const;
+  void parse_manifest(const std::string& text);
+  /// Whether a file is here, with the right size. A missing file is an error unless `or_none`.
+  bool check_file(const store::FileRecord& file, bool or_none) const;
   void index_slices();
+  void find_holders(ProcessGroup group);
 
   /// Throws UsageError with file, tensor (may be empty), reason, and the names of the older
   /// checkpoints.
@@ -30,6 +38,11 @@ struct Checkpoint::Impl : store::SliceReader {
   const store::FileRecord& record(const std::string& file) const;
   const store::FileRecord& tensor_record(const std::string& file) const;
   FileDescriptor open(const store::FileRecord& file) const;
+  /// Whether the file is on this rank's host.
+  bool here(const store::FileRecord& file) const;
+  /// Reads from here or from another host. Errors name the file.
+  int64_t read(const store::FileRecord& file, void* to, size_t count, uint64_t offset) const;
+  std::string read_text(const store::FileRecord& file, uint64_t bytes) const;
   void check_header(const store::FileRecord& file) const;
   const SafetensorsFile& tensors(const std::string& file) const;
   void compare(const std::string& file, const std::string& tensor, const at::Tensor& data) const;
@@ -49,6 +62,7 @@ struct Checkpoint::Impl : store::SliceReader {
   /// By slice set and parameter.
   std::map<std::string, std::map<std::string, std::vector<store::SavedSlice>>> slices;
   mutable std::map<std::string, std::unique_ptr<SafetensorsFile>> opened;
+  std::unique_ptr<store::RemoteFiles> remote;  ///< null: all files are here, or none can be fetched
 };
 
 }  // namespace tessera

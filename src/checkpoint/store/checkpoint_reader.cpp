@@ -8,6 +8,8 @@
 namespace tessera {
 
 Checkpoint::Checkpoint(const std::string& path) : impl_(std::make_unique<Impl>(path)) {}
+Checkpoint::Checkpoint(const std::string& path, ProcessGroup group)
+    : impl_(std::make_unique<Impl>(path, group)), group_(std::move(group)) {}
 Checkpoint::~Checkpoint() = default;
 Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
 Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
@@ -23,6 +25,11 @@ std::vector<std::string> Checkpoint::files() const {
   std::vector<std::string> names;
   for (const auto& file : impl_->manifest.files) names.push_back(file.name);
   return names;
+}
+
+void Checkpoint::read_together(const std::function<void()>& body) const {
+  if (impl_->remote) impl_->remote->together(body);
+  else agree(group_, body);
 }
 
 void Checkpoint::verify() const { impl_->verify_share(0, 1); }

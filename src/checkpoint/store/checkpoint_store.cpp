@@ -31,9 +31,7 @@ void check(const std::string& folder, const CheckpointStoreOptions& options) {
 void check_reachable(const std::string& folder) {
   struct stat status {};
   if (::stat(folder.c_str(), &status) != 0) {
-    throw UsageError(
-        fmt::format("checkpoint: {}: {}; all ranks must see the folder that rank 0 made", folder,
-                    errno_text(errno)));
+    throw UsageError(fmt::format("checkpoint: {}: {}", folder, errno_text(errno)));
   }
   if (!S_ISDIR(status.st_mode))
     throw UsageError(fmt::format("checkpoint: {} is not a folder", folder));
@@ -43,24 +41,22 @@ void check_reachable(const std::string& folder) {
   }
 }
 
-std::string without_trailing_slashes(std::string folder) {
-  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
-  return folder;
-}
-
 }  // namespace
 
 CheckpointStore::CheckpointStore(const std::string& folder, ProcessGroup group,
                                  CheckpointStoreOptions options)
     : impl_(std::make_shared<Impl>(
-          Impl{without_trailing_slashes(folder), std::move(group), options, {}})) {
+          Impl{store::without_trailing_slashes(folder), std::move(group), options, {}, {}})) {
   Impl& impl = *impl_;
   agree(impl.group, [&] {
     check(folder, options);
-    if (impl.group.rank() != 0) return;
     struct stat status {};
     if (::stat(impl.folder.c_str(), &status) != 0) store::make_folder(impl.folder);
     check_reachable(impl.folder);
+  });
+  impl.places = store::find_places(impl.group, impl.folder);
+  agree(impl.group, [&] {
+    if (!impl.leads()) return;
     impl.lock = store::FolderLock(impl.folder);
     store::remove_leftovers(impl.folder);
   });
@@ -75,21 +71,8 @@ CheckpointStore::CheckpointStore(const CheckpointStore&) = default;
 CheckpointStore& CheckpointStore::operator=(const CheckpointStore&) = default;
 
 const std::string& CheckpointStore::folder() const { return impl_->folder; }
+bool CheckpointStore::shared() const { return impl_->places.shared(); }
+bool CheckpointStore::leads() const { return impl_->leads(); }
 const CheckpointStoreOptions& CheckpointStore::options() const { return impl_->options; }
-
-std::optional<std::string> latest_checkpoint(const std::string& folder) {
-  const auto steps = store::committed_steps(folder);
-  if (steps.empty()) return std::nullopt;
-  return without_trailing_slashes(folder) + "/" + store::step_name(steps.back());
-}
-
-std::optional<std::string> latest_sound_checkpoint(const std::string& folder) {
-  const auto steps = store::committed_steps(folder);
-  const auto unsound = store::unsound_steps(folder, steps);
-  const auto sound = std::find_if(steps.rbegin(), steps.rend(),
-                                  [&](int64_t step) { return unsound.count(step) == 0; });
-  if (sound == steps.rend()) return std::nullopt;
-  return without_trailing_slashes(folder) + "/" + store::step_name(*sound);
-}
 
 }  // namespace tessera

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "checkpoint/hosts/scoped_timeout.h"
 #include "checkpoint/store/commit_files.h"
 #include "checkpoint/store/run_folder.h"
 #include "checkpoint/store/slice_file.h"
@@ -38,47 +39,23 @@ struct CheckpointWriter::Impl {
   bool over = false;
 };
 
-namespace {
-
-/// Raises the timeout of the group while alive, because disks may be slow. The earlier one still
-/// holds for ranks that are stopped.
-class ScopedTimeout {
- public:
-  ScopedTimeout(ProcessGroup group, std::chrono::milliseconds wait)
-      : group_(std::move(group)), before_(group_.timeout()) {
-    group_.set_timeout(std::max(before_, wait), before_);
-  }
-  ~ScopedTimeout() { group_.set_timeout(before_); }
-  ScopedTimeout(const ScopedTimeout&) = delete;
-
- private:
-  ProcessGroup group_;
-  std::chrono::milliseconds before_;
-};
-
-}  // namespace
-
 void CheckpointWriter::Impl::begin() {
+  const std::string name =
+      group.broadcast_bytes(store::partial_name(std::max<int64_t>(step, 0)), 0);
   agree(group, [&] {
     if (step < 0)
       throw UsageError(fmt::format("checkpoint: the step is {}; expected 0 or more", step));
-    if (group.rank() != 0) return;
-    folder = run->folder + "/" + store::partial_name(step);
-    if (::mkdir(folder.c_str(), 0777) != 0) {
-      throw Error(
-          fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
-    }
-  });
-  const std::string name =
-      group.broadcast_bytes(std::filesystem::path(folder).filename().string(), 0);
-  folder = run->folder + "/" + name;
-  agree(group, [&] {
     if (!store::is_partial_name(name) || name.rfind("." + store::step_name(step) + ".", 0) != 0) {
       throw UsageError(
           fmt::format("checkpoint: the step is {} here; rank 0 writes {}", step, name));
     }
-    store::size_seen(folder);
+    folder = run->folder + "/" + name;
+    if (run->leads() && ::mkdir(folder.c_str(), 0777) != 0) {
+      throw Error(
+          fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
+    }
   });
+  agree(group, [&] { store::size_seen(folder); });
 }
 
 void CheckpointWriter::Impl::add(const std::string& file, const std::function<void()>& action) {
@@ -117,14 +94,15 @@ std::string CheckpointWriter::Impl::finish() {
   return store::records_to_text(records);
 }
 
-/// After a failed commit only rank 0 still uses the folder. Writers that are destroyed without a
-/// commit may come here in any order while other ranks still write. Then rank 0 removes the files
-/// that exist, and every other rank removes its own files and, if it is empty, the folder.
+/// After a failed commit only the leaders of the places still use the folder. Writers that are
+/// destroyed without a commit may come here in any order while other ranks still write. Then a
+/// leader removes the files that exist, and every other rank removes its own files and, if it is
+/// empty, the folder.
 void CheckpointWriter::Impl::abandon() noexcept {
   over = true;
   open.clear();
   if (folder.empty()) return;
-  if (group.rank() != 0) {
+  if (!run->leads()) {
     for (const auto& file : records) ::unlink((folder + "/" + file.name).c_str());
     ::rmdir(folder.c_str());
     return;
@@ -205,14 +183,12 @@ std::string CheckpointWriter::commit() {
   if (impl.over)
     throw UsageError("checkpoint: commit: the writer of step " + std::to_string(impl.step) +
                      " has committed or failed before");
-  const ScopedTimeout timeout(impl.group, impl.run->options.timeout);
+  const store::ScopedTimeout timeout(impl.group, impl.run->options.timeout);
   try {
     std::string records;
     agree(impl.group, [&] { records = impl.finish(); });
     const auto all = impl.group.gather_bytes(records, 0);
-    agree(impl.group, [&] {
-      if (impl.group.rank() == 0) store::commit_files(*impl.run, impl.folder, impl.step, all);
-    });
+    store::commit_files(*impl.run, impl.folder, impl.step, all);
   } catch (...) {
     impl.abandon();
     throw;

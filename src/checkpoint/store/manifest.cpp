@@ -50,6 +50,7 @@ SliceRecord slice_from_json(const json& value) {
 
 json to_json(const FileRecord& file) {
   json value = {{"rank", file.rank}, {"bytes", file.bytes}};
+  if (!file.host.empty()) value["host"] = file.host;
   if (!file.has_tensors()) {
     value["digest"] = file.digest;
     return value;
@@ -69,6 +70,7 @@ FileRecord file_from_json(const std::string& name, const json& value) {
   file.name = name;
   file.rank = value.at("rank");
   file.bytes = value.at("bytes");
+  file.host = value.value("host", file.host);
   if (!value.contains("tensors")) {
     file.digest = value.at("digest");
     return file;
@@ -105,7 +107,7 @@ Manifest parse_body(const std::string& body) {
     throw UsageError(
         fmt::format("its version is {}; this Tessera reads version {}", version, kManifestVersion));
   }
-  Manifest manifest{value.at("step"), value.at("world_size"), {}};
+  Manifest manifest{value.at("step"), value.at("world_size"), {}, value.value("save_id", "")};
   for (const auto& item : value.at("files").items())
     manifest.files.push_back(file_from_json(item.key(), item.value()));
   return manifest;
@@ -116,6 +118,11 @@ Manifest parse_body(const std::string& body) {
 std::string SliceRecord::tensor_name(const std::string& state) const {
   const bool all = begin == 0 && numel == count_elements(shape);
   return parameter + (all ? "" : fmt::format("[{}:{}]", begin, begin + numel)) + "/" + state;
+}
+
+std::string writer_text(const FileRecord& file) {
+  return file.host.empty() ? fmt::format(" (rank {} wrote it)", file.rank)
+                           : fmt::format(" (rank {} on host {} wrote it)", file.rank, file.host);
 }
 
 std::string unsound_text(const std::vector<FileRecord>& files) {
@@ -197,6 +204,7 @@ std::string manifest_to_text(const Manifest& manifest) {
                 {"step", manifest.step},
                 {"world_size", manifest.world_size},
                 {"files", json::object()}};
+  if (!manifest.save_id.empty()) value["save_id"] = manifest.save_id;
   for (const auto& file : manifest.files) value["files"][file.name] = to_json(file);
   std::string body = dumped(value, 1);
   body.resize(body.size() - std::strlen("\n}"));

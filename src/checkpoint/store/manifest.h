@@ -27,7 +27,8 @@ struct SliceRecord : ElementRange {
 
 struct FileRecord {
   std::string name;
-  int rank = 0;  // the rank that wrote it
+  int rank = 0;      // the rank that wrote it
+  std::string host;  // the name of its host; "" in older checkpoints
   uint64_t bytes = 0;
   /// Number of bytes before the data of a safetensors file; 0 for a text file.
   uint64_t header_bytes = 0;
@@ -42,10 +43,16 @@ struct FileRecord {
   bool has_tensors() const { return header_bytes > 0; }
 };
 
+/// " (rank 3 on host b wrote it)"
+std::string writer_text(const FileRecord& file);
+
 struct Manifest {
   int64_t step = 0;
   int world_size = 1;
   std::vector<FileRecord> files;
+  /// Another text for each save to several folders, so that parts of two saves do not fit together;
+  /// "" for a save to one folder.
+  std::string save_id = {};
 };
 
 /// "weights.safetensors: weight: NaN in 3 of 8 elements", one line for each tensor that is not

@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include "checkpoint/hosts/folder_places.h"
 #include "checkpoint/io/file_descriptor.h"
 #include "tessera/error.h"
 
@@ -43,6 +44,11 @@ void rename_folder(const std::string& from, const std::string& to) {
 }
 
 }  // namespace
+
+std::string without_trailing_slashes(std::string folder) {
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  return folder;
+}
 
 std::string step_name(int64_t step) { return fmt::format("{}{:08d}", kStep, step); }
 
@@ -146,6 +152,13 @@ std::string publish(const std::string& folder, const std::string& partial, int64
   return replaced;
 }
 
+void unpublish(const std::string& folder, int64_t step, const std::string& replaced) {
+  remove_checkpoint(folder, step);
+  if (replaced.empty()) return;
+  rename_folder(replaced, folder + "/" + step_name(step));
+  sync_folder(folder);
+}
+
 void remove_checkpoint(const std::string& folder, int64_t step) {
   const std::string old = folder + "/" + partial_name(step);
   rename_folder(folder + "/" + step_name(step), old);
@@ -155,7 +168,7 @@ void remove_checkpoint(const std::string& folder, int64_t step) {
 
 void remove_leftovers(const std::string& folder) {
   for (const auto& name : names_in(folder)) {
-    if (is_partial_name(name)) remove_tree(folder + "/" + name);
+    if (is_partial_name(name) || name.rfind(kPlacePrefix, 0) == 0) remove_tree(folder + "/" + name);
   }
 }
 

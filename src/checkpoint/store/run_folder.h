@@ -35,6 +35,8 @@ std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int
 std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
                              int64_t keep_every, const std::set<int64_t>& unsound = {});
 
+std::string without_trailing_slashes(std::string folder);
+
 /// Makes a folder and its missing parents, and syncs them.
 void make_folder(const std::string& folder);
 void sync_folder(const std::string& folder);
@@ -43,6 +45,9 @@ void sync_folder(const std::string& folder);
 /// checkpoint of that step, it gets a partial name, which is returned; otherwise returns "".
 std::string publish(const std::string& folder, const std::string& partial, int64_t step);
 
+/// Undoes publish(): `replaced` is what it returned.
+void unpublish(const std::string& folder, int64_t step, const std::string& replaced);
+
 /// Removes a committed checkpoint. It is renamed first, so that a partly removed checkpoint is
 /// never mistaken for a committed one.
 void remove_checkpoint(const std::string& folder, int64_t step);
@@ -50,7 +55,7 @@ void remove_checkpoint(const std::string& folder, int64_t step);
 /// Removes a folder and its contents, if it exists.
 void remove_tree(const std::string& path);
 
-/// Removes everything with a partial name.
+/// Removes everything with a partial name, and files that find_places() has left.
 void remove_leftovers(const std::string& folder);
 
 }  // namespace tessera::store

@@ -1,5 +1,6 @@
 #include <limits>
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/store/run_folder.h"
@@ -7,6 +8,7 @@
 #include "sharding/bucket.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
 
@@ -135,11 +137,14 @@ void FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& fo
   at::NoGradGuard no_grad;
   constexpr const char* kCall = "load_sharded_state_dict";
   std::optional<Checkpoint> checkpoint;
-  check_on_all_ranks(sharded, kCall,
-                     [&] { checkpoint.emplace(folder + "/" + store::step_name(kStep)); });
-  checkpoint->verify(sharded.model.world);
   std::optional<LoadedShards> loaded;
-  check_on_all_ranks(sharded, kCall, [&] { loaded.emplace(sharded, *checkpoint); });
+  try {
+    checkpoint.emplace(folder + "/" + store::step_name(kStep), sharded.model.world);
+    checkpoint->verify(sharded.model.world);
+    checkpoint->read_together([&] { loaded.emplace(sharded, *checkpoint); });
+  } catch (const UsageError& error) {
+    throw AgreedError(fmt::format("{}: {}: {}", kName, kCall, error.what()));
+  }
   sharded.residency->release_all();
   loaded->copy_to(sharded);
 }

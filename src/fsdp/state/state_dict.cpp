@@ -7,7 +7,8 @@
 #include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
-#include "tessera/safetensors.h"
+#include "tessera/save_weights.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera {
 
@@ -75,6 +76,22 @@ void ShardedModule::take_shard(size_t index, const at::Tensor& whole) {
       .copy_(sharding::in_memory_order(placed).narrow(0, shard.begin, shard.numel));
 }
 
+namespace {
+
+/// Reads this rank's shard of parameter `index`: its elements alone if the parameter's memory order
+/// is that of the file, otherwise the whole parameter.
+void load_shard(ShardedModule& sharded, size_t index, const SafetensorsWeights& weights) {
+  const auto& [name, parameter] = sharded.model.parameters[index];
+  const auto& shard = sharded.model.shard_of(index);
+  if (!parameter.is_contiguous()) return sharded.take_shard(index, weights.load(name));
+  if (shard.numel == 0) return;
+  const auto part = at::empty({shard.numel}, weights.scalar_type(name));
+  weights.load_slice(name, shard.begin, shard.numel, part);
+  sharding::in_memory_order(at::Tensor(shard.tensor).detach()).copy_(part);
+}
+
+}  // namespace
+
 }  // namespace fsdp
 
 State FullyShardedDataParallelBase::state_dict(int to) {
@@ -112,36 +129,26 @@ at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name,
 void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   auto& sharded = *sharded_;
   sharded.require_idle("save_state_dict");
-  constexpr const char* kCall = "save_state_dict";
-  const bool writes = sharded.model.world.rank() == 0;
-  std::optional<SafetensorsWriter> writer;
-  check_on_all_ranks(sharded, kCall, [&] {
-    if (!writes) return;
-    std::vector<SafetensorsSpec> specs;
-    for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
-      specs.push_back({sharded.model.parameters[i].name, sharded.model.flat_of(i).dtype,
-                       sharded.model.parameters[i].tensor.sizes().vec()});
-    }
-    for (const auto& [name, tensor] : unsharded(sharded))
-      specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
-    writer.emplace(path, std::move(specs));
-  });
-  // Rank 0 must take part in all gathers, so the first error waits until they are done.
-  std::exception_ptr failure;
-  for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
-    const auto tensor = sharded.whole(i, 0);
-    try {
-      if (writes && !failure) writer->write(sharded.model.parameters[i].name, tensor);
-    } catch (...) {
-      failure = std::current_exception();
-    }
+  const auto& parameters = sharded.model.parameters;
+  std::vector<SafetensorsSpec> specs;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    specs.push_back(
+        {parameters[i].name, sharded.model.flat_of(i).dtype, parameters[i].tensor.sizes().vec()});
+  const auto others = unsharded(sharded);
+  for (const auto& [name, tensor] : others)
+    specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  SaveWeightsOptions options;
+  options.metadata = {{"format", "pt"}};
+  options.rank0_from = parameters.size();
+  const auto whole = [&](size_t i, int to) {
+    return i < parameters.size() ? sharded.whole(i, to)
+                                 : others[i - parameters.size()].second.detach();
+  };
+  try {
+    save_weights(sharded.model.world, path, specs, whole, options);
+  } catch (const AgreedError& error) {
+    throw AgreedError(fmt::format("{}: save_state_dict: {}", kName, error.what()));
   }
-  check_on_all_ranks(sharded, kCall, [&] {
-    if (failure) std::rethrow_exception(failure);
-    if (!writes) return;
-    for (const auto& [name, tensor] : unsharded(sharded)) writer->write(name, tensor.detach());
-    writer->commit();
-  });
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const State& state) {
@@ -166,7 +173,7 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
   constexpr const char* kCall = "load_state_dict";
-  std::optional<SafetensorsFile> file;
+  std::optional<SafetensorsWeights> file;
   check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
     std::map<std::string, std::vector<int64_t>> given;
@@ -175,8 +182,7 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   });
   sharded.residency->release_all();
   check_on_all_ranks(sharded, kCall, [&] {
-    for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
-      sharded.take_shard(i, file->load(sharded.model.parameters[i].name));
+    for (size_t i = 0; i < sharded.model.parameters.size(); ++i) load_shard(sharded, i, *file);
     for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(name));
   });
 }

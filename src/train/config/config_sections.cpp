@@ -14,7 +14,9 @@ namespace {
 void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.require("type", "the name of a model");
   keys.read_choice("type", model.type, registry::models().names(), "the model");
-  keys.read_path("init", model.init, "safetensors file of the initial weights");
+  keys.read_path(
+      "init", model.init,
+      "initial weights: a safetensors file, its index, or a folder that has one of them");
   keys.read("seed", model.seed, "seed of the initial weights and of dropout");
   keys.read("freeze", model.freeze,
             "parameters that are not trained, by name: * any characters but dots, ** any, ? one");
@@ -224,6 +226,10 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
   checkpoint.optimizer = optimizer == "load";
   keys.read_path("from", checkpoint.from,
                  "checkpoint of any run to start from; a checkpoint in folder has priority");
+  keys.read(
+      "single_file", checkpoint.single_file,
+      "rank 0 writes all weights to weights.safetensors; otherwise every rank writes its part "
+      "of them, and rank 0 model.safetensors.index.json");
   keys.finish();
   for (const auto& [key, value] :
        {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {

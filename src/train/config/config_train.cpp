@@ -225,7 +225,10 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
             "micro-batches into which a rank splits its samples of a step", kAtLeastOne);
   keys.read_path("log", run.log, "file for JSON lines, one per step");
   keys.read("log_every", run.log_every, "steps per printed line", kAtLeastOne);
-  keys.read_path("save", run.save, "safetensors file of the final weights");
+  keys.read_path("save", run.save,
+                 "safetensors file of the final weights; with / at its end, a folder to which "
+                 "every rank writes "
+                 "its part of them");
   keys.read("save_config", run.save_config, "also write config.json next to save");
   keys.read("eval_every", run.eval_every, "steps per evaluation; 0: only at the end", kNotNegative);
   keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",

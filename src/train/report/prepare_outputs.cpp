@@ -9,6 +9,7 @@
 
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
+#include "tessera/save_weights.h"
 
 namespace tessera::train {
 namespace {
@@ -49,13 +50,19 @@ bool same_file(const fs::path& a, const fs::path& b) {
   return !left.empty() && left == right;
 }
 
+/// The file of train.save; of a folder of weights, its index.
+std::string file_of_save(const Config& config) {
+  const std::string& save = config.train.save;
+  return is_weights_folder(save) ? save + kWeightsIndexName : save;
+}
+
 std::vector<UsedFile> outputs_of(const Config& config) {
   std::vector<UsedFile> files;
   if (!config.train.log.empty()) {
     files.push_back({"train.log writes it, too", config.train.log});
   }
   if (!config.train.save.empty()) {
-    files.push_back({"train.save writes it, too", config.train.save});
+    files.push_back({"train.save writes it, too", file_of_save(config)});
   }
   if (config.train.save_config) {
     files.push_back({"train.save_config writes it, too",
@@ -97,7 +104,7 @@ std::vector<UsedFile> inputs_of(const Config& config) {
     add_matches(key + " reads it", path, files);
   }
   if (!config.model.init.empty()) {
-    files.push_back({"model.init reads it", config.model.init});
+    add_matches("model.init reads it", config.model.init, files);
   }
   return files;
 }
@@ -123,7 +130,7 @@ void check_distinct(const Config& config) {
 void prepare_outputs(const Config& config) {
   check_distinct(config);
   prepare_file(config, "train.log", config.train.log);
-  prepare_file(config, "train.save", config.train.save);
+  prepare_file(config, "train.save", file_of_save(config));
 }
 
 }  // namespace tessera::train

@@ -97,7 +97,6 @@ class Run : private Joinable {
   void call_hooks(const Call& call);
   void finish();
   void report_memory();
-  void save();
   void sample();
 
   // run_nonfinite.cpp
@@ -118,11 +117,8 @@ class Run : private Joinable {
   void open_checkpoints();
   std::string open_checkpoint(const std::string& path);
   std::string set_aside_damaged(const std::string& path, const std::string& why);
-  void load_weights_of(const Checkpoint& checkpoint);
   void restore();
   void save_checkpoint();
-  void write_weights(
-      const std::function<void(const std::string& name, const at::Tensor& tensor)>& write);
   std::vector<StateSlice> slices_to_save();
   void restore_slices(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
@@ -132,7 +128,11 @@ class Run : private Joinable {
   void check_model(const std::map<std::string, std::string>& before) const;
   void warn_of_optimizer(const std::string& before);
 
-  static constexpr const char* kWeights = "weights.safetensors";  // of a checkpoint
+  // run_weights.cpp
+  at::Tensor whole_weight(size_t i, int to);
+  void add_weights_to(CheckpointWriter& writer);
+  void load_weights_of(const Checkpoint& checkpoint);
+  void save();
 
   const Config& config_;
   ProcessGroup group_;

@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
-#include "tessera/module_state_dict.h"
 #include "tessera/step/agreement.h"
 #include "train/run/random_state.h"
 #include "train/run/run.h"
@@ -113,18 +112,14 @@ std::string one_line(std::string text) {
 }
 
 /// The newest sound checkpoint of the folder, or the newest one if none is sound; "" if there is
-/// none.
-std::string checkpoint_to_resume(const std::string& folder) {
-  const auto newest = latest_checkpoint(folder), sound = latest_sound_checkpoint(folder);
-  if (newest && newest != sound) {
-    std::string tensors;
-    try {
-      tensors = Checkpoint(*newest).unsound();
-    } catch (const UsageError& error) {  // damaged too, which is no reason to end where it is left
-      tensors = error.what();
-    }
+/// none. Collective.
+std::string checkpoint_to_resume(const std::string& folder, const ProcessGroup& group) {
+  const auto newest = latest_checkpoint(folder, group);
+  const auto sound = latest_sound_checkpoint(folder, group);
+  if (group.rank() == 0 && newest && newest != sound) {
     std::printf("warning: %s has elements that are not finite: %s%s\n", newest->c_str(),
-                one_line(tensors).c_str(), sound ? ("; resuming from " + *sound).c_str() : "");
+                one_line(unsound_tensors(*newest)).c_str(),
+                sound ? ("; resuming from " + *sound).c_str() : "");
     std::fflush(stdout);
   }
   return sound ? *sound : newest.value_or("");
@@ -145,18 +140,19 @@ void Run::open_checkpoints() {
     } catch (const AgreedError& error) {
       throw AgreedError(config_.at("checkpoint.folder") + error.what());
     }
-    agree(group_, [&] {
-      if (!first()) {
-        return;
-      }
-      if (config.resume) {
-        path = checkpoint_to_resume(config.folder);
-      } else {
-        set_aside_checkpoints(config.folder);
-      }
-    });
+    if (first() && !store_->shared()) {
+      std::printf("%sthe hosts do not share %s: each writes the files of its ranks\n",
+                  config_.at("checkpoint.folder").c_str(), config.folder.c_str());
+      std::fflush(stdout);
+    }
+    if (config.resume) {
+      path = checkpoint_to_resume(config.folder, group_);
+    } else {
+      agree(group_, [&] {
+        if (store_->leads()) set_aside_checkpoints(config.folder);
+      });
+    }
   }
-  path = group_.broadcast_bytes(path, 0);
   const bool own = !path.empty();
   if (!own) {
     path = group_.broadcast_bytes(config.from, 0);
@@ -177,22 +173,15 @@ void Run::open_checkpoints() {
 /// Opens and verifies the checkpoint to resume from. Returns the text of an error that is the same
 /// on all ranks. A newer version's checkpoint is not damaged, so its error is thrown.
 std::string Run::open_checkpoint(const std::string& path) {
-  bool newer = false;
   try {
-    agree(group_, [&] {
-      try {
-        resumed_.emplace(path);
-      } catch (const CheckpointVersionError&) {
-        newer = true;
-        throw;
-      }
-    });
+    resumed_.emplace(path, group_);
     resumed_->verify(group_);
     return "";
+  } catch (const CheckpointVersionError& error) {
+    throw AgreedError(error.what());
   } catch (const UsageError& error) {
     resumed_.reset();
-    if (group_.broadcast_bytes(newer ? "newer" : "", 0).empty()) return error.what();
-    throw;
+    return error.what();
   }
 }
 
@@ -216,25 +205,25 @@ std::string Run::set_aside_damaged(const std::string& path, const std::string& w
     if (next.empty()) {
       throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
     }
-    const auto aside = step.parent_path() / ("damaged-" + step.filename().string());
+  });
+  const std::filesystem::path step(path);
+  const auto aside = step.parent_path() / ("damaged-" + step.filename().string());
+  agree(group_, [&] {
+    if (!store_->leads() || !std::filesystem::exists(step)) return;
     std::filesystem::remove_all(aside);
     std::filesystem::rename(step, aside);
-    next = checkpoint_to_resume(config_.checkpoint.folder);
+  });
+  next = checkpoint_to_resume(config_.checkpoint.folder, group_);
+  if (first()) {
     std::printf("warning: %s; it is set aside as %s, and %s is taken\n", why.c_str(), aside.c_str(),
                 next.c_str());
     std::fflush(stdout);
-  });
-  return group_.broadcast_bytes(next, 0);
-}
-
-void Run::load_weights_of(const Checkpoint& checkpoint) {
-  detail::load_module(
-      *model_.module, checkpoint.path() + "/" + kWeights, checkpoint.tensors(kWeights).entries(),
-      [&](const std::string& name) { return checkpoint.load_tensor(kWeights, name); });
+  }
+  return next;
 }
 
 void Run::restore() {
-  agree(group_, [&] {
+  resumed_->read_together([&] {
     read_state(resumed_->text(kState), resumed_->path() + "/" + kState);
     if (config_.train.ema.decay) {
       start_averaging();
@@ -352,7 +341,7 @@ void Run::check_global_batch(int64_t before) const {
         config_.at("train.global_batch") + std::to_string(batch) + ", but " + resumed_->path() +
         " is of a run with " + std::to_string(before) + "; expected " + std::to_string(before) +
         ", or a new run from its weights, in another folder: checkpoint.folder=… model.init=" +
-        resumed_->path() + "/" + kWeights);
+        resumed_->path());
   }
 }
 
@@ -434,28 +423,13 @@ void Run::read_state(const std::string& text, const std::string& where) {
 }
 
 std::vector<StateSlice> Run::slices_to_save() {
-  std::vector<StateSlice> slices = wrapper_->state_slices();
-  if (average_) {
-    for (size_t i = 0; i < slices.size(); ++i) {
-      slices[i].state.tensors[kAverage] = average_->averages()[i];
-    }
+  const std::vector<StateSlice> all = wrapper_->state_slices();
+  std::vector<StateSlice> slices;
+  for (const size_t i : wrapper_->saved_shards()) {
+    slices.push_back(all[i]);
+    if (average_) slices.back().state.tensors[kAverage] = average_->averages()[i];
   }
   return slices;
-}
-
-/// Passes every parameter and buffer to `write`, as a whole, on rank 0. Collective.
-void Run::write_weights(
-    const std::function<void(const std::string& name, const at::Tensor& tensor)>& write) {
-  const auto buffers = model_.module->named_buffers(true);
-  for (size_t i = 0; i < weights_.size(); ++i) {
-    const std::string& name = weights_[i].name;
-    heartbeat_.enter(Phase::saving, done_);
-    const at::Tensor tensor =
-        i < parameter_count_ ? wrapper_->whole_parameter(name) : buffers[name];
-    if (first()) {
-      write(name, tensor.to(weights_[i].dtype));
-    }
-  }
 }
 
 void Run::save_checkpoint() {
@@ -464,16 +438,9 @@ void Run::save_checkpoint() {
   }
   heartbeat_.enter(Phase::saving, done_);
   CheckpointWriter writer(*store_, done_);
-  if (first()) {
-    writer.begin_tensors(kWeights, weights_, {{"format", "pt"}});
-  }
-  write_weights([&](const std::string& name, const at::Tensor& tensor) {
-    writer.write_tensor(kWeights, name, tensor);
-  });
+  add_weights_to(writer);
   heartbeat_.enter(Phase::saving, done_);
-  if (wrapper_->saves_shards()) {
-    writer.add_slices(slices_to_save());
-  }
+  writer.add_slices(slices_to_save());
   auto own = random_state();
   for (auto& [name, tensor] : own) {
     name = "random." + name;

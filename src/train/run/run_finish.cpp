@@ -4,10 +4,10 @@
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/nonfinite.h"
+#include "train/report/sample_text.h"
 #include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run.h"
-#include "train/run/sample_text.h"
 
 namespace tessera::train {
 
@@ -70,56 +70,6 @@ void Run::report_memory() {
     }
     const MemoryUse whole = wrapper_->unsharded(ranks);
     reporter_->memory_table(ranks, wrapper_->formula(whole), whole);
-  }
-}
-
-/// Writes the weights to one file, one tensor at a time. Rank 0 keeps an error until the end and
-/// then broadcasts it, because the other ranks are in collectives meanwhile.
-void Run::save() {
-  const std::string& path = config_.train.save;
-  if (path.empty()) {
-    return;
-  }
-  std::string wrong;
-  const auto attempt = [&](const std::function<void()>& action) {
-    if (!first() || !wrong.empty()) {
-      return;
-    }
-    try {
-      action();
-    } catch (const std::exception& error) {
-      wrong = error.what();
-    }
-  };
-  std::unique_ptr<SafetensorsWriter> writer;
-  attempt([&] {
-    writer =
-        std::make_unique<SafetensorsWriter>(path, weights_, SafetensorsMetadata{{"format", "pt"}});
-  });
-  std::set<std::string> buffers;
-  for (const auto& buffer : model_.module->named_buffers(true)) buffers.insert(buffer.key());
-  write_weights([&](const std::string& name, const at::Tensor& tensor) {
-    attempt([&] {
-      const std::string nonfinite = buffers.count(name) > 0 ? "" : nonfinite_text(tensor);
-      if (!nonfinite.empty()) {
-        throw Error(config_.at("train.save") + path + " is not written: after " +
-                    std::to_string(done_) + " steps parameter " + name + " has " + nonfinite);
-      }
-      writer->write(name, tensor);
-    });
-  });
-  attempt([&] {
-    writer->commit();
-    reporter_->line("weights written to " + path);
-    if (config_.train.save_config) {
-      const auto beside = std::filesystem::path(path).parent_path() / "config.json";
-      write_file(beside.string(), model_.config_json);
-      reporter_->line("its config written to " + beside.string());
-    }
-  });
-  const std::string error = group_.broadcast_bytes(wrong, 0);
-  if (!error.empty()) {
-    throw Error(error);
   }
 }
 

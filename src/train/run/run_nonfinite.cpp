@@ -108,8 +108,8 @@ void Run::roll_back(const std::string& reason) {
 /// Ends the run with an error on all ranks. Collective.
 void Run::fail(const std::string& reason) {
   std::string advice;
-  if (first() && store_) {
-    const auto sound = latest_sound_checkpoint(config_.checkpoint.folder);
+  if (store_) {
+    const auto sound = latest_sound_checkpoint(config_.checkpoint.folder, group_);
     advice = sound ? "; the last sound checkpoint is " + *sound
                    : "; there is no sound checkpoint in " + config_.checkpoint.folder;
   }
@@ -203,7 +203,7 @@ std::string Run::origin_of_gradient(const std::vector<Batch>& parts) {
 void Run::check_checkpoint() {
   std::string fault;
   if (first()) {
-    std::istringstream lines(Checkpoint(result_.checkpoint).unsound());
+    std::istringstream lines(unsound_tensors(result_.checkpoint));
     for (std::string line; fault.empty() && std::getline(lines, line);) {
       const bool buffer = std::any_of(
           weights_.begin() + static_cast<std::ptrdiff_t>(parameter_count_), weights_.end(),

@@ -56,6 +56,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] { make_model(layers); });
+  if (resumed_) resumed_->read_together([&] { load_weights_of(*resumed_); });
   make();
   warn_of_space(bytes_of_weights(), "the weights take", true);
 }
@@ -141,9 +142,7 @@ void Run::make_model(const ProcessGroup& own_group) {
   freeze_parameters();
   note_specs();
   check_specs();
-  if (resumed_) {
-    load_weights_of(*resumed_);
-  } else if (!config_.model.init.empty()) {
+  if (!resumed_ && !config_.model.init.empty()) {
     named(config_.at("model.init"), [&] {
       if (model_.load_weights) {
         model_.load_weights(config_.model.init);
@@ -209,7 +208,7 @@ void Run::check_specs() const {
   const auto check = [this](const std::string& key, const std::string& file) {
     named(config_.at(key), [&] { SafetensorsWriter::check(file, weights_); });
   };
-  if (store_) check("checkpoint.folder", store_->folder() + "/…/" + kWeights);
+  if (store_) check("checkpoint.folder", store_->folder() + "/…");
   if (!config_.train.save.empty()) check("train.save", config_.train.save);
 }
 

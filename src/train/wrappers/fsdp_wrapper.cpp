@@ -92,14 +92,16 @@ class FsdpWrapper : public ModelWrapper {
   void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
     fsdp_.load_optim_state_dict(*optimizer_, dict);
   }
-  bool saves_shards() const override { return fsdp_.first_replica(); }
+  std::vector<size_t> saved_shards() override {
+    return fsdp_.first_replica() ? ModelWrapper::saved_shards() : std::vector<size_t>();
+  }
 
   std::shared_ptr<void> whole_on_rank0() override {
     return std::shared_ptr<FullParams>(new FullParams(fsdp_.summon_full_params("", false, true)));
   }
-  at::Tensor whole_parameter(const std::string& name) override {
-    return sharded_.count(name) > 0 ? fsdp_.full_parameter(name)
-                                    : parameter_on_rank0(*model_.module, name, group_);
+  at::Tensor whole_parameter(const std::string& name, int to) override {
+    return sharded_.count(name) > 0 ? fsdp_.full_parameter(name, to)
+                                    : own_parameter(*model_.module, name);
   }
 
   MemoryUse memory() override {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <fmt/format.h>
 
@@ -24,6 +25,12 @@ bool GradientRules::allow(double norm) const {
 
 ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group)
     : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {}
+
+std::vector<size_t> ModelWrapper::saved_shards() {
+  std::vector<size_t> all(shards().size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  return all;
+}
 
 at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
   ParsedLosses losses = parse_losses(model_.loss(cast(batch)));

@@ -1,6 +1,7 @@
 #include "train/wrappers/whole_wrapper.h"
 
 #include "tessera/error.h"
+#include "tessera/safetensors_weights.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/train/registries.h"
 
@@ -56,6 +57,15 @@ int64_t WholeWrapper::gradient_bytes() const {
     bytes += static_cast<int64_t>(parameter.nbytes());
   }
   return bytes;
+}
+
+std::vector<size_t> WholeWrapper::saved_shards() {
+  std::vector<SafetensorsSpec> specs;
+  for (const auto& shard : shards())
+    specs.push_back({shard.parameter, shard.tensor.scalar_type(), shard.shape});
+  const auto parts = divide_weights(specs, group_.size());
+  const auto rank = static_cast<size_t>(group_.rank());
+  return rank < parts.size() ? parts[rank].tensors : std::vector<size_t>();
 }
 
 MemoryUse WholeWrapper::memory() {

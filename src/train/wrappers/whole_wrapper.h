@@ -37,9 +37,10 @@ class WholeWrapper : public ModelWrapper {
   void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
     load_state_dict(*optimizer_, named_, dict);
   }
-  bool saves_shards() const override { return group_.rank() == 0; }
-  at::Tensor whole_parameter(const std::string& name) override {
-    return parameter_on_rank0(*model_.module, name, group_);
+  /// Every rank has all shards, and saves its part of them.
+  std::vector<size_t> saved_shards() override;
+  at::Tensor whole_parameter(const std::string& name, int /*to*/) override {
+    return own_parameter(*model_.module, name);
   }
   MemoryUse memory() override;
 

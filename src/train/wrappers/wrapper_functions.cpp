@@ -32,9 +32,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return plan.factory()(std::move(made));
 }
 
-at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string& name,
-                              const ProcessGroup& group) {
-  return group.rank() == 0 ? module.named_parameters(true)[name].detach() : at::Tensor();
+at::Tensor own_parameter(const torch::nn::Module& module, const std::string& name) {
+  return module.named_parameters(true)[name].detach();
 }
 
 void read_buffers(OptionReader& options, BufferSync& buffers) {

@@ -23,9 +23,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const OptimizerPlan& plan,
     const std::vector<std::pair<std::vector<at::Tensor>, OptionMap>>& groups);
 
-/// On rank 0 the parameter `name` of `module`; an undefined tensor on other ranks.
-at::Tensor parameter_on_rank0(const torch::nn::Module& module, const std::string& name,
-                              const ProcessGroup& group);
+/// The parameter `name` of this rank's `module`.
+at::Tensor own_parameter(const torch::nn::Module& module, const std::string& name);
 
 /// Reads the key `buffers`.
 void read_buffers(OptionReader& options, BufferSync& buffers);

@@ -108,8 +108,8 @@ class ZeroWrapper : public ModelWrapper {
   void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
     optimizer_.load_state_dict(dict);
   }
-  at::Tensor whole_parameter(const std::string& name) override {
-    return parameter_on_rank0(*model_.module, name, group_);
+  at::Tensor whole_parameter(const std::string& name, int /*to*/) override {
+    return own_parameter(*model_.module, name);
   }
 
   MemoryUse memory() override {

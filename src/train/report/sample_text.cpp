@@ -1,4 +1,4 @@
-#include "train/run/sample_text.h"
+#include "train/report/sample_text.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>

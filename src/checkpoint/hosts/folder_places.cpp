@@ -1,0 +1,76 @@
+#include "checkpoint/hosts/folder_places.h"
+
+#include <cerrno>
+#include <charconv>
+#include <filesystem>
+#include <random>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include "checkpoint/io/file_descriptor.h"
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+
+namespace tessera::store {
+namespace {
+
+/// The lowest rank whose file is in `folder`; -1 if there is none.
+int lowest_seen(const std::string& folder, const std::string& prefix) {
+  int lowest = -1;
+  std::error_code error;
+  std::filesystem::directory_iterator entries(folder, error), end;
+  for (; !error && entries != end; entries.increment(error)) {
+    const std::string name = entries->path().filename().string();
+    if (name.rfind(prefix, 0) != 0) continue;
+    int rank = -1;
+    std::from_chars(name.data() + prefix.size(), name.data() + name.size(), rank);
+    if (rank >= 0 && (lowest < 0 || rank < lowest)) lowest = rank;
+  }
+  if (error)
+    throw Error(fmt::format("checkpoint: {}: cannot be listed: {}", folder, error.message()));
+  return lowest;
+}
+
+}  // namespace
+
+std::string own_host() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+FolderPlaces find_places(ProcessGroup group, const std::string& folder) {
+  std::random_device random;
+  const std::string prefix =
+      kPlacePrefix + group.broadcast_bytes(fmt::format("{:08x}{:08x}", random(), random()), 0) +
+      "-";
+  const std::string own = folder + "/" + prefix + std::to_string(group.rank());
+  const auto remove = [&] { ::unlink(own.c_str()); };
+  int lowest = -1;
+  try {
+    agree(group, [&] {
+      const FileDescriptor file(::open(own.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666));
+      if (!file)
+        throw UsageError(
+            fmt::format("checkpoint: {}: making it failed: {}", own, errno_text(errno)));
+    });
+    agree(group, [&] {
+      lowest = lowest_seen(folder, prefix);
+      if (lowest < 0) throw Error("checkpoint: " + own + ": another process has removed it");
+    });
+  } catch (...) {
+    remove();
+    throw;
+  }
+  remove();
+  FolderPlaces places;
+  for (const auto& text : group.all_gather_bytes(std::to_string(lowest) + " " + own_host())) {
+    places.leaders.push_back(std::stoi(text));
+    places.hosts.push_back(text.substr(text.find(' ') + 1));
+  }
+  return places;
+}
+
+}  // namespace tessera::store

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tessera/process_group.h"
+
+namespace tessera::store {
+
+/// Files that ranks make in the run's folder to find out which of them see it begin with this name.
+inline constexpr const char* kPlacePrefix = ".place-";
+
+/// Which ranks see the same folder: all, if it is on one host or on a shared file system. Each set
+/// of such ranks is a place. Its lowest rank is its leader, which locks, renames and removes there.
+struct FolderPlaces {
+  std::vector<int> leaders;        ///< by rank: the leader of its place
+  std::vector<std::string> hosts;  ///< by rank: the name of its host
+
+  bool shared() const {
+    return std::all_of(leaders.begin(), leaders.end(), [](int leader) { return leader == 0; });
+  }
+  bool leads(int rank) const { return leaders[rank] == rank; }
+};
+
+/// Every rank makes a file in `folder` and looks for those of the others. The folder must exist.
+/// Throws on all ranks if a rank cannot write or list it. Collective.
+FolderPlaces find_places(ProcessGroup group, const std::string& folder);
+
+/// The name of this host.
+std::string own_host();
+
+}  // namespace tessera::store

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tessera/process_group.h"
+
+namespace tessera::store {
+
+/// Reads files that only other ranks' hosts have, over the group. Files are numbered.
+///
+/// A rank that needs bytes and the ranks that have them must communicate at the same time, so reads
+/// happen within together(): a rank that reads a remote file begins a round, in which every rank
+/// states one request or none and then serves those of the others. Ranks that have finished their
+/// body stay in the rounds until all have. A round moves at most 16 MiB from each rank (64 KiB for
+/// each rank that asks, if that is more).
+class RemoteFiles {
+ public:
+  /// Reads a local file; returns -1 with errno set, or less than `count` at the end of the file.
+  using ReadLocal = std::function<int64_t(size_t file, void* to, size_t count, uint64_t offset)>;
+
+  /// `holders`: for each file the ranks that have it, ascending, at least one.
+  RemoteFiles(ProcessGroup group, std::vector<std::vector<int>> holders, ReadLocal read_local);
+
+  bool here(size_t file) const;
+  const std::vector<int>& holders(size_t file) const { return holders_[file]; }
+
+  /// Runs `body` on every rank; within it read() works for all files. Throws on every rank, as
+  /// agree() does, if a rank's body threw. `body` must not call collectives. Collective.
+  void together(const std::function<void()>& body);
+
+  /// Reads from the rank that has the file. Throws Error with that rank and the system's reason.
+  /// Throws UsageError outside of together().
+  void read(size_t file, void* to, size_t count, uint64_t offset);
+
+ private:
+  struct Request {
+    uint64_t file, offset, count;
+  };
+  bool round(const Request* mine, char* to);
+  int server(size_t file, int reader) const;
+
+  ProcessGroup group_;
+  std::vector<std::vector<int>> holders_;
+  ReadLocal read_local_;
+  bool open_ = false;
+};
+
+}  // namespace tessera::store

@@ -1,0 +1,100 @@
+// Opens a checkpoint whose files may be on several hosts.
+
+#include <algorithm>
+#include <exception>
+#include <filesystem>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+
+#include "checkpoint/hosts/folder_places.h"
+#include "checkpoint/store/checkpoint_impl.h"
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+
+namespace tessera {
+namespace {
+
+/// The first rank that has a manifest; -1 if none has. Throws on all ranks if two differ.
+int rank_with_manifest(ProcessGroup group, const std::string& path, const std::string& text) {
+  const std::string mine =
+      text.empty() ? "" : text.substr(text.size() - std::min<size_t>(text.size(), 64));
+  const auto ends = group.all_gather_bytes(mine);
+  int first = -1;
+  for (size_t rank = 0; rank < ends.size(); ++rank) {
+    if (ends[rank].empty()) continue;
+    if (first < 0) first = static_cast<int>(rank);
+    if (ends[rank] == ends[first]) continue;
+    throw AgreedError(
+        fmt::format("checkpoint: {}/{}: ranks {} and {} have different ones; expected parts of one "
+                    "checkpoint on the hosts",
+                    path, store::kManifestName, first, rank));
+  }
+  return first;
+}
+
+}  // namespace
+
+Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
+    : path(std::filesystem::path(folder).lexically_normal().string()) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  std::string text;
+  agree(group, [&] { text = manifest_text(true); });
+  const int first = rank_with_manifest(group, path, text);
+  const auto lacking = group.all_gather_bytes(text.empty() ? "lacks it" : "");
+  const bool all =
+      std::all_of(lacking.begin(), lacking.end(), [](const auto& rank) { return rank.empty(); });
+  if (first >= 0 && !all) text = group.broadcast_bytes(text, first);
+  std::exception_ptr newer;
+  const auto parse = [&] {
+    if (first < 0) manifest_text(false);  // throws
+    try {
+      parse_manifest(text);
+    } catch (const CheckpointVersionError&) {
+      newer = std::current_exception();
+      throw;
+    }
+  };
+  try {
+    agree(group, parse);
+  } catch (const AgreedError&) {
+    if (newer) std::rethrow_exception(newer);  // on all ranks, because the text is one
+    throw;
+  }
+  find_holders(std::move(group));
+  index_slices();
+}
+
+/// Finds out which ranks have which files.
+void Checkpoint::Impl::find_holders(ProcessGroup group) {
+  std::string mine;  // "" if all files are here
+  agree(group, [&] {
+    for (const auto& file : manifest.files) mine += check_file(file, true) ? '1' : '0';
+    if (mine.find('0') == mine.npos) mine.clear();
+  });
+  const auto ranks = group.all_gather_bytes(mine);
+  if (std::all_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.empty(); }))
+    return;
+  std::vector<std::vector<int>> holders(manifest.files.size());
+  for (size_t i = 0; i < holders.size(); ++i) {
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      if (ranks[rank].empty() || ranks[rank][i] == '1')
+        holders[i].push_back(static_cast<int>(rank));
+    }
+    if (!holders[i].empty()) continue;
+    const auto& file = manifest.files[i];
+    throw AgreedError(fmt::format(
+        "checkpoint: {}/{}: no host of this group has the file{}; expected the folder on the host "
+        "that wrote it, or a copy of its files{}",
+        path, file.name, writer_text(file), older_ones()));
+  }
+  remote = std::make_unique<store::RemoteFiles>(
+      std::move(group), std::move(holders),
+      [this](size_t file, void* to, size_t count, uint64_t offset) -> int64_t {
+        const FileDescriptor opened_file(
+            ::open((path + "/" + manifest.files[file].name).c_str(), O_RDONLY | O_CLOEXEC));
+        return opened_file ? opened_file.read_at(to, count, offset) : -1;
+      });
+}
+
+}  // namespace tessera
