@@ -20,10 +20,11 @@ namespace fs = std::filesystem;
 
 constexpr int kRanks = 4;
 constexpr int64_t kMiB = 1 << 20;
-constexpr int64_t kLayers = 24;
+constexpr int64_t kLayers = 48;
 constexpr int64_t kTensor = 4 * kMiB;  // bytes of a layer's weight
 constexpr int64_t kModel = kLayers * kTensor;
-constexpr int64_t kConstant = 16 * kMiB;
+/// The transport's buffers, and blocks that malloc keeps.
+constexpr int64_t kConstant = 32 * kMiB;
 
 int64_t status_bytes(const std::string& key) {
   std::ifstream file("/proc/self/status");
