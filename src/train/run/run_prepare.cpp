@@ -208,7 +208,7 @@ void Run::check_specs() const {
   const auto check = [this](const std::string& key, const std::string& file) {
     named(config_.at(key), [&] { SafetensorsWriter::check(file, weights_); });
   };
-  if (store_) check("checkpoint.folder", store_->folder() + "/…");
+  if (store_) check("checkpoint.folder", store_->folder() + "/…/weights.safetensors");
   if (!config_.train.save.empty()) check("train.save", config_.train.save);
 }
 
