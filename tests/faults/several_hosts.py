@@ -212,7 +212,7 @@ def restarted(trial, victim):
 def launcher_lost(trial, victim):
     hosts = hosts_of(trial)
     runs = [launch_rounds(trial, hosts, host, "train.steps=1000000") for host in range(2)]
-    runs[0].wait_for_line("step +3/")
+    runs[0].wait_for_line("step +6/")  # after the first checkpoint
     start = time.monotonic()
     runs[victim].process.kill()
     if victim == 0:
