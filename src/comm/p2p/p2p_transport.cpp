@@ -17,6 +17,8 @@ constexpr int64_t kSmallBytes = 64 << 10;
 // Slices are sent in parts of this size, so that summing overlaps with receiving and scratch memory
 // is bounded.
 constexpr int64_t kMessageBytes = 4 << 20;
+constexpr int64_t kExchangeBytes = 1 << 20;  // of a message between two ranks that exchange all
+constexpr int64_t kExchangesAhead = 4;       // such messages that a rank expects at a time
 
 std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> offsets(counts.size() + 1, 0);
@@ -57,6 +59,7 @@ class P2pTransport : public Transport {
       if (scale != 1) flat.mul_(scale);
       return;
     }
+    if (size_ == 2) return exchange_with_peer(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
     reduce_scatter(flat, counts, nullptr);
     if (scale != 1) flat.narrow(0, offsets_of(counts)[rank_], counts[rank_]).mul_(scale);
@@ -142,6 +145,41 @@ class P2pTransport : public Transport {
     parts[rank_].copy_(flat);
     wire_.gather_blocks(parts.view({-1}), std::vector<int64_t>(size_, flat.numel()), all_);
     flat.copy_(sum_rows(parts));
+  }
+
+  /// The all-reduce of two ranks: each sends all to the other. These are the bytes of a
+  /// reduce-scatter and an all-gather, and no message waits for another one's arrival.
+  void exchange_with_peer(const at::Tensor& flat, double scale) {
+    wire_.begin("all_reduce");
+    const int peer = 1 - rank_;
+    const int64_t part = std::max<int64_t>(1, kExchangeBytes / flat.element_size());
+    const int64_t parts = (flat.numel() + part - 1) / part;
+    const auto slice = [&](int64_t i) {
+      return flat.narrow(0, i * part, std::min(part, flat.numel() - i * part));
+    };
+    at::Tensor scratch[kExchangesAhead];
+    Messenger::Ticket arriving[kExchangesAhead];
+    const auto post_receive = [&](int64_t i) {
+      auto& rows = scratch[i % kExchangesAhead];
+      if (!rows.defined()) rows = at::empty({2, std::min(part, flat.numel())}, flat.options());
+      arriving[i % kExchangesAhead] =
+          wire_.receive(rows[peer].narrow(0, 0, slice(i).numel()), peer, static_cast<int>(i));
+    };
+    std::vector<Messenger::Ticket> leaving;
+    for (int64_t i = 0; i < std::min(parts, kExchangesAhead); ++i) post_receive(i);
+    for (int64_t i = 0; i < parts; ++i)
+      leaving.push_back(wire_.send(slice(i), peer, static_cast<int>(i)));
+    for (int64_t i = 0; i < parts; ++i) {
+      wire_.wait(arriving[i % kExchangesAhead]);
+      wire_.wait(leaving[i]);
+      const auto mine = slice(i);
+      const auto rows = scratch[i % kExchangesAhead].narrow(1, 0, mine.numel());
+      rows[rank_].copy_(mine);
+      mine.copy_(sum_rows(rows));
+      if (scale != 1) mine.mul_(scale);
+      if (i + kExchangesAhead < parts) post_receive(i + kExchangesAhead);
+    }
+    wire_.finish();
   }
 
   /// Sums each rank's segment of `flat` on that rank, part by part, with two parts in flight.
