@@ -10,6 +10,8 @@
 
 #include <torch/torch.h>
 
+#include "tessera/wire.h"
+
 namespace tessera {
 
 /// Handle of an asynchronous collective. Copies refer to the same collective. A default-constructed
@@ -232,6 +234,17 @@ class ProcessGroup {
   /// those with a negative color too. Throws UsageError for groups of from_c10d(), which have no
   /// store.
   std::optional<ProcessGroup> split(int color);
+
+  /// Returns a group of the same ranks in which floating-point values of all_reduce(), all_gather()
+  /// and the reduce-scatters travel between hosts in `format`, with more connections and memory of
+  /// its own. A sum is rounded once on each host, after the sum over that host's ranks; the second
+  /// half of an all-reduce is rounded again, by the owners of its parts. What is gathered or
+  /// all-reduced is rounded on its owner too, so all ranks have the same bits. Other collectives
+  /// and other dtypes are unchanged; float64 is a UsageError. Returns this group itself for
+  /// float32, and if all ranks are on one host. Collective; the same format on every rank. Throws
+  /// UsageError for groups of from_c10d(), with check_results, with the backends NCCL and MPI, and
+  /// if the ranks of a host cannot share memory.
+  ProcessGroup with_wire(WireFormat format);
 
   /// Throws UsageError on every rank when `entries` differ between ranks. The message names
   /// `component`, the first differing index, and the entries there of this rank and of the lowest

@@ -1,8 +1,11 @@
 #include "local_sgd/outer_mean.h"
 
-#include "local_sgd/block_int8.h"
+#include "comm/base/wire_codec.h"
 
 namespace tessera::local_sgd {
+
+using comm::decode;
+using comm::encode;
 
 void OuterMean::start(const at::Tensor& values) {
   const at::NoGradGuard no_grad;
@@ -15,8 +18,8 @@ void OuterMean::start(const at::Tensor& values) {
   }
   at::Tensor wanted = values.to(at::kFloat);
   if (residual.defined()) wanted = wanted + residual;
-  const at::Tensor own = quantize(wanted);
-  residual = wanted - dequantize(own, values.numel());
+  const at::Tensor own = encode(WireFormat::int8, wanted);
+  residual = wanted - decode(WireFormat::int8, own, values.numel());
   bytes_ = at::empty({own.numel() * outer_.size()}, own.options());
   bytes_.narrow(0, own.numel() * outer_.rank(), own.numel()).copy_(own);
   work_ = outer_.all_gather_async(
@@ -30,10 +33,10 @@ at::Tensor OuterMean::peek() {
   work_.wait();
   work_ = Work();
   if (wire_ == OuterWire::int8) {
-    const int64_t numel = values_.numel(), size = quantized_bytes(numel);
+    const int64_t numel = values_.numel(), size = comm::encoded_bytes(WireFormat::int8, numel);
     at::Tensor sum = at::zeros({numel}, values_.options().dtype(at::kFloat));
     for (int64_t rank = 0; rank < outer_.size(); ++rank) {
-      sum.add_(dequantize(bytes_.narrow(0, rank * size, size), numel));
+      sum.add_(decode(WireFormat::int8, bytes_.narrow(0, rank * size, size), numel));
     }
     values_ = sum.mul_(1.0 / outer_.size()).to(values_.scalar_type());
     bytes_ = at::Tensor();

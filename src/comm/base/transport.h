@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/wire_codec.h"
 #include "tessera/process_group.h"
 
 namespace tessera::comm {
@@ -78,6 +79,10 @@ class Transport {
   /// common. Undefined if the transport does not support it.
   virtual at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) { return {}; }
   virtual at::Tensor peer_view(const at::Tensor& allocated, int peer) const { return {}; }
+
+  /// For the next collective only: error feedback, in a group of ProcessGroup::with_wire(). Null:
+  /// none.
+  virtual void set_feedback(WireFeedback*) {}
 
   /// True if operations are ordered on a device stream. They are then issued from the caller's
   /// thread and never queued.

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "tessera/process_group.h"
+#include "tessera/wire.h"
 
 namespace tessera::comm {
 
@@ -24,6 +25,8 @@ struct World {
   /// Rank 0 of the start-up group serves the store, which ends with it.
   bool rank_0_serves_store = false;
   ProcessGroupOptions options;
+  /// How values travel between hosts; see ProcessGroup::with_wire().
+  WireFormat wire = WireFormat::float32;
 
   /// Rank `rank` of a start-up group with the members 0 … size-1. The caller sets hosts, same_host,
   /// address and store.

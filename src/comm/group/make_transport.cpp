@@ -26,6 +26,13 @@ bool has_two_levels(const World& world) {
 
 std::unique_ptr<Transport> connect(const World& world) {
   const auto backend = world.options.backend;
+  if (world.wire != WireFormat::float32) {
+    std::string reason;
+    if (auto transport = make_hosts_transport(world, reason)) return transport;
+    throw UsageError(
+        fmt::format("ProcessGroup.with_wire: rank {}: {} needs shared memory within each host: {}",
+                    world.rank, to_string(world.wire), reason));
+  }
   if (backend == Backend::NCCL) return make_nccl_transport(world);
   if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
   if (backend == Backend::Gloo) return make_p2p_transport(world, make_gloo_mailbox(world));

@@ -150,6 +150,14 @@ void ProcessGroup::set_timeout(std::chrono::milliseconds timeout,
 
 namespace {
 
+/// Values that travel encoded between hosts.
+void check_wire(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor) {
+  require(impl.world.wire == WireFormat::float32 || tensor.scalar_type() != at::kDouble, impl,
+          method,
+          fmt::format("dtype Double cannot travel as {}; expected float32, bfloat16 or float16",
+                      to_string(impl.world.wire)));
+}
+
 /// A collective on one tensor, to be run blocking or asynchronously.
 struct Call {
   OpHeader header;
@@ -158,6 +166,7 @@ struct Call {
 
 Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale) {
   check_sum(impl, "all_reduce", tensor);
+  check_wire(impl, "all_reduce", tensor);
   const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
   impl.count(&CommStats::all_reduce, moved, moved);
   if (impl.alone() && scale != 1) tensor.detach().mul_(scale);
@@ -200,6 +209,7 @@ Call broadcast_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root) {
 Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
                      const std::vector<int64_t>& counts) {
   check_tensor(impl, "all_gather", flat);
+  check_wire(impl, "all_gather", flat);
   check_counts(impl, "all_gather", "counts", counts, flat);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::all_gather, own * (impl.world.size - 1), bytes_of(flat) - own);
@@ -212,6 +222,7 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
 Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
                          const std::vector<int64_t>& counts, ProcessGroup::ConsumeRun consume) {
   check_sum(impl, "reduce_scatter", flat);
+  check_wire(impl, "reduce_scatter", flat);
   check_counts(impl, "reduce_scatter", "counts", counts, flat);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
@@ -222,13 +233,26 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
           }};
 }
 
+/// The call's body with the error feedback of this thread's scope, if there is one.
+ProcessGroup::Impl::Body body_of(const ProcessGroup::Impl& impl, Call call) {
+  auto* const feedback = comm::WireFeedbackScope::current();
+  if (feedback == nullptr || impl.world.wire == WireFormat::float32) return std::move(call.body);
+  return [feedback, body = std::move(call.body)](Transport& transport, const Headers& headers) {
+    transport.set_feedback(feedback);
+    body(transport, headers);
+    transport.set_feedback(nullptr);
+  };
+}
+
 Work submit(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
   if (impl.alone()) return {};
-  return impl.submit(call.header, std::move(call.body), tag);
+  const auto header = call.header;
+  return impl.submit(header, body_of(impl, std::move(call)), tag);
 }
 
 void run(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
-  if (!impl.alone()) impl.run(call.header, std::move(call.body), tag);
+  const auto header = call.header;
+  if (!impl.alone()) impl.run(header, body_of(impl, std::move(call)), tag);
 }
 
 /// Ranks that scale differently disagree.
@@ -340,7 +364,7 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64
 void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
                                        const ConsumeRun& consume, const std::string& tag) {
   auto call = reduce_scatter_call(*impl_, flat, counts, consume);
-  if (!impl_->alone()) return impl_->run(call.header, std::move(call.body), tag);
+  if (!impl_->alone()) return run(*impl_, std::move(call), tag);
   if (flat.numel()) consume(0, flat.detach());
 }
 

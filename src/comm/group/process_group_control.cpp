@@ -133,6 +133,29 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   return ProcessGroup(std::move(child));
 }
 
+ProcessGroup ProcessGroup::with_wire(WireFormat format) {
+  if (impl_->alone() || same_host()) return *this;
+  check_contract("ProcessGroup.with_wire", {to_string(format)});
+  if (format == WireFormat::float32) return *this;
+  const auto needs = [&](bool condition, const std::string& what) {
+    require(condition, *impl_, "with_wire", fmt::format("{} needs {}", to_string(format), what));
+  };
+  const auto backend = impl_->world.options.backend;
+  needs(impl_->world.store != nullptr, "a group with a store; this one was made by the caller");
+  needs(backend != Backend::NCCL && backend != Backend::MPI,
+        fmt::format("the backend Auto; this group has {}", backend_name()));
+  needs(!impl_->world.options.check_results, "check_results off; it compares exact sums");
+  needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
+  comm::World world = impl_->world;
+  world.wire = format;
+  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("wire{}/", ++impl_->splits),
+                                                       impl_->world.store);
+  auto transport = comm::make_transport(world);
+  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
+  impl_->add_child(child);
+  return ProcessGroup(std::move(child));
+}
+
 void ProcessGroup::check_contract(const std::string& component,
                                   const std::vector<std::string>& entries) {
   if (impl_->alone()) return;

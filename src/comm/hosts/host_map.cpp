@@ -44,4 +44,25 @@ int HostSumTree::add(const HostMap& map, int first, int count) {
   return static_cast<int>(nodes.size()) - 1;
 }
 
+HostSumTree HostSumTree::by_host(const HostMap& map) {
+  HostSumTree tree;
+  tree.leaves.resize(map.hosts());
+  tree.add_hosts(map, 0, map.hosts());
+  return tree;
+}
+
+int HostSumTree::add_hosts(const HostMap& map, int first, int count) {
+  Node node;
+  if (count == 1) {
+    node.ranks = map.members(first);
+    leaves[first].push_back(static_cast<int>(nodes.size()));
+  } else {
+    const int left = static_cast<int>(std::bit_floor(static_cast<unsigned>(count - 1)));
+    node.left = add_hosts(map, first, left);
+    node.right = add_hosts(map, first + left, count - left);
+  }
+  nodes.push_back(std::move(node));
+  return static_cast<int>(nodes.size()) - 1;
+}
+
 }  // namespace tessera::comm

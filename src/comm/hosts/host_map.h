@@ -35,11 +35,15 @@ struct HostSumTree {
   };
 
   explicit HostSumTree(const HostMap& map);
+  /// With one leaf for each host, the sum of all its ranks, wherever these lie.
+  static HostSumTree by_host(const HostMap& map);
 
   std::vector<Node> nodes;               ///< The last one is the sum over all ranks.
   std::vector<std::vector<int>> leaves;  ///< The indices of each host's leaves, ascending.
 
  private:
+  HostSumTree() = default;
+  int add_hosts(const HostMap& map, int first, int count);
   int add(const HostMap& map, int first, int count);
 };
 

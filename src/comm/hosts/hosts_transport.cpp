@@ -59,7 +59,8 @@ class HostsTransport : public Transport {
   HostsTransport(const World& world, HostMap map, std::unique_ptr<ShmTransport> local,
                  std::unique_ptr<Mailbox> mailbox)
       : map_(std::move(map)),
-        tree_(map_),
+        tree_(world.wire == WireFormat::float32 ? HostSumTree(map_) : HostSumTree::by_host(map_)),
+        format_(world.wire),
         rank_(world.rank),
         size_(world.size),
         host_(map_.host_of(rank_)),
@@ -73,6 +74,10 @@ class HostsTransport : public Transport {
   }
   void set_stopped_timeout(std::chrono::milliseconds timeout) override {
     local_->set_stopped_timeout(timeout);
+  }
+  void set_feedback(WireFeedback* feedback) override {
+    feedback_ = feedback;
+    if (feedback) feedback->begin();
   }
   void abort() noexcept override {
     wire_.abort();
@@ -109,34 +114,37 @@ class HostsTransport : public Transport {
   void all_reduce(at::Tensor flat, double scale) override {
     const auto counts = even_counts(flat.numel(), size_);
     const auto own = flat.narrow(0, starts_of(counts)[rank_], counts[rank_]);
-    sum_to_owners(Op::all_reduce, flat, counts, {nullptr, own, scale});
-    all_gather(flat, counts);
+    const auto wire = wire_of(flat);
+    sum_to_owners(Op::all_reduce, flat, counts, {nullptr, own, scale}, wire);
+    distribute(Op::all_gather, flat, counts, wire);
   }
 
   void reduce(at::Tensor flat, int root) override {
     Counts counts(size_, 0);
     counts[root] = flat.numel();
-    sum_to_owners(Op::reduce, flat, counts, {nullptr, rank_ == root ? flat : flat.narrow(0, 0, 0)});
+    sum_to_owners(Op::reduce, flat, counts, {nullptr, rank_ == root ? flat : flat.narrow(0, 0, 0)},
+                  {});
   }
 
   void broadcast(at::Tensor flat, int root) override {
     Counts counts(size_, 0);
     counts[root] = flat.numel();
-    distribute(Op::broadcast, flat, counts);
+    distribute(Op::broadcast, flat, counts, {});
   }
 
   void all_gather(at::Tensor flat, const Counts& counts) override {
-    distribute(Op::all_gather, flat, counts);
+    distribute(Op::all_gather, flat, counts, wire_of(flat));
   }
 
   void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
     sum_to_owners(Op::reduce_scatter, flat, counts,
-                  {consume, flat.narrow(0, starts_of(counts)[rank_], counts[rank_])});
+                  {consume, flat.narrow(0, starts_of(counts)[rank_], counts[rank_])},
+                  wire_of(flat));
   }
 
   void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
                            double scale) override {
-    sum_to_owners(Op::reduce_scatter, flat, counts, {nullptr, output, scale});
+    sum_to_owners(Op::reduce_scatter, flat, counts, {nullptr, output, scale}, wire_of(flat));
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
@@ -186,7 +194,7 @@ class HostsTransport : public Transport {
       // Either all hosts have the memory or none.
       auto failed = at::zeros({size_}, at::TensorOptions().dtype(at::kByte));
       failed[rank_] = problem.empty() ? 0 : 1;
-      distribute_here(Op::all_gather, failed, Counts(size_, 1));
+      distribute_here(Op::all_gather, failed, Counts(size_, 1), {});
       const auto first = failed.nonzero();
       if (problem.empty() && first.numel() > 0) {
         problem = fmt::format("ProcessGroup.allocate: rank {} of {}: the host of rank {} failed",
@@ -204,6 +212,13 @@ class HostsTransport : public Transport {
 
  private:
   bool leads() const { return map_.members(host_)[0] == rank_; }
+
+  /// For one collective of `flat`.
+  Wire wire_of(const at::Tensor& flat) {
+    auto* const feedback = std::exchange(feedback_, nullptr);
+    if (!flat.is_floating_point()) return {};
+    return {format_, feedback};
+  }
 
   template <class Body>
   void for_other_hosts(const Body& body) const {
@@ -235,9 +250,10 @@ class HostsTransport : public Transport {
     }
   }
 
-  void sum_to_owners(Op op, const at::Tensor& flat, const Counts& counts, const SumTarget& target) {
+  void sum_to_owners(Op op, const at::Tensor& flat, const Counts& counts, const SumTarget& target,
+                     const Wire& wire) {
     run(op_name(op), [&] {
-      SumToOwners sum(wire_, map_, tree_, rank_, flat, counts, target);
+      SumToOwners sum(wire_, map_, tree_, rank_, flat, counts, target, wire);
       int64_t rounds = 0;
       const auto is_read = [&](int segment, int64_t round, int local) {
         const int rank = map_.members(host_)[local];
@@ -254,13 +270,13 @@ class HostsTransport : public Transport {
     });
   }
 
-  void distribute(Op op, const at::Tensor& flat, const Counts& counts) {
-    run(op_name(op), [&] { distribute_here(op, flat, counts); });
+  void distribute(Op op, const at::Tensor& flat, const Counts& counts, const Wire& wire) {
+    run(op_name(op), [&] { distribute_here(op, flat, counts, wire); });
   }
 
   /// Brings each rank's segment of `flat` to all ranks: once to each other host, to one of its
   /// ranks, from which the others copy it.
-  void distribute_here(Op op, const at::Tensor& flat, const Counts& counts) {
+  void distribute_here(Op op, const at::Tensor& flat, const Counts& counts, const Wire& wire) {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto starts = starts_of(counts);
     const int64_t step = ShmTransport::window_step(counts.size(), width);
@@ -275,17 +291,31 @@ class HostsTransport : public Transport {
                             std::min(stripe, counts[segment] - i * stripe)));
       }
     };
+    struct Arriving {
+      Messenger::Ticket ticket;
+      at::Tensor part, bytes;
+    };
+    std::vector<Arriving> encoded;
     for (int segment = 0; segment < size_; ++segment) {
       if (map_.host_of(segment) == host_) continue;
       in_stripes(segment, [&](int64_t i, at::Tensor part) {
-        if (map_.handler(host_, segment, i) == rank_)
-          wire_.receive(std::move(part), segment, static_cast<int>(i));
+        if (map_.handler(host_, segment, i) != rank_) return;
+        auto to = wire.encodes() ? at::empty({encoded_bytes(wire.format, part.numel())}, at::kByte)
+                                 : part;
+        const auto ticket = wire_.receive(to, segment, static_cast<int>(i));
+        if (wire.encodes()) encoded.push_back({ticket, std::move(part), std::move(to)});
       });
     }
-    in_stripes(rank_, [&](int64_t i, at::Tensor part) {
+    in_stripes(rank_, [&](int64_t i, const at::Tensor& part) {
+      const auto from = wire.encodes() ? wire.encode(part) : part;
       for_other_hosts(
-          [&](int host) { wire_.send(part, map_.handler(host, rank_, i), static_cast<int>(i)); });
+          [&](int host) { wire_.send(from, map_.handler(host, rank_, i), static_cast<int>(i)); });
+      if (wire.encodes()) part.copy_(decode(wire.format, from, part.numel()));
     });
+    for (const auto& [ticket, part, bytes] : encoded) {
+      wire_.wait(ticket);
+      part.copy_(decode(wire.format, bytes, part.numel()));
+    }
     wire_.finish();
     auto* const data = static_cast<std::byte*>(flat.data_ptr());
     local_->share_windows(
@@ -306,6 +336,8 @@ class HostsTransport : public Transport {
 
   HostMap map_;
   HostSumTree tree_;
+  WireFormat format_;
+  WireFeedback* feedback_ = nullptr;
   int rank_, size_, host_;
   std::unique_ptr<ShmTransport> local_;
   Messenger wire_;

@@ -16,16 +16,17 @@ bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at:
 
 }  // namespace
 
-SumToOwners::SumToOwners(Messenger& wire, const HostMap& map, const HostSumTree& tree, int rank,
-                         const at::Tensor& flat, const std::vector<int64_t>& counts,
-                         const SumTarget& target)
-    : wire_(wire),
+SumToOwners::SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree,
+                         int rank, const at::Tensor& flat, const std::vector<int64_t>& counts,
+                         const SumTarget& target, Wire wire)
+    : messenger_(messenger),
       map_(map),
       tree_(tree),
       rank_(rank),
       host_(map.host_of(rank)),
       counts_(counts),
       target_(target),
+      wire_(wire),
       dtype_(flat.scalar_type()),
       wide_(is_narrow(dtype_) ? at::kFloat : dtype_),
       width_(static_cast<int64_t>(flat.element_size())),
@@ -35,15 +36,17 @@ SumToOwners::SumToOwners(Messenger& wire, const HostMap& map, const HostSumTree&
 
 void SumToOwners::visit(int64_t round, const ShmTransport::Window& window) {
   auto& sent = sent_[round % kAhead];
-  for (const auto ticket : sent) wire_.wait(ticket);
+  for (const auto ticket : sent) messenger_.wait(ticket);
   sent.clear();
   for (int segment = 0; segment < map_.size(); ++segment) {
     const int64_t n = count(segment, round);
     if (n == 0 || map_.host_of(segment) == host_) continue;
     if (map_.handler(host_, segment, round) != rank_) continue;
-    for (const int leaf : tree_.leaves[host_])
-      sent.push_back(
-          wire_.send(sum_of(leaf, segment, n, window), segment, static_cast<int>(round)));
+    for (const int leaf : tree_.leaves[host_]) {
+      auto sum = sum_of(leaf, segment, n, window);
+      if (wire_.encodes()) sum = wire_.encode(sum);
+      sent.push_back(messenger_.send(std::move(sum), segment, static_cast<int>(round)));
+    }
   }
   if (const int64_t n = count(rank_, round)) {
     auto& own = own_[round % kAhead];
@@ -55,7 +58,7 @@ void SumToOwners::visit(int64_t round, const ShmTransport::Window& window) {
 
 void SumToOwners::finish(int64_t rounds) {
   for (int64_t round = std::max<int64_t>(0, rounds - kLag); round < rounds; ++round) combine(round);
-  wire_.finish();
+  messenger_.finish();
   if (consumer_failed_) std::rethrow_exception(consumer_failed_);
 }
 
@@ -74,9 +77,11 @@ void SumToOwners::post_receives(int64_t round) {
   for (int host = 0; host < map_.hosts(); ++host) {
     if (host == host_) continue;
     for (const int leaf : tree_.leaves[host]) {
-      auto sum = at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
+      auto sum = wire_.encodes() ? at::empty({encoded_bytes(wire_.format, n)},
+                                             at::TensorOptions().dtype(at::kByte))
+                                 : at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
       const auto ticket =
-          wire_.receive(sum, map_.handler(host, rank_, round), static_cast<int>(round));
+          messenger_.receive(sum, map_.handler(host, rank_, round), static_cast<int>(round));
       arriving_[round % kAhead].push_back({ticket, leaf, std::move(sum)});
     }
   }
@@ -110,8 +115,8 @@ void SumToOwners::combine(int64_t round) {
   if (n == 0) return;
   auto values = std::move(own_[round % kAhead]);
   for (auto& item : arriving_[round % kAhead]) {
-    wire_.wait(item.ticket);
-    values[item.leaf] = std::move(item.sum);
+    messenger_.wait(item.ticket);
+    values[item.leaf] = wire_.encodes() ? decode(wire_.format, item.sum, n) : std::move(item.sum);
   }
   arriving_[round % kAhead].clear();
   post_receives(round + kAhead);

@@ -3,6 +3,7 @@
 #include <exception>
 #include <vector>
 
+#include "comm/base/wire_codec.h"
 #include "comm/hosts/host_map.h"
 #include "comm/p2p/messenger.h"
 #include "comm/shm/shm_transport.h"
@@ -16,14 +17,28 @@ struct SumTarget {
   double scale = 1;
 };
 
+/// How floating-point values travel between the hosts, with the error feedback of this collective
+/// (null: none).
+struct Wire {
+  WireFormat format = WireFormat::float32;
+  WireFeedback* feedback = nullptr;
+
+  bool encodes() const { return format != WireFormat::float32; }
+  at::Tensor encode(const at::Tensor& values) const {
+    return feedback ? feedback->encode(format, values) : comm::encode(format, values);
+  }
+};
+
 /// One reduce-scatter. In round i the ranks of a host add up windows i of all segments: those of
 /// other hosts' ranks to send them, their own to keep them until the other hosts' sums have arrived
 /// some rounds later.
 class SumToOwners {
  public:
-  /// The arguments outlive this object. `counts`: elements of each rank's segment of `flat`.
-  SumToOwners(Messenger& wire, const HostMap& map, const HostSumTree& tree, int rank,
-              const at::Tensor& flat, const std::vector<int64_t>& counts, const SumTarget& target);
+  /// The arguments outlive this object. `counts`: elements of each rank's segment of `flat`. If
+  /// `wire` encodes, `tree` is HostSumTree::by_host().
+  SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree, int rank,
+              const at::Tensor& flat, const std::vector<int64_t>& counts, const SumTarget& target,
+              Wire wire);
 
   /// Round `round`, with the windows of this host's ranks.
   void visit(int64_t round, const ShmTransport::Window& window);
@@ -48,12 +63,13 @@ class SumToOwners {
   at::Tensor add_up(std::vector<at::Tensor> values, int64_t n) const;
   void deliver(int64_t offset, const at::Tensor& sum);
 
-  Messenger& wire_;
+  Messenger& messenger_;
   const HostMap& map_;
   const HostSumTree& tree_;
   int rank_, host_;
   const std::vector<int64_t>& counts_;
   const SumTarget& target_;
+  Wire wire_;
   at::ScalarType dtype_, wide_;
   int64_t width_, step_;
   std::vector<Messenger::Ticket> sent_[kAhead];

@@ -1,0 +1,209 @@
+// Groups of ProcessGroup::with_wire(). The ranks are threads of one process, so their hosts are
+// numbers.
+#include <numeric>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "comm/base/wire_codec.h"
+#include "comm/hosts/host_map.h"
+#include "harness/batches.h"
+#include "harness/ranks.h"
+
+namespace tessera::testing {
+namespace {
+
+using comm::HostMap;
+using comm::WireFeedback;
+using comm::WireFeedbackScope;
+using ::testing::HasSubstr;
+
+const std::vector<std::vector<int>> kPlacements{{0, 1},       {0, 1, 2},       {0, 0, 1, 1},
+                                                {0, 0, 0, 1}, {0, 1, 0, 1, 1}, {0, 0, 1, 1, 2, 2}};
+constexpr WireFormat kEncoded[] = {WireFormat::bfloat16, WireFormat::int8};
+
+at::Tensor values_of(int64_t numel, int rank) { return random_batch({numel}, 100 + rank); }
+
+at::Tensor rounded(WireFormat format, const at::Tensor& values) {
+  return comm::decode(format, comm::encode(format, values), values.numel());
+}
+
+/// The sum over ranks of `part` of each rank's values, as `owner`'s host gets it.
+at::Tensor expected_sum(const std::vector<int>& hosts, WireFormat format, int owner, int64_t numel,
+                        int64_t begin, int64_t count) {
+  const HostMap map(hosts);
+  std::vector<at::Tensor> sums;
+  for (int host = 0; host < map.hosts(); ++host) {
+    std::vector<at::Tensor> values;
+    for (const int rank : map.members(host))
+      values.push_back(values_of(numel, rank).narrow(0, begin, count));
+    // At most three ranks share a host here.
+    auto sum = values[0].clone();
+    for (size_t i = 1; i < values.size(); ++i) sum += values[i];
+    sums.push_back(host == map.host_of(owner) ? sum : rounded(format, sum));
+  }
+  auto total = sums[0];
+  for (size_t i = 1; i < sums.size(); ++i) total = total + sums[i];
+  return total;
+}
+
+/// A size that one round of messages holds.
+constexpr int64_t kNumel = 5000;
+
+TEST(Wire, SumsAreRoundedOnceForEachOtherHost) {
+  for (const auto& hosts : kPlacements) {
+    for (const auto format : kEncoded) {
+      SCOPED_TRACE(::testing::PrintToString(hosts) + " " + to_string(format));
+      run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+        auto wire = group.with_wire(format);
+        std::vector<int64_t> counts(hosts.size(), 0);
+        counts[0] = kNumel - 700;
+        counts.back() += 700;
+        const auto flat = values_of(kNumel, rank).clone();
+        wire.reduce_scatter(flat, counts);
+        const int64_t begin = rank == 0 ? 0 : kNumel - 700;
+        if (counts[rank] == 0) return;
+        EXPECT_TRUE(at::equal(flat.narrow(0, begin, counts[rank]),
+                              expected_sum(hosts, format, rank, kNumel, begin, counts[rank])));
+      });
+    }
+  }
+}
+
+TEST(Wire, AnAllReduceHasTheSameBitsOnAllRanks) {
+  for (const auto& hosts : kPlacements) {
+    for (const auto format : kEncoded) {
+      for (const int64_t numel : {int64_t{1}, int64_t{1000}, int64_t{1} << 20}) {
+        SCOPED_TRACE(::testing::PrintToString(hosts) + " " + to_string(format));
+        run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+          auto wire = group.with_wire(format);
+          const int size = group.size();
+          auto found = values_of(numel, rank).clone();
+          wire.all_reduce(found, 1.0 / size);
+          auto exact = values_of(numel, rank).clone();
+          group.all_reduce(exact, 1.0 / size);
+          const double tolerance = format == WireFormat::int8 ? 0.05 : 0.02;
+          EXPECT_LE((found - exact).abs().max().item<double>(), tolerance);
+          if (numel > 1) EXPECT_FALSE(at::equal(found, exact));
+          auto first = found.clone();
+          group.broadcast(first, 0);
+          EXPECT_TRUE(at::equal(found, first));
+        });
+      }
+    }
+  }
+}
+
+TEST(Wire, AGatherIsRoundedOnItsOwnerToo) {
+  for (const auto& hosts : kPlacements) {
+    for (const auto format : kEncoded) {
+      for (const auto dtype : {at::kFloat, at::kHalf}) {
+        SCOPED_TRACE(::testing::PrintToString(hosts) + " " + to_string(format));
+        run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+          auto wire = group.with_wire(format);
+          std::vector<int64_t> counts;
+          for (size_t r = 0; r < hosts.size(); ++r)
+            counts.push_back(r == 1 ? 0 : 300 * static_cast<int64_t>(r + 1));
+          const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+          auto flat = at::zeros({total}, dtype);
+          int64_t begin = 0;
+          for (size_t r = 0; r < hosts.size(); begin += counts[r++]) {
+            if (static_cast<int>(r) == rank)
+              flat.narrow(0, begin, counts[r]).copy_(values_of(counts[r], rank));
+          }
+          wire.all_gather(flat, counts);
+          begin = 0;
+          for (size_t r = 0; r < hosts.size(); begin += counts[r++]) {
+            const auto values = values_of(counts[r], static_cast<int>(r)).to(dtype);
+            EXPECT_TRUE(
+                at::equal(flat.narrow(0, begin, counts[r]), rounded(format, values).to(dtype)));
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Wire, ErrorFeedbackMakesTheSumOfManyStepsExact) {
+  for (const auto& hosts : kPlacements) {
+    SCOPED_TRACE(::testing::PrintToString(hosts));
+    run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+      auto wire = group.with_wire(WireFormat::int8);
+      const auto own = values_of(kNumel, rank);
+      auto exact = own.clone();
+      group.all_reduce(exact);
+      const auto error_of = [&](bool with_feedback) {
+        WireFeedback feedback;
+        auto sum = at::zeros({kNumel});
+        constexpr int kSteps = 20;
+        for (int step = 0; step < kSteps; ++step) {
+          auto flat = own.clone();
+          if (with_feedback) {
+            const WireFeedbackScope scope(feedback);
+            wire.all_reduce_async(flat).wait();
+          } else {
+            wire.all_reduce(flat);
+          }
+          feedback.commit();
+          sum += flat;
+        }
+        return (sum / kSteps - exact).abs().max().item<double>();
+      };
+      EXPECT_LE(error_of(true), error_of(false) / 5);
+    });
+  }
+}
+
+TEST(Wire, OtherDtypesAndCollectivesAreExact) {
+  run_ranks_on({0, 0, 1}, [](ProcessGroup group, int rank) {
+    auto wire = group.with_wire(WireFormat::int8);
+    auto whole = at::arange(1000, at::kLong) * 1001 + rank;
+    wire.all_reduce(whole);
+    EXPECT_TRUE(at::equal(whole, at::arange(1000, at::kLong) * 3003 + 3));
+    auto sent = values_of(1000, 1).clone();
+    if (rank != 1) sent.zero_();
+    wire.broadcast(sent, 1);
+    EXPECT_TRUE(at::equal(sent, values_of(1000, 1)));
+    EXPECT_EQ(wire.all_gather_bytes(std::to_string(rank)).back(), "2");
+  });
+}
+
+TEST(Wire, OneHostAndFloat32AreTheGroupItself) {
+  run_ranks_on({0, 0}, [](ProcessGroup group, int) {
+    EXPECT_EQ(group.with_wire(WireFormat::int8).impl(), group.impl());
+    EXPECT_EQ(group.stats().calls(), 0U);
+  });
+  run_ranks_on({0, 1}, [](ProcessGroup group, int) {
+    EXPECT_EQ(group.with_wire(WireFormat::float32).impl(), group.impl());
+  });
+  EXPECT_EQ(ProcessGroup().with_wire(WireFormat::int8).size(), 1);
+}
+
+template <class Body>
+std::vector<std::string> messages_of(const Body& body, ProcessGroupOptions options = {}) {
+  std::vector<std::string> messages;
+  for (const auto& error : run_ranks_catching(3, body, options, {0, 0, 1})) {
+    EXPECT_TRUE(error);
+    messages.push_back(message_of(error));
+  }
+  return messages;
+}
+
+TEST(Wire, ImpossibleUsesAreErrors) {
+  for (const auto& message : messages_of([](ProcessGroup group, int) {
+         group.with_wire(WireFormat::int8).all_reduce(at::zeros({3}, at::kDouble));
+       }))
+    EXPECT_THAT(message, HasSubstr("dtype Double cannot travel as int8; expected float32"));
+  for (const auto& message : messages_of([](ProcessGroup group, int rank) {
+         group.with_wire(rank == 1 ? WireFormat::int8 : WireFormat::bfloat16);
+       }))
+    EXPECT_THAT(message, HasSubstr("int8"));
+  ProcessGroupOptions checked;
+  checked.check_results = true;
+  for (const auto& message : messages_of(
+           [](ProcessGroup group, int) { group.with_wire(WireFormat::int8); }, checked))
+    EXPECT_THAT(message, HasSubstr("with_wire: rank"));
+}
+
+}  // namespace
+}  // namespace tessera::testing
