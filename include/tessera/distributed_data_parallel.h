@@ -43,6 +43,9 @@ struct DistributedDataParallelOptions {
   std::vector<std::string> parameters_to_ignore = {};
   /// Replaces the averaging of a bucket. Empty: the mean.
   CommHook comm_hook = {};
+  /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
+  /// wire.parameters, and with comm_hook.
+  WireOptions wire = {};
 };
 
 namespace detail {

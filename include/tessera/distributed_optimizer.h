@@ -31,6 +31,9 @@ struct DistributedOptimizerOptions {
   int64_t param_pack_thd = 10 << 20;
   /// How the module's buffers become the same on all ranks, in each step(). See track_buffers().
   BufferSync buffers = BufferSync::broadcast;
+  /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
+  /// wire.parameters.
+  WireOptions wire = {};
 };
 
 /// Data parallelism around any torch::optim::Optimizer, as in MegEngine's DistributedOptimizer.

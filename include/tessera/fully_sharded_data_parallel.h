@@ -103,6 +103,10 @@ struct FullyShardedDataParallelOptions {
   std::vector<std::string> ignored_modules = {};
   /// Names of parameters that are left alone in the same way.
   std::vector<std::string> ignored_parameters = {};
+  /// How gradients and gathered parameters travel between hosts. The shards stay exact; what
+  /// forward and backward compute with is rounded, on every rank alike. summon_full_params() and
+  /// state dicts are exact.
+  WireOptions wire = {};
 };
 
 /// One line of the table of units.

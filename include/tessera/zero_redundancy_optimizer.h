@@ -67,6 +67,12 @@ struct ZeroRedundancyOptimizerOptions {
   /// follow before the next backward; otherwise the next step is a UsageError on every rank. No
   /// effect with overlap_with_backward or without reduce_gradients.
   bool reduce_in_place = false;
+  /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
+  /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
+  /// checkpoints contain that as state "wire_residual". Needs no
+  /// overlap_with_backward; wire.gradients needs reduce_gradients, wire.parameters needs
+  /// parameters_as_bucket_view and an optimizer other than LBFGS. Otherwise a UsageError.
+  WireOptions wire = {};
 };
 
 /// ZeRO stage 1 (Rajbhandari et al., 2020) around a torch::optim::Optimizer: an element-wise one

@@ -1,6 +1,7 @@
 #include "tessera/distributed_data_parallel.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -9,6 +10,7 @@
 
 #include "comm/group/tag_scope.h"
 #include "sharding/bucket_plan.h"
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
@@ -36,6 +38,13 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
   };
   positive("first_bucket_mb", options.first_bucket_mb);
   positive("bucket_cap_mb", options.bucket_cap_mb);
+  sharding::refuse_parameter_wire(kName, rank, options.wire);
+  if (options.comm_hook && options.wire.gradients != WireFormat::float32) {
+    throw UsageError(fmt::format(
+        "{}: rank {}: option wire.gradients is {}, and option comm_hook replaces the reduction; "
+        "expected one of the two",
+        kName, rank, to_string(options.wire.gradients)));
+  }
 }
 
 }  // namespace
@@ -56,11 +65,13 @@ class DataParallel::Impl {
     });
     auto contract = sharding::signatures(all_);
     for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
-    contract.push_back(
-        fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}",
-                    options_.first_bucket_mb, options_.bucket_cap_mb,
-                    options_.find_unused_parameters, options_.static_graph));
+    contract.push_back(fmt::format(
+        "options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
+        "wire: {}",
+        options_.first_bucket_mb, options_.bucket_cap_mb, options_.find_unused_parameters,
+        options_.static_graph, to_string(options_.wire)));
     group_.check_contract(kName, contract);
+    wire_.emplace(group_, options_.wire.gradients);
     broadcast_model(0);
     // Backward produces gradients about in reverse order.
     std::vector<size_t> reverse_order(trainable_.size());
@@ -125,6 +136,7 @@ class DataParallel::Impl {
     std::partition_copy(all_.begin(), all_.end(), std::back_inserter(trainable_),
                         std::back_inserter(frozen_),
                         [](const auto& p) { return p.tensor.requires_grad(); });
+    sharding::check_wire_dtypes(kName, group_.rank(), options_.wire, trainable_);
     if (trainable_.empty())
       throw UsageError(
           fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName,
@@ -159,12 +171,13 @@ class DataParallel::Impl {
     std::vector<Bucket> buckets;
     const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB),
                cap = static_cast<int64_t>(options_.bucket_cap_mb * kMiB);
+    auto wire_group = wire_->group();
     for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
       std::vector<int64_t> sizes;
       for (const auto i : members) sizes.push_back(tensors[i].numel());
       auto layout = Layout::flat(std::move(sizes), group_.size());
       auto flat =
-          group_.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
+          wire_group.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
       buckets.push_back(
           sharding::make_bucket(std::move(members), std::move(layout), std::move(flat), tensors));
     }
@@ -174,8 +187,10 @@ class DataParallel::Impl {
   void start_bucket(size_t index) {
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
-      waiting_.push_back([work = group_.all_reduce_async(bucket.flat, 1.0 / divisor_,
-                                                         tag(index))]() mutable { work.wait(); });
+      const auto feedback = wire_->scope(index);
+      auto group = wire_->group();
+      waiting_.push_back([work = group.all_reduce_async(bucket.flat, 1.0 / divisor_,
+                                                        tag(index))]() mutable { work.wait(); });
       return;
     }
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
@@ -209,6 +224,7 @@ class DataParallel::Impl {
   /// All ranks are at the end of the same synchronising backward.
   void after_backward() {
     ++backwards_;
+    wire_->commit();
     if (module_.is_training()) buffers_.synchronize(group_, has_data_);
     if (!std::exchange(rebuilt_, true)) rebuild();
   }
@@ -222,12 +238,14 @@ class DataParallel::Impl {
     std::vector<size_t> order;
     for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1)
       order.push_back(std::stoul(theirs.substr(at)));
+    wire_->reset();
     reducer_->replace_buckets(make_buckets(order));
   }
 
   torch::nn::Module& module_;
   ProcessGroup group_;
   DistributedDataParallelOptions options_;
+  std::optional<sharding::GradientWire> wire_;
   std::vector<NamedTensor> all_, trainable_, frozen_;  // frozen at construction
   sharding::WrappedParameters wrapped_;
   sharding::ModuleBuffers buffers_;

@@ -35,6 +35,9 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
   check_options();
   for (auto& synced : synced_) {
     agree(synced.group, [&] {
+      const int rank = synced.group.rank();
+      sharding::refuse_parameter_wire(kName, rank, options_.wire);
+      sharding::check_wire_dtypes(kName, rank, options_.wire, synced.trainable);
       wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward,
                             synced.trainable);
     });
@@ -110,9 +113,10 @@ void DistributedOptimizer::Impl::check_contract() {
     auto contract = sharding::signatures(synced.trainable);
     contract.push_back(fmt::format("parameters: {}", synced.tensors.size()));
     contract.push_back(
-        fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}",
+        fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}, "
+                    "wire: {}",
                     mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
-                    options_.param_pack_thd));
+                    options_.param_pack_thd, to_string(options_.wire)));
     const auto& optimizer = *optimizer_;
     contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
     contract.push_back(option_text(synced.parameter_group));
@@ -145,9 +149,11 @@ void DistributedOptimizer::Impl::make_reduction() {
   reduction_ = std::make_unique<PackedReduction>(
       std::move(parameters), std::move(groups),
       distributed_optimizer::PackedReductionOptions{
-          mean_, options_.param_pack, options_.param_pack_thd, [this](size_t group) {
+          mean_, options_.param_pack, options_.param_pack_thd,
+          [this](size_t group) {
             return fmt::format("{}; backward after {} steps", option_text(group), steps_);
-          }});
+          },
+          options_.wire.gradients});
 }
 
 void DistributedOptimizer::Impl::check_groups() {

@@ -42,6 +42,9 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
     for (auto i = lane.members.rbegin(); i != lane.members.rend(); ++i) lane.packs.push_back({*i});
     lane.channel = 0;
     while (lanes_[lane.channel].group.impl() != lane.group.impl()) ++lane.channel;
+    const bool first = &lanes_[lane.channel] == &lane;
+    lane.wire = first ? std::make_shared<sharding::GradientWire>(lane.group, options_.wire)
+                      : lanes_[lane.channel].wire;
   }
   make_reducer();
 }
@@ -77,7 +80,7 @@ std::vector<sharding::Bucket> PackedReduction::make_buckets() {
   for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
   std::vector<sharding::Bucket> buckets;
   for (const auto& [l, p] : order_of_packs()) {
-    auto& group = lanes_[l].group;
+    auto group = lanes_[l].wire->group();
     const auto& pack = lanes_[l].packs[p];
     std::vector<int64_t> sizes;
     for (const auto i : pack) sizes.push_back(tensors[i].numel());
@@ -134,7 +137,9 @@ void PackedReduction::start_bucket(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
   auto& lane = lanes_[lane_of(bucket)];
   followed_[index] = follows_record(lane_of(bucket), bucket);
-  started_.push_back(lane.group.all_reduce_async(
+  const auto feedback = lane.wire->scope(index);
+  auto group = lane.wire->group();
+  started_.push_back(group.all_reduce_async(
       bucket.flat, scale(lane),
       "gradients of " + sharding::first_to_last(parameters_, bucket.members)));
 }
@@ -142,6 +147,7 @@ void PackedReduction::start_bucket(size_t index) {
 void PackedReduction::wait_for_buckets() {
   auto started = std::exchange(started_, {});
   for (auto& work : started) work.wait();
+  for (auto& lane : lanes_) lane.wire->commit();
 }
 
 void PackedReduction::finish_backward() {
@@ -236,6 +242,7 @@ void PackedReduction::repack() {
   for (auto& lane : lanes_) {
     if (lane.repack_due) repack(lane, items);
   }
+  for (auto& lane : lanes_) lane.wire->reset();
   reducer_->replace_buckets(make_buckets());
 }
 

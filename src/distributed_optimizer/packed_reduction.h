@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "tessera/process_group.h"
 
@@ -20,6 +21,7 @@ struct PackedReductionOptions {
   /// What must be the same on all ranks in a backward: the number of steps before it, and the
   /// options (lr, …) of this parameter group of the optimizer.
   std::function<std::string(size_t parameter_group)> describe_step;
+  WireFormat wire = WireFormat::float32;  ///< Of gradients between hosts.
 };
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own
@@ -73,6 +75,7 @@ class PackedReduction {
     /// The first lane with the same process group. Collectives of one group need one order, also
     /// when a gradient is missing on some ranks.
     size_t channel = 0;
+    std::shared_ptr<sharding::GradientWire> wire = nullptr;  // lanes of one channel share it
   };
 
   void make_reducer();

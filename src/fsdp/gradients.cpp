@@ -40,8 +40,10 @@ std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
 }  // namespace
 
 Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
-                     Callbacks callbacks)
+                     WireFormat wire, Callbacks callbacks)
     : model_(model),
+      shard_wire_(model.shard_group, wire),
+      replica_wire_(model.replicas, wire),
       stats_(stats),
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
@@ -199,21 +201,24 @@ void Gradients::reduce(size_t f) {
                         all(reduction->adds, 0);
   {
     const CommStream::Scope on_comm_stream(stream_);
+    auto shard_group = shard_wire_.group(), replicas = replica_wire_.group();
+    const auto feedback = shard_wire_.scope(f);
     if (model_.replicas.size() > 1) {
       reduction->part = at::empty({own}, flat.gradient_options());
-      auto sum = model_.shard_group.reduce_scatter_each_async(
+      auto sum = shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
           [part = reduction->part](int64_t offset, const at::Tensor& run) {
             part.narrow(0, offset, run.numel()).copy_(run);
           },
           tag);
       sum.wait();
-      reduction->work = model_.replicas.all_reduce_async(reduction->part, scale, tag);
+      const auto replica_feedback = replica_wire_.scope(f);
+      reduction->work = replicas.all_reduce_async(reduction->part, scale, tag);
     } else if (directly) {
-      reduction->work = model_.shard_group.reduce_scatter_into_async(
-          pending.flat, flat.layout.counts(), pending.own_segment, scale, tag);
+      reduction->work = shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(),
+                                                              pending.own_segment, scale, tag);
     } else {
-      reduction->work = model_.shard_group.reduce_scatter_each_async(
+      reduction->work = shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
           callback_guard_.guard(
               [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
@@ -317,6 +322,10 @@ void Gradients::finish_one() {
   stream_.join(reduction->mark);
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
+  if (!reduction->dropped) {
+    shard_wire_.commit(reduction->flat);
+    replica_wire_.commit(reduction->flat);
+  }
   for (size_t m = 0; m < flat.members.size(); ++m) {
     if (reduction->used[m] && !reduction->dropped)
       flat.shards[m].tensor.mutable_grad() = shard_gradient(reduction->flat, m);

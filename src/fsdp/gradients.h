@@ -12,6 +12,7 @@
 #include "sharding/callback_guard.h"
 #include "sharding/detection/local_norms.h"
 #include "sharding/gradients/arrival_tracker.h"
+#include "sharding/gradients/gradient_wire.h"
 
 namespace tessera::fsdp {
 
@@ -29,7 +30,9 @@ class Gradients {
     /// The reduction of a unit's gradients has begun.
     std::function<void(size_t unit)> reduced;
   };
-  Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, Callbacks callbacks);
+  /// `wire`: of gradients between hosts. Collective.
+  Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader, WireFormat wire,
+            Callbacks callbacks);
 
   void hold_sync(int change) { holds_ += change; }
   bool sync() const { return leader_sync_.value_or(holds_ == 0); }
@@ -112,6 +115,7 @@ class Gradients {
   [[noreturn]] void refuse_own_norms() const;
 
   ShardedModel& model_;
+  sharding::GradientWire shard_wire_, replica_wire_;
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;

@@ -167,9 +167,9 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
             .copy_(flat.own_segment, true);
       }
       gathered.memory.push_back(memory);
-      gathered.work.push_back(model_.shard_group.size() > 1 ? model_.shard_group.all_gather_async(
-                                                                  memory, flat.layout.counts(), tag)
-                                                            : Work());
+      gathered.work.push_back(model_.gathers.size() > 1 ? model_.gathers.all_gather_async(
+                                                              memory, flat.layout.counts(), tag)
+                                                        : Work());
     }
     gathered.mark = stream_.mark();
   }

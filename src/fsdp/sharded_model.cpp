@@ -10,6 +10,7 @@
 
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -215,12 +216,13 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
   };
   return fmt::format(
       "options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} "
-      "and {}, dtypes {}, {}, {}, full in eval {}",
+      "and {}, dtypes {}, {}, {}, full in eval {}, wire: {}",
       static_cast<int>(options.sharding_strategy), partition_name(options.partition),
       options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
       static_cast<int>(options.backward_prefetch), options.forward_prefetch,
       name(options.mixed_precision.param_dtype), name(options.mixed_precision.reduce_dtype),
-      name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval);
+      name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval,
+      to_string(options.wire));
 }
 
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {
@@ -250,6 +252,7 @@ void split_world(ShardedModel& model, ProcessGroup group,
   model.replicas = size == group.size() ? ProcessGroup()
                    : size == 1          ? group
                                         : *group.split(group.rank() % size);
+  model.gathers = model.shard_group.with_wire(options.wire.parameters);
   model.world = std::move(group);
 }
 
@@ -312,6 +315,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   warn_of_ignored(module, plan, group.rank());
   ShardedModel model;
   agree(group, [&] {
+    sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
   });

@@ -93,6 +93,9 @@ struct ShardedModel {
   /// `shard_group`: the ranks that hold one copy of the model together. `replicas`: the ranks that
   /// hold the same shards as this rank.
   ProcessGroup world, shard_group, replicas;
+  /// The shard group of gathers for forward and backward: another one than `shard_group` if
+  /// parameters travel encoded between hosts.
+  ProcessGroup gathers;
 
   const FlatParameter& flat_of(size_t parameter) const { return flats[places[parameter].flat]; }
   const sharding::OwnedShard& shard_of(size_t parameter) const {

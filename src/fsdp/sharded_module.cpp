@@ -28,7 +28,7 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
     if (watch_) watch_->begin();
   });
   gradients = std::make_unique<Gradients>(
-      model, stats, join_leader,
+      model, stats, join_leader, options.wire.gradients,
       Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
                            [this](size_t unit) { residency->gradients_done(unit); }});
   make_pages();

@@ -12,6 +12,10 @@
 
 namespace tessera::sharding {
 
+/// State of a ZeroRedundancyOptimizer whose parameters travel encoded: what rounding took from the
+/// values that the ranks hold. Without it training continues from the rounded values.
+constexpr const char* kWireResidual = "wire_residual";
+
 /// Joins the state of the ranks' local optimizers to whole tensors by parameter name, on the CPU of
 /// rank `to`, or of every rank if `to` is negative. Returns an empty map on other ranks.
 /// Collective.

@@ -8,6 +8,7 @@
 
 #include "sharding/bucket.h"
 #include "sharding/replace_state.h"
+#include "sharding/shard_state.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/optim/state_slice.h"
@@ -132,6 +133,7 @@ ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterSh
   ParamState own;
   own.scalars = slice.state.scalars;
   for (const auto& [name, tensor] : slice.state.tensors) {
+    if (name == sharding::kWireResidual) continue;  // the wrapper's, not the optimizer's
     const int64_t numel = tensor.defined() ? tensor.numel() : 0;
     const bool follows = may_follow && tensor.defined() && tensor.dim() > 0 && numel == shard.numel;
     if (!tensor.defined() || (element_wise && !follows && numel != 1)) {

@@ -19,8 +19,10 @@ void EarlyReduction::send(size_t b, const ShardBucket& bucket, const at::Tensor&
                           at::Tensor sum) {
   if (sent_.size() <= b) sent_.resize(b + 1);
   const auto checksum = checksum_of(flat);  // before any rank reads, so that no write is missed
-  sent_[b] = Sent{group_.reduce_scatter_into_async(flat, bucket.layout.counts(), std::move(sum), 1,
-                                                   "gradients of " + bucket.names),
+  const auto feedback = wire_.scope(b);
+  auto group = wire_.group();
+  sent_[b] = Sent{group.reduce_scatter_into_async(flat, bucket.layout.counts(), std::move(sum), 1,
+                                                  "gradients of " + bucket.names),
                   checksum};
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "sharding/gradients/gradient_wire.h"
 #include "tessera/process_group.h"
 #include "zero/shard_bucket.h"
 
@@ -21,10 +22,8 @@ namespace tessera::zero {
 /// between backward and step() does not matter.
 class EarlyReduction {
  public:
-  /// `group`: for these collectives only.
-  explicit EarlyReduction(ProcessGroup group) : group_(std::move(group)) {}
-
-  const ProcessGroup& group() const { return group_; }
+  /// `wire`: its group is for these collectives only.
+  explicit EarlyReduction(sharding::GradientWire& wire) : wire_(wire) {}
 
   /// Starts the reduction of bucket `b`, whose gradients are `flat`. The sum will be in `sum`.
   /// Collective; does not block.
@@ -48,7 +47,7 @@ class EarlyReduction {
     uint64_t checksum = 0;
   };
 
-  ProcessGroup group_;
+  sharding::GradientWire& wire_;
   std::vector<std::optional<Sent>> sent_;  // by bucket
   int pause_ = 0;                          // steps
 };

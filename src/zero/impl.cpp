@@ -65,9 +65,11 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
                                     const std::vector<Group>& groups)
     : group(std::move(the_group)),
       options(beside_others(the_options, groups, group.rank())),
-      early(group_of_early_reductions(factory, groups)),
-      shards(group, early.value_or(group), options, uses_all_parameters(factory)),
-      mean(group, early, shards, options, prefix()),
+      early(reduces_early(factory, groups)),
+      gradients(group_of_gradients(factory, groups), options.wire.gradients),
+      shards({group, gradients.group(), early, group_of_parameters()}, options,
+             uses_all_parameters(factory)),
+      mean(group, gradients, early, shards, options, prefix()),
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
@@ -85,17 +87,60 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
   }
 }
 
-/// [Note: reduction within backward]. Collective.
-std::optional<ProcessGroup> ZeroRedundancyOptimizer::Impl::group_of_early_reductions(
-    const OptimizerFactory& factory, const std::vector<Group>& groups) {
+/// The group of the gradients' collectives, which are exact: for reductions within backward another
+/// one than that of the step's collectives. Collective.
+ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFactory& factory,
+                                                               const std::vector<Group>& groups) {
+  agree(group, [&] { check_wire(factory, groups); });
+  const bool has_own = options.wire.gradients != WireFormat::float32 && !group.same_host();
+  return early && !has_own ? *group.split(0) : group;
+}
+
+/// The group of the parameters' gathers, if they travel encoded. Collective.
+std::optional<ProcessGroup> ZeroRedundancyOptimizer::Impl::group_of_parameters() {
+  auto encoded = group.with_wire(options.wire.parameters);
+  if (encoded.impl() == group.impl()) return std::nullopt;
+  return encoded;
+}
+
+void ZeroRedundancyOptimizer::Impl::check_wire(const OptimizerFactory& factory,
+                                               const std::vector<Group>& groups) const {
+  const auto& wire = options.wire;
+  const auto refuse = [&](const char* name, WireFormat format, const char* reason) {
+    throw UsageError(
+        fmt::format("{}: option wire.{} is {}, and {}", prefix(), name, to_string(format), reason));
+  };
+  if (wire.gradients != WireFormat::float32 && !options.reduce_gradients) {
+    refuse("gradients", wire.gradients,
+           "the gradients are reduced elsewhere; expected the option there");
+  }
+  if (options.overlap_with_backward) {
+    const char* const reason = "it excludes overlap_with_backward; expected reduce_in_backward";
+    if (wire.gradients != WireFormat::float32) refuse("gradients", wire.gradients, reason);
+    if (wire.parameters != WireFormat::float32) refuse("parameters", wire.parameters, reason);
+  }
+  if (wire.parameters != WireFormat::float32) {
+    if (!options.parameters_as_bucket_view)
+      refuse("parameters", wire.parameters, "it needs parameters_as_bucket_view");
+    if (uses_all_parameters(factory)) {
+      refuse("parameters", wire.parameters,
+             "this optimizer evaluates the loss within an update; expected float32");
+    }
+  }
+  sharding::check_wire_dtypes(kName, group.rank(), wire, parameters_of(groups));
+}
+
+/// [Note: reduction within backward]
+bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factory,
+                                                  const std::vector<Group>& groups) const {
   const auto parameters = parameters_of(groups);
   const auto refuse = [&](const char* reason) {
-    if (!options.reduce_in_backward.value_or(false)) return std::nullopt;
+    if (!options.reduce_in_backward.value_or(false)) return false;
     throw UsageError(fmt::format("{}: option reduce_in_backward {}", prefix(), reason));
   };
   if (!options.reduce_in_backward.value_or(!group.same_host() && group.backend_name() == "gloo"))
-    return std::nullopt;
-  if (group.size() == 1 || parameters.empty()) return std::nullopt;
+    return false;
+  if (group.size() == 1 || parameters.empty()) return false;
   if (!options.reduce_gradients) return refuse("needs reduce_gradients");
   if (options.overlap_with_backward)
     return refuse("is part of overlap_with_backward; expected one of the two");
@@ -106,7 +151,7 @@ std::optional<ProcessGroup> ZeroRedundancyOptimizer::Impl::group_of_early_reduct
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     return refuse("needs parameters on the CPU");
-  return group.split(0);
+  return true;
 }
 
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
@@ -144,10 +189,11 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
       "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}{}",
+      "unused {}, wire: {}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
-      options.find_unused_parameters, early ? ", reduce within backward" : ""));
+      options.find_unused_parameters, to_string(options.wire),
+      early ? ", reduce within backward" : ""));
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
@@ -350,6 +396,7 @@ void ZeroRedundancyOptimizer::Impl::load_slices(const std::vector<StateSlice>& s
   } catch (const UsageError& error) {
     throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
   }
+  shards.take_residuals(slices);
   frozen_state_.clear();
 }
 
@@ -361,7 +408,8 @@ ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
   Memory memory;
   for (const auto& parameter : shards.parameters())
     memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
-  memory.gradients = mean.bytes();
+  memory.gradients = mean.bytes() + gradients.bytes();
+  if (shards.wire()) memory.parameters += shards.wire()->bytes();
   for (const auto* shard : shards.owned()) {
     const auto state = get_state(local.get(), shard->tensor);
     if (!state) continue;

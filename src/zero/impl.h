@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -62,7 +63,8 @@ class ZeroRedundancyOptimizer::Impl {
 
   ProcessGroup group;
   const Options options;
-  const std::optional<ProcessGroup> early;  ///< For reductions within backward, if there are any.
+  const bool early;  ///< Gradients are reduced within backward.
+  sharding::GradientWire gradients;
   zero::Shards shards;
   zero::MeanGradient mean;
   zero::LocalOptimizer local;
@@ -80,8 +82,11 @@ class ZeroRedundancyOptimizer::Impl {
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
   void watch();
-  std::optional<ProcessGroup> group_of_early_reductions(const OptimizerFactory& factory,
-                                                        const std::vector<Group>& groups);
+  bool reduces_early(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
+  ProcessGroup group_of_gradients(const OptimizerFactory& factory,
+                                  const std::vector<Group>& groups);
+  std::optional<ProcessGroup> group_of_parameters();
+  void check_wire(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void update(bool averaged);
   void update_thawed();

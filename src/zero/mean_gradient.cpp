@@ -8,19 +8,22 @@
 
 namespace tessera::zero {
 
-MeanGradient::MeanGradient(ProcessGroup group, std::optional<ProcessGroup> early, Shards& shards,
-                           const ZeroRedundancyOptimizerOptions& options, std::string prefix)
+MeanGradient::MeanGradient(ProcessGroup group, sharding::GradientWire& wire, bool early,
+                           Shards& shards, const ZeroRedundancyOptimizerOptions& options,
+                           std::string prefix)
     : divisor(group.size()),
       group_(std::move(group)),
+      wire_(wire),
       shards_(shards),
       options_(options),
       prefix_(std::move(prefix)) {
-  if (early) early_.emplace(std::move(*early));
+  if (early) early_.emplace(wire);
 }
 
 void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   const bool first = segments_.empty();
   drop_early_sums();
+  wire_.reset();
   segments_.assign(shards_.buckets().size(), {});
   in_place_.assign(shards_.buckets().size(), 0);
   reducer_.reset();
@@ -135,10 +138,12 @@ void MeanGradient::reduce_to_segment(size_t b) {
     segments_[b] = sharding::window(flat(b), layout.segment_begin(rank), layout.counts()[rank]);
     in_place_[b] = 1;
   }
-  ProcessGroup(group()).reduce_scatter_each(
-      flat(b), shards_.buckets()[b].layout.counts(),
-      [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
-      "gradients of " + shards_.buckets()[b].names);
+  const auto feedback = wire_.scope(b);
+  ProcessGroup(wire_.group())
+      .reduce_scatter_each(
+          flat(b), shards_.buckets()[b].layout.counts(),
+          [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
+          "gradients of " + shards_.buckets()[b].names);
 }
 
 void MeanGradient::average() {

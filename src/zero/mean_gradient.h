@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "zero/early_reduction.h"
 #include "zero/shards.h"
@@ -27,8 +28,8 @@ class MeanGradient {
     averaged,
   };
 
-  /// `early`: the group of reductions within backward, if there are any.
-  MeanGradient(ProcessGroup group, std::optional<ProcessGroup> early, Shards& shards,
+  /// `early`: reductions begin within backward.
+  MeanGradient(ProcessGroup group, sharding::GradientWire& wire, bool early, Shards& shards,
                const ZeroRedundancyOptimizerOptions& options, std::string prefix);
 
   /// Watches the parameters that are trainable now. `ready`: see sharding::Reducer; called only
@@ -61,8 +62,8 @@ class MeanGradient {
   /// The sum of bucket `b` as it was taken within backward; undefined if there is none, or if the
   /// gradients have changed since. After collect(). Blocks.
   at::Tensor early_sum(size_t b);
-  /// The group of the gradients' collectives.
-  const ProcessGroup& group() const { return early_ ? early_->group() : group_; }
+  /// The group of the gradients' collectives, with their error feedback.
+  sharding::GradientWire& wire() { return wire_; }
   /// After the update: the next backward may reduce. Local; every rank calls it.
   void begin_round();
   ZeroRedundancyOptimizer::Reductions reductions;
@@ -91,6 +92,7 @@ class MeanGradient {
   void copy_from_caller(size_t b);
 
   ProcessGroup group_;
+  sharding::GradientWire& wire_;
   Shards& shards_;
   const ZeroRedundancyOptimizerOptions& options_;
   std::string prefix_;

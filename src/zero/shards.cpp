@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "sharding/shard_state.h"
 #include "tessera/error.h"
 
 namespace tessera::zero {
@@ -24,15 +25,15 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 
 }  // namespace
 
-Shards::Shards(ProcessGroup group, ProcessGroup gradients_group,
-               const ZeroRedundancyOptimizerOptions& options, bool one_owner)
-    : group_(std::move(group)),
-      gradients_group_(std::move(gradients_group)),
+Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner)
+    : group_(std::move(groups.own)),
+      gradients_group_(std::move(groups.gradients)),
       plan_(plan_of(options)),
       load_(group_.size(), 0) {
   plan_.one_owner = one_owner;
   cap_bytes_ = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
-  early_ = gradients_group_.impl() != group_.impl();
+  early_ = groups.early;
+  if (groups.parameters) wire_.emplace(std::move(*groups.parameters));
 }
 
 void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> parameters) {
@@ -67,6 +68,7 @@ void Shards::place_new() {
 void Shards::place_all() {
   for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
   buckets_.clear();
+  if (wire_) wire_->reset();
   data_of_.clear();
   std::fill(load_.begin(), load_.end(), 0);
   place(trainable_subset());
@@ -118,18 +120,69 @@ std::vector<const sharding::OwnedShard*> Shards::owned() const {
   return shards;
 }
 
+void Shards::restore() {
+  for (size_t b = 0; wire_ && b < buckets_.size(); ++b) wire_->restore(b, buckets_[b]);
+}
+
+void Shards::gather_exact() {
+  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_, "");
+  if (wire_) wire_->reset();
+  bump_versions();
+}
+
+void Shards::add_residuals(std::vector<StateSlice>& slices) const {
+  for (size_t b = 0; wire_ && b < buckets_.size(); ++b) {
+    const auto lacking = wire_->residual(b);
+    if (!lacking.defined()) continue;
+    for (const auto& shard : buckets_[b].shards) {
+      const auto& name = parameters_[shard.parameter].name;
+      for (auto& slice : slices) {
+        if (slice.parameter == name && slice.begin == shard.begin)
+          slice.state.tensors[sharding::kWireResidual] = lacking.narrow(0, shard.at, shard.numel);
+      }
+    }
+  }
+}
+
+void Shards::take_residuals(const std::vector<StateSlice>& slices) {
+  if (!wire_) return;
+  wire_->reset();
+  at::NoGradGuard no_grad;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const auto& counts = buckets_[b].layout.counts();
+    auto lacking = at::zeros({counts[group_.rank()]}, buckets_[b].parameters.options());
+    for (const auto& shard : buckets_[b].shards) {
+      const auto& name = parameters_[shard.parameter].name;
+      for (const auto& slice : slices) {
+        const auto found = slice.state.tensors.find(sharding::kWireResidual);
+        if (slice.parameter != name || slice.begin != shard.begin ||
+            found == slice.state.tensors.end())
+          continue;
+        lacking.narrow(0, shard.at, shard.numel).copy_(found->second.reshape({-1}));
+      }
+    }
+    wire_->set_residual(b, std::move(lacking));
+  }
+}
+
 void Shards::gather(const std::string& tag) {
   for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (wire_) {
+      if (!wire_->has_begun(b)) wire_->begin(b, buckets_[b], gather_tag(buckets_[b], tag));
+      continue;
+    }
     const auto begun = gathers_.extract(b);
     if (begun) begun.mapped().wait();
     else gather_parameters(buckets_[b], parameters_, group_, tag);
   }
+  for (size_t b = 0; wire_ && b < buckets_.size(); ++b) wire_->finish(b, buckets_[b]);
   bump_versions();
 }
 
 void Shards::begin_gather(size_t b, const std::string& tag) {
   const auto& bucket = buckets_[b];
   if (!bucket.parameters.defined()) return;
+  if (wire_) return wire_->begin(b, bucket, gather_tag(bucket, tag));
   gathers_[b] =
       group_.all_gather_async(bucket.parameters, bucket.layout.counts(), gather_tag(bucket, tag));
 }

@@ -2,12 +2,14 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 #include "tessera/zero_redundancy_optimizer.h"
+#include "zero/parameter_wire.h"
 #include "zero/shard_bucket.h"
 
 namespace tessera::zero {
@@ -16,10 +18,15 @@ namespace tessera::zero {
 /// they are stored, reduced and gathered. The same on every rank, except for the owned shards.
 class Shards {
  public:
-  /// `gradients_group`: reduces the gradients; another one than `group` if it does so within
-  /// backward. `one_owner`: rank 0 owns all parameters.
-  Shards(ProcessGroup group, ProcessGroup gradients_group,
-         const ZeroRedundancyOptimizerOptions& options, bool one_owner);
+  struct Groups {
+    ProcessGroup own;
+    ProcessGroup gradients;                  ///< Reduces the gradients.
+    bool early = false;                      ///< Within backward.
+    std::optional<ProcessGroup> parameters;  ///< Of ProcessGroup::with_wire(), if they need one.
+  };
+
+  /// `one_owner`: rank 0 owns all parameters.
+  Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner);
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
@@ -47,6 +54,17 @@ class Shards {
   /// This rank's shards, over all buckets. Empty shards are included.
   std::vector<const sharding::OwnedShard*> owned() const;
 
+  /// Before an update: this rank's shards have their exact values. Local.
+  void restore();
+  /// Every rank gets every rank's updated shards, and nothing is rounded. Collective.
+  void gather_exact();
+  /// Null unless parameters travel encoded.
+  const ParameterWire* wire() const { return wire_ ? &*wire_ : nullptr; }
+  /// Adds to the state slices of the shards what rounding took from their values, as state
+  /// kWireResidual; and the reverse. Local.
+  void add_residuals(std::vector<StateSlice>& slices) const;
+  void take_residuals(const std::vector<StateSlice>& slices);
+
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Collective.
   void gather(const std::string& tag = "");
   /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
@@ -61,6 +79,7 @@ class Shards {
   void place(const std::vector<size_t>& subset);
 
   ProcessGroup group_, gradients_group_;
+  std::optional<ParameterWire> wire_;
   ShardPlan plan_;
   bool early_ = false;                             // gradients are reduced within backward
   int64_t cap_bytes_ = 0;                          // option bucket_cap_mb

@@ -27,6 +27,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     if (!averaged) mean.collect();
     update(averaged);
   }
+  gradients.commit();
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);
@@ -55,6 +56,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
 /// Updates the shards with the collected or averaged gradients, and gathers them.
 void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   const auto tag = option_text();
+  shards.restore();
   for (size_t b = 0; b < shards.buckets().size(); ++b) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
     if (fused) {
@@ -101,7 +103,8 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
   if (const auto sum = mean.early_sum(b); sum.defined()) {
     update.consume(0, sum);
   } else {
-    ProcessGroup(mean.group())
+    const auto feedback = mean.wire().scope(b);
+    ProcessGroup(mean.wire().group())
         .reduce_scatter_each(
             mean.flat(b), bucket.layout.counts(),
             [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
@@ -161,6 +164,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   clear_shard_gradients();
   mean.reset();
   shards.gather(option_text());
+  gradients.commit();
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);

@@ -114,7 +114,9 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
 
 std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
   impl_->require_no_update_under_way("state_slices");
-  return tessera::state_slices(impl_->local.get(), shards());
+  auto slices = tessera::state_slices(impl_->local.get(), shards());
+  impl_->shards.add_residuals(slices);
+  return slices;
 }
 
 void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& slices) {
@@ -126,7 +128,7 @@ void ZeroRedundancyOptimizer::gather_parameters() {
   at::NoGradGuard no_grad;
   impl_->require_no_update_under_way("gather_parameters");
   impl_->check_storage();
-  impl_->shards.gather();
+  impl_->shards.gather_exact();
 }
 
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }

@@ -18,9 +18,12 @@ bool operator==(const WireOptions& a, const WireOptions& b) {
 
 std::string to_string(WireFormat format) {
   switch (format) {
-    case WireFormat::bfloat16: return "bfloat16";
-    case WireFormat::int8: return "int8";
-    case WireFormat::float32: break;
+    case WireFormat::bfloat16:
+      return "bfloat16";
+    case WireFormat::int8:
+      return "int8";
+    case WireFormat::float32:
+      break;
   }
   return "float32";
 }
@@ -91,10 +94,9 @@ at::Tensor encode(WireFormat format, const at::Tensor& values) {
 
 at::Tensor decode(WireFormat format, const at::Tensor& bytes, int64_t numel) {
   if (bytes.numel() != encoded_bytes(format, numel) || bytes.scalar_type() != at::kByte) {
-    throw std::logic_error(fmt::format("{} values in {} are {} elements of {}; expected {} bytes",
-                                       numel, to_string(format), bytes.numel(),
-                                       c10::toString(bytes.scalar_type()),
-                                       encoded_bytes(format, numel)));
+    throw std::logic_error(fmt::format(
+        "{} values in {} are {} elements of {}; expected {} bytes", numel, to_string(format),
+        bytes.numel(), c10::toString(bytes.scalar_type()), encoded_bytes(format, numel)));
   }
   if (format == WireFormat::bfloat16) {
     auto values = at::empty({numel}, at::TensorOptions().dtype(at::kBFloat16));

@@ -200,8 +200,8 @@ TEST(Wire, ImpossibleUsesAreErrors) {
     EXPECT_THAT(message, HasSubstr("int8"));
   ProcessGroupOptions checked;
   checked.check_results = true;
-  for (const auto& message : messages_of(
-           [](ProcessGroup group, int) { group.with_wire(WireFormat::int8); }, checked))
+  for (const auto& message :
+       messages_of([](ProcessGroup group, int) { group.with_wire(WireFormat::int8); }, checked))
     EXPECT_THAT(message, HasSubstr("with_wire: rank"));
 }
 

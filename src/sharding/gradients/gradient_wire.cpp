@@ -1,0 +1,30 @@
+#include "sharding/gradients/gradient_wire.h"
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+
+namespace tessera::sharding {
+
+void check_wire_dtypes(const std::string& component, int rank, const WireOptions& wire,
+                       const std::vector<NamedTensor>& parameters) {
+  if (wire == WireOptions()) return;
+  for (const auto& [name, tensor] : parameters) {
+    const auto dtype = tensor.scalar_type();
+    if (dtype != at::kDouble) continue;
+    throw UsageError(fmt::format(
+        "{}: rank {}: option wire ({}): parameter {} has dtype {}; expected float32, bfloat16 or "
+        "float16",
+        component, rank, to_string(wire), name, c10::toString(dtype)));
+  }
+}
+
+void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire) {
+  if (wire.parameters == WireFormat::float32) return;
+  throw UsageError(
+      fmt::format("{}: rank {}: option wire.parameters is {}, but every rank updates all "
+                  "parameters, so none travel; expected float32",
+                  component, rank, to_string(wire.parameters)));
+}
+
+}  // namespace tessera::sharding

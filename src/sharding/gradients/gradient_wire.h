@@ -1,0 +1,49 @@
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/base/wire_codec.h"
+#include "sharding/named_tensor.h"
+#include "tessera/process_group.h"
+
+namespace tessera::sharding {
+
+/// The group in which a wrapper reduces its gradients, and the error feedback of each bucket if
+/// they travel encoded between hosts.
+class GradientWire {
+ public:
+  /// Collective: see ProcessGroup::with_wire().
+  GradientWire(ProcessGroup group, WireFormat format) : group_(group.with_wire(format)) {}
+
+  const ProcessGroup& group() const { return group_; }
+  /// For the collective of bucket `b` that is started while the scope lives.
+  comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
+  /// The sums of a step are complete and used: of bucket `b`, or of all buckets. Local.
+  void commit(size_t b) { feedback_[b].commit(); }
+  void commit() {
+    for (auto& [bucket, feedback] : feedback_) feedback.commit();
+  }
+  /// The buckets are others now. Local; no collective is under way.
+  void reset() { feedback_.clear(); }
+  /// Bytes of error feedback on this rank.
+  int64_t bytes() const {
+    int64_t total = 0;
+    for (const auto& [bucket, feedback] : feedback_) total += feedback.bytes();
+    return total;
+  }
+
+ private:
+  ProcessGroup group_;
+  std::map<size_t, comm::WireFeedback> feedback_;  // addresses stay valid
+};
+
+/// UsageError, naming the first parameter, if `parameters` have a dtype that cannot travel encoded.
+void check_wire_dtypes(const std::string& component, int rank, const WireOptions& wire,
+                       const std::vector<NamedTensor>& parameters);
+/// UsageError if option wire.parameters is set in a wrapper that gathers none.
+void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire);
+
+}  // namespace tessera::sharding
