@@ -96,6 +96,7 @@ WrapperPlan read_ddp(OptionReader& options) {
   options.read("broadcast_buffers", ddp.broadcast_buffers,
                "make buffers the same on all ranks, by buffers, before forward and after backward");
   read_buffers(options, ddp.buffers);
+  read_wire(options, ddp.wire, false);
   options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,
                "gradients are views of the buckets");
   const CommHookPlan hook = read_comm_hook(options);

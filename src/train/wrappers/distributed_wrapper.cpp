@@ -49,6 +49,7 @@ WrapperPlan read_distributed(OptionReader& options) {
   options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
   read_buffers(options, distributed.buffers);
+  read_wire(options, distributed.wire, false);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
     options.refuse(
         name, "no option of DistributedOptimizer, which packs by param_pack and param_pack_thd");

@@ -197,6 +197,7 @@ WrapperPlan read_fsdp(OptionReader& options) {
                "bytes of parameters that may stay gathered; 0: those of the two largest units",
                kNotNegative);
   read_buffers(options, fsdp.buffers);
+  read_wire(options, fsdp.wire, true);
   options.read("reshard_after_forward", fsdp.reshard_after_forward,
                "release units after their forward");
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,

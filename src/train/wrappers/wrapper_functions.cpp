@@ -45,6 +45,23 @@ void read_buffers(OptionReader& options, BufferSync& buffers) {
                     "rank 0's, the mean of floating-point ones, or not");
 }
 
+void read_wire(OptionReader& options, WireOptions& wire, bool gathers) {
+  const std::vector<std::pair<std::string, WireFormat>> formats{{"float32", WireFormat::float32},
+                                                                {"bfloat16", WireFormat::bfloat16},
+                                                                {"int8", WireFormat::int8}};
+  auto inner = options.map("wire");
+  inner.read_enum("gradients", wire.gradients, formats,
+                  "how sums of gradients travel between hosts, with error feedback");
+  if (gathers) {
+    inner.read_enum("parameters", wire.parameters, formats,
+                    "how gathered parameters travel between hosts");
+  } else {
+    inner.refuse("parameters",
+                 "no option here, because every rank updates all parameters and none travel");
+  }
+  inner.finish();
+}
+
 const std::vector<std::pair<std::string, Partition>>& partition_names() {
   static const std::vector<std::pair<std::string, Partition>> known{
       {"flat", Partition::flat}, {"whole", Partition::whole}, {"first_fit", Partition::first_fit}};

@@ -28,6 +28,8 @@ at::Tensor own_parameter(const torch::nn::Module& module, const std::string& nam
 
 /// Reads the key `buffers`.
 void read_buffers(OptionReader& options, BufferSync& buffers);
+/// Option `wire`. `gathers`: parameters travel too.
+void read_wire(OptionReader& options, WireOptions& wire, bool gathers);
 
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();

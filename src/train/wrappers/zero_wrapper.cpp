@@ -18,9 +18,13 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
-/// update() clears the gradients after each step, so the mean can replace them.
-ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options) {
-  options.reduce_in_place = true;
+/// update() clears the gradients after each step, so the mean can replace them, unless they are
+/// reduced within backward.
+ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
+                                        const ProcessGroup& group) {
+  const bool early = options.reduce_in_backward.value_or(!group.same_host()) &&
+                     !options.overlap_with_backward && group.size() > 1;
+  options.reduce_in_place = !early;
   return options;
 }
 
@@ -32,7 +36,7 @@ class ZeroWrapper : public ModelWrapper {
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(), in_place(options)) {
+                   context.optimizer.factory(), in_place(options, group_)) {
     optimizer_.track_buffers(*model_.module);
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
@@ -191,6 +195,12 @@ WrapperPlan read_zero(OptionReader& options) {
                     "how elements are assigned to ranks: equal parts, or whole parameters");
   options.read("overlap_with_backward", zero.overlap_with_backward,
                "update during backward; cannot be combined with clipping");
+  bool early = false;
+  const bool early_given = options.given("reduce_in_backward");
+  options.read("reduce_in_backward", early,
+               "start to reduce a bucket as soon as backward has completed it; unless given, true "
+               "where ranks are on several hosts");
+  if (early_given) zero.reduce_in_backward = early;
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket with overlap_with_backward",
@@ -198,6 +208,7 @@ WrapperPlan read_zero(OptionReader& options) {
   options.read("find_unused_parameters", zero.find_unused_parameters,
                "some parameters may get no gradient");
   read_buffers(options, zero.buffers);
+  read_wire(options, zero.wire, true);
   options.finish();
   plan.optimizer_type = optimizer_type;
   plan.updates_in_backward = zero.overlap_with_backward;
