@@ -56,5 +56,6 @@
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/version.h"
+#include "tessera/wire.h"
 #include "tessera/wrap_policy.h"
 #include "tessera/zero_redundancy_optimizer.h"

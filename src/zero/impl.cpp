@@ -299,13 +299,13 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
   }
   if (mean.reducer()) mean.reducer()->check_cleared();
   auto dict = gather_state(-1);
-  std::map<size_t, at::Tensor> gradients;
+  std::map<size_t, at::Tensor> kept;
   const auto& parameters = shards.parameters();
   const auto grad_of = [&](size_t i) -> at::Tensor& {
     return const_cast<at::Tensor&>(parameters[i].tensor).mutable_grad();
   };
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (grad_of(i).defined()) gradients[i] = grad_of(i).clone();
+    if (grad_of(i).defined()) kept[i] = grad_of(i).clone();
     grad_of(i) = at::Tensor();
   }
   mean.drop_early_sums();
@@ -313,7 +313,7 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
   local.clear();
   shards.place_all();
   make_local_optimizer();
-  for (auto& [i, grad] : gradients) {
+  for (auto& [i, grad] : kept) {
     if (shards.trainable(i)) grad_of(i) = grad;
   }
   watch();  // moves the gradients into the new buckets

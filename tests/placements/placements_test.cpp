@@ -1,0 +1,70 @@
+// Each wrapper trains to the same bits wherever its ranks are. The ranks are threads of one
+// process, so their hosts are numbers.
+#include <gtest/gtest.h>
+
+#include "placements/wrappers.h"
+
+namespace tessera::testing {
+namespace {
+
+using Hosts = std::vector<int>;
+
+const std::vector<Hosts> kPlacements{{0, 1},       {0, 0, 1},    {0, 1, 0},
+                                     {0, 1, 2},    {0, 1, 2, 3}, {0, 0, 1, 1},
+                                     {0, 0, 0, 1}, {0, 1, 1, 1}, {0, 1, 0, 1}};
+
+Tensors train(const Hosts& hosts, const NamedTrain& wrapper, const Training& training,
+              Backend backend = Backend::Auto) {
+  ProcessGroupOptions options;
+  options.backend = backend;
+  Tensors result;
+  run_ranks(
+      static_cast<int>(hosts.size()),
+      [&](ProcessGroup group, int rank) {
+        auto weights = wrapper.train(group, rank, training);
+        if (rank == 0) result = std::move(weights);
+      },
+      options, hosts);
+  return result;
+}
+
+void expect_same_bits(const Training& training) {
+  for (const auto& hosts : kPlacements) {
+    const Hosts together(hosts.size(), 0);
+    for (const auto& wrapper : all_trainings(static_cast<int>(hosts.size()))) {
+      if (training.joins && wrapper.name == "distributed optimizer") continue;
+      SCOPED_TRACE(wrapper.name + " on " + ::testing::PrintToString(hosts));
+      const auto expected = train(together, wrapper, training);
+      const auto found = train(hosts, wrapper, training);
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t i = 0; i < found.size(); ++i)
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << "parameter " << i;
+    }
+  }
+}
+
+TEST(Placements, EachWrapperHasTheSameBits) { expect_same_bits({}); }
+
+TEST(Placements, EachWrapperHasTheSameBitsInBfloat16) {
+  expect_same_bits({.dtype = at::kBFloat16, .steps = 2});
+}
+
+TEST(Placements, EachWrapperHasTheSameBitsInAJoin) {
+  expect_same_bits({.steps = 2, .joins = true});
+}
+
+TEST(Placements, GlooOnOneHostHasTheBitsOfSharedMemory) {
+  for (const int world : {2, 3, 4}) {
+    const Hosts together(world, 0);
+    for (const auto& wrapper : all_trainings(world)) {
+      SCOPED_TRACE(wrapper.name + " on " + std::to_string(world));
+      const auto expected = train(together, wrapper, {});
+      const auto found = train(together, wrapper, {}, Backend::Gloo);
+      for (size_t i = 0; i < found.size(); ++i)
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << "parameter " << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
