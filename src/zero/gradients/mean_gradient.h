@@ -9,7 +9,7 @@
 
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
-#include "zero/early_reduction.h"
+#include "zero/gradients/early_reduction.h"
 #include "zero/shards.h"
 
 namespace tessera::zero {
