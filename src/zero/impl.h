@@ -10,11 +10,11 @@
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
 #include "tessera/zero_redundancy_optimizer.h"
-#include "zero/gradients/mean_gradient.h"
 #include "zero/local_optimizer.h"
+#include "zero/mean_gradient.h"
 #include "zero/norm_tracker.h"
 #include "zero/overlapped_updates.h"
-#include "zero/shards.h"
+#include "zero/shards/shards.h"
 
 namespace tessera {
 

@@ -7,7 +7,7 @@
 
 #include "tessera/optim.h"
 #include "tessera/optim/fused_optimizer.h"
-#include "zero/shards.h"
+#include "zero/shards/shards.h"
 
 namespace tessera::zero {
 

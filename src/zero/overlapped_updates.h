@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "sharding/callback_guard.h"
-#include "zero/gradients/mean_gradient.h"
 #include "zero/local_optimizer.h"
+#include "zero/mean_gradient.h"
 #include "zero/norm_tracker.h"
 
 namespace tessera::zero {

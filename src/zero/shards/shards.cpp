@@ -1,4 +1,4 @@
-#include "zero/shards.h"
+#include "zero/shards/shards.h"
 
 #include <algorithm>
 #include <utility>

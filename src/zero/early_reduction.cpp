@@ -1,4 +1,4 @@
-#include "zero/gradients/early_reduction.h"
+#include "zero/early_reduction.h"
 
 #include <algorithm>
 #include <utility>

@@ -9,8 +9,8 @@
 
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
-#include "zero/gradients/early_reduction.h"
-#include "zero/shards.h"
+#include "zero/early_reduction.h"
+#include "zero/shards/shards.h"
 
 namespace tessera::zero {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tessera/process_group.h"
-#include "zero/shard_bucket.h"
+#include "zero/shards/shard_bucket.h"
 
 namespace tessera::zero {
 

@@ -9,8 +9,8 @@
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 #include "tessera/zero_redundancy_optimizer.h"
-#include "zero/parameter_wire.h"
-#include "zero/shard_bucket.h"
+#include "zero/shards/parameter_wire.h"
+#include "zero/shards/shard_bucket.h"
 
 namespace tessera::zero {
 

@@ -1,4 +1,4 @@
-#include "zero/shard_bucket.h"
+#include "zero/shards/shard_bucket.h"
 
 #include <algorithm>
 #include <map>

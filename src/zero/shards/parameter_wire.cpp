@@ -1,4 +1,4 @@
-#include "zero/parameter_wire.h"
+#include "zero/shards/parameter_wire.h"
 
 #include <utility>
 

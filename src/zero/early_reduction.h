@@ -7,7 +7,7 @@
 
 #include "sharding/gradients/gradient_wire.h"
 #include "tessera/process_group.h"
-#include "zero/shard_bucket.h"
+#include "zero/shards/shard_bucket.h"
 
 namespace tessera::zero {
 

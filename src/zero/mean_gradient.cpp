@@ -1,4 +1,4 @@
-#include "zero/gradients/mean_gradient.h"
+#include "zero/mean_gradient.h"
 
 #include <algorithm>
 #include <utility>
