@@ -7,7 +7,8 @@
 Both programs run in turn, with each number of ranks on each host. Prints medians of a step in
 milliseconds, their ratio, and the bytes that arrive at host 0 in a step, in units of P, the bytes of
 all parameters. "least" is the time of the bytes that must arrive, P for DDP and ZeRO and 1.5 P for
-FSDP. Without --python only our side runs. --before: another build of ours instead of PyTorch.
+FSDP. Strategies: ddp, zero, fsdp, and ddp-int8, fsdp-bfloat16 and so on, with that option `wire`
+on our side. Without --python only our side runs. --before: another build of ours instead of PyTorch.
 Needs root, ip and tc, and netem in the kernel for --delay. Removes the namespaces at its end.
 """
 import argparse, json, os, pathlib, re, statistics, subprocess, sys
@@ -19,6 +20,7 @@ from two_hosts import ADDRESSES, TwoHosts, ip
 MODEL = "512 6 8 64 256 1".split()
 NEEDED = {"ddp": 1.0, "zero": 1.0, "fsdp": 1.5}  # P into each host
 THEIRS = {"ddp": "ddp", "zero": "zerov", "fsdp": "fsdp"}
+WIDTHS = {"": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # bytes of a value
 PORTS = iter(range(29600, 32000))
 
 
@@ -93,7 +95,9 @@ class Bench:
     def run(self, side, strategy, steps):
         if side == "ours":
             return self.ours(self.args.build, strategy, steps)
-        return self.ours(self.args.before, strategy, steps) if self.args.before else self.pytorch(THEIRS[strategy], steps)
+        if self.args.before:
+            return self.ours(self.args.before, strategy, steps)
+        return self.pytorch(THEIRS[strategy.split("-")[0]], steps)
 
     def bytes_per_step(self, side, strategy):
         counts = []
@@ -119,7 +123,7 @@ def main():
     args = parser.parse_args()
     sides = ["ours", "theirs"] if args.python or args.before else ["ours"]
     rows = []
-    print(f"{'rate':8} {'ranks':6} {'strategy':9} {'compute':>8} {'least':>7} {'ours ms':>8} {'theirs':>8} {'ratio':>6} "
+    print(f"{'rate':8} {'ranks':6} {'strategy':13} {'compute':>8} {'least':>7} {'ours ms':>8} {'theirs':>8} {'ratio':>6} "
           f"{'bytes':>7} {'theirs':>7}", flush=True)
     for rate in args.rates.split(","):
         for ranks in map(int, args.ranks.split(",")):
@@ -135,14 +139,14 @@ def main():
                         for side in sides if round_ % 2 == 0 else reversed(sides):
                             result = bench.run(side, strategy, args.steps)
                             times[side].append(result["step_ms"])
-                    least = 0 if rate == "none" else NEEDED[strategy] * 4 * result["parameters"] * 8e3 / bits_per_second(rate)
+                    least = 0 if rate == "none" else NEEDED[strategy.split("-")[0]] * WIDTHS[strategy.partition("-")[2]] * result["parameters"] * 8e3 / bits_per_second(rate)
                     row = {"rate": rate, "ranks": f"2x{ranks}", "strategy": strategy, "compute_ms": compute, "least_ms": least}
                     for side in sides:
                         row |= {f"{side}_ms": statistics.median(times[side]), f"{side}_bytes": arriving[side]}
                     if len(sides) == 2:
                         row["ratio"] = statistics.median(a / b for a, b in zip(times["ours"], times["theirs"]))
                     rows.append(row)
-                    print(f"{rate:8} {row['ranks']:6} {strategy:9} {compute:8.0f} {least:7.0f} {row['ours_ms']:8.0f} "
+                    print(f"{rate:8} {row['ranks']:6} {strategy:13} {compute:8.0f} {least:7.0f} {row['ours_ms']:8.0f} "
                           f"{row.get('theirs_ms', 0):8.0f} {row.get('ratio', 0):6.2f} {row['ours_bytes']:6.2f}P "
                           f"{row.get('theirs_bytes', 0):6.2f}P", flush=True)
             finally:

@@ -124,6 +124,15 @@ int main(int argc, char** argv) {
     options.backend = tessera::Backend::Gloo;
     strategy.resize(strategy.size() - 5);
   }
+  // "ddp-int8": gradients travel so between hosts; of the others the parameters too.
+  tessera::WireOptions wire;
+  for (const auto format : {tessera::WireFormat::bfloat16, tessera::WireFormat::int8}) {
+    const auto suffix = "-" + to_string(format);
+    if (!strategy.ends_with(suffix)) continue;
+    strategy.resize(strategy.size() - suffix.size());
+    wire.gradients = format;
+    if (strategy != "ddp") wire.parameters = format;
+  }
   auto world = tessera::init_process_group(options);
   if (strategy == "startup") {
     world.all_reduce(torch::ones({1}));
@@ -146,16 +155,19 @@ int main(int argc, char** argv) {
             .wrap_policy = tessera::wrap_by_type<BlockImpl>(),
             // On one host a gather is a barrier, and there is nothing to prefetch.
             .backward_prefetch = world.same_host() ? tessera::BackwardPrefetch::none
-                                                   : tessera::BackwardPrefetch::pre});
+                                                   : tessera::BackwardPrefetch::pre,
+            .wire = wire});
     optimizer = adam({torch::optim::OptimizerParamGroup(fsdp->parameters())});
   } else if (strategy.starts_with("zero")) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
         *model, world, adam,
         tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap",
-                                                .find_unused_parameters = false});
+                                                .find_unused_parameters = false,
+                                                .wire = wire});
   } else {
     if (strategy == "ddp")
-      ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(model, world);
+      ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(
+          model, world, tessera::DistributedDataParallelOptions{.wire = wire});
     optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 

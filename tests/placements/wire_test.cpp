@@ -12,11 +12,11 @@ namespace {
 using Hosts = std::vector<int>;
 using ::testing::HasSubstr;
 
-const std::vector<Hosts> kPlacements{{0, 1}, {0, 0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 1, 2}};
-constexpr WireFormat kFormats[] = {WireFormat::bfloat16, WireFormat::int8};
+const std::vector<Hosts> kWirePlacements{{0, 1}, {0, 0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 1, 2}};
+constexpr WireFormat kEncodedFormats[] = {WireFormat::bfloat16, WireFormat::int8};
 
-std::vector<Tensors> train(const Hosts& hosts, const NamedTrain& wrapper,
-                           const Training& training) {
+std::vector<Tensors> train_all(const Hosts& hosts, const NamedTrain& wrapper,
+                               const Training& training) {
   std::vector<Tensors> all(hosts.size());
   run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
     all[rank] = wrapper.train(group, rank, training);
@@ -32,18 +32,18 @@ double largest_difference(const Tensors& a, const Tensors& b) {
 }
 
 void expect_near_float32(const Training& training, double tolerance) {
-  for (const auto& hosts : kPlacements) {
+  for (const auto& hosts : kWirePlacements) {
     for (const auto& wrapper : all_trainings(static_cast<int>(hosts.size()))) {
       if (!wrapper.gathers && training.wire.parameters != WireFormat::float32) continue;
       SCOPED_TRACE(wrapper.name + " on " + ::testing::PrintToString(hosts) + ", " +
                    to_string(training.wire));
-      const auto exact = train(hosts, wrapper, {.steps = training.steps});
-      const auto found = train(hosts, wrapper, training);
+      const auto exact = train_all(hosts, wrapper, {.steps = training.steps});
+      const auto found = train_all(hosts, wrapper, training);
       for (const auto& rank : found) EXPECT_EQ(largest_difference(rank, found[0]), 0);
       const double difference = largest_difference(found[0], exact[0]);
       EXPECT_GT(difference, 0);
       EXPECT_LE(difference, tolerance);
-      const auto again = train(hosts, wrapper, training);
+      const auto again = train_all(hosts, wrapper, training);
       EXPECT_EQ(largest_difference(again[0], found[0]), 0) << "another time";
     }
   }
@@ -51,11 +51,12 @@ void expect_near_float32(const Training& training, double tolerance) {
 
 // A step of AdamW changes a weight by about its learning rate, 0.05, whatever its gradient is.
 TEST(WireOfWrappers, RoundedGradientsTrainNearlyTheSame) {
-  for (const auto format : kFormats) expect_near_float32({.wire = {.gradients = format}}, 0.1);
+  for (const auto format : kEncodedFormats)
+    expect_near_float32({.wire = {.gradients = format}}, 0.1);
 }
 
 TEST(WireOfWrappers, RoundedParametersTrainNearlyTheSame) {
-  for (const auto format : kFormats) {
+  for (const auto format : kEncodedFormats) {
     expect_near_float32({.wire = {.parameters = format}}, 0.1);
     expect_near_float32({.wire = {.gradients = format, .parameters = format}}, 0.1);
   }
@@ -66,9 +67,9 @@ TEST(WireOfWrappers, HasNoEffectOnOneHost) {
   for (const auto& wrapper : all_trainings(2)) {
     const WireOptions wire{.gradients = WireFormat::int8,
                            .parameters = wrapper.gathers ? WireFormat::int8 : WireFormat::float32};
-    EXPECT_EQ(
-        largest_difference(train(hosts, wrapper, {.wire = wire})[0], train(hosts, wrapper, {})[0]),
-        0);
+    EXPECT_EQ(largest_difference(train_all(hosts, wrapper, {.wire = wire})[0],
+                                 train_all(hosts, wrapper, {})[0]),
+              0);
   }
 }
 
@@ -77,7 +78,7 @@ TEST(WireOfWrappers, AJoinWithRoundedValuesEnds) {
     for (const auto& wrapper : all_trainings(static_cast<int>(hosts.size()))) {
       if (wrapper.name == "distributed optimizer") continue;
       SCOPED_TRACE(wrapper.name);
-      const auto found = train(
+      const auto found = train_all(
           hosts, wrapper, {.wire = {.gradients = WireFormat::int8}, .steps = 2, .joins = true});
       for (const auto& rank : found) EXPECT_EQ(largest_difference(rank, found[0]), 0);
     }
