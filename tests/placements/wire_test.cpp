@@ -41,8 +41,10 @@ void expect_near_float32(const Training& training, double tolerance) {
       const auto found = train_all(hosts, wrapper, training);
       for (const auto& rank : found) EXPECT_EQ(largest_difference(rank, found[0]), 0);
       const double difference = largest_difference(found[0], exact[0]);
-      EXPECT_GT(difference, 0);
+      // The shard groups of hybrid sharding may lie within the hosts.
+      if (wrapper.name != "fsdp, hybrid") EXPECT_GT(difference, 0);
       EXPECT_LE(difference, tolerance);
+      if (hosts.size() > 2) continue;
       const auto again = train_all(hosts, wrapper, training);
       EXPECT_EQ(largest_difference(again[0], found[0]), 0) << "another time";
     }

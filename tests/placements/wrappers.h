@@ -110,8 +110,9 @@ inline Tensors train_fsdp(ProcessGroup group, int rank, const Training& training
   FullyShardedDataParallel fsdp(net, group, options);
   auto optimizer = adamw(fsdp.parameters());
   fsdp.set_shadow_step([&] {
-    optimizer->step();
     optimizer->zero_grad();
+    fsdp.shadow_backward();
+    optimizer->step();
   });
   for_each_batch(group, rank, training, {fsdp}, [&](const at::Tensor& x) {
     optimizer->zero_grad();
