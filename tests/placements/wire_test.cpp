@@ -12,7 +12,7 @@ namespace {
 using Hosts = std::vector<int>;
 using ::testing::HasSubstr;
 
-const std::vector<Hosts> kWirePlacements{{0, 1}, {0, 0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 1, 2}};
+const std::vector<Hosts> kWirePlacements{{0, 1}, {0, 0, 1}, {0, 1, 0, 1}};
 constexpr WireFormat kEncodedFormats[] = {WireFormat::bfloat16, WireFormat::int8};
 
 std::vector<Tensors> train_all(const Hosts& hosts, const NamedTrain& wrapper,

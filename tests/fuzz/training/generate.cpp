@@ -105,7 +105,8 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
                    "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
   auto& values = wrapper.values;
   maybe(random, 10, values, "backend", "gloo");
-  if (values.empty() && world > 2) maybe(random, 15, values, "hosts", "001");
+  if (values.empty() && world > 2 && random.chance(15))
+    values["hosts"] = random.pick({"001", "01", "0011", "012"});
   if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});
   const auto& kind = wrapper.kind;
   // Each rank would clip by the norm of its own gradients.
