@@ -89,7 +89,7 @@ bool was_not_answered(const Store& store, int rank, int missing) {
 /// through other ranks, and the notes of the ranks that waited may be still to be read.
 bool has_kept_the_store_from_answering(const Store& store, int rank, int size, bool serves) {
   if (!serves) return was_not_answered(store, rank, rank);
-  const auto deadline = Clock::now() + std::chrono::milliseconds(300);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(1000);
   do {
     for (int missing = 0; missing < size; ++missing) {
       if (was_not_answered(store, rank, missing)) return true;
