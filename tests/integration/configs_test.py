@@ -30,6 +30,23 @@ class Configs(unittest.TestCase):
                     self.assertLess(abs(a - b), 1e-4 * b, name)
             self.assertEqual(losses["ddp"], losses["zero"], "bit by bit")
 
+    def test_what_travels_between_hosts_can_be_rounded(self):
+        with tempfile.TemporaryDirectory() as folder:
+            losses = []
+            for words in ([], ["parallel.wire.gradients=int8", "parallel.wire.parameters=bfloat16"]):
+                done = call("-n", 2, SOURCE / "configs/zero.yaml", "train.steps=5", "train.eval_batches=2", "train.log=log.jsonl", *words, cwd=folder)
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                losses.append([json.loads(line)["loss"] for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()])
+            self.assertEqual(losses[0], losses[1], "no effect on one host")
+            for name, words, text in (
+                    ("zero", ["parallel.wire.gradients=int4"], 'parallel.wire.gradients: "int4"; expected one of float32, bfloat16, int8'),
+                    ("ddp", ["parallel.wire.parameters=int8"], "parallel.wire.parameters: no option here"),
+                    ("zero", ["parallel.wire.gradients=int8", "parallel.overlap_with_backward=true", "train.clip_grad_norm=null"],
+                     "option wire.gradients is int8, and it excludes overlap_with_backward")):
+                done = call("-n", 2, SOURCE / f"configs/{name}.yaml", "train.steps=5", *words, cwd=folder)
+                self.assertNotEqual(done.returncode, 0)
+                self.assertIn(text, done.stdout + done.stderr)
+
     def test_images_train_with_synchronised_normalisation(self):
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, SOURCE / "scripts/make_synthetic_idx.py", "images", "--classes", "4"], cwd=folder, check=True, stdout=subprocess.DEVNULL)

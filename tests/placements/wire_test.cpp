@@ -148,6 +148,19 @@ TEST(WireOfWrappers, StateSlicesContinueZeroBitByBit) {
   }
 }
 
+/// docs/hosts.md
+TEST(WireOfWrappers, TheDocumentedLinesTrain) {
+  run_ranks_on({0, 1}, [](ProcessGroup world, int rank) {
+    auto net = seeded<Uneven>(8);
+    tessera::FullyShardedDataParallel fsdp(
+        net, world,
+        {.wire = {.gradients = tessera::WireFormat::int8,
+                  .parameters = tessera::WireFormat::bfloat16}});
+    loss_of(fsdp(own_rows(0, rank))).backward();
+    EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
+  });
+}
+
 void expect_refused(const std::function<void(ProcessGroup group)>& build, const std::string& text) {
   for (const auto& hosts : {Hosts{0, 0}, Hosts{0, 1}}) {
     for (const auto& error : run_ranks_catching(
