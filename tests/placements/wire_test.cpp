@@ -152,10 +152,9 @@ TEST(WireOfWrappers, StateSlicesContinueZeroBitByBit) {
 TEST(WireOfWrappers, TheDocumentedLinesTrain) {
   run_ranks_on({0, 1}, [](ProcessGroup world, int rank) {
     auto net = seeded<Uneven>(8);
-    tessera::FullyShardedDataParallel fsdp(
-        net, world,
-        {.wire = {.gradients = tessera::WireFormat::int8,
-                  .parameters = tessera::WireFormat::bfloat16}});
+    tessera::FullyShardedDataParallel fsdp(net, world,
+                                           {.wire = {.gradients = tessera::WireFormat::int8,
+                                                     .parameters = tessera::WireFormat::bfloat16}});
     loss_of(fsdp(own_rows(0, rank))).backward();
     EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
   });
