@@ -33,8 +33,8 @@ using Json = nlohmann::json;
 
 constexpr int64_t kSmall = 256;  // values of float32: 1 KiB
 
-const std::vector<std::string> kFigures{"startup_ms",   "barrier_us",   "barrier_cpu_us",
-                                        "reduce_us",    "reduce_cpu_us", "pss_mib",
+const std::vector<std::string> kFigures{"startup_ms",  "barrier_us",    "barrier_cpu_us",
+                                        "reduce_us",   "reduce_cpu_us", "pss_mib",
                                         "descriptors", "sockets"};
 
 double seconds_since(Clock::time_point begin) {
@@ -62,7 +62,8 @@ std::pair<int, int> descriptors_and_sockets() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code ignored;
     ++all;
-    sockets += std::filesystem::read_symlink(entry.path(), ignored).string().rfind("socket:", 0) == 0;
+    sockets +=
+        std::filesystem::read_symlink(entry.path(), ignored).string().rfind("socket:", 0) == 0;
   }
   return {all, sockets};
 }
@@ -104,8 +105,8 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
         const bool leads = rank == here[0];
         const auto begin = Clock::now();
         auto transport = tessera::comm::make_transport(place);
-        tessera::ProcessGroup group(std::make_shared<tessera::ProcessGroup::Impl>(
-            std::move(place), std::move(transport)));
+        tessera::ProcessGroup group(
+            std::make_shared<tessera::ProcessGroup::Impl>(std::move(place), std::move(transport)));
         group.barrier();
         if (leads) figures["startup_ms"] = 1e3 * seconds_since(begin);
         const auto measure = [&](const std::string& name, const std::function<void()>& body) {
@@ -170,7 +171,8 @@ Json run_world(const Settings& settings, int world, uint16_t port) {
     std::exit(1);
   }
   std::string text(4096, 0);
-  text.resize(static_cast<size_t>(std::max<ssize_t>(0, read(results[0], text.data(), text.size()))));
+  text.resize(
+      static_cast<size_t>(std::max<ssize_t>(0, read(results[0], text.data(), text.size()))));
   close(results[0]);
   auto figures = Json::parse(text);
   figures["world"] = world;

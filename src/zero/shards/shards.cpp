@@ -125,9 +125,11 @@ void Shards::restore() {
 }
 
 void Shards::gather_exact() {
-  for (auto& bucket : buckets_) gather_parameters(bucket, parameters_, group_, "");
+  for (auto& bucket : buckets_) {
+    gather_parameters(bucket, parameters_, group_, "");
+    bump_versions(bucket);
+  }
   if (wire_) wire_->reset();
-  bump_versions();
 }
 
 void Shards::add_residuals(std::vector<StateSlice>& slices) const {
