@@ -34,7 +34,7 @@ using Json = nlohmann::json;
 constexpr int64_t kSmall = 256;  // values of float32: 1 KiB
 
 const std::vector<std::string> kFigures{"startup_ms",  "barrier_us",    "barrier_cpu_us",
-                                        "reduce_us",   "reduce_cpu_us", "pss_mib",
+                                        "reduce_us",   "reduce_cpu_us", "private_mib",
                                         "descriptors", "sockets"};
 
 double seconds_since(Clock::time_point begin) {
@@ -48,11 +48,12 @@ double processor_seconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-double pss_mib() {
+/// Memory that no other process shares, written since fork().
+double private_mib() {
   std::ifstream file("/proc/self/smaps_rollup");
   for (std::string word; file >> word;) {
     double kib = 0;
-    if (word == "Pss:" && file >> kib) return kib / 1024;
+    if (word == "Private_Dirty:" && file >> kib) return kib / 1024;
   }
   return 0;
 }
@@ -87,7 +88,7 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
     places.push_back(rank * hosts / world);
     if (places.back() == host) here.push_back(rank);
   }
-  const double memory_before = pss_mib();
+  const double memory_before = private_mib();
   const auto [descriptors_before, sockets_before] = descriptors_and_sockets();
   Json figures;
   std::vector<std::thread> threads;
@@ -121,13 +122,14 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
           figures[name + "_cpu_us"] = 1e6 * (processor_seconds() - processor) / settings.repeats /
                                       static_cast<double>(here.size());
         };
+        for (int i = 0; i < 3; ++i) group.barrier();
         measure("barrier", [&] { group.barrier(); });
         auto values = at::ones({kSmall});
         measure("reduce", [&] { group.all_reduce(values, 1.0 / world); });
         if (leads) {
           const auto [descriptors, sockets] = descriptors_and_sockets();
           const auto ranks = static_cast<double>(here.size());
-          figures["pss_mib"] = (pss_mib() - memory_before) / ranks;
+          figures["private_mib"] = (private_mib() - memory_before) / ranks;
           figures["descriptors"] = (descriptors - descriptors_before) / ranks;
           figures["sockets"] = (sockets - sockets_before) / ranks;
         }
