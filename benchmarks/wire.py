@@ -2,13 +2,13 @@
 """Measures option wire on the job of the demo: bytes between two hosts, time and loss.
 
     wire.py --build build [--config configs/demo.yaml] [--ranks 1] [--rate 1gbit] [--steps 700]
-            [--wrappers ddp,zero,fsdp] [--json out.json]
+            [--seeds 0,1,2] [--wrappers ddp,zero,fsdp] [--json out.json]
 
 The hosts are network namespaces, joined by a cable of that rate. MB/step: bytes that arrive at host
 0. loss: on the evaluation data, at the end. change: of the loss, relative to float32. Needs root, ip
 and tc. Removes the namespaces at its end.
 """
-import argparse, json, os, pathlib, re, subprocess, sys, tempfile, time
+import argparse, json, pathlib, statistics, subprocess, sys, tempfile, time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests/harness"))
@@ -20,10 +20,10 @@ FORMATS = ("float32", "bfloat16", "int8")
 PORTS = iter(range(32000, 33000))
 
 
-def train(hosts, args, wrapper, gradients, parameters):
+def train(hosts, args, wrapper, gradients, parameters, seed):
     """The bytes that arrived, the seconds of the program, and the loss at its end."""
     binaries, port = pathlib.Path(args.build).resolve() / "bin", next(PORTS)
-    options = [f"train.steps={args.steps}", f"train.eval_every={args.steps}", f"parallel.type={TYPES[wrapper]}",
+    options = [f"train.steps={args.steps}", f"train.eval_every={args.steps}", f"parallel.type={TYPES[wrapper]}", f"model.seed={seed}",
                f"parallel.wire.gradients={gradients}", "train.save=null", "train.sample=null", "train.save_config=false"]
     if parameters != "float32":
         options.append(f"parallel.wire.parameters={parameters}")
@@ -57,6 +57,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument("--rate", default="1gbit", help="as tc writes it, or none")
     parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--seeds", default="0", help="of the weights, as 0,1,2; the figures are means")
     parser.add_argument("--wrappers", default="ddp,zero,fsdp")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -69,13 +70,14 @@ def main():
             exact = None
             for wire in FORMATS:
                 parameters = "float32" if wrapper == "ddp" else wire
-                count, seconds, loss = train(hosts, args, wrapper, wire, parameters)
+                runs = [train(hosts, args, wrapper, wire, parameters, seed) for seed in map(int, args.seeds.split(","))]
+                count, seconds, loss = (statistics.mean(figures) for figures in zip(*runs))
                 exact = loss if exact is None else exact
                 row = {"wrapper": wrapper, "gradients": wire, "parameters": parameters, "mb": count / args.steps / 1e6,
-                       "ms": seconds / args.steps * 1e3, "loss": loss, "change": loss / exact - 1}
+                       "ms": seconds / args.steps * 1e3, "loss": loss, "change": loss / exact - 1, "losses": [run[2] for run in runs]}
                 rows.append(row)
                 print(f"| {wrapper} | {wire} | {parameters} | {row['mb']:.2f} | {row['ms']:.1f} | {loss:.4f} | "
-                      f"{row['change']:+.2%} |", flush=True)
+                      f"{row['change']:+.2%} |", *(f"{each:.4f}" for each in row["losses"][1:] and row["losses"]), flush=True)
     finally:
         hosts.remove()
     if args.json:
