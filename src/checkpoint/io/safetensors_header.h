@@ -39,6 +39,8 @@ Header parse_header(const std::string& file, std::string_view text, uint64_t dat
 /// names or values that are not UTF-8 and for a header above the limit.
 std::string format_header(const std::string& file, const Header& header);
 
+bool is_utf8(std::string_view text);
+
 /// A name for an error message: in quotes, with control characters escaped, shortened if long.
 std::string in_quotes(std::string_view name);
 

@@ -1,0 +1,478 @@
+#include "checkpoint/pickle/pickle_reader.h"
+
+#include <bit>
+#include <cstring>
+#include <unordered_map>
+
+#include <fmt/format.h>
+
+#include "checkpoint/io/safetensors_header.h"
+#include "checkpoint/pickle/allowed_names.h"
+#include "tessera/error.h"
+
+namespace tessera::pickle {
+namespace {
+
+using safetensors::in_quotes;
+
+bool is_dtype(std::string_view name) {
+  for (const auto& dtype : kDtypes) {
+    if (dtype.dtype == name || (!dtype.storage.empty() && dtype.storage == name)) return true;
+  }
+  return false;
+}
+
+bool is_allowed(std::string_view module, std::string_view name) {
+  if (module == "collections") return name == "OrderedDict";
+  if (module == "torch") return name == "Size" || is_dtype(name);
+  if (module == "torch.storage") return name == kUntypedStorage;
+  if (module == "torch._utils")
+    return name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3" ||
+           name == "_rebuild_parameter";
+  return false;
+}
+
+/// The machine of a pickle: a stack with marks, and a memo.
+class Machine {
+ public:
+  Machine(const std::string& where, std::string pickle) : where_(where) {
+    values_.pickle = std::move(pickle);
+  }
+
+  Values run() {
+    while (!stopped_) step(byte());
+    return std::move(values_);
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& reason) const {
+    throw UsageError(fmt::format("{}is no sound pickle: {}, at byte {}", where_, reason, at_));
+  }
+  [[noreturn]] void forbid(const std::string& what) const {
+    throw UsageError(
+        where_ + "asks Python for " + what +
+        ", which Tessera does not run or read; expected tensors, numbers, texts, dicts, "
+        "lists and tuples: save the state dicts alone with torch.save");
+  }
+
+  // --- the pickle's text ---
+
+  const char* take(uint64_t bytes) {
+    if (bytes > values_.pickle.size() - at_) refuse("it ends too early");
+    const char* from = values_.pickle.data() + at_;
+    at_ += bytes;
+    return from;
+  }
+  unsigned char byte() { return static_cast<unsigned char>(*take(1)); }
+  uint64_t number(size_t bytes) {
+    const char* from = take(bytes);
+    uint64_t value = 0;
+    for (size_t i = bytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(from[i]);
+    return value;
+  }
+  Value piece(Kind kind, uint64_t bytes) {
+    Value value;
+    value.kind = kind;
+    value.piece = {static_cast<uint32_t>(at_), static_cast<uint32_t>(bytes)};
+    take(bytes);
+    return value;
+  }
+  Value line() {
+    const size_t end = values_.pickle.find('\n', at_);
+    if (end == std::string::npos) refuse("it ends too early");
+    const Value value = piece(Kind::text, end - at_);
+    ++at_;
+    return value;
+  }
+
+  // --- values ---
+
+  void charge(size_t bytes) {
+    charged_ += bytes;
+    if (charged_ > kMaxValueBytes)
+      refuse(fmt::format("its values take more than {} bytes", kMaxValueBytes));
+  }
+  void push(const Value& value) {
+    if (stack_.size() == stack_.capacity()) charge(sizeof(Value) * (stack_.size() + 1));
+    stack_.push_back(value);
+  }
+  void push_integer(Kind kind, int64_t integer) {
+    Value value;
+    value.kind = kind;
+    value.integer = integer;
+    push(value);
+  }
+  Value node(Kind kind, std::vector<Value> items) {
+    charge(sizeof(std::vector<Value>) + items.capacity() * sizeof(Value) + 16);
+    Value value;
+    value.kind = kind;
+    value.node = static_cast<uint32_t>(values_.nodes.size());
+    values_.nodes.push_back(std::move(items));
+    return value;
+  }
+  Value pop() {
+    if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) refuse("its stack is empty");
+    const Value value = stack_.back();
+    stack_.pop_back();
+    return value;
+  }
+  std::vector<Value> pop_to_mark() {
+    if (marks_.empty()) refuse("a mark is missing");
+    std::vector<Value> items(stack_.begin() + static_cast<std::ptrdiff_t>(marks_.back()),
+                             stack_.end());
+    stack_.resize(marks_.back());
+    marks_.pop_back();
+    return items;
+  }
+  void push_tuple(size_t count) {
+    std::vector<Value> items(count);
+    for (size_t i = count; i-- > 0;) items[i] = pop();
+    push(node(Kind::tuple, std::move(items)));
+  }
+  const Value& top() const {
+    if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) refuse("its stack is empty");
+    return stack_.back();
+  }
+  void add(Kind kind, const std::vector<Value>& items) {
+    if (top().kind != kind)
+      refuse(kind == Kind::list ? "it appends to no list" : "it sets items of no dict");
+    if (kind == Kind::dict && items.size() % 2 != 0) refuse("a key has no value");
+    auto& to = values_.nodes[top().node];
+    const size_t before = to.capacity();
+    to.insert(to.end(), items.begin(), items.end());
+    charge((to.capacity() - before) * sizeof(Value));
+  }
+  void add_popped(Kind kind, size_t count) {
+    std::vector<Value> items(count);
+    for (size_t i = count; i-- > 0;) items[i] = pop();
+    add(kind, items);
+  }
+
+  // --- names, calls, storages ---
+
+  void push_global(const Value& module, const Value& name) {
+    if (module.kind != Kind::text || name.kind != Kind::text) refuse("a name is not a text");
+    if (!is_allowed(values_.text(module), values_.text(name)))
+      forbid(in_quotes(std::string(values_.text(module)) + "." + std::string(values_.text(name))));
+    push(node(Kind::global, {module, name}));
+  }
+
+  void call() {
+    const Value arguments = pop(), function = pop();
+    if (arguments.kind != Kind::tuple) refuse("a call has no tuple of arguments");
+    if (function.kind != Kind::global) refuse("it calls a value that is not a name");
+    const auto& given = values_.items(arguments);
+    const auto name = values_.text(values_.items(function)[1]);
+    if (name == "OrderedDict") return push_ordered_dict(given);
+    if (name == "Size") {
+      if (given.size() != 1 || given[0].kind != Kind::tuple) refuse("a torch.Size is no tuple");
+      return push(given[0]);
+    }
+    if (name == "_rebuild_parameter") {
+      if (given.empty() || given[0].kind != Kind::tensor) refuse("a parameter is no tensor");
+      return push(given[0]);
+    }
+    if (name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3")
+      return push_tensor(given, name.back() == '3');
+    forbid("a call of " + in_quotes(values_.global_name(function)));
+  }
+
+  void push_ordered_dict(const std::vector<Value>& given) {
+    std::vector<Value> items;
+    if (given.size() > 1 || (given.size() == 1 && given[0].kind != Kind::list))
+      refuse("an OrderedDict has other arguments than a list");
+    if (given.size() == 1) {
+      for (const auto& pair : values_.items(given[0])) {
+        if ((pair.kind != Kind::list && pair.kind != Kind::tuple) ||
+            values_.items(pair).size() != 2)
+          refuse("an OrderedDict has an item that is no pair");
+        items.insert(items.end(), values_.items(pair).begin(), values_.items(pair).end());
+      }
+    }
+    push(node(Kind::dict, std::move(items)));
+  }
+
+  /// v2: storage, offset, size, stride, requires_grad, hooks[, metadata]; v3 has the dtype before
+  /// the metadata.
+  void push_tensor(const std::vector<Value>& given, bool v3) {
+    const size_t metadata = v3 ? 7 : 6;
+    if (given.size() < metadata || given.size() > metadata + 1 || given[0].kind != Kind::storage ||
+        given[1].kind != Kind::integer || given[2].kind != Kind::tuple ||
+        given[3].kind != Kind::tuple || (v3 && given[6].kind != Kind::global))
+      refuse("a tensor has other arguments than PyTorch writes");
+    if (given.size() > metadata && given[metadata].kind == Kind::dict) {
+      for (const auto& value : values_.items(given[metadata])) {
+        if (value.kind == Kind::boolean && value.integer != 0)
+          forbid("a tensor with a conjugate or negative bit");
+      }
+    }
+    std::vector<Value> items(given.begin(), given.begin() + 4);
+    if (v3) items.push_back(given[6]);
+    push(node(Kind::tensor, std::move(items)));
+  }
+
+  void push_storage() {
+    const Value id = pop();
+    if (id.kind != Kind::tuple) refuse("a persistent id is no tuple");
+    const auto& given = values_.items(id);
+    if (given.size() < 5 || given[0].kind != Kind::text || values_.text(given[0]) != "storage" ||
+        given[1].kind != Kind::global || given[2].kind != Kind::text ||
+        given[4].kind != Kind::integer)
+      refuse("a persistent id is no storage");
+    push(node(Kind::storage, {given[1], given[2], given[4]}));
+  }
+
+  // --- the memo ---
+
+  void put(uint64_t index) {
+    const Value value = top();
+    if (memo_.emplace(index, value).second) charge(4 * sizeof(Value));
+    else memo_[index] = value;
+  }
+  void get(uint64_t index) {
+    const auto found = memo_.find(index);
+    if (found == memo_.end()) refuse(fmt::format("it uses the memo {}, which is not set", index));
+    push(found->second);
+  }
+
+  // --- opcodes ---
+
+  void step(unsigned char code) {
+    if (!step_text(code) && !step_number(code) && !step_container(code)) step_other(code);
+  }
+
+  bool step_text(unsigned char code) {
+    switch (code) {
+      case 'X':
+        push(piece(Kind::text, number(4)));
+        return true;
+      case 0x8c:
+        push(piece(Kind::text, number(1)));
+        return true;
+      case 0x8d:
+        push(piece(Kind::text, number(8)));
+        return true;
+      case 'T':
+        push(piece(Kind::text, number(4)));
+        return true;  // Python 2's strings
+      case 'U':
+        push(piece(Kind::text, number(1)));
+        return true;
+      case 'B':
+        push(piece(Kind::opaque, number(4)));
+        return true;
+      case 'C':
+        push(piece(Kind::opaque, number(1)));
+        return true;
+      case 0x8e:
+        push(piece(Kind::opaque, number(8)));
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  bool step_number(unsigned char code) {
+    switch (code) {
+      case 'N':
+        push(Value());
+        return true;
+      case 0x88:
+        push_integer(Kind::boolean, 1);
+        return true;
+      case 0x89:
+        push_integer(Kind::boolean, 0);
+        return true;
+      case 'J':
+        push_integer(Kind::integer, static_cast<int32_t>(number(4)));
+        return true;
+      case 'K':
+        push_integer(Kind::integer, static_cast<int64_t>(number(1)));
+        return true;
+      case 'M':
+        push_integer(Kind::integer, static_cast<int64_t>(number(2)));
+        return true;
+      case 0x8a:
+        push_long(number(1));
+        return true;
+      case 0x8b:
+        push_long(number(4));
+        return true;
+      case 'G':
+        push_real();
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  void push_long(uint64_t bytes) {
+    if (bytes > 8) return push(piece(Kind::opaque, bytes));
+    uint64_t value = number(bytes);
+    if (bytes > 0 && bytes < 8 && (value >> (8 * bytes - 1)) != 0)
+      value |= ~uint64_t{0} << 8 * bytes;
+    push_integer(Kind::integer, static_cast<int64_t>(value));
+  }
+
+  void push_real() {
+    const char* from = take(8);
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; ++i) bits = bits << 8 | static_cast<unsigned char>(from[i]);
+    Value value;
+    value.kind = Kind::real;
+    value.real = std::bit_cast<double>(bits);
+    push(value);
+  }
+
+  bool step_container(unsigned char code) {
+    switch (code) {
+      case '(':
+        charge(sizeof(size_t));
+        marks_.push_back(stack_.size());
+        return true;
+      case '}':
+        push(node(Kind::dict, {}));
+        return true;
+      case ']':
+        push(node(Kind::list, {}));
+        return true;
+      case ')':
+        push(node(Kind::tuple, {}));
+        return true;
+      case 't':
+        push_marked(Kind::tuple);
+        return true;
+      case 'l':
+        push_marked(Kind::list);
+        return true;
+      case 'd':
+        push_marked(Kind::dict);
+        return true;
+      case 0x85:
+        push_tuple(1);
+        return true;
+      case 0x86:
+        push_tuple(2);
+        return true;
+      case 0x87:
+        push_tuple(3);
+        return true;
+      case 'a':
+        add_popped(Kind::list, 1);
+        return true;
+      case 's':
+        add_popped(Kind::dict, 2);
+        return true;
+      case 'e': {
+        const auto items = pop_to_mark();
+        add(Kind::list, items);
+        return true;
+      }
+      case 'u': {
+        const auto items = pop_to_mark();
+        add(Kind::dict, items);
+        return true;
+      }
+      default:
+        return false;
+    }
+  }
+
+  void push_marked(Kind kind) {
+    auto items = pop_to_mark();
+    if (kind == Kind::dict && items.size() % 2 != 0) refuse("a key has no value");
+    push(node(kind, std::move(items)));
+  }
+
+  void step_other(unsigned char code) {
+    switch (code) {
+      case 0x80:
+        return check_protocol(byte());
+      case 0x95:
+        take(8);
+        if (at_ > values_.pickle.size()) refuse("it ends too early");
+        return;
+      case '.':
+        return stop();
+      case 'q':
+        return put(number(1));
+      case 'r':
+        return put(number(4));
+      case 0x94:
+        return put(memo_.size());
+      case 'h':
+        return get(number(1));
+      case 'j':
+        return get(number(4));
+      case 'c': {
+        const Value module = line(), name = line();
+        return push_global(module, name);
+      }
+      case 0x93: {
+        const Value name = pop(), module = pop();
+        return push_global(module, name);
+      }
+      case 'R':
+      case 0x81:
+        return call();  // NEWOBJ of an allowed class is a call
+      case 'Q':
+        return push_storage();
+      case 'b':
+        return ignore_state();
+      case '0':
+        pop();
+        return;
+      case 'i':
+      case 'o':
+      case 0x92:
+        forbid("the construction of an object");
+      case 0x82:
+      case 0x83:
+      case 0x84:
+        forbid("an extension");
+      case 0x8f:
+      case 0x90:
+      case 0x91:
+        forbid("a set");
+      default:
+        refuse(fmt::format("opcode 0x{:02x} is not one that PyTorch writes", code));
+    }
+  }
+
+  void check_protocol(int protocol) {
+    if (protocol < 2 || protocol > 5)
+      refuse(fmt::format("its protocol is {}; expected 2 to 5", protocol));
+  }
+
+  /// OrderedDict's attributes, such as the _metadata of a state dict, are not needed.
+  void ignore_state() {
+    pop();
+    if (top().kind != Kind::dict) forbid("the state of an object");
+  }
+
+  void stop() {
+    values_.root = pop();
+    if (!stack_.empty() || !marks_.empty()) refuse("values are left on its stack");
+    stopped_ = true;
+  }
+
+  const std::string& where_;
+  Values values_;
+  size_t at_ = 0;
+  size_t charged_ = 0;
+  bool stopped_ = false;
+  std::vector<Value> stack_;
+  std::vector<size_t> marks_;
+  std::unordered_map<uint64_t, Value> memo_;
+};
+
+}  // namespace
+
+Values read_pickle(const std::string& where, std::string pickle) {
+  if (pickle.size() > kMaxPickleBytes)
+    throw UsageError(fmt::format("{}its pickle has {} bytes; expected at most {}", where,
+                                 pickle.size(), kMaxPickleBytes));
+  return Machine(where, std::move(pickle)).run();
+}
+
+}  // namespace tessera::pickle

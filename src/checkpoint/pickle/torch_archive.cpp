@@ -1,0 +1,193 @@
+#include "checkpoint/pickle/torch_archive.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <caffe2/serialize/inline_container.h>
+#include <caffe2/serialize/read_adapter_interface.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include "checkpoint/io/safetensors_dtype.h"
+#include "checkpoint/io/safetensors_header.h"
+#include "checkpoint/pickle/file_kind.h"
+#include "checkpoint/pickle/pickle_reader.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+
+namespace tessera::pickle {
+
+using safetensors::in_quotes;
+
+struct TorchArchive::Impl {
+  std::string where;
+  FileDescriptor file;
+  uint64_t file_bytes = 0;
+  std::string folder;  // "archive/"
+  std::unordered_map<std::string, ZipRecord> records;
+  Values values;
+
+  void open(const std::string& path);
+  void read(void* to, size_t count, uint64_t offset) const;
+  void find_folder(const std::vector<ZipRecord>& sorted);
+  std::string text_of(const std::string& name, size_t most) const;
+  const ZipRecord& storage_of(const TorchTensor& tensor) const;
+};
+
+namespace {
+
+/// Gives libtorch's reader the file that was checked.
+class CheckedFile : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  CheckedFile(uint64_t bytes, ReadAt read) : bytes_(bytes), read_(std::move(read)) {}
+  size_t size() const override { return bytes_; }
+  size_t read(uint64_t pos, void* buf, size_t n, const char* /*what*/) const override {
+    read_(buf, n, pos);
+    return n;
+  }
+
+ private:
+  uint64_t bytes_;
+  ReadAt read_;
+};
+
+constexpr size_t kMaxVersionBytes = 64;
+
+}  // namespace
+
+void TorchArchive::Impl::open(const std::string& path) {
+  where = "torch file: " + path + ": ";
+  file = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat status {};
+  if (!file || ::fstat(file.get(), &status) != 0)
+    throw UsageError(where + "cannot be opened: " + errno_text(errno));
+  if (!S_ISREG(status.st_mode)) throw UsageError(where + "is not a regular file");
+  file_bytes = static_cast<uint64_t>(status.st_size);
+  std::string begin(std::min<uint64_t>(file_bytes, kKindBytes), '\0');
+  read(begin.data(), begin.size(), 0);
+  if (file_kind(begin) == FileKind::foreign) throw UsageError(where + foreign_kind(begin));
+  const auto sorted = read_zip_directory(
+      where, file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); });
+  find_folder(sorted);
+  for (const auto& record : sorted) records.emplace(record.name, record);
+  if (records.count(folder + "byteorder") > 0) {
+    const std::string order = text_of("byteorder", kMaxVersionBytes);
+    if (order != "little")
+      throw UsageError(where + "has byte order " + in_quotes(order) +
+                       "; expected little: load it with PyTorch and save it on a little-endian "
+                       "machine");
+  }
+}
+
+void TorchArchive::Impl::read(void* to, size_t count, uint64_t offset) const {
+  const int64_t got = file.read_at(to, count, offset);
+  if (got < 0)
+    throw Error(fmt::format("{}reading {} bytes at offset {} failed: {}", where, count, offset,
+                            errno_text(errno)));
+  if (static_cast<size_t>(got) != count)
+    throw UsageError(fmt::format("{}ends at offset {}; expected {} bytes at {}", where,
+                                 offset + static_cast<uint64_t>(got), count, offset));
+}
+
+/// The records of torch.save are in one folder, whose name is that of the first record.
+void TorchArchive::Impl::find_folder(const std::vector<ZipRecord>& sorted) {
+  const std::string first = sorted.empty() ? "" : sorted.front().name;
+  folder = first.substr(0, first.find('/') + 1);
+  bool there = false;
+  for (const auto& record : sorted) {
+    there = there || record.name == folder + "data.pkl" || record.name == folder + "constants.pkl";
+    const bool version =
+        record.name == folder + "version" || record.name == folder + ".data/version";
+    if (version && record.bytes > kMaxVersionBytes)
+      throw UsageError(where + "has a version of " + std::to_string(record.bytes) + " bytes");
+  }
+  if (!there || folder.empty())
+    throw UsageError(where + "is a zip archive without a data.pkl; expected a file of torch.save" +
+                     (first.ends_with(".npy") ? "; it looks like an .npz file of NumPy" : ""));
+}
+
+/// Reads a record with libtorch's reader, which inflates it and compares the checksum.
+std::string TorchArchive::Impl::text_of(const std::string& name, size_t most) const {
+  const auto found = records.find(folder + name);
+  if (found == records.end()) throw UsageError(where + "has no record " + in_quotes(name));
+  if (found->second.bytes > most)
+    throw UsageError(fmt::format("{}its record {} has {} bytes; expected at most {}", where,
+                                 in_quotes(name), found->second.bytes, most));
+  try {
+    caffe2::serialize::PyTorchStreamReader reader(std::make_shared<CheckedFile>(
+        file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); }));
+    const auto [data, bytes] = reader.getRecord(name);
+    return {static_cast<const char*>(data.get()), bytes};
+  } catch (const c10::Error& error) {
+    throw UsageError(where + "libtorch cannot read its record " + in_quotes(name) + ": " +
+                     compat::first_line(error.what()));
+  }
+}
+
+const ZipRecord& TorchArchive::Impl::storage_of(const TorchTensor& tensor) const {
+  const std::string who = where + "tensor " + in_quotes(tensor.name) + ": ";
+  const auto found = records.find(folder + "data/" + tensor.storage);
+  if (found == records.end())
+    throw UsageError(who + "the archive has no storage " + in_quotes(tensor.storage));
+  const ZipRecord& record = found->second;
+  if (record.compressed)
+    throw UsageError(who +
+                     "its storage is compressed; expected stored records, as torch.save "
+                     "writes them");
+  if (record.bytes != tensor.storage_bytes)
+    throw UsageError(fmt::format("{}its storage has {} bytes; expected {}", who, record.bytes,
+                                 tensor.storage_bytes));
+  return record;
+}
+
+TorchArchive::TorchArchive(const std::string& path) : impl_(std::make_unique<Impl>()) {
+  impl_->open(path);
+  if (!is_script())
+    impl_->values = read_pickle(impl_->where, impl_->text_of("data.pkl", kMaxPickleBytes));
+}
+TorchArchive::~TorchArchive() = default;
+
+const std::string& TorchArchive::where() const { return impl_->where; }
+bool TorchArchive::is_script() const {
+  return impl_->records.count(impl_->folder + "constants.pkl") > 0;
+}
+const Values& TorchArchive::values() const { return impl_->values; }
+
+void TorchArchive::check_storage(const TorchTensor& tensor) const { impl_->storage_of(tensor); }
+
+at::Tensor TorchArchive::load(const TorchTensor& tensor) const {
+  const auto options = at::TensorOptions().dtype(scalar_type_of(where(), tensor));
+  const uint64_t width = tensor.dtype.bytes;
+  const uint64_t from =
+      impl_->storage_of(tensor).offset + static_cast<uint64_t>(tensor.offset) * width;
+  if (tensor.numel == 0) return at::empty(tensor.shape, options);
+  at::Tensor read = at::empty({tensor.extent}, options);
+  impl_->read(read.data_ptr(), static_cast<size_t>(tensor.extent) * width, from);
+  if (tensor.contiguous()) return read.view(tensor.shape);
+  return read.as_strided(tensor.shape, tensor.strides).clone(at::MemoryFormat::Contiguous);
+}
+
+void TorchArchive::load_slice(const TorchTensor& tensor, int64_t begin, int64_t count,
+                              at::Tensor& out) const {
+  if (count == 0) return;
+  if (!tensor.contiguous()) {
+    out.copy_(load(tensor).view({-1}).narrow(0, begin, count));
+    return;
+  }
+  const uint64_t width = tensor.dtype.bytes;
+  impl_->read(
+      out.data_ptr(), static_cast<size_t>(count) * width,
+      impl_->storage_of(tensor).offset + static_cast<uint64_t>(tensor.offset + begin) * width);
+}
+
+at::ScalarType scalar_type_of(const std::string& where, const TorchTensor& tensor) {
+  if (tensor.dtype.entry == "C128") return at::kComplexDouble;
+  if (tensor.dtype.entry == "C32") return at::kComplexHalf;
+  if (const auto type = safetensors::scalar_type(tensor.dtype.entry)) return *type;
+  throw UsageError(
+      fmt::format("{}tensor {} has dtype torch.{}, which this libtorch ({}) cannot hold", where,
+                  in_quotes(tensor.name), tensor.dtype.dtype, TORCH_VERSION));
+}
+
+}  // namespace tessera::pickle

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include <torch/types.h>
+
+#include "checkpoint/io/file_descriptor.h"
+#include "checkpoint/pickle/pickle_values.h"
+#include "checkpoint/pickle/torch_values.h"
+#include "checkpoint/pickle/zip_directory.h"
+
+namespace tessera::pickle {
+
+/// A zip archive of torch.save or torch.jit.save, opened for reading. The directory is checked
+/// first. Then libtorch's reader, which inflates and compares checksums, reads the small records;
+/// tensors are read at their offsets. Several threads may read tensors at the same time.
+class TorchArchive {
+ public:
+  /// Throws UsageError with path and reason if the file is not such an archive, or was written by a
+  /// big-endian machine.
+  explicit TorchArchive(const std::string& path);
+  ~TorchArchive();
+
+  /// "torch file: PATH: ", the beginning of messages.
+  const std::string& where() const;
+  bool is_script() const;
+  /// The pickle. Not for scripts.
+  const Values& values() const;
+
+  /// Throws UsageError if the storage of the tensor is missing, compressed, or smaller than the
+  /// pickle says.
+  void check_storage(const TorchTensor& tensor) const;
+  /// A new contiguous CPU tensor.
+  at::Tensor load(const TorchTensor& tensor) const;
+  /// Reads `count` elements from `begin` on, in row-major order, to `out`. Reads no others if the
+  /// tensor is contiguous.
+  void load_slice(const TorchTensor& tensor, int64_t begin, int64_t count, at::Tensor& out) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Throws UsageError with the tensor and its dtype if this libtorch does not have the dtype.
+at::ScalarType scalar_type_of(const std::string& where, const TorchTensor& tensor);
+
+}  // namespace tessera::pickle

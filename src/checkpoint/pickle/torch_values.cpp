@@ -1,0 +1,254 @@
+#include "checkpoint/pickle/torch_values.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "checkpoint/io/safetensors_header.h"
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+
+namespace tessera::pickle {
+namespace {
+
+using safetensors::in_quotes;
+
+constexpr int kMaxDepth = 32;
+constexpr size_t kMaxVisits = 2'000'000;
+constexpr size_t kMaxDims = 64;
+constexpr int64_t kMaxRepeatedBytes = 1 << 20;
+
+std::string key_text(const Values& values, const Value& key) {
+  if (key.kind == Kind::text) return std::string(values.text(key));
+  if (key.kind == Kind::integer) return std::to_string(key.integer);
+  return "(" + kind_name(key.kind) + ")";
+}
+
+bool is_container(const Value& value) {
+  return value.kind == Kind::dict || value.kind == Kind::list || value.kind == Kind::tuple;
+}
+
+/// Walks over containers. Shared values are visited once for each use, so the visits are bounded;
+/// a cycle ends at the greatest depth.
+class Walk {
+ public:
+  Walk(const std::string& where, const Values& values) : where_(where), values_(values) {}
+
+  std::vector<TorchTensor> tensors(const Value& root) {
+    visit(root, "", 0);
+    return std::move(found_);
+  }
+
+  bool any(const Value& root) { return has_tensor(root, 0); }
+
+ private:
+  void count(int depth) {
+    if (depth > kMaxDepth)
+      throw UsageError(
+          fmt::format("{}nests values deeper than {}, or in a cycle", where_, kMaxDepth));
+    if (++visits_ > kMaxVisits)
+      throw UsageError(fmt::format("{}has more than {} values", where_, kMaxVisits));
+  }
+
+  bool has_tensor(const Value& value, int depth) {
+    count(depth);
+    if (value.kind == Kind::tensor) return true;
+    if (!is_container(value)) return false;
+    for (const auto& item : values_.items(value)) {
+      if (has_tensor(item, depth + 1)) return true;
+    }
+    return false;
+  }
+
+  void visit(const Value& value, const std::string& name, int depth) {
+    count(depth);
+    if (value.kind == Kind::tensor) {
+      if (!names_.insert(name).second)
+        throw UsageError(where_ + "has two tensors named " + in_quotes(name));
+      found_.push_back(tensor_of(where_, name, values_, value));
+    }
+    if (!is_container(value)) return;
+    const auto& items = values_.items(value);
+    const std::string prefix = name.empty() ? "" : name + ".";
+    if (prefix.size() > kMaxName)
+      throw UsageError(where_ + "has a name of more than " + std::to_string(kMaxName) + " bytes");
+    if (value.kind == Kind::dict) {
+      for (size_t i = 0; i + 1 < items.size(); i += 2) {
+        if (items[i + 1].kind == Kind::tensor || is_container(items[i + 1]))
+          visit(items[i + 1], prefix + key_text(values_, items[i]), depth + 1);
+      }
+    } else {
+      for (size_t i = 0; i < items.size(); ++i)
+        visit(items[i], prefix + std::to_string(i), depth + 1);
+    }
+  }
+
+  static constexpr size_t kMaxName = 4096;
+
+  const std::string& where_;
+  const Values& values_;
+  size_t visits_ = 0;
+  std::unordered_set<std::string> names_;
+  std::vector<TorchTensor> found_;
+};
+
+std::vector<int64_t> integers(const std::string& where, const Values& values, const Value& tuple) {
+  std::vector<int64_t> numbers;
+  if (values.items(tuple).size() > kMaxDims)
+    throw UsageError(fmt::format("{}has more than {} dimensions", where, kMaxDims));
+  for (const auto& item : values.items(tuple)) {
+    if (item.kind != Kind::integer || item.integer < 0)
+      throw UsageError(where + "has a size, stride or offset that is not a number from 0 on");
+    numbers.push_back(item.integer);
+  }
+  return numbers;
+}
+
+DtypeName dtype_of(const std::string& where, const Values& values,
+                   const std::vector<Value>& items) {
+  const bool untyped = items.size() > 4;
+  const auto type = values.items(untyped ? items[4] : values.items(items[0])[0]);
+  const auto name = values.text(type[1]);
+  for (const auto& dtype : kDtypes) {
+    if (untyped ? dtype.dtype == name : !dtype.storage.empty() && dtype.storage == name)
+      return dtype;
+  }
+  throw UsageError(where + "has no dtype that PyTorch writes: " + in_quotes(std::string(name)));
+}
+
+/// Sets numel and extent, without overflow.
+void measure(const std::string& where, TorchTensor& tensor) {
+  int64_t last = 0;
+  tensor.numel = 1;
+  bool fits = true;
+  for (size_t i = 0; i < tensor.shape.size(); ++i) {
+    const int64_t size = tensor.shape[i];
+    int64_t reach = 0;
+    fits = fits && !__builtin_mul_overflow(tensor.numel, size, &tensor.numel);
+    if (size > 0)
+      fits = fits && !__builtin_mul_overflow(size - 1, tensor.strides[i], &reach) &&
+             !__builtin_add_overflow(last, reach, &last);
+  }
+  if (std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end()) {
+    tensor.numel = tensor.extent = 0;
+    return;
+  }
+  const auto elements =
+      static_cast<int64_t>(tensor.storage_bytes / static_cast<uint64_t>(tensor.dtype.bytes));
+  if (!fits || tensor.offset > elements || last >= elements - tensor.offset)
+    throw UsageError(fmt::format(
+        "{}has shape [{}], strides [{}] and offset {}, which leave its storage of {} elements",
+        where, fmt::join(tensor.shape, ", "), fmt::join(tensor.strides, ", "), tensor.offset,
+        elements));
+  tensor.extent = last + 1;
+  if (tensor.numel > elements && tensor.numel > kMaxRepeatedBytes / tensor.dtype.bytes)
+    throw UsageError(
+        fmt::format("{}has {} elements, which repeat the {} of its storage; save a "
+                    "contiguous copy of it",
+                    where, tensor.numel, elements));
+}
+
+std::string dicts_of(const Values& values, const Value& dict) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i + 1 < values.items(dict).size() && names.size() < 10; i += 2) {
+    if (values.items(dict)[i + 1].kind == Kind::dict)
+      names.push_back(in_quotes(key_text(values, values.items(dict)[i])));
+  }
+  return names.empty() ? "it has no dicts"
+                       : fmt::format("its dicts are {}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+std::string kind_name(Kind kind) {
+  constexpr const char* kNames[] = {"None", "bool",  "integer", "float", "text",    "bytes",
+                                    "name", "tuple", "list",    "dict",  "storage", "tensor"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+bool TorchTensor::contiguous() const {
+  int64_t expected = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (shape[i] != 1 && strides[i] != expected) return numel == 0;
+    expected *= shape[i];
+  }
+  return true;
+}
+
+TorchTensor tensor_of(const std::string& where, const std::string& name, const Values& values,
+                      const Value& value) {
+  const std::string who = where + "tensor " + in_quotes(name) + " ";
+  const auto& items = values.items(value);
+  const auto& storage = values.items(items[0]);
+  TorchTensor tensor;
+  tensor.name = name;
+  tensor.dtype = dtype_of(who, values, items);
+  tensor.offset = items[1].integer;
+  tensor.shape = integers(who, values, items[2]);
+  tensor.strides = integers(who, values, items[3]);
+  tensor.storage = std::string(values.text(storage[1]));
+  if (tensor.offset < 0 || storage[2].integer < 0 || tensor.shape.size() != tensor.strides.size())
+    throw UsageError(who + "has a negative offset or size, or not one stride for each size");
+  const auto unit = static_cast<uint64_t>(items.size() > 4 ? 1 : tensor.dtype.bytes);
+  if (__builtin_mul_overflow(static_cast<uint64_t>(storage[2].integer), unit,
+                             &tensor.storage_bytes))
+    throw UsageError(who + "has a storage whose size overflows");
+  measure(who, tensor);
+  return tensor;
+}
+
+bool is_optimizer_state(const Values& values, const Value& value) {
+  if (value.kind != Kind::dict) return false;
+  const Value* state = values.find(value, "state");
+  const Value* groups = values.find(value, "param_groups");
+  return state && groups && state->kind == Kind::dict && groups->kind == Kind::list;
+}
+
+Value dict_at(const std::string& where, const Values& values, const std::string& path) {
+  Value at = values.root;
+  size_t begin = 0;
+  while (begin < path.size()) {
+    const size_t end = std::min(path.find('/', begin), path.size());
+    const std::string key = path.substr(begin, end - begin);
+    const Value* found = at.kind == Kind::dict ? values.find(at, key) : nullptr;
+    if (found == nullptr || found->kind != Kind::dict)
+      throw UsageError(
+          fmt::format("{}has no dict at {}; {}", where, in_quotes(path),
+                      at.kind == Kind::dict ? dicts_of(values, at) : "it has no dicts"));
+    at = *found;
+    begin = end + 1;
+  }
+  if (at.kind != Kind::dict && at.kind != Kind::tensor)
+    throw UsageError(where + "holds a " + kind_name(at.kind) + "; expected a dict of tensors");
+  return at;
+}
+
+Value weights_at(const std::string& where, const Values& values, const std::string& path) {
+  const Value dict = dict_at(where, values, path);
+  if (!path.empty() || dict.kind != Kind::dict) return dict;
+  std::vector<Value> candidates;
+  bool optimizer = is_optimizer_state(values, dict);
+  Walk walk(where, values);
+  const auto& items = values.items(dict);
+  for (size_t i = 0; i + 1 < items.size(); i += 2) {
+    const Value& value = items[i + 1];
+    if (value.kind == Kind::tensor) return dict;
+    if (value.kind == Kind::dict && is_optimizer_state(values, value)) optimizer = true;
+    else if (value.kind == Kind::dict && walk.any(value)) candidates.push_back(value);
+  }
+  if (candidates.size() == 1 && !is_optimizer_state(values, dict)) return candidates[0];
+  if (candidates.empty() && !optimizer) return dict;
+  throw UsageError(fmt::format(
+      "{}holds {}; name the one with the weights: {}", where,
+      candidates.empty() ? "the state of an optimizer and no weights" : "several dicts of tensors",
+      dicts_of(values, dict)));
+}
+
+std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
+                                    const Value& dict) {
+  return Walk(where, values).tensors(dict);
+}
+
+}  // namespace tessera::pickle

@@ -1,0 +1,106 @@
+#include "tessera/weights/torch_file.h"
+
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/script.h>
+
+#include "harness/temporary_folder.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+
+template <class Call>
+std::string refusal(Call&& call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+class TorchFileTest : public testing::FolderTest {};
+
+TEST_F(TorchFileTest, EveryDtypeComesBackBitByBit) {
+  std::vector<at::ScalarType> types{at::kFloat, at::kDouble, at::kHalf,         at::kBFloat16,
+                                    at::kLong,  at::kInt,    at::kShort,        at::kChar,
+                                    at::kByte,  at::kBool,   at::kComplexFloat, at::kComplexDouble};
+#if TESSERA_TORCH_HAS_SMALL_TYPES
+  types.insert(types.end(), {at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn,
+                             at::kFloat8_e5m2, at::kComplexHalf});
+#endif
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto type : types)
+    tensors.emplace_back(c10::toString(type), at::arange(6, at::kFloat).view({2, 3}).to(type));
+  tensors.emplace_back("empty", at::empty({0, 3}));
+  tensors.emplace_back("scalar", at::scalar_tensor(-0.0));
+  tensors.emplace_back("strided", at::arange(6, at::kFloat).view({2, 3}).t());
+  save_torch_file(path("all.pt"), tensors);
+  const TorchFile file(path("all.pt"));
+  ASSERT_EQ(file.entries().size(), tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    const auto loaded = file.load(name);
+    EXPECT_EQ(loaded.scalar_type(), tensor.scalar_type()) << name;
+    EXPECT_EQ(loaded.sizes(), tensor.sizes()) << name;
+    const auto expected = tensor.contiguous();
+    EXPECT_EQ(0, std::memcmp(loaded.data_ptr(), expected.data_ptr(), expected.nbytes())) << name;
+  }
+}
+
+TEST_F(TorchFileTest, SlicesAreThoseOfTheWholeTensor) {
+  const auto whole = at::arange(35, at::kFloat).view({5, 7});
+  save_torch_file(path("a.pt"), {{"a", whole}});
+  const TorchFile file(path("a.pt"));
+  for (int64_t begin = 0; begin <= 35; begin += 5) {
+    const auto part = at::empty({35 - begin});
+    file.load_slice("a", begin, 35 - begin, part);
+    EXPECT_TRUE(at::equal(part, whole.view({-1}).slice(0, begin)));
+  }
+  EXPECT_THAT(refusal([&] { file.load_slice("a", 30, 6, at::empty({6})); }),
+              HasSubstr("not within its 35"));
+  EXPECT_THAT(refusal([&] { file.load("b"); }), HasSubstr("no tensor \"b\""));
+}
+
+TEST_F(TorchFileTest, AnArchiveOfTorchScriptIsReadWithItsNames) {
+  torch::jit::Module module("Net");
+  module.register_parameter("weight", at::arange(4, at::kFloat), false);
+  module.register_buffer("count", at::ones({1}, at::kLong));
+  module.save(path("script.pt"));
+  const TorchFile file(path("script.pt"));
+  EXPECT_TRUE(at::equal(file.load("weight"), at::arange(4, at::kFloat)));
+  const auto part = at::empty({2});
+  file.load_slice("weight", 1, 2, part);
+  EXPECT_TRUE(at::equal(part, at::arange(1, 3, at::kFloat)));
+  EXPECT_EQ(file.info("count").dtype, "I64");
+}
+
+TEST_F(TorchFileTest, AWriterThatIsNotCommittedLeavesNothing) {
+  {
+    TorchFileWriter writer(path("a.pt"), {{"a", at::kFloat, {2}}, {"b", at::kFloat, {2}}});
+    writer.write("a", at::ones({2}));
+    EXPECT_THAT(refusal([&] { writer.write("a", at::ones({2})); }), HasSubstr("written twice"));
+    EXPECT_THAT(refusal([&] { writer.write("b", at::ones({3})); }),
+                HasSubstr("declared as Float [2], given is Float [3]"));
+    EXPECT_THAT(refusal([&] { writer.commit(); }), HasSubstr("1 tensors were not written: \"b\""));
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder_.path()));
+  EXPECT_THAT(refusal([&] {
+                TorchFileWriter(path("a.pt"), {{"a", at::kFloat, {2}}, {"a", at::kFloat, {2}}});
+              }),
+              HasSubstr("given twice"));
+}
+
+TEST_F(TorchFileTest, AFileThatIsCutOffIsRefused) {
+  save_torch_file(path("a.pt"), {{"a", at::ones({100})}});
+  std::filesystem::resize_file(path("a.pt"), 600);
+  EXPECT_THAT(refusal([&] { TorchFile file(path("a.pt")); }), HasSubstr("may be cut off"));
+}
+
+}  // namespace
+}  // namespace tessera

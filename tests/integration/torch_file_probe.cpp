@@ -1,0 +1,81 @@
+// What torch_files_test.py needs of the library:
+//
+//   torch_file_probe weights IN OUT [KEY]      reads weights and writes them again
+//   torch_file_probe state IN OUT NAME…        the same for an optimizer's state
+//   torch_file_probe train WEIGHTS STATE OUT_WEIGHTS OUT_STATE
+//       AdamW over a Linear(3, 2): one more step with the gradient 1, state through a C++ optimizer
+//   torch_file_probe open FILE                 reads weights; prints the growth of its memory in
+//   KiB
+
+#include <fstream>
+#include <iostream>
+
+#include "tessera/error.h"
+#include "tessera/module_state_dict.h"
+#include "tessera/optim/torch_optimizer_state.h"
+#include "tessera/weights/torch_file.h"
+
+namespace {
+
+using Words = std::vector<std::string>;
+
+std::vector<std::pair<std::string, at::Tensor>> tensors_of(const tessera::TorchFile& file) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& entry : file.entries()) tensors.emplace_back(entry.name, file.load(entry.name));
+  return tensors;
+}
+
+void train(const Words& words) {
+  torch::nn::Linear model(3, 2);
+  tessera::load_state_dict(*model, tensors_of(tessera::TorchFile(words[2], "model")));
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(0.5));
+  const auto named = tessera::named_parameters(*model);
+  std::vector<std::string> names;
+  for (const auto& [name, parameter] : named) names.push_back(name);
+  tessera::load_state_dict(optimizer, named,
+                           tessera::load_torch_optimizer_state(words[3], names, "optimizer"));
+  for (const auto& [name, parameter] : named) parameter.mutable_grad() = at::ones_like(parameter);
+  optimizer.step();
+  tessera::save_torch_file(words[4], tessera::state_dict(*model));
+  tessera::save_torch_optimizer_state(tessera::state_dict(optimizer, named), words[5]);
+}
+
+int64_t peak_kib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6));
+  }
+  return 0;
+}
+
+void run(const Words& words) {
+  if (words[1] == "weights") {
+    tessera::save_torch_file(
+        words[3], tensors_of(tessera::TorchFile(words[2], words.size() > 4 ? words[4] : "")));
+  } else if (words[1] == "state") {
+    tessera::save_torch_optimizer_state(
+        tessera::load_torch_optimizer_state(words[2], {words.begin() + 4, words.end()}), words[3]);
+  } else if (words[1] == "train") {
+    train(words);
+  } else {
+    const int64_t before = peak_kib();
+    try {
+      tensors_of(tessera::TorchFile(words[2]));
+    } catch (const tessera::UsageError& error) {
+      std::cerr << error.what() << "\n";
+    }
+    std::cout << peak_kib() - before << "\n";
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    run({argv, argv + argc});
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
+}

@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Files of torch.save between Python and Tessera, and files that must be refused. Needs the Python of
+the PyTorch under test.
+
+    torch_files_test.py BUILD_FOLDER
+"""
+import io, os, pathlib, pickle, struct, subprocess, sys, tempfile, time, unittest, zipfile
+from collections import OrderedDict
+
+import torch
+
+PROBE = str(pathlib.Path(sys.argv.pop(1)).resolve() / "bin/torch_file_probe")
+KIB_ALLOWED = 100_000_000 // 1024
+
+
+def same(a, b):
+    """Whether values are equal, tensors bit by bit."""
+    if isinstance(a, torch.Tensor):
+        def bits(tensor):
+            return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a).equal(bits(b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a == b
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def load_state(path):
+    """PyTorch 1.13 refuses floats with weights_only, also in its own files."""
+    return torch.load(path) if torch.__version__.startswith("1.") else load(path)
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def probe(self, *words):
+        return subprocess.run([PROBE, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+    def path(self, name):
+        return self.folder / name
+
+
+class RoundTrip(Folder):
+    def weights(self, value, *key):
+        torch.save(value, self.path("in.pt"))
+        done = self.probe("weights", self.path("in.pt"), self.path("out.pt"), *key)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return load(self.path("out.pt"))
+
+    def test_every_dtype(self):
+        names = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
+                 "bool", "complex64", "complex128"]
+        if hasattr(torch, "uint16"):
+            names += ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "complex32"]
+        state = OrderedDict((n, torch.arange(6.0).reshape(2, 3).to(getattr(torch, n))) for n in names)
+        out = self.weights(state)
+        self.assertEqual(list(out), names)
+        for name in names:
+            self.assertTrue(same(state[name].view(torch.uint8) if "float8" in name else state[name],
+                                 out[name].view(torch.uint8) if "float8" in name else out[name]), name)
+
+    def test_strides_shared_storages_and_parameters(self):
+        base = torch.arange(24.0)
+        state = {"t": base.view(4, 6).t(), "row": base.view(4, 6)[2], "column": base.view(4, 6)[:, 1],
+                 "all": base, "again": base, "repeated": torch.ones(1).expand(5), "empty": torch.ones(0, 3),
+                 "scalar": torch.tensor(float("nan")), "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+                 "parameter": torch.nn.Parameter(torch.randn(3))}
+        self.assertTrue(same({k: v.detach().contiguous() for k, v in state.items()}, dict(self.weights(state))))
+
+    def test_a_module_with_buffers(self):
+        state = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)).state_dict()
+        self.assertTrue(same(dict(state), dict(self.weights(state))))
+
+    def test_the_dict_with_the_weights_is_found_or_named(self):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "seed": 2**70}
+        self.assertTrue(same(dict(model.state_dict()), dict(self.weights(whole))))
+        whole = {"a": {"net": model.state_dict()}, "b": model.state_dict()}
+        self.assertTrue(same(dict(model.state_dict()), dict(self.weights(whole, "a/net"))))
+        done = self.probe("weights", self.path("in.pt"), self.path("out.pt"))
+        self.assertIn('several dicts of tensors; name the one with the weights: its dicts are "a", "b"', done.stderr)
+        done = self.probe("weights", self.path("in.pt"), self.path("out.pt"), "c")
+        self.assertIn('no dict at "c"', done.stderr)
+
+    def test_every_protocol(self):
+        for protocol in (2, 3, 4, 5):
+            torch.save({"a": torch.ones(3)}, self.path("p.pt"), pickle_protocol=protocol)
+            done = self.probe("weights", self.path("p.pt"), self.path("out.pt"))
+            self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_states_of_optimizers(self):
+        for make in (lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True), lambda p: torch.optim.Adam(p),
+                     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+                     lambda p: torch.optim.SGD(p, lr=0.1),
+                     lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True)):
+            model = torch.nn.Linear(3, 2)
+            optimizer = make(model.parameters())
+            for _ in range(3):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+            torch.save(optimizer.state_dict(), self.path("in.pt"))
+            done = self.probe("state", self.path("in.pt"), self.path("out.pt"), "weight", "bias")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            out, before = load_state(self.path("out.pt")), optimizer.state_dict()
+            other = make(torch.nn.Linear(3, 2).parameters())
+            other.load_state_dict(out)
+            after = other.state_dict()
+            for number, state in before["state"].items():
+                given = {k: v for k, v in state.items() if v is not None}
+                written = {k: v for k, v in after["state"].get(number, {}).items()}
+                self.assertEqual(sorted(given), sorted(written))
+                self.assertTrue(all(same(given[k], written[k]) for k in given), type(optimizer))
+            for key, value in before["param_groups"][0].items():
+                self.assertEqual(after["param_groups"][0][key] or False, value or False, key)
+
+    def test_a_training_goes_from_python_to_cpp_and_back(self):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(of, by):
+            for parameter in of.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            by.step()
+
+        for _ in range(3):
+            step(model, optimizer)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.path("in.pt"))
+        done = self.probe("train", self.path("in.pt"), self.path("in.pt"), self.path("w.pt"), self.path("s.pt"))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        back = torch.nn.Linear(3, 2)
+        back.load_state_dict(load(self.path("w.pt")))
+        continued = torch.optim.AdamW(back.parameters(), lr=0.5)
+        continued.load_state_dict(load_state(self.path("s.pt")))
+        self.assertEqual(continued.param_groups[0]["lr"], 1e-2)
+        self.assertEqual(continued.state_dict()["state"][0]["step"], 4)
+        step(model, optimizer)
+        for one, two in zip(model.parameters(), back.parameters()):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+        # The state that was written is, bit by bit, what is read again.
+        done = self.probe("state", self.path("s.pt"), self.path("s2.pt"), "weight", "bias")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(same(load_state(self.path("s.pt")), load_state(self.path("s2.pt"))))
+
+    def test_an_option_that_changes_the_update_is_refused(self):
+        optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters(), maximize=True)
+        torch.save(optimizer.state_dict(), self.path("in.pt"))
+        done = self.probe("state", self.path("in.pt"), self.path("out.pt"), "weight", "bias")
+        self.assertIn('the option "maximize" is set', done.stderr)
+        optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+        torch.save(optimizer.state_dict(), self.path("in.pt"))
+        done = self.probe("state", self.path("in.pt"), self.path("out.pt"), "weight")
+        self.assertIn("it has 2 parameters, given are the names of 1", done.stderr)
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch was_run",)
+
+
+def storage(key=b"0", kind=b"FloatStorage", numel=2):
+    """A persistent id, as torch.save writes it."""
+    return (b"(X\x07\x00\x00\x00storagectorch\n" + kind + b"\nX" + struct.pack("<I", len(key)) + key
+            + b"X\x03\x00\x00\x00cpuJ" + struct.pack("<i", numel) + b"tQ")
+
+
+def tensor(shape, strides, offset=0, numel=2):
+    def numbers(values):
+        return b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", v) for v in values) + b"t"
+    return (b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage(numel=numel) + b"J" + struct.pack("<i", offset)
+            + numbers(shape) + numbers(strides) + b"\x89ccollections\nOrderedDict\n)RtR")
+
+
+class Hostile(Folder):
+    def archive(self, pickled, records=(("archive/data/0", b"12345678"),), compression=zipfile.ZIP_STORED):
+        with zipfile.ZipFile(self.path("x.pt"), "w", compression) as z:
+            z.writestr("archive/data.pkl", pickled)
+            for name, data in records:
+                z.writestr(name, data)
+            z.writestr("archive/version", b"3\n")
+        return self.path("x.pt")
+
+    def refused(self, path, words):
+        begin = time.monotonic()
+        done = subprocess.run([PROBE, "open", str(path)], capture_output=True, text=True, timeout=30, cwd=self.folder)
+        took = time.monotonic() - begin
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(words, done.stderr)
+        self.assertLess(int(done.stdout), KIB_ALLOWED, "memory")
+        self.assertLess(took, 10, "time, with the start of the program on a busy machine")
+
+    def dict_of(self, value):
+        return b"\x80\x02}X\x01\x00\x00\x00a" + value + b"s."
+
+    def test_the_harness_writes_sound_files(self):
+        path = self.archive(self.dict_of(tensor([2], [1])))
+        done = self.probe("open", path)
+        self.assertEqual(done.stderr, "")
+
+    def test_code(self):
+        torch.save({"a": Malicious()}, self.path("x.pt"))
+        self.refused(self.path("x.pt"), "system")
+        self.assertFalse(self.path("was_run").exists())
+        for module, name in (("builtins", "eval"), ("builtins", "__import__"), ("torch", "load"), ("torch._utils", "os")):
+            self.refused(self.archive(b"\x80\x02c%s\n%s\n)R." % (module.encode(), name.encode())), f"{module}.{name}")
+        self.refused(self.archive(pickle.dumps({"a": complex(1, 2)}, protocol=4)), "builtins.complex")
+
+    def test_zip_bombs(self):
+        self.refused(self.archive(b"\0" * 200_000_000, compression=zipfile.ZIP_DEFLATED), "expected at most 16777216")
+        sound = self.dict_of(tensor([25_000_000], [1], numel=25_000_000))
+        self.refused(self.archive(sound, [("archive/data/0", b"\0" * 100_000_000)], zipfile.ZIP_DEFLATED), "compressed")
+        self.refused(self.archive(sound, [("archive/data/0", b"\0" * 300_000_000)], zipfile.ZIP_DEFLATED), "claim more than")
+
+    def test_overlapping_records(self):
+        path = self.archive(self.dict_of(tensor([2], [1])), [("archive/data/0", b"12345678"), ("archive/data/1", b"12345678")])
+        data = bytearray(path.read_bytes())
+        first = data.index(b"PK\x01\x02")
+        headers = []
+        while data[first:first + 4] == b"PK\x01\x02":
+            headers.append(first)
+            first += 46 + sum(struct.unpack_from("<HHH", data, first + 28))
+        data[headers[2] + 42:headers[2] + 46] = data[headers[1] + 42:headers[1] + 46]
+        path.write_bytes(data)
+        self.refused(path, "overlaps")
+
+    def test_a_size_beyond_the_file(self):
+        path = self.archive(self.dict_of(tensor([2], [1])))
+        data = bytearray(path.read_bytes())
+        entry = data.index(b"archive/data/0", data.index(b"PK\x01\x02")) - 46
+        struct.pack_into("<II", data, entry + 20, 4_000_000_000, 4_000_000_000)
+        path.write_bytes(data)
+        self.refused(path, "not within the file")
+
+    def test_cycles_and_nesting(self):
+        self.refused(self.archive(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), "in a cycle")
+        self.refused(self.archive(self.dict_of(b"]q\x01h\x01a")), "in a cycle")
+        self.refused(self.archive(b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."), "take more than")
+        self.refused(self.archive(self.dict_of(b"]" * 100_000 + b"a" * 99_999)), "deeper than 32")
+
+    def test_shared_values_without_end(self):
+        """Each list has the one before it twice: 2^40 visits without a bound."""
+        doubled = b"]q\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(30))
+        self.refused(self.archive(self.dict_of(doubled)), "more than 2000000 values")
+
+    def test_many_values(self):
+        self.refused(self.archive(b"\x80\x02" + b")" * 10_000_000 + b"."), "take more than")
+        self.refused(self.archive(b"\x80\x02(" + b"K\x01" * 8_000_000 + b"t."), "take more than")
+
+    def test_shapes_beyond_the_storage(self):
+        billion = 10**9
+        self.refused(self.archive(self.dict_of(tensor([billion], [1]))), "leave its storage of 2 elements")
+        self.refused(self.archive(self.dict_of(tensor([billion], [0]))), "repeat the 2 of its storage")
+        self.refused(self.archive(self.dict_of(tensor([2**62, 8], [1, 1]))), "leave its storage")
+        self.refused(self.archive(self.dict_of(tensor([2], [2**62]))), "leave its storage")
+        self.refused(self.archive(self.dict_of(tensor([2], [-1]))), "not a number from 0")
+        self.refused(self.archive(self.dict_of(tensor([1], [1], offset=-1))), "negative")
+        self.refused(self.archive(self.dict_of(tensor([2], [1], numel=4))), "expected 16")
+        self.refused(self.archive(self.dict_of(tensor([2], [1])), []), 'no storage "0"')
+
+    def test_other_kinds_are_named(self):
+        torch.save({"a": torch.ones(2)}, self.path("old.pt"), _use_new_zipfile_serialization=False)
+        self.refused(self.path("old.pt"), "before PyTorch 1.6")
+        self.refused(self.archive(self.dict_of(tensor([2], [1])), [("archive/data/0", b"12345678"), ("archive/byteorder", b"big")]), "big")
+        self.refused(self.archive(b"\x80\x02K\x01."), "holds a integer")
+        (self.path("not.pt")).write_bytes(b"hello" * 100)
+        self.refused(self.path("not.pt"), "may be cut off")
+
+    def test_stack_errors(self):
+        for text in (b"\x80\x02", b"\x80\x02.", b"\x80\x02t.", b"\x80\x020.", b"\x80\x02h\x05.", b"\x80\x02}}.", b"\x80\x02(}.",
+                     b"\x80\x02}(K\x01u.", b"\x80\x02K\x01K\x02a.", b"\x80\x02X\xff\xff\xff\xffa.", b"\x80\x02\x8d" + b"\xff" * 8 + b".",
+                     b"\x80\x02Q.", b"\x80\x02R.", b"\x80\x02(tQ.", b"\x80\x01N.", b"\x80\x02cos", b"\xfe"):
+            self.refused(self.archive(text), "no sound pickle")
+
+
+if __name__ == "__main__":
+    unittest.main()
