@@ -9,5 +9,6 @@ constexpr int kUsageExit = 2;
 /// return the exit code.
 int run_command(int argc, char** argv);
 int train_command(int argc, char** argv);
+int report_command(int argc, char** argv);
 
 }  // namespace tessera::cli

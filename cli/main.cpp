@@ -15,6 +15,7 @@ constexpr const char* kHelp =
     "  run    start a program on several ranks:      tessera run -n 4 ./program args…\n"
     "  train  train a language model from a config:  tessera train [-n 4] CONFIG.yaml [key=value "
     "…]\n"
+    "  report write the log of one or several runs as a page of HTML:  tessera report RUN…\n"
     "\n"
     "  --version, -V  version of Tessera\n"
     "  --help, -h     this text; tessera COMMAND --help shows the command's flags\n";
@@ -27,6 +28,7 @@ int dispatch(int argc, char** argv) {
   const std::string command = argv[1];
   if (command == "run") return tessera::cli::run_command(argc - 1, argv + 1);
   if (command == "train") return tessera::cli::train_command(argc - 1, argv + 1);
+  if (command == "report") return tessera::cli::report_command(argc - 1, argv + 1);
   if (command == "--version" || command == "-V") {
     std::puts("tessera " TESSERA_VERSION);
     return 0;
@@ -35,7 +37,8 @@ int dispatch(int argc, char** argv) {
     std::fputs(kHelp, stdout);
     return 0;
   }
-  const std::string hint = tessera::did_you_mean(command, {"run", "train", "--version", "--help"});
+  const std::string hint =
+      tessera::did_you_mean(command, {"run", "train", "report", "--version", "--help"});
   std::fprintf(stderr, "tessera: '%s': no such command%s\n", command.c_str(), hint.c_str());
   return tessera::cli::kUsageExit;
 }

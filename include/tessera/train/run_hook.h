@@ -32,6 +32,11 @@ class RunHook {
   virtual void after_step(RunState&) {}
   virtual void after_evaluation(RunState&) {}  ///< `figures`: those of the evaluation
   virtual void after_run(RunState&) {}
+  /// A record of the run, as one line of JSON without its end: of a step, as in `train.log`, or of
+  /// an event, as in the file of events beside it (docs/report.md has the keys of both). Called on
+  /// rank 0 only, so it must not communicate, and also if `train.log` names no file. A second
+  /// record of the same step replaces the first.
+  virtual void on_record(const std::string& /*json*/) {}
   /// The hook's state for a checkpoint, as text of any form. Rank 0's text is saved and passed to
   /// load_state() on all ranks.
   virtual std::string state() const { return ""; }

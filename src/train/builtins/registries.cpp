@@ -45,8 +45,7 @@ WrapPolicyRegistry& wrap_policies() {
 }
 
 Registry<std::function<std::shared_ptr<RunHook>()>>& hooks() {
-  static Registry<std::function<std::shared_ptr<RunHook>()>> registry("hook");
-  return registry;
+  return filled<Registry<std::function<std::shared_ptr<RunHook>()>>>("hook", train::add_hooks);
 }
 
 }  // namespace tessera::registry

@@ -93,6 +93,8 @@ std::string config_reference() {
                     RunConfig run;
                     train::read_train(keys, Config{}, run);
                   })));
+  text += section("hooks", "A list of maps with `type` and its options.\n") +
+          components(registry::hooks(), {"type"});
   text += section("checkpoint", table(OptionReader::describe([](OptionReader& keys) {
                     CheckpointConfig checkpoint;
                     train::read_checkpoint(keys, checkpoint);

@@ -45,7 +45,8 @@ void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
 void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) {
   const bool wanted = keys.node() != nullptr;
   int64_t length = wanted || keys.describing() ? 200 : 0;
-  keys.read("length", length, "tokens to generate", kNotNegative);
+  keys.read("length", length, "tokens to generate after the training, if this section is there",
+            kNotNegative);
   keys.read("temperature", sample.temperature,
             "sampling temperature; 0: always the most likely token", kNotNegative);
   keys.read("top_k", sample.top_k, "sample from the k most likely tokens; 0: from all",
@@ -53,6 +54,7 @@ void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) 
   keys.read("seed", sample.seed, "seed of the sample");
   read_prompt(keys, config.data.plan.text, sample.prompt);
   keys.finish();
+  if (keys.describing()) return;
   sample.length = length;
   for (const int64_t token : sample.prompt) {
     if (sample.length > 0 && config.model.plan.vocab_size > 0 &&
@@ -240,6 +242,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   read_amp(keys, run);
   read_averaging(keys, run);
   OptionReader sample = keys.map("sample");
+  if (keys.describing()) read_sample(sample, config, run.sample);
   keys.finish();
   read_sample(std::move(sample), config, run.sample);
   check_counts(keys, run);

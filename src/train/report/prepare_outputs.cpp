@@ -10,6 +10,7 @@
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/save_weights.h"
+#include "train/report/event_log.h"
 
 namespace tessera::train {
 namespace {
@@ -60,6 +61,7 @@ std::vector<UsedFile> outputs_of(const Config& config) {
   std::vector<UsedFile> files;
   if (!config.train.log.empty()) {
     files.push_back({"train.log writes it, too", config.train.log});
+    files.push_back({"train.log writes its events there", EventLog::path_beside(config.train.log)});
   }
   if (!config.train.save.empty()) {
     files.push_back({"train.save writes it, too", file_of_save(config)});

@@ -7,7 +7,6 @@
 #include <string_view>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -83,6 +82,7 @@ void Reporter::open_log(int64_t first_step) {
   } else if (is_regular(log_.get()) && ::ftruncate(::fileno(log_.get()), 0) != 0) {
     throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
   }
+  if (is_regular(log_.get())) events_.open(path, first_step > 0);
 }
 
 /// Two runs that write one log would mix their lines.
@@ -129,32 +129,28 @@ void Reporter::step(const StepRecord& record, int64_t steps) {
 }
 
 void Reporter::log(const StepRecord& record) {
-  if (!log_) {
-    return;
-  }
-  const double seconds = record.ms / 1000;
-  nlohmann::ordered_json json = {{"step", record.step},
-                                 {"loss", record.loss},
-                                 {"grad_norm", record.grad_norm},
-                                 {"lr", record.lr},
-                                 {"ms", record.ms}};
-  json["tokens_per_s"] = static_cast<double>(record.tokens) / seconds;
-  json["samples_per_s"] = static_cast<double>(record.samples) / seconds;
-  json["epoch"] = record.epoch;
-  if (config_.train.loss_scale.enabled) {
-    json["loss_scale"] = record.loss_scale;
-  }
-  for (const auto& [name, value] : record.figures) {
-    if (name != "loss") json[name] = value;
-  }
-  for (const auto& [name, value] : record.evaluation) {
-    json["eval_" + name] = value;
-  }
-  const std::string text = json.dump() + "\n";
-  if (std::fputs(text.c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0) {
+  if (!log_ && !listener_) return;
+  const std::string text = json_of(record, config_.train.loss_scale.enabled).dump();
+  if (log_ && (std::fputs((text + "\n").c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0)) {
     throw Error(config_.at("train.log") + config_.train.log +
                 ": cannot write: " + std::strerror(errno));
   }
+  if (listener_) listener_(text);
+}
+
+void Reporter::event(const std::string& name, int64_t step, nlohmann::ordered_json event) {
+  if (!log_ && !listener_) return;
+  const std::string text = event_line(name, step, std::move(event));
+  const std::string problem = events_.write(text);
+  if (!problem.empty()) line("warning: " + problem + "; later events are not written");
+  last_event_ = std::chrono::steady_clock::now();
+  if (listener_) listener_(text);
+}
+
+void Reporter::progress(int64_t step, const CommStats& communication) {
+  constexpr std::chrono::seconds kLeast{10};
+  if (std::chrono::steady_clock::now() - last_event_ < kLeast) return;
+  event("progress", step, {{"communication", json_of(communication)}});
 }
 
 void Reporter::log_again(const StepRecord& record) {

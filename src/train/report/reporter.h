@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -8,33 +10,22 @@
 #include <utility>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 #include "tessera/train.h"
 #include "tessera/train/config.h"
+#include "train/report/event_log.h"
+#include "train/report/records.h"
 
 namespace tessera::train {
 
-/// One line of the log.
-struct StepRecord {
-  using Figures = std::vector<std::pair<std::string, double>>;
-
-  int64_t step = 0;
-  double loss = 0;
-  double grad_norm = 0;
-  double lr = 0;
-  double ms = 0;
-  int64_t samples = 0;  ///< over all ranks
-  int64_t tokens = 0;   ///< over all ranks; 0: samples are not token sequences
-  double epoch = 0;
-  double loss_scale = 1;
-  Figures figures;     ///< the model's other figures
-  Figures evaluation;  ///< figures of the evaluation after this step; empty: none
-};
-
 /// The output of a run: lines on standard output, a progress bar below them on a terminal (or with
 /// TESSERA_TTY=1, which the launcher sets when it forwards this rank's output to a terminal), and
-/// the JSON lines of `train.log`. Exists on rank 0 only.
+/// the JSON lines of `train.log` and of the events beside it. Exists on rank 0 only.
 class Reporter {
  public:
+  using Listener = std::function<void(const std::string& json)>;
+
   /// Removes lines of the log from `first_step` on, which a resumed run writes again. Throws
   /// UsageError when the log cannot be read or opened.
   Reporter(const Config& config, int64_t first_step);
@@ -42,6 +33,8 @@ class Reporter {
   Reporter(const Reporter&) = delete;
   Reporter& operator=(const Reporter&) = delete;
 
+  /// `listener` gets every record from now on, also where there is no log.
+  void set_listener(Listener listener) { listener_ = std::move(listener); }
   void line(const std::string& text);
   /// Prints the line of a step and draws the progress bar.
   void step(const StepRecord& record, int64_t steps);
@@ -49,6 +42,10 @@ class Reporter {
   void log(const StepRecord& record);
   /// Replaces the last line of the log, which is of the same step.
   void log_again(const StepRecord& record);
+  /// Writes an event; `step`: the number of steps done. Adds its name and the time to `event`.
+  void event(const std::string& name, int64_t step, nlohmann::ordered_json event);
+  /// As event(), with the communication so far, if the last event is 10 s or more ago.
+  void progress(int64_t step, const CommStats& communication);
   /// `step`: the number of steps done.
   void evaluation(int64_t step, const std::map<std::string, double>& figures,
                   const std::optional<double>& baseline, const std::string& baseline_name);
@@ -70,9 +67,12 @@ class Reporter {
 
   const Config& config_;
   File log_;
+  EventLog events_;
+  Listener listener_;
   bool terminal_;
   bool bar_drawn_ = false;
   int64_t done_ = 0, steps_ = 0, timed_ = 0;
+  std::chrono::steady_clock::time_point last_event_{};
   double seconds_ = 0;  // total time of the timed steps
   int64_t samples_ = 0, tokens_ = 0;
 };

@@ -80,10 +80,14 @@ void Run::call_hooks(const Call& call) {
 
 TrainResult Run::run() {
   report_start();
+  record_start();
   call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
   run_due_evaluation();
   train();
   if (!ended_by_fault()) finish();
+  record_end(ended_by_fault()              ? "ended by a fault"
+             : result_.interrupted_by != 0 ? "interrupted"
+                                           : "finished");
   if (!failure_.empty()) {
     detail::report_agreed(began_, failure_);
     throw AgreedError(failure_);
@@ -164,6 +168,11 @@ void Run::iteration(std::optional<Batch> batch) {
   }
   if (reporter_) {
     reporter_->log(record_);
+    if (done_ == result_.first_step + 1) {
+      // The wrapper has its state now. Rank 0 stands for all; the run's end has the others' bytes.
+      record_memory(std::vector<MemoryUse>(static_cast<size_t>(group_.size()), wrapper_->memory()));
+    }
+    reporter_->progress(done_, group_.stats());
   }
   const int64_t save_every = config_.checkpoint.every;
   if (store_ && (last || stop_ || (save_every > 0 && done_ % save_every == 0))) {

@@ -97,6 +97,9 @@ class Run : private Joinable {
   void call_hooks(const Call& call);
   void finish();
   void report_memory();
+  void record_start();
+  void record_memory(const std::vector<MemoryUse>& ranks);
+  void record_end(const std::string& outcome);
   void sample();
 
   // run_nonfinite.cpp

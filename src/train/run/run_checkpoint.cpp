@@ -1,3 +1,4 @@
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -437,6 +438,7 @@ void Run::save_checkpoint() {
     return;
   }
   heartbeat_.enter(Phase::saving, done_);
+  const auto start = std::chrono::steady_clock::now();
   CheckpointWriter writer(*store_, done_);
   add_weights_to(writer);
   heartbeat_.enter(Phase::saving, done_);
@@ -458,6 +460,9 @@ void Run::save_checkpoint() {
   saved_at_ = done_;
   if (reporter_) {
     reporter_->line("checkpoint written to " + result_.checkpoint);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    reporter_->event("checkpoint", done_,
+                     {{"path", result_.checkpoint}, {"seconds", seconds.count()}});
   }
   check_checkpoint();
 }

@@ -70,6 +70,7 @@ void Run::report_memory() {
     }
     const MemoryUse whole = wrapper_->unsharded(ranks);
     reporter_->memory_table(ranks, wrapper_->formula(whole), whole);
+    record_memory(ranks);
   }
 }
 

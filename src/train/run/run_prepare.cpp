@@ -73,6 +73,11 @@ void Run::prepare() {
   for (const auto& make_hook : config_.hooks) {
     hooks_.push_back(make_hook());
   }
+  if (reporter_ && !hooks_.empty()) {
+    reporter_->set_listener([this](const std::string& json) {
+      for (const auto& hook : hooks_) hook->on_record(json);
+    });
+  }
 }
 
 void Run::load_data() {

@@ -1,0 +1,124 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/detail/write_file.h"
+#include "tessera/error.h"
+#include "train/hooks/hooks.h"
+
+namespace tessera::train {
+namespace {
+
+using Row = std::vector<std::string>;
+
+Row fields_of(const std::string& line) {
+  Row fields;
+  std::istringstream text(line);
+  for (std::string field; std::getline(text, field, ',');) fields.push_back(field);
+  return fields;
+}
+
+std::string line_of(const Row& fields) {
+  std::string line;
+  for (size_t i = 0; i < fields.size(); ++i) line += (i > 0 ? "," : "") + fields[i];
+  return line + "\n";
+}
+
+class CsvHook : public RunHook {
+ public:
+  explicit CsvHook(CsvHookOptions options) : path_(std::move(options.path)) {}
+
+  void on_record(const std::string& json) override {
+    const auto record = nlohmann::ordered_json::parse(json);
+    if (record.contains("event")) {
+      if (record.at("event") == "start") begin(record.at("step").get<int64_t>());
+      return;
+    }
+    const auto step = record.at("step").get<int64_t>();
+    bool again = step == last_step_;
+    for (const auto& [name, value] : record.items()) {
+      if (std::find(columns_.begin(), columns_.end(), name) == columns_.end()) {
+        columns_.push_back(name);
+        again = true;
+      }
+    }
+    if (again || !file_) rewrite(step);
+    Row row(columns_.size());
+    for (size_t i = 0; i < columns_.size(); ++i) {
+      const auto value = record.find(columns_[i]);
+      if (value != record.end() && value->is_number()) row[i] = value->dump();
+    }
+    append(line_of(row));
+    last_step_ = step;
+  }
+
+ private:
+  /// Takes the columns of the file, where it exists, and keeps its rows of steps before `step`.
+  void begin(int64_t step) {
+    columns_.clear();
+    file_.reset();
+    std::ifstream file(path_);
+    std::string header;
+    if (step > 0 && std::getline(file, header)) columns_ = fields_of(header);
+    file.close();
+    if (step > 0 && !columns_.empty() && columns_.front() != "step") {
+      throw UsageError(path_ + ": its first column is not step; expected a file of this hook");
+    }
+    last_step_ = -1;
+    if (!columns_.empty()) {
+      rewrite(step);
+    } else if (std::filesystem::exists(path_)) {
+      write_file(path_, "");
+    } else {
+      check_writable(path_);
+    }
+  }
+
+  /// Writes the header and the rows of steps before `step`, each with a field for each column.
+  void rewrite(int64_t step) {
+    std::string text = line_of(columns_);
+    std::ifstream file(path_);
+    std::string line;
+    std::getline(file, line);  // the header
+    while (std::getline(file, line)) {
+      Row row = fields_of(line);
+      if (row.empty() || row[0].empty() || std::atoll(row[0].c_str()) >= step) continue;
+      row.resize(columns_.size());
+      text += line_of(row);
+    }
+    file.close();
+    write_file(path_, text);
+    file_.reset(std::fopen(path_.c_str(), "ae"));
+    if (!file_) throw Error(path_ + ": " + std::strerror(errno));
+  }
+
+  void append(const std::string& text) {
+    if (std::fputs(text.c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0) {
+      throw Error(path_ + ": cannot write: " + std::strerror(errno));
+    }
+  }
+
+  std::string path_;
+  Row columns_;
+  int64_t last_step_ = -1;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_{nullptr, &std::fclose};
+};
+
+}  // namespace
+
+void CsvHookOptions::read(OptionReader& options) {
+  options.require("path", "the file to write");
+  options.read_path("path", path, "file to write, such as log.csv; its folder must exist");
+}
+
+std::shared_ptr<RunHook> csv_hook(const CsvHookOptions& options) {
+  return std::make_shared<CsvHook>(options);
+}
+
+}  // namespace tessera::train
