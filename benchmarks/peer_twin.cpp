@@ -12,6 +12,7 @@
 #include <cmath>
 #include <fstream>
 #include <iostream>
+#include <optional>
 
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
@@ -161,9 +162,11 @@ int main(int argc, char** argv) {
   } else if (strategy.starts_with("zero")) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
         *model, world, adam,
-        tessera::ZeroRedundancyOptimizerOptions{.overlap_with_backward = strategy == "zero-overlap",
-                                                .find_unused_parameters = false,
-                                                .wire = wire});
+        tessera::ZeroRedundancyOptimizerOptions{
+            .overlap_with_backward = strategy == "zero-overlap",
+            .gather_in_background = strategy == "zero" && !world.same_host(),
+            .find_unused_parameters = false,
+            .wire = wire});
   } else {
     if (strategy == "ddp")
       ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(
@@ -174,10 +177,18 @@ int main(int argc, char** argv) {
   auto data = at::make_generator<at::CPUGeneratorImpl>(world.rank());
   std::vector<double> step_ms, optimizer_ms;
   torch::Tensor loss;
+  std::optional<Clock::time_point> previous;
+  // A step is measured from its start to the next start, because a gather may go on after step().
+  const auto begin_step = [&] {
+    world.barrier();
+    const auto now = Clock::now();
+    if (previous)
+      step_ms.push_back(std::chrono::duration<double, std::milli>(now - *previous).count());
+    previous = now;
+  };
   for (int64_t step = 0; step < steps; ++step) {
     const auto x = torch::randint(0, vocab, {batch, tokens + 1}, data, torch::kLong);
-    world.barrier();
-    const auto start = Clock::now();
+    begin_step();
     const auto input = x.narrow(1, 0, tokens);
     const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
     loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}),
@@ -190,9 +201,9 @@ int main(int argc, char** argv) {
     if (fsdp) {
       for (auto& p : fsdp->parameters()) p.mutable_grad() = torch::Tensor();
     }
-    step_ms.push_back(std::chrono::duration<double, std::milli>(end - start).count());
     optimizer_ms.push_back(std::chrono::duration<double, std::milli>(end - middle).count());
   }
+  begin_step();
   // The memory of the steps, before the comparison of replicas takes some.
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);

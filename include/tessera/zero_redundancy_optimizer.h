@@ -48,6 +48,14 @@ struct ZeroRedundancyOptimizerOptions {
   /// parameters on the CPU, reduce_gradients, neither overlap_with_backward nor reduce_in_place,
   /// and an optimizer other than LBFGS; otherwise it is a UsageError.
   std::optional<bool> reduce_in_backward = std::nullopt;
+  /// True: step() returns before the parameters that other ranks have updated have arrived. The
+  /// next forward begins, and its first operator that takes such a parameter (or a view or detached
+  /// alias of one) waits for it, so that gathers overlap with forward. Results are bit-identical.
+  /// Until then the parameter has no memory. Call wait_for_parameters() before code that uses
+  /// data_ptr(), and before torch::save(module), which throws otherwise. Needs parameters on the
+  /// CPU and parameters_as_bucket_view, no overlap_with_backward, wire.parameters float32, and an
+  /// optimizer other than LBFGS; otherwise a UsageError. No effect in a world of one rank.
+  bool gather_in_background = false;
   /// Size of a bucket with overlap_with_backward or reduce_in_backward, in MiB of parameters. Must
   /// be positive. With reduce_in_backward at most 8 MiB are used.
   double bucket_cap_mb = 25;
@@ -217,6 +225,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Every rank receives each shard's values from its owner. For use after a write to shards, for
   /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.
   void gather_parameters();
+  /// With gather_in_background: returns when all parameters have arrived. Otherwise returns at
+  /// once. BrokenWorldError if a gather failed. Local; blocks.
+  void wait_for_parameters() const;
   /// The groups with their current options and the names of their parameters, frozen ones too.
   /// set_options() writes options back into param_groups(). Local.
   std::vector<OptimizerStateDict::Group> groups() const;

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "comm/group/tag_scope.h"
+#include "ddp/bucket_cap.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
@@ -37,7 +38,7 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
                       rank, name, value));
   };
   positive("first_bucket_mb", options.first_bucket_mb);
-  positive("bucket_cap_mb", options.bucket_cap_mb);
+  positive("bucket_cap_mb", options.bucket_cap_mb.value_or(kDefaultBucketMib));
   sharding::refuse_parameter_wire(kName, rank, options.wire);
   if (options.comm_hook && options.wire.gradients != WireFormat::float32) {
     throw UsageError(fmt::format(
@@ -68,9 +69,10 @@ class DataParallel::Impl {
     contract.push_back(fmt::format(
         "options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
         "wire: {}",
-        options_.first_bucket_mb, options_.bucket_cap_mb, options_.find_unused_parameters,
-        options_.static_graph, to_string(options_.wire)));
+        options_.first_bucket_mb, options_.bucket_cap_mb.value_or(0),
+        options_.find_unused_parameters, options_.static_graph, to_string(options_.wire)));
     group_.check_contract(kName, contract);
+    bucket_cap_mib_ = bucket_cap();
     wire_.emplace(group_, options_.wire.gradients);
     broadcast_model(0);
     // Backward produces gradients about in reverse order.
@@ -150,6 +152,14 @@ class DataParallel::Impl {
     }
   }
 
+  double bucket_cap() {
+    if (options_.bucket_cap_mb) return *options_.bucket_cap_mb;
+    // A hook's results and rounded values may depend on the size, so it must not vary.
+    if (options_.comm_hook || options_.wire.gradients != WireFormat::float32)
+      return kDefaultBucketMib;
+    return choose_bucket_mib(group_);
+  }
+
   void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
@@ -170,7 +180,7 @@ class DataParallel::Impl {
     for (const auto& parameter : trainable_) tensors.push_back(parameter.tensor);
     std::vector<Bucket> buckets;
     const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB),
-               cap = static_cast<int64_t>(options_.bucket_cap_mb * kMiB);
+               cap = static_cast<int64_t>(bucket_cap_mib_ * kMiB);
     auto wire_group = wire_->group();
     for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
       std::vector<int64_t> sizes;
@@ -252,6 +262,7 @@ class DataParallel::Impl {
   bool has_data_ = true;  // false while this rank takes part in a join without data
   uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
   std::vector<std::function<void()>> waiting_;
+  double bucket_cap_mib_ = kDefaultBucketMib;
   bool rebuilt_ = false;
   int divisor_ = 1;
   int publisher_ = 0;  // the rank whose order of arrival is used

@@ -9,6 +9,7 @@
 #include <spdlog/spdlog.h>
 
 #include "optim/text_of_options.h"
+#include "sharding/detection/detection.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -66,8 +67,9 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
     : group(std::move(the_group)),
       options(beside_others(the_options, groups, group.rank())),
       early(reduces_early(factory, groups)),
+      in_background(gathers_in_background(factory, groups)),
       gradients(group_of_gradients(factory, groups), options.wire.gradients),
-      shards({group, gradients.group(), early, group_of_parameters()}, options,
+      shards({group, gradients.group(), early, group_of_parameters(), in_background}, options,
              uses_all_parameters(factory)),
       mean(group, gradients, early, shards, options, prefix()),
       local(factory),
@@ -154,6 +156,29 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
   return true;
 }
 
+/// [Note: gathers in the background]
+bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory& factory,
+                                                          const std::vector<Group>& groups) const {
+  if (!options.gather_in_background || group.size() == 1) return false;
+  const auto parameters = parameters_of(groups);
+  const auto refuse = [&](const char* reason) {
+    throw UsageError(fmt::format("{}: option gather_in_background {}", prefix(), reason));
+  };
+  if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
+  if (options.overlap_with_backward)
+    refuse("excludes overlap_with_backward, which gathers in backward; expected one of the two");
+  if (options.wire.parameters != WireFormat::float32)
+    refuse("needs parameters that travel unrounded; expected wire.parameters float32");
+  if (uses_all_parameters(factory))
+    refuse("needs an optimizer that does not use all parameters at once");
+  if (std::any_of(parameters.begin(), parameters.end(),
+                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
+    refuse("needs parameters on the CPU");
+  if (!sharding::start_detection())
+    refuse("detects the use of parameters, and another library has taken the dispatch key");
+  return true;
+}
+
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
   return fmt::format("{}: rank {}", kName, group.rank());
 }
@@ -189,11 +214,11 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
       "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}, wire: {}{}",
+      "unused {}, wire: {}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
       options.find_unused_parameters, to_string(options.wire),
-      early ? ", reduce within backward" : ""));
+      early ? ", reduce within backward" : "", in_background ? ", gather in the background" : ""));
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));

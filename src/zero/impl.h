@@ -63,7 +63,8 @@ class ZeroRedundancyOptimizer::Impl {
 
   ProcessGroup group;
   const Options options;
-  const bool early;  ///< Gradients are reduced within backward.
+  const bool early;          ///< Gradients are reduced within backward.
+  const bool in_background;  ///< step() does not wait for its gathers.
   sharding::GradientWire gradients;
   zero::Shards shards;
   zero::MeanGradient mean;
@@ -83,6 +84,8 @@ class ZeroRedundancyOptimizer::Impl {
   at::Tensor call(const LossClosure& closure);
   void watch();
   bool reduces_early(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
+  bool gathers_in_background(const OptimizerFactory& factory,
+                             const std::vector<Group>& groups) const;
   ProcessGroup group_of_gradients(const OptimizerFactory& factory,
                                   const std::vector<Group>& groups);
   std::optional<ProcessGroup> group_of_parameters();

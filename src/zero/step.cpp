@@ -15,6 +15,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   if (closure && !local.element_wise()) return step_with_closure(closure);
   at::Tensor loss;
   if (closure) loss = call(closure);
+  shards.wait_for_gathers();  // of a parameter that nothing has used since
   at::NoGradGuard no_grad;
   check_groups();
   check_storage();
@@ -31,6 +32,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);
+  if (in_background) shards.gather_in_background(option_text());
   return loss;
 }
 
@@ -61,7 +63,7 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
     if (fused) {
       reduce_and_update(b, *fused);
-      if (early) shards.begin_gather(b, tag);
+      if (early && !in_background) shards.begin_gather(b, tag);
     } else {
       set_gradients(b, averaged);
     }
@@ -71,7 +73,7 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   clear_shard_gradients();
   mean.reset();
   mean.begin_round();
-  shards.gather(tag);
+  if (!in_background) shards.gather(tag);
 }
 
 /// With overlap_with_backward, after the update: parameters that became trainable since the last

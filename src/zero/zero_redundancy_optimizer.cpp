@@ -45,6 +45,7 @@ void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
   impl_->require_no_update_under_way("add_param_group");
+  wait_for_parameters();
   impl_->repartition_if_trainability_changed();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
   impl_->finish_construction();
@@ -109,6 +110,7 @@ std::vector<std::pair<std::string, int64_t>> ZeroRedundancyOptimizer::owned() co
 }
 
 std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
+  wait_for_parameters();
   return impl_->parameter_shards();
 }
 
@@ -131,6 +133,8 @@ void ZeroRedundancyOptimizer::gather_parameters() {
   impl_->shards.gather_exact();
 }
 
+void ZeroRedundancyOptimizer::wait_for_parameters() const { impl_->shards.wait_for_gathers(); }
+
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
@@ -146,6 +150,7 @@ void ZeroRedundancyOptimizer::shadow_step() {
 }
 
 void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
+  wait_for_parameters();
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : impl_->shards.parameters()) tensors.push_back(parameter.tensor);
   impl_->group.broadcast(tensors, last_active_rank);

@@ -166,6 +166,11 @@ inline std::vector<Case> cases() {
     all.push_back({"zero_" + name, [options](ProcessGroup group) {
                      return std::make_unique<ZeroSetup>(group, options);
                    }});
+    auto background = options;
+    background.gather_in_background = true;
+    all.push_back({"zero_background_" + name, [background](ProcessGroup group) {
+                     return std::make_unique<ZeroSetup>(group, background);
+                   }});
     all.push_back({"zero_overlap_" + name, [overlap](ProcessGroup group) {
                      return std::make_unique<ZeroSetup>(group, overlap);
                    }});

@@ -108,6 +108,9 @@ class ModelWrapper {
   /// The object that takes part in a join; null when this type does not support joins. Local.
   virtual Joinable* joinable() { return nullptr; }
 
+  /// Returns when the parameters that other ranks have updated have arrived. The trainer calls it
+  /// before hooks, which may use pointers. Local; blocks.
+  virtual void wait_for_parameters() {}
   /// The parameter shards that this rank owns. Every element of the model belongs to the shards of
   /// some rank, and only its owner writes it. Local.
   virtual std::vector<ParameterShard> shards() = 0;

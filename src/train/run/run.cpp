@@ -70,6 +70,7 @@ RunState Run::run_state() const {
 
 template <class Call>
 void Run::call_hooks(const Call& call) {
+  if (!hooks_.empty()) wrapper_->wait_for_parameters();
   for (const auto& hook : hooks_) {
     RunState state = run_state();
     heartbeat_.enter(Phase::hooks, done_);

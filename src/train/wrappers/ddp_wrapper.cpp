@@ -88,8 +88,13 @@ WrapperPlan read_ddp(OptionReader& options) {
   DistributedDataParallelOptions ddp;
   options.read("first_bucket_mb", ddp.first_bucket_mb, "MiB of gradients in the first bucket",
                kPositive);
-  options.read("bucket_cap_mb", ddp.bucket_cap_mb, "MiB of gradients in each other bucket",
+  double cap = 25;
+  const bool cap_given = options.given("bucket_cap_mb");
+  options.read("bucket_cap_mb", cap,
+               "MiB of gradients in each other bucket; unless given, chosen from the time of "
+               "all-reduces where ranks are on several hosts",
                kPositive);
+  if (cap_given) ddp.bucket_cap_mb = cap;
   options.read("find_unused_parameters", ddp.find_unused_parameters,
                "some parameters may get no gradient");
   options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "tessera/module_state_dict.h"
 #include "tessera/step/nonfinite.h"
@@ -18,6 +20,12 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
+bool on_cpu(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  return std::all_of(parameters.begin(), parameters.end(),
+                     [](const auto& parameter) { return parameter.device().is_cpu(); });
+}
+
 /// update() clears the gradients after each step, so the mean can replace them, unless they are
 /// reduced within backward.
 ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
@@ -28,15 +36,27 @@ ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
   return options;
 }
 
+ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions options,
+                                           const std::optional<bool>& in_background,
+                                           const TrainedModel& model, const ProcessGroup& group) {
+  const bool possible = !group.same_host() && group.backend_name() == "gloo" &&
+                        options.parameters_as_bucket_view && !options.overlap_with_backward &&
+                        options.wire.parameters == WireFormat::float32 && on_cpu(*model.module);
+  options.gather_in_background = in_background.value_or(possible);
+  return in_place(std::move(options), group);
+}
+
 /// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
 /// shards and gathers the parameters in one pass.
 class ZeroWrapper : public ModelWrapper {
  public:
-  ZeroWrapper(WrapperContext context, const ZeroRedundancyOptimizerOptions& options)
+  ZeroWrapper(WrapperContext context, const ZeroRedundancyOptimizerOptions& options,
+              const std::optional<bool>& in_background)
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(), in_place(options, group_)) {
+                   context.optimizer.factory(),
+                   for_trainer(options, in_background, model_, group_)) {
     optimizer_.track_buffers(*model_.module);
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
@@ -94,6 +114,7 @@ class ZeroWrapper : public ModelWrapper {
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   Joinable* joinable() override { return &optimizer_; }
 
+  void wait_for_parameters() override { optimizer_.wait_for_parameters(); }
   std::vector<ParameterShard> shards() override { return optimizer_.shards(); }
   std::vector<std::pair<std::string, at::Tensor>> replicas() override {
     auto result = named_parameters(*model_.module);
@@ -201,6 +222,13 @@ WrapperPlan read_zero(OptionReader& options) {
                "start to reduce a bucket as soon as backward has completed it; unless given, true "
                "where ranks are on several hosts");
   if (early_given) zero.reduce_in_backward = early;
+  std::optional<bool> in_background;
+  bool background = false;
+  const bool background_given = options.given("gather_in_background");
+  options.read("gather_in_background", background,
+               "a step does not wait for the updated parameters, the next forward does where it "
+               "uses them; unless given, true where ranks are on several hosts");
+  if (background_given) in_background = background;
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket with overlap_with_backward",
@@ -212,8 +240,8 @@ WrapperPlan read_zero(OptionReader& options) {
   options.finish();
   plan.optimizer_type = optimizer_type;
   plan.updates_in_backward = zero.overlap_with_backward;
-  plan.make = [zero](WrapperContext context) {
-    return std::make_unique<ZeroWrapper>(std::move(context), zero);
+  plan.make = [zero, in_background](WrapperContext context) {
+    return std::make_unique<ZeroWrapper>(std::move(context), zero, in_background);
   };
   return plan;
 }

@@ -5,6 +5,7 @@
 
 #include "memory/heap.h"
 #include "sharding/bucket_plan.h"
+#include "sharding/detection/detection.h"
 
 namespace tessera::zero {
 namespace {
@@ -105,6 +106,20 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
         sharding::make_bucket(bucket.members, bucket.layout, std::move(gradients), tensors);
   }
   return buckets;
+}
+
+void put_on_page(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
+                 std::unique_ptr<sharding::Page> page, bool whole) {
+  const sharding::NoDetection no_detection;
+  for (size_t m = 0; m < bucket.members.size(); ++m) {
+    auto parameter = parameters[bucket.members[m]].tensor;
+    parameter.set_data(sharding::window(page->flat(), bucket.layout.offset(m), parameter));
+  }
+  for (auto& shard : bucket.shards) {
+    const auto& parameter = parameters[shard.parameter].tensor;
+    shard.tensor = alias(parameter, shard.begin, shard.numel, whole);
+  }
+  bucket.page = std::move(page);
 }
 
 std::string gather_tag(const ShardBucket& bucket, const std::string& own_tag) {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include <torch/torch.h>
 
 #include "sharding/bucket.h"
+#include "sharding/detection/page.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
 #include "tessera/optim/partition.h"
@@ -21,7 +23,9 @@ inline constexpr const char* kName = "ZeroRedundancyOptimizer";
 struct ShardBucket {
   std::vector<size_t> members;  ///< Indices into the list of parameters, in the layout's order.
   sharding::Layout layout;
-  at::Tensor parameters;       ///< Flat buffer; undefined if parameters keep their own storage.
+  at::Tensor parameters;  ///< Flat buffer; undefined if parameters keep their own storage.
+  /// With gathers in the background, what the parameters are views of; it uses the flat buffer.
+  std::unique_ptr<sharding::Page> page;
   sharding::Bucket gradients;  ///< This rank's own gradients; empty without reduce_gradients.
   std::vector<OwnedShard> shards;
   std::string names;  ///< Of its first and last parameter, for the tags of its collectives.
@@ -42,6 +46,11 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTen
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
                                             ProcessGroup& group, ProcessGroup& gradients_group);
+
+/// Makes the parameters and shards of `bucket` views of `page`, which uses bucket.parameters.
+/// `whole`: shards are whole parameters. Local.
+void put_on_page(ShardBucket& bucket, const std::vector<sharding::NamedTensor>& parameters,
+                 std::unique_ptr<sharding::Page> page, bool whole);
 
 /// The tag of the bucket's gather; `own_tag` may be empty.
 std::string gather_tag(const ShardBucket& bucket, const std::string& own_tag);

@@ -34,6 +34,11 @@ Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, boo
   cap_bytes_ = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   early_ = groups.early;
   if (groups.parameters) wire_.emplace(std::move(*groups.parameters));
+  if (groups.in_background) arriving_ = std::make_unique<ArrivingParameters>();
+}
+
+Shards::~Shards() {
+  if (arriving_) arriving_->release();
 }
 
 void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> parameters) {
@@ -82,8 +87,12 @@ void Shards::place(const std::vector<size_t>& subset) {
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
     plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
-  auto buckets =
-      make_shard_buckets(parameters_, subset, group_of_, plan, load_, group_, gradients_group_);
+  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, gather_group(),
+                                    gradients_group_);
+  for (size_t b = 0; arriving_ && b < buckets.size(); ++b) {
+    put_on_page(buckets[b], parameters_, arriving_->make_page(buckets[b].parameters),
+                plan_.partition != Partition::flat);
+  }
   for (auto& bucket : buckets) buckets_.push_back(std::move(bucket));
   for (const auto i : subset) data_of_[i] = parameters_[i].tensor.data_ptr();
 }
@@ -125,8 +134,9 @@ void Shards::restore() {
 }
 
 void Shards::gather_exact() {
+  wait_for_gathers();
   for (auto& bucket : buckets_) {
-    gather_parameters(bucket, parameters_, group_, "");
+    gather_parameters(bucket, parameters_, gather_group(), "");
     bump_versions(bucket);
   }
   if (wire_) wire_->reset();
@@ -175,7 +185,7 @@ void Shards::gather(const std::string& tag) {
     }
     const auto begun = gathers_.extract(b);
     if (begun) begun.mapped().wait();
-    else gather_parameters(buckets_[b], parameters_, group_, tag);
+    else gather_parameters(buckets_[b], parameters_, gather_group(), tag);
   }
   for (size_t b = 0; wire_ && b < buckets_.size(); ++b) wire_->finish(b, buckets_[b]);
   bump_versions();
@@ -185,8 +195,27 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
   const auto& bucket = buckets_[b];
   if (!bucket.parameters.defined()) return;
   if (wire_) return wire_->begin(b, bucket, gather_tag(bucket, tag));
-  gathers_[b] =
-      group_.all_gather_async(bucket.parameters, bucket.layout.counts(), gather_tag(bucket, tag));
+  gathers_[b] = start_gather(bucket, tag);
+}
+
+void Shards::gather_in_background(const std::string& tag) {
+  bump_versions();
+  // Buckets are in the order of backward.
+  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket)
+    arriving_->begin(*bucket->page, bucket->parameters, start_gather(*bucket, tag));
+}
+
+void Shards::wait_for_gathers() const {
+  if (arriving_) arriving_->wait_all();
+}
+
+/// Reductions within backward follow the gathers on their group in every step. Gathers on that
+/// group are not in the way of the caller's collectives.
+ProcessGroup& Shards::gather_group() { return arriving_ ? gradients_group_ : group_; }
+
+Work Shards::start_gather(const ShardBucket& bucket, const std::string& tag) {
+  return gather_group().all_gather_async(bucket.parameters, bucket.layout.counts(),
+                                         gather_tag(bucket, tag));
 }
 
 void Shards::bump_versions() {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 #include "tessera/zero_redundancy_optimizer.h"
+#include "zero/shards/arriving_parameters.h"
 #include "zero/shards/parameter_wire.h"
 #include "zero/shards/shard_bucket.h"
 
@@ -23,10 +25,12 @@ class Shards {
     ProcessGroup gradients;                  ///< Reduces the gradients.
     bool early = false;                      ///< Within backward.
     std::optional<ProcessGroup> parameters;  ///< Of ProcessGroup::with_wire(), if they need one.
+    bool in_background = false;              ///< [Note: gathers in the background]
   };
 
   /// `one_owner`: rank 0 owns all parameters.
   Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner);
+  ~Shards();
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
@@ -70,6 +74,11 @@ class Shards {
   /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
   /// not block.
   void begin_gather(size_t b, const std::string& tag);
+  /// As gather(), but does not block: the first use of a parameter does. In the order in which
+  /// forward uses the parameters. Needs Groups::in_background.
+  void gather_in_background(const std::string& tag);
+  /// Returns when these gathers are complete. Local; blocks.
+  void wait_for_gathers() const;
   /// Counts as a write to every trainable parameter: autograd then refuses a backward through
   /// values from before the update. Local.
   void bump_versions();
@@ -77,9 +86,12 @@ class Shards {
 
  private:
   void place(const std::vector<size_t>& subset);
+  ProcessGroup& gather_group();
+  Work start_gather(const ShardBucket& bucket, const std::string& tag);
 
   ProcessGroup group_, gradients_group_;
   std::optional<ParameterWire> wire_;
+  std::unique_ptr<ArrivingParameters> arriving_;  // null unless gathers are in the background
   ShardPlan plan_;
   bool early_ = false;                             // gradients are reduced within backward
   int64_t cap_bytes_ = 0;                          // option bucket_cap_mb

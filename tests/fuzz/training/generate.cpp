@@ -141,6 +141,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       if (!limits.partly_used) maybe(random, 40, values, "no_unused");
     } else {
       maybe(random, 30, values, "in_place");
+      if (!values.count("no_bucket_view")) maybe(random, 40, values, "in_background");
       maybe(random, 15, values, "late_part", std::to_string(random.below(6)));
     }
   }

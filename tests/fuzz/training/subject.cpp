@@ -52,7 +52,7 @@ std::vector<std::string> ignored_names(Net& net, const Item& wrapper) {
 DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   DistributedDataParallelOptions options;
   options.first_bucket_mb = wrapper.real("first_bucket_mb", options.first_bucket_mb);
-  options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
+  options.bucket_cap_mb = wrapper.real("bucket_cap_mb", 25);
   options.broadcast_buffers = !wrapper.flag("keep_buffers");
   options.buffers = buffer_rule(wrapper);
   options.find_unused_parameters = wrapper.flag("find_unused");
@@ -94,6 +94,7 @@ ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
   options.broadcast_parameters = !wrapper.flag("no_broadcast");
   options.buffers = buffer_rule(wrapper);
   options.reduce_in_place = wrapper.flag("in_place");
+  options.gather_in_background = wrapper.flag("in_background");
   if (wrapper.flag("no_reduce")) options.reduce_gradients = false;
   return options;
 }
