@@ -16,6 +16,7 @@ constexpr const char* kHelp =
     "  train  train a language model from a config:  tessera train [-n 4] CONFIG.yaml [key=value "
     "…]\n"
     "  report write the log of one or several runs as a page of HTML:  tessera report RUN…\n"
+    "  weights inspect, convert or compare files of weights:  tessera weights inspect FILE\n"
     "\n"
     "  --version, -V  version of Tessera\n"
     "  --help, -h     this text; tessera COMMAND --help shows the command's flags\n";
@@ -29,6 +30,7 @@ int dispatch(int argc, char** argv) {
   if (command == "run") return tessera::cli::run_command(argc - 1, argv + 1);
   if (command == "train") return tessera::cli::train_command(argc - 1, argv + 1);
   if (command == "report") return tessera::cli::report_command(argc - 1, argv + 1);
+  if (command == "weights") return tessera::cli::weights_command(argc - 1, argv + 1);
   if (command == "--version" || command == "-V") {
     std::puts("tessera " TESSERA_VERSION);
     return 0;
@@ -38,7 +40,7 @@ int dispatch(int argc, char** argv) {
     return 0;
   }
   const std::string hint =
-      tessera::did_you_mean(command, {"run", "train", "report", "--version", "--help"});
+      tessera::did_you_mean(command, {"run", "train", "report", "weights", "--version", "--help"});
   std::fprintf(stderr, "tessera: '%s': no such command%s\n", command.c_str(), hint.c_str());
   return tessera::cli::kUsageExit;
 }

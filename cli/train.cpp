@@ -1,35 +1,14 @@
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
-#include <filesystem>
 #include <string>
 #include <vector>
 
-#include <unistd.h>
-
 #include "commands.h"
+#include "sibling.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
 namespace tessera::cli {
 namespace {
-
-/// The trainer, which links libtorch; it is in the same folder as this program.
-std::string trainer_path() {
-  const auto path = std::filesystem::path(launch::own_path()).parent_path() / "tessera-train";
-  if (access(path.c_str(), X_OK) != 0)
-    throw UsageError(path.string() + ": " + std::strerror(errno) + ": expected the trainer");
-  return path.string();
-}
-
-int replace_process(const std::vector<std::string>& program) {
-  std::vector<char*> arguments;
-  for (const std::string& argument : program)
-    arguments.push_back(const_cast<char*>(argument.c_str()));
-  arguments.push_back(nullptr);
-  execv(program[0].c_str(), arguments.data());
-  throw UsageError(program[0] + ": cannot be executed: " + std::strerror(errno));
-}
 
 /// True if a config is given. Without one the trainer only prints a text, so one process is started
 /// instead of the ranks.
@@ -50,7 +29,7 @@ int train_command(int argc, char** argv) {
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
     const int nproc = launch::take_nproc(arguments);
-    std::vector<std::string> program = {trainer_path()};
+    std::vector<std::string> program = {sibling_path("tessera-train")};
     program.insert(program.end(), arguments.begin(), arguments.end());
     if (nproc > 0) launch::check_no_launcher(nproc);
     if (nproc <= 1 || !names_config(arguments)) return replace_process(program);

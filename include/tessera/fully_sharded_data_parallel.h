@@ -278,7 +278,7 @@ class FullyShardedDataParallelBase : public Joinable {
   /// contain every parameter and buffer with its shape, and nothing else: otherwise UsageError on
   /// all ranks. Collective.
   void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
-  /// The same from weights that every rank can read; see SafetensorsWeights for `path`. Each rank
+  /// The same from weights that every rank can read; see Weights for `path`. Each rank
   /// reads the elements of its shards alone where a parameter is contiguous. Collective.
   void load_state_dict(const std::string& path);
 

@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 
 #include "tessera/safetensors.h"
+#include "tessera/weights/weights.h"
 
 // The parameters and buffers of a plain module by name: the form that
 // FullyShardedDataParallel::state_dict() returns and save_state_dict() writes. All functions are
@@ -25,15 +26,20 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
 /// lists them), when a name is given twice, or when a shape differs (it names the first).
 void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
-/// The same from weights on disk: a safetensors file, an index or a folder; see SafetensorsWeights.
+/// The same from weights on disk: a file, an index or a folder; see Weights.
 void load_state_dict(torch::nn::Module& module, const std::string& path);
+/// The same from opened weights. Without `strict`, names that are missing or unexpected are no
+/// error; they are returned. Shapes that differ always are one.
+UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights,
+                               bool strict = true);
 
 namespace detail {
 
 /// The same from any source of tensors. `source`: its name, for messages; `entries`: its tensors.
-void load_module(torch::nn::Module& module, const std::string& source,
-                 const std::vector<SafetensorsEntry>& entries,
-                 const std::function<at::Tensor(const std::string& name)>& load);
+UnmatchedNames load_module(torch::nn::Module& module, const std::string& source,
+                           const std::vector<SafetensorsEntry>& entries,
+                           const std::function<at::Tensor(const std::string& name)>& load,
+                           bool strict = true);
 
 }  // namespace detail
 }  // namespace tessera

@@ -25,6 +25,8 @@ void write_weights(const std::vector<WeightsPart>& parts, int rank, const WholeT
                    const std::function<void(size_t i, const at::Tensor& tensor)>& write);
 
 struct SaveWeightsOptions {
+  /// A folder's files have at most this many bytes, or one tensor.
+  uint64_t max_shard_bytes = std::numeric_limits<uint64_t>::max();
   SafetensorsMetadata metadata = {};
   /// The tensors from this number on are those of rank 0, such as buffers.
   size_t rank0_from = std::numeric_limits<size_t>::max();
@@ -35,13 +37,16 @@ struct SaveWeightsOptions {
 /// Whether save_weights() writes a folder: the path ends in "/".
 bool is_weights_folder(const std::string& path);
 
-/// Writes weights to `path`: to one file, which rank 0 writes and which is replaced in one step. A
-/// path that ends in "/" is a folder, which is made if it is missing and must be visible to all
-/// ranks: each rank writes its part, by divide_weights(), and rank 0 writes
-/// model.safetensors.index.json at the end. Before the parts get their names the old index is
-/// removed, so that a save that is cut off leaves no index rather than one of mixed parts. Takes
-/// memory for one tensor on each rank. Throws AgreedError on all ranks, with file, rank and reason,
-/// if a rank cannot write its part. Collective.
+/// Whether save_weights() writes a file for torch.load: the path ends in ".pt", ".pth" or ".bin".
+bool is_torch_path(const std::string& path);
+
+/// Writes weights to `path`: to one file, which rank 0 writes and which is replaced in one step:
+/// for torch.load if is_torch_path(), otherwise safetensors. A path that ends in "/" is a folder,
+/// which is made if it is missing and must be visible to all ranks: each rank writes its parts, by
+/// divide_weights(), and rank 0 writes model.safetensors.index.json at the end. Before the parts
+/// get their names the old index is removed, so that a save that is cut off leaves no index rather
+/// than one of mixed parts. Takes memory for one tensor on each rank. Throws AgreedError on all
+/// ranks, with file, rank and reason, if a rank cannot write its part. Collective.
 void save_weights(const ProcessGroup& group, const std::string& path,
                   const std::vector<SafetensorsSpec>& tensors, const WholeTensor& whole,
                   const SaveWeightsOptions& options = {});

@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"
-#include "tessera/safetensors_weights.h"
+#include "tessera/weights/weights.h"
 
 namespace tessera {
 namespace {
@@ -57,11 +57,11 @@ class Faults {
   std::map<std::string, std::vector<std::string>> kinds_;
 };
 
-/// Returns the name in the file of each parameter. Adds missing and unexpected names and wrong
-/// shapes to `faults`.
+/// Returns the name in the file of each parameter that it has. Adds wrong shapes to `faults` and,
+/// if `strict`, missing and unexpected names.
 std::map<std::string, std::string> match(
-    const SafetensorsWeights& file, const torch::OrderedDict<std::string, at::Tensor>& parameters,
-    bool tied, Faults& faults) {
+    const Weights& file, const torch::OrderedDict<std::string, at::Tensor>& parameters, bool tied,
+    bool strict, UnmatchedNames& unmatched, Faults& faults) {
   std::map<std::string, std::string> names;
   std::vector<std::string> unexpected;
   for (const SafetensorsEntry& entry : file.entries()) {
@@ -83,13 +83,13 @@ std::map<std::string, std::string> match(
       parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape)) {
     names.emplace(kEmbedding, kHead);
   }
-  std::vector<std::string> missing;
+  auto& missing = unmatched.missing;
   for (const auto& item : parameters) {
-    if (names.count(item.key()) == 0) {
-      missing.push_back(item.key());
-      faults.add("missing", "\"" + item.key() + "\"");
-    }
+    if (names.count(item.key()) == 0) missing.push_back(item.key());
   }
+  unmatched.unexpected = unexpected;
+  if (!strict) return names;
+  for (const std::string& name : missing) faults.add("missing", "\"" + name + "\"");
   for (const std::string& name : unexpected) {
     faults.add("unexpected", "\"" + name + "\"" + did_you_mean(with_prefix(name), missing));
   }
@@ -98,14 +98,18 @@ std::map<std::string, std::string> match(
 
 }  // namespace
 
-void GPT2Impl::load_weights(const std::string& path) {
-  const SafetensorsWeights file(path);
+void GPT2Impl::load_weights(const std::string& path) { load_weights(Weights(path)); }
+
+UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
+  const std::string& path = file.path();
   auto parameters = named_parameters();
   const bool tied = options_.tie_word_embeddings;
   Faults faults;
-  const auto names = match(file, parameters, tied, faults);
+  UnmatchedNames unmatched;
+  const auto names = match(file, parameters, tied, strict, unmatched, faults);
   faults.raise(path);
-  if (tied && file.contains(kHead) && names.at(kEmbedding) != kHead &&
+  if (tied && file.contains(kHead) && names.count(kEmbedding) > 0 &&
+      names.at(kEmbedding) != kHead &&
       !at::equal(file.load(kHead), file.load(names.at(kEmbedding)))) {
     throw UsageError("GPT2: " + path + ": \"" + kHead + "\" differs from \"" +
                      names.at(kEmbedding) +
@@ -113,8 +117,10 @@ void GPT2Impl::load_weights(const std::string& path) {
   }
   const torch::NoGradGuard no_grad;
   for (auto& item : parameters) {
-    item.value().copy_(file.load(names.at(item.key())));
+    const auto found = names.find(item.key());
+    if (found != names.end()) item.value().copy_(file.load(found->second));
   }
+  return unmatched;
 }
 
 void GPT2Impl::save_weights(const std::string& path) const {

@@ -4,6 +4,7 @@
 
 #include "checkpoint/store_fixture.h"
 #include "tessera/safetensors_weights.h"
+#include "tessera/weights/weights.h"
 
 namespace tessera {
 namespace {
@@ -34,14 +35,14 @@ class WeightsIndexTest : public StoreTest {
                                    file_of_c + "-of-00002.safetensors\"}}");
   }
   std::string error() const {
-    return usage_error([&] { SafetensorsWeights{base_}; });
+    return usage_error([&] { Weights{base_}; });
   }
 };
 
 TEST_F(WeightsIndexTest, AFolderAnIndexAndAFileAreReadAlike) {
   write_two();
   for (const auto& path : {base_, index_path()}) {
-    const SafetensorsWeights weights(path);
+    const Weights weights(path);
     EXPECT_EQ(weights.path(), index_path());
     EXPECT_EQ(weights.entries().size(), 3u);
     EXPECT_TRUE(at::equal(weights.load("a"), at::arange(6, at::kFloat).view({2, 3})));
@@ -52,12 +53,12 @@ TEST_F(WeightsIndexTest, AFolderAnIndexAndAFileAreReadAlike) {
     EXPECT_THAT(usage_error([&] { weights.load("cc"); }),
                 AllOf(HasSubstr(index_path()), HasSubstr("no tensor \"cc\"")));
   }
-  const SafetensorsWeights one(at_base("model-00002-of-00002.safetensors"));
+  const Weights one(at_base("model-00002-of-00002.safetensors"));
   EXPECT_EQ(one.entries().size(), 1u);
   fs::remove(index_path());
   EXPECT_THAT(error(), HasSubstr("the folder has no weights"));
   save_safetensors(at_base("weights.safetensors"), {{"w", at::ones({1})}});
-  EXPECT_TRUE(SafetensorsWeights(base_).contains("w"));
+  EXPECT_TRUE(Weights(base_).contains("w"));
 }
 
 TEST_F(WeightsIndexTest, AnIndexThatDoesNotFitItsFilesIsRefusedByName) {

@@ -16,6 +16,7 @@
 #include "tessera/optim.h"
 #include "tessera/safetensors.h"
 #include "tessera/safetensors_weights.h"
+#include "tessera/weights/weights.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 namespace {
@@ -124,7 +125,7 @@ TEST_F(FsdpState, EveryRankWritesItsPartOfAFolderOfWeights) {
       fsdp.save_state_dict(path("one.safetensors"));
       fsdp.save_state_dict(path("parts/"));
     });
-    const SafetensorsWeights one(path("one.safetensors")), parts(path("parts"));
+    const Weights one(path("one.safetensors")), parts(path("parts"));
     ASSERT_EQ(one.entries().size(), parts.entries().size());
     uint64_t total = 0, largest = 0, most = 0;
     for (const auto& entry : one.entries()) {
@@ -181,7 +182,7 @@ TEST_F(FsdpState, AFolderOfWeightsThatARankCannotWriteIsAnErrorOnAllAndLeavesNoI
     EXPECT_THAT(thrown_by([&] { fsdp.save_state_dict(path("of-" + std::to_string(rank) + "/")); }),
                 AllOf(HasSubstr("rank 1 wrote it"), HasSubstr("rank 0 cannot see it")));
   });
-  EXPECT_THROW(SafetensorsWeights(path("of-0")), UsageError);
+  EXPECT_THROW(Weights(path("of-0")), UsageError);
 }
 
 TEST_F(FsdpState, GoesFromAndIntoZero) {

@@ -7,6 +7,7 @@
 //   torch_file_probe open FILE                 reads weights; prints the growth of its memory in
 //   KiB
 
+#include <chrono>
 #include <fstream>
 #include <iostream>
 
@@ -40,12 +41,30 @@ void train(const Words& words) {
   tessera::save_torch_optimizer_state(tessera::state_dict(optimizer, named), words[5]);
 }
 
+/// The greatest memory since the last call, in KiB.
 int64_t peak_kib() {
   std::ifstream status("/proc/self/status");
+  int64_t peak = 0;
   for (std::string line; std::getline(status, line);) {
-    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6));
+    if (line.rfind("VmHWM:", 0) == 0) peak = std::stoll(line.substr(6));
   }
-  return 0;
+  std::ofstream("/proc/self/clear_refs") << "5";
+  return peak;
+}
+
+void open(const std::string& path) {
+  using Clock = std::chrono::steady_clock;
+  peak_kib();
+  const int64_t before = peak_kib();
+  const auto begin = Clock::now();
+  std::string text = "read";
+  try {
+    tensors_of(tessera::TorchFile(path));
+  } catch (const tessera::UsageError& error) {
+    text = error.what();
+  }
+  const std::chrono::duration<double, std::milli> took = Clock::now() - begin;
+  std::cout << peak_kib() - before << " " << took.count() << " " << text << "\n";
 }
 
 void run(const Words& words) {
@@ -58,13 +77,7 @@ void run(const Words& words) {
   } else if (words[1] == "train") {
     train(words);
   } else {
-    const int64_t before = peak_kib();
-    try {
-      tensors_of(tessera::TorchFile(words[2]));
-    } catch (const tessera::UsageError& error) {
-      std::cerr << error.what() << "\n";
-    }
-    std::cout << peak_kib() - before << "\n";
+    for (size_t i = 2; i < words.size(); ++i) open(words[i]);
   }
 }
 

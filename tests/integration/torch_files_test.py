@@ -4,7 +4,7 @@ the PyTorch under test.
 
     torch_files_test.py BUILD_FOLDER
 """
-import io, os, pathlib, pickle, struct, subprocess, sys, tempfile, time, unittest, zipfile
+import os, pathlib, pickle, struct, subprocess, sys, tempfile, unittest, zipfile
 from collections import OrderedDict
 
 import torch
@@ -162,7 +162,7 @@ class RoundTrip(Folder):
         self.assertIn("it has 2 parameters, given are the names of 1", done.stderr)
 
 
-class Malicious:
+class OwnCode:
     def __reduce__(self):
         return os.system, ("touch was_run",)
 
@@ -181,22 +181,36 @@ def tensor(shape, strides, offset=0, numel=2):
 
 
 class Hostile(Folder):
+    """One process opens all files of a test, and measures each."""
+
+    def setUp(self):
+        super().setUp()
+        self.cases = []
+
     def archive(self, pickled, records=(("archive/data/0", b"12345678"),), compression=zipfile.ZIP_STORED):
-        with zipfile.ZipFile(self.path("x.pt"), "w", compression) as z:
+        path = self.path(f"x{len(self.cases)}.pt")
+        with zipfile.ZipFile(path, "w", compression, compresslevel=1) as z:
             z.writestr("archive/data.pkl", pickled)
             for name, data in records:
                 z.writestr(name, data)
             z.writestr("archive/version", b"3\n")
-        return self.path("x.pt")
+        return path
 
     def refused(self, path, words):
-        begin = time.monotonic()
-        done = subprocess.run([PROBE, "open", str(path)], capture_output=True, text=True, timeout=30, cwd=self.folder)
-        took = time.monotonic() - begin
+        self.cases.append((path, words))
+
+    def tearDown(self):
+        done = subprocess.run([PROBE, "open", *(str(path) for path, _ in self.cases)], capture_output=True, text=True,
+                              timeout=60, cwd=self.folder)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn(words, done.stderr)
-        self.assertLess(int(done.stdout), KIB_ALLOWED, "memory")
-        self.assertLess(took, 10, "time, with the start of the program on a busy machine")
+        lines = done.stdout.splitlines()
+        self.assertEqual(len(lines), len(self.cases), done.stderr)
+        for line, (path, words) in zip(lines, self.cases):
+            kib, ms, text = line.split(" ", 2)
+            self.assertIn(words, text)
+            self.assertLess(int(kib), KIB_ALLOWED, text)
+            self.assertLess(float(ms), 5000, "more than a second, on a busy machine: " + text)
+        self.assertFalse(self.path("was_run").exists())
 
     def dict_of(self, value):
         return b"\x80\x02}X\x01\x00\x00\x00a" + value + b"s."
@@ -204,12 +218,11 @@ class Hostile(Folder):
     def test_the_harness_writes_sound_files(self):
         path = self.archive(self.dict_of(tensor([2], [1])))
         done = self.probe("open", path)
-        self.assertEqual(done.stderr, "")
+        self.assertIn(" read", done.stdout)
 
     def test_code(self):
-        torch.save({"a": Malicious()}, self.path("x.pt"))
+        torch.save({"a": OwnCode()}, self.path("x.pt"))
         self.refused(self.path("x.pt"), "system")
-        self.assertFalse(self.path("was_run").exists())
         for module, name in (("builtins", "eval"), ("builtins", "__import__"), ("torch", "load"), ("torch._utils", "os")):
             self.refused(self.archive(b"\x80\x02c%s\n%s\n)R." % (module.encode(), name.encode())), f"{module}.{name}")
         self.refused(self.archive(pickle.dumps({"a": complex(1, 2)}, protocol=4)), "builtins.complex")

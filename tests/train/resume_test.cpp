@@ -9,6 +9,7 @@
 #include "tessera/safetensors.h"
 #include "tessera/safetensors_weights.h"
 #include "tessera/train/registries.h"
+#include "tessera/weights/weights.h"
 #include "train/train_fixture.h"
 
 // Checkpoints of runs: what goes on is what would have gone on.
@@ -25,7 +26,7 @@ class ResumeTest : public testing::TrainFixture {
   /// Two optimizer states, and weights, that must be equal bit by bit.
   static void expect_equal_state(const std::string& a, const std::string& b) {
     const Checkpoint left(a), right(b);
-    const SafetensorsWeights left_weights(a), right_weights(b);
+    const Weights left_weights(a), right_weights(b);
     std::vector<std::string> names;
     for (const auto& entry : left_weights.entries()) names.push_back(entry.name);
     ASSERT_EQ(names.size(), right_weights.entries().size());
@@ -242,7 +243,7 @@ TEST_F(ResumeTest, WeightsOfEveryRankAndOfOneFileAreTheSame) {
     EXPECT_FALSE(fs::exists(parts + "/weights.safetensors")) << wrapper;
     expect_equal_state(parts, one);
     // What each rank wrote of the weights, and of the optimizer's state with whole parameters.
-    const SafetensorsWeights weights(parts);
+    const Weights weights(parts);
     uint64_t total = 0, largest = 0, all_state = 0, most_state = 0;
     for (const auto& entry : weights.entries()) {
       total += entry.end - entry.begin;
@@ -272,7 +273,7 @@ TEST_F(ResumeTest, WeightsOfEveryRankAndOfOneFileAreTheSame) {
 TEST_F(ResumeTest, TheFinalWeightsGoToAFolderIfThePathEndsWithASlash) {
   train_ranks(2, {"train.save=w/", "train.steps=2"});
   train_ranks(2, {"train.save=w.safetensors", "train.steps=2"});
-  const SafetensorsWeights parts("w"), one("w.safetensors");
+  const Weights parts("w"), one("w.safetensors");
   ASSERT_EQ(parts.entries().size(), one.entries().size());
   for (const auto& entry : one.entries())
     EXPECT_TRUE(at::equal(parts.load(entry.name), one.load(entry.name))) << entry.name;

@@ -8,6 +8,8 @@
 
 #include <torch/torch.h>
 
+#include "tessera/weights/weights.h"
+
 // GPT-2 (Radford et al., 2019) as a plain module, without any code for sharding. Parameter names
 // and shapes are those of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is
 // [n_embd, 3·n_embd] (Conv1D, transposed), and a tied head is `transformer.wte.weight`.
@@ -91,11 +93,14 @@ class GPT2Impl : public torch::nn::Module {
   at::Tensor generate(const at::Tensor& prompt, int64_t count, const GPT2SampleOptions& sample = {},
                       std::optional<at::Generator> generator = std::nullopt);
 
-  /// Copies a model.safetensors into the parameters, converting dtype and device. Names may have
+  /// Copies weights (see Weights) into the parameters, converting dtype and device. Names may have
   /// the prefix `transformer.` or not. Mask buffers (`attn.bias`, `attn.masked_bias`) are ignored.
   /// `lm_head.weight` of a tied model is accepted if it equals the embedding. Throws UsageError
   /// listing missing and unexpected names and wrong shapes; no parameter has changed then. Local.
   void load_weights(const std::string& path);
+  /// The same from opened weights of any kind. Without `strict`, names that are missing or
+  /// unexpected are no error; they are returned.
+  UnmatchedNames load_weights(const Weights& weights, bool strict = true);
 
   /// Writes every parameter under its name, with metadata {"format": "pt"}. Hugging Face can load
   /// the file. The file appears atomically, as with SafetensorsWriter. Local.

@@ -10,6 +10,7 @@
 #include "tessera/process_group.h"
 #include "tessera/step/grad_scaler.h"
 #include "tessera/train/registries.h"
+#include "tessera/weights/weights.h"
 
 // The config of `tessera train`, from YAML files and `key=value` arguments, as plain structs.
 // docs/config_reference.md lists the keys. All functions are local. Relative paths are relative to
@@ -21,8 +22,10 @@ struct ModelConfig {
   std::string type;
   ModelPlan plan;
   std::vector<std::string> freeze;  ///< patterns of names of parameters that are not trained
-  std::string init;  ///< safetensors file, index or folder of the initial weights; empty: random
+  std::string init;  ///< file, index or folder of the initial weights (see Weights); empty: random
                      ///< from `seed`
+  WeightsOptions init_options;  ///< how the weights are read
+  bool strict = true;           ///< whether names that are missing or unexpected are an error
   /// Seed of the initial weights and of each rank's random numbers in training.
   uint64_t seed = 0;
   std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
@@ -99,6 +102,7 @@ struct RunConfig {
   std::string log;                       ///< file of JSON lines; empty: none
   int64_t log_every = 1;                 ///< steps per printed line; the file has every step
   std::string save;                      ///< file or "folder/" of the final weights; empty: none
+  uint64_t max_shard_bytes = 0;          ///< of each file in a folder `save`; 0: any number
   bool save_config = false;              ///< write Hugging Face's config.json next to `save`
   int64_t eval_every = 0;                ///< in steps; 0: only at the end
   int64_t eval_batches = 0;              ///< global batches per evaluation; 0: all samples

@@ -13,6 +13,7 @@
 #include "tessera/data/dataset.h"
 #include "tessera/process_group.h"
 #include "tessera/step/losses.h"
+#include "tessera/weights/weights.h"
 
 // A model as the trainer uses it: a module and the functions that call it. Any torch::nn::Module
 // can be used without a change.
@@ -27,8 +28,8 @@ struct TrainedModel {
   /// mmengine's mode "predict". Empty: the module has no forward(Tensor).
   std::function<at::Tensor(const Batch&)> predict = {};
 
-  /// Reads weights from a safetensors file. Empty: tensors are read by parameter and buffer name.
-  std::function<void(const std::string& path)> load_weights = {};
+  /// Reads weights, as load_state_dict(). Empty: tensors are read by parameter and buffer name.
+  std::function<UnmatchedNames(const Weights& weights, bool strict)> load_weights = {};
   /// For language models. Returns `prompt` (int64 [T]) followed by `count` sampled tokens.
   std::function<at::Tensor(const at::Tensor& prompt, int64_t count, double temperature,
                            int64_t top_k, at::Generator)>

@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
-#include "tessera/safetensors_weights.h"
+#include "tessera/weights/weights.h"
 
 namespace tessera {
 namespace {
@@ -43,9 +44,10 @@ ModuleStateDict state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
-void detail::load_module(torch::nn::Module& module, const std::string& source,
-                         const std::vector<SafetensorsEntry>& entries,
-                         const std::function<at::Tensor(const std::string& name)>& load) {
+UnmatchedNames detail::load_module(torch::nn::Module& module, const std::string& source,
+                                   const std::vector<SafetensorsEntry>& entries,
+                                   const std::function<at::Tensor(const std::string& name)>& load,
+                                   bool strict) {
   auto wanted = tensors_of(module);
   std::map<std::string, const SafetensorsEntry*> there;
   for (const auto& entry : entries) {
@@ -53,7 +55,8 @@ void detail::load_module(torch::nn::Module& module, const std::string& source,
       throw UsageError(
           fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
   }
-  std::vector<std::string> missing, unexpected;
+  UnmatchedNames names;
+  auto& [missing, unexpected] = names;
   for (const auto& [name, tensor] : wanted) {
     const auto found = there.find(name);
     if (found == there.end()) {
@@ -66,14 +69,18 @@ void detail::load_module(torch::nn::Module& module, const std::string& source,
     there.erase(name);
   }
   for (const auto& [name, entry] : there) unexpected.push_back(name);
-  if (!missing.empty() || !unexpected.empty()) {
+  if (strict && (!missing.empty() || !unexpected.empty())) {
     throw UsageError(
         fmt::format("{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
                     missing.empty() || unexpected.empty() ? "" : "; ",
                     unexpected.empty() ? "" : "not in the model: " + listed(unexpected)));
   }
   at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : wanted) tensor.copy_(load(name));
+  const std::set<std::string> absent(missing.begin(), missing.end());
+  for (auto& [name, tensor] : wanted) {
+    if (absent.count(name) == 0) tensor.copy_(load(name));
+  }
+  return names;
 }
 
 void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
@@ -90,9 +97,13 @@ void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
 }
 
 void load_state_dict(torch::nn::Module& module, const std::string& path) {
-  const SafetensorsWeights file(path);
-  detail::load_module(module, path, file.entries(),
-                      [&](const std::string& name) { return file.load(name); });
+  load_state_dict(module, Weights(path));
+}
+
+UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights, bool strict) {
+  return detail::load_module(
+      module, weights.path(), weights.entries(),
+      [&](const std::string& name) { return weights.load(name); }, strict);
 }
 
 }  // namespace tessera

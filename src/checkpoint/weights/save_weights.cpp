@@ -1,15 +1,13 @@
 #include "tessera/save_weights.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <exception>
 #include <filesystem>
+#include <map>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include "checkpoint/io/atomic_file.h"
-#include "checkpoint/io/file_descriptor.h"
+#include "checkpoint/weights/part_writers.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -28,27 +26,16 @@ void make_weights_folder(const std::string& folder, int rank) {
   }
 }
 
-void remove_index(const std::string& path) {
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-    throw Error("safetensors: " + path + ": removing it failed: " + errno_text(errno));
-}
-
 void check_parts_seen(const fs::path& folder, const std::vector<WeightsPart>& parts) {
-  for (size_t rank = 0; rank < parts.size(); ++rank) {
+  for (const auto& part : parts) {
     std::error_code error;
-    if (!fs::exists(folder / parts[rank].file, error)) {
+    if (!fs::exists(folder / part.file, error)) {
       throw UsageError(fmt::format(
           "safetensors: {}: rank {} wrote it, but rank 0 cannot see it; expected a folder that all "
           "ranks share, or a path without \"/\" at its end, a file that rank 0 writes alone",
-          (folder / parts[rank].file).string(), rank));
+          (folder / part.file).string(), part.rank));
     }
   }
-}
-
-void write_index(const std::string& path, const std::string& text) {
-  AtomicFile file("safetensors", path);
-  file.write_at(text.data(), text.size(), 0);
-  file.commit();
 }
 
 }  // namespace
@@ -57,16 +44,21 @@ bool is_weights_folder(const std::string& path) { return path.ends_with('/'); }
 
 void write_weights(const std::vector<WeightsPart>& parts, int rank, const WholeTensor& whole,
                    const std::function<void(size_t i, const at::Tensor& tensor)>& write) {
+  std::map<int, std::vector<size_t>> tensors;  // by rank
   size_t rounds = 0;
-  for (const auto& part : parts) rounds = std::max(rounds, part.tensors.size());
+  for (const auto& part : parts) {
+    auto& list = tensors[part.rank];
+    list.insert(list.end(), part.tensors.begin(), part.tensors.end());
+    rounds = std::max(rounds, list.size());
+  }
   for (size_t round = 0; round < rounds; ++round) {
     at::Tensor mine;
-    for (size_t to = 0; to < parts.size(); ++to) {
-      if (round >= parts[to].tensors.size()) continue;
-      at::Tensor tensor = whole(parts[to].tensors[round], static_cast<int>(to));
-      if (static_cast<int>(to) == rank) mine = std::move(tensor);
+    for (const auto& [to, list] : tensors) {
+      if (round >= list.size()) continue;
+      at::Tensor tensor = whole(list[round], to);
+      if (to == rank) mine = std::move(tensor);
     }
-    if (mine.defined()) write(parts[rank].tensors[round], mine);
+    if (mine.defined()) write(tensors[rank][round], mine);
   }
 }
 
@@ -74,18 +66,16 @@ void save_weights(const ProcessGroup& group, const std::string& path,
                   const std::vector<SafetensorsSpec>& tensors, const WholeTensor& whole,
                   const SaveWeightsOptions& options) {
   const bool folder = is_weights_folder(path);
-  const auto parts = divide_weights(tensors, folder ? group.size() : 1, options.rank0_from);
-  const bool writes = group.rank() < static_cast<int>(parts.size());
+  const auto parts =
+      folder ? divide_weights(tensors, group.size(), options.rank0_from, options.max_shard_bytes)
+             : divide_weights(tensors, 1, options.rank0_from);
   const std::string index = (fs::path(path) / kWeightsIndexName).string();
-  std::unique_ptr<SafetensorsWriter> writer;
+  PartWriters writers(path, tensors, options.metadata);
   agree(group, [&] {
     if (folder) make_weights_folder(path, group.rank());
-    if (!writes) return;
-    const auto& part = parts[group.rank()];
-    std::vector<SafetensorsSpec> own;
-    for (const size_t i : part.tensors) own.push_back(tensors[i]);
-    writer = std::make_unique<SafetensorsWriter>(
-        folder ? (fs::path(path) / part.file).string() : path, std::move(own), options.metadata);
+    for (const auto& part : parts) {
+      if (part.rank == group.rank()) writers.begin(part);
+    }
   });
   // Every rank must take part in all gathers, so the first error waits until they are done.
   std::exception_ptr failure;
@@ -93,22 +83,20 @@ void save_weights(const ProcessGroup& group, const std::string& path,
     if (failure) return;
     try {
       if (options.check) options.check(i, tensor);
-      writer->write(tensors[i].name, tensor);
+      writers.write(i, tensor);
     } catch (...) {
       failure = std::current_exception();
     }
   });
   agree(group, [&] {
     if (failure) std::rethrow_exception(failure);
-    if (folder && group.rank() == 0) remove_index(index);
+    if (folder && group.rank() == 0) remove_weights_index(index);
   });
-  agree(group, [&] {
-    if (writer) writer->commit();
-  });
+  agree(group, [&] { writers.commit(); });
   agree(group, [&] {
     if (!folder || group.rank() != 0) return;
     check_parts_seen(path, parts);
-    write_index(index, weights_index_text(tensors, parts));
+    write_weights_index(index, weights_index_text(tensors, parts));
   });
 }
 

@@ -19,6 +19,7 @@ namespace {
 constexpr const char* kWeightMap = "weight_map";
 constexpr const char* kTotalSize = "total_size";
 constexpr std::string_view kFileSuffix = ".safetensors";
+constexpr std::string_view kTorchSuffix = ".bin";
 
 [[noreturn]] void refuse_index(const std::string& path, const std::string& reason) {
   throw UsageError("safetensors: " + path + ": " + reason);
@@ -42,8 +43,7 @@ json parse_once(const std::string& path, const std::string& text) {
 }
 
 void check_part_name(const std::string& path, const std::string& tensor, const std::string& file) {
-  const bool ends = file.size() > kFileSuffix.size() &&
-                    file.compare(file.size() - kFileSuffix.size(), file.npos, kFileSuffix) == 0;
+  const bool ends = file.ends_with(kFileSuffix) || file.ends_with(kTorchSuffix);
   if (ends && file[0] != '.' && file.find_first_of(std::string("/\\\0", 3)) == file.npos) return;
   refuse_index(path, fmt::format("{} gives tensor {} the file {}; expected the plain name of a "
                                  "{} file in the index's folder",
@@ -68,6 +68,24 @@ uint64_t bytes_of(const SafetensorsSpec& spec) {
   return std::accumulate(
       spec.shape.begin(), spec.shape.end(), static_cast<uint64_t>(c10::elementSize(spec.dtype)),
       [](uint64_t product, int64_t size) { return product * static_cast<uint64_t>(size); });
+}
+
+/// Divides the part of each rank into files of at most `max_bytes`.
+std::vector<WeightsPart> cut_parts(const std::vector<SafetensorsSpec>& tensors,
+                                   std::vector<WeightsPart>& ranks, uint64_t max_bytes) {
+  std::vector<WeightsPart> parts;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    std::sort(ranks[rank].tensors.begin(), ranks[rank].tensors.end());
+    parts.push_back({static_cast<int>(rank)});
+    for (const size_t i : ranks[rank].tensors) {
+      const uint64_t bytes = bytes_of(tensors[i]);
+      const bool full = bytes > max_bytes || parts.back().bytes > max_bytes - bytes;
+      if (full && !parts.back().tensors.empty()) parts.push_back({static_cast<int>(rank)});
+      parts.back().tensors.push_back(i);
+      parts.back().bytes += bytes;
+    }
+  }
+  return parts;
 }
 
 }  // namespace
@@ -127,7 +145,7 @@ WeightsIndex parse_weights_index(const std::string& path, const std::string& tex
 }
 
 std::vector<WeightsPart> divide_weights(const std::vector<SafetensorsSpec>& tensors, int ranks,
-                                        size_t rank0_from) {
+                                        size_t rank0_from, uint64_t max_bytes) {
   const size_t count = std::clamp<size_t>(tensors.size(), 1, static_cast<size_t>(ranks));
   std::vector<WeightsPart> parts(count);
   std::vector<size_t> order(std::min(rank0_from, tensors.size()));
@@ -145,8 +163,8 @@ std::vector<WeightsPart> divide_weights(const std::vector<SafetensorsSpec>& tens
   };
   for (const size_t i : order) give(*std::min_element(parts.begin(), parts.end(), less), i);
   while (parts.size() > 1 && parts.back().tensors.empty()) parts.pop_back();
+  parts = cut_parts(tensors, parts, max_bytes);
   for (size_t i = 0; i < parts.size(); ++i) {
-    std::sort(parts[i].tensors.begin(), parts[i].tensors.end());
     parts[i].file = fmt::format("model-{:05d}-of-{:05d}{}", i + 1, parts.size(), kFileSuffix);
   }
   return parts;

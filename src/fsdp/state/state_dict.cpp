@@ -9,6 +9,7 @@
 #include "tessera/error.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
+#include "tessera/weights/weights.h"
 
 namespace tessera {
 
@@ -80,7 +81,7 @@ namespace {
 
 /// Reads this rank's shard of parameter `index`: its elements alone if the parameter's memory order
 /// is that of the file, otherwise the whole parameter.
-void load_shard(ShardedModule& sharded, size_t index, const SafetensorsWeights& weights) {
+void load_shard(ShardedModule& sharded, size_t index, const Weights& weights) {
   const auto& [name, parameter] = sharded.model.parameters[index];
   const auto& shard = sharded.model.shard_of(index);
   if (!parameter.is_contiguous()) return sharded.take_shard(index, weights.load(name));
@@ -173,7 +174,7 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
   constexpr const char* kCall = "load_state_dict";
-  std::optional<SafetensorsWeights> file;
+  std::optional<Weights> file;
   check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
     std::map<std::string, std::vector<int64_t>> given;

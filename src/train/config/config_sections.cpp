@@ -11,12 +11,39 @@
 namespace tessera::train {
 namespace {
 
+void read_key_map(OptionReader& keys, ModelConfig& model) {
+  for (auto& rule : keys.list("key_map",
+                              "rules that change the names of init's weights, applied in "
+                              "order: a list of maps, each with pattern (a regular "
+                              "expression) and replacement ($1: its first group)")) {
+    NameRule read;
+    rule.require("pattern", "a regular expression");
+    rule.read("pattern", read.pattern, "what is replaced");
+    rule.read("replacement", read.replacement, "what replaces each match");
+    rule.finish();
+    try {
+      check_key_map({read});
+    } catch (const UsageError& error) {
+      keys.fail("key_map", error.what());
+    }
+    model.init_options.key_map.push_back(std::move(read));
+  }
+}
+
 void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.require("type", "the name of a model");
   keys.read_choice("type", model.type, registry::models().names(), "the model");
   keys.read_path(
       "init", model.init,
-      "initial weights: a safetensors file, its index, or a folder that has one of them");
+      "initial weights: a file of safetensors or torch.save, an index, or a folder that has one of "
+      "them");
+  keys.read("init_key", model.init_options.key,
+            "the dict with the weights in a file of torch.save that has several; keys within keys "
+            "are divided by /");
+  read_key_map(keys, model);
+  keys.read("strict", model.strict,
+            "names of weights that are missing in init or unexpected are an error; otherwise they "
+            "are listed");
   keys.read("seed", model.seed, "seed of the initial weights and of dropout");
   keys.read("freeze", model.freeze,
             "parameters that are not trained, by name: * any characters but dots, ** any, ? one");

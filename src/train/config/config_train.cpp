@@ -228,9 +228,13 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read_path("log", run.log, "file for JSON lines, one per step");
   keys.read("log_every", run.log_every, "steps per printed line", kAtLeastOne);
   keys.read_path("save", run.save,
-                 "safetensors file of the final weights; with / at its end, a folder to which "
-                 "every rank writes "
-                 "its part of them");
+                 "file of the final weights, for torch.load if it ends in .pt, .pth or .bin, else "
+                 "safetensors; with / at its end, a folder to which every rank writes its part of "
+                 "them, and which gets the other files of a folder model.init");
+  int64_t shard_mb = 0;
+  keys.read("max_shard_mb", shard_mb,
+            "megabytes (10^6) of each file in a folder save; 0: any number", Range{0, 1e12});
+  run.max_shard_bytes = static_cast<uint64_t>(shard_mb) * 1'000'000;
   keys.read("save_config", run.save_config, "also write config.json next to save");
   keys.read("eval_every", run.eval_every, "steps per evaluation; 0: only at the end", kNotNegative);
   keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",

@@ -135,6 +135,7 @@ class Run : private Joinable {
   at::Tensor whole_weight(size_t i, int to);
   void add_weights_to(CheckpointWriter& writer);
   void load_weights_of(const Checkpoint& checkpoint);
+  void report_unmatched(const UnmatchedNames& names) const;
   void save();
 
   const Config& config_;

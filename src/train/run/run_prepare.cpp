@@ -5,10 +5,12 @@
 #include <sstream>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"
+#include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
 #include "train/report/free_space.h"
 #include "train/report/prepare_outputs.h"
@@ -149,15 +151,28 @@ void Run::make_model(const ProcessGroup& own_group) {
   check_specs();
   if (!resumed_ && !config_.model.init.empty()) {
     named(config_.at("model.init"), [&] {
-      if (model_.load_weights) {
-        model_.load_weights(config_.model.init);
-      } else {
-        load_state_dict(*model_.module, config_.model.init);
-      }
+      const Weights weights(config_.model.init, config_.model.init_options);
+      const bool strict = config_.model.strict;
+      const UnmatchedNames unmatched = model_.load_weights
+                                           ? model_.load_weights(weights, strict)
+                                           : load_state_dict(*model_.module, weights, strict);
+      report_unmatched(unmatched);
     });
   }
   // Dropout uses the global generator; every rank must draw different masks.
   torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+}
+
+/// On rank 0, without model.strict.
+void Run::report_unmatched(const UnmatchedNames& names) const {
+  if (!reporter_) return;
+  const auto report = [&](const char* what, const std::vector<std::string>& list) {
+    if (!list.empty())
+      reporter_->line(
+          fmt::format("model.init: {} {}: {}", list.size(), what, fmt::join(list, ", ")));
+  };
+  report("missing names, which keep their initial values", names.missing);
+  report("unexpected names, which are not read", names.unexpected);
 }
 
 /// Applies model.freeze.
@@ -214,7 +229,8 @@ void Run::check_specs() const {
     named(config_.at(key), [&] { SafetensorsWriter::check(file, weights_); });
   };
   if (store_) check("checkpoint.folder", store_->folder() + "/…/weights.safetensors");
-  if (!config_.train.save.empty()) check("train.save", config_.train.save);
+  if (!config_.train.save.empty() && !is_torch_path(config_.train.save))
+    check("train.save", config_.train.save);
 }
 
 int64_t Run::bytes_of_weights() const {

@@ -9,6 +9,7 @@
 #include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/nonfinite.h"
+#include "tessera/weights/weights_tools.h"
 #include "train/run/run.h"
 
 namespace tessera::train {
@@ -82,6 +83,7 @@ void Run::save() {
   SaveWeightsOptions options;
   options.metadata = kMetadata;
   options.rank0_from = parameter_count_;
+  if (config_.train.max_shard_bytes > 0) options.max_shard_bytes = config_.train.max_shard_bytes;
   options.check = [&](size_t i, const at::Tensor& tensor) {
     const std::string nonfinite = i < parameter_count_ ? nonfinite_text(tensor) : "";
     if (nonfinite.empty()) return;
@@ -94,6 +96,10 @@ void Run::save() {
   agree(group_, [&] {
     if (!first()) return;
     reporter_->line("weights written to " + path);
+    if (is_weights_folder(path) && std::filesystem::is_directory(config_.model.init)) {
+      for (const auto& name : copy_other_files(config_.model.init, path))
+        reporter_->line(name + " copied from " + config_.model.init);
+    }
     if (config_.train.save_config) {
       const auto beside = std::filesystem::path(path).parent_path() / "config.json";
       write_file(beside.string(), model_.config_json);

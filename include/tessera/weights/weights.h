@@ -1,0 +1,71 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/types.h>
+
+#include "tessera/detail/safetensors_entry.h"
+
+// Weights on disk, of any kind that Tessera reads. All functions are local.
+
+namespace tessera {
+
+/// One rule for names: each match of `pattern` (a regular expression as in JavaScript) becomes
+/// `replacement`, in which $1 is the first group. "^" and "$" are the ends of the name.
+struct NameRule {
+  std::string pattern, replacement;
+};
+
+struct WeightsOptions {
+  /// The dict with the weights in a file of torch.save; see TorchFile.
+  std::string key = {};
+  /// Applied to every name, one rule after the other, each to the result of the one before.
+  std::vector<NameRule> key_map = {};
+};
+
+/// Names of a model and of a file that have no counterpart.
+struct UnmatchedNames {
+  std::vector<std::string> missing;     ///< of the model; they keep their values
+  std::vector<std::string> unexpected;  ///< of the file; they are not read
+};
+
+/// Weights opened for reading. The kind of each file is recognised by its content: safetensors,
+/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Headers
+/// and pickles are read and checked; only `load` and `load_slice` read data, at its offset. Several
+/// threads may call them at the same time.
+class Weights {
+ public:
+  /// `path`: a file, an index, or a folder that has model.safetensors.index.json,
+  /// model.safetensors, weights.safetensors, pytorch_model.bin.index.json or pytorch_model.bin; the
+  /// first of them is read. Throws UsageError as SafetensorsFile, TorchFile and
+  /// parse_weights_index() do; if a file of the index is missing, has not exactly the tensors that
+  /// the index gives it, or the total is wrong; for files of other kinds, which it names; for a
+  /// pattern that is no regular expression; and if two names become equal.
+  explicit Weights(const std::string& path, const WeightsOptions& options = {});
+  ~Weights();
+  Weights(Weights&&) noexcept;
+  Weights& operator=(Weights&&) noexcept;
+
+  /// The file or the index that is read.
+  const std::string& path() const;
+  /// Every tensor, file by file, under its new name. `end - begin` is its number of bytes.
+  const std::vector<SafetensorsEntry>& entries() const;
+  bool contains(const std::string& name) const;
+  /// As the functions of SafetensorsFile.
+  const SafetensorsEntry& info(const std::string& name) const;
+  at::ScalarType scalar_type(const std::string& name) const;
+  at::Tensor load(const std::string& name) const;
+  void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
+                  at::Tensor out) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Throws UsageError if a pattern is no regular expression.
+void check_key_map(const std::vector<NameRule>& rules);
+
+}  // namespace tessera

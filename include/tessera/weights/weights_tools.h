@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/types.h>
+
+#include "tessera/weights/weights.h"
+
+// What `tessera weights` does: weights without a model, one tensor at a time. All functions are
+// local.
+
+namespace tessera {
+
+/// XXH3 with 128 bits, in hexadecimal digits, of the tensor's elements in row-major order.
+std::string weights_digest(const Weights& weights, const std::string& name);
+
+struct ConvertOptions {
+  /// Floating-point tensors get this dtype; none: they keep theirs. Others always keep theirs.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  /// As of SaveWeightsOptions; for folders.
+  uint64_t max_shard_bytes = std::numeric_limits<uint64_t>::max();
+};
+
+/// Writes `from` to `to`, whose ending says the kind as in save_weights(). If both are folders, the
+/// other files of the folder, such as config.json and those of the tokenizer, are copied, too.
+/// Throws UsageError if `to` is a file that is read.
+void convert_weights(const Weights& from, const std::string& to,
+                     const ConvertOptions& options = {});
+
+/// Copies the regular files of folder `from` that hold no weights to folder `to`, which exists, and
+/// returns their names. Files of more than 100 MB, hidden files and folders are left out.
+std::vector<std::string> copy_other_files(const std::string& from, const std::string& to);
+
+struct TensorDifference {
+  std::string name;
+  /// "", "only in the first", "only in the second", or "F32 [2, 3] and F32 [3, 2]".
+  std::string note;
+  int64_t elements = 0;  ///< that differ; NaN equals NaN
+  double largest = 0;    ///< greatest absolute difference, in double
+};
+
+/// Every tensor of the two, in order of the names. Tensors of the same shape are compared by value,
+/// whatever their dtypes.
+std::vector<TensorDifference> compare_weights(const Weights& first, const Weights& second);
+
+}  // namespace tessera

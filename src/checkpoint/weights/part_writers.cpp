@@ -1,0 +1,57 @@
+#include "checkpoint/weights/part_writers.h"
+
+#include <cerrno>
+#include <filesystem>
+
+#include <unistd.h>
+
+#include "checkpoint/io/atomic_file.h"
+#include "checkpoint/io/file_descriptor.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+bool is_torch_path(const std::string& path) {
+  return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".bin");
+}
+
+void PartWriters::begin(const WeightsPart& part) {
+  std::vector<SafetensorsSpec> own;
+  for (const size_t i : part.tensors) {
+    own.push_back(tensors_[i]);
+    places_[i] = writers_.size();
+  }
+  auto& writer = writers_.emplace_back();
+  if (is_weights_folder(path_))
+    writer.safetensors = std::make_unique<SafetensorsWriter>(
+        (std::filesystem::path(path_) / part.file).string(), std::move(own), metadata_);
+  else if (is_torch_path(path_))
+    writer.torch = std::make_unique<TorchFileWriter>(path_, std::move(own));
+  else writer.safetensors = std::make_unique<SafetensorsWriter>(path_, std::move(own), metadata_);
+}
+
+void PartWriters::write(size_t i, const at::Tensor& tensor) {
+  auto& writer = writers_[places_[i]];
+  if (writer.torch) writer.torch->write(tensors_[i].name, tensor);
+  else writer.safetensors->write(tensors_[i].name, tensor);
+}
+
+void PartWriters::commit() {
+  for (auto& writer : writers_) {
+    if (writer.torch) writer.torch->commit();
+    else writer.safetensors->commit();
+  }
+}
+
+void remove_weights_index(const std::string& path) {
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT)
+    throw Error("safetensors: " + path + ": removing it failed: " + errno_text(errno));
+}
+
+void write_weights_index(const std::string& path, const std::string& text) {
+  AtomicFile file("safetensors", path);
+  file.write_at(text.data(), text.size(), 0);
+  file.commit();
+}
+
+}  // namespace tessera

@@ -1,0 +1,137 @@
+#include "tessera/weights/weights_tools.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "checkpoint/io/digest.h"
+#include "checkpoint/weights/part_writers.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::vector<SafetensorsSpec> specs_of(const Weights& from, const ConvertOptions& options) {
+  std::vector<SafetensorsSpec> specs;
+  for (const auto& entry : from.entries()) {
+    at::ScalarType type = from.scalar_type(entry.name);
+    if (options.dtype && at::isFloatingType(type)) type = *options.dtype;
+    specs.push_back({entry.name, type, entry.shape});
+  }
+  return specs;
+}
+
+bool holds_weights(const fs::path& file) {
+  const std::set<std::string> kEndings{".safetensors", ".bin",  ".pt",   ".pth", ".h5",
+                                       ".msgpack",     ".gguf", ".onnx", ".ot"};
+  return kEndings.count(file.extension().string()) > 0 ||
+         file.string().ends_with(kWeightsIndexSuffix);
+}
+
+/// A file must not be read and replaced at the same time.
+void check_distinct(const Weights& from, const std::string& to) {
+  std::error_code ignored;
+  const fs::path source = fs::path(from.path()).parent_path();
+  const bool same = is_weights_folder(to)
+                        ? fs::equivalent(source.empty() ? "." : source, to, ignored)
+                        : fs::equivalent(from.path(), to, ignored);
+  if (same)
+    throw UsageError("weights: " + to + ": is where the weights are read from; expected another " +
+                     (is_weights_folder(to) ? "folder" : "file"));
+}
+
+std::string described(const SafetensorsEntry& entry) {
+  return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
+}
+
+void compare(const at::Tensor& a, const at::Tensor& b, TensorDifference& difference) {
+  const bool complex = a.is_complex() || b.is_complex();
+  const auto wide = complex ? at::kComplexDouble : at::kDouble;
+  const auto x = a.to(wide), y = b.to(wide);
+  // Integers of 64 bits do not all fit into a double.
+  const bool integers = a.scalar_type() == at::kLong && b.scalar_type() == at::kLong;
+  auto differs = integers ? a.ne(b) : x.ne(y);
+  if (!complex) differs = differs.logical_and(x.isnan().logical_and(y.isnan()).logical_not());
+  difference.elements = differs.sum().item<int64_t>();
+  if (difference.elements == 0) return;
+  difference.largest = x.sub(y).abs().masked_select(differs).max().item<double>();
+}
+
+}  // namespace
+
+std::string weights_digest(const Weights& weights, const std::string& name) {
+  const at::Tensor tensor = weights.load(name);
+  return store::digest_of(tensor.numel() > 0 ? tensor.data_ptr() : "", tensor.nbytes());
+}
+
+void convert_weights(const Weights& from, const std::string& to, const ConvertOptions& options) {
+  const bool folder = is_weights_folder(to);
+  const auto specs = specs_of(from, options);
+  check_distinct(from, to);
+  std::error_code error;
+  if (folder) fs::create_directories(to, error);
+  if (error) throw UsageError("weights: " + to + ": cannot make the folder: " + error.message());
+  const auto parts = folder ? divide_weights(specs, 1, specs.size(), options.max_shard_bytes)
+                            : divide_weights(specs, 1);
+  const SafetensorsMetadata metadata{{"format", "pt"}};
+  PartWriters writers(to, specs, metadata);
+  for (const auto& part : parts) {
+    writers.begin(part);
+    for (const size_t i : part.tensors)
+      writers.write(i, from.load(specs[i].name).to(specs[i].dtype));
+  }
+  const std::string index = (fs::path(to) / kWeightsIndexName).string();
+  if (folder) remove_weights_index(index);
+  writers.commit();
+  if (!folder) return;
+  write_weights_index(index, weights_index_text(specs, parts));
+  const fs::path source = fs::path(from.path()).parent_path();
+  if (fs::exists(source / "config.json")) copy_other_files(source.string(), to);
+}
+
+std::vector<std::string> copy_other_files(const std::string& from, const std::string& to) {
+  constexpr uintmax_t kMost = 100'000'000;
+  std::vector<std::string> copied;
+  std::error_code ignored;
+  if (fs::equivalent(from, to, ignored)) return copied;
+  for (const auto& entry : fs::directory_iterator(from)) {
+    const std::string name = entry.path().filename().string();
+    if (!entry.is_regular_file() || name[0] == '.' || holds_weights(entry.path()) ||
+        entry.file_size() > kMost)
+      continue;
+    std::error_code error;
+    fs::copy_file(entry.path(), fs::path(to) / name, fs::copy_options::overwrite_existing, error);
+    if (error)
+      throw Error("weights: copying " + entry.path().string() + " to " + to + ": " +
+                  error.message());
+    copied.push_back(name);
+  }
+  std::sort(copied.begin(), copied.end());
+  return copied;
+}
+
+std::vector<TensorDifference> compare_weights(const Weights& first, const Weights& second) {
+  std::set<std::string> names;
+  for (const auto* weights : {&first, &second}) {
+    for (const auto& entry : weights->entries()) names.insert(entry.name);
+  }
+  std::vector<TensorDifference> differences;
+  for (const auto& name : names) {
+    auto& difference = differences.emplace_back();
+    difference.name = name;
+    if (!second.contains(name)) difference.note = "only in the first";
+    else if (!first.contains(name)) difference.note = "only in the second";
+    else if (first.info(name).shape != second.info(name).shape)
+      difference.note = described(first.info(name)) + " and " + described(second.info(name));
+    else compare(first.load(name), second.load(name), difference);
+  }
+  return differences;
+}
+
+}  // namespace tessera

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Weights in and out: `tessera weights`, folders of Hugging Face in `tessera train`, and every snippet of
+docs/weights.md. Needs the Python of the PyTorch under test.
+
+    weights_test.py SOURCE_FOLDER BUILD_FOLDER
+"""
+import json, os, pathlib, re, struct, subprocess, sys, tempfile, unittest
+
+import numpy, torch
+
+SOURCE, BUILD = (pathlib.Path(sys.argv.pop(1)).resolve() for _ in range(2))
+PAGE = (SOURCE / "docs/weights.md").read_text()
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
+ENVIRONMENT.update(PATH=f"{BUILD}/bin:{os.environ['PATH']}", OMP_NUM_THREADS="1")
+
+CONFIG = """
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, dropout: 0, init: hf}
+data: {type: ByteText, path: /usr/share/common-licenses/GPL-3, seq_len: 16}
+optimizer: {type: AdamW, lr: 1e-3}
+parallel: {type: FullyShardedDataParallel}
+train: {steps: 0, global_batch: 2, eval_batches: 1, save: out/}
+"""
+DTYPES = {"F32": numpy.float32, "I64": numpy.int64}
+
+
+def gpt2():
+    """Random weights with the names of transformers' GPT-2."""
+    random = numpy.random.default_rng(5)
+    block = {"ln_1.weight": [16], "ln_1.bias": [16], "attn.c_attn.weight": [16, 48], "attn.c_attn.bias": [48],
+             "attn.c_proj.weight": [16, 16], "attn.c_proj.bias": [16], "ln_2.weight": [16], "ln_2.bias": [16],
+             "mlp.c_fc.weight": [16, 64], "mlp.c_fc.bias": [64], "mlp.c_proj.weight": [64, 16], "mlp.c_proj.bias": [16]}
+    shapes = {"wte.weight": [256, 16], "wpe.weight": [16, 16], "ln_f.weight": [16], "ln_f.bias": [16],
+              **{f"h.{i}.{name}": shape for i in range(2) for name, shape in block.items()}}
+    return {f"transformer.{n}": random.normal(size=s).astype(numpy.float32) for n, s in shapes.items()}
+
+
+def write_safetensors(path, tensors):
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + tensor.nbytes]}
+        data += tensor.tobytes()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8:8 + size])
+    header.pop("__metadata__", None)
+    return {name: numpy.frombuffer(data[8 + size + e["data_offsets"][0]:8 + size + e["data_offsets"][1]], DTYPES[e["dtype"]]).reshape(e["shape"])
+            for name, e in header.items()}
+
+
+def read_folder(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for name in sorted(set(index["weight_map"].values())):
+        part = read_safetensors(folder / name)
+        assert all(index["weight_map"][t] == name for t in part)
+        tensors.update(part)
+    assert sorted(tensors) == sorted(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    return tensors, sorted(set(index["weight_map"].values()))
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def run_(self, *words, code=0):
+        done = subprocess.run([str(w) for w in words], cwd=self.folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+        self.assertEqual(done.returncode, code, f"{words}\n{done.stdout}\n{done.stderr}")
+        return done.stdout + done.stderr
+
+    def equal(self, one, two):
+        self.assertEqual(sorted(one), sorted(two))
+        for name in one:
+            self.assertEqual(one[name].tobytes(), two[name].tobytes(), name)
+
+    def write_hf(self, tensors, folder="hf"):
+        """A folder with three shards, a config and files of a tokenizer."""
+        hf = self.folder / folder
+        hf.mkdir()
+        names = sorted(tensors)
+        cuts = [names[:9], names[9:20], names[20:]]
+        files = [f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)]
+        for file, cut in zip(files, cuts):
+            write_safetensors(hf / file, {n: tensors[n] for n in cut})
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+                 "weight_map": {n: f for f, cut in zip(files, cuts) for n in cut}}
+        (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+        (hf / "config.json").write_text('{"model_type": "gpt2", "own": 1}')
+        (hf / "tokenizer.json").write_text("{}")
+        return hf
+
+
+class Trainer(Folder):
+    def setUp(self):
+        super().setUp()
+        (self.folder / "c.yaml").write_text(CONFIG)
+        self.tensors = gpt2()
+
+    def train(self, *words, ranks=2, code=0):
+        return self.run_("tessera", "train", "-n", 1 if code else ranks, "c.yaml", *words, code=code)
+
+    def test_a_folder_with_three_shards_goes_in_and_out(self):
+        self.write_hf(self.tensors)
+        text = self.train("train.max_shard_mb=0")
+        out, files = read_folder(self.folder / "out")
+        self.equal(self.tensors, out)
+        self.assertEqual(len(files), 2, "a file for each rank")
+        self.assertEqual((self.folder / "out/config.json").read_text(), '{"model_type": "gpt2", "own": 1}')
+        self.assertIn("tokenizer.json copied from hf", text)
+
+    def test_torch_files_in_and_out(self):
+        torch.save({"model": {"module." + n: torch.tensor(t) for n, t in self.tensors.items()}, "ema": {"x": torch.ones(1)},
+                    "epoch": 3}, self.folder / "c.pt")
+        rule = "model.key_map=[{pattern: '^module\\.', replacement: ''}]"
+        self.train("model.init=c.pt", "model.init_key=model", rule, "train.save=out.pt")
+        out = torch.load(self.folder / "out.pt", weights_only=True)
+        self.equal(self.tensors, {n: t.numpy() for n, t in out.items()})
+        text = self.train("model.init=c.pt", "train.save=out.pt", code=2)
+        self.assertIn('several dicts of tensors; name the one with the weights: its dicts are "model", "ema"', text)
+
+    def test_names_that_do_not_match(self):
+        wrong = dict(self.tensors)
+        wrong["transformer.h.7.extra"] = wrong.pop("transformer.ln_f.bias")
+        write_safetensors(self.folder / "w.safetensors", wrong)
+        text = self.train("model.init=w.safetensors", code=2)
+        self.assertIn("1 missing", text)
+        text = self.train("model.init=w.safetensors", "model.strict=false")
+        self.assertIn("model.init: 1 missing names, which keep their initial values: transformer.ln_f.bias", text)
+        self.assertIn("model.init: 1 unexpected names, which are not read: transformer.h.7.extra", text)
+        text = self.train("model.init=w.safetensors", "model.key_map=[{pattern: '(', replacement: ''}]", code=2)
+        self.assertIn("no regular expression", text)
+        text = self.train("model.init=w.safetensors", "model.key_map=[{pattern: '.*', replacement: 'a'}]", code=2)
+        self.assertIn("the same name", text)
+
+    def test_other_kinds_of_files_are_named(self):
+        for begin, words in ((b"GGUF", "GGUF"), (b"version https://git-lfs.github.com", "git lfs pull"), (b"<!DOCTYPE", "HTML"),
+                             (b"\x80\x04K\x01.", "plain pickle")):
+            (self.folder / "x").write_bytes(begin + b" " * 600)
+            self.assertIn(words, self.train("model.init=x", ranks=1, code=2))
+
+
+class CommandLine(Folder):
+    def test_any_kind_into_any_kind(self):
+        tensors = gpt2()
+        self.write_hf(tensors)
+        self.run_("tessera", "weights", "convert", "hf", "a.pt")
+        self.equal(tensors, {n: t.numpy() for n, t in torch.load(self.folder / "a.pt", weights_only=True).items()})
+        self.run_("tessera", "weights", "convert", "a.pt", "b.safetensors")
+        self.equal(tensors, read_safetensors(self.folder / "b.safetensors"))
+        self.run_("tessera", "weights", "convert", "b.safetensors", "d/", "--max-shard-size", "12KB")
+        out, files = read_folder(self.folder / "d")
+        self.equal(tensors, out)
+        self.assertGreater(len(files), 3)
+        # One tensor has more than the limit, and is alone in its file.
+        self.assertTrue(all(sum(t.nbytes for t in read_safetensors(self.folder / "d" / f).values()) <= 12000
+                            or len(read_safetensors(self.folder / "d" / f)) == 1 for f in files))
+        self.run_("tessera", "weights", "convert", "hf", "e/")
+        self.assertTrue((self.folder / "e/tokenizer.json").exists())
+        self.assertIn("0 of 28 tensors differ", self.run_("tessera", "weights", "diff", "hf", "d/"))
+        self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
+
+    def test_differences(self):
+        base = {"a": numpy.zeros(4, numpy.float32), "b": numpy.ones(3, numpy.float32), "same": numpy.ones(2, numpy.float32)}
+        other = {"a": numpy.array([0, 0, -0.25, 0.125], numpy.float32), "b": numpy.ones((3, 1), numpy.float32), "same": base["same"],
+                 "more": base["b"]}
+        write_safetensors(self.folder / "1.safetensors", base)
+        write_safetensors(self.folder / "2.safetensors", other)
+        text = self.run_("tessera", "weights", "diff", "1.safetensors", "2.safetensors", code=1)
+        self.assertIn("a  largest difference 0.25, 2 elements differ", text)
+        self.assertIn("b  F32 [3] and F32 [3, 1]", text)
+        self.assertIn("more  only in the second", text)
+        self.assertIn("3 of 4 tensors differ", text)
+        self.assertNotIn("same", text)
+        other["b"] = numpy.array([numpy.nan, 1, 1], numpy.float32)
+        write_safetensors(self.folder / "2.safetensors", other)
+        self.assertIn("b  largest difference nan", self.run_("tessera", "weights", "diff", "1.safetensors", "2.safetensors", "--tolerance", "9", code=1))
+
+    def test_wrong_words(self):
+        write_safetensors(self.folder / "1.safetensors", {"a": numpy.zeros(4, numpy.float32)})
+        for words, text in ((["inspect", "none"], "cannot be opened"), (["frobnicate"], "tessera weights --help"),
+                            (["convert", "1.safetensors", "2.pt", "--dtype", "int3"], "expected float32"),
+                            (["convert", "1.safetensors", "2.pt", "--max-shard-size", "1GB"], "is for folders"),
+                            (["convert", "1.safetensors", "2/", "--max-shard-size", "lots"], "expected a size"),
+                            (["inspect", "1.safetensors", "--key", "x"], "which has no dicts"),
+                            (["inspect", "1.safetensors", "--map", "x"], "expected PATTERN=REPLACEMENT"),
+                            (["convert", "1.safetensors", "1.safetensors"], "another file")):
+            self.assertIn(text, self.run_("tessera", "weights", *words, code=2))
+
+
+class Page(Folder):
+    def blocks(self, language):
+        return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+
+    def test_the_snippets(self):
+        before, after = self.blocks("python")
+        (example,) = self.blocks("cpp")
+        self.assertEqual(example, (SOURCE / "examples/python_checkpoint.cpp").read_text())
+        self.run_(sys.executable, "-c", before)
+        self.run_(BUILD / "bin/python_checkpoint")
+        self.run_(sys.executable, "-c", after)
+        (commands,) = self.blocks("sh")
+        outputs = [self.run_("sh", "-c", line) for line in commands.splitlines()]
+        self.assertEqual(len(outputs), 6)
+        self.assertIn("F32  [2, 3]  24 bytes  weight", outputs[0])
+        self.assertEqual(sorted(torch.load(self.folder / "half.pt")), ["linear.bias", "linear.weight"])
+
+    def test_the_configs_are_read(self):
+        for text in self.blocks("yaml"):
+            (self.folder / "c.yaml").write_text(CONFIG)
+            keys = [line.strip().split(":")[0] for line in text.splitlines() if re.match(r"  \w+:", line)]
+            self.assertGreater(len(keys), 2)
+            (self.folder / "page.yaml").write_text("base: c.yaml\n" + text)
+            self.run_("tessera", "train", "page.yaml", "--dump-config", "minimal")
+
+
+if __name__ == "__main__":
+    unittest.main()
