@@ -92,7 +92,7 @@ TEST_F(WeightsIndexTest, AnIndexThatDoesNotFitItsFilesIsRefusedByName) {
 TEST_F(WeightsIndexTest, FilesOutsideOfTheFolderAreRefused) {
   write_two();
   for (const std::string file :
-       {"../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "x.bin",
+       {"../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "x.pkl",
         ".x.safetensors", "a\\\\b.safetensors", "a\\u0000.safetensors"}) {
     put_index(44, "\"d\": \"" + file + "\", ");
     EXPECT_THAT(error(), AllOf(HasSubstr(index_path()), HasSubstr("gives tensor \"d\" the file"),
