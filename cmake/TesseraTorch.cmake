@@ -12,6 +12,25 @@ include_guard(GLOBAL)
 set(TESSERA_TORCH "" CACHE PATH
     "Folder of the torch package (include/, lib/); empty: the system's libtorch")
 
+# A project that has called find_package(Torch) keeps its libtorch: a wheel's or an unpacked one's is
+# taken here too, unless this is an installed Tessera, which belongs to the libtorch that it was built
+# with. The location of c10 is known in either case.
+set(_torch_found "")
+if(TARGET c10)
+  foreach(_property IN ITEMS IMPORTED_LOCATION IMPORTED_LOCATION_RELEASE IMPORTED_LOCATION_NONE)
+    if(NOT _torch_found)
+      get_target_property(_torch_found c10 ${_property})
+    endif()
+  endforeach()
+endif()
+if(_torch_found AND NOT TESSERA_TORCH AND NOT TESSERA_INSTALLED)
+  cmake_path(GET _torch_found PARENT_PATH _torch_root)
+  cmake_path(GET _torch_root PARENT_PATH _torch_root)
+  if(EXISTS ${_torch_root}/include/torch/csrc/autograd/variable.h)
+    set(TESSERA_TORCH ${_torch_root} CACHE PATH "Folder of the torch package" FORCE)
+  endif()
+endif()
+
 if(TESSERA_TORCH)
   find_path(TESSERA_TORCH_INCLUDE torch/csrc/autograd/variable.h
     PATHS ${TESSERA_TORCH}/include NO_DEFAULT_PATH REQUIRED)
@@ -22,6 +41,26 @@ else()
 endif()
 find_library(TESSERA_TORCH_CPU_LIBRARY torch_cpu ${_torch_hints} REQUIRED)
 find_library(TESSERA_C10_LIBRARY c10 ${_torch_hints} REQUIRED)
+# Two libtorches in one program would be two sets of all classes and globals.
+if(_torch_found)
+  file(REAL_PATH ${_torch_found} _torch_theirs)
+  file(REAL_PATH ${TESSERA_C10_LIBRARY} _torch_ours)
+  if(NOT _torch_theirs STREQUAL _torch_ours)
+    message(FATAL_ERROR
+      "Tessera: this project found the libtorch of ${_torch_theirs}, and Tessera is built with that "
+      "of ${_torch_ours}; expected one libtorch: build Tessera with it (-DTESSERA_TORCH=FOLDER), or "
+      "point find_package(Torch) to Tessera's (Torch_DIR)")
+  endif()
+endif()
+# PyTorch's wheels up to 2.5 have the old C++ ABI of std::string. Linking would fail much later, with
+# thousands of undefined references.
+file(STRINGS ${TESSERA_C10_LIBRARY} _torch_strings REGEX "NSt7__cxx1112basic_string" LIMIT_COUNT 1)
+if(NOT _torch_strings)
+  message(FATAL_ERROR
+    "Tessera: ${TESSERA_C10_LIBRARY} was built with the old C++ ABI (_GLIBCXX_USE_CXX11_ABI=0); "
+    "expected a libtorch with the new one: PyTorch's wheel 2.6 or newer, or the unpacked libtorch "
+    "whose name has cxx11-abi")
+endif()
 find_path(TESSERA_GLOO_INCLUDE gloo/algorithm.h REQUIRED)
 mark_as_advanced(
   TESSERA_TORCH_INCLUDE TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_GLOO_INCLUDE)

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Makes the Debian packages of a build, installs them in a clean chroot of Debian 12, and runs the
+# consumer test there: a project outside of the sources that finds Tessera with CMake and with
+# pkg-config, on one and on two ranks.
+#
+#     scripts/test_packages.sh [BUILD]
+#
+# BUILD           the build folder, against the system's libtorch. Default: build.
+# CHROOT=FOLDER   a chroot of Debian 12 to use, and to keep. Default: a new one, which is removed.
+# MIRROR=URL      where debootstrap gets Debian. Default: the first mirror of this system's apt.
+#
+# Needs root, debootstrap, the right to mount, and about 4 GB. Ends with 77 where one of them is
+# missing, and says which.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source=$PWD
+build=$(cd "${1:-build}" && pwd)
+
+skip() {
+  echo "test_packages: not run: $1" >&2
+  exit 77
+}
+[ "$(id -u)" -eq 0 ] || skip "a chroot needs root"
+command -v cpack >/dev/null || skip "no cpack (apt-get install cmake)"
+command -v dpkg-shlibdeps >/dev/null || skip "no dpkg-shlibdeps (apt-get install dpkg-dev)"
+[ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
+  skip "no debootstrap (apt-get install debootstrap)"
+
+work=$(mktemp -d)
+root=${CHROOT:-$work/root}
+cleanup() {
+  mountpoint -q "$root/proc" && umount "$root/proc"
+  mountpoint -q "$root/dev/shm" && umount "$root/dev/shm"
+  rm -rf --one-file-system "$work"
+}
+trap cleanup EXIT
+
+(cd "$work" && cpack --config "$build/CPackConfig.cmake" -B "$work/packages" >"$work/cpack.log" 2>&1) ||
+  { cat "$work/cpack.log" >&2; exit 1; }
+ls -l "$work"/packages/*.deb
+
+if [ ! -x "$root/usr/bin/apt-get" ]; then
+  mirror=${MIRROR:-$(sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
+    /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1)}
+  debootstrap --variant=minbase bookworm "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
+    { tail -n 5 "$work/debootstrap.log" >&2; skip "debootstrap failed"; }
+fi
+mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
+mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"
+
+rm -rf "$root/packages" "$root/consumer"
+mkdir "$root/packages" "$root/consumer"
+cp "$work"/packages/*.deb "$root/packages/"
+cp "$source/examples/zero_loop.cpp" "$root/consumer/"
+sed 's|${CMAKE_CURRENT_LIST_DIR}/../../../examples/||' \
+  "$source/tests/integration/consumer/CMakeLists.txt" >"$root/consumer/CMakeLists.txt"
+cat >"$root/consumer/test.sh" <<'TEST'
+set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 OMP_NUM_THREADS=1
+apt-get update -qq
+# A clean system has nothing of the packages' before apt installs them.
+apt-get purge -y -qq 'libtessera*' tessera >/dev/null 2>&1 || true
+apt-get install -y -qq --no-install-recommends /packages/*.deb g++ cmake make pkg-config >/dev/null
+cd /consumer
+last() { awk '/^step 100,/ { print $4 }'; }
+check() { awk -v loss="$2" -v name="$1" 'BEGIN { print name ": loss " loss; exit !(loss != "" && loss < 50) }'; }
+rm -rf build
+cmake -S . -B build -DCMAKE_BUILD_TYPE=Release >/dev/null
+cmake --build build >/dev/null
+check "CMake, one rank" "$(build/consumer | last)"
+check "CMake, two ranks" "$(tessera run -n 2 build/consumer | last)"
+g++ -O2 zero_loop.cpp -o by_pkg_config $(pkg-config --cflags --libs tessera)
+check "pkg-config, two ranks" "$(tessera run -n 2 ./by_pkg_config | last)"
+tessera train --config-reference >reference.md
+grep -q "Reference of the config" reference.md
+TEST
+chroot "$root" bash /consumer/test.sh
+echo "test_packages: passed in a chroot of Debian $(cat "$root/etc/debian_version")"

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""What CMake refuses before a build, the pkg-config file, and the script that draws README's picture."""
+import json, pathlib, subprocess, sys, tempfile, unittest
+
+SOURCE, BUILD = (pathlib.Path(word).resolve() for word in (sys.argv.pop(1), sys.argv.pop(1)))
+NEW = '#include <string>\nvoid f(const std::string& text) {}\n'
+
+
+def call(*words, **options):
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=100, **options)
+
+
+class Getting(unittest.TestCase):
+    def setUp(self):
+        self.temporary = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(self.temporary.name)
+
+    def tearDown(self):
+        self.temporary.cleanup()
+
+    def fake_torch(self, name, *flags):
+        """A folder like a wheel's, whose libraries have one function."""
+        torch = self.folder / name
+        (torch / "include/torch/csrc/autograd").mkdir(parents=True)
+        (torch / "include/torch/csrc/autograd/variable.h").touch()
+        (torch / "lib").mkdir()
+        for library in ("torch_cpu", "c10"):
+            done = call("g++", "-shared", "-fPIC", *flags, "-x", "c++", "-", "-o", torch / f"lib/lib{library}.so", input=NEW)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        return torch
+
+    def configure(self, before, *words):
+        """Output of a project that uses TesseraTorch.cmake after the lines `before`."""
+        project = self.folder / "project"
+        project.mkdir(exist_ok=True)
+        (project / "CMakeLists.txt").write_text(
+            f'cmake_minimum_required(VERSION 3.25)\nproject(p LANGUAGES CXX)\n{before}\ninclude({SOURCE}/cmake/TesseraTorch.cmake)\n'
+            'message(STATUS "takes [${TESSERA_TORCH}]")\n')
+        done = call("cmake", "-S", project, "-B", self.folder / "b", "--fresh", *words)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    @staticmethod
+    def found(torch):
+        return f"add_library(c10 SHARED IMPORTED)\nset_target_properties(c10 PROPERTIES IMPORTED_LOCATION {torch}/lib/libc10.so)"
+
+    def test_the_old_abi_is_refused_by_name(self):
+        torch = self.fake_torch("old", "-D_GLIBCXX_USE_CXX11_ABI=0")
+        code, text = self.configure("", f"-DTESSERA_TORCH={torch}")
+        self.assertNotEqual(code, 0)
+        self.assertIn("old/lib/libc10.so was built with the old C++ ABI", text)
+
+    def test_the_new_abi_is_taken(self):
+        code, text = self.configure("", f"-DTESSERA_TORCH={self.fake_torch('new')}")
+        self.assertEqual(code, 0, text)
+
+    def test_the_torch_that_the_project_found_is_taken(self):
+        torch = self.fake_torch("theirs")
+        code, text = self.configure(self.found(torch))
+        self.assertEqual(code, 0, text)
+        self.assertIn(f"takes [{torch}]", text)
+
+    def test_a_second_torch_is_refused_by_name(self):
+        theirs, ours = self.fake_torch("theirs"), self.fake_torch("ours")
+        code, text = self.configure(self.found(theirs), f"-DTESSERA_TORCH={ours}")
+        self.assertNotEqual(code, 0)
+        for part in ("theirs/lib/libc10.so", "ours/lib/libc10.so", "expected one libtorch"):
+            self.assertIn(part, text)
+
+    def test_an_installed_tessera_does_not_take_another_torch(self):
+        code, text = self.configure(self.found(self.fake_torch("theirs")) + "\nset(TESSERA_INSTALLED TRUE)")
+        self.assertNotEqual(code, 0)
+        self.assertIn("expected one libtorch", text)
+        config = (BUILD / "TesseraConfig.cmake").read_text()
+        self.assertLess(config.index("set(TESSERA_INSTALLED TRUE)"), config.index("/TesseraTorch.cmake)"))
+
+    def test_the_pkg_config_file_has_the_prefix_of_the_installation(self):
+        done = call("cmake", "--install", BUILD, "--prefix", self.folder / "p", "--component", "development")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        (file,) = (self.folder / "p").rglob("tessera.pc")
+        text = file.read_text()
+        self.assertIn(f"prefix={self.folder / 'p'}\n", text)
+        self.assertIn("-ltessera", text)
+        self.assertNotIn("-isystem /usr/include ", text)  # hides GCC's own headers
+
+    def test_the_picture_has_a_colour_and_a_label_for_each_start(self):
+        log = self.folder / "log.jsonl"
+        log.write_text("".join(json.dumps({"step": step, "loss": 5 - step / 4}) + "\n" for step in range(12)))
+        starts = [{"event": "start", "step": 0, "ranks": 4, "parallel": "ZeRO"}, {"event": "start", "step": 8, "ranks": 2, "parallel": "<F>"}]
+        (self.folder / "log.events.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+        done = call(sys.executable, SOURCE / "scripts/draw_resume.py", log, self.folder / "o.svg")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        svg = (self.folder / "o.svg").read_text()
+        self.assertIn("4 ranks, ZeRO<", svg)
+        self.assertIn("2 ranks, &lt;F&gt;<", svg)
+        paths = [line for line in svg.splitlines() if 'fill="none"' in line]
+        self.assertEqual([path.count("L") for path in paths], [7, 3])
+
+
+if __name__ == "__main__":
+    unittest.main()
