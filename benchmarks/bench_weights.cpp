@@ -30,7 +30,8 @@ int main(int argc, char** argv) {
   if (argc < 2) return 2;
   auto group = tessera::init_process_group();
   int64_t elements = 0;
-  for (const auto& entry : tessera::Weights(argv[1]).entries())
+  const tessera::Weights weights(argv[1]);
+  for (const auto& entry : weights.entries())
     elements += entry.numel() * (group.rank() + 1) / group.size() -
                 entry.numel() * group.rank() / group.size();
   auto memory = at::zeros({elements});
