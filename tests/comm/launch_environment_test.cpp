@@ -78,7 +78,8 @@ TEST(LaunchEnvironment, WhatTheUserSetsComesBeforeSlurmsVariables) {
 
 TEST(LaunchEnvironment, MalformedListsOfSlurmAreErrors) {
   for (const char* list : {"node[01-03", "node]1[", "node[]", "node[a-b]", "node[-3]", "node[1,]",
-                           ",node1", "node[1[2]]", "no de", "node[1-2", "http://x"}) {
+                           ",node1", "node[1[2]]", "no de", "node[1-2", "http://x", "n[3-1]",
+                           "n[1-2-3]", "n[1,,2]", "a,", "a,,b", "a,b c", "a(x2)"}) {
     EXPECT_THAT(error_of(slurm_step({{"SLURM_STEP_NODELIST", list}})),
                 AllOf(HasSubstr("SLURM_STEP_NODELIST is '"), HasSubstr(list),
                       HasSubstr("node[01-03,7],gpu5")))

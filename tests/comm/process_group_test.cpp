@@ -348,7 +348,11 @@ TEST_P(SeveralRanks, DisagreementIsAnErrorOnAllBeforeDataMoves) {
 
 TEST_P(SeveralRanks, ContractNamesTheFirstDifference) {
   each_rank([&](ProcessGroup group, int rank) {
+    group.reset_stats();
     group.check_contract("Thing", {"a", "b"});
+    EXPECT_EQ(group.stats().bytes.calls, 1u);
+    EXPECT_EQ(group.stats().bytes.bytes_sent, 0u) << "a digest is part of the header";
+    EXPECT_EQ(group.stats().bytes.bytes_received, 0u);
     try {
       group.check_contract("Thing", rank == 1 ? std::vector<std::string>{"a", "c", "d"}
                                               : std::vector<std::string>{"a", "b"});
@@ -358,6 +362,7 @@ TEST_P(SeveralRanks, ContractNamesTheFirstDifference) {
       EXPECT_THAT(error.what(), HasSubstr("'c'"));
       EXPECT_THAT(error.what(), HasSubstr("'b'"));
     }
+    EXPECT_GT(group.stats().bytes.bytes_sent, 0u) << "differing entries travel";
     EXPECT_THROW(group.check_contract(rank == 0 ? "Thing" : "Other", {"a"}), UsageError);
   });
 }

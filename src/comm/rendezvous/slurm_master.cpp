@@ -1,5 +1,7 @@
 #include "comm/rendezvous/slurm_master.h"
 
+#include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cstdint>
 #include <string_view>
@@ -51,23 +53,56 @@ int slurm_port(const GetVariable& get) {
   return static_cast<int>(kLowest + (*job % kPorts * kBetweenJobs + step % kPorts) % kPorts);
 }
 
+/// Whether `range` is a number or two of them in order, such as 01-03.
+bool is_range(std::string_view range) {
+  const auto dash = range.find('-');
+  const auto first = range.substr(0, dash);
+  const auto last = dash == std::string_view::npos ? first : range.substr(dash + 1);
+  uint64_t from = 0, to = 0;
+  const auto is_number = [](std::string_view text, uint64_t& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size();
+  };
+  return is_number(first, from) && is_number(last, to) && from <= to;
+}
+
+/// Whether `test` holds for each part of `list` between commas. No part is left out.
+template <class Test>
+bool all_parts(std::string_view list, const Test& test) {
+  for (size_t comma; (comma = list.find(',')) != std::string_view::npos;
+       list.remove_prefix(comma + 1)) {
+    if (!test(list.substr(0, comma))) return false;
+  }
+  return test(list);
+}
+
+/// Whether `list` consists of hosts between commas: names in which ranges may stand in brackets.
+bool is_host_list(std::string_view list) {
+  std::string names;  // the list without its brackets
+  while (!list.empty()) {
+    const auto open = list.find('[');
+    names += list.substr(0, open);
+    if (open == std::string_view::npos) break;
+    const auto close = list.find(']', open);
+    if (close == std::string_view::npos) return false;
+    if (!all_parts(list.substr(open + 1, close - open - 1), is_range)) return false;
+    names += '0';
+    list.remove_prefix(close + 1);
+  }
+  return all_parts(names, [](std::string_view name) {
+    return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) {
+      return std::isalnum(c) || c == '-' || c == '_' || c == '.';
+    });
+  });
+}
+
 }  // namespace
 
 std::string first_slurm_host(const std::string& variable, const std::string& list) {
   const auto refuse = [&] {
     refuse_variable(variable, list, "hosts as Slurm lists them, such as node[01-03,7],gpu5");
   };
-  // Every bracket is closed, and holds numbers, commas and dashes alone.
-  for (size_t open = list.find_first_of("[]"), close; open != std::string::npos;
-       open = list.find_first_of("[]", close + 1)) {
-    close = list.find_first_of("[]", open + 1);
-    if (list[open] != '[' || close == std::string::npos || list[close] != ']') refuse();
-    const auto numbers = std::string_view(list).substr(open + 1, close - open - 1);
-    if (numbers.empty() || numbers.find_first_not_of("0123456789,-") != std::string_view::npos ||
-        kDigits.find(numbers.front()) == std::string_view::npos ||
-        kDigits.find(numbers.back()) == std::string_view::npos)
-      refuse();
-  }
+  if (!is_host_list(list)) refuse();
   std::string host;
   for (size_t at = 0; at < list.size() && list[at] != ',';) {
     if (list[at] != '[') {
@@ -78,7 +113,6 @@ std::string first_slurm_host(const std::string& variable, const std::string& lis
     host += list.substr(at + 1, end - at - 1);
     at = list.find(']', at) + 1;
   }
-  if (host.empty() || host.find_first_of(" \t\n/:") != std::string::npos) refuse();
   return host;
 }
 

@@ -199,10 +199,11 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
 }
 
 void Shards::gather_in_background(const std::string& tag) {
-  bump_versions();
   // Buckets are in the order of backward.
-  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket)
+  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
     arriving_->begin(*bucket->page, bucket->parameters, start_gather(*bucket, tag));
+    bump_versions(*bucket);
+  }
 }
 
 void Shards::wait_for_gathers() const {
