@@ -55,6 +55,8 @@ struct ZeroRedundancyOptimizerOptions {
   /// data_ptr(), and before torch::save(module), which throws otherwise. Needs parameters on the
   /// CPU and parameters_as_bucket_view, no overlap_with_backward, wire.parameters float32, and an
   /// optimizer other than LBFGS; otherwise a UsageError. No effect in a world of one rank.
+  /// Switched off, with a line in the log, if another library has taken the dispatch key that
+  /// detects the use of parameters.
   bool gather_in_background = false;
   /// Size of a bucket with overlap_with_backward or reduce_in_backward, in MiB of parameters. Must
   /// be positive. With reduce_in_backward at most 8 MiB are used.

@@ -174,9 +174,14 @@ bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     refuse("needs parameters on the CPU");
-  if (!sharding::start_detection())
-    refuse("detects the use of parameters, and another library has taken the dispatch key");
-  return true;
+  if (sharding::start_detection()) return true;
+  if (group.rank() == 0) {
+    spdlog::warn(
+        "tessera: {}: another library has taken the dispatch key that detects the use of "
+        "parameters, so gather_in_background is off",
+        kName);
+  }
+  return false;
 }
 
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
