@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/hosts/exchange_sums.h"
 #include "comm/hosts/host_map.h"
 #include "comm/hosts/sum_to_owners.h"
 #include "comm/p2p/messenger.h"
@@ -112,6 +113,8 @@ class HostsTransport : public Transport {
   }
 
   void all_reduce(at::Tensor flat, double scale) override {
+    if (format_ == WireFormat::float32 && ExchangeSums::fits(map_, tree_, flat.scalar_type()))
+      return exchange_sums(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
     const auto own = flat.narrow(0, starts_of(counts)[rank_], counts[rank_]);
     const auto wire = wire_of(flat);
@@ -267,6 +270,20 @@ class HostsTransport : public Transport {
                               rounds = round + 1;
                             });
       sum.finish(rounds);
+    });
+  }
+
+  /// The all-reduce of two hosts.
+  void exchange_sums(const at::Tensor& flat, double scale) {
+    run("all_reduce", [&] {
+      const auto counts = even_counts(flat.numel(), static_cast<int>(map_.members(host_).size()));
+      ExchangeSums sum(wire_, map_, rank_, flat, counts, scale);
+      local_->share_windows(
+          Op::all_reduce, flat, counts,
+          [](int segment, int64_t, int local) { return segment != local; },
+          [&](int64_t round, const ShmTransport::Window& window) { sum.visit(round, window); });
+      sum.finish();
+      local_->all_gather(flat, counts);
     });
   }
 

@@ -4,13 +4,12 @@
 #include <cstring>
 #include <utility>
 
+#include "comm/base/tensor_bytes.h"
 #include "comm/base/tree_sum.h"
 #include "comm/shm/shm_kernels.h"
 
 namespace tessera::comm {
 namespace {
-
-std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
 bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
@@ -98,7 +97,7 @@ at::Tensor SumToOwners::sum_of(int leaf, int segment, int64_t n,
     return sum;
   }
   if (wide_ == dtype_) {
-    sum_ranks(dtype_, {bytes_of(sum)}, inputs, n);
+    sum_ranks(dtype_, {data_of(sum)}, inputs, n);
     return sum;
   }
   const auto parts = at::empty({static_cast<int64_t>(ranks.size()), n}, sum.options());
@@ -133,7 +132,7 @@ at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const 
     const auto& right = values[tree_.nodes[node].right];
     values[node] = values[tree_.nodes[node].left];
     const bool scaled = node + 1 == values.size() && wide_ == dtype_;
-    sum_ranks(wide_, {bytes_of(values[node])}, {bytes_of(values[node]), bytes_of(right)}, n,
+    sum_ranks(wide_, {data_of(values[node])}, {data_of(values[node]), data_of(right)}, n,
               scaled ? target_.scale : 1);
   }
   auto sum = values.back();

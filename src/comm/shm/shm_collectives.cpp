@@ -3,6 +3,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/base/tensor_bytes.h"
 #include "comm/shm/shm_kernels.h"
 #include "comm/shm/shm_transport.h"
 
@@ -42,8 +43,6 @@ std::vector<To> shifted(const std::vector<From>& pointers, int64_t bytes) {
   for (auto* pointer : pointers) result.push_back(pointer + bytes);
   return result;
 }
-
-std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
 }  // namespace
 

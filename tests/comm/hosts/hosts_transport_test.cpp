@@ -113,6 +113,10 @@ TEST(Hosts, AllReduceHasTheBitsOfOneHost) {
             << n << " " << c10::toString(dtype);
       }
     }
+    // More windows than the hosts have in flight.
+    auto large = placed(group, values(1500001, rank, at::kFloat), shared);
+    group.all_reduce(large);
+    ASSERT_TRUE(at::equal(large, expected_sum(1500001, size, at::kFloat)));
     auto mean = placed(group, values(999, rank, at::kFloat), shared);
     group.all_reduce(mean, 1.0 / 8);
     ASSERT_TRUE(at::equal(mean, expected_sum(999, size, at::kFloat).mul_(1.0 / 8)));
