@@ -15,6 +15,8 @@ constexpr std::chrono::milliseconds kAnswer{2000};
 // In this time a launcher that runs writes again.
 constexpr std::chrono::milliseconds kRivalWrites{2500};
 
+constexpr const char* kSameVersion = "expected the same version of tessera on every host";
+
 const char* variable(const char* name) { return std::getenv(name); }
 
 std::string key_of(int node) { return "node/" + std::to_string(node); }
@@ -44,6 +46,7 @@ Contact::Contact(const LaunchOptions& options, const std::string& settings)
 }
 
 std::optional<Order> Contact::exchange(const NodeDocument& own) {
+  own_name_ = name_of_node(own.node, own.host);
   try {
     if (!link_) connect();
     check_alone(own);
@@ -55,15 +58,14 @@ std::optional<Order> Contact::exchange(const NodeDocument& own) {
     met_ = true;
     if (bytes.empty()) return std::nullopt;
     const auto order = Order::decode(bytes);
-    if (!order) give_up("it gives a malformed order; expected the same version on every host");
+    if (!order) give_up("it gives a malformed order", kSameVersion);
     return order;
   } catch (const comm::StoreClosed& error) {
-    give_up("its launcher has ended");
+    give_up("its launcher has ended",
+            "the output of that launcher says why; then start the launchers of all hosts again");
   } catch (const comm::StoreLost& error) {
     link_.reset();
-    if (Clock::now() - heard_ >= patience_)
-      give_up("not heard of for " + seconds_text(patience_) +
-              " s (--rejoin-timeout): " + error.what());
+    if (Clock::now() - heard_ >= patience_) give_up_waiting(error.what());
   }
   return std::nullopt;
 }
@@ -106,11 +108,20 @@ void Contact::lead() {
 
 bool Contact::all_left() const { return !leader_ || leader_->all_left(Clock::now()); }
 
-void Contact::give_up(const std::string& reason) const {
-  throw BrokenWorldError("node " + std::to_string(place_.rank) + " lost node 0 at " +
-                             place_.address + ":" + std::to_string(place_.port) + ": " + reason +
-                             "; node 0 is needed until the end",
+void Contact::give_up(const std::string& reason, const std::string& advice) const {
+  throw BrokenWorldError(own_name_ + (met_ ? " lost" : " did not reach") + " node 0 at " +
+                             place_.address + ":" + std::to_string(place_.port) +
+                             " (--master-addr, --master-port + 1): " + reason +
+                             (met_ ? "; node 0 is needed until the end: " : "; ") + advice,
                          {});
+}
+
+void Contact::give_up_waiting(const std::string& cause) const {
+  give_up("not heard of for " + seconds_text(patience_) + " s (--rejoin-timeout): " + cause,
+          met_ ? "check that host and the network, and start the launchers of all hosts again; a "
+                 "longer --rejoin-timeout tolerates longer interruptions"
+               : "expected a launcher there with --node-rank 0 and this launcher's --nnodes, "
+                 "--max-restarts and --master-port, and no firewall before the port");
 }
 
 /// The value of a key, or "" if there is none.
@@ -125,7 +136,8 @@ void Contact::write(const std::string& key, const std::string& value) {
 std::string Contact::ask(comm::StoreMessage request) {
   auto reply = link_->call(request, Clock::now() + kAnswer);
   if (static_cast<comm::Reply>(reply.code) != comm::Reply::done)
-    give_up("its store refuses a request: " + (reply.parts.empty() ? "" : reply.parts[0]));
+    give_up("its store refuses a request: " + (reply.parts.empty() ? "" : reply.parts[0]),
+            kSameVersion);
   return reply.parts.empty() ? "" : std::move(reply.parts[0]);
 }
 

@@ -36,7 +36,10 @@ class Contact {
   std::string ask(comm::StoreMessage request);
   void check_alone(const NodeDocument& own);
   void lead();
-  [[noreturn]] void give_up(const std::string& reason) const;
+  /// `advice`: what the user should do, or what was expected.
+  [[noreturn]] void give_up(const std::string& reason, const std::string& advice) const;
+  /// Node 0 was silent for too long; `cause` is the failure of the last request.
+  [[noreturn]] void give_up_waiting(const std::string& cause) const;
 
   const LaunchOptions& options_;
   const std::chrono::milliseconds patience_;
@@ -47,6 +50,7 @@ class Contact {
   Clock::time_point heard_ = Clock::now();
   bool met_ = false;      ///< Node 0 has answered once.
   bool checked_ = false;  ///< No other launcher has this node rank.
+  std::string own_name_;  ///< Of this node, for errors.
   std::string rival_;     ///< The document of another launcher with this node rank.
   Clock::time_point rival_until_;
 };

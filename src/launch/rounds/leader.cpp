@@ -102,7 +102,9 @@ void Leader::gather(Clock::time_point now) {
     return finish(list_nodes(absent) + " did not come within " + seconds_text(patience_) +
                   " s (--rejoin-timeout): " + count_hosts(present.size()) + " here, " +
                   std::to_string(least_) + " or more expected (--nnodes)" +
-                  (others.empty() ? "" : "; other flags on " + list_nodes(others)));
+                  (others.empty() ? "; start a launcher on each host, or expect fewer hosts "
+                                    "(--nnodes MIN:MAX)"
+                                  : "; other flags on " + list_nodes(others)));
   }
   order_.text = "waiting for " + list_nodes(missing);
 }

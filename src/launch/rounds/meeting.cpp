@@ -122,7 +122,10 @@ std::optional<Order> Meeting::end_of_round() {
     if (order_.kind != Order::Kind::wait && order_.kind != Order::Kind::over) return end;
   }
   end.kind = Order::Kind::fail;
-  end.text = "the other hosts went on without this one";
+  end.text = "the other hosts went on without " + name_of_node(own_.node, own_.host) +
+             ", because node 0 did not hear of its launcher for " +
+             seconds_text(options_.rejoin_timeout.value_or(kRejoinTimeout)) +
+             " s (--rejoin-timeout)";
   return end;
 }
 

@@ -12,6 +12,12 @@ namespace {
 
 using End = NodeDocument::End;
 
+std::string reason_of(const Cause& cause) {
+  const std::string end = describe(cause);
+  if (cause.kind != Cause::Kind::elsewhere) return end;
+  return "the failure began on " + list_ranks(cause.others) + ", and " + end;
+}
+
 /// What this host tells the others about the end of a round.
 void report_end(Meeting& meeting, const Outcome& outcome) {
   const auto& cause = outcome.cause;
@@ -29,7 +35,7 @@ void report_end(Meeting& meeting, const Outcome& outcome) {
   } else if (!outcome.not_started.empty()) {
     meeting.end(End::failed, outcome.not_started, true, true);
   } else {
-    meeting.end(End::failed, cause ? describe(*cause) : "a rank failed", cause && cause->known(),
+    meeting.end(End::failed, cause ? reason_of(*cause) : "a rank failed", cause && cause->known(),
                 false);
   }
 }
