@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -32,6 +33,9 @@ struct LaunchOptions {
 
   int nproc_per_node = 1;  ///< Ranks started on this host, >= 1.
   int nnodes = 1;          ///< Hosts in the world, >= 1; each runs a launcher of its own.
+  /// The ranks on each host, by node rank. Empty: nproc_per_node on every host. Where launchers
+  /// meet (hosts_meet()) they tell each other, and run() sets it.
+  std::vector<int> ranks_of_nodes;
   /// Hosts with which the world goes on if others are lost, 1 to nnodes. Default: nnodes.
   std::optional<int> min_nnodes;
   std::optional<int> node_rank;  ///< This host's number, 0 to nnodes - 1. Required if nnodes > 1.
@@ -112,6 +116,8 @@ void validate(const LaunchOptions& options);
 /// True if the launchers of several hosts meet, to start all ranks again together: nnodes > 1, and
 /// max_restarts > 0 or min_nnodes < nnodes.
 bool hosts_meet(const LaunchOptions& options);
+/// The number of ranks on all hosts.
+int64_t world_size(const LaunchOptions& options);
 
 // Parsers of the flags' text forms. Each throws UsageError naming `flag`.
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 namespace tessera::launch {
 namespace {
@@ -16,7 +17,10 @@ bool has(const std::vector<std::string>& base, const std::string& name) {
 }  // namespace
 
 int global_rank(const LaunchOptions& options, int local_rank) {
-  return options.node_rank.value_or(0) * options.nproc_per_node + local_rank;
+  const int node = options.node_rank.value_or(0);
+  const auto& ranks = options.ranks_of_nodes;
+  if (ranks.empty()) return node * options.nproc_per_node + local_rank;
+  return std::accumulate(ranks.begin(), ranks.begin() + node, local_rank);
 }
 
 bool limits_threads(const LaunchOptions& options, const std::vector<std::string>& base) {
@@ -34,7 +38,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const At
   std::map<std::string, std::string> set = {
       {"RANK", std::to_string(rank)},
       {"LOCAL_RANK", std::to_string(local_rank)},
-      {"WORLD_SIZE", std::to_string(options.nnodes * options.nproc_per_node)},
+      {"WORLD_SIZE", std::to_string(world_size(options))},
       {"LOCAL_WORLD_SIZE", std::to_string(options.nproc_per_node)},
       {"GROUP_RANK", node_rank},
       {"NODE_RANK", node_rank},

@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
 
 #include <sched.h>
 
@@ -48,6 +50,23 @@ void check_streams(const std::string& flag, const std::optional<StreamChoice>& c
   }
 }
 
+/// No flag sets them.
+void check_ranks_of_nodes(const LaunchOptions& o) {
+  if (o.ranks_of_nodes.empty()) return;
+  const auto given = std::to_string(o.ranks_of_nodes.size()) + " numbers with a sum of " +
+                     std::to_string(world_size(o));
+  const bool positive = std::all_of(o.ranks_of_nodes.begin(), o.ranks_of_nodes.end(),
+                                    [](int ranks) { return ranks > 0; });
+  const auto own = static_cast<size_t>(o.node_rank.value_or(0));
+  if (o.ranks_of_nodes.size() != static_cast<size_t>(o.nnodes) || !positive ||
+      world_size(o) > std::numeric_limits<int>::max() || own >= o.ranks_of_nodes.size() ||
+      o.ranks_of_nodes[own] != o.nproc_per_node)
+    refuse("ranks_of_nodes", given,
+           "a positive number for each of " + std::to_string(o.nnodes) + " hosts, " +
+               std::to_string(o.nproc_per_node) + " for this one, and a sum of at most " +
+               std::to_string(std::numeric_limits<int>::max()));
+}
+
 void check_rejoin(const LaunchOptions& o) {
   const std::string given = seconds_text(*o.rejoin_timeout);
   if (!hosts_meet(o))
@@ -62,6 +81,12 @@ void check_rejoin(const LaunchOptions& o) {
 bool hosts_meet(const LaunchOptions& options) {
   return options.nnodes > 1 &&
          (options.max_restarts > 0 || options.min_nnodes.value_or(options.nnodes) < options.nnodes);
+}
+
+int64_t world_size(const LaunchOptions& options) {
+  const auto& ranks = options.ranks_of_nodes;
+  if (ranks.empty()) return int64_t{options.nnodes} * options.nproc_per_node;
+  return std::accumulate(ranks.begin(), ranks.end(), int64_t{0});
 }
 
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest) {
@@ -152,6 +177,7 @@ void validate(const LaunchOptions& o) {
   const int unbounded = std::numeric_limits<int>::max();
   check_range("--nproc-per-node", o.nproc_per_node, 1, unbounded);
   check_range("--nnodes", o.nnodes, 1, unbounded / o.nproc_per_node);
+  check_ranks_of_nodes(o);
   check_range("--max-restarts", o.max_restarts, 0, unbounded);
   if (o.master_port) check_range("--master-port", *o.master_port, 1, 65535);
   if (o.node_rank) check_range("--node-rank", *o.node_rank, 0, o.nnodes - 1);

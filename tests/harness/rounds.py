@@ -69,18 +69,18 @@ class TwoLaunchers(unittest.TestCase):
         before = len(run.lines)
         run.wait_for(lambda: any("checkpoint written" in line for _, line in run.lines[before:]), 30, "training goes on")
 
-    def undisturbed(self, *words):
-        """The folder of the same training on one host with two ranks."""
+    def undisturbed(self, *words, ranks_here=2):
+        """The folder of the same training on one host."""
         folder = self.folder / "reference"
         folder.mkdir()
         (folder / "c.yaml").write_text((self.folder / "c.yaml").read_text())
-        run = Run(self.build / "bin/tessera", "run", "-n", 2, self.build / "bin/fault_trainer", "c.yaml", *words, env=environment(), cwd=folder)
+        run = Run(self.build / "bin/tessera", "run", "-n", ranks_here, self.build / "bin/fault_trainer", "c.yaml", *words, env=environment(), cwd=folder)
         self.addCleanup(run.close)
         self.assertEqual(run.end(), 0, run.text())
         return folder
 
-    def has_the_bits_of_an_undisturbed_run(self, *words):
-        self.assertEqual((self.folder / "out.safetensors").read_bytes(), (self.undisturbed(*words) / "out.safetensors").read_bytes())
+    def has_the_bits_of_an_undisturbed_run(self, ranks_here=2):
+        self.assertEqual((self.folder / "out.safetensors").read_bytes(), (self.undisturbed(ranks_here=ranks_here) / "out.safetensors").read_bytes())
 
     def within(self, seconds, run, pattern, start):
         """Waits for the line, which must come at most so many seconds after `start`."""

@@ -7,7 +7,7 @@ import os, pathlib, signal, sys, time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
 from processes import is_running
-from rounds import ADDRESSES, CONFIG, PORT, REJOIN, STEPS, TwoLaunchers, main
+from rounds import ADDRESSES, CONFIG, PORT, REJOIN, STEPS, TwoLaunchers, main, said
 
 
 class Rounds(TwoLaunchers):
@@ -26,6 +26,17 @@ class Rounds(TwoLaunchers):
 
     def test_a_lost_rank_of_node_1_restarts_both_hosts_and_the_bits_are_the_same(self):
         self.kills_a_rank(1)
+
+    def test_hosts_with_different_numbers_of_ranks_train_and_start_again_as_one_host_with_all_of_them(self):
+        self.configure(CONFIG.replace(f"steps: {STEPS}", "steps: 200").replace("every: 4", "every: 20"))
+        runs = [self.train(host, nnodes="2", ranks_here=3 - 2 * host) for host in range(2)]
+        runs[0].wait_for_line("step +30/")
+        os.kill(self.rank_pid(3), signal.SIGKILL)
+        self.ended(runs, [0, 0])
+        self.assertIn("round 1: 2 hosts, nodes 0, 1; node 0 has node rank 0 and ranks 0 to 2 of 4", said(runs[0]))
+        self.assertIn("round 1: 2 hosts, nodes 0, 1; node 1 has node rank 1 and rank 3 of 4", said(runs[1]))
+        self.assertRegex(said(runs[0]), r"restart 1 of 3, because rank 3 \(pid \d+\) was killed by SIGKILL on node 1 ")
+        self.has_the_bits_of_an_undisturbed_run(ranks_here=4)
 
     def test_a_lost_launcher_is_left_out_and_taken_in_again(self):
         runs = self.train_both("train.steps=1000000")
@@ -74,9 +85,9 @@ class Rounds(TwoLaunchers):
                          "expected a launcher there with --node-rank 0 and this launcher's --nnodes, --max-restarts and --master-port")
 
     def test_other_flags_are_an_error_that_names_both(self):
-        runs = [self.launch(0, "true", nnodes="2"), self.launch(1, "true", nnodes="2", ranks_here=2)]
+        runs = [self.launch(0, "true", nnodes="2"), self.launch(1, "true", nnodes="2", restarts=2)]
         self.ended(runs, [1, 2])
-        self.assertRegex(runs[1].text(), "flags of node 1 are .*--nproc-per-node 2.* expected those of node 0, .*--nproc-per-node 1")
+        self.assertRegex(runs[1].text(), "flags of node 1 are .*--max-restarts 2.* expected those of node 0, .*--max-restarts 3")
         self.assertIn("other flags on node 1", runs[0].text())
 
     def test_a_node_rank_that_another_launcher_has_is_an_error(self):

@@ -37,6 +37,18 @@ TEST(EnvironmentTest, PlaceOfARankAmongSeveralHosts) {
                     "TORCHELASTIC_MAX_RESTARTS=0", "TORCHELASTIC_RUN_ID=abc"}));
 }
 
+TEST(EnvironmentTest, PlaceOfARankAmongHostsOfDifferentSizes) {
+  LaunchOptions options = two_hosts();
+  options.ranks_of_nodes = {3, 4};
+  EXPECT_THAT(rank_environment(options, attempt(), 2, {}),
+              IsSupersetOf({"RANK=5", "LOCAL_RANK=2", "WORLD_SIZE=7", "LOCAL_WORLD_SIZE=4",
+                            "NODE_RANK=1", "GROUP_WORLD_SIZE=2"}));
+  options.node_rank = 0;
+  options.nproc_per_node = 3;
+  EXPECT_THAT(rank_environment(options, attempt(), 2, {}),
+              IsSupersetOf({"RANK=2", "WORLD_SIZE=7", "LOCAL_WORLD_SIZE=3"}));
+}
+
 TEST(EnvironmentTest, ASurroundingLaunchersVariablesAreReplacedOrDropped) {
   const auto result =
       rank_environment(two_hosts(), attempt(), 0,

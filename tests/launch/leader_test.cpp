@@ -1,6 +1,8 @@
 // The decisions of node 0 about the rounds of several hosts, with documents and times made up here.
 #include "launch/rounds/leader.h"
 
+#include <limits>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -87,6 +89,24 @@ TEST(LeaderTest, TheFirstRoundBeginsWhenAllHostsAreThere) {
   EXPECT_EQ(play.now().kind, Ordered::begin);
   EXPECT_THAT(play.now().nodes, ElementsAre(0, 1, 2));
   EXPECT_EQ(play.now().round, 0);
+}
+
+TEST(LeaderTest, AnOrderSaysHowManyRanksEachHostHas) {
+  Play play(hosts(1, 3, 0));
+  play.arrive({0, 1, 2});
+  play.node(0).ranks = 3;
+  play.disappear(1);
+  play.node(2).ranks = 2;
+  play.after(11s);
+  EXPECT_THAT(play.now().nodes, ElementsAre(0, 2));
+  EXPECT_THAT(play.now().ranks, ElementsAre(3, 2));
+  EXPECT_EQ(Order::decode(play.now().encode()), play.now());
+  EXPECT_EQ(NodeDocument::decode(play.node(2).encode())->ranks, 2);
+  for (const int bad : {0, -1, std::numeric_limits<int>::max()}) {
+    Order order = play.now();
+    order.ranks[1] = bad;
+    EXPECT_EQ(Order::decode(order.encode()), std::nullopt) << bad;
+  }
 }
 
 TEST(LeaderTest, AHostThatDoesNotComeIsLeftOutAfterTheTimeOut) {
@@ -242,12 +262,13 @@ TEST(LeaderTest, AHostWithOtherFlagsIsNotTakenIn) {
 }
 
 TEST(DocumentsTest, AreReadAsTheyWereWritten) {
-  NodeDocument document{3, "abc", 7, "host", "flags", 2, 1, End::failed, true, false, "why", true};
+  NodeDocument document{3, "abc",       7,    "host", "flags", 4,   2,
+                        1, End::failed, true, false,  "why",   true};
   const auto read = NodeDocument::decode(document.encode());
   ASSERT_TRUE(read);
   EXPECT_EQ(read->encode(), document.encode());
   EXPECT_EQ(read->text, "why");
-  Order order{Ordered::regroup, 4, {0, 3}, {"a", "b"}, "text", "flags"};
+  Order order{Ordered::regroup, 4, {0, 3}, {"a", "b"}, {1, 2}, "text", "flags"};
   EXPECT_EQ(Order::decode(order.encode()), order);
   EXPECT_EQ(Order::decode("junk"), std::nullopt);
   EXPECT_FALSE(NodeDocument::decode(""));

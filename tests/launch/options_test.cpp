@@ -1,4 +1,5 @@
 #include <cstdlib>
+#include <limits>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -144,6 +145,26 @@ TEST(LaunchOptionsTest, NprocUnderALauncherIsAnError) {
                   HasSubstr("-n = 2: expected no -n under a launcher (WORLD_SIZE is set to '4')")));
   unsetenv("WORLD_SIZE");
   EXPECT_NO_THROW(check_no_launcher(2));
+}
+
+TEST(LaunchOptionsTest, RanksOfNodesMustFitTheHosts) {
+  LaunchOptions options = good();
+  options.nnodes = 2;
+  options.node_rank = 1;
+  options.master_addr = "host0";
+  options.master_port = 29500;
+  options.nproc_per_node = 3;
+  EXPECT_EQ(world_size(options), 6);
+  options.ranks_of_nodes = {1, 3};
+  EXPECT_NO_THROW(validate(options));
+  EXPECT_EQ(world_size(options), 4);
+  for (const auto& bad : std::vector<std::vector<int>>{
+           {3}, {3, 1}, {0, 3}, {1, 3, 1}, {std::numeric_limits<int>::max(), 3}}) {
+    options.ranks_of_nodes = bad;
+    EXPECT_THAT([&] { validate(options); },
+                ThrowsMessage<UsageError>(HasSubstr("a positive number for each of 2 hosts, 3 for "
+                                                    "this one")));
+  }
 }
 
 TEST(LaunchOptionsTest, OpenFilesAreCounted) {

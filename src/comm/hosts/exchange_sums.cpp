@@ -23,8 +23,8 @@ ExchangeSums::ExchangeSums(Messenger& messenger, const HostMap& map, int rank,
       ranks_(static_cast<int>(counts.size())),
       count_(counts[local_]),
       step_(ShmTransport::window_step(counts.size(), static_cast<int64_t>(flat.element_size()))),
-      part_(flat.narrow(
-          0, std::accumulate(counts.begin(), counts.begin() + local_, int64_t{0}), count_)),
+      part_(flat.narrow(0, std::accumulate(counts.begin(), counts.begin() + local_, int64_t{0}),
+                        count_)),
       scale_(scale) {
   for (int64_t round = 0; round < kAhead; ++round) post_receive(round);
 }

@@ -39,7 +39,7 @@ bool write_all(int fd, std::string_view bytes) {
 }  // namespace
 
 bool inherits_streams(const LaunchOptions& options) {
-  return options.nnodes * options.nproc_per_node == 1 && options.log_dir.empty();
+  return world_size(options) == 1 && options.log_dir.empty();
 }
 
 StreamPlan plan_streams(const LaunchOptions& options, int local_rank) {

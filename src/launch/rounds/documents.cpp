@@ -1,6 +1,7 @@
 #include "launch/rounds/documents.h"
 
 #include <charconv>
+#include <limits>
 
 #include "comm/store/message.h"
 
@@ -44,9 +45,10 @@ constexpr auto kLastKind = static_cast<uint8_t>(Order::Kind::over);
 
 std::string NodeDocument::encode() const {
   const auto number = [](int value) { return std::to_string(value); };
-  return comm::encode({static_cast<uint8_t>(end),
-                       {number(node), incarnation, number(beat), host, settings, number(began),
-                        number(ended), number(cause_known), number(final), text, number(left)}});
+  return comm::encode(
+      {static_cast<uint8_t>(end),
+       {number(node), incarnation, number(beat), host, settings, number(ranks), number(began),
+        number(ended), number(cause_known), number(final), text, number(left)}});
 }
 
 std::optional<NodeDocument> NodeDocument::decode(std::string bytes) {
@@ -59,6 +61,8 @@ std::optional<NodeDocument> NodeDocument::decode(std::string bytes) {
   document.beat = parts.number();
   document.host = parts.text();
   document.settings = parts.text();
+  document.ranks = parts.number();
+  if (document.ranks < 1) parts.spoil();
   document.began = parts.number();
   document.ended = parts.number();
   document.cause_known = parts.number() != 0;
@@ -82,6 +86,7 @@ std::string Order::encode() const {
   for (size_t i = 0; i < nodes.size(); ++i) {
     message.parts.push_back(std::to_string(nodes[i]));
     message.parts.push_back(incarnations[i]);
+    message.parts.push_back(std::to_string(ranks[i]));
   }
   return comm::encode(message);
 }
@@ -94,9 +99,13 @@ std::optional<Order> Order::decode(std::string bytes) {
   order.round = parts.number();
   order.text = parts.text();
   order.settings = parts.text();
-  while (parts.left() >= 2) {
+  int64_t world = 0;
+  while (parts.left() >= 3) {
     order.nodes.push_back(parts.number());
     order.incarnations.push_back(parts.text());
+    order.ranks.push_back(parts.number());
+    world += order.ranks.back();
+    if (order.ranks.back() < 1 || world > std::numeric_limits<int>::max()) parts.spoil();
   }
   if (!parts.good()) return std::nullopt;
   return order;

@@ -25,6 +25,7 @@ struct NodeDocument {
   int beat = 0;                ///< Another one with every writing.
   std::string host;            ///< Name of the host.
   std::string settings;        ///< The flags that must agree on all hosts.
+  int ranks = 1;               ///< -n, which may be another number on each host.
   int began = -1, ended = -1;  ///< The last round that it has started, and that has ended here.
   End end = End::none;
   bool cause_known = false;  ///< With failed: the failure began here.
@@ -53,6 +54,7 @@ struct Order {
   int round = -1;
   std::vector<int> nodes;                 ///< That take part, ascending; the order of node ranks.
   std::vector<std::string> incarnations;  ///< Of these nodes.
+  std::vector<int> ranks;                 ///< Of these nodes.
   std::string text;                       ///< For the user.
   std::string settings;                   ///< Node 0's.
 

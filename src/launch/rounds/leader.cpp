@@ -117,7 +117,11 @@ void Leader::begin(const std::set<int>& nodes, Clock::time_point now) {
   ++order_.round;
   order_.nodes.assign(nodes.begin(), nodes.end());
   order_.incarnations.clear();
-  for (const int node : nodes) order_.incarnations.push_back(known(node)->document.incarnation);
+  order_.ranks.clear();
+  for (const int node : nodes) {
+    order_.incarnations.push_back(known(node)->document.incarnation);
+    order_.ranks.push_back(known(node)->document.ranks);
+  }
   order_.text = count_hosts(nodes.size()) + ", " + list_nodes(nodes);
   std::set<int> absent;
   for (const int node : expected_)

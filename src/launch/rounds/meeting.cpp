@@ -23,8 +23,7 @@ constexpr std::chrono::milliseconds kFarewell{5000};
 std::string settings_of(const LaunchOptions& options) {
   const auto least = options.min_nnodes.value_or(options.nnodes);
   return "--nnodes " + std::to_string(least) + ":" + std::to_string(options.nnodes) +
-         " --nproc-per-node " + std::to_string(options.nproc_per_node) + " --max-restarts " +
-         std::to_string(options.max_restarts);
+         " --max-restarts " + std::to_string(options.max_restarts);
 }
 
 std::string own_host() {
@@ -41,6 +40,7 @@ Meeting::Meeting(const LaunchOptions& options)
   own_.incarnation = random_id();
   own_.host = own_host();
   own_.settings = settings_of(options);
+  own_.ranks = options.nproc_per_node;
   contact_ = std::make_unique<Contact>(options, own_.settings);
   // The launcher's signals belong to its first thread.
   sigset_t all, former;

@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include "launch/environment.h"
 #include "launch/rounds/meeting.h"
 #include "launch/supervise/supervisor.h"
 #include "tessera/error.h"
@@ -11,6 +12,14 @@ namespace tessera::launch {
 namespace {
 
 using End = NodeDocument::End;
+
+/// "rank 3 of 4", "ranks 0 to 2 of 4".
+std::string own_ranks(const LaunchOptions& options) {
+  const int first = global_rank(options, 0),
+            last = global_rank(options, options.nproc_per_node - 1);
+  return (first == last ? "rank " : "ranks " + std::to_string(first) + " to ") +
+         std::to_string(last) + " of " + std::to_string(world_size(options));
+}
 
 std::string reason_of(const Cause& cause) {
   const std::string end = describe(cause);
@@ -81,9 +90,10 @@ class Rounds {
     LaunchOptions options = around_.options;
     options.nnodes = static_cast<int>(order.nodes.size());
     options.node_rank = meeting_.place_in(order);
+    options.ranks_of_nodes = order.ranks;
     say("round " + std::to_string(order.round) + ": " + order.text + "; node " +
         std::to_string(*around_.options.node_rank) + " has node rank " +
-        std::to_string(*options.node_rank));
+        std::to_string(*options.node_rank) + " and " + own_ranks(options));
     meeting_.begin(order.round);
     const Surroundings here{options,         around_.path,  around_.environment,
                             around_.console, around_.guard, around_.signals,
