@@ -6,7 +6,7 @@
 A fenced block after a line that ends with "`NAME`:" is a file. Each line of a block `sh` is a command; one
 that ends with "# fails" must fail. A block `cpp` is part of a program in examples/.
 """
-import os, pathlib, re, subprocess, sys, tempfile, unittest
+import array, json, os, pathlib, random, re, signal, struct, subprocess, sys, tempfile, time, unittest
 
 SOURCE, BUILD = (pathlib.Path(word).resolve() for word in (sys.argv.pop(1), sys.argv.pop(1)))
 EXAMPLES = {path.name: path.read_text() for path in (SOURCE / "examples").glob("*.cpp")}
@@ -25,7 +25,7 @@ class Page(unittest.TestCase):
         self.page = (SOURCE / "docs" / name).read_text()
         for text in self.blocks("cpp"):
             self.assertTrue(any(text in program for program in EXAMPLES.values()), f"{name}: not in examples/:\n{text}")
-        for file, text in re.findall(r"`([\w./-]+)`[^`\n]*:\n\n```\w+\n(.*?)```", self.page, re.S):
+        for file, text in re.findall(r"`([\w./-]+\.\w+)`:\n\n```\w+\n(.*?)```", self.page, re.S):
             (self.folder / file).write_text(text)
 
     def blocks(self, language):
@@ -107,6 +107,66 @@ class Images(Page):
         self.assertEqual(sharded, loaded)
         self.assertGreater(float(sharded), 0.9)
         self.assertIn("second.layers.1.running_mean", names)
+
+
+class FineTuning(Page):
+    def write_gpt2(self):
+        """A small GPT-2 with the files and names of Hugging Face."""
+        block = {"ln_1.weight": [16], "ln_1.bias": [16], "attn.c_attn.weight": [16, 48], "attn.c_attn.bias": [48],
+                 "attn.c_proj.weight": [16, 16], "attn.c_proj.bias": [16], "ln_2.weight": [16], "ln_2.bias": [16],
+                 "mlp.c_fc.weight": [16, 64], "mlp.c_fc.bias": [64], "mlp.c_proj.weight": [64, 16], "mlp.c_proj.bias": [16]}
+        shapes = {"wte.weight": [256, 16], "wpe.weight": [64, 16], "ln_f.weight": [16], "ln_f.bias": [16],
+                  **{f"h.{i}.{name}": shape for i in range(2) for name, shape in block.items()}}
+        draw, header, data = random.Random(5), {}, b""
+        for name, shape in shapes.items():
+            count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            values = array.array("f", [draw.gauss("ln_" in name and "weight" in name, 0.02) for _ in range(count)]).tobytes()
+            header[f"transformer.{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
+            data += values
+        text = json.dumps(header).encode()
+        folder = self.folder / "gpt2"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}))
+        (folder / "tokenizer.json").write_text("{}")
+
+    def interrupt(self, command):
+        """Ctrl-C after the first checkpoint."""
+        run = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        end = time.monotonic() + 60
+        while not (self.folder / "run").exists() or not any(self.folder.glob("run/step-*")):
+            self.assertLess(time.monotonic(), end, "no checkpoint within a minute")
+            self.assertIsNone(run.poll())
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        text, _ = run.communicate(timeout=60)
+        self.assertEqual(run.returncode, 128 + signal.SIGINT, text)
+        return int(re.search(r"interrupted at step (\d+)", text)[1])
+
+    def test_two_ranks_then_three(self):
+        self.read("finetune_gpt2.md")
+        self.write_gpt2()
+        # Stands for the package of that name: a tokenizer whose tokens are bytes.
+        (self.folder / "transformers.py").write_text(
+            "class AutoTokenizer:\n    def from_pretrained(name): return AutoTokenizer()\n    def encode(self, text): return list(text.encode())\n")
+        text = pathlib.Path("/usr/share/common-licenses/GPL-3").read_text()
+        (self.folder / "train.txt").write_text(text[:30000])
+        (self.folder / "val.txt").write_text(text[30000:33000])
+        encode, two, three, differences = self.blocks("sh")[0].splitlines()
+        self.sh(encode)
+        self.assertTrue(two.endswith("# stop it with Ctrl-C"))
+        step = self.interrupt(two)
+        text = self.sh(three)
+        self.assertRegex(text, rf"resuming from run/step-0*{step}\b")
+        self.assertIn("3 ranks", text)
+        losses = [json.loads(line)["loss"] for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        self.assertEqual(len(losses), 300)
+        self.assertLess(losses[-1], losses[0] - 0.05)
+        self.assertIn("of 28 tensors differ", self.sh(differences))
+        for file in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+            self.assertTrue((self.folder / "tuned" / file).exists(), file)
+        self.assertEqual(len(list(self.folder.glob("tuned/model-*-of-00003.safetensors"))), 3)
+        self.sh("tessera weights convert tuned one.safetensors && tessera report log.jsonl")
 
 
 if __name__ == "__main__":
