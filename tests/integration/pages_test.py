@@ -169,5 +169,76 @@ class FineTuning(Page):
         self.sh("tessera weights convert tuned one.safetensors && tessera report log.jsonl")
 
 
+class Slurm(Page):
+    # Two tasks of a step, with Slurm's variables. srun ends with the highest code of its tasks.
+    SRUN = """#!/bin/bash
+        while [[ $1 == --* ]]; do shift; done
+        export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_NNODES=1 SLURM_STEP_NODELIST=localhost
+        for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & echo $! >> tasks; done
+        worst=0
+        for pid in $(cat tasks); do wait $pid; code=$?; [ $code -gt $worst ] && worst=$code; done
+        rm tasks
+        exit $worst
+        """
+    CONFIG = """
+        model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 1, n_head: 2}
+        data: {type: ByteText, path: /usr/share/common-licenses/GPL-3, seq_len: 16}
+        optimizer: {type: AdamW, lr: 1e-3}
+        parallel: {type: ZeroRedundancyOptimizer}
+        train: {steps: 3000, global_batch: 4, log_every: 500}
+        checkpoint: {folder: run, every: 1000000}
+        """
+
+    def setUp(self):
+        super().setUp()
+        for name, text in (("srun", self.SRUN), ("scontrol", '#!/bin/bash\necho "$@" >> scontrol.calls\n')):
+            (self.folder / name).write_text(text)
+            (self.folder / name).chmod(0o755)
+        (self.folder / "c.yaml").write_text("\n".join(line.strip() for line in self.CONFIG.splitlines()))
+        self.environment = {**ENVIRONMENT, "PATH": f"{self.folder}:{ENVIRONMENT['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+
+    def script(self, words="", signal_after=None, name="", **environment):
+        """Code and output of the job. `signal_after`: a line of the output, after which its ranks get the signal `name`."""
+        job = subprocess.Popen(["bash", "-c", f"bash {SOURCE}/examples/slurm.sbatch c.yaml {words} 2>&1"], cwd=self.folder,
+                               env={**self.environment, **environment}, stdout=subprocess.PIPE, text=True)
+        text = ""
+        for line in job.stdout:
+            text += line
+            if signal_after and signal_after in line:
+                for pid in (self.folder / "tasks").read_text().split():
+                    os.kill(int(pid), getattr(signal, name))
+                signal_after = None
+        job.stdout.close()
+        return job.wait(60), text
+
+    def test_the_page_has_the_files(self):
+        self.page = (SOURCE / "docs/slurm.md").read_text()
+        for language, file in (("bash", "slurm.sbatch"), ("dockerfile", "Containerfile")):
+            self.assertEqual(self.blocks(language), [(SOURCE / "examples" / file).read_text()])
+        self.sh("bash -n $TESSERA/examples/slurm.sbatch")
+
+    def test_a_job_near_its_end_is_requeued_and_goes_on(self):
+        code, text = self.script(signal_after="step  499/", name="SIGUSR1")
+        self.assertEqual(code, 138, text)
+        self.assertIn("2 ranks (shm)", text)
+        self.assertIn("requeue number 1", text)
+        self.assertEqual((self.folder / "scontrol.calls").read_text(), "requeue 7\n")
+        (step,) = re.findall(r"the same command resumes from run/step-0*(\d+)", text)
+        code, text = self.script(SLURM_RESTART_COUNT="1")
+        self.assertEqual(code, 0, text)
+        self.assertRegex(text, rf"resuming from run/step-0*{step}\b")
+        self.assertEqual((self.folder / "scontrol.calls").read_text(), "requeue 7\n", "a complete job is not requeued")
+
+    def test_other_ends_are_not_requeued(self):
+        os.replace(self.folder / "c.yaml", self.folder / "good.yaml")
+        (self.folder / "c.yaml").write_text("base: good.yaml\ntrain: {stpes: 3}\n")
+        code, text = self.script()
+        self.assertEqual(code, 2, text)
+        os.replace(self.folder / "good.yaml", self.folder / "c.yaml")
+        code, text = self.script(signal_after="step  499/", name="SIGTERM")
+        self.assertEqual(code, 143, text)
+        self.assertFalse((self.folder / "scontrol.calls").exists())
+
+
 if __name__ == "__main__":
     unittest.main()

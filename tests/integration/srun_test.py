@@ -83,7 +83,7 @@ class Cluster:
             time.sleep(0.05)
 
     def run(self, *words):
-        return Run(*self.enter(0), *words)
+        return Run(*self.enter(0), *words, env=dict(os.environ))  # with SLURM_CONF
 
     def stop(self):
         subprocess.run([*self.enter(0), "scancel", "-f", "-s", "KILL", "-u", getpass.getuser()], capture_output=True, timeout=60)  # jobs of a failed test
@@ -188,6 +188,32 @@ class OneHost(SlurmTest):
         self.assertEqual(run.process.wait(30), 128 + signal.SIGTERM, run.text())
         run.reader.join(5)
         self.assertRegex(run.text(), r"interrupted at step \d+")
+
+    def test_the_script_of_the_documentation_requeues_its_job(self):
+        script = pathlib.Path(__file__).resolve().parents[2] / "examples/slurm.sbatch"
+        out = self.config.with_name("out")
+        config = self.config.read_text().replace("steps: 2", "steps: 1000000, log_every: 100") + f"checkpoint: {{folder: {self.config.parent}/run}}\n"
+        self.config.write_text(config)
+        code, text = self.ends("env", f"PATH={BUILD}/bin:{os.environ['PATH']}", "sbatch", "--parsable", "-N", "1", "--ntasks-per-node=2", "-c", "1", "-o", out,
+                               script, self.config)
+        self.assertEqual(code, 0, text)
+        job = text.split()[0]
+        self.addCleanup(lambda: self.ends("scancel", job))
+
+        def wait_for(pattern, seconds):
+            end = time.monotonic() + seconds
+            while not (out.exists() and re.search(pattern, out.read_text())):
+                self.assertLess(time.monotonic(), end, out.read_text() if out.exists() else "no output")
+                time.sleep(0.1)
+
+        wait_for(r"step +199/", 60)
+        self.assertEqual(self.ends("scancel", "--signal=USR1", job)[0], 0)  # to the steps, as near the end of the time
+        wait_for("requeue number 1", 30)
+        self.assertRegex(out.read_text(), r"resumes from \S+/run/step-\d+")
+        end = time.monotonic() + 30
+        while " Restarts=1 " not in self.ends("scontrol", "show", "job", job)[1]:
+            self.assertLess(time.monotonic(), end, self.ends("scontrol", "show", "job", job)[1])
+            time.sleep(0.2)
 
 
 class TwoHosts(SlurmTest):
