@@ -240,5 +240,48 @@ class Slurm(Page):
         self.assertFalse((self.folder / "scontrol.calls").exists())
 
 
+class Troubleshooting(Page):
+    CONFIG = """
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 1, n_head: 2}
+data: {type: ByteText, path: /usr/share/common-licenses/GPL-3, seq_len: 16}
+optimizer: {type: AdamW}
+train: {steps: 2, global_batch: 9}
+"""
+
+    def messages(self):
+        """The parts of messages that the page quotes: the code of first columns, cut at the gaps."""
+        self.page = (SOURCE / "docs/troubleshooting.md").read_text()
+        quoted = [text for cell in re.findall(r"(?m)^\| ([^|]*) \|", self.page) for text in re.findall(r"`([^`]+)`", cell)]
+        return [part for text in quoted for part in re.split(r" ?… ?", text) if part]
+
+    def test_every_message_is_one_of_ours(self):
+        paths = [path for folder in ("src", "cli", "include", "cmake") for path in (SOURCE / folder).rglob("*") if path.suffix in (".cpp", ".h", ".cmake")]
+        literals = [re.sub(r'"\s*\n\s*"', "", path.read_text()).replace('\\"', '"') for path in paths]
+        messages = self.messages()
+        self.assertGreater(len(messages), 40)
+        unknown = [part for part in messages if not any(part in text for text in literals)]
+        self.assertEqual(unknown, [])
+
+    def test_some_of_them_appear(self):
+        (self.folder / "c.yaml").write_text(self.CONFIG)
+        (self.folder / "w.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" + b" " * 600)
+        commands = {
+            "tessera train c.yaml train.stpes=3": ["unknown key", "did you mean"],
+            "tessera train -n 2 c.yaml parallel.type=DistributedDataParallel": ["ranks; expected a multiple of"],
+            "tessera train c.yaml optimizer.momentum=0.9": ["an option of"],
+            "tessera weights inspect w.bin": ["is a pointer of Git LFS and has no weights"],
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_LOCALID=0 tessera-train c.yaml": ["MASTER_ADDR and MASTER_PORT are not set"],
+            "tessera run -n 2 bash -c 'if [ $RANK = 1 ]; then (until [ -d own_loop_run/step-00000020 ]; do sleep 0.05; done; kill -KILL $$) & fi; "
+            "exec own_loop 1000000'": ["gave up in", "has died", "root cause:"],
+            "ulimit -n 40; tessera run -n 90 true": ["expected fewer ranks or 'ulimit -n"],
+        }
+        self.messages()
+        for command, parts in commands.items():
+            text = self.sh(command, fails=True)
+            for part in parts:
+                self.assertIn(part, text, command)
+                self.assertIn(part, " ".join(self.page.split()))
+
+
 if __name__ == "__main__":
     unittest.main()
