@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What CMake refuses before a build, the pkg-config file, and the script that draws README's picture."""
-import json, pathlib, subprocess, sys, tempfile, unittest
+import json, pathlib, re, shutil, subprocess, sys, tempfile, unittest
 
 SOURCE, BUILD = (pathlib.Path(word).resolve() for word in (sys.argv.pop(1), sys.argv.pop(1)))
 NEW = '#include <string>\nvoid f(const std::string& text) {}\n'
@@ -72,6 +72,48 @@ class Getting(unittest.TestCase):
         self.assertIn("expected one libtorch", text)
         config = (BUILD / "TesseraConfig.cmake").read_text()
         self.assertLess(config.index("set(TESSERA_INSTALLED TRUE)"), config.index("/TesseraTorch.cmake)"))
+
+    def test_a_project_with_find_package_torch_gets_one_libtorch(self):
+        source = SOURCE / "tests/integration/beside_torch/CMakeLists.txt"
+        self.assertIn(f"```cmake\n{source.read_text()}```", (SOURCE / "docs/getting.md").read_text())
+        shutil.copy(source, self.folder)
+        shutil.copy(SOURCE / "examples/zero_loop.cpp", self.folder)
+        for component in ("runtime", "development"):
+            done = call("cmake", "--install", BUILD, "--prefix", self.folder / "prefix", "--component", component)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        words = [f"-DCMAKE_PREFIX_PATH={self.folder}/prefix"]
+        torch = re.search(r"(?m)^TESSERA_TORCH:PATH=(.*)$", (BUILD / "CMakeCache.txt").read_text())[1]
+        if torch:
+            words.append(f"-DTorch_DIR={torch}/share/cmake/Torch")
+        done = call("cmake", "-S", self.folder, "-B", self.folder / "b", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", *words)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(len(set(re.findall(r"\S*/libtorch_cpu\.so", (self.folder / "b/build.ninja").read_text()))), 1)
+
+    def fetch(self, *words):
+        """Output of a project that uses TesseraFetch.cmake."""
+        project = self.folder / "project"
+        project.mkdir(exist_ok=True)
+        (project / "CMakeLists.txt").write_text(
+            f"cmake_minimum_required(VERSION 3.25)\nproject(p LANGUAGES CXX)\ninclude({SOURCE}/cmake/TesseraFetch.cmake)\n")
+        done = call("cmake", "-S", project, "-B", self.folder / "b", *words)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    def test_what_is_fetched_is_compared_with_its_digest(self):
+        archive = self.folder / "mirror/pool/main/x/xxhash/xxhash_0.8.1.orig.tar.gz"
+        archive.parent.mkdir(parents=True)
+        archive.write_bytes(b"other bytes")
+        code, text = self.fetch(f"-DTESSERA_FETCH_MIRROR=file://{self.folder}/mirror")
+        self.assertNotEqual(code, 0)
+        self.assertRegex(text, "(?i)hash mismatch|does not match expected")
+        self.assertIn("xxhash_0.8.1.orig.tar.gz", text)
+
+    def test_packages_have_the_maintainer_that_was_given(self):
+        if not (BUILD / "CPackConfig.cmake").exists():
+            self.skipTest("a build against a wheel makes no packages")
+        contact = re.search(r"(?m)^TESSERA_PACKAGE_CONTACT:STRING=(.*)$", (BUILD / "CMakeCache.txt").read_text())[1]
+        self.assertRegex(contact, "^.+ <.+@.+>$")
+        self.assertNotIn("localhost", contact)
+        self.assertIn(f'set(CPACK_PACKAGE_CONTACT "{contact}")', (BUILD / "CPackConfig.cmake").read_text())
 
     def test_the_pkg_config_file_has_the_prefix_of_the_installation(self):
         done = call("cmake", "--install", BUILD, "--prefix", self.folder / "p", "--component", "development")
