@@ -3,7 +3,7 @@
 
     configs_test.py SOURCE_FOLDER BUILD_FOLDER
 """
-import json, os, pathlib, subprocess, sys, tempfile, unittest
+import json, os, pathlib, re, subprocess, sys, tempfile, unittest
 
 SOURCE, BUILD = pathlib.Path(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1))
 TESSERA = str(BUILD / "bin/tessera")
@@ -69,6 +69,54 @@ class Configs(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(done.stdout, (SOURCE / "docs/config_reference.md").read_text(),
                          "docs/config_reference.md is made by: tessera train --config-reference > docs/config_reference.md")
+
+
+class Reference(unittest.TestCase):
+    """Every option of every component is in docs/config_reference.md."""
+
+    PAGE = (SOURCE / "docs/config_reference.md").read_text()
+    # Options of a class in a public header that configs do not have, and why.
+    NOT_IN_CONFIGS = {
+        "parameters_to_ignore": "the trainer trains every parameter that model.freeze does not name",
+        "sync_module_states": "always: the trainer's ranks start equal",
+        "broadcast_parameters": "always: the trainer's ranks start equal",
+        "reduce_gradients": "always: the trainer has no other wrapper beside it",
+        "reduce_in_place": "on, unless gradients are reduced within backward",
+        "embd_pdrop": "dropout sets all three", "attn_pdrop": "dropout sets all three", "resid_pdrop": "dropout sets all three",
+        "enabled": "by the presence of loss_scale", "dynamic": "by a number as loss_scale",
+        "mode": "the smaller loss is the better one", "check_finite": "train.on_nonfinite decides",
+    }
+
+    def rows(self, section):
+        """The keys of the tables under a heading, without their prefixes."""
+        (text,) = re.findall(rf"(?ms)^##+ {re.escape(section)}\n(.*?)(?=^##|\Z)", self.PAGE)
+        return {key for row in re.findall(r"(?m)^\| `([\w.]+)` \|", text) for key in (row, row.split(".")[0], row.split(".")[-1])}
+
+    def test_every_key_that_is_read_is_there(self):
+        words = set(re.findall(r"[\w]+", "\n".join(line for line in self.PAGE.splitlines() if line.startswith("|"))))
+        found = 0
+        for path in [*(SOURCE / "src").rglob("*.cpp"), *(SOURCE / "include").rglob("*.h")]:
+            for key in re.findall(r'(?:read(?:_[a-z]+)?|take|map|map_or_type|list)\(\s*"(\w+)",', path.read_text()):
+                found += 1
+                self.assertTrue(key in words, f"{path.relative_to(SOURCE)} reads {key}, of which docs/config_reference.md has no row and no explanation")
+        self.assertGreater(found, 150)
+
+    def test_every_option_of_the_public_classes_is_there(self):
+        for header, struct, section in (
+                ("distributed_data_parallel.h", "DistributedDataParallelOptions", "DistributedDataParallel"),
+                ("fully_sharded_data_parallel.h", "FullyShardedDataParallelOptions", "FullyShardedDataParallel"),
+                ("fully_sharded_data_parallel.h", "MixedPrecision", "FullyShardedDataParallel"),
+                ("zero_redundancy_optimizer.h", "ZeroRedundancyOptimizerOptions", "ZeroRedundancyOptimizer"),
+                ("distributed_optimizer.h", "DistributedOptimizerOptions", "DistributedOptimizer"),
+                ("step/power_sgd.h", "PowerSgdOptions", "power_sgd"), ("step/grad_scaler.h", "GradScalerOptions", "train"),
+                ("step/early_stop.h", "EarlyStopOptions", "train"), ("step/weight_average.h", "WeightAverageOptions", "train"),
+                ("models/gpt2.h", "GPT2Options", "GPT2"), ("models/image_classifier.h", "ImageClassifierOptions", "ImageClassifier"),
+                ("step/lr_scheduler.h", "WarmupCosineLrOptions", "warmup_cosine"), ("step/lr_scheduler.h", "LinearLrOptions", "linear")):
+            (body,) = re.findall(rf"struct {struct} {{\n(.*?)\n}};", (SOURCE / "include/tessera" / header).read_text(), re.S)
+            fields = re.findall(r"^  [\w:<>, ]+ (\w+) =\s", body, re.M)
+            self.assertGreater(len(fields), 0, struct)
+            missing = set(fields) - self.rows(section) - set(self.NOT_IN_CONFIGS) - ({"seed"} if section in ("GPT2", "ImageClassifier") else set())
+            self.assertEqual(missing, set(), struct)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,11 @@ TEST_F(ConfigTest, ReadsDistributedOptimizerUnevenDataAndHooks) {
   EXPECT_EQ(override_error(
                 "parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rank: 4}}"),
             "");
+  EXPECT_EQ(override_error("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, "
+                           "warm_start: false, error_feedback: false, seed: 3}}"),
+            "");
+  says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, seed: -3}}",
+       "-3; expected a whole number >= 0");
   says("parallel={type: DistributedDataParallel, comm_hook: power_sgd, power_sgd_rank: 0}",
        "0; expected a whole number >= 1");
   says("parallel={type: DistributedDataParallel, comm_hook: {type: power_sgd, rnak: 4}}",

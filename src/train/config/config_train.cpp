@@ -74,6 +74,10 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
   const ConfigNode* node =
       keys.take("loss_scale", "dynamic, a map of its options, a number > 0, or null",
                 "factor of the loss, so that small gradients do not vanish in float16");
+  if (keys.describing()) {
+    OptionReader inner = keys.map("loss_scale");
+    GradScalerOptions(scaler).read(inner);
+  }
   if (node == nullptr || node->kind == Kind::Null) {
     return;
   }
