@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Makes the Debian packages of a build, installs them in a clean chroot of Debian 12, and runs the
-# consumer test there: a project outside of the sources that finds Tessera with CMake and with
-# pkg-config, on one and on two ranks.
+# Makes the Debian packages, installs them in a clean chroot, and runs the consumer test there: a
+# project outside of the sources that finds Tessera with CMake and with pkg-config, on one and on two
+# ranks.
 #
 #     scripts/test_packages.sh [BUILD]
 #
 # BUILD           the build folder, against the system's libtorch. Default: build.
-# CHROOT=FOLDER   a chroot of Debian 12 to use, and to keep. Default: a new one, which is removed.
+# SUITE=NAME      the release of Debian. Default: that of this system, whose packages BUILD makes. For
+#                 another one (trixie) they are built from the sources in the chroot.
+# CHROOT=FOLDER   a chroot of that release to use, and to keep. Default: a new one, which is removed.
 # MIRROR=URL      where debootstrap gets Debian. Default: the first mirror of this system's apt.
 #
 # Needs root, debootstrap, the right to mount, and about 4 GB. Ends with 77 where one of them is
@@ -14,15 +16,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source=$PWD
-build=$(cd "${1:-build}" && pwd)
+own_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+suite=${SUITE:-$own_suite}
 
 skip() {
   echo "test_packages: not run: $1" >&2
   exit 77
 }
 [ "$(id -u)" -eq 0 ] || skip "a chroot needs root"
-command -v cpack >/dev/null || skip "no cpack (apt-get install cmake)"
-command -v dpkg-shlibdeps >/dev/null || skip "no dpkg-shlibdeps (apt-get install dpkg-dev)"
+if [ "$suite" = "$own_suite" ]; then
+  build=$(cd "${1:-build}" && pwd)
+  command -v cpack >/dev/null || skip "no cpack (apt-get install cmake)"
+  command -v dpkg-shlibdeps >/dev/null || skip "no dpkg-shlibdeps (apt-get install dpkg-dev)"
+fi
 [ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
   skip "no debootstrap (apt-get install debootstrap)"
 
@@ -35,14 +41,15 @@ cleanup() {
 }
 trap cleanup EXIT
 
-(cd "$work" && cpack --config "$build/CPackConfig.cmake" -B "$work/packages" >"$work/cpack.log" 2>&1) ||
-  { cat "$work/cpack.log" >&2; exit 1; }
-ls -l "$work"/packages/*.deb
+if [ "$suite" = "$own_suite" ]; then
+  (cd "$work" && cpack --config "$build/CPackConfig.cmake" -B "$work/packages" >"$work/cpack.log" 2>&1) ||
+    { cat "$work/cpack.log" >&2; exit 1; }
+fi
 
 if [ ! -x "$root/usr/bin/apt-get" ]; then
   mirror=${MIRROR:-$(sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
     /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1)}
-  debootstrap --variant=minbase bookworm "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
+  debootstrap --variant=minbase "$suite" "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
     { tail -n 5 "$work/debootstrap.log" >&2; skip "debootstrap failed"; }
 fi
 mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
@@ -50,7 +57,26 @@ mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"
 
 rm -rf "$root/packages" "$root/consumer"
 mkdir "$root/packages" "$root/consumer"
-cp "$work"/packages/*.deb "$root/packages/"
+if [ "$suite" = "$own_suite" ]; then
+  cp "$work"/packages/*.deb "$root/packages/"
+else
+  rm -rf "$root/sources"
+  mkdir "$root/sources"
+  tar --exclude='./build*' --exclude=./.git -C "$source" -cf - . | tar -C "$root/sources" -xf -
+  cat >"$root/sources/make_packages.sh" <<'BUILD'
+set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends g++ cmake ninja-build dpkg-dev file libtorch-dev \
+  libgloo-dev libopenblas-dev libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev \
+  libfmt-dev libxxhash-dev libssl-dev >/dev/null
+cmake -S /sources -B /build -G Ninja -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_EXAMPLES=OFF >/dev/null
+cmake --build /build -j "$(nproc)"
+cd /build && cpack -B /packages >/dev/null
+BUILD
+  chroot "$root" bash /sources/make_packages.sh
+fi
+ls -l "$root"/packages/*.deb
 cp "$source/examples/zero_loop.cpp" "$root/consumer/"
 sed 's|${CMAKE_CURRENT_LIST_DIR}/../../../examples/||' \
   "$source/tests/integration/consumer/CMakeLists.txt" >"$root/consumer/CMakeLists.txt"
