@@ -29,17 +29,22 @@ void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
 /// The same from weights on disk: a file, an index or a folder; see Weights.
 void load_state_dict(torch::nn::Module& module, const std::string& path);
 /// The same from opened weights. Without `strict`, names that are missing or unexpected are no
-/// error; they are returned. Shapes that differ always are one.
+/// error; they are returned. Shapes that differ always are one. A tensor that is deferred
+/// (deferred_init()) is read when its values are needed, so the files must stay as they are until
+/// then.
 UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights,
                                bool strict = true);
 
 namespace detail {
 
 /// The same from any source of tensors. `source`: its name, for messages; `entries`: its tensors.
-UnmatchedNames load_module(torch::nn::Module& module, const std::string& source,
-                           const std::vector<SafetensorsEntry>& entries,
-                           const std::function<at::Tensor(const std::string& name)>& load,
-                           bool strict = true);
+/// `later`: writes a tensor's values to `into`; for deferred tensors (deferred_init()), for which
+/// it is called when their values are needed. Empty: these are loaded at once, too.
+UnmatchedNames load_module(
+    torch::nn::Module& module, const std::string& source,
+    const std::vector<SafetensorsEntry>& entries,
+    const std::function<at::Tensor(const std::string& name)>& load, bool strict = true,
+    const std::function<void(const std::string& name, at::Tensor into)>& later = {});
 
 }  // namespace detail
 }  // namespace tessera

@@ -23,6 +23,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/join.h"
 #include "tessera/local_sgd.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim.h"
 #include "tessera/optim/fused_optimizer.h"

@@ -17,6 +17,7 @@
 #include "sharding/wrapped_parameters.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
@@ -73,6 +74,7 @@ class DataParallel::Impl {
         options_.find_unused_parameters, options_.static_graph, to_string(options_.wire)));
     group_.check_contract(kName, contract);
     bucket_cap_mib_ = bucket_cap();
+    materialize(module_);
     wire_.emplace(group_, options_.wire.gradients);
     broadcast_model(0);
     // Backward produces gradients about in reverse order.

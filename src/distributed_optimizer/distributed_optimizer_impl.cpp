@@ -11,6 +11,7 @@
 
 #include "optim/text_of_options.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera {
@@ -43,6 +44,9 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
     });
   }
   check_contract();
+  for (const auto& synced : synced_) {
+    for (const auto& tensor : synced.tensors) materialize(tensor);
+  }
   if (options_.bcast_period >= 0) broadcast(0);
   make_reduction();
 }

@@ -2,17 +2,21 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
+#include <set>
 #include <unordered_map>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
+#include "deferred/contents.h"
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
@@ -162,7 +166,6 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t
                                from - begin,
                                {}};
     const auto own = sharding::window(flat.own_segment, shard.at, shard.numel);
-    own.copy_(sharding::in_memory_order(tensor).narrow(0, shard.begin, shard.numel));
     const bool whole = keeps_whole && shard.numel == tensor.numel();
     shard.tensor = whole ? sharding::window(flat.own_segment, shard.at, tensor) : own;
     shard.tensor.set_requires_grad(tensor.requires_grad());
@@ -293,13 +296,69 @@ void check_contract(const torch::nn::Module& module, const UnitPlan& plan, Proce
   group.check_contract(kName, contract);
 }
 
-void copy_from_rank0(torch::nn::Module& module, const UnitPlan& plan, ProcessGroup& group) {
+/// The buffers and the ignored parameters are whole on every rank.
+void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_rank0) {
   std::vector<at::Tensor> tensors;
-  for (const auto& parameter : plan.parameters) tensors.push_back(parameter.tensor);
   for (const auto& buffer : module.buffers()) {
-    if (buffer.defined()) tensors.push_back(buffer);
+    if (!buffer.defined()) continue;
+    materialize(buffer);
+    tensors.push_back(buffer);
   }
-  group.broadcast(tensors, 0);
+  if (from_rank0) group.broadcast(tensors, 0);
+}
+
+/// Consecutive parameters of a flat parameter that are filled together: as many as fit in this many
+/// bytes, at least one.
+constexpr size_t kFilledTogether = 32 << 20;
+
+/// Copies this rank's shards from members [first, last). A parameter that is deferred is computed
+/// for this moment only, and not at all where it comes from rank 0.
+void fill_members(ShardedModel& model, FlatParameter& flat, size_t first, size_t last,
+                  bool from_rank0) {
+  std::vector<std::unique_ptr<deferred::Contents>> contents;
+  std::vector<at::Tensor> sources;
+  for (size_t m = first; m < last; ++m) {
+    const auto& tensor = model.parameters[flat.members[m]].tensor;
+    if (from_rank0 && model.world.rank() != 0 && is_deferred(tensor)) {
+      sources.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
+    } else {
+      contents.push_back(std::make_unique<deferred::Contents>(tensor));
+      sources.push_back(tensor);
+    }
+  }
+  if (from_rank0) model.world.broadcast(sources, 0);
+  for (size_t m = first; m < last; ++m) {
+    const auto& shard = flat.shards[m];
+    sharding::window(flat.own_segment, shard.at, shard.numel)
+        .copy_(sharding::in_memory_order(sources[m - first]).narrow(0, shard.begin, shard.numel));
+  }
+}
+
+/// Gives the shards their values. The same batches on all ranks.
+void fill_shards(ShardedModel& model, bool from_rank0) {
+  for (auto& flat : model.flats) {
+    size_t first = 0, bytes = 0;
+    for (size_t m = 0; m < flat.members.size(); ++m) {
+      const auto more = model.parameters[flat.members[m]].tensor.nbytes();
+      if (m > first && bytes + more > kFilledTogether) {
+        fill_members(model, flat, first, m, from_rank0);
+        first = m;
+        bytes = 0;
+      }
+      bytes += more;
+    }
+    fill_members(model, flat, first, flat.members.size(), from_rank0);
+  }
+}
+
+/// An ignored parameter keeps its memory.
+void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan) {
+  std::set<const void*> sharded;
+  for (const auto& parameter : plan.parameters)
+    sharded.insert(parameter.tensor.unsafeGetTensorImpl());
+  for (const auto& parameter : module.parameters()) {
+    if (!sharded.count(parameter.unsafeGetTensorImpl())) materialize(parameter);
+  }
 }
 
 }  // namespace
@@ -320,7 +379,8 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
   });
   check_contract(module, plan, group, options);
-  if (options.sync_module_states) copy_from_rank0(module, plan, group);
+  materialize_ignored(module, plan);
+  share_buffers(module, group, options.sync_module_states);
   for (const auto& buffer : module.buffers()) {
     if (buffer.defined() && buffer.is_floating_point())
       model.buffers.push_back({buffer, buffer.scalar_type()});
@@ -329,6 +389,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   model.parameters = std::move(plan.parameters);
   split_world(model, std::move(group), options);
   add_units(model, module, plan.units, options);
+  fill_shards(model, options.sync_module_states);
   model.measure();
   return model;
 }

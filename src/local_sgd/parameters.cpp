@@ -8,12 +8,17 @@
 #include <fmt/ranges.h>
 
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 
 namespace tessera::local_sgd {
 
 Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
                        std::function<void()> publish)
-    : shards_(std::move(shards)), replicas_(std::move(replicas)), publish_(std::move(publish)) {}
+    : shards_(std::move(shards)), replicas_(std::move(replicas)), publish_(std::move(publish)) {
+  for (const auto& shard : shards_) {
+    if (shard.tensor.defined()) materialize(shard.tensor);
+  }
+}
 
 void Parameters::measure() {
   const at::Device device = shards_.empty() ? at::Device(at::kCPU) : shards_[0].tensor.device();

@@ -1,9 +1,11 @@
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <set>
 
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"
 #include "tessera/weights/weights.h"
@@ -118,7 +120,11 @@ UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
   const torch::NoGradGuard no_grad;
   for (auto& item : parameters) {
     const auto found = names.find(item.key());
-    if (found != names.end()) item.value().copy_(file.load(found->second));
+    if (found == names.end()) continue;
+    const auto later = [file, name = found->second](at::Tensor into) {
+      file.load_into(name, into);
+    };
+    if (!detail::load_later(item.value(), later)) item.value().copy_(file.load(found->second));
   }
   return unmatched;
 }

@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "tessera/memory/deferred_init.h"
+
 namespace tessera {
 
 const char* buffer_sync_name(BufferSync rule) {
@@ -35,8 +37,10 @@ at::Tensor without_repeats(at::Tensor tensor) {
 ModuleBuffers::ModuleBuffers(const torch::nn::Module& module, BufferSync rule) : rule_(rule) {
   std::unordered_set<const void*> seen;
   for (const auto& buffer : module.named_buffers()) {
-    if (buffer.value().defined() && seen.insert(buffer.value().unsafeGetTensorImpl()).second)
-      buffers_.push_back({buffer.key(), buffer.value()});
+    if (!buffer.value().defined() || !seen.insert(buffer.value().unsafeGetTensorImpl()).second)
+      continue;
+    materialize(buffer.value());
+    buffers_.push_back({buffer.key(), buffer.value()});
   }
 }
 

@@ -231,12 +231,12 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
       parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());
   agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
+  shards.place_new();
   if (options.broadcast_parameters) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : added) tensors.push_back(parameter.tensor);
     group.broadcast(tensors, 0);
   }
-  shards.place_new();
   make_local_optimizer();
   watch();
 }

@@ -1,4 +1,5 @@
-// The snippet of docs/fsdp.md; tests/integration/readme_test.py checks that both are equal.
+// The snippets of docs/fsdp.md and docs/memory.md; tests/integration/readme_test.py checks that
+// they are equal.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -40,6 +41,18 @@ TEST(Documented, Fsdp) {
     // [end]
     EXPECT_EQ(fsdp.units().size(), 3u);
     EXPECT_EQ(fsdp.stats().reductions, 2u);
+  });
+}
+
+// The snippet of docs/memory.md.
+TEST(Documented, DeferredConstruction) {
+  tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int) {
+    // [documented]
+    auto net = tessera::deferred_init([] { return Net(); });  // parameters take no memory
+    tessera::FullyShardedDataParallel fsdp(net, world,
+                                           {.wrap_policy = tessera::wrap_by_type<BlockImpl>()});
+    // [end]
+    EXPECT_EQ(fsdp(torch::ones({4, 3})).size(0), 4);
   });
 }
 

@@ -28,6 +28,9 @@ struct ModelConfig {
   bool strict = true;           ///< whether names that are missing or unexpected are an error
   /// Seed of the initial weights and of each rank's random numbers in training.
   uint64_t seed = 0;
+  /// Whether parameters take memory only where and when the wrapper needs them; see
+  /// deferred_init(). Unset: true for FullyShardedDataParallel on CPUs.
+  std::optional<bool> deferred = {};
   std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
 };
 

@@ -34,7 +34,7 @@ struct UnmatchedNames {
 /// Weights opened for reading. The kind of each file is recognised by its content: safetensors,
 /// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Headers
 /// and pickles are read and checked; only `load` and `load_slice` read data, at its offset. Several
-/// threads may call them at the same time.
+/// threads may call them at the same time. Copies share the opened files.
 class Weights {
  public:
   /// `path`: a file, an index, or a folder that has model.safetensors.index.json,
@@ -44,9 +44,6 @@ class Weights {
   /// the index gives it, or the total is wrong; for files of other kinds, which it names; for a
   /// pattern that is no regular expression; and if two names become equal.
   explicit Weights(const std::string& path, const WeightsOptions& options = {});
-  ~Weights();
-  Weights(Weights&&) noexcept;
-  Weights& operator=(Weights&&) noexcept;
 
   /// The file or the index that is read.
   const std::string& path() const;
@@ -59,10 +56,13 @@ class Weights {
   at::Tensor load(const std::string& name) const;
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                   at::Tensor out) const;
+  /// Reads the whole tensor to `into`, of the same number of elements, and converts to its dtype.
+  /// Without other memory if `into` is contiguous, on the CPU and of the file's dtype.
+  void load_into(const std::string& name, at::Tensor into) const;
 
  private:
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<const Impl> impl_;
 };
 
 /// Throws UsageError if a pattern is no regular expression.

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/weights/weights.h"
 
@@ -44,10 +46,11 @@ ModuleStateDict state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
-UnmatchedNames detail::load_module(torch::nn::Module& module, const std::string& source,
-                                   const std::vector<SafetensorsEntry>& entries,
-                                   const std::function<at::Tensor(const std::string& name)>& load,
-                                   bool strict) {
+UnmatchedNames detail::load_module(
+    torch::nn::Module& module, const std::string& source,
+    const std::vector<SafetensorsEntry>& entries,
+    const std::function<at::Tensor(const std::string& name)>& load, bool strict,
+    const std::function<void(const std::string& name, at::Tensor into)>& later) {
   auto wanted = tensors_of(module);
   std::map<std::string, const SafetensorsEntry*> there;
   for (const auto& entry : entries) {
@@ -77,8 +80,11 @@ UnmatchedNames detail::load_module(torch::nn::Module& module, const std::string&
   }
   at::NoGradGuard no_grad;
   const std::set<std::string> absent(missing.begin(), missing.end());
-  for (auto& [name, tensor] : wanted) {
-    if (absent.count(name) == 0) tensor.copy_(load(name));
+  for (auto& item : wanted) {
+    auto& [name, tensor] = item;
+    if (absent.count(name) > 0) continue;
+    const auto load_it = [later, key = name](at::Tensor into) { later(key, std::move(into)); };
+    if (!later || !load_later(tensor, load_it)) tensor.copy_(load(name));
   }
   return names;
 }
@@ -103,7 +109,8 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
 UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights, bool strict) {
   return detail::load_module(
       module, weights.path(), weights.entries(),
-      [&](const std::string& name) { return weights.load(name); }, strict);
+      [&](const std::string& name) { return weights.load(name); }, strict,
+      [weights](const std::string& name, at::Tensor into) { weights.load_into(name, into); });
 }
 
 }  // namespace tessera

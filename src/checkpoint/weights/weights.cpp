@@ -164,10 +164,7 @@ const Weights::Impl::Place& Weights::Impl::place_of(const std::string& name) con
 }
 
 Weights::Weights(const std::string& path, const WeightsOptions& options)
-    : impl_(std::make_unique<Impl>(path, options)) {}
-Weights::~Weights() = default;
-Weights::Weights(Weights&&) noexcept = default;
-Weights& Weights::operator=(Weights&&) noexcept = default;
+    : impl_(std::make_shared<const Impl>(path, options)) {}
 
 const std::string& Weights::path() const { return impl_->path; }
 const std::vector<SafetensorsEntry>& Weights::entries() const { return impl_->entries; }
@@ -188,6 +185,14 @@ void Weights::load_slice(const std::string& name, int64_t elem_begin, int64_t el
   const auto& place = impl_->place_of(name);
   std::visit([&](const auto& file) { file.load_slice(place.name, elem_begin, elem_count, out); },
              *place.file);
+}
+
+void Weights::load_into(const std::string& name, at::Tensor into) const {
+  at::NoGradGuard no_grad;
+  const bool in_place =
+      into.is_contiguous() && into.device().is_cpu() && into.scalar_type() == scalar_type(name);
+  if (in_place) load_slice(name, 0, into.numel(), into.view({-1}));
+  else into.copy_(load(name));
 }
 
 }  // namespace tessera

@@ -57,7 +57,7 @@ std::string section(const std::string& title, const std::string& text) {
 }  // namespace
 
 std::string config_reference() {
-  const std::vector<std::string> model_keys{"type", "init", "seed", "device"};
+  const std::vector<std::string> model_keys{"type", "init", "seed", "deferred", "device"};
   const std::vector<std::string> data_keys{"type",   "order",          "seed",
                                            "uneven", "loader_threads", "prefetch"};
   const std::vector<std::string> parallel_keys{"type", "backend", "timeout", "check_results"};

@@ -47,6 +47,10 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.read("seed", model.seed, "seed of the initial weights and of dropout");
   keys.read("freeze", model.freeze,
             "parameters that are not trained, by name: * any characters but dots, ** any, ? one");
+  keys.read_optional_enum<bool>(
+      "deferred", model.deferred, {{"true", true}, {"false", false}},
+      "construct without memory for parameters, which the wrapper then computes one by one; null: "
+      "with FullyShardedDataParallel on CPUs");
   keys.read_choice("device", model.device, {"cpu", "cuda"},
                    "device; cuda: the one numbered as the rank on its host");
 }

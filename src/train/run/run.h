@@ -56,6 +56,7 @@ class Run : private Joinable {
   void load_data();
   void make_model(const ProcessGroup& own_group);
   Losses loss_of(const at::Tensor& prediction, const Batch& batch) const;
+  bool defers() const;
   void freeze_parameters();
   void note_specs();
   void check_specs() const;

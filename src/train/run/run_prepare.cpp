@@ -9,6 +9,7 @@
 
 #include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
@@ -126,6 +127,8 @@ void Run::make_model(const ProcessGroup& own_group) {
   }
   torch::manual_seed(config_.model.seed);
   model_ = named(config_.at("model"), [&] {
+    std::optional<DeferredScope> scope;
+    if (defers()) scope.emplace();
     return config_.model.plan.make({own_group, config_.model.seed});
   });
   if (!model_.module) {
@@ -173,6 +176,17 @@ void Run::report_unmatched(const UnmatchedNames& names) const {
   };
   report("missing names, which keep their initial values", names.missing);
   report("unexpected names, which are not read", names.unexpected);
+}
+
+/// Whether the model is constructed without memory for its parameters.
+bool Run::defers() const {
+  const bool on_cpu = config_.model.device == "cpu";
+  if (config_.model.deferred == true && !on_cpu) {
+    throw UsageError(config_.at("model.deferred") + "true, and model.device is " +
+                     config_.model.device + "; expected cpu");
+  }
+  return config_.model.deferred.value_or(on_cpu &&
+                                         config_.parallel.type == "FullyShardedDataParallel");
 }
 
 /// Applies model.freeze.

@@ -68,10 +68,19 @@ void Run::load_weights_of(const Checkpoint& checkpoint) {
     entries.insert(entries.end(), part.begin(), part.end());
   }
   index.check(source, contents);
-  detail::load_module(*model_.module, source, entries, [&](const std::string& name) {
+  const auto load = [&](const std::string& name) {
     heartbeat_.enter(Phase::starting, 0);
     return checkpoint.load_tensor(index.files.at(name), name);
-  });
+  };
+  // Files of other hosts can only be read now, together with the other ranks.
+  std::function<void(const std::string&, at::Tensor)> later;
+  if (group_.same_host()) {
+    later = [this, &checkpoint, files = index.files](const std::string& name, at::Tensor into) {
+      heartbeat_.enter(Phase::starting, 0);
+      into.copy_(checkpoint.load_tensor(files.at(name), name));
+    };
+  }
+  detail::load_module(*model_.module, source, entries, load, true, later);
 }
 
 /// Writes the weights at train.save.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "deferred/contents.h"
 #include "memory/heap.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/detection/detection.h"
@@ -38,7 +39,10 @@ void adopt_storage(ShardBucket& bucket, const std::vector<NamedTensor>& paramete
   for (size_t m = 0; m < bucket.members.size(); ++m) {
     auto parameter = parameters[bucket.members[m]].tensor;
     auto window = sharding::window(bucket.parameters, bucket.layout.offset(m), parameter);
-    window.copy_(parameter.detach());
+    {
+      const deferred::Contents contents(parameter);
+      window.copy_(parameter.detach());
+    }
     parameter.set_data(window);
   }
 }

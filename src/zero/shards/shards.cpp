@@ -7,6 +7,7 @@
 
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 
 namespace tessera::zero {
 namespace {
@@ -56,6 +57,8 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
       refuse(i, "its elements are not densely stored, which needs parameters_as_bucket_view");
   }
   for (auto& parameter : parameters) {
+    // Others are computed when they move into their bucket.
+    if (!plan_.as_bucket_view || !parameter.tensor.requires_grad()) materialize(parameter.tensor);
     parameters_.push_back(std::move(parameter));
     group_of_.push_back(index);
   }

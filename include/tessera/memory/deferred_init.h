@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#include <torch/torch.h>
+
+namespace tessera {
+
+/// While alive, large CPU tensors that this thread makes are deferred: operators run and their
+/// results are right, but the memory is given back at once, and a log of the operators remembers
+/// how to compute the values again (the idea of torchdistx's deferred_init, here with real
+/// execution, so that `.item()` and branches on values work). Scopes nest. Local.
+///
+/// Deferred are tensors of 64 KiB and more. What the log cannot repeat is computed at once and
+/// keeps its memory: memory that is written by address (`data_ptr`, `accessor`), results of
+/// operators that read large memory from outside of the scope, or that draw from a generator that
+/// they do not take as an argument. `deferred_stats` counts them, and a line of the log at level
+/// debug names each of them.
+///
+/// UsageError if another library of the process has a fallback on the dispatch key `Fake`, or a
+/// CPU allocator that hides this one.
+class DeferredScope {
+ public:
+  DeferredScope();
+  ~DeferredScope();
+  DeferredScope(const DeferredScope&) = delete;
+
+ private:
+  bool outermost_;
+};
+
+/// `make()` within a DeferredScope: constructs a module, or anything that holds tensors, whose
+/// tensors take no memory yet. The random state afterwards is that of eager construction.
+///
+///   auto net = tessera::deferred_init([&] { return Net(options); });
+///   tessera::FullyShardedDataParallel fsdp(net, world);
+///
+/// The wrappers of this library compute the values when they are constructed:
+/// FullyShardedDataParallel parameter by parameter, of which each rank keeps its shards;
+/// ZeroRedundancyOptimizer parameter by parameter into its buckets; DistributedDataParallel as
+/// materialize() does. The bits are those of eager construction with the same seed. An operator, or
+/// code that reads memory by address, may also use a deferred tensor as it is: its values are then
+/// computed in a handler of SIGSEGV, and it keeps its memory. Passing such memory to the system
+/// (read, write) fails with EFAULT; call materialize() first. Local.
+template <class Make>
+auto deferred_init(Make&& make) {
+  const DeferredScope scope;
+  return std::forward<Make>(make)();
+}
+
+/// True if the values of `tensor` are deferred. Thread-safe. Local.
+bool is_deferred(const at::Tensor& tensor);
+
+/// Computes the values of `tensor`'s storage, which has ordinary memory from then on. Nothing
+/// happens if it is not deferred. Tensors that were computed from it stay deferred and keep the
+/// values that they had, whatever is written to it later. Thread-safe. Local.
+void materialize(const at::Tensor& tensor);
+/// The same for all parameters and buffers of `module`.
+void materialize(torch::nn::Module& module);
+template <class Net>
+void materialize(torch::nn::ModuleHolder<Net>& module) {
+  materialize(static_cast<torch::nn::Module&>(*module));
+}
+
+namespace detail {
+
+/// If `tensor` is deferred, whole in its storage and contiguous: gives it the values that `load`
+/// writes to a tensor of its shape and dtype, and computes nothing. `load` is called when the
+/// values are needed, possibly never or several times, on any thread. Otherwise returns false and
+/// does nothing. Thread-safe. Local.
+bool load_later(const at::Tensor& tensor, std::function<void(at::Tensor)> load);
+
+}  // namespace detail
+
+/// Counters of this process since its start.
+struct DeferredStats {
+  uint64_t deferred = 0;       ///< Storages that were made deferred.
+  uint64_t operators = 0;      ///< Operators in the logs.
+  uint64_t replayed = 0;       ///< Operators that were run again to compute values.
+  uint64_t computed = 0;       ///< Storages that could not be deferred, or not to the end.
+  int64_t computed_bytes = 0;  ///< Their bytes.
+};
+DeferredStats deferred_stats();  ///< Thread-safe. Local.
+
+}  // namespace tessera

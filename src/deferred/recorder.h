@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/torch.h>
+
+namespace tessera::deferred {
+
+/// The dispatch key of the recording: a spare one below autograd, so that the log has the operators
+/// that compute.
+inline constexpr auto kRecordingKey = c10::DispatchKey::Fake;
+
+/// Registers the fallback that records operators, once. False if another library has one.
+bool start_recording();
+
+/// Whether large tensors of this thread are to be deferred.
+bool& deferring();
+
+/// While alive, this thread neither records operators nor defers tensors.
+class Unrecorded {
+ public:
+  Unrecorded() : off_(kRecordingKey), before_(std::exchange(deferring(), false)) {}
+  ~Unrecorded() { deferring() = before_; }
+  Unrecorded(const Unrecorded&) = delete;
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard off_;
+  bool before_;
+};
+
+}  // namespace tessera::deferred
