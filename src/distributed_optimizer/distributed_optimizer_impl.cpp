@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "optim/text_of_options.h"
+#include "sharding/local_work.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/step/agreement.h"
@@ -45,7 +46,9 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
   }
   check_contract();
   for (const auto& synced : synced_) {
-    for (const auto& tensor : synced.tensors) materialize(tensor);
+    sharding::run_local_work(synced.group, kName, [&] {
+      for (const auto& tensor : synced.tensors) materialize(tensor);
+    });
   }
   if (options_.bcast_period >= 0) broadcast(0);
   make_reduction();

@@ -14,6 +14,7 @@
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/gradients/gradient_wire.h"
+#include "sharding/local_work.h"
 #include "sharding/module_buffers.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
@@ -301,7 +302,7 @@ void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_ran
   std::vector<at::Tensor> tensors;
   for (const auto& buffer : module.buffers()) {
     if (!buffer.defined()) continue;
-    materialize(buffer);
+    sharding::run_local_work(group, kName, [&] { materialize(buffer); });
     tensors.push_back(buffer);
   }
   if (from_rank0) group.broadcast(tensors, 0);
@@ -309,7 +310,7 @@ void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_ran
 
 /// Consecutive parameters of a flat parameter that are filled together: as many as fit in this many
 /// bytes, at least one.
-constexpr size_t kFilledTogether = 32 << 20;
+constexpr size_t kFilledTogether = 25 << 20;
 
 /// Copies this rank's shards from members [first, last). A parameter that is deferred is computed
 /// for this moment only, and not at all where it comes from rank 0.
@@ -322,7 +323,9 @@ void fill_members(ShardedModel& model, FlatParameter& flat, size_t first, size_t
     if (from_rank0 && model.world.rank() != 0 && is_deferred(tensor)) {
       sources.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
     } else {
-      contents.push_back(std::make_unique<deferred::Contents>(tensor));
+      sharding::run_local_work(model.world, kName, [&] {
+        contents.push_back(std::make_unique<deferred::Contents>(tensor));
+      });
       sources.push_back(tensor);
     }
   }
@@ -352,12 +355,14 @@ void fill_shards(ShardedModel& model, bool from_rank0) {
 }
 
 /// An ignored parameter keeps its memory.
-void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan) {
+void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan,
+                         const ProcessGroup& group) {
   std::set<const void*> sharded;
   for (const auto& parameter : plan.parameters)
     sharded.insert(parameter.tensor.unsafeGetTensorImpl());
   for (const auto& parameter : module.parameters()) {
-    if (!sharded.count(parameter.unsafeGetTensorImpl())) materialize(parameter);
+    if (sharded.count(parameter.unsafeGetTensorImpl())) continue;
+    sharding::run_local_work(group, kName, [&] { materialize(parameter); });
   }
 }
 
@@ -379,7 +384,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
   });
   check_contract(module, plan, group, options);
-  materialize_ignored(module, plan);
+  materialize_ignored(module, plan, group);
   share_buffers(module, group, options.sync_module_states);
   for (const auto& buffer : module.buffers()) {
     if (buffer.defined() && buffer.is_floating_point())

@@ -7,6 +7,7 @@
 #include "memory/heap.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/detection/detection.h"
+#include "sharding/local_work.h"
 
 namespace tessera::zero {
 namespace {
@@ -39,10 +40,10 @@ void adopt_storage(ShardBucket& bucket, const std::vector<NamedTensor>& paramete
   for (size_t m = 0; m < bucket.members.size(); ++m) {
     auto parameter = parameters[bucket.members[m]].tensor;
     auto window = sharding::window(bucket.parameters, bucket.layout.offset(m), parameter);
-    {
+    sharding::run_local_work(group, kName, [&] {
       const deferred::Contents contents(parameter);
       window.copy_(parameter.detach());
-    }
+    });
     parameter.set_data(window);
   }
 }
