@@ -8,12 +8,12 @@
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
+#include "comm/base/local_work.h"
 #include "comm/group/tag_scope.h"
 #include "ddp/bucket_cap.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
-#include "sharding/local_work.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
 #include "tessera/detail/nearest.h"
@@ -75,7 +75,7 @@ class DataParallel::Impl {
         options_.find_unused_parameters, options_.static_graph, to_string(options_.wire)));
     group_.check_contract(kName, contract);
     bucket_cap_mib_ = bucket_cap();
-    sharding::run_local_work(group_, kName, [&] { materialize(module_); });
+    comm::run_local_work(group_, kName, [&] { materialize(module_); });
     wire_.emplace(group_, options_.wire.gradients);
     broadcast_model(0);
     // Backward produces gradients about in reverse order.

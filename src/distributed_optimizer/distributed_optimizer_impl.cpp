@@ -9,8 +9,8 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 
+#include "comm/base/local_work.h"
 #include "optim/text_of_options.h"
-#include "sharding/local_work.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/step/agreement.h"
@@ -46,7 +46,7 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
   }
   check_contract();
   for (const auto& synced : synced_) {
-    sharding::run_local_work(synced.group, kName, [&] {
+    comm::run_local_work(synced.group, kName, [&] {
       for (const auto& tensor : synced.tensors) materialize(tensor);
     });
   }

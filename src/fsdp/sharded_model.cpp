@@ -10,11 +10,11 @@
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
 
+#include "comm/base/local_work.h"
 #include "deferred/contents.h"
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/gradients/gradient_wire.h"
-#include "sharding/local_work.h"
 #include "sharding/module_buffers.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
@@ -302,7 +302,7 @@ void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_ran
   std::vector<at::Tensor> tensors;
   for (const auto& buffer : module.buffers()) {
     if (!buffer.defined()) continue;
-    sharding::run_local_work(group, kName, [&] { materialize(buffer); });
+    comm::run_local_work(group, kName, [&] { materialize(buffer); });
     tensors.push_back(buffer);
   }
   if (from_rank0) group.broadcast(tensors, 0);
@@ -323,7 +323,7 @@ void fill_members(ShardedModel& model, FlatParameter& flat, size_t first, size_t
     if (from_rank0 && model.world.rank() != 0 && is_deferred(tensor)) {
       sources.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
     } else {
-      sharding::run_local_work(model.world, kName, [&] {
+      comm::run_local_work(model.world, kName, [&] {
         contents.push_back(std::make_unique<deferred::Contents>(tensor));
       });
       sources.push_back(tensor);
@@ -362,7 +362,7 @@ void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan,
     sharded.insert(parameter.tensor.unsafeGetTensorImpl());
   for (const auto& parameter : module.parameters()) {
     if (sharded.count(parameter.unsafeGetTensorImpl())) continue;
-    sharding::run_local_work(group, kName, [&] { materialize(parameter); });
+    comm::run_local_work(group, kName, [&] { materialize(parameter); });
   }
 }
 

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <map>
 
+#include "comm/base/local_work.h"
 #include "deferred/contents.h"
 #include "memory/heap.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/detection/detection.h"
-#include "sharding/local_work.h"
 
 namespace tessera::zero {
 namespace {
@@ -40,7 +40,7 @@ void adopt_storage(ShardBucket& bucket, const std::vector<NamedTensor>& paramete
   for (size_t m = 0; m < bucket.members.size(); ++m) {
     auto parameter = parameters[bucket.members[m]].tensor;
     auto window = sharding::window(bucket.parameters, bucket.layout.offset(m), parameter);
-    sharding::run_local_work(group, kName, [&] {
+    comm::run_local_work(group, kName, [&] {
       const deferred::Contents contents(parameter);
       window.copy_(parameter.detach());
     });

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "sharding/local_work.h"
+#include "comm/base/local_work.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
@@ -60,7 +60,7 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
   for (auto& parameter : parameters) {
     // Others are computed when they move into their bucket.
     if (!plan_.as_bucket_view || !parameter.tensor.requires_grad())
-      sharding::run_local_work(group_, kName, [&] { materialize(parameter.tensor); });
+      comm::run_local_work(group_, kName, [&] { materialize(parameter.tensor); });
     parameters_.push_back(std::move(parameter));
     group_of_.push_back(index);
   }

@@ -9,7 +9,7 @@
 #include "tessera/process_group.h"
 #include "tessera/step/agreement.h"
 
-namespace tessera::sharding {
+namespace tessera::comm {
 
 /// Runs `work`, which one rank does while others may wait for it in a collective of `group`, such
 /// as reading a parameter from a file. If it throws, every rank throws UsageError with its message:
@@ -29,4 +29,4 @@ void run_local_work(ProcessGroup group, const std::string& component, Work&& wor
   group.fail(fmt::format("{}: rank {}: {}", component, group.rank(), problem));
 }
 
-}  // namespace tessera::sharding
+}  // namespace tessera::comm
