@@ -17,7 +17,13 @@ set(TESSERA_TORCH "" CACHE PATH
 # with. The location of c10 is known in either case.
 set(_torch_found "")
 if(TARGET c10)
-  foreach(_property IN ITEMS IMPORTED_LOCATION IMPORTED_LOCATION_RELEASE IMPORTED_LOCATION_NONE)
+  get_target_property(_torch_configurations c10 IMPORTED_CONFIGURATIONS)
+  if(_torch_configurations)
+    list(TRANSFORM _torch_configurations PREPEND IMPORTED_LOCATION_)
+  else()
+    set(_torch_configurations "")
+  endif()
+  foreach(_property IN ITEMS IMPORTED_LOCATION ${_torch_configurations})
     if(NOT _torch_found)
       get_target_property(_torch_found c10 ${_property})
     endif()
@@ -49,8 +55,27 @@ if(_torch_found)
     message(FATAL_ERROR
       "Tessera: this project found the libtorch of ${_torch_theirs}, and Tessera is built with that "
       "of ${_torch_ours}; expected one libtorch: build Tessera with it (-DTESSERA_TORCH=FOLDER), or "
-      "point find_package(Torch) to Tessera's (Torch_DIR)")
+      "let find_package(Torch) find it (CMAKE_PREFIX_PATH)")
   endif()
+endif()
+# Where the system has a libtorch too, find_package(Torch) of a wheel takes parts of it, unless
+# CMAKE_PREFIX_PATH names the wheel.
+if(Torch_FOUND)
+  file(REAL_PATH ${TESSERA_C10_LIBRARY} _torch_ours)
+  cmake_path(GET _torch_ours PARENT_PATH _torch_lib)
+  foreach(_torch_part IN ITEMS
+          "${TORCH_LIBRARY}" "${c10_LIBRARY}" "${TORCH_INSTALL_PREFIX}/lib/libc10.so")
+    if(EXISTS "${_torch_part}")
+      file(REAL_PATH "${_torch_part}" _torch_theirs)
+      cmake_path(GET _torch_theirs PARENT_PATH _torch_theirs)
+      if(NOT _torch_theirs STREQUAL _torch_lib)
+        message(FATAL_ERROR
+          "Tessera: find_package(Torch) has taken parts of two libtorches: ${_torch_part} and "
+          "${_torch_ours}; expected one libtorch: for that of a wheel "
+          "-DCMAKE_PREFIX_PATH='FOLDER/share/cmake;FOLDER' with the folder of the torch package")
+      endif()
+    endif()
+  endforeach()
 endif()
 # PyTorch's wheels up to 2.5 have the old C++ ABI of std::string. Linking would fail much later, with
 # thousands of undefined references.

@@ -59,12 +59,32 @@ class Getting(unittest.TestCase):
         self.assertEqual(code, 0, text)
         self.assertIn(f"takes [{torch}]", text)
 
+    def test_a_torch_of_any_configuration_is_seen(self):
+        torch = self.fake_torch("theirs")
+        code, text = self.configure(f"add_library(c10 SHARED IMPORTED)\nset_target_properties(c10 PROPERTIES IMPORTED_CONFIGURATIONS RELWITHDEBINFO "
+                                    f"IMPORTED_LOCATION_RELWITHDEBINFO {torch}/lib/libc10.so)")
+        self.assertEqual(code, 0, text)
+        self.assertIn(f"takes [{torch}]", text)
+
     def test_a_second_torch_is_refused_by_name(self):
         theirs, ours = self.fake_torch("theirs"), self.fake_torch("ours")
         code, text = self.configure(self.found(theirs), f"-DTESSERA_TORCH={ours}")
         self.assertNotEqual(code, 0)
         for part in ("theirs/lib/libc10.so", "ours/lib/libc10.so", "expected one libtorch"):
             self.assertIn(part, text)
+
+    def test_parts_of_two_libtorches_are_refused_by_name(self):
+        torch, other = self.fake_torch("theirs"), self.fake_torch("other")
+        for folder in (torch, other):
+            (folder / "lib/libtorch.so").touch()
+        found = self.found(torch) + "\nset(Torch_FOUND TRUE)"
+        code, text = self.configure(f"{found}\nset(TORCH_LIBRARY {torch}/lib/libtorch.so)\nset(TORCH_INSTALL_PREFIX {torch})")
+        self.assertEqual(code, 0, text)
+        for variable in (f"TORCH_LIBRARY {other}/lib/libtorch.so", f"TORCH_INSTALL_PREFIX {other}"):
+            code, text = self.configure(f"{found}\nset({variable})")
+            self.assertNotEqual(code, 0)
+            self.assertIn("parts of two libtorches", text)
+            self.assertIn("other/lib/lib", text)
 
     def test_an_installed_tessera_does_not_take_another_torch(self):
         code, text = self.configure(self.found(self.fake_torch("theirs")) + "\nset(TESSERA_INSTALLED TRUE)")
@@ -84,7 +104,7 @@ class Getting(unittest.TestCase):
         words = [f"-DCMAKE_PREFIX_PATH={self.folder}/prefix"]
         torch = re.search(r"(?m)^TESSERA_TORCH:PATH=(.*)$", (BUILD / "CMakeCache.txt").read_text())[1]
         if torch:
-            words.append(f"-DTorch_DIR={torch}/share/cmake/Torch")
+            words = [f"-DCMAKE_PREFIX_PATH={self.folder}/prefix;{torch}/share/cmake;{torch}"]
         done = call("cmake", "-S", self.folder, "-B", self.folder / "b", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", *words)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual(len(set(re.findall(r"\S*/libtorch_cpu\.so", (self.folder / "b/build.ninja").read_text()))), 1)
