@@ -1,5 +1,5 @@
-# TESSERA_WITH_NCCL compiles nccl_transport.cpp, which uses libtorch's ProcessGroupNCCL. It needs a
-# libtorch with CUDA, the headers of the CUDA toolkit, and nccl.h.
+# TESSERA_WITH_NCCL compiles nccl_backend.cpp, which uses libtorch's ProcessGroupNCCL. It needs a
+# libtorch with CUDA, the headers of the CUDA toolkit, and nccl.h. The packages of a wheel have both.
 if(TESSERA_TORCH)
   find_library(TESSERA_TORCH_CUDA_LIBRARY torch_cuda PATHS ${TESSERA_TORCH}/lib NO_DEFAULT_PATH)
 else()
@@ -11,10 +11,17 @@ if(NOT TESSERA_TORCH_CUDA_LIBRARY)
     "has no libtorch_cuda); set TESSERA_TORCH to a wheel's torch folder that has it, or leave "
     "TESSERA_WITH_NCCL off")
 endif()
-find_package(CUDAToolkit REQUIRED)
-# A wheel has nccl.h in the package beside it.
+find_package(CUDAToolkit QUIET)
+file(GLOB wheel_cuda_headers ${TESSERA_TORCH}/../nvidia/cu*/include
+  ${TESSERA_TORCH}/../nvidia/cuda_runtime/include)
+find_path(TESSERA_CUDA_INCLUDE cuda_runtime.h HINTS ${wheel_cuda_headers} ${CUDAToolkit_INCLUDE_DIRS})
+if(NOT TESSERA_CUDA_INCLUDE)
+  message(FATAL_ERROR
+    "TESSERA_WITH_NCCL: cuda_runtime.h was not found; install the CUDA toolkit's headers, or set "
+    "TESSERA_CUDA_INCLUDE to their folder")
+endif()
 find_path(TESSERA_NCCL_INCLUDE nccl.h
-  HINTS ${TESSERA_TORCH}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
+  HINTS ${TESSERA_TORCH}/../nvidia/nccl/include ${TESSERA_CUDA_INCLUDE})
 if(NOT TESSERA_NCCL_INCLUDE)
   message(FATAL_ERROR
     "TESSERA_WITH_NCCL: nccl.h was not found; install NCCL's headers, or set TESSERA_NCCL_INCLUDE "
@@ -23,9 +30,9 @@ endif()
 set_property(GLOBAL APPEND PROPERTY TESSERA_LAYER_LIBRARIES ${TESSERA_TORCH_CUDA_LIBRARY})
 # For tests, which link this layer alone.
 target_link_libraries(tessera_comm INTERFACE ${TESSERA_TORCH_CUDA_LIBRARY})
-mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_NCCL_INCLUDE)
+mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_CUDA_INCLUDE TESSERA_NCCL_INCLUDE)
 
-set_source_files_properties(nccl/nccl_transport.cpp PROPERTIES
+set_source_files_properties(device/nccl_backend.cpp PROPERTIES
   SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON COMPILE_DEFINITIONS USE_C10D_NCCL)
 target_include_directories(tessera_comm SYSTEM PRIVATE
-  ${TESSERA_NCCL_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})
+  ${TESSERA_NCCL_INCLUDE} ${TESSERA_CUDA_INCLUDE})

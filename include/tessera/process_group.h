@@ -24,9 +24,10 @@ class Work {
   Work() = default;
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  /// Blocks until the collective is complete. For CUDA tensors it makes the current stream wait
-  /// instead of the host. Rethrows the error of the collective (BrokenWorldError, UsageError), on
-  /// every call.
+  /// Blocks until the collective is complete. For tensors on a device it makes the current stream
+  /// wait instead; the host then waits only until the other ranks have issued the same collective,
+  /// if collectives are checked. Rethrows the error of the collective (BrokenWorldError,
+  /// UsageError), on every call.
   void wait();
   /// True when wait() would not block.
   bool done() const;
@@ -50,7 +51,7 @@ struct CommStats {
   CollectiveStats all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier,
       bytes;
   /// Seconds that calling threads spent in blocking collectives and in Work::wait(), waiting for
-  /// other ranks and moving data. 0 where a CUDA stream waits instead.
+  /// other ranks and moving data. 0 where a stream of a device waits instead.
   double waited_seconds = 0;
 
   /// Bytes received and sent, summed over all kinds but `bytes` (control messages).
@@ -75,7 +76,9 @@ struct ProcessGroupOptions {
 
   /// Compare (sequence number, operation, sizes, dtype) between the ranks before each collective. A
   /// difference throws UsageError on all ranks before data moves. Switching it off saves the
-  /// latency of that exchange; mismatched calls are then not detected.
+  /// latency of that exchange; mismatched calls are then not detected. Asynchronous collectives on
+  /// tensors of a device are compared while they run: a difference throws in Work::wait() and ends
+  /// the group.
   bool check_collectives = true;
 
   /// For debugging: verify the result of each collective. Sums are compared with those of the
@@ -121,7 +124,7 @@ class ProcessGroup {
   /// Number of ranks in the group (its world size). Local.
   int size() const;
   /// Number of this process among the group's members on its host, in order of their ranks:
-  /// 0 <= local_rank() < local_size(). For example the number of the CUDA device for this rank.
+  /// 0 <= local_rank() < local_size(). For example the number of the device for this rank.
   /// Known from the start-up of the group, whatever the launcher. The hosts of a from_c10d() group
   /// are unknown; then the launcher's variables are used (LOCAL_RANK, LOCAL_WORLD_SIZE or Open
   /// MPI's, PMI's or Slurm's). Throws UsageError when these are missing or belong to another group
@@ -137,8 +140,9 @@ class ProcessGroup {
   /// "self" (one rank), "shm", "gloo" (with shared memory within each of several hosts), "nccl",
   /// "mpi" or "c10d". Local.
   std::string backend_name() const;
-  /// The device of small tensors that are to be reduced: the CPU, or the current CUDA device with
-  /// NCCL. Local.
+  /// The device of small tensors whose values the host has and that are to be reduced: the CPU.
+  /// With NCCL they travel beside the device's streams, so that the host does not wait for these.
+  /// Local.
   at::Device control_device() const;
 
   /// See ProcessGroupOptions::timeout. Local.

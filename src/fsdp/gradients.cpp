@@ -200,7 +200,7 @@ void Gradients::reduce(size_t f) {
                         flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
                         all(reduction->adds, 0);
   {
-    const CommStream::Scope on_comm_stream(stream_);
+    const comm::CommStream::Scope on_comm_stream(stream_);
     auto shard_group = shard_wire_.group(), replicas = replica_wire_.group();
     const auto feedback = shard_wire_.scope(f);
     if (model_.replicas.size() > 1) {

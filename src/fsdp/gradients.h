@@ -5,7 +5,7 @@
 #include <functional>
 #include <mutex>
 
-#include "fsdp/comm_stream.h"
+#include "comm/base/comm_stream.h"
 #include "fsdp/join_leader.h"
 #include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
@@ -90,7 +90,7 @@ class Gradients {
     std::vector<char> adds;  // members whose shard already has a gradient, so the sum is added
     double scale = 1;
     std::atomic<bool> dropped = false;  // its backward was abandoned, so the result is not used
-    CommStream::Mark mark;
+    comm::CommStream::Mark mark;
   };
 
   void notice();
@@ -124,7 +124,7 @@ class Gradients {
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
-  CommStream stream_;
+  comm::CommStream stream_;
   uint64_t forwards_ = 0, backwards_ = 0;  // that are not under no_sync()
   int holds_ = 0;                          // scopes of no_sync()
   std::optional<bool> leader_sync_;

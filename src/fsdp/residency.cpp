@@ -155,7 +155,7 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
   auto& gathered = gathered_[index];
   const auto tag = "gather of unit " + display_name(unit);
   {
-    const CommStream::Scope on_comm_stream(stream_);
+    const comm::CommStream::Scope on_comm_stream(stream_);
     for (const auto f : unit.flats) {
       auto& flat = model_.flats[f];
       if (flat.permanent) continue;

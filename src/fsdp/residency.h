@@ -4,7 +4,7 @@
 #include <map>
 #include <mutex>
 
-#include "fsdp/comm_stream.h"
+#include "comm/base/comm_stream.h"
 #include "fsdp/join_leader.h"
 #include "fsdp/paging/use_order.h"
 #include "fsdp/sharded_model.h"
@@ -62,7 +62,7 @@ class Residency : public sharding::PageOwner {
     State state = State::released;
     std::vector<at::Tensor> memory;  // one for each flat parameter that is gathered
     std::vector<Work> work;
-    CommStream::Mark mark;
+    comm::CommStream::Mark mark;
     bool changed = false;   // the optimizer will change the shards, or has changed them
     bool reduced = false;   // its gradients were reduced, and are not cleared yet
     uint64_t versions = 0;  // of the shards when the unit was gathered
@@ -97,7 +97,7 @@ class Residency : public sharding::PageOwner {
   std::mutex mutex_;
   std::vector<Gathered> gathered_;
   UseOrder order_;
-  CommStream stream_;
+  comm::CommStream stream_;
   std::vector<size_t> needed_;              // units that the current operator uses
   std::vector<uint64_t> forward_versions_;  // of each unit's shards at the last forward
   std::vector<int> changed_;                // for each unit, whether it must be released

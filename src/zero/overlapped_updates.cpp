@@ -68,8 +68,8 @@ void OverlappedUpdates::send(size_t index) {
                                             "parameters " + bucket.names));
 }
 
-/// Which of the bucket's parameters any rank used. The answer may be asked for once the collective
-/// that is started here is over.
+/// Which of the bucket's parameters any rank used. The answer waits for the collective that is
+/// started here.
 std::function<bool(size_t)> OverlappedUpdates::exchange_use(const ShardBucket& bucket) {
   if (!find_unused_) {
     // A parameter that was frozen since the last step() gets no gradient.
@@ -84,9 +84,10 @@ std::function<bool(size_t)> OverlappedUpdates::exchange_use(const ShardBucket& b
   std::vector<int> have;
   for (const auto i : bucket.members)
     have.push_back(mean_.reducer()->has_gradient(mean_.position(i)));
-  auto counts = at::tensor(have, at::kInt).to(group_.control_device());
+  auto counts = at::tensor(have, at::kInt);
   sent_.push_back(group_.all_reduce_async(counts));
-  return [&bucket, counts](size_t parameter) {
+  return [&bucket, counts, sum = sent_.back()](size_t parameter) mutable {
+    sum.wait();
     const auto member = std::find(bucket.members.begin(), bucket.members.end(), parameter);
     return counts[member - bucket.members.begin()].item<int>() > 0;
   };

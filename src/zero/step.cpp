@@ -89,7 +89,7 @@ void ZeroRedundancyOptimizer::Impl::prepare_step() {
   repartition_if_trainability_changed();
   local.take_options_of(outer_);
   mean.check_current();
-  norm.squares = 0;
+  norm.begin();
   // The first step allocates the optimizer's state, which stays. The memory that the first backward
   // has freed is returned before, so that the state does not end up in holes of the heap.
   if (!std::exchange(stepped_, true)) memory::return_freed_memory();
@@ -182,7 +182,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
   }
   const auto loss = call(closure);
   at::NoGradGuard no_grad;
-  norm.squares = 0;  // of the last evaluation
+  norm.begin();
   mean.reset();
   mean.average();
   for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);

@@ -44,6 +44,18 @@ auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,
   }
 }
 
+/// Ends what a c10d backend is waiting for, where the version and the backend can do that.
+template <class Backend>
+void abort(Backend& backend) noexcept {
+  if constexpr (requires { backend.abort(); }) {
+    try {
+      backend.abort();
+    } catch (...) {
+      // It waits for nothing, or it cannot abort.
+    }
+  }
+}
+
 /// The key of a parameter in `Optimizer::state()`: its address, as text before 2.0.
 inline auto state_key(const at::Tensor& parameter) {
 #if TESSERA_TORCH_AT_LEAST(2, 0)

@@ -38,6 +38,7 @@ std::string describe(const OpHeader& header) {
     const auto dtype =
         header.op == Op::bytes ? "bytes" : c10::toString(static_cast<at::ScalarType>(header.dtype));
     text += fmt::format(" of {} {}", header.numel, dtype);
+    if (header.on_device) text += " on the device";
   }
   if (header.root >= 0) text += fmt::format(" with root {}", header.root);
   return text;

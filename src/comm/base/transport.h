@@ -38,7 +38,7 @@ struct OpHeader {
   Op op = Op::barrier;
   int8_t dtype = 0;        ///< at::ScalarType
   uint8_t free_numel = 0;  ///< 1: numel may differ between ranks (bytes, gathers of unequal sizes).
-  uint8_t unused = 0;
+  uint8_t on_device = 0;   ///< 1: the tensors are on the accelerator of the group.
 };
 static_assert(sizeof(OpHeader) == 32);
 
@@ -84,9 +84,12 @@ class Transport {
   /// none.
   virtual void set_feedback(WireFeedback*) {}
 
-  /// True if operations are ordered on a device stream. They are then issued from the caller's
-  /// thread and never queued.
-  virtual bool stream_ordered() const { return false; }
+  /// The accelerator whose tensors it moves beside CPU tensors; CPU if there is none. Collectives
+  /// on its tensors are issued from the caller's thread, are ordered on its current stream, and are
+  /// never queued.
+  virtual at::DeviceType device_type() const { return at::kCPU; }
+  /// Makes collectives that wait on the accelerator end, where its backend can do that.
+  virtual void abort_device() noexcept {}
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   /// For ranks whose processes are known to be stopped. Ignored where that is not known.
   virtual void set_stopped_timeout(std::chrono::milliseconds) {}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,8 @@
 #include "tessera/wire.h"
 
 namespace tessera::comm {
+
+struct DeviceBackend;
 
 /// What a transport needs to connect one rank with the other members of a group.
 struct World {
@@ -25,6 +28,8 @@ struct World {
   /// Rank 0 of the start-up group serves the store, which ends with it.
   bool rank_0_serves_store = false;
   ProcessGroupOptions options;
+  /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
+  std::shared_ptr<const DeviceBackend> device;
   /// How values travel between hosts; see ProcessGroup::with_wire().
   WireFormat wire = WireFormat::float32;
 

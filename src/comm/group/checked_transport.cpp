@@ -126,7 +126,6 @@ class CheckedTransport : public Transport {
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
     return inner_->peer_view(allocated, peer);
   }
-  bool stream_ordered() const override { return inner_->stream_ordered(); }
   void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
   void set_stopped_timeout(std::chrono::milliseconds timeout) override {
     inner_->set_stopped_timeout(timeout);

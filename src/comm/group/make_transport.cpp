@@ -5,9 +5,11 @@
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/device/device_transport.h"
+#include "comm/device/nccl_backend.h"
 #include "comm/hosts/hosts_transport.h"
-#include "comm/nccl/nccl_transport.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
 #include "comm/shm/shm_setup.h"
@@ -24,7 +26,19 @@ bool has_two_levels(const World& world) {
   return !world.same_host && hosts.size() > 1 && hosts.size() < world.hosts.size();
 }
 
+std::unique_ptr<Transport> connect(const World& world);
+
+/// A transport for CPU tensors, and beside it one for the accelerator's.
+std::unique_ptr<Transport> connect_device(const World& world) {
+  World host = world;
+  host.device = nullptr;
+  host.options.backend = Backend::Auto;
+  host.store = c10::make_intrusive<c10d::PrefixStore>("control/", world.store);
+  return make_device_transport(world, connect(host));
+}
+
 std::unique_ptr<Transport> connect(const World& world) {
+  if (world.device) return connect_device(world);
   const auto backend = world.options.backend;
   if (world.wire != WireFormat::float32) {
     std::string reason;
@@ -33,7 +47,11 @@ std::unique_ptr<Transport> connect(const World& world) {
         fmt::format("ProcessGroup.with_wire: rank {}: {} needs shared memory within each host: {}",
                     world.rank, to_string(world.wire), reason));
   }
-  if (backend == Backend::NCCL) return make_nccl_transport(world);
+  if (backend == Backend::NCCL) {
+    World with_device = world;
+    with_device.device = nccl_backend(world);
+    return connect_device(with_device);
+  }
   if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
   if (backend == Backend::Gloo) return make_p2p_transport(world, make_gloo_mailbox(world));
   std::string reason = "its ranks are on several hosts";

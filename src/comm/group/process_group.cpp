@@ -7,8 +7,8 @@
 #include <fmt/format.h>
 
 #include "comm/group/argument_checks.h"
-#include "comm/group/local_place.h"
 #include "comm/group/process_group_impl.h"
+#include "comm/rendezvous/local_place.h"
 #include "tessera/error.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -41,10 +41,12 @@ void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::
   require(tensor.defined(), impl, method, "the tensor is undefined; expected a dense tensor");
   require(tensor.layout() == at::kStrided, impl, method,
           "the tensor is sparse; expected a dense tensor");
-  require(impl.alone() || impl.transport->stream_ordered() || tensor.device().is_cpu(), impl,
-          method,
-          fmt::format("the tensor is on {}, but backend {} moves CPU tensors",
-                      tensor.device().str(), impl.transport ? impl.transport->name() : "self"));
+  if (impl.alone() || tensor.device().is_cpu()) return;
+  const auto device = impl.transport->device_type();
+  require(tensor.device().type() == device, impl, method,
+          fmt::format("the tensor is on {}, but backend {} moves CPU tensors{}",
+                      tensor.device().str(), impl.transport->name(),
+                      device == at::kCPU ? "" : " and tensors on " + at::Device(device).str()));
 }
 
 void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor) {
@@ -78,6 +80,7 @@ OpHeader header_of(Op op, const at::Tensor& tensor, int root = -1) {
   header.dtype = static_cast<int8_t>(tensor.scalar_type());
   header.numel = tensor.numel();
   header.root = root;
+  header.on_device = !tensor.device().is_cpu();
   return header;
 }
 
@@ -162,6 +165,7 @@ void check_wire(const ProcessGroup::Impl& impl, const char* method, const at::Te
 struct Call {
   OpHeader header;
   ProcessGroup::Impl::Body body;
+  std::vector<at::Tensor> tensors;  ///< All that `body` uses.
 };
 
 Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale) {
@@ -170,11 +174,13 @@ Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double 
   const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
   impl.count(&CommStats::all_reduce, moved, moved);
   if (impl.alone() && scale != 1) tensor.detach().mul_(scale);
-  return {header_of(Op::all_reduce, tensor), [tensor, scale](Transport& transport, const Headers&) {
+  return {header_of(Op::all_reduce, tensor),
+          [tensor, scale](Transport& transport, const Headers&) {
             with_flat(tensor, true, [&](at::Tensor flat) {
               if (flat.numel()) transport.all_reduce(flat, scale);
             });
-          }};
+          },
+          {tensor}};
 }
 
 Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
@@ -188,7 +194,8 @@ Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root) {
             with_flat(tensor, owner, [&](at::Tensor flat) {
               if (flat.numel()) transport.reduce(flat, root);
             });
-          }};
+          },
+          {tensor}};
 }
 
 Call broadcast_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root) {
@@ -203,7 +210,8 @@ Call broadcast_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root) {
             with_flat(tensor, !owner, [&](at::Tensor flat) {
               if (flat.numel()) transport.broadcast(flat, root);
             });
-          }};
+          },
+          {tensor}};
 }
 
 Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
@@ -216,7 +224,8 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
   return {header_of(Op::all_gather, flat, counts),
           [flat = flat.detach(), counts](Transport& transport, const Headers&) {
             if (flat.numel()) transport.all_gather(flat, counts);
-          }};
+          },
+          {flat}};
 }
 
 Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
@@ -230,7 +239,8 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
           [flat = flat.detach(), counts, consume = std::move(consume)](Transport& transport,
                                                                        const Headers&) {
             if (flat.numel()) transport.reduce_scatter(flat, counts, consume ? &consume : nullptr);
-          }};
+          },
+          {flat}};
 }
 
 /// The call's body with the error feedback of this thread's scope, if there is one.
@@ -247,12 +257,14 @@ ProcessGroup::Impl::Body body_of(const ProcessGroup::Impl& impl, Call call) {
 Work submit(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
   if (impl.alone()) return {};
   const auto header = call.header;
-  return impl.submit(header, body_of(impl, std::move(call)), tag);
+  const auto tensors = call.tensors;
+  return impl.submit(header, body_of(impl, std::move(call)), tag, tensors);
 }
 
 void run(ProcessGroup::Impl& impl, Call call, const std::string& tag) {
   const auto header = call.header;
-  if (!impl.alone()) impl.run(header, body_of(impl, std::move(call)), tag);
+  const auto tensors = call.tensors;
+  if (!impl.alone()) impl.run(header, body_of(impl, std::move(call)), tag, tensors);
 }
 
 /// Ranks that scale differently disagree.
@@ -337,7 +349,7 @@ at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
   auto header = header_of(Op::all_gather, mine);
   header.free_numel = 1;
   at::Tensor all;
-  impl_->run(header, [&](Transport& transport, const Headers& headers) {
+  const auto body = [&](Transport& transport, const Headers& headers) {
     std::vector<int64_t> counts;
     for (const auto& h : headers) counts.push_back(h.numel);
     const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -345,7 +357,8 @@ at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
     all = at::empty({total}, mine.options());
     all.narrow(0, before, mine.numel()).copy_(mine);
     if (total) transport.all_gather(all, counts);
-  });
+  };
+  impl_->run(header, body, "", {mine});
   impl_->count(&CommStats::all_gather, bytes_of(mine) * (size() - 1),
                bytes_of(all) - bytes_of(mine));
   return all;
@@ -399,6 +412,7 @@ Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<
                                                                               const Headers&) {
     if (flat.numel()) transport.reduce_scatter_into(flat, counts, output, scale);
   };
+  call.tensors.push_back(output);
   return submit(*impl_, std::move(call), with_scale(scale, tag));
 }
 
@@ -439,12 +453,11 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
   }
   auto header = header_of(Op::all_to_all, input);
   header.free_numel = 1;
-  impl_->run(
-      header,
-      [&](Transport& transport, const Headers&) {
-        transport.all_to_all(output.detach(), input.detach(), recv_counts, send_counts);
-      },
-      tag);
+  impl_->run(header,
+             [&](Transport& transport, const Headers&) {
+               transport.all_to_all(output.detach(), input.detach(), recv_counts, send_counts);
+             },
+             tag, {output, input});
 }
 
 void ProcessGroup::barrier(const std::string& tag) {

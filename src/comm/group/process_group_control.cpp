@@ -124,6 +124,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
       impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
   world.address = impl_->world.address;
   world.options = impl_->world.options;
+  world.device = impl_->world.device;
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
   world.rank_0_serves_store = impl_->world.rank_0_serves_store;
@@ -142,7 +143,7 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   };
   const auto backend = impl_->world.options.backend;
   needs(impl_->world.store != nullptr, "a group with a store; this one was made by the caller");
-  needs(backend != Backend::NCCL && backend != Backend::MPI,
+  needs(backend != Backend::NCCL && backend != Backend::MPI && !impl_->world.device,
         fmt::format("the backend Auto; this group has {}", backend_name()));
   needs(!impl_->world.options.check_results, "check_results off; it compares exact sums");
   needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
@@ -218,9 +219,6 @@ void ProcessGroup::check_contract(const std::string& component,
 void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
 bool ProcessGroup::ended() const { return impl_->ended; }
 
-at::Device ProcessGroup::control_device() const {
-  return !impl_->alone() && impl_->transport->stream_ordered() ? at::Device(at::kCUDA)
-                                                               : at::Device(at::kCPU);
-}
+at::Device ProcessGroup::control_device() const { return at::kCPU; }
 
 }  // namespace tessera

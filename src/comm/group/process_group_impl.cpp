@@ -39,7 +39,7 @@ ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
 ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
     : world(std::move(w)), transport(std::move(t)) {
   if (!world.options.check_results) return;
-  if (transport->stream_ordered()) {
+  if (transport->device_type() != at::kCPU) {
     throw UsageError(
         fmt::format("ProcessGroup: check_results is true with backend {}; expected "
                     "false, because it verifies CPU tensors only",
@@ -50,6 +50,7 @@ ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
 
 ProcessGroup::Impl::~Impl() {
   closing_ = true;
+  drain();
   if (transport) transport->abort();
   queue_.stop();
 }
@@ -224,7 +225,8 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
   }
   const auto differs = [](const OpHeader& a, const OpHeader& b) {
     return a.op != b.op || a.sequence != b.sequence || a.dtype != b.dtype || a.root != b.root ||
-           a.detail != b.detail || (a.numel != b.numel && !(a.free_numel && b.free_numel));
+           a.detail != b.detail || a.on_device != b.on_device ||
+           (a.numel != b.numel && !(a.free_numel && b.free_numel));
   };
   for (int r = 1; r < world.size; ++r) {
     if (!differs(headers[0], headers[r])) continue;
@@ -242,7 +244,9 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
         headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
       message += " (with other counts per rank)";
     }
-    message += fmt::format("; no data was moved (seen on rank {})", world.rank);
+    message += fmt::format(
+        "; {} (seen on rank {})",
+        header.on_device ? "the device may have moved data" : "no data was moved", world.rank);
     report_agreed(began, message);
     throw UsageError(message);
   }
@@ -261,27 +265,40 @@ std::string with_call(std::string text, const OpHeader& header, const std::strin
 
 }  // namespace
 
-void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
-  at::NoGradGuard no_grad;
-  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
-  header.sequence = ++sequence_;
-  comm::RunningScope running(world, *transport, header, tag);
+void ProcessGroup::Impl::name_errors(const OpHeader& header, const std::string& tag,
+                                     const std::function<void()>& call) {
   try {
-    Headers headers;
-    if (world.options.check_collectives || header.free_numel) {
-      headers = compare(header, tag);
-      running.begun_by_all();
-    }
-    body(*transport, headers);
+    call();
   } catch (const BrokenWorldError& error) {
+    broken_ = true;
     const auto text = with_call(error.what(), header, tag);
     if (!closing_) detail::report_broken(world.in_world(error.ranks()), text);
     throw BrokenWorldError(text, error.ranks());
   } catch (const comm::WrongResult& error) {
     throw AgreedError("ProcessGroup: " + with_call(error.what(), header, tag));
   }
+}
+
+void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
+  at::NoGradGuard no_grad;
+  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
+  header.sequence = ++sequence_;
+  comm::RunningScope running(world, *transport, header, tag);
+  name_errors(header, tag, [&] {
+    Headers headers;
+    if (world.options.check_collectives || header.free_numel) {
+      headers = compare(header, tag);
+      running.begun_by_all();
+    }
+    body(*transport, headers);
+  });
   // Barriers may be a part of ending after an error.
   if (header.op != Op::barrier) detail::withdraw_report();
+}
+
+void ProcessGroup::Impl::check_open() {
+  queue_.throw_unseen_error();
+  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
 }
 
 void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& body,
@@ -306,19 +323,23 @@ std::string apply_tag(OpHeader& header, const std::string& tag) {
 comm::TagScope::TagScope(std::string tag) : before_(std::exchange(tag_of_scope, std::move(tag))) {}
 comm::TagScope::~TagScope() { tag_of_scope = std::move(before_); }
 
-void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_tag) {
-  const auto tag = apply_tag(header, own_tag);
-  if (transport->stream_ordered()) return execute(header, body, tag);
+void ProcessGroup::Impl::take_turn(const OpHeader& header, const Body& body,
+                                   const std::string& tag) {
   if (const auto turn = queue_.try_turn()) return execute_in_turn(header, body, tag);
   queue_.submit([&] { execute_in_turn(header, body, tag); }).wait();
 }
 
-Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& own_tag) {
+void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_tag,
+                             const Tensors& tensors) {
   const auto tag = apply_tag(header, own_tag);
-  if (transport->stream_ordered()) {
-    execute(header, body, tag);
-    return {};
-  }
+  if (header.on_device) run_on_device(header, body, tag, tensors);
+  else take_turn(header, body, tag);
+}
+
+Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& own_tag,
+                                const Tensors& tensors) {
+  const auto tag = apply_tag(header, own_tag);
+  if (header.on_device) return submit_on_device(header, body, tag, tensors);
   return queue_.submit(
       [this, header, body = std::move(body), tag] { execute_in_turn(header, body, tag); });
 }

@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 
+#include "comm/base/comm_stream.h"
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
 #include "comm/group/queue.h"
@@ -19,15 +21,18 @@ class ProcessGroup::Impl {
   /// Runs one collective: compares the ranks' headers, then runs `body` with all of them. The
   /// headers are empty when they were not compared (see ProcessGroupOptions::check_collectives).
   /// `tag` and those of the thread's TagScope are part of the header, and are used in messages.
+  /// `tensors`: all that `body` reads or writes; they are on one device.
   using Body = std::function<void(comm::Transport&, const std::vector<comm::OpHeader>& headers)>;
-  void run(comm::OpHeader header, Body body, const std::string& tag = "");
+  using Tensors = std::vector<at::Tensor>;
+  void run(comm::OpHeader header, Body body, const std::string& tag = "",
+           const Tensors& tensors = {});
   /// See ProcessGroup::fail(). Informs the ranks of this group and of its sub-groups, because each
   /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);
   void add_child(const std::shared_ptr<Impl>& child);
   /// Reports to the launcher that all ranks of the group end with this error, which began on these.
   void report_agreed(const std::vector<int>& began, const std::string& text) const;
-  Work submit(comm::OpHeader header, Body body, const std::string& tag = "");
+  Work submit(comm::OpHeader header, Body body, const std::string& tag, const Tensors& tensors);
 
   bool alone() const { return world.size == 1; }
   void count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received);
@@ -43,6 +48,25 @@ class ProcessGroup::Impl {
   void execute(comm::OpHeader header, const Body& body, const std::string& tag);
   /// As execute(), while this operation has the queue's turn.
   void execute_in_turn(const comm::OpHeader& header, const Body& body, const std::string& tag);
+  /// Runs execute_in_turn() on this thread if it gets a turn, else on the queue's.
+  void take_turn(const comm::OpHeader& header, const Body& body, const std::string& tag);
+  // Collectives on tensors of an accelerator. `body` runs on this thread. The headers are compared
+  // on the queue, over the transport for CPU tensors, and the host waits for no stream.
+  /// On the current stream; compares the headers first.
+  void run_on_device(const comm::OpHeader& header, const Body& body, const std::string& tag,
+                     const Tensors& tensors);
+  /// On the group's stream, behind what the current one has issued. The Work waits for the
+  /// comparison, and makes the current stream wait for the data.
+  Work submit_on_device(const comm::OpHeader& header, const Body& body, const std::string& tag,
+                        const Tensors& tensors);
+  void check_open();
+  comm::CommStream& stream_for(const Tensors& tensors);
+  Work compare_later(const comm::OpHeader& header, const std::string& tag);
+  /// Waits until the device has run the group's collectives: the other ranks need this rank's part.
+  void drain() noexcept;
+  /// Adds the collective to the errors that `call` throws, and reports them to the launcher.
+  void name_errors(const comm::OpHeader& header, const std::string& tag,
+                   const std::function<void()>& call);
   std::vector<comm::OpHeader> compare(const comm::OpHeader& header, const std::string& tag);
   std::vector<std::string> exchange_tags(const std::string& mine);
 
@@ -58,6 +82,7 @@ class ProcessGroup::Impl {
 
   uint64_t sequence_ = 0;
   std::atomic<bool> closing_ = false;  // operations may fail because this rank leaves
+  std::atomic<bool> broken_ = false;   // an operation threw BrokenWorldError
   std::mutex failure_mutex_;           // fail() can run while the queue runs operations
   std::string failure_;                // the message that ended the group
   bool shared_ = false;  // all ranks know the message: no further exchange will be answered
@@ -65,6 +90,8 @@ class ProcessGroup::Impl {
   std::vector<std::weak_ptr<Impl>> children_;
   std::mutex stats_mutex_;
   CommStats stats_;
+  std::optional<comm::CommStream> stream_;  // made when first needed
+  comm::CommStream::Mark last_on_device_;   // the end of the last collective
   comm::Queue queue_;
 };
 

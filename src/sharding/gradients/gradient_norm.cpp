@@ -30,26 +30,45 @@ void GradientNorm::add(const at::Tensor& gradient) {
   any_ = true;
   if (gradient.numel() == 0) return;
   at::NoGradGuard no_grad;
-  if (std::isinf(p_)) {
+  if (!gradient.is_cpu()) {
+    add_power(gradient);
+  } else if (std::isinf(p_)) {
     const double largest = gradient.abs().max().item<double>();
     if (largest > part_ || std::isnan(largest)) part_ = largest;  // std::max would lose a NaN
-  } else if (p_ == 2 && gradient.scalar_type() == at::kFloat && gradient.is_cpu() &&
-             gradient.is_contiguous()) {
+  } else if (p_ == 2 && gradient.scalar_type() == at::kFloat && gradient.is_contiguous()) {
     part_ += sum_of_squares(gradient.data_ptr<float>(), gradient.numel());
   } else {
     part_ += gradient.to(at::kDouble).abs().pow(p_).sum().item<double>();
   }
 }
 
+void GradientNorm::add_power(const at::Tensor& gradient) {
+  auto power = at::linalg_vector_norm(gradient, p_, at::OptionalIntArrayRef(), false, at::kDouble);
+  if (!std::isinf(p_)) power = power.pow(p_);
+  if (part_on_device_.defined()) {
+    power = power.to(part_on_device_.device());
+    power = std::isinf(p_) ? at::maximum(part_on_device_, power)  // keeps a NaN
+                           : part_on_device_ + power;
+  }
+  part_on_device_ = power;
+}
+
+double GradientNorm::part() const {
+  if (!part_on_device_.defined()) return part_;
+  const auto of_device = part_on_device_.item<double>();
+  if (!std::isinf(p_)) return part_ + of_device;
+  return of_device > part_ || std::isnan(of_device) ? of_device : part_;
+}
+
 double GradientNorm::total(ProcessGroup& group) {
-  const auto mine = at::tensor({part_, any_ ? 1.0 : 0.0}, at::kDouble).to(group.control_device());
-  const auto all = group.all_gather(mine).cpu().view({-1, 2});
+  const auto mine = at::tensor({part(), any_ ? 1.0 : 0.0}, at::kDouble);
+  const auto all = group.all_gather(mine).view({-1, 2});
   any_ = all.select(1, 1).max().item<double>() > 0;
   const auto parts = all.select(1, 0);
   return norm_of((std::isinf(p_) ? parts.max() : parts.sum()).item<double>(), p_);
 }
 
-double GradientNorm::local() const { return norm_of(part_, p_); }
+double GradientNorm::local() const { return norm_of(part(), p_); }
 
 void check_max_norm(const std::string& component, double max_norm) {
   if (!(max_norm >= 0))

@@ -17,6 +17,7 @@ class GradientNorm {
   GradientNorm(const std::string& component, double p);
 
   /// Adds a part of the gradient that this rank holds. Undefined and empty tensors do not count.
+  /// The host does not wait for a device: local() and total() do, once.
   void add(const at::Tensor& gradient);
   /// The norm of this rank's parts. Local.
   double local() const;
@@ -26,7 +27,11 @@ class GradientNorm {
   bool any() const { return any_; }
 
  private:
+  void add_power(const at::Tensor& gradient);
+  double part() const;
+
   double p_, part_ = 0;
+  at::Tensor part_on_device_;  // of the tensors on a device
   bool any_ = false;
 };
 

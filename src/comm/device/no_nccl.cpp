@@ -1,9 +1,9 @@
-#include "comm/nccl/nccl_transport.h"
+#include "comm/device/nccl_backend.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
-std::unique_ptr<Transport> make_nccl_transport(const World&) {
+std::shared_ptr<const DeviceBackend> nccl_backend(const World&) {
   throw UsageError(
       "ProcessGroup: backend NCCL: this build has no NCCL; configure with -DTESSERA_WITH_NCCL=ON "
       "and a libtorch with CUDA");

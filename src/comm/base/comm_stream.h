@@ -2,17 +2,17 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
-namespace tessera::fsdp {
+namespace tessera::comm {
 
-/// A separate stream for gathers and reductions on a device; on the CPU it does nothing. Events
-/// order it with the compute stream. Nothing else is needed: memory that both streams use is in
-/// slots, which live as long as the model, so the allocator never gets it back while a stream may
-/// use it.
+/// A separate stream for collectives on a device; on the CPU it does nothing. Events order it with
+/// the compute stream.
 class CommStream {
  public:
   explicit CommStream(at::Device device) : device_(device) {
@@ -45,14 +45,30 @@ class CommStream {
     event->record(*stream_);
     return event;
   }
+  Mark mark_current() const {
+    if (!stream_) return nullptr;
+    auto event = std::make_shared<c10::Event>(device_.type());
+    event->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    return event;
+  }
   /// Work issued on the current stream from now on runs after `mark`.
   void join(const Mark& mark) const {
     if (mark) mark->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
+
+  /// The allocator hands the tensor's memory out again only when this stream has run what is issued
+  /// on it until then. For memory that was allocated on another stream and may be freed early.
+  void keep(const at::Tensor& tensor) const {
+    if (stream_)
+      c10::impl::VirtualGuardImpl(device_.type())
+          .recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+  }
+
+  at::Device device() const { return device_; }
 
  private:
   at::Device device_;
   std::optional<c10::Stream> stream_;
 };
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::comm

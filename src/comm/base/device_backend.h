@@ -1,0 +1,25 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "tessera/detail/torch_compat.h"
+
+namespace tessera::comm {
+
+struct World;
+
+/// How the ranks of a group move tensors of an accelerator: through a c10d backend. It is needed
+/// for broadcast() and all_to_all of flat tensors, and it never gets a CPU tensor.
+struct DeviceBackend {
+  at::DeviceType type;
+  std::string name;  ///< For backend_name() and messages.
+  /// Makes this rank's end for the members of `world`, whose store has keys for it alone.
+  /// Collective.
+  std::function<c10::intrusive_ptr<compat::C10dBackend>(const World& world)> connect;
+};
+
+}  // namespace tessera::comm

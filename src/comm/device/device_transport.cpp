@@ -1,0 +1,171 @@
+#include "comm/device/device_transport.h"
+
+#include <numeric>
+#include <utility>
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/base/device_backend.h"
+#include "comm/base/tree_sum.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/error.h"
+#if TESSERA_TORCH_AT_LEAST(2, 0)
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#endif
+
+namespace tessera::comm {
+namespace {
+
+using Counts = std::vector<int64_t>;
+using C10dWork = c10::intrusive_ptr<c10d::Work>;
+
+/// Sums are taken locally after an all-to-all, to keep them in the order of tree_sum.h.
+class DeviceTransport : public Transport {
+ public:
+  DeviceTransport(const World& world, std::unique_ptr<Transport> control)
+      : rank_(world.rank),
+        size_(world.size),
+        device_(world.device),
+        control_(std::move(control)),
+        backend_(device_->connect(world)) {}
+
+  const char* name() const override { return device_->name.c_str(); }
+  at::DeviceType device_type() const override { return device_->type; }
+  /// The backend keeps the time-out given at construction.
+  void set_timeout(std::chrono::milliseconds timeout) override { control_->set_timeout(timeout); }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    control_->set_stopped_timeout(timeout);
+  }
+  void abort() noexcept override {
+    control_->abort();
+    abort_device();
+  }
+  void abort_device() noexcept override { compat::abort(*backend_); }
+
+  std::vector<OpHeader> exchange(const OpHeader& mine) override { return control_->exchange(mine); }
+
+  void all_reduce(at::Tensor flat, double scale) override {
+    if (flat.is_cpu()) return control_->all_reduce(flat, scale);
+    Counts counts(size_, flat.numel() / size_);
+    for (int r = 0; r < flat.numel() % size_; ++r) ++counts[r];
+    reduce_scatter(flat, counts, nullptr);
+    if (scale != 1) segment(flat, counts, rank_).mul_(scale);
+    all_gather(flat, counts);
+  }
+
+  void reduce(at::Tensor flat, int root) override {
+    if (flat.is_cpu()) return control_->reduce(flat, root);
+    Counts counts(size_, 0);
+    counts[root] = flat.numel();
+    reduce_scatter(flat, counts, nullptr);
+  }
+
+  void broadcast(at::Tensor flat, int root) override {
+    if (flat.is_cpu()) return control_->broadcast(flat, root);
+    finish("broadcast", {broadcast_from(flat, root)});
+  }
+
+  void all_gather(at::Tensor flat, const Counts& counts) override {
+    if (flat.is_cpu()) return control_->all_gather(flat, counts);
+    std::vector<C10dWork> works;
+    for (int r = 0; r < size_; ++r) {
+      if (counts[r] > 0) works.push_back(broadcast_from(segment(flat, counts, r), r));
+    }
+    finish("all_gather", works);
+  }
+
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
+    if (flat.is_cpu()) return control_->reduce_scatter(flat, counts, consume);
+    const int64_t own = counts[rank_];
+    auto parts = at::empty({size_ * own}, flat.options());
+    all_to_all(parts, flat, Counts(size_, own), counts);
+    if (own == 0) return;
+    const auto sum = sum_rows(parts.view({size_, own}));
+    if (consume) (*consume)(0, sum);
+    else segment(flat, counts, rank_).copy_(sum);
+  }
+
+  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
+                           double scale) override {
+    if (flat.is_cpu()) return control_->reduce_scatter_into(flat, counts, output, scale);
+    Transport::reduce_scatter_into(flat, counts, output, scale);
+  }
+
+  void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
+                  const Counts& send_counts) override {
+    if (input.is_cpu()) return control_->all_to_all(output, input, recv_counts, send_counts);
+    auto receive = recv_counts, send = send_counts;
+    finish("all_to_all", {guarded("all_to_all", [&] {
+             return compat::all_to_all_flat(*backend_, output, input, receive, send);
+           })});
+  }
+
+  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
+    return options.device().is_cpu() ? control_->allocate(numel, options, common) : at::Tensor();
+  }
+  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
+    return allocated.is_cpu() ? control_->peer_view(allocated, peer) : at::Tensor();
+  }
+
+ private:
+  static at::Tensor segment(const at::Tensor& flat, const Counts& counts, int r) {
+    return flat.narrow(0, std::accumulate(counts.begin(), counts.begin() + r, int64_t{0}),
+                       counts[r]);
+  }
+
+  /// Errors of the backend become ours.
+  template <class Call>
+  C10dWork guarded(const char* what, Call&& call) {
+    try {
+      return call();
+    } catch (const std::exception& error) {
+      throw BrokenWorldError(
+          fmt::format("ProcessGroup: rank {} of {}: {} through {} failed: {}", rank_, size_, what,
+                      device_->name, compat::first_line(error.what())),
+          {});
+    }
+  }
+
+  C10dWork broadcast_from(at::Tensor tensor, int root) {
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    return guarded("broadcast", [&] { return backend_->broadcast(tensors, options); });
+  }
+
+  /// What is issued on the current stream from now on runs after these.
+  void finish(const char* what, const std::vector<C10dWork>& works) {
+    for (const auto& work : works) {
+      guarded(what, [&] {
+        work->wait();
+        return work;
+      });
+    }
+  }
+
+  int rank_, size_;
+  std::shared_ptr<const DeviceBackend> device_;
+  std::unique_ptr<Transport> control_;
+  c10::intrusive_ptr<compat::C10dBackend> backend_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_device_transport(const World& world,
+                                                 std::unique_ptr<Transport> control) {
+  World place = world;
+  place.store = c10::make_intrusive<c10d::PrefixStore>("device/", world.store);
+  try {
+    return std::make_unique<DeviceTransport>(place, std::move(control));
+  } catch (const std::exception& error) {
+    throw BrokenWorldError(
+        fmt::format("ProcessGroup: rank {} of {} could not connect to the other ranks through {}: "
+                    "{}",
+                    world.rank, world.size, world.device->name, compat::first_line(error.what())),
+        {});
+  }
+}
+
+}  // namespace tessera::comm
