@@ -1,4 +1,4 @@
-#include "comm/group/local_place.h"
+#include "comm/rendezvous/local_place.h"
 
 #include <map>
 

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <torch/torch.h>
+
+namespace tessera::sim {
+
+/// Inputs of testing::Uneven: the same on every device.
+inline at::Tensor batch(int step, int rank, at::Device where) {
+  return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + 10 * step + rank))
+      .to(where);
+}
+
+}  // namespace tessera::sim

@@ -1,0 +1,124 @@
+// State that goes from the simulated device to the CPU and back, and ranks with unequal data.
+#include <c10/core/DeviceGuard.h>
+#include <gmock/gmock.h>
+
+#include "device/batch.h"
+#include "harness/models.h"
+#include "harness/sim/rank_processes.h"
+#include "harness/sim/sim.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/join.h"
+#include "tessera/optim.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+namespace tessera::sim {
+namespace {
+
+using ::testing::Each;
+using testing::Uneven;
+
+void expect_in_place(int world, const std::function<void(Groups&)>& body) {
+  for (int seed = 1; seed <= 3; ++seed) {
+    const auto in_place = [&](Groups& groups) {
+      const c10::DeviceGuard own(device(groups.rank()));
+      body(groups);
+    };
+    EXPECT_THAT(run_processes(world, seed, in_place), Each("")) << world << " ranks, seed " << seed;
+  }
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  expect(!a.empty() && a.size() == b.size(), "equally many parameters");
+  for (size_t i = 0; i < a.size(); ++i)
+    expect(a[i].cpu().equal(b[i].cpu()), "equal parameter " + std::to_string(i));
+}
+
+/// A model of FullyShardedDataParallel and its optimizer on one device.
+struct Sharded {
+  Sharded(ProcessGroup group, at::Device place)
+      : net(on(place)),
+        fsdp(net, group, options()),
+        optimizer(fsdp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
+        rank(group.rank()),
+        device(place) {}
+
+  void train(int from, int to) {
+    for (int step = from; step < to; ++step) {
+      optimizer.zero_grad();
+      fsdp(batch(step, rank, device)).square().mean().backward();
+      optimizer.step();
+    }
+  }
+  void take_from(Sharded& other) {
+    fsdp.load_state_dict(other.fsdp.state_dict(-1));
+    fsdp.load_optim_state_dict(optimizer, other.fsdp.optim_state_dict(other.optimizer, -1));
+  }
+  std::vector<at::Tensor> parameters() {
+    std::vector<at::Tensor> result;
+    for (const auto& [name, tensor] : fsdp.state_dict(-1)) result.push_back(tensor);
+    return result;
+  }
+
+  static Uneven on(at::Device where) {
+    torch::manual_seed(1);
+    Uneven net;
+    net->to(where);
+    return net;
+  }
+  static FullyShardedDataParallelOptions options() {
+    FullyShardedDataParallelOptions result;
+    result.wrap_policy = wrap_by_type<torch::nn::LinearImpl>();
+    return result;
+  }
+
+  Uneven net;
+  FullyShardedDataParallel<Uneven> fsdp;
+  torch::optim::SGD optimizer;
+  int rank;
+  at::Device device;
+};
+
+TEST(DeviceState, FsdpGoesFromDeviceToCpuAndBack) {
+  expect_in_place(2, [](Groups& groups) {
+    const auto here = device(groups.rank());
+    auto cpu = groups.cpu(), there = groups.device();
+    Sharded whole(there, here), first(there, here), second(cpu, at::kCPU), third(there, here);
+    whole.train(0, 6);
+    first.train(0, 2);
+    second.take_from(first);
+    second.train(2, 4);
+    third.take_from(second);
+    third.train(4, 6);
+    expect_equal(whole.parameters(), third.parameters());
+  });
+}
+
+std::vector<at::Tensor> train_uneven(ProcessGroup group, at::Device where) {
+  auto net = Sharded::on(where);
+  DistributedDataParallel ddp(net, group);
+  ZeroRedundancyOptimizerOptions options;
+  options.reduce_gradients = false;
+  ZeroRedundancyOptimizer optimizer(
+      *net, group,
+      optimizer_factory<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9)), options);
+  join({ddp, optimizer}, {}, [&](JoinLoop& iteration) {
+    for (int step = 0; step < 2 + 2 * group.rank(); ++step) {
+      iteration.next();
+      optimizer.zero_grad();
+      ddp(batch(step, group.rank(), where)).square().mean().backward();
+      optimizer.step();
+    }
+  });
+  return net->parameters();
+}
+
+TEST(DeviceState, JoinOfUnequalDataHasTheBitsOfTheCpu) {
+  expect_in_place(2, [](Groups& groups) {
+    const auto host = train_uneven(groups.cpu(), at::kCPU);
+    expect_equal(host, train_uneven(groups.device(), device(groups.rank())));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::sim

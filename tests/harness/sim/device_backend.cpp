@@ -1,0 +1,130 @@
+#include "harness/sim/device_backend.h"
+
+#include <atomic>
+#include <utility>
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/base/transport.h"
+#include "comm/group/make_transport.h"
+#include "harness/sim/sim.h"
+#include "harness/sim/streams.h"
+#if TESSERA_TORCH_AT_LEAST(2, 0)
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#endif
+
+namespace tessera::sim {
+namespace {
+
+class SimWork : public c10d::Work {
+ public:
+  SimWork(c10::Event end, int device) : end_(std::move(end)), device_(device) {}
+  bool isCompleted() override { return end_.query(); }
+  bool wait(std::chrono::milliseconds) override {
+    end_.block(current_stream(device_));
+    return true;
+  }
+
+ private:
+  c10::Event end_;
+  int device_;
+};
+
+/// Carries the data. Kernels share it, because they may run after the backend has gone.
+class Wire {
+ public:
+  explicit Wire(std::unique_ptr<comm::Transport> transport) : transport_(std::move(transport)) {}
+  void abort() noexcept {
+    aborted_ = true;
+    transport_->abort();
+  }
+  /// Runs a collective. After abort() its data is undefined and its error is dropped.
+  template <class Collective>
+  void run(const Collective& collective) {
+    try {
+      collective(*transport_);
+    } catch (const std::exception&) {
+      if (!aborted_) throw;
+    }
+  }
+
+ private:
+  std::unique_ptr<comm::Transport> transport_;
+  std::atomic<bool> aborted_ = false;
+};
+
+class SimBackend : public compat::C10dBackend {
+ public:
+  explicit SimBackend(const comm::World& world)
+      : compat::C10dBackend(world.rank, world.size),
+        wire_(std::make_shared<Wire>(comm::make_transport(on_cpu(world)))),
+        device_(c10::impl::VirtualGuardImpl(kType).getDevice().index()),
+        stream_(next_stream(device_)) {}
+  /// As NCCL's, it ends what its stream still waits for.
+  ~SimBackend() override { wire_->abort(); }
+
+  const std::string getBackendName() const override { return "sim"; }
+#if TESSERA_TORCH_AT_LEAST(2, 6)
+  void abort() override { wire_->abort(); }
+#endif
+
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& options = c10d::BroadcastOptions()) override {
+    check(tensors.at(0));
+    const auto root = static_cast<int>(options.rootRank);
+    return enqueue([flat = kernel_view(tensors[0]), root](comm::Transport& wire) {
+      wire.broadcast(flat, root);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& receive,
+      std::vector<int64_t>& send, const c10d::AllToAllOptions& = c10d::AllToAllOptions()) override {
+    check(output);
+    check(input);
+    const auto to = kernel_view(output), from = kernel_view(input);
+    return enqueue([to, from, receive, send](comm::Transport& wire) {
+      wire.all_to_all(to, from, receive, send);
+    });
+  }
+
+ private:
+  static comm::World on_cpu(const comm::World& world) {
+    comm::World result = world;
+    result.device = nullptr;
+    return result;
+  }
+
+  void check(const at::Tensor& tensor) const {
+    TORCH_CHECK(tensor.device() == device(device_), "sim: expected a tensor on ", device(device_),
+                ", but found one on ", tensor.device());
+  }
+
+  c10::intrusive_ptr<c10d::Work> enqueue(std::function<void(comm::Transport&)> collective) {
+    c10::Event before(kType), end(kType);
+    before.record(current_stream(device_));
+    before.block(stream_);
+    sim::enqueue(stream_,
+                 [wire = wire_, collective = std::move(collective)] { wire->run(collective); });
+    end.record(stream_);
+    return c10::make_intrusive<SimWork>(std::move(end), device_);
+  }
+
+  std::shared_ptr<Wire> wire_;
+  int device_;
+  c10::Stream stream_;
+};
+
+}  // namespace
+
+std::shared_ptr<const comm::DeviceBackend> device_backend() {
+  const auto connect = [](const comm::World& world) -> c10::intrusive_ptr<compat::C10dBackend> {
+    return c10::make_intrusive<SimBackend>(world);
+  };
+  return std::make_shared<const comm::DeviceBackend>(comm::DeviceBackend{kType, "sim", connect});
+}
+
+}  // namespace tessera::sim
