@@ -1,11 +1,12 @@
 // Trains the job of a config of `tessera train` with rare synchronisation, each rank as a group of
 // its own, and reports the bytes between the groups.
 //
-//   tessera run -n RANKS bench_local_sgd CONFIG.yaml MODE SYNC_EVERY WIRE BACKGROUND STEPS
+//   tessera run -n RANKS bench_local_sgd CONFIG.yaml MODE SYNC_EVERY WIRE BACKGROUND STEPS SEED
 //
 // MODE: ddp (gradients in every step) | average | nesterov. WIRE: float32 | int8. BACKGROUND: 0
-// | 1. The last line that rank 0 prints is one JSON object: bytes that a rank sent for each token
-// that it trained on, and the loss on the evaluation data. benchmarks/local_sgd.py prints a table.
+// | 1. SEED: of the initial weights and of the order of the data. The last line that rank 0 prints
+// is one JSON object: bytes that a rank sent for each token that it trained on, and the loss on the
+// evaluation data. benchmarks/local_sgd.py prints a table.
 
 #include <exception>
 #include <iostream>
@@ -40,7 +41,8 @@ double evaluate(const LossModule& model, const tessera::Dataset& data) {
 }
 
 nlohmann::json run(char** argv) {
-  const auto config = tessera::load_config(argv[1], {});
+  const std::string seed = argv[7];
+  const auto config = tessera::load_config(argv[1], {"model.seed=" + seed, "data.seed=" + seed});
   const std::string mode = argv[2];
   tessera::LocalSgdOptions options;
   options.sync_every = std::stoll(argv[3]);
@@ -101,9 +103,9 @@ nlohmann::json run(char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc != 7) {
+    if (argc != 8) {
       throw std::runtime_error(
-          "usage: bench_local_sgd CONFIG.yaml MODE SYNC_EVERY WIRE BACKGROUND STEPS");
+          "usage: bench_local_sgd CONFIG.yaml MODE SYNC_EVERY WIRE BACKGROUND STEPS SEED");
     }
     const auto line = run(argv);
     if (line.at("rank") == 0) std::cout << line.dump() << std::endl;

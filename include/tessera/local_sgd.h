@@ -121,6 +121,10 @@ class LocalSgd : public Joinable {
   /// after the construction, which overwrites them. Local; all ranks must load. Throws UsageError
   /// for entries that are missing, unknown or of another size; nothing changes then.
   void load_state_dict(const State& state);
+  /// The elements of the parameters to which the elements of the tensors of state_dict() belong, in
+  /// their order, so that a checkpoint can divide the state otherwise. "steps" and
+  /// "synchronizations" belong to none. Local.
+  std::vector<ElementRange> state_ranges() const;
 
   // Join. Without set_join() it is one over `outer`: a rank without data keeps its parameters and
   // takes part in the synchronisations.

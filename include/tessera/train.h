@@ -10,7 +10,8 @@
 
 namespace tessera {
 
-/// The result of a run. The same on every rank, except `baseline_loss`.
+/// The result of a run. The same on every rank, except `baseline_loss`. With parallel.local_sgd the
+/// figures of steps are those of the rank's group.
 struct TrainResult {
   int64_t first_step = 0;      ///< steps done before this run: 0, or the checkpoint's
   std::vector<double> losses;  ///< per step: mean over the global batch, before the update

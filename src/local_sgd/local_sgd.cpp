@@ -109,6 +109,7 @@ class LocalSgd::Impl {
   }
 
   const ProcessGroup& outer() const { return outer_; }
+  std::vector<ElementRange> ranges() const { return parameters_.ranges(); }
   int64_t steps() const { return steps_; }
   int64_t synchronizations() const { return synchronizations_; }
 
@@ -170,7 +171,11 @@ class LocalSgd::Impl {
       return;
     }
     momentum_.mul_(options_.momentum).add_(gradient);
-    anchor_ = anchor_ - gradient.add(momentum_, options_.momentum).mul_(options_.lr);
+    // Not gradient.add(momentum_, …): libtorch fuses that for all but the last elements of a
+    // tensor, and the bits would depend on how the parameters are divided over ranks.
+    at::Tensor step = momentum_ * options_.momentum;
+    step.add_(gradient).mul_(options_.lr);
+    anchor_ = anchor_ - step;
   }
 
   void exchange() {
@@ -223,6 +228,7 @@ int64_t LocalSgd::steps() const { return impl_->steps(); }
 int64_t LocalSgd::synchronizations() const { return impl_->synchronizations(); }
 LocalSgd::State LocalSgd::state_dict() { return impl_->state_dict(); }
 void LocalSgd::load_state_dict(const State& state) { impl_->load_state_dict(state); }
+std::vector<ElementRange> LocalSgd::state_ranges() const { return impl_->ranges(); }
 
 void LocalSgd::set_join(ProcessGroup world, std::vector<std::reference_wrapper<Joinable>> inner,
                         std::function<void()> shadow) {

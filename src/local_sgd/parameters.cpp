@@ -12,6 +12,21 @@
 
 namespace tessera::local_sgd {
 
+namespace {
+
+/// As memory_strides() of a contiguous tensor.
+std::vector<int64_t> strides_by_rows(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (shape[i] != 1) strides[i] = stride;
+    stride *= shape[i];
+  }
+  return strides;
+}
+
+}  // namespace
+
 Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
                        std::function<void()> publish)
     : shards_(std::move(shards)), replicas_(std::move(replicas)), publish_(std::move(publish)) {
@@ -97,6 +112,25 @@ at::Tensor Parameters::part() const {
     if (from < to) {
       const at::Tensor values = shard.tensor.detach().reshape({-1});
       result.narrow(0, from - first, to - from).copy_(values.narrow(0, from - at, to - from));
+    }
+    at += shard.tensor.numel();
+  }
+  return result;
+}
+
+std::vector<ElementRange> Parameters::ranges() const {
+  const int64_t first = begin(), last = first + numel();
+  std::vector<ElementRange> result;
+  int64_t at = 0;
+  for (const auto& shard : shards_) {
+    const int64_t from = std::max(at, first), to = std::min(at + shard.tensor.numel(), last);
+    if (from < to) {
+      ElementRange range = shard;
+      range.begin = shard.begin + from - at;
+      range.numel = to - from;
+      // part() reads a tensor of the whole shape row by row, and another one as it lies in memory.
+      if (shard.tensor.dim() != 1) range.strides = strides_by_rows(shard.shape);
+      result.push_back(std::move(range));
     }
     at += shard.tensor.numel();
   }

@@ -28,6 +28,8 @@ class Parameters {
   at::Tensor part() const;
   /// Gives all shards of all replicas the values of which `part` is this rank's part. Collective.
   void write(const at::Tensor& part);
+  /// The elements of part(), in its order. Local.
+  std::vector<ElementRange> ranges() const;
   int64_t numel() const { return counts_[static_cast<size_t>(replicas_.rank())]; }
 
  private:

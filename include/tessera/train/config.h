@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/local_sgd.h"
 #include "tessera/process_group.h"
 #include "tessera/step/grad_scaler.h"
 #include "tessera/train/registries.h"
@@ -45,10 +46,17 @@ struct DataConfig {
   int prefetch = 2;  ///< batches loaded ahead; 0: each batch is loaded when it is needed
 };
 
+/// Groups of ranks that train apart and are synchronised every few steps (tessera/local_sgd.h).
+struct LocalSgdConfig {
+  LocalSgdOptions options;
+  int64_t groups = 0;  ///< number of groups of consecutive ranks; 0: one for each host
+};
+
 struct ParallelConfig {
   std::string type = "none";
   WrapperPlan plan;
-  ProcessGroupOptions group;  ///< backend and timeout
+  ProcessGroupOptions group;                ///< backend and timeout
+  std::optional<LocalSgdConfig> local_sgd;  ///< no value: all ranks train together
 };
 
 /// Text that is generated at the end of the run; `length` 0: none.

@@ -81,6 +81,8 @@ class ModelWrapper {
   const std::vector<std::pair<std::string, at::Tensor>>& figures() const { return figures_; }
 
   const TrainedModel& model() const { return model_; }
+  /// The ranks that train together in every step. With parallel.local_sgd these are the ranks of
+  /// one of the groups, otherwise all ranks of the run.
   const ProcessGroup& group() const { return group_; }
 
   /// Backward of this rank's loss.
@@ -118,6 +120,9 @@ class ModelWrapper {
   /// check_replicas(): by default the shards, which differ in their names where they differ, and
   /// the buffers. Local.
   virtual std::vector<std::pair<std::string, at::Tensor>> replicas();
+  /// The ranks of group() whose shards() are equal copies of this rank's. A group of this rank
+  /// alone is right for every type; with the copies known, LocalSgd sends each value once. Local.
+  virtual ProcessGroup shard_copies() const { return {}; }
   /// Call after writing to the shards: updates all ranks' models with the new values.
   virtual void publish_shards() = 0;
   /// The optimizer state of the shards. Local.

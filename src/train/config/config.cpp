@@ -118,7 +118,8 @@ void check_config_files(const Config& config) {
 }
 
 void check_config_world(const Config& config, int world_size) {
-  if (world_size > 1 && !config.parallel.plan.distributed) {
+  // Groups of one rank train by themselves; larger ones are refused when they are made.
+  if (world_size > 1 && !config.parallel.plan.distributed && !config.parallel.local_sgd) {
     throw UsageError(
         config.at("parallel.type") + config.parallel.type + ", but the world has " +
         std::to_string(world_size) +

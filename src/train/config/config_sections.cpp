@@ -129,6 +129,51 @@ void read_components(OptionReader& keys, Config& config) {
   read_hooks(keys, config);
 }
 
+/// `host`, or a number.
+void read_groups(OptionReader& keys, int64_t& groups) {
+  const ConfigNode* node =
+      keys.take("groups", "host, or a whole number >= 1",
+                "the groups: the ranks of each host, or this number of groups of consecutive ranks",
+                ConfigNode::scalar("host"));
+  if (node == nullptr) return;
+  const OptionValue value = OptionReader::value_of(*node, keys.full("groups"));
+  const auto* word = std::get_if<std::string>(&value);
+  if (word != nullptr && *word == "host") return;
+  const auto* number = std::get_if<int64_t>(&value);
+  if (number == nullptr || *number < 1) {
+    keys.fail("groups", node->describe() + "; expected host, or a whole number >= 1");
+  }
+  groups = *number;
+}
+
+void read_local_sgd(OptionReader& keys, std::optional<LocalSgdConfig>& local_sgd) {
+  OptionReader inner = keys.map("local_sgd");
+  LocalSgdConfig read;
+  LocalSgdOptions& options = read.options;
+  int64_t every = inner.node() != nullptr || inner.describing() ? options.sync_every : 0;
+  inner.read("every", every,
+             "if this section is there: steps from one synchronisation of the groups to the next; "
+             "0: all ranks train together",
+             kNotNegative);
+  read_groups(inner, read.groups);
+  inner.read_enum("outer", options.outer,
+                  {{"nesterov", OuterOptimizer::nesterov}, {"average", OuterOptimizer::average}},
+                  "what a synchronisation does: DiLoCo's step of SGD with Nesterov momentum, or "
+                  "the mean of the groups' parameters");
+  inner.read("outer_lr", options.lr, "learning rate of nesterov", kPositive);
+  inner.read("outer_momentum", options.momentum, "momentum of nesterov", kProbability);
+  inner.read_enum("wire", options.wire,
+                  {{"float32", OuterWire::float32}, {"int8", OuterWire::int8}},
+                  "how differences of parameters travel between the groups");
+  inner.read("in_background", options.in_background,
+             "differences travel during the next steps and are applied at the next "
+             "synchronisation");
+  inner.finish();
+  if (every == 0) return;
+  options.sync_every = every;
+  local_sgd = read;
+}
+
 void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   keys.read_choice("type", parallel.type, registry::parallel().names(),
                    "how the ranks share the work");
@@ -144,6 +189,7 @@ void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
   keys.read("check_results", parallel.group.check_results,
             "verify the result of each collective; for debugging, much slower");
+  read_local_sgd(keys, parallel.local_sgd);
 }
 
 void read_parallel(OptionReader& keys, ParallelConfig& parallel) {
@@ -175,6 +221,26 @@ void check_nonfinite(const Config& config) {
   }
 }
 
+void check_local_sgd(const Config& config) {
+  if (!config.parallel.local_sgd) return;
+  const std::string groups = ", and parallel.local_sgd has groups that meet every few steps only; ";
+  if (config.train.rollback_on_spike) {
+    throw UsageError(config.at("train.rollback_on_spike") +
+                     "a rollback is one of all ranks at once" + groups + "expected null");
+  }
+  if (config.train.on_nonfinite == "rollback") {
+    throw UsageError(config.at("train.on_nonfinite") +
+                     "rollback: a rollback is one of all ranks at once" + groups +
+                     "expected stop or skip");
+  }
+  if (config.data.uneven == "join") {
+    throw UsageError(config.at("data.uneven") +
+                     "join: the ranks tell each other in every step "
+                     "who has data" +
+                     groups + "expected error or drop");
+  }
+}
+
 void check_sections_together(const OptionReader& keys, const Config& config) {
   const std::string option = config.train.clip_grad_norm        ? "clip_grad_norm"
                              : config.train.clip_grad_value     ? "clip_grad_value"
@@ -190,6 +256,7 @@ void check_sections_together(const OptionReader& keys, const Config& config) {
                      "the two");
   }
   check_nonfinite(config);
+  check_local_sgd(config);
 }
 
 }  // namespace

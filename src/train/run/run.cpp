@@ -75,11 +75,28 @@ void Run::call_hooks(const Call& call) {
     RunState state = run_state();
     heartbeat_.enter(Phase::hooks, done_);
     call(*hook, state);
-    stop_ |= state.stop;
+    // Groups that train apart see other figures, so they agree on the end when they meet.
+    if (groups_->several()) {
+      stop_wanted_ |= state.stop;
+    } else {
+      stop_ |= state.stop;
+    }
   }
 }
 
 TrainResult Run::run() {
+  try {
+    return run_to_end();
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const UsageError& error) {
+    // fail_in_step() of another group
+    if (groups_->several() && group_.ended()) throw AgreedError(error.what());
+    throw;
+  }
+}
+
+TrainResult Run::run_to_end() {
   report_start();
   record_start();
   call_hooks([](RunHook& hook, RunState& state) { hook.before_run(state); });
@@ -105,7 +122,7 @@ void Run::report_start() {
         (data_.val ? ", evaluation on " + std::to_string(data_.val->size()) + " samples" : "") +
         "; " + config_.optimizer.type + ", parallel: " + config_.parallel.type + ", " +
         std::to_string(group_.size()) + (group_.size() == 1 ? " rank" : " ranks") + " (" +
-        group_.backend_name() + ")");
+        group_.backend_name() + ")" + (sync_ ? ", local_sgd: " + groups_->describe() : ""));
     if (resumed_) {
       reporter_->line("resuming from " + resumed_->path());
     }
@@ -144,11 +161,24 @@ Batch Run::next_batch() {
   return loader_->next();
 }
 
+/// Runs `part`, which makes collectives of own_group(). An error on which its ranks agree becomes
+/// one of all groups.
+void Run::in_own_group(const std::function<void()>& part) {
+  if (!groups_->several()) return part();
+  try {
+    part();
+  } catch (const AgreedError& error) {
+    if (group_.ended()) throw;
+    end_all_groups(error.what());
+  }
+}
+
 /// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
 /// takes part in the collectives of the others.
 void Run::iteration(std::optional<Batch> batch) {
   record_ = StepRecord{};
-  at_place(fmt::format("step {}", done_), [&] { train_step(std::move(batch)); });
+  in_own_group(
+      [&] { at_place(fmt::format("step {}", done_), [&] { train_step(std::move(batch)); }); });
   if (ended_by_fault()) {
     stop_ = true;
     if (reporter_) reporter_->log(record_);
@@ -156,24 +186,28 @@ void Run::iteration(std::optional<Batch> batch) {
   }
   ++done_;
   check_space_of_checkpoint();
-  compare_replicas();
+  in_own_group([&] { compare_replicas(); });
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
   const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
+  if (sync_ && last) sync_->synchronize(done_);
   const bool evaluation = data_.val && (last || (every > 0 && done_ % every == 0));
   // After an interruption the process may be killed soon: the checkpoint is written at once and
   // records that the evaluation is due.
   evaluation_due_ = evaluation && result_.interrupted_by != 0;
   if (evaluation && !evaluation_due_) {
     evaluate();
+    // It may have stopped the run early.
+    if (sync_ && stop_ && !last) sync_->synchronize(done_);
   }
   if (reporter_) {
     reporter_->log(record_);
     if (done_ == result_.first_step + 1) {
       // The wrapper has its state now. Rank 0 stands for all; the run's end has the others' bytes.
-      record_memory(std::vector<MemoryUse>(static_cast<size_t>(group_.size()), wrapper_->memory()));
+      record_memory(
+          std::vector<MemoryUse>(static_cast<size_t>(own_group().size()), wrapper_->memory()));
     }
-    reporter_->progress(done_, group_.stats());
+    reporter_->progress(done_, groups_->stats());
   }
   const int64_t save_every = config_.checkpoint.every;
   if (store_ && (last || stop_ || (save_every > 0 && done_ % save_every == 0))) {
@@ -250,6 +284,7 @@ void Run::train_step(std::optional<Batch> batch) {
       wrapper_->shadow_train_step(*optimizer_);
     }
   }
+  if (sync_) sync_->step(done_ + 1);
   if (average_ && optimizer_->updated() && !left_out) {
     average_->update();
   }
@@ -276,7 +311,7 @@ void Run::train_step(std::optional<Batch> batch) {
 void Run::check_space_of_checkpoint() const {
   if (!store_ || !reporter_ || done_ != result_.first_step + 1) return;
   // Rank 0's memory stands for that of each rank.
-  const std::vector<MemoryUse> ranks(static_cast<size_t>(group_.size()), wrapper_->memory());
+  const std::vector<MemoryUse> ranks(static_cast<size_t>(own_group().size()), wrapper_->memory());
   const MemoryUse whole = wrapper_->unsharded(ranks);
   const int64_t averages = average_ ? whole.parameters : 0;
   warn_of_space(bytes_of_weights() + whole.optimizer_state + averages,
@@ -287,12 +322,14 @@ void Run::check_space_of_checkpoint() const {
 /// writes to one rank's parameters.
 void Run::compare_replicas() {
   const int64_t every = config_.train.check_replicas;
-  if (every == 0 || done_ % every != 0 || group_.size() == 1) return;
+  const ProcessGroup& group = own_group();
+  if (every == 0 || done_ % every != 0 || group.size() == 1) return;
   std::string repaired;
   try {
     // Other options are the cause of other parameters, so they are compared first.
-    check_same_options(config_, wrapper_->optimizer(), group_);
-    repaired = check_replicas(wrapper_->replicas(), group_, config_.train.repair_replicas);
+    ProcessGroup own = group;
+    check_same_options(config_, wrapper_->optimizer(), own);
+    repaired = check_replicas(wrapper_->replicas(), group, config_.train.repair_replicas);
   } catch (const AgreedError& error) {
     throw AgreedError(fmt::format("{}after step {}: {}", config_.at("train.check_replicas"),
                                   done_ - 1, error.what()));
@@ -334,24 +371,39 @@ void Run::reduce_figures() {
       sums.push_back(value);
     }
   }
-  const at::Tensor sum = at::tensor(sums, at::kDouble).to(group_.control_device());
-  group_.all_reduce(sum, 1, "figures of the step");
+  ProcessGroup group = own_group();
+  const at::Tensor sum = at::tensor(sums, at::kDouble).to(group.control_device());
+  group.all_reduce(sum, 1, "figures of the step");
   const at::Tensor total = sum.cpu();
   const double* values = total.data_ptr<double>();
-  const double count = active_ranks_ > 0 ? active_ranks_ : group_.size();
+  const double count = active_ranks_ > 0 ? active_ranks_ : group.size();
   record_.loss = values[0] / count;
   if (std::isnan(record_.loss)) record_.loss = std::nan("");  // its sign says nothing
-  const double* of_signals = values + 1;
-  const auto asked = std::find_if(of_signals, of_signals + kStopSignals.size(),
-                                  [](double ranks) { return ranks > 0; });
-  if (asked != of_signals + kStopSignals.size()) {
-    stop_ = true;
-    interrupted_here_ = interrupted_here_ || signal != 0;
-    result_.interrupted_by = kStopSignals[static_cast<size_t>(asked - of_signals)];
-  }
+  const double* figures = values + 1 + kStopSignals.size();
+  note_stop_requests({values + 1, figures});
   for (size_t i = 0; all_have_figures && i < figures_.size(); ++i) {
-    record_.figures.emplace_back(figures_[i].first, values[1 + kStopSignals.size() + i] / count);
+    record_.figures.emplace_back(figures_[i].first, figures[i] / count);
   }
+}
+
+/// `ranks`: for each of kStopSignals, how many ranks of own_group() got it. Groups that train apart
+/// stop only where they meet.
+void Run::note_stop_requests(std::vector<double> ranks) {
+  if (groups_->several()) {
+    if (!sync_->meets_after(done_ + 1)) return;
+    ranks.push_back(stop_wanted_ ? 1 : 0);
+    const at::Tensor sum = at::tensor(ranks, at::kDouble).to(group_.control_device());
+    group_.all_reduce(sum, 1, "requests to stop");
+    const at::Tensor total = sum.cpu();
+    ranks.assign(total.data_ptr<double>(), total.data_ptr<double>() + total.numel());
+    stop_ = stop_ || ranks.back() > 0;
+    ranks.pop_back();
+  }
+  const auto asked = std::find_if(ranks.begin(), ranks.end(), [](double n) { return n > 0; });
+  if (asked == ranks.end()) return;
+  stop_ = true;
+  interrupted_here_ = interrupted_here_ || stop_requested() != 0;
+  result_.interrupted_by = kStopSignals[static_cast<size_t>(asked - ranks.begin())];
 }
 
 /// Calls `evaluation` while the model has the averaged weights, if there is an average.
@@ -370,14 +422,19 @@ void Run::evaluate_averaged(const std::function<void()>& evaluation) {
   });
 }
 
+/// Each group evaluates its own parameters; the result is the mean over the groups.
+std::map<std::string, double> Run::figures_on(const Dataset& data, int64_t max_samples) {
+  return groups_->mean(train::evaluate(*wrapper_, data, max_samples,
+                                       [&] { heartbeat_.enter(Phase::evaluating, done_); }));
+}
+
 void Run::evaluate() {
   if (!data_.val) {
     return;
   }
   evaluate_averaged([&] {
-    result_.eval_figures = train::evaluate(*wrapper_, *data_.val,
-                                           config_.train.eval_batches * config_.train.global_batch,
-                                           [&] { heartbeat_.enter(Phase::evaluating, done_); });
+    result_.eval_figures =
+        figures_on(*data_.val, config_.train.eval_batches * config_.train.global_batch);
   });
   const double loss = result_.eval_figures.at("loss");
   result_.eval_loss = loss;

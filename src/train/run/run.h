@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,6 +19,8 @@
 #include "tessera/train.h"
 #include "tessera/train/model_wrapper.h"
 #include "tessera/train/optim_wrapper.h"
+#include "train/groups/group_sync.h"
+#include "train/groups/training_groups.h"
 #include "train/report/reporter.h"
 #include "train/run/sample_assignment.h"
 #include "train/run/step_buffers.h"
@@ -44,6 +47,8 @@ class Run : private Joinable {
   enum class Fault { none, loss, gradient, spike };
 
   bool first() const { return group_.rank() == 0; }
+  /// The ranks that train together in every step.
+  const ProcessGroup& own_group() const { return groups_->inner(); }
   bool uneven() const { return config_.train.global_batch % group_.size() != 0; }
   bool joins() const { return uneven() && config_.data.uneven == "join"; }
   int64_t iterations() const {
@@ -77,19 +82,24 @@ class Run : private Joinable {
   }
 
   // run.cpp
+  TrainResult run_to_end();
   void report_start();
   void train();
   Batch next_batch();
+  void in_own_group(const std::function<void()>& part);
   void iteration(std::optional<Batch> batch);
   void train_step(std::optional<Batch> batch);
   void compare_replicas();
   void check_space_of_checkpoint() const;
   std::vector<Batch> parts_of(Batch batch) const;
   void add_figures();
-  /// Computes means over the ranks with a batch, and whether any rank received a stop request.
+  /// Computes means over the ranks of own_group() with a batch, and whether any rank received a
+  /// stop request.
   void reduce_figures();
+  void note_stop_requests(std::vector<double> ranks);
   double weight_of(int64_t samples) const;
   double set_learning_rates();
+  std::map<std::string, double> figures_on(const Dataset& data, int64_t max_samples);
   void evaluate();
   void run_due_evaluation();
   void evaluate_averaged(const std::function<void()>& evaluation);
@@ -112,7 +122,10 @@ class Run : private Joinable {
   std::string origin_of_gradient(const std::vector<Batch>& parts);
   void roll_back(const std::string& reason);
   void fail(const std::string& reason);
-  std::string nonfinite_parameter();
+  void fail_in_step(const std::string& reason);
+  [[noreturn]] void end_all_groups(const std::string& reason);
+  std::string nonfinite_parameter(ProcessGroup group);
+  void warn(const std::string& text) const;
   void check_checkpoint();
   void check_parameters();
   void end_after_update(const std::string& origin);
@@ -126,6 +139,8 @@ class Run : private Joinable {
   std::vector<StateSlice> slices_to_save();
   void restore_slices(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
+  void restore_sync();
+  int groups_in_checkpoint() const;
   std::string state_text() const;
   void read_state(const std::string& text, const std::string& where);
   void check_global_batch(int64_t before) const;
@@ -140,8 +155,9 @@ class Run : private Joinable {
   void save();
 
   const Config& config_;
-  ProcessGroup group_;
+  ProcessGroup group_;  // all ranks
   Heartbeat& heartbeat_;
+  std::optional<TrainingGroups> groups_;  // always there after the first checks
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;
   DataSplits data_;
@@ -154,6 +170,7 @@ class Run : private Joinable {
   std::unique_ptr<Reporter> reporter_;    // rank 0
   std::vector<std::shared_ptr<RunHook>> hooks_;
   std::unique_ptr<ModelWrapper> wrapper_;
+  std::unique_ptr<GroupSync> sync_;  // with parallel.local_sgd
   std::unique_ptr<OptimWrapper> optimizer_;
   std::unique_ptr<WeightAverage> average_;
   std::optional<EarlyStop> early_stop_;
@@ -168,12 +185,16 @@ class Run : private Joinable {
   double weight_ = 0;          // of this rank's figures
   Fault fault_ = Fault::none;  // of this step
   int64_t skips_in_a_row_ = 0;
-  std::deque<double> recent_losses_;  // of good steps
-  StepBuffers step_buffers_;          // with train.on_nonfinite: skip
-  std::string failure_;               // ends the run with an error
-  std::vector<int> began_;            // the ranks where something is not finite; empty: unknown
+  std::deque<double> recent_losses_;       // of good steps
+  StepBuffers step_buffers_;               // with train.on_nonfinite: skip
+  std::string failure_;                    // ends the run with an error
+  nlohmann::ordered_json saved_groups_;    // of sync_, in the checkpoint that is written
+  nlohmann::ordered_json resumed_groups_;  // the same of the one that the run resumes from
+  int resumed_group_ = 0;                  // its group from which this rank's goes on
+  std::vector<int> began_;  // the ranks where something is not finite; empty: unknown
   std::optional<int64_t> rollback_;
   bool stop_ = false;
+  bool stop_wanted_ = false;  // by a hook of this rank
   bool interrupted_here_ = false;
   bool evaluation_due_ = false;  // an interruption came before the evaluation of this step
   StepRecord record_;

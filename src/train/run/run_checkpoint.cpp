@@ -9,6 +9,7 @@
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "train/groups/group_files.h"
 #include "train/run/random_state.h"
 #include "train/run/run.h"
 
@@ -21,6 +22,7 @@ constexpr const char* kState = "state.json";
 constexpr const char* kConfig = "config.yaml";
 /// The moving average is saved as an optimizer state tensor of its shard.
 constexpr const char* kAverage = "weight_average";
+constexpr const char* kLocalSgd = "local_sgd";  // in state.json: what sync_ has saved
 
 std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
@@ -225,26 +227,47 @@ std::string Run::set_aside_damaged(const std::string& path, const std::string& w
 
 void Run::restore() {
   resumed_->read_together([&] {
-    read_state(resumed_->text(kState), resumed_->path() + "/" + kState);
-    if (config_.train.ema.decay) {
-      start_averaging();
-    }
+    const std::string all = resumed_->text(kState);
+    resumed_groups_ = Json::parse(all).value(kLocalSgd, Json());
+    resumed_group_ = group_to_resume(groups_->number(), groups_in_checkpoint());
+    const std::string file = state_file_of(resumed_group_);
+    read_state(resumed_group_ == 0 ? all : resumed_->text(file), resumed_->path() + "/" + file);
     restore_slices(*resumed_);
+    if (resumed_group_ > 0) load_buffers(*resumed_, resumed_group_, *model_.module);
     restore_random(*resumed_);
+    restore_sync();
   });
+  if (resumed_group_ > 0) wrapper_->publish_shards();
+}
+
+int Run::groups_in_checkpoint() const {
+  return resumed_groups_.is_object() ? resumed_groups_.value("groups", 1) : 1;
+}
+
+/// Local.
+void Run::restore_sync() {
+  const bool same = groups_in_checkpoint() == groups_->count();
+  if (reporter_ && !same) {
+    reporter_->line(fmt::format(
+        "warning: {} is of a run with {} group{}, and this one has {}: group i goes on from group "
+        "i mod {}",
+        resumed_->path(), groups_in_checkpoint(), groups_in_checkpoint() == 1 ? "" : "s",
+        groups_->describe(), groups_in_checkpoint()));
+  }
+  if (!sync_) return;
+  const Json saved = config_.checkpoint.optimizer ? resumed_groups_ : Json();
+  if (!sync_->load(*resumed_, saved, resumed_group_, done_) && reporter_) {
+    reporter_->line("parallel.local_sgd: the outer optimizer starts anew");
+  }
 }
 
 void Run::restore_slices(const Checkpoint& checkpoint) {
-  std::vector<ElementRange> requests;
-  for (const ElementRange& range : wrapper_->shards()) requests.push_back(range);
-  std::vector<StateSlice> slices = checkpoint.load_slices(requests);
-  std::vector<at::Tensor> averages;
-  for (auto& slice : slices) {
-    if (const auto found = slice.state.tensors.find(kAverage); found != slice.state.tensors.end()) {
-      averages.push_back(found->second);
-      slice.state.tensors.erase(found);
-    }
-  }
+  const auto shards = wrapper_->shards();
+  std::vector<StateSlice> slices =
+      checkpoint.load_slices({shards.begin(), shards.end()}, slice_set_of(resumed_group_));
+  std::vector<at::Tensor> averages = take_from(slices, kAverage);
+  if (resumed_group_ > 0) load_parameters(slices, shards);
+  if (config_.train.ema.decay) start_averaging();
   if (config_.checkpoint.optimizer) {
     try {
       wrapper_->load_state_slices(slices);
@@ -258,12 +281,8 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
     }
   }
   if (average_ && averages.size() == slices.size()) {
-    for (size_t i = 0; i < averages.size(); ++i) {
-      const at::Tensor& own = average_->averages()[i];
-      // Older checkpoints state no strides and have the averages of whole weights row by row.
-      averages[i] = slices[i].strides.empty() ? averages[i].reshape(own.sizes())
-                                              : averages[i].as_strided(own.sizes(), own.strides());
-    }
+    for (size_t i = 0; i < averages.size(); ++i)
+      averages[i] = in_form_of(average_->averages()[i], averages[i], slices[i]);
     average_->load(averages, averaged_updates_);
   }
 }
@@ -284,7 +303,7 @@ void Run::restore_random(const Checkpoint& checkpoint) {
         .emplace_back(name.substr(name.find('.') + 1), checkpoint.load_tensor(file, name));
   }
   set_random_state(random);
-  if (!extra.empty()) {
+  if (!extra.empty() && groups_in_checkpoint() == groups_->count()) {
     wrapper_->load_extra_state(extra);
   }
 }
@@ -320,6 +339,7 @@ std::string Run::state_text() const {
   if (average_) {
     json["weight_average_updates"] = average_->updates();
   }
+  if (sync_) json[kLocalSgd] = saved_groups_;
   if (!left_out_.empty()) {
     json["left_out"] = left_out_;
   }
@@ -424,7 +444,8 @@ void Run::read_state(const std::string& text, const std::string& where) {
 }
 
 std::vector<StateSlice> Run::slices_to_save() {
-  const std::vector<StateSlice> all = wrapper_->state_slices();
+  std::vector<StateSlice> all = wrapper_->state_slices();
+  if (!groups_->first()) add_parameters(wrapper_->shards(), all);
   std::vector<StateSlice> slices;
   for (const size_t i : wrapper_->saved_shards()) {
     slices.push_back(all[i]);
@@ -440,9 +461,11 @@ void Run::save_checkpoint() {
   heartbeat_.enter(Phase::saving, done_);
   const auto start = std::chrono::steady_clock::now();
   CheckpointWriter writer(*store_, done_);
-  add_weights_to(writer);
+  wrapper_->wait_for_parameters();
+  if (groups_->first()) add_weights_to(writer);
   heartbeat_.enter(Phase::saving, done_);
-  writer.add_slices(slices_to_save());
+  writer.add_slices(slices_to_save(), slice_set_of(groups_->number()));
+  if (sync_) saved_groups_ = sync_->save(writer);
   auto own = random_state();
   for (auto& [name, tensor] : own) {
     name = "random." + name;
@@ -451,10 +474,11 @@ void Run::save_checkpoint() {
     own.emplace_back("extra." + name, tensor);
   }
   writer.add_tensors(rank_file("rank", group_.rank(), group_.size()), own);
-  if (first()) {
-    writer.add_text(kState, state_text());
-    writer.add_text(kConfig, config_.dump(true));
+  if (own_group().rank() == 0) {
+    writer.add_text(state_file_of(groups_->number()), state_text());
+    if (!groups_->first()) add_buffers(writer, groups_->number(), *model_.module);
   }
+  if (first()) writer.add_text(kConfig, config_.dump(true));
   heartbeat_.enter(Phase::saving, done_);
   result_.checkpoint = writer.commit();
   saved_at_ = done_;

@@ -5,7 +5,6 @@
 #include "tessera/step/agreement.h"
 #include "tessera/step/nonfinite.h"
 #include "train/report/sample_text.h"
-#include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run.h"
 
@@ -38,8 +37,7 @@ void Run::finish() {
   }
   if (data_.test && result_.interrupted_by == 0) {
     evaluate_averaged([&] {
-      const auto figures = train::evaluate(*wrapper_, *data_.test, 0,
-                                           [&] { heartbeat_.enter(Phase::evaluating, done_); });
+      const auto figures = figures_on(*data_.test, 0);
       if (reporter_) {
         reporter_->test(figures);
       }
@@ -52,7 +50,7 @@ void Run::finish() {
     sample();
   });
   if (reporter_) {
-    reporter_->summary(result_, group_.stats(), loader_ ? loader_->waited() : 0);
+    reporter_->summary(result_, groups_->stats(), loader_ ? loader_->waited() : 0);
   }
 }
 
@@ -60,11 +58,11 @@ void Run::report_memory() {
   const MemoryUse use = wrapper_->memory();
   const at::Tensor mine =
       at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong)
-          .to(group_.control_device());
-  const at::Tensor all = group_.all_gather(mine).cpu();
+          .to(own_group().control_device());
+  const at::Tensor all = ProcessGroup(own_group()).all_gather(mine).cpu();
   if (reporter_) {
     std::vector<MemoryUse> ranks;
-    for (int rank = 0; rank < group_.size(); ++rank) {
+    for (int rank = 0; rank < own_group().size(); ++rank) {
       const auto* row = all.data_ptr<int64_t>() + 3 * rank;
       ranks.push_back({row[0], row[1], row[2]});
     }

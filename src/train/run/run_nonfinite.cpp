@@ -1,10 +1,13 @@
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <sstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/report_to_launcher.h"
+#include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/nonfinite.h"
 #include "train/run/run.h"
@@ -42,7 +45,7 @@ std::string nonfinite_input(const std::vector<Batch>& parts) {
   return "";
 }
 
-std::string ranks_text(const std::vector<size_t>& ranks) {
+std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
@@ -80,21 +83,32 @@ void Run::handle_fault(const std::vector<Batch>& parts) {
     return roll_back(origin);
   }
   if (config_.train.on_nonfinite == "stop") {
-    return fail(origin + "; nothing of this step is saved");
+    return fail_in_step(origin + "; nothing of this step is saved");
   }
-  const std::string parameter = nonfinite_parameter();
+  const std::string parameter = nonfinite_parameter(own_group());
   if (!parameter.empty()) {
-    return fail(parameter +
-                "; without this step the parameter stays as it is, so \"skip\" does not help");
+    return fail_in_step(
+        parameter + "; without this step the parameter stays as it is, so \"skip\" does not help");
   }
   step_buffers_.restore();
   if (++skips_in_a_row_ > config_.train.nonfinite_limit) {
-    return fail(
+    return fail_in_step(
         fmt::format("{}; {} steps in a row were skipped before it, and "
                     "train.nonfinite_limit allows no more",
                     origin, config_.train.nonfinite_limit));
   }
-  if (reporter_) reporter_->line("warning: " + origin + "; this step is skipped on all ranks");
+  warn(origin + (groups_->several() ? "; this step is skipped in this group"
+                                    : "; this step is skipped on all ranks"));
+}
+
+/// On the first rank of a group; group 0 has the reporter.
+void Run::warn(const std::string& text) const {
+  if (reporter_) {
+    reporter_->line("warning: " + text);
+  } else if (groups_->several() && own_group().rank() == 0) {
+    std::printf("warning: %s%s\n", groups_->label().c_str(), text.c_str());
+    std::fflush(stdout);
+  }
 }
 
 void Run::roll_back(const std::string& reason) {
@@ -105,19 +119,43 @@ void Run::roll_back(const std::string& reason) {
   }
 }
 
-/// Ends the run with an error on all ranks. Collective.
+/// Ends the run with an error. Collective; the ranks of own_group() exchange its text.
 void Run::fail(const std::string& reason) {
+  const std::string& folder = config_.checkpoint.folder;
+  ProcessGroup group = own_group();
   std::string advice;
   if (store_) {
-    const auto sound = latest_sound_checkpoint(config_.checkpoint.folder, group_);
+    const auto sound = groups_->several() ? latest_sound_checkpoint(folder)
+                                          : latest_sound_checkpoint(folder, group);
     advice = sound ? "; the last sound checkpoint is " + *sound
-                   : "; there is no sound checkpoint in " + config_.checkpoint.folder;
+                   : "; there is no sound checkpoint in " + folder;
   }
-  failure_ = group_.broadcast_bytes(config_.at("train.on_nonfinite") + config_.train.on_nonfinite +
-                                        ": " + reason + advice +
-                                        "; a lower optimizer.lr, a warm-up or train.clip_grad_norm "
-                                        "may help",
-                                    0);
+  failure_ = group.broadcast_bytes(config_.at("train.on_nonfinite") + config_.train.on_nonfinite +
+                                       ": " + reason + advice +
+                                       "; a lower optimizer.lr, a warm-up or train.clip_grad_norm "
+                                       "may help",
+                                   0);
+}
+
+/// The same for a fault in a step, of which other groups do not know. Collective within
+/// own_group().
+void Run::fail_in_step(const std::string& reason) {
+  fail(reason);
+  if (groups_->several()) end_all_groups(failure_);
+}
+
+/// Throws AgreedError in this group; other groups get the error in their next collective.
+/// Collective within own_group().
+void Run::end_all_groups(const std::string& reason) {
+  const std::string text = groups_->label() + reason;
+  detail::report_agreed(began_, text);
+  try {
+    if (own_group().rank() == 0) group_.fail(text);
+    ProcessGroup(own_group()).barrier("end of the run");
+  } catch (const UsageError&) {
+    // That of fail(), which adds the rank.
+  }
+  throw AgreedError(text);
 }
 
 std::string Run::origin_of_fault(const std::vector<Batch>& parts) {
@@ -136,19 +174,21 @@ std::string Run::origin_of_fault(const std::vector<Batch>& parts) {
 
 /// "rank 1, update of step 4: parameter weight: NaN in 1 of 8 elements" for the first parameter
 /// that is not finite; "" if all are. Collective.
-std::string Run::nonfinite_parameter() {
+std::string Run::nonfinite_parameter(ProcessGroup group) {
   std::string own;
   for (const auto& shard : wrapper_->shards()) {
     const std::string text = nonfinite_text(shard.tensor);
     if (!text.empty() && own.empty()) own = shard.parameter + ": " + text;
   }
-  const auto ranks = group_.all_gather_bytes(own, "first parameter that is not finite");
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank].empty()) continue;
+  const auto ranks = group.all_gather_bytes(own, "first parameter that is not finite");
+  const bool of_all = group.size() == group_.size();
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i].empty()) continue;
+    const int rank = of_all ? static_cast<int>(i) : groups_->rank_in_run(static_cast<int>(i));
     const std::string update =
         done_ > 0 ? fmt::format("update of step {}", done_ - 1) : std::string("initial weights");
-    began_ = {static_cast<int>(rank)};
-    return fmt::format("rank {}, {}: parameter {}", rank, update, ranks[rank]);
+    began_ = {rank};
+    return fmt::format("rank {}, {}: parameter {}", rank, update, ranks[i]);
   }
   return "";
 }
@@ -158,24 +198,27 @@ std::string Run::nonfinite_parameter() {
 std::string Run::origin_of_loss(const std::vector<Batch>& parts) {
   // With an update during backward the parameters are those after this step.
   if (!config_.parallel.plan.updates_in_backward) {
-    const std::string parameter = nonfinite_parameter();
+    const std::string parameter = nonfinite_parameter(own_group());
     if (!parameter.empty()) {
       return fmt::format("{}; the loss of step {} is {}", parameter, done_, text_of(record_.loss));
     }
   }
+  ProcessGroup group = own_group();
   const double loss = figures_.empty() ? 0 : figures_.front().second;
-  const auto losses = group_.all_gather_bytes(std::isfinite(loss) ? "" : text_of(loss),
-                                              "losses that are not finite");
-  const auto inputs = group_.all_gather_bytes(nonfinite_input(parts), "first input not finite");
-  std::vector<size_t> ranks;
+  const auto losses = group.all_gather_bytes(std::isfinite(loss) ? "" : text_of(loss),
+                                             "losses that are not finite");
+  const auto inputs = group.all_gather_bytes(nonfinite_input(parts), "first input not finite");
+  std::vector<int> ranks;
+  size_t origin = losses.size();
   for (size_t rank = 0; rank < losses.size(); ++rank) {
-    if (!losses[rank].empty()) ranks.push_back(rank);
+    if (losses[rank].empty()) continue;
+    origin = std::min(origin, rank);
+    ranks.push_back(groups_->rank_in_run(static_cast<int>(rank)));
   }
   if (ranks.empty()) {
     return fmt::format("forward: the mean of finite losses is {}", text_of(record_.loss));
   }
-  const size_t origin = ranks.front();
-  began_.assign(ranks.begin(), ranks.end());
+  began_ = ranks;
   return fmt::format("{}, forward: the loss is {}; {}", ranks_text(ranks), losses[origin],
                      inputs[origin].empty() ? "its batch and all parameters are finite"
                                             : "its batch has " + inputs[origin]);
@@ -184,7 +227,7 @@ std::string Run::origin_of_loss(const std::vector<Batch>& parts) {
 std::string Run::origin_of_gradient(const std::vector<Batch>& parts) {
   const std::string norm =
       "backward: the norm of the gradient is " + text_of(optimizer_->grad_norm());
-  if (active_ranks_ > 0 && active_ranks_ < group_.size()) {
+  if (active_ranks_ > 0 && active_ranks_ < own_group().size()) {
     return norm + "; its origin is not searched for while a rank has no data";
   }
   const NonfiniteGradient origin = wrapper_->find_nonfinite_gradient(parts);
@@ -193,9 +236,10 @@ std::string Run::origin_of_gradient(const std::vector<Batch>& parts) {
            ", although no rank's own gradient was found to have such elements; their sum or the "
            "sum of their squares overflowed, or a second pass gave other gradients";
   }
-  began_ = {origin.rank};
-  return fmt::format("rank {}, {}; the first parameter whose gradient is not finite is {}",
-                     origin.rank, norm, origin.parameter);
+  const int rank = groups_->rank_in_run(origin.rank);
+  began_ = {rank};
+  return fmt::format("rank {}, {}; the first parameter whose gradient is not finite is {}", rank,
+                     norm, origin.parameter);
 }
 
 /// After a checkpoint: parameters and optimizer state in it must be finite. Buffers may hold
@@ -220,7 +264,7 @@ void Run::check_checkpoint() {
 /// After the last step, whose update no later loss shows. Collective.
 void Run::check_parameters() {
   if (result_.losses.empty()) return;
-  const std::string origin = nonfinite_parameter();
+  const std::string origin = nonfinite_parameter(group_);
   if (!origin.empty()) end_after_update(origin);
 }
 

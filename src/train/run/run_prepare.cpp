@@ -48,11 +48,12 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
     check_config_files(config_);
   });
   check_same_config(config_, group_);
+  groups_.emplace(config_, group_);
   open_checkpoints();
   // Layers that communicate get a group of their own, so that their collectives are never matched
   // with the wrapper's or with those of a failed start.
-  ProcessGroup own = group_;
-  const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : group_;
+  ProcessGroup own = own_group();
+  const ProcessGroup layers = config_.model.plan.communicates ? *own.split(0) : own;
   heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] { prepare(); });
   check_same_data(config_, data_, group_);
@@ -277,8 +278,14 @@ void Run::check_joining() const {
 }
 
 void Run::make() {
-  wrapper_ = config_.parallel.plan.make({model_, config_.preprocessor, group_, config_.optimizer});
+  wrapper_ =
+      config_.parallel.plan.make({model_, config_.preprocessor, own_group(), config_.optimizer});
   check_joining();
+  if (config_.parallel.local_sgd) {
+    sync_ = named(config_.at("parallel.local_sgd"), [&] {
+      return std::make_unique<GroupSync>(*config_.parallel.local_sgd, *groups_, *wrapper_);
+    });
+  }
   OptimWrapperOptions options;
   options.accumulative_counts = config_.train.accumulation;
   options.clip_grad_norm = config_.train.clip_grad_norm;

@@ -63,7 +63,7 @@ void Run::record_end(const std::string& outcome) {
                    {{"outcome", outcome},
                     {"steps_here", done_ - result_.first_step},
                     {"waited_for_data", loader_ ? loader_->waited() : 0},
-                    {"communication", train::json_of(group_.stats())}});
+                    {"communication", train::json_of(groups_->stats())}});
 }
 
 }  // namespace tessera::train

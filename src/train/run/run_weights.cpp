@@ -20,29 +20,30 @@ const SafetensorsMetadata kMetadata{{"format", "pt"}};
 
 }  // namespace
 
-/// Parameter or buffer number `i` of weights_ on rank `to`. Collective for parameters.
+/// Parameter or buffer number `i` of weights_ on rank `to` of own_group(). Collective there for
+/// parameters.
 at::Tensor Run::whole_weight(size_t i, int to) {
   heartbeat_.enter(Phase::saving, done_);
   const auto& spec = weights_[i];
   const at::Tensor tensor = i < parameter_count_ ? wrapper_->whole_parameter(spec.name, to)
                                                  : model_.module->named_buffers(true)[spec.name];
-  return tensor.defined() && group_.rank() == to ? tensor.to(spec.dtype) : at::Tensor();
+  return tensor.defined() && own_group().rank() == to ? tensor.to(spec.dtype) : at::Tensor();
 }
 
-/// Every rank writes its part of the weights. Buffers are rank 0's, because ranks may differ in
-/// them.
+/// Every rank of group 0 writes its part of the weights. Buffers are rank 0's, because ranks may
+/// differ in them.
 void Run::add_weights_to(CheckpointWriter& writer) {
-  const int ranks = config_.checkpoint.single_file ? 1 : group_.size();
+  const int ranks = config_.checkpoint.single_file ? 1 : own_group().size();
   auto parts = divide_weights(weights_, ranks, parameter_count_);
   if (parts.size() == 1) parts[0].file = kWeights;
-  const auto rank = static_cast<size_t>(group_.rank());
+  const auto rank = static_cast<size_t>(own_group().rank());
   if (rank < parts.size()) {
     std::vector<SafetensorsSpec> own;
     for (const size_t i : parts[rank].tensors) own.push_back(weights_[i]);
     writer.begin_tensors(parts[rank].file, std::move(own), kMetadata);
   }
   write_weights(
-      parts, group_.rank(), [this](size_t i, int to) { return whole_weight(i, to); },
+      parts, own_group().rank(), [this](size_t i, int to) { return whole_weight(i, to); },
       [&](size_t i, const at::Tensor& tensor) {
         writer.write_tensor(parts[rank].file, weights_[i].name, tensor);
       });
@@ -100,8 +101,12 @@ void Run::save() {
                 std::to_string(done_) + " steps parameter " + weights_[i].name + " has " +
                 nonfinite);
   };
-  save_weights(
-      group_, path, weights_, [this](size_t i, int to) { return whole_weight(i, to); }, options);
+  const auto write = [&] {
+    save_weights(
+        own_group(), path, weights_, [this](size_t i, int to) { return whole_weight(i, to); },
+        options);
+  };
+  groups_->in_first(write);
   agree(group_, [&] {
     if (!first()) return;
     reporter_->line("weights written to " + path);

@@ -24,6 +24,7 @@ class WholeWrapper : public ModelWrapper {
     add_buffers(result);
     return result;
   }
+  ProcessGroup shard_copies() const override { return group_; }
   void publish_shards() override {}
   std::vector<StateSlice> state_slices() override {
     return tessera::state_slices(*optimizer_, shards());

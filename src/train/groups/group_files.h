@@ -1,0 +1,40 @@
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "tessera/checkpoint_store.h"
+#include "tessera/optim/state_slice.h"
+
+// What a checkpoint has of each group. Group 0 has the names and files of a run without groups;
+// every other group has its parameters beside its optimizer state, its buffers, and its state.json.
+// Local.
+
+namespace tessera::train {
+
+/// The group of a run that had `groups` groups from whose state group `number` goes on.
+inline int group_to_resume(int number, int groups) { return number % groups; }
+
+std::string slice_set_of(int group);
+std::string state_file_of(int group);
+
+/// For groups other than 0: adds the parameters of `shards` to their `slices`, one for each.
+void add_parameters(const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices);
+/// Takes them from loaded `slices`, one for each of `shards`, and writes them to the shards. A
+/// shard whose slice has none stays as it is.
+void load_parameters(std::vector<StateSlice>& slices, const std::vector<ParameterShard>& shards);
+/// For groups other than 0, on one rank of each.
+void add_buffers(CheckpointWriter& writer, int group, const torch::nn::Module& module);
+void load_buffers(const Checkpoint& checkpoint, int group, torch::nn::Module& module);
+
+/// Removes the tensors `name` from the states of all slices and returns them, in their order; none
+/// if a slice has none.
+std::vector<at::Tensor> take_from(std::vector<StateSlice>& slices, const std::string& name);
+/// `saved`, taken from `slice`, in the form of `own`. Older checkpoints state no strides and have
+/// whole tensors row by row.
+at::Tensor in_form_of(const at::Tensor& own, const at::Tensor& saved, const StateSlice& slice);
+
+}  // namespace tessera::train
