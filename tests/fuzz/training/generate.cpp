@@ -275,6 +275,34 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
   return random_fault(random, wrapper, world);
 }
 
+/// Divides some cases into groups that train apart. What a parameter is to a group must be the same
+/// for all of them, and events that concern all ranks at once are left out.
+void divide_into_groups(Random& random, Case& which) {
+  auto& values = which.wrapper.values;
+  if (which.world == 1 || !random.chance(10)) return;
+  for (const char* name : {"late_part", "ignored", "local_group", "hosts"})
+    if (values.count(name)) return;
+  if (which.wrapper.text("strategy") == "hybrid") return;
+  // What was frozen at construction is synchronised by some wrappers.
+  const auto differs = [](const Item& layer) { return is_short(layer) || layer.flag("frozen"); };
+  if (std::any_of(which.layers.begin(), which.layers.end(), differs)) return;
+  values["local_sgd"] = which.world == 4 && random.chance(60) ? "2" : std::to_string(which.world);
+  values["every"] = random.pick({"1", "2", "3"});
+  maybe(random, 30, values, "outer", "average");
+  maybe(random, 30, values, "outer_background");
+  std::vector<Item> story;
+  for (auto& event : which.story) {
+    const bool fits = event.kind == "step" || event.kind == "evaluate" || event.kind == "write" ||
+                      event.kind == "freeze" || (event.kind == "lr" && !event.has("rank"));
+    if (!fits) continue;
+    for (const char* name : {"absent", "trap", "trap_rank", "nan"}) event.values.erase(name);
+    if (event.kind == "evaluate") event.values.erase("rank");
+    if (event.text("branch") == "rank0") event.values["branch"] = "none";
+    story.push_back(std::move(event));
+  }
+  which.story = std::move(story);
+}
+
 }  // namespace
 
 Case generate(uint64_t seed) {
@@ -356,6 +384,7 @@ Case generate(uint64_t seed) {
   for (auto& event : result.story) {
     if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
   }
+  divide_into_groups(random, result);
   return result;
 }
 

@@ -311,5 +311,23 @@ TEST(TrainingFuzz, FsdpIgnoredParameters) {
   });
 }
 
+// The last bits of the outer optimizer's step depended on the division of the parameters over
+// ranks.
+TEST(TrainingFuzz, GroupsThatTrainApart) {
+  for (const char* kind : {"ddp", "zero", "distributed_optimizer", "fsdp"}) {
+    for (const char* background : {"0", "1"}) {
+      expect_sound({
+          .seed = 227,
+          .world = 4,
+          .dtype = "float",
+          .layers = {{"linear"}},
+          .optimizer = {"AdamW", {{"lr", "0.02"}}},
+          .wrapper = {kind, {{"every", "2"}, {"local_sgd", "2"}, {"outer_background", background}}},
+          .story = {{"step"}, {"step"}, {"step"}, {"step"}, {"step"}},
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

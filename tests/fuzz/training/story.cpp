@@ -8,7 +8,8 @@
 #include <fmt/format.h>
 
 #include "fuzz/training/expectation.h"
-#include "fuzz/training/plain.h"
+#include "fuzz/training/plain/groups.h"
+#include "fuzz/training/plain/training.h"
 #include "fuzz/training/subject.h"
 #include "harness/ranks.h"
 #include "harness/temporary_folder.h"
@@ -60,6 +61,17 @@ Trap trap_of(const Item& event) {
 int batches_in_join(const Item& event, int rank) {
   const auto counts = event.text("batches", "1111");
   return counts[static_cast<size_t>(rank) % counts.size()] - '0';
+}
+
+int groups_apart(const Item& wrapper) { return wrapper.number("local_sgd", 1); }
+
+LocalSgdOptions local_sgd_options(const Item& wrapper) {
+  LocalSgdOptions options;
+  options.sync_every = wrapper.number("every", 2);
+  options.outer =
+      wrapper.text("outer") == "average" ? OuterOptimizer::average : OuterOptimizer::nesterov;
+  options.in_background = wrapper.flag("outer_background");
+  return options;
 }
 
 Item wrapper_after(const Item& event, const Item& before) {
@@ -118,7 +130,7 @@ struct Truth {
 
 Truth plain_truth(const Case& which) {
   Truth truth;
-  PlainTraining plain(which);
+  PlainGroups plain(which);
   for (size_t i = 0; i < which.story.size(); ++i) {
     try {
       truth.records.push_back(plain.play(which.story[i], static_cast<int>(i)));
@@ -148,16 +160,28 @@ class Player {
     // Ranks begin with different weights where the wrapper broadcasts rank 0's.
     const bool broadcasts = !wrapper.has("late_part") && !wrapper.flag("no_broadcast") &&
                             wrapper.number("bcast_period", 0) >= 0;
-    const auto seed = which.seed + (loads ? 77 : 0) + (broadcasts || loads ? group_.rank() : 0);
-    subject_ = make_subject(which, wrapper, Net::make(which, seed), group_);
+    ProcessGroup inner = group_;
+    const int groups = groups_apart(wrapper);
+    if (groups > 1) {
+      apart_.emplace(local_sgd_groups(group_, group_.size() / groups));
+      inner = apart_->inner;
+    }
+    const auto seed = which.seed + (loads ? 77 : 0) + (broadcasts || loads ? inner.rank() : 0);
+    subject_ = make_subject(which, wrapper, Net::make(which, seed), inner);
+    if (apart_) local_sgd_ = subject_->make_local_sgd(*apart_, local_sgd_options(wrapper));
     if (loads) load();
   }
 
   Record play(const Item& event, int number) {
     Record record;
     const auto& kind = event.kind;
-    if (kind == "step") train(event, number, record);
-    else if (kind == "join") join_event(event, number);
+    if (kind == "step") {
+      train(event, number, record);
+      if (local_sgd_) {
+        subject_->settle();
+        local_sgd_->step();
+      }
+    } else if (kind == "join") join_event(event, number);
     else if (kind == "evaluate") evaluate(event, number, record);
     else if (kind == "freeze" || kind == "thaw") set_trainable(event, kind == "thaw");
     else if (kind == "write") write(event);
@@ -313,6 +337,8 @@ class Player {
   ProcessGroup group_;
   const Carried& carried_;
   std::unique_ptr<Subject> subject_;
+  std::optional<LocalSgdGroups> apart_;  ///< Groups that train apart.
+  std::unique_ptr<LocalSgd> local_sgd_;
   bool cleared_ = true;  ///< No gradient is left from an earlier step.
 };
 
@@ -350,7 +376,8 @@ std::optional<Finding> run_segment(const Case& which, const Segment& segment, co
   std::vector<Expectation> due;
   size_t comparable = std::min(segment.end, truth.records.size());
   for (size_t i = segment.begin; i < segment.end; ++i) {
-    due.push_back(expectation(which, segment.wrapper, segment.world, i, i >= truth.records.size()));
+    const int together = segment.world / groups_apart(segment.wrapper);
+    due.push_back(expectation(which, segment.wrapper, together, i, i >= truth.records.size()));
     // A wrapper's shards keep their dtype, and the error comes with the next use.
     if (is_error(due.back()) || which.story[i].kind == "to_dtype")
       comparable = std::min(comparable, i);

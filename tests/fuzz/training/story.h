@@ -7,6 +7,7 @@
 
 #include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
+#include "tessera/local_sgd.h"
 #include "tessera/step/buffer_sync.h"
 
 namespace tessera::fuzz {
@@ -49,6 +50,10 @@ BufferSync buffer_rule(const Item& wrapper);
 
 /// Number of batches of a rank in a "join".
 int batches_in_join(const Item& event, int rank);
+
+/// The number of groups that train apart ("local_sgd"), and how they are synchronised.
+int groups_apart(const Item& wrapper);
+LocalSgdOptions local_sgd_options(const Item& wrapper);
 
 /// The wrapper with which training goes on after a "move".
 Item wrapper_after(const Item& event, const Item& before);

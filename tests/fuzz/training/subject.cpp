@@ -4,7 +4,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "fuzz/training/plain.h"
+#include "fuzz/training/plain/training.h"
 #include "fuzz/training/story.h"
 #include "tessera/tessera.h"
 
@@ -147,6 +147,8 @@ class ZeroSubject : public Subject {
     zero_->load_state_slices(slices);
   }
   bool saves_shards(int /*rank*/) override { return true; }
+  void settle() override { zero_->wait_for_parameters(); }
+  void publish() override { zero_->gather_parameters(); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
     load_weights(weights);
     zero_->load_state_dict(state);
@@ -307,6 +309,13 @@ OptimizerStateDict Subject::optimizer_state() {
 void Subject::load(const ModuleStateDict& weights, const OptimizerStateDict& state) {
   load_weights(weights);
   load_state_dict(optimizer(), named_parameters(*net_), state);
+}
+
+std::unique_ptr<LocalSgd> Subject::make_local_sgd(const LocalSgdGroups& groups,
+                                                  const LocalSgdOptions& options) {
+  const bool copies = !saves_shards(-1);  // every rank has all shards
+  return std::make_unique<LocalSgd>(groups.outer, shards(), options,
+                                    copies ? groups.inner : ProcessGroup(), [this] { publish(); });
 }
 
 void Subject::save(const std::string& folder, const ProcessGroup& group) {

@@ -6,6 +6,7 @@
 
 #include "fuzz/training/model/net.h"
 #include "tessera/join.h"
+#include "tessera/local_sgd.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/optim/state_slice.h"
@@ -46,6 +47,11 @@ class Subject {
   /// Runs `change` while the parameters are whole.
   virtual void change(const std::function<void()>& change) { change(); }
   virtual void add_late_part() {}
+  /// Synchronises the model with those of the other groups; `groups.inner` is that of the wrapper.
+  std::unique_ptr<LocalSgd> make_local_sgd(const LocalSgdGroups& groups,
+                                           const LocalSgdOptions& options);
+  /// Returns when parameters on their way have arrived.
+  virtual void settle() {}
 
  protected:
   explicit Subject(std::shared_ptr<Net> net) : net_(std::move(net)) {}
@@ -57,6 +63,8 @@ class Subject {
   virtual void load_state_slices(const std::vector<StateSlice>& slices) {
     tessera::load_state_slices(optimizer(), shards(), slices);
   }
+  /// Gives what was written to the shards to the other ranks.
+  virtual void publish() {}
   /// This rank's shards are not written by another rank.
   virtual bool saves_shards(int rank) { return rank == 0; }
 

@@ -1,4 +1,4 @@
-#include "fuzz/training/plain.h"
+#include "fuzz/training/plain/training.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +14,15 @@ OptimizerFactory optimizer_of(const Case& which) {
     else options[name] = std::stod(value);
   }
   return default_optimizers().factory(which.optimizer.kind, options);
+}
+
+at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return tensors[0];
+  size_t left = 1;
+  while (2 * left < tensors.size()) left *= 2;
+  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
+  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
+  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
 }
 
 void scale_lr(torch::optim::Optimizer& optimizer, double factor) {
@@ -40,16 +49,6 @@ bool zero_grad_keeps_zeros() {
 
 bool sixteen_bits(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-/// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
-at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return tensors[0];
-  size_t left = 1;
-  while (2 * left < tensors.size()) left *= 2;
-  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
-  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
-  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
-}
-
 /// All values except those of the parameters `local`.
 void take_values(Net& net, const ModuleStateDict& values, const std::set<std::string>& local) {
   auto mixed = state_dict(net);
@@ -67,16 +66,18 @@ std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-PlainTraining::PlainTraining(const Case& which) : which_(which) {
+PlainTraining::PlainTraining(const Case& which, int first, int world)
+    : which_(which), first_(first) {
+  if (world == 0) world = which.world;
   std::vector<std::shared_ptr<Net>> nets;
-  for (int rank = 0; rank < which.world; ++rank) {
+  for (int rank = 0; rank < world; ++rank) {
     nets.push_back(Net::make(which, which.seed));
     const auto local = local_names(*nets[0], which.wrapper);
     if (rank == 0 || local.empty()) continue;
     nets[rank] = Net::make(which, which.seed + rank);
     take_values(*nets[rank], state_dict(*nets[0]), local);
   }
-  start(which.wrapper, which.world, std::move(nets));
+  start(which.wrapper, world, std::move(nets));
 }
 
 void PlainTraining::start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets) {
@@ -139,19 +140,23 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
       replica.net->to(dtype_of(which_) == at::kFloat ? at::kDouble : at::kFloat);
   }
   records.resize(world());  // "move" changes it
+  return records;
+}
+
+void PlainTraining::add_results(const Item& event, std::vector<Record>& records) const {
+  at::NoGradGuard no_grad;
   for (int rank = 0; rank < world(); ++rank) {
     add_weights(records[rank], state_dict(*replicas_[rank].net));
     if (event.flag("state"))
       add_state(records[rank], state_dict(*replicas_[rank].optimizer, replicas_[rank].parameters));
   }
-  return records;
 }
 
 at::Tensor PlainTraining::replica_loss(const Item& event, int number, int micro, int rank,
                                        int micros) {
   auto& net = computing(rank);
   return forward_loss([&](const Batch& batch) { return net.forward(batch); }, net, event, which_,
-                      number, micro, rank, micros);
+                      number, micro, first_ + rank, micros);
 }
 
 /// The replica, or a new copy of it in the dtype in which the wrapper computes.
@@ -301,11 +306,11 @@ void PlainTraining::join(const Item& event, int number) {
 
 void PlainTraining::evaluate(const Item& event, int number, std::vector<Record>& records) {
   for (int rank = 0; rank < world(); ++rank) {
-    if (event.number("rank", rank) != rank) continue;
+    if (event.number("rank", first_ + rank) != first_ + rank) continue;
     auto& net = *replicas_[rank].net;
     net.eval();
     const auto dtype = dtype_of(which_);
-    const auto batch = make_batch(which_.seed, number, 0, rank, dtype);
+    const auto batch = make_batch(which_.seed, number, 0, first_ + rank, dtype);
     records[rank].emplace_back("output", computing(rank).forward(batch).to(dtype));
     net.train();
   }

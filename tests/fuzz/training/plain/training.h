@@ -13,6 +13,9 @@ namespace tessera::fuzz {
 /// The optimizer of a case, for any parameters.
 OptimizerFactory optimizer_of(const Case& which);
 
+/// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
+at::Tensor tree_sum(const std::vector<at::Tensor>& tensors);
+
 /// Multiplies the lr of all groups.
 void scale_lr(torch::optim::Optimizer& optimizer, double factor);
 
@@ -20,10 +23,17 @@ void scale_lr(torch::optim::Optimizer& optimizer, double factor);
 /// thread. Gradients are averaged in the order of the library where `wrapper` averages them.
 class PlainTraining {
  public:
-  explicit PlainTraining(const Case& which);
+  /// The ranks from `first` on, `world` of them; 0: all.
+  explicit PlainTraining(const Case& which, int first = 0, int world = 0);
 
-  /// Plays one event on all replicas. Returns the records by rank. Throws what libtorch throws.
+  /// Plays one event on all replicas. Returns the losses and so on by rank. Throws what libtorch
+  /// throws.
   std::vector<Record> play(const Item& event, int number);
+  /// Adds what the replicas have after the event.
+  void add_results(const Item& event, std::vector<Record>& records) const;
+
+  int world() const { return static_cast<int>(replicas_.size()); }
+  const NamedParameters& parameters(int rank) const { return replicas_[rank].parameters; }
 
  private:
   struct Replica {
@@ -36,7 +46,6 @@ class PlainTraining {
   enum class Reduce { after_backward, into_shards, in_step };
 
   void start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets);
-  int world() const { return static_cast<int>(replicas_.size()); }
   bool is(const char* kind) const { return wrapper_.kind == kind; }
 
   void train(const Item& event, int number, std::vector<Record>& records);
@@ -67,6 +76,7 @@ class PlainTraining {
   void zero_grad();
 
   const Case& which_;
+  int first_ = 0;  ///< Number of the first rank in the case.
   Item wrapper_;
   std::set<std::string> local_;  ///< Parameters that each rank has for itself.
   Reduce reduce_ = Reduce::after_backward;
