@@ -111,6 +111,20 @@ class LocalSgdInTraining : public testing::TrainFixture {
     return results;
   }
 
+  /// Bytes that rank 0 sent in collectives of these kinds in the last run.
+  static double sent(const std::set<std::string>& kinds) {
+    uint64_t bytes = 0;
+    std::ifstream events("out/log.events.jsonl");
+    for (std::string line; std::getline(events, line);) {
+      const auto event = nlohmann::json::parse(line);
+      if (event["event"] != "end") continue;
+      for (const auto& [kind, traffic] : event["communication"].items()) {
+        if (kinds.count(kind) > 0) bytes += traffic["sent"].get<uint64_t>();
+      }
+    }
+    return static_cast<double>(bytes);
+  }
+
   static at::Tensor weights(const std::string& path) {
     const Weights file(path);
     std::vector<at::Tensor> all;
@@ -270,28 +284,30 @@ TEST_F(LocalSgdInTraining, GroupsOfAnotherSizeOrNumberGoOn) {
 
 TEST_F(LocalSgdInTraining, TheGroupsExchangeOnlyEveryKSteps) {
   // Groups of one rank exchange nothing within them.
-  const auto sent = [&](int steps, const std::string& more) {
-    train_groups(2, {"parallel.type=none", groups_of(2, ", every: 5" + more),
-                     "train.steps=" + std::to_string(steps), "train.eval_batches=1"});
-    uint64_t bytes = 0;
-    std::ifstream events("out/log.events.jsonl");
-    for (std::string line; std::getline(events, line);) {
-      const auto event = nlohmann::json::parse(line);
-      if (event["event"] != "end") continue;
-      for (const auto& [kind, traffic] : event["communication"].items()) {
-        if (traffic.is_object()) bytes += traffic["sent"].get<uint64_t>();
-      }
-    }
-    return std::pair(bytes, calls_);
-  };
   for (const auto& [wire, share] : {std::pair("", 1.0), std::pair(", wire: int8", 0.26)}) {
-    const auto [few_bytes, few_calls] = sent(11, wire);
-    const auto model = 4 * static_cast<double>(weights("out/model.safetensors").numel());
-    const auto [many_bytes, many_calls] = sent(31, wire);
+    const auto run = [&, &wire = wire](int steps) {
+      train_groups(2, {"parallel.type=none", groups_of(2, std::string(", every: 5") + wire),
+                       "train.steps=" + std::to_string(steps), "train.eval_batches=1"});
+      return std::pair(sent({"all_reduce", "all_gather"}), calls_);
+    };
+    const auto few = run(11), many = run(31);
+    const double model = 4 * static_cast<double>(weights("out/model.safetensors").numel());
     // Four synchronisations more; a request to stop is agreed with each.
-    EXPECT_EQ(many_calls - few_calls, 4U) << wire;
-    EXPECT_LE(static_cast<double>(many_bytes - few_bytes), 4 * (share * model + 200)) << wire;
-    EXPECT_GE(static_cast<double>(many_bytes - few_bytes), 3.9 * share * model) << wire;
+    EXPECT_EQ(many.second - few.second, 4U) << wire;
+    EXPECT_LE(many.first - few.first, 4 * (share * model + 200)) << wire;
+    EXPECT_GE(many.first - few.first, 3.9 * share * model) << wire;
+  }
+}
+
+TEST_F(LocalSgdInTraining, EachValueLeavesAGroupOnce) {
+  const auto run = [&](const std::string& wrapper, const std::string& every) {
+    train_groups(4, {wrapper, groups_of(2, ", every: " + every)});
+    return sent({"all_reduce"});
+  };
+  for (const auto& wrapper : kWrappers) {
+    const double outer = run(wrapper, "1") - run(wrapper, "6");  // five synchronisations
+    const double model = 4 * static_cast<double>(weights("out/model.safetensors").numel());
+    EXPECT_NEAR(outer, 5 * model / 2, 5 * 0.05 * model) << wrapper;
   }
 }
 
