@@ -1,6 +1,6 @@
 // Start-up, barrier and a small all-reduce of W ranks on H hosts, all on this machine: a process is
-// a host, its threads are the ranks. Prints times, processor time, memory and file descriptors for
-// each rank, and how each grows with W.
+// a host, its threads are the ranks. Prints times, processor time, messages and bytes sent, memory
+// and file descriptors for each rank, and how each grows with W.
 
 #include <algorithm>
 #include <atomic>
@@ -33,9 +33,9 @@ using Json = nlohmann::json;
 
 constexpr int64_t kSmall = 256;  // values of float32: 1 KiB
 
-const std::vector<std::string> kFigures{"startup_ms",  "barrier_us",    "barrier_cpu_us",
-                                        "reduce_us",   "reduce_cpu_us", "private_mib",
-                                        "descriptors", "sockets"};
+const std::vector<std::string> kFigures{
+    "startup_ms",  "barrier_us",   "barrier_cpu_us", "reduce_us",   "reduce_cpu_us", "barrier_msgs",
+    "reduce_msgs", "reduce_bytes", "split_msgs",     "private_mib", "descriptors",   "sockets"};
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -110,6 +110,15 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
             std::make_shared<tessera::ProcessGroup::Impl>(std::move(place), std::move(transport)));
         group.barrier();
         if (leads) figures["startup_ms"] = 1e3 * seconds_since(begin);
+        // The first rank of a host sends the most.
+        const auto count = [&](const std::string& name, const std::function<void()>& body) {
+          const auto before = group.impl()->transport->sent();
+          body();
+          const auto after = group.impl()->transport->sent();
+          if (!leads) return;
+          figures[name + "_msgs"] = static_cast<double>(after.messages - before.messages);
+          figures[name + "_bytes"] = static_cast<double>(after.bytes - before.bytes);
+        };
         const auto measure = [&](const std::string& name, const std::function<void()>& body) {
           body();
           group.barrier();
@@ -126,6 +135,9 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
         measure("barrier", [&] { group.barrier(); });
         auto values = at::ones({kSmall});
         measure("reduce", [&] { group.all_reduce(values, 1.0 / world); });
+        count("barrier", [&] { group.barrier(); });
+        count("reduce", [&] { group.all_reduce(values, 1.0 / world); });
+        count("split", [&] { (void)group.split(-1); });
         if (leads) {
           const auto [descriptors, sockets] = descriptors_and_sockets();
           const auto ranks = static_cast<double>(here.size());

@@ -84,6 +84,13 @@ class Transport {
   /// none.
   virtual void set_feedback(WireFeedback*) {}
 
+  /// What this rank has sent in messages between ranks, since the transport was made. Memory that
+  /// ranks share is not counted, and what a device's backend moves neither.
+  struct Sent {
+    uint64_t messages = 0, bytes = 0;
+  };
+  virtual Sent sent() const { return {}; }
+
   /// The accelerator whose tensors it moves beside CPU tensors; CPU if there is none. Collectives
   /// on its tensors are issued from the caller's thread, are ordered on its current stream, and are
   /// never queued.

@@ -44,6 +44,7 @@ class DeviceTransport : public Transport {
   }
   void abort_device() noexcept override { compat::abort(*backend_); }
 
+  Sent sent() const override { return control_->sent(); }
   std::vector<OpHeader> exchange(const OpHeader& mine) override { return control_->exchange(mine); }
 
   void all_reduce(at::Tensor flat, double scale) override {

@@ -49,6 +49,7 @@ class CheckedTransport : public Transport {
       : inner_(std::move(inner)), rank_(world.rank), size_(world.size) {}
 
   const char* name() const override { return inner_->name(); }
+  Sent sent() const override { return inner_->sent(); }
   std::vector<OpHeader> exchange(const OpHeader& mine) override { return inner_->exchange(mine); }
 
   void all_reduce(at::Tensor flat, double scale) override {

@@ -17,6 +17,11 @@
 
 namespace tessera {
 
+using comm::Op;
+using comm::OpHeader;
+using comm::Transport;
+using Headers = std::vector<OpHeader>;
+
 namespace {
 
 /// What a collective of byte strings does with them, besides the caller's tag.
@@ -53,6 +58,26 @@ std::vector<std::string> exchange_bytes(ProcessGroup::Impl& impl, const std::str
   impl.run(header, body, tag);
   impl.count(&CommStats::bytes, mine.size() * (size - 1), total - mine.size());
   return result;
+}
+
+/// Every rank's number on every rank. It travels in the header, whose exchange takes O(log W)
+/// messages a rank. No data follows it.
+std::vector<int64_t> exchange_numbers(ProcessGroup::Impl& impl, Op op, int64_t mine,
+                                      const std::string& tag) {
+  OpHeader header;
+  header.op = op;
+  header.root = -1;
+  header.free_numel = 1;
+  header.numel = mine;
+  std::vector<int64_t> numbers;
+  impl.run(
+      header,
+      [&](Transport&, const Headers& headers) {
+        for (const auto& h : headers) numbers.push_back(h.numel);
+      },
+      tag);
+  impl.count(&CommStats::bytes, 0, 0);
+  return numbers;
 }
 
 }  // namespace
@@ -100,14 +125,14 @@ std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int
 }
 
 std::optional<ProcessGroup> ProcessGroup::split(int color) {
-  const auto colors = all_gather_bytes(std::to_string(color), "split");
+  if (impl_->alone()) return color < 0 ? std::nullopt : std::optional(ProcessGroup());
+  const auto colors = exchange_numbers(*impl_, Op::split, color, "");
   const auto number = ++impl_->splits;
   if (color < 0) return std::nullopt;
-  if (impl_->alone()) return ProcessGroup();
   comm::World world;
   world.rank = -1;
   for (int r = 0; r < size(); ++r) {
-    if (colors[r] != std::to_string(color)) continue;
+    if (colors[r] != color) continue;
     if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
     world.world_ranks.push_back(impl_->world.world_ranks[r]);
     if (!impl_->world.hosts.empty()) world.hosts.push_back(impl_->world.hosts[r]);
@@ -164,22 +189,9 @@ void ProcessGroup::check_contract(const std::string& component,
   XXH64_reset(state, entries.size());
   XXH64_update(state, component.c_str(), component.size() + 1);
   for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
-  // The digest travels in the header, whose exchange takes O(log W) messages a rank. No data
-  // follows it.
-  OpHeader header;
-  header.op = Op::bytes;
-  header.root = -1;
-  header.free_numel = 1;
-  header.numel = static_cast<int64_t>(XXH64_digest(state) >> 1);
+  const auto digest = static_cast<int64_t>(XXH64_digest(state) >> 1);
   XXH64_freeState(state);
-  std::vector<int64_t> digests;
-  impl_->run(
-      header,
-      [&](Transport&, const Headers& headers) {
-        for (const auto& h : headers) digests.push_back(h.numel);
-      },
-      "check_contract");
-  impl_->count(&CommStats::bytes, 0, 0);
+  const auto digests = exchange_numbers(*impl_, Op::bytes, digest, "check_contract");
   if (std::all_of(digests.begin(), digests.end(),
                   [&](int64_t other) { return other == digests[0]; }))
     return;

@@ -8,7 +8,9 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/base/tree_sum.h"
 #include "comm/hosts/exchange_sums.h"
+#include "comm/hosts/gather_over_leaders.h"
 #include "comm/hosts/host_map.h"
 #include "comm/hosts/sum_to_owners.h"
 #include "comm/p2p/messenger.h"
@@ -27,13 +29,10 @@ using Counts = std::vector<int64_t>;
 constexpr auto kLocalDelay = 500ms;
 constexpr auto kGrace = 1000ms;
 
-constexpr int64_t kStripe = 8;  // rounds that are one message of an all-gather
+// Up to this many bytes, few messages are faster than few bytes.
+constexpr size_t kSmallBytes = 64 << 10;
 
-Counts starts_of(const Counts& counts) {
-  Counts starts(counts.size(), 0);
-  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
-  return starts;
-}
+constexpr int64_t kStripe = 8;  // rounds that are one message of an all-gather
 
 Counts even_counts(int64_t numel, int size) {
   Counts counts(size, numel / size);
@@ -66,9 +65,11 @@ class HostsTransport : public Transport {
         size_(world.size),
         host_(map_.host_of(rank_)),
         local_(std::move(local)),
-        wire_(world, std::move(mailbox), kGrace) {}
+        wire_(world, std::move(mailbox), kGrace),
+        leaders_(*local_, wire_, map_, rank_) {}
 
   const char* name() const override { return "gloo"; }
+  Sent sent() const override { return wire_.sent(); }
   void set_timeout(std::chrono::milliseconds timeout) override {
     wire_.set_timeout(timeout);
     local_->set_timeout(timeout + kLocalDelay);
@@ -90,20 +91,12 @@ class HostsTransport : public Transport {
     run(describe(mine), [&] {
       const auto here = local_->exchange(mine);
       constexpr auto bytes = static_cast<int64_t>(sizeof(OpHeader));
-      // Host after host, so that a host's headers are one message.
       auto table = at::empty({size_ * bytes}, at::TensorOptions().dtype(at::kByte));
-      if (leads()) {
-        Counts sizes;
-        std::vector<int> leaders;
-        for (int host = 0; host < map_.hosts(); ++host) {
-          leaders.push_back(map_.members(host)[0]);
-          sizes.push_back(static_cast<int64_t>(map_.members(host).size()) * bytes);
-        }
-        std::memcpy(table.narrow(0, starts_of(sizes)[host_], sizes[host_]).data_ptr(), here.data(),
-                    here.size() * bytes);
-        wire_.gather_blocks(table, sizes, leaders);
-      }
-      local_->broadcast(table, 0);
+      int64_t before = 0;
+      for (int host = 0; host < host_; ++host) before += bytes * map_.members(host).size();
+      std::memcpy(static_cast<std::byte*>(table.data_ptr()) + before, here.data(),
+                  here.size() * bytes);
+      leaders_.gather_table(table, Counts(size_, bytes));
       const auto* from = static_cast<const OpHeader*>(table.data_ptr());
       for (int host = 0; host < map_.hosts(); ++host) {
         for (const int rank : map_.members(host)) headers[rank] = *from++;
@@ -115,8 +108,10 @@ class HostsTransport : public Transport {
   void all_reduce(at::Tensor flat, double scale) override {
     if (format_ == WireFormat::float32 && ExchangeSums::fits(map_, tree_, flat.scalar_type()))
       return exchange_sums(flat, scale);
+    if (format_ == WireFormat::float32 && flat.nbytes() * size_ <= kSmallBytes)
+      return all_reduce_small(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
-    const auto own = flat.narrow(0, starts_of(counts)[rank_], counts[rank_]);
+    const auto own = flat.narrow(0, segment_starts(counts)[rank_], counts[rank_]);
     const auto wire = wire_of(flat);
     sum_to_owners(Op::all_reduce, flat, counts, {nullptr, own, scale}, wire);
     distribute(Op::all_gather, flat, counts, wire);
@@ -141,7 +136,7 @@ class HostsTransport : public Transport {
 
   void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
     sum_to_owners(Op::reduce_scatter, flat, counts,
-                  {consume, flat.narrow(0, starts_of(counts)[rank_], counts[rank_])},
+                  {consume, flat.narrow(0, segment_starts(counts)[rank_], counts[rank_])},
                   wire_of(flat));
   }
 
@@ -153,7 +148,7 @@ class HostsTransport : public Transport {
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
                   const Counts& send_counts) override {
     run("all_to_all", [&] {
-      const auto in = starts_of(send_counts), out = starts_of(recv_counts);
+      const auto in = segment_starts(send_counts), out = segment_starts(recv_counts);
       const auto sent = [&](int peer) { return input.narrow(0, in[peer], send_counts[peer]); };
       const auto received = [&](int peer) {
         return output.narrow(0, out[peer], recv_counts[peer]);
@@ -214,7 +209,15 @@ class HostsTransport : public Transport {
   }
 
  private:
-  bool leads() const { return map_.members(host_)[0] == rank_; }
+  void all_reduce_small(at::Tensor flat, double scale) {
+    run("all_reduce", [&] {
+      auto parts = at::empty({size_, flat.numel()}, flat.options());
+      parts[rank_].copy_(flat);
+      leaders_.gather(parts.view({-1}), Counts(size_, flat.numel()));
+      flat.copy_(sum_rows(parts));
+      if (scale != 1) flat.mul_(scale);
+    });
+  }
 
   /// For one collective of `flat`.
   Wire wire_of(const at::Tensor& flat) {
@@ -294,8 +297,9 @@ class HostsTransport : public Transport {
   /// Brings each rank's segment of `flat` to all ranks: once to each other host, to one of its
   /// ranks, from which the others copy it.
   void distribute_here(Op op, const at::Tensor& flat, const Counts& counts, const Wire& wire) {
+    if (!wire.encodes() && flat.nbytes() <= kSmallBytes) return leaders_.gather(flat, counts);
     const auto width = static_cast<int64_t>(flat.element_size());
-    const auto starts = starts_of(counts);
+    const auto starts = segment_starts(counts);
     const int64_t step = ShmTransport::window_step(counts.size(), width);
     const int64_t stripe = kStripe * step;
     const auto source = [&](int segment, int64_t round) {
@@ -358,6 +362,7 @@ class HostsTransport : public Transport {
   int rank_, size_, host_;
   std::unique_ptr<ShmTransport> local_;
   Messenger wire_;
+  GatherOverLeaders leaders_;
 };
 
 }  // namespace

@@ -53,6 +53,10 @@ Messenger::Ticket Messenger::post(at::Tensor tensor, int peer, int part, bool se
     const int tag = tag_ + part % kTagsPerOp;
     auto message =
         sending ? mailbox_->send(tensor, peer, tag) : mailbox_->receive(tensor, peer, tag);
+    if (sending) {
+      ++messages_sent_;
+      bytes_sent_ += tensor.nbytes();
+    }
     flying_.push_back({std::move(tensor), std::move(message), peer});
   } catch (const std::exception& error) {
     fail({peer}, error.what());

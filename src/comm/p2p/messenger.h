@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/base/failure_ledger.h"
+#include "comm/base/transport.h"
 #include "comm/base/world.h"
 #include "comm/p2p/mailbox.h"
 
@@ -49,6 +50,7 @@ class Messenger {
   [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause,
                          bool here = false);
   bool has_failed() const { return failed_; }
+  Transport::Sent sent() const { return {messages_sent_, bytes_sent_}; }
 
  private:
   struct Flying {
@@ -69,6 +71,7 @@ class Messenger {
   std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
   std::vector<Flying> flying_;
   bool aborted_ = false, failed_ = false;
+  std::atomic<uint64_t> messages_sent_ = 0, bytes_sent_ = 0;
 };
 
 }  // namespace tessera::comm

@@ -41,6 +41,7 @@ class P2pTransport : public Transport {
 
   const char* name() const override { return wire_.name(); }
   void set_timeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
+  Sent sent() const override { return wire_.sent(); }
 
   std::vector<OpHeader> exchange(const OpHeader& mine) override {
     wire_.begin(describe(mine));
@@ -75,12 +76,15 @@ class P2pTransport : public Transport {
 
   void broadcast(at::Tensor flat, int root) override {
     wire_.begin("broadcast");
-    if (size_ == 2 || flat.nbytes() <= static_cast<size_t>(kSmallBytes)) {
-      if (rank_ != root) wire_.receive(flat, root, 0);
-      for (int peer = 0; rank_ == root && peer < size_; ++peer) {
-        if (peer != root) wire_.send(flat, peer, 0);
-      }
+    if (size_ == 2) {
+      if (rank_ == root) wire_.send(flat, 1 - root);
+      else wire_.receive(flat, root);
       return wire_.finish();
+    }
+    if (flat.nbytes() <= static_cast<size_t>(kSmallBytes)) {
+      std::vector<int64_t> counts(size_, 0);
+      counts[root] = flat.numel();
+      return wire_.gather_blocks(flat, counts, all_);
     }
     const auto counts = even_counts(flat.numel(), size_);
     const auto offsets = offsets_of(counts);
@@ -104,6 +108,8 @@ class P2pTransport : public Transport {
 
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override {
     wire_.begin("all_gather");
+    if (size_ > 2 && flat.nbytes() <= static_cast<size_t>(kSmallBytes))
+      return wire_.gather_blocks(flat, counts, all_);
     const auto offsets = offsets_of(counts);
     for (int step = 1; step < size_; ++step) {
       const int from = (rank_ - step + size_) % size_;

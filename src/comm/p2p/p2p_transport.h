@@ -14,8 +14,9 @@ namespace tessera::comm {
 ///
 /// Bytes sent by each rank for a tensor of N bytes on W ranks: all_gather and reduce_scatter
 /// (W-1)/W N; all_reduce 2 (W-1)/W N; broadcast, from the root, 2 (W-1)/W N (scatter, then
-/// all-gather). For small tensors, in one round: all_reduce N to each peer, broadcast (W-1) N from
-/// the root.
+/// all-gather). For small tensors all_reduce is an all-gather of (W-1) N, and broadcast sends N
+/// to each rank along a tree. Each rank sends ceil(log2 W) messages for headers, and at most as
+/// many for a small all-reduce, all-gather or broadcast.
 std::unique_ptr<Transport> make_p2p_transport(const World& world, std::unique_ptr<Mailbox> mailbox);
 
 }  // namespace tessera::comm
