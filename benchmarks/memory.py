@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Measures the peak memory of each rank for GPT-2 of 124M parameters under each way of training.
 
-    memory.py [--build build] [--ranks 2] [--steps 4] [--json out.json]
+    memory.py [--build build] [--ranks 2] [--steps 4] [--only TEXT] [--json out.json]
 
-RSS and PSS are sampled. The table compares PSS with the formula for FullyShardedDataParallel:
-150 MiB + 16 bytes x parameters / ranks + the two largest units + activations. Of the 16 bytes, 4
-are the parameters, 4 the gradients and 8 the state of AdamW. The activations, with everything else
-that autograd holds for a time, are what the plain run on one rank's batch takes above
-150 MiB + 16 bytes x parameters.
+RSS and PSS are sampled. The table compares PSS with the formula of each way, 150 MiB + activations
++ 16 bytes x parameters, of which 4 are the parameters, 4 the gradients and 8 the state of AdamW.
+ZeroRedundancyOptimizer divides the state by the ranks, with shard_gradients also the gradients,
+beside which are the two largest buckets; FullyShardedDataParallel divides all, beside which are the
+two largest units, whether or not the model is deferred. The activations, with everything else that
+autograd holds for a time, are what the plain run on one rank's batch takes above
+150 MiB + 16 bytes x parameters. --only measures the plain run and the ways that contain TEXT.
 """
 import argparse, json, os, pathlib, re, subprocess, tempfile, threading, time
 
@@ -21,11 +23,17 @@ train: {steps: 4, global_batch: 2, eval_batches: 1}
 PARAMETERS = 124_439_808
 # Bytes of the root with the tied embedding, and of one block.
 LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872
+# The bucket with the embedding, and one of 25 MiB to which the last parameter of a block comes.
+LARGEST_BUCKETS = 4 * 50257 * 768 + 25 * 2**20 + 25 * 2**20 + 4 * 4 * 768 * 768
+FSDP = "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"
+# Overrides, bytes of a parameter on every rank, bytes that the ranks divide, and what comes beside.
 WAYS = {
-    "none": ["parallel.type=none"],
-    "DistributedDataParallel": ["parallel.type=DistributedDataParallel"],
-    "ZeroRedundancyOptimizer": ["parallel.type=ZeroRedundancyOptimizer"],
-    "FullyShardedDataParallel": ["parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"],
+    "none": (["parallel.type=none"], 16, 0, 0),
+    "DistributedDataParallel": (["parallel.type=DistributedDataParallel"], 16, 0, 0),
+    "ZeroRedundancyOptimizer": (["parallel.type=ZeroRedundancyOptimizer"], 8, 8, 0),
+    "ZeRO, shard_gradients": (["parallel={type: ZeroRedundancyOptimizer, shard_gradients: true}"], 4, 12, LARGEST_BUCKETS),
+    "FullyShardedDataParallel": ([FSDP], 0, 16, LARGEST_UNITS),
+    "FSDP, not deferred": ([FSDP, "model.deferred=false"], 0, 16, LARGEST_UNITS),
 }
 
 
@@ -79,25 +87,28 @@ def main():
     parser.add_argument("--build", default="build", type=pathlib.Path)
     parser.add_argument("--ranks", default=2, type=int)
     parser.add_argument("--steps", default=4, type=int)
+    parser.add_argument("--only", default="")
     parser.add_argument("--json")
     args = parser.parse_args()
-    activations = formula = 0
+    activations = 0
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for way, overrides in WAYS.items():
+        for way, (overrides, whole, divided, beside) in WAYS.items():
+            if way != "none" and args.only not in way:
+                continue
             ranks = 1 if way == "none" else args.ranks
             batch = [f"train.global_batch={ranks}"]  # one sequence a rank
             rss, pss = measure(args.build, ranks, args.steps, overrides + batch, pathlib.Path(folder))
             if way == "none":
                 activations = max(0, pss - 150 - 16 * PARAMETERS / 2**20)
-                formula = 150 + (16 * PARAMETERS / args.ranks + LARGEST_UNITS) / 2**20 + activations
-            rows.append({"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "pss_to_formula": round(pss / formula, 3)})
-    print(f"formula for a sharded rank: {formula:.0f} MiB, {activations:.0f} of it activations")
-    print(f"{'way':<28}{'ranks':>6}{'peak RSS MiB':>14}{'peak PSS MiB':>14}{'PSS / formula':>15}")
+            formula = 150 + (PARAMETERS * (whole + divided / ranks) + beside) / 2**20 + activations
+            rows.append({"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "formula_mib": round(formula), "pss_to_formula": round(pss / formula, 3)})
+    print(f"activations: {activations:.0f} MiB")
+    print(f"{'way':<28}{'ranks':>6}{'peak RSS MiB':>14}{'peak PSS MiB':>14}{'formula MiB':>13}{'PSS / formula':>15}")
     for row in rows:
-        print(f"{row['way']:<28}{row['ranks']:>6}{row['peak_rss_mib']:>14}{row['peak_pss_mib']:>14}{row['pss_to_formula']:>15.3f}")
+        print(f"{row['way']:<28}{row['ranks']:>6}{row['peak_rss_mib']:>14}{row['peak_pss_mib']:>14}{row['formula_mib']:>13}{row['pss_to_formula']:>15.3f}")
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"formula_mib": formula, "activations_mib": activations, "rows": rows}, indent=1))
+        pathlib.Path(args.json).write_text(json.dumps({"activations_mib": activations, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

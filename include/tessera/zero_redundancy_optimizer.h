@@ -58,8 +58,8 @@ struct ZeroRedundancyOptimizerOptions {
   /// Switched off, with a line in the log, if another library has taken the dispatch key that
   /// detects the use of parameters.
   bool gather_in_background = false;
-  /// Size of a bucket with overlap_with_backward or reduce_in_backward, in MiB of parameters. Must
-  /// be positive. With reduce_in_backward at most 8 MiB are used.
+  /// Size of a bucket with overlap_with_backward, reduce_in_backward or shard_gradients, in MiB of
+  /// parameters. Must be positive. With reduce_in_backward at most 8 MiB are used.
   double bucket_cap_mb = 25;
   /// True: a parameter may get no gradient in a backward. A parameter that no rank used is skipped,
   /// as by a plain optimizer. False, with overlap_with_backward: a missing gradient is a UsageError
@@ -77,6 +77,24 @@ struct ZeroRedundancyOptimizerOptions {
   /// follow before the next backward; otherwise the next step is a UsageError on every rank. No
   /// effect with overlap_with_backward or without reduce_gradients.
   bool reduce_in_place = false;
+  /// Stage 2 of ZeRO. True: backward reduces each bucket when it is complete, adds this rank's part
+  /// of the mean to that of earlier backwards, and gives the memory of the bucket back. Gradients
+  /// then take gradient bytes / W, and during backward two buckets more: the one that is reduced
+  /// and the one that is filled. Parameters are in buckets of bucket_cap_mb; a larger parameter is
+  /// its own bucket. Results are bit-identical for float32 and float64 where one backward is a
+  /// step.
+  ///
+  /// After backward `.grad` of the parameters is undefined, and that of shards() is this rank's
+  /// part of the mean, which may be changed in place. step() uses it up. To drop it, call
+  /// optimizer.zero_grad(); net->zero_grad() and libtorch's clip_grad_norm_(net->parameters(), …)
+  /// find no gradients and have no effect. Under no_sync() gradients accumulate in their buckets
+  /// instead, and need no collective until a backward without it. Every rank makes the same
+  /// backward passes; each parameter gets its gradient once in each.
+  ///
+  /// Needs reduce_gradients, parameters on the CPU, none of overlap_with_backward,
+  /// reduce_in_backward and reduce_in_place, and an optimizer other than LBFGS; otherwise a
+  /// UsageError. find_unused_parameters has no effect.
+  bool shard_gradients = false;
   /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
   /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
   /// checkpoints contain that as state "wire_residual". Needs no
@@ -85,10 +103,10 @@ struct ZeroRedundancyOptimizerOptions {
   WireOptions wire = {};
 };
 
-/// ZeRO stage 1 (Rajbhandari et al., 2020) around a torch::optim::Optimizer: an element-wise one
-/// with every partition, another one with whole parameters. Each rank keeps the optimizer state of
-/// its own part of the parameters and updates that part; then every rank receives the parts of the
-/// others.
+/// ZeRO stage 1, and 2 with shard_gradients (Rajbhandari et al., 2020), around a
+/// torch::optim::Optimizer: an element-wise one with every partition, another one with whole
+/// parameters. Each rank keeps the optimizer state of its own part of the parameters and updates
+/// that part; then every rank receives the parts of the others.
 ///
 ///   auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
 ///   tessera::ZeroRedundancyOptimizer optimizer(*model, world, adamw);
@@ -104,8 +122,8 @@ struct ZeroRedundancyOptimizerOptions {
 /// add_param_group, clip_grad_norm_, clip_grad_value_, grad_norm, gather_parameters,
 /// consolidate_state_dict. All other members are local, unless their comment says otherwise.
 ///
-/// Gradients: `.grad` is the gradient of this rank's own data. The mean over the ranks exists only
-/// inside, at its owner; see reduce_in_place.
+/// Gradients, without shard_gradients: `.grad` is the gradient of this rank's own data. The mean
+/// over the ranks exists only inside, at its owner; see reduce_in_place.
 ///
 /// With reduce_gradients in a world of more than one rank these usual lines are different:
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
@@ -120,10 +138,12 @@ struct ZeroRedundancyOptimizerOptions {
 /// Dynamic loss scaling: after the last backward of a step and before clipping, each rank
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
 /// so, call zero_grad() instead of step(). Not with overlap_with_backward, which has updated by
-/// then.
+/// then. With shard_gradients the gradients are `.grad` of shards(), so the infinite value of one
+/// rank is one of the mean.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
-/// 1/W of the optimizer state. Clipping without reduce_in_place, or reduce_in_backward: P/W more.
+/// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping
+/// without reduce_in_place, or reduce_in_backward: P/W more.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
@@ -240,7 +260,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 
   /// In a join, on a rank without data: takes part in one backward of the other ranks. Call step()
   /// afterwards as they do, which updates this rank's own shards. Collective with
-  /// overlap_with_backward, otherwise local.
+  /// overlap_with_backward or shard_gradients, otherwise local.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;

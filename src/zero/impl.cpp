@@ -93,7 +93,10 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
 /// one than that of the step's collectives. Collective.
 ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFactory& factory,
                                                                const std::vector<Group>& groups) {
-  agree(group, [&] { check_wire(factory, groups); });
+  agree(group, [&] {
+    check_wire(factory, groups);
+    check_sharding(factory, groups);
+  });
   const bool has_own = options.wire.gradients != WireFormat::float32 && !group.same_host();
   return early && !has_own ? *group.split(0) : group;
 }
@@ -132,6 +135,26 @@ void ZeroRedundancyOptimizer::Impl::check_wire(const OptimizerFactory& factory,
   sharding::check_wire_dtypes(kName, group.rank(), wire, parameters_of(groups));
 }
 
+/// [Note: sharded gradients]
+void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& factory,
+                                                   const std::vector<Group>& groups) const {
+  if (!options.shard_gradients) return;
+  const auto refuse = [&](const char* reason) {
+    throw UsageError(fmt::format("{}: option shard_gradients {}", prefix(), reason));
+  };
+  if (!options.reduce_gradients) refuse("needs reduce_gradients");
+  if (options.overlap_with_backward)
+    refuse("excludes overlap_with_backward; expected one of the two");
+  if (options.reduce_in_place)
+    refuse("keeps no gradient that a mean could replace; expected reduce_in_place off");
+  if (uses_all_parameters(factory))
+    refuse("needs an optimizer that does not use all parameters at once");
+  const auto parameters = parameters_of(groups);
+  if (std::any_of(parameters.begin(), parameters.end(),
+                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
+    refuse("needs parameters on the CPU");
+}
+
 /// [Note: reduction within backward]
 bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factory,
                                                   const std::vector<Group>& groups) const {
@@ -140,6 +163,7 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
     if (!options.reduce_in_backward.value_or(false)) return false;
     throw UsageError(fmt::format("{}: option reduce_in_backward {}", prefix(), reason));
   };
+  if (options.shard_gradients) return refuse("is part of shard_gradients; expected one of the two");
   if (!options.reduce_in_backward.value_or(!group.same_host() && group.backend_name() == "gloo"))
     return false;
   if (group.size() == 1 || parameters.empty()) return false;
@@ -219,11 +243,12 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
       "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}, wire: {}{}{}",
+      "unused {}, wire: {}{}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
       options.find_unused_parameters, to_string(options.wire),
-      early ? ", reduce within backward" : "", in_background ? ", gather in the background" : ""));
+      early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
+      in_background ? ", gather in the background" : ""));
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
@@ -338,8 +363,10 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
     if (grad_of(i).defined()) kept[i] = grad_of(i).clone();
     grad_of(i) = at::Tensor();
   }
+  const auto means = mean.whole_means();
   mean.drop_early_sums();
   mean.unwatch();
+  mean.drop_segments();
   local.clear();
   shards.place_all();
   make_local_optimizer();
@@ -347,6 +374,7 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
     if (shards.trainable(i)) grad_of(i) = grad;
   }
   watch();  // moves the gradients into the new buckets
+  if (options.shard_gradients) mean.take_means(means);
   load(dict);
   return true;
 }

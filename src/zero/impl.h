@@ -90,6 +90,7 @@ class ZeroRedundancyOptimizer::Impl {
                                   const std::vector<Group>& groups);
   std::optional<ProcessGroup> group_of_parameters();
   void check_wire(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
+  void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void update(bool averaged);
   void update_thawed();

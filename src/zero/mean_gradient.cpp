@@ -5,6 +5,7 @@
 
 #include "sharding/bucket.h"
 #include "tessera/error.h"
+#include "zero/local_optimizer.h"
 
 namespace tessera::zero {
 
@@ -18,13 +19,15 @@ MeanGradient::MeanGradient(ProcessGroup group, sharding::GradientWire& wire, boo
       options_(options),
       prefix_(std::move(prefix)) {
   if (early) early_.emplace(wire);
+  if (options_.shard_gradients) sums_.emplace(wire);
 }
 
 void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   const bool first = segments_.empty();
   drop_early_sums();
   wire_.reset();
-  segments_.assign(shards_.buckets().size(), {});
+  if (!sums_) segments_.clear();
+  segments_.resize(shards_.buckets().size());
   in_place_.assign(shards_.buckets().size(), 0);
   reducer_.reset();
   const auto subset = shards_.trainable_subset();
@@ -60,9 +63,100 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
     };
     callbacks.changed = [this](size_t b) { return early_->changed(b, flat(b)); };
   }
+  if (sums_) watch_sharded(options, callbacks);
   reducer_ = std::make_unique<sharding::Reducer>(group_, std::move(trainable), std::move(buckets),
                                                  options, std::move(callbacks));
   if (early_ && first) reducer_->open_round();
+}
+
+/// [Note: sharded gradients]
+void MeanGradient::watch_sharded(sharding::ReducerOptions& options,
+                                 sharding::Reducer::Callbacks& callbacks) {
+  options.reduce_in_backward = true;
+  options.find_unused_parameters = true;
+  options.own_norm.clear();  // no `.grad` is left to take a norm of
+  callbacks.ready = [this](size_t b) {
+    ++(sharding::BackwardWatch::in_backward() ? reductions.in_backward : reductions.in_step);
+    sums_->send(b, shards_.buckets()[b], flat(b), segment(b), 1.0 / divisor);
+  };
+  callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
+  callbacks.finished = [this] { publish_means(); };
+}
+
+/// `.grad` of the parameters is used up, and `.grad` of own shards is the mean so far.
+void MeanGradient::publish_means() {
+  held_ = false;
+  for (const auto i : shards_.trainable_subset()) {
+    if (reducer_->used(position_[i])) sums_->set_used(i);
+  }
+  reducer_->zero_grad(true);
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    LocalOptimizer::set_gradients(shards_.buckets()[b], segment(b),
+                                  [this](size_t i) { return sums_->used(i); });
+  }
+}
+
+/// Adds what no_sync() has held back. Without a backward since the last step, also what the caller
+/// has set.
+void MeanGradient::reduce_held() {
+  if (reducer_ && (held_ || !sums_->any())) reducer_->flush();
+  for (const auto i : shards_.trainable_subset()) {
+    const auto& [name, tensor] = shards_.parameters()[i];
+    if (!tensor.grad().defined()) continue;
+    group_.fail(prefix_ + ": shard_gradients: parameter " + name +
+                " has a gradient that no backward has reduced (was .grad set?); expected changes "
+                "of .grad of shards()");
+  }
+}
+
+void MeanGradient::hold_sync(int change) {
+  if (change > 0) held_ = true;
+  if (reducer_) reducer_->hold_sync(change);
+}
+
+std::map<size_t, at::Tensor> MeanGradient::whole_means() {
+  std::map<size_t, at::Tensor> means;
+  const int rank = group_.rank();
+  for (size_t b = 0; sums_ && b < shards_.buckets().size(); ++b) {
+    if (!sums_->has_sum(b)) continue;
+    const auto& bucket = shards_.buckets()[b];
+    const auto& layout = bucket.layout;
+    auto flat = at::empty({layout.numel()}, segment(b).options());
+    flat.narrow(0, layout.segment_begin(rank), layout.counts()[rank]).copy_(segment(b));
+    group_.all_gather(flat, layout.counts(), "gradients of " + bucket.names);
+    for (size_t m = 0; m < bucket.members.size(); ++m) {
+      const auto i = bucket.members[m];
+      if (sums_->used(i))
+        means[i] = flat.narrow(0, layout.offset(m), shards_.parameters()[i].tensor.numel());
+    }
+  }
+  return means;
+}
+
+void MeanGradient::drop_segments() {
+  segments_.clear();
+  if (sums_) sums_->clear();
+}
+
+void MeanGradient::take_means(const std::map<size_t, at::Tensor>& means) {
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    const auto& bucket = shards_.buckets()[b];
+    if (std::none_of(bucket.members.begin(), bucket.members.end(),
+                     [&](size_t i) { return means.count(i) > 0; }))
+      continue;
+    auto sum = segment(b).zero_();
+    for (const auto& shard : bucket.shards) {
+      const auto found = means.find(shard.parameter);
+      if (found != means.end())
+        sum.narrow(0, shard.at, shard.numel)
+            .copy_(found->second.narrow(0, shard.begin, shard.numel));
+    }
+    sums_->set_sum(b);
+  }
+  for (const auto i : shards_.trainable_subset()) {
+    if (means.count(i) > 0) sums_->set_used(i);
+  }
+  if (reducer_) reducer_->flush();
 }
 
 at::Tensor MeanGradient::early_sum(size_t b) {
@@ -88,6 +182,7 @@ void MeanGradient::drop_early_sums() {
 }
 
 void MeanGradient::check_current() const {
+  if (sums_) return;  // a later backward adds to the mean
   if (state_ == State::averaged && reducer_ && generation_ != reducer_->generation()) {
     throw UsageError(prefix_ +
                      ": a backward came between clipping (or grad_norm) and step(), so its "
@@ -96,7 +191,7 @@ void MeanGradient::check_current() const {
 }
 
 void MeanGradient::require_local(const std::string& change) const {
-  if (state_ == State::local) return;
+  if (state_ == State::local || sums_) return;
   throw UsageError(prefix_ + ": " + change +
                    " between clipping (or grad_norm) and step(), which would lose the averaged "
                    "gradient; expected before backward, or after step()");
@@ -104,6 +199,7 @@ void MeanGradient::require_local(const std::string& change) const {
 
 void MeanGradient::reset() {
   state_ = State::local;
+  if (sums_) sums_->clear();
   for (size_t b = 0; b < segments_.size(); ++b) {
     if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
   }
@@ -148,6 +244,11 @@ void MeanGradient::reduce_to_segment(size_t b) {
 
 void MeanGradient::average() {
   at::NoGradGuard no_grad;
+  if (sums_) {
+    reduce_held();
+    state_ = State::averaged;
+    return;
+  }
   check_current();
   if (state_ == State::averaged) return;
   if (reducer_) reducer_->collect();
@@ -194,6 +295,7 @@ at::Tensor MeanGradient::segment(size_t b) {
 }
 
 bool MeanGradient::used(size_t parameter) const {
+  if (sums_) return sums_->used(parameter);
   return reducer_ ? reducer_->used(position_[parameter])
                   : shards_.parameters()[parameter].tensor.grad().defined();
 }
@@ -201,7 +303,11 @@ bool MeanGradient::used(size_t parameter) const {
 int64_t MeanGradient::bytes() const {
   int64_t bytes = 0;
   for (size_t b = 0; b < shards_.buckets().size(); ++b) {
-    if (options_.reduce_gradients) bytes += shards_.buckets()[b].gradients.bytes();
+    const auto& members = shards_.buckets()[b].members;
+    const bool filled = !sums_ || std::any_of(members.begin(), members.end(), [this](size_t i) {
+      return shards_.parameters()[i].tensor.grad().defined();
+    });
+    if (options_.reduce_gradients && filled) bytes += shards_.buckets()[b].gradients.bytes();
     if (segments_[b].defined() && !in_place_[b])
       bytes += static_cast<int64_t>(segments_[b].nbytes());
   }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "zero/early_reduction.h"
+#include "zero/gradient_shards.h"
 #include "zero/shards/shards.h"
 
 namespace tessera::zero {
@@ -21,7 +23,8 @@ class MeanGradient {
  public:
   enum class State {
     /// `.grad` is this rank's own gradient. Memory: the buckets, P bytes; none with
-    /// reduce_gradients off.
+    /// reduce_gradients off. With shard_gradients: own segments hold the mean of the backwards so
+    /// far, P / W bytes, and `.grad` is undefined.
     local,
     /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or with
     /// reduce_in_place in the buckets, where they have replaced this rank's own gradient.
@@ -50,6 +53,17 @@ class MeanGradient {
   void require_local(const std::string& change) const;
   /// The averaged gradients, if any, are used or given up.
   void reset();
+
+  /// With shard_gradients the means so far as whole parameters, by index: 1-D, in memory order.
+  /// Collective.
+  std::map<size_t, at::Tensor> whole_means();
+  /// After a change of the buckets: takes own parts of such means, and adds what `.grad`s have.
+  /// Collective.
+  void take_means(const std::map<size_t, at::Tensor>& means);
+  /// Before the buckets change: there are no segments. Local.
+  void drop_segments();
+  /// See sharding::Reducer.
+  void hold_sync(int change);
 
   /// This rank's gradients are in their buckets, and the ranks know which parameters were used.
   /// Collective. State local.
@@ -90,6 +104,9 @@ class MeanGradient {
 
  private:
   void copy_from_caller(size_t b);
+  void watch_sharded(sharding::ReducerOptions& options, sharding::Reducer::Callbacks& callbacks);
+  void publish_means();
+  void reduce_held();
 
   ProcessGroup group_;
   sharding::GradientWire& wire_;
@@ -102,6 +119,8 @@ class MeanGradient {
   std::vector<char> in_place_;        // by bucket: the segment is part of the bucket
   std::vector<size_t> position_;
   std::optional<EarlyReduction> early_;
+  std::optional<GradientShards> sums_;  // with shard_gradients
+  bool held_ = false;                   // under no_sync(), since the last reduction
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

@@ -24,6 +24,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     if (repartition_if_trainability_changed()) update_thawed();
   } else {
     prepare_step();
+    if (options.shard_gradients) mean.average();  // within backward, but for what was held back
     const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
     if (!averaged) mean.collect();
     update(averaged);
@@ -180,10 +181,11 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
     clear_shard_gradients();
     shards.gather();
   }
+  if (options.shard_gradients) mean.reset();
   const auto loss = call(closure);
   at::NoGradGuard no_grad;
   norm.begin();
-  mean.reset();
+  if (!options.shard_gradients) mean.reset();
   mean.average();
   for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);
   auto result = loss.detach().clone();
@@ -197,6 +199,7 @@ void ZeroRedundancyOptimizer::Impl::clear_shard_gradients() {
 
 void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
   mean.reset();
+  if (options.shard_gradients) clear_shard_gradients();
   for (const auto& parameter : shards.parameters()) {
     auto tensor = parameter.tensor;
     auto& grad = tensor.mutable_grad();
@@ -210,7 +213,7 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
 /// elsewhere stay as they are.
 void ZeroRedundancyOptimizer::Impl::shadow_backward() {
   if (!mean.reducer()) return;
-  if (options.overlap_with_backward) mean.reducer()->shadow();
+  if (options.overlap_with_backward || options.shard_gradients) mean.reducer()->shadow();
   else zero_grad(true);
 }
 

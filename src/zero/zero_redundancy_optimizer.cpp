@@ -158,9 +158,7 @@ void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
 }
 
 NoSync ZeroRedundancyOptimizer::no_sync() {
-  return NoSync([impl = impl_.get()](int change) {
-    if (auto* const reducer = impl->mean.reducer()) reducer->hold_sync(change);
-  });
+  return NoSync([impl = impl_.get()](int change) { impl->mean.hold_sync(change); });
 }
 
 }  // namespace tessera

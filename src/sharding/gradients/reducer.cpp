@@ -105,6 +105,9 @@ void Reducer::start_remaining_buckets() {
 }
 
 void Reducer::ready(size_t bucket) {
+  for (const auto i : buckets_.all()[bucket].members) {
+    if (options_.reduce_in_backward && missing_[i]) buckets_.zero(i);
+  }
   buckets_.prepare(bucket);
   if (options_.provisional) reported_[bucket] = true;
   callbacks_.ready(bucket);
@@ -206,7 +209,7 @@ void Reducer::shadow() {
 }
 
 void Reducer::finish_reduction(Missing missing) {
-  const auto have = collect_rest(missing);
+  const auto have = collect_rest(missing, false);
   start_remaining_buckets();
   if (missing == Missing::by_options) learn_static_graph();
   exchange_use(have);  // after all buckets: ranks may have started different ones within backward
@@ -217,7 +220,8 @@ void Reducer::finish_reduction(Missing missing) {
 
 /// Parameters that have not arrived in this backward: their gradient is one that an earlier
 /// backward under no_sync accumulated, or it is missing. Returns which parameters have a gradient.
-std::vector<char> Reducer::collect_rest(Missing rule) {
+/// Without `zero_now`, ready() writes the zeros of a bucket, so that only its own memory is used.
+std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
   if (rule == Missing::by_options) {
     check_cleared();
     check_static_graph();
@@ -234,8 +238,8 @@ std::vector<char> Reducer::collect_rest(Missing rule) {
     } else {
       const bool allowed =
           zero || (options_.frozen_is_unused && !buckets_.parameters()[i].tensor.requires_grad());
-      if (allowed) buckets_.zero(i);
-      else missing.push_back(name(i));
+      if (!allowed) missing.push_back(name(i));
+      else if (zero_now) buckets_.zero(i);
     }
   }
   if (!missing.empty()) {

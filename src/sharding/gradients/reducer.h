@@ -170,7 +170,7 @@ class Reducer {
   void ready(size_t bucket);
   void report_rest();
   bool sends() const { return sync() || (round_ == Round::open && holds_ == 0); }
-  std::vector<char> collect_rest(Missing rule);
+  std::vector<char> collect_rest(Missing rule, bool zero_now = true);
   void notify_finished();
   void finish_reduction(Missing missing);
   void give_back();

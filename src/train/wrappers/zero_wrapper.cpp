@@ -32,7 +32,7 @@ ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
                                         const ProcessGroup& group) {
   const bool early = options.reduce_in_backward.value_or(!group.same_host()) &&
                      !options.overlap_with_backward && group.size() > 1;
-  options.reduce_in_place = !early;
+  options.reduce_in_place = !early && !options.shard_gradients;
   return options;
 }
 
@@ -62,13 +62,19 @@ class ZeroWrapper : public ModelWrapper {
   }
 
   void shadow_backward() override { optimizer_.shadow_backward(); }
+  /// With shard_gradients every backward reduces, so that no bucket keeps its memory.
   std::unique_ptr<NoSync> no_sync() override {
+    if (shards_gradients()) return nullptr;
     return std::unique_ptr<NoSync>(new NoSync(optimizer_.no_sync()));
   }
   bool updates_in_backward() const override { return optimizer_.options().overlap_with_backward; }
 
   std::vector<at::Tensor> gradients() override {
     std::vector<at::Tensor> result;
+    for (const auto& shard :
+         shards_gradients() ? optimizer_.shards() : std::vector<ParameterShard>()) {
+      if (shard.tensor.grad().defined()) result.push_back(shard.tensor.grad());
+    }
     for (const auto& group : optimizer_.param_groups()) {
       for (const auto& parameter : group.params()) {
         if (parameter.grad().defined()) {
@@ -106,8 +112,8 @@ class ZeroWrapper : public ModelWrapper {
     optimizer_.zero_grad();
     return norm;
   }
-  NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& /*parts*/) override {
-    return origin_;
+  NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts) override {
+    return shards_gradients() ? ModelWrapper::find_nonfinite_gradient(parts) : origin_;
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
 
@@ -152,13 +158,18 @@ class ZeroWrapper : public ModelWrapper {
     return use;
   }
   MemoryUse formula(const MemoryUse& unsharded) const override {
-    return {unsharded.parameters, unsharded.gradients, unsharded.optimizer_state / group_.size()};
+    const int64_t ranks = group_.size();
+    return {unsharded.parameters,
+            shards_gradients() ? unsharded.gradients / ranks : unsharded.gradients,
+            unsharded.optimizer_state / ranks};
   }
 
  protected:
   at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
 
  private:
+  bool shards_gradients() const { return optimizer_.options().shard_gradients; }
+
   /// Switches the computation of the norm in the update's pass. The switch is collective, so it is
   /// called only when the value changes.
   void track(bool on) {
@@ -172,6 +183,7 @@ class ZeroWrapper : public ModelWrapper {
   /// So a rank that has NaN elsewhere is the origin. Where no rank has, the owner of the elements
   /// is.
   void note_nonfinite_gradient() {
+    if (shards_gradients()) return;
     std::map<std::string, ElementRange> owned;
     for (const auto& shard : optimizer_.shards()) owned[shard.parameter] = shard;
     std::string own, reduced;
@@ -229,10 +241,12 @@ WrapperPlan read_zero(OptionReader& options) {
                "a step does not wait for the updated parameters, the next forward does where it "
                "uses them; unless given, true where ranks are on several hosts");
   if (background_given) in_background = background;
+  options.read("shard_gradients", zero.shard_gradients,
+               "give a bucket's memory back when backward has reduced it (ZeRO stage 2)");
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
-  options.read("bucket_cap_mb", zero.bucket_cap_mb, "MiB of a bucket with overlap_with_backward",
-               kPositive);
+  options.read("bucket_cap_mb", zero.bucket_cap_mb,
+               "MiB of a bucket with overlap_with_backward or shard_gradients", kPositive);
   options.read("find_unused_parameters", zero.find_unused_parameters,
                "some parameters may get no gradient");
   read_buffers(options, zero.buffers);

@@ -35,8 +35,9 @@ struct ShardPlan {
   Partition partition = Partition::flat;
   bool as_bucket_view = true;
   bool with_gradients = true;
-  bool one_owner = false;  ///< Rank 0 owns all parameters.
-  int64_t cap_bytes = 0;   ///< Size of a bucket; 0: one bucket for each dtype and device.
+  bool one_owner = false;       ///< Rank 0 owns all parameters.
+  bool lean_gradients = false;  ///< Buckets of gradients have no memory until they are written.
+  int64_t cap_bytes = 0;        ///< Size of a bucket; 0: one bucket for each dtype and device.
 };
 
 /// Buckets for `subset` of `parameters`. `load` counts the elements of each rank over several

@@ -20,7 +20,8 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
   plan.partition = options.partition;
   plan.as_bucket_view = options.parameters_as_bucket_view;
   plan.with_gradients = options.reduce_gradients;
-  if (options.overlap_with_backward)
+  plan.lean_gradients = options.shard_gradients;
+  if (options.overlap_with_backward || options.shard_gradients)
     plan.cap_bytes = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   return plan;
 }

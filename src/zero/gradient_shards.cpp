@@ -1,0 +1,43 @@
+#include "zero/gradient_shards.h"
+
+#include <utility>
+
+#include "memory/heap.h"
+
+namespace tessera::zero {
+
+void GradientShards::send(size_t b, const ShardBucket& bucket, at::Tensor flat, at::Tensor sum,
+                          double scale) {
+  wait();
+  const bool first = summed_.insert(b).second;
+  const auto add = [first, sum = std::move(sum), scale](int64_t offset, const at::Tensor& run) {
+    const at::NoGradGuard no_grad;  // on the group's thread
+    auto part = sum.narrow(0, offset, run.numel());
+    if (!first) {
+      part.add_(run, scale);
+      return;
+    }
+    part.copy_(run);
+    if (scale != 1) part.mul_(scale);
+  };
+  const auto feedback = wire_.scope(b);
+  auto group = wire_.group();
+  auto work = group.reduce_scatter_each_async(flat, bucket.layout.counts(), add,
+                                              "gradients of " + bucket.names);
+  sent_ = Sent{b, std::move(flat), std::move(work)};
+}
+
+void GradientShards::wait() {
+  if (!sent_) return;
+  auto sent = *std::exchange(sent_, std::nullopt);
+  sent.work.wait();
+  wire_.commit(sent.bucket);
+  memory::return_pages(sent.flat.data_ptr(), static_cast<int64_t>(sent.flat.nbytes()));
+}
+
+void GradientShards::clear() {
+  summed_.clear();
+  used_.clear();
+}
+
+}  // namespace tessera::zero
