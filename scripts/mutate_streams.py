@@ -41,8 +41,7 @@ def without(text, number):
     end = number
     while not lines[end].rstrip().endswith(";"):
         end += 1
-    head = re.match(r" *(if|for) \(.*?\)+ (?=\S)", lines[number])  # stays, with an empty statement
-    lines[number:end + 1] = [(head[0] + ";") if head else "", *[""] * (end - number)]
+    lines[number:end + 1] = [""] * (end + 1 - number)
     return "\n".join(lines) + "\n"
 
 

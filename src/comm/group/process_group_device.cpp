@@ -2,7 +2,6 @@
 #include <thread>
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
 #include "comm/group/process_group_impl.h"
@@ -68,7 +67,6 @@ void ProcessGroup::Impl::run_on_device(const OpHeader& header, const Body& body,
                                        const std::string& tag, const Tensors& tensors) {
   const at::NoGradGuard no_grad;
   const auto& stream = stream_for(tensors);
-  const c10::DeviceGuard there(stream.device());
   check_open();
   Headers headers;
   if (world.options.check_collectives || header.free_numel)
