@@ -14,6 +14,8 @@ from two_hosts import ip
 LONG = CONFIG.replace(f"steps: {STEPS}", "steps: 400").replace("every: 4", "every: 20")
 PATIENT = LONG.replace(f"time_out: {1000 * TIME_OUT}", "time_out: 30000")
 AWAY = 5  # seconds
+# Between two checkpoints: a rank that is lost while one is written is noticed after the time-out of saving alone.
+BETWEEN = "step +6[4-9]/"
 # Its losses do not depend on the number of ranks, but for rounding.
 TEXT = f"""
 model: {{type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, dropout: 0}}
@@ -50,7 +52,7 @@ class Silence(TwoLaunchers):
     def test_a_cable_away_for_less_than_the_time_outs_costs_time_alone(self):
         self.configure(PATIENT)
         runs = self.train_both(nnodes="2", rejoin=20)
-        runs[0].wait_for_line("step +60/")
+        runs[0].wait_for_line(BETWEEN)
         self.is_silent(AWAY)
         self.ended(runs, [0, 0])
         self.assertGreater(longest_pause(runs[0]), AWAY - 1, "the cable was cut during training")
@@ -61,19 +63,20 @@ class Silence(TwoLaunchers):
     def test_a_cable_away_for_longer_than_the_time_out_of_the_ranks_names_them_and_costs_a_restart(self):
         self.configure(LONG)
         runs = self.train_both(nnodes="2", rejoin=20)
-        runs[0].wait_for_line("step +60/")
+        runs[0].wait_for_line(BETWEEN)
         start = self.is_silent(AWAY)
         for host, run in enumerate(runs):
             self.within(TIME_OUT + 2, run, rf"BrokenWorldError.*rank {1 - host} did not arrive within {1000 * TIME_OUT} ms", start)
         self.ended(runs, [0, 0])
         for run in runs:
-            self.assertRegex(said(run), "restart 1 of 3, because rank [01]")
+            self.assertRegex(said(run), "restart 1 of 3, because (the failure began on )?rank [01]")
             self.assertNotIn("restart 2", said(run))
         self.has_the_bits_of_an_undisturbed_run()
 
     def test_a_cable_that_is_cut_for_good(self):
+        self.configure(LONG)
         runs = self.train_both("train.steps=1000000")
-        runs[0].wait_for_line("step +3/")
+        runs[0].wait_for_line(BETWEEN)
         self.hosts.cut()
         start = time.monotonic()
         for host, run in enumerate(runs):
@@ -108,26 +111,6 @@ class Silence(TwoLaunchers):
         self.assertEqual([record["loss"] for record in log[:20]], [record["loss"] for record in whole[:20]], "before the fault")
         for a, b in zip(log, whole, strict=True):
             self.assertLess(abs(a["loss"] - b["loss"]), 1e-4 * b["loss"], f"step {b['step']}")
-
-    def stops_a_rank(self, victim):
-        self.configure(LONG)
-        runs = self.train_both(nnodes="2")
-        runs[0].wait_for_line("step +60/")
-        os.kill(self.rank_pid(victim), signal.SIGSTOP)
-        start = time.monotonic()
-        self.within(TIME_OUT + 2, runs[1 - victim], f"BrokenWorldError.*rank {victim} did not arrive within", start)
-        self.ended(runs, [0, 0])
-        survivor = 1 - victim
-        for run in runs:
-            self.assertRegex(said(run), rf"restart 1 of 3, because the failure began on rank {victim}, and rank {survivor} \(pid \d+\) exited with code 1 on node {survivor} ")
-            self.assertNotIn("restart 2", said(run))
-        self.has_the_bits_of_an_undisturbed_run()
-
-    def test_a_stopped_rank_of_node_0_is_named_and_all_start_again(self):
-        self.stops_a_rank(0)
-
-    def test_a_stopped_rank_of_node_1_is_named_and_all_start_again(self):
-        self.stops_a_rank(1)
 
     def test_a_stopped_launcher_is_left_out_and_taken_in_again(self):
         runs = self.train_both("train.steps=1000000")
