@@ -19,7 +19,7 @@ namespace tessera::deferred {
 
 using RegionPtr = std::shared_ptr<Region>;
 
-/// The regions of the process. Whoever touches regions holds `mutex`.
+/// The regions of the process. `mutex` guards them.
 class Registry {
  public:
   static Registry& instance();
