@@ -7,6 +7,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/train/registries.h"
 #include "tessera/weights/weights.h"
+#include "train/normed.h"
 #include "train/train_fixture.h"
 
 // parallel.local_sgd: groups that train apart in a run from a config.
@@ -20,30 +21,6 @@ using testing::kWrappers;
 using testing::run_ranks;
 using testing::thrown_by;
 using Options = std::vector<std::string>;
-
-/// 48 samples whose distribution drifts, so that groups have other batch statistics.
-struct Drifts : Dataset {
-  int64_t size() const override { return 48; }
-  std::string describe() const override { return "drifts"; }
-  Batch get(const std::vector<int64_t>& samples) const override {
-    const at::Tensor i = torch::tensor(samples, torch::kLong) % size();
-    return {torch::stack({i.sin() + i * 0.1, i.cos() * (i + 1), i * 0.01}, 1),
-            i.sin().gt(0).to(torch::kLong)};
-  }
-  std::shared_ptr<const Dataset> validation() const { return std::make_shared<Drifts>(); }
-};
-
-struct StandardizedImpl : torch::nn::Module {
-  StandardizedImpl()
-      : one(register_module("one", torch::nn::Linear(3, 5))),
-        norm(register_module("norm", torch::nn::BatchNorm1d(5))),
-        two(register_module("two", torch::nn::Linear(5, 2))) {}
-  at::Tensor forward(const at::Tensor& x) { return two(norm(one(x)).tanh()); }
-  torch::nn::Linear one;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear two;
-};
-TORCH_MODULE(Standardized);
 
 /// Does something on one rank of the run after a step. The ranks are threads, and the model's group
 /// knows their numbers.
@@ -78,8 +55,8 @@ class LocalSgdInTraining : public testing::TrainFixture {
   void SetUp() override {
     TrainFixture::SetUp();
     static const bool once = [] {
-      registry::models().add<Standardized>("Standardized");
-      registry::datasets().add<Drifts>("Drifts");
+      registry::models().add<testing::Normed>("Standardized");
+      registry::datasets().add<testing::Drifting<48>>("Drifts");
       registry::hooks().add_plan("AskedToStop", [] { return std::make_shared<AskedToStop>(); });
       registry::hooks().add_plan("Write", [] { return std::make_shared<Write>(); });
       registry::hooks().add_plan("WriteNan", [] { return std::make_shared<WriteNan>(); });

@@ -8,6 +8,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/safetensors.h"
 #include "tessera/train/registries.h"
+#include "train/normed.h"
 #include "train/train_fixture.h"
 
 // Losses, gradients and parameters that are not finite, and losses that jump: the run names the
@@ -47,18 +48,6 @@ struct FaultySamples : Dataset {
   Options options;
 };
 
-struct WithNormImpl : torch::nn::Module {
-  WithNormImpl()
-      : one(register_module("one", torch::nn::Linear(3, 5))),
-        norm(register_module("norm", torch::nn::BatchNorm1d(5))),
-        two(register_module("two", torch::nn::Linear(5, 2))) {}
-  at::Tensor forward(const at::Tensor& x) { return two(norm(one(x)).tanh()); }
-  torch::nn::Linear one;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear two;
-};
-TORCH_MODULE(WithNorm);
-
 /// Cross entropy. A sample marked "gradient" adds zero with a gradient of NaN.
 Losses faulty_loss(const at::Tensor& output, const Batch& batch) {
   at::Tensor loss = torch::nn::functional::cross_entropy(output, batch.targets);
@@ -95,7 +84,7 @@ class Nonfinite : public testing::TrainFixture {
   void SetUp() override {
     TrainFixture::SetUp();
     static const bool once = [] {
-      registry::models().add<WithNorm>("WithNorm");
+      registry::models().add<testing::Normed>("WithNorm");
       registry::datasets().add<FaultySamples>("FaultySamples");
       registry::losses().add("faulty", faulty_loss);
       registry::hooks().add("Poison", [](OptionReader& options) {
