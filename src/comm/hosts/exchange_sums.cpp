@@ -36,9 +36,9 @@ void ExchangeSums::visit(int64_t round, const ShmTransport::Window& window) {
   std::vector<const std::byte*> inputs;
   for (int rank = 0; rank < ranks_; ++rank) inputs.push_back(window(local_, rank));
   auto& item = flying_[round % kAhead];
-  item.ours = at::empty({n}, part_.options());
+  if (!item.ours.defined()) item.ours = at::empty({n}, part_.options());
   sum_ranks(part_.scalar_type(), {data_of(item.ours)}, inputs, n);
-  item.leaving = messenger_.send(item.ours, peer_, static_cast<int>(round));
+  item.leaving = messenger_.send(item.ours.narrow(0, 0, n), peer_, static_cast<int>(round));
   rounds_ = round + 1;
 }
 
@@ -55,17 +55,17 @@ void ExchangeSums::post_receive(int64_t round) {
   const int64_t n = count(round);
   if (n == 0) return;
   auto& item = flying_[round % kAhead];
-  item.theirs = at::empty({n}, part_.options());
-  item.arriving = messenger_.receive(item.theirs, peer_, static_cast<int>(round));
+  if (!item.theirs.defined()) item.theirs = at::empty({n}, part_.options());
+  item.arriving = messenger_.receive(item.theirs.narrow(0, 0, n), peer_, static_cast<int>(round));
 }
 
 void ExchangeSums::combine(int64_t round) {
   auto& item = flying_[round % kAhead];
   messenger_.wait(item.arriving);
   messenger_.wait(item.leaving);
-  const auto first = host_ == 0 ? item.ours : item.theirs;
-  const auto second = host_ == 0 ? item.theirs : item.ours;
-  const int64_t n = first.numel();
+  const auto& first = host_ == 0 ? item.ours : item.theirs;
+  const auto& second = host_ == 0 ? item.theirs : item.ours;
+  const int64_t n = count(round);
   sum_ranks(part_.scalar_type(), {data_of(part_.narrow(0, round * step_, n))},
             {data_of(first), data_of(second)}, n, scale_);
   combined_ = round + 1;

@@ -33,7 +33,7 @@ class ExchangeSums {
 
   struct Flying {
     Messenger::Ticket leaving, arriving;
-    at::Tensor ours, theirs;
+    at::Tensor ours, theirs;  // memory that later rounds, which are no longer, use again
   };
 
   int64_t count(int64_t round) const;
