@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <malloc.h>
 
 #include "deferred/bits.h"
 #include "harness/memory.h"
@@ -140,6 +139,7 @@ struct LargeImpl : torch::nn::Module {
 };
 TORCH_MODULE(Large);
 
+[[maybe_unused]] const bool kFreedIsReturned = return_freed_blocks();
 constexpr int64_t kLargest = 24 * kMiB, kParameters = 152 * kMiB;
 
 /// Bytes by which this process has exceeded what it had before, while all ranks, which are its
