@@ -240,8 +240,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// state_slices() and load_state_slices() they give access to the state of an optimizer over
   /// them. Values written to them outside of forward and backward are used from the next forward
   /// on. Ranks at the same position of different shard groups (no_shard, hybrid_shard) hold equal
-  /// shards and must write equal values. Local.
-  std::vector<ParameterShard> shards() const;
+  /// shards and must write equal values. `frozen_too`: the shards of frozen parameters as well.
+  /// Local.
+  std::vector<ParameterShard> shards(bool frozen_too = false) const;
   /// True on ranks of the first shard group. These ranks together hold each element of the model
   /// exactly once, so they are the ranks that write it to disk. Local.
   bool first_replica() const;

@@ -10,6 +10,7 @@
 #include <torch/types.h>
 
 #include "tessera/detail/safetensors_entry.h"
+#include "tessera/weights/tensor_source.h"
 
 // Reads and writes the safetensors format of Hugging Face: 8 bytes of header size (little-endian),
 // a JSON header of at most 100 MB, and the data without gaps. All functions are local to one rank:
@@ -21,9 +22,8 @@ namespace tessera {
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
 /// A file opened for reading. The constructor checks the whole header against the size of the file
-/// before any memory is allocated for tensors. Only `load` and `load_slice` read data. Several
-/// threads may call the reading functions at the same time.
-class SafetensorsFile {
+/// before any memory is allocated for tensors.
+class SafetensorsFile : public TensorSource {
  public:
   /// Throws UsageError with file, tensor and offsets if the file is missing or violates the format:
   /// header size, JSON, duplicate keys, unknown dtypes, shapes that overflow or do not match their
@@ -35,31 +35,21 @@ class SafetensorsFile {
   /// The same for a file of `bytes` bytes that is read by `read`, for example from another host.
   /// `path` names it in messages.
   SafetensorsFile(const std::string& path, uint64_t bytes, ReadBytes read);
-  ~SafetensorsFile();
+  ~SafetensorsFile() override;
   SafetensorsFile(SafetensorsFile&&) noexcept;
   SafetensorsFile& operator=(SafetensorsFile&&) noexcept;
 
-  const std::string& path() const;
-  /// Every tensor, in the order of the data.
-  const std::vector<SafetensorsEntry>& entries() const;
+  const std::string& path() const override;
+  /// In the order of the data.
+  const std::vector<SafetensorsEntry>& entries() const override;
   std::vector<std::string> names() const;
-  bool contains(const std::string& name) const;
-  /// Throws UsageError with the most similar name if there is no such tensor.
-  const SafetensorsEntry& info(const std::string& name) const;
-  /// A tensor's dtype. Throws UsageError for a dtype that this libtorch does not have (F8_… and
-  /// U16… on older versions).
-  at::ScalarType scalar_type(const std::string& name) const;
+  bool contains(const std::string& name) const override;
+  const SafetensorsEntry& info(const std::string& name) const override;
+  at::ScalarType scalar_type(const std::string& name) const override;
   const SafetensorsMetadata& metadata() const;
-
-  /// A new contiguous CPU tensor of the stored dtype and shape. Throws UsageError for an unknown
-  /// name, and for a dtype that this libtorch does not have.
-  at::Tensor load(const std::string& name) const;
-
-  /// Reads the elements [elem_begin, elem_begin + elem_count), counted in row-major order, into
-  /// `out`: a contiguous CPU tensor of the stored dtype with elem_count elements. Throws UsageError
-  /// if the range or `out` does not match.
+  at::Tensor load(const std::string& name) const override;
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
-                  at::Tensor out) const;
+                  at::Tensor out) const override;
 
  private:
   struct Impl;

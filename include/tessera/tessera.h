@@ -58,6 +58,8 @@
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/version.h"
+#include "tessera/weights/load_shard.h"
+#include "tessera/weights/tensor_source.h"
 #include "tessera/weights/torch_file.h"
 #include "tessera/weights/weights.h"
 #include "tessera/weights/weights_tools.h"

@@ -182,13 +182,13 @@ const FullyShardedDataParallelBase::Options& FullyShardedDataParallelBase::optio
   return sharded_->options;
 }
 
-std::vector<ParameterShard> FullyShardedDataParallelBase::shards() const {
+std::vector<ParameterShard> FullyShardedDataParallelBase::shards(bool frozen_too) const {
   const auto& sharded = *sharded_;
-  std::vector<const sharding::OwnedShard*> trainable;
+  std::vector<const sharding::OwnedShard*> chosen;
   for (const auto* shard : sharded.shards()) {
-    if (shard->tensor.requires_grad()) trainable.push_back(shard);
+    if (frozen_too || shard->tensor.requires_grad()) chosen.push_back(shard);
   }
-  return sharding::parameter_shards(trainable, sharded.model.parameters);
+  return sharding::parameter_shards(chosen, sharded.model.parameters);
 }
 
 bool FullyShardedDataParallelBase::first_replica() const {

@@ -59,13 +59,14 @@ class Faults {
   std::map<std::string, std::vector<std::string>> kinds_;
 };
 
-/// Returns the name in the file of each parameter that it has. Adds wrong shapes to `faults` and,
-/// if `strict`, missing and unexpected names.
-std::map<std::string, std::string> match(
-    const Weights& file, const torch::OrderedDict<std::string, at::Tensor>& parameters, bool tied,
-    bool strict, UnmatchedNames& unmatched, Faults& faults) {
-  std::map<std::string, std::string> names;
-  std::vector<std::string> unexpected;
+/// The name in the file of each parameter that it has. Adds wrong shapes to `faults` and, if
+/// `strict`, missing and unexpected names.
+WeightsMatch match(const TensorSource& file,
+                   const torch::OrderedDict<std::string, at::Tensor>& parameters, bool tied,
+                   bool strict, Faults& faults) {
+  WeightsMatch result;
+  auto& names = result.names;
+  auto& [missing, unexpected] = result.unmatched;
   for (const SafetensorsEntry& entry : file.entries()) {
     const std::string name = with_prefix(entry.name);
     const at::Tensor* parameter = parameters.find(name);
@@ -85,48 +86,56 @@ std::map<std::string, std::string> match(
       parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape)) {
     names.emplace(kEmbedding, kHead);
   }
-  auto& missing = unmatched.missing;
   for (const auto& item : parameters) {
     if (names.count(item.key()) == 0) missing.push_back(item.key());
   }
-  unmatched.unexpected = unexpected;
-  if (!strict) return names;
+  if (!strict) return result;
   for (const std::string& name : missing) faults.add("missing", "\"" + name + "\"");
   for (const std::string& name : unexpected) {
     faults.add("unexpected", "\"" + name + "\"" + did_you_mean(with_prefix(name), missing));
   }
-  return names;
+  return result;
 }
 
 }  // namespace
 
 void GPT2Impl::load_weights(const std::string& path) { load_weights(Weights(path)); }
 
-UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
-  const std::string& path = file.path();
-  auto parameters = named_parameters();
+WeightsMatch GPT2Impl::match_weights(const TensorSource& file, bool strict) const {
   const bool tied = options_.tie_word_embeddings;
   Faults faults;
-  UnmatchedNames unmatched;
-  const auto names = match(file, parameters, tied, strict, unmatched, faults);
-  faults.raise(path);
-  if (tied && file.contains(kHead) && names.count(kEmbedding) > 0 &&
-      names.at(kEmbedding) != kHead &&
-      !at::equal(file.load(kHead), file.load(names.at(kEmbedding)))) {
-    throw UsageError("GPT2: " + path + ": \"" + kHead + "\" differs from \"" +
-                     names.at(kEmbedding) +
-                     "\", but the model ties them; set tie_word_embeddings to false");
+  WeightsMatch result = match(file, named_parameters(), tied, strict, faults);
+  faults.raise(file.path());
+  const auto embedding = result.names.find(kEmbedding);
+  if (tied && file.contains(kHead) && embedding != result.names.end() &&
+      embedding->second != kHead) {
+    if (file.info(kHead).shape != file.info(embedding->second).shape)
+      throw UsageError("GPT2: " + file.path() + ": \"" + kHead + "\" has shape " +
+                       shape_text(file.info(kHead).shape) + "; expected that of \"" +
+                       embedding->second + "\", because the model ties them");
+    result.equal.push_back(
+        {embedding->second, kHead, ", but the model ties them; set tie_word_embeddings to false"});
+  }
+  return result;
+}
+
+UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
+  const WeightsMatch match = match_weights(file, strict);
+  for (const auto& [first, second, advice] : match.equal) {
+    if (!at::equal(file.load(second), file.load(first)))
+      throw UsageError("GPT2: " + file.path() + ": \"" + second + "\" differs from \"" + first +
+                       "\"" + advice);
   }
   const torch::NoGradGuard no_grad;
-  for (auto& item : parameters) {
-    const auto found = names.find(item.key());
-    if (found == names.end()) continue;
+  for (auto& item : named_parameters()) {
+    const auto found = match.names.find(item.key());
+    if (found == match.names.end()) continue;
     const auto later = [file, name = found->second](at::Tensor into) {
       file.load_into(name, into);
     };
     if (!detail::load_later(item.value(), later)) item.value().copy_(file.load(found->second));
   }
-  return unmatched;
+  return match.unmatched;
 }
 
 void GPT2Impl::save_weights(const std::string& path) const {

@@ -165,12 +165,16 @@ std::vector<int64_t> memory_strides(const at::Tensor& parameter) {
   return strides;
 }
 
+ParameterShard whole_shard(const std::string& name, const at::Tensor& parameter) {
+  return {{name, parameter.sizes().vec(), 0, parameter.numel(), memory_strides(parameter)},
+          parameter};
+}
+
 std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters) {
   std::vector<ParameterShard> shards;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.defined() || !tensor.requires_grad() || tensor.numel() == 0) continue;
-    shards.push_back(
-        {{name, tensor.sizes().vec(), 0, tensor.numel(), memory_strides(tensor)}, tensor});
+    shards.push_back(whole_shard(name, tensor));
   }
   return shards;
 }

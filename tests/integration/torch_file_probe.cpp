@@ -4,12 +4,17 @@
 //   torch_file_probe state IN OUT NAME…        the same for an optimizer's state
 //   torch_file_probe train WEIGHTS STATE OUT_WEIGHTS OUT_STATE
 //       AdamW over a Linear(3, 2): one more step with the gradient 1, state through a C++ optimizer
-//   torch_file_probe open FILE                 reads weights; prints the growth of its memory in
-//   KiB
+//   torch_file_probe open FILE…                reads weights; prints for each file the growth of
+//   its
+//                                              greatest memory in KiB and its CPU time in ms
+//   torch_file_probe measure                   the same of a known load: 64 MiB, at least 100 ms
 
-#include <chrono>
+#include <cstring>
 #include <fstream>
+#include <functional>
 #include <iostream>
+
+#include <sys/resource.h>
 
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"
@@ -52,19 +57,42 @@ int64_t peak_kib() {
   return peak;
 }
 
-void open(const std::string& path) {
-  using Clock = std::chrono::steady_clock;
+/// CPU time of this process, all threads. Unlike the clock's it does not depend on the load of the
+/// machine.
+double cpu_ms() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto ms = [](const timeval& time) {
+    return 1e3 * static_cast<double>(time.tv_sec) + 1e-3 * static_cast<double>(time.tv_usec);
+  };
+  return ms(usage.ru_utime) + ms(usage.ru_stime);
+}
+
+/// Prints memory and time of `work`, and the text that it returns.
+void measure(const std::function<std::string()>& work) {
   peak_kib();
   const int64_t before = peak_kib();
-  const auto begin = Clock::now();
-  std::string text = "read";
+  const double begin = cpu_ms();
+  const std::string text = work();
+  const double took = cpu_ms() - begin;
+  std::cout << peak_kib() - before << " " << took << " " << text << "\n";
+}
+
+std::string open(const std::string& path) {
   try {
     tensors_of(tessera::TorchFile(path));
+    return "read";
   } catch (const tessera::UsageError& error) {
-    text = error.what();
+    return error.what();
   }
-  const std::chrono::duration<double, std::milli> took = Clock::now() - begin;
-  std::cout << peak_kib() - before << " " << took.count() << " " << text << "\n";
+}
+
+std::string known_load() {
+  std::vector<char> memory(64 << 20);
+  std::memset(memory.data(), 1, memory.size());
+  for (const double begin = cpu_ms(); cpu_ms() - begin < 100;) {
+  }
+  return "load " + std::to_string(memory.back());
 }
 
 void run(const Words& words) {
@@ -76,8 +104,10 @@ void run(const Words& words) {
         tessera::load_torch_optimizer_state(words[2], {words.begin() + 4, words.end()}), words[3]);
   } else if (words[1] == "train") {
     train(words);
+  } else if (words[1] == "measure") {
+    measure(known_load);
   } else {
-    for (size_t i = 2; i < words.size(); ++i) open(words[i]);
+    for (size_t i = 2; i < words.size(); ++i) measure([&] { return open(words[i]); });
   }
 }
 

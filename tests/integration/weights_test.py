@@ -116,6 +116,22 @@ class Trainer(Folder):
         self.assertEqual((self.folder / "out/config.json").read_text(), '{"model_type": "gpt2", "own": 1}')
         self.assertIn("tokenizer.json copied from hf", text)
 
+    def test_the_files_of_a_folder_have_a_greatest_size(self):
+        """All ranks write them; what they hold does not depend on the ranks."""
+        model = ["model.init=null", "model.n_embd=128", "model.n_layer=3", "train.global_batch=6"]
+        self.train(*model, "train.save=whole.safetensors", "parallel.type=none", ranks=1)
+        whole = read_safetensors(self.folder / "whole.safetensors")
+        for ranks, count in ((2, 4), (3, 3)):
+            self.train(*model, "train.max_shard_mb=1", f"train.save=out{ranks}/", ranks=ranks)
+            out, files = read_folder(self.folder / f"out{ranks}")
+            self.equal(whole, out)
+            self.assertEqual(files, [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)])
+            for file in files:
+                self.assertLessEqual(sum(t.nbytes for t in read_safetensors(self.folder / f"out{ranks}" / file).values()), 1_000_000)
+            # The folder is read again on another number of ranks.
+            self.train(*model, f"model.init=out{ranks}", "train.save=again.safetensors", ranks=5 - ranks)
+            self.equal(whole, read_safetensors(self.folder / "again.safetensors"))
+
     def test_torch_files_in_and_out(self):
         torch.save({"model": {"module." + n: torch.tensor(t) for n, t in self.tensors.items()}, "ema": {"x": torch.ones(1)},
                     "epoch": 3}, self.folder / "c.pt")
@@ -145,6 +161,184 @@ class Trainer(Folder):
                              (b"\x80\x04K\x01.", "plain pickle")):
             (self.folder / "x").write_bytes(begin + b" " * 600)
             self.assertIn(words, self.train("model.init=x", ranks=1, code=2))
+
+
+CLASSIFIER = """
+model: {type: ImageClassifier, in_channels: 1, channels: 2, blocks: 1, classes: 3, norm: none, init: in.pt}
+data: {type: Npy, inputs: x.npy, targets: y.npy, order: sequential}
+optimizer: {type: torch.AdamW, lr: 0.01, betas: [0.8, 0.9], eps: 1e-6, weight_decay: 0.1, init: in.pt}
+train: {steps: 2, global_batch: 12, save: out.pt, save_optimizer: state.pt}
+"""
+
+
+class Tensors(torch.nn.Module):
+    """A module with the parameters given."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) / 3))
+
+
+class Classifier(torch.nn.Module):
+    """ImageClassifier with one block and without norms, operator by operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = Tensors(weight=[2, 1, 3, 3])
+        self.stem_norm = Tensors(bias=[2])
+        block = torch.nn.Module()
+        block.conv1, block.norm1 = Tensors(weight=[2, 2, 3, 3]), Tensors(bias=[2])
+        block.conv2, block.norm2 = Tensors(weight=[2, 2, 3, 3]), Tensors(bias=[2])
+        self.blocks = torch.nn.ModuleList([block])
+        self.head = Tensors(weight=[3, 2], bias=[3])
+
+    def forward(self, images):
+        def convolved(x, convolution, norm):
+            return torch.conv2d(x, convolution.weight, None, 1, 1) + norm.bias.view(-1, 1, 1)
+        block = self.blocks[0]
+        x = torch.relu(convolved(images, self.stem, self.stem_norm))
+        y = convolved(torch.relu(convolved(x, block.conv1, block.norm1)), block.conv2, block.norm2)
+        return torch.nn.functional.linear(torch.relu(y + x).mean((2, 3)), self.head.weight, self.head.bias)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+
+
+def train_in_python(model, optimizer, images, labels, ranks):
+    """Two steps of 12 samples, with the mean of the gradients of `ranks` parts of them."""
+    for x, y in zip(images.split(12), labels.split(12)):
+        sums = None
+        for part, targets in zip(x.chunk(ranks), y.chunk(ranks)):
+            loss = torch.nn.functional.cross_entropy(model(part), targets)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients)]
+        for parameter, total in zip(model.parameters(), sums):
+            parameter.grad = total * (1 / ranks)
+        optimizer.step()
+
+
+class OptimizerState(Folder):
+    def setUp(self):
+        super().setUp()
+        (self.folder / "c.yaml").write_text(CLASSIFIER)
+        torch.manual_seed(3)
+        self.model = Classifier()
+        self.optimizer = adamw(self.model)
+        self.images, self.labels = torch.randn(3, 24, 1, 6, 6), torch.randint(3, [3, 24])
+        numpy.save(self.folder / "x.npy", self.images[1].numpy())
+        numpy.save(self.folder / "y.npy", self.labels[1].numpy())
+
+    def save(self):
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "epoch": 1}, self.folder / "in.pt")
+
+    def train(self, *words, ranks=1, code=0):
+        return self.run_("tessera", "train", "-n", ranks, "c.yaml", *words, code=code)
+
+    def loaded(self):
+        model = Classifier()
+        model.load_state_dict(torch.load(self.folder / "out.pt", weights_only=True))
+        optimizer = adamw(model)
+        optimizer.load_state_dict(torch.load(self.folder / "state.pt"))
+        return model, optimizer
+
+    def same_bits(self, one, two):
+        """Of models and optimizers, in pairs."""
+        for a, b in zip(one[0].parameters(), two[0].parameters()):
+            self.assertEqual(a.detach().numpy().tobytes(), b.detach().numpy().tobytes())
+        first, second = one[1].state_dict()["state"], two[1].state_dict()["state"]
+        self.assertEqual(sorted(first), sorted(second))
+        for number, state in first.items():
+            self.assertEqual(float(state["step"]), float(second[number]["step"]))
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.assertEqual(state[name].numpy().tobytes(), second[number][name].numpy().tobytes(), name)
+
+    def test_python_then_tessera_then_python(self):
+        """Is bit by bit the training in Python alone, where Python's AdamW computes as the C++ one."""
+        for ranks, wrapper in ((1, "none"), (2, "ZeroRedundancyOptimizer"), (2, "FullyShardedDataParallel"), (3, "DistributedDataParallel")):
+            torch.manual_seed(7)
+            self.model = Classifier()
+            self.optimizer = adamw(self.model)
+            train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], ranks)
+            self.save()
+            text = self.train(f"parallel.type={wrapper}", ranks=ranks)
+            self.assertNotIn("warning", text)
+            mixed = self.loaded()
+            train_in_python(*mixed, self.images[2], self.labels[2], ranks)
+            for part in (1, 2):
+                train_in_python(self.model, self.optimizer, self.images[part], self.labels[part], ranks)
+            if torch.__version__.startswith("1.13"):
+                self.same_bits(mixed, (self.model, self.optimizer))
+            for a, b in zip(mixed[0].parameters(), self.model.parameters()):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            self.assertEqual(float(mixed[1].state_dict()["state"][0]["step"]), 6)
+
+    def test_every_bit_survives(self):
+        """Without a step, on any number of ranks, with the fused AdamW, and in a second round."""
+        train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
+        self.save()
+        for ranks, wrapper in ((2, "FullyShardedDataParallel"), (3, "ZeroRedundancyOptimizer"), (2, "DistributedDataParallel")):
+            self.train(f"parallel.type={wrapper}", "train.steps=0", "optimizer.type=AdamW", ranks=ranks)
+            self.same_bits(self.loaded(), (self.model, self.optimizer))
+            options = self.loaded()[1].param_groups[0]
+            self.assertEqual((options["lr"], tuple(options["betas"]), options["eps"], options["weight_decay"]), (0.01, (0.8, 0.9), 1e-6, 0.1))
+        self.train("train.steps=0", "model.init=out.pt", "optimizer.init=state.pt", "train.save=second.pt", "train.save_optimizer=second_state.pt")
+        one, two = (torch.load(self.folder / f) for f in ("state.pt", "second_state.pt"))
+        self.assertEqual(sorted(one["state"]), sorted(two["state"]))
+        for number in one["state"]:
+            self.assertTrue(all(one["state"][number][k].equal(two["state"][number][k]) for k in one["state"][number]))
+
+    def test_groups_and_frozen_parameters(self):
+        """Groups of the config are those of Python in the same order; frozen parameters have no state."""
+        biases = [p for n, p in self.model.named_parameters() if n.endswith("bias")]
+        weights = [p for n, p in self.model.named_parameters() if n.endswith("weight")]
+        self.optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0}],
+                                           lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+        train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
+        self.save()
+        text = self.train("train.steps=0", "optimizer.paramwise={bias_decay_mult: 0}")
+        self.assertNotIn("warning", text)
+        out, before = torch.load(self.folder / "state.pt"), self.optimizer.state_dict()
+        self.assertEqual([g["params"] for g in out["param_groups"]], [g["params"] for g in before["param_groups"]])
+        self.assertEqual([g["weight_decay"] for g in out["param_groups"]], [0.1, 0])
+        for number, state in before["state"].items():
+            self.assertTrue(all(state[k].equal(out["state"][number][k]) for k in ("exp_avg", "exp_avg_sq")))
+        text = self.train("train.steps=0", code=2)
+        self.assertIn("its parameter groups have 4, 4 parameters; expected 8", text)
+        # One group of all parameters, of which three are frozen now: the others keep their state.
+        self.optimizer = adamw(self.model)
+        train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
+        self.save()
+        for wrapper in ("ZeroRedundancyOptimizer", "FullyShardedDataParallel"):
+            self.train("train.steps=0", "model.freeze=[blocks.0.conv1.weight, head.*]", f"parallel.type={wrapper}", ranks=2)
+            state = torch.load(self.folder / "state.pt")
+            kept = [i for i, (n, _) in enumerate(self.model.named_parameters()) if n != "blocks.0.conv1.weight" and "head" not in n]
+            self.assertEqual(state["param_groups"][0]["params"], [0, 1, 2, 3, 4])
+            for number, before in enumerate(kept):
+                self.assertTrue(state["state"][number]["exp_avg"].equal(self.optimizer.state_dict()["state"][before]["exp_avg"]))
+
+    def test_what_does_not_fit(self):
+        train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
+        self.save()
+        text = self.train("optimizer.lr=0.02", "train.steps=0")
+        self.assertIn("warning: optimizer.init: lr of group 0 is 0.01 in in.pt and 0.02 in the config, which counts", text)
+        self.assertIn("is not the state of Adagrad", self.train("optimizer={type: Adagrad, lr: 0.1, init: in.pt}", code=2))
+        self.assertIn('has no dict at "ema"', self.train("optimizer.init_key=ema", code=2))
+        self.assertIn("0 dicts with state and param_groups", self.train("optimizer.init=w.pt", code=2)
+                      if torch.save(self.model.state_dict(), self.folder / "w.pt") is None else "")
+        self.assertIn("optimizer.init: none.pt: No such file", self.train("optimizer.init=none.pt", code=2))
+        self.assertIn("expected a name that ends in .pt", self.train("train.save_optimizer=state.safetensors", code=2))
+        self.assertIn("expected one of the two", self.train("train.ema.decay=0.9", code=2))
+        self.assertIn("optimizer.init reads it", self.train("model.init=null", "train.save_optimizer=in.pt", code=2))
+        other = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(other.parameters())
+        torch.save(optimizer.state_dict(), self.folder / "other.pt")
+        self.assertIn("have 2 parameters; expected 8", self.train("optimizer.init=other.pt", code=2))
+        shapes = self.optimizer.state_dict()
+        shapes["state"][0]["exp_avg"] = torch.ones(5)
+        torch.save(shapes, self.folder / "shapes.pt")
+        self.assertIn("stem.weight", self.train("optimizer.init=shapes.pt", code=2))
 
 
 class CommandLine(Folder):

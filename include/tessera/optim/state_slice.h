@@ -55,6 +55,9 @@ struct StateSlice : ElementRange {
   bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }
 };
 
+/// All elements of one parameter.
+ParameterShard whole_shard(const std::string& name, const at::Tensor& parameter);
+
 /// The shards of parameters that are not sharded: each parameter is one shard of all its elements.
 /// Frozen and empty parameters are left out.
 std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters);

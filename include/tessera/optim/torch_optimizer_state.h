@@ -1,24 +1,56 @@
 #pragma once
 
+#include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/optim/state_slice.h"
 
 // The optimizer state of Python's torch.optim, whose state_dict() numbers the parameters instead of
 // naming them. All functions are local.
 
 namespace tessera {
 
-/// Reads the state from a file of torch.save: {"state": {0: {…}, …}, "param_groups": […]}. `key`
-/// names its dict as in TorchFile; empty: the file's own dict, or the only dict in it that has this
-/// form. `parameters`: the names of the parameters in the order in which Python's optimizer got
-/// them, usually that of model.parameters(), which is that of named_parameters(). Where the groups
-/// have "param_names", those count instead. Steps become integers. Options that the C++ optimizers
-/// do not have are left out, if they do not change the update: foreach, fused, capturable,
-/// differentiable, decoupled_weight_decay, initial_lr. Tensors keep all bits.
-/// Throws UsageError with the file for an option that does change it (maximize), for a number of
-/// parameters that is not that of `parameters`, and for what TorchFile refuses.
+/// A file of torch.save with the state of an optimizer, {"state": {0: {…}, …}, "param_groups":
+/// […]}, opened for reading. `load` and `load_slices` read the tensors and keep all bits. Steps
+/// become integers.
+class TorchOptimizerStateFile {
+ public:
+  /// `key` names the state's dict as in TorchFile; empty: the file's own dict, or the only dict in
+  /// it that has this form. Throws UsageError with the file for an option that changes the update
+  /// and that the C++ optimizers do not have (maximize), and for what TorchFile refuses. Options
+  /// that do not change it are left out: foreach, fused, capturable, differentiable,
+  /// decoupled_weight_decay, initial_lr.
+  explicit TorchOptimizerStateFile(const std::string& path, const std::string& key = "");
+  ~TorchOptimizerStateFile();
+  TorchOptimizerStateFile(TorchOptimizerStateFile&&) noexcept;
+  TorchOptimizerStateFile& operator=(TorchOptimizerStateFile&&) noexcept;
+
+  struct Group {
+    size_t parameters = 0;  ///< their number
+    OptionMap options = {};
+  };
+  const std::vector<Group>& groups() const;
+
+  /// `parameters`: the names of the parameters in the order in which Python's optimizer got them,
+  /// usually that of model.parameters(), which is that of named_parameters(). Where the groups have
+  /// "param_names", those count instead. Throws UsageError for another number of names.
+  OptimizerStateDict load(const std::vector<std::string>& parameters) const;
+  /// The state of parts of the parameters, one slice for each of `ranges`, without options. Reads
+  /// only their elements of tensors that have the parameter's shape, if both are stored in
+  /// row-major order; all other tensors are read whole. A parameter without state gets an empty
+  /// slice. Throws UsageError for a parameter that is not in `parameters`.
+  std::vector<StateSlice> load_slices(const std::vector<std::string>& parameters,
+                                      const std::vector<ElementRange>& ranges) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// TorchOptimizerStateFile(path, key).load(parameters).
 OptimizerStateDict load_torch_optimizer_state(const std::string& path,
                                               const std::vector<std::string>& parameters,
                                               const std::string& key = "");

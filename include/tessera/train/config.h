@@ -113,6 +113,7 @@ struct RunConfig {
   std::string log;                       ///< file of JSON lines; empty: none
   int64_t log_every = 1;                 ///< steps per printed line; the file has every step
   std::string save;                      ///< file or "folder/" of the final weights; empty: none
+  std::string save_optimizer;            ///< file of torch.save for its state; empty: none
   uint64_t max_shard_bytes = 0;          ///< of each file in a folder `save`; 0: any number
   bool save_config = false;              ///< write Hugging Face's config.json next to `save`
   int64_t eval_every = 0;                ///< in steps; 0: only at the end
@@ -137,12 +138,19 @@ struct RunConfig {
   SampleConfig sample;
 };
 
+/// Where the optimizer's first state comes from.
+struct OptimizerInit {
+  std::string path;  ///< file of torch.save; empty: the optimizer starts anew
+  std::string key;   ///< of the state's dict; see TorchOptimizerStateFile
+};
+
 struct Config {
   ModelConfig model;
   DataConfig data;
   LossFunction loss;          ///< empty: the model's own
   Preprocessor preprocessor;  ///< empty: none
   OptimizerPlan optimizer;
+  OptimizerInit optimizer_init;
   LrSchedule scheduler;
   ParallelConfig parallel;
   RunConfig train;

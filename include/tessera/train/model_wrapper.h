@@ -116,6 +116,10 @@ class ModelWrapper {
   /// The parameter shards that this rank owns. Every element of the model belongs to the shards of
   /// some rank, and only its owner writes it. Local.
   virtual std::vector<ParameterShard> shards() = 0;
+  /// The elements of parameters that this rank reads when the model is loaded; publish_shards()
+  /// brings it the others that it holds. By default shards(), and frozen parameters as a whole.
+  /// Local.
+  virtual std::vector<ParameterShard> loaded_shards();
   /// The tensors, by name, that all ranks must hold with equal bits between two steps, for
   /// check_replicas(): by default the shards, which differ in their names where they differ, and
   /// the buffers. Local.

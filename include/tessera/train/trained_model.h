@@ -28,8 +28,9 @@ struct TrainedModel {
   /// mmengine's mode "predict". Empty: the module has no forward(Tensor).
   std::function<at::Tensor(const Batch&)> predict = {};
 
-  /// Reads weights, as load_state_dict(). Empty: tensors are read by parameter and buffer name.
-  std::function<UnmatchedNames(const Weights& weights, bool strict)> load_weights = {};
+  /// Which tensors of model.init the parameters and buffers get, as tessera::match_weights(). Each
+  /// rank then reads only its elements of them. Empty: those of the same names.
+  std::function<WeightsMatch(const TensorSource& weights, bool strict)> match_weights = {};
   /// For language models. Returns `prompt` (int64 [T]) followed by `count` sampled tokens.
   std::function<at::Tensor(const at::Tensor& prompt, int64_t count, double temperature,
                            int64_t top_k, at::Generator)>

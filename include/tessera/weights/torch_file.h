@@ -7,8 +7,8 @@
 
 #include <torch/types.h>
 
-#include "tessera/detail/safetensors_entry.h"
 #include "tessera/safetensors.h"
+#include "tessera/weights/tensor_source.h"
 
 // Reads and writes the files of torch.save (.pt, .pth, .bin): a zip archive with a pickle and one
 // record for each storage. The pickle is read by a reader of our own that runs nothing: it knows
@@ -20,10 +20,8 @@ namespace tessera {
 /// A file of torch.save opened for reading, or an archive of torch.jit.save, whose parameters and
 /// buffers are then read with torch::jit::load. The constructor checks the zip directory, the
 /// pickle and every tensor against the size of its storage; it takes at most about 100 MB, and time
-/// proportional to the directory and the pickle. Only `load` and `load_slice` read data (of an
-/// archive of torch.jit.save the constructor reads all). Several threads may call them at the same
-/// time.
-class TorchFile {
+/// proportional to the directory and the pickle. Of an archive of torch.jit.save it reads all.
+class TorchFile : public TensorSource {
  public:
   /// `key` names the dict with the weights in a file that has several, such as "model" in
   /// {"model": …, "optimizer": …}; keys of dicts within dicts are divided by "/". Empty: the file's
@@ -32,22 +30,21 @@ class TorchFile {
   /// Throws UsageError with the file and what it found: names of Python that are not allowed, files
   /// of a big-endian machine, archives and tensors whose sizes contradict each other, cycles.
   explicit TorchFile(const std::string& path, const std::string& key = "");
-  ~TorchFile();
+  ~TorchFile() override;
   TorchFile(TorchFile&&) noexcept;
   TorchFile& operator=(TorchFile&&) noexcept;
 
-  const std::string& path() const;
-  /// Every tensor, in the order of the dict. The dtype is named as in safetensors; C128 and C32 are
-  /// complex128 and complex32. `begin` is 0 and `end` the number of bytes of the elements.
-  const std::vector<SafetensorsEntry>& entries() const;
-  bool contains(const std::string& name) const;
-  /// As the functions of SafetensorsFile. A slice of a tensor that is not stored in row-major order
-  /// takes memory for the whole tensor.
-  const SafetensorsEntry& info(const std::string& name) const;
-  at::ScalarType scalar_type(const std::string& name) const;
-  at::Tensor load(const std::string& name) const;
+  const std::string& path() const override;
+  /// In the order of the dict. The dtype is named as in safetensors; C128 and C32 are complex128
+  /// and complex32. `begin` is 0.
+  const std::vector<SafetensorsEntry>& entries() const override;
+  bool contains(const std::string& name) const override;
+  const SafetensorsEntry& info(const std::string& name) const override;
+  at::ScalarType scalar_type(const std::string& name) const override;
+  at::Tensor load(const std::string& name) const override;
+  /// A slice of a tensor that is not stored in row-major order takes memory for the whole tensor.
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
-                  at::Tensor out) const;
+                  at::Tensor out) const override;
 
  private:
   struct Impl;

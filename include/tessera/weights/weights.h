@@ -1,12 +1,11 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <torch/types.h>
-
-#include "tessera/detail/safetensors_entry.h"
+#include "tessera/weights/tensor_source.h"
 
 // Weights on disk, of any kind that Tessera reads. All functions are local.
 
@@ -31,11 +30,23 @@ struct UnmatchedNames {
   std::vector<std::string> unexpected;  ///< of the file; they are not read
 };
 
+/// Which tensor of a file each parameter and buffer of a model gets.
+struct WeightsMatch {
+  /// Two tensors of the file that must have equal elements, such as a tied head and its embedding.
+  struct Equal {
+    std::string first;   ///< the one in `names`
+    std::string second;  ///< not read otherwise
+    std::string advice;  ///< the end of the error's message
+  };
+  std::map<std::string, std::string> names;  ///< by parameter or buffer: the tensor of the file
+  std::vector<Equal> equal = {};
+  UnmatchedNames unmatched = {};
+};
+
 /// Weights opened for reading. The kind of each file is recognised by its content: safetensors,
-/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Headers
-/// and pickles are read and checked; only `load` and `load_slice` read data, at its offset. Several
-/// threads may call them at the same time. Copies share the opened files.
-class Weights {
+/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Copies share
+/// the opened files.
+class Weights : public TensorSource {
  public:
   /// `path`: a file, an index, or a folder that has model.safetensors.index.json,
   /// model.safetensors, weights.safetensors, pytorch_model.bin.index.json or pytorch_model.bin; the
@@ -45,17 +56,15 @@ class Weights {
   /// pattern that is no regular expression; and if two names become equal.
   explicit Weights(const std::string& path, const WeightsOptions& options = {});
 
-  /// The file or the index that is read.
-  const std::string& path() const;
-  /// Every tensor, file by file, under its new name. `end - begin` is its number of bytes.
-  const std::vector<SafetensorsEntry>& entries() const;
-  bool contains(const std::string& name) const;
-  /// As the functions of SafetensorsFile.
-  const SafetensorsEntry& info(const std::string& name) const;
-  at::ScalarType scalar_type(const std::string& name) const;
-  at::Tensor load(const std::string& name) const;
+  const std::string& path() const override;
+  /// File by file, under their new names.
+  const std::vector<SafetensorsEntry>& entries() const override;
+  bool contains(const std::string& name) const override;
+  const SafetensorsEntry& info(const std::string& name) const override;
+  at::ScalarType scalar_type(const std::string& name) const override;
+  at::Tensor load(const std::string& name) const override;
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
-                  at::Tensor out) const;
+                  at::Tensor out) const override;
   /// Reads the whole tensor to `into`, of the same number of elements, and converts to its dtype.
   /// Without other memory if `into` is contiguous, on the CPU and of the file's dtype.
   void load_into(const std::string& name, at::Tensor into) const;

@@ -137,17 +137,7 @@ void SafetensorsFile::load_slice(const std::string& name, int64_t elem_begin, in
   const SafetensorsEntry& entry = info(name);
   const at::ScalarType type = impl_->type_of(entry);
   const std::string where = "safetensors: " + path() + ": tensor " + in_quotes(name) + ": ";
-  if (elem_begin < 0 || elem_count < 0 || elem_begin > entry.numel() ||
-      elem_count > entry.numel() - elem_begin) {
-    throw UsageError(where + "elements [" + std::to_string(elem_begin) + ", +" +
-                     std::to_string(elem_count) + ") are not within its " +
-                     std::to_string(entry.numel()));
-  }
-  if (!out.defined() || !out.device().is_cpu() || !out.is_contiguous() ||
-      out.scalar_type() != type || out.numel() != elem_count) {
-    throw UsageError(where + "the output must be a contiguous CPU tensor of dtype " +
-                     c10::toString(type) + " with " + std::to_string(elem_count) + " elements");
-  }
+  check_slice(where, entry.numel(), type, elem_begin, elem_count, out);
   if (elem_count > 0) {
     const uint64_t width = out.element_size();
     impl_->read(out.data_ptr(), static_cast<size_t>(elem_count) * width,

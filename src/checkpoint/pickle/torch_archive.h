@@ -15,8 +15,9 @@
 namespace tessera::pickle {
 
 /// A zip archive of torch.save or torch.jit.save, opened for reading. The directory is checked
-/// first. Then libtorch's reader, which inflates and compares checksums, reads the small records;
-/// tensors are read at their offsets. Several threads may read tensors at the same time.
+/// first. Then libtorch's reader inflates the small records, whose checksums are compared; tensors
+/// are read at their offsets, without a checksum. Several threads may read tensors at the same
+/// time.
 class TorchArchive {
  public:
   /// Throws UsageError with path and reason if the file is not such an archive, or was written by a

@@ -100,14 +100,7 @@ void TorchFile::load_slice(const std::string& name, int64_t elem_begin, int64_t 
   const size_t i = impl_->place(name);
   const int64_t numel = impl_->entries[i].numel();
   const std::string where = impl_->archive.where() + "tensor " + in_quotes(name) + ": ";
-  if (elem_begin < 0 || elem_count < 0 || elem_begin > numel || elem_count > numel - elem_begin)
-    throw UsageError(fmt::format("{}elements [{}, +{}) are not within its {}", where, elem_begin,
-                                 elem_count, numel));
-  if (!out.defined() || !out.device().is_cpu() || !out.is_contiguous() ||
-      out.scalar_type() != impl_->type_of(i) || out.numel() != elem_count)
-    throw UsageError(
-        fmt::format("{}the output must be a contiguous CPU tensor of dtype {} with {} elements",
-                    where, c10::toString(impl_->type_of(i)), elem_count));
+  check_slice(where, numel, impl_->type_of(i), elem_begin, elem_count, out);
   if (impl_->scripted.empty())
     impl_->archive.load_slice(impl_->tensors[i], elem_begin, elem_count, out);
   else out.copy_(impl_->scripted[i].view({-1}).narrow(0, elem_begin, elem_count));

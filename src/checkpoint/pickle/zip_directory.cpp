@@ -1,6 +1,7 @@
 #include "checkpoint/pickle/zip_directory.h"
 
 #include <algorithm>
+#include <array>
 #include <unordered_set>
 
 #include <fmt/format.h>
@@ -106,6 +107,7 @@ class DirectoryReader {
           fmt::format("the record {} has compression method {}", in_quotes(record.name), method));
     record.compressed = method == 8;
     record.bytes = stored.bytes;
+    record.crc = static_cast<uint32_t>(number(text, at + 16, 4));
     if (!record.compressed && stored.bytes != stored.in_file)
       refuse("the record " + in_quotes(record.name) + " has two sizes");
     if (record.compressed &&
@@ -178,7 +180,25 @@ class DirectoryReader {
   std::vector<RecordPlace> places_;
 };
 
+constexpr std::array<uint32_t, 256> crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < table.size(); ++byte) {
+    uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ ((value & 1) != 0 ? 0xedb88320u : 0u);
+    table[byte] = value;
+  }
+  return table;
+}
+
 }  // namespace
+
+uint32_t zip_crc(std::string_view data) {
+  static constexpr auto kTable = crc_table();
+  uint32_t crc = 0xffffffff;
+  for (const char byte : data)
+    crc = (crc >> 8) ^ kTable[(crc ^ static_cast<unsigned char>(byte)) & 0xff];
+  return ~crc;
+}
 
 std::vector<ZipRecord> read_zip_directory(const std::string& where, uint64_t file_bytes,
                                           const ReadAt& read) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 // Reads the central directory of a zip archive and checks it, before libtorch's reader, which
@@ -19,6 +20,7 @@ struct ZipRecord {
   std::string name;
   uint64_t offset = 0;  // of the data, from the beginning of the file
   uint64_t bytes = 0;   // of the data, after decompression
+  uint32_t crc = 0;     // of the data, after decompression
   bool compressed = false;
 };
 
@@ -30,5 +32,9 @@ using ReadAt = std::function<void(void* to, size_t count, uint64_t offset)>;
 /// lie within the file before the directory, do not overlap, and have different names.
 std::vector<ZipRecord> read_zip_directory(const std::string& where, uint64_t file_bytes,
                                           const ReadAt& read);
+
+/// The checksum of zip archives: CRC-32 with the polynomial 0xedb88320. libtorch's reader does not
+/// compare it.
+uint32_t zip_crc(std::string_view data);
 
 }  // namespace tessera::pickle

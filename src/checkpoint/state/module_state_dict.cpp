@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -36,6 +35,40 @@ ModuleStateDict tensors_of(const torch::nn::Module& module) {
   return tensors;
 }
 
+/// Matches the tensors of `module` with those of a file by name and shape.
+WeightsMatch match_entries(const torch::nn::Module& module, const std::string& source,
+                           const std::vector<SafetensorsEntry>& entries, bool strict) {
+  std::map<std::string, const SafetensorsEntry*> there;
+  for (const auto& entry : entries) {
+    if (!there.emplace(entry.name, &entry).second)
+      throw UsageError(
+          fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
+  }
+  WeightsMatch match;
+  auto& [missing, unexpected] = match.unmatched;
+  for (const auto& [name, tensor] : tensors_of(module)) {
+    const auto found = there.find(name);
+    if (found == there.end()) {
+      missing.push_back(name);
+      continue;
+    }
+    if (found->second->shape != tensor.sizes().vec())
+      throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model", source,
+                                   name, fmt::join(found->second->shape, ", "),
+                                   fmt::join(tensor.sizes(), ", ")));
+    match.names.emplace(name, name);
+    there.erase(found);
+  }
+  for (const auto& [name, entry] : there) unexpected.push_back(name);
+  if (strict && (!missing.empty() || !unexpected.empty())) {
+    throw UsageError(
+        fmt::format("{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
+                    missing.empty() || unexpected.empty() ? "" : "; ",
+                    unexpected.empty() ? "" : "not in the model: " + listed(unexpected)));
+  }
+  return match;
+}
+
 }  // namespace
 
 ModuleStateDict state_dict(const torch::nn::Module& module) {
@@ -46,47 +79,25 @@ ModuleStateDict state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
+WeightsMatch match_weights(const torch::nn::Module& module, const TensorSource& weights,
+                           bool strict) {
+  return match_entries(module, weights.path(), weights.entries(), strict);
+}
+
 UnmatchedNames detail::load_module(
     torch::nn::Module& module, const std::string& source,
     const std::vector<SafetensorsEntry>& entries,
     const std::function<at::Tensor(const std::string& name)>& load, bool strict,
     const std::function<void(const std::string& name, at::Tensor into)>& later) {
-  auto wanted = tensors_of(module);
-  std::map<std::string, const SafetensorsEntry*> there;
-  for (const auto& entry : entries) {
-    if (!there.emplace(entry.name, &entry).second)
-      throw UsageError(
-          fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
-  }
-  UnmatchedNames names;
-  auto& [missing, unexpected] = names;
-  for (const auto& [name, tensor] : wanted) {
-    const auto found = there.find(name);
-    if (found == there.end()) {
-      missing.push_back(name);
-    } else if (found->second->shape != tensor.sizes().vec()) {
-      throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model", source,
-                                   name, fmt::join(found->second->shape, ", "),
-                                   fmt::join(tensor.sizes(), ", ")));
-    }
-    there.erase(name);
-  }
-  for (const auto& [name, entry] : there) unexpected.push_back(name);
-  if (strict && (!missing.empty() || !unexpected.empty())) {
-    throw UsageError(
-        fmt::format("{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
-                    missing.empty() || unexpected.empty() ? "" : "; ",
-                    unexpected.empty() ? "" : "not in the model: " + listed(unexpected)));
-  }
+  const WeightsMatch match = match_entries(module, source, entries, strict);
   at::NoGradGuard no_grad;
-  const std::set<std::string> absent(missing.begin(), missing.end());
-  for (auto& item : wanted) {
+  for (auto& item : tensors_of(module)) {
     auto& [name, tensor] = item;
-    if (absent.count(name) > 0) continue;
+    if (match.names.count(name) == 0) continue;
     const auto load_it = [later, key = name](at::Tensor into) { later(key, std::move(into)); };
     if (!later || !load_later(tensor, load_it)) tensor.copy_(load(name));
   }
-  return names;
+  return match.unmatched;
 }
 
 void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {

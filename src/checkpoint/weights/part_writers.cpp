@@ -45,11 +45,11 @@ void PartWriters::commit() {
 
 void remove_weights_index(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-    throw Error("safetensors: " + path + ": removing it failed: " + errno_text(errno));
+    throw Error("weights: " + path + ": removing it failed: " + errno_text(errno));
 }
 
 void write_weights_index(const std::string& path, const std::string& text) {
-  AtomicFile file("safetensors", path);
+  AtomicFile file("weights", path);
   file.write_at(text.data(), text.size(), 0);
   file.commit();
 }

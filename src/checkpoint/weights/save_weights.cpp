@@ -21,8 +21,8 @@ void make_weights_folder(const std::string& folder, int rank) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error || !fs::is_directory(folder, error)) {
-    throw UsageError(fmt::format("safetensors: {}: rank {} cannot make the folder: {}", folder,
-                                 rank, error ? error.message() : "a file has this name"));
+    throw UsageError(fmt::format("weights: {}: rank {} cannot make the folder: {}", folder, rank,
+                                 error ? error.message() : "a file has this name"));
   }
 }
 
@@ -31,7 +31,7 @@ void check_parts_seen(const fs::path& folder, const std::vector<WeightsPart>& pa
     std::error_code error;
     if (!fs::exists(folder / part.file, error)) {
       throw UsageError(fmt::format(
-          "safetensors: {}: rank {} wrote it, but rank 0 cannot see it; expected a folder that all "
+          "weights: {}: rank {} wrote it, but rank 0 cannot see it; expected a folder that all "
           "ranks share, or a path without \"/\" at its end, a file that rank 0 writes alone",
           (folder / part.file).string(), part.rank));
     }

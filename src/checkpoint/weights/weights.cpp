@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <map>
 #include <unordered_map>
-#include <variant>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -23,11 +22,9 @@ namespace tessera {
 
 namespace fs = std::filesystem;
 
-using WeightsFile = std::variant<SafetensorsFile, TorchFile>;
-
 struct Weights::Impl {
   struct Place {
-    const WeightsFile* file;
+    const TensorSource* file;
     std::string name;  // in the file
     size_t entry;      // of `entries`
   };
@@ -39,7 +36,7 @@ struct Weights::Impl {
 
   std::string path;
   WeightsOptions options;
-  std::vector<std::unique_ptr<WeightsFile>> files;
+  std::vector<std::unique_ptr<TensorSource>> files;
   std::vector<SafetensorsEntry> entries;
   std::unordered_map<std::string, Place> by_name;
 };
@@ -77,27 +74,22 @@ bool is_index(const std::string& path) {
   return path.ends_with(kWeightsIndexSuffix) || file_kind(beginning_of(path)) == FileKind::json;
 }
 
-std::unique_ptr<WeightsFile> open_file(const std::string& path, const std::string& key) {
+std::unique_ptr<TensorSource> open_file(const std::string& path, const std::string& key) {
   const std::string begin = beginning_of(path);
   const FileKind kind = file_kind(begin);
   if (kind == FileKind::foreign) throw UsageError("weights: " + path + ": " + foreign_kind(begin));
-  if (kind == FileKind::zip) return std::make_unique<WeightsFile>(TorchFile(path, key));
+  if (kind == FileKind::zip) return std::make_unique<TorchFile>(path, key);
   if (!key.empty())
     throw UsageError("weights: " + path +
                      ": is a safetensors file, which has no dicts; expected "
                      "no key, given is " +
                      safetensors::in_quotes(key));
-  return std::make_unique<WeightsFile>(SafetensorsFile(path));
-}
-
-const std::vector<SafetensorsEntry>& entries_of(const WeightsFile& file) {
-  return std::visit(
-      [](const auto& opened) -> const auto& { return opened.entries(); }, file);
+  return std::make_unique<SafetensorsFile>(path);
 }
 
 std::string text_of(const std::string& path) {
   const auto refuse = [&](const std::string& reason) {
-    throw UsageError("safetensors: " + path + ": " + reason);
+    throw UsageError("weights: " + path + ": " + reason);
   };
   const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status {};
@@ -108,7 +100,7 @@ std::string text_of(const std::string& path) {
                        safetensors::kMaxHeaderBytes));
   std::string text(static_cast<size_t>(status.st_size), '\0');
   const int64_t got = file.read_at(text.data(), text.size(), 0);
-  if (got < 0) throw Error("safetensors: " + path + ": reading failed: " + errno_text(errno));
+  if (got < 0) throw Error("weights: " + path + ": reading failed: " + errno_text(errno));
   text.resize(static_cast<size_t>(got));
   return text;
 }
@@ -125,7 +117,7 @@ Weights::Impl::Impl(const std::string& given, const WeightsOptions& chosen)
 
 void Weights::Impl::add_names(const KeyMap& rename) {
   for (const auto& file : files) {
-    for (const auto& entry : entries_of(*file)) {
+    for (const auto& entry : file->entries()) {
       entries.push_back(entry);
       entries.back().name = rename(entry.name);
       const auto [at, added] =
@@ -149,7 +141,7 @@ void Weights::Impl::open_index() {
     } catch (const UsageError& error) {
       throw UsageError(fmt::format("{}; {} lists it", error.what(), path));
     }
-    contents.emplace(name, &entries_of(*files.back()));
+    contents.emplace(name, &files.back()->entries());
   }
   index.check(path, contents);
 }
@@ -174,17 +166,16 @@ const SafetensorsEntry& Weights::info(const std::string& name) const {
 }
 at::ScalarType Weights::scalar_type(const std::string& name) const {
   const auto& place = impl_->place_of(name);
-  return std::visit([&](const auto& file) { return file.scalar_type(place.name); }, *place.file);
+  return place.file->scalar_type(place.name);
 }
 at::Tensor Weights::load(const std::string& name) const {
   const auto& place = impl_->place_of(name);
-  return std::visit([&](const auto& file) { return file.load(place.name); }, *place.file);
+  return place.file->load(place.name);
 }
 void Weights::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                          at::Tensor out) const {
   const auto& place = impl_->place_of(name);
-  std::visit([&](const auto& file) { file.load_slice(place.name, elem_begin, elem_count, out); },
-             *place.file);
+  place.file->load_slice(place.name, elem_begin, elem_count, std::move(out));
 }
 
 void Weights::load_into(const std::string& name, at::Tensor into) const {

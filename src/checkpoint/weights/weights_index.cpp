@@ -22,7 +22,7 @@ constexpr std::string_view kFileSuffix = ".safetensors";
 constexpr std::string_view kTorchSuffix = ".bin";
 
 [[noreturn]] void refuse_index(const std::string& path, const std::string& reason) {
-  throw UsageError("safetensors: " + path + ": " + reason);
+  throw UsageError("weights: " + path + ": " + reason);
 }
 
 /// Parses the text. A key that is given twice in one object would otherwise count once.
@@ -45,9 +45,10 @@ json parse_once(const std::string& path, const std::string& text) {
 void check_part_name(const std::string& path, const std::string& tensor, const std::string& file) {
   const bool ends = file.ends_with(kFileSuffix) || file.ends_with(kTorchSuffix);
   if (ends && file[0] != '.' && file.find_first_of(std::string("/\\\0", 3)) == file.npos) return;
-  refuse_index(path, fmt::format("{} gives tensor {} the file {}; expected the plain name of a "
-                                 "{} file in the index's folder",
-                                 kWeightMap, in_quotes(tensor), in_quotes(file), kFileSuffix));
+  refuse_index(
+      path, fmt::format("{} gives tensor {} the file {}; expected the plain name of a "
+                        "{} or {} file in the index's folder",
+                        kWeightMap, in_quotes(tensor), in_quotes(file), kFileSuffix, kTorchSuffix));
 }
 
 std::optional<uint64_t> total_of(const std::string& path, const json& value) {
@@ -129,8 +130,7 @@ WeightsIndex parse_weights_index(const std::string& path, const std::string& tex
   const json value = parse_once(path, text);
   if (!value.is_object() || !value.contains(kWeightMap) || !value.at(kWeightMap).is_object() ||
       value.at(kWeightMap).empty())
-    refuse_index(path,
-                 fmt::format("has no {}; expected an index of safetensors files", kWeightMap));
+    refuse_index(path, fmt::format("has no {}; expected an index of files of weights", kWeightMap));
   WeightsIndex index;
   for (const auto& item : value.at(kWeightMap).items()) {
     if (!item.value().is_string())
@@ -181,7 +181,7 @@ std::string weights_index_text(const std::vector<SafetensorsSpec>& tensors,
   try {
     return json{{"metadata", {{kTotalSize, total}}}, {kWeightMap, std::move(map)}}.dump(2) + "\n";
   } catch (const json::exception&) {
-    throw UsageError("safetensors: the name of a tensor is not valid UTF-8");
+    throw UsageError("weights: the name of a tensor is not valid UTF-8");
   }
 }
 

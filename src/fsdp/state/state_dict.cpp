@@ -9,6 +9,7 @@
 #include "tessera/error.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
+#include "tessera/weights/load_shard.h"
 #include "tessera/weights/weights.h"
 
 namespace tessera {
@@ -76,22 +77,6 @@ void ShardedModule::take_shard(size_t index, const at::Tensor& whole) {
   sharding::in_memory_order(shard.tensor)
       .copy_(sharding::in_memory_order(placed).narrow(0, shard.begin, shard.numel));
 }
-
-namespace {
-
-/// Reads this rank's shard of parameter `index`: its elements alone if the parameter's memory order
-/// is that of the file, otherwise the whole parameter.
-void load_shard(ShardedModule& sharded, size_t index, const Weights& weights) {
-  const auto& [name, parameter] = sharded.model.parameters[index];
-  const auto& shard = sharded.model.shard_of(index);
-  if (!parameter.is_contiguous()) return sharded.take_shard(index, weights.load(name));
-  if (shard.numel == 0) return;
-  const auto part = at::empty({shard.numel}, weights.scalar_type(name));
-  weights.load_slice(name, shard.begin, shard.numel, part);
-  sharding::in_memory_order(at::Tensor(shard.tensor).detach()).copy_(part);
-}
-
-}  // namespace
 
 }  // namespace fsdp
 
@@ -183,7 +168,7 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   });
   sharded.residency->release_all();
   check_on_all_ranks(sharded, kCall, [&] {
-    for (size_t i = 0; i < sharded.model.parameters.size(); ++i) load_shard(sharded, i, *file);
+    for (const auto& shard : shards(true)) load_shard(*file, shard.parameter, shard);
     for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(name));
   });
 }

@@ -68,8 +68,8 @@ ModelPlan read_gpt2(OptionReader& options) {
     const auto net = std::make_shared<GPT2Impl>(seeded);
     TrainedModel model = detail::trained_model(net);
     GPT2Impl* raw = net.get();
-    model.load_weights = [raw](const Weights& weights, bool strict) {
-      return raw->load_weights(weights, strict);
+    model.match_weights = [raw](const TensorSource& weights, bool strict) {
+      return raw->match_weights(weights, strict);
     };
     model.generate = [raw](const at::Tensor& prompt, int64_t count, double temperature,
                            int64_t top_k, at::Generator generator) {

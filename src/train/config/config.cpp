@@ -112,6 +112,9 @@ void check_config_files(const Config& config) {
   if (!config.model.init.empty()) {
     check("model.init", config.model.init);
   }
+  if (!config.optimizer_init.path.empty()) {
+    check("optimizer.init", config.optimizer_init.path);
+  }
   if (!config.checkpoint.from.empty()) {
     check("checkpoint.from", config.checkpoint.from);
   }

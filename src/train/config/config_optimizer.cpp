@@ -71,14 +71,34 @@ void read_paramwise(OptionReader& keys, const OptimizerPlan& optimizer,
   keys.finish();
 }
 
-}  // namespace
-
-void describe_paramwise(OptionReader& keys) {
-  ParamwiseOptions paramwise;
-  read_paramwise(keys, OptimizerPlan{}, paramwise);
+void read_init(OptionReader& keys, OptimizerInit& init) {
+  keys.read_path("init", init.path,
+                 "a file of torch.save with the state_dict() of an optimizer of Python's "
+                 "torch.optim, from which the optimizer goes on; its options stay those of the "
+                 "config");
+  keys.read("init_key", init.key,
+            "the dict with the state in a file of torch.save that has several; keys within keys "
+            "are divided by /");
 }
 
-void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, OptimizerPlan& optimizer) {
+bool is_option(const std::string& key) {
+  return key != "type" && key != "init" && key != "init_key";
+}
+
+}  // namespace
+
+void describe_optimizer(OptionReader& keys) {
+  OptimizerInit init;
+  read_init(keys, init);
+  OptionReader paramwise_keys = keys.map("paramwise");
+  ParamwiseOptions paramwise;
+  read_paramwise(paramwise_keys, OptimizerPlan{}, paramwise);
+  keys.finish();
+}
+
+void read_optimizer(OptionReader& keys, Config& config) {
+  const ParallelConfig& parallel = config.parallel;
+  OptimizerPlan& optimizer = config.optimizer;
   const OptimizerRegistry& registry = registry::optimizers();
   optimizer.type = parallel.plan.optimizer_type;
   if (optimizer.type.empty()) {
@@ -99,10 +119,11 @@ void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, Optimize
         "LBFGS evaluates the loss several times per step, but the trainer does once; expected "
         "another optimizer");
   }
+  read_init(keys, config.optimizer_init);
   OptionReader paramwise = keys.map("paramwise");
   registry.read(optimizer.type, keys);
   for (const auto& [name, value] : keys.values()) {
-    if (name != "type" && keys.given(name)) {
+    if (is_option(name) && keys.given(name)) {
       optimizer.options[name] = value;
     }
   }

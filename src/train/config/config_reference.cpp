@@ -78,8 +78,8 @@ std::string config_reference() {
       components(registry::losses(), {"type"});
   text += section("data_preprocessor", "`type` and its options.\n") +
           components(registry::preprocessors(), {"type"});
-  text += section("optimizer", "`type`, the options of that optimizer, and `paramwise`:\n\n" +
-                                   table(OptionReader::describe(train::describe_paramwise))) +
+  text += section("optimizer", "`type`, the options of that optimizer, and:\n\n" +
+                                   table(OptionReader::describe(train::describe_optimizer))) +
           components(registry::optimizers(), {"type"});
   text += section("scheduler", "`type` and its options.\n") +
           components(registry::schedulers(), {"type"});

@@ -277,7 +277,7 @@ void read_config(OptionReader& keys, Config& config) {
   read_model(model, config.model);
   read_data(data, config, config.data);
   read_parallel(parallel, config.parallel);
-  read_optimizer(optimizer, config.parallel, config.optimizer);
+  read_optimizer(optimizer, config);
   config.scheduler = read_scheduler(scheduler);
   read_train(run, config, config.train);
   read_checkpoint(checkpoint, config.checkpoint);

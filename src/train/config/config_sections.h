@@ -12,7 +12,7 @@ std::string dotted(const std::vector<std::string>& path);
 /// Reads all sections.
 void read_config(OptionReader& keys, Config& config);
 
-void read_optimizer(OptionReader& keys, const ParallelConfig& parallel, OptimizerPlan& optimizer);
+void read_optimizer(OptionReader& keys, Config& config);
 /// `config`: the sections that were read before.
 void read_train(OptionReader& keys, const Config& config, RunConfig& run);
 void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint);
@@ -21,7 +21,7 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint);
 void describe_top_level(OptionReader& keys);
 void describe_model(OptionReader& keys);
 void describe_data(OptionReader& keys);
-void describe_paramwise(OptionReader& keys);
+void describe_optimizer(OptionReader& keys);
 void describe_parallel(OptionReader& keys);
 
 }  // namespace tessera::train

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "tessera/error.h"
+#include "tessera/save_weights.h"
 #include "train/config/config_sections.h"
 
 namespace tessera::train {
@@ -216,6 +217,18 @@ void check_counts(const OptionReader& keys, const RunConfig& run) {
   }
 }
 
+void check_save_optimizer(const OptionReader& keys, const RunConfig& run) {
+  if (run.save_optimizer.empty()) return;
+  if (!is_torch_path(run.save_optimizer))
+    keys.fail("save_optimizer", run.save_optimizer +
+                                    "; expected a name that ends in .pt, .pth or .bin: the file is "
+                                    "for torch.load");
+  if (run.ema.decay)
+    keys.fail("save_optimizer",
+              "belongs to the weights before averaging, and train.save has those of train.ema; "
+              "expected one of the two");
+}
+
 }  // namespace
 
 void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
@@ -235,6 +248,9 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
                  "file of the final weights, for torch.load if it ends in .pt, .pth or .bin, else "
                  "safetensors; with / at its end, a folder to which every rank writes its part of "
                  "them, and which gets the other files of a folder model.init");
+  keys.read_path("save_optimizer", run.save_optimizer,
+                 "file of the optimizer's final state, for load_state_dict() of the optimizer of "
+                 "the same type in Python's torch.optim; its name ends in .pt, .pth or .bin");
   int64_t shard_mb = 0;
   keys.read("max_shard_mb", shard_mb,
             "megabytes (10^6) of each file in a folder save; 0: any number", Range{0, 1e12});
@@ -257,6 +273,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   if (run.save_config && run.save.empty()) {
     keys.fail("save_config", "true, but train.save names no file to put it beside");
   }
+  check_save_optimizer(keys, run);
   if (run.steps > 0 && run.epochs > 0) {
     keys.fail("epochs", "train.steps is given, too; expected one of the two");
   }

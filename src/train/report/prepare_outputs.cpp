@@ -66,6 +66,9 @@ std::vector<UsedFile> outputs_of(const Config& config) {
   if (!config.train.save.empty()) {
     files.push_back({"train.save writes it, too", file_of_save(config)});
   }
+  if (!config.train.save_optimizer.empty()) {
+    files.push_back({"train.save_optimizer writes it, too", config.train.save_optimizer});
+  }
   if (config.train.save_config) {
     files.push_back({"train.save_config writes it, too",
                      fs::path(config.train.save).parent_path() / "config.json"});
@@ -108,6 +111,9 @@ std::vector<UsedFile> inputs_of(const Config& config) {
   if (!config.model.init.empty()) {
     add_matches("model.init reads it", config.model.init, files);
   }
+  if (!config.optimizer_init.path.empty()) {
+    files.push_back({"optimizer.init reads it", config.optimizer_init.path});
+  }
   return files;
 }
 
@@ -133,6 +139,7 @@ void prepare_outputs(const Config& config) {
   check_distinct(config);
   prepare_file(config, "train.log", config.train.log);
   prepare_file(config, "train.save", file_of_save(config));
+  prepare_file(config, "train.save_optimizer", config.train.save_optimizer);
 }
 
 }  // namespace tessera::train

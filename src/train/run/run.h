@@ -12,6 +12,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/data/batch_loader.h"
 #include "tessera/join.h"
+#include "tessera/optim/torch_optimizer_state.h"
 #include "tessera/safetensors.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/early_stop.h"
@@ -151,7 +152,14 @@ class Run : private Joinable {
   at::Tensor whole_weight(size_t i, int to);
   void add_weights_to(CheckpointWriter& writer);
   void load_weights_of(const Checkpoint& checkpoint);
+  void open_init();
+  void load_init();
   void report_unmatched(const UnmatchedNames& names) const;
+  void open_optimizer_init();
+  void load_optimizer_init();
+  std::vector<std::string> names_for_python(const std::vector<size_t>& group_sizes) const;
+  void report_other_options() const;
+  void save_optimizer();
   void save();
 
   const Config& config_;
@@ -164,10 +172,14 @@ class Run : private Joinable {
   std::optional<Sampler> sampler_;
   std::optional<SampleAssignment> assignment_;
   TrainedModel model_;
-  std::vector<SafetensorsSpec> weights_;  // parameters, then buffers
-  size_t parameter_count_ = 0;            // of weights_
-  int64_t parameters_ = 0;                // elements
-  std::unique_ptr<Reporter> reporter_;    // rank 0
+  std::optional<Weights> init_;  // model.init, until it is loaded
+  WeightsMatch init_names_;
+  std::optional<TorchOptimizerStateFile> optimizer_init_;  // optimizer.init, until it is loaded
+  std::vector<std::string> optimizer_names_;               // of the parameters in it
+  std::vector<SafetensorsSpec> weights_;                   // parameters, then buffers
+  size_t parameter_count_ = 0;                             // of weights_
+  int64_t parameters_ = 0;                                 // elements
+  std::unique_ptr<Reporter> reporter_;                     // rank 0
   std::vector<std::shared_ptr<RunHook>> hooks_;
   std::unique_ptr<ModelWrapper> wrapper_;
   std::unique_ptr<GroupSync> sync_;  // with parallel.local_sgd

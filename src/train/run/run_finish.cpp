@@ -46,6 +46,7 @@ void Run::finish() {
   report_memory();
   evaluate_averaged([&] {
     save();
+    save_optimizer();
     heartbeat_.enter(Phase::finishing, done_);
     sample();
   });

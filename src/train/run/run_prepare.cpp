@@ -5,12 +5,10 @@
 #include <sstream>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
-#include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
 #include "train/report/free_space.h"
@@ -153,30 +151,10 @@ void Run::make_model(const ProcessGroup& own_group) {
   freeze_parameters();
   note_specs();
   check_specs();
-  if (!resumed_ && !config_.model.init.empty()) {
-    named(config_.at("model.init"), [&] {
-      const Weights weights(config_.model.init, config_.model.init_options);
-      const bool strict = config_.model.strict;
-      const UnmatchedNames unmatched = model_.load_weights
-                                           ? model_.load_weights(weights, strict)
-                                           : load_state_dict(*model_.module, weights, strict);
-      report_unmatched(unmatched);
-    });
-  }
+  if (!resumed_ && !config_.model.init.empty()) open_init();
+  if (!resumed_ && !config_.optimizer_init.path.empty()) open_optimizer_init();
   // Dropout uses the global generator; every rank must draw different masks.
   torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
-}
-
-/// On rank 0, without model.strict.
-void Run::report_unmatched(const UnmatchedNames& names) const {
-  if (!reporter_) return;
-  const auto report = [&](const char* what, const std::vector<std::string>& list) {
-    if (!list.empty())
-      reporter_->line(
-          fmt::format("model.init: {} {}: {}", list.size(), what, fmt::join(list, ", ")));
-  };
-  report("missing names, which keep their initial values", names.missing);
-  report("unexpected names, which are not read", names.unexpected);
 }
 
 /// Whether the model is constructed without memory for its parameters.
@@ -281,6 +259,8 @@ void Run::make() {
   wrapper_ =
       config_.parallel.plan.make({model_, config_.preprocessor, own_group(), config_.optimizer});
   check_joining();
+  if (init_) load_init();
+  if (optimizer_init_) load_optimizer_init();
   if (config_.parallel.local_sgd) {
     sync_ = named(config_.at("parallel.local_sgd"), [&] {
       return std::make_unique<GroupSync>(*config_.parallel.local_sgd, *groups_, *wrapper_);

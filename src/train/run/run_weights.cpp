@@ -1,14 +1,21 @@
-// The weights of the model on disk: in checkpoints and at train.save.
+// The weights on disk: in checkpoints, at model.init and at train.save. The state of an optimizer
+// of Python's torch.optim, at optimizer.init and train.save_optimizer.
 
 #include <filesystem>
 #include <map>
 #include <set>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
+#include "tessera/step/agreement.h"
 #include "tessera/step/nonfinite.h"
+#include "tessera/weights/load_shard.h"
 #include "tessera/weights/weights_tools.h"
 #include "train/run/run.h"
 
@@ -82,6 +89,151 @@ void Run::load_weights_of(const Checkpoint& checkpoint) {
     };
   }
   detail::load_module(*model_.module, source, entries, load, true, later);
+}
+
+/// Opens model.init and matches its names with the model's. Local.
+void Run::open_init() {
+  named(config_.at("model.init"), [&] {
+    init_.emplace(config_.model.init, config_.model.init_options);
+    init_names_ = model_.match_weights
+                      ? model_.match_weights(*init_, config_.model.strict)
+                      : match_weights(*model_.module, *init_, config_.model.strict);
+  });
+  report_unmatched(init_names_.unmatched);
+  // What deferred parameters would be computed as is never used: load_init() sets all of them.
+  for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+    if (init_names_.names.count(name) > 0) detail::load_later(parameter, [](const at::Tensor&) {});
+  }
+}
+
+/// On rank 0, without model.strict.
+void Run::report_unmatched(const UnmatchedNames& names) const {
+  if (!reporter_) return;
+  const auto report = [&](const char* what, const std::vector<std::string>& list) {
+    if (!list.empty())
+      reporter_->line(
+          fmt::format("model.init: {} {}: {}", list.size(), what, fmt::join(list, ", ")));
+  };
+  report("missing names, which keep their initial values", names.missing);
+  report("unexpected names, which are not read", names.unexpected);
+}
+
+/// Each rank reads its elements of the parameters, and all buffers. Collective.
+void Run::load_init() {
+  const auto load = [&](const ParameterShard& shard) {
+    heartbeat_.enter(Phase::starting, 0);
+    const auto found = init_names_.names.find(shard.parameter);
+    if (found == init_names_.names.end()) return;
+    for (const auto& [first, second, advice] : init_names_.equal) {
+      if (first != found->second) continue;
+      check_equal_shards(*init_, first, second, shard, advice);
+    }
+    load_shard(*init_, found->second, shard);
+  };
+  agree(group_, [&] {
+    named(config_.at("model.init"), [&] {
+      for (const auto& shard : wrapper_->loaded_shards()) load(shard);
+      const torch::NoGradGuard no_grad;
+      for (auto& buffer : model_.module->named_buffers(true)) {
+        const auto found = init_names_.names.find(buffer.key());
+        if (found != init_names_.names.end()) buffer.value().copy_(init_->load(found->second));
+      }
+    });
+  });
+  wrapper_->publish_shards();
+  init_.reset();
+}
+
+/// Opens optimizer.init and finds the order of its parameters. Local.
+void Run::open_optimizer_init() {
+  named(config_.at("optimizer.init"), [&] {
+    optimizer_init_.emplace(config_.optimizer_init.path, config_.optimizer_init.key);
+    std::vector<size_t> sizes;
+    for (const auto& group : optimizer_init_->groups()) sizes.push_back(group.parameters);
+    optimizer_names_ = names_for_python(sizes);
+  });
+}
+
+/// The parameters in the order in which Python's optimizer got them: the groups of the config, or
+/// one group with all parameters of the model, with the frozen ones or without.
+std::vector<std::string> Run::names_for_python(const std::vector<size_t>& group_sizes) const {
+  std::vector<std::string> all, trained, grouped;
+  for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+    all.push_back(name);
+    if (parameter.requires_grad()) trained.push_back(name);
+  }
+  std::vector<size_t> own_sizes;
+  for (const auto& group : config_.optimizer.groups(*model_.module)) {
+    own_sizes.push_back(group.parameters.size());
+    for (const auto& [name, parameter] : group.parameters) grouped.push_back(name);
+  }
+  if (group_sizes == own_sizes) return grouped;
+  if (group_sizes == std::vector<size_t>{all.size()}) return all;
+  if (group_sizes == std::vector<size_t>{trained.size()}) return trained;
+  throw UsageError(fmt::format(
+      "{}: its parameter groups have {} parameters; expected {}, those of the config's groups, or "
+      "one group of {}, the model's parameters",
+      config_.optimizer_init.path, fmt::join(group_sizes, ", "), fmt::join(own_sizes, ", "),
+      all.size()));
+}
+
+/// Each rank reads the state of its shards. Collective.
+void Run::load_optimizer_init() {
+  agree(group_, [&] {
+    named(config_.at("optimizer.init"), [&] {
+      heartbeat_.enter(Phase::starting, 0);
+      std::vector<ElementRange> ranges;
+      for (const ElementRange& range : wrapper_->shards()) ranges.push_back(range);
+      const auto slices = optimizer_init_->load_slices(optimizer_names_, ranges);
+      try {
+        wrapper_->load_state_slices(slices);
+      } catch (const UsageError& error) {
+        throw UsageError(fmt::format("{} is not the state of {}: {}", config_.optimizer_init.path,
+                                     config_.optimizer.type, error.what()));
+      }
+    });
+  });
+  report_other_options();
+  optimizer_init_.reset();
+}
+
+/// On rank 0, options that are not those of the file.
+void Run::report_other_options() const {
+  const auto& theirs = optimizer_init_->groups();
+  const auto& own = wrapper_->optimizer().param_groups();
+  if (!reporter_ || theirs.size() != own.size()) return;
+  for (size_t i = 0; i < own.size(); ++i) {
+    for (const auto& [name, value] : get_options(own[i].options())) {
+      const auto found = theirs[i].options.find(name);
+      if (found == theirs[i].options.end() || found->second == value) continue;
+      reporter_->line(fmt::format(
+          "warning: optimizer.init: {} of group {} is {} in {} and {} in the "
+          "config, which counts",
+          name, i, to_string(found->second), config_.optimizer_init.path, to_string(value)));
+    }
+  }
+}
+
+/// Writes the state at train.save_optimizer. Frozen parameters have none and are left out.
+/// Collective.
+void Run::save_optimizer() {
+  const std::string& path = config_.train.save_optimizer;
+  if (path.empty()) return;
+  heartbeat_.enter(Phase::saving, done_);
+  OptimizerStateDict dict;
+  groups_->in_first([&] { dict = wrapper_->optimizer_state_dict(); });
+  agree(group_, [&] {
+    if (!first()) return;
+    std::set<std::string> frozen;
+    for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+      if (!parameter.requires_grad()) frozen.insert(name);
+    }
+    for (auto& group : dict.groups)
+      std::erase_if(group.parameters, [&](const auto& name) { return frozen.count(name) > 0; });
+    std::erase_if(dict.groups, [](const auto& group) { return group.parameters.empty(); });
+    named(config_.at("train.save_optimizer"), [&] { save_torch_optimizer_state(dict, path); });
+    reporter_->line("optimizer state written to " + path);
+  });
 }
 
 /// Writes the weights at train.save.

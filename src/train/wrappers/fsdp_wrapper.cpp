@@ -81,6 +81,13 @@ class FsdpWrapper : public ModelWrapper {
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
+  std::vector<ParameterShard> loaded_shards() override {
+    auto result = fsdp_.shards(true);
+    for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+      if (sharded_.count(name) == 0) result.push_back(whole_shard(name, parameter));
+    }
+    return result;
+  }
   void publish_shards() override {}
   std::vector<StateSlice> state_slices() override {
     return tessera::state_slices(*optimizer_, fsdp_.shards());

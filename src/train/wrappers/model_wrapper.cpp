@@ -32,6 +32,14 @@ std::vector<size_t> ModelWrapper::saved_shards() {
   return all;
 }
 
+std::vector<ParameterShard> ModelWrapper::loaded_shards() {
+  auto result = shards();
+  for (const auto& named : named_parameters(*model_.module)) {
+    if (!named.second.requires_grad()) result.push_back(whole_shard(named.first, named.second));
+  }
+  return result;
+}
+
 at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
   ParsedLosses losses = parse_losses(model_.loss(cast(batch)));
   figures_ = std::move(losses.values);
