@@ -361,6 +361,21 @@ class CommandLine(Folder):
         self.assertIn("0 of 28 tensors differ", self.run_("tessera", "weights", "diff", "hf", "d/"))
         self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
 
+    def test_dtypes_keep_their_names(self):
+        names = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
+                 "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+        values = {entry: torch.tensor([1.0, 0, 1]).to(getattr(torch, name)) for entry, name in names.items()}
+        torch.save(values, self.folder / "in.pt")
+        text = self.run_("tessera", "weights", "inspect", "in.pt")
+        for entry in names:
+            self.assertRegex(text, rf"(?m) {entry} +\[3\].* {entry}$")
+        self.run_("tessera", "weights", "convert", "in.pt", "out.safetensors")
+        self.run_("tessera", "weights", "convert", "out.safetensors", "out.pt", "--dtype", "bfloat16")
+        for entry, value in torch.load(self.folder / "out.pt").items():
+            expected = values[entry].to(torch.bfloat16) if values[entry].is_floating_point() else values[entry]
+            self.assertEqual(expected.dtype, value.dtype)
+            self.assertTrue(expected.equal(value))
+
     def test_differences(self):
         base = {"a": numpy.zeros(4, numpy.float32), "b": numpy.ones(3, numpy.float32), "same": numpy.ones(2, numpy.float32)}
         other = {"a": numpy.array([0, 0, -0.25, 0.125], numpy.float32), "b": numpy.ones((3, 1), numpy.float32), "same": base["same"],
