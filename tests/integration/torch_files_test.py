@@ -311,6 +311,15 @@ class Hostile(Folder):
         (self.path("not.pt")).write_bytes(b"hello" * 100)
         self.refused(self.path("not.pt"), "may be cut off")
 
+    def test_a_memo_that_is_set_again(self):
+        """The later value counts: here the list in which a list is, so that there is a cycle."""
+        self.refused(self.archive(self.dict_of(b"K\x01q\x05" + b"0" + b"]q\x05h\x05a")), "in a cycle")
+
+    def test_a_tensor_that_is_conjugate(self):
+        plain = tensor([2], [1])
+        self.assertTrue(plain.endswith(b"tR"))
+        self.refused(self.archive(self.dict_of(plain[:-2] + b"}X\x04\x00\x00\x00conj\x88stR")), "conjugate or negative bit")
+
     def test_stack_errors(self):
         for text in (b"\x80\x02", b"\x80\x02.", b"\x80\x02t.", b"\x80\x020.", b"\x80\x02h\x05.", b"\x80\x02}}.", b"\x80\x02(}.",
                      b"\x80\x02}(K\x01u.", b"\x80\x02K\x01K\x02a.", b"\x80\x02X\xff\xff\xff\xffa.", b"\x80\x02\x8d" + b"\xff" * 8 + b".",

@@ -236,9 +236,13 @@ class OptimizerState(Folder):
     def train(self, *words, ranks=1, code=0):
         return self.run_("tessera", "train", "-n", ranks, "c.yaml", *words, code=code)
 
-    def loaded(self):
+    def loaded_model(self):
         model = Classifier()
         model.load_state_dict(torch.load(self.folder / "out.pt", weights_only=True))
+        return model
+
+    def loaded(self):
+        model = self.loaded_model()
         optimizer = adamw(model)
         optimizer.load_state_dict(torch.load(self.folder / "state.pt"))
         return model, optimizer
@@ -275,7 +279,13 @@ class OptimizerState(Folder):
             self.assertEqual(float(mixed[1].state_dict()["state"][0]["step"]), 6)
 
     def test_every_bit_survives(self):
-        """Without a step, on any number of ranks, with the fused AdamW, and in a second round."""
+        """Without a step, on any number of ranks, with the fused AdamW, and in a second round. The parameters share a storage, and one of them is
+        stored with other strides."""
+        flat = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+        for parameter, part in zip(self.model.parameters(), flat.split([p.numel() for p in self.model.parameters()])):
+            parameter.data = part.view(parameter.shape)
+        convolution = self.model.blocks[0].conv2.weight
+        convolution.data = convolution.data.to(memory_format=torch.channels_last)
         train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
         self.save()
         for ranks, wrapper in ((2, "FullyShardedDataParallel"), (3, "ZeroRedundancyOptimizer"), (2, "DistributedDataParallel")):
@@ -310,11 +320,14 @@ class OptimizerState(Folder):
         self.optimizer = adamw(self.model)
         train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
         self.save()
-        for wrapper in ("ZeroRedundancyOptimizer", "FullyShardedDataParallel"):
-            self.train("train.steps=0", "model.freeze=[blocks.0.conv1.weight, head.*]", f"parallel.type={wrapper}", ranks=2)
+        for wrapper in ("{type: ZeroRedundancyOptimizer}", "{type: FullyShardedDataParallel}",
+                        "{type: FullyShardedDataParallel, ignored_parameters: [head.*]}"):
+            self.train("train.steps=0", "model.freeze=[blocks.0.conv1.weight, head.*]", f"parallel={wrapper}", ranks=2)
             state = torch.load(self.folder / "state.pt")
             kept = [i for i, (n, _) in enumerate(self.model.named_parameters()) if n != "blocks.0.conv1.weight" and "head" not in n]
             self.assertEqual(state["param_groups"][0]["params"], [0, 1, 2, 3, 4])
+            for a, b in zip(self.loaded_model().parameters(), self.model.parameters()):
+                self.assertTrue(a.equal(b), wrapper)
             for number, before in enumerate(kept):
                 self.assertTrue(state["state"][number]["exp_avg"].equal(self.optimizer.state_dict()["state"][before]["exp_avg"]))
 
@@ -356,8 +369,10 @@ class CommandLine(Folder):
         # One tensor has more than the limit, and is alone in its file.
         self.assertTrue(all(sum(t.nbytes for t in read_safetensors(self.folder / "d" / f).values()) <= 12000
                             or len(read_safetensors(self.folder / "d" / f)) == 1 for f in files))
+        (self.folder / "hf/pytorch_model.bin").write_bytes(b"older weights")
         self.run_("tessera", "weights", "convert", "hf", "e/")
-        self.assertTrue((self.folder / "e/tokenizer.json").exists())
+        self.assertEqual(sorted(f.name for f in (self.folder / "e").iterdir()),
+                         ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"])
         self.assertIn("0 of 28 tensors differ", self.run_("tessera", "weights", "diff", "hf", "d/"))
         self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
 
@@ -388,6 +403,12 @@ class CommandLine(Folder):
         self.assertIn("more  only in the second", text)
         self.assertIn("3 of 4 tensors differ", text)
         self.assertNotIn("same", text)
+        one, two = (numpy.array([numpy.nan, 1, x], numpy.float32) for x in (2, 3))
+        write_safetensors(self.folder / "3.safetensors", {"n": one})
+        write_safetensors(self.folder / "4.safetensors", {"n": two})
+        self.assertIn("n  largest difference 1, 1 elements differ", self.run_("tessera", "weights", "diff", "3.safetensors", "4.safetensors", code=1))
+        self.run_("tessera", "weights", "convert", "4.safetensors", "5.safetensors", "--map", "^n$=m", "--map", "^m$=k")
+        self.assertEqual(sorted(read_safetensors(self.folder / "5.safetensors")), ["k"], "rules apply in order, each to the last one's result")
         other["b"] = numpy.array([numpy.nan, 1, 1], numpy.float32)
         write_safetensors(self.folder / "2.safetensors", other)
         self.assertIn("b  largest difference nan", self.run_("tessera", "weights", "diff", "1.safetensors", "2.safetensors", "--tolerance", "9", code=1))
