@@ -44,8 +44,8 @@ struct WeightsMatch {
 };
 
 /// Weights opened for reading. The kind of each file is recognised by its content: safetensors,
-/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Copies share
-/// the opened files.
+/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Copies
+/// share the opened files.
 class Weights : public TensorSource {
  public:
   /// `path`: a file, an index, or a folder that has model.safetensors.index.json,
