@@ -321,7 +321,7 @@ class OptimizerState(Folder):
         train_in_python(self.model, self.optimizer, self.images[0], self.labels[0], 1)
         self.save()
         for wrapper in ("{type: ZeroRedundancyOptimizer}", "{type: FullyShardedDataParallel}",
-                        "{type: FullyShardedDataParallel, ignored_parameters: [head.*]}"):
+                        "{type: FullyShardedDataParallel, ignored_parameters: [head.weight, head.bias]}"):
             self.train("train.steps=0", "model.freeze=[blocks.0.conv1.weight, head.*]", f"parallel={wrapper}", ranks=2)
             state = torch.load(self.folder / "state.pt")
             kept = [i for i, (n, _) in enumerate(self.model.named_parameters()) if n != "blocks.0.conv1.weight" and "head" not in n]

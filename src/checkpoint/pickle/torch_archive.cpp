@@ -179,7 +179,7 @@ void TorchArchive::load_slice(const TorchTensor& tensor, int64_t begin, int64_t 
                               at::Tensor& out) const {
   if (count == 0) return;
   if (!tensor.contiguous()) {
-    out.copy_(load(tensor).view({-1}).narrow(0, begin, count));
+    out.view({-1}).copy_(load(tensor).view({-1}).narrow(0, begin, count));
     return;
   }
   const uint64_t width = tensor.dtype.bytes;

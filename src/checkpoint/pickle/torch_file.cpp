@@ -103,7 +103,7 @@ void TorchFile::load_slice(const std::string& name, int64_t elem_begin, int64_t 
   check_slice(where, numel, impl_->type_of(i), elem_begin, elem_count, out);
   if (impl_->scripted.empty())
     impl_->archive.load_slice(impl_->tensors[i], elem_begin, elem_count, out);
-  else out.copy_(impl_->scripted[i].view({-1}).narrow(0, elem_begin, elem_count));
+  else out.view({-1}).copy_(impl_->scripted[i].view({-1}).narrow(0, elem_begin, elem_count));
 }
 
 }  // namespace tessera
