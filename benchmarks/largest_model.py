@@ -8,7 +8,7 @@ float32, AdamW. A model trains if two steps end without an error in a memory cgr
 models give a first number of layers; from there the number moves until it trains with n layers and fails with n + 1. --python adds
 PyTorch's FSDP2 (torch_peer.py) run by this interpreter, whose PyTorch must be 2.4 or newer. Needs root and cgroups.
 """
-import argparse, json, os, pathlib, subprocess, tempfile
+import argparse, json, os, pathlib, subprocess, tempfile, time
 
 HERE = pathlib.Path(__file__).resolve().parent
 WIDTH, HEADS, VOCABULARY, TOKENS = 1024, 16, 50257, 512
@@ -48,7 +48,13 @@ class Cgroup:
         return self
 
     def __exit__(self, *_):
-        self.folder.rmdir()
+        for _ in range(1000):  # helpers of a Python that has ended may end later
+            left = (self.folder / "cgroup.procs").read_text().split()
+            try:
+                return self.folder.rmdir()
+            except OSError:
+                time.sleep(0.01)
+        raise SystemExit(f"{self.folder}: processes {left} do not end")
 
     def run(self, command, env, folder):
         """Whether the command ends without an error, and its output."""
