@@ -1,8 +1,9 @@
-// model.init and optimizer.init: which bytes each rank reads of them; train.save: which it writes.
-// (tests/integration/weights_test.py compares what arrives.)
+// model.init, optimizer.init and checkpoints: which bytes each rank reads of them; train.save:
+// which it writes. (tests/integration/weights_test.py compares what arrives.)
 
 #include <gmock/gmock.h>
 
+#include "tessera/checkpoint_store.h"
 #include "tessera/safetensors.h"
 #include "tessera/weights/torch_file.h"
 #include "tessera/weights/weights_tools.h"
@@ -163,6 +164,33 @@ TEST_F(InitTest, EachRankReadsItsSlicesOfTheOptimizerState) {
     for (const int64_t rank : bytes_of_init(2, wrapper, {"optimizer.init=state.pt"})) {
       EXPECT_LT(rank, bytes / 2 + 2 * kHeaders) << wrapper;
       EXPECT_GE(rank, bytes / 2 - 2 * kHeaders) << wrapper;
+    }
+  }
+}
+
+TEST_F(InitTest, ResumedRanksReadTheirSlicesAlone) {
+  const std::string fsdp = "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}";
+  for (const bool single : {false, true}) {
+    std::filesystem::remove_all("c");
+    const std::string folder = fmt::format("checkpoint={{folder: c, single_file: {}}}", single);
+    bytes_of_ranks(2, {fsdp, folder, "train.steps=1"});
+    int64_t all = 0, weights = 0;
+    const Checkpoint checkpoint(*latest_checkpoint("c"));
+    for (const auto& file : checkpoint.files())
+      all += static_cast<int64_t>(std::filesystem::file_size(checkpoint.path() + "/" + file));
+    for (const auto& entry : Weights(checkpoint.path()).entries())
+      weights += static_cast<int64_t>(entry.end - entry.begin);
+    for (const auto& wrapper : {fsdp, std::string("parallel.type=ZeroRedundancyOptimizer")}) {
+      for (const int world : {2, 3}) {
+        int64_t read = 0;
+        for (const int64_t rank : bytes_of_ranks(world, {wrapper, folder, "train.steps=1"}))
+          read += rank;
+        for (const int64_t rank : bytes_of_ranks(world, {wrapper, "train.steps=0"})) read -= rank;
+        // All ranks together compare every digest once, and read every state and weight once.
+        EXPECT_NEAR(static_cast<double>(read), 2.0 * static_cast<double>(all),
+                    0.3 * static_cast<double>(weights))
+            << single << " " << wrapper << " " << world;
+      }
     }
   }
 }

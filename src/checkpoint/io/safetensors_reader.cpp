@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <torch/version.h>
 
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/io/safetensors_dtype.h"

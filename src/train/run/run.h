@@ -151,9 +151,12 @@ class Run : private Joinable {
   // run_weights.cpp
   at::Tensor whole_weight(size_t i, int to);
   void add_weights_to(CheckpointWriter& writer);
-  void load_weights_of(const Checkpoint& checkpoint);
+  void open_checkpoint_weights();
+  void load_checkpoint_weights();
   void open_init();
   void load_init();
+  void skip_initial_values();
+  void load_initial();
   void report_unmatched(const UnmatchedNames& names) const;
   void open_optimizer_init();
   void load_optimizer_init();
@@ -172,8 +175,8 @@ class Run : private Joinable {
   std::optional<Sampler> sampler_;
   std::optional<SampleAssignment> assignment_;
   TrainedModel model_;
-  std::optional<Weights> init_;  // model.init, until it is loaded
-  WeightsMatch init_names_;
+  std::unique_ptr<TensorSource> initial_;  // the checkpoint's weights, or model.init; until loaded
+  WeightsMatch initial_names_;
   std::optional<TorchOptimizerStateFile> optimizer_init_;  // optimizer.init, until it is loaded
   std::vector<std::string> optimizer_names_;               // of the parameters in it
   std::vector<SafetensorsSpec> weights_;                   // parameters, then buffers

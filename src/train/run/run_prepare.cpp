@@ -58,7 +58,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   heartbeat_.enter(Phase::starting, 0);
   agree(group_, [&] { make_model(layers); });
-  if (resumed_) resumed_->read_together([&] { load_weights_of(*resumed_); });
+  if (resumed_) resumed_->read_together([&] { open_checkpoint_weights(); });
   make();
   warn_of_space(bytes_of_weights(), "the weights take", true);
 }
@@ -259,7 +259,8 @@ void Run::make() {
   wrapper_ =
       config_.parallel.plan.make({model_, config_.preprocessor, own_group(), config_.optimizer});
   check_joining();
-  if (init_) load_init();
+  if (resumed_) load_checkpoint_weights();
+  else if (initial_) load_init();
   if (optimizer_init_) load_optimizer_init();
   if (config_.parallel.local_sgd) {
     sync_ = named(config_.at("parallel.local_sgd"), [&] {

@@ -18,11 +18,11 @@
 #include "tessera/weights/load_shard.h"
 #include "tessera/weights/weights_tools.h"
 #include "train/run/run.h"
+#include "train/weights/checkpoint_weights.h"
 
 namespace tessera::train {
 namespace {
 
-constexpr const char* kWeights = "weights.safetensors";  // of a checkpoint with one file of weights
 const SafetensorsMetadata kMetadata{{"format", "pt"}};
 
 }  // namespace
@@ -42,7 +42,7 @@ at::Tensor Run::whole_weight(size_t i, int to) {
 void Run::add_weights_to(CheckpointWriter& writer) {
   const int ranks = config_.checkpoint.single_file ? 1 : own_group().size();
   auto parts = divide_weights(weights_, ranks, parameter_count_);
-  if (parts.size() == 1) parts[0].file = kWeights;
+  if (parts.size() == 1) parts[0].file = kCheckpointWeights;
   const auto rank = static_cast<size_t>(own_group().rank());
   if (rank < parts.size()) {
     std::vector<SafetensorsSpec> own;
@@ -58,51 +58,38 @@ void Run::add_weights_to(CheckpointWriter& writer) {
     writer.add_text(kWeightsIndexName, weights_index_text(weights_, parts));
 }
 
-/// Local.
-void Run::load_weights_of(const Checkpoint& checkpoint) {
-  WeightsIndex index;
-  std::string source = checkpoint.path() + "/" + kWeights;
-  if (checkpoint.contains(kWeightsIndexName)) {
-    source = checkpoint.path() + "/" + kWeightsIndexName;
-    index = parse_weights_index(source, checkpoint.text(kWeightsIndexName));
-  } else {
-    for (const auto& name : checkpoint.tensors(kWeights).names()) index.files[name] = kWeights;
-  }
-  std::vector<SafetensorsEntry> entries;
-  std::map<std::string, const std::vector<SafetensorsEntry>*> contents;
-  for (const auto& file : index.file_names()) {
-    const auto& part = checkpoint.tensors(file).entries();
-    contents.emplace(file, &part);
-    entries.insert(entries.end(), part.begin(), part.end());
-  }
-  index.check(source, contents);
-  const auto load = [&](const std::string& name) {
-    heartbeat_.enter(Phase::starting, 0);
-    return checkpoint.load_tensor(index.files.at(name), name);
-  };
-  // Files of other hosts can only be read now, together with the other ranks.
-  std::function<void(const std::string&, at::Tensor)> later;
-  if (group_.same_host()) {
-    later = [this, &checkpoint, files = index.files](const std::string& name, at::Tensor into) {
-      heartbeat_.enter(Phase::starting, 0);
-      into.copy_(checkpoint.load_tensor(files.at(name), name));
-    };
-  }
-  detail::load_module(*model_.module, source, entries, load, true, later);
+/// Opens the weights of the checkpoint and matches their names with the model's. Called within
+/// read_together().
+void Run::open_checkpoint_weights() {
+  initial_ = std::make_unique<CheckpointWeights>(*resumed_);
+  initial_names_ = match_weights(*model_.module, *initial_);
+  skip_initial_values();
+}
+
+/// Collective.
+void Run::load_checkpoint_weights() {
+  resumed_->read_together([&] { load_initial(); });
+  wrapper_->publish_shards();
+  initial_.reset();
 }
 
 /// Opens model.init and matches its names with the model's. Local.
 void Run::open_init() {
   named(config_.at("model.init"), [&] {
-    init_.emplace(config_.model.init, config_.model.init_options);
-    init_names_ = model_.match_weights
-                      ? model_.match_weights(*init_, config_.model.strict)
-                      : match_weights(*model_.module, *init_, config_.model.strict);
+    initial_ = std::make_unique<Weights>(config_.model.init, config_.model.init_options);
+    initial_names_ = model_.match_weights
+                         ? model_.match_weights(*initial_, config_.model.strict)
+                         : match_weights(*model_.module, *initial_, config_.model.strict);
   });
-  report_unmatched(init_names_.unmatched);
-  // What deferred parameters would be computed as is never used: load_init() sets all of them.
+  report_unmatched(initial_names_.unmatched);
+  skip_initial_values();
+}
+
+/// What deferred parameters would be computed as is never used: load_initial() sets all of them.
+void Run::skip_initial_values() {
   for (const auto& [name, parameter] : named_parameters(*model_.module)) {
-    if (init_names_.names.count(name) > 0) detail::load_later(parameter, [](const at::Tensor&) {});
+    if (initial_names_.names.count(name) > 0)
+      detail::load_later(parameter, [](const at::Tensor&) {});
   }
 }
 
@@ -118,30 +105,30 @@ void Run::report_unmatched(const UnmatchedNames& names) const {
   report("unexpected names, which are not read", names.unexpected);
 }
 
-/// Each rank reads its elements of the parameters, and all buffers. Collective.
+/// Collective.
 void Run::load_init() {
-  const auto load = [&](const ParameterShard& shard) {
-    heartbeat_.enter(Phase::starting, 0);
-    const auto found = init_names_.names.find(shard.parameter);
-    if (found == init_names_.names.end()) return;
-    for (const auto& [first, second, advice] : init_names_.equal) {
-      if (first != found->second) continue;
-      check_equal_shards(*init_, first, second, shard, advice);
-    }
-    load_shard(*init_, found->second, shard);
-  };
-  agree(group_, [&] {
-    named(config_.at("model.init"), [&] {
-      for (const auto& shard : wrapper_->loaded_shards()) load(shard);
-      const torch::NoGradGuard no_grad;
-      for (auto& buffer : model_.module->named_buffers(true)) {
-        const auto found = init_names_.names.find(buffer.key());
-        if (found != init_names_.names.end()) buffer.value().copy_(init_->load(found->second));
-      }
-    });
-  });
+  agree(group_, [&] { named(config_.at("model.init"), [&] { load_initial(); }); });
   wrapper_->publish_shards();
-  init_.reset();
+  initial_.reset();
+}
+
+/// Each rank reads its elements of the parameters, and all buffers. Local.
+void Run::load_initial() {
+  const auto& [names, equal, unmatched] = initial_names_;
+  for (const auto& shard : wrapper_->loaded_shards()) {
+    heartbeat_.enter(Phase::starting, 0);
+    const auto found = names.find(shard.parameter);
+    if (found == names.end()) continue;
+    for (const auto& [first, second, advice] : equal) {
+      if (first == found->second) check_equal_shards(*initial_, first, second, shard, advice);
+    }
+    load_shard(*initial_, found->second, shard);
+  }
+  const torch::NoGradGuard no_grad;
+  for (auto& buffer : model_.module->named_buffers(true)) {
+    const auto found = names.find(buffer.key());
+    if (found != names.end()) buffer.value().copy_(initial_->load(found->second));
+  }
 }
 
 /// Opens optimizer.init and finds the order of its parameters. Local.

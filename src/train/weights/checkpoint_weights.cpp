@@ -1,0 +1,51 @@
+#include "train/weights/checkpoint_weights.h"
+
+#include "tessera/detail/nearest.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+
+CheckpointWeights::CheckpointWeights(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {
+  path_ = checkpoint.path() + "/" + kCheckpointWeights;
+  if (checkpoint.contains(kWeightsIndexName)) {
+    path_ = checkpoint.path() + "/" + kWeightsIndexName;
+    index_ = parse_weights_index(path_, checkpoint.text(kWeightsIndexName));
+  } else {
+    for (const auto& name : checkpoint.tensors(kCheckpointWeights).names())
+      index_.files[name] = kCheckpointWeights;
+  }
+  std::map<std::string, const std::vector<SafetensorsEntry>*> contents;
+  for (const auto& file : index_.file_names()) {
+    const auto& part = checkpoint.tensors(file).entries();
+    contents.emplace(file, &part);
+    entries_.insert(entries_.end(), part.begin(), part.end());
+  }
+  index_.check(path_, contents);
+}
+
+const std::string& CheckpointWeights::file_of(const std::string& name) const {
+  const auto found = index_.files.find(name);
+  if (found != index_.files.end()) return found->second;
+  std::vector<std::string> names;
+  for (const auto& entry : entries_) names.push_back(entry.name);
+  throw UsageError(path_ + ": no tensor \"" + name + "\"" + did_you_mean(name, names));
+}
+
+const SafetensorsEntry& CheckpointWeights::info(const std::string& name) const {
+  return checkpoint_.tensors(file_of(name)).info(name);
+}
+
+at::ScalarType CheckpointWeights::scalar_type(const std::string& name) const {
+  return checkpoint_.tensors(file_of(name)).scalar_type(name);
+}
+
+at::Tensor CheckpointWeights::load(const std::string& name) const {
+  return checkpoint_.load_tensor(file_of(name), name);
+}
+
+void CheckpointWeights::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
+                                   at::Tensor out) const {
+  checkpoint_.load_slice(file_of(name), name, elem_begin, elem_count, std::move(out));
+}
+
+}  // namespace tessera::train
