@@ -4,9 +4,10 @@
 //   torch_file_probe state IN OUT NAME…        the same for an optimizer's state
 //   torch_file_probe train WEIGHTS STATE OUT_WEIGHTS OUT_STATE
 //       AdamW over a Linear(3, 2): one more step with the gradient 1, state through a C++ optimizer
-//   torch_file_probe open FILE…                reads weights; prints for each file the growth of
-//   its
-//                                              greatest memory in KiB and its CPU time in ms
+//   torch_file_probe open FILE…
+//       reads weights; prints for each file the growth of its greatest memory in KiB and its CPU
+//       time in ms
+//   torch_file_probe libtorch                  prints the version of libtorch
 //   torch_file_probe measure                   the same of a known load: 64 MiB, at least 100 ms
 
 #include <cstring>
@@ -104,6 +105,8 @@ void run(const Words& words) {
         tessera::load_torch_optimizer_state(words[2], {words.begin() + 4, words.end()}), words[3]);
   } else if (words[1] == "train") {
     train(words);
+  } else if (words[1] == "libtorch") {
+    std::cout << TORCH_VERSION << "\n";
   } else if (words[1] == "measure") {
     measure(known_load);
   } else {
