@@ -45,7 +45,7 @@ class InitTest : public testing::TrainFixture {
     std::vector<int64_t> bytes(static_cast<size_t>(world));
     ::testing::internal::CaptureStdout();
     try {
-      run_ranks(world, [&](ProcessGroup group, int rank) {
+      testing::run_ranks(world, [&](ProcessGroup group, int rank) {
         const int64_t before = kernel_counts(counter);
         run_training(config, group);
         bytes[static_cast<size_t>(rank)] = kernel_counts(counter) - before;
