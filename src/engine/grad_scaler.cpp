@@ -1,6 +1,7 @@
 #include "tessera/step/grad_scaler.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "tessera/config/option_reader.h"
@@ -19,7 +20,7 @@ bool has_elements(const at::Tensor& gradient) { return gradient.defined() && gra
 
 /// If the sum of all gradients is finite, every element is. That takes one pass without a temporary
 /// and one wait for the device. A sum that is not finite may be an overflow of finite elements, so
-/// then every tensor is checked.
+/// then every tensor is checked, with another wait.
 bool all_finite(const std::vector<at::Tensor>& gradients) {
   at::Tensor total = at::zeros({});
   for (const auto& gradient : gradients) {
@@ -27,10 +28,13 @@ bool all_finite(const std::vector<at::Tensor>& gradients) {
       total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : gradient.sum());
     }
   }
-  return at::isfinite(total).item<bool>() ||
-         std::all_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
-           return !has_elements(gradient) || at::isfinite(gradient).all().item<bool>();
-         });
+  if (std::isfinite(total.item<double>())) return true;
+  at::Tensor with_infinities = at::zeros({});
+  for (const auto& gradient : gradients) {
+    if (has_elements(gradient))
+      with_infinities = with_infinities + (1 - at::isfinite(gradient).all().to(at::kFloat));
+  }
+  return with_infinities.item<double>() == 0;
 }
 
 }  // namespace

@@ -259,6 +259,17 @@ TEST_F(TrainingTest, CudaWithoutADeviceOrNcclIsAnError) {
       << err_;
 }
 
+TEST_F(TrainingTest, AnUnknownDeviceIsAnErrorOfTheConfig) {
+  for (const std::string name : {"tpu", "cuda:", "cuda:one", "cpu:0", "sim"}) {
+    EXPECT_EQ(train({"c.yaml", "model.device=\"" + name + "\""}), 2);
+    EXPECT_NE(err_.find("model.device: \"" + name +
+                        "\"; expected one of cpu, cuda, or one but cpu "
+                        "with a number, such as cuda:1"),
+              std::string::npos)
+        << err_;
+  }
+}
+
 TEST_F(TrainingTest, TokensAboveTheVocabularyAreAnErrorBeforeTraining) {
   std::ofstream("high.txt") << std::string(400, 'a') + "\xf0";
   ASSERT_EQ(train({"c.yaml", "data.path=high.txt", "model.vocab_size=200"}), 2);

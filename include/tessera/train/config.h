@@ -32,7 +32,8 @@ struct ModelConfig {
   /// Whether parameters take memory only where and when the wrapper needs them; see
   /// deferred_init(). Unset: true for FullyShardedDataParallel on CPUs.
   std::optional<bool> deferred = {};
-  std::string device = "cpu";  ///< "cpu", or "cuda": the device numbered as the rank on its host
+  /// "cpu", "cuda" (the device numbered as the rank on its host), "cuda:1", … (train/devices.h)
+  std::string device = "cpu";
 };
 
 struct DataConfig {

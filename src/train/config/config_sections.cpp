@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#include "tessera/train/devices.h"
 #include "tessera/train/registries.h"
 #include "train/config/read_component.h"
 
@@ -51,8 +52,10 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
       "deferred", model.deferred, {{"true", true}, {"false", false}},
       "construct without memory for parameters, which the wrapper then computes one by one; null: "
       "with FullyShardedDataParallel on CPUs");
-  keys.read_choice("device", model.device, {"cpu", "cuda"},
-                   "device; cuda: the one numbered as the rank on its host");
+  keys.read("device", model.device,
+            "cpu, cuda (the device numbered as the rank on its host) or cuda:N (this one)");
+  if (const auto problem = device_problem(model.device); !problem.empty())
+    keys.fail("device", problem);
 }
 
 void read_model(OptionReader& keys, ModelConfig& model) {

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "tessera/data/batch_loader.h"
-#include "train/run/to_device.h"
+#include "train/run/device_copies.h"
 
 namespace tessera::train {
 namespace {
@@ -33,9 +33,10 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
   const Batch batch =
       to_device(load_batch(data, samples), model.model().module->parameters().front().device());
   const ParsedLosses losses = model.val_losses(batch);
+  const auto numbers = read_figures(losses.values);
   std::vector<std::pair<std::string, double>> figures;
-  for (const auto& [name, value] : losses.values) {
-    figures.emplace_back(name, value.item<double>());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    figures.emplace_back(losses.values[i].first, numbers[i]);
   }
   return figures;
 }

@@ -1,53 +1,48 @@
 #include "train/run/random_state.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
+#include <c10/core/DeviceType.h>
 
-#include "tessera/error.h"
+#include "tessera/train/devices.h"
 
 namespace tessera::train {
 namespace {
 
-at::Generator generator_of(const std::string& name) {
-  if (name == "cpu") {
-    return at::detail::getDefaultCPUGenerator();
-  }
-  const auto index = static_cast<c10::DeviceIndex>(std::stoi(name.substr(name.find('.') + 1)));
-  return at::globalContext().defaultGenerator(at::Device(at::kCUDA, index));
-}
-
-std::vector<std::string> generators() {
-  std::vector<std::string> names{"cpu"};
-  if (torch::cuda::is_available()) {
-    const auto devices = static_cast<int>(torch::cuda::device_count());
-    for (int i = 0; i < devices; ++i) {
-      names.push_back("cuda." + std::to_string(i));
-    }
-  }
-  return names;
+/// By name. One where the device has no generator of its own.
+std::vector<std::pair<std::string, at::Generator>> generators(at::Device device) {
+  std::vector<std::pair<std::string, at::Generator>> all{{"cpu", generator_of(at::kCPU)}};
+  auto own = generator_of(device);
+  if (own != all.front().second)
+    all.emplace_back(c10::DeviceTypeName(device.type(), true), std::move(own));
+  return all;
 }
 
 }  // namespace
 
-std::vector<std::pair<std::string, at::Tensor>> random_state() {
+void seed_generators(uint64_t seed, at::Device device) {
+  torch::manual_seed(seed);
+  for (auto& [name, generator] : generators(device)) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> random_state(at::Device device) {
   std::vector<std::pair<std::string, at::Tensor>> state;
-  for (const auto& name : generators()) {
-    auto generator = generator_of(name);
+  for (auto& [name, generator] : generators(device)) {
     const std::lock_guard lock(generator.mutex());
     state.emplace_back(name, generator.get_state().clone());
   }
   return state;
 }
 
-void set_random_state(const std::vector<std::pair<std::string, at::Tensor>>& state) {
-  const auto here = generators();
-  for (const auto& [name, tensor] : state) {
-    if (std::find(here.begin(), here.end(), name) == here.end()) {
-      continue;  // this host does not have that device
+void set_random_state(const std::vector<std::pair<std::string, at::Tensor>>& state,
+                      at::Device device) {
+  for (auto& [name, generator] : generators(device)) {
+    for (const auto& [saved, tensor] : state) {
+      if (saved != name) continue;
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(tensor);
     }
-    auto generator = generator_of(name);
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(tensor);
   }
 }
 

@@ -8,9 +8,13 @@
 
 namespace tessera::train {
 
-/// Returns and restores the state of this rank's default generators ("cpu", "cuda.0", …), as bytes.
-/// Local.
-std::vector<std::pair<std::string, at::Tensor>> random_state();
-void set_random_state(const std::vector<std::pair<std::string, at::Tensor>>& state);
+/// This rank's default generators: that of the CPU and that of `device`. Local.
+void seed_generators(uint64_t seed, at::Device device);
+
+/// Returns and restores their states by name ("cpu", "cuda"), as bytes. A generator whose name is
+/// not in `state` keeps its own. Local.
+std::vector<std::pair<std::string, at::Tensor>> random_state(at::Device device);
+void set_random_state(const std::vector<std::pair<std::string, at::Tensor>>& state,
+                      at::Device device);
 
 }  // namespace tessera::train

@@ -12,10 +12,10 @@
 #include "tessera/step/replicas.h"
 #include "tessera/train.h"
 #include "train/run/at_place.h"
+#include "train/run/device_copies.h"
 #include "train/run/evaluate.h"
 #include "train/run/interruption.h"
 #include "train/run/run_contract.h"
-#include "train/run/to_device.h"
 
 namespace tessera::train {
 namespace {
@@ -273,7 +273,7 @@ void Run::train_step(std::optional<Batch> batch) {
     weight_ = weight_of(batch->inputs.size(0));
     optimizer_->set_loss_weight(weight_);
     step_buffers_.keep();
-    parts = parts_of(to_device(std::move(*batch), model_.module->parameters().front().device()));
+    parts = parts_of(to_device(std::move(*batch), device_));
     for (const auto& part : parts) {
       wrapper_->train_step(part, *optimizer_);
       if (&part != &parts.back()) add_figures();
@@ -352,10 +352,11 @@ double Run::weight_of(int64_t samples) const {
 void Run::add_figures() {
   const auto& values = wrapper_->figures();
   const auto share = 1 / static_cast<double>(config_.train.accumulation);
+  const auto numbers = read_figures(values);
   figures_.resize(values.size());
   for (size_t i = 0; i < values.size(); ++i) {
     figures_[i].first = values[i].first;
-    figures_[i].second += values[i].second.item<double>() * share;
+    figures_[i].second += numbers[i] * share;
   }
 }
 

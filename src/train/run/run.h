@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/DeviceGuard.h>
+
 #include "tessera/checkpoint_store.h"
 #include "tessera/data/batch_loader.h"
 #include "tessera/join.h"
@@ -58,6 +60,7 @@ class Run : private Joinable {
   Progress progress(int64_t iteration) const;
 
   // run_prepare.cpp: local, except make(); an error on one rank is thrown on all
+  void choose_device();
   void prepare();
   void load_data();
   void make_model(const ProcessGroup& own_group);
@@ -168,6 +171,8 @@ class Run : private Joinable {
   const Config& config_;
   ProcessGroup group_;  // all ranks
   Heartbeat& heartbeat_;
+  at::Device device_ = at::kCPU;  // of the model
+  c10::OptionalDeviceGuard on_device_;
   std::optional<TrainingGroups> groups_;  // always there after the first checks
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;

@@ -287,14 +287,13 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
   }
 }
 
-/// With the same number of ranks the generators continue; with another number each rank gets a new
-/// seed, because no rank's state fits.
+/// With the same number of ranks the generators continue. With another number, and on a device of
+/// another type, they get a new seed, because no state fits.
 void Run::restore_random(const Checkpoint& checkpoint) {
-  if (checkpoint.world_size() != group_.size()) {
-    torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()) +
-                       static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u);
-    return;
-  }
+  seed_generators(config_.model.seed + static_cast<uint64_t>(group_.rank()) +
+                      static_cast<uint64_t>(done_) * 0x9E3779B97F4A7C15u,
+                  device_);
+  if (checkpoint.world_size() != group_.size()) return;
   const std::string file = rank_file("rank", group_.rank(), group_.size());
   std::vector<std::pair<std::string, at::Tensor>> random, extra;
   for (const std::string& name : checkpoint.tensors(file).names()) {
@@ -302,7 +301,7 @@ void Run::restore_random(const Checkpoint& checkpoint) {
     (own ? random : extra)
         .emplace_back(name.substr(name.find('.') + 1), checkpoint.load_tensor(file, name));
   }
-  set_random_state(random);
+  set_random_state(random, device_);
   if (!extra.empty() && groups_in_checkpoint() == groups_->count()) {
     wrapper_->load_extra_state(extra);
   }
@@ -466,7 +465,7 @@ void Run::save_checkpoint() {
   heartbeat_.enter(Phase::saving, done_);
   writer.add_slices(slices_to_save(), slice_set_of(groups_->number()));
   if (sync_) saved_groups_ = sync_->save(writer);
-  auto own = random_state();
+  auto own = random_state(device_);
   for (auto& [name, tensor] : own) {
     name = "random." + name;
   }

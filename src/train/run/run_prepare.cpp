@@ -11,29 +11,14 @@
 #include "tessera/memory/deferred_init.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
+#include "tessera/train/devices.h"
 #include "train/report/free_space.h"
 #include "train/report/prepare_outputs.h"
+#include "train/run/random_state.h"
 #include "train/run/run.h"
 #include "train/run/run_contract.h"
 
 namespace tessera::train {
-
-namespace {
-
-at::Device device_of(const Config& config, const ProcessGroup& group) {
-  if (config.model.device == "cpu") {
-    return at::kCPU;
-  }
-  if (!torch::cuda::is_available()) {
-    throw UsageError(config.at("model.device") +
-                     "cuda, and this process sees no CUDA device, or Tessera was built without "
-                     "TESSERA_WITH_NCCL; expected cpu");
-  }
-  const int devices = static_cast<int>(torch::cuda::device_count());
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(group.local_rank() % devices)};
-}
-
-}  // namespace
 
 Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat)
     : config_(config),
@@ -44,6 +29,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   agree(group_, [&] {
     check_config_world(config_, group_.size());
     check_config_files(config_);
+    choose_device();
   });
   check_same_config(config_, group_);
   groups_.emplace(config_, group_);
@@ -61,6 +47,22 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   if (resumed_) resumed_->read_together([&] { open_checkpoint_weights(); });
   make();
   warn_of_space(bytes_of_weights(), "the weights take", true);
+}
+
+/// The device is also the current one, for code that names none.
+void Run::choose_device() {
+  if (config_.model.deferred == true && config_.model.device != "cpu") {
+    throw UsageError(config_.at("model.deferred") + "true, and model.device is " +
+                     config_.model.device + "; expected cpu");
+  }
+  device_ = named(config_.at("model.device"),
+                  [&] { return device_of(config_.model.device, group_.local_rank()); });
+  if (device_.is_cpu()) return;
+  if (config_.train.autocast && !device_.is_cuda()) {
+    throw UsageError(config_.at("train.autocast") + "model.device is " + config_.model.device +
+                     "; expected no autocast, or a model on cpu or cuda");
+  }
+  on_device_.reset_device(device_);
 }
 
 void Run::prepare() {
@@ -147,23 +149,19 @@ void Run::make_model(const ProcessGroup& own_group) {
         config_.at("model.type") + config_.model.type +
         " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
   }
-  model_.module->to(device_of(config_, group_));
+  model_.module->to(device_);
   freeze_parameters();
   note_specs();
   check_specs();
   if (!resumed_ && !config_.model.init.empty()) open_init();
   if (!resumed_ && !config_.optimizer_init.path.empty()) open_optimizer_init();
   // Dropout uses the global generator; every rank must draw different masks.
-  torch::manual_seed(config_.model.seed + static_cast<uint64_t>(group_.rank()));
+  seed_generators(config_.model.seed + static_cast<uint64_t>(group_.rank()), device_);
 }
 
 /// Whether the model is constructed without memory for its parameters.
 bool Run::defers() const {
   const bool on_cpu = config_.model.device == "cpu";
-  if (config_.model.deferred == true && !on_cpu) {
-    throw UsageError(config_.at("model.deferred") + "true, and model.device is " +
-                     config_.model.device + "; expected cpu");
-  }
   return config_.model.deferred.value_or(on_cpu &&
                                          config_.parallel.type == "FullyShardedDataParallel");
 }

@@ -1,6 +1,7 @@
 // The device's streams, events and hooks, as libtorch asks for them.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "harness/sim/generators.h"
 #include "harness/sim/memory.h"
 #include "harness/sim/streams.h"
 #include "tessera/detail/torch_compat.h"
@@ -82,8 +83,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Device getDeviceFromPtr(void*) const override { return device(current_device()); }
-  const at::Generator& getDefaultGenerator(DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
+    return generator(index < 0 ? current_device() : index);
   }
 };
 #endif

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "harness/sim/arguments.h"
+#include "harness/sim/generators.h"
 #include "harness/sim/memory.h"
 #include "harness/sim/streams.h"
 #include "tessera/detail/torch_compat.h"
@@ -36,16 +37,17 @@ void copy(const Argument& from, const Argument& to) {
   to.on_cpu().copy_(from.on_cpu());
 }
 
+at::Tensor meta_of(const at::Tensor& tensor) {
+  if (!on_device(tensor)) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
 /// The operator's results without data. Throws where libtorch has no meta kernel.
 Stack on_meta(const c10::OperatorHandle& op, const Values& arguments) {
+  // libtorch 1.13 has none for this one.
+  if (op.schema().name() == "aten::abs") return {meta_of(arguments[0].toTensor())};
   Stack stack;
-  for (const auto& argument : arguments) {
-    stack.push_back(converted(argument, at::kMeta, [](const at::Tensor& tensor) {
-      if (!on_device(tensor)) return tensor;
-      return at::empty_strided(tensor.sizes(), tensor.strides(),
-                               tensor.options().device(at::kMeta));
-    }));
-  }
+  for (const auto& argument : arguments) stack.push_back(converted(argument, at::kMeta, meta_of));
   const at::AutoDispatchBelowAutograd below;
   op.callBoxed(&stack);
   return stack;
@@ -194,10 +196,14 @@ int device_of(const c10::OperatorHandle& op, const Values& arguments) {
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
-  const Values arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
+  Values arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
   const c10::DeviceGuard guard(device(device_of(op, arguments)));
   bool random = false;
-  for (const auto& argument : schema.arguments()) random |= argument.name() == "generator";
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "generator") continue;
+    random = true;
+    if (arguments[i].isNone()) arguments[i] = generator(current_device());
+  }
   const auto* alias = schema.returns().empty() ? nullptr : schema.returns()[0].alias_info();
   Stack results;
   if (alias && !alias->isWrite()) {

@@ -1,0 +1,259 @@
+// The trainer on the simulated device: the losses of the CPU, and runs that go on where they ended.
+#include <filesystem>
+#include <optional>
+
+#include <c10/core/DeviceGuard.h>
+#include <gmock/gmock.h>
+
+#include "harness/sim/generators.h"
+#include "harness/sim/rank_processes.h"
+#include "harness/sim/sim.h"
+#include "harness/temporary_folder.h"
+#include "tessera/error.h"
+#include "tessera/train.h"
+#include "tessera/train/devices.h"
+#include "tessera/train/registries.h"
+
+namespace tessera::sim {
+namespace {
+
+using ::testing::Each;
+using Options = std::vector<std::string>;
+
+// No optimizer that has kernels of its own on the CPU.
+constexpr const char* kConfig = R"(
+model: {type: Small, seed: 1}
+data: {type: Waves, order: sequential}
+loss: {type: cross_entropy}
+optimizer: {type: RMSprop, lr: 0.01, momentum: 0.9}
+train: {steps: 6, global_batch: 12, eval_every: 0}
+)";
+
+struct SmallImpl : torch::nn::Module {
+  struct Options {
+    double dropout = 0;
+    void read(OptionReader& options) { options.read("dropout", dropout, "probability"); }
+  };
+  explicit SmallImpl(Options options)
+      : one(register_module("one", torch::nn::Linear(3, 5))),
+        two(register_module("two", torch::nn::Linear(5, 7))),
+        three(register_module("three", torch::nn::Linear(7, 2))),
+        drop(register_module("drop", torch::nn::Dropout(options.dropout))) {}
+  at::Tensor forward(const at::Tensor& x) { return three(two(drop(one(x).tanh())).tanh()); }
+  torch::nn::Linear one, two, three;
+  torch::nn::Dropout drop;
+};
+TORCH_MODULE(Small);
+
+struct Waves : Dataset {
+  int64_t size() const override { return 72; }
+  std::string describe() const override { return "waves"; }
+  Batch get(const std::vector<int64_t>& samples) const override {
+    const at::Tensor i = torch::tensor(samples, torch::kLong);
+    return {torch::stack({i.sin(), i.cos(), i * 0.01}, 1), i.sin().gt(0).to(torch::kLong)};
+  }
+};
+
+/// Keeps how often the host has waited at the end of each step.
+struct Waits : RunHook {
+  void after_step(RunState&) override {
+    ends.push_back(stats().host_waits);
+    if (ends.size() == 1) return reset_stats();
+    reasons = stats().wait_reasons;
+  }
+  /// Of a step, without the first one, which allocates, and the last one, after which the run
+  /// evaluates.
+  double a_step() const {
+    return static_cast<double>(ends.at(ends.size() - 2)) / static_cast<double>(ends.size() - 2);
+  }
+  std::vector<uint64_t> ends;
+  std::set<std::string> reasons;
+};
+
+/// Runs of one rank, in a folder that all ranks share.
+class Trainer {
+ public:
+  Trainer(Groups& groups, const std::string& folder) : groups_(groups) {
+    std::filesystem::current_path(folder);
+    std::freopen("/dev/null", "w", stdout);  // what runs print
+    registry::models().add<Small>("Small");
+    registry::datasets().add<Waves>("Waves");
+    registry::losses().add("TenTimes", [](const at::Tensor& output, const at::Tensor& targets) {
+      return torch::cross_entropy_loss(output, targets) * 10;
+    });
+    registry::add_device("sim",
+                         {kType, [](at::Device device) { return generator(device.index()); }});
+  }
+
+  TrainResult train(bool on_device, Options options,
+                    std::shared_ptr<Waits> waits = std::make_shared<Waits>()) {
+    options.push_back(on_device ? "model.device=sim" : "model.device=cpu");
+    Config config = load_config("c.yaml", options);
+    config.hooks.push_back([waits] { return waits; });
+    return run_training(config, on_device ? group_on_device() : groups_.cpu());
+  }
+
+ private:
+  /// The run itself makes the device the current one.
+  ProcessGroup group_on_device() {
+    const c10::DeviceGuard own(device(groups_.rank()));
+    return groups_.device();
+  }
+
+  Groups& groups_;
+};
+
+class DeviceTraining : public ::testing::Test {
+ protected:
+  DeviceTraining() { folder_.put("c.yaml", kConfig); }
+  void run(int world, const std::function<void(Trainer&)>& body, uint64_t seed = 1) {
+    const auto errors = run_processes(world, seed, [&](Groups& groups) {
+      Trainer trainer(groups, folder_.path());
+      body(trainer);
+    });
+    EXPECT_THAT(errors, Each("")) << world << " ranks, seed " << seed;
+  }
+
+  testing::TemporaryFolder folder_;
+};
+
+void expect_losses(const std::vector<double>& got, const std::vector<double>& expected) {
+  expect(got.size() == expected.size() && !got.empty(), std::to_string(expected.size()) + " steps");
+  for (size_t i = 0; i < got.size(); ++i)
+    expect(got[i] == expected[i], "the loss of step " + std::to_string(i) + ", " +
+                                      std::to_string(got[i]) + ", as " +
+                                      std::to_string(expected[i]));
+}
+
+const Options kWrappers{"parallel.type=DistributedDataParallel",
+                        "parallel.type=ZeroRedundancyOptimizer",
+                        "parallel={type: DistributedOptimizer, reduce_method: mean}",
+                        "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
+
+class DeviceTrainingOf : public DeviceTraining,
+                         public ::testing::WithParamInterface<std::string> {};
+
+TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuAndFewWaits) {
+  for (const int world : {1, 2, 3}) {
+    run(world, [&](Trainer& trainer) {
+      for (const Options& more : {Options{}, {"train.accumulation=2"}}) {
+        Options options{GetParam()};
+        options.insert(options.end(), more.begin(), more.end());
+        const auto waits = std::make_shared<Waits>();
+        const auto there = trainer.train(true, options, waits);
+        expect_losses(there.losses, trainer.train(false, options).losses);
+        const double most = 2 + (more.empty() ? 0 : 1);  // a loss is read for each micro-batch
+        std::string reasons;
+        for (const auto& reason : waits->reasons) reasons += " " + reason;
+        expect(waits->a_step() <= most, "at most " + std::to_string(most) + " waits, not " +
+                                            std::to_string(waits->a_step()) + ":" + reasons);
+      }
+    });
+  }
+}
+
+TEST_P(DeviceTrainingOf, GoesFromDeviceToCpuAndBackByCheckpoints) {
+  run(2, [&](Trainer& trainer) {
+    const Options whole{GetParam(), "train.ema.decay=0.9"};
+    const auto expected = trainer.train(true, whole).losses;
+    auto parts = whole;
+    parts.push_back("checkpoint.folder=parts");
+    for (const int end : {2, 4, 6}) {
+      auto part = parts;
+      part.push_back("train.steps=" + std::to_string(end));
+      const auto result = trainer.train(end != 4, part);
+      expect(result.first_step == end - 2, "the first step of a run to " + std::to_string(end));
+      expect_losses(result.losses, {expected.begin() + end - 2, expected.begin() + end});
+    }
+  });
+}
+
+TEST_P(DeviceTrainingOf, RandomNumbersOfTheDeviceGoOn) {
+  run(2, [&](Trainer& trainer) {
+    const Options whole{GetParam(), "model.dropout=0.2"};
+    const auto expected = trainer.train(true, whole).losses;
+    for (const int end : {3, 6}) {
+      auto part = whole;
+      part.insert(part.end(), {"checkpoint.folder=parts", "train.steps=" + std::to_string(end)});
+      generator(0).unsafeGetGeneratorImpl()->set_current_seed(end);  // used by nobody
+      const auto result = trainer.train(true, part);
+      expect_losses(result.losses, {expected.begin() + end - 3, expected.begin() + end});
+    }
+    expect(expected != trainer.train(true, {GetParam()}).losses, "dropout");
+  });
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::string>& chosen) {
+  const std::vector<std::string> names{"ddp", "zero", "distributed_optimizer", "fsdp"};
+  return names.at(chosen.index);
+}
+
+INSTANTIATE_TEST_SUITE_P(Wrappers, DeviceTrainingOf, ::testing::ValuesIn(kWrappers), name_of);
+
+TEST_F(DeviceTraining, LossScalingSkipsTheStepsOfTheCpu) {
+  run(2, [](Trainer& trainer) {
+    for (const auto& wrapper : kWrappers) {
+      // The scale is too large for float at first.
+      const Options options{wrapper, "train.loss_scale={init_scale: 3e38, growth_interval: 1000}",
+                            "loss={type: TenTimes}"};
+      const auto there = trainer.train(true, options), host = trainer.train(false, options);
+      expect(there.skipped_steps == host.skipped_steps && host.skipped_steps > 0,
+             std::to_string(host.skipped_steps) + " skipped steps, not " +
+                 std::to_string(there.skipped_steps));
+      expect_losses(there.losses, host.losses);
+    }
+  });
+}
+
+TEST_F(DeviceTraining, MixedPrecisionHasTheLossesOfTheCpu) {
+  run(2, [](Trainer& trainer) {
+    const Options options{
+        "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}, "
+        "mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32}}",
+        "train.loss_scale=dynamic"};
+    const auto waits = std::make_shared<Waits>();
+    expect_losses(trainer.train(true, options, waits).losses, trainer.train(false, options).losses);
+    expect(waits->a_step() <= 3,
+           "waits for the loss, the norm and infinities, not " + std::to_string(waits->a_step()));
+  });
+}
+
+/// The text of the error of a run.
+std::string refusal(Trainer& trainer, const Options& options) {
+  try {
+    trainer.train(true, options);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST_F(DeviceTraining, AutocastIsRefusedWhereLibtorchHasNone) {
+  run(1, [](Trainer& trainer) {
+    const auto text = refusal(trainer, {"train.autocast=bfloat16"});
+    expect(
+        text.find("train.autocast: model.device is sim; expected no autocast") != std::string::npos,
+        text);
+  });
+}
+
+TEST_F(DeviceTraining, DevicesHaveNumbers) {
+  run(2, [](Trainer&) {
+    expect(device_of("sim", 0) == device(0) && device_of("sim", 4) == device(1), "the local rank");
+    expect(device_of("sim:2", 0) == device(2), "the number");
+    expect(device_of("cpu", 3) == at::Device(at::kCPU), "the CPU");
+    expect(device_problem("sim:1").empty(), "a known name");
+    std::string text;
+    try {
+      device_of("sim:3", 0);
+    } catch (const UsageError& error) {
+      text = error.what();
+    }
+    expect(text == "sim:3, and this process sees 3 sim devices; expected at most sim:2", text);
+    for (const char* wrong : {"", "sims", "sim:", "sim:x", "sim:1:2", "sim:-1", "sim:128", "cpu:0"})
+      expect(!device_problem(wrong).empty(), wrong);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::sim
