@@ -12,6 +12,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
 #include "tessera/step/clip_grad.h"
+#include "tessera/step/comm_hook.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 namespace tessera::sim {
@@ -104,6 +105,18 @@ Training zero(const std::function<void(ZeroRedundancyOptimizerOptions&)>& change
   };
 }
 
+Training ddp_with_hook() {
+  return [](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = model_on(where);
+    DistributedDataParallelOptions options;
+    options.comm_hook = bf16_compress_hook();
+    DistributedDataParallel ddp(net, group, options);
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
+    return {on_cpu(net->parameters()), waits};
+  };
+}
+
 FullyShardedDataParallelOptions by_layer() {
   FullyShardedDataParallelOptions options;
   options.wrap_policy = wrap_by_type<torch::nn::LinearImpl>();
@@ -178,6 +191,10 @@ const auto kPrefetch = [](auto& options) { options.forward_prefetch = true; };
 const auto kShardGradOp = [](auto& options) {
   options.sharding_strategy = ShardingStrategy::shard_grad_op;
 };
+/// Every rank has all parameters; the gradients are all-reduced.
+const auto kReplicas = [](auto& options) {
+  options.sharding_strategy = ShardingStrategy::no_shard;
+};
 const auto kMixed = [](auto& options) {
   options.mixed_precision.param_dtype = at::kBFloat16;
   options.mixed_precision.reduce_dtype = at::kFloat;
@@ -189,7 +206,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"ddp_clip", ddp(kClip), false}, Case{"zero", zero(kDefaults)},
                       Case{"zero_accumulation", zero(kDefaults, kAccumulate)},
                       Case{"zero_clip", zero(kDefaults, kClip), false},
-                      Case{"zero_overlap", zero(kOverlap)}, Case{"fsdp", fsdp(kDefaults)},
+                      Case{"zero_overlap", zero(kOverlap)}, Case{"ddp_hook", ddp_with_hook()},
+                      Case{"fsdp_replicas", fsdp(kReplicas)}, Case{"fsdp", fsdp(kDefaults)},
                       Case{"fsdp_prefetch", fsdp(kPrefetch)},
                       Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
                       Case{"fsdp_accumulation", fsdp(kDefaults, kAccumulate)},
