@@ -6,7 +6,8 @@
 RSS and PSS are sampled. The table compares PSS with the formula of each way, 150 MiB + activations
 + 16 bytes x parameters, of which 4 are the parameters, 4 the gradients and 8 the state of AdamW.
 ZeroRedundancyOptimizer divides the state by the ranks, with shard_gradients also the gradients,
-beside which are the two largest buckets; FullyShardedDataParallel divides all, beside which are the
+beside which are the two largest buckets; with share_parameters the ranks have the parameters once,
+so that each one's PSS has its part of them. FullyShardedDataParallel divides all, beside which are the
 two largest units, whether or not the model is deferred. The activations, with everything else that
 autograd holds for a time, are what the plain run on one rank's batch takes above
 150 MiB + 16 bytes x parameters. --only measures the plain run and the ways that contain TEXT.
@@ -32,6 +33,8 @@ WAYS = {
     "DistributedDataParallel": (["parallel.type=DistributedDataParallel"], 16, 0, 0),
     "ZeroRedundancyOptimizer": (["parallel.type=ZeroRedundancyOptimizer"], 8, 8, 0),
     "ZeRO, shard_gradients": (["parallel={type: ZeroRedundancyOptimizer, shard_gradients: true}"], 4, 12, LARGEST_BUCKETS),
+    "ZeRO, share_parameters": (["parallel={type: ZeroRedundancyOptimizer, share_parameters: true}"], 4, 12, 0),
+    "ZeRO, both": (["parallel={type: ZeroRedundancyOptimizer, shard_gradients: true, share_parameters: true}"], 0, 16, LARGEST_BUCKETS),
     "FullyShardedDataParallel": ([FSDP], 0, 16, LARGEST_UNITS),
     "FSDP, not deferred": ([FSDP, "model.deferred=false"], 0, 16, LARGEST_UNITS),
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,6 +46,14 @@ struct DistributedDataParallelOptions {
   /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
   /// module does not have.
   std::vector<std::string> parameters_to_ignore = {};
+  /// On: the ranks of a host have one copy of the parameters that are frozen at construction, in
+  /// memory that all of them map. Of several hosts each gets rank 0's values. An operator that
+  /// writes to such a parameter is a UsageError that names it, also after this object was
+  /// destroyed: use with_shared_write(). A write through data_ptr() is not noticed. No effect where
+  /// each host has one rank. UsageError for frozen parameters that are not on the CPU, where the
+  /// ranks of a host share no memory, and where another library has taken the dispatch key that
+  /// detects writes.
+  bool share_parameters = false;
   /// Replaces the averaging of a bucket. Empty: the mean.
   CommHook comm_hook = {};
   /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
@@ -69,6 +78,8 @@ class DataParallel {
   void on_join_iteration(const JoinIteration& iteration);
   void shadow_backward();
   void finish_join(int last_active_rank);
+  void with_shared_write(const std::function<void()>& write);
+  int64_t parameter_bytes() const;
 
  private:
   class Impl;
@@ -120,6 +131,16 @@ class DistributedDataParallel : public Joinable {
     return NoSync([core = core_.get()](int change) { core->hold_sync(change); });
   }
 
+  /// Runs `write`, which changes parameters or buffers in place, for example by load_state_dict().
+  /// With share_parameters: when all ranks have called it, on the first rank of each host; the
+  /// other parameters and the buffers are then broadcast from rank 0. Elsewhere: on every rank.
+  /// `write` runs without gradients and calls no collective. If it throws on a rank, every rank
+  /// throws AgreedError. Collective; returns when all ranks may read.
+  void with_shared_write(const std::function<void()>& write) { core_->with_shared_write(write); }
+
+  /// Bytes of the parameters on this rank. With share_parameters the frozen ones count with this
+  /// rank's equal part of the host's copy. Local.
+  int64_t parameter_bytes() const { return core_->parameter_bytes(); }
   /// Bytes of the buckets on this rank. Local.
   int64_t gradient_bytes() const { return core_->gradient_bytes(); }
   /// Number of buckets. Local.

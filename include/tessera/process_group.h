@@ -272,12 +272,12 @@ class ProcessGroup {
   /// Returns rank `peer`'s tensor of the allocate() call that made `allocated`, for reading between
   /// barriers; an undefined tensor when its memory is not shared. Local.
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const;
-  /// Returns a 1-D zero-filled tensor whose memory is common to all ranks of a group on one host
-  /// ("shm"): each rank sees what the others write. The caller must synchronize concurrent reads
-  /// and writes. An all_gather() of it, or of a part of it, moves no data and is only a barrier,
-  /// because every segment is in its place already. Other collectives need parts that do not
-  /// overlap between ranks. Returns an undefined tensor in a group of one rank and where ranks
-  /// share no memory. Collective; same numel and dtype on every rank.
+  /// Returns a 1-D zero-filled tensor whose memory is common to the ranks of a host, if these share
+  /// memory: each sees what the others write. The caller must synchronize concurrent reads and
+  /// writes. An all_gather() of it, or of a part of it, moves nothing within a host, where it is a
+  /// barrier; what other hosts own, one rank of a host receives. Other collectives need parts that
+  /// do not overlap between ranks. Returns an undefined tensor in a group of one rank and where
+  /// ranks share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
   /// Traffic since construction or the last reset_stats(). Local.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,6 +96,23 @@ struct ZeroRedundancyOptimizerOptions {
   /// reduce_in_backward and reduce_in_place, and an optimizer other than LBFGS; otherwise a
   /// UsageError. find_unused_parameters has no effect.
   bool shard_gradients = false;
+  /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
+  /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
+  /// several hosts, one rank of a host receives what other hosts own. Results are bit-identical.
+  /// The values are those of rank 0, or without broadcast_parameters those of each host's first
+  /// rank.
+  ///
+  /// A write to a parameter outside of step() would be a write for every rank of the host, so an
+  /// operator that writes is a UsageError that names the parameter, also after the optimizer was
+  /// destroyed: use with_shared_write(). A write through data_ptr() is not noticed. A collective
+  /// cannot take a parameter as its tensor.
+  ///
+  /// No effect where each host has one rank. UsageError where the ranks of a host share no memory
+  /// (Gloo without shared memory, MPI). Needs parameters on the CPU, parameters_as_bucket_view,
+  /// neither overlap_with_backward nor gather_in_background, wire.parameters float32, an optimizer
+  /// other than LBFGS, and that no other library has taken the dispatch key that detects writes;
+  /// otherwise a UsageError.
+  bool share_parameters = false;
   /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
   /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
   /// checkpoints contain that as state "wire_residual". Needs no
@@ -120,7 +138,8 @@ struct ZeroRedundancyOptimizerOptions {
 ///
 /// Collective and blocking, called by all ranks in the same order: construction, step,
 /// add_param_group, clip_grad_norm_, clip_grad_value_, grad_norm, gather_parameters,
-/// consolidate_state_dict. All other members are local, unless their comment says otherwise.
+/// consolidate_state_dict, with_shared_write. All other members are local, unless their comment
+/// says otherwise.
 ///
 /// Gradients, without shard_gradients: `.grad` is the gradient of this rank's own data. The mean
 /// over the ranks exists only inside, at its owner; see reduce_in_place.
@@ -143,7 +162,8 @@ struct ZeroRedundancyOptimizerOptions {
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
 /// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping
-/// without reduce_in_place, or reduce_in_backward: P/W more.
+/// without reduce_in_place, or reduce_in_backward: P/W more. With share_parameters the L ranks of a
+/// host have P bytes of parameters together.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
@@ -250,6 +270,16 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// With gather_in_background: returns when all parameters have arrived. Otherwise returns at
   /// once. BrokenWorldError if a gather failed. Local; blocks.
   void wait_for_parameters() const;
+  /// Runs `write`, which changes parameters in place, for example by load_state_dict(). With
+  /// share_parameters: when all ranks have called it, on the first rank of each host; the tracked
+  /// buffers are then broadcast from rank 0, because `write` may have changed them too. Elsewhere:
+  /// on every rank. `write` runs without gradients and calls no collective. If it throws on a rank,
+  /// every rank throws AgreedError. Collective; returns when all ranks may read.
+  void with_shared_write(const std::function<void()>& write);
+  /// With share_parameters: returns when all ranks have called it, so that none of them reads
+  /// parameters. Call it before a write to shards(), and gather_parameters() after. Collective with
+  /// share_parameters, otherwise it returns at once.
+  void wait_for_readers();
   /// The groups with their current options and the names of their parameters, frozen ones too.
   /// set_options() writes options back into param_groups(). Local.
   std::vector<OptimizerStateDict::Group> groups() const;
@@ -267,7 +297,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void shadow_step() override;
   void finish_join(int last_active_rank) override;
 
-  /// Bytes on this rank. Local.
+  /// Bytes on this rank. With share_parameters the parameters are this rank's equal part of the
+  /// host's copy, so that the sum over the ranks of a host counts them once. Local.
   struct Memory {
     int64_t parameters = 0, gradients = 0, optimizer_state = 0;
   };

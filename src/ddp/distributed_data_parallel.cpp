@@ -12,9 +12,11 @@
 #include "comm/group/tag_scope.h"
 #include "ddp/bucket_cap.h"
 #include "sharding/bucket_plan.h"
+#include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "sharding/module_buffers.h"
+#include "sharding/shared/shared_parameters.h"
 #include "sharding/wrapped_parameters.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
@@ -63,6 +65,7 @@ class DataParallel::Impl {
     agree(group_, [&] {
       check_options(options_, group_.rank());
       collect_parameters();
+      check_sharing();
       wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
                                              sharding::Use::reduces_in_backward, all_);
     });
@@ -70,11 +73,13 @@ class DataParallel::Impl {
     for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
     contract.push_back(fmt::format(
         "options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
-        "wire: {}",
+        "wire: {}{}",
         options_.first_bucket_mb, options_.bucket_cap_mb.value_or(0),
-        options_.find_unused_parameters, options_.static_graph, to_string(options_.wire)));
+        options_.find_unused_parameters, options_.static_graph, to_string(options_.wire),
+        options_.share_parameters ? ", share_parameters" : ""));
     group_.check_contract(kName, contract);
     bucket_cap_mib_ = bucket_cap();
+    if (options_.share_parameters) share_frozen();
     comm::run_local_work(group_, kName, [&] { materialize(module_); });
     wire_.emplace(group_, options_.wire.gradients);
     broadcast_model(0);
@@ -116,6 +121,25 @@ class DataParallel::Impl {
 
   void finish_join(int last_active_rank) { broadcast_model(last_active_rank); }
 
+  void with_shared_write(const std::function<void()>& write) {
+    if (!shared_) {
+      return agree(group_, [&] {
+        const at::NoGradGuard no_grad;
+        write();
+      });
+    }
+    shared_->write(write);
+    for (const auto& [name, tensor] : frozen_) tensor.unsafeGetTensorImpl()->bump_version();
+    if (shared_->any()) broadcast_model(0);
+  }
+
+  int64_t parameter_bytes() const {
+    int64_t bytes = shares() ? shared_->own_bytes() : 0;
+    for (const auto& [name, tensor] : shares() ? trainable_ : all_)
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    return bytes;
+  }
+
   const ProcessGroup& group() const { return group_; }
 
   sharding::Reducer& reducer() { return *reducer_; }
@@ -148,6 +172,35 @@ class DataParallel::Impl {
                       group_.rank()));
   }
 
+  bool shares() const { return shared_ && shared_->any(); }
+
+  void check_sharing() const {
+    if (!options_.share_parameters) return;
+    const auto refuse = [&](const std::string& reason) {
+      throw UsageError(
+          fmt::format("{}: rank {}: option share_parameters {}", kName, group_.rank(), reason));
+    };
+    for (const auto& [name, tensor] : frozen_) {
+      if (!tensor.device().is_cpu())
+        refuse(fmt::format("needs frozen parameters on the CPU, and {} is on {}", name,
+                           tensor.device().str()));
+    }
+    if (group_.size() > 1 && !sharding::start_detection())
+      refuse(
+          "cannot detect writes, because another library has taken the dispatch key for it; "
+          "expected the option off");
+  }
+
+  /// [Note: one copy a host]
+  void share_frozen() {
+    shared_ = std::make_unique<sharding::SharedParameters>(
+        group_, fmt::format("{}: rank {}", kName, group_.rank()),
+        "ddp.with_shared_write([&] { … }), or trainable parameters before construction", true);
+    std::vector<size_t> members(frozen_.size());
+    for (size_t i = 0; i < members.size(); ++i) members[i] = i;
+    shared_->place_whole(frozen_, members);
+  }
+
   /// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
   void check_trainability() {
     for (const auto& [name, tensor] : frozen_) {
@@ -165,7 +218,8 @@ class DataParallel::Impl {
 
   void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;
-    for (const auto& parameter : all_) tensors.push_back(parameter.tensor);
+    // Shared ones are rank 0's since they were placed.
+    for (const auto& parameter : shares() ? trainable_ : all_) tensors.push_back(parameter.tensor);
     group_.broadcast(tensors, root);
     buffers_.broadcast(group_, root);
   }
@@ -261,6 +315,7 @@ class DataParallel::Impl {
   std::optional<sharding::GradientWire> wire_;
   std::vector<NamedTensor> all_, trainable_, frozen_;  // frozen at construction
   sharding::WrappedParameters wrapped_;
+  std::unique_ptr<sharding::SharedParameters> shared_;  // null without share_parameters
   sharding::ModuleBuffers buffers_;
   bool has_data_ = true;  // false while this rank takes part in a join without data
   uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
@@ -277,6 +332,10 @@ DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group,
     : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
 DataParallel::~DataParallel() = default;
 
+void DataParallel::with_shared_write(const std::function<void()>& write) {
+  impl_->with_shared_write(write);
+}
+int64_t DataParallel::parameter_bytes() const { return impl_->parameter_bytes(); }
 void DataParallel::before_forward() { impl_->before_forward(); }
 void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }

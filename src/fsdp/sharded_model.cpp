@@ -152,7 +152,8 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t
   const int rank = model.shard_group.rank();
   const bool keeps_whole = options.partition != Partition::flat || model.shard_group.size() == 1;
   const int64_t begin = flat.layout.segment_begin(rank), end = begin + flat.layout.counts()[rank];
-  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu())
+  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu() &&
+      model.shard_group.same_host())
     flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
   flat.own_segment = flat.common.defined() ? flat.common.narrow(0, begin, end - begin)
                                            : at::empty({end - begin}, shard_options);

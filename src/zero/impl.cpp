@@ -70,7 +70,7 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
       in_background(gathers_in_background(factory, groups)),
       gradients(group_of_gradients(factory, groups), options.wire.gradients),
       shards({group, gradients.group(), early, group_of_parameters(), in_background}, options,
-             uses_all_parameters(factory)),
+             uses_all_parameters(factory), prefix()),
       mean(group, gradients, early, shards, options, prefix()),
       local(factory),
       outer_(outer),
@@ -96,6 +96,7 @@ ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFa
   agree(group, [&] {
     check_wire(factory, groups);
     check_sharding(factory, groups);
+    check_sharing(factory, groups);
   });
   const bool has_own = options.wire.gradients != WireFormat::float32 && !group.same_host();
   return early && !has_own ? *group.split(0) : group;
@@ -153,6 +154,34 @@ void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& facto
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     refuse("needs parameters on the CPU");
+}
+
+/// [Note: one copy a host]
+void ZeroRedundancyOptimizer::Impl::check_sharing(const OptimizerFactory& factory,
+                                                  const std::vector<Group>& groups) const {
+  if (!options.share_parameters) return;
+  const auto refuse = [&](const char* reason) {
+    throw UsageError(fmt::format("{}: option share_parameters {}", prefix(), reason));
+  };
+  if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
+  if (options.overlap_with_backward)
+    refuse("excludes overlap_with_backward, which writes while other ranks read");
+  if (options.gather_in_background)
+    refuse(
+        "excludes gather_in_background, which takes memory from parameters; expected one of "
+        "the two");
+  if (options.wire.parameters != WireFormat::float32)
+    refuse("needs parameters that travel unrounded; expected wire.parameters float32");
+  if (uses_all_parameters(factory))
+    refuse("needs an optimizer that does not use all parameters at once");
+  const auto parameters = parameters_of(groups);
+  if (std::any_of(parameters.begin(), parameters.end(),
+                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
+    refuse("needs parameters on the CPU");
+  if (group.size() > 1 && !sharding::start_detection())
+    refuse(
+        "cannot detect writes, because another library has taken the dispatch key for it; "
+        "expected the option off");
 }
 
 /// [Note: reduction within backward]
@@ -243,11 +272,12 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
       "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}, wire: {}{}{}{}",
+      "unused {}, wire: {}{}{}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
       options.find_unused_parameters, to_string(options.wire),
       early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
+      options.share_parameters ? ", share parameters" : "",
       in_background ? ", gather in the background" : ""));
   const auto example = example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
@@ -257,7 +287,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
   agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
   shards.place_new();
-  if (options.broadcast_parameters) {
+  if (options.broadcast_parameters && !shards.shares()) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : added) tensors.push_back(parameter.tensor);
     group.broadcast(tensors, 0);
@@ -464,8 +494,11 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::Impl::parameter_shards() co
 
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
   Memory memory;
-  for (const auto& parameter : shards.parameters())
-    memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
+  if (shards.shares()) memory.parameters = shards.shared()->own_bytes();
+  else {
+    for (const auto& parameter : shards.parameters())
+      memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
+  }
   memory.gradients = mean.bytes() + gradients.bytes();
   if (shards.wire()) memory.parameters += shards.wire()->bytes();
   for (const auto* shard : shards.owned()) {
@@ -475,6 +508,18 @@ ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
       memory.optimizer_state += static_cast<int64_t>(tensor.nbytes());
   }
   return memory;
+}
+
+/// [Note: one copy a host]
+void ZeroRedundancyOptimizer::Impl::write_shared(const std::function<void()>& write) {
+  if (!shards.shared())
+    return agree(group, [&] {
+      const at::NoGradGuard no_grad;
+      write();
+    });
+  shards.shared()->write(write);
+  shards.bump_versions();
+  if (shards.shares()) buffers.broadcast(group, 0);
 }
 
 }  // namespace tessera

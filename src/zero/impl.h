@@ -53,6 +53,7 @@ class ZeroRedundancyOptimizer::Impl {
   void load_slices(const std::vector<StateSlice>& slices);
   std::vector<ParameterShard> parameter_shards() const;
   Memory memory() const;
+  void write_shared(const std::function<void()>& write);
 
   /// UsageError, naming `call`, while updates that backward has started are under way.
   void require_no_update_under_way(const char* call) const;
@@ -91,6 +92,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::optional<ProcessGroup> group_of_parameters();
   void check_wire(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
+  void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void update(bool averaged);
   void update_thawed();

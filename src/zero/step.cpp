@@ -60,6 +60,8 @@ at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
 void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   const auto tag = option_text();
   shards.restore();
+  // Where no reduction comes first.
+  if (shards.shares() && (averaged || early)) shards.shared()->wait_for_readers();
   for (size_t b = 0; b < shards.buckets().size(); ++b) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
     if (fused) {

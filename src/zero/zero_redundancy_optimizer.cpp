@@ -133,6 +133,15 @@ void ZeroRedundancyOptimizer::gather_parameters() {
   impl_->shards.gather_exact();
 }
 
+void ZeroRedundancyOptimizer::with_shared_write(const std::function<void()>& write) {
+  impl_->require_no_update_under_way("with_shared_write");
+  wait_for_parameters();
+  impl_->write_shared(write);
+}
+void ZeroRedundancyOptimizer::wait_for_readers() {
+  if (impl_->shards.shared()) impl_->shards.shared()->wait_for_readers();
+}
+
 void ZeroRedundancyOptimizer::wait_for_parameters() const { impl_->shards.wait_for_gathers(); }
 
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
@@ -153,7 +162,8 @@ void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
   wait_for_parameters();
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : impl_->shards.parameters()) tensors.push_back(parameter.tensor);
-  impl_->group.broadcast(tensors, last_active_rank);
+  // Shared ones are equal: every rank has taken part in every step.
+  if (!impl_->shards.shares()) impl_->group.broadcast(tensors, last_active_rank);
   impl_->buffers.broadcast(impl_->group, last_active_rank);
 }
 

@@ -255,7 +255,7 @@ TEST_P(Collectives, AllocatedTensorsBehaveLikeOthers) {
 TEST_P(SeveralRanks, AllocateCommonReturnsTheSameMemoryOnEveryRank) {
   each_rank([&](ProcessGroup group, int rank) {
     auto flat = group.allocate_common(10 * world(), at::kFloat);
-    EXPECT_EQ(flat.defined(), group.backend_name() == "shm");
+    EXPECT_EQ(flat.defined(), group.backend_name() == "shm");  // Gloo here has no shared memory
     EXPECT_FALSE(group.allocate_common(0, at::kFloat).defined());
     if (!flat.defined()) return;
     EXPECT_EQ(flat.abs().sum().item<float>(), 0);

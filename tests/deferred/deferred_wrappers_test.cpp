@@ -85,8 +85,9 @@ Weights weights_of(Net& net) {
   return weights;
 }
 
-Weights with_zero(Net net, ProcessGroup group, int rank) {
-  ZeroRedundancyOptimizer zero(*net, group, default_optimizers().factory("AdamW", {{"lr", 1e-3}}));
+Weights train_with_zero(Net& net, const ProcessGroup& group, int rank, bool share) {
+  ZeroRedundancyOptimizer zero(*net, group, default_optimizers().factory("AdamW", {{"lr", 1e-3}}),
+                               {.share_parameters = share});
   train([&](const at::Tensor& x) { return net(x); },
         [&] {
           zero.step();
@@ -94,6 +95,14 @@ Weights with_zero(Net net, ProcessGroup group, int rank) {
         },
         rank);
   return weights_of(net);
+}
+
+Weights with_zero(Net net, ProcessGroup group, int rank) {
+  return train_with_zero(net, group, rank, false);
+}
+
+Weights with_shared_parameters(Net net, ProcessGroup group, int rank) {
+  return train_with_zero(net, group, rank, true);
 }
 
 Weights with_ddp(Net net, ProcessGroup group, int rank) {
@@ -125,7 +134,8 @@ TEST_P(DeferredTrainings, AreThoseOverAnEagerModule) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, DeferredTrainings,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4),
-                                            ::testing::Values(&with_fsdp, &with_zero, &with_ddp)));
+                                            ::testing::Values(&with_fsdp, &with_zero,
+                                                              &with_shared_parameters, &with_ddp)));
 
 /// Parameters of 4 MiB and one of 24 MiB: 152 MiB.
 struct LargeImpl : torch::nn::Module {

@@ -127,6 +127,8 @@ class ModelWrapper {
   /// The ranks of group() whose shards() are equal copies of this rank's. A group of this rank
   /// alone is right for every type; with the copies known, LocalSgd sends each value once. Local.
   virtual ProcessGroup shard_copies() const { return {}; }
+  /// Call before writing to the shards: no rank reads parameters when it returns. Collective.
+  virtual void before_shard_writes() {}
   /// Call after writing to the shards: updates all ranks' models with the new values.
   virtual void publish_shards() = 0;
   /// The optimizer state of the shards. Local.

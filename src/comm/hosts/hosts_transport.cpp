@@ -180,12 +180,11 @@ class HostsTransport : public Transport {
   }
 
   at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
-    if (common) return {};
     at::Tensor result;
     std::string problem;
     run("allocate", [&] {
       try {
-        result = local_->allocate(numel, options, false);
+        result = local_->allocate(numel, options, common);
       } catch (const UsageError& error) {
         problem = error.what();
       }
@@ -349,8 +348,9 @@ class HostsTransport : public Transport {
             const int64_t n = std::clamp<int64_t>(counts[segment] - round * step, 0, step);
             const int from = source(segment, round);
             if (n == 0 || from == rank_) continue;
-            copy_bytes(data + (starts[segment] + round * step) * width,
-                       window(segment, map_.local_rank(from)), n * width);
+            const auto* const theirs = window(segment, map_.local_rank(from));
+            auto* const here = data + (starts[segment] + round * step) * width;
+            if (theirs != here) copy_bytes(here, theirs, n * width);  // equal in common memory
           }
         });
   }

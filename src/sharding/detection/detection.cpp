@@ -9,6 +9,7 @@ namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
   if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}});
+  else if (written) Page::check_orphan_write(tensor);
 }
 
 void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {

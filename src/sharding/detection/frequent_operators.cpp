@@ -22,7 +22,10 @@ struct SeenPages {
     const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage == last) return;
     auto* page = Page::of(tensor);
-    if (!page) return;
+    if (!page) {
+      if (written) Page::check_orphan_write(tensor);
+      return;
+    }
     last = storage;
     uses[count++] = {page, tensor.storage_offset(), written, {}};
   }

@@ -6,7 +6,8 @@ namespace tessera::sharding {
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
            std::string description)
-    : link_(std::make_shared<Link>(Link{owner, this, std::move(description), {}})), index_(index) {
+    : link_(std::make_shared<Link>(Link{owner, this, std::move(description), {}, {}})),
+      index_(index) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const auto device = options.device();
   c10::Storage storage(c10::Storage::use_byte_size_t(),
@@ -50,6 +51,14 @@ void Page::detach() {
       link.description +
       " was used after the wrapper was destroyed, which freed the memory; expected the "
       "wrapper to live as long as its module, or state_dict() before");
+}
+
+void Page::check_orphan_write(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return;
+  const auto& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &Page::release) return;
+  const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
+  if (!link.page && !link.read_only.empty()) throw UsageError(link.read_only);
 }
 
 Page* Page::of(const at::Tensor& tensor) {

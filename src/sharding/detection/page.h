@@ -54,10 +54,15 @@ class Page {
   /// `memory`: contiguous, of the same numel and dtype. It is kept alive while it is attached.
   void attach(at::Tensor memory);
   void detach();
+  /// For a page without description: after it was destroyed, an operator that writes to its tensors
+  /// is a UsageError with this message.
+  void refuse_writes_afterwards(std::string message) { link_->read_only = std::move(message); }
 
   /// The page whose storage `tensor` uses; null if there is none, or none any more. UsageError if
   /// the page was destroyed and has taken the memory.
   static Page* of(const at::Tensor& tensor);
+  /// UsageError if an operator may not write to `tensor`, whose page was destroyed.
+  static void check_orphan_write(const at::Tensor& tensor);
   /// Null after the owner was destroyed.
   PageOwner* owner() const { return link_->owner; }
 
@@ -67,7 +72,8 @@ class Page {
     PageOwner* owner;
     Page* page;
     std::string description;
-    at::Tensor memory;  // after the page was destroyed, where its tensors keep it
+    at::Tensor memory;      // after the page was destroyed, where its tensors keep it
+    std::string read_only;  // the refusal of writes after the page was destroyed; empty: none
   };
   static void release(void* link);
   [[noreturn]] static void refuse_orphan(const Link& link);

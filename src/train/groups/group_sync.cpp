@@ -29,6 +29,7 @@ GroupSync::GroupSync(const LocalSgdConfig& config, const TrainingGroups& groups,
 
 void GroupSync::step(int64_t steps) {
   if (meets_after(steps)) wrapper_.wait_for_parameters();
+  wrapper_.before_shard_writes();
   local_.step();
 }
 
@@ -36,6 +37,7 @@ void GroupSync::synchronize(int64_t steps) {
   // Another step of the outer optimizer would only follow its momentum.
   if (meets_after(steps) && !config_.options.in_background) return;
   wrapper_.wait_for_parameters();
+  wrapper_.before_shard_writes();
   local_.synchronize();
 }
 

@@ -412,6 +412,7 @@ void Run::evaluate_averaged(const std::function<void()>& evaluation) {
   const torch::NoGradGuard no_grad;
   const auto swap = [&] {
     if (average_) {
+      wrapper_->before_shard_writes();
       average_->swap();
       wrapper_->publish_shards();
     }

@@ -25,6 +25,23 @@ class DdpWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
   }
   Joinable* joinable() override { return &ddp_; }
+  MemoryUse memory() override {
+    MemoryUse use = WholeWrapper::memory();
+    use.parameters = ddp_.parameter_bytes();
+    return use;
+  }
+  MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const override {
+    MemoryUse use = WholeWrapper::unsharded(ranks);
+    use.parameters = 0;
+    for (const auto& parameter : model_.module->parameters())
+      use.parameters += static_cast<int64_t>(parameter.nbytes());
+    return use;
+  }
+  MemoryUse formula(const MemoryUse& unsharded) const override {
+    MemoryUse use = WholeWrapper::formula(unsharded);
+    use.parameters = ddp_.parameter_bytes();
+    return use;
+  }
 
   std::vector<std::pair<std::string, at::Tensor>> extra_state() override {
     if (!hook_.state) {
@@ -100,6 +117,9 @@ WrapperPlan read_ddp(OptionReader& options) {
   options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");
   options.read("broadcast_buffers", ddp.broadcast_buffers,
                "make buffers the same on all ranks, by buffers, before forward and after backward");
+  options.read("share_parameters", ddp.share_parameters,
+               "the ranks of a host have one copy of the frozen parameters, in memory that they "
+               "share");
   read_buffers(options, ddp.buffers);
   read_wire(options, ddp.wire, false);
   options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,

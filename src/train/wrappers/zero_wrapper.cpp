@@ -41,6 +41,7 @@ ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions option
                                            const TrainedModel& model, const ProcessGroup& group) {
   const bool possible = !group.same_host() && group.backend_name() == "gloo" &&
                         options.parameters_as_bucket_view && !options.overlap_with_backward &&
+                        !options.share_parameters &&
                         options.wire.parameters == WireFormat::float32 && on_cpu(*model.module);
   options.gather_in_background = in_background.value_or(possible);
   return in_place(std::move(options), group);
@@ -127,6 +128,7 @@ class ZeroWrapper : public ModelWrapper {
     add_buffers(result);
     return result;
   }
+  void before_shard_writes() override { optimizer_.wait_for_readers(); }
   void publish_shards() override { optimizer_.gather_parameters(); }
   std::vector<StateSlice> state_slices() override { return optimizer_.state_slices(); }
   void load_state_slices(const std::vector<StateSlice>& slices) override {
@@ -150,6 +152,11 @@ class ZeroWrapper : public ModelWrapper {
 
   MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const override {
     MemoryUse use = ranks.front();
+    if (optimizer_.options().share_parameters) {
+      use.parameters = 0;
+      for (const auto& parameter : model_.module->parameters())
+        use.parameters += static_cast<int64_t>(parameter.nbytes());
+    }
     use.gradients = use.parameters;
     use.optimizer_state = 0;
     for (const auto& rank : ranks) {
@@ -159,7 +166,8 @@ class ZeroWrapper : public ModelWrapper {
   }
   MemoryUse formula(const MemoryUse& unsharded) const override {
     const int64_t ranks = group_.size();
-    return {unsharded.parameters,
+    const bool shares = optimizer_.options().share_parameters && ranks > 1;
+    return {unsharded.parameters / (shares ? group_.local_size() : 1),
             shards_gradients() ? unsharded.gradients / ranks : unsharded.gradients,
             unsharded.optimizer_state / ranks};
   }
@@ -243,6 +251,8 @@ WrapperPlan read_zero(OptionReader& options) {
   if (background_given) in_background = background;
   options.read("shard_gradients", zero.shard_gradients,
                "give a bucket's memory back when backward has reduced it (ZeRO stage 2)");
+  options.read("share_parameters", zero.share_parameters,
+               "the ranks of a host have one copy of the parameters, in memory that they share");
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb,

@@ -48,6 +48,18 @@ void adopt_storage(ShardBucket& bucket, const std::vector<NamedTensor>& paramete
   }
 }
 
+/// [Note: one copy a host]
+void share_storage(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
+                   ProcessGroup& group, sharding::SharedParameters& shared) {
+  const auto& first = parameters[bucket.members[0]].tensor;
+  auto memory = shared.allocate(bucket.layout.numel(), first.options().requires_grad(false));
+  if (!memory.defined()) return adopt_storage(bucket, parameters, group);
+  std::vector<int64_t> offsets;
+  for (size_t m = 0; m < bucket.members.size(); ++m) offsets.push_back(bucket.layout.offset(m));
+  shared.place(memory, parameters, bucket.members, offsets);
+  bucket.parameters = std::move(memory);
+}
+
 /// The local optimizer's view of a shard. A whole parameter keeps its shape, for optimizers that
 /// look at shapes.
 at::Tensor alias(const at::Tensor& parameter, int64_t begin, int64_t numel, bool whole) {
@@ -91,12 +103,18 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
     bucket.names = sharding::first_to_last(parameters, members);
     bucket.layout = flat ? Layout::flat(sizes, group.size())
                          : Layout::owned(sizes, bucket_owners, group.size());
-    if (plan.as_bucket_view) adopt_storage(bucket, parameters, group);
+    if (plan.shared) share_storage(bucket, parameters, group, *plan.shared);
+    else if (plan.as_bucket_view) adopt_storage(bucket, parameters, group);
     for (const auto& shard : bucket.layout.slices(group.rank())) {
       const auto parameter = members[shard.tensor];
+      // Shards are written, so they are not views of a page that refuses writes.
+      const auto& whole =
+          plan.shared ? sharding::window(bucket.parameters, bucket.layout.offset(shard.tensor),
+                                         tensors[parameter])
+                      : tensors[parameter];
       bucket.shards.push_back({parameter, shard.begin, shard.numel,
                                shard.offset - bucket.layout.segment_begin(group.rank()),
-                               alias(tensors[parameter], shard.begin, shard.numel, !flat)});
+                               alias(whole, shard.begin, shard.numel, !flat)});
     }
     buckets.push_back(std::move(bucket));
   }

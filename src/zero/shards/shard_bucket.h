@@ -9,6 +9,7 @@
 #include "sharding/detection/page.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
+#include "sharding/shared/shared_parameters.h"
 #include "tessera/optim/partition.h"
 #include "tessera/process_group.h"
 
@@ -37,7 +38,9 @@ struct ShardPlan {
   bool with_gradients = true;
   bool one_owner = false;       ///< Rank 0 owns all parameters.
   bool lean_gradients = false;  ///< Buckets of gradients have no memory until they are written.
-  int64_t cap_bytes = 0;        ///< Size of a bucket; 0: one bucket for each dtype and device.
+  /// Puts the parameters into memory that a host's ranks share. Null: they are not shared.
+  sharding::SharedParameters* shared = nullptr;
+  int64_t cap_bytes = 0;  ///< Size of a bucket; 0: one bucket for each dtype and device.
 };
 
 /// Buckets for `subset` of `parameters`. `load` counts the elements of each rank over several

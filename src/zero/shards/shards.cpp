@@ -28,7 +28,8 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 
 }  // namespace
 
-Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner)
+Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner,
+               const std::string& prefix)
     : group_(std::move(groups.own)),
       gradients_group_(std::move(groups.gradients)),
       plan_(plan_of(options)),
@@ -37,6 +38,11 @@ Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, boo
   cap_bytes_ = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   early_ = groups.early;
   if (groups.parameters) wire_.emplace(std::move(*groups.parameters));
+  if (options.share_parameters) {
+    shared_ = std::make_unique<sharding::SharedParameters>(
+        group_, prefix, "optimizer.with_shared_write([&] { … })", options.broadcast_parameters);
+    plan_.shared = shared_.get();
+  }
   if (groups.in_background) arriving_ = std::make_unique<ArrivingParameters>();
 }
 
@@ -59,8 +65,8 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
       refuse(i, "its elements are not densely stored, which needs parameters_as_bucket_view");
   }
   for (auto& parameter : parameters) {
-    // Others are computed when they move into their bucket.
-    if (!plan_.as_bucket_view || !parameter.tensor.requires_grad())
+    // Others are computed when they move into their bucket or into shared memory.
+    if (!shared_ && (!plan_.as_bucket_view || !parameter.tensor.requires_grad()))
       comm::run_local_work(group_, kName, [&] { materialize(parameter.tensor); });
     parameters_.push_back(std::move(parameter));
     group_of_.push_back(index);
@@ -68,12 +74,24 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
 }
 
 void Shards::place_new() {
+  const size_t first = placed();
   std::vector<size_t> fresh;
   for (size_t i = placed(); i < parameters_.size(); ++i) {
     trainable_.push_back(parameters_[i].tensor.requires_grad());
     if (trainable_[i]) fresh.push_back(i);
   }
   place(fresh);
+  share_frozen(first);
+}
+
+/// Of the parameters from number `first` on.
+void Shards::share_frozen(size_t first) {
+  if (!shared_) return;
+  std::vector<size_t> frozen;
+  for (size_t i = first; i < placed(); ++i) {
+    if (!trainable_[i]) frozen.push_back(i);
+  }
+  shared_->place_whole(parameters_, frozen);
 }
 
 void Shards::place_all() {
@@ -82,7 +100,10 @@ void Shards::place_all() {
   if (wire_) wire_->reset();
   data_of_.clear();
   std::fill(load_.begin(), load_.end(), 0);
+  std::vector<std::unique_ptr<sharding::Page>> former;  // the parameters' memory until they moved
+  if (shared_) former = shared_->release();
   place(trainable_subset());
+  share_frozen(0);
 }
 
 void Shards::place(const std::vector<size_t>& subset) {

@@ -28,8 +28,9 @@ class Shards {
     bool in_background = false;              ///< [Note: gathers in the background]
   };
 
-  /// `one_owner`: rank 0 owns all parameters.
-  Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner);
+  /// `one_owner`: rank 0 owns all parameters. `prefix`: of error messages.
+  Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner,
+         const std::string& prefix);
   ~Shards();
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
@@ -40,6 +41,10 @@ class Shards {
   void place_new();
   /// Makes all buckets again for the parameters that are trainable now. Collective: allocates.
   void place_all();
+
+  /// What a host's ranks share; null without share_parameters.
+  sharding::SharedParameters* shared() const { return shared_.get(); }
+  bool shares() const { return shared_ && shared_->any(); }
 
   const std::vector<sharding::NamedTensor>& parameters() const { return parameters_; }
   size_t group_of(size_t parameter) const { return group_of_[parameter]; }
@@ -86,12 +91,14 @@ class Shards {
 
  private:
   void place(const std::vector<size_t>& subset);
+  void share_frozen(size_t first);
   ProcessGroup& gather_group();
   Work start_gather(const ShardBucket& bucket, const std::string& tag);
 
   ProcessGroup group_, gradients_group_;
   std::optional<ParameterWire> wire_;
   std::unique_ptr<ArrivingParameters> arriving_;  // null unless gathers are in the background
+  std::unique_ptr<sharding::SharedParameters> shared_;
   ShardPlan plan_;
   bool early_ = false;                             // gradients are reduced within backward
   int64_t cap_bytes_ = 0;                          // option bucket_cap_mb

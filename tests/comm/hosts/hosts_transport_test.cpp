@@ -123,6 +123,43 @@ TEST(Hosts, AllReduceHasTheBitsOfOneHost) {
   });
 }
 
+/// The bytes that all ranks send to other hosts in `gather`, which every rank calls.
+int64_t sent_in(ProcessGroup& group, const std::function<void()>& gather) {
+  const auto sent = [&] { return static_cast<int64_t>(group.impl()->transport->sent().bytes); };
+  group.barrier();
+  const auto before = sent();
+  gather();
+  auto total = at::full({1}, sent() - before, at::kLong);
+  group.all_reduce(total);
+  return total.item<int64_t>();
+}
+
+TEST(Hosts, EachHostHasItsCommonMemory) {
+  on_each_placement([](ProcessGroup group, int rank, size_t size, bool shared) {
+    if (shared) return;
+    for (const int64_t unit : {1, 50000}) {
+      const auto counts = uneven_counts(size, unit);
+      const auto numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+      auto common = group.allocate_common(numel, at::kFloat);
+      ASSERT_TRUE(common.defined());
+      int64_t begin = 0;
+      for (int r = 0; r < rank; ++r) begin += counts[r];
+      group.barrier();
+      common.narrow(0, begin, counts[rank]).fill_(rank + 1);
+      auto whole = group.allocate(numel, at::kFloat).copy_(common);
+      const auto once = sent_in(group, [&] { group.all_gather(common, counts); });
+      const auto copies = sent_in(group, [&] { group.all_gather(whole, counts); });
+      ASSERT_TRUE(at::equal(common, whole)) << unit;
+      EXPECT_EQ(once, copies) << "each host receives once what others own";
+      begin = 0;
+      for (size_t r = 0; r < size; begin += counts[r++])
+        EXPECT_TRUE(
+            common.narrow(0, begin, counts[r]).eq(static_cast<float>(r + 1)).all().item<bool>());
+      group.barrier();
+    }
+  });
+}
+
 TEST(Hosts, ReduceScatterAndAllGatherOfUnevenSegments) {
   on_each_placement([](ProcessGroup group, int rank, size_t size, bool shared) {
     for (const int64_t unit : {1, 333, 50000}) {
