@@ -85,12 +85,12 @@ struct ZeroRedundancyOptimizerOptions {
   /// its own bucket. Results are bit-identical for float32 and float64 where one backward is a
   /// step.
   ///
-  /// After backward `.grad` of the parameters is undefined, and that of shards() is this rank's
-  /// part of the mean, which may be changed in place. step() uses it up. To drop it, call
-  /// optimizer.zero_grad(); net->zero_grad() and libtorch's clip_grad_norm_(net->parameters(), …)
-  /// find no gradients and have no effect. Under no_sync() gradients accumulate in their buckets
-  /// instead, and need no collective until a backward without it. Every rank makes the same
-  /// backward passes; each parameter gets its gradient once in each.
+  /// After backward `.grad` of shards() is this rank's part of the mean, which may be changed in
+  /// place; step() uses it up. `.grad` of the parameters is a placeholder without memory:
+  /// zero_grad() of the module clears the gradient, any other operator on it is a UsageError, for
+  /// example in libtorch's clip_grad_norm_(net->parameters(), …). Under no_sync() gradients
+  /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
+  /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
   /// Needs reduce_gradients, parameters on the CPU, none of overlap_with_backward,
   /// reduce_in_backward and reduce_in_place, and an optimizer other than LBFGS; otherwise a

@@ -94,8 +94,10 @@ class DataParallel::Impl {
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(reverse_order), reducing,
-        sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
-                                     [this] { wait_for_buckets(); }, [this] { after_backward(); },
+        sharding::Reducer::Callbacks{{},
+                                     [this](size_t bucket) { start_bucket(bucket); },
+                                     [this] { wait_for_buckets(); },
+                                     [this] { after_backward(); },
                                      [this] { wait_for_buckets(); }});
   }
 

@@ -62,8 +62,10 @@ void PackedReduction::make_reducer() {
       "last, or reduce_method \"mean\"";
   reducer_ = std::make_unique<sharding::Reducer>(
       lanes_[0].group, parameters_, make_buckets(), reducing,
-      sharding::Reducer::Callbacks{[this](size_t bucket) { start_bucket(bucket); },
-                                   [this] { finish_backward(); }, [this] { mark_sums(); },
+      sharding::Reducer::Callbacks{{},
+                                   [this](size_t bucket) { start_bucket(bucket); },
+                                   [this] { finish_backward(); },
+                                   [this] { mark_sums(); },
                                    [this] { wait_for_buckets(); }});
 }
 

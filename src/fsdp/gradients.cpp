@@ -48,6 +48,8 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
       placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
+                    "Optimizer(fsdp.parameters(), …), fsdp.clip_grad_norm_(…), or .grad() of "
+                    "fsdp.named_parameters()",
                     [this](size_t parameter) { zero(parameter); }),
       norms_([this] { refuse_own_norms(); }, [this] { return shard_gradients(); }),
       pending_(model.flats.size()),

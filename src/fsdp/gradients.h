@@ -7,9 +7,9 @@
 
 #include "comm/base/comm_stream.h"
 #include "fsdp/join_leader.h"
-#include "fsdp/paging/placeholders.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
+#include "sharding/detection/gradient_placeholders.h"
 #include "sharding/detection/local_norms.h"
 #include "sharding/gradients/arrival_tracker.h"
 #include "sharding/gradients/gradient_wire.h"
@@ -119,7 +119,7 @@ class Gradients {
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;
-  GradientPlaceholders placeholders_;
+  sharding::GradientPlaceholders placeholders_;
   sharding::LocalNorms norms_;
   std::vector<Pending> pending_;      // by flat parameter
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters

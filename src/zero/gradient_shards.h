@@ -33,6 +33,11 @@ class GradientShards {
   bool any() const { return !summed_.empty(); }
   /// Some rank had a gradient for the parameter.
   void set_used(size_t parameter) { used_.insert(parameter); }
+  /// The gradient of the parameter was cleared. Without any other there are no sums.
+  void set_unused(size_t parameter) {
+    used_.erase(parameter);
+    if (used_.empty()) summed_.clear();
+  }
   bool used(size_t parameter) const { return used_.count(parameter) > 0; }
   /// There are no sums. Local.
   void clear();

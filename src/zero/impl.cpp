@@ -383,6 +383,7 @@ bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
         kName, changed.size(), changed[0], changed.size() > 1 ? ", …" : "");
   }
   if (mean.reducer()) mean.reducer()->check_cleared();
+  mean.hide_placeholders();
   auto dict = gather_state(-1);
   std::map<size_t, at::Tensor> kept;
   const auto& parameters = shards.parameters();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 #include "tessera/error.h"
 #include "zero/local_optimizer.h"
 
@@ -30,6 +31,7 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   segments_.resize(shards_.buckets().size());
   in_place_.assign(shards_.buckets().size(), 0);
   reducer_.reset();
+  placeholders_.reset();
   const auto subset = shards_.trainable_subset();
   if (!options_.reduce_gradients || subset.empty()) return;
   std::vector<sharding::NamedTensor> trainable;
@@ -54,7 +56,9 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
       "the gradients are scaled by a norm of this rank's own gradients "
       "(torch::nn::utils::clip_grad_norm_ over the module's parameters?); expected "
       "optimizer.clip_grad_norm_(…), whose norm is that of the mean over the ranks";
-  sharding::Reducer::Callbacks callbacks{std::move(ready), [] {}, {}};
+  sharding::Reducer::Callbacks callbacks;
+  callbacks.ready = std::move(ready);
+  callbacks.finish = [] {};
   if (early_) {
     options.provisional = true;
     callbacks.ready = [this](size_t b) {
@@ -63,14 +67,15 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
     };
     callbacks.changed = [this](size_t b) { return early_->changed(b, flat(b)); };
   }
-  if (sums_) watch_sharded(options, callbacks);
+  if (sums_) watch_sharded(trainable, options, callbacks);
   reducer_ = std::make_unique<sharding::Reducer>(group_, std::move(trainable), std::move(buckets),
                                                  options, std::move(callbacks));
   if (early_ && first) reducer_->open_round();
 }
 
 /// [Note: sharded gradients]
-void MeanGradient::watch_sharded(sharding::ReducerOptions& options,
+void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& trainable,
+                                 sharding::ReducerOptions& options,
                                  sharding::Reducer::Callbacks& callbacks) {
   options.reduce_in_backward = true;
   options.find_unused_parameters = true;
@@ -81,9 +86,41 @@ void MeanGradient::watch_sharded(sharding::ReducerOptions& options,
   };
   callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
   callbacks.finished = [this] { publish_means(); };
+  callbacks.began = [this] { hide_placeholders(); };
+  if (!sharding::start_detection()) return;
+  placeholders_ = std::make_unique<sharding::GradientPlaceholders>(
+      trainable, prefix_,
+      "optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of optimizer.shards()",
+      [this, subset = shards_.trainable_subset()](size_t i) { zero_own_part(subset[i]); });
 }
 
-/// `.grad` of the parameters is used up, and `.grad` of own shards is the mean so far.
+void MeanGradient::hide_placeholders() {
+  if (!placeholders_) return;
+  const auto subset = shards_.trainable_subset();
+  placeholders_->notice([&](size_t i) {
+    zero_own_part(subset[i]);
+    sums_->set_unused(subset[i]);
+    for (auto& bucket : shards_.buckets()) {
+      for (auto& shard : bucket.shards) {
+        if (shard.parameter == subset[i]) shard.tensor.mutable_grad() = at::Tensor();
+      }
+    }
+  });
+  placeholders_->take_away();
+}
+
+void MeanGradient::zero_own_part(size_t parameter) {
+  const at::NoGradGuard no_grad;
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    for (const auto& shard : shards_.buckets()[b].shards) {
+      if (shard.parameter == parameter && sums_->has_sum(b))
+        segment(b).narrow(0, shard.at, shard.numel).zero_();
+    }
+  }
+}
+
+/// `.grad` of the parameters is used up and becomes a placeholder, and `.grad` of own shards is the
+/// mean so far.
 void MeanGradient::publish_means() {
   held_ = false;
   for (const auto i : shards_.trainable_subset()) {
@@ -94,19 +131,28 @@ void MeanGradient::publish_means() {
     LocalOptimizer::set_gradients(shards_.buckets()[b], segment(b),
                                   [this](size_t i) { return sums_->used(i); });
   }
+  show_placeholders();
+}
+
+void MeanGradient::show_placeholders() {
+  for (const auto i : shards_.trainable_subset()) {
+    if (placeholders_ && sums_->used(i)) placeholders_->show(position_[i]);
+  }
 }
 
 /// Adds what no_sync() has held back. Without a backward since the last step, also what the caller
 /// has set.
 void MeanGradient::reduce_held() {
+  hide_placeholders();
   if (reducer_ && (held_ || !sums_->any())) reducer_->flush();
   for (const auto i : shards_.trainable_subset()) {
     const auto& [name, tensor] = shards_.parameters()[i];
-    if (!tensor.grad().defined()) continue;
+    if (!tensor.grad().defined() || (placeholders_ && placeholders_->shown(position_[i]))) continue;
     group_.fail(prefix_ + ": shard_gradients: parameter " + name +
                 " has a gradient that no backward has reduced (was .grad set?); expected changes "
                 "of .grad of shards()");
   }
+  show_placeholders();
 }
 
 void MeanGradient::hold_sync(int change) {
@@ -199,6 +245,7 @@ void MeanGradient::require_local(const std::string& change) const {
 
 void MeanGradient::reset() {
   state_ = State::local;
+  if (placeholders_) placeholders_->take_away();
   if (sums_) sums_->clear();
   for (size_t b = 0; b < segments_.size(); ++b) {
     if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
@@ -305,6 +352,7 @@ int64_t MeanGradient::bytes() const {
   for (size_t b = 0; b < shards_.buckets().size(); ++b) {
     const auto& members = shards_.buckets()[b].members;
     const bool filled = !sums_ || std::any_of(members.begin(), members.end(), [this](size_t i) {
+      if (placeholders_ && placeholders_->shown(position_[i])) return false;
       return shards_.parameters()[i].tensor.grad().defined();
     });
     if (options_.reduce_gradients && filled) bytes += shards_.buckets()[b].gradients.bytes();

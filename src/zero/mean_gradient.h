@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/detection/gradient_placeholders.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "zero/early_reduction.h"
@@ -62,6 +63,9 @@ class MeanGradient {
   void take_means(const std::map<size_t, at::Tensor>& means);
   /// Before the buckets change: there are no segments. Local.
   void drop_segments();
+  /// With shard_gradients, before `.grad`s change: none of them is a placeholder, and gradients
+  /// whose placeholder the program has removed are cleared. Local.
+  void hide_placeholders();
   /// See sharding::Reducer.
   void hold_sync(int change);
 
@@ -104,8 +108,11 @@ class MeanGradient {
 
  private:
   void copy_from_caller(size_t b);
-  void watch_sharded(sharding::ReducerOptions& options, sharding::Reducer::Callbacks& callbacks);
+  void watch_sharded(const std::vector<sharding::NamedTensor>& trainable,
+                     sharding::ReducerOptions& options, sharding::Reducer::Callbacks& callbacks);
   void publish_means();
+  void show_placeholders();
+  void zero_own_part(size_t parameter);
   void reduce_held();
 
   ProcessGroup group_;
@@ -120,7 +127,9 @@ class MeanGradient {
   std::vector<size_t> position_;
   std::optional<EarlyReduction> early_;
   std::optional<GradientShards> sums_;  // with shard_gradients
-  bool held_ = false;                   // under no_sync(), since the last reduction
+  /// Of `.grad` of the parameters while their gradients are in sums_; by position.
+  std::unique_ptr<sharding::GradientPlaceholders> placeholders_;
+  bool held_ = false;  // under no_sync(), since the last reduction
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

@@ -215,6 +215,7 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
 /// elsewhere stay as they are.
 void ZeroRedundancyOptimizer::Impl::shadow_backward() {
   if (!mean.reducer()) return;
+  mean.hide_placeholders();
   if (options.overlap_with_backward || options.shard_gradients) mean.reducer()->shadow();
   else zero_grad(true);
 }

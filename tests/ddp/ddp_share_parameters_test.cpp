@@ -74,7 +74,8 @@ TEST(DdpShareParameters, TrainBitByBitAsWholeCopies) {
 TEST(DdpShareParameters, RefuseWritesAndRunThemOnceAHost) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = half_frozen(8);
-    auto ddp = std::make_unique<SharingDdp>(net, group, SharingDdp::Options{.share_parameters = true});
+    auto ddp =
+        std::make_unique<SharingDdp>(net, group, SharingDdp::Options{.share_parameters = true});
     const auto write = [&] {
       const at::NoGradGuard no_grad;
       net->second->weight.add_(1);

@@ -48,18 +48,19 @@ TEST(ZeroShardGradients, TrainBitByBitAsWholeGradients) {
         for (int world = 1; world <= 4; ++world) {
           auto options = sharded(partition);
           options.parameters_as_bucket_view = view;
-          expect_same_training<Uneven>(world, optimizer, options, true,
-                                       [&](auto& net, Zero& zero, int rank) {
-                                         for (int step = 0; step < 5; ++step) {
-                                           loss_of(net(rows(step, rank, world))).backward();
-                                           if (zero.options().shard_gradients) {
-                                             for (const auto& parameter : net->parameters())
-                                               EXPECT_FALSE(parameter.grad().defined());
-                                           }
-                                           zero.step();
-                                           zero.zero_grad();
-                                         }
-                                       });
+          expect_same_training<Uneven>(
+              world, optimizer, options, true, [&](auto& net, Zero& zero, int rank) {
+                for (int step = 0; step < 5; ++step) {
+                  loss_of(net(rows(step, rank, world))).backward();
+                  if (zero.options().shard_gradients) {
+                    for (const auto& parameter : net->parameters())
+                      EXPECT_EQ(static_cast<int64_t>(parameter.grad().storage().nbytes()),
+                                parameter.element_size());
+                  }
+                  zero.step();
+                  zero.zero_grad();
+                }
+              });
         }
       }
     }
@@ -162,6 +163,55 @@ TEST(ZeroShardGradients, AreUsedUpByAStepAndDroppedByZeroGrad) {
     }
     expect_same_weights(net, other);
   });
+}
+
+/// `.grad` of the parameters stands for that of the shards.
+TEST(ZeroShardGradients, TheModulesZeroGradClearsThem) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
+    Zero zero(*net, group, factory("AdamW"), sharded()), plain(*other, group, factory("AdamW"));
+    for (int step = 0; step < 4; ++step) {
+      for (auto& [trained, optimizer] :
+           {std::pair<Uneven&, Zero&>(net, zero), std::pair<Uneven&, Zero&>(other, plain)}) {
+        loss_of(trained(rows(9, rank, 2))).backward();
+        if (step == 0) trained->zero_grad();
+        if (step == 1) clear_gradients(trained->parameters());
+        if (step == 2) trained->first->zero_grad();
+        if (step == 1) loss_of(trained(rows(step, rank, 2))).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      expect_same_weights(net, other);
+    }
+  });
+}
+
+TEST(ZeroShardGradients, UseOfTheModulesGradientsIsAnError) {
+  for (const int world : {1, 2}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(8);
+      Zero zero(*net, group, factory("SGD"), sharded());
+      loss_of(net(rows(0, rank, world))).backward();
+      const auto refused = [&](const std::function<void()>& use) {
+        EXPECT_THAT(
+            thrown_by([&] {
+              const at::NoGradGuard no_grad;
+              use();
+            }),
+            ::testing::AllOf(
+                HasSubstr("rank " + std::to_string(rank)), HasSubstr("uses .grad of parameter"),
+                HasSubstr("optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of")));
+      };
+      refused([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0); });
+      refused([&] { torch::nn::utils::clip_grad_value_(net->parameters(), 1.0); });
+      refused([&] { net->scale.grad().mul_(0.5); });
+      EXPECT_EQ(zero.clip_grad_norm_(1e9), zero.grad_norm());
+      refused([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0); });
+      zero.step();
+      for (const auto& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
+      group.barrier();
+    });
+  }
 }
 
 struct TwoWaysImpl : torch::nn::Module {

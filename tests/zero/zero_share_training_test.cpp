@@ -30,5 +30,19 @@ TEST_F(ZeroShareTraining, AccumulatesClipsAveragesAndJoins) {
   expect_equal_training(3, {"train.global_batch=7", "data.uneven=join"});
 }
 
+TEST_F(ZeroShareTraining, LoadsFrozenAndTrainedWeightsOnceAHost) {
+  train_ranks(1, {"train.save=weights.safetensors"});
+  for (const auto* type : {"ZeroRedundancyOptimizer", "DistributedDataParallel"}) {
+    const auto train = [&](const std::string& more) {
+      return train_ranks(
+          2, {"model.init=weights.safetensors", "model.seed=7", "model.freeze=[\"**bias\"]",
+              std::string("parallel={type: ") + type + more + "}"});
+    };
+    const auto whole = train(""), shared = train(", share_parameters: true");
+    EXPECT_EQ(texts(shared.losses), texts(whole.losses)) << type;
+    EXPECT_EQ(shared.eval_loss, whole.eval_loss) << type;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::testing

@@ -24,7 +24,7 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
       tensors, BackwardWatch::Callbacks{
                    [this] { begin(); },
                    [this](size_t i, const at::Tensor& computed) { arrive(i, computed); },
-                   [this] { end(); }, [this] { abandon(); }});
+                   [this] { end(); }, [this] { abandon(); }, bool(callbacks_.began)});
 }
 
 /// Empty where a norm of this rank's gradients is that of all gradients.
@@ -70,6 +70,7 @@ void Reducer::start() {
 }
 
 void Reducer::begin() {
+  if (callbacks_.began) callbacks_.began();
   std::lock_guard lock(mutex_);
   start();
   buckets_.begin_backward();

@@ -61,6 +61,9 @@ struct ReducerOptions {
 class Reducer {
  public:
   struct Callbacks {
+    /// A backward has begun, and autograd has not changed any `.grad` yet. In the thread of the
+    /// first gradient.
+    std::function<void()> began = {};
     /// Bucket `index` is complete on this rank: start its collective. Called from within backward,
     /// in order.
     std::function<void(size_t index)> ready = {};

@@ -15,6 +15,7 @@ class DdpWrapper : public WholeWrapper {
              CommHookPlan::Instance hook)
       : WholeWrapper(std::move(context)),
         hook_(std::move(hook)),
+        shares_(options.share_parameters),
         ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
              group_, with_hook(options, hook_)) {
     buffers_are_equal_ = options.broadcast_buffers && options.buffers != BufferSync::none;
@@ -25,6 +26,12 @@ class DdpWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
   }
   Joinable* joinable() override { return &ddp_; }
+  std::vector<ParameterShard> loaded_shards() override {
+    if (!shares_) return WholeWrapper::loaded_shards();
+    auto result = shards();
+    add_shared_frozen(result, *model_.module, group_);
+    return result;
+  }
   MemoryUse memory() override {
     MemoryUse use = WholeWrapper::memory();
     use.parameters = ddp_.parameter_bytes();
@@ -70,6 +77,7 @@ class DdpWrapper : public WholeWrapper {
   }
 
   CommHookPlan::Instance hook_;
+  bool shares_;  // frozen parameters
   DistributedDataParallel<LossModule> ddp_;
 };
 

@@ -68,4 +68,17 @@ const std::vector<std::pair<std::string, Partition>>& partition_names() {
   return known;
 }
 
+void add_shared_frozen(std::vector<ParameterShard>& shards, const torch::nn::Module& module,
+                       const ProcessGroup& group) {
+  if (group.local_rank() != 0) return;
+  for (const auto& [name, parameter] : named_parameters(module)) {
+    if (parameter.requires_grad()) continue;
+    // The parameter itself refuses writes.
+    const auto memory = at::from_blob(
+        parameter.data_ptr(), parameter.sizes(), parameter.strides(), [kept = parameter](void*) {},
+        parameter.options().requires_grad(false));
+    shards.push_back(whole_shard(name, memory));
+  }
+}
+
 }  // namespace tessera::train

@@ -34,4 +34,9 @@ void read_wire(OptionReader& options, WireOptions& wire, bool gathers);
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();
 
+/// Adds the frozen parameters, which the ranks of a host share: on its first rank, as tensors over
+/// their memory, which may be written.
+void add_shared_frozen(std::vector<ParameterShard>& shards, const torch::nn::Module& module,
+                       const ProcessGroup& group);
+
 }  // namespace tessera::train

@@ -76,6 +76,7 @@ class ZeroWrapper : public ModelWrapper {
          shards_gradients() ? optimizer_.shards() : std::vector<ParameterShard>()) {
       if (shard.tensor.grad().defined()) result.push_back(shard.tensor.grad());
     }
+    if (shards_gradients()) return result;  // `.grad` of the parameters are placeholders
     for (const auto& group : optimizer_.param_groups()) {
       for (const auto& parameter : group.params()) {
         if (parameter.grad().defined()) {
@@ -126,6 +127,12 @@ class ZeroWrapper : public ModelWrapper {
   std::vector<std::pair<std::string, at::Tensor>> replicas() override {
     auto result = named_parameters(*model_.module);
     add_buffers(result);
+    return result;
+  }
+  std::vector<ParameterShard> loaded_shards() override {
+    if (!optimizer_.options().share_parameters) return ModelWrapper::loaded_shards();
+    auto result = shards();
+    add_shared_frozen(result, *model_.module, group_);
     return result;
   }
   void before_shard_writes() override { optimizer_.wait_for_readers(); }

@@ -8,7 +8,7 @@
 #include "sharding/detection/page.h"
 #include "sharding/named_tensor.h"
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 
 /// [Note: placeholders of gradients] The gradients are those of the shards, but programs also know
 /// the module's parameters: zero_grad() of the module, optimizers and clipping over its parameters.
@@ -18,12 +18,12 @@ namespace tessera::fsdp {
 /// from `.grad` counts as cleared, and any operator that reads it is an error. Autograd never sees
 /// it: it is taken away before the first gradient of a backward is accumulated.
 /// Not between threads: the owner locks.
-class GradientPlaceholders : public sharding::PageOwner {
+class GradientPlaceholders : public PageOwner {
  public:
-  /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `zero(i)`: the gradient of
-  /// parameter i becomes zero; called outside of backward.
-  GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters, std::string prefix,
-                       std::function<void(size_t)> zero);
+  /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `expected`: what they
+  /// recommend. `zero(i)`: the gradient of parameter i becomes zero; called outside of backward.
+  GradientPlaceholders(const std::vector<NamedTensor>& parameters, std::string prefix,
+                       std::string expected, std::function<void(size_t)> zero);
   ~GradientPlaceholders() override;
   GradientPlaceholders(const GradientPlaceholders&) = delete;
 
@@ -41,21 +41,22 @@ class GradientPlaceholders : public sharding::PageOwner {
   }
   /// No `.grad` is a placeholder any more.
   void take_away();
+  bool shown(size_t parameter) const { return entries_[parameter].shown; }
 
-  void need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) override;
+  void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
  private:
   struct Entry {
-    sharding::NamedTensor parameter;
-    std::unique_ptr<sharding::Page> page;  // null before the first show()
+    NamedTensor parameter;
+    std::unique_ptr<Page> page;  // null before the first show()
     at::Tensor tensor;
     bool shown = false;
   };
   static bool is_in_place(const Entry& entry);
 
   std::vector<Entry> entries_;
-  std::string prefix_;
+  std::string prefix_, expected_;
   std::function<void(size_t)> zero_;
 };
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding

@@ -1,15 +1,16 @@
-#include "fsdp/paging/placeholders.h"
+#include "sharding/detection/gradient_placeholders.h"
 
 #include <fmt/format.h>
 
 #include "sharding/detection/detection.h"
 #include "tessera/error.h"
 
-namespace tessera::fsdp {
+namespace tessera::sharding {
 
-GradientPlaceholders::GradientPlaceholders(const std::vector<sharding::NamedTensor>& parameters,
-                                           std::string prefix, std::function<void(size_t)> zero)
-    : prefix_(std::move(prefix)), zero_(std::move(zero)) {
+GradientPlaceholders::GradientPlaceholders(const std::vector<NamedTensor>& parameters,
+                                           std::string prefix, std::string expected,
+                                           std::function<void(size_t)> zero)
+    : prefix_(std::move(prefix)), expected_(std::move(expected)), zero_(std::move(zero)) {
   for (const auto& parameter : parameters) entries_.push_back({parameter, nullptr, {}, false});
 }
 
@@ -19,12 +20,12 @@ void GradientPlaceholders::show(size_t i) {
   auto& entry = entries_[i];
   auto& parameter = entry.parameter.tensor;
   if (!entry.page || entry.tensor.scalar_type() != parameter.scalar_type()) {
-    const sharding::NoDetection no_detection;
+    const NoDetection no_detection;
     const at::AutoDispatchBelowADInplaceOrView no_views;
     const auto options =
         at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
-    entry.page = std::make_unique<sharding::Page>(
-        this, i, 1, options, prefix_ + ": .grad of parameter " + entry.parameter.name);
+    entry.page = std::make_unique<Page>(this, i, 1, options,
+                                        prefix_ + ": .grad of parameter " + entry.parameter.name);
     entry.page->attach(at::zeros({1}, options));
     entry.tensor = entry.page->flat().as_strided(parameter.sizes(),
                                                  std::vector<int64_t>(parameter.dim(), 0), 0);
@@ -46,15 +47,14 @@ void GradientPlaceholders::take_away() {
   }
 }
 
-void GradientPlaceholders::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
+void GradientPlaceholders::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   if (op == "aten::detach" || op == "aten::detach_" || op == "aten::requires_grad_") return;
   const auto i = uses[0].page->index();
   if (op == "aten::zero_") return zero_(i);
   throw UsageError(fmt::format(
       "{}: {} uses .grad of parameter {} of the module itself, but the gradient is that of this "
-      "rank's shard; expected Optimizer(fsdp.parameters(), …), fsdp.clip_grad_norm_(…), or .grad() "
-      "of fsdp.named_parameters()",
-      prefix_, op, entries_[i].parameter.name));
+      "rank's shard; expected {}",
+      prefix_, op, entries_[i].parameter.name, expected_));
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::sharding
