@@ -120,6 +120,16 @@ TEST(FailureLedger, AStoppedServerThatWasMissedThroughOtherRanksBlamesItself) {
   EXPECT_THAT(FailureLedger(world, 10ms).resolve({2}, Cause::overdue), ElementsAre(0));
 }
 
+TEST(FailureLedger, AStoppedServerWhoseOwnTimeOutHasJustPassedBlamesItself) {
+  const auto store = c10::make_intrusive<StoppedServer>();
+  resolve(store, {1, 0});
+  store->stopped = false;
+  auto world = tessera::comm::World::start(0, kRanks, {});
+  world.store = store;
+  world.rank_0_serves_store = true;
+  EXPECT_THAT(FailureLedger(world, 300ms).resolve({2}, Cause::late), ElementsAre(0));
+}
+
 TEST(FailureLedger, ARankWhoseWaiterCouldRecordItsVerdictIsNotBlamedForTheWait) {
   // 1 waits for 0, which waits for 2.
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -143,6 +153,18 @@ TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
   const auto start = std::chrono::steady_clock::now();
   EXPECT_THAT(resolve(c10::make_intrusive<SilentStore>(), {1, 0}), ElementsAre(0));
   EXPECT_LT(std::chrono::steady_clock::now() - start, 3s);
+}
+
+TEST(FailureLedger, TheGroupsOfAProcessWaitForASilentStoreOnce) {
+  auto world = tessera::comm::World::start(1, kRanks, {});
+  world.store = c10::make_intrusive<SilentStore>();
+  auto sub_group = world;
+  const auto start = std::chrono::steady_clock::now();
+  FailureLedger(world, 700ms).resolve({0}, Cause::late);
+  const auto first = std::chrono::steady_clock::now();
+  EXPECT_LT(first - start, 1500ms) << "the grace is not for stores that do not answer";
+  for (int i = 0; i < 3; ++i) FailureLedger(sub_group, 700ms).resolve({0}, Cause::late);
+  EXPECT_LT(std::chrono::steady_clock::now() - first, 800ms);
 }
 
 /// The store of a rank that was killed.

@@ -84,6 +84,13 @@ bool was_not_answered(const Store& store, int rank, int missing) {
   }
 }
 
+bool is_any_unanswered(const Store& store, int rank, int size) {
+  for (int missing = 0; missing < size; ++missing) {
+    if (was_not_answered(store, rank, missing)) return true;
+  }
+  return false;
+}
+
 /// True if another rank has waited for this one until the time-out, and the store did not answer it
 /// afterwards. `serves`: this rank serves the store and did not run for a while. It may be missed
 /// through other ranks, and the notes of the ranks that waited may be still to be read.
@@ -91,9 +98,7 @@ bool has_kept_the_store_from_answering(const Store& store, int rank, int size, b
   if (!serves) return was_not_answered(store, rank, rank);
   const auto deadline = Clock::now() + std::chrono::milliseconds(1000);
   do {
-    for (int missing = 0; missing < size; ++missing) {
-      if (was_not_answered(store, rank, missing)) return true;
-    }
+    if (is_any_unanswered(store, rank, size)) return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   } while (Clock::now() < deadline);
   return false;
@@ -151,14 +156,27 @@ void wait_for_records(const Store& store, int rank, int size, const std::vector<
   }
 }
 
+/// Whether the store answers within the limit. If `waited`, notes first that this rank has waited
+/// for the suspects.
+bool answers(const Store& store, int rank, const std::vector<int>& suspects, bool waited,
+             std::chrono::milliseconds limit) {
+  const auto answer = call_with_timeout(limit, [=] {
+    for (size_t i = 0; waited && i < suspects.size(); ++i) note_wait(store, rank, suspects[i]);
+    try {
+      store->check({key_of(rank)});
+    } catch (...) {
+      // It has ended, which is an answer too.
+    }
+    return true;
+  });
+  return answer.has_value();
+}
+
 /// Nothing if the store is lost.
 std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int size,
                                            const std::vector<int>& suspects, Cause cause,
                                            std::chrono::milliseconds grace, bool serves) {
   const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
-  if (cause == Cause::late || cause == Cause::late_here) {
-    for (const int missing : suspects) note_wait(store, rank, missing);
-  }
   if (is_blamed(store, rank, size)) return {{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&
       has_kept_the_store_from_answering(store, rank, size, serves && cause == Cause::overdue))
@@ -172,6 +190,8 @@ std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int siz
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     trail = follow(store, rank, mine);
   }
+  // A rank whose question the store did not answer has had the time to write its record since.
+  if (late && serves && !trail.closed && is_any_unanswered(store, rank, size)) trail.ends = {rank};
   write(store, rank, {mine.order, late, trail.ends});
   return trail.ends;
 }
@@ -179,7 +199,11 @@ std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int siz
 }  // namespace
 
 FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace)
-    : store_(world.store), rank_(world.rank), size_(world.size), grace_(grace) {
+    : store_(world.store),
+      rank_(world.rank),
+      size_(world.size),
+      grace_(grace),
+      store_is_silent_(world.store_is_silent) {
   for (int member = 0; world.rank_0_serves_store && member < size_; ++member) {
     if (world.world_ranks[member] == 0) server_ = member;
   }
@@ -191,13 +215,20 @@ std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause 
     const bool at_once = cause == Cause::gone || cause == Cause::late_here;
     const auto grace = at_once ? std::chrono::milliseconds(0) : grace_;
     const bool serves = rank_ == server_;
-    // If the stopped rank serves the store, the store does not answer.
-    const auto blamed = call_with_timeout(
-        grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
-          const auto found = resolve_in(store, rank, size, suspects, cause, grace, serves);
-          if (found && serves) wait_for_records(store, rank, size, *found);
-          return found;
-        });
+    const bool waited = cause == Cause::late || cause == Cause::late_here;
+    // If the stopped rank serves the store, the store does not answer. The groups of a process fail
+    // one after the other, and only the first waits for it.
+    const auto limit = std::chrono::milliseconds(*store_is_silent_ ? 100 : 1000);
+    std::optional<std::optional<std::vector<int>>> blamed;
+    if (answers(store_, rank_, suspects, waited, limit)) {
+      blamed = call_with_timeout(
+          grace + std::chrono::seconds(1), [=, store = store_, rank = rank_, size = size_] {
+            const auto found = resolve_in(store, rank, size, suspects, cause, grace, serves);
+            if (found && serves) wait_for_records(store, rank, size, *found);
+            return found;
+          });
+    }
+    if (!blamed) *store_is_silent_ = true;
     if (blamed && *blamed) return **blamed;
     // The store is lost or does not answer: the rank that serves it was killed, or is stopped.
     const bool seen = cause == Cause::late_here;

@@ -31,15 +31,19 @@ class FailureLedger {
   /// records, and writes the result as this rank's own record. Returns this rank itself if the
   /// others gave up on it first. If the store has ended or does not answer, the rank that serves
   /// it is to blame: it waits for the others' records before it leaves of its own accord. Blocks
-  /// for at most one second more than the grace, whatever the state of the store. Never throws.
+  /// for at most one second if the store does not answer, and for a tenth if it has not answered a
+  /// group of this process before; otherwise for little more than the grace. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
+
+  /// The member that serves the store; -1: none of them.
+  int server() const { return server_; }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
-  int server_ = -1;               // the member that serves the store; -1: none of them
-  std::vector<int> with_server_;  // members on its host, itself too
+  int server_ = -1;
   std::chrono::milliseconds grace_;
+  std::shared_ptr<std::atomic<bool>> store_is_silent_;
 };
 
 }  // namespace tessera::comm

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,8 @@ struct World {
   c10::intrusive_ptr<c10d::Store> store;
   /// Rank 0 of the start-up group serves the store, which ends with it.
   bool rank_0_serves_store = false;
+  /// Whether the store has not answered a rank that gave up; of this process, for all its groups.
+  std::shared_ptr<std::atomic<bool>> store_is_silent = std::make_shared<std::atomic<bool>>(false);
   ProcessGroupOptions options;
   /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
   std::shared_ptr<const DeviceBackend> device;

@@ -153,6 +153,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
   world.rank_0_serves_store = impl_->world.rank_0_serves_store;
+  world.store_is_silent = impl_->world.store_is_silent;
   auto transport = comm::make_transport(world);
   auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
   impl_->add_child(child);
