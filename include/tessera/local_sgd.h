@@ -104,7 +104,9 @@ class LocalSgd : public Joinable {
   /// `outer`, if a shard's storage, size or dtype is no longer that of the construction.
   void step();
   /// Synchronises now and waits for the differences under way, so that all ranks of `outer` have
-  /// equal parameters. Call it at the end of training. Does not count as a step. Collective.
+  /// equal parameters. Call it at the end of training. Does not count as a step. After a step()
+  /// that has synchronised, and before the next one, it only waits for the differences under way:
+  /// another synchronisation would move the parameters by the outer momentum alone. Collective.
   void synchronize();
 
   int64_t steps() const;             ///< Calls of step(). Local.

@@ -150,9 +150,9 @@ class ProcessGroup {
   /// Local, but every rank must set the same value. NCCL keeps the time-out given at construction.
   /// Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
-  /// As above, for ranks that are busy with something slow, for example with a disk. A rank whose
-  /// process is stopped (SIGSTOP, a debugger) for longer than `stopped` is given up before
-  /// `timeout`, if the group uses shared memory.
+  /// As above, where ranks may be busy, for example with a disk. A rank that is stopped, or cannot
+  /// be reached, for `stopped` is given up then; in a group of from_c10d() after `timeout`. So is
+  /// one that calls this later than another by the former time-out. Messages: docs/hosts.md.
   void set_timeout(std::chrono::milliseconds timeout, std::chrono::milliseconds stopped);
 
   // A `tag` describes the purpose of a call. Ranks that pass different tags disagree, and the error

@@ -74,7 +74,8 @@ class LocalSgd::Impl {
     check_usable("synchronize()");
     guarded([&] {
       if (mean_.under_way()) apply_pending();
-      exchange();
+      const bool just_done = steps_ > 0 && steps_ % options_.sync_every == 0;
+      if (!just_done) exchange();
     });
   }
 

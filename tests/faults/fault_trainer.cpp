@@ -40,8 +40,9 @@ struct Place {
     keys.read("rank", rank, "the rank with the fault");
     keys.read("once", once, "file that is made by the fault and prevents another one");
   }
-  bool here(int64_t step) const {
-    if (step != at || this_rank() != rank) return false;
+  bool here(int64_t step) const { return step == at && this_rank() == rank && not_yet(); }
+  /// True unless the file `once` exists, which is made.
+  bool not_yet() const {
     if (once.empty()) return true;
     const int file = ::open(once.c_str(), O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (file >= 0) ::close(file);
@@ -76,9 +77,11 @@ struct Fault : tessera::RunHook {
     if (time_out > 0) group.set_timeout(std::chrono::milliseconds(time_out));
   }
   std::string state() const override {
-    if (kind == "signal_while_saving" && this_rank() == place.rank) {
+    const bool signals = kind == "signal_while_saving", sleeps = kind == "sleep_while_saving";
+    if ((signals || sleeps) && this_rank() == place.rank && place.not_yet()) {
       announce();
-      ::raise(static_cast<int>(value));
+      if (signals) ::raise(static_cast<int>(value));
+      else std::this_thread::sleep_for(std::chrono::milliseconds(value));
     }
     return "";
   }
@@ -176,7 +179,8 @@ int main(int argc, char** argv) {
     Fault fault;
     fault.place.read(options);
     options.read("do", fault.kind,
-                 "signal, signal_launcher, exit, throw, terminate, late, nan, flip or none");
+                 "signal, signal_launcher, signal_while_saving, sleep_while_saving, exit, throw, "
+                 "terminate, late, nan, flip or none");
     options.read(
         "request", fault.request,
         "when the file of this name and the rank's number appears, the rank removes it and "

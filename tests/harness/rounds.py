@@ -1,5 +1,5 @@
 """Trainings on two hosts, which are two network namespaces with a launcher in each, that start again together after a failure."""
-import os, pathlib, signal, sys, tempfile, time, unittest
+import os, pathlib, shutil, signal, sys, tempfile, time, unittest
 
 from processes import Run, environment, kill, marked, ranks
 from two_hosts import ADDRESSES, TwoHosts, ip
@@ -39,6 +39,13 @@ class TwoLaunchers(unittest.TestCase):
         self.mark = f"ROUNDS={self.folder.name}"
         self.addCleanup(self.hosts.mend)
         self.addCleanup(self.end_all)
+
+    def clear(self):
+        """Removes what a run has written."""
+        for name in ("run", "reference"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in ("log.jsonl", "out.safetensors"):
+            (self.folder / name).unlink(missing_ok=True)
 
     def configure(self, text):
         (self.folder / "c.yaml").write_text(text)

@@ -11,11 +11,11 @@ from processes import kill, marked
 from rounds import ADDRESSES, CONFIG, PORT, REJOIN, STEPS, TIME_OUT, TwoLaunchers, main, said
 from two_hosts import ip
 
-LONG = CONFIG.replace(f"steps: {STEPS}", "steps: 400").replace("every: 4", "every: 20")
+# A step lasts a few milliseconds, so that a fault may fall into a step or into one of the many checkpoints.
+LONG = CONFIG.replace(f"steps: {STEPS}", "steps: 400").replace("every: 4", "every: 2")
 PATIENT = LONG.replace(f"time_out: {1000 * TIME_OUT}", "time_out: 30000")
 AWAY = 5  # seconds
-# Between two checkpoints: a rank that is lost while one is written is noticed after the time-out of saving alone.
-BETWEEN = "step +6[4-9]/"
+EARLY = "step +20/"  # with most of the steps to come
 # Its losses do not depend on the number of ranks, but for rounding.
 TEXT = f"""
 model: {{type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, dropout: 0}}
@@ -26,6 +26,8 @@ hooks: [{{type: Fault, do: none, time_out: {1000 * TIME_OUT}}}]
 train: {{steps: 1000000, global_batch: 48, log: log.jsonl}}
 checkpoint: {{folder: run, every: 20}}
 """
+FAULT = f"{{type: Fault, do: none, time_out: {1000 * TIME_OUT}}}"
+
 
 
 def longest_pause(run):
@@ -52,7 +54,7 @@ class Silence(TwoLaunchers):
     def test_a_cable_away_for_less_than_the_time_outs_costs_time_alone(self):
         self.configure(PATIENT)
         runs = self.train_both(nnodes="2", rejoin=20)
-        runs[0].wait_for_line(BETWEEN)
+        runs[0].wait_for_line(EARLY)
         self.is_silent(AWAY)
         self.ended(runs, [0, 0])
         self.assertGreater(longest_pause(runs[0]), AWAY - 1, "the cable was cut during training")
@@ -63,7 +65,7 @@ class Silence(TwoLaunchers):
     def test_a_cable_away_for_longer_than_the_time_out_of_the_ranks_names_them_and_costs_a_restart(self):
         self.configure(LONG)
         runs = self.train_both(nnodes="2", rejoin=20)
-        runs[0].wait_for_line(BETWEEN)
+        runs[0].wait_for_line(EARLY)
         start = self.is_silent(AWAY)
         for host, run in enumerate(runs):
             self.within(TIME_OUT + 2, run, rf"BrokenWorldError.*rank {1 - host} did not arrive within {1000 * TIME_OUT} ms", start)
@@ -76,7 +78,7 @@ class Silence(TwoLaunchers):
     def test_a_cable_that_is_cut_for_good(self):
         self.configure(LONG)
         runs = self.train_both("train.steps=1000000")
-        runs[0].wait_for_line(BETWEEN)
+        runs[0].wait_for_line(EARLY)
         self.hosts.cut()
         start = time.monotonic()
         for host, run in enumerate(runs):
@@ -111,6 +113,59 @@ class Silence(TwoLaunchers):
         self.assertEqual([record["loss"] for record in log[:20]], [record["loss"] for record in whole[:20]], "before the fault")
         for a, b in zip(log, whole, strict=True):
             self.assertLess(abs(a["loss"] - b["loss"]), 1e-4 * b["loss"], f"step {b['step']}")
+
+    def names_the_rank_and_starts_again(self, runs, victim, start):
+        """Rank `victim` does not run since `start`."""
+        survivor = 1 - victim
+        self.within(TIME_OUT + 2, runs[survivor], f"BrokenWorldError.*rank {victim} did not arrive within {1000 * TIME_OUT} ms", start)
+        self.ended(runs, [0, 0])
+        for run in runs:
+            self.assertRegex(said(run), rf"restart 1 of 3, because the failure began on rank {victim}, and rank {survivor} \(pid \d+\) exited with code 1 on node {survivor} ")
+            self.assertNotIn("restart 2", said(run))
+        self.has_the_bits_of_an_undisturbed_run()
+
+    def test_a_stopped_rank_of_either_node_is_named_and_all_start_again(self):
+        self.configure(LONG)
+        for victim in range(2):
+            with self.subTest(victim=victim):
+                self.clear()
+                runs = self.train_both(nnodes="2")
+                runs[0].wait_for_line(EARLY)
+                os.kill(self.rank_pid(victim), signal.SIGSTOP)
+                self.names_the_rank_and_starts_again(runs, victim, time.monotonic())
+
+    def while_saving(self, what, milliseconds, **options):
+        """A training whose rank 0 does something once, while it writes the checkpoint after step 2."""
+        fault = f"{{type: Fault, do: {what}_while_saving, value: {milliseconds}, rank: 0, once: {self.folder}/done, time_out: {1000 * TIME_OUT}}}"
+        self.configure(LONG.replace(FAULT, fault).replace("steps: 400", f"steps: {STEPS}"))
+        runs = self.train_both(nnodes="2", **options)
+        runs[0].wait_for_line("fault at [0-9.]+")
+        return runs, runs[0].when("fault at")
+
+    def test_rank_0_stopped_while_it_writes_a_checkpoint_is_named(self):
+        runs, start = self.while_saving("signal", int(signal.SIGSTOP))
+        self.names_the_rank_and_starts_again(runs, 0, start)
+
+    def test_a_rank_stopped_while_it_waits_for_the_checkpoint_of_another_is_named(self):
+        runs, _ = self.while_saving("sleep", 2000)
+        os.kill(self.rank_pid(1), signal.SIGSTOP)
+        self.names_the_rank_and_starts_again(runs, 1, time.monotonic())
+
+    def test_a_cable_cut_while_a_checkpoint_is_written(self):
+        runs, _ = self.while_saving("sleep", 2000, rejoin=20)
+        start = self.is_silent(AWAY)
+        for host, run in enumerate(runs):
+            self.within(TIME_OUT + 2, run, rf"BrokenWorldError.*rank {1 - host} did not arrive within {1000 * TIME_OUT} ms", start)
+        self.ended(runs, [0, 0])
+        self.has_the_bits_of_an_undisturbed_run()
+
+    def test_a_slow_disk_costs_time_alone(self):
+        runs, _ = self.while_saving("sleep", 1000 * (TIME_OUT + 3))
+        self.ended(runs, [0, 0])
+        self.assertGreater(longest_pause(runs[0]), TIME_OUT + 2)
+        for run in runs:
+            self.assertNotRegex(said(run), "round 1|restart|BrokenWorldError")
+        self.has_the_bits_of_an_undisturbed_run()
 
     def test_a_stopped_launcher_is_left_out_and_taken_in_again(self):
         runs = self.train_both("train.steps=1000000")

@@ -44,6 +44,31 @@ TEST(LocalSgd, ParametersAreThoseOfASimulationInOneProcess) {
   }
 }
 
+TEST(LocalSgd, SynchronizingAfterAStepThatHasDoneSoMovesNothingAndSendsNothing) {
+  for (const auto& tested : cases(2)) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(1);
+      const auto optimizer = inner_optimizer(net);
+      LocalSgd local(group, shards_of(*net), tested.options);
+      const auto train = [&](int step) {
+        train_on(net, *optimizer, own_rows(step, rank));
+        local.step();
+      };
+      for (int step = 0; step < 4; ++step) train(step);
+      local.synchronize();  // waits for what is under way
+      const auto synchronized = flat(net->parameters());
+      group.reset_stats();
+      local.synchronize();
+      EXPECT_TRUE(at::equal(flat(net->parameters()), synchronized)) << tested.name;
+      EXPECT_EQ(group.stats().payload_sent(), 0U) << tested.name;
+      EXPECT_EQ(local.synchronizations(), 2) << tested.name;
+      train(4);
+      local.synchronize();
+      EXPECT_EQ(local.synchronizations(), 3) << tested.name;
+    });
+  }
+}
+
 TEST(LocalSgd, TheAverageIsTheExactMeanOfTheParameters) {
   for (const int world : {2, 4}) {
     std::vector<at::Tensor> before(world), after(world);

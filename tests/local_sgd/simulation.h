@@ -67,7 +67,8 @@ class Simulation {
     for (int step = 0; step < steps; ++step) {
       for (size_t group = 0; group < nets_.size(); ++group)
         train_(nets_[group], *optimizers_[group], step, static_cast<int>(group));
-      if ((step + 1) % options_.sync_every != 0) continue;
+      ++steps_;
+      if (steps_ % options_.sync_every != 0) continue;
       options_.in_background ? exchange_in_background() : exchange();
     }
   }
@@ -75,7 +76,7 @@ class Simulation {
   /// As LocalSgd::synchronize().
   void synchronize() {
     if (mean_.defined()) apply();
-    exchange();
+    if (steps_ % options_.sync_every != 0) exchange();
   }
 
   at::Tensor parameters(int group) const {
@@ -111,6 +112,7 @@ class Simulation {
 
   LocalSgdOptions options_;
   Train train_;
+  int64_t steps_ = 0;
   std::vector<Uneven> nets_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers_;
   at::Tensor anchor_, mean_;

@@ -8,7 +8,7 @@
 namespace tessera::store {
 
 /// Raises the timeout of the group while alive, because disks may be slow. The earlier one still
-/// holds for ranks that are stopped.
+/// holds for ranks that are stopped or cannot be reached.
 class ScopedTimeout {
  public:
   ScopedTimeout(ProcessGroup group, std::chrono::milliseconds wait)

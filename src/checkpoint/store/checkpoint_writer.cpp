@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -37,6 +38,8 @@ struct CheckpointWriter::Impl {
   std::map<std::string, std::unique_ptr<store::TensorFile>> open;
   std::vector<store::FileRecord> records;
   bool over = false;
+  // From the first file on, because the ranks' disks differ in speed.
+  std::optional<store::ScopedTimeout> timeout;
 };
 
 void CheckpointWriter::Impl::begin() {
@@ -56,6 +59,7 @@ void CheckpointWriter::Impl::begin() {
     }
   });
   agree(group, [&] { store::size_seen(folder); });
+  timeout.emplace(group, run->options.timeout);
 }
 
 void CheckpointWriter::Impl::add(const std::string& file, const std::function<void()>& action) {
@@ -100,6 +104,7 @@ std::string CheckpointWriter::Impl::finish() {
 /// empty, the folder.
 void CheckpointWriter::Impl::abandon() noexcept {
   over = true;
+  timeout.reset();
   open.clear();
   if (folder.empty()) return;
   if (!run->leads()) {
@@ -183,7 +188,6 @@ std::string CheckpointWriter::commit() {
   if (impl.over)
     throw UsageError("checkpoint: commit: the writer of step " + std::to_string(impl.step) +
                      " has committed or failed before");
-  const store::ScopedTimeout timeout(impl.group, impl.run->options.timeout);
   try {
     std::string records;
     agree(impl.group, [&] { records = impl.finish(); });
@@ -194,6 +198,7 @@ std::string CheckpointWriter::commit() {
     throw;
   }
   impl.over = true;
+  impl.timeout.reset();
   return impl.run->folder + "/" + store::step_name(impl.step);
 }
 

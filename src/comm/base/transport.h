@@ -98,7 +98,8 @@ class Transport {
   /// Makes collectives that wait on the accelerator end, where its backend can do that.
   virtual void abort_device() noexcept {}
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
-  /// For ranks whose processes are known to be stopped. Ignored where that is not known.
+  /// For ranks whose processes are known to be stopped, or show the others nothing through the
+  /// store. Ignored where neither is known, and unless shorter than the time-out.
   virtual void set_stopped_timeout(std::chrono::milliseconds) {}
   /// Makes a blocked call and every later call throw BrokenWorldError soon. From any thread.
   virtual void abort() noexcept = 0;

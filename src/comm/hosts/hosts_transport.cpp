@@ -76,6 +76,7 @@ class HostsTransport : public Transport {
   }
   void set_stopped_timeout(std::chrono::milliseconds timeout) override {
     local_->set_stopped_timeout(timeout);
+    wire_.set_silence(timeout, [this] { local_->abort(); });
   }
   void set_feedback(WireFeedback* feedback) override {
     feedback_ = feedback;
@@ -240,6 +241,7 @@ class HostsTransport : public Transport {
         body();
       } catch (const BrokenWorldError& error) {
         if (wire_.has_failed()) throw;
+        if (wire_.has_lost()) wire_.fail({}, error.what());
         std::vector<int> suspects;
         for (const int local : error.ranks()) suspects.push_back(map_.members(host_)[local]);
         if (suspects.empty() || suspects == std::vector<int>{rank_}) {

@@ -28,9 +28,62 @@ Messenger::Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
       ledger_(world, grace),
       rank_(world.rank),
       size_(world.size),
-      timeout_(world.options.timeout) {}
+      timeout_(world.options.timeout),
+      former_(world.options.timeout),
+      silence_(world.options.timeout),
+      store_(world.store) {}
+
+Messenger::~Messenger() { set_silence(timeout_.load()); }
+
+void Messenger::set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss) {
+  std::shared_ptr<Heartbeats> ended;
+  {
+    std::lock_guard lock(heartbeats_mutex_);
+    ended.swap(heartbeats_);
+  }
+  ended.reset();
+  if (!store_ || failed_ || silence >= timeout_.load()) return;
+  silence_ = silence;
+  auto begun = std::make_shared<Heartbeats>(
+      store_, rank_, size_, ++watches_,
+      Heartbeats::Limits{silence, std::max(silence, former_.load())},
+      [this, on_loss = std::move(on_loss)](const std::vector<int>& lost) { lose(lost, on_loss); });
+  std::lock_guard lock(heartbeats_mutex_);
+  heartbeats_ = std::move(begun);
+}
+
+std::shared_ptr<Heartbeats> Messenger::heartbeats() {
+  std::lock_guard lock(heartbeats_mutex_);
+  return heartbeats_;
+}
+
+void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_loss) {
+  if (ranks.empty() && ledger_.server() >= 0) ranks.push_back(ledger_.server());
+  if (ranks.empty()) {
+    std::lock_guard lock(mutex_);
+    for (const auto& item : flying_) {
+      if (item.message && ranks.empty()) ranks.push_back(item.peer);
+    }
+  }
+  resolve(ranks, FailureLedger::Cause::late);
+  lost_ = true;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& item : flying_) {
+      if (item.message) item.message->abort();
+    }
+  }
+  if (on_loss) on_loss();
+}
+
+std::vector<int> Messenger::resolve(const std::vector<int>& suspects, FailureLedger::Cause cause) {
+  std::lock_guard lock(resolve_mutex_);
+  if (!blamed_) blamed_ = ledger_.resolve(suspects, cause);
+  return *blamed_;
+}
 
 void Messenger::begin(std::string operation) {
+  if (failed_) throw BrokenWorldError(failure_, resolve({}, FailureLedger::Cause::gone));
   operation_ = std::move(operation);
   deadline_ = Clock::now() + timeout_.load();
   tag_ = next_tag_;
@@ -49,6 +102,7 @@ Messenger::Ticket Messenger::post(at::Tensor tensor, int peer, int part, bool se
   if (tensor.numel() == 0) return kNothing;
   std::lock_guard lock(mutex_);
   if (aborted_) fail({peer}, "the process group was shut down");
+  if (lost_) fail({peer}, "");
   try {
     const int tag = tag_ + part % kTagsPerOp;
     auto message =
@@ -123,23 +177,30 @@ void Messenger::abort() noexcept {
 
 void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here) {
   using Cause = FailureLedger::Cause;
-  failed_ = true;
   const auto left = deadline_ - Clock::now();
   const bool late = left.count() <= 0;
+  const auto watch = heartbeats();
   const auto blamed =
-      ledger_.resolve(suspects, left < -kOverdue             ? Cause::overdue
-                                : late && here               ? Cause::late_here
-                                : late                       ? Cause::late
-                                : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
-                                                             : Cause::gone);
+      resolve(suspects, left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue
+                        : late && here                                     ? Cause::late_here
+                        : late                                             ? Cause::late
+                        : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
+                                                     : Cause::gone);
+  const bool silent = lost_ || (watch && std::all_of(blamed.begin(), blamed.end(), [&](int rank) {
+                                  return watch->is_silent(rank);
+                                }));
+  const auto waited = (silent ? silence_ : timeout_).load();
   const auto text = blamed == std::vector<int>{rank_}
                         ? "is this one: the others gave up on it earlier (it was stopped, or late)"
-                    : late ? fmt::format("did not arrive within {} ms", timeout_.load().count())
-                           : "is gone (it died, or ended, or its process group was destroyed)";
-  throw BrokenWorldError(
-      fmt::format("ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(), rank_,
-                  size_, operation_, rank_list(blamed), text, compat::first_line(cause.c_str())),
-      blamed);
+                    : late || silent
+                        ? fmt::format("did not arrive within {} ms", waited.count())
+                        : "is gone (it died, or ended, or its process group was destroyed)";
+  failure_ = fmt::format(
+      "ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(), rank_, size_,
+      operation_, rank_list(blamed), text,
+      lost_ ? "a process does not run, or cannot be reached" : compat::first_line(cause.c_str()));
+  failed_ = true;
+  throw BrokenWorldError(failure_, blamed);
 }
 
 }  // namespace tessera::comm

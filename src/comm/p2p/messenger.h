@@ -2,12 +2,15 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/base/failure_ledger.h"
+#include "comm/base/heartbeats.h"
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
 #include "comm/p2p/mailbox.h"
@@ -23,9 +26,14 @@ class Messenger {
   /// `grace`: see FailureLedger.
   Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
             std::chrono::milliseconds grace = std::chrono::milliseconds(300));
+  ~Messenger();
 
   const char* name() const { return mailbox_->name(); }
-  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  void set_timeout(std::chrono::milliseconds timeout) { former_ = timeout_.exchange(timeout); }
+  /// If `silence` is shorter than the time-out: until the next call, ranks show each other that
+  /// they run (see Heartbeats), and one that does not for so long ends the waits. Then, after the
+  /// records were written, calls `on_loss` from another thread. Needs a store.
+  void set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss = {});
   /// Begins `operation`, whose name appears in messages; its time-out runs from now.
   void begin(std::string operation);
   /// Posts a message. The tensor is contiguous and must not change before wait() or finish(). Of
@@ -50,6 +58,8 @@ class Messenger {
   [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause,
                          bool here = false);
   bool has_failed() const { return failed_; }
+  /// True if heartbeats have found a loss.
+  bool has_lost() const { return lost_; }
   Transport::Sent sent() const { return {messages_sent_, bytes_sent_}; }
 
  private:
@@ -60,18 +70,30 @@ class Messenger {
   };
 
   Ticket post(at::Tensor tensor, int peer, int part, bool sending);
+  void lose(std::vector<int> ranks, const std::function<void()>& on_loss);
+  /// The ranks to blame, which the first failure of the group has found.
+  std::vector<int> resolve(const std::vector<int>& suspects, FailureLedger::Cause cause);
+  std::shared_ptr<Heartbeats> heartbeats();
 
   std::unique_ptr<Mailbox> mailbox_;
   FailureLedger ledger_;
   int rank_, size_;
-  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_, former_, silence_;
   std::string operation_;
   std::chrono::steady_clock::time_point deadline_;
   int tag_ = 0, next_tag_ = 0;
   std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
   std::vector<Flying> flying_;
-  bool aborted_ = false, failed_ = false;
+  bool aborted_ = false;
+  std::atomic<bool> failed_ = false, lost_ = false;
+  std::string failure_;  // the text of the first failure
+  std::mutex resolve_mutex_;
+  std::optional<std::vector<int>> blamed_;
   std::atomic<uint64_t> messages_sent_ = 0, bytes_sent_ = 0;
+  c10::intrusive_ptr<c10d::Store> store_;
+  int64_t watches_ = 0;
+  std::mutex heartbeats_mutex_;
+  std::shared_ptr<Heartbeats> heartbeats_;  // the last member, because its thread uses the others
 };
 
 }  // namespace tessera::comm

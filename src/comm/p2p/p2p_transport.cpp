@@ -41,6 +41,9 @@ class P2pTransport : public Transport {
 
   const char* name() const override { return wire_.name(); }
   void set_timeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    wire_.set_silence(timeout);
+  }
   Sent sent() const override { return wire_.sent(); }
 
   std::vector<OpHeader> exchange(const OpHeader& mine) override {

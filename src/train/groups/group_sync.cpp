@@ -33,9 +33,7 @@ void GroupSync::step(int64_t steps) {
   local_.step();
 }
 
-void GroupSync::synchronize(int64_t steps) {
-  // Another step of the outer optimizer would only follow its momentum.
-  if (meets_after(steps) && !config_.options.in_background) return;
+void GroupSync::synchronize() {
   wrapper_.wait_for_parameters();
   wrapper_.before_shard_writes();
   local_.synchronize();

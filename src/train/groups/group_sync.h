@@ -24,7 +24,7 @@ class GroupSync {
   /// Collective if meets_after(steps), otherwise local.
   void step(int64_t steps);
   /// Makes the parameters of all groups equal, unless the last step has. Collective.
-  void synchronize(int64_t steps);
+  void synchronize();
 
   /// Adds the state of this rank, and returns a description for load(). Collective if differences
   /// are under way.

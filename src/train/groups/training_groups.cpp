@@ -96,7 +96,7 @@ void TrainingGroups::in_first(const std::function<void()>& part) const {
   if (!several()) return part();
   ProcessGroup all = all_;
   const auto timeout = all.timeout();
-  all.set_timeout(timeout + std::chrono::minutes(30));
+  all.set_timeout(timeout + std::chrono::minutes(30), timeout);
   std::string failure;
   try {
     if (first()) part();

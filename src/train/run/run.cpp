@@ -190,7 +190,7 @@ void Run::iteration(std::optional<Batch> batch) {
   call_hooks([](RunHook& hook, RunState& state) { hook.after_step(state); });
   const int64_t every = config_.train.eval_every;
   const bool last = done_ == iterations() || (stop_ && result_.interrupted_by == 0);
-  if (sync_ && last) sync_->synchronize(done_);
+  if (sync_ && last) sync_->synchronize();
   const bool evaluation = data_.val && (last || (every > 0 && done_ % every == 0));
   // After an interruption the process may be killed soon: the checkpoint is written at once and
   // records that the evaluation is due.
@@ -198,7 +198,7 @@ void Run::iteration(std::optional<Batch> batch) {
   if (evaluation && !evaluation_due_) {
     evaluate();
     // It may have stopped the run early.
-    if (sync_ && stop_ && !last) sync_->synchronize(done_);
+    if (sync_ && stop_ && !last) sync_->synchronize();
   }
   if (reporter_) {
     reporter_->log(record_);
