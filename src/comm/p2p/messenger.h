@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "comm/base/failure_ledger.h"
-#include "comm/base/heartbeats.h"
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
+#include "comm/p2p/heartbeats.h"
 #include "comm/p2p/mailbox.h"
 
 namespace tessera::comm {

@@ -1,4 +1,4 @@
-#include "comm/base/heartbeats.h"
+#include "comm/p2p/heartbeats.h"
 
 #include <algorithm>
 #include <condition_variable>
