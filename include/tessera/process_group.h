@@ -147,12 +147,14 @@ class ProcessGroup {
 
   /// See ProcessGroupOptions::timeout. Local.
   std::chrono::milliseconds timeout() const;
-  /// Local, but every rank must set the same value. NCCL keeps the time-out given at construction.
-  /// Throws UsageError unless positive.
+  /// Sets the time-out of this group and of its sub-groups (those that wrappers have made, too)
+  /// whose time-out was equal to that of this group. Local, but every rank must set the same value.
+  /// NCCL keeps the time-out given at construction. Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
-  /// As above, where ranks may be busy, for example with a disk. A rank that is stopped, or cannot
-  /// be reached, for `stopped` is given up then; in a group of from_c10d() after `timeout`. So is
-  /// one that calls this later than another by the former time-out. Messages: docs/hosts.md.
+  /// For this group alone, where ranks may be busy, for example with a disk. A rank that is
+  /// stopped, or cannot be reached, for `stopped` is given up then; in a group of from_c10d() after
+  /// `timeout`. So is one that calls this later than another by the former time-out. Messages:
+  /// docs/hosts.md.
   void set_timeout(std::chrono::milliseconds timeout, std::chrono::milliseconds stopped);
 
   // A `tag` describes the purpose of a call. Ranks that pass different tags disagree, and the error

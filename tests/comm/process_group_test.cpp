@@ -218,6 +218,26 @@ TEST_P(Collectives, SplitMakesIndependentGroups) {
   });
 }
 
+TEST_P(Collectives, SubGroupsFollowTheTimeoutUnlessTheyHaveTheirOwn) {
+  using std::chrono::milliseconds;
+  each_rank([&](ProcessGroup group, int) {
+    auto twin = group.split(0), own = group.split(0);
+    if (world() == 1) return;
+    auto grandchild = twin->split(0);
+    own->set_timeout(milliseconds(7001));
+    group.set_timeout(milliseconds(8002));
+    EXPECT_EQ(twin->timeout(), milliseconds(8002));
+    EXPECT_EQ(grandchild->timeout(), milliseconds(8002));
+    EXPECT_EQ(own->timeout(), milliseconds(7001));
+    group.set_timeout(milliseconds(9003), milliseconds(8002));
+    EXPECT_EQ(twin->timeout(), milliseconds(8002)) << "the disk of a rank is slow for one group";
+    group.set_timeout(milliseconds(8002));
+    group.set_timeout(milliseconds(6000));
+    EXPECT_EQ(twin->timeout(), milliseconds(6000));
+    group.barrier();
+  });
+}
+
 TEST_P(Collectives, CountsCallsAndBytes) {
   each_rank([&](ProcessGroup group, int rank) {
     const uint64_t w = world(), n = 1200, bytes = n * 4;

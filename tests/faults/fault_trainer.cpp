@@ -67,9 +67,18 @@ void flip_bit(tessera::ModelWrapper& model) {
   element.fill_(std::nextafter(element.item<float>(), 1e9F));
 }
 
+void await(const std::string& file) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (::access(file.c_str(), F_OK) != 0) {
+    if (std::chrono::steady_clock::now() > deadline)
+      throw tessera::UsageError("Fault: no file " + file + " within 60 s");
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
 struct Fault : tessera::RunHook {
   Place place;
-  std::string kind, request;
+  std::string kind, request, hold;
   int64_t value = 0, time_out = 0;
 
   void before_run(tessera::RunState& state) override {
@@ -96,6 +105,7 @@ struct Fault : tessera::RunHook {
       if (here) write_nan(*state.model);
       state.model->publish_shards();
     }
+    if (!hold.empty() && state.step == place.at) await(hold);
     if (!here) return;
     if (kind == "signal") ::raise(static_cast<int>(value));
     if (kind == "signal_launcher") {
@@ -185,6 +195,8 @@ int main(int argc, char** argv) {
         "request", fault.request,
         "when the file of this name and the rank's number appears, the rank removes it and "
         "writes NaN to its parameters");
+    options.read("hold", fault.hold,
+                 "all ranks wait after `at` steps until the file of this name exists");
     options.read("value", fault.value, "signal, exit code or milliseconds");
     options.read("time_out", fault.time_out, "of the run, not of its start, in ms; 0: as it is");
     options.finish();

@@ -41,8 +41,17 @@ def records(path):
 
 
 class Silence(TwoLaunchers):
+    def hold(self, text):
+        """The config with which the ranks wait after step 25 until go() is called, so that the run cannot end before the fault."""
+        self.assertIn("do: none", text)
+        return text.replace("do: none", f"do: none, at: 25, hold: {self.folder}/go")
+
+    def go(self):
+        (self.folder / "go").touch()
+
     def is_silent(self, seconds):
         self.hosts.cut()
+        self.go()
         start = time.monotonic()
         time.sleep(seconds)
         self.hosts.mend()
@@ -52,7 +61,7 @@ class Silence(TwoLaunchers):
         return [int(pid) for pid in ip("netns", "pids", self.hosts.names[host]).split()]
 
     def test_a_cable_away_for_less_than_the_time_outs_costs_time_alone(self):
-        self.configure(PATIENT)
+        self.configure(self.hold(PATIENT))
         runs = self.train_both(nnodes="2", rejoin=20)
         runs[0].wait_for_line(EARLY)
         self.is_silent(AWAY)
@@ -63,7 +72,7 @@ class Silence(TwoLaunchers):
         self.has_the_bits_of_an_undisturbed_run()
 
     def test_a_cable_away_for_longer_than_the_time_out_of_the_ranks_names_them_and_costs_a_restart(self):
-        self.configure(LONG)
+        self.configure(self.hold(LONG))
         runs = self.train_both(nnodes="2", rejoin=20)
         runs[0].wait_for_line(EARLY)
         start = self.is_silent(AWAY)

@@ -136,7 +136,13 @@ int ProcessGroup::local_size() const {
 CommStats ProcessGroup::stats() const { return impl_->snapshot(); }
 void ProcessGroup::reset_stats() { impl_->reset(); }
 
-void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) { set_timeout(timeout, timeout); }
+void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
+  const auto former = impl_->world.options.timeout;
+  set_timeout(timeout, timeout);
+  for (auto& child : impl_->descendants()) {
+    if (child->world.options.timeout == former) ProcessGroup(child).set_timeout(timeout, timeout);
+  }
+}
 
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout,
                                std::chrono::milliseconds stopped) {

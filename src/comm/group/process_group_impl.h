@@ -30,6 +30,8 @@ class ProcessGroup::Impl {
   /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);
   void add_child(const std::shared_ptr<Impl>& child);
+  /// The sub-groups, those of the sub-groups, and so on, as far as they are alive.
+  std::vector<std::shared_ptr<Impl>> descendants();
   /// Reports to the launcher that all ranks of the group end with this error, which began on these.
   void report_agreed(const std::vector<int>& began, const std::string& text) const;
   Work submit(comm::OpHeader header, Body body, const std::string& tag, const Tensors& tensors);
@@ -72,7 +74,6 @@ class ProcessGroup::Impl {
 
   /// Starts informing this group's ranks of this rank's failure.
   Work announce(const std::string& message);
-  std::vector<std::shared_ptr<Impl>> descendants();
 
   std::string failure_of(const std::vector<comm::OpHeader>& headers, const std::string& mine);
   std::string failure();
