@@ -73,9 +73,12 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   if (options_.embd_pdrop > 0 && is_training()) {
     x = at::dropout(x, options_.embd_pdrop, true);
   }
-  for (GPT2Block& block : blocks_) {
+  const bool may_recompute =
+      options_.activation_checkpointing && is_training() && at::GradMode::is_enabled();
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    GPT2Block& block = blocks_[i];
     const bool recompute =
-        options_.activation_checkpointing && is_training() && at::GradMode::is_enabled();
+        may_recompute && static_cast<int64_t>(i) % options_.activation_checkpointing_every == 0;
     x = recompute ? checkpoint([&block](const at::Tensor& h) { return block(h); }, x) : block(x);
   }
   return ln_f_(x);

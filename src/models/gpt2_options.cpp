@@ -118,6 +118,7 @@ void GPT2Options::validate() const {
   require_size("n_embd", n_embd);
   require_size("n_layer", n_layer);
   require_size("n_head", n_head);
+  require_size("activation_checkpointing_every", activation_checkpointing_every);
   if (n_inner != 0) {
     require_size("n_inner", n_inner);
   }

@@ -119,6 +119,8 @@ TEST(GPT2OptionsTest, RefusesValuesOutOfRangeNamingThem) {
   EXPECT_THAT(refusal([](GPT2Options& o) { o.attn_pdrop = 1.0; }), HasSubstr("attn_pdrop"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.layer_norm_epsilon = 0; }),
               HasSubstr("layer_norm_epsilon"));
+  EXPECT_THAT(refusal([](GPT2Options& o) { o.activation_checkpointing_every = 0; }),
+              HasSubstr("activation_checkpointing_every is 0"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.initializer_range = -1; }),
               HasSubstr("initializer_range"));
 }

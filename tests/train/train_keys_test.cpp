@@ -99,6 +99,11 @@ TEST_F(TrainKeys, ActivationCheckpointingChangesNoBit) {
   const auto less = train_ranks(1, {"model.dropout=0.1", "model.activation_checkpointing=true"});
   EXPECT_EQ(less.losses, plain.losses);
   EXPECT_EQ(bytes_of("out/model.safetensors"), bytes);
+  const auto every_second =
+      train_ranks(1, {"model.dropout=0.1", "model.activation_checkpointing=true",
+                      "model.activation_checkpointing_every=2"});
+  EXPECT_EQ(every_second.losses, plain.losses);
+  EXPECT_EQ(bytes_of("out/model.safetensors"), bytes);
   for (const auto& wrapper : kWrappers) {
     const auto whole = train_ranks(2, {wrapper});
     const auto again = train_ranks(2, {wrapper, "model.activation_checkpointing=true"});

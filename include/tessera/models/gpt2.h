@@ -36,6 +36,9 @@ struct GPT2Options {
   /// On: each block is run under tessera::checkpoint in training. Less memory, about a third more
   /// time, the same values. Not part of config.json.
   bool activation_checkpointing = false;
+  /// Which blocks that concerns: 0, n, 2·n and so on. At least 1, which is all of them. Not part of
+  /// config.json.
+  int64_t activation_checkpointing_every = 1;
 
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.

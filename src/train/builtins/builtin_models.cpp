@@ -35,6 +35,8 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
                       "activation of the MLP");
   options.read("activation_checkpointing", gpt2.activation_checkpointing,
                "compute the activations of each block again in backward instead of storing them");
+  options.read("activation_checkpointing_every", gpt2.activation_checkpointing_every,
+               "do so for every n-th block only: 0, n, 2 · n and so on", kAtLeastOne);
   std::optional<double> dropout;
   options.read("dropout", dropout,
                "probability of all three dropouts; null: those of config, else 0", kProbability);
