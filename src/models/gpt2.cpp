@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "models/linear_cross_entropy.h"
 #include "tessera/activation_checkpoint.h"
 #include "tessera/error.h"
 
@@ -84,9 +85,9 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   return ln_f_(x);
 }
 
-at::Tensor GPT2Impl::project(const at::Tensor& x) {
-  return at::linear(x, lm_head_.defined() ? lm_head_ : wte_->weight);
-}
+const at::Tensor& GPT2Impl::head() const { return lm_head_.defined() ? lm_head_ : wte_->weight; }
+
+at::Tensor GPT2Impl::project(const at::Tensor& x) { return at::linear(x, head()); }
 
 at::Tensor GPT2Impl::forward(const at::Tensor& tokens) { return project(hidden(tokens)); }
 
@@ -95,7 +96,7 @@ at::Tensor GPT2Impl::loss(const at::Tensor& tokens, const at::Tensor& targets) {
     throw UsageError("GPT2: targets must be int64 of the tokens' shape");
   }
   const at::Tensor x = hidden(tokens);
-  return at::cross_entropy_loss(project(x.view({-1, options_.n_embd})), targets.reshape({-1}));
+  return linear_cross_entropy(x.view({-1, options_.n_embd}), head(), targets.reshape({-1}));
 }
 
 }  // namespace tessera

@@ -25,15 +25,9 @@ class GPT2AttentionImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& rows, int64_t batch, int64_t length);
 
  private:
-  /// q, k and v are [B·heads, T, n_embd / heads]; so is the result.
-  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
-
   int64_t heads_;
   double attn_pdrop_, resid_pdrop_;
   Conv1D c_attn_{nullptr}, c_proj_{nullptr};
-  // [T, T], -inf above the diagonal and 0 elsewhere, for the last T. Not a registered buffer,
-  // because it is not part of the model's state.
-  at::Tensor mask_;
 };
 
 /// c_proj(activation(c_fc(x))) over [N, n_embd] rows.

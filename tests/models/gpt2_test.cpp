@@ -129,6 +129,23 @@ TEST(GPT2, EqualsASecondImplementation) {
   }
 }
 
+/// Sequences of this length have attention in blocks.
+GPT2Options small_with_long_sequences() {
+  GPT2Options options = small();
+  options.n_positions = 300;
+  return options;
+}
+
+TEST(GPT2, LongSequencesEqualASecondImplementation) {
+  const torch::NoGradGuard no_grad;
+  GPT2 model(small_with_long_sequences());
+  roughen(model);
+  model->to(at::kDouble);
+  const at::Tensor tokens = some_tokens(2, 300);
+  const at::Tensor expected = PlainGpt2(model, 3, "gelu_new").forward(tokens, 2);
+  EXPECT_LT((model->forward(tokens) - expected).abs().max().item<double>(), 1e-10);
+}
+
 TEST(GPT2, Float32StaysWithin1e5OfFloat64) {
   const torch::NoGradGuard no_grad;
   GPT2 model(small());
@@ -154,12 +171,13 @@ TEST(GPT2, LossIsTheMeanCrossEntropy) {
       << "an untrained model knows nothing";
 }
 
-TEST(GPT2, GradientsEqualCentralDifferences) {
-  GPT2 model(small());
+void expect_gradients_of_central_differences(GPT2 model, int64_t length) {
   roughen(model);
   model->to(at::kDouble);
-  const at::Tensor tokens = some_tokens(2, 13);
-  const auto loss = [&] { return model->loss(tokens.slice(1, 0, 12), tokens.slice(1, 1, 13)); };
+  const at::Tensor tokens = some_tokens(2, length + 1);
+  const auto loss = [&] {
+    return model->loss(tokens.slice(1, 0, length), tokens.slice(1, 1, length + 1));
+  };
   loss().backward();
   const torch::NoGradGuard no_grad;
   for (auto& item : model->named_parameters()) {
@@ -176,6 +194,14 @@ TEST(GPT2, GradientsEqualCentralDifferences) {
     const double expected = parameter.grad().abs().sum().item<double>();
     EXPECT_NEAR((above - below) / (2 * step), expected, 1e-5 * expected + 1e-9) << item.key();
   }
+}
+
+TEST(GPT2, GradientsEqualCentralDifferences) {
+  expect_gradients_of_central_differences(GPT2(small()), 12);
+}
+
+TEST(GPT2, GradientsOfLongSequencesEqualCentralDifferences) {
+  expect_gradients_of_central_differences(GPT2(small_with_long_sequences()), 300);
 }
 
 TEST(GPT2, AnOutputDoesNotDependOnLaterTokens) {

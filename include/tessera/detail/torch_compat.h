@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -181,5 +182,36 @@ class AutocastState::Scope {
  private:
   AutocastState before_;
 };
+
+/// The dtype of products with `tensor` under this thread's autocast; none if autocast leaves them.
+inline std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
+  const AutocastState state = AutocastState::current();
+  const auto& device = tensor.is_cuda() ? state.cuda : state.cpu;
+  const bool applies = device.enabled && (tensor.is_cpu() || tensor.is_cuda()) &&
+                       tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+  return applies ? std::optional(device.dtype) : std::nullopt;
+}
+
+/// Whether fused_causal_attention() has a kernel for such tensors that does not hold all scores.
+/// libtorch has had one for CPUs, without dropout, since 2.2. Those for CUDA need a width of whole
+/// vectors.
+inline bool has_fused_attention(const at::Tensor& query, double dropout) {
+  if (!TESSERA_TORCH_AT_LEAST(2, 2)) return false;
+  const auto dtype = query.scalar_type();
+  return query.is_cpu() ? dropout == 0 && dtype != at::kHalf
+                        : query.is_cuda() && dtype != at::kDouble && query.size(-1) % 8 == 0;
+}
+
+/// libtorch's causal attention of [N, T, width] tensors, where has_fused_attention().
+inline at::Tensor fused_causal_attention(const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v, double dropout) {
+#if TESSERA_TORCH_AT_LEAST(2, 2)
+  const auto heads = [](const at::Tensor& x) { return x.unsqueeze(0); };
+  return at::scaled_dot_product_attention(heads(q), heads(k), heads(v), {}, dropout, true)
+      .squeeze(0);
+#else
+  TORCH_INTERNAL_ASSERT(false, "no fused attention in this version");
+#endif
+}
 
 }  // namespace tessera::compat

@@ -86,8 +86,11 @@ class GPT2Impl : public torch::nn::Module {
   /// `tokens` is int64 [B, T] with T ≤ n_positions. Returns logits [B, T, vocab_size].
   at::Tensor forward(const at::Tensor& tokens);
 
-  /// Mean cross entropy in nats over all B·T positions, as a scalar. `tokens` and `targets` are
-  /// int64 [B, T].
+  /// Mean cross entropy in nats over the positions whose target is not -100, as a scalar; float32,
+  /// or float64 for such weights. `tokens` and `targets` are int64 [B, T]. UsageError for a target
+  /// that is neither a token nor -100. At most 2^23 logits exist at a time. The loss of more can be
+  /// differentiated only once, and so can sequences of more than 256 tokens: UsageError, or
+  /// libtorch's error, in a backward with create_graph.
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
 
   /// Returns `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens. Each token depends on
@@ -117,6 +120,7 @@ class GPT2Impl : public torch::nn::Module {
  private:
   at::Tensor hidden(const at::Tensor& tokens);
   at::Tensor project(const at::Tensor& hidden);
+  const at::Tensor& head() const;  // [vocab_size, n_embd]
   void initialize();
 
   GPT2Options options_;

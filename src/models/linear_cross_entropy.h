@@ -1,0 +1,34 @@
+#pragma once
+
+#include <torch/torch.h>
+
+namespace tessera {
+
+/// Logits that chunked_cross_entropy() has in memory at the same time: those of this many tokens
+/// and classes. At least 1.
+struct CrossEntropyChunks {
+  int64_t tokens, classes;
+
+  /// At most 2^23 logits (32 MiB in float32) of at most 65536 classes.
+  static CrossEntropyChunks of(int64_t classes);
+};
+
+/// at::cross_entropy_loss(rows·weightᵀ, targets): the mean in nats over the targets that are not
+/// -100, NaN if there are none. `rows` is [N, width], `weight` is [classes, width], `targets` is
+/// int64 [N]. UsageError for a target out of range.
+///
+/// More logits than one chunk has never exist: chunked_cross_entropy() computes the loss then.
+at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
+                                const at::Tensor& targets);
+
+/// The same for checked targets, one chunk of logits after the other. Sums over classes and tokens
+/// are float32, or float64 for such rows, and so is the result. Where gradients are needed they are
+/// computed with the loss, so that each logit is computed once; twice if there are more classes
+/// than one chunk has, or for float16, whose gradients need the loss's scale.
+///
+/// Memory beside rows and weight: the gradients of both, and two chunks of logits (three for other
+/// dtypes than float32 and float64). UsageError in a backward with create_graph.
+at::Tensor chunked_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
+                                 const at::Tensor& targets, const CrossEntropyChunks& chunks);
+
+}  // namespace tessera
