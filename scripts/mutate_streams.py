@@ -23,9 +23,10 @@ import sys
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ("src/comm/base/comm_stream.h", "src/comm/device/device_transport.cpp",
          "src/comm/group/process_group_device.cpp", "src/comm/group/process_group_impl.cpp",
-         "src/fsdp/residency.cpp", "src/fsdp/gradients.cpp")
+         "src/fsdp/residency.cpp", "src/fsdp/gradients.cpp", "src/train/run/run_prepare.cpp")
 PLACE = re.compile(r"event\.block\(|mark->block\(|switched_\.emplace|stream\.keep\(|DeviceGuard there"
-                   r"|stream_\.join\(|work->wait\(\);|^ *drain\(\);|CommStream::Scope on_")
+                   r"|stream_\.join\(|work->wait\(\);|^ *drain\(\);|CommStream::Scope on_"
+                   r"|on_device_\.reset_device")
 
 
 def places():

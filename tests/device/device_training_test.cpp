@@ -85,11 +85,12 @@ class Trainer {
                          {kType, [](at::Device device) { return generator(device.index()); }});
   }
 
+  int rank() const { return groups_.rank(); }
   TrainResult train(bool on_device, Options options,
-                    std::shared_ptr<Waits> waits = std::make_shared<Waits>()) {
-    options.push_back(on_device ? "model.device=sim" : "model.device=cpu");
+                    std::shared_ptr<RunHook> hook = std::make_shared<Waits>()) {
+    options.insert(options.begin(), on_device ? "model.device=sim" : "model.device=cpu");
     Config config = load_config("c.yaml", options);
-    config.hooks.push_back([waits] { return waits; });
+    config.hooks.push_back([hook] { return hook; });
     return run_training(config, on_device ? group_on_device() : groups_.cpu());
   }
 
@@ -215,6 +216,25 @@ TEST_F(DeviceTraining, MixedPrecisionHasTheLossesOfTheCpu) {
     expect_losses(trainer.train(true, options, waits).losses, trainer.train(false, options).losses);
     expect(waits->a_step() <= 3,
            "waits for the loss, the norm and infinities, not " + std::to_string(waits->a_step()));
+  });
+}
+
+/// Keeps the device of a tensor for which the program names a type of device alone.
+struct Unnumbered : RunHook {
+  void after_step(RunState&) override {
+    places.push_back(torch::empty({1}, at::Device(kType)).device());
+  }
+  std::vector<at::Device> places;
+};
+
+TEST_F(DeviceTraining, ARunsDeviceIsTheCurrentOneUntilItEnds) {
+  run(2, [](Trainer& trainer) {
+    const auto before = torch::empty({1}, at::Device(kType)).device();
+    const auto hook = std::make_shared<Unnumbered>();
+    trainer.train(true, {kWrappers[0]}, hook);
+    const std::vector<at::Device> own(6, device(trainer.rank()));
+    expect(hook->places == own, "tensors on the run's device");
+    expect(torch::empty({1}, at::Device(kType)).device() == before, "the device of before");
   });
 }
 

@@ -26,6 +26,10 @@ using Values = std::vector<c10::IValue>;
 
 StreamQueue& queue() { return queue_of(current_stream(current_device())); }
 
+void enqueue_here(std::function<void()> kernel) {
+  enqueue(current_stream(current_device()), std::move(kernel));
+}
+
 at::Tensor empty_from(const at::Tensor& meta) {
   return at::detail::empty_strided_generic(meta.sizes(), meta.strides(), device_allocator(),
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -128,7 +132,7 @@ void shape_outputs(const c10::OperatorHandle& op, const Values& arguments) {
 
 Stack write_in_place(const c10::OperatorHandle& op, const Values& arguments, bool random) {
   shape_outputs(op, arguments);
-  queue().enqueue([call = KernelCall(op, arguments)] { call.run(); });
+  enqueue_here([call = KernelCall(op, arguments)] { call.run(); });
   if (random) queue().wait("random numbers");  // one order of draws
   Stack results;
   for (size_t r = 0; r < op.schema().returns().size(); ++r)
@@ -153,7 +157,7 @@ Stack make_results(const c10::OperatorHandle& op, const Values& arguments, bool 
   KernelCall call(op, arguments);
   Stack shapes, results;
   if (op.schema().returns().empty()) {
-    queue().enqueue([call] { call.run(); });
+    enqueue_here([call] { call.run(); });
   } else if (!random && shapes_of(op, arguments, shapes)) {
     std::vector<Argument> outputs;
     for (const auto& shape : shapes) {
@@ -161,7 +165,7 @@ Stack make_results(const c10::OperatorHandle& op, const Values& arguments, bool 
       results.push_back(meta.defined() ? empty_from(meta) : at::Tensor());
       outputs.push_back(argument_of(results.back().toTensor()));
     }
-    queue().enqueue([call, outputs] {
+    enqueue_here([call, outputs] {
       const auto got = call.run();
       const at::AutoDispatchBelowAutograd below;
       for (size_t i = 0; i < outputs.size(); ++i) {
@@ -243,15 +247,15 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   const c10::DeviceGuard guard(on_device(self) ? self.device() : to.device());
   const auto pinned = [](const at::Tensor& cpu) { return is_pinned(cpu.storage().data()); };
   if (on_device(self) && on_device(to)) {
-    queue().enqueue([a = argument_of(self), b = argument_of(to)] { copy(a, b); });
+    enqueue_here([a = argument_of(self), b = argument_of(to)] { copy(a, b); });
   } else if (on_device(self)) {
-    queue().enqueue([a = argument_of(self), b = host_argument_of(to)] { copy(a, b); });
+    enqueue_here([a = argument_of(self), b = host_argument_of(to)] { copy(a, b); });
     if (!non_blocking || !pinned(to)) queue().wait("copy to the CPU");
   } else if (pinned(self)) {
-    queue().enqueue([a = host_argument_of(self), b = argument_of(to)] { copy(a, b); });
+    enqueue_here([a = host_argument_of(self), b = argument_of(to)] { copy(a, b); });
     if (!non_blocking) queue().wait("copy from pinned memory");
   } else {  // pageable memory is staged before the call returns, which waits for nothing
-    queue().enqueue([a = self.detach().clone(), b = argument_of(to)] {
+    enqueue_here([a = self.detach().clone(), b = argument_of(to)] {
       const at::AutoDispatchBelowAutograd below;
       b.on_cpu().copy_(a);
     });

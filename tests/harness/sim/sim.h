@@ -28,6 +28,14 @@ at::Device device(int index = 0);
 c10::Stream current_stream(int index = 0);
 /// Runs `kernel` on the stream, after what was enqueued there before.
 void enqueue(const c10::Stream& stream, std::function<void()> kernel);
+/// The time of a stream if each kernel, copy and collective took one unit, and if streams waited
+/// for events alone. It depends on the order of this process's calls, not on how long its kernels
+/// take. Waits of the host are not part of it.
+struct VirtualTime {
+  uint64_t end = 0;   ///< Of all that was enqueued.
+  uint64_t busy = 0;  ///< Units that the stream does not wait.
+};
+VirtualTime virtual_time(const c10::Stream& stream);
 /// A CPU tensor over the memory of a device's tensor, for kernels alone. Does not own the memory.
 at::Tensor kernel_view(const at::Tensor& tensor);
 /// Waits for all streams. Throws the error of a kernel that failed.

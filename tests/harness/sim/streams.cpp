@@ -50,11 +50,23 @@ void StreamQueue::loop() {
   }
 }
 
-void StreamQueue::enqueue(std::function<void()> kernel) {
+void StreamQueue::enqueue(std::function<void()> kernel, uint64_t time) {
   std::lock_guard lock(mutex_);
   kernels_.push_back(std::move(kernel));
   ++enqueued_;
+  time_.end += time;
+  time_.busy += time;
   changed_.notify_all();
+}
+
+VirtualTime StreamQueue::time() {
+  std::lock_guard lock(mutex_);
+  return time_;
+}
+
+void StreamQueue::not_before(uint64_t time) {
+  std::lock_guard lock(mutex_);
+  time_.end = std::max(time_.end, time);
 }
 
 void StreamQueue::wait(const std::string& reason) {
@@ -98,8 +110,9 @@ void start_streams(uint64_t seed, int max_delay_us) {
 
 at::Device device(int index) { return at::Device(kType, static_cast<c10::DeviceIndex>(index)); }
 void enqueue(const c10::Stream& stream, std::function<void()> kernel) {
-  queue_of(stream).enqueue(std::move(kernel));
+  queue_of(stream).enqueue(std::move(kernel), 1);
 }
+VirtualTime virtual_time(const c10::Stream& stream) { return queue_of(stream).time(); }
 
 void synchronize() {
   for (int device = 0; device < kDevices; ++device) {
@@ -137,6 +150,7 @@ void EventState::record(const std::shared_ptr<EventState>& event, const c10::Str
   {
     std::lock_guard lock(event->mutex_);
     version = ++event->recorded_;
+    event->time_ = queue_of(stream).time().end;
   }
   queue_of(stream).enqueue([event, version] {
     std::lock_guard lock(event->mutex_);
@@ -151,11 +165,13 @@ void EventState::await(uint64_t version) {
 }
 
 void EventState::block(const std::shared_ptr<EventState>& event, const c10::Stream& stream) {
-  uint64_t version = 0;
+  uint64_t version = 0, time = 0;
   {
     std::lock_guard lock(event->mutex_);
     version = event->recorded_;
+    time = event->time_;
   }
+  queue_of(stream).not_before(time);
   queue_of(stream).enqueue([event, version] { event->await(version); });
 }
 

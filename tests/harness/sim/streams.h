@@ -22,7 +22,11 @@ inline constexpr int kStreams = 33;  // of each device; 0 is the default stream
 class StreamQueue {
  public:
   StreamQueue(uint64_t seed, int max_delay_us);
-  void enqueue(std::function<void()> kernel);
+  /// `time`: what the kernel takes of the stream's virtual time.
+  void enqueue(std::function<void()> kernel, uint64_t time = 0);
+  VirtualTime time();
+  /// What is enqueued from now on begins at this virtual time at the earliest.
+  void not_before(uint64_t time);
   /// The host waits until all that was enqueued has run. `reason` is counted.
   void wait(const std::string& reason);
   bool idle();
@@ -34,6 +38,7 @@ class StreamQueue {
   std::condition_variable changed_;
   std::deque<std::function<void()>> kernels_;
   uint64_t enqueued_ = 0, finished_ = 0;
+  VirtualTime time_;
   std::exception_ptr error_;
   std::mt19937_64 random_;
   int max_delay_us_;
@@ -66,6 +71,7 @@ class EventState {
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t recorded_ = 0, reached_ = 0;
+  uint64_t time_ = 0;  // of the last record
 };
 
 }  // namespace tessera::sim
