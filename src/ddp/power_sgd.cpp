@@ -152,7 +152,7 @@ class PowerSgd::Impl {
         options_.warm_start && last != q_.end() && last->second.size(1) == rank) {
       auto q = last->second.to(m.options());
       // After a gradient of zero, q has zero columns, from which no iteration can start.
-      if (q.norm(2, 0).min().item<double>() > 0) return q;
+      if (q.norm(2, 0).gt(0).all().item<bool>()) return q;
     }
     const auto number = options_.warm_start ? 0 : static_cast<uint64_t>(iteration_);
     auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed ^ hash_of(name) ^

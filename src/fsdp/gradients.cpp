@@ -311,7 +311,7 @@ void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor
     }
     auto target = segment.narrow(0, from, to - from);
     const auto part = sum.narrow(0, from - offset, to - from);
-    if (reduction.adds[m]) target.add_(part, reduction.scale);
+    if (reduction.adds[m]) target.add_(part.to(target.device()), reduction.scale);
     else target.copy_(part).mul_(reduction.scale);
   }
 }

@@ -16,8 +16,9 @@ void OuterMean::start(const at::Tensor& values) {
     work_ = outer_.all_reduce_async(values_, 1.0 / outer_.size(), "LocalSgd: differences");
     return;
   }
-  at::Tensor wanted = values.to(at::kFloat);
-  if (residual.defined()) wanted = wanted + residual;
+  // Bytes are encoded and decoded by the host.
+  at::Tensor wanted = values.to(at::kCPU, at::kFloat);
+  if (residual.defined()) wanted = wanted + residual.cpu();
   const at::Tensor own = encode(WireFormat::int8, wanted);
   residual = wanted - decode(WireFormat::int8, own, values.numel());
   bytes_ = at::empty({own.numel() * outer_.size()}, own.options());
@@ -34,11 +35,11 @@ at::Tensor OuterMean::peek() {
   work_ = Work();
   if (wire_ == OuterWire::int8) {
     const int64_t numel = values_.numel(), size = comm::encoded_bytes(WireFormat::int8, numel);
-    at::Tensor sum = at::zeros({numel}, values_.options().dtype(at::kFloat));
+    at::Tensor sum = at::zeros({numel}, at::kFloat);
     for (int64_t rank = 0; rank < outer_.size(); ++rank) {
       sum.add_(decode(WireFormat::int8, bytes_.narrow(0, rank * size, size), numel));
     }
-    values_ = sum.mul_(1.0 / outer_.size()).to(values_.scalar_type());
+    values_ = sum.mul_(1.0 / outer_.size()).to(values_.options());
     bytes_ = at::Tensor();
   }
   complete_ = true;

@@ -51,13 +51,13 @@ Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
     mine.narrow(0, channels, channels).copy_(var);
     mine[2 * channels].fill_(count);
   }
-  const auto all = group.all_gather(mine.to(group.control_device()))
-                       .to(input.device())
-                       .view({group.size(), 2 * channels + 1});
+  const auto gathered =
+      group.all_gather(mine.to(group.control_device())).view({group.size(), 2 * channels + 1});
+  const auto all = gathered.to(input.device());
   const auto means = all.narrow(1, 0, channels), vars = all.narrow(1, channels, channels),
              counts = all.narrow(1, 2 * channels, 1);
   Moments result;
-  result.count = counts.sum().item<double>();
+  result.count = gathered.narrow(1, 2 * channels, 1).sum().item<double>();
   if (result.count == 0)
     throw UsageError(fmt::format(
         "{}: the batch is empty on all ranks; expected a sample on at least one", kSyncBatchNorm));

@@ -7,6 +7,7 @@
 #include <torch/custom_class.h>
 
 #include "sharding/gradients/backward_watch.h"
+#include "tessera/detail/device_generator.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -16,10 +17,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-at::Generator default_generator(at::Device device) {
-  return at::globalContext().defaultGenerator(device);
-}
 
 /// State of the random generators that the body may draw from: the CPU's generator and the
 /// generators of the inputs' devices.
@@ -33,7 +30,7 @@ class RandomState {
   }
   void restore() const {
     for (const auto& [device, state] : states_) {
-      auto generator = default_generator(device);
+      auto generator = device_generator(device);
       std::lock_guard lock(generator.mutex());
       generator.set_state(state);
     }
@@ -41,7 +38,7 @@ class RandomState {
 
  private:
   void remember(at::Device device) {
-    auto generator = default_generator(device);
+    auto generator = device_generator(device);
     std::lock_guard lock(generator.mutex());
     states_.emplace_back(device, generator.get_state());
   }

@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/device_generator.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -51,12 +52,15 @@ int count_of(at::DeviceType type) {
 }  // namespace
 
 void registry::add_device(const std::string& name, DeviceKind kind) {
+  const auto type = kind.type;
+  const auto generator = kind.generator;
   const bool good = !name.empty() && name.find(':') == std::string::npos;
   if (!good || !kinds().emplace(name, std::move(kind)).second) {
     throw UsageError(fmt::format("registry: device \"{}\" {}", name,
                                  good ? "is registered already; expected another name"
                                       : "; expected a name without a colon"));
   }
+  if (generator) detail::set_device_generator(type, generator);
 }
 
 std::string device_problem(const std::string& text) {

@@ -1,0 +1,166 @@
+// Parts beside the wrappers on the simulated device; device_parity_test.cpp has the test.
+#include "device/parity.h"
+#include "harness/sim/generators.h"
+#include "tessera/activation_checkpoint.h"
+#include "tessera/detail/device_generator.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/join.h"
+#include "tessera/local_sgd.h"
+#include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/step/comm_hook.h"
+#include "tessera/step/power_sgd.h"
+#include "tessera/step/sync_batch_norm.h"
+
+namespace tessera::sim {
+namespace {
+
+using testing::Uneven;
+
+Training with_hook(const std::function<CommHook()>& hook) {
+  return [hook](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = model_on(where);
+    DistributedDataParallelOptions options;
+    options.comm_hook = hook();
+    DistributedDataParallel ddp(net, group, options);
+    torch::optim::SGD optimizer(net->parameters(), momentum());
+    const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
+    return {on_cpu(net->parameters()), waits};
+  };
+}
+
+CommHook power_sgd() {
+  PowerSgdOptions options;
+  options.start_iteration = 1;
+  options.min_compression_rate = 1;
+  return PowerSgd(options).hook();
+}
+
+/// Uneven with dropout, whose layers are computed again in backward.
+struct CheckpointedImpl : torch::nn::Module {
+  CheckpointedImpl() : net(register_module("net", Uneven())) {
+    detail::set_device_generator(kType, [](at::Device place) { return generator(place.index()); });
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto h = tessera::checkpoint(
+        [this](const at::Tensor& in) {
+          const auto hidden = torch::tanh(net->first(in)) * net->scale;
+          return torch::tanh(net->second(torch::dropout(hidden, 0.5, true)));
+        },
+        x);
+    return tessera::checkpoint([this](const at::Tensor& in) { return net->last(in); }, h);
+  }
+  Uneven net;
+};
+TORCH_MODULE(Checkpointed);
+
+Checkpointed seeded_on(at::Device where) {
+  auto net = model_on<Checkpointed>(where);
+  torch::manual_seed(5);
+  if (!where.is_cpu()) generator(where.index()).unsafeGetGeneratorImpl()->set_current_seed(5);
+  return net;
+}
+
+Outcome checkpointed_ddp(ProcessGroup group, at::Device where) {
+  auto net = seeded_on(where);
+  DistributedDataParallel ddp(net, group);
+  torch::optim::SGD optimizer(net->parameters(), momentum());
+  const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
+  return {on_cpu(net->parameters()), waits};
+}
+
+Outcome checkpointed_fsdp(ProcessGroup group, at::Device where) {
+  auto net = seeded_on(where);
+  FullyShardedDataParallel fsdp(net, group, by_layer());
+  torch::optim::SGD optimizer(fsdp.parameters(), momentum());
+  const double waits = train(fsdp, optimizer, fsdp, group, where, {}, [] {});
+  return {whole_parameters(fsdp), waits};
+}
+
+struct NormalizedImpl : torch::nn::Module {
+  explicit NormalizedImpl(const ProcessGroup& group)
+      : first(register_module("first", torch::nn::Linear(3, 5))),
+        norm(register_module("norm", SyncBatchNorm(torch::nn::BatchNormOptions(5), group))),
+        last(register_module("last", torch::nn::Linear(5, 2))) {}
+  at::Tensor forward(const at::Tensor& x) { return last(norm(first(x))); }
+  torch::nn::Linear first;
+  SyncBatchNorm norm;
+  torch::nn::Linear last;
+};
+TORCH_MODULE(Normalized);
+
+Outcome sync_batch_norm(ProcessGroup group, at::Device where) {
+  auto net = model_on<Normalized>(where, *group.split(0));
+  DistributedDataParallel ddp(net, group);
+  torch::optim::SGD optimizer(net->parameters(), momentum());
+  const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
+  auto all = on_cpu(net->parameters());
+  for (const auto& buffer : on_cpu(net->buffers())) all.push_back(buffer);
+  return {all, waits};
+}
+
+/// Each rank is a group, and synchronises every two steps.
+Training local_sgd(LocalSgdOptions options) {
+  options.sync_every = 2;
+  return [options](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = model_on(where);
+    torch::optim::SGD optimizer(net->parameters(), momentum());
+    LocalSgd local(group, parameter_shards(named_parameters(*net)), options);
+    const double waits = waits_of_steps([&](int step) {
+      optimizer.zero_grad();
+      auto loss = net(batch(step, group.rank(), where)).square().mean();
+      loss.backward();
+      optimizer.step();
+      local.step();
+      return loss;
+    });
+    local.synchronize();
+    return {on_cpu(net->parameters()), waits};
+  };
+}
+
+/// Rank r has 2 + r batches.
+Outcome fsdp_join(ProcessGroup group, at::Device where) {
+  auto net = model_on(where);
+  FullyShardedDataParallel fsdp(net, group, by_layer());
+  torch::optim::SGD optimizer(fsdp.parameters(), momentum());
+  fsdp.set_shadow_step([&] {
+    optimizer.zero_grad();
+    fsdp.shadow_backward();
+    optimizer.step();
+  });
+  join({fsdp}, {}, [&](JoinLoop& iteration) {
+    for (int step = 0; step < 2 + group.rank(); ++step) {
+      iteration.next();
+      optimizer.zero_grad();
+      fsdp(batch(step, group.rank(), where)).square().mean().backward();
+      optimizer.step();
+    }
+  });
+  return {whole_parameters(fsdp), 0};
+}
+
+const LocalSgdOptions kAverage{.outer = OuterOptimizer::average}, kNesterov{},
+    kInBackground{.in_background = true}, kInt8{.wire = OuterWire::int8};
+
+// PowerSGD reads two norms of each matrix, and whether the result is finite. A SyncBatchNorm reads
+// its sums in forward and in backward.
+// The simulated device waits for var_mean, and for random numbers, here of both runs.
+constexpr int kMatrices = 3, kDraws = 2;
+constexpr double kLoss = 1, kNormWaits = 3;
+
+INSTANTIATE_TEST_SUITE_P(
+    Parts, DeviceParity,
+    ::testing::Values(Case{"bf16_hook", with_hook(bf16_compress_hook)},
+                      Case{"fp16_hook", with_hook(fp16_compress_hook)},
+                      Case{"power_sgd_hook", with_hook(power_sgd), false, kLoss + 3 * kMatrices},
+                      Case{"checkpointed_ddp", checkpointed_ddp, true, kLoss + kDraws},
+                      Case{"checkpointed_fsdp", checkpointed_fsdp, true, kLoss + kDraws},
+                      Case{"sync_batch_norm", sync_batch_norm, true, kLoss + kNormWaits},
+                      Case{"local_sgd_average", local_sgd(kAverage)},
+                      Case{"local_sgd_nesterov", local_sgd(kNesterov)},
+                      Case{"local_sgd_in_background", local_sgd(kInBackground)},
+                      Case{"local_sgd_int8", local_sgd(kInt8)}, Case{"fsdp_join", fsdp_join}),
+    name_of_case);
+
+}  // namespace
+}  // namespace tessera::sim

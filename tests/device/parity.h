@@ -1,0 +1,145 @@
+#pragma once
+
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <c10/core/DeviceGuard.h>
+#include <gmock/gmock.h>
+
+#include "device/batch.h"
+#include "harness/models.h"
+#include "harness/sim/rank_processes.h"
+#include "harness/sim/sim.h"
+#include "tessera/fully_sharded_data_parallel.h"
+
+namespace tessera::sim {
+
+inline constexpr int kSteps = 4;
+
+/// What a training gives.
+struct Outcome {
+  std::vector<at::Tensor> parameters;
+  double waits_a_step = 0;  ///< Of the host.
+};
+using Training = std::function<Outcome(ProcessGroup, at::Device)>;
+
+struct Variant {
+  bool accumulate = false;  ///< Two backwards a step, the first one under no_sync().
+  bool clip = false;
+};
+
+/// A training that gives the same on the simulated device as on the CPU.
+struct Case {
+  const char* name;
+  Training train;
+  /// A norm is added up by another kernel on a device than on the CPU.
+  bool same_bits = true;
+  double waits = 2;  ///< Of the host, at most in a step: the loss, and a norm.
+  std::vector<int> worlds = {1, 2, 3};
+};
+inline void PrintTo(const Case& test_case, std::ostream* out) {
+  *out << "at most " << test_case.waits << " waits a step";
+}
+
+inline at::Device own_device(const Groups& groups) { return device(groups.rank() % kDevices); }
+
+template <class Net = testing::Uneven, class... Args>
+Net model_on(at::Device where, Args&&... args) {
+  torch::manual_seed(1);
+  Net net(std::forward<Args>(args)...);
+  net->to(where);
+  return net;
+}
+
+inline torch::optim::SGDOptions momentum() { return torch::optim::SGDOptions(0.1).momentum(0.9); }
+
+inline std::vector<at::Tensor> on_cpu(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const auto& tensor : tensors) result.push_back(tensor.detach().cpu());
+  return result;
+}
+
+inline FullyShardedDataParallelOptions by_layer() {
+  FullyShardedDataParallelOptions options;
+  options.wrap_policy = wrap_by_type<torch::nn::LinearImpl>();
+  return options;
+}
+
+inline std::vector<at::Tensor> whole_parameters(FullyShardedDataParallelBase& fsdp) {
+  std::vector<at::Tensor> result;
+  for (const auto& [name, tensor] : fsdp.state_dict(-1)) result.push_back(tensor.cpu());
+  return result;
+}
+
+/// Calls `step` kSteps times and reads the loss that it returns. Returns the host's waits of a
+/// step, without the first one, which allocates.
+inline double waits_of_steps(const std::function<at::Tensor(int)>& step) {
+  for (int i = 0; i < kSteps; ++i) {
+    if (i == 1) reset_stats();
+    step(i).item<float>();
+  }
+  return static_cast<double>(stats().host_waits) / (kSteps - 1);
+}
+
+/// Trains on batches of this rank's own.
+template <class Model, class Optimizer, class Wrapper>
+double train(Model& model, Optimizer& optimizer, Wrapper& wrapper, const ProcessGroup& group,
+             at::Device where, Variant variant, const std::function<void()>& clip) {
+  std::vector<at::Tensor> batches;
+  for (int i = 0; i < 2 * kSteps; ++i) batches.push_back(batch(i, group.rank(), where));
+  const auto loss_of = [&](int i) { return (model(batches[i]) - 0.5).square().mean(); };
+  return waits_of_steps([&](int step) {
+    optimizer.zero_grad();
+    if (variant.accumulate) {
+      const auto scope = wrapper.no_sync();
+      loss_of(kSteps + step).backward();
+    }
+    auto loss = loss_of(step);
+    loss.backward();
+    if (variant.clip) clip();
+    optimizer.step();
+    return loss;
+  });
+}
+
+inline void compare(const std::vector<at::Tensor>& host, const std::vector<at::Tensor>& there,
+                    bool same_bits) {
+  expect(!host.empty() && host.size() == there.size(), "equally many parameters");
+  for (size_t i = 0; i < host.size(); ++i) {
+    const auto &a = host[i], &b = there[i];
+    expect(same_bits ? a.equal(b) : a.allclose(b, 1e-6, 1e-7),
+           "the values of parameter " + std::to_string(i));
+  }
+}
+
+/// Runs the case in each of its worlds, with and without checks.
+inline void expect_parity(const Case& test_case) {
+  for (const int world : test_case.worlds) {
+    for (int seed = 1; seed <= 2; ++seed) {
+      const auto errors = run_processes(world, seed, [&](Groups& groups) {
+        ProcessGroupOptions options;
+        options.check_collectives = seed % 2 == 1;
+        const c10::DeviceGuard own(own_device(groups));
+        const auto host = test_case.train(groups.cpu(options), at::kCPU);
+        const auto there = test_case.train(groups.device(options), own_device(groups));
+        std::string reasons;
+        for (const auto& reason : stats().wait_reasons) reasons += " " + reason;
+        compare(host.parameters, there.parameters, test_case.same_bits);
+        expect(there.waits_a_step <= test_case.waits,
+               "at most " + std::to_string(test_case.waits) + " waits a step, not " +
+                   std::to_string(there.waits_a_step) + ":" + reasons);
+      });
+      EXPECT_THAT(errors, ::testing::Each("")) << world << " ranks, seed " << seed;
+    }
+  }
+}
+
+class DeviceParity : public ::testing::TestWithParam<Case> {};
+
+inline std::string name_of_case(const ::testing::TestParamInfo<Case>& test_case) {
+  return test_case.param.name;
+}
+
+}  // namespace tessera::sim
