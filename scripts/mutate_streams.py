@@ -22,11 +22,12 @@ import sys
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ("src/comm/base/comm_stream.h", "src/comm/device/device_transport.cpp",
+         "src/comm/device/pinned_buffers.cpp",
          "src/comm/group/process_group_device.cpp", "src/comm/group/process_group_impl.cpp",
          "src/fsdp/residency.cpp", "src/fsdp/gradients.cpp", "src/train/run/run_prepare.cpp")
 PLACE = re.compile(r"event\.block\(|mark->block\(|switched_\.emplace|stream\.keep\(|DeviceGuard there"
                    r"|stream_\.join\(|work->wait\(\);|^ *drain\(\);|CommStream::Scope on_"
-                   r"|on_device_\.reset_device")
+                   r"|StreamGuard same|\.sent = std::move|on_device_\.reset_device")
 
 
 def places():

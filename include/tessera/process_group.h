@@ -88,6 +88,14 @@ struct ProcessGroupOptions {
   /// collective and the rank. More than doubles the time of collectives. CPU tensors only.
   bool check_results = false;
 
+  /// The type of an accelerator whose tensors the group moves without a backend for it, for example
+  /// at::kCUDA where NCCL is missing. They travel through pinned memory of the host and over
+  /// `backend`, which must not be NCCL. Values are those of CPU tensors. Each collective copies
+  /// twice and makes the host wait for the device: the calling thread where it blocks, another
+  /// thread where it is asynchronous, and then Work::wait(). at::kCPU: the group moves CPU tensors
+  /// and those of its backend.
+  at::DeviceType staged_device = at::kCPU;
+
   /// Keep freed memory in the process (glibc: M_MMAP_MAX = 0, M_TRIM_THRESHOLD = max) and serve
   /// libtorch's CPU tensors from malloc, so that a freed block fits the next tensor of its size.
   /// Otherwise freed memory goes back to the system in every step, and the page faults on fresh
@@ -138,7 +146,7 @@ class ProcessGroup {
   /// True when all ranks are known to be on one host (they may then share memory). Local.
   bool same_host() const;
   /// "self" (one rank), "shm", "gloo" (with shared memory within each of several hosts), "nccl",
-  /// "mpi" or "c10d". Local.
+  /// "mpi" or "c10d"; the first of them for staged tensors too. Local.
   std::string backend_name() const;
   /// The device of small tensors whose values the host has and that are to be reduced: the CPU.
   /// With NCCL they travel beside the device's streams, so that the host does not wait for these.

@@ -13,6 +13,7 @@
 #include "tessera/train.h"
 #include "tessera/train/devices.h"
 #include "tessera/train/registries.h"
+#include "train/program/group_options.h"
 
 namespace tessera::sim {
 namespace {
@@ -86,6 +87,8 @@ class Trainer {
   }
 
   int rank() const { return groups_.rank(); }
+  /// Runs use no backend for the device from now on.
+  void stage() { staged_ = true; }
   TrainResult train(bool on_device, Options options,
                     std::shared_ptr<RunHook> hook = std::make_shared<Waits>()) {
     options.insert(options.begin(), on_device ? "model.device=sim" : "model.device=cpu");
@@ -98,10 +101,11 @@ class Trainer {
   /// The run itself makes the device the current one.
   ProcessGroup group_on_device() {
     const c10::DeviceGuard own(device(groups_.rank()));
-    return groups_.device();
+    return staged_ ? groups_.staged() : groups_.device();
   }
 
   Groups& groups_;
+  bool staged_ = false;
 };
 
 class DeviceTraining : public ::testing::Test {
@@ -151,6 +155,14 @@ TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuAndFewWaits) {
       }
     });
   }
+}
+
+TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuWithoutABackendForTheDevice) {
+  run(2, [&](Trainer& trainer) {
+    trainer.stage();
+    expect_losses(trainer.train(true, {GetParam()}).losses,
+                  trainer.train(false, {GetParam()}).losses);
+  });
 }
 
 TEST_P(DeviceTrainingOf, GoesFromDeviceToCpuAndBackByCheckpoints) {
@@ -254,6 +266,19 @@ TEST_F(DeviceTraining, AutocastIsRefusedWhereLibtorchHasNone) {
     expect(
         text.find("train.autocast: model.device is sim; expected no autocast") != std::string::npos,
         text);
+  });
+}
+
+TEST_F(DeviceTraining, GroupsStageTheModelsDeviceIfTheirBackendDoesNotMoveIt) {
+  run(1, [](Trainer&) {
+    const auto staged = [](const char* device, const char* backend) {
+      const Options options{std::string("model.device=") + device,
+                            std::string("parallel.backend=") + backend};
+      return train::group_options(load_config("c.yaml", options)).staged_device;
+    };
+    expect(staged("sim:1", "auto") == kType && staged("sim", "gloo") == kType, "sim");
+    expect(staged("cpu", "auto") == at::kCPU && staged("sim", "nccl") == at::kCPU, "none");
+    expect(staged("cuda", "auto") == at::kCPU, "none where no device is seen");
   });
 }
 

@@ -70,14 +70,17 @@ std::vector<at::Tensor> results(ProcessGroup& group, at::Device where) {
 TEST(DeviceTransport, CollectivesHaveTheBitsOfTheCpu) {
   for (const int world : {2, 3}) {
     expect_success(world, [](Groups& groups) {
-      auto cpu = groups.cpu(), there = groups.device();
+      auto cpu = groups.cpu(), there = groups.device(), staged = groups.staged();
       expect(there.backend_name() == "sim", "the backend's name");
-      expect(there.control_device().is_cpu(), "the device of control tensors");
+      expect(staged.backend_name() == "shm", "the name of what carries staged tensors");
       const auto expected = results(cpu, at::kCPU);
-      for (const auto where : {device(0), at::Device(at::kCPU)}) {
-        const auto got = results(there, where);
-        for (size_t i = 0; i < expected.size(); ++i)
-          expect(got[i].equal(expected[i]), "result " + std::to_string(i));
+      for (auto* group : {&there, &staged}) {
+        expect(group->control_device().is_cpu(), "the device of control tensors");
+        for (const auto where : {device(0), at::Device(at::kCPU)}) {
+          const auto got = results(*group, where);
+          for (size_t i = 0; i < expected.size(); ++i)
+            expect(got[i].equal(expected[i]), "result " + std::to_string(i));
+        }
       }
     });
   }

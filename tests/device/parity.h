@@ -114,7 +114,8 @@ inline void compare(const std::vector<at::Tensor>& host, const std::vector<at::T
   }
 }
 
-/// Runs the case in each of its worlds, with and without checks.
+/// Runs the case in each of its worlds, with and without checks; with checks also where the device
+/// has no backend.
 inline void expect_parity(const Case& test_case) {
   for (const int world : test_case.worlds) {
     for (int seed = 1; seed <= 2; ++seed) {
@@ -123,6 +124,10 @@ inline void expect_parity(const Case& test_case) {
         options.check_collectives = seed % 2 == 1;
         const c10::DeviceGuard own(own_device(groups));
         const auto host = test_case.train(groups.cpu(options), at::kCPU);
+        if (options.check_collectives) {
+          const auto staged = test_case.train(groups.staged(options), own_device(groups));
+          compare(host.parameters, staged.parameters, test_case.same_bits);
+        }
         const auto there = test_case.train(groups.device(options), own_device(groups));
         std::string reasons;
         for (const auto& reason : stats().wait_reasons) reasons += " " + reason;

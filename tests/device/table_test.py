@@ -14,7 +14,8 @@ import sys
 def tests(binary):
     """Suite.name/case -> the comment behind it."""
     result, suite = {}, ""
-    listed = subprocess.run([binary, "--gtest_list_tests"], capture_output=True, text=True, check=True)
+    listed = subprocess.run([binary, "--gtest_list_tests"], capture_output=True, text=True,
+                            check=True)
     for line in listed.stdout.splitlines():
         name, _, comment = line.partition("#")
         if not line.startswith(" "):
@@ -43,7 +44,8 @@ def main():
     for name in named:
         if not any(name in test for test in known):
             problems.append(f"no test has {name} in its name")
-    parity = {test.split("/")[-1]: comment for test, comment in known.items() if "DeviceParity" in test}
+    parity = {test.split("/")[-1]: comment for test, comment in known.items()
+              if "DeviceParity" in test}
     for case in parity:
         if not any(name in "/" + case for name in named if name != "DeviceParity"):
             problems.append(f"the case {case} is in no part")

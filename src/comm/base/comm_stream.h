@@ -24,12 +24,11 @@ class CommStream {
   /// stream that was current before.
   class Scope {
    public:
-    explicit Scope(const CommStream& comm) {
+    explicit Scope(const CommStream& comm) : Scope(comm, comm.mark_current()) {}
+    /// Behind `mark` instead, which may be of another thread.
+    Scope(const CommStream& comm, const std::shared_ptr<c10::Event>& mark) {
       if (!comm.stream_) return;
-      const c10::impl::VirtualGuardImpl guard(comm.device_.type());
-      c10::Event event(comm.device_.type());
-      event.record(guard.getStream(comm.device_));
-      event.block(*comm.stream_);
+      mark->block(*comm.stream_);
       switched_.emplace(*comm.stream_);
     }
 

@@ -93,8 +93,11 @@ class Transport {
 
   /// The accelerator whose tensors it moves beside CPU tensors; CPU if there is none. Collectives
   /// on its tensors are issued from the caller's thread, are ordered on its current stream, and are
-  /// never queued.
+  /// never queued, unless waits_for_device().
   virtual at::DeviceType device_type() const { return at::kCPU; }
+  /// True if a collective on the accelerator's tensors waits on the host for what is issued on the
+  /// current stream, and uses the connections of CPU tensors: it needs a turn, as theirs.
+  virtual bool waits_for_device() const { return false; }
   /// Makes collectives that wait on the accelerator end, where its backend can do that.
   virtual void abort_device() noexcept {}
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;

@@ -1,14 +1,17 @@
 #include "comm/group/make_transport.h"
 
 #include <algorithm>
+#include <mutex>
 #include <set>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/device/device_transport.h"
 #include "comm/device/nccl_backend.h"
+#include "comm/device/staged_transport.h"
 #include "comm/hosts/hosts_transport.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
@@ -37,8 +40,34 @@ std::unique_ptr<Transport> connect_device(const World& world) {
   return make_device_transport(world, connect(host));
 }
 
+/// A transport for CPU tensors, which carries those of the accelerator too.
+std::unique_ptr<Transport> connect_staged(const World& world) {
+  const auto type = world.options.staged_device;
+  const auto refuse = [&](const std::string& problem) {
+    throw UsageError(fmt::format("ProcessGroup: rank {}: staged_device is {}{}", world.rank,
+                                 c10::DeviceTypeName(type, true), problem));
+  };
+  if (world.options.backend == Backend::NCCL)
+    refuse(", and the backend is NCCL; expected another backend, or no staged_device");
+  if (!c10::impl::hasDeviceGuardImpl(type) || c10::impl::VirtualGuardImpl(type).deviceCount() == 0)
+    refuse(", and this process sees no such device; expected the type of one that it sees");
+  static std::once_flag warned;
+  if (world.rank == 0) {
+    std::call_once(warned, [&] {
+      spdlog::warn(
+          "tessera: collectives on {} copy through the host's memory; a backend for {} is "
+          "faster",
+          c10::DeviceTypeName(type, true), c10::DeviceTypeName(type, true));
+    });
+  }
+  World host = world;
+  host.options.staged_device = at::kCPU;
+  return make_staged_transport(world.rank, type, connect(host));
+}
+
 std::unique_ptr<Transport> connect(const World& world) {
   if (world.device) return connect_device(world);
+  if (world.options.staged_device != at::kCPU) return connect_staged(world);
   const auto backend = world.options.backend;
   if (world.wire != WireFormat::float32) {
     std::string reason;

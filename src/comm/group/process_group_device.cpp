@@ -90,6 +90,52 @@ Work ProcessGroup::Impl::submit_on_device(const OpHeader& header, const Body& bo
   return Work(std::move(work));
 }
 
+namespace {
+
+/// A collective that a thread of the host carries out, and then the stream's part of it.
+class StagedWork : public Work::State {
+ public:
+  StagedWork(const CommStream& stream, Work carried, std::shared_ptr<CommStream::Mark> end)
+      : stream_(stream), carried_(std::move(carried)), end_(std::move(end)) {}
+  void wait() override {
+    carried_.wait();
+    stream_.join(*end_);
+  }
+  bool done() override { return carried_.done() && (!*end_ || (*end_)->query()); }
+
+ private:
+  CommStream stream_;
+  Work carried_;
+  std::shared_ptr<CommStream::Mark> end_;  // null after an error
+};
+
+}  // namespace
+
+void ProcessGroup::Impl::run_staged(const OpHeader& header, const Body& body,
+                                    const std::string& tag, const Tensors& tensors) {
+  const auto device = stream_for(tensors).device();
+  const auto current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const auto there = [&](Transport& carrier, const Headers& headers) {
+    const c10::StreamGuard same(current);
+    body(carrier, headers);
+  };
+  take_turn(header, there, tag);
+}
+
+Work ProcessGroup::Impl::submit_staged(const OpHeader& header, const Body& body,
+                                       const std::string& tag, const Tensors& tensors) {
+  const auto& stream = stream_for(tensors);
+  for (const auto& tensor : tensors) stream.keep(tensor);
+  auto end = std::make_shared<CommStream::Mark>();
+  auto carried =
+      queue_.submit([this, header, body, tag, end, stream, ready = stream.mark_current()] {
+        const CommStream::Scope on_stream(stream, ready);
+        execute_in_turn(header, body, tag);
+        *end = stream.mark();
+      });
+  return Work(std::make_shared<StagedWork>(stream, std::move(carried), std::move(end)));
+}
+
 void ProcessGroup::Impl::drain() noexcept {
   if (!last_on_device_ || ended || broken_) return;
   try {

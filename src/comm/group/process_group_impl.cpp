@@ -244,9 +244,11 @@ Headers ProcessGroup::Impl::compare(const OpHeader& header, const std::string& t
         headers[0].numel == headers[r].numel && headers[0].dtype == headers[r].dtype) {
       message += " (with other counts per rank)";
     }
-    message += fmt::format(
-        "; {} (seen on rank {})",
-        header.on_device ? "the device may have moved data" : "no data was moved", world.rank);
+    message += fmt::format("; {} (seen on rank {})",
+                           header.on_device && !transport->waits_for_device()
+                               ? "the device may have moved data"
+                               : "no data was moved",
+                           world.rank);
     report_agreed(began, message);
     throw UsageError(message);
   }
@@ -332,13 +334,16 @@ void ProcessGroup::Impl::take_turn(const OpHeader& header, const Body& body,
 void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_tag,
                              const Tensors& tensors) {
   const auto tag = apply_tag(header, own_tag);
-  if (header.on_device) run_on_device(header, body, tag, tensors);
+  if (header.on_device && transport->waits_for_device()) run_staged(header, body, tag, tensors);
+  else if (header.on_device) run_on_device(header, body, tag, tensors);
   else take_turn(header, body, tag);
 }
 
 Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& own_tag,
                                 const Tensors& tensors) {
   const auto tag = apply_tag(header, own_tag);
+  if (header.on_device && transport->waits_for_device())
+    return submit_staged(header, body, tag, tensors);
   if (header.on_device) return submit_on_device(header, body, tag, tensors);
   return queue_.submit(
       [this, header, body = std::move(body), tag] { execute_in_turn(header, body, tag); });

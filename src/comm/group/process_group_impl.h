@@ -61,6 +61,11 @@ class ProcessGroup::Impl {
   /// comparison, and makes the current stream wait for the data.
   Work submit_on_device(const comm::OpHeader& header, const Body& body, const std::string& tag,
                         const Tensors& tensors);
+  // The same where the transport waits for the device: on this thread or the queue's, in a turn.
+  void run_staged(const comm::OpHeader& header, const Body& body, const std::string& tag,
+                  const Tensors& tensors);
+  Work submit_staged(const comm::OpHeader& header, const Body& body, const std::string& tag,
+                     const Tensors& tensors);
   void check_open();
   comm::CommStream& stream_for(const Tensors& tensors);
   Work compare_later(const comm::OpHeader& header, const std::string& tag);

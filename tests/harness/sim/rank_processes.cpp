@@ -56,14 +56,18 @@ std::string read_all(int pipe) {
 
 ProcessGroup Groups::cpu(ProcessGroupOptions options) { return make(false, options); }
 ProcessGroup Groups::device(ProcessGroupOptions options) { return make(true, options); }
+ProcessGroup Groups::staged(ProcessGroupOptions options) {
+  options.staged_device = kType;
+  return make(false, options);
+}
 
-ProcessGroup Groups::make(bool on_device, ProcessGroupOptions options) {
+ProcessGroup Groups::make(bool with_backend, ProcessGroupOptions options) {
   const auto file = fmt::format("{}/store{}", folder_, made_++);
   if (world_ == 1) return ProcessGroup();
   options.timeout = std::chrono::seconds(20);
   auto world = comm::World::start(rank_, world_, options);
   world.store = c10::make_intrusive<c10d::FileStore>(file, world_);
-  if (on_device) world.device = device_backend();
+  if (with_backend) world.device = device_backend();
   auto transport = comm::make_transport(world);
   return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
 }

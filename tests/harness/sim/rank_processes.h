@@ -16,9 +16,11 @@ class Groups {
   /// For CPU tensors, and for tensors on the device that is current.
   ProcessGroup cpu(ProcessGroupOptions options = {});
   ProcessGroup device(ProcessGroupOptions options = {});
+  /// The same without a backend for the device.
+  ProcessGroup staged(ProcessGroupOptions options = {});
 
  private:
-  ProcessGroup make(bool on_device, ProcessGroupOptions options);
+  ProcessGroup make(bool with_backend, ProcessGroupOptions options);
 
   int rank_, world_;
   std::string folder_;
