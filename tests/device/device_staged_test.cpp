@@ -4,6 +4,8 @@
 #include <thread>
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 
 #include "harness/sim/rank_processes.h"
@@ -67,6 +69,23 @@ TEST(StagedDevice, AsynchronousCollectivesRunBesideTheCallerInTheirOrder) {
     second.wait();
     expect((x + z).cpu()[0].item<float>() == 9 && y.cpu()[0].item<float>() == 6, "the sums");
     expect(first.done() && second.done(), "done after the data has been read");
+  });
+}
+
+TEST(StagedDevice, ABlockingCollectiveBehindAnotherOneUsesTheCallersStream) {
+  expect_staged(2, [](Groups& groups) {
+    auto group = groups.staged();
+    const c10::StreamGuard aside(
+        c10::impl::VirtualGuardImpl(kType).getStreamFromGlobalPool(device(), false));
+    for (int i = 0; i < 20; ++i) {
+      const auto x = torch::ones({64}, device());
+      auto first = group.all_reduce_async(x);
+      auto y = torch::ones({64}, device());
+      for (int k = 0; k < 4; ++k) y = y * 1;
+      group.all_reduce(y, 0.5);  // on another thread, because the first one may still run
+      first.wait();
+      expect(y.cpu().eq(1).all().item<bool>() && x.cpu().eq(2).all().item<bool>(), "the sums");
+    }
   });
 }
 

@@ -32,8 +32,7 @@ PinnedBuffers::~PinnedBuffers() {
 at::Tensor PinnedBuffers::take(int64_t numel, const at::Tensor& like) {
   const auto bytes = numel * static_cast<int64_t>(like.element_size());
   const auto fits = [bytes](const Buffer& buffer) {
-    return !buffer.taken && buffer.bytes.numel() >= bytes &&
-           (!buffer.sent || buffer.sent->query());
+    return !buffer.taken && buffer.bytes.numel() >= bytes && (!buffer.sent || buffer.sent->query());
   };
   auto found = std::find_if(buffers_.begin(), buffers_.end(), fits);
   if (found == buffers_.end()) {
