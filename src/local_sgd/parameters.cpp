@@ -81,13 +81,20 @@ std::vector<std::string> Parameters::contract() const {
 }
 
 Parameters::Storage Parameters::storage_of(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), tensor.numel(), tensor.scalar_type()};
+  return {tensor.data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.use_count() > 1};
 }
 
 std::string Parameters::changed(int rank) const {
   for (size_t i = 0; i < shards_.size(); ++i) {
     const Storage now = storage_of(shards_[i].tensor);
     const Storage& before = storages_[i];
+    if (before.used_elsewhere && !now.used_elsewhere) {
+      return fmt::format(
+          "LocalSgd: rank {}: nothing else has the tensor of parameter {} any more, so it is not "
+          "trained (an optimizer makes new shards when requires_grad of a parameter changes); "
+          "expected a new LocalSgd with the optimizer's shards()",
+          rank, shards_[i].parameter);
+    }
     if (now.data == before.data && now.numel == before.numel && now.dtype == before.dtype) continue;
     return fmt::format(
         "LocalSgd: rank {}: parameter {} has other memory than at construction ({} elements of {}, "

@@ -37,6 +37,7 @@ class Parameters {
     const void* data;
     int64_t numel;
     at::ScalarType dtype;
+    bool used_elsewhere;  // by a module or an optimizer
   };
 
   static Storage storage_of(const at::Tensor& tensor);

@@ -1,6 +1,8 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "harness/ranks.h"
+#include "harness/thrown_by.h"
 #include "local_sgd/simulation.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/fully_sharded_data_parallel.h"
@@ -212,6 +214,17 @@ TEST(LocalSgdJoin, WithoutInnerGroupsARankWithoutDataStillSynchronises) {
     });
     expect_near(flat(net->parameters()), expected.parameters(rank), 2e-5, "two ranks");
     EXPECT_EQ(local.steps(), 7);
+  });
+}
+
+TEST(LocalSgdInner, NewShardsOfZeroAreAnErrorOnAllRanks) {
+  run_ranks(4, [](ProcessGroup world, int rank) {
+    InnerZero zero(world, {.sync_every = 1});
+    zero.iteration(own_rows(0, rank));
+    for (auto& parameter : zero.net->first->parameters()) parameter.set_requires_grad(false);
+    const auto text = thrown_by([&] { zero.iteration(own_rows(1, rank)); });
+    EXPECT_THAT(text, ::testing::HasSubstr("nothing else has the tensor of parameter"));
+    EXPECT_THAT(text, ::testing::HasSubstr("a new LocalSgd with the optimizer's shards()"));
   });
 }
 
