@@ -12,6 +12,7 @@ namespace tessera {
 // refer to the modules inside directly.
 GPT2Impl::GPT2Impl(const GPT2Options& options) : options_(options) {
   options_.validate();
+  recomputed_ = options_.recomputed_blocks();
   const auto transformer =
       register_module("transformer", std::make_shared<torch::nn::Module>("GPT2Model"));
   const auto embedding = [&](const char* name, int64_t rows) {
@@ -74,13 +75,12 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   if (options_.embd_pdrop > 0 && is_training()) {
     x = at::dropout(x, options_.embd_pdrop, true);
   }
-  const bool may_recompute =
-      options_.activation_checkpointing && is_training() && at::GradMode::is_enabled();
+  const bool may_recompute = is_training() && at::GradMode::is_enabled();
   for (size_t i = 0; i < blocks_.size(); ++i) {
     GPT2Block& block = blocks_[i];
-    const bool recompute =
-        may_recompute && static_cast<int64_t>(i) % options_.activation_checkpointing_every == 0;
-    x = recompute ? checkpoint([&block](const at::Tensor& h) { return block(h); }, x) : block(x);
+    x = may_recompute && recomputed_[i]
+            ? checkpoint([&block](const at::Tensor& h) { return block(h); }, x)
+            : block(x);
   }
   return ln_f_(x);
 }

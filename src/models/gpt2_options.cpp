@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
 
+#include "tessera/detail/name_pattern.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
@@ -19,6 +21,10 @@ void require_size(const char* name, int64_t value) {
     throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
                      ", expected 1 to 2^31");
   }
+}
+
+bool matches_block(const std::string& pattern, size_t block) {
+  return detail::matches_name(pattern.c_str(), ("transformer.h." + std::to_string(block)).c_str());
 }
 
 void require_probability(const char* name, double value) {
@@ -112,6 +118,20 @@ class ConfigReader {
 
 }  // namespace
 
+std::vector<bool> GPT2Options::recomputed_blocks() const {
+  std::vector<bool> result(static_cast<size_t>(n_layer), false);
+  int64_t chosen = 0;
+  for (size_t i = 0; activation_checkpointing && i < result.size(); ++i) {
+    const auto& patterns = activation_checkpointing_blocks;
+    const bool matches = patterns.empty() || std::any_of(patterns.begin(), patterns.end(),
+                                                         [&](const std::string& pattern) {
+                                                           return matches_block(pattern, i);
+                                                         });
+    result[i] = matches && chosen++ % activation_checkpointing_every == 0;
+  }
+  return result;
+}
+
 void GPT2Options::validate() const {
   require_size("vocab_size", vocab_size);
   require_size("n_positions", n_positions);
@@ -119,6 +139,17 @@ void GPT2Options::validate() const {
   require_size("n_layer", n_layer);
   require_size("n_head", n_head);
   require_size("activation_checkpointing_every", activation_checkpointing_every);
+  for (const auto& pattern : activation_checkpointing_blocks) {
+    bool found = false;
+    for (int64_t i = 0; i < n_layer && !found; ++i)
+      found = matches_block(pattern, static_cast<size_t>(i));
+    if (!found) {
+      throw UsageError(
+          "GPT2: activation_checkpointing_blocks: \"" + pattern +
+          "\" matches no block; expected names from transformer.h.0 to transformer.h." +
+          std::to_string(n_layer - 1) + ", or a pattern such as transformer.h.*");
+    }
+  }
   if (n_inner != 0) {
     require_size("n_inner", n_inner);
   }

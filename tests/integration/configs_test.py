@@ -83,6 +83,7 @@ class Reference(unittest.TestCase):
         "reduce_gradients": "always: the trainer has no other wrapper beside it",
         "reduce_in_place": "on, unless gradients are reduced within backward",
         "embd_pdrop": "dropout sets all three", "attn_pdrop": "dropout sets all three", "resid_pdrop": "dropout sets all three",
+        "activation_checkpointing_blocks": "patterns as activation_checkpointing",
         "enabled": "by the presence of loss_scale", "dynamic": "by a number as loss_scale",
         "mode": "the smaller loss is the better one", "check_finite": "train.on_nonfinite decides",
     }

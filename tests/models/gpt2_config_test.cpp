@@ -121,8 +121,28 @@ TEST(GPT2OptionsTest, RefusesValuesOutOfRangeNamingThem) {
               HasSubstr("layer_norm_epsilon"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.activation_checkpointing_every = 0; }),
               HasSubstr("activation_checkpointing_every is 0"));
+  EXPECT_THAT(
+      refusal([](GPT2Options& o) {
+        o.activation_checkpointing_blocks = {"transformer.h.*", "h.*"};
+      }),
+      HasSubstr("activation_checkpointing_blocks: \"h.*\" matches no block; expected names from "
+                "transformer.h.0 to transformer.h."));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.initializer_range = -1; }),
               HasSubstr("initializer_range"));
+}
+
+TEST(Gpt2Options, NameTheBlocksThatAreRecomputed) {
+  GPT2Options options;
+  options.n_layer = 5;
+  using Blocks = std::vector<bool>;
+  EXPECT_EQ(options.recomputed_blocks(), Blocks({0, 0, 0, 0, 0}));
+  options.activation_checkpointing = true;
+  EXPECT_EQ(options.recomputed_blocks(), Blocks({1, 1, 1, 1, 1}));
+  options.activation_checkpointing_every = 2;
+  EXPECT_EQ(options.recomputed_blocks(), Blocks({1, 0, 1, 0, 1}));
+  options.activation_checkpointing_blocks = {"transformer.h.1", "no.block", "*.h.3",
+                                             "transformer.h.4"};
+  EXPECT_EQ(options.recomputed_blocks(), Blocks({0, 1, 0, 0, 1})) << "every second one of 1, 3, 4";
 }
 
 }  // namespace

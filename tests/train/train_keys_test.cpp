@@ -104,6 +104,19 @@ TEST_F(TrainKeys, ActivationCheckpointingChangesNoBit) {
                       "model.activation_checkpointing_every=2"});
   EXPECT_EQ(every_second.losses, plain.losses);
   EXPECT_EQ(bytes_of("out/model.safetensors"), bytes);
+  for (const std::string blocks : {"transformer.h.*", "[transformer.h.0]"}) {
+    const auto some =
+        train_ranks(1, {"model.dropout=0.1", "model.activation_checkpointing=" + blocks});
+    EXPECT_EQ(some.losses, plain.losses) << blocks;
+  }
+  const auto refusal = [&](const std::string& value) {
+    return thrown_by([&] { train_ranks(1, {"model.activation_checkpointing=" + value}); });
+  };
+  EXPECT_THAT(refusal("transformer.*"), HasSubstr("\"transformer.*\" matches no block"));
+  for (const std::string value : {"1", "[]", "[true]", "{a: 1}"}) {
+    EXPECT_THAT(refusal(value), HasSubstr("model.activation_checkpointing: ")) << value;
+    EXPECT_THAT(refusal(value), HasSubstr("expected true, false, or patterns")) << value;
+  }
   for (const auto& wrapper : kWrappers) {
     const auto whole = train_ranks(2, {wrapper});
     const auto again = train_ranks(2, {wrapper, "model.activation_checkpointing=true"});

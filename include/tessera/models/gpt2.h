@@ -36,9 +36,16 @@ struct GPT2Options {
   /// On: each block is run under tessera::checkpoint in training. Less memory, about a third more
   /// time, the same values. Not part of config.json.
   bool activation_checkpointing = false;
-  /// Which blocks that concerns: 0, n, 2·n and so on. At least 1, which is all of them. Not part of
-  /// config.json.
+  /// Which blocks that concerns: those whose names ("transformer.h.0" and so on) match one of these
+  /// patterns, where `*` stands for any characters but dots. Empty: all of them. validate() refuses
+  /// a pattern that matches no block. Not part of config.json.
+  std::vector<std::string> activation_checkpointing_blocks = {};
+  /// And of these every n-th only, beginning with the first. At least 1, which is each of them. Not
+  /// part of config.json.
   int64_t activation_checkpointing_every = 1;
+
+  /// Whether each block is run under tessera::checkpoint in training. [n_layer].
+  std::vector<bool> recomputed_blocks() const;
 
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.
@@ -126,6 +133,7 @@ class GPT2Impl : public torch::nn::Module {
   GPT2Options options_;
   torch::nn::Embedding wte_{nullptr}, wpe_{nullptr};
   std::vector<GPT2Block> blocks_;
+  std::vector<bool> recomputed_;  // of each block
   torch::nn::LayerNorm ln_f_{nullptr};
   at::Tensor lm_head_;  // undefined when tied
 };

@@ -54,10 +54,11 @@ std::unique_ptr<Transport> connect_staged(const World& world) {
   static std::once_flag warned;
   if (world.rank == 0) {
     std::call_once(warned, [&] {
-      spdlog::warn(
-          "tessera: collectives on {} copy through the host's memory; a backend for {} is "
-          "faster",
-          c10::DeviceTypeName(type, true), c10::DeviceTypeName(type, true));
+      const auto name = c10::DeviceTypeName(type, true);
+      const auto faster =
+          type == at::kCUDA ? "the backend NCCL (parallel.backend: nccl)" : "a backend for " + name;
+      spdlog::warn("tessera: collectives on {} copy through the host's memory; {} is faster", name,
+                   faster);
     });
   }
   World host = world;

@@ -8,6 +8,36 @@
 namespace tessera::train {
 namespace {
 
+/// true, false, or the names of blocks.
+void read_activation_checkpointing(OptionReader& options, GPT2Options& gpt2) {
+  const char* const key = "activation_checkpointing";
+  const char* const expected = "true, false, or patterns of names of blocks";
+  const ConfigNode* node =
+      options.take(key, expected,
+                   "compute the activations of each block again in backward instead of storing "
+                   "them; a text or a list of texts: of the blocks whose names match one of them "
+                   "(transformer.h.*)",
+                   ConfigNode::scalar("false"));
+  if (node == nullptr) return;
+  const auto add = [&](const ConfigNode& item, const std::string* pattern) {
+    if (pattern == nullptr || pattern->empty())
+      fail_at(item, options.full(key), item.describe() + "; expected " + expected);
+    gpt2.activation_checkpointing_blocks.push_back(*pattern);
+  };
+  gpt2.activation_checkpointing = true;
+  if (node->kind == ConfigNode::Kind::Sequence && !node->items.empty()) {
+    for (const auto& item : node->items) {
+      const OptionValue value = OptionReader::value_of(item, options.full(key));
+      add(item, std::get_if<std::string>(&value));
+    }
+    return;
+  }
+  if (node->kind != ConfigNode::Kind::Scalar) return add(*node, nullptr);
+  const OptionValue value = OptionReader::value_of(*node, options.full(key));
+  if (const auto* on = std::get_if<bool>(&value)) gpt2.activation_checkpointing = *on;
+  else add(*node, std::get_if<std::string>(&value));
+}
+
 void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
   std::string config_json;
   options.read_path("config", config_json,
@@ -33,10 +63,9 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
                "the output head shares the token embedding");
   options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"},
                       "activation of the MLP");
-  options.read("activation_checkpointing", gpt2.activation_checkpointing,
-               "compute the activations of each block again in backward instead of storing them");
+  read_activation_checkpointing(options, gpt2);
   options.read("activation_checkpointing_every", gpt2.activation_checkpointing_every,
-               "do so for every n-th block only: 0, n, 2 · n and so on", kAtLeastOne);
+               "do so for every n-th of these blocks only, beginning with the first", kAtLeastOne);
   std::optional<double> dropout;
   options.read("dropout", dropout,
                "probability of all three dropouts; null: those of config, else 0", kProbability);
