@@ -92,13 +92,17 @@ bool is_any_unanswered(const Store& store, int rank, int size) {
 }
 
 /// True if another rank has waited for this one until the time-out, and the store did not answer it
-/// afterwards. `serves`: this rank serves the store and did not run for a while. It may be missed
-/// through other ranks, and the notes of the ranks that waited may be still to be read.
-bool has_kept_the_store_from_answering(const Store& store, int rank, int size, bool serves) {
+/// afterwards. `serves`: this rank serves the store, and the notes of the ranks that waited may be
+/// still to be read. `overdue`: it did not run for a while, and may be missed through other ranks.
+bool has_kept_the_store_from_answering(const Store& store, int rank, int size, bool serves,
+                                       bool overdue) {
   if (!serves) return was_not_answered(store, rank, rank);
-  const auto deadline = Clock::now() + std::chrono::milliseconds(1000);
+  // A rank that was stopped between two collectives is not overdue. The store reads what has
+  // arrived within milliseconds.
+  const auto deadline = Clock::now() + std::chrono::milliseconds(overdue ? 1000 : 100);
   do {
-    if (is_any_unanswered(store, rank, size)) return true;
+    if (overdue ? is_any_unanswered(store, rank, size) : was_not_answered(store, rank, rank))
+      return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   } while (Clock::now() < deadline);
   return false;
@@ -179,7 +183,7 @@ std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int siz
   const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
   if (is_blamed(store, rank, size)) return {{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&
-      has_kept_the_store_from_answering(store, rank, size, serves && cause == Cause::overdue))
+      has_kept_the_store_from_answering(store, rank, size, serves, cause == Cause::overdue))
     return {{rank}};
   Record mine{next_order(store), false, suspects};
   if (mine.order == 0) return std::nullopt;
