@@ -6,8 +6,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include "models/refuse_create_graph.h"
 #include "tessera/detail/torch_compat.h"
-#include "tessera/error.h"
 
 namespace tessera {
 namespace {
@@ -167,11 +167,7 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grad_out) {
-    if (at::GradMode::is_enabled()) {
-      throw UsageError(
-          "attention: this backward has create_graph, and attention in blocks can be "
-          "differentiated only once; expected backward() without create_graph");
-    }
+    refuse_create_graph("attention", "attention in blocks");
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;

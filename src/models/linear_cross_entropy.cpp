@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "models/refuse_create_graph.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -143,11 +144,7 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grad_loss) {
-    if (at::GradMode::is_enabled()) {
-      throw UsageError(
-          "cross entropy: this backward has create_graph, and the loss in chunks can be "
-          "differentiated only once; expected backward() without create_graph");
-    }
+    refuse_create_graph("cross entropy", "the loss in chunks");
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto saved = context->get_saved_variables();
     const Gradients gradients = taken_or_computed(*context, saved, grad_loss[0]);

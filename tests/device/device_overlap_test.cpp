@@ -3,14 +3,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 
+#include "device/expect_success.h"
 #include "harness/sim/rank_processes.h"
 #include "harness/sim/sim.h"
 #include "tessera/fully_sharded_data_parallel.h"
 
 namespace tessera::sim {
 namespace {
-
-using ::testing::Each;
 
 constexpr int kWidth = 4;
 
@@ -103,10 +102,6 @@ void expect_at_most(uint64_t value, uint64_t most, const std::string& what) {
          what + ": at most " + std::to_string(most) + ", not " + std::to_string(value));
 }
 
-void expect_no_errors(int world, const std::function<void(Groups&)>& body) {
-  EXPECT_THAT(run_processes(world, 1, body), Each("")) << world << " ranks";
-}
-
 /// What the compute stream waits for is one gather and one reduction, however many units there are.
 void expect_overlap(const ProcessGroup& group, const FullyShardedDataParallelOptions& options) {
   const auto few = step_of(kFew, group, options), many = step_of(kMany, group, options);
@@ -118,31 +113,40 @@ void expect_overlap(const ProcessGroup& group, const FullyShardedDataParallelOpt
 
 TEST(DeviceOverlap, GathersRunBesideComputation) {
   for (const int world : {2, 3}) {
-    expect_no_errors(world, [](Groups& groups) {
-      const auto options = options_of(ShardingStrategy::full_shard);
-      auto group = groups.device();
-      expect_overlap(group, options);
-      // The copy of a rank's own part is on the stream of gathers too. The batch is a kernel.
-      expect_at_most(step_of(kMany, group, options).forward.busy + 1, kernels_of_forward(kMany),
-                     "kernels of forward on the compute stream");
-    });
+    expect_success(
+        world,
+        [](Groups& groups) {
+          const auto options = options_of(ShardingStrategy::full_shard);
+          auto group = groups.device();
+          expect_overlap(group, options);
+          // The copy of a rank's own part is on the stream of gathers too. The batch is a kernel.
+          expect_at_most(step_of(kMany, group, options).forward.busy + 1, kernels_of_forward(kMany),
+                         "kernels of forward on the compute stream");
+        },
+        1);
   }
 }
 
 TEST(DeviceOverlap, ConversionsRunBesideComputation) {
-  expect_no_errors(1, [](Groups& groups) {
-    auto options = options_of(ShardingStrategy::full_shard);
-    options.mixed_precision.param_dtype = at::kBFloat16;
-    expect_overlap(groups.device(), options);
-  });
+  expect_success(
+      1,
+      [](Groups& groups) {
+        auto options = options_of(ShardingStrategy::full_shard);
+        options.mixed_precision.param_dtype = at::kBFloat16;
+        expect_overlap(groups.device(), options);
+      },
+      1);
 }
 
 TEST(DeviceOverlap, ReductionsOfHybridShardingRunBesideComputation) {
-  expect_no_errors(4, [](Groups& groups) {
-    auto options = options_of(ShardingStrategy::hybrid_shard);
-    options.shard_group_size = 2;
-    expect_overlap(groups.device(), options);
-  });
+  expect_success(
+      4,
+      [](Groups& groups) {
+        auto options = options_of(ShardingStrategy::hybrid_shard);
+        options.shard_group_size = 2;
+        expect_overlap(groups.device(), options);
+      },
+      1);
 }
 
 }  // namespace

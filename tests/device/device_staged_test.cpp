@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 
+#include "device/expect_success.h"
 #include "harness/sim/rank_processes.h"
 #include "harness/sim/sim.h"
 #include "tessera/error.h"
@@ -15,13 +16,6 @@
 
 namespace tessera::sim {
 namespace {
-
-using ::testing::Each;
-
-void expect_staged(int world, const std::function<void(Groups&)>& body) {
-  for (int seed = 1; seed <= 3; ++seed)
-    EXPECT_THAT(run_processes(world, seed, body), Each("")) << world << " ranks, seed " << seed;
-}
 
 template <class ErrorType>
 void expect_error(const std::string& part, const std::function<void()>& call) {
@@ -36,7 +30,7 @@ void expect_error(const std::string& part, const std::function<void()>& call) {
 
 TEST(StagedDevice, CollectivesWaitForWhatWasIssuedBefore) {
   for (const int world : {2, 3}) {
-    expect_staged(world, [world](Groups& groups) {
+    expect_success(world, [world](Groups& groups) {
       const auto here = device(groups.rank());
       const c10::DeviceGuard own(here);
       auto group = groups.staged();
@@ -53,7 +47,7 @@ TEST(StagedDevice, CollectivesWaitForWhatWasIssuedBefore) {
 }
 
 TEST(StagedDevice, AsynchronousCollectivesRunBesideTheCallerInTheirOrder) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto group = groups.staged(), signals = groups.cpu();
     auto x = torch::full({64}, 2.f, device()), y = torch::full({32}, 3.f, device());
     if (groups.rank() == 1) signals.barrier();
@@ -73,7 +67,7 @@ TEST(StagedDevice, AsynchronousCollectivesRunBesideTheCallerInTheirOrder) {
 }
 
 TEST(StagedDevice, ABlockingCollectiveBehindAnotherOneUsesTheCallersStream) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto group = groups.staged();
     const c10::StreamGuard aside(
         c10::impl::VirtualGuardImpl(kType).getStreamFromGlobalPool(device(), false));
@@ -90,7 +84,7 @@ TEST(StagedDevice, ABlockingCollectiveBehindAnotherOneUsesTheCallersStream) {
 }
 
 TEST(StagedDevice, ATensorThatIsFreedEarlyKeepsItsMemory) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto group = groups.staged();
     for (int i = 0; i < 40; ++i) {
       auto work = group.all_reduce_async(torch::ones({256}, device()));
@@ -106,7 +100,7 @@ TEST(StagedDevice, ATensorThatIsFreedEarlyKeepsItsMemory) {
 }
 
 TEST(StagedDevice, PinnedMemoryIsUsedAgainOnlyWhenTheDeviceHasReadIt) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto group = groups.staged();
     std::vector<at::Tensor> all;
     std::vector<Work> works;
@@ -123,7 +117,7 @@ TEST(StagedDevice, PinnedMemoryIsUsedAgainOnlyWhenTheDeviceHasReadIt) {
 }
 
 TEST(StagedDevice, TheEndOfAGroupKeepsMemoryThatTheDeviceReads) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto x = torch::full({4096}, static_cast<float>(groups.rank()), device());
     for (int i = 0; i < 20; ++i) x = x * 1;
     groups.staged().broadcast(x, 1);
@@ -134,7 +128,7 @@ TEST(StagedDevice, TheEndOfAGroupKeepsMemoryThatTheDeviceReads) {
 }
 
 TEST(StagedDevice, DisagreementsAndFailuresAreErrorsBeforeDataMoves) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     auto group = groups.staged();
     const auto x = torch::ones({groups.rank() + 4}, device());
     expect_error<UsageError>("the ranks disagree", [&] { group.all_reduce(x); });
@@ -154,7 +148,7 @@ TEST(StagedDevice, DisagreementsAndFailuresAreErrorsBeforeDataMoves) {
 }
 
 TEST(StagedDevice, SubGroupsStageToo) {
-  expect_staged(3, [](Groups& groups) {
+  expect_success(3, [](Groups& groups) {
     const c10::DeviceGuard own(device(groups.rank()));
     auto group = groups.staged();
     auto child = group.split(groups.rank() == 2 ? 1 : 0);
@@ -165,7 +159,7 @@ TEST(StagedDevice, SubGroupsStageToo) {
 }
 
 TEST(StagedDevice, WrongOptionsAreErrors) {
-  expect_staged(2, [](Groups& groups) {
+  expect_success(2, [](Groups& groups) {
     ProcessGroupOptions options;
     options.backend = Backend::NCCL;
     expect_error<UsageError>(

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "device/batch.h"
+#include "device/expect_success.h"
 #include "harness/models.h"
 #include "harness/sim/rank_processes.h"
 #include "harness/sim/sim.h"
@@ -15,17 +16,13 @@
 namespace tessera::sim {
 namespace {
 
-using ::testing::Each;
 using testing::Uneven;
 
 void expect_in_place(int world, const std::function<void(Groups&)>& body) {
-  for (int seed = 1; seed <= 3; ++seed) {
-    const auto in_place = [&](Groups& groups) {
-      const c10::DeviceGuard own(device(groups.rank()));
-      body(groups);
-    };
-    EXPECT_THAT(run_processes(world, seed, in_place), Each("")) << world << " ranks, seed " << seed;
-  }
+  expect_success(world, [&](Groups& groups) {
+    const c10::DeviceGuard own(device(groups.rank()));
+    body(groups);
+  });
 }
 
 void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {

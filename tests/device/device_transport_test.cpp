@@ -8,6 +8,7 @@
 #include <c10/core/Event.h>
 #include <gmock/gmock.h>
 
+#include "device/expect_success.h"
 #include "harness/sim/rank_processes.h"
 #include "harness/sim/sim.h"
 #include "tessera/error.h"
@@ -15,13 +16,6 @@
 
 namespace tessera::sim {
 namespace {
-
-using ::testing::Each;
-
-void expect_success(int world, const std::function<void(Groups&)>& body, int seeds = 3) {
-  for (int seed = 1; seed <= seeds; ++seed)
-    EXPECT_THAT(run_processes(world, seed, body), Each("")) << world << " ranks, seed " << seed;
-}
 
 /// The text of the error that `call` throws.
 std::string error_of(const std::function<void()>& call) {

@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 
+#include "device/expect_success.h"
 #include "harness/sim/rank_processes.h"
 
 namespace tessera::sim {
@@ -16,9 +17,9 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-void expect_success(const std::function<void()>& body, int seeds = 3) {
-  for (int seed = 1; seed <= seeds; ++seed)
-    EXPECT_THAT(run_processes(1, seed, [&](Groups&) { body(); }), ElementsAre(""));
+void expect_sound(const std::function<void()>& body, int seeds = 3) {
+  expect_success(
+      1, [&](Groups&) { body(); }, seeds);
 }
 
 c10::Stream side_stream() {
@@ -32,7 +33,7 @@ void order(const c10::Stream& before, const c10::Stream& after) {
 }
 
 TEST(SimulatedDevice, ComputesAsTheCpu) {
-  expect_success([] {
+  expect_sound([] {
     const auto x = torch::randn({20, 20}), y = x.to(device());
     expect(y.cpu().equal(x), "a copy there and back");
     expect((y * 2 + y.t()).cpu().equal(x * 2 + x.t()), "arithmetic and views");
@@ -64,7 +65,7 @@ std::vector<at::Tensor> trained(at::Device where) {
 }
 
 TEST(SimulatedDevice, TrainsToTheBitsOfTheCpu) {
-  expect_success([] {
+  expect_sound([] {
     const auto host = trained(at::kCPU), there = trained(device(1));
     for (size_t i = 0; i < host.size(); ++i)
       expect(host[i].equal(there[i]), "equal parameter " + std::to_string(i));
@@ -129,7 +130,7 @@ TEST(SimulatedDevice, MemoryWithoutRecordStreamIsReusedTooEarly) {
 }
 
 TEST(SimulatedDevice, HostWaitsAreCounted) {
-  expect_success([] {
+  expect_sound([] {
     const auto host = pinned_empty(100).fill_(1);
     auto x = torch::empty({100}, device());
     reset_stats();
