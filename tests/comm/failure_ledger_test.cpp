@@ -1,13 +1,16 @@
-#include "comm/base/failure_ledger.h"
+#include "comm/failures/failure_ledger.h"
 
+#include <algorithm>
 #include <atomic>
 #include <map>
+#include <memory>
 #include <thread>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace {
 
@@ -158,6 +161,7 @@ TEST(FailureLedger, AStoreThatDoesNotAnswerDelaysNoRank) {
 TEST(FailureLedger, TheGroupsOfAProcessWaitForASilentStoreOnce) {
   auto world = tessera::comm::World::start(1, kRanks, {});
   world.store = c10::make_intrusive<SilentStore>();
+  world.failures = std::make_shared<tessera::comm::ProcessFailures>();
   auto sub_group = world;
   const auto start = std::chrono::steady_clock::now();
   FailureLedger(world, 700ms).resolve({0}, Cause::late);
@@ -203,6 +207,115 @@ TEST(FailureLedger, TheRankThatServesTheStoreWaitsForTheRecordsOfTheOthers) {
   world.store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(FailureLedger(world).resolve({2}, Cause::gone), ElementsAre(2));
   EXPECT_LT(std::chrono::steady_clock::now() - start, 900ms);
+}
+
+/// One process of a start-up group and its sub-group with these members.
+struct Process {
+  Process(const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int>& members,
+          bool rank_0_serves = false) {
+    main = tessera::comm::World::start(rank, kRanks, {});
+    main.rank_0_serves_store = rank_0_serves;
+    main.failures = std::make_shared<tessera::comm::ProcessFailures>();
+    main.start_store = store;
+    sub = main;
+    main.store = c10::make_intrusive<c10d::PrefixStore>("main/", store);
+    sub.store = c10::make_intrusive<c10d::PrefixStore>("sub/", store);
+    sub.world_ranks = members;
+    sub.size = static_cast<int>(members.size());
+    sub.rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
+    main.failures->add(main);
+    main.failures->add(sub);
+  }
+
+  tessera::comm::World main, sub;
+};
+
+std::vector<int> gone(const tessera::comm::World& group, int member) {
+  return FailureLedger(group).resolve({member}, Cause::gone);
+}
+
+TEST(ProcessFailures, ARankThatLeavesBecauseAnotherGroupFailedIsNotBlamed) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 2, 3}), one(store, 1, {1, 3});
+  EXPECT_THAT(gone(zero.sub, 1), ElementsAre(1));
+  zero.main.failures->tell_others(zero.sub, {2});
+  EXPECT_THAT(gone(one.main, 0), ElementsAre(2));
+}
+
+TEST(ProcessFailures, AGroupWithoutTheLostRankIsNotTold) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 1}), one(store, 1, {0, 1});
+  zero.main.failures->tell_others(zero.main, {2});
+  EXPECT_THAT(gone(one.sub, 0), ElementsAre(0));
+}
+
+TEST(ProcessFailures, AnOwnFailureOfAGroupIsKept) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 1, 2, 3}), one(store, 1, {0, 1, 2, 3});
+  EXPECT_THAT(gone(zero.main, 3), ElementsAre(3));
+  zero.main.failures->tell_others(zero.sub, {2});
+  EXPECT_THAT(gone(one.main, 0), ElementsAre(3));
+}
+
+TEST(ProcessFailures, AProcessThatGoesOnInAGroupIsBlamedThereForLeaving) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 2, 3}), one(store, 1, {1, 3});
+  zero.main.failures->tell_others(zero.sub, {2});
+  zero.main.failures->withdraw(zero.main);
+  EXPECT_THAT(gone(one.main, 0), ElementsAre(0));
+}
+
+TEST(ProcessFailures, AGroupThatHasEndedIsNotTold) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 2, 3});
+  zero.main.failures->remove(zero.main);
+  zero.main.failures->tell_others(zero.sub, {2});
+  EXPECT_FALSE(zero.main.store->check({"failed/0"}));
+}
+
+TEST(ProcessFailures, TheStoreIsServedUntilTheOthersHaveTheirRecords) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const bool serves : {true, false}) {
+    auto zero = std::make_unique<Process>(store, 0, std::vector{0, 2, 3}, serves);
+    zero->main.failures->tell_others(zero->sub, {2});
+    const auto start = std::chrono::steady_clock::now();
+    std::thread late([&] {
+      std::this_thread::sleep_for(100ms);
+      for (const int rank : {1, 3}) gone(Process(store, rank, {1, 3}).main, 0);
+    });
+    zero.reset();
+    const auto waited = std::chrono::steady_clock::now() - start;
+    EXPECT_EQ(waited > 90ms, serves);
+    EXPECT_LT(waited, 450ms);
+    late.join();
+    store->deleteKey("main/failed/1");
+    store->deleteKey("main/failed/3");
+  }
+}
+
+TEST(ProcessFailures, AStoppedServerThatWasMissedInAnotherGroupBlamesItself) {
+  for (const auto cause :
+       {Cause::gone, Cause::gone_near_the_time_out, Cause::late, Cause::overdue}) {
+    const auto store = c10::make_intrusive<StoppedServer>();
+    Process zero(store, 0, {0, 1}, true), one(store, 1, {0, 1}, true);
+    EXPECT_THAT(FailureLedger(one.sub, 10ms).resolve({0}, Cause::late), ElementsAre(0));
+    store->stopped = false;
+    EXPECT_THAT(FailureLedger(zero.main, 100ms).resolve({3}, cause), ElementsAre(0));
+  }
+}
+
+TEST(ProcessFailures, ARankThatTheStoreAnswersTakesItsNoteBack) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Process zero(store, 0, {0, 1}, true), one(store, 1, {0, 1}, true);
+  EXPECT_THAT(FailureLedger(one.sub, 10ms).resolve({0}, Cause::late), ElementsAre(0));
+  EXPECT_THAT(FailureLedger(zero.main, 10ms).resolve({3}, Cause::late), ElementsAre(3));
+}
+
+TEST(ProcessFailures, AStoreThatDoesNotAnswerDelaysNoRank) {
+  Process zero(c10::make_intrusive<SilentStore>(), 0, {0, 2, 3});
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < 3; ++i) zero.main.failures->tell_others(zero.sub, {2});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 1900ms);
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
-// fault_probe BACKEND TIMEOUT_MS [zero | fsdp | branches | leaves | fails | agrees | recovers]
+// fault_probe BACKEND TIMEOUT_MS
+//     [zero | fsdp | branches | leaves | fails | agrees | recovers | apart]
 //     [print | quiet | uncaught]
 // A rank that trains until it or a peer fails. It checks sums over all ranks and over the ranks of
 // its host, prints its pid and starts to train. With "branches", the last rank takes another branch
 // of the model at step 6. With "leaves", rank 1 calls exit(0) at step 6; with "fails", it calls
 // ProcessGroup::fail(); with "agrees", it throws in agree(); with "recovers", all ranks catch that,
-// and rank 0 exits with 7 two steps later. The last argument says what is done with an error: it is
-// printed, or ends the program without a word, or is not caught.
+// and rank 0 exits with 7 two steps later. With "apart", rank 2 waits to be killed at step 6. Rank
+// 0 waits for it in a group without rank 1, the others in the group of all. The last argument says
+// what is done with an error: it is printed, or ends the program without a word, or is not caught.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,6 +31,15 @@ struct NetImpl : torch::nn::Module {
   bool skips = false;
 };
 TORCH_MODULE(Net);
+
+/// Rank 0 waits in `other` for rank 2, the others in `world`.
+void wait_apart(tessera::ProcessGroup& world, tessera::ProcessGroup& other) {
+  std::printf("rank %d waits apart\n", world.rank());
+  std::fflush(stdout);
+  while (world.rank() == 2) ::pause();
+  auto values = torch::ones({7});
+  (world.rank() == 0 ? other : world).all_reduce(values);
+}
 
 /// What goes wrong on rank 1, as seen by all ranks.
 void misbehave(const std::string& how, tessera::ProcessGroup& world, long step) {
@@ -75,6 +86,8 @@ int main(int argc, char** argv) {
     world.set_timeout(std::chrono::milliseconds(
         std::atoi(argv[2])));  // not before, because start-up may take long on a busy machine
     const std::string strategy = argc > 3 ? argv[3] : "zero";
+    auto other = world;
+    if (strategy == "apart") other = world.split(rank == 1).value();
     const auto adamw = tessera::default_optimizers().factory("AdamW", {{"lr", 1e-3}});
     Net net;
     std::unique_ptr<tessera::FullyShardedDataParallel<Net>> fsdp;
@@ -90,6 +103,7 @@ int main(int argc, char** argv) {
     for (long step = 0;; ++step) {
       net->skips = strategy == "branches" && step == 6 && rank == world.size() - 1;
       misbehave(strategy, world, step);
+      if (strategy == "apart" && step == 6) wait_apart(world, other);
       const auto x = torch::ones({8, 300});
       (fsdp ? (*fsdp)(x) : net(x)).square().mean().backward();
       optimizer->step();

@@ -103,6 +103,25 @@ class Hosts(unittest.TestCase):
     def test_the_rank_that_serves_the_store(self):
         self.kill(0, "auto", 29873)
 
+    def test_a_rank_that_waits_in_another_group_than_its_neighbour(self):
+        runs = [self.launch(host, 29874, BUILD / "bin/fault_probe", "auto", 20000, "apart") for host in range(HOSTS)]
+        self.train(runs)
+        for rank in range(RANKS):
+            run = runs[rank // RANKS_PER_HOST]
+            run.wait_for(lambda: run.when(f"rank {rank} waits apart"), 20, f"rank {rank} waits")
+        time.sleep(0.3)  # they wait in their collectives
+        os.kill(runs[1].pids[2], signal.SIGKILL)
+        # Rank 0 fails in a group of ranks 0, 2 and 3, the others in that of all ranks.
+        for survivor, blamed in ((0, r"1: .*rank 0 of 3 "), (1, r"2: .*rank 1 of 4 "), (3, r"2: .*rank 3 of 4 ")):
+            run = runs[survivor // RANKS_PER_HOST]
+            pattern = rf"survivor {survivor} blames {blamed}"
+            run.wait_for(lambda: run.when(pattern), 5, pattern)
+        for run in runs:
+            self.assertNotEqual(run.process.wait(15), 0, run.text())
+            run.reader.join(5)
+        self.assertRegex(runs[1].text(), "root cause: rank 2 .*SIGKILL")
+        self.began_elsewhere(runs[0], 2)
+
     def test_junk_before_and_during_the_start_keeps_no_rank_out(self):
         port = 29875
         for count, words in ((1, "00"), (300, ""), (50, b"GET / HTTP/1.1\r\n\r\n".hex())):
@@ -177,7 +196,7 @@ class Hosts(unittest.TestCase):
             run.wait_for(lambda: run.when(pattern), TIMEOUT_MS / 1000 + 5, pattern)
         runs[0].wait_for(lambda: runs[0].when("rank 0 .* is stopped"), 2, "the launcher names it")
         runs[0].wait_for(lambda: not is_running(runs[0].pids[1]), 20, "the survivor of its host ends")
-        time.sleep(0.2)  # the launcher looks at the others, and waits for them
+        runs[0].wait_for(lambda: runs[0].when("root cause; ending"), 2, "the launcher names it as the cause")
         os.kill(runs[0].pids[0], signal.SIGCONT)
         runs[0].wait_for(lambda: runs[0].when("survivor 0 blames"), 5, "rank 0 gives up")
         self.assertTrue(runs[0].when("survivor 0 blames 0:"), runs[0].text())

@@ -13,6 +13,7 @@ World World::start(int rank, int size, const ProcessGroupOptions& options) {
   World world;
   world.rank = rank;
   world.size = size;
+  world.start_size = size;
   world.world_ranks.resize(size);
   std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
   world.options = options;
@@ -23,6 +24,10 @@ std::vector<int> World::in_world(const std::vector<int>& members) const {
   std::vector<int> result;
   for (const int member : members) result.push_back(world_ranks.at(member));
   return result;
+}
+
+const c10::intrusive_ptr<c10d::Store>& store_of_start(const World& world) {
+  return world.start_store ? world.start_store : world.store;
 }
 
 bool all_equal(const std::vector<int>& hosts) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +11,7 @@
 
 namespace tessera::comm {
 
+class ProcessFailures;
 struct DeviceBackend;
 
 /// What a transport needs to connect one rank with the other members of a group.
@@ -26,10 +26,13 @@ struct World {
   std::string address;  ///< This host's address for the other hosts; empty if unknown.
   /// Shared by the members. Its keys are already prefixed for this group.
   c10::intrusive_ptr<c10d::Store> store;
+  int start_size = 1;  ///< Of the start-up group.
+  /// The store of the start-up group, for keys that all groups share. Null: `store` is that.
+  c10::intrusive_ptr<c10d::Store> start_store;
   /// Rank 0 of the start-up group serves the store, which ends with it.
   bool rank_0_serves_store = false;
-  /// Whether the store has not answered a rank that gave up; of this process, for all its groups.
-  std::shared_ptr<std::atomic<bool>> store_is_silent = std::make_shared<std::atomic<bool>>(false);
+  /// Shared by the groups of this process. Null: none is told of another's failure.
+  std::shared_ptr<ProcessFailures> failures;
   ProcessGroupOptions options;
   /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
   std::shared_ptr<const DeviceBackend> device;
@@ -43,6 +46,9 @@ struct World {
   /// The members with these numbers, as ranks of the start-up group.
   std::vector<int> in_world(const std::vector<int>& members) const;
 };
+
+/// The store of the start-up group.
+const c10::intrusive_ptr<c10d::Store>& store_of_start(const World& world);
 
 /// True if all these host numbers are equal.
 bool all_equal(const std::vector<int>& hosts);

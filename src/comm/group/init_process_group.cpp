@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/failures/process_failures.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
 #include "comm/rendezvous/launch_environment.h"
@@ -63,6 +64,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   world.address = std::move(rendezvous.address);
   world.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), rendezvous.store);
+  world.failures = std::make_shared<comm::ProcessFailures>();
   world.rank_0_serves_store = !environment.agent_store;
   auto transport = comm::make_transport(world);
   return as_default(

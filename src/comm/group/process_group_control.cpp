@@ -153,7 +153,9 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
   world.rank_0_serves_store = impl_->world.rank_0_serves_store;
-  world.store_is_silent = impl_->world.store_is_silent;
+  world.failures = impl_->world.failures;
+  world.start_size = impl_->world.start_size;
+  world.start_store = comm::store_of_start(impl_->world);
   auto transport = comm::make_transport(world);
   auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
   impl_->add_child(child);
@@ -176,6 +178,7 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
   comm::World world = impl_->world;
   world.wire = format;
+  world.start_store = comm::store_of_start(impl_->world);
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("wire{}/", ++impl_->splits),
                                                        impl_->world.store);
   auto transport = comm::make_transport(world);

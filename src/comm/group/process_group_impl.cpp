@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "comm/failures/process_failures.h"
 #include "comm/group/checked_transport.h"
 #include "comm/group/running_scope.h"
 #include "comm/group/tag_scope.h"
@@ -38,14 +39,16 @@ ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
 
 ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
     : world(std::move(w)), transport(std::move(t)) {
-  if (!world.options.check_results) return;
-  if (transport->device_type() != at::kCPU) {
-    throw UsageError(
-        fmt::format("ProcessGroup: check_results is true with backend {}; expected "
-                    "false, because it verifies CPU tensors only",
-                    transport->name()));
+  if (world.options.check_results) {
+    if (transport->device_type() != at::kCPU) {
+      throw UsageError(
+          fmt::format("ProcessGroup: check_results is true with backend {}; expected "
+                      "false, because it verifies CPU tensors only",
+                      transport->name()));
+    }
+    transport = comm::make_checked_transport(std::move(transport), world);
   }
-  transport = comm::make_checked_transport(std::move(transport), world);
+  if (world.failures) world.failures->add(world);
 }
 
 ProcessGroup::Impl::~Impl() {
@@ -53,6 +56,7 @@ ProcessGroup::Impl::~Impl() {
   drain();
   if (transport) transport->abort();
   queue_.stop();
+  if (world.failures) world.failures->remove(world);
 }
 
 void ProcessGroup::Impl::count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received) {
@@ -274,7 +278,11 @@ void ProcessGroup::Impl::name_errors(const OpHeader& header, const std::string& 
   } catch (const BrokenWorldError& error) {
     broken_ = true;
     const auto text = with_call(error.what(), header, tag);
-    if (!closing_) detail::report_broken(world.in_world(error.ranks()), text);
+    if (!closing_) {
+      const auto blamed = world.in_world(error.ranks());
+      if (world.failures) world.failures->tell_others(world, blamed);
+      detail::report_broken(blamed, text);
+    }
     throw BrokenWorldError(text, error.ranks());
   } catch (const comm::WrongResult& error) {
     throw AgreedError("ProcessGroup: " + with_call(error.what(), header, tag));
@@ -295,7 +303,9 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
     body(*transport, headers);
   });
   // Barriers may be a part of ending after an error.
-  if (header.op != Op::barrier) detail::withdraw_report();
+  if (header.op == Op::barrier) return;
+  detail::withdraw_report();
+  if (world.failures) world.failures->withdraw(world);
 }
 
 void ProcessGroup::Impl::check_open() {

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/base/failure_ledger.h"
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
+#include "comm/failures/failure_ledger.h"
 #include "comm/p2p/heartbeats.h"
 #include "comm/p2p/mailbox.h"
 

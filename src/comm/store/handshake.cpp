@@ -17,7 +17,14 @@ constexpr size_t kNonceBytes = 32;
 static_assert(kHelloBytes == kHelloMark.size() + 4 + 4 + 1 + kNonceBytes);
 static_assert(kChallengeBytes == kChallengeMark.size() + 4 + 1 + kNonceBytes + kProofBytes);
 
+/// Threads may still use the store when the process ends: see call_with_timeout(). libcrypto would
+/// release its locks then.
+void keep_libcrypto_until_the_end() {
+  [[maybe_unused]] static const int done = ::OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
+}
+
 std::string nonce() {
+  keep_libcrypto_until_the_end();
   std::string bytes(kNonceBytes, '\0');
   if (::RAND_bytes(reinterpret_cast<unsigned char*>(bytes.data()), kNonceBytes) != 1)
     throw std::runtime_error("libcrypto has no random numbers");
@@ -30,6 +37,7 @@ std::string_view without_proof(std::string_view challenge) {
 
 std::string proof_of(std::string_view side, const std::string& secret, std::string_view hello,
                      std::string_view challenge) {
+  keep_libcrypto_until_the_end();
   std::string text(side);
   text.append(hello).append(challenge);
   std::string proof(EVP_MAX_MD_SIZE, '\0');

@@ -1,11 +1,14 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/base/world.h"
+#include "comm/failures/process_failures.h"
+#include "comm/failures/waits.h"
 
 namespace tessera::comm {
 
@@ -42,8 +45,9 @@ class FailureLedger {
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
   int server_ = -1;
+  Waits waits_;
   std::chrono::milliseconds grace_;
-  std::shared_ptr<std::atomic<bool>> store_is_silent_;
+  std::shared_ptr<ProcessFailures> failures_;
 };
 
 }  // namespace tessera::comm
