@@ -125,6 +125,8 @@ struct FsdpStats {
   uint64_t gathers_forward = 0;     ///< Units gathered for forward.
   uint64_t gathers_backward = 0;    ///< Units gathered for backward.
   uint64_t reductions = 0;          ///< Units whose gradients were reduced.
+  uint64_t gradients_in_place = 0;  ///< Gradients that were computed in their unit's flat buffer.
+  uint64_t gradients_copied = 0;    ///< Gradients that were copied or added to it.
   uint64_t prefetches = 0;          ///< Gathers that began before the first use of the unit.
   int64_t gathered_bytes = 0;       ///< Gathered parameters at present; not reset.
   int64_t peak_gathered_bytes = 0;  ///< Maximum of gathered_bytes.

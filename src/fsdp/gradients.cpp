@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "memory/heap.h"
+#include "memory/placement_allocator.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
 #include "tessera/error.h"
@@ -55,8 +56,12 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
       pending_(model.flats.size()),
       tracker_(flats_of_parameters(model), model.flats.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& parameter : model_.parameters) parameters.push_back(parameter.tensor);
+  placement_.follow(std::move(parameters));
   for (size_t f = 0; f < pending_.size(); ++f) {
     pending_[f].has.assign(model_.flats[f].members.size(), 0);
+    pending_[f].placed = pending_[f].has;
     for (const auto i : model_.flats[f].members) {
       pending_[f].defer_until_complete |=
           model_.flats[f].trainable &&
@@ -69,6 +74,8 @@ void Gradients::begin_backward() {
   std::lock_guard lock(mutex_);
   notice();
   placeholders_.take_away();
+  for (auto& pending : pending_) std::fill(pending.placed.begin(), pending.placed.end(), 0);
+  placement_.begin();
 }
 
 void Gradients::notice_cleared() {
@@ -109,6 +116,7 @@ void Gradients::begin(size_t f) {
   auto& flat = model_.flats[f];
   auto& pending = pending_[f];
   if (pending.flat.defined()) return;
+  drop_early();
   join_leader_.broadcast_event(FirstGradient{sync(), f});
   while (sync() && open_.size() >= kMaxOpen) finish_one();
   if (sync() && pending.defer_until_complete) callbacks_.complete(flat.unit);
@@ -117,13 +125,49 @@ void Gradients::begin(size_t f) {
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
                                              model_.parameters[flat.members[m]].tensor));
+    if (has_window(f, m)) placement_.set_window(flat.members[m], pending.views.back());
   }
   stats_.gradient_bytes += static_cast<int64_t>(pending.flat.nbytes());
   stats_.peak_gradient_bytes = std::max(stats_.peak_gradient_bytes, stats_.gradient_bytes);
   stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.gathered_bytes + stats_.gradient_bytes);
 }
 
-void Gradients::arrived(size_t parameter) {
+/// Whether gradients of this member may be computed in the flat buffer.
+bool Gradients::has_window(size_t f, size_t member) const {
+  const auto& flat = model_.flats[f];
+  const auto& parameter = model_.parameters[flat.members[member]].tensor;
+  const auto bytes = static_cast<int64_t>(c10::elementSize(flat.reduce));
+  return flat.trainable && flat.device.is_cpu() && !pending_[f].defer_until_complete &&
+         parameter.scalar_type() == flat.reduce &&
+         sharding::may_be_window(flat.layout.offset(member) * bytes, parameter.nbytes());
+}
+
+/// Gradients can be computed in the flat buffer only if the unit has one. So the unit that was
+/// reduced after `f` in the last backward gets its buffer now, not with its first gradient. All
+/// ranks do so at the same place in the order of their reductions.
+void Gradients::begin_next(size_t f) {
+  if (join_leader_.some_rank_has_no_data()) return;  // they take buffers when they are told to
+  auto next = std::find(last_order_.begin(), last_order_.end(), f);
+  if (next == last_order_.end() || ++next == last_order_.end()) return;
+  const auto& flat = model_.flats[*next];
+  auto& pending = pending_[*next];
+  // The buffers of gathered parameters are not free until the last use.
+  if (pending.flat.defined() || pending.reduced || flat.gradient_slots == flat.compute.slots)
+    return;
+  bool any = false;
+  for (size_t m = 0; m < flat.members.size(); ++m) any = any || has_window(*next, m);
+  if (!any) return;
+  // Between hosts a reduction may take longer than a unit's backward, which is not delayed for it.
+  while (!model_.shard_group.same_host() && open_.size() >= kMaxOpen) {
+    if (!open_.front()->work.done()) return;
+    finish_one();
+  }
+  begin(*next);
+  pending.early = true;
+  early_ = *next;
+}
+
+void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   const auto [f, member] = model_.places[parameter];
@@ -133,27 +177,66 @@ void Gradients::arrived(size_t parameter) {
                            model_.world.rank());
   auto& pending = pending_[f];
   tracker_.arrive(parameter);
-  const bool complete = sync() && tracker_.complete(f);
+  const bool complete = tracker_.complete(f);
   if (sync() && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
   if (pending.defer_until_complete) take_all(f);
-  else take(f, member);
-  if (complete) reduce(f);
+  else take(f, member, computed);
+  if (!complete) return;
+  if (sync()) reduce(f);
+  begin_next(f);
 }
 
-/// Moves `.grad` of a parameter of the module to the flat buffer.
-void Gradients::take(size_t f, size_t member) {
+/// Moves `.grad` of a parameter of the module to the flat buffer, unless it is there already.
+void Gradients::take(size_t f, size_t member, const at::Tensor& computed) {
   auto& grad = gradient_of(f, member);
   if (!grad.defined()) return;
   begin(f);
   auto& pending = pending_[f];
-  if (pending.has[member]) pending.views[member].add_(grad);
-  else sharding::place(grad, pending.views[member]);
+  const auto parameter = model_.flats[f].members[member];
+  placement_.arrived(parameter, grad);
+  const bool in_place = !pending.has[member] && sharding::same_memory(grad, pending.views[member]);
+  if (in_place && sharding::held_by_autograd(grad, computed)) {
+    pending.placed[member] = 1;
+    ++stats_.gradients_in_place;
+  } else {
+    if (!pending.has[member] && memory::is_placed(pending.views[member])) displace(f);
+    ++stats_.gradients_copied;
+    if (pending.has[member]) pending.views[member].add_(grad);
+    else sharding::place(grad, pending.views[member]);
+  }
+  placement_.set_window(parameter, {});
   pending.has[member] = 1;
+  pending.early = false;
   grad = at::Tensor();
 }
 
+/// If other tensors use memory of the flat buffer, by a wrong prediction, the gradients move to a
+/// private one.
+void Gradients::displace(size_t f) {
+  auto& flat = model_.flats[f];
+  auto& pending = pending_[f];
+  std::vector<size_t> mispredicted;
+  std::vector<at::Tensor> occupied;
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    if (pending.placed[m] || !memory::is_placed(pending.views[m])) continue;
+    mispredicted.push_back(flat.members[m]);
+    occupied.push_back(pending.views[m]);
+  }
+  if (occupied.empty()) return;
+  placement_.end(false);  // this backward is not like the last one
+  placement_.exclude(mispredicted);
+  pending.flat = flat.gradient_slots->displace(pending.flat, std::move(occupied));
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    placement_.set_window(flat.members[m], {});
+    const auto before = std::exchange(pending.views[m],
+                                      sharding::window(pending.flat, flat.layout.offset(m),
+                                                       model_.parameters[flat.members[m]].tensor));
+    if (pending.has[m]) pending.views[m].copy_(before);
+  }
+}
+
 void Gradients::take_all(size_t f) {
-  for (size_t m = 0; m < pending_[f].has.size(); ++m) take(f, m);
+  for (size_t m = 0; m < pending_[f].has.size(); ++m) take(f, m, {});
 }
 
 at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
@@ -168,6 +251,8 @@ void Gradients::reduce(size_t f) {
     join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
+  displace(f);
+  order_.push_back(f);
   auto reduction = std::make_shared<Reduction>();
   reduction->flat = f;
   reduction->slot = pending.flat;
@@ -236,9 +321,7 @@ void Gradients::reduce(size_t f) {
     const auto parameter = flat.members[m];
     tracker_.expect(parameter, pending.has[m] || tracker_.arrivals(parameter) > 0);
   }
-  pending.flat = at::Tensor();
-  pending.views.clear();
-  std::fill(pending.has.begin(), pending.has.end(), 0);
+  forget(f);
   pending.reduced = true;
   if (only_large_parameters_are_left()) memory::return_freed_memory();
   callbacks_.reduced(flat.unit);
@@ -361,13 +444,17 @@ struct Gradients::EndOfBackward {
 bool Gradients::finish() {
   std::lock_guard lock(mutex_);
   const EndOfBackward end{*this};
+  placement_.end(true);
   bool reduced = take_reduced();
   norms_.reset();
+  drop_early();
   if (sync()) {
     reduce_rest();
     reduced = take_reduced() || reduced;
     if (reduced) ++backwards_;
+    if (reduced) last_order_ = order_;
   }
+  order_.clear();
   show_placeholders();
   return reduced;
 }
@@ -393,6 +480,8 @@ void Gradients::reduce_rest() {
 
 void Gradients::abandon() {
   std::lock_guard lock(mutex_);
+  placement_.end(false);
+  order_.clear();
   for (auto& reduction : open_) reduction->dropped = true;
   for (size_t f = 0; f < pending_.size(); ++f) {
     for (size_t m = 0; pending_[f].defer_until_complete && m < pending_[f].has.size(); ++m)
@@ -420,6 +509,12 @@ void Gradients::zero_grad(bool set_to_none) {
   }
 }
 
+/// The unit that got its buffer early has no gradient: this backward is not like the last one.
+void Gradients::drop_early() {
+  if (early_ && pending_[*early_].early) drop(*early_);
+  early_.reset();
+}
+
 /// Drops the gradients that are accumulated and not reduced.
 void Gradients::drop() {
   for (size_t f = 0; f < pending_.size(); ++f) drop(f);
@@ -428,10 +523,19 @@ void Gradients::drop() {
 void Gradients::drop(size_t f) {
   auto& pending = pending_[f];
   if (!pending.flat.defined()) return;
+  displace(f);
   stats_.gradient_bytes -= static_cast<int64_t>(pending.flat.nbytes());
   model_.flats[f].gradient_slots->give(pending.flat);
+  forget(f);
+}
+
+/// The flat buffer is no longer that of `f`.
+void Gradients::forget(size_t f) {
+  auto& pending = pending_[f];
+  for (const auto i : model_.flats[f].members) placement_.set_window(i, {});
   pending.flat = at::Tensor();
   pending.views.clear();
+  pending.early = false;
   std::fill(pending.has.begin(), pending.has.end(), 0);
 }
 

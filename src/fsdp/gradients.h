@@ -12,15 +12,17 @@
 #include "sharding/detection/gradient_placeholders.h"
 #include "sharding/detection/local_norms.h"
 #include "sharding/gradients/arrival_tracker.h"
+#include "sharding/gradients/gradient_placement.h"
 #include "sharding/gradients/gradient_wire.h"
 
 namespace tessera::fsdp {
 
-/// Collects and reduces the gradients of a backward. Each gradient is copied to the flat buffer of
-/// its unit when it arrives. When the last expected gradient has arrived, the buffer is reduced to
-/// the gradients of the shards and is free again. The expected gradients are those that arrived in
-/// the last backward that reduced. Gradients that arrive after the reduction, or without the rest
-/// of the expected ones, are reduced at the end of backward.
+/// Collects and reduces the gradients of a backward. Each gradient is computed in the flat buffer
+/// of its unit or, where that was not predicted, copied to it when it arrives. When the last
+/// expected gradient has arrived, the buffer is reduced to the gradients of the shards and is free
+/// again. The expected gradients are those that arrived in the last backward that reduced.
+/// Gradients that arrive after the reduction, or without the rest of the expected ones, are reduced
+/// at the end of backward.
 class Gradients {
  public:
   struct Callbacks {
@@ -43,8 +45,9 @@ class Gradients {
   void count_forward() { forwards_ += sync(); }
   /// A backward has begun; autograd has not yet changed any `.grad`.
   void begin_backward();
-  /// Autograd has set `.grad` of a parameter of the module.
-  void arrived(size_t parameter);
+  /// Autograd has set `.grad` of a parameter of the module. `computed` is the tensor that autograd
+  /// stored there.
+  void arrived(size_t parameter, const at::Tensor& computed);
   /// At the end of backward: reduces the remaining gradients and waits for all reductions; then
   /// `.grad` of the shards is up to date. Under no_sync it keeps the gradients.
   /// False: nothing was reduced, because of no_sync() or because the pass was an autograd::grad()
@@ -70,6 +73,8 @@ class Gradients {
     at::Tensor flat;                // a slot; undefined while it holds no gradient
     std::vector<at::Tensor> views;  // one for each member
     std::vector<char> has;          // members whose gradient arrived since the last reduction
+    std::vector<char> placed;       // members whose gradient was computed there in this backward
+    bool early = false;             // it was taken before the first gradient has arrived
     /// One parameter is more than half of it. If that parameter is tied, autograd keeps its first
     /// gradient until it has the second. The flat buffer is then filled only when all gradients
     /// have arrived; otherwise the same gradient would be in memory three times.
@@ -97,8 +102,13 @@ class Gradients {
   void show_placeholders();
   void zero(size_t parameter);
   void begin(size_t flat);
-  void take(size_t flat, size_t member);
+  void take(size_t flat, size_t member, const at::Tensor& computed);
   void take_all(size_t flat);
+  bool has_window(size_t flat, size_t member) const;
+  void begin_next(size_t flat);
+  void displace(size_t flat);
+  void forget(size_t flat);
+  void drop_early();
   at::Tensor& gradient_of(size_t flat, size_t member) const;
   void drop();
   void drop(size_t flat);
@@ -121,7 +131,12 @@ class Gradients {
   Callbacks callbacks_;
   sharding::GradientPlaceholders placeholders_;
   sharding::LocalNorms norms_;
-  std::vector<Pending> pending_;      // by flat parameter
+  sharding::GradientPlacement placement_;
+  std::vector<Pending> pending_;  // by flat parameter
+  // The flat parameters in the order of their reductions: in this backward, and in the last that
+  // reduced.
+  std::vector<size_t> order_, last_order_;
+  std::optional<size_t> early_;       // the last flat parameter that got its buffer early
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
   comm::CommStream stream_;

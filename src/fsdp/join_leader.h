@@ -20,8 +20,10 @@ class JoinLeader {
   /// The number by which the sum of gradients is divided.
   int divisor() const { return iteration_.divisor; }
 
+  /// Whether some rank has no data.
+  bool some_rank_has_no_data() const { return iteration_.active_ranks < world_size_; }
   /// Whether this rank has data while some other rank has none, so that broadcast_event() sends.
-  bool must_broadcast() const { return !follows_ && iteration_.active_ranks < world_size_; }
+  bool must_broadcast() const { return !follows_ && some_rank_has_no_data(); }
   /// On ranks with data: if some rank has no data, the first rank with data sends `event` to all,
   /// and the call is collective. Otherwise it does nothing.
   void broadcast_event(const JoinEvent& event);

@@ -66,7 +66,9 @@ void ShardedModule::watch() {
   sharding::BackwardWatch::Callbacks callbacks;
   callbacks.began = [this] { gradients->begin_backward(); };
   callbacks.begin_before_first = true;
-  callbacks.arrived = [this](size_t i, const at::Tensor&) { gradients->arrived(trainable_[i]); };
+  callbacks.arrived = [this](size_t i, const at::Tensor& computed) {
+    gradients->arrived(trainable_[i], computed);
+  };
   callbacks.ended = [this] { end_backward(); };
   callbacks.abandoned = [this] {
     residency->leave_backward();

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "harness/ranks.h"
+#include "memory/placement_allocator.h"
 
 namespace {
 
@@ -44,6 +45,35 @@ TEST(SlotPool, ReturnsThePagesOfASlotOnRequest) {
       EXPECT_EQ(slot.data_ptr(), place);
       slot.fill_(2);
       EXPECT_EQ(slot.sum().item<double>(), kNumel);
+      group.barrier();
+    });
+  }
+}
+
+TEST(SlotPool, ADisplacedSlotIsPrivateUntilItsMemoryIsFree) {
+  for (int world = 1; world <= 3; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      fsdp::SlotPool pool(group, 100, at::kFloat);
+      auto slot = pool.take(100);
+      const auto* home = slot.data_ptr();
+      const auto window = slot.narrow(0, 32, 16);
+      auto other = memory::place_in(window);
+      auto substitute = pool.displace(slot, {window});
+      EXPECT_EQ(substitute.numel(), 100);
+      EXPECT_NE(substitute.data_ptr(), home);
+      const auto* moved = substitute.data_ptr();
+      pool.give(substitute);
+      slot = pool.take(50);
+      EXPECT_EQ(slot.data_ptr(), moved) << "the other tensor still uses the slot";
+      EXPECT_NE(pool.take(50).data_ptr(), home);
+      // The substitute is used by another tensor in turn.
+      const auto second = slot.narrow(0, 0, 16);
+      auto another = memory::place_in(second);
+      substitute = pool.displace(slot, {second});
+      EXPECT_NE(substitute.data_ptr(), moved);
+      other.clear();
+      pool.give(substitute);
+      EXPECT_EQ(pool.take(100).data_ptr(), home) << "rank " << rank;
       group.barrier();
     });
   }

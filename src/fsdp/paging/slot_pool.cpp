@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "memory/heap.h"
+#include "memory/placement_allocator.h"
 
 namespace tessera::fsdp {
 
@@ -22,12 +23,39 @@ at::Tensor SlotPool::take(int64_t numel) {
 }
 
 void SlotPool::give(const at::Tensor& slot, bool keeps_pages) {
-  const auto home = std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) {
-    return each.data_ptr() == slot.data_ptr();
+  auto& whole = find(slot);
+  restore(whole);
+  if (!keeps_pages && whole.device().is_cpu())
+    memory::return_pages(whole.data_ptr(), static_cast<int64_t>(whole.nbytes()));
+  free_.push_back(whole);
+}
+
+at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> occupied) {
+  auto& whole = find(slot);
+  const auto known = std::find_if(displaced_.begin(), displaced_.end(), [&](const Displaced& each) {
+    return each.substitute.is_same(whole);
   });
-  if (!keeps_pages && home->device().is_cpu())
-    memory::return_pages(home->data_ptr(), static_cast<int64_t>(home->nbytes()));
-  free_.push_back(*home);
+  const auto substitute = at::empty({capacity_}, options_);
+  if (known == displaced_.end()) displaced_.push_back({whole, substitute, std::move(occupied)});
+  else known->substitute = substitute;  // its memory belongs to the tensors that use it now
+  whole = substitute;
+  return whole.narrow(0, 0, slot.numel());
+}
+
+at::Tensor& SlotPool::find(const at::Tensor& slot) {
+  return *std::find_if(slots_.begin(), slots_.end(),
+                       [&](const at::Tensor& each) { return each.data_ptr() == slot.data_ptr(); });
+}
+
+void SlotPool::restore(at::Tensor& slot) {
+  const auto found = std::find_if(displaced_.begin(), displaced_.end(), [&](const Displaced& each) {
+    return each.substitute.is_same(slot);
+  });
+  if (found == displaced_.end() ||
+      std::any_of(found->occupied.begin(), found->occupied.end(), memory::is_placed))
+    return;
+  slot = found->home;
+  displaced_.erase(found);
 }
 
 }  // namespace tessera::fsdp

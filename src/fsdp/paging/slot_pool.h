@@ -24,12 +24,26 @@ class SlotPool {
   /// Makes `slot` free again. With `keeps_pages` false its memory is returned to the system until
   /// the slot is taken again.
   void give(const at::Tensor& slot, bool keeps_pages = true);
+  /// Other tensors use the memory of `slot` at `occupied`, by a wrong prediction (see [Note:
+  /// gradients in place]). Returns private memory of the same size, which takes the slot's place
+  /// until it is given back and those tensors are gone. Collectives then copy. Local.
+  at::Tensor displace(const at::Tensor& slot, std::vector<at::Tensor> occupied);
 
  private:
+  struct Displaced {
+    at::Tensor home, substitute;
+    std::vector<at::Tensor> occupied;
+  };
+
+  at::Tensor& find(const at::Tensor& slot);
+  /// `slot` is free: its home takes its place again if no other tensor uses it.
+  void restore(at::Tensor& slot);
+
   ProcessGroup group_;
   int64_t capacity_;
   at::TensorOptions options_;
   std::vector<at::Tensor> slots_, free_;
+  std::vector<Displaced> displaced_;
 };
 
 }  // namespace tessera::fsdp

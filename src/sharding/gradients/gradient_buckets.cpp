@@ -7,20 +7,6 @@
 #include "sharding/detection/detection.h"
 
 namespace tessera::sharding {
-namespace {
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides();
-}
-
-/// True if only autograd references `grad`'s storage inside the post-accumulate hook. Expected
-/// owners: `.grad`, `computed`, and the base of `computed` if it is a view. (If user code holds
-/// `computed`, autograd copies it into `.grad`; if it holds only an alias, autograd does not.)
-bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed) {
-  return computed.defined() && grad.storage().use_count() <= (computed.is_view() ? 3u : 2u);
-}
-
-}  // namespace
 
 GradientBuckets::GradientBuckets(std::string component, int rank,
                                  std::vector<NamedTensor> parameters, bool as_views,

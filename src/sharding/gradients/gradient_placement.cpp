@@ -21,8 +21,8 @@ constexpr int kMaxMispredictions = 4;
 
 bool fit(const at::Tensor& window) {
   return window.defined() && window.device().is_cpu() &&
-         window.nbytes() >= memory::kMinPlacementBytes &&
-         reinterpret_cast<uintptr_t>(window.data_ptr()) % c10::gAlignment == 0;
+         may_be_window(static_cast<int64_t>(reinterpret_cast<uintptr_t>(window.data_ptr())),
+                       window.nbytes());
 }
 
 }  // namespace
@@ -39,6 +39,24 @@ class GradientPlacement::State : public memory::MemorySource {
       if (windows_.back().defined()) requests_[window.nbytes()];
     }
     watching_ = false;
+  }
+
+  void follow(std::vector<at::Tensor> parameters) {
+    std::lock_guard lock(mutex_);
+    parameters_ = std::move(parameters);
+    excluded_.resize(parameters_.size(), 0);
+    windows_.assign(parameters_.size(), at::Tensor());
+    for (const auto& parameter : parameters_) {
+      if (parameter.device().is_cpu() && parameter.nbytes() >= memory::kMinPlacementBytes)
+        requests_[parameter.nbytes()];
+    }
+    watching_ = false;
+  }
+
+  void set_window(size_t i, at::Tensor window) {
+    std::lock_guard lock(mutex_);
+    windows_[i] =
+        fit(window) && requests_.contains(window.nbytes()) ? std::move(window) : at::Tensor();
   }
 
   /// False if there is no window to place gradients in.
@@ -141,6 +159,14 @@ void GradientPlacement::set_windows(std::vector<at::Tensor> parameters,
   state_->set_windows(std::move(parameters), windows);
 }
 
+void GradientPlacement::follow(std::vector<at::Tensor> parameters) {
+  state_->follow(std::move(parameters));
+}
+
+void GradientPlacement::set_window(size_t i, at::Tensor window) {
+  state_->set_window(i, std::move(window));
+}
+
 void GradientPlacement::begin() {
   const auto other = std::dynamic_pointer_cast<State>(memory::memory_source());
   if (other && other != state_ && other->is_watching())
@@ -155,6 +181,20 @@ void GradientPlacement::end(bool learn) { state_->end(learn); }
 bool GradientPlacement::occupied(size_t i) const { return state_->occupied(i); }
 void GradientPlacement::exclude(const std::vector<size_t>& parameters) {
   state_->exclude(parameters);
+}
+
+bool may_be_window(int64_t offset, size_t bytes) {
+  return bytes >= memory::kMinPlacementBytes && offset % c10::gAlignment == 0;
+}
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides();
+}
+
+// Expected owners: `.grad`, `computed`, and the base of `computed` if it is a view. (If user code
+// holds `computed`, autograd copies it into `.grad`; if it holds only an alias, autograd does not.)
+bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed) {
+  return computed.defined() && grad.storage().use_count() <= (computed.is_view() ? 3u : 2u);
 }
 
 }  // namespace tessera::sharding

@@ -17,8 +17,8 @@ namespace tessera::sharding {
 /// The match is a prediction. A window is handed out only while P has no gradient, and it counts as
 /// occupied while a tensor that uses it is alive. A gradient that was computed elsewhere is copied
 /// to its window. Before a reducer writes to a window that holds another tensor (a misprediction),
-/// it displaces the bucket (see GradientBuckets) and calls exclude(): that window is not used for
-/// placement again, and after kMaxMispredictions the feature switches itself off.
+/// it displaces the bucket (see GradientBuckets, SlotPool) and calls exclude(): that window is not
+/// used for placement again, and after kMaxMispredictions the feature switches itself off.
 ///
 /// CPU only. Windows of at least 64 KiB that have libtorch's alignment (64 bytes).
 class GradientPlacement {
@@ -28,6 +28,11 @@ class GradientPlacement {
   GradientPlacement(const GradientPlacement&) = delete;
   GradientPlacement& operator=(const GradientPlacement&) = delete;
 
+  /// The windows of `parameters` come and go, see set_window(). Between backwards.
+  void follow(std::vector<at::Tensor> parameters);
+  /// From now on the gradient of parameter i belongs in `window`; undefined: nowhere. From any
+  /// thread.
+  void set_window(size_t i, at::Tensor window);
   /// `windows[i]` is where the gradient of `parameters[i]` belongs; an undefined window is not used
   /// for placement. The predictions that were learned stay. Between backwards.
   void set_windows(std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& windows);
@@ -49,5 +54,15 @@ class GradientPlacement {
   class State;
   std::shared_ptr<State> state_;
 };
+
+/// Whether a window of this size that begins `offset` bytes after aligned memory can be used.
+bool may_be_window(int64_t offset, size_t bytes);
+
+/// True if both have the same elements in the same memory.
+bool same_memory(const at::Tensor& a, const at::Tensor& b);
+
+/// True if only autograd references the storage of `.grad` inside the post-accumulate hook, which
+/// got `computed`.
+bool held_by_autograd(const at::Tensor& grad, const at::Tensor& computed);
 
 }  // namespace tessera::sharding
