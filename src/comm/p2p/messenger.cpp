@@ -78,7 +78,8 @@ void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_los
 
 std::vector<int> Messenger::resolve(const std::vector<int>& suspects, FailureLedger::Cause cause) {
   std::lock_guard lock(resolve_mutex_);
-  if (!blamed_) blamed_ = ledger_.resolve(suspects, cause);
+  // A rank that leaves by itself blames no other in its records.
+  if (!blamed_) blamed_ = aborted_ ? suspects : ledger_.resolve(suspects, cause);
   return *blamed_;
 }
 

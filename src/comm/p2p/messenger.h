@@ -82,9 +82,9 @@ class Messenger {
   std::string operation_;
   std::chrono::steady_clock::time_point deadline_;
   int tag_ = 0, next_tag_ = 0;
-  std::mutex mutex_;  // guards flying_ and aborted_, which abort() uses
+  std::mutex mutex_;  // guards flying_, and what abort() changes
   std::vector<Flying> flying_;
-  bool aborted_ = false;
+  std::atomic<bool> aborted_ = false;
   std::atomic<bool> failed_ = false, lost_ = false;
   std::string failure_;  // the text of the first failure
   std::mutex resolve_mutex_;

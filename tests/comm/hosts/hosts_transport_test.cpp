@@ -1,8 +1,10 @@
 // Groups on several hosts: shared memory within a host, messages between hosts. The ranks are
 // threads of one process, so their hosts are numbers.
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <thread>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
@@ -257,6 +259,40 @@ TEST(Hosts, ARankThatLeavesIsNamedOnAllHosts) {
       if (rank == gone) continue;
       EXPECT_THAT(message_of(errors[rank]), HasSubstr("rank " + std::to_string(gone) + " "))
           << rank;
+    }
+  }
+}
+
+std::vector<int> blamed_by(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const BrokenWorldError& broken) {
+    return broken.ranks();
+  } catch (const std::exception&) {
+  }
+  return {};
+}
+
+TEST(Hosts, ARankThatLeavesWithACollectiveUnderWayIsNamedOnAllHosts) {
+  for (const auto& hosts : {std::vector{0, 0, 1, 1}, std::vector{0, 0, 0, 1}}) {
+    for (int gone = 0; gone < 4; ++gone) {
+      const auto errors = run_ranks_catching(
+          4,
+          [&](ProcessGroup group, int rank) {
+            auto flat = values(100000, rank, at::kFloat), other = flat.clone();
+            group.all_reduce(flat);
+            if (rank == gone) {
+              const auto work = group.all_reduce_async(other);
+              std::this_thread::sleep_for(std::chrono::milliseconds(100));
+              throw std::runtime_error("its own trouble");
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(300));
+            group.all_reduce(other);
+          },
+          {}, hosts);
+      for (int rank = 0; rank < 4; ++rank) {
+        if (rank != gone) EXPECT_THAT(blamed_by(errors[rank]), ElementsAre(gone)) << rank;
+      }
     }
   }
 }
