@@ -21,6 +21,7 @@ void BucketUpdate::begin() {
 }
 
 void BucketUpdate::consume(int64_t offset, const at::Tensor& run) {
+  if (bucket_.shards.empty()) return;  // the run has no elements, and may have another dtype
   if (ranges_.empty()) begin();
   const auto* gradient = run.data_ptr<float>();
   const int64_t end = offset + run.numel();

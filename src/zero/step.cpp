@@ -10,6 +10,21 @@
 #include "zero/impl.h"
 
 namespace tessera {
+namespace {
+
+/// Whether every rank, whatever it owns of the bucket, can update it in one pass. Unlike
+/// LocalOptimizer::one_pass(), the same on all ranks.
+bool one_pass_everywhere(const zero::ShardBucket& bucket,
+                         const std::vector<sharding::NamedTensor>& parameters,
+                         Partition partition) {
+  return std::all_of(bucket.members.begin(), bucket.members.end(), [&](size_t i) {
+    const auto& parameter = parameters[i].tensor;
+    return parameter.scalar_type() == at::kFloat && parameter.device().is_cpu() &&
+           (partition == Partition::flat || parameter.is_contiguous());
+  });
+}
+
+}  // namespace
 
 at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   if (closure && !local.element_wise()) return step_with_closure(closure);
@@ -66,7 +81,10 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
     if (fused) {
       reduce_and_update(b, *fused);
-      if (early && !in_background) shards.begin_gather(b, tag);
+      // The order of the gathers must be that of all ranks.
+      if (early && !in_background &&
+          one_pass_everywhere(shards.buckets()[b], shards.parameters(), options.partition))
+        shards.begin_gather(b, tag);
     } else {
       set_gradients(b, averaged);
     }

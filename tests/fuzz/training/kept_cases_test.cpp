@@ -329,5 +329,32 @@ TEST(TrainingFuzz, GroupsThatTrainApart) {
   }
 }
 
+// A rank that owned nothing of a bucket of another dtype than float32 threw in step().
+TEST(TrainingFuzz, ZeroOwnsNothingOfAHalfBucketOnHosts) {
+  expect_sound({
+      .seed = 102756,
+      .world = 3,
+      .dtype = "float",
+      .layers = {{"half_layer"}},
+      .optimizer = {"SGD", {{"lr", "0.02"}}},
+      .wrapper = {"zero", {{"hosts", "001"}, {"partition", "first_fit"}}},
+      .story = {{"step"}},
+  });
+}
+
+// Ranks gathered buckets in different orders, because one of them could not update its bucket in
+// one pass.
+TEST(TrainingFuzz, ZeroOwnsAChannelsLastParameterOnHosts) {
+  expect_sound({
+      .seed = 7,
+      .world = 3,
+      .dtype = "float",
+      .layers = {{"double_layer"}, {"conv2d", {{"channels_last", "1"}}}},
+      .optimizer = {"SGD", {{"lr", "0.02"}}},
+      .wrapper = {"zero", {{"hosts", "001"}, {"partition", "whole"}, {"bucket_cap_mb", "0.0002"}}},
+      .story = {{"step"}, {"step"}},
+  });
+}
+
 }  // namespace
 }  // namespace tessera::fuzz
