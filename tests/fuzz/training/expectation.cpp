@@ -71,9 +71,15 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
     return event.number("trap_rank", -1) >= 0 ? Expectation::own_error
                                               : Expectation::equal_or_error;
   if (event.has("absent") && event.number("absent") < world) {
-    if (overlap) return Expectation::equal_or_error;
+    if (overlap || wrapper.flag("shard_gradients")) return Expectation::equal_or_error;
     if (world > 1 && reduces_in_backward) return Expectation::usage_error;
   }
+  // ZeroRedundancyOptimizer makes new shards, which LocalSgd does not have.
+  const bool other_shards = std::any_of(
+      which.story.begin(), which.story.begin() + static_cast<int64_t>(i),
+      [](const Item& earlier) { return earlier.kind == "freeze" || earlier.kind == "thaw"; });
+  if (wrapper.has("local_sgd") && kind == "zero" && other_shards)
+    return Expectation::equal_or_error;
   if (event.has("clip") && overlap) return Expectation::usage_error;
   if (event.flag("closure") && overlap) return Expectation::usage_error;
   // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.

@@ -283,8 +283,12 @@ void divide_into_groups(Random& random, Case& which) {
   for (const char* name : {"late_part", "ignored", "local_group", "hosts"})
     if (values.count(name)) return;
   if (which.wrapper.text("strategy") == "hybrid") return;
-  // What was frozen at construction is synchronised by some wrappers.
-  const auto differs = [](const Item& layer) { return is_short(layer) || layer.flag("frozen"); };
+  // What was frozen at construction is synchronised by some wrappers. LocalSgd computes in the
+  // widest dtype of the parameters.
+  const auto differs = [&](const Item& layer) {
+    const bool widens = layer.kind == "double_layer" && which.dtype == "float";
+    return is_short(layer) || widens || layer.flag("frozen");
+  };
   if (std::any_of(which.layers.begin(), which.layers.end(), differs)) return;
   values["local_sgd"] = which.world == 4 && random.chance(60) ? "2" : std::to_string(which.world);
   values["every"] = random.pick({"1", "2", "3"});
@@ -301,6 +305,19 @@ void divide_into_groups(Random& random, Case& which) {
     story.push_back(std::move(event));
   }
   which.story = std::move(story);
+}
+
+/// Options for models that do not fit one rank.
+void save_memory(Random& random, const std::string& kind, Values& values) {
+  const auto none = [&](std::initializer_list<const char*> names) {
+    return std::none_of(names.begin(), names.end(),
+                        [&](const char* name) { return values.count(name) > 0; });
+  };
+  maybe(random, 20, values, "deferred");
+  if (kind != "zero") return;
+  if (none({"overlap", "in_place"})) maybe(random, 30, values, "shard_gradients");
+  if (none({"overlap", "in_background", "no_bucket_view", "backend"}))
+    maybe(random, 30, values, "share_parameters");
 }
 
 }  // namespace
@@ -385,6 +402,10 @@ Case generate(uint64_t seed) {
     if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
   }
   divide_into_groups(random, result);
+  save_memory(random, result.wrapper.kind, result.wrapper.values);
+  for (auto& event : result.story) {
+    if (event.kind == "move") save_memory(random, event.text("wrapper"), event.values);
+  }
   return result;
 }
 

@@ -13,6 +13,7 @@
 #include "fuzz/training/subject.h"
 #include "harness/ranks.h"
 #include "harness/temporary_folder.h"
+#include "tessera/memory/deferred_init.h"
 
 namespace tessera::fuzz {
 namespace {
@@ -167,7 +168,9 @@ class Player {
       inner = apart_->inner;
     }
     const auto seed = which.seed + (loads ? 77 : 0) + (broadcasts || loads ? inner.rank() : 0);
-    subject_ = make_subject(which, wrapper, Net::make(which, seed), inner);
+    const auto make = [&] { return Net::make(which, seed); };
+    subject_ = make_subject(which, wrapper, wrapper.flag("deferred") ? deferred_init(make) : make(),
+                            inner);
     if (apart_) local_sgd_ = subject_->make_local_sgd(*apart_, local_sgd_options(wrapper));
     if (loads) load();
   }

@@ -95,6 +95,8 @@ ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
   options.buffers = buffer_rule(wrapper);
   options.reduce_in_place = wrapper.flag("in_place");
   options.gather_in_background = wrapper.flag("in_background");
+  options.shard_gradients = wrapper.flag("shard_gradients");
+  options.share_parameters = wrapper.flag("share_parameters");
   if (wrapper.flag("no_reduce")) options.reduce_gradients = false;
   return options;
 }
@@ -146,8 +148,12 @@ class ZeroSubject : public Subject {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     zero_->load_state_slices(slices);
   }
+  void load_weights(const ModuleStateDict& weights) override {
+    change([&] { Subject::load_weights(weights); });
+  }
   bool saves_shards(int /*rank*/) override { return true; }
   void settle() override { zero_->wait_for_parameters(); }
+  void change(const std::function<void()>& change) override { zero_->with_shared_write(change); }
   void publish() override { zero_->gather_parameters(); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
     load_weights(weights);

@@ -83,9 +83,8 @@ PlainTraining::PlainTraining(const Case& which, int first, int world)
 void PlainTraining::start(const Item& wrapper, int world, std::vector<std::shared_ptr<Net>> nets) {
   wrapper_ = wrapper;
   local_ = local_names(*nets[0], wrapper);
-  reduce_ = is("fsdp")   ? Reduce::into_shards
-            : is("zero") ? Reduce::in_step
-                         : Reduce::after_backward;
+  const bool sharded = is("fsdp") || (is("zero") && wrapper.flag("shard_gradients"));
+  reduce_ = sharded ? Reduce::into_shards : is("zero") ? Reduce::in_step : Reduce::after_backward;
   shard_gradients_.clear();
   replicas_.clear();
   cleared_ = true;
@@ -242,6 +241,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
       for (size_t i = 0; i < own[rank].size(); ++i)
         replicas_[rank].parameters[i].second.mutable_grad() = used_up ? at::Tensor() : own[rank][i];
   }
+  if (is("zero")) shard_gradients_.clear();  // used up
   cleared_ = after;
   if (after) clear(event);
   if (is("zero") || is("distributed_optimizer")) sync_buffers(ranks);
@@ -394,7 +394,7 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
     for (auto& replica : replicas_)
       for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
   }
-  if (is("distributed_optimizer")) return;
+  if (is("distributed_optimizer") || is("zero")) return;  // with the step
   // Under FSDP a backward that reduces nothing, as one to inputs alone, is local.
   const auto& parameters = replicas_[0].parameters;
   const bool reduces = std::any_of(parameters.begin(), parameters.end(), [](const auto& parameter) {
