@@ -257,8 +257,10 @@ std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, 
   // The rank that throws may be one event ahead of the rank that waits for it.
   own = own || (own_count > 0 && std::count(due.begin(), due.end(), Expectation::own_error) > 0);
   if (own && ((!must && !may) || own_count > 0)) {
-    if (own_count != 1 || !all([](Kind kind) {
-          return kind == Kind::own || kind == Kind::usage || kind == Kind::broken;
+    // A rank that does not wait for the others may be ahead, where plain training throws.
+    if (own_count != 1 || !all([&](Kind kind) {
+          return kind == Kind::own || kind == Kind::usage || kind == Kind::broken ||
+                 (any && kind == Kind::other);
         }))
       return Finding{"classes", where + list(outcomes)};
   } else if (any) {
