@@ -70,7 +70,7 @@ std::pair<int, int> descriptors_and_sockets() {
 }
 
 struct Settings {
-  std::vector<int> worlds{2, 4, 8, 16, 32, 64, 128, 256};
+  std::vector<int> worlds{2, 4, 8, 16, 32, 64, 128};
   int hosts = 16;
   int repeats = 30;
   std::string json;
@@ -100,7 +100,10 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
         tessera::ProcessGroupOptions group_options;
         group_options.timeout = std::chrono::minutes(5);
         auto place = tessera::comm::World::start(rank, world, group_options);
-        place.store = store;
+        // Of its own: a rank that waits for a key would block the calls of the others.
+        auto client = options;
+        client.isServer = false;
+        place.store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client);
         place.hosts = places;
         place.same_host = hosts == 1;
         const bool leads = rank == here[0];
