@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include "memory/placement_allocator.h"
+#include "tessera/detail/torch_compat.h"
 
 namespace tessera::deferred {
 namespace {
@@ -34,7 +35,7 @@ RegionPtr Registry::find(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != at::kCPU || tensor.layout() != at::kStrided ||
       !tensor.has_storage())
     return nullptr;
-  return find(tensor.storage().data());
+  return find(compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl()).get());
 }
 
 RegionPtr Registry::find(const void* address) {

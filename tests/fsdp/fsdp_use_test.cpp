@@ -111,8 +111,8 @@ TEST(FsdpErrors, AUseOutsideOfTheRunningModelIsAnErrorWithTheName) {
       EXPECT_EQ(reads(), "no error");
     }
     EXPECT_THAT(reads(), HasSubstr("head.weight"));
-    EXPECT_EQ(net->head->weight.storage().data_ptr().get(),
-              nullptr);  // raw pointers get no memory either
+    auto* storage = net->head->weight.storage().unsafeGetStorageImpl();
+    EXPECT_EQ(compat::unchecked_data_ptr(storage).get(), nullptr) << "nor do raw pointers";
   });
 }
 

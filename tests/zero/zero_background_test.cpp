@@ -2,6 +2,7 @@
 #include <sstream>
 
 #include "harness/temporary_folder.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/safetensors.h"
 #include "tessera/step/replicas.h"
 #include "zero/zero_harness.h"
@@ -27,7 +28,9 @@ void run_backward(Uneven& net, int batch, int rank, int world) {
   loss_of(net(rows(batch, rank, world))).backward();
 }
 
-bool has_memory(const torch::Tensor& tensor) { return tensor.storage().data() != nullptr; }
+bool has_memory(const torch::Tensor& tensor) {
+  return compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl()).get() != nullptr;
+}
 
 /// One step on all ranks, whose gathers nothing has waited for.
 struct Stepped {

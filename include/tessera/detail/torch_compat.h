@@ -104,6 +104,28 @@ inline std::string first_line(const char* message) {
   return text.substr(0, text.find('\n'));
 }
 
+/// The data pointer of a storage, also where libtorch throws at an access.
+template <class Storage = c10::StorageImpl>
+const at::DataPtr& unchecked_data_ptr(Storage* storage) {
+  if constexpr (requires { storage->_mutable_data_ptr_no_checks(); })
+    return storage->_mutable_data_ptr_no_checks();
+  else return storage->data_ptr();
+}
+
+/// An access to the storage's data is a c10::Error with this text; empty: it is allowed. Older
+/// libtorch has no such text, and finds itself that a null pointer is no data.
+template <class Storage = c10::StorageImpl>
+void refuse_data(Storage* storage, const std::string& text) {
+  if constexpr (requires {
+                  storage->_mutable_data_ptr_no_checks();
+                  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+                  storage->clear_data_ptr_access_error_msg_();
+                }) {
+    if (text.empty()) storage->clear_data_ptr_access_error_msg_();
+    else storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+  }
+}
+
 /// True if libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
 inline constexpr bool kHasFusedAdam = TESSERA_TORCH_AT_LEAST(2, 4);
 

@@ -1,8 +1,19 @@
 #include "sharding/detection/page.h"
 
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::sharding {
+namespace {
+
+// For what reads without an operator, which would bring the memory.
+constexpr const char* kNoMemory =
+    "the parameter has no memory now, and torch::save() and data_ptr() cannot wait for it; "
+    "expected "
+    "summon_full_params() or state_dict() of FullyShardedDataParallel, or wait_for_parameters() of "
+    "ZeroRedundancyOptimizer, before";
+
+}  // namespace
 
 Page::Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
            std::string description)
@@ -32,6 +43,7 @@ void Page::point_at(void* data) {
   auto* storage = flat_.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(
       at::DataPtr(data, new std::shared_ptr<Link>(link_), &Page::release, flat_.device()));
+  compat::refuse_data(storage, data || flat_.numel() == 0 ? "" : kNoMemory);
 }
 
 void Page::attach(at::Tensor memory) {
@@ -55,7 +67,7 @@ void Page::detach() {
 
 void Page::check_orphan_write(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return;
-  const auto& data = tensor.storage().data_ptr();
+  const auto& data = compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl());
   if (data.get_deleter() != &Page::release) return;
   const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
   if (!link.page && !link.read_only.empty()) throw UsageError(link.read_only);
@@ -63,7 +75,7 @@ void Page::check_orphan_write(const at::Tensor& tensor) {
 
 Page* Page::of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto& data = tensor.storage().data_ptr();
+  const auto& data = compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl());
   if (data.get_deleter() != &Page::release) return nullptr;
   const auto& link = **static_cast<std::shared_ptr<Link>*>(data.get_context());
   if (!link.page && !link.description.empty()) refuse_orphan(link);
