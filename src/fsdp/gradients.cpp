@@ -537,6 +537,8 @@ void Gradients::forget(size_t f) {
   pending.views.clear();
   pending.early = false;
   std::fill(pending.has.begin(), pending.has.end(), 0);
+  // A unit that is reduced again in this backward gets another buffer.
+  std::fill(pending.placed.begin(), pending.placed.end(), 0);
 }
 
 int64_t Gradients::shard_bytes() const {
