@@ -19,6 +19,8 @@ TARGETS = {
     "ZeRO step / own compute only": ("zero", "own:compute", "step_ms", {"B": 1.40, "A": 1.10}),
     "FSDP step / PyTorch FSDP (best optimizer)": ("fsdp", "fsdp", "step_ms", {"B": 0.35, "A": 0.65}),
     "FSDP step / own ZeRO": ("fsdp", "own:zero", "step_ms", {"B": 1.25, "A": 1.10}),
+    "ZeRO step with share_parameters / own ZeRO": ("zero-shared", "own:zero", "step_ms", {"B": 0.92}),
+    "ZeRO PSS with share_parameters / own ZeRO": ("zero-shared", "own:zero", "pss_mib", {}),
     "ZeRO peak RSS / PyTorch ZeRO": ("zero", "zerov", "peak_rss_mib", {"B": 0.85}),
     "ZeRO PSS / PyTorch ZeRO": ("zero", "zerov", "pss_mib", {}),
 }

@@ -6,7 +6,8 @@
 Models differ in the number of layers alone: width 1024, 16 heads, 50257 tokens in the vocabulary, sequences of 512, one sequence a rank,
 float32, AdamW. A model trains if two steps end without an error in a memory cgroup with this limit, without swap. The peaks of two small
 models give a first number of layers; from there the number moves until it trains with n layers and fails with n + 1. --python adds
-PyTorch's FSDP2 (torch_peer.py) run by this interpreter, whose PyTorch must be 2.4 or newer. Needs root and cgroups.
+PyTorch's FSDP2 and DeepSpeed's ZeRO-3 (torch_peer.py) run by this interpreter, whose PyTorch must be 2.4 or newer and which needs the
+package deepspeed. Needs root and cgroups.
 """
 import argparse, json, os, pathlib, subprocess, tempfile, time
 
@@ -25,9 +26,16 @@ OURS = {
     "DistributedDataParallel": ["parallel.type=DistributedDataParallel"],
     "ZeroRedundancyOptimizer": [f"parallel={{{ZERO}}}"],
     "ZeRO, shard_gradients": [f"parallel={{{ZERO}, shard_gradients: true}}"],
+    "ZeRO, shard_gradients, share_parameters": [f"parallel={{{ZERO}, shard_gradients: true, share_parameters: true}}"],
     "FullyShardedDataParallel": [FSDP],
+    "FSDP, activation checkpointing": [FSDP, "model.activation_checkpointing=true"],
 }
-PEERS = {"PyTorch FSDP2": "fsdp2f", "PyTorch FSDP2, activation checkpointing": "fsdp2cf"}
+PEERS = {
+    "PyTorch FSDP2": "fsdp2f",
+    "PyTorch FSDP2, activation checkpointing": "fsdp2cf",
+    "DeepSpeed ZeRO-3": "ds3f",
+    "DeepSpeed ZeRO-3, activation checkpointing": "ds3cf",
+}
 
 
 class Cgroup:
@@ -109,7 +117,7 @@ def main():
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
-    print(f"{'way':<42}{'ranks':>6}{'layers':>8}{'parameters':>15}{'MiB a layer':>13}{'of limit / 16 bytes':>21}")
+    print(f"{'way':<44}{'ranks':>6}{'layers':>8}{'parameters':>15}{'MiB a layer':>13}{'of limit / 16 bytes':>21}")
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "c.yaml").write_text(CONFIG)
@@ -120,7 +128,7 @@ def main():
             count, ranks = parameters(layers), 1 if way == "none" else args.ranks
             share = 16 * count / (args.limit_gib << 30)
             rows.append({"way": way, "ranks": ranks, "layers": layers, "parameters": count, "mib_a_layer": round(layer / 2**20), "of_limit": round(share, 3)})
-            print(f"{way:<42}{ranks:>6}{layers:>8}{count:>15,}{layer / 2**20:>13.0f}{share:>21.3f}", flush=True)
+            print(f"{way:<44}{ranks:>6}{layers:>8}{count:>15,}{layer / 2**20:>13.0f}{share:>21.3f}", flush=True)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"limit_gib": args.limit_gib, "rows": rows}, indent=1))
 

@@ -10,7 +10,9 @@ beside which are the two largest buckets; with share_parameters the ranks have t
 so that each one's PSS has its part of them. FullyShardedDataParallel divides all, beside which are the
 two largest units, whether or not the model is deferred. The activations, with everything else that
 autograd holds for a time, are what the plain run on one rank's batch takes above
-150 MiB + 16 bytes x parameters. --only measures the plain run and the ways that contain TEXT.
+150 MiB + 16 bytes x parameters. The ways with long sequences run plainly on two sequences of 1024
+tokens; their activations are those of docs/memory.md, which backward needs before it has gradients.
+--only measures the plain run and the ways that contain TEXT.
 """
 import argparse, json, os, pathlib, re, subprocess, tempfile, threading, time
 
@@ -26,6 +28,21 @@ PARAMETERS = 124_439_808
 LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872
 # The bucket with the embedding, and one of 25 MiB to which the last parameter of a block comes.
 LARGEST_BUCKETS = 4 * 50257 * 768 + 25 * 2**20 + 25 * 2**20 + 4 * 4 * 768 * 768
+LONG, BATCH, WIDTH, HEADS, LAYERS, VOCABULARY = 1024, 2, 768, 12, 12, 50257
+
+
+def long_sequences(kept):
+    """Bytes of a plain run on long sequences whose blocks keep `kept` bytes for backward."""
+    loss = 2 * 2**25 + 4 * WIDTH * (VOCABULARY + BATCH * LONG)
+    return max(16 * PARAMETERS, 12 * PARAMETERS + kept + loss)
+
+
+BLOCK, BLOCK_INPUT = 4 * BATCH * LONG * (17 * WIDTH + HEADS), 4 * BATCH * LONG * WIDTH
+PLAIN_LONG = ["parallel.type=none", f"data.seq_len={LONG}", f"train.global_batch={BATCH}"]
+LONG_WAYS = {
+    "none, long sequences": (PLAIN_LONG, long_sequences(LAYERS * BLOCK)),
+    "none, long, checkpointing": ([*PLAIN_LONG, "model.activation_checkpointing=true"], long_sequences(LAYERS * BLOCK_INPUT + BLOCK)),
+}
 FSDP = "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"
 # Overrides, bytes of a parameter on every rank, bytes that the ranks divide, and what comes beside.
 WAYS = {
@@ -85,6 +102,10 @@ def measure(build, ranks, steps, overrides, folder):
     return max(rss for rss, _ in ranks_only), max(pss for _, pss in ranks_only)
 
 
+def row_of(way, ranks, rss, pss, formula):
+    return {"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "formula_mib": round(formula), "pss_to_formula": round(pss / formula, 3)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build", type=pathlib.Path)
@@ -105,7 +126,12 @@ def main():
             if way == "none":
                 activations = max(0, pss - 150 - 16 * PARAMETERS / 2**20)
             formula = 150 + (PARAMETERS * (whole + divided / ranks) + beside) / 2**20 + activations
-            rows.append({"way": way, "ranks": ranks, "peak_rss_mib": round(rss), "peak_pss_mib": round(pss), "formula_mib": round(formula), "pss_to_formula": round(pss / formula, 3)})
+            rows.append(row_of(way, ranks, rss, pss, formula))
+        for way, (overrides, bytes_of_formula) in LONG_WAYS.items():
+            if args.only not in way:
+                continue
+            rss, pss = measure(args.build, 1, args.steps, overrides, pathlib.Path(folder))
+            rows.append(row_of(way, 1, rss, pss, 150 + bytes_of_formula / 2**20))
     print(f"activations: {activations:.0f} MiB")
     print(f"{'way':<28}{'ranks':>6}{'peak RSS MiB':>14}{'peak PSS MiB':>14}{'formula MiB':>13}{'PSS / formula':>15}")
     for row in rows:

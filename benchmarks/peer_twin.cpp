@@ -4,8 +4,9 @@
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
 // STRATEGY: startup (ends after the first all-reduce) | none (no communication) | compute (forward
-// and backward only) | ddp | zero | zero-overlap | fsdp (one unit per block), each optionally with
-// "-gloo". Rank 0 prints one JSON line of medians.
+// and backward only) | ddp | zero | zero-overlap | zero-shared (one copy of the parameters a host)
+// | fsdp (one unit per block), each optionally with "-gloo". Rank 0 prints one JSON line of
+// medians.
 
 #include <algorithm>
 #include <chrono>
@@ -166,6 +167,7 @@ int main(int argc, char** argv) {
             .overlap_with_backward = strategy == "zero-overlap",
             .gather_in_background = strategy == "zero" && !world.same_host(),
             .find_unused_parameters = false,
+            .share_parameters = strategy == "zero-shared",
             .wire = wire});
   } else {
     if (strategy == "ddp")

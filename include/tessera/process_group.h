@@ -249,6 +249,12 @@ class ProcessGroup {
   /// store.
   std::optional<ProcessGroup> split(int color);
 
+  /// Returns a group of the same ranks with connections and memory of its own, whose collectives
+  /// run beside those of this group. They are counted in the stats() of this group, which are those
+  /// of the new group too. It has this group's options. Collective. Throws UsageError for groups of
+  /// from_c10d(). A group of one rank is returned itself.
+  ProcessGroup duplicate();
+
   /// Returns a group of the same ranks in which floating-point values of all_reduce(), all_gather()
   /// and the reduce-scatters travel between hosts in `format`, with more connections and memory of
   /// its own. A sum is rounded once on each host, after the sum over that host's ranks; the second
@@ -257,7 +263,7 @@ class ProcessGroup {
   /// and other dtypes are unchanged; float64 is a UsageError. Returns this group itself for
   /// float32, and if all ranks are on one host. Collective; the same format on every rank. Throws
   /// UsageError for groups of from_c10d(), with check_results, with the backends NCCL and MPI, and
-  /// if the ranks of a host cannot share memory.
+  /// if the ranks of a host cannot share memory. Both groups share their stats().
   ProcessGroup with_wire(WireFormat format);
 
   /// Throws UsageError on every rank when `entries` differ between ranks. The message names
@@ -290,7 +296,8 @@ class ProcessGroup {
   /// ranks share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
-  /// Traffic since construction or the last reset_stats(). Local.
+  /// Traffic since construction or the last reset_stats(), with that of duplicate() and with_wire()
+  /// and without that of split(). Local.
   CommStats stats() const;
   /// Local.
   void reset_stats();

@@ -81,7 +81,7 @@ class DataParallel::Impl {
     bucket_cap_mib_ = bucket_cap();
     if (options_.share_parameters) share_frozen();
     comm::run_local_work(group_, kName, [&] { materialize(module_); });
-    wire_.emplace(group_, options_.wire.gradients);
+    wire_.emplace(group_, options_.wire.gradients, lanes());
     broadcast_model(0);
     // Backward produces gradients about in reverse order.
     std::vector<size_t> reverse_order(trainable_.size());
@@ -218,6 +218,12 @@ class DataParallel::Impl {
     return choose_bucket_mib(group_);
   }
 
+  /// Between hosts, a collective begins and ends without data on the wire.
+  size_t lanes() const {
+    const bool crosses_hosts = !group_.same_host() && group_.backend_name() == "gloo";
+    return crosses_hosts && !options_.comm_hook ? 2 : 1;
+  }
+
   void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;
     // Shared ones are rank 0's since they were placed.
@@ -240,13 +246,13 @@ class DataParallel::Impl {
     std::vector<Bucket> buckets;
     const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB),
                cap = static_cast<int64_t>(bucket_cap_mib_ * kMiB);
-    auto wire_group = wire_->group();
     for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
       std::vector<int64_t> sizes;
       for (const auto i : members) sizes.push_back(tensors[i].numel());
       auto layout = Layout::flat(std::move(sizes), group_.size());
+      auto group = wire_->group(buckets.size());
       auto flat =
-          wire_group.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
+          group.allocate(layout.numel(), tensors[members[0]].options().requires_grad(false));
       buckets.push_back(
           sharding::make_bucket(std::move(members), std::move(layout), std::move(flat), tensors));
     }
@@ -257,7 +263,7 @@ class DataParallel::Impl {
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
       const auto feedback = wire_->scope(index);
-      auto group = wire_->group();
+      auto group = wire_->group(index);
       waiting_.push_back([work = group.all_reduce_async(bucket.flat, 1.0 / divisor_,
                                                         tag(index))]() mutable { work.wait(); });
       return;

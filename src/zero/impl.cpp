@@ -99,7 +99,7 @@ ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFa
     check_sharing(factory, groups);
   });
   const bool has_own = options.wire.gradients != WireFormat::float32 && !group.same_host();
-  return early && !has_own ? *group.split(0) : group;
+  return early && !has_own ? group.duplicate() : group;
 }
 
 /// The group of the parameters' gathers, if they travel encoded. Collective.

@@ -218,6 +218,27 @@ TEST_P(Collectives, SplitMakesIndependentGroups) {
   });
 }
 
+TEST_P(Collectives, ADuplicateRunsBesideItsGroupAndSharesItsCounters) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto twin = group.duplicate();
+    EXPECT_EQ(twin.world_ranks(), group.world_ranks());
+    group.reset_stats();
+    auto tensor = at::full({10}, rank);
+    tessera::Work waiting;
+    if (rank == 0) waiting = group.all_reduce_async(tensor);
+    twin.barrier();  // the other ranks begin the all-reduce after it
+    if (rank != 0) group.all_reduce(tensor);
+    waiting.wait();
+    EXPECT_EQ(tensor[0].item<int64_t>(), world() * (world() - 1) / 2);
+    for (const auto& stats : {group.stats(), twin.stats()}) {
+      EXPECT_EQ(stats.barrier.calls, 1u);
+      EXPECT_EQ(stats.all_reduce.calls, 1u);
+    }
+    twin.reset_stats();
+    EXPECT_EQ(group.stats().calls(), 0u);
+  });
+}
+
 TEST_P(Collectives, SubGroupsFollowTheTimeoutUnlessTheyHaveTheirOwn) {
   using std::chrono::milliseconds;
   each_rank([&](ProcessGroup group, int) {
@@ -462,6 +483,7 @@ TEST(FromC10d, AGlooBackendOfTheCallerWorks) {
       group.all_reduce(tensor);
       EXPECT_TRUE(at::equal(tensor, sum_of_patterns(100000, 2)));
       EXPECT_THROW(group.split(0), UsageError);
+      EXPECT_THROW(group.duplicate(), UsageError);
     });
   }
   for (auto& thread : threads) thread.join();

@@ -133,8 +133,8 @@ int ProcessGroup::local_rank() const {
 int ProcessGroup::local_size() const {
   return comm::local_place(impl_->world, [](const char* name) { return std::getenv(name); }).size;
 }
-CommStats ProcessGroup::stats() const { return impl_->snapshot(); }
-void ProcessGroup::reset_stats() { impl_->reset(); }
+CommStats ProcessGroup::stats() const { return impl_->traffic().snapshot(); }
+void ProcessGroup::reset_stats() { impl_->traffic().reset(); }
 
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   const auto former = impl_->world.options.timeout;

@@ -178,13 +178,15 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
   comm::World world = impl_->world;
   world.wire = format;
-  world.start_store = comm::store_of_start(impl_->world);
-  world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("wire{}/", ++impl_->splits),
-                                                       impl_->world.store);
-  auto transport = comm::make_transport(world);
-  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
-  impl_->add_child(child);
-  return ProcessGroup(std::move(child));
+  return ProcessGroup(impl_->duplicate(std::move(world), "wire"));
+}
+
+ProcessGroup ProcessGroup::duplicate() {
+  if (impl_->alone()) return *this;
+  check_contract("ProcessGroup.duplicate", {});
+  require(impl_->world.store != nullptr, *impl_, "duplicate",
+          "this group was made by the caller without a store");
+  return ProcessGroup(impl_->duplicate(impl_->world, "duplicate"));
 }
 
 void ProcessGroup::check_contract(const std::string& component,

@@ -8,9 +8,11 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/failures/process_failures.h"
 #include "comm/group/checked_transport.h"
+#include "comm/group/make_transport.h"
 #include "comm/group/running_scope.h"
 #include "comm/group/tag_scope.h"
 #include "tessera/detail/report_to_launcher.h"
@@ -35,10 +37,14 @@ class GroupEnded : public UsageError {
 
 }  // namespace
 
-ProcessGroup::Impl::Impl() { world.world_ranks = {0}; }
+ProcessGroup::Impl::Impl() : Impl(comm::World(), nullptr) { world.world_ranks = {0}; }
 
-ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t)
-    : world(std::move(w)), transport(std::move(t)) {
+ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t,
+                         std::shared_ptr<comm::Traffic> traffic)
+    : world(std::move(w)),
+      transport(std::move(t)),
+      traffic_(traffic ? std::move(traffic) : std::make_shared<comm::Traffic>()),
+      queue_(traffic_->clock()) {
   if (world.options.check_results) {
     if (transport->device_type() != at::kCPU) {
       throw UsageError(
@@ -57,27 +63,6 @@ ProcessGroup::Impl::~Impl() {
   if (transport) transport->abort();
   queue_.stop();
   if (world.failures) world.failures->remove(world);
-}
-
-void ProcessGroup::Impl::count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received) {
-  std::lock_guard lock(stats_mutex_);
-  auto& entry = stats_.*kind;
-  ++entry.calls;
-  entry.bytes_sent += sent;
-  entry.bytes_received += received;
-}
-
-CommStats ProcessGroup::Impl::snapshot() {
-  std::lock_guard lock(stats_mutex_);
-  CommStats stats = stats_;
-  stats.waited_seconds = std::chrono::duration<double>(queue_.waited()).count();
-  return stats;
-}
-
-void ProcessGroup::Impl::reset() {
-  std::lock_guard lock(stats_mutex_);
-  stats_ = {};
-  queue_.reset_waited();
 }
 
 void ProcessGroup::Impl::report_agreed(const std::vector<int>& began,
@@ -154,6 +139,17 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
 void ProcessGroup::Impl::add_child(const std::shared_ptr<Impl>& child) {
   std::lock_guard lock(children_mutex_);
   children_.push_back(child);
+}
+
+std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w,
+                                                                  const char* prefix) {
+  w.start_store = comm::store_of_start(world);
+  w.store =
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
+  auto made = comm::make_transport(w);
+  auto child = std::make_shared<Impl>(std::move(w), std::move(made), traffic_);
+  add_child(child);
+  return child;
 }
 
 std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants() {

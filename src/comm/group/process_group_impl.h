@@ -8,6 +8,7 @@
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
 #include "comm/group/queue.h"
+#include "comm/group/traffic.h"
 
 namespace tessera {
 
@@ -15,7 +16,9 @@ namespace tessera {
 class ProcessGroup::Impl {
  public:
   Impl();  // a group of one rank
-  Impl(comm::World world, std::unique_ptr<comm::Transport> transport);
+  /// `traffic`: that of the group whose counters this one shares; null: of its own.
+  Impl(comm::World world, std::unique_ptr<comm::Transport> transport,
+       std::shared_ptr<comm::Traffic> traffic = nullptr);
   ~Impl();
 
   /// Runs one collective: compares the ranks' headers, then runs `body` with all of them. The
@@ -37,9 +40,12 @@ class ProcessGroup::Impl {
   Work submit(comm::OpHeader header, Body body, const std::string& tag, const Tensors& tensors);
 
   bool alone() const { return world.size == 1; }
-  void count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received);
-  CommStats snapshot();
-  void reset();
+  comm::Traffic& traffic() { return *traffic_; }
+  void count(CollectiveStats CommStats::*kind, uint64_t sent, uint64_t received) {
+    traffic_->count(kind, sent, received);
+  }
+  /// Another group of the same ranks with this one's counters. `prefix`: of its keys in the store.
+  std::shared_ptr<Impl> duplicate(comm::World world, const char* prefix);
 
   comm::World world;
   std::unique_ptr<comm::Transport> transport;  // null in a group of one rank
@@ -94,8 +100,7 @@ class ProcessGroup::Impl {
   bool shared_ = false;  // all ranks know the message: no further exchange will be answered
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
-  std::mutex stats_mutex_;
-  CommStats stats_;
+  std::shared_ptr<comm::Traffic> traffic_;
   std::optional<comm::CommStream> stream_;  // made when first needed
   comm::CommStream::Mark last_on_device_;   // the end of the last collective
   comm::Queue queue_;

@@ -69,6 +69,8 @@ namespace comm {
 /// started when first needed.
 class Queue {
  public:
+  /// `clock` gets the time that callers spend in turns and in waiting for submitted work.
+  explicit Queue(std::shared_ptr<WaitClock> clock) : clock_(std::move(clock)) {}
   ~Queue();
 
   /// While it is held, no other operation of the queue runs.
@@ -99,10 +101,6 @@ class Queue {
   /// The caller must make that one end soon.
   void stop() noexcept;
 
-  /// Time that callers spent in turns and in waiting for submitted work.
-  std::chrono::nanoseconds waited() const { return clock_->total(); }
-  void reset_waited() { clock_->reset(); }
-
  private:
   struct Item {
     Operation operation;
@@ -118,7 +116,7 @@ class Queue {
   bool stopped_ = false;
   std::shared_ptr<Work::State> failed_;  // the last operation that failed
   std::thread worker_;
-  std::shared_ptr<WaitClock> clock_ = std::make_shared<WaitClock>();
+  std::shared_ptr<WaitClock> clock_;
 };
 
 }  // namespace comm

@@ -30,12 +30,16 @@ ExchangeSums::ExchangeSums(Messenger& messenger, const HostMap& map, int rank,
 }
 
 void ExchangeSums::visit(int64_t round, const ShmTransport::Window& window) {
+  direct_ = window.direct;
   const int64_t n = count(round);
   if (n == 0) return;
   if (round >= kAhead) combine(round - kAhead);
   std::vector<const std::byte*> inputs;
   for (int rank = 0; rank < ranks_; ++rank) inputs.push_back(window(local_, rank));
   auto& item = flying_[round % kAhead];
+  item.outputs.clear();
+  for (int rank = 0; direct_ && rank < ranks_; ++rank) item.outputs.push_back(window(local_, rank));
+  if (!direct_) item.outputs.push_back(data_of(part_) + round * step_ * part_.element_size());
   if (!item.ours.defined()) item.ours = at::empty({n}, part_.options());
   sum_ranks(part_.scalar_type(), {data_of(item.ours)}, inputs, n);
   item.leaving = messenger_.send(item.ours.narrow(0, 0, n), peer_, static_cast<int>(round));
@@ -66,8 +70,7 @@ void ExchangeSums::combine(int64_t round) {
   const auto& first = host_ == 0 ? item.ours : item.theirs;
   const auto& second = host_ == 0 ? item.theirs : item.ours;
   const int64_t n = count(round);
-  sum_ranks(part_.scalar_type(), {data_of(part_.narrow(0, round * step_, n))},
-            {data_of(first), data_of(second)}, n, scale_);
+  sum_ranks(part_.scalar_type(), item.outputs, {data_of(first), data_of(second)}, n, scale_);
   combined_ = round + 1;
   post_receive(round + kAhead);
 }

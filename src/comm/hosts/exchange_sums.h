@@ -27,6 +27,9 @@ class ExchangeSums {
   void visit(int64_t round, const ShmTransport::Window& window);
   /// After the last round. This rank's part of `flat` then holds the sum over all ranks.
   void finish();
+  /// Whether finish() has written that part to the tensors of all ranks of this host: it does if
+  /// their windows are direct.
+  bool reached_all() const { return direct_; }
 
  private:
   static constexpr int64_t kAhead = 4;  // rounds in which a rank has messages in flight
@@ -34,6 +37,7 @@ class ExchangeSums {
   struct Flying {
     Messenger::Ticket leaving, arriving;
     at::Tensor ours, theirs;  // memory that later rounds, which are no longer, use again
+    std::vector<std::byte*> outputs;
   };
 
   int64_t count(int64_t round) const;
@@ -46,6 +50,7 @@ class ExchangeSums {
   at::Tensor part_;  // this rank's part of `flat`
   double scale_;
   int64_t rounds_ = 0, combined_ = 0;
+  bool direct_ = true;
   Flying flying_[kAhead];
 };
 

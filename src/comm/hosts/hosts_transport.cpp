@@ -285,9 +285,9 @@ class HostsTransport : public Transport {
       local_->share_windows(
           Op::all_reduce, flat, counts,
           [](int segment, int64_t, int local) { return segment != local; },
-          [&](int64_t round, const ShmTransport::Window& window) { sum.visit(round, window); });
-      sum.finish();
-      local_->all_gather(flat, counts);
+          [&](int64_t round, const ShmTransport::Window& window) { sum.visit(round, window); },
+          [&] { sum.finish(); });
+      if (!sum.reached_all()) local_->all_gather(flat, counts);
     });
   }
 

@@ -256,7 +256,8 @@ void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_
 }
 
 void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                                 const IsRead& is_read, const VisitWindows& visit) {
+                                 const IsRead& is_read, const VisitWindows& visit,
+                                 const std::function<void()>& finish) {
   run(op, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto starts = starts_of(counts);
@@ -280,20 +281,28 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       if (most > 0) fill(0);
     });
     if (exchanged.direct.empty()) {
-      return rounds(most, exchanged, fill, [&](int64_t round) {
-        visit(round, [&](int segment, int rank) -> const std::byte* {
+      rounds(most, exchanged, fill, [&](int64_t round) {
+        const auto window = [&](int segment, int rank) {
           return rank == rank_ ? data_of(flat) + at(segment, round)
                                : staging(rank) + segment * step * width;
-        });
+        };
+        visit(round, {window, false});
       });
+      if (finish) finish();
+      return;
     }
     for (int64_t round = 0; round < most; ++round) {
-      visit(round, [&](int segment, int rank) -> const std::byte* {
+      const auto window = [&](int segment, int rank) {
         return exchanged.direct[rank] + at(segment, round);
-      });
+      };
+      visit(round, {window, true});
       for (int s = 0; exchanged.allocation && s < segments; ++s) {
         if (count(s, round) > 0) forget_peers(exchanged, at(s, round), count(s, round) * width);
       }
+    }
+    if (finish) {
+      finish();
+      if (exchanged.allocation) forget_peers(exchanged, 0, static_cast<int64_t>(flat.nbytes()));
     }
     control_.barrier();
   });

@@ -53,16 +53,23 @@ class ShmTransport : public Transport {
   /// See ShmControl::is_late().
   bool is_late(int peer) const noexcept { return control_.is_late(peer); }
 
-  /// The window of a segment in the tensor of a rank.
-  using Window = std::function<const std::byte*(int segment, int rank)>;
+  struct Window {
+    std::function<std::byte*(int segment, int rank)> at;
+    bool direct;  ///< The windows are in the tensors themselves, and can be written.
+
+    std::byte* operator()(int segment, int rank) const { return at(segment, rank); }
+  };
   using VisitWindows = std::function<void(int64_t round, const Window& window)>;
   using IsRead = std::function<bool(int segment, int64_t round, int rank)>;
   /// Shows the ranks windows of each other's tensors, round by round. `counts`: the elements of the
   /// consecutive segments of `flat`; round i has elements i * step to (i + 1) * step of each
   /// segment, with step = window_step(). `is_read`: whether another rank reads the window of that
-  /// rank. A window is readable during the call of `visit` for its round.
+  /// rank. A window is readable during the call of `visit` for its round. Calls `finish` after the
+  /// last round. Until it returns, a rank may use the windows of a direct collective that no other
+  /// rank uses.
   void share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                     const IsRead& is_read, const VisitWindows& visit);
+                     const IsRead& is_read, const VisitWindows& visit,
+                     const std::function<void()>& finish = {});
   static int64_t window_step(size_t segments, int64_t width) {
     return std::max<int64_t>(1, staging_bytes / static_cast<int64_t>(segments) / 64 * 64 / width);
   }

@@ -15,10 +15,13 @@ namespace tessera::sharding {
 /// they travel encoded between hosts.
 class GradientWire {
  public:
-  /// Collective: see ProcessGroup::with_wire().
-  GradientWire(ProcessGroup group, WireFormat format) : group_(group.with_wire(format)) {}
+  /// `lanes`: the groups in which the buckets are reduced in turn. With two of them the wire
+  /// carries one bucket while the ranks agree on the next, or copy the last within their host.
+  /// Collective: see ProcessGroup::with_wire(), and duplicate() for more than one.
+  GradientWire(ProcessGroup group, WireFormat format, size_t lanes = 1);
 
-  const ProcessGroup& group() const { return group_; }
+  /// The same group for the same bucket until reset().
+  const ProcessGroup& group(size_t bucket = 0) const { return lanes_[bucket % lanes_.size()]; }
   /// For the collective of bucket `b` that is started while the scope lives.
   comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
   /// The sums of a step are complete and used: of bucket `b`, or of all buckets. Local.
@@ -36,7 +39,7 @@ class GradientWire {
   }
 
  private:
-  ProcessGroup group_;
+  std::vector<ProcessGroup> lanes_;
   std::map<size_t, comm::WireFeedback> feedback_;  // addresses stay valid
 };
 
