@@ -70,7 +70,7 @@ std::pair<int, int> descriptors_and_sockets() {
 }
 
 struct Settings {
-  std::vector<int> worlds{2, 4, 8, 16, 32, 64, 128};
+  std::vector<int> worlds{2, 4, 8, 16, 32, 64, 128, 256};
   int hosts = 16;
   int repeats = 30;
   std::string json;
@@ -105,6 +105,8 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
         client.isServer = false;
         place.store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client);
         place.hosts = places;
+        // Gloo listens at a port for each pair of ranks: a host has an address of its own for them.
+        place.address = fmt::format("127.0.0.{}", 2 + host);
         place.same_host = hosts == 1;
         const bool leads = rank == here[0];
         const auto begin = Clock::now();
@@ -218,6 +220,10 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", settings.repeats, "collectives of one measurement");
   app.add_option("--json", settings.json, "also write the figures here");
   CLI11_PARSE(app, argc, argv);
+  rlimit files{};  // 16 ranks of 256 need 4080 connections
+  getrlimit(RLIMIT_NOFILE, &files);
+  files.rlim_cur = files.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &files);
   std::vector<Json> rows;
   auto port = static_cast<uint16_t>(20000 + getpid() % 10000);
   fmt::print("{:>6} {:>6}", "ranks", "hosts");
