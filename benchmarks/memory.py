@@ -32,13 +32,14 @@ LONG, BATCH, WIDTH, HEADS, LAYERS, VOCABULARY = 1024, 2, 768, 12, 12, 50257
 
 
 def long_sequences(kept):
-    """Bytes of a plain run on long sequences whose blocks keep `kept` bytes for backward."""
+    """Bytes of a plain run on long sequences whose blocks keep `kept` bytes for backward: those of its end, where the
+    gradient of the embedding is added to that of the tied head, or those of its beginning, whichever are more."""
     loss = 2 * 2**25 + 4 * WIDTH * (VOCABULARY + BATCH * LONG)
-    return max(16 * PARAMETERS, 12 * PARAMETERS + kept + loss)
+    return max(16 * PARAMETERS + 2 * 4 * WIDTH * VOCABULARY, 12 * PARAMETERS + kept + loss)
 
 
 BLOCK, BLOCK_INPUT = 4 * BATCH * LONG * (17 * WIDTH + HEADS), 4 * BATCH * LONG * WIDTH
-PLAIN_LONG = ["parallel.type=none", f"data.seq_len={LONG}", f"train.global_batch={BATCH}"]
+PLAIN_LONG = ["parallel.type=none", "model.dropout=0", "train.eval_batches=0", f"data.seq_len={LONG}", f"train.global_batch={BATCH}"]
 LONG_WAYS = {
     "none, long sequences": (PLAIN_LONG, long_sequences(LAYERS * BLOCK)),
     "none, long, checkpointing": ([*PLAIN_LONG, "model.activation_checkpointing=true"], long_sequences(LAYERS * BLOCK_INPUT + BLOCK)),
