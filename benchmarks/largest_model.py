@@ -5,7 +5,7 @@
 
 Models differ in the number of layers alone: width 1024, 16 heads, 50257 tokens in the vocabulary, sequences of 512, one sequence a rank,
 float32, AdamW. A model trains if two steps end without an error in a memory cgroup with this limit, without swap. The peaks of two small
-models give a first number of layers; from there the number moves until it trains with n layers and fails with n + 1. --python adds
+models give a first number of layers; from there a bisection ends where it trains with n layers and fails with n + 1. --python adds
 PyTorch's FSDP2 and DeepSpeed's ZeRO-3 (torch_peer.py) run by this interpreter, whose PyTorch must be 2.4 or newer and which needs the
 package deepspeed. Needs root and cgroups.
 """
@@ -99,12 +99,15 @@ def largest(args, way, folder):
     if not (low[0] and high[0]):
         raise SystemExit(f"{way}: {some} layers did not train\n{high[2] if low[0] else low[2]}")
     layer = (high[1] - low[1]) / (some - few)
-    layers = max(some, int(some + (limit - high[1]) / layer))
-    trains = probe(layers)[0]
-    step = 1 if trains else -1
-    while probe(layers + step)[0] == trains:
-        layers += step
-    return (layers if trains else layers - 1), layer
+    trained, failed = some, None
+    guess = max(some + 1, int(some + (limit - high[1]) / layer))
+    while failed is None or failed - trained > 1:
+        if probe(guess)[0]:
+            trained = guess
+        else:
+            failed = guess
+        guess = (trained + failed) // 2 if failed else trained + max(1, trained // 16)
+    return trained, layer
 
 
 def main():
