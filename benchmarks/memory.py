@@ -24,18 +24,20 @@ parallel: {type: none}
 train: {steps: 4, global_batch: 2, eval_batches: 1}
 """
 PARAMETERS = 124_439_808
+WIDTH, HEADS, LAYERS, VOCABULARY = 768, 12, 12, 50257
+EMBEDDING = 4 * VOCABULARY * WIDTH
 # Bytes of the root with the tied embedding, and of one block.
-LARGEST_UNITS = 4 * (50257 * 768 + 1024 * 768 + 2 * 768) + 4 * 7_087_872
+LARGEST_UNITS = EMBEDDING + 4 * (1024 * WIDTH + 2 * WIDTH) + 4 * 7_087_872
 # The bucket with the embedding, and one of 25 MiB to which the last parameter of a block comes.
-LARGEST_BUCKETS = 4 * 50257 * 768 + 25 * 2**20 + 25 * 2**20 + 4 * 4 * 768 * 768
-LONG, BATCH, WIDTH, HEADS, LAYERS, VOCABULARY = 1024, 2, 768, 12, 12, 50257
+LARGEST_BUCKETS = EMBEDDING + 25 * 2**20 + 25 * 2**20 + 4 * 4 * WIDTH * WIDTH
+LONG, BATCH = 1024, 2
 
 
 def long_sequences(kept):
     """Bytes of a plain run on long sequences whose blocks keep `kept` bytes for backward: those of its end, where the
     gradient of the embedding is added to that of the tied head, or those of its beginning, whichever are more."""
-    loss = 2 * 2**25 + 4 * WIDTH * (VOCABULARY + BATCH * LONG)
-    return max(16 * PARAMETERS + 2 * 4 * WIDTH * VOCABULARY, 12 * PARAMETERS + kept + loss)
+    loss = 2 * 2**25 + EMBEDDING + 4 * WIDTH * BATCH * LONG
+    return max(16 * PARAMETERS + 2 * EMBEDDING, 12 * PARAMETERS + kept + loss)
 
 
 BLOCK, BLOCK_INPUT = 4 * BATCH * LONG * (17 * WIDTH + HEADS), 4 * BATCH * LONG * WIDTH

@@ -50,7 +50,7 @@ class ExchangeSums {
   at::Tensor part_;  // this rank's part of `flat`
   double scale_;
   int64_t rounds_ = 0, combined_ = 0;
-  bool direct_ = true;
+  bool direct_ = true;  // also without rounds, when there is nothing to write
   Flying flying_[kAhead];
 };
 

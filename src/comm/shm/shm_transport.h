@@ -65,8 +65,8 @@ class ShmTransport : public Transport {
   /// consecutive segments of `flat`; round i has elements i * step to (i + 1) * step of each
   /// segment, with step = window_step(). `is_read`: whether another rank reads the window of that
   /// rank. A window is readable during the call of `visit` for its round. Calls `finish` after the
-  /// last round. Until it returns, a rank may use the windows of a direct collective that no other
-  /// rank uses.
+  /// last round. In a direct collective a rank may read and write, until `finish` returns, the
+  /// windows that no other rank uses.
   void share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
                      const IsRead& is_read, const VisitWindows& visit,
                      const std::function<void()>& finish = {});

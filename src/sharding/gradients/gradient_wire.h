@@ -20,7 +20,7 @@ class GradientWire {
   /// Collective: see ProcessGroup::with_wire(), and duplicate() for more than one.
   GradientWire(ProcessGroup group, WireFormat format, size_t lanes = 1);
 
-  /// The same group for the same bucket until reset().
+  /// The group in which `bucket` is reduced, and allocated.
   const ProcessGroup& group(size_t bucket = 0) const { return lanes_[bucket % lanes_.size()]; }
   /// For the collective of bucket `b` that is started while the scope lives.
   comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
