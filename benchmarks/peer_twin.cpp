@@ -3,22 +3,27 @@
 //
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
-// STRATEGY: startup (ends after the first all-reduce) | none (no communication) | compute (forward
-// and backward only) | ddp | zero | zero-overlap | zero-shared (one copy of the parameters a host)
-// | fsdp (one unit per block), each optionally with "-gloo". Rank 0 prints one JSON line of
-// medians.
+// With "-cuda" behind STRATEGY the model is on the rank's CUDA device; ranks that share one
+// exchange through the host's memory. STRATEGY: startup (ends after the first all-reduce) | none
+// (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap |
+// zero-shared (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
+// "-gloo". Rank 0 prints one JSON line of medians.
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <optional>
 
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
 
 #include "tessera/tessera.h"
+#include "tessera/train/devices.h"
 
 namespace {
 
@@ -44,7 +49,7 @@ struct BlockImpl : torch::nn::Module {
     for (auto& part : parts) part = part.view({b, t, heads, c / heads}).transpose(1, 2);
     auto a =
         parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(c / heads));
-    const auto mask = torch::ones({t, t}, torch::kBool).triu(1);
+    const auto mask = torch::ones({t, t}, x.options().dtype(torch::kBool)).triu(1);
     a = a.masked_fill(mask, -std::numeric_limits<float>::infinity()).softmax(-1);
     x = x + proj(a.matmul(parts[2]).transpose(1, 2).reshape({b, t, c}));
     return x + out(torch::gelu(fc(ln2(x))));
@@ -67,7 +72,7 @@ struct GptImpl : torch::nn::Module {
   }
 
   torch::Tensor forward(torch::Tensor x) {
-    auto y = te(x) + pe(torch::arange(x.size(1)));
+    auto y = te(x) + pe(torch::arange(x.size(1), x.device()));
     for (const auto& block : *blocks) y = block->as<BlockImpl>()->forward(y);
     return head(ln(y));
   }
@@ -78,6 +83,14 @@ struct GptImpl : torch::nn::Module {
   Linear head{nullptr};
 };
 TORCH_MODULE(Gpt);
+
+/// An environment variable of the launcher.
+int number_from(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text ? std::atoi(text) : otherwise;
+}
+
+int device_count(at::DeviceType type) { return c10::impl::VirtualGuardImpl(type).deviceCount(); }
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -122,6 +135,14 @@ int main(int argc, char** argv) {
       std::tuple(size[0], size[1], size[2], size[3], size[4], size[5], size[6]);
 
   tessera::ProcessGroupOptions options;
+  at::Device device = at::kCPU;
+  if (strategy.ends_with("-cuda")) {
+    device = tessera::device_of("cuda", number_from("LOCAL_RANK", 0));
+    const bool own = device_count(device.type()) >= number_from("WORLD_SIZE", 1);
+    if (own) options.backend = tessera::Backend::NCCL;
+    else options.staged_device = at::kCUDA;
+    strategy.resize(strategy.size() - 5);
+  }
   if (strategy.ends_with("-gloo")) {
     options.backend = tessera::Backend::Gloo;
     strategy.resize(strategy.size() - 5);
@@ -135,6 +156,7 @@ int main(int argc, char** argv) {
     wire.gradients = format;
     if (strategy != "ddp") wire.parameters = format;
   }
+  const c10::DeviceGuard own_device(device);
   auto world = tessera::init_process_group(options);
   if (strategy == "startup") {
     world.all_reduce(torch::ones({1}));
@@ -144,6 +166,7 @@ int main(int argc, char** argv) {
   torch::set_num_threads(1);
   torch::manual_seed(0);
   Gpt model(width, layers, heads, tokens, vocab);
+  model->to(device);
   const auto adam = tessera::default_optimizers().factory("Adam", {{"lr", 1e-3}});
   std::unique_ptr<tessera::DistributedDataParallel<Gpt>> ddp;
   std::unique_ptr<tessera::FullyShardedDataParallel<Gpt>> fsdp;
@@ -182,6 +205,8 @@ int main(int argc, char** argv) {
   std::optional<Clock::time_point> previous;
   // A step is measured from its start to the next start, because a gather may go on after step().
   const auto begin_step = [&] {
+    if (!device.is_cpu())
+      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
     world.barrier();
     const auto now = Clock::now();
     if (previous)
@@ -189,7 +214,7 @@ int main(int argc, char** argv) {
     previous = now;
   };
   for (int64_t step = 0; step < steps; ++step) {
-    const auto x = torch::randint(0, vocab, {batch, tokens + 1}, data, torch::kLong);
+    const auto x = torch::randint(0, vocab, {batch, tokens + 1}, data, torch::kLong).to(device);
     begin_step();
     const auto input = x.narrow(1, 0, tokens);
     const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
