@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "tessera/detail/torch_compat.h"
@@ -20,6 +20,11 @@ struct DeviceBackend {
   /// Makes this rank's end for the members of `world`, whose store has keys for it alone.
   /// Collective.
   std::function<c10::intrusive_ptr<compat::C10dBackend>(const World& world)> connect;
+  /// Ends the collectives that the device waits in, from any thread. Their data is undefined then.
+  std::function<void(compat::C10dBackend& backend)> abort;
+  /// What a device is called on its host, whatever its number in this process. Two ranks of a host
+  /// cannot use the same one. Null, or "": they can.
+  std::function<std::string(at::Device device)> identity = nullptr;
 };
 
 }  // namespace tessera::comm

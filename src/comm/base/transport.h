@@ -100,6 +100,8 @@ class Transport {
   virtual bool waits_for_device() const { return false; }
   /// Makes collectives that wait on the accelerator end, where its backend can do that.
   virtual void abort_device() noexcept {}
+  /// See DeviceBackend::identity.
+  virtual std::string device_identity(at::Device) const { return ""; }
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   /// For ranks whose processes are known to be stopped, or show the others nothing through the
   /// store. Ignored where neither is known, and unless shorter than the time-out.

@@ -42,7 +42,10 @@ class DeviceTransport : public Transport {
     control_->abort();
     abort_device();
   }
-  void abort_device() noexcept override { compat::abort(*backend_); }
+  void abort_device() noexcept override { device_->abort(*backend_); }
+  std::string device_identity(at::Device device) const override {
+    return device_->identity ? device_->identity(device) : "";
+  }
 
   Sent sent() const override { return control_->sent(); }
   std::vector<OpHeader> exchange(const OpHeader& mine) override { return control_->exchange(mine); }
@@ -97,6 +100,7 @@ class DeviceTransport : public Transport {
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
                   const Counts& send_counts) override {
     if (input.is_cpu()) return control_->all_to_all(output, input, recv_counts, send_counts);
+    connect_beside(input);
     auto receive = recv_counts, send = send_counts;
     finish("all_to_all", {guarded("all_to_all", [&] {
              return compat::all_to_all_flat(*backend_, output, input, receive, send);
@@ -116,6 +120,15 @@ class DeviceTransport : public Transport {
                        counts[r]);
   }
 
+  /// NCCL connects the ranks when they first broadcast, and when they first send to each other, and
+  /// the host waits for them there. All of it happens in the first collective.
+  void connect_beside(const at::Tensor& tensor) {
+    if (std::exchange(connected_, true)) return;
+    const auto from = at::zeros({size_}, tensor.options()), to = at::zeros_like(from);
+    all_to_all(to, from, Counts(size_, 1), Counts(size_, 1));
+    broadcast(to, 0);
+  }
+
   /// Errors of the backend become ours.
   template <class Call>
   C10dWork guarded(const char* what, Call&& call) {
@@ -130,6 +143,7 @@ class DeviceTransport : public Transport {
   }
 
   C10dWork broadcast_from(at::Tensor tensor, int root) {
+    connect_beside(tensor);
     c10d::BroadcastOptions options;
     options.rootRank = root;
     std::vector<at::Tensor> tensors{std::move(tensor)};
@@ -150,6 +164,7 @@ class DeviceTransport : public Transport {
   std::shared_ptr<const DeviceBackend> device_;
   std::unique_ptr<Transport> control_;
   c10::intrusive_ptr<compat::C10dBackend> backend_;
+  bool connected_ = false;
 };
 
 }  // namespace

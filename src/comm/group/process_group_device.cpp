@@ -1,12 +1,21 @@
 // Collectives on tensors of an accelerator.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
 #include <thread>
 #include <utility>
 
 #include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/failures/process_failures.h"
 #include "comm/group/process_group_impl.h"
+#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace tessera {
 
@@ -16,6 +25,10 @@ using comm::Transport;
 using Headers = std::vector<OpHeader>;
 
 namespace {
+
+/// A backend has so long to end a collective. With the time-out and a beat it is at most the
+/// time-out and two seconds.
+constexpr std::chrono::milliseconds kUntilFreed{1500}, kPoll{10};
 
 /// A collective on the group's stream, and the comparison of its headers.
 class DeviceWork : public Work::State {
@@ -63,17 +76,109 @@ Work ProcessGroup::Impl::compare_later(const OpHeader& header, const std::string
   });
 }
 
+Headers ProcessGroup::Impl::compare_now(const OpHeader& header, const std::string& tag) {
+  Headers headers;
+  take_turn(
+      header,
+      [&](Transport& control, const Headers& all) {
+        headers = all.empty() ? control.exchange(header) : all;
+        if (!met_on_device_) meet_on_device(control);
+      },
+      tag);
+  met_on_device_ = true;
+  return headers;
+}
+
+void ProcessGroup::Impl::meet_on_device(Transport& control) {
+  check_devices(control);
+  const auto timeout = world.options.timeout;
+  heartbeats_ = std::make_unique<comm::Heartbeats>(
+      c10::make_intrusive<c10d::PrefixStore>("on_device/", world.store), world.rank, world.size, 1,
+      comm::Heartbeats::Limits{timeout, timeout},
+      [this](const std::vector<int>& lost) { lose(lost); });
+}
+
+void ProcessGroup::Impl::check_devices(Transport& control) const {
+  const auto mine = transport->device_identity(stream_->device());
+  auto all = at::zeros({world.size}, at::kLong);
+  auto* const digests = all.data_ptr<int64_t>();
+  if (!mine.empty())
+    digests[world.rank] = static_cast<int64_t>(XXH3_64bits(mine.data(), mine.size()));
+  control.all_gather(all, std::vector<int64_t>(world.size, 1));
+  const auto type = c10::DeviceTypeName(transport->device_type(), true);
+  const auto host_of = [&](int rank) { return world.hosts.empty() ? 0 : world.hosts[rank]; };
+  for (int a = 0; a < world.size; ++a) {
+    for (int b = a + 1; b < world.size; ++b) {
+      if (digests[a] == 0 || digests[a] != digests[b] || host_of(a) != host_of(b)) continue;
+      throw UsageError(fmt::format(
+          "ProcessGroup: ranks {} and {} use the same {} device of their host, and {} needs one "
+          "for each rank; expected another device for one of them (model.device: {} without a "
+          "number), no more ranks on a host than it has devices, or another backend (auto), which "
+          "copies through the host's memory (seen on rank {}, {})",
+          a, b, type, transport->name(), type, world.rank, stream_->device().str()));
+    }
+  }
+}
+
+void ProcessGroup::Impl::lose(const std::vector<int>& lost) {
+  if (ended) return;
+  const auto limit = world.options.timeout.count();
+  const auto cause = lost.empty() ? fmt::format("the store has not answered for {} ms", limit)
+                                  : fmt::format("{} {} not run for {} ms", comm::rank_list(lost),
+                                                lost.size() == 1 ? "has" : "have", limit);
+  const auto text = fmt::format(
+      "ProcessGroup ({}): rank {} of {} gave up on the device's "
+      "collectives: {}",
+      transport->name(), world.rank, world.size, cause);
+  const auto blamed = world.in_world(lost);
+  {
+    std::lock_guard lock(failure_mutex_);
+    lost_ = std::make_exception_ptr(BrokenWorldError(text, lost));
+  }
+  broken_ = true;
+  set_failure(text, true);
+  if (!closing_) {
+    if (world.failures) world.failures->tell_others(world, blamed);
+    detail::report_broken(blamed, text);
+  }
+  free_device_or_exit(text);
+}
+
+/// A thread of this process may wait for the device, and only the backend can end that. Where it
+/// does not, nothing but the end of the process does.
+void ProcessGroup::Impl::free_device_or_exit(const std::string& text) {
+  std::promise<void> freed;
+  std::thread([&, last = last_on_device()] {
+    transport->abort_device();
+    while (last && !last->query()) std::this_thread::sleep_for(kPoll);
+    freed.set_value();
+  }).detach();
+  if (freed.get_future().wait_for(kUntilFreed) == std::future_status::ready) return;
+  fmt::print(stderr, "{}; the device does not end its collectives, so this process ends\n", text);
+  std::fflush(nullptr);
+  std::_Exit(EXIT_FAILURE);
+}
+
+CommStream::Mark ProcessGroup::Impl::last_on_device() {
+  std::lock_guard lock(device_mutex_);
+  return last_on_device_;
+}
+
+void ProcessGroup::Impl::set_last_on_device(CommStream::Mark mark) {
+  std::lock_guard lock(device_mutex_);
+  last_on_device_ = std::move(mark);
+}
+
 void ProcessGroup::Impl::run_on_device(const OpHeader& header, const Body& body,
                                        const std::string& tag, const Tensors& tensors) {
   const at::NoGradGuard no_grad;
   const auto& stream = stream_for(tensors);
   check_open();
   Headers headers;
-  if (world.options.check_collectives || header.free_numel)
-    take_turn(
-        header, [&](Transport&, const Headers& all) { headers = all; }, tag);
+  if (world.options.check_collectives || header.free_numel || !met_on_device_)
+    headers = compare_now(header, tag);
   name_errors(header, tag, [&] { body(*transport, headers); });
-  last_on_device_ = stream.mark_current();
+  set_last_on_device(stream.mark_current());
 }
 
 Work ProcessGroup::Impl::submit_on_device(const OpHeader& header, const Body& body,
@@ -81,12 +186,19 @@ Work ProcessGroup::Impl::submit_on_device(const OpHeader& header, const Body& bo
   const at::NoGradGuard no_grad;
   const auto& stream = stream_for(tensors);
   check_open();
-  auto compared = compare_later(header, tag);
+  Work compared;
+  if (met_on_device_) compared = compare_later(header, tag);
+  else compare_now(header, tag);
   const CommStream::Scope on_stream(stream);
   for (const auto& tensor : tensors) stream.keep(tensor);
-  name_errors(header, tag, [&] { body(*transport, Headers()); });
+  try {
+    name_errors(header, tag, [&] { body(*transport, Headers()); });
+  } catch (const BrokenWorldError&) {
+    compared.wait();  // its error has the rank
+    throw;
+  }
   auto work = std::make_shared<DeviceWork>(stream, std::move(compared));
-  last_on_device_ = stream.mark();
+  set_last_on_device(stream.mark());
   return Work(std::move(work));
 }
 
@@ -137,10 +249,11 @@ Work ProcessGroup::Impl::submit_staged(const OpHeader& header, const Body& body,
 }
 
 void ProcessGroup::Impl::drain() noexcept {
-  if (!last_on_device_ || ended || broken_) return;
+  const auto last = last_on_device();
+  if (!last || ended || broken_) return;
   try {
     const auto give_up = std::chrono::steady_clock::now() + world.options.timeout;
-    while (!last_on_device_->query() && std::chrono::steady_clock::now() < give_up)
+    while (!last->query() && std::chrono::steady_clock::now() < give_up)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } catch (...) {  // the device has an error, which the next wait for it reports
   }

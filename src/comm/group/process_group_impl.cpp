@@ -60,6 +60,7 @@ ProcessGroup::Impl::Impl(comm::World w, std::unique_ptr<Transport> t,
 ProcessGroup::Impl::~Impl() {
   closing_ = true;
   drain();
+  heartbeats_.reset();
   if (transport) transport->abort();
   queue_.stop();
   if (world.failures) world.failures->remove(world);
@@ -287,7 +288,7 @@ void ProcessGroup::Impl::name_errors(const OpHeader& header, const std::string& 
 
 void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::string& tag) {
   at::NoGradGuard no_grad;
-  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
+  if (ended) throw_ended();
   header.sequence = ++sequence_;
   comm::RunningScope running(world, *transport, header, tag);
   name_errors(header, tag, [&] {
@@ -306,7 +307,17 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
 
 void ProcessGroup::Impl::check_open() {
   queue_.throw_unseen_error();
-  if (ended) throw GroupEnded("ProcessGroup: the group has ended: " + failure());
+  if (ended) throw_ended();
+}
+
+void ProcessGroup::Impl::throw_ended() {
+  std::exception_ptr lost;
+  {
+    std::lock_guard lock(failure_mutex_);
+    lost = lost_;
+  }
+  if (lost) std::rethrow_exception(lost);
+  throw GroupEnded("ProcessGroup: the group has ended: " + failure());
 }
 
 void ProcessGroup::Impl::execute_in_turn(const OpHeader& header, const Body& body,

@@ -9,6 +9,7 @@
 #include "comm/base/world.h"
 #include "comm/group/queue.h"
 #include "comm/group/traffic.h"
+#include "comm/p2p/heartbeats.h"
 
 namespace tessera {
 
@@ -75,6 +76,20 @@ class ProcessGroup::Impl {
   void check_open();
   comm::CommStream& stream_for(const Tensors& tensors);
   Work compare_later(const comm::OpHeader& header, const std::string& tag);
+  /// Blocks until all ranks have issued a collective on the device, without check_collectives too.
+  /// The first one needs it: a backend connects the ranks there and may wait for ever for a rank
+  /// that has ended.
+  std::vector<comm::OpHeader> compare_now(const comm::OpHeader& header, const std::string& tag);
+  /// Before the first collective on the device, on which all ranks have agreed.
+  void meet_on_device(comm::Transport& control);
+  /// Throws UsageError on all ranks if two of a host have the same device.
+  void check_devices(comm::Transport& control) const;
+  /// These ranks do not run any more. The device waits for them, and the host for the device.
+  void lose(const std::vector<int>& lost);
+  void free_device_or_exit(const std::string& text);
+  comm::CommStream::Mark last_on_device();
+  void set_last_on_device(comm::CommStream::Mark mark);
+  [[noreturn]] void throw_ended();
   /// Waits until the device has run the group's collectives: the other ranks need this rank's part.
   void drain() noexcept;
   /// Adds the collective to the errors that `call` throws, and reports them to the launcher.
@@ -102,7 +117,11 @@ class ProcessGroup::Impl {
   std::vector<std::weak_ptr<Impl>> children_;
   std::shared_ptr<comm::Traffic> traffic_;
   std::optional<comm::CommStream> stream_;  // made when first needed
-  comm::CommStream::Mark last_on_device_;   // the end of the last collective
+  std::mutex device_mutex_;
+  comm::CommStream::Mark last_on_device_;  // the end of the last collective
+  bool met_on_device_ = false;             // all ranks have issued the first collective there
+  std::exception_ptr lost_;                // under failure_mutex_
+  std::unique_ptr<comm::Heartbeats> heartbeats_;  // of a group with a device
   comm::Queue queue_;
 };
 
