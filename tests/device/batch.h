@@ -2,7 +2,7 @@
 
 #include <torch/torch.h>
 
-namespace tessera::sim {
+namespace tessera::on_device {
 
 /// Inputs of testing::Uneven: the same on every device.
 inline at::Tensor batch(int step, int rank, at::Device where) {
@@ -10,4 +10,4 @@ inline at::Tensor batch(int step, int rank, at::Device where) {
       .to(where);
 }
 
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

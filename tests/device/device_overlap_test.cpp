@@ -4,11 +4,11 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
-#include "harness/sim/rank_processes.h"
+#include "harness/device/rank_processes.h"
 #include "harness/sim/sim.h"
 #include "tessera/fully_sharded_data_parallel.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
 
 constexpr int kWidth = 4;
@@ -44,9 +44,9 @@ struct Spent {
 };
 
 Spent spent_in(const std::function<void()>& part) {
-  const auto before = virtual_time(current_stream());
+  const auto before = sim::virtual_time(current_stream());
   part();
-  const auto after = virtual_time(current_stream());
+  const auto after = sim::virtual_time(current_stream());
   const auto busy = after.busy - before.busy;
   return {busy, after.end - before.end - busy};
 }
@@ -150,4 +150,4 @@ TEST(DeviceOverlap, ReductionsOfHybridShardingRunBesideComputation) {
 }
 
 }  // namespace
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

@@ -1,11 +1,11 @@
-// The wrappers on the simulated device: the bits of the CPU, and few waits of the host.
+// The wrappers on a device: on the simulated one the bits of the CPU, and few waits of the host.
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/optim.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
 
 std::vector<at::Tensor> gradients(const torch::nn::Module& net) {
@@ -57,7 +57,8 @@ Training fsdp(const std::function<void(FullyShardedDataParallelOptions&)>& chang
 TEST_P(DeviceParity, HasTheValuesOfTheCpuAndFewWaits) { expect_parity(GetParam()); }
 
 constexpr double kWaits = 2;
-constexpr int kUnits = 4;  // of Uneven by layer, with the root
+constexpr double kSixteenBits = 1e-2;  // tolerance
+constexpr int kUnits = 4;              // of Uneven by layer, with the root
 
 constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true};
 const auto kDefaults = [](auto&) {};
@@ -91,7 +92,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fsdp_prefetch", fsdp(kPrefetch)}, Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
         Case{"fsdp_accumulation", fsdp(kDefaults, kAccumulate)},
         Case{"fsdp_clip", fsdp(kDefaults, kClip), false},
-        Case{"fsdp_mixed_precision", fsdp(kMixed)},
+        Case{"fsdp_mixed_precision", fsdp(kMixed), true, kWaits, kWorlds, kSixteenBits},
         Case{"fsdp_hybrid", fsdp(kHybrid), true, kWaits, {2, 4}},
         Case{"fsdp_hybrid_accumulation", fsdp(kHybrid, kAccumulate), true, kWaits, {2, 4}},
         // Gradients are added to on the CPU, so the host waits for each unit's.
@@ -100,4 +101,4 @@ INSTANTIATE_TEST_SUITE_P(
     name_of_case);
 
 }  // namespace
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

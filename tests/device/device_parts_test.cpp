@@ -1,6 +1,5 @@
-// Parts beside the wrappers on the simulated device; device_parity_test.cpp has the test.
+// Parts beside the wrappers on a device; device_parity_test.cpp has the test.
 #include "device/parity.h"
-#include "harness/sim/generators.h"
 #include "tessera/activation_checkpoint.h"
 #include "tessera/detail/device_generator.h"
 #include "tessera/distributed_data_parallel.h"
@@ -11,7 +10,7 @@
 #include "tessera/step/power_sgd.h"
 #include "tessera/step/sync_batch_norm.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
 
 using testing::Uneven;
@@ -37,43 +36,53 @@ CommHook power_sgd() {
 
 /// Uneven with dropout, whose layers are computed again in backward.
 struct CheckpointedImpl : torch::nn::Module {
-  CheckpointedImpl() : net(register_module("net", Uneven())) {
-    detail::set_device_generator(kType, [](at::Device place) { return generator(place.index()); });
+  explicit CheckpointedImpl(bool again_in_backward)
+      : net(register_module("net", Uneven())), again(again_in_backward) {
+    detail::set_device_generator(type(), [](at::Device place) { return generator(place.index()); });
+  }
+  at::Tensor part(const std::function<at::Tensor(const at::Tensor&)>& compute,
+                  const at::Tensor& x) const {
+    return again ? tessera::checkpoint(compute, x) : compute(x);
   }
   at::Tensor forward(const at::Tensor& x) {
-    const auto h = tessera::checkpoint(
+    const auto h = part(
         [this](const at::Tensor& in) {
           const auto hidden = torch::tanh(net->first(in)) * net->scale;
           return torch::tanh(net->second(torch::dropout(hidden, 0.5, true)));
         },
         x);
-    return tessera::checkpoint([this](const at::Tensor& in) { return net->last(in); }, h);
+    return part([this](const at::Tensor& in) { return net->last(in); }, h);
   }
   Uneven net;
+  bool again;
 };
 TORCH_MODULE(Checkpointed);
 
-Checkpointed seeded_on(at::Device where) {
-  auto net = model_on<Checkpointed>(where);
+Checkpointed seeded_on(at::Device where, bool again) {
+  auto net = model_on<Checkpointed>(where, again);
   torch::manual_seed(5);
   if (!where.is_cpu()) generator(where.index()).unsafeGetGeneratorImpl()->set_current_seed(5);
   return net;
 }
 
-Outcome checkpointed_ddp(ProcessGroup group, at::Device where) {
-  auto net = seeded_on(where);
-  DistributedDataParallel ddp(net, group);
-  torch::optim::SGD optimizer(net->parameters(), momentum());
-  const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
-  return {on_cpu(net->parameters()), waits};
+Training ddp_with_dropout(bool again) {
+  return [again](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = seeded_on(where, again);
+    DistributedDataParallel ddp(net, group);
+    torch::optim::SGD optimizer(net->parameters(), momentum());
+    const double waits = train(ddp, optimizer, ddp, group, where, {}, [] {});
+    return {on_cpu(net->parameters()), waits};
+  };
 }
 
-Outcome checkpointed_fsdp(ProcessGroup group, at::Device where) {
-  auto net = seeded_on(where);
-  FullyShardedDataParallel fsdp(net, group, by_layer());
-  torch::optim::SGD optimizer(fsdp.parameters(), momentum());
-  const double waits = train(fsdp, optimizer, fsdp, group, where, {}, [] {});
-  return {whole_parameters(fsdp), waits};
+Training fsdp_with_dropout(bool again) {
+  return [again](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = seeded_on(where, again);
+    FullyShardedDataParallel fsdp(net, group, by_layer());
+    torch::optim::SGD optimizer(fsdp.parameters(), momentum());
+    const double waits = train(fsdp, optimizer, fsdp, group, where, {}, [] {});
+    return {whole_parameters(fsdp), waits};
+  };
 }
 
 struct NormalizedImpl : torch::nn::Module {
@@ -147,21 +156,27 @@ const LocalSgdOptions kAverage{.outer = OuterOptimizer::average}, kNesterov{},
 // The simulated device waits for var_mean, and for dropout, here of both runs. With libtorch 2 it
 // also waits for the backward of dropout, which is an operator there.
 constexpr int kMatrices = 3, kDraws = 3;
-constexpr double kLoss = 1, kNormWaits = 3;
+constexpr double kLoss = 1, kNormWaits = 3, kFew = 2;
+constexpr double kRounded = 1e-2, kExact = 1e-6;  // tolerances
 
 INSTANTIATE_TEST_SUITE_P(
     Parts, DeviceParity,
-    ::testing::Values(Case{"bf16_hook", with_hook(bf16_compress_hook)},
-                      Case{"fp16_hook", with_hook(fp16_compress_hook)},
-                      Case{"power_sgd_hook", with_hook(power_sgd), false, kLoss + 3 * kMatrices},
-                      Case{"checkpointed_ddp", checkpointed_ddp, true, kLoss + kDraws},
-                      Case{"checkpointed_fsdp", checkpointed_fsdp, true, kLoss + kDraws},
-                      Case{"sync_batch_norm", sync_batch_norm, true, kLoss + kNormWaits},
-                      Case{"local_sgd_average", local_sgd(kAverage)},
-                      Case{"local_sgd_nesterov", local_sgd(kNesterov)},
-                      Case{"local_sgd_in_background", local_sgd(kInBackground)},
-                      Case{"local_sgd_int8", local_sgd(kInt8)}, Case{"fsdp_join", fsdp_join}),
+    ::testing::Values(
+        Case{"bf16_hook", with_hook(bf16_compress_hook), true, kFew, kWorlds, kRounded},
+        Case{"fp16_hook", with_hook(fp16_compress_hook), true, kFew, kWorlds, kRounded},
+        Case{"power_sgd_hook", with_hook(power_sgd), false, kLoss + 3 * kMatrices, kWorlds,
+             kRounded},
+        Case{"checkpointed_ddp", ddp_with_dropout(true), true, kLoss + kDraws, kWorlds, kExact,
+             ddp_with_dropout(false)},
+        Case{"checkpointed_fsdp", fsdp_with_dropout(true), true, kLoss + kDraws, kWorlds, kExact,
+             fsdp_with_dropout(false)},
+        Case{"sync_batch_norm", sync_batch_norm, true, kLoss + kNormWaits},
+        Case{"local_sgd_average", local_sgd(kAverage)},
+        Case{"local_sgd_nesterov", local_sgd(kNesterov)},
+        Case{"local_sgd_in_background", local_sgd(kInBackground)},
+        Case{"local_sgd_int8", local_sgd(kInt8), true, kFew, kWorlds, kRounded},
+        Case{"fsdp_join", fsdp_join}),
     name_of_case);
 
 }  // namespace
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

@@ -1,19 +1,19 @@
-// State that goes from the simulated device to the CPU and back, and ranks with unequal data.
+// State that goes from a device to the CPU and back, and ranks with unequal data.
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 
-#include "device/batch.h"
 #include "device/expect_success.h"
+#include "device/parity.h"
+#include "harness/device/device.h"
+#include "harness/device/rank_processes.h"
 #include "harness/models.h"
-#include "harness/sim/rank_processes.h"
-#include "harness/sim/sim.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/join.h"
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
 
 using testing::Uneven;
@@ -27,8 +27,7 @@ void expect_in_place(int world, const std::function<void(Groups&)>& body) {
 
 void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   expect(!a.empty() && a.size() == b.size(), "equally many parameters");
-  for (size_t i = 0; i < a.size(); ++i)
-    expect(a[i].cpu().equal(b[i].cpu()), "equal parameter " + std::to_string(i));
+  for (size_t i = 0; i < a.size(); ++i) expect_close(a[i].cpu(), b[i].cpu(), true, i);
 }
 
 /// A model of FullyShardedDataParallel and its optimizer on one device.
@@ -118,4 +117,4 @@ TEST(DeviceState, JoinOfUnequalDataHasTheBitsOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

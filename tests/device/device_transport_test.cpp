@@ -9,27 +9,14 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
-#include "harness/sim/rank_processes.h"
-#include "harness/sim/sim.h"
+#include "device/loss.h"
+#include "harness/device/device.h"
+#include "harness/device/rank_processes.h"
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
-
-/// The text of the error that `call` throws.
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  expect(text.find(part) != std::string::npos, "'" + part + "' in '" + text + "'");
-}
 
 /// The results of one of each collective on tensors of `where`.
 std::vector<at::Tensor> results(ProcessGroup& group, at::Device where) {
@@ -65,7 +52,7 @@ TEST(DeviceTransport, CollectivesHaveTheBitsOfTheCpu) {
   for (const int world : {2, 3}) {
     expect_success(world, [](Groups& groups) {
       auto cpu = groups.cpu(), there = groups.device(), staged = groups.staged();
-      expect(there.backend_name() == "sim", "the backend's name");
+      expect(there.backend_name() == backend_name(), "the backend's name");
       expect(staged.backend_name() == "shm", "the name of what carries staged tensors");
       const auto expected = results(cpu, at::kCPU);
       for (auto* group : {&there, &staged}) {
@@ -93,7 +80,7 @@ TEST(DeviceTransport, ControlMessagesDoNotUseTheDevice) {
     expect_contains(error_of([&] { group.check_contract("Part", {mine}); }),
                     "Part: the ranks diff");
     auto child = group.split(0);
-    expect(child && child->backend_name() == "sim", "the sub-group's backend");
+    expect(child && child->backend_name() == backend_name(), "the sub-group's backend");
     expect(stats().kernels == 0 && stats().host_waits == 0, "no use of the device");
     auto ones = torch::ones({2}, device());
     child->all_reduce(ones);
@@ -134,7 +121,7 @@ TEST(DeviceTransport, ChecksDoNotMakeTheHostWaitForTheDevice) {
 
 /// Whether the stream has soon run what is issued on it so far.
 bool finishes(const c10::Stream& stream) {
-  c10::Event end(kType);
+  c10::Event end(type());
   end.record(stream);
   for (int milliseconds = 0; milliseconds < 5000 && !end.query(); ++milliseconds)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -145,6 +132,9 @@ TEST(DeviceTransport, AsynchronousCollectivesRunBesideTheComputeStream) {
   expect_success(2, [](Groups& groups) {
     auto group = groups.device(), signals = groups.cpu();
     const auto x = torch::full({64}, 2.f, device());
+    // The first collective connects the ranks, and CUDA may load a kernel when it is first used.
+    group.all_reduce(torch::ones({64}, device()) * 3);
+    (x + x).cpu();
     if (groups.rank() == 1) signals.barrier();
     auto work = group.all_reduce_async(x);
     const auto y = torch::ones({64}, device()) * 3;
@@ -182,12 +172,53 @@ TEST(DeviceTransport, AGroupThatEndsLetsTheDeviceFinish) {
   });
 }
 
+TEST(DeviceTransport, ARankThatEndsBeforeTheFirstCollectiveIsAnErrorOfTheOthers) {
+  for (const bool check : {true, false}) {
+    expect_success(2, [check](Groups& groups) {
+      ProcessGroupOptions options;
+      options.check_collectives = check;
+      auto group = groups.device(options);
+      if (group.rank() == 1) return;
+      const auto start = std::chrono::steady_clock::now();
+      expect_contains(error_of([&] { group.all_reduce_async(torch::ones({4}, device())).wait(); }),
+                      "rank 1");
+      expect(std::chrono::steady_clock::now() - start < std::chrono::seconds(10), "at once");
+    });
+  }
+}
+
+ProcessGroup on_the_device(Groups& groups, ProcessGroupOptions options) {
+  return groups.device(options);
+}
+
+TEST(DeviceTransport, ARankThatIsKilledWhileTheHostWaitsForTheDeviceIsFound) {
+  EXPECT_EQ(after_loss(SIGKILL, on_the_device), "");
+}
+
+TEST(DeviceTransport, ARankThatIsStoppedWhileTheHostWaitsForTheDeviceIsFound) {
+  EXPECT_EQ(after_loss(SIGSTOP, on_the_device), "");
+}
+
+TEST(DeviceTransport, TwoRanksOnOneDeviceAreAnError) {
+  expect_success(
+      2,
+      [](Groups& groups) {
+        auto group = groups.exclusive_device();
+        const auto x = torch::ones({4}, device());
+        const auto text = error_of([&] { group.all_reduce_async(x).wait(); });
+        expect_contains(text, "ranks 0 and 1 use the same");
+        expect_contains(text, "expected another device for one of them");
+      },
+      1);
+}
+
 TEST(DeviceTransport, AGroupUsesOneDevice) {
   expect_success(
       2,
       [](Groups& groups) {
         auto group = groups.device();
         group.all_reduce(torch::ones({3}, device()));
+        if (devices() == 1) return;
         expect_contains(error_of([&] { group.all_reduce(torch::ones({3}, device(1))); }),
                         "expected one device for each rank");
       },
@@ -198,6 +229,7 @@ TEST(DeviceTransport, ADisagreementIsAnErrorWhenTheCollectiveIsWaitedFor) {
   const auto disagree = [](Groups& groups) {
     auto group = groups.device();
     const auto x = torch::ones({4}, device());
+    group.broadcast(x, 0);  // the first one's headers are compared before
     const char* const tag = group.rank() == 0 ? "weights" : "gradients";
     auto work = group.broadcast_async(x, 0, tag);
     const auto text = error_of([&] { work.wait(); });
@@ -235,4 +267,4 @@ TEST(DeviceTransport, TensorsOfAnotherDeviceAreAnError) {
 }
 
 }  // namespace
-}  // namespace tessera::sim
+}  // namespace tessera::on_device

@@ -9,16 +9,19 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
-#include "harness/sim/rank_processes.h"
+#include "device/loss.h"
+#include "harness/device/rank_processes.h"
+#include "harness/sim/device_backend.h"
 
 namespace tessera::sim {
 namespace {
 
+using on_device::expect, on_device::run_processes, on_device::Groups;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 void expect_sound(const std::function<void()>& body, int seeds = 3) {
-  expect_success(
+  on_device::expect_success(
       1, [&](Groups&) { body(); }, seeds);
 }
 
@@ -141,6 +144,14 @@ TEST(SimulatedDevice, HostWaitsAreCounted) {
     expect(stats().host_waits == 1, "a wait for an item");
     expect(stats().kernels >= 10 && stats().reused > 0, "kernels and reused memory");
   });
+}
+
+TEST(SimulatedDevice, AProcessWhoseDeviceCannotBeFreedEnds) {
+  const auto text = on_device::after_loss(SIGKILL, [](Groups& groups, ProcessGroupOptions options) {
+    return groups.with(device_backend(/*exclusive=*/false, /*can_abort=*/false), options);
+  });
+  EXPECT_THAT(text, HasSubstr("rank 1 has not run for 3000 ms"));
+  EXPECT_THAT(text, HasSubstr("so this process ends"));
 }
 
 }  // namespace

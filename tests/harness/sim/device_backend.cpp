@@ -1,6 +1,8 @@
 #include "harness/sim/device_backend.h"
 
 #include <atomic>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <c10/core/Event.h>
@@ -40,13 +42,14 @@ class Wire {
     aborted_ = true;
     transport_->abort();
   }
-  /// Runs a collective. After abort() its data is undefined and its error is dropped.
+  /// Runs a collective. After abort() its data is undefined and its error is dropped. As NCCL's,
+  /// one whose other ranks have gone does not end before.
   template <class Collective>
   void run(const Collective& collective) {
     try {
       collective(*transport_);
     } catch (const std::exception&) {
-      if (!aborted_) throw;
+      while (!aborted_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 
@@ -66,9 +69,7 @@ class SimBackend : public compat::C10dBackend {
   ~SimBackend() override { wire_->abort(); }
 
   const std::string getBackendName() const override { return "sim"; }
-#if TESSERA_TORCH_AT_LEAST(2, 6)
-  void abort() override { wire_->abort(); }
-#endif
+  void abort_wire() { wire_->abort(); }
 
   c10::intrusive_ptr<c10d::Work> broadcast(
       std::vector<at::Tensor>& tensors,
@@ -120,11 +121,18 @@ class SimBackend : public compat::C10dBackend {
 
 }  // namespace
 
-std::shared_ptr<const comm::DeviceBackend> device_backend() {
+std::shared_ptr<const comm::DeviceBackend> device_backend(bool exclusive, bool can_abort) {
   const auto connect = [](const comm::World& world) -> c10::intrusive_ptr<compat::C10dBackend> {
     return c10::make_intrusive<SimBackend>(world);
   };
-  return std::make_shared<const comm::DeviceBackend>(comm::DeviceBackend{kType, "sim", connect});
+  const auto abort = [can_abort](compat::C10dBackend& backend) {
+    if (can_abort) static_cast<SimBackend&>(backend).abort_wire();
+  };
+  const auto identity = [exclusive](at::Device device) {
+    return exclusive ? device.str() : std::string();
+  };
+  return std::make_shared<const comm::DeviceBackend>(
+      comm::DeviceBackend{kType, "sim", connect, abort, identity});
 }
 
 }  // namespace tessera::sim

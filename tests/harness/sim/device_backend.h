@@ -8,7 +8,10 @@
 namespace tessera::sim {
 
 /// A c10d backend for the simulated device, as NCCL is for CUDA: collectives run on a stream of
-/// their own, behind what the current stream has issued. It refuses CPU tensors.
-std::shared_ptr<const comm::DeviceBackend> device_backend();
+/// their own, behind what the current stream has issued. It refuses CPU tensors, and if
+/// `exclusive`, two ranks on one device. Its collectives end when the group aborts them, unless
+/// `can_abort` is false.
+std::shared_ptr<const comm::DeviceBackend> device_backend(bool exclusive = false,
+                                                          bool can_abort = true);
 
 }  // namespace tessera::sim

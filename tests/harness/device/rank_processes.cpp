@@ -1,7 +1,9 @@
-#include "harness/sim/rank_processes.h"
+#include "harness/device/rank_processes.h"
 
 #include <array>
+#include <csignal>
 #include <stdexcept>
+#include <utility>
 
 #include <fmt/format.h>
 #include <sys/wait.h>
@@ -10,29 +12,25 @@
 
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
-#include "harness/sim/device_backend.h"
-#include "harness/sim/sim.h"
+#include "harness/device/device.h"
 #include "harness/temporary_folder.h"
 
-namespace tessera::sim {
+namespace tessera::on_device {
 namespace {
-
-constexpr unsigned kSecondsOfARank = 60;
-constexpr int kMaxDelayUs = 150;
 
 struct Child {
   pid_t pid = 0;
   int pipe = -1;
 };
 
-[[noreturn]] void run_rank(Groups groups, uint64_t seed, int pipe,
+[[noreturn]] void run_rank(Groups groups, int world, uint64_t seed, int pipe,
                            const std::function<void(Groups&)>& body) {
-  ::alarm(kSecondsOfARank);
+  ::alarm(seconds_of_a_rank());
   ::dup2(pipe, STDERR_FILENO);  // the text of a host access too
   int status = 0;
   try {
     at::set_num_threads(1);
-    init(seed * 8 + groups.rank(), kMaxDelayUs);
+    start_rank(groups.rank(), world, seed);
     body(groups);
     synchronize();
   } catch (const std::exception& error) {
@@ -54,20 +52,26 @@ std::string read_all(int pipe) {
 
 }  // namespace
 
-ProcessGroup Groups::cpu(ProcessGroupOptions options) { return make(false, options); }
-ProcessGroup Groups::device(ProcessGroupOptions options) { return make(true, options); }
+ProcessGroup Groups::cpu(ProcessGroupOptions options) { return make(nullptr, options); }
+ProcessGroup Groups::device(ProcessGroupOptions options) {
+  return make(world_ > 1 ? backend(false) : nullptr, options);
+}
+ProcessGroup Groups::exclusive_device(ProcessGroupOptions options) {
+  return make(backend(true), options);
+}
 ProcessGroup Groups::staged(ProcessGroupOptions options) {
-  options.staged_device = kType;
-  return make(false, options);
+  options.staged_device = type();
+  return make(nullptr, options);
 }
 
-ProcessGroup Groups::make(bool with_backend, ProcessGroupOptions options) {
+ProcessGroup Groups::make(std::shared_ptr<const comm::DeviceBackend> backend,
+                          ProcessGroupOptions options) {
   const auto file = fmt::format("{}/store{}", folder_, made_++);
   if (world_ == 1) return ProcessGroup();
-  options.timeout = std::chrono::seconds(20);
+  if (options.timeout == ProcessGroupOptions().timeout) options.timeout = std::chrono::seconds(20);
   auto world = comm::World::start(rank_, world_, options);
   world.store = c10::make_intrusive<c10d::FileStore>(file, world_);
-  if (with_backend) world.device = device_backend();
+  world.device = std::move(backend);
   auto transport = comm::make_transport(world);
   return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
 }
@@ -78,17 +82,22 @@ std::vector<std::string> run_processes(int world, uint64_t seed,
   std::vector<Child> children(world);
   for (int rank = 0; rank < world; ++rank) {
     int ends[2];
-    if (::pipe(ends) != 0) throw std::runtime_error("sim: no pipe");
+    if (::pipe(ends) != 0) throw std::runtime_error("run_processes: no pipe");
     children[rank] = {::fork(), ends[0]};
-    if (children[rank].pid == 0) run_rank(Groups(rank, world, folder.path()), seed, ends[1], body);
+    if (children[rank].pid == 0)
+      run_rank(Groups(rank, world, folder.path()), world, seed, ends[1], body);
     ::close(ends[1]);
   }
   std::vector<std::string> errors;
-  for (const auto& child : children) {
+  for (auto& child : children) {
     auto text = read_all(child.pipe);
     int status = 0;
-    ::waitpid(child.pid, &status, 0);
+    ::waitpid(std::exchange(child.pid, 0), &status, 0);
     if (WIFSIGNALED(status)) text += fmt::format("ended by signal {}", WTERMSIG(status));
+    // A rank that this one has stopped goes on, and ends at the latest when its alarm rings.
+    for (const auto& other : children) {
+      if (other.pid != 0) ::kill(other.pid, SIGCONT);
+    }
     const bool good = WIFEXITED(status) && WEXITSTATUS(status) == 0;
     errors.push_back(good ? "" : text);
   }
@@ -99,4 +108,4 @@ void expect(bool condition, const std::string& text) {
   if (!condition) throw std::runtime_error("expected: " + text);
 }
 
-}  // namespace tessera::sim
+}  // namespace tessera::on_device
