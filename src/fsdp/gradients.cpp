@@ -1,6 +1,8 @@
 #include "fsdp/gradients.h"
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -259,7 +261,9 @@ void Gradients::reduce(size_t f) {
   reduction->used = pending.has;
   const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
   if (!pending.own_segment.defined()) {
-    pending.own_segment = at::empty({own}, flat.own_segment.options());
+    auto options = flat.own_segment.options();
+    if (flat.device != flat.own_segment.device()) options = options.pinned_memory(true);
+    pending.own_segment = at::empty({own}, options);
     if (model_.shard_group.size() > 1) {
       pending.page =
           std::make_unique<sharding::Page>(&norms_, f, own, flat.own_segment.options(), "");
@@ -376,7 +380,7 @@ void Gradients::refuse_own_norms() const {
 
 /// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients
 /// of the shards in it.
-void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor& sum) {
+void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum) {
   if (reduction.dropped) return;
   at::NoGradGuard no_grad;
   const auto& flat = model_.flats[reduction.flat];
@@ -394,8 +398,29 @@ void Gradients::add(const Reduction& reduction, int64_t offset, const at::Tensor
     }
     auto target = segment.narrow(0, from, to - from);
     const auto part = sum.narrow(0, from - offset, to - from);
-    if (reduction.adds[m]) target.add_(part.to(target.device()), reduction.scale);
-    else target.copy_(part).mul_(reduction.scale);
+    const bool adds = reduction.adds[m];
+    if (part.device() != target.device()) {
+      const auto pinned = part.options().device(target.device()).pinned_memory(true);
+      const auto added = adds ? at::empty(part.sizes(), pinned) : at::Tensor();
+      (adds ? added : target).copy_(part, true);
+      reduction.landing.push_back({target, added, reduction.scale});
+    } else if (adds) {
+      target.add_(part, reduction.scale);
+    } else {
+      target.copy_(part).mul_(reduction.scale);
+    }
+  }
+}
+
+/// Waits once for all sums of the backward.
+void Gradients::land() {
+  if (landing_.empty()) return;
+  const auto device = stream_.device();
+  c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  const at::NoGradGuard no_grad;
+  for (auto& [target, sum, scale] : std::exchange(landing_, {})) {
+    if (sum.defined()) target.add_(sum, scale);
+    else target.mul_(scale);
   }
 }
 
@@ -408,6 +433,7 @@ void Gradients::finish_one() {
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   if (!reduction->dropped) {
+    std::move(reduction->landing.begin(), reduction->landing.end(), std::back_inserter(landing_));
     shard_wire_.commit(reduction->flat);
     replica_wire_.commit(reduction->flat);
   }
@@ -454,6 +480,7 @@ bool Gradients::finish() {
     if (reduced) ++backwards_;
     if (reduced) last_order_ = order_;
   }
+  land();
   order_.clear();
   show_placeholders();
   return reduced;
@@ -488,6 +515,7 @@ void Gradients::abandon() {
       gradient_of(f, m) = at::Tensor();
   }
   drop();
+  land();
   for (auto& pending : pending_) pending.reduced = false;
   tracker_.begin();
   show_placeholders();

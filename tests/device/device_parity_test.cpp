@@ -58,9 +58,8 @@ TEST_P(DeviceParity, HasTheValuesOfTheCpuAndFewWaits) { expect_parity(GetParam()
 
 constexpr double kWaits = 2;
 constexpr double kSixteenBits = 1e-2;  // tolerance
-constexpr int kUnits = 4;              // of Uneven by layer, with the root
 
-constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true};
+constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true}, kTwice{.twice = true};
 const auto kDefaults = [](auto&) {};
 const auto kOverlap = [](auto& options) { options.overlap_with_backward = true; };
 const auto kPrefetch = [](auto& options) { options.forward_prefetch = true; };
@@ -76,6 +75,10 @@ const auto kHybrid = [](auto& options) {
   options.shard_group_size = 2;
 };
 const auto kOffload = [](auto& options) { options.cpu_offload = true; };
+const auto kOffloadHybrid = [](auto& options) {
+  kOffload(options);
+  kHybrid(options);
+};
 const auto kMixed = [](auto& options) {
   options.mixed_precision.param_dtype = at::kBFloat16;
   options.mixed_precision.reduce_dtype = at::kFloat;
@@ -95,9 +98,12 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fsdp_mixed_precision", fsdp(kMixed), true, kWaits, kWorlds, kSixteenBits},
         Case{"fsdp_hybrid", fsdp(kHybrid), true, kWaits, {2, 4}},
         Case{"fsdp_hybrid_accumulation", fsdp(kHybrid, kAccumulate), true, kWaits, {2, 4}},
-        // Gradients are added to on the CPU, so the host waits for each unit's.
-        Case{"fsdp_cpu_offload", fsdp(kOffload), true, kWaits + kUnits},
-        Case{"fsdp_cpu_offload_clip", fsdp(kOffload, kClip), false, kWaits + kUnits}),
+        // The host waits at the end of each backward that reduces.
+        Case{"fsdp_cpu_offload", fsdp(kOffload)},
+        Case{"fsdp_cpu_offload_clip", fsdp(kOffload, kClip), false},
+        Case{"fsdp_cpu_offload_accumulation", fsdp(kOffload, kAccumulate)},
+        Case{"fsdp_cpu_offload_twice", fsdp(kOffload, kTwice), true, kWaits + 1},
+        Case{"fsdp_cpu_offload_hybrid", fsdp(kOffloadHybrid), true, kWaits, {2, 4}}),
     name_of_case);
 
 }  // namespace

@@ -29,6 +29,7 @@ using Training = std::function<Outcome(ProcessGroup, at::Device)>;
 struct Variant {
   bool accumulate = false;  ///< Two backwards a step, the first one under no_sync().
   bool clip = false;
+  bool twice = false;  ///< Two backwards a step that reduce.
 };
 
 /// A training that gives the same on the device as on the CPU.
@@ -101,6 +102,7 @@ double train(Model& model, Optimizer& optimizer, Wrapper& wrapper, const Process
       const auto scope = wrapper.no_sync();
       loss_of(kSteps + step).backward();
     }
+    if (variant.twice) loss_of(kSteps + step).backward();
     auto loss = loss_of(step);
     loss.backward();
     if (variant.clip) clip();
