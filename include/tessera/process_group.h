@@ -152,6 +152,10 @@ class ProcessGroup {
   /// With NCCL they travel beside the device's streams, so that the host does not wait for these.
   /// Local.
   at::Device control_device() const;
+  /// Whether collectives take tensors on devices of this type: the CPU's always, those of an
+  /// accelerator where the group has a backend for it, or stages them. All of them in a group of
+  /// one rank. Local.
+  bool moves(at::DeviceType type) const;
 
   /// See ProcessGroupOptions::timeout. Local.
   std::chrono::milliseconds timeout() const;

@@ -27,8 +27,8 @@ void orthogonalize(const at::Tensor& matrix) {
     auto column = matrix.select(1, c);
     const auto before = matrix.narrow(1, 0, c);
     for (int pass = 0; pass < 2 && c > 0; ++pass) column.sub_(before.mv(before.t().mv(column)));
-    const double norm = column.norm().item<double>();
-    if (norm > 0) column.div_(norm);
+    auto norm = column.norm();
+    column.div_(norm.masked_fill_(norm.eq(0), 1));
   }
 }
 
@@ -150,15 +150,25 @@ class PowerSgd::Impl {
     const auto rank = rank_of(m.size(0), m.size(1));
     if (const auto last = q_.find(name);
         options_.warm_start && last != q_.end() && last->second.size(1) == rank) {
-      auto q = last->second.to(m.options());
+      const auto q = last->second.to(m.options());
       // After a gradient of zero, q has zero columns, from which no iteration can start.
-      if (q.norm(2, 0).gt(0).all().item<bool>()) return q;
+      const auto good = q.norm(2, 0).gt(0).all();
+      if (!good.is_cpu()) {  // the host does not wait for a device
+        auto kept = q.clone().masked_fill_(good.eq(false), 0);
+        return kept.add_(random_guess(name, m).masked_fill_(good, 0));
+      }
+      if (good.item<bool>()) return q;
     }
+    return random_guess(name, m);
+  }
+
+  at::Tensor random_guess(const std::string& name, const at::Tensor& m) {
+    const auto rank = rank_of(m.size(0), m.size(1));
     const auto number = options_.warm_start ? 0 : static_cast<uint64_t>(iteration_);
     auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed ^ hash_of(name) ^
                                                               (number * 0x9E3779B97F4A7C15ull));
     return at::randn({m.size(1), rank}, generator, at::TensorOptions().dtype(at::kFloat))
-        .to(m.options());
+        .to(m.options(), /*non_blocking=*/true);
   }
 
   void finish(ProcessGroup& group, Pass& pass) {
@@ -194,13 +204,19 @@ class PowerSgd::Impl {
     const auto error = matrix.matrix - mean;
     matrix.gradient.copy_(mean.view(matrix.gradient.sizes()));
     // An overflow on any rank reaches all ranks through q. It must not stay in the state.
-    if (!q.isfinite().all().item<bool>()) {
+    const auto finite = q.isfinite().all();
+    if (finite.is_cpu() && !finite.item<bool>()) {
       errors_.erase(matrix.name);
       q_.erase(matrix.name);
       return;
     }
-    if (options_.error_feedback) errors_[matrix.name] = error.view(matrix.gradient.sizes());
-    if (options_.warm_start) q_[matrix.name] = q.clone();
+    // The host does not wait for a device: zeros there are as good as no state.
+    const auto kept = [&](at::Tensor state) {
+      if (!finite.is_cpu()) state.masked_fill_(finite.eq(false), 0);
+      return state;
+    };
+    if (options_.error_feedback) errors_[matrix.name] = kept(error.view(matrix.gradient.sizes()));
+    if (options_.warm_start) q_[matrix.name] = kept(q.clone());
   }
 
   PowerSgdOptions options_;

@@ -86,7 +86,8 @@ class Gradients {
     std::unique_ptr<sharding::Page> page;
   };
   struct EndOfBackward;
-  /// With cpu_offload: a sum on its way to the host. The host adds and scales it when all have come.
+  /// With cpu_offload: a sum on its way to the host. The host adds and scales it when all have
+  /// come.
   struct Landing {
     at::Tensor target;
     at::Tensor sum;  // added to the target; undefined: the target itself, because it had no values

@@ -37,6 +37,19 @@ struct Moments {
   double count = 0;
 };
 
+/// Where the ranks exchange sums: on the input's device, for which the host then does not wait, or
+/// on the CPU where the group cannot.
+at::Device meeting_place(const at::Tensor& input, const ProcessGroup& group) {
+  return group.moves(input.device().type()) ? input.device() : group.control_device();
+}
+
+/// The sum over the ranks of a number that the host has.
+double sum_on_host(double number, ProcessGroup& group) {
+  auto sum = at::full({1}, number, at::TensorOptions().dtype(at::kDouble));
+  group.all_reduce(sum, 1, "count of a SyncBatchNorm");
+  return sum.item<double>();
+}
+
 /// The moments of the batch of all ranks, combined from those of each rank's batch by the rule of
 /// Chan et al. (1983). Collective.
 Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
@@ -51,13 +64,14 @@ Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
     mine.narrow(0, channels, channels).copy_(var);
     mine[2 * channels].fill_(count);
   }
-  const auto gathered =
-      group.all_gather(mine.to(group.control_device())).view({group.size(), 2 * channels + 1});
+  const auto place = meeting_place(input, group);
+  const auto gathered = group.all_gather(mine.to(place)).view({group.size(), 2 * channels + 1});
   const auto all = gathered.to(input.device());
   const auto means = all.narrow(1, 0, channels), vars = all.narrow(1, channels, channels),
              counts = all.narrow(1, 2 * channels, 1);
   Moments result;
-  result.count = gathered.narrow(1, 2 * channels, 1).sum().item<double>();
+  result.count = place.is_cpu() ? gathered.narrow(1, 2 * channels, 1).sum().item<double>()
+                                : sum_on_host(count, group);
   if (result.count == 0)
     throw UsageError(fmt::format(
         "{}: the batch is empty on all ranks; expected a sample on at least one", kSyncBatchNorm));
@@ -106,7 +120,7 @@ class Normalize : public torch::autograd::Function<Normalize> {
     at::Tensor input_gradient;
     if (context->saved_data["input"].toBool()) {
       auto group = static_cast<GroupHolder&>(*context->saved_data["group"].toCapsule()).group;
-      auto total = sums.to(group.control_device(), at::kDouble, false, true);
+      auto total = sums.to(meeting_place(input, group), at::kDouble, false, true);
       group.all_reduce(total, 1, "sums of a SyncBatchNorm");
       total = (total.to(input.device()) / context->saved_data["count"].toDouble()).to(dtype);
       const auto centered = dy - along(total[0], input) - normal * along(total[1], input);

@@ -239,5 +239,8 @@ void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
 bool ProcessGroup::ended() const { return impl_->ended; }
 
 at::Device ProcessGroup::control_device() const { return at::kCPU; }
+bool ProcessGroup::moves(at::DeviceType type) const {
+  return type == at::kCPU || impl_->alone() || impl_->transport->device_type() == type;
+}
 
 }  // namespace tessera
