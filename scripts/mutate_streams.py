@@ -27,7 +27,8 @@ FILES = ("src/comm/base/comm_stream.h", "src/comm/device/device_transport.cpp",
          "src/fsdp/residency.cpp", "src/fsdp/gradients.cpp", "src/train/run/run_prepare.cpp")
 PLACE = re.compile(r"event\.block\(|mark->block\(|switched_\.emplace|stream\.keep\(|DeviceGuard there"
                    r"|stream_\.join\(|work->wait\(\);|^ *drain\(\);|CommStream::Scope on_"
-                   r"|StreamGuard same|\.sent = std::move|on_device_\.reset_device")
+                   r"|StreamGuard same|\.sent = std::move|on_device_\.reset_device"
+                   r"|stream_\.wait_for_current\(|heartbeats_ = std::make_unique")
 
 
 def places():

@@ -415,8 +415,7 @@ void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum)
 /// Waits once for all sums of the backward.
 void Gradients::land() {
   if (landing_.empty()) return;
-  const auto device = stream_.device();
-  c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  stream_.wait_for_current();
   const at::NoGradGuard no_grad;
   for (auto& [target, sum, scale] : std::exchange(landing_, {})) {
     if (sum.defined()) target.add_(sum, scale);

@@ -91,10 +91,9 @@ Headers ProcessGroup::Impl::compare_now(const OpHeader& header, const std::strin
 
 void ProcessGroup::Impl::meet_on_device(Transport& control) {
   check_devices(control);
-  const auto timeout = world.options.timeout;
   heartbeats_ = std::make_unique<comm::Heartbeats>(
       c10::make_intrusive<c10d::PrefixStore>("on_device/", world.store), world.rank, world.size, 1,
-      comm::Heartbeats::Limits{timeout, timeout},
+      comm::Heartbeats::Limits{world.options.timeout, world.options.timeout},
       [this](const std::vector<int>& lost) { lose(lost); });
 }
 
@@ -120,41 +119,53 @@ void ProcessGroup::Impl::check_devices(Transport& control) const {
   }
 }
 
-void ProcessGroup::Impl::lose(const std::vector<int>& lost) {
-  if (ended) return;
-  const auto limit = world.options.timeout.count();
-  const auto cause = lost.empty() ? fmt::format("the store has not answered for {} ms", limit)
-                                  : fmt::format("{} {} not run for {} ms", comm::rank_list(lost),
-                                                lost.size() == 1 ? "has" : "have", limit);
-  const auto text = fmt::format(
-      "ProcessGroup ({}): rank {} of {} gave up on the device's "
-      "collectives: {}",
-      transport->name(), world.rank, world.size, cause);
-  const auto blamed = world.in_world(lost);
-  {
-    std::lock_guard lock(failure_mutex_);
-    lost_ = std::make_exception_ptr(BrokenWorldError(text, lost));
-  }
-  broken_ = true;
-  set_failure(text, true);
-  if (!closing_) {
-    if (world.failures) world.failures->tell_others(world, blamed);
-    detail::report_broken(blamed, text);
-  }
-  free_device_or_exit(text);
+namespace {
+
+/// Calls `first` and then waits until the device has reached `mark`, for at most kUntilFreed.
+/// False: it has not, or a call of the device's library blocks, so another thread makes them.
+bool is_reached(const CommStream::Mark& mark, std::function<void()> first) {
+  auto reached = std::make_shared<std::promise<void>>();
+  auto future = reached->get_future();
+  std::thread([mark, reached, first = std::move(first)] {
+    try {
+      first();
+      while (mark && !mark->query()) std::this_thread::sleep_for(kPoll);
+    } catch (...) {  // the device has an error, and runs nothing any more
+    }
+    reached->set_value();
+  }).detach();
+  return future.wait_for(kUntilFreed) == std::future_status::ready;
 }
 
-/// A thread of this process may wait for the device, and only the backend can end that. Where it
-/// does not, nothing but the end of the process does.
-void ProcessGroup::Impl::free_device_or_exit(const std::string& text) {
-  std::promise<void> freed;
-  std::thread([&, last = last_on_device()] {
-    transport->abort_device();
-    while (last && !last->query()) std::this_thread::sleep_for(kPoll);
-    freed.set_value();
-  }).detach();
-  if (freed.get_future().wait_for(kUntilFreed) == std::future_status::ready) return;
-  fmt::print(stderr, "{}; the device does not end its collectives, so this process ends\n", text);
+}  // namespace
+
+void ProcessGroup::Impl::lose(const std::vector<int>& lost) {
+  // The store ends with the rank that serves it, perhaps after the last collective.
+  if (lost.empty() && is_reached(last_on_device(), [] {})) return;
+  if (!ended) {
+    const auto limit = world.options.timeout.count();
+    const auto cause = lost.empty() ? fmt::format("the store has not answered for {} ms", limit)
+                                    : fmt::format("{} {} not run for {} ms", comm::rank_list(lost),
+                                                  lost.size() == 1 ? "has" : "have", limit);
+    const auto text =
+        fmt::format("ProcessGroup ({}): rank {} of {} gave up on the device's collectives: {}",
+                    transport->name(), world.rank, world.size, cause);
+    const auto blamed = world.in_world(lost);
+    {
+      std::lock_guard lock(failure_mutex_);
+      lost_ = std::make_exception_ptr(BrokenWorldError(text, lost));
+    }
+    broken_ = true;
+    set_failure(text, true);
+    if (!closing_) {
+      if (world.failures) world.failures->tell_others(world, blamed);
+      detail::report_broken(blamed, text);
+    }
+  }
+  if (is_reached(last_on_device(), [this] { transport->abort_device(); })) return;
+  // A thread of this process may wait for the device, and only the end of the process ends that.
+  fmt::print(stderr, "{}; the device does not end its collectives, so this process ends\n",
+             failure());
   std::fflush(nullptr);
   std::_Exit(EXIT_FAILURE);
 }

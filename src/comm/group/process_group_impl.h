@@ -84,9 +84,9 @@ class ProcessGroup::Impl {
   void meet_on_device(comm::Transport& control);
   /// Throws UsageError on all ranks if two of a host have the same device.
   void check_devices(comm::Transport& control) const;
-  /// These ranks do not run any more. The device waits for them, and the host for the device.
+  /// These ranks do not run any more, so the device may wait for them, and the host for the device.
+  /// Ends the group and the device's collectives, or else the process. None: the store is silent.
   void lose(const std::vector<int>& lost);
-  void free_device_or_exit(const std::string& text);
   comm::CommStream::Mark last_on_device();
   void set_last_on_device(comm::CommStream::Mark mark);
   [[noreturn]] void throw_ended();
