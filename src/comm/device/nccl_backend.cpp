@@ -14,12 +14,14 @@
 namespace tessera::comm {
 namespace {
 
-/// libtorch's watchdog ends the process where a collective fails or is late. Here it only ends the
-/// collective, and the group says which rank is lost.
+/// libtorch's watchdog ends the process where a collective fails or is late, after four times the
+/// time of a dump (15 s). Here it only ends the collective, soon, and the group says which rank is
+/// lost.
 void keep_process_alive() {
   for (const auto& [variable, value] : {std::pair{"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},
                                         {"TORCH_NCCL_ENABLE_MONITORING", "0"},
-                                        {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"}})
+                                        {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
+                                        {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "50"}})
     ::setenv(variable, value, 0);
 }
 
