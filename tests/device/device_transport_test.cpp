@@ -203,7 +203,7 @@ TEST(DeviceTransport, TwoRanksOnOneDeviceAreAnError) {
   expect_success(
       2,
       [](Groups& groups) {
-        auto group = groups.exclusive_device();
+        auto group = groups.with(backend(/*exclusive=*/true));
         const auto x = torch::ones({4}, device());
         const auto text = error_of([&] { group.all_reduce_async(x).wait(); });
         expect_contains(text, "ranks 0 and 1 use the same");

@@ -56,9 +56,6 @@ ProcessGroup Groups::cpu(ProcessGroupOptions options) { return make(nullptr, opt
 ProcessGroup Groups::device(ProcessGroupOptions options) {
   return make(world_ > 1 ? backend(false) : nullptr, options);
 }
-ProcessGroup Groups::exclusive_device(ProcessGroupOptions options) {
-  return make(backend(true), options);
-}
 ProcessGroup Groups::staged(ProcessGroupOptions options) {
   options.staged_device = type();
   return make(nullptr, options);

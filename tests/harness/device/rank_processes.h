@@ -19,12 +19,9 @@ class Groups {
   /// For CPU tensors, and for tensors on the device that is current.
   ProcessGroup cpu(ProcessGroupOptions options = {});
   ProcessGroup device(ProcessGroupOptions options = {});
-  /// The same, where two ranks cannot use one device.
-  ProcessGroup exclusive_device(ProcessGroupOptions options = {});
   /// The same without a backend for the device.
   ProcessGroup staged(ProcessGroupOptions options = {});
-
-  /// With this backend.
+  /// With this backend for the device.
   ProcessGroup with(std::shared_ptr<const comm::DeviceBackend> backend,
                     ProcessGroupOptions options = {}) {
     return make(std::move(backend), options);
