@@ -114,7 +114,7 @@ measure() {
 
 for part in $parts; do
   case $part in
-    tests) check "tests on CUDA" "$build/bin/test_cuda" ${TESTS:+--gtest_filter="$TESTS"} ;;
+    tests) check "tests on CUDA" "$build/bin/test_cuda" ;;
     train) train_all ;;
     measure) measure || failed=1 ;;
     *) echo "gpu_smoke: PARTS: $part; expected tests, train or measure" >&2; exit 2 ;;

@@ -1,8 +1,6 @@
 #include "fsdp/gradients.h"
 
 #include <algorithm>
-#include <iterator>
-#include <utility>
 
 #include <fmt/format.h>
 
@@ -400,10 +398,7 @@ void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum)
     const auto part = sum.narrow(0, from - offset, to - from);
     const bool adds = reduction.adds[m];
     if (part.device() != target.device()) {
-      const auto pinned = part.options().device(target.device()).pinned_memory(true);
-      const auto added = adds ? at::empty(part.sizes(), pinned) : at::Tensor();
-      (adds ? added : target).copy_(part, true);
-      reduction.landing.push_back({target, added, reduction.scale});
+      reduction.on_the_way.send(target, part, adds, reduction.scale);
     } else if (adds) {
       target.add_(part, reduction.scale);
     } else {
@@ -413,14 +408,10 @@ void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum)
 }
 
 /// Waits once for all sums of the backward.
-void Gradients::land() {
-  if (landing_.empty()) return;
+void Gradients::wait_for_host_sums() {
+  if (on_the_way_.empty()) return;
   stream_.wait_for_current();
-  const at::NoGradGuard no_grad;
-  for (auto& [target, sum, scale] : std::exchange(landing_, {})) {
-    if (sum.defined()) target.add_(sum, scale);
-    else target.mul_(scale);
-  }
+  on_the_way_.apply();
 }
 
 void Gradients::finish_one() {
@@ -432,7 +423,7 @@ void Gradients::finish_one() {
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   if (!reduction->dropped) {
-    std::move(reduction->landing.begin(), reduction->landing.end(), std::back_inserter(landing_));
+    on_the_way_.take(reduction->on_the_way);
     shard_wire_.commit(reduction->flat);
     replica_wire_.commit(reduction->flat);
   }
@@ -479,7 +470,7 @@ bool Gradients::finish() {
     if (reduced) ++backwards_;
     if (reduced) last_order_ = order_;
   }
-  land();
+  wait_for_host_sums();
   order_.clear();
   show_placeholders();
   return reduced;
@@ -514,7 +505,7 @@ void Gradients::abandon() {
       gradient_of(f, m) = at::Tensor();
   }
   drop();
-  land();
+  wait_for_host_sums();
   for (auto& pending : pending_) pending.reduced = false;
   tracker_.begin();
   show_placeholders();

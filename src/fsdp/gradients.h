@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "comm/base/comm_stream.h"
+#include "fsdp/host_sums.h"
 #include "fsdp/join_leader.h"
 #include "fsdp/sharded_model.h"
 #include "sharding/callback_guard.h"
@@ -86,13 +87,6 @@ class Gradients {
     std::unique_ptr<sharding::Page> page;
   };
   struct EndOfBackward;
-  /// With cpu_offload: a sum on its way to the host. The host adds and scales it when all have
-  /// come.
-  struct Landing {
-    at::Tensor target;
-    at::Tensor sum;  // added to the target; undefined: the target itself, because it had no values
-    double scale;
-  };
   struct Reduction {
     size_t flat;
     Work work;
@@ -101,7 +95,7 @@ class Gradients {
     std::vector<char> used;  // members that have a gradient
     std::vector<char> adds;  // members whose shard already has a gradient, so the sum is added
     double scale = 1;
-    std::vector<Landing> landing;
+    HostSums on_the_way;                // with cpu_offload
     std::atomic<bool> dropped = false;  // its backward was abandoned, so the result is not used
     comm::CommStream::Mark mark;
   };
@@ -127,7 +121,7 @@ class Gradients {
   bool take_reduced();
   void finish_one();
   void add(Reduction& reduction, int64_t offset, const at::Tensor& sum);
-  void land();
+  void wait_for_host_sums();
   at::Tensor window(size_t flat, size_t member) const;
   at::Tensor shard_gradient(size_t flat, size_t member) const;
   std::set<sharding::LocalNorms::Gradient> shard_gradients() const;
@@ -148,7 +142,7 @@ class Gradients {
   std::optional<size_t> early_;       // the last flat parameter that got its buffer early
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
-  std::vector<Landing> landing_;  // of finished reductions
+  HostSums on_the_way_;  // of finished reductions
   comm::CommStream stream_;
   uint64_t forwards_ = 0, backwards_ = 0;  // that are not under no_sync()
   int holds_ = 0;                          // scopes of no_sync()

@@ -21,6 +21,7 @@ struct DeviceBackend {
   /// Collective.
   std::function<c10::intrusive_ptr<compat::C10dBackend>(const World& world)> connect;
   /// Ends the collectives that the device waits in, from any thread. Their data is undefined then.
+  /// Not null; does not throw.
   std::function<void(compat::C10dBackend& backend)> abort;
   /// What a device is called on its host, whatever its number in this process. Two ranks of a host
   /// cannot use the same one. Null, or "": they can.

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include <torch/torch.h>
+
+namespace tessera::fsdp {
+
+/// With cpu_offload: sums on their way from the device to gradients on the host, in pinned memory.
+/// The host waits for the device once for all of them, and then adds and scales them. Not
+/// thread-safe.
+class HostSums {
+ public:
+  /// Issues the copy of `sum` on the current stream. It is to be added to `target`, or to replace
+  /// it, times `scale`.
+  void send(const at::Tensor& target, const at::Tensor& sum, bool add, double scale) {
+    const auto pinned = sum.options().device(target.device()).pinned_memory(true);
+    const auto added = add ? at::empty(sum.sizes(), pinned) : at::Tensor();
+    auto to = add ? added : target;
+    to.copy_(sum, /*non_blocking=*/true);
+    all_.push_back({target, added, scale});
+  }
+  void take(HostSums& other) {
+    std::move(other.all_.begin(), other.all_.end(), std::back_inserter(all_));
+    other.all_.clear();
+  }
+  bool empty() const { return all_.empty(); }
+  /// The copies have come.
+  void apply() {
+    const at::NoGradGuard no_grad;
+    for (auto& [target, added, scale] : std::exchange(all_, {})) {
+      if (added.defined()) target.add_(added, scale);
+      else target.mul_(scale);
+    }
+  }
+
+ private:
+  struct Sum {
+    at::Tensor target;
+    at::Tensor added;  // undefined: it is in `target`
+    double scale;
+  };
+  std::vector<Sum> all_;  // in the order of the reductions
+};
+
+}  // namespace tessera::fsdp
