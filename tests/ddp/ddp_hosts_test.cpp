@@ -41,7 +41,6 @@ TEST(DdpHosts, TheGroupCountsTheTrafficOfAllBuckets) {
         EXPECT_EQ(group.stats().all_reduce.calls, ddp.buckets());
         const auto sent = static_cast<double>(group.stats().all_reduce.bytes_sent);
         EXPECT_NEAR(sent, 2 * bytes * (group.size() - 1) / group.size(), 8.0 * ddp.buckets());
-        EXPECT_GT(group.stats().waited_seconds, 0);
       }
     });
   }
