@@ -205,8 +205,10 @@ int main(int argc, char** argv) {
   std::optional<Clock::time_point> previous;
   // A step is measured from its start to the next start, because a gather may go on after step().
   const auto begin_step = [&] {
-    if (!device.is_cpu())
-      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+    if (!device.is_cpu()) {
+      const c10::impl::VirtualGuardImpl guard(device.type());
+      guard.synchronizeStream(guard.getStream(device));
+    }
     world.barrier();
     const auto now = Clock::now();
     if (previous)

@@ -218,11 +218,7 @@ class DataParallel::Impl {
     return choose_bucket_mib(group_);
   }
 
-  /// Between hosts, a collective begins and ends without data on the wire.
-  size_t lanes() const {
-    const bool crosses_hosts = !group_.same_host() && group_.backend_name() == "gloo";
-    return crosses_hosts && !options_.comm_hook ? 2 : 1;
-  }
+  size_t lanes() const { return options_.comm_hook ? 1 : sharding::lanes_between_hosts(group_); }
 
   void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;

@@ -38,12 +38,20 @@ std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
   return flats;
 }
 
+/// Gathers and reductions take turns on the wire. Those that travel encoded have groups of their own
+/// anyway.
+size_t lanes_of(const ShardedModel& model, WireFormat wire) {
+  const bool one_group =
+      wire == WireFormat::float32 && model.gathers.impl() == model.shard_group.impl();
+  return one_group ? sharding::lanes_between_hosts(model.shard_group) : 1;
+}
+
 }  // namespace
 
 Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
                      WireFormat wire, Callbacks callbacks)
     : model_(model),
-      shard_wire_(model.shard_group, wire),
+      shard_wire_(model.shard_group, wire, lanes_of(model, wire)),
       replica_wire_(model.replicas, wire),
       stats_(stats),
       join_leader_(join_leader),
@@ -121,6 +129,9 @@ void Gradients::begin(size_t f) {
   while (sync() && open_.size() >= kMaxOpen) finish_one();
   if (sync() && pending.defer_until_complete) callbacks_.complete(flat.unit);
   if (is_large(f)) memory::return_freed_memory();  // of gradients that autograd has added up
+  // The ranks agree on a collective in the reductions' group in the one of all others.
+  if (has_lanes() && !flat.gradient_slots->has_free())
+    model_.shard_group.barrier("memory for the gradients of a unit");
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
@@ -290,7 +301,8 @@ void Gradients::reduce(size_t f) {
                         all(reduction->adds, 0);
   {
     const comm::CommStream::Scope on_comm_stream(stream_);
-    auto shard_group = shard_wire_.group(), replicas = replica_wire_.group();
+    auto shard_group = group_of(flat), replicas = replica_wire_.group();
+    if (has_lanes() && order_.size() == 1) met_ = model_.shard_group.barrier_async(tag);
     const auto feedback = shard_wire_.scope(f);
     if (model_.replicas.size() > 1) {
       reduction->part = at::empty({own}, flat.gradient_options());
@@ -414,11 +426,19 @@ void Gradients::wait_for_host_sums() {
   on_the_way_.apply();
 }
 
+/// The root's buffer is one of the gathers' slots: see ShardedModule::make_pages().
+ProcessGroup Gradients::group_of(const FlatParameter& flat) const {
+  return shard_wire_.group(flat.gradient_slots == flat.compute.slots ? 0 : 1);
+}
+
 void Gradients::finish_one() {
   auto reduction = open_.front();
   open_.pop_front();
   auto& flat = model_.flats[reduction->flat];
-  advised([&] { reduction->work.wait(); });
+  advised([&] {
+    met_.wait();
+    reduction->work.wait();
+  });
   stream_.join(reduction->mark);
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);

@@ -20,7 +20,7 @@ void EarlyReduction::send(size_t b, const ShardBucket& bucket, const at::Tensor&
   if (sent_.size() <= b) sent_.resize(b + 1);
   const auto checksum = checksum_of(flat);  // before any rank reads, so that no write is missed
   const auto feedback = wire_.scope(b);
-  auto group = wire_.group();
+  auto group = wire_.group(b);
   sent_[b] = Sent{group.reduce_scatter_into_async(flat, bucket.layout.counts(), std::move(sum), 1,
                                                   "gradients of " + bucket.names),
                   checksum};

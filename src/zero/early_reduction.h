@@ -18,11 +18,11 @@ namespace tessera::zero {
 /// keeps a checksum of what it sent. step() compares, and a bucket that has changed on any rank is
 /// reduced again. After a step in which that happened, nothing is sent early for some steps.
 ///
-/// These collectives have a group of their own, so that their order relative to other collectives
-/// between backward and step() does not matter.
+/// These collectives have groups of their own, so that their order relative to other collectives
+/// between backward and step() does not matter. The buckets take turns: [Note: lanes].
 class EarlyReduction {
  public:
-  /// `wire`: its group is for these collectives only.
+  /// `wire`: its groups are for these collectives, and for gathers in the background.
   explicit EarlyReduction(sharding::GradientWire& wire) : wire_(wire) {}
 
   /// Starts the reduction of bucket `b`, whose gradients are `flat`. The sum will be in `sum`.

@@ -21,7 +21,7 @@ void GradientShards::send(size_t b, const ShardBucket& bucket, at::Tensor flat, 
     if (scale != 1) part.mul_(scale);
   };
   const auto feedback = wire_.scope(b);
-  auto group = wire_.group();
+  auto group = wire_.group(b);
   auto work = group.reduce_scatter_each_async(flat, bucket.layout.counts(), add,
                                               "gradients of " + bucket.names);
   sent_ = Sent{b, std::move(flat), std::move(work)};

@@ -282,7 +282,7 @@ void MeanGradient::reduce_to_segment(size_t b) {
     in_place_[b] = 1;
   }
   const auto feedback = wire_.scope(b);
-  ProcessGroup(wire_.group())
+  ProcessGroup(wire_.group(b))
       .reduce_scatter_each(
           flat(b), shards_.buckets()[b].layout.counts(),
           [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },

@@ -127,7 +127,7 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
     update.consume(0, sum);
   } else {
     const auto feedback = mean.wire().scope(b);
-    ProcessGroup(mean.wire().group())
+    ProcessGroup(mean.wire().group(b))
         .reduce_scatter_each(
             mean.flat(b), bucket.layout.counts(),
             [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },

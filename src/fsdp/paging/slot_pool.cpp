@@ -12,9 +12,9 @@ at::Tensor SlotPool::take(int64_t numel) {
     // A tensor made under the caller's InferenceMode could not be written in training.
     const c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
-    const bool shared = group_.backend_name() == "shm" && options_.device().is_cpu();
-    free_.push_back(shared ? group_.allocate(capacity_, options_)
-                           : at::empty({capacity_}, options_));
+    const bool may_share = group_.size() > 1 && options_.device().is_cpu();
+    free_.push_back(may_share ? group_.allocate(capacity_, options_)
+                              : at::empty({capacity_}, options_));
     slots_.push_back(free_.back());
   }
   auto slot = free_.back();

@@ -9,17 +9,19 @@
 namespace tessera::fsdp {
 
 /// A pool of reusable buffers, called slots, of one capacity, dtype and device. Writing to fresh
-/// memory costs an order of magnitude more than writing to memory in use. Slots are in shared
-/// memory if the group has it, so that other ranks read them without a copy. All ranks must take
-/// and give slots in the same order; then the n-th slot of one rank corresponds to the n-th of
-/// every other.
+/// memory costs an order of magnitude more than writing to memory in use. Slots are in memory
+/// that the ranks of a host share, if the group has it, so that they read them without a copy. All
+/// ranks must take and give slots in the same order; then the n-th slot of one rank corresponds to
+/// the n-th of every other.
 class SlotPool {
  public:
   SlotPool(ProcessGroup group, int64_t capacity, at::TensorOptions options)
       : group_(std::move(group)), capacity_(capacity), options_(options) {}
 
+  /// Whether take() makes no new slot. The same on all ranks.
+  bool has_free() const { return !free_.empty(); }
   /// Returns the first `numel` elements of a free slot; their values are unspecified. Makes a new
-  /// slot if none is free, which is collective for shared memory.
+  /// slot if none is free, which is collective for memory of the CPU.
   at::Tensor take(int64_t numel);
   /// Makes `slot` free again. With `keeps_pages` false its memory is returned to the system until
   /// the slot is taken again.

@@ -6,6 +6,10 @@
 
 namespace tessera::sharding {
 
+size_t lanes_between_hosts(const ProcessGroup& group) {
+  return !group.same_host() && group.backend_name() == "gloo" ? 2 : 1;
+}
+
 GradientWire::GradientWire(ProcessGroup group, WireFormat format, size_t lanes) {
   lanes_.push_back(group.with_wire(format));
   while (lanes_.size() < lanes) {

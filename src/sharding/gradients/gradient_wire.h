@@ -11,16 +11,22 @@
 
 namespace tessera::sharding {
 
-/// The group in which a wrapper reduces its gradients, and the error feedback of each bucket if
+/// [Note: lanes] A collective between hosts begins and ends without data on the wire: the ranks
+/// agree on it, add up within their host, and copy the result there. With a second group, a lane,
+/// the wire carries another bucket meanwhile. The number of lanes for the buckets of `group`: 1 on
+/// one host and for a device's backend. The same on all ranks.
+size_t lanes_between_hosts(const ProcessGroup& group);
+
+/// The groups in which a wrapper reduces its gradients, and the error feedback of each bucket if
 /// they travel encoded between hosts.
 class GradientWire {
  public:
-  /// `lanes`: the groups in which the buckets are reduced in turn. With two of them the wire
-  /// carries one bucket while the ranks agree on the next, or copy the last within their host.
+  /// The first of `lanes` groups is `group` itself if gradients travel exactly. See [Note: lanes].
   /// Collective: see ProcessGroup::with_wire(), and duplicate() for more than one.
   GradientWire(ProcessGroup group, WireFormat format, size_t lanes = 1);
 
-  /// The group in which `bucket` is reduced, and allocated.
+  size_t lanes() const { return lanes_.size(); }
+  /// The group in which `bucket` is reduced, and allocated: the lanes take turns.
   const ProcessGroup& group(size_t bucket = 0) const { return lanes_[bucket % lanes_.size()]; }
   /// For the collective of bucket `b` that is started while the scope lives.
   comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }

@@ -75,7 +75,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
-                                            ProcessGroup& group, ProcessGroup& gradients_group) {
+                                            const BucketGroups& groups) {
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
   const bool flat = plan.partition == Partition::flat;
@@ -92,6 +92,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   }
   std::vector<ShardBucket> buckets;
   for (auto& members : member_lists) {
+    auto group = groups.gathers(buckets.size());
     ShardBucket bucket;
     std::vector<int64_t> sizes;
     std::vector<int> bucket_owners;
@@ -122,8 +123,9 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   // would be the peak.
   if (plan.as_bucket_view) memory::return_freed_memory();
   if (!plan.with_gradients) return buckets;
-  for (auto& bucket : buckets) {
-    auto gradients = gradients_group.allocate(
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    auto& bucket = buckets[b];
+    auto gradients = groups.reductions(b).allocate(
         bucket.layout.numel(), tensors[bucket.members[0]].options().requires_grad(false));
     if (plan.lean_gradients)
       memory::return_pages(gradients.data_ptr(), static_cast<int64_t>(gradients.nbytes()));
@@ -152,7 +154,7 @@ std::string gather_tag(const ShardBucket& bucket, const std::string& own_tag) {
 }
 
 void gather_parameters(ShardBucket& bucket, const std::vector<NamedTensor>& parameters,
-                       ProcessGroup& group, const std::string& own_tag) {
+                       ProcessGroup group, const std::string& own_tag) {
   if (group.size() == 1) return;
   const auto tag = gather_tag(bucket, own_tag);
   if (bucket.parameters.defined())

@@ -31,7 +31,7 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner,
                const std::string& prefix)
     : group_(std::move(groups.own)),
-      gradients_group_(std::move(groups.gradients)),
+      gradients_(groups.gradients),
       plan_(plan_of(options)),
       load_(group_.size(), 0) {
   plan_.one_owner = one_owner;
@@ -114,8 +114,10 @@ void Shards::place(const std::vector<size_t>& subset) {
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
     plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
-  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, gather_group(),
-                                    gradients_group_);
+  const size_t first = buckets_.size();
+  const BucketGroups groups{[&](size_t b) { return gather_group(first + b); },
+                            [&](size_t b) { return gradients_.group(first + b); }};
+  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, groups);
   for (size_t b = 0; arriving_ && b < buckets.size(); ++b) {
     put_on_page(buckets[b], parameters_, arriving_->make_page(buckets[b].parameters),
                 plan_.partition != Partition::flat);
@@ -162,9 +164,9 @@ void Shards::restore() {
 
 void Shards::gather_exact() {
   wait_for_gathers();
-  for (auto& bucket : buckets_) {
-    gather_parameters(bucket, parameters_, gather_group(), "");
-    bump_versions(bucket);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    gather_parameters(buckets_[b], parameters_, gather_group(b));
+    bump_versions(buckets_[b]);
   }
   if (wire_) wire_->reset();
 }
@@ -212,7 +214,7 @@ void Shards::gather(const std::string& tag) {
     }
     const auto begun = gathers_.extract(b);
     if (begun) begun.mapped().wait();
-    else gather_parameters(buckets_[b], parameters_, gather_group(), tag);
+    else gather_parameters(buckets_[b], parameters_, gather_group(b), tag);
   }
   for (size_t b = 0; wire_ && b < buckets_.size(); ++b) wire_->finish(b, buckets_[b]);
   bump_versions();
@@ -222,14 +224,14 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
   const auto& bucket = buckets_[b];
   if (!bucket.parameters.defined()) return;
   if (wire_) return wire_->begin(b, bucket, gather_tag(bucket, tag));
-  gathers_[b] = start_gather(bucket, tag);
+  gathers_[b] = start_gather(b, tag);
 }
 
 void Shards::gather_in_background(const std::string& tag) {
   // Buckets are in the order of backward.
-  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
-    arriving_->begin(*bucket->page, bucket->parameters, start_gather(*bucket, tag));
-    bump_versions(*bucket);
+  for (size_t b = buckets_.size(); b-- > 0;) {
+    arriving_->begin(*buckets_[b].page, buckets_[b].parameters, start_gather(b, tag));
+    bump_versions(buckets_[b]);
   }
 }
 
@@ -237,13 +239,16 @@ void Shards::wait_for_gathers() const {
   if (arriving_) arriving_->wait_all();
 }
 
-/// Reductions within backward follow the gathers on their group in every step. Gathers on that
-/// group are not in the way of the caller's collectives.
-ProcessGroup& Shards::gather_group() { return arriving_ ? gradients_group_ : group_; }
+/// Gathers in the background are not in the way of the caller's collectives. A bucket's reduction
+/// within backward follows its gather on the same group in every step.
+ProcessGroup Shards::gather_group(size_t b) const {
+  return arriving_ ? gradients_.group(b) : group_;
+}
 
-Work Shards::start_gather(const ShardBucket& bucket, const std::string& tag) {
-  return gather_group().all_gather_async(bucket.parameters, bucket.layout.counts(),
-                                         gather_tag(bucket, tag));
+Work Shards::start_gather(size_t b, const std::string& tag) {
+  const auto& bucket = buckets_[b];
+  return gather_group(b).all_gather_async(bucket.parameters, bucket.layout.counts(),
+                                          gather_tag(bucket, tag));
 }
 
 void Shards::bump_versions() {

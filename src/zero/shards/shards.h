@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/gradient_wire.h"
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -22,10 +23,10 @@ class Shards {
  public:
   struct Groups {
     ProcessGroup own;
-    ProcessGroup gradients;                  ///< Reduces the gradients.
-    bool early = false;                      ///< Within backward.
-    std::optional<ProcessGroup> parameters;  ///< Of ProcessGroup::with_wire(), if they need one.
-    bool in_background = false;              ///< [Note: gathers in the background]
+    const sharding::GradientWire& gradients;  ///< Reduces the gradients. Lives longer.
+    bool early = false;                       ///< Within backward.
+    std::optional<ProcessGroup> parameters;   ///< Of ProcessGroup::with_wire(), if they need one.
+    bool in_background = false;               ///< [Note: gathers in the background]
   };
 
   /// `one_owner`: rank 0 owns all parameters. `prefix`: of error messages.
@@ -92,10 +93,11 @@ class Shards {
  private:
   void place(const std::vector<size_t>& subset);
   void share_frozen(size_t first);
-  ProcessGroup& gather_group();
-  Work start_gather(const ShardBucket& bucket, const std::string& tag);
+  ProcessGroup gather_group(size_t b) const;
+  Work start_gather(size_t b, const std::string& tag);
 
-  ProcessGroup group_, gradients_group_;
+  ProcessGroup group_;
+  const sharding::GradientWire& gradients_;
   std::optional<ParameterWire> wire_;
   std::unique_ptr<ArrivingParameters> arriving_;  // null unless gathers are in the background
   std::unique_ptr<sharding::SharedParameters> shared_;
