@@ -235,8 +235,6 @@ class ProcessGroup {
 
   /// Blocks until all ranks have called it. Collective.
   void barrier(const std::string& tag = "");
-  /// As barrier(), but does not block: the Work is complete when all ranks have called it.
-  Work barrier_async(const std::string& tag = "");
 
   // Byte strings, for control data. Their sizes may differ between ranks.
 

@@ -81,7 +81,7 @@ class DataParallel::Impl {
     bucket_cap_mib_ = bucket_cap();
     if (options_.share_parameters) share_frozen();
     comm::run_local_work(group_, kName, [&] { materialize(module_); });
-    wire_.emplace(group_, options_.wire.gradients, lanes());
+    wire_.emplace(sharding::Lanes(group_, options_.wire.gradients, lanes()));
     broadcast_model(0);
     // Backward produces gradients about in reverse order.
     std::vector<size_t> reverse_order(trainable_.size());

@@ -43,7 +43,8 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
     lane.channel = 0;
     while (lanes_[lane.channel].group.impl() != lane.group.impl()) ++lane.channel;
     const bool first = &lanes_[lane.channel] == &lane;
-    lane.wire = first ? std::make_shared<sharding::GradientWire>(lane.group, options_.wire)
+    lane.wire = first ? std::make_shared<sharding::GradientWire>(
+                            sharding::Lanes(lane.group, options_.wire, 1))
                       : lanes_[lane.channel].wire;
   }
   make_reducer();

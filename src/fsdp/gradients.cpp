@@ -14,7 +14,9 @@ namespace tessera::fsdp {
 
 namespace {
 
-constexpr size_t kMaxOpen = 2;  // reductions at the same time
+// Reductions at the same time. Between hosts one may take longer than a unit's backward, which is
+// not delayed for it.
+constexpr size_t kMaxOpen = 2, kMaxOpenBetweenHosts = 3;
 
 /// [Note: large parameters] A parameter of at least this size that is most of its unit (a tied
 /// embedding) determines the peak of a rank's memory: at the end of backward its gradient is in
@@ -38,12 +40,11 @@ std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
   return flats;
 }
 
-/// Gathers and reductions take turns on the wire. Those that travel encoded have groups of their own
-/// anyway.
-size_t lanes_of(const ShardedModel& model, WireFormat wire) {
-  const bool one_group =
-      wire == WireFormat::float32 && model.gathers.impl() == model.shard_group.impl();
-  return one_group ? sharding::lanes_between_hosts(model.shard_group) : 1;
+/// Values that travel exactly use the groups of the gathers.
+sharding::Lanes lanes_of(const ShardedModel& model, WireFormat wire) {
+  const bool as_gathers =
+      wire == WireFormat::float32 && model.gathers.group(0).impl() == model.shard_group.impl();
+  return as_gathers ? model.gathers : sharding::Lanes(model.shard_group, wire, 1);
 }
 
 }  // namespace
@@ -51,8 +52,9 @@ size_t lanes_of(const ShardedModel& model, WireFormat wire) {
 Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_leader,
                      WireFormat wire, Callbacks callbacks)
     : model_(model),
-      shard_wire_(model.shard_group, wire, lanes_of(model, wire)),
-      replica_wire_(model.replicas, wire),
+      shard_wire_(lanes_of(model, wire)),
+      replica_wire_(sharding::Lanes(model.replicas, wire, 1)),
+      max_open_(model.shard_group.same_host() ? kMaxOpen : kMaxOpenBetweenHosts),
       stats_(stats),
       join_leader_(join_leader),
       callbacks_(std::move(callbacks)),
@@ -126,12 +128,9 @@ void Gradients::begin(size_t f) {
   if (pending.flat.defined()) return;
   drop_early();
   join_leader_.broadcast_event(FirstGradient{sync(), f});
-  while (sync() && open_.size() >= kMaxOpen) finish_one();
+  while (sync() && open_.size() >= max_open_) finish_one();
   if (sync() && pending.defer_until_complete) callbacks_.complete(flat.unit);
   if (is_large(f)) memory::return_freed_memory();  // of gradients that autograd has added up
-  // The ranks agree on a collective in the reductions' group in the one of all others.
-  if (has_lanes() && !flat.gradient_slots->has_free())
-    model_.shard_group.barrier("memory for the gradients of a unit");
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
@@ -168,11 +167,6 @@ void Gradients::begin_next(size_t f) {
   bool any = false;
   for (size_t m = 0; m < flat.members.size(); ++m) any = any || has_window(*next, m);
   if (!any) return;
-  // Between hosts a reduction may take longer than a unit's backward, which is not delayed for it.
-  while (!model_.shard_group.same_host() && open_.size() >= kMaxOpen) {
-    if (!open_.front()->work.done()) return;
-    finish_one();
-  }
   begin(*next);
   pending.early = true;
   early_ = *next;
@@ -301,8 +295,7 @@ void Gradients::reduce(size_t f) {
                         all(reduction->adds, 0);
   {
     const comm::CommStream::Scope on_comm_stream(stream_);
-    auto shard_group = group_of(flat), replicas = replica_wire_.group();
-    if (has_lanes() && order_.size() == 1) met_ = model_.shard_group.barrier_async(tag);
+    auto shard_group = shard_wire_.group(order_.size() - 1), replicas = replica_wire_.group();
     const auto feedback = shard_wire_.scope(f);
     if (model_.replicas.size() > 1) {
       reduction->part = at::empty({own}, flat.gradient_options());
@@ -426,19 +419,11 @@ void Gradients::wait_for_host_sums() {
   on_the_way_.apply();
 }
 
-/// The root's buffer is one of the gathers' slots: see ShardedModule::make_pages().
-ProcessGroup Gradients::group_of(const FlatParameter& flat) const {
-  return shard_wire_.group(flat.gradient_slots == flat.compute.slots ? 0 : 1);
-}
-
 void Gradients::finish_one() {
   auto reduction = open_.front();
   open_.pop_front();
   auto& flat = model_.flats[reduction->flat];
-  advised([&] {
-    met_.wait();
-    reduction->work.wait();
-  });
+  advised([&] { reduction->work.wait(); });
   stream_.join(reduction->mark);
   const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);

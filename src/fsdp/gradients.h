@@ -69,9 +69,6 @@ class Gradients {
 
   int64_t shard_bytes() const;
 
-  /// Most units are reduced in this group, in which their buffers are allocated.
-  const ProcessGroup& group() const { return shard_wire_.group(1); }
-
  private:
   struct Pending {
     at::Tensor flat;                // a slot; undefined while it holds no gradient
@@ -123,8 +120,6 @@ class Gradients {
   void reduce_rest();
   bool take_reduced();
   void finish_one();
-  bool has_lanes() const { return shard_wire_.lanes() > 1; }
-  ProcessGroup group_of(const FlatParameter& flat) const;
   void add(Reduction& reduction, int64_t offset, const at::Tensor& sum);
   void wait_for_host_sums();
   at::Tensor window(size_t flat, size_t member) const;
@@ -134,9 +129,7 @@ class Gradients {
 
   ShardedModel& model_;
   sharding::GradientWire shard_wire_, replica_wire_;
-  /// With lanes: all ranks have begun the first reduction of this backward. Without it, a rank that
-  /// skips its backward would let the others wait in a group that it does not use.
-  Work met_;
+  const size_t max_open_;  // reductions at the same time
   FsdpStats& stats_;
   JoinLeader& join_leader_;
   Callbacks callbacks_;

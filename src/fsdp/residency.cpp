@@ -1,6 +1,7 @@
 #include "fsdp/residency.h"
 
 #include <algorithm>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -34,18 +35,19 @@ Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions&
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
   for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
   crosses_hosts_ = model.shard_group.size() > 1 && !model.shard_group.same_host();
+  if (crosses_hosts_) look_ahead_ = kMaxGathering;
 }
 
 int64_t Residency::budget() const {
   if (unlimited_) return std::numeric_limits<int64_t>::max();
   if (options_.resident_bytes > 0) return options_.resident_bytes;
-  int64_t largest = 0, second = 0;
+  std::vector<int64_t> bytes;
   for (const auto& unit : model_.units) {
-    if (!unit.root)
-      second = std::max(second, std::min(largest, unit.gathered_bytes)),
-      largest = std::max(largest, unit.gathered_bytes);
+    if (!unit.root) bytes.push_back(unit.gathered_bytes);
   }
-  return largest + second;
+  std::sort(bytes.rbegin(), bytes.rend());
+  bytes.resize(1 + look_ahead_);
+  return std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
 }
 
 std::string Residency::describe(const sharding::PageUse& use) const {
@@ -120,9 +122,15 @@ void Residency::failed(const sharding::PageUse& use, std::string_view op,
       fmt::format("{}: rank {}: {} with {}", kName, model_.world.rank(), op, describe(use)));
 }
 
+void Residency::begin_phase(Phase phase) {
+  phase_ = phase;
+  turn_ = 0;
+}
+
 /// The current operator uses the units in needed_.
 void Residency::use(Phase phase) {
   const bool backward = phase == Phase::backward;
+  if (phase != phase_) begin_phase(phase);
   bool moved = false, all_resident = true;
   for (const auto unit : needed_) {
     auto& gathered = gathered_[unit];
@@ -167,9 +175,9 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
             .copy_(flat.own_segment, true);
       }
       gathered.memory.push_back(memory);
-      gathered.work.push_back(model_.gathers.size() > 1 ? model_.gathers.all_gather_async(
-                                                              memory, flat.layout.counts(), tag)
-                                                        : Work());
+      auto group = model_.gathers.group(turn_++);
+      gathered.work.push_back(
+          group.size() > 1 ? group.all_gather_async(memory, flat.layout.counts(), tag) : Work());
     }
     gathered.mark = stream_.mark();
   }
@@ -257,18 +265,28 @@ bool Residency::release_until_it_fits(int64_t bytes, const std::vector<size_t>& 
 }
 
 void Residency::prefetch_next(Phase phase) {
-  const auto next = order_.next();
-  if (!next || gathered_[*next].state != State::released ||
-      !model_.units[*next].is_gathered_on_use())
-    return;
-  const auto gathering = std::count_if(gathered_.begin(), gathered_.end(), [](const Gathered& g) {
-    return g.state == State::gathering;
-  });
-  if (static_cast<size_t>(gathering) >= kMaxGathering) return;
-  if (!model_.units[*next].root &&
-      !release_until_it_fits(model_.units[*next].gathered_bytes, needed_, 1))
-    return;
-  fetch(*next, phase, true);
+  for (size_t distance = 0; distance < look_ahead_; ++distance) {
+    const auto next = order_.next(distance);
+    if (!next || !prefetch(*next, phase, distance + 1)) return;
+  }
+}
+
+/// Gathers a unit whose use is `distance` uses away. Returns whether it is gathered, or is another
+/// time.
+bool Residency::prefetch(size_t unit, Phase phase, size_t distance) {
+  if (gathered_[unit].state != State::released || !model_.units[unit].is_gathered_on_use())
+    return true;
+  size_t gathering = 0;
+  for (size_t u = 0; u < gathered_.size(); ++u) {
+    gathering += gathered_[u].state == State::gathering &&
+                 std::find(needed_.begin(), needed_.end(), u) == needed_.end();
+  }
+  if (gathering >= kMaxGathering) return false;
+  if (!model_.units[unit].root &&
+      !release_until_it_fits(model_.units[unit].gathered_bytes, needed_, distance))
+    return false;
+  fetch(unit, phase, true);
+  return true;
 }
 
 void Residency::gradients_complete(size_t unit) {
@@ -289,6 +307,7 @@ void Residency::gradients_done(size_t unit) {
 void Residency::begin_forward(bool full_precision) {
   std::lock_guard lock(mutex_);
   if (forwards_ == 0) {
+    begin_phase(Phase::forward);
     followed_ = at::GradMode::is_enabled();
     if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
@@ -299,6 +318,7 @@ void Residency::begin_forward(bool full_precision) {
 
 void Residency::shadow_begin_forward() {
   std::lock_guard lock(mutex_);
+  begin_phase(Phase::forward);
   synchronize_changes();
 }
 

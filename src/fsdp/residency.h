@@ -73,6 +73,7 @@ class Residency : public sharding::PageOwner {
   void refuse_idle(const sharding::PageUse& use, std::string_view op) const;
   void refuse_write(const sharding::PageUse& use, std::string_view op) const;
   std::string describe(const sharding::PageUse& use) const;
+  void begin_phase(Phase phase);
   void use(Phase phase);
   void fetch(size_t unit, Phase phase, bool prefetch);
   void finish(size_t unit);
@@ -80,6 +81,7 @@ class Residency : public sharding::PageOwner {
   bool contains_needed(size_t unit, const std::vector<size_t>& needed) const;
   bool release_until_it_fits(int64_t bytes, const std::vector<size_t>& needed, size_t min_distance);
   void prefetch_next(Phase phase);
+  bool prefetch(size_t unit, Phase phase, size_t distance);
   void synchronize_changes();
   void note_versions();
   void refuse_stale_graph();
@@ -103,6 +105,9 @@ class Residency : public sharding::PageOwner {
   std::vector<int> changed_;                // for each unit, whether it must be released
   int64_t resident_bytes_ = 0;              // gathered units except the root
   uint64_t clock_ = 0;
+  Phase phase_ = Phase::forward;  // of the last use
+  size_t turn_ = 0;               // gathers in this phase: see [Note: lanes]
+  size_t look_ahead_ = 1;         // units that are gathered before their use
   int forwards_ = 0;
   bool backward_ = false;  // a backward runs and has used a page
   // Whether ranks without data take part in the current forward; they skip forwards without

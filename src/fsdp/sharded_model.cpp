@@ -257,7 +257,8 @@ void split_world(ShardedModel& model, ProcessGroup group,
   model.replicas = size == group.size() ? ProcessGroup()
                    : size == 1          ? group
                                         : *group.split(group.rank() % size);
-  model.gathers = model.shard_group.with_wire(options.wire.parameters);
+  model.gathers = sharding::Lanes(model.shard_group, options.wire.parameters,
+                                  sharding::lanes_between_hosts(model.shard_group));
   model.world = std::move(group);
 }
 

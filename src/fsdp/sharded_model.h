@@ -7,6 +7,7 @@
 
 #include "fsdp/paging/slot_pool.h"
 #include "sharding/detection/page.h"
+#include "sharding/gradients/lanes.h"
 #include "sharding/layout.h"
 #include "sharding/named_tensor.h"
 #include "sharding/owned_shard.h"
@@ -94,8 +95,8 @@ struct ShardedModel {
   /// hold the same shards as this rank.
   ProcessGroup world, shard_group, replicas;
   /// The shard group of gathers for forward and backward: another one than `shard_group` if
-  /// parameters travel encoded between hosts.
-  ProcessGroup gathers;
+  /// parameters travel encoded between hosts. See [Note: lanes].
+  sharding::Lanes gathers;
 
   const FlatParameter& flat_of(size_t parameter) const { return flats[places[parameter].flat]; }
   const sharding::OwnedShard& shard_of(size_t parameter) const {

@@ -26,8 +26,7 @@ SlotPool* ShardedModule::pool(const FlatParameter& flat,
     if (!root && pool_keys_[i] == key) return pools_[i].get();
   }
   pool_keys_.push_back(key);
-  const auto& group = for_gradients ? gradients->group() : model.shard_group;
-  pools_.push_back(std::make_unique<SlotPool>(group, capacity, slot_options));
+  pools_.push_back(std::make_unique<SlotPool>(model.shard_group, capacity, slot_options));
   return pools_.back().get();
 }
 

@@ -12,6 +12,7 @@
 namespace tessera::comm {
 
 class ProcessFailures;
+class ShmArena;
 struct DeviceBackend;
 
 /// What a transport needs to connect one rank with the other members of a group.
@@ -33,6 +34,9 @@ struct World {
   bool rank_0_serves_store = false;
   /// Shared by the groups of this process. Null: none is told of another's failure.
   std::shared_ptr<ProcessFailures> failures;
+  /// Memory that the members of a host share. Null: make_transport() makes it. Groups of the same
+  /// members have it in common, so that each reads what another has allocated.
+  std::shared_ptr<ShmArena> arena;
   ProcessGroupOptions options;
   /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
   std::shared_ptr<const DeviceBackend> device;

@@ -15,6 +15,7 @@
 #include "comm/hosts/hosts_transport.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/p2p_transport.h"
+#include "comm/shm/shm_arena.h"
 #include "comm/shm/shm_setup.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
@@ -106,7 +107,8 @@ std::unique_ptr<Transport> connect(const World& world) {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_transport(const World& world) {
+std::unique_ptr<Transport> make_transport(World& world) {
+  if (!world.arena) world.arena = std::make_shared<ShmArena>();
   try {
     return connect(world);
   } catch (const BrokenWorldError& error) {

@@ -249,14 +249,6 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
           {flat}};
 }
 
-Call barrier_call(ProcessGroup::Impl& impl) {
-  impl.count(&CommStats::barrier, 0, 0);
-  OpHeader header;
-  header.op = Op::barrier;
-  header.free_numel = 1;  // forces the exchange of headers, which is the barrier
-  return {header, [](Transport&, const Headers&) {}, {}};
-}
-
 /// The call's body with the error feedback of this thread's scope, if there is one.
 ProcessGroup::Impl::Body body_of(const ProcessGroup::Impl& impl, Call call) {
   auto* const feedback = comm::WireFeedbackScope::current();
@@ -474,10 +466,14 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
              tag, {output, input});
 }
 
-void ProcessGroup::barrier(const std::string& tag) { run(*impl_, barrier_call(*impl_), tag); }
-
-Work ProcessGroup::barrier_async(const std::string& tag) {
-  return submit(*impl_, barrier_call(*impl_), tag);
+void ProcessGroup::barrier(const std::string& tag) {
+  impl_->count(&CommStats::barrier, 0, 0);
+  if (impl_->alone()) return;
+  OpHeader header;
+  header.op = Op::barrier;
+  header.free_numel = 1;  // forces the exchange of headers, which is the barrier
+  impl_->run(
+      header, [](Transport&, const Headers&) {}, tag);
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -32,7 +33,7 @@ constexpr auto kGrace = 1000ms;
 // Up to this many bytes, few messages are faster than few bytes.
 constexpr size_t kSmallBytes = 64 << 10;
 
-constexpr int64_t kStripe = 8;  // rounds that are one message of an all-gather
+constexpr int64_t kStripe = 4;  // rounds that are one message of an all-gather
 
 Counts even_counts(int64_t numel, int size) {
   Counts counts(size, numel / size);
@@ -296,7 +297,7 @@ class HostsTransport : public Transport {
   }
 
   /// Brings each rank's segment of `flat` to all ranks: once to each other host, to one of its
-  /// ranks, from which the others copy it.
+  /// ranks, from which the others copy it. They copy one stripe while the wire carries the next.
   void distribute_here(Op op, const at::Tensor& flat, const Counts& counts, const Wire& wire) {
     if (!wire.encodes() && flat.nbytes() <= kSmallBytes) return leaders_.gather(flat, counts);
     const auto width = static_cast<int64_t>(flat.element_size());
@@ -315,9 +316,9 @@ class HostsTransport : public Transport {
     };
     struct Arriving {
       Messenger::Ticket ticket;
-      at::Tensor part, bytes;
+      at::Tensor part, encoded;  // `encoded` is undefined if values travel exactly
     };
-    std::vector<Arriving> encoded;
+    std::map<int64_t, std::vector<Arriving>> arriving;  // by stripe
     for (int segment = 0; segment < size_; ++segment) {
       if (map_.host_of(segment) == host_) continue;
       in_stripes(segment, [&](int64_t i, at::Tensor part) {
@@ -325,7 +326,8 @@ class HostsTransport : public Transport {
         auto to = wire.encodes() ? at::empty({encoded_bytes(wire.format, part.numel())}, at::kByte)
                                  : part;
         const auto ticket = wire_.receive(to, segment, static_cast<int>(i));
-        if (wire.encodes()) encoded.push_back({ticket, std::move(part), std::move(to)});
+        arriving[i].push_back(
+            {ticket, std::move(part), wire.encodes() ? std::move(to) : at::Tensor()});
       });
     }
     in_stripes(rank_, [&](int64_t i, const at::Tensor& part) {
@@ -334,11 +336,12 @@ class HostsTransport : public Transport {
           [&](int host) { wire_.send(from, map_.handler(host, rank_, i), static_cast<int>(i)); });
       if (wire.encodes()) part.copy_(decode(wire.format, from, part.numel()));
     });
-    for (const auto& [ticket, part, bytes] : encoded) {
-      wire_.wait(ticket);
-      part.copy_(decode(wire.format, bytes, part.numel()));
-    }
-    wire_.finish();
+    const auto make_ready = [&](int64_t round) {
+      for (const auto& [ticket, part, encoded] : arriving[round / kStripe]) {
+        wire_.wait(ticket);
+        if (encoded.defined()) part.copy_(decode(wire.format, encoded, part.numel()));
+      }
+    };
     auto* const data = static_cast<std::byte*>(flat.data_ptr());
     local_->share_windows(
         op, flat, counts,
@@ -354,7 +357,9 @@ class HostsTransport : public Transport {
             auto* const here = data + (starts[segment] + round * step) * width;
             if (theirs != here) copy_bytes(here, theirs, n * width);  // equal in common memory
           }
-        });
+        },
+        {}, {kStripe, make_ready});
+    wire_.finish();
   }
 
   HostMap map_;

@@ -12,6 +12,11 @@ at::Tensor tensor_at(const std::shared_ptr<const ShmAllocation>& allocation, int
       at::TensorOptions().dtype(options.dtype()).device(at::kCPU));
 }
 
+int64_t ShmArena::begin_numbers() {
+  std::lock_guard lock(mutex_);
+  return groups_++ << 32;
+}
+
 at::Tensor ShmArena::adopt(std::shared_ptr<const ShmAllocation> allocation, int64_t numel,
                            at::TensorOptions options) {
   {

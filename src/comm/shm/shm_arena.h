@@ -23,10 +23,14 @@ struct ShmAllocation {
   bool common() const { return segments.size() > 1 && segments[0] == segments[1]; }
 };
 
-/// Knows which tensors lie in shared memory. A tensor made from an allocation keeps it mapped; the
-/// arena does not.
+/// Knows which tensors lie in memory that some ranks share. Groups of the same ranks may have one
+/// arena in common. A tensor made from an allocation keeps it mapped; the arena does not.
+/// Thread-safe.
 class ShmArena {
  public:
+  /// Numbers of allocations for one of the groups, which no other group gets: this one and those
+  /// that follow it. The same on all ranks, which make their groups in the same order.
+  int64_t begin_numbers();
   struct Place {
     std::shared_ptr<const ShmAllocation> allocation;
     int64_t offset = 0;  ///< Bytes from the start of this rank's segment.
@@ -41,6 +45,7 @@ class ShmArena {
 
  private:
   mutable std::mutex mutex_;
+  int64_t groups_ = 0;
   std::map<const std::byte*, std::weak_ptr<const ShmAllocation>> by_start_;
 };
 

@@ -257,7 +257,7 @@ void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_
 
 void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
                                  const IsRead& is_read, const VisitWindows& visit,
-                                 const std::function<void()>& finish) {
+                                 const std::function<void()>& finish, const Arrival& arrival) {
   run(op, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto starts = starts_of(counts);
@@ -270,13 +270,18 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       return (starts[segment] + round * step) * width;
     };
     const int64_t most = ceil_div(*std::max_element(counts.begin(), counts.end()), step);
+    const auto comes_before = [&](int64_t round) {
+      return arrival.rounds > 0 && round % arrival.rounds == 0;
+    };
     const Step fill = [&](int64_t round) {
+      if (round > 0 && comes_before(round)) arrival.make_ready(round);
       for (int s = 0; s < segments; ++s) {
         if (count(s, round) == 0 || !is_read(s, round, rank_)) continue;
         std::memcpy(staging(rank_) + s * step * width, data_of(flat) + at(s, round),
                     count(s, round) * width);
       }
     };
+    if (most > 0 && comes_before(0)) arrival.make_ready(0);
     const auto exchanged = exchange_layout(flat, [&] {
       if (most > 0) fill(0);
     });
@@ -292,6 +297,10 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       return;
     }
     for (int64_t round = 0; round < most; ++round) {
+      if (round > 0 && comes_before(round)) {
+        arrival.make_ready(round);
+        control_.barrier();
+      }
       const auto window = [&](int segment, int rank) {
         return exchanged.direct[rank] + at(segment, round);
       };

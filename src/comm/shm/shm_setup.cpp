@@ -153,6 +153,7 @@ std::unique_ptr<ShmTransport> make_shm_transport(const World& world, std::string
   if (!reason.empty()) return nullptr;
   own->close_file();
   return std::make_unique<ShmTransport>(world.rank, std::move(mapped.segments),
+                                        world.arena ? world.arena : std::make_shared<ShmArena>(),
                                         world.options.timeout);
 }
 

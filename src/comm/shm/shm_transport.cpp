@@ -36,11 +36,13 @@ struct Descriptor {
 }  // namespace
 
 ShmTransport::ShmTransport(int rank, std::vector<std::shared_ptr<ShmSegment>> segments,
-                           std::chrono::milliseconds timeout)
+                           std::shared_ptr<ShmArena> arena, std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(static_cast<int>(segments.size())),
       segments_(std::move(segments)),
-      control_(rank, members_of(segments_), timeout) {
+      control_(rank, members_of(segments_), timeout),
+      arena_(std::move(arena)),
+      next_allocation_(arena_->begin_numbers()) {
   for (const auto& segment : segments_) staging_.push_back(segment->data() + control_bytes);
 }
 
@@ -69,7 +71,7 @@ void ShmTransport::run(Op op, const at::Tensor& tensor, const std::function<void
 ShmTransport::ExchangedLayout ShmTransport::exchange_layout(const at::Tensor& tensor,
                                                             const std::function<void()>& fill,
                                                             int64_t amount) {
-  const auto place = arena_.find(tensor);
+  const auto place = arena_->find(tensor);
   Descriptor mine;
   mine.amount = amount;
   if (place) {
@@ -175,12 +177,12 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::TensorOptions options, bool
   allocation->segments = open_all(own, common ? 1 : size_, problem);
   allocation->segments.resize(size_, allocation->segments[0]);
   if (own) own->close_file();
-  return arena_.adopt(std::move(allocation), numel, options);
+  return arena_->adopt(std::move(allocation), numel, options);
 }
 
 at::Tensor ShmTransport::peer_view(const at::Tensor& allocated, int peer) const {
   if (!allocated.defined() || !allocated.is_contiguous()) return {};
-  const auto place = arena_.find(allocated);
+  const auto place = arena_->find(allocated);
   if (!place) return {};
   return tensor_at(place->allocation, peer, place->offset, allocated.sizes(), allocated.options());
 }

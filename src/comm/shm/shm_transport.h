@@ -28,7 +28,7 @@ class ShmTransport : public Transport {
   static constexpr int64_t segment_bytes = control_bytes + 2 * staging_bytes;
 
   ShmTransport(int rank, std::vector<std::shared_ptr<ShmSegment>> segments,
-               std::chrono::milliseconds timeout);
+               std::shared_ptr<ShmArena> arena, std::chrono::milliseconds timeout);
   ~ShmTransport() override;
 
   const char* name() const override { return "shm"; }
@@ -61,15 +61,21 @@ class ShmTransport : public Transport {
   };
   using VisitWindows = std::function<void(int64_t round, const Window& window)>;
   using IsRead = std::function<bool(int segment, int64_t round, int rank)>;
+  /// For data that arrives while the windows are shared: make_ready(round) returns when this rank's
+  /// windows of `rounds` rounds from `round` on, a multiple of `rounds`, have their values.
+  struct Arrival {
+    int64_t rounds;  ///< 0: all is there.
+    std::function<void(int64_t round)> make_ready;
+  };
   /// Shows the ranks windows of each other's tensors, round by round. `counts`: the elements of the
   /// consecutive segments of `flat`; round i has elements i * step to (i + 1) * step of each
   /// segment, with step = window_step(). `is_read`: whether another rank reads the window of that
   /// rank. A window is readable during the call of `visit` for its round. Calls `finish` after the
   /// last round. In a direct collective a rank may read and write, until `finish` returns, the
-  /// windows that no other rank uses.
+  /// windows that no other rank uses. arrival.rounds is the same on all ranks.
   void share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
                      const IsRead& is_read, const VisitWindows& visit,
-                     const std::function<void()>& finish = {});
+                     const std::function<void()>& finish = {}, const Arrival& arrival = {0, {}});
   static int64_t window_step(size_t segments, int64_t width) {
     return std::max<int64_t>(1, staging_bytes / static_cast<int64_t>(segments) / 64 * 64 / width);
   }
@@ -134,8 +140,8 @@ class ShmTransport : public Transport {
   std::vector<std::shared_ptr<ShmSegment>> segments_;
   std::vector<std::byte*> staging_;
   ShmControl control_;
-  ShmArena arena_;
-  int64_t next_allocation_ = 0;
+  std::shared_ptr<ShmArena> arena_;
+  int64_t next_allocation_;
   uint64_t turn_ = 0;
   Op op_ = Op::barrier;     // the current collective
   bool announced_ = false;  // exchange() has named the next collective for messages

@@ -18,8 +18,6 @@ class SlotPool {
   SlotPool(ProcessGroup group, int64_t capacity, at::TensorOptions options)
       : group_(std::move(group)), capacity_(capacity), options_(options) {}
 
-  /// Whether take() makes no new slot. The same on all ranks.
-  bool has_free() const { return !free_.empty(); }
   /// Returns the first `numel` elements of a free slot; their values are unspecified. Makes a new
   /// slot if none is free, which is collective for memory of the CPU.
   at::Tensor take(int64_t numel);

@@ -48,11 +48,12 @@ void UseOrder::end_step() {
   for (size_t i = 0; i < recorded_.size(); ++i) recorded_at_[recorded_[i].unit].push_back(i);
 }
 
-std::optional<size_t> UseOrder::next() const {
-  if (lost_ || cursor_ == 0 || cursor_ >= recorded_.size() ||
-      recorded_[cursor_].phase != recorded_[cursor_ - 1].phase)
+std::optional<size_t> UseOrder::next(size_t distance) const {
+  const size_t at = cursor_ + distance;
+  if (lost_ || cursor_ == 0 || at >= recorded_.size() ||
+      recorded_[at].phase != recorded_[cursor_ - 1].phase)
     return std::nullopt;
-  return recorded_[cursor_].unit;
+  return recorded_[at].unit;
 }
 
 size_t UseOrder::next_use(size_t unit) const {

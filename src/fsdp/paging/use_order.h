@@ -28,8 +28,9 @@ class UseOrder {
   /// Makes the uses since the last call the record for the next step.
   void end_step();
 
-  /// The unit that follows the last touched unit in the record, if it is used in the same phase.
-  std::optional<size_t> next() const;
+  /// The unit of the use after the last touched one in the record, or with `distance` of a later
+  /// one. Nullopt behind the end of the phase.
+  std::optional<size_t> next(size_t distance = 0) const;
   /// Whether the step has followed the record so far, so that next_use() predicts.
   bool follows_record() const { return !lost_; }
   /// Number of uses before the next use of `unit` in the record; kNever if there is none, or if the

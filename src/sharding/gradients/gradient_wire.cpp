@@ -6,18 +6,6 @@
 
 namespace tessera::sharding {
 
-size_t lanes_between_hosts(const ProcessGroup& group) {
-  return !group.same_host() && group.backend_name() == "gloo" ? 2 : 1;
-}
-
-GradientWire::GradientWire(ProcessGroup group, WireFormat format, size_t lanes) {
-  lanes_.push_back(group.with_wire(format));
-  while (lanes_.size() < lanes) {
-    auto other = group.with_wire(format);
-    lanes_.push_back(other.impl() == group.impl() ? group.duplicate() : std::move(other));
-  }
-}
-
 void check_wire_dtypes(const std::string& component, int rank, const WireOptions& wire,
                        const std::vector<NamedTensor>& parameters) {
   if (wire == WireOptions()) return;

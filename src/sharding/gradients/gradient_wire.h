@@ -6,28 +6,20 @@
 #include <vector>
 
 #include "comm/base/wire_codec.h"
+#include "sharding/gradients/lanes.h"
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 
 namespace tessera::sharding {
 
-/// [Note: lanes] A collective between hosts begins and ends without data on the wire: the ranks
-/// agree on it, add up within their host, and copy the result there. With a second group, a lane,
-/// the wire carries another bucket meanwhile. The number of lanes for the buckets of `group`: 1 on
-/// one host and for a device's backend. The same on all ranks.
-size_t lanes_between_hosts(const ProcessGroup& group);
-
 /// The groups in which a wrapper reduces its gradients, and the error feedback of each bucket if
 /// they travel encoded between hosts.
 class GradientWire {
  public:
-  /// The first of `lanes` groups is `group` itself if gradients travel exactly. See [Note: lanes].
-  /// Collective: see ProcessGroup::with_wire(), and duplicate() for more than one.
-  GradientWire(ProcessGroup group, WireFormat format, size_t lanes = 1);
+  explicit GradientWire(Lanes lanes) : lanes_(std::move(lanes)) {}
 
-  size_t lanes() const { return lanes_.size(); }
-  /// The group in which `bucket` is reduced, and allocated: the lanes take turns.
-  const ProcessGroup& group(size_t bucket = 0) const { return lanes_[bucket % lanes_.size()]; }
+  /// The group of reduction number `turn`.
+  const ProcessGroup& group(size_t turn = 0) const { return lanes_.group(turn); }
   /// For the collective of bucket `b` that is started while the scope lives.
   comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
   /// The sums of a step are complete and used: of bucket `b`, or of all buckets. Local.
@@ -45,7 +37,7 @@ class GradientWire {
   }
 
  private:
-  std::vector<ProcessGroup> lanes_;
+  Lanes lanes_;
   std::map<size_t, comm::WireFeedback> feedback_;  // addresses stay valid
 };
 

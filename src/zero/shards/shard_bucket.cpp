@@ -75,7 +75,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
-                                            const BucketGroups& groups) {
+                                            ProcessGroup& group) {
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
   const bool flat = plan.partition == Partition::flat;
@@ -92,7 +92,6 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   }
   std::vector<ShardBucket> buckets;
   for (auto& members : member_lists) {
-    auto group = groups.gathers(buckets.size());
     ShardBucket bucket;
     std::vector<int64_t> sizes;
     std::vector<int> bucket_owners;
@@ -123,10 +122,9 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   // would be the peak.
   if (plan.as_bucket_view) memory::return_freed_memory();
   if (!plan.with_gradients) return buckets;
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    auto& bucket = buckets[b];
-    auto gradients = groups.reductions(b).allocate(
-        bucket.layout.numel(), tensors[bucket.members[0]].options().requires_grad(false));
+  for (auto& bucket : buckets) {
+    auto gradients = group.allocate(bucket.layout.numel(),
+                                    tensors[bucket.members[0]].options().requires_grad(false));
     if (plan.lean_gradients)
       memory::return_pages(gradients.data_ptr(), static_cast<int64_t>(gradients.nbytes()));
     bucket.gradients =

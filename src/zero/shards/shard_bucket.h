@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -44,18 +43,13 @@ struct ShardPlan {
   int64_t cap_bytes = 0;  ///< Size of a bucket; 0: one bucket for each dtype and device.
 };
 
-/// The groups of a bucket's collectives, in which it is allocated, by its index in the list.
-struct BucketGroups {
-  std::function<ProcessGroup(size_t bucket)> gathers, reductions;
-};
-
 /// Buckets for `subset` of `parameters`. `load` counts the elements of each rank over several
 /// calls. Collective: allocates.
 std::vector<ShardBucket> make_shard_buckets(const std::vector<sharding::NamedTensor>& parameters,
                                             const std::vector<size_t>& subset,
                                             const std::vector<size_t>& group_of,
                                             const ShardPlan& plan, std::vector<int64_t>& load,
-                                            const BucketGroups& groups);
+                                            ProcessGroup& group);
 
 /// Makes the parameters and shards of `bucket` views of `page`, which uses bucket.parameters.
 /// `whole`: shards are whole parameters. Local.

@@ -114,10 +114,7 @@ void Shards::place(const std::vector<size_t>& subset) {
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
     plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
-  const size_t first = buckets_.size();
-  const BucketGroups groups{[&](size_t b) { return gather_group(first + b); },
-                            [&](size_t b) { return gradients_.group(first + b); }};
-  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, groups);
+  auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, group_);
   for (size_t b = 0; arriving_ && b < buckets.size(); ++b) {
     put_on_page(buckets[b], parameters_, arriving_->make_page(buckets[b].parameters),
                 plan_.partition != Partition::flat);

@@ -62,7 +62,7 @@ class SimBackend : public compat::C10dBackend {
  public:
   explicit SimBackend(const comm::World& world)
       : compat::C10dBackend(world.rank, world.size),
-        wire_(std::make_shared<Wire>(comm::make_transport(on_cpu(world)))),
+        wire_(std::make_shared<Wire>(connect_on_cpu(world))),
         device_(c10::impl::VirtualGuardImpl(kType).getDevice().index()),
         stream_(next_stream(device_)) {}
   /// As NCCL's, it ends what its stream still waits for.
@@ -93,10 +93,9 @@ class SimBackend : public compat::C10dBackend {
   }
 
  private:
-  static comm::World on_cpu(const comm::World& world) {
-    comm::World result = world;
-    result.device = nullptr;
-    return result;
+  static std::unique_ptr<comm::Transport> connect_on_cpu(comm::World world) {
+    world.device = nullptr;
+    return comm::make_transport(world);
   }
 
   void check(const at::Tensor& tensor) const {

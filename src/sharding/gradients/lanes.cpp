@@ -1,0 +1,19 @@
+#include "sharding/gradients/lanes.h"
+
+#include <utility>
+
+namespace tessera::sharding {
+
+size_t lanes_between_hosts(const ProcessGroup& group) {
+  return !group.same_host() && group.backend_name() == "gloo" ? 2 : 1;
+}
+
+Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count) {
+  groups_.push_back(group.with_wire(format));
+  while (groups_.size() < count) {
+    auto other = group.with_wire(format);
+    groups_.push_back(other.impl() == group.impl() ? group.duplicate() : std::move(other));
+  }
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "tessera/process_group.h"
+
+namespace tessera::sharding {
+
+/// [Note: lanes] A collective between hosts begins and ends without data on the wire: the ranks
+/// agree on it, add up within their host, and copy the result there. With a second group of the
+/// same ranks, a lane, the wire carries another collective meanwhile. The number of lanes for
+/// collectives of `group`: 1 on one host and for a device's backend. The same on all ranks.
+///
+/// A rank that skips its backward must not make the others wait in a lane that it does not use. So
+/// the first collective of a forward or backward uses the first lane.
+size_t lanes_between_hosts(const ProcessGroup& group);
+
+/// Groups of the same ranks, whose collectives run beside each other.
+class Lanes {
+ public:
+  /// One lane, of this rank alone.
+  Lanes() : groups_(1) {}
+  /// The first of `count` lanes is `group` itself if values travel exactly. Collective: see
+  /// ProcessGroup::with_wire(), and duplicate() for more than one.
+  Lanes(ProcessGroup group, WireFormat format, size_t count);
+
+  size_t count() const { return groups_.size(); }
+  /// The group of collective number `turn`: the lanes take turns.
+  const ProcessGroup& group(size_t turn) const { return groups_[turn % groups_.size()]; }
+
+ private:
+  std::vector<ProcessGroup> groups_;
+};
+
+}  // namespace tessera::sharding
