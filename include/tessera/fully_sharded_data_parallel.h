@@ -79,15 +79,16 @@ struct FullyShardedDataParallelOptions {
   int shard_group_size = 0;
   /// Budget in bytes for gathered parameters, not counting the root's. Units stay gathered within
   /// the budget. Beyond it, the unit whose next use is farthest is released first (Belady's rule,
-  /// with the order of use of the last step). 0: the size of the two largest units. An operator
-  /// that needs more units than fit exceeds the budget while it runs.
+  /// with the order of use of the last step). 0: the size of the two largest units, or of the three
+  /// largest where ranks of a shard group are on several hosts. An operator that needs more units
+  /// than fit exceeds the budget while it runs.
   int64_t resident_bytes = 0;
   /// False: no unit is released during forward, whatever the budget is. shard_grad_op implies
   /// false.
   bool reshard_after_forward = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  /// Gathers the next unit of forward while the current unit computes. Always on where ranks of a
-  /// shard group are on several hosts.
+  /// Gathers the next unit of forward while the current unit computes. Where ranks of a shard group
+  /// are on several hosts it is always on, and gathers the next two units, in backward too.
   bool forward_prefetch = false;
   MixedPrecision mixed_precision = {};
   /// Keeps shards, and with them gradients and optimizer state, on the CPU. No effect for a model

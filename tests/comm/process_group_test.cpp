@@ -252,6 +252,29 @@ TEST_P(Collectives, ADuplicateRunsBesideItsGroupAndSharesItsCounters) {
   });
 }
 
+TEST_P(Collectives, ADuplicateReadsWhatItsGroupHasAllocated) {
+  each_rank([&](ProcessGroup group, int rank) {
+    auto twin = group.duplicate();
+    const int64_t n = 3 * world();
+    auto ours = group.allocate(n, at::kFloat), theirs = twin.allocate(n, at::kFloat);
+    ours.fill_(rank);
+    theirs.fill_(10 + rank);
+    group.barrier();
+    for (int peer = 0; peer < world(); ++peer) {
+      const auto seen = twin.peer_view(ours, peer), back = group.peer_view(theirs, peer);
+      ASSERT_EQ(seen.defined(), peer == rank || group.backend_name() == "shm");
+      if (!seen.defined()) continue;
+      EXPECT_EQ(seen[n - 1].item<float>(), peer);
+      EXPECT_EQ(back[0].item<float>(), 10 + peer) << "each allocation has a number of its own";
+    }
+    group.barrier();
+    const std::vector<int64_t> counts(world(), 3);
+    twin.reduce_scatter(ours, counts);
+    twin.all_gather(ours, counts);
+    EXPECT_EQ(ours[n - 1].item<float>(), world() * (world() - 1) / 2);
+  });
+}
+
 TEST_P(Collectives, SubGroupsFollowTheTimeoutUnlessTheyHaveTheirOwn) {
   using std::chrono::milliseconds;
   each_rank([&](ProcessGroup group, int) {

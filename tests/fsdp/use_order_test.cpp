@@ -30,6 +30,8 @@ TEST(UseOrder, PredictsTheSecondStepFromTheFirst) {
   EXPECT_EQ(order.next(), 1u);
   EXPECT_EQ(order.next_use(2), 1u);
   EXPECT_EQ(order.next_use(0), 4u);
+  EXPECT_EQ(order.next(1), 2u);
+  EXPECT_FALSE(order.next(2).has_value());  // in backward
   walk(order, {1, 2}, {});
   EXPECT_FALSE(order.next().has_value());  // the next use is in backward
   EXPECT_TRUE(order.touch(2, Phase::backward));

@@ -201,7 +201,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
   options.read("shard_group_size", fsdp.shard_group_size,
                "hybrid_shard: ranks per shard group; 0: those of one host", Range{0, 1e6});
   options.read("resident_bytes", fsdp.resident_bytes,
-               "bytes of parameters that may stay gathered; 0: those of the two largest units",
+               "bytes of parameters that may stay gathered; 0: those of the two largest units, or "
+               "of three on several hosts",
                kNotNegative);
   read_buffers(options, fsdp.buffers);
   read_wire(options, fsdp.wire, true);

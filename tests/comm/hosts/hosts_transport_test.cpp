@@ -189,6 +189,23 @@ TEST(Hosts, ReduceScatterAndAllGatherOfUnevenSegments) {
   });
 }
 
+/// More than one stripe, of which each is copied within the hosts while the wire carries the next.
+TEST(Hosts, AllGatherOfManyStripes) {
+  on_each_placement([](ProcessGroup group, int rank, size_t size, bool shared) {
+    std::vector<int64_t> counts(size, 700001);
+    counts[1] = 1500007;
+    counts.back() = 0;
+    for (int round = 0; round < 2; ++round) {
+      const auto whole = values(total(counts), round, at::kFloat);
+      auto flat = placed(group, at::full({total(counts)}, -1, at::kFloat), shared);
+      const auto own = start_of(counts, rank);
+      flat.narrow(0, own, counts[rank]).copy_(whole.narrow(0, own, counts[rank]));
+      group.all_gather(flat, counts);
+      ASSERT_TRUE(at::equal(flat, whole)) << round;
+    }
+  });
+}
+
 TEST(Hosts, ReduceAndBroadcastFromEachRoot) {
   on_each_placement([](ProcessGroup group, int rank, size_t size, bool shared) {
     for (int root = 0; root < static_cast<int>(size); ++root) {
