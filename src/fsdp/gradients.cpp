@@ -8,6 +8,7 @@
 #include "memory/placement_allocator.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
+#include "sharding/gradients/backward_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -19,10 +20,10 @@ namespace {
 constexpr size_t kMaxOpen = 2, kMaxOpenBetweenHosts = 3;
 
 /// [Note: large parameters] A parameter of at least this size that is most of its unit (a tied
-/// embedding) determines the peak of a rank's memory: at the end of backward its gradient is in
-/// memory twice, in autograd's tensor and in the flat buffer. Memory that backward has freed is
-/// returned to the system before such gradients arrive and again before they are copied; the flat
-/// buffer is returned once it is reduced. The cost is page faults in the next step.
+/// embedding) determines the peak of a rank's memory. Memory that backward has freed is returned to
+/// the system before its gradient arrives and again before it moves to the flat buffer. If nothing
+/// else uses the gradient, its memory is returned as it moves. The flat buffer is returned once it
+/// is reduced. The cost is page faults in the next step.
 constexpr int64_t kLargeParameterBytes = 64 << 20;
 
 /// A short text that identifies the parameters with gradients, so that a difference between ranks
@@ -184,7 +185,7 @@ void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
   tracker_.arrive(parameter);
   const bool complete = tracker_.complete(f);
   if (sync() && pending.defer_until_complete && !pending.flat.defined() && !complete) return;
-  if (pending.defer_until_complete) take_all(f);
+  if (pending.defer_until_complete) take_all(f, member, computed);
   else take(f, member, computed);
   if (!complete) return;
   if (sync()) reduce(f);
@@ -207,6 +208,7 @@ void Gradients::take(size_t f, size_t member, const at::Tensor& computed) {
     if (!pending.has[member] && memory::is_placed(pending.views[member])) displace(f);
     ++stats_.gradients_copied;
     if (pending.has[member]) pending.views[member].add_(grad);
+    else if (may_move(f, parameter, grad, computed)) sharding::move_to(grad, pending.views[member]);
     else sharding::place(grad, pending.views[member]);
   }
   placement_.set_window(parameter, {});
@@ -240,8 +242,19 @@ void Gradients::displace(size_t f) {
   }
 }
 
-void Gradients::take_all(size_t f) {
-  for (size_t m = 0; m < pending_[f].has.size(); ++m) take(f, m, {});
+/// `computed`: of the member that has just arrived.
+void Gradients::take_all(size_t f, size_t arrived, const at::Tensor& computed) {
+  for (size_t m = 0; m < pending_[f].has.size(); ++m)
+    take(f, m, m == arrived ? computed : at::Tensor());
+}
+
+/// Whether nothing reads the memory of `grad`, which is large, after it was copied.
+bool Gradients::may_move(size_t f, size_t parameter, const at::Tensor& grad,
+                         const at::Tensor& computed) const {
+  if (!is_large(f) || grad.layout() != at::kStrided) return false;
+  if (computed.defined() && !sharding::BackwardWatch::is_alone(model_.parameters[parameter].tensor))
+    return false;
+  return grad.storage().use_count() == 1 || sharding::held_by_autograd(grad, computed);
 }
 
 at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
@@ -494,7 +507,7 @@ void Gradients::reduce_rest() {
         !(pending_[f].defer_until_complete || pending_[f].flat.defined()))
       continue;
     const at::NoGradGuard no_grad;
-    if (pending_[f].defer_until_complete) take_all(f);
+    if (pending_[f].defer_until_complete) take_all(f, 0, {});
     if (pending_[f].flat.defined()) reduce(f);
   }
   while (!open_.empty()) finish_one();

@@ -105,7 +105,9 @@ class Gradients {
   void zero(size_t parameter);
   void begin(size_t flat);
   void take(size_t flat, size_t member, const at::Tensor& computed);
-  void take_all(size_t flat);
+  void take_all(size_t flat, size_t arrived, const at::Tensor& computed);
+  bool may_move(size_t flat, size_t parameter, const at::Tensor& grad,
+                const at::Tensor& computed) const;
   bool has_window(size_t flat, size_t member) const;
   void begin_next(size_t flat);
   void displace(size_t flat);

@@ -60,6 +60,18 @@ void GPT2Impl::initialize() {
   }
 }
 
+/// [Note: gradient of a tied embedding] The head's gradient of a tied embedding has its shape and
+/// arrives first. If the embedding's own is sparse, autograd adds it to that one in place. A dense
+/// one would be two more tensors of that size: itself, and the sum. The last bits of the sum depend
+/// on it, so small embeddings keep the dense one.
+at::Tensor GPT2Impl::embed(const at::Tensor& tokens) {
+  constexpr size_t kLarge = 64 << 20;  // bytes
+  const at::Tensor& weight = wte_->weight;
+  const bool sparse = !lm_head_.defined() && weight.nbytes() >= kLarge &&
+                      weight.device().is_cpu() && weight.scalar_type() == at::kFloat;
+  return at::embedding(weight, tokens, -1, false, sparse);
+}
+
 at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
   if (tokens.dim() != 2 || tokens.scalar_type() != at::kLong) {
     throw UsageError("GPT2: tokens must be int64 [batch, length], given " +
@@ -71,7 +83,7 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
     throw UsageError("GPT2: " + std::to_string(length) + " tokens in a sequence, n_positions is " +
                      std::to_string(options_.n_positions));
   }
-  at::Tensor x = wte_(tokens) + wpe_->weight.slice(0, 0, length);
+  at::Tensor x = embed(tokens) + wpe_->weight.slice(0, 0, length);
   if (options_.embd_pdrop > 0 && is_training()) {
     x = at::dropout(x, options_.embd_pdrop, true);
   }

@@ -1,6 +1,9 @@
 #include "sharding/bucket.h"
 
+#include <algorithm>
+
 #include "comm/shm/shm_kernels.h"
+#include "memory/heap.h"
 
 namespace tessera::sharding {
 
@@ -11,12 +14,33 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like
   return flat.narrow(0, offset, like.numel()).view(like.sizes());
 }
 
+namespace {
+
+/// Whether equal bytes are equal values.
+bool same_form(const at::Tensor& gradient, const at::Tensor& window) {
+  return gradient.layout() == at::kStrided && gradient.device().is_cpu() &&
+         window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
+         gradient.sizes() == window.sizes() && gradient.strides() == window.strides() &&
+         window.is_non_overlapping_and_dense();
+}
+
+}  // namespace
+
+void move_to(const at::Tensor& gradient, const at::Tensor& window) {
+  constexpr int64_t kStep = 8 << 20;  // bytes
+  if (!same_form(gradient, window)) return place(gradient, window);
+  auto* const from = static_cast<std::byte*>(gradient.data_ptr());
+  auto* const to = static_cast<std::byte*>(window.data_ptr());
+  const auto bytes = static_cast<int64_t>(window.nbytes());
+  for (int64_t at = 0; at < bytes; at += kStep) {
+    const int64_t n = std::min(kStep, bytes - at);
+    comm::copy_bytes(to + at, from + at, n);
+    memory::return_pages(from + at, n);
+  }
+}
+
 void place(const at::Tensor& gradient, const at::Tensor& window) {
-  const bool same = gradient.layout() == at::kStrided && gradient.device().is_cpu() &&
-                    window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
-                    gradient.sizes() == window.sizes() && gradient.strides() == window.strides() &&
-                    window.is_non_overlapping_and_dense();
-  if (!same) {
+  if (!same_form(gradient, window)) {
     window.copy_(gradient);
     return;
   }

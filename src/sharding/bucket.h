@@ -33,6 +33,10 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like
 /// written past the caches.
 void place(const at::Tensor& gradient, const at::Tensor& window);
 
+/// As place(), but returns the memory of `gradient` to the system as it is copied, so that the
+/// gradient is in memory once. Its values are unspecified afterwards, and nothing else reads them.
+void move_to(const at::Tensor& gradient, const at::Tensor& window);
+
 /// A one-dimensional window of `numel` elements, in memory order.
 at::Tensor window(const at::Tensor& flat, int64_t offset, int64_t numel);
 

@@ -1,4 +1,6 @@
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "harness/models.h"
 #include "harness/ranks.h"
@@ -64,6 +66,50 @@ TEST(FsdpLargeParameter, EqualsThePlainModelWithOneAndTwoBackwards) {
         EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << i;
     });
   }
+}
+
+/// The gradient's memory is returned as it moves to the flat buffer, unless something else reads
+/// it.
+TEST(FsdpLargeParameter, AGradientThatIsReadElsewhereKeepsItsValues) {
+  class Reader : public torch::autograd::FunctionPostHook {
+   public:
+    explicit Reader(double& sum) : sum_(sum) {}
+    torch::autograd::variable_list operator()(
+        const torch::autograd::variable_list& outputs,
+        const torch::autograd::variable_list& inputs) override {
+      sum_ = inputs[0].detach().abs().sum().item<double>();
+      return outputs;
+    }
+
+   private:
+    double& sum_;
+  };
+  run_ranks(2, [](ProcessGroup group, int) {
+    auto net = seeded<LargeParameter>(3);
+    auto weight = net->words->weight;
+    FullyShardedDataParallel fsdp(net, group);
+    const auto tokens = at::arange(6, at::kLong);
+    const auto backward = [&] {
+      fsdp.zero_grad();
+      fsdp(tokens).square().mean().backward();
+      double total = 0;
+      for (const auto& shard : fsdp.parameters()) total += shard.grad().abs().sum().item<double>();
+      return total;
+    };
+    const double alone = backward();
+    EXPECT_GT(alone, 0);
+    at::Tensor kept;
+    const auto hook = weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+    EXPECT_EQ(backward(), alone);
+    EXPECT_GT(kept.abs().sum().item<double>(), 0) << "a hook holds it";
+    const double expected = kept.abs().sum().item<double>();
+    kept = at::Tensor();
+    weight.remove_hook(hook);
+    double read = 0;
+    torch::autograd::impl::grad_accumulator(weight)->add_post_hook(std::make_unique<Reader>(read));
+    EXPECT_EQ(backward(), alone);
+    EXPECT_EQ(read, expected) << "autograd shows it to a later hook";
+  });
 }
 
 }  // namespace

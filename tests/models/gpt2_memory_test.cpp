@@ -65,6 +65,37 @@ TEST(Gpt2Memory, TheLossHoldsTwoChunksOfLogits) {
   EXPECT_GT(whole, 2 * logits) << "this test does not see all logits";
 }
 
+// [Note: gradient of a tied embedding] in gpt2.cpp. One of its own would make the sum a third one.
+TEST(Gpt2Memory, ALargeTiedEmbeddingHasOneGradient) {
+  const int64_t length = 512, vocabulary = 40001, width = 512;
+  auto options = options_of(length, vocabulary, width, 2, 1);
+  GPT2 net(options);
+  const at::Tensor tokens = some_tokens(1, length, vocabulary), targets = (tokens + 7) % vocabulary;
+  const auto step = [&] {
+    net->zero_grad();
+    net->loss(tokens, targets).backward();
+  };
+  const int64_t gradient = vocabulary * width * 4;
+  EXPECT_LT(peak_of(step), gradient + 2 * kChunk + 32 * kMiB);
+
+  options.tie_word_embeddings = false;
+  GPT2 untied(options);
+  const at::NoGradGuard no_grad;
+  for (const auto& item : net->named_parameters())
+    untied->named_parameters()[item.key()].copy_(item.value());
+  untied->named_parameters()["lm_head.weight"].copy_(
+      net->named_parameters()["transformer.wte.weight"]);
+  {
+    const at::AutoGradMode with_grad(true);
+    untied->loss(tokens, targets).backward();
+  }
+  const auto sum = untied->named_parameters()["transformer.wte.weight"].grad() +
+                   untied->named_parameters()["lm_head.weight"].grad();
+  const auto tied = net->named_parameters()["transformer.wte.weight"].grad();
+  EXPECT_EQ(tied.layout(), at::kStrided);
+  EXPECT_TRUE(at::allclose(tied, sum, 1e-5, 1e-8));
+}
+
 // With the larger vocabulary a chunk has not all classes.
 TEST(Gpt2Memory, EvaluationHoldsTwoChunksOfLogits) {
   for (const auto& [length, vocabulary] : {std::pair(2048, 20011), std::pair(512, 140000)}) {

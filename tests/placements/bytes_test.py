@@ -19,6 +19,8 @@ SEGMENT = 1514  # bytes of a full TCP segment on Ethernet
 # What arrives for each parameter: once in an all-reduce or a reduce-scatter and a gather between two
 # hosts, half as much again with a second gather. Of int8 a block of 256 values and its scale.
 ALL_REDUCE, FSDP, INT8 = 1.0, 1.5, (256 + 4) / 256 / 4
+# No unit stays gathered from forward to backward.
+EVERY_UNIT_TWICE = ["FullyShardedDataParallel", "parallel.wrap_policy.min_numel=20000", "parallel.resident_bytes=1"]
 
 
 def resent(hosts):
@@ -88,7 +90,7 @@ class Bytes(unittest.TestCase):
         self.expect(ALL_REDUCE, "ZeroRedundancyOptimizer")
 
     def test_fsdp(self):
-        self.expect(FSDP, "FullyShardedDataParallel", "parallel.wrap_policy.min_numel=20000")
+        self.expect(FSDP, *EVERY_UNIT_TWICE)
 
     def test_ddp_in_int8(self):
         self.expect(ALL_REDUCE * INT8, "DistributedDataParallel", "parallel.wire.gradients=int8")
@@ -97,8 +99,7 @@ class Bytes(unittest.TestCase):
         self.expect(ALL_REDUCE * INT8, "ZeroRedundancyOptimizer", "parallel.wire.gradients=int8", "parallel.wire.parameters=int8")
 
     def test_fsdp_in_bfloat16(self):
-        self.expect(FSDP / 2, "FullyShardedDataParallel", "parallel.wrap_policy.min_numel=20000",
-                    "parallel.wire.gradients=bfloat16", "parallel.wire.parameters=bfloat16")
+        self.expect(FSDP / 2, *EVERY_UNIT_TWICE, "parallel.wire.gradients=bfloat16", "parallel.wire.parameters=bfloat16")
 
 
 if __name__ == "__main__":

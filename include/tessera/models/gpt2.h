@@ -125,6 +125,7 @@ class GPT2Impl : public torch::nn::Module {
   const GPT2Options& options() const { return options_; }
 
  private:
+  at::Tensor embed(const at::Tensor& tokens);
   at::Tensor hidden(const at::Tensor& tokens);
   at::Tensor project(const at::Tensor& hidden);
   const at::Tensor& head() const;  // [vocab_size, n_embd]

@@ -165,6 +165,11 @@ BackwardWatch::~BackwardWatch() { state_->detach(); }
 std::optional<size_t> BackwardWatch::lost_parameter() const { return state_->lost_parameter(); }
 void BackwardWatch::begin() { state_->begin(); }
 bool BackwardWatch::running() const { return state_->running_; }
+bool BackwardWatch::is_alone(const at::Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator && accumulator->post_hooks().size() == 1;
+}
+
 bool BackwardWatch::in_backward() {
   return torch::autograd::get_current_graph_task_exec_info() != nullptr;
 }

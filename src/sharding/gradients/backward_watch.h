@@ -45,6 +45,9 @@ class BackwardWatch {
   void begin();
   bool running() const;
 
+  /// Whether `arrived` is the only one that autograd tells of gradients of `parameter`.
+  static bool is_alone(const at::Tensor& parameter);
+
   /// True if this thread is evaluating a graph.
   static bool in_backward();
 
