@@ -68,7 +68,7 @@ else
   cat >"$root/sources/install.sh" <<'INSTALL'
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
-apt-get update -qq || true  # the packages need nothing that is not there
+apt-get update -qq
 apt-get install -y -qq --no-install-recommends g++ cmake ninja-build dpkg-dev file libtorch-dev \
   libgloo-dev libopenblas-dev libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev \
   libfmt-dev libxxhash-dev libssl-dev make pkg-config >/dev/null

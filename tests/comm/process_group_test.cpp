@@ -272,6 +272,10 @@ TEST_P(Collectives, ADuplicateReadsWhatItsGroupHasAllocated) {
     twin.reduce_scatter(ours, counts);
     twin.all_gather(ours, counts);
     EXPECT_EQ(ours[n - 1].item<float>(), world() * (world() - 1) / 2);
+    auto mixed = rank % 2 ? theirs : ours;  // of different allocations
+    mixed.fill_(rank + 1);
+    twin.all_reduce(mixed);
+    EXPECT_TRUE(mixed.eq(world() * (world() + 1) / 2).all().item<bool>());
   });
 }
 

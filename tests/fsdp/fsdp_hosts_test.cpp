@@ -162,15 +162,15 @@ TEST(FsdpLanes, TheNextTwoUnitsAreGatheredWhileOneComputes) {
   });
 }
 
-/// In the third step rank 1 calls another collective than rank 0: before its forward or after it.
-void expect_notice(const Options& options, bool before_forward) {
+/// In the last step rank 1 calls another collective than rank 0: before its forward or after it.
+void expect_notice(const Options& options, int last, bool before_forward) {
   const auto begin = std::chrono::steady_clock::now();
   const auto errors =
       run_ranks_catching(2,
                          [&](ProcessGroup group, int rank) {
                            FullyShardedDataParallel fsdp(seeded<Deep>(3), group, options);
-                           for (int step = 0; step < 3; ++step) {
-                             const bool differs = step == 2 && rank == 1;
+                           for (int step = 0; step <= last; ++step) {
+                             const bool differs = step == last && rank == 1;
                              auto metric = at::ones({1});
                              if (differs && before_forward) group.all_reduce(metric);
                              const auto loss = loss_of(fsdp(rows(step, rank, 2)));
@@ -188,7 +188,9 @@ TEST(FsdpLanes, ARankWithAnotherCollectiveIsNoticedAtOnce) {
   auto whole = every_leaf();
   whole.sharding_strategy = ShardingStrategy::shard_grad_op;
   for (const auto& options : {every_leaf(), whole, Options()}) {
-    for (const bool before_forward : {false, true}) expect_notice(options, before_forward);
+    for (const int last : {1, 2}) {
+      for (const bool before_forward : {false, true}) expect_notice(options, last, before_forward);
+    }
   }
 }
 
