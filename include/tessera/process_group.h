@@ -253,10 +253,11 @@ class ProcessGroup {
   /// store.
   std::optional<ProcessGroup> split(int color);
 
-  /// Returns a group of the same ranks with connections and memory of its own, whose collectives
-  /// run beside those of this group. They are counted in the stats() of this group, which are those
-  /// of the new group too. It has this group's options. Collective. Throws UsageError for groups of
-  /// from_c10d(). A group of one rank is returned itself.
+  /// Returns a group of the same ranks with connections of its own, whose collectives run beside
+  /// those of this group. They are counted in the stats() of this group, which are those of the new
+  /// group too. Memory of allocate() may be used in both. The new group has this group's options.
+  /// Collective. Throws UsageError for groups of from_c10d(). A group of one rank is returned
+  /// itself.
   ProcessGroup duplicate();
 
   /// Returns a group of the same ranks in which floating-point values of all_reduce(), all_gather()
@@ -285,9 +286,9 @@ class ProcessGroup {
   /// True when a rank has called fail() and this rank knows it. Local.
   bool ended() const;
 
-  /// Returns a 1-D zero-filled tensor. On one host with shared memory ("shm") its memory can be
-  /// read in place by the other ranks, and collectives on such tensors, or on parts of them, avoid
-  /// a copy. Elsewhere it is an ordinary tensor. Collective; same numel and dtype on every rank.
+  /// Returns a 1-D zero-filled tensor. Where the ranks of a host share memory they can read it in
+  /// place, and collectives on such tensors, or on parts of them, avoid a copy. Elsewhere it is an
+  /// ordinary tensor. Collective; same numel and dtype on every rank.
   at::Tensor allocate(int64_t numel, at::TensorOptions options);
   /// Returns rank `peer`'s tensor of the allocate() call that made `allocated`, for reading between
   /// barriers; an undefined tensor when its memory is not shared. Local.
