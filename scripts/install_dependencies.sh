@@ -9,7 +9,6 @@ packages=(
   libssl-dev
   libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
   python3 python3-torch python3-numpy openmpi-bin iproute2
-  debootstrap
 )
 
 missing=()

@@ -87,8 +87,9 @@ struct FullyShardedDataParallelOptions {
   /// false.
   bool reshard_after_forward = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  /// Gathers the next unit of forward while the current unit computes. Where ranks of a shard group
-  /// are on several hosts it is always on, and gathers the next two units, in backward too.
+  /// Gathers the next unit of forward while the current unit computes. Always on where ranks of a
+  /// shard group are on several hosts. There the next two units are gathered, and in backward too
+  /// unless backward_prefetch is none.
   bool forward_prefetch = false;
   MixedPrecision mixed_precision = {};
   /// Keeps shards, and with them gradients and optimizer state, on the CPU. No effect for a model

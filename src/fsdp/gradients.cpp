@@ -248,10 +248,11 @@ void Gradients::take_all(size_t f, size_t arrived, const at::Tensor& computed) {
     take(f, m, m == arrived ? computed : at::Tensor());
 }
 
-/// Whether nothing reads the memory of `grad`, which is large, after it was copied.
+/// Whether `grad`, which is `.grad` of the parameter, is large and nothing reads its memory after
+/// it was copied.
 bool Gradients::may_move(size_t f, size_t parameter, const at::Tensor& grad,
                          const at::Tensor& computed) const {
-  if (!is_large(f) || grad.layout() != at::kStrided) return false;
+  if (!is_large(f) || grad.layout() != at::kStrided || grad.use_count() != 1) return false;
   if (computed.defined() && !sharding::BackwardWatch::is_alone(model_.parameters[parameter].tensor))
     return false;
   return grad.storage().use_count() == 1 || sharding::held_by_autograd(grad, computed);

@@ -271,8 +271,8 @@ void Residency::prefetch_next(Phase phase) {
   }
 }
 
-/// Gathers a unit whose use is `distance` uses away. Returns whether it is gathered, or is another
-/// time.
+/// Gathers a unit that is used after `distance` - 1 other uses. Returns whether units that are used
+/// later may be gathered too.
 bool Residency::prefetch(size_t unit, Phase phase, size_t distance) {
   if (gathered_[unit].state != State::released || !model_.units[unit].is_gathered_on_use())
     return true;

@@ -35,15 +35,18 @@ inline int64_t resident_bytes() { return status_bytes("VmRSS"); }
 inline int64_t peak_bytes() { return status_bytes("VmHWM"); }
 inline void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 
-/// Resident memory, of which pages that several processes map count in equal parts.
+/// Resident memory, of which pages that several processes map count in equal parts. Without those
+/// of files: the system drops and reads pages of libraries as it likes.
 inline int64_t proportional_bytes() {
   std::ifstream file("/proc/self/smaps_rollup");
   std::string word;
+  int64_t total = 0;
   while (file >> word) {
     int64_t kilobytes = 0;
-    if (word == "Pss:" && file >> kilobytes) return kilobytes << 10;
+    if ((word == "Pss_Anon:" || word == "Pss_Shmem:") && file >> kilobytes)
+      total += kilobytes << 10;
   }
-  return 0;
+  return total;
 }
 
 }  // namespace tessera::testing

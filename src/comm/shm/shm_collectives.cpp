@@ -270,18 +270,18 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       return (starts[segment] + round * step) * width;
     };
     const int64_t most = ceil_div(*std::max_element(counts.begin(), counts.end()), step);
-    const auto comes_before = [&](int64_t round) {
+    const auto waits_before = [&](int64_t round) {
       return arrival.rounds > 0 && round % arrival.rounds == 0;
     };
     const Step fill = [&](int64_t round) {
-      if (round > 0 && comes_before(round)) arrival.make_ready(round);
+      if (round > 0 && waits_before(round)) arrival.make_ready(round);
       for (int s = 0; s < segments; ++s) {
         if (count(s, round) == 0 || !is_read(s, round, rank_)) continue;
         std::memcpy(staging(rank_) + s * step * width, data_of(flat) + at(s, round),
                     count(s, round) * width);
       }
     };
-    if (most > 0 && comes_before(0)) arrival.make_ready(0);
+    if (most > 0 && waits_before(0)) arrival.make_ready(0);
     const auto exchanged = exchange_layout(flat, [&] {
       if (most > 0) fill(0);
     });
@@ -297,7 +297,7 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       return;
     }
     for (int64_t round = 0; round < most; ++round) {
-      if (round > 0 && comes_before(round)) {
+      if (round > 0 && waits_before(round)) {
         arrival.make_ready(round);
         control_.barrier();
       }
