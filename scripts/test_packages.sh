@@ -91,7 +91,7 @@ sed 's|${CMAKE_CURRENT_LIST_DIR}/../../../examples/||' \
 cat >"$root/consumer/test.sh" <<'TEST'
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 OMP_NUM_THREADS=1
-apt-get update -qq || true  # the packages need nothing that is not there
+apt-get update -qq || true  # an install that lacks something fails below
 # A clean system has nothing of the packages' before apt installs them.
 apt-get purge -y -qq 'libtessera*' tessera >/dev/null 2>&1 || true
 apt-get install -y -qq --no-install-recommends /packages/*.deb g++ cmake make pkg-config >/dev/null

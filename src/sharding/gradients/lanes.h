@@ -13,7 +13,8 @@ namespace tessera::sharding {
 /// collectives of `group`: 1 on one host and for a device's backend. The same on all ranks.
 ///
 /// A rank that skips its backward must not make the others wait in a lane that it does not use. So
-/// the first collective of a forward or backward uses the first lane.
+/// the first collective of a forward or backward uses the first lane, which is the wrapper's own
+/// group. ZeroRedundancyOptimizer's lanes are both duplicates: its backward does not wait for them.
 size_t lanes_between_hosts(const ProcessGroup& group);
 
 /// Groups of the same ranks, whose collectives run beside each other.
@@ -25,7 +26,6 @@ class Lanes {
   /// ProcessGroup::with_wire(), and duplicate() for more than one.
   Lanes(ProcessGroup group, WireFormat format, size_t count);
 
-  size_t count() const { return groups_.size(); }
   /// The group of collective number `turn`: the lanes take turns.
   const ProcessGroup& group(size_t turn) const { return groups_[turn % groups_.size()]; }
 
