@@ -105,7 +105,10 @@ Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t
         client.isServer = false;
         place.store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client);
         place.hosts = places;
-        // Gloo listens at a port for each pair of ranks: a host has an address of its own for them.
+        // c10d's client tries again after a second, which is not part of the start-up.
+        place.store->add("ready", 1);
+        while (place.store->add("ready", 0) < world)
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
         place.address = fmt::format("127.0.0.{}", 2 + host);
         place.same_host = hosts == 1;
         const bool leads = rank == here[0];

@@ -61,9 +61,11 @@ struct CommStats {
   uint64_t calls() const;
 };
 
-/// The transport of a group. Auto: shared memory when all ranks are on one host and can map each
-/// other's memory, else Gloo. A fall-back on one host is logged once, with its reason.
-enum class Backend { Auto, SharedMemory, Gloo, NCCL, MPI };
+/// The transport of a group. Auto: shared memory within a host, TCP between hosts. Where the ranks
+/// of a host cannot map each other's memory, TCP is used there too, which is logged once with its
+/// reason. TCP, Gloo and MPI use messages alone, on one host too. Gloo is libtorch's; Auto uses it
+/// instead of TCP if GLOO_DEVICE_TRANSPORT selects another transport of Gloo, such as TCP_TLS.
+enum class Backend { Auto, SharedMemory, Gloo, NCCL, MPI, TCP };
 
 struct ProcessGroupOptions {
   Backend backend = Backend::Auto;

@@ -1,9 +1,16 @@
 #include "tessera/weights/torch_file.h"
 
+#include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>
 
 #include "harness/temporary_folder.h"
@@ -65,6 +72,55 @@ TEST_F(TorchFileTest, SlicesAreThoseOfTheWholeTensor) {
   EXPECT_THAT(refusal([&] { file.load_slice("a", 30, 6, at::empty({6})); }),
               HasSubstr("not within its 35"));
   EXPECT_THAT(refusal([&] { file.load("b"); }), HasSubstr("no tensor \"b\""));
+}
+
+/// Bytes that this process has read from files so far.
+int64_t bytes_read() {
+  std::ifstream io("/proc/self/io");
+  std::string name;
+  int64_t value = 0;
+  while (io >> name >> value) {
+    if (name == "rchar:") return value;
+  }
+  ADD_FAILURE() << "/proc/self/io has no rchar";
+  return 0;
+}
+
+TEST_F(TorchFileTest, ASliceOfAStridedTensorReadsItsRowsAlone) {
+  const auto base = at::arange(600 * 500, at::kFloat);
+  const std::map<std::string, at::Tensor> tensors{
+      {"transposed", base.view({600, 500}).t()},
+      {"gaps", base.view({100, 3000}).narrow(1, 700, 300)},
+      {"permuted", base.view({20, 30, 500}).permute({1, 2, 0})},
+      {"middle", base.view({20, 30, 500}).permute({1, 0, 2}).narrow(2, 100, 70)},
+      {"expanded", base.narrow(0, 5, 100).view({1, 100}).expand({40, 100})},
+      {"columns", base.view({600, 500}).narrow(1, 7, 3).t()}};
+  c10::Dict<std::string, at::Tensor> dict;
+  for (const auto& [name, tensor] : tensors) dict.insert(name, tensor);
+  const auto pickled = torch::pickle_save(dict);
+  std::ofstream(path("strided.pt"), std::ios::binary)
+      .write(pickled.data(), static_cast<std::streamsize>(pickled.size()));
+  const TorchFile file(path("strided.pt"));
+  for (const auto& [name, tensor] : tensors) {
+    SCOPED_TRACE(name);
+    const auto flat = tensor.contiguous().view({-1});
+    EXPECT_TRUE(at::equal(file.load(name), tensor));
+    const int64_t row = flat.numel() / tensor.size(0);
+    for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{
+             {0, 1}, {row - 1, row + 1}, {row / 2, flat.numel() / 2}, {3, flat.numel()}}) {
+      const auto part = at::empty({end - begin});
+      const auto before = bytes_read();
+      file.load_slice(name, begin, end - begin, part);
+      const auto read = bytes_read() - before;
+      EXPECT_TRUE(at::equal(part, flat.slice(0, begin, end))) << begin << " to " << end;
+      const bool side_by_side = name == "gaps" || name == "middle" || name == "expanded";
+      if (side_by_side) EXPECT_LE(read, 4 * (end - begin + 2 * row) + 4096);
+    }
+  }
+  const auto half = at::empty({250 * 600});
+  const auto before = bytes_read();
+  file.load_slice("transposed", 0, 250 * 600, half);
+  EXPECT_NEAR(static_cast<double>(bytes_read() - before), 4.0 * 250 * 600, 4096);
 }
 
 TEST_F(TorchFileTest, AnArchiveOfTorchScriptIsReadWithItsNames) {

@@ -123,7 +123,7 @@ std::vector<std::string> errors_of(const std::string& wrong, Backend backend = B
 }
 
 TEST(CheckedTransport, FindsNothingInRightResults) {
-  for (const auto backend : {Backend::Auto, Backend::Gloo}) {
+  for (const auto backend : {Backend::Auto, Backend::Gloo, Backend::TCP}) {
     for (const auto& error : errors_of("", backend)) EXPECT_EQ(error, "");
   }
 }

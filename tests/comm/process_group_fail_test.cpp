@@ -52,7 +52,7 @@ TEST(ProcessGroupFail, ReachesAllRanksWhileCollectivesAreRunning) {
 }
 
 TEST(ProcessGroupFail, IsAnAgreedErrorSoThatOneRankCanPrintIt) {
-  for (const auto backend : {Backend::SharedMemory, Backend::Gloo}) {
+  for (const auto backend : {Backend::SharedMemory, Backend::Gloo, Backend::TCP}) {
     for (const int world : {1, 2, 3, 4}) {
       const auto errors = run_ranks_catching(
           world,
@@ -90,7 +90,7 @@ TEST(ProcessGroupFail, ReachesRanksThatWaitInASubGroup) {
 }
 
 TEST(ProcessGroupFail, RanksThatFailAtNearlyTheSameTimeAllGetAUsageErrorAtOnce) {
-  for (const auto backend : {Backend::SharedMemory, Backend::Gloo}) {
+  for (const auto backend : {Backend::SharedMemory, Backend::Gloo, Backend::TCP}) {
     for (const int world : {2, 3, 4}) {
       for (int round = 0; round < 8; ++round) {
         const auto start = Clock::now();
@@ -123,7 +123,7 @@ TEST(ProcessGroupFail, RanksThatFailAtNearlyTheSameTimeAllGetAUsageErrorAtOnce) 
 }
 
 TEST(ProcessGroupFail, ARankThatWasInformedMayFailItself) {
-  for (const auto backend : {Backend::SharedMemory, Backend::Gloo}) {
+  for (const auto backend : {Backend::SharedMemory, Backend::Gloo, Backend::TCP}) {
     const auto start = Clock::now();
     const auto errors = run_ranks_catching(
         3,

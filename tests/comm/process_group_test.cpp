@@ -336,7 +336,7 @@ TEST_P(Collectives, AllocatedTensorsBehaveLikeOthers) {
 TEST_P(SeveralRanks, AllocateCommonReturnsTheSameMemoryOnEveryRank) {
   each_rank([&](ProcessGroup group, int rank) {
     auto flat = group.allocate_common(10 * world(), at::kFloat);
-    EXPECT_EQ(flat.defined(), group.backend_name() == "shm");  // Gloo here has no shared memory
+    EXPECT_EQ(flat.defined(), group.backend_name() == "shm");  // the others have no shared memory
     EXPECT_FALSE(group.allocate_common(0, at::kFloat).defined());
     if (!flat.defined()) return;
     EXPECT_EQ(flat.abs().sum().item<float>(), 0);
@@ -540,17 +540,24 @@ const auto kName = [](const auto& tested) { return "World" + std::to_string(test
 INSTANTIATE_TEST_SUITE_P(Self, Collectives, ::testing::Values(Setting{1, Backend::Auto}), kName);
 const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo},
                                      Setting{4, Backend::Gloo});
+const auto kTcp =
+    ::testing::Values(Setting{2, Backend::TCP}, Setting{3, Backend::TCP}, Setting{4, Backend::TCP});
 const auto kShared =
     ::testing::Values(Setting{2, Backend::SharedMemory}, Setting{3, Backend::SharedMemory},
                       Setting{4, Backend::SharedMemory});
 const auto kCheckedGloo = ::testing::Values(Setting{3, Backend::Gloo, true});
+const auto kCheckedTcp = ::testing::Values(Setting{3, Backend::TCP, true});
 const auto kCheckedShared = ::testing::Values(Setting{2, Backend::SharedMemory, true},
                                               Setting{3, Backend::SharedMemory, true});
 INSTANTIATE_TEST_SUITE_P(CheckedGloo, Collectives, kCheckedGloo, kName);
 INSTANTIATE_TEST_SUITE_P(CheckedGloo, SeveralRanks, kCheckedGloo, kName);
+INSTANTIATE_TEST_SUITE_P(CheckedTcp, Collectives, kCheckedTcp, kName);
+INSTANTIATE_TEST_SUITE_P(CheckedTcp, SeveralRanks, kCheckedTcp, kName);
 INSTANTIATE_TEST_SUITE_P(CheckedShared, Collectives, kCheckedShared, kName);
 INSTANTIATE_TEST_SUITE_P(CheckedShared, SeveralRanks, kCheckedShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, kGloo, kName);
+INSTANTIATE_TEST_SUITE_P(Tcp, Collectives, kTcp, kName);
+INSTANTIATE_TEST_SUITE_P(Tcp, SeveralRanks, kTcp, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SeveralRanks, kShared, kName);

@@ -10,7 +10,7 @@ SURVIVOR = r"BrokenWorldError: .* rank (\d+) (?:has died|has left|is gone)"
 
 
 @fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", fast=True, bound=600,
-       cases=[dict(wrapper=wrapper, backend=backend) for wrapper in WRAPPERS for backend in ("shm", "gloo")])
+       cases=[dict(wrapper=wrapper, backend=backend) for wrapper in WRAPPERS for backend in ("shm", "tcp")])
 def killed(trial, wrapper, backend):
     slowest, ranks, codes = 0, [], set()
     for victim in range(3):
@@ -25,7 +25,7 @@ def killed(trial, wrapper, backend):
 
 
 @fault(GROUP, "SIGSTOP of a rank: {wrapper} over {backend}",
-       cases=[dict(wrapper="ZeRO", backend="shm"), dict(wrapper="FSDP", backend="shm"), dict(wrapper="DDP", backend="gloo")])
+       cases=[dict(wrapper="ZeRO", backend="shm"), dict(wrapper="FSDP", backend="shm"), dict(wrapper="DDP", backend="tcp")])
 def stopped(trial, wrapper, backend):
     run = trial.train(parallel(wrapper, backend), hook(do="signal", value=int(signal.SIGSTOP), at=AT, rank=1, time_out=MS), code=128 + signal.SIGSTOP)
     late = run.when("BrokenWorldError") - trial.fault_at(run)
@@ -47,14 +47,14 @@ def stopped_while_saving(trial):
     return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "shm")))
 
 
-@fault(GROUP, "SIGSTOP of a rank that writes a checkpoint, over gloo")
-def stopped_while_saving_over_gloo(trial):
-    run = trial.train(parallel("ZeRO", "gloo"), hook(do="signal_while_saving", value=int(signal.SIGSTOP), rank=0, time_out=MS), "checkpoint.every=2", code=128 + signal.SIGSTOP)
+@fault(GROUP, "SIGSTOP of a rank that writes a checkpoint, over tcp")
+def stopped_while_saving_over_tcp(trial):
+    run = trial.train(parallel("ZeRO", "tcp"), hook(do="signal_while_saving", value=int(signal.SIGSTOP), rank=0, time_out=MS), "checkpoint.every=2", code=128 + signal.SIGSTOP)
     late = run.when("BrokenWorldError") - trial.fault_at(run)
     trial.check(TIMEOUT * 0.8 < late < TIMEOUT + 2, f"found after {late:.1f} s", run)
     trial.check(f"rank 0 did not arrive within {MS} ms" in run.text(), "survivors name it", run)
     launcher = trial.named(run, r"root cause: rank (\d) \(pid \d+\) is stopped \(SIGSTOP\)")
-    return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "gloo")))
+    return outcome(f"time-out ({TIMEOUT} s)", launcher, 128 + signal.SIGSTOP, trial.resumes(parallel("ZeRO", "tcp")))
 
 
 @fault(GROUP, "SIGSTOP of a rank and SIGCONT before the time-out")

@@ -56,7 +56,7 @@ class Cycle:
         self.build, self.folder, self.chosen, self.confined = build, folder, chosen, confined
         self.ranks = chosen.choice([2, 3])
         wrapper = chosen.choice(["DistributedDataParallel", "ZeroRedundancyOptimizer", "FullyShardedDataParallel"])
-        self.backend = chosen.choice(["shm", "gloo"])
+        self.backend = chosen.choice(["shm", "tcp"])
         policy = self.policy = chosen.choice(["stop", "stop", "skip", "rollback"])
         self.steps = steps if policy == "stop" else 2 * steps
         self.name = f"{wrapper} over {self.backend}, {self.ranks} ranks, " + ("text" if policy == "stop" else f"samples with NaN, {policy}")
@@ -130,7 +130,7 @@ class Cycle:
         if self.policy != "rollback":  # it leaves out the step with the NaN, so data are skipped
             kinds.append("nan")
         if self.confined:
-            kinds += ["full disk"] + (["cut", "short cut"] if self.backend == "gloo" else [])
+            kinds += ["full disk"] + (["cut", "short cut"] if self.backend == "tcp" else [])
         return kinds
 
     def inject(self, kind):

@@ -72,7 +72,7 @@ TEST_P(FsdpCommonMemory, AWriteDoesNotChangeParametersThatABackwardStillReads) {
 }
 
 TEST_P(FsdpCommonMemory, AGatherCopiesNothing) {
-  for (const auto backend : {Backend::Auto, Backend::Gloo}) {
+  for (const auto backend : {Backend::Auto, Backend::TCP}) {
     ProcessGroupOptions options;
     options.backend = backend;
     std::vector<const void*> seen(GetParam());

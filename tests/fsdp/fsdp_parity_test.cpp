@@ -159,13 +159,9 @@ std::vector<Setting> settings() {
   budget.resident_bytes = 1;
   whole.wrap_policy = wrap_leaves();
   whole.partition = Partition::whole;
-  return {{"leaves", leaves},
-          {"root_alone", root},
-          {"prefetch", fetch},
-          {"shard_grad_op", stay},
-          {"no_room", budget},
-          {"whole", whole},
-          {"gloo", leaves, Backend::Gloo}};
+  return {{"leaves", leaves},           {"root_alone", root}, {"prefetch", fetch},
+          {"shard_grad_op", stay},      {"no_room", budget},  {"whole", whole},
+          {"tcp", leaves, Backend::TCP}};
 }
 
 class FsdpParity : public ::testing::TestWithParam<Setting> {};

@@ -170,7 +170,7 @@ TEST(FsdpUnusual, AUseAfterTheWrapperIsDestroyedNamesTheParameter) {
 
 TEST(FsdpUnusual, AFirstForwardInInferenceModeDoesNotBreakTraining) {
   const Chain start(3);
-  for (const auto backend : {Backend::Auto, Backend::Gloo}) {
+  for (const auto backend : {Backend::Auto, Backend::TCP}) {
     for (const bool half : {false, true}) {
       run_ranks(2,
                 [&](ProcessGroup group, int rank) {

@@ -62,8 +62,9 @@ int main(int argc, char** argv) {
   const std::string errors = argc > 4 ? argv[4] : "print";
   tessera::ProcessGroupOptions options;
   if (std::strcmp(argv[1], "auto") != 0)
-    options.backend =
-        std::strcmp(argv[1], "gloo") == 0 ? tessera::Backend::Gloo : tessera::Backend::SharedMemory;
+    options.backend = std::strcmp(argv[1], "gloo") == 0  ? tessera::Backend::Gloo
+                      : std::strcmp(argv[1], "tcp") == 0 ? tessera::Backend::TCP
+                                                         : tessera::Backend::SharedMemory;
   int rank = -1;
   try {
     auto world = tessera::init_process_group(options);

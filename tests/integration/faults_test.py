@@ -83,9 +83,9 @@ class Faults(unittest.TestCase):
         for victim in (0, 1):
             self.continued("shm", victim)
 
-    def test_continued_gloo(self):
+    def test_continued_tcp(self):
         for victim in (0, 1):
-            self.continued("gloo", victim)
+            self.continued("tcp", victim)
 
     def misbehave(self, how, errors, backend, words, rank=VICTIM):
         run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", backend, 20000, how, errors)
@@ -100,7 +100,7 @@ class Faults(unittest.TestCase):
         self.assertNotIn("the probe finds an error", run.text())
 
     def test_a_rank_that_calls_exit_is_the_cause_of_its_survivors(self):
-        for backend, errors in (("shm", "print"), ("gloo", "quiet"), ("gloo", "uncaught")):
+        for backend, errors in (("shm", "print"), ("tcp", "quiet"), ("tcp", "uncaught")):
             code, _ = self.misbehave("leaves", errors, backend, "exited with code 0 while the other ranks still needed it")
             self.assertEqual(code, 134 if errors == "uncaught" else 3)
 
@@ -115,13 +115,16 @@ class Faults(unittest.TestCase):
     def test_killed_gloo(self):
         self.killed("gloo")
 
+    def test_killed_tcp(self):
+        self.killed("tcp")
+
     def test_killed_shared_memory(self):
         before = set(os.listdir("/dev/shm"))
         self.killed("shm")
         self.assertEqual(set(os.listdir("/dev/shm")) - before, set(), "no segment is left")
 
     def test_killed_fully_sharded(self):
-        self.killed("gloo", "fsdp")
+        self.killed("tcp", "fsdp")
         self.killed("shm", "fsdp")
 
     def test_stopped_fully_sharded(self):
@@ -171,6 +174,9 @@ class Faults(unittest.TestCase):
 
     def test_stopped_gloo(self):
         self.stopped("gloo")
+
+    def test_stopped_tcp(self):
+        self.stopped("tcp")
 
     def test_stopped_shared_memory(self):
         self.stopped("shm")

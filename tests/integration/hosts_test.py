@@ -75,9 +75,9 @@ class Hosts(unittest.TestCase):
         runs = self.start(backend, port)
         for rank in range(RANKS):
             text = runs[rank // RANKS_PER_HOST].text()
-            self.assertIn(f"rank {rank}: right sum of {RANKS} on gloo", text)
+            self.assertIn(f"rank {rank}: right sum of {RANKS} on tcp", text)
             self.assertIn(f"rank {rank}: local rank {rank % RANKS_PER_HOST} of {RANKS_PER_HOST}", text)
-            self.assertIn(f"rank {rank}: right sum of {RANKS_PER_HOST} on {'gloo' if backend == 'gloo' else 'shm'}", text)
+            self.assertIn(f"rank {rank}: right sum of {RANKS_PER_HOST} on {'tcp' if backend == 'tcp' else 'shm'}", text)
         os.kill(runs[victim // RANKS_PER_HOST].pids[victim], signal.SIGKILL)
         for survivor in set(range(RANKS)) - {victim}:
             run = runs[survivor // RANKS_PER_HOST]
@@ -94,8 +94,8 @@ class Hosts(unittest.TestCase):
         self.assertRegex(run.text(), rf"the failure began on rank {rank}, which is on another host")
         self.assertNotIn("root cause", run.text())
 
-    def test_gloo(self):
-        self.kill(3, "gloo", 29871)
+    def test_messages_within_a_host_too(self):
+        self.kill(3, "tcp", 29871)
 
     def test_shared_memory_within_a_host(self):
         self.kill(2, "auto", 29872)
@@ -188,7 +188,7 @@ class Hosts(unittest.TestCase):
         self.assertRegex(run.text(), rf"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT = {ADDRESSES[1]}:29883 .*of the host of rank 0")
 
     def test_the_rank_that_serves_the_store_names_itself_when_it_continues(self):
-        runs = self.start("gloo", 29884)
+        runs = self.start("tcp", 29884)
         os.kill(runs[0].pids[0], signal.SIGSTOP)
         for survivor in range(1, RANKS):
             run = runs[survivor // RANKS_PER_HOST]

@@ -233,7 +233,7 @@ class TwoHosts(SlurmTest):
                              secret="shared by srun")
             self.assertNotIn("has no secret", run.text())
             for rank in range(4):
-                self.assertIn(f"rank {rank}: right sum of 4 on gloo", run.text())
+                self.assertIn(f"rank {rank}: right sum of 4 on tcp", run.text())
                 self.assertIn(f"rank {rank}: right sum of 2 on shm", run.text())
                 self.assertIn(f"rank {rank}: local rank {rank % 2} of 2", run.text())
             self.lose(run, victim)

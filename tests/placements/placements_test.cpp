@@ -53,13 +53,13 @@ TEST(Placements, EachWrapperHasTheSameBitsInAJoin) {
   expect_same_bits({.steps = 2, .joins = true});
 }
 
-TEST(Placements, GlooOnOneHostHasTheBitsOfSharedMemory) {
+TEST(Placements, MessagesOnOneHostHaveTheBitsOfSharedMemory) {
   for (const int world : {2, 3, 4}) {
     const Hosts together(world, 0);
     for (const auto& wrapper : all_trainings(world)) {
       SCOPED_TRACE(wrapper.name + " on " + std::to_string(world));
       const auto expected = train(together, wrapper, {});
-      const auto found = train(together, wrapper, {}, Backend::Gloo);
+      const auto found = train(together, wrapper, {}, Backend::TCP);
       for (size_t i = 0; i < found.size(); ++i)
         EXPECT_TRUE(at::equal(found[i], expected[i])) << "parameter " << i;
     }

@@ -1,5 +1,6 @@
 #include "checkpoint/pickle/torch_archive.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -33,6 +34,7 @@ struct TorchArchive::Impl {
   void find_folder(const std::vector<ZipRecord>& sorted);
   std::string text_of(const std::string& name, size_t most) const;
   const ZipRecord& storage_of(const TorchTensor& tensor) const;
+  at::Tensor read_runs(const TorchTensor& tensor, const std::vector<size_t>& order) const;
 };
 
 namespace {
@@ -53,6 +55,29 @@ class CheckedFile : public caffe2::serialize::ReadAdapterInterface {
 };
 
 constexpr size_t kMaxVersionBytes = 64;
+// Shorter runs of a strided tensor are read with all that lies between them.
+constexpr int64_t kShortestRunBytes = 256;
+
+/// The dimensions that move in the storage, the one with the largest stride first.
+std::vector<size_t> dimensions_by_stride(const TorchTensor& tensor) {
+  std::vector<size_t> order;
+  for (size_t i = 0; i < tensor.shape.size(); ++i) {
+    if (tensor.shape[i] > 1 && tensor.strides[i] > 0) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return tensor.strides[a] > tensor.strides[b]; });
+  return order;
+}
+
+/// The rows [first, first + count) of a tensor that is not empty.
+TorchTensor rows_of(const TorchTensor& tensor, int64_t first, int64_t count) {
+  TorchTensor rows = tensor;
+  rows.numel = tensor.numel / tensor.shape[0] * count;
+  rows.shape[0] = count;
+  rows.offset += first * tensor.strides[0];
+  rows.extent -= (tensor.shape[0] - count) * tensor.strides[0];
+  return rows;
+}
 
 }  // namespace
 
@@ -148,6 +173,33 @@ const ZipRecord& TorchArchive::Impl::storage_of(const TorchTensor& tensor) const
   return record;
 }
 
+/// Reads a tensor whose elements along order.back() lie side by side, and nothing between them.
+at::Tensor TorchArchive::Impl::read_runs(const TorchTensor& tensor,
+                                         const std::vector<size_t>& order) const {
+  const uint64_t width = tensor.dtype.bytes, from = storage_of(tensor).offset;
+  std::vector<int64_t> sizes, strides(tensor.shape.size(), 0);  // of the memory that is read
+  for (const size_t i : order) sizes.push_back(tensor.shape[i]);
+  int64_t numel = 1;
+  for (size_t i = order.size(); i-- > 0; numel *= sizes[i]) strides[order[i]] = numel;
+  const at::Tensor read_into =
+      at::empty({numel}, at::TensorOptions().dtype(scalar_type_of(where, tensor)));
+  auto* to = static_cast<char*>(read_into.data_ptr());
+  const size_t outer = sizes.size() - 1;
+  const uint64_t run = static_cast<uint64_t>(sizes[outer]) * width;
+  std::vector<int64_t> index(outer, 0);
+  int64_t element = tensor.offset;
+  for (int64_t left = numel / sizes[outer]; left > 0; --left, to += run) {
+    read(to, run, from + static_cast<uint64_t>(element) * width);
+    for (size_t i = outer; i-- > 0;) {
+      element += tensor.strides[order[i]];
+      if (++index[i] < sizes[i]) break;
+      element -= sizes[i] * tensor.strides[order[i]];
+      index[i] = 0;
+    }
+  }
+  return read_into.as_strided(tensor.shape, strides).clone(at::MemoryFormat::Contiguous);
+}
+
 TorchArchive::TorchArchive(const std::string& path) : impl_(std::make_unique<Impl>()) {
   impl_->open(path);
   if (!is_script())
@@ -169,9 +221,14 @@ at::Tensor TorchArchive::load(const TorchTensor& tensor) const {
   const uint64_t from =
       impl_->storage_of(tensor).offset + static_cast<uint64_t>(tensor.offset) * width;
   if (tensor.numel == 0) return at::empty(tensor.shape, options);
+  const bool contiguous = tensor.contiguous();
+  const auto order = dimensions_by_stride(tensor);
+  if (!contiguous && !order.empty() && tensor.strides[order.back()] == 1 &&
+      tensor.shape[order.back()] * static_cast<int64_t>(width) >= kShortestRunBytes)
+    return impl_->read_runs(tensor, order);
   at::Tensor read = at::empty({tensor.extent}, options);
   impl_->read(read.data_ptr(), static_cast<size_t>(tensor.extent) * width, from);
-  if (tensor.contiguous()) return read.view(tensor.shape);
+  if (contiguous) return read.view(tensor.shape);
   return read.as_strided(tensor.shape, tensor.strides).clone(at::MemoryFormat::Contiguous);
 }
 
@@ -179,7 +236,10 @@ void TorchArchive::load_slice(const TorchTensor& tensor, int64_t begin, int64_t 
                               at::Tensor& out) const {
   if (count == 0) return;
   if (!tensor.contiguous()) {
-    out.view({-1}).copy_(load(tensor).view({-1}).narrow(0, begin, count));
+    const int64_t row = tensor.numel / tensor.shape[0];
+    const int64_t first = begin / row, end = (begin + count + row - 1) / row;
+    const auto rows = load(rows_of(tensor, first, end - first));
+    out.view({-1}).copy_(rows.view({-1}).narrow(0, begin - first * row, count));
     return;
   }
   const uint64_t width = tensor.dtype.bytes;

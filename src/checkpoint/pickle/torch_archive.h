@@ -36,8 +36,9 @@ class TorchArchive {
   void check_storage(const TorchTensor& tensor) const;
   /// A new contiguous CPU tensor.
   at::Tensor load(const TorchTensor& tensor) const;
-  /// Reads `count` elements from `begin` on, in row-major order, to `out`. Reads no others if the
-  /// tensor is contiguous.
+  /// Reads `count` elements from `begin` on, in row-major order, to `out`. Of a contiguous tensor
+  /// it reads no others. Of a strided one it reads whole rows: the elements alone, if at least 256
+  /// bytes of them lie side by side; else also what lies between them.
   void load_slice(const TorchTensor& tensor, int64_t begin, int64_t count, at::Tensor& out) const;
 
  private:

@@ -85,6 +85,7 @@ std::unique_ptr<Transport> connect(const World& world) {
   }
   if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
   if (backend == Backend::Gloo) return make_p2p_transport(world, make_gloo_mailbox(world));
+  if (backend == Backend::TCP) return make_p2p_transport(world, make_tcp_mailbox(world));
   std::string reason = "its ranks are on several hosts";
   std::unique_ptr<Transport> shared;
   if (world.same_host) shared = make_shm_transport(world, reason);
@@ -96,13 +97,13 @@ std::unique_ptr<Transport> connect(const World& world) {
   if (backend == Backend::Auto && has_two_levels(world)) {
     if (auto two_levels = make_hosts_transport(world, reason)) return two_levels;
     if (world.rank == 0) {
-      spdlog::warn("tessera: using Gloo within the hosts instead of shared memory, because {}",
+      spdlog::warn("tessera: using messages within the hosts instead of shared memory, because {}",
                    reason);
     }
   }
   if (world.same_host && world.rank == 0)
-    spdlog::warn("tessera: using Gloo instead of shared memory, because {}", reason);
-  return make_p2p_transport(world, make_gloo_mailbox(world));
+    spdlog::warn("tessera: using messages instead of shared memory, because {}", reason);
+  return make_p2p_transport(world, make_default_mailbox(world));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "comm/hosts/hosts_transport.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <numeric>
@@ -9,6 +10,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/base/roll_call.h"
 #include "comm/base/tree_sum.h"
 #include "comm/hosts/exchange_sums.h"
 #include "comm/hosts/gather_over_leaders.h"
@@ -17,6 +19,7 @@
 #include "comm/p2p/messenger.h"
 #include "comm/shm/shm_kernels.h"
 #include "comm/shm/shm_setup.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -378,31 +381,31 @@ std::unique_ptr<Transport> make_hosts_transport(const World& world, std::string&
   HostMap map(world.hosts);
   auto local = make_shm_transport(world_of_host(world, map), reason);
   // The ranks of a host agree on the reason. Each host tells the others.
-  const auto key = [&](int host) { return fmt::format("hosts/{}", map.members(host)[0]); };
-  const int own = map.host_of(world.rank);
-  if (map.members(own)[0] == world.rank) {
-    world.store->set(key(own), std::vector<uint8_t>(reason.begin(), reason.end()));
+  const auto broken = [&](const std::string& cause, const std::vector<int>& ranks) {
+    return BrokenWorldError(
+        fmt::format("ProcessGroup: rank {} of {} waited {} ms at start-up: {}", world.rank,
+                    world.size, world.options.timeout.count(), cause),
+        ranks);
+  };
+  std::map<int, Presence> reasons;
+  try {
+    std::replace(reason.begin(), reason.end(), '\n', ' ');
+    reasons = roll_call(world.store, "hosts", world.rank, world.size, reason,
+                        std::chrono::steady_clock::now() + world.options.timeout);
+  } catch (const RanksMissing& missing) {
+    throw broken(rank_list(missing.ranks) + " did not arrive", missing.ranks);
+  } catch (const std::exception& error) {
+    throw broken(compat::first_line(error.what()), {});
   }
   reason.clear();
-  for (int host = 0; host < map.hosts(); ++host) {
-    std::vector<uint8_t> theirs;
-    try {
-      world.store->wait({key(host)}, world.options.timeout);
-      theirs = world.store->get(key(host));
-    } catch (const std::exception&) {
-      throw BrokenWorldError(
-          fmt::format(
-              "ProcessGroup: rank {} of {} waited {} ms at start-up: rank {} did not arrive",
-              world.rank, world.size, world.options.timeout.count(), map.members(host)[0]),
-          {map.members(host)[0]});
-    }
-    if (theirs.empty() || !reason.empty()) continue;
-    reason = fmt::format("on the host of rank {}: {}", map.members(host)[0],
-                         std::string(theirs.begin(), theirs.end()));
+  for (int host = 0; host < map.hosts() && reason.empty(); ++host) {
+    const int first = map.members(host)[0];
+    if (const auto& theirs = reasons.at(first).value; !theirs.empty())
+      reason = fmt::format("on the host of rank {}: {}", first, theirs);
   }
   if (!reason.empty()) return nullptr;
   return std::make_unique<HostsTransport>(world, std::move(map), std::move(local),
-                                          make_gloo_mailbox(world));
+                                          make_default_mailbox(world));
 }
 
 }  // namespace tessera::comm

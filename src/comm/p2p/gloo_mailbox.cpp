@@ -1,4 +1,5 @@
 #include <cstdlib>
+#include <string>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -32,6 +33,12 @@ std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world) {
                                        compat::first_line(error.what())),
                            {});
   }
+}
+
+std::unique_ptr<Mailbox> make_default_mailbox(const World& world) {
+  const char* const transport = std::getenv("GLOO_DEVICE_TRANSPORT");
+  const bool other = transport && *transport && std::string(transport) != "TCP";
+  return other ? make_gloo_mailbox(world) : make_tcp_mailbox(world);
 }
 
 }  // namespace tessera::comm

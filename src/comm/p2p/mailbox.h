@@ -19,8 +19,8 @@ class Message {
   virtual void abort() noexcept = 0;
 };
 
-/// Tagged point-to-point messages between the ranks of one group, over Gloo, MPI or a caller's
-/// c10d backend. Tensors are contiguous and must outlive their message.
+/// Tagged point-to-point messages between the ranks of one group, over TCP, Gloo, MPI or a
+/// caller's c10d backend. Tensors are contiguous and must outlive their message.
 class Mailbox {
  public:
   virtual ~Mailbox() = default;
@@ -28,6 +28,15 @@ class Mailbox {
   virtual std::unique_ptr<Message> send(at::Tensor contiguous, int to, int tag) = 0;
   virtual std::unique_ptr<Message> receive(at::Tensor contiguous, int from, int tag) = 0;
 };
+
+/// Messages over TCP connections of our own, made when a pair of ranks needs one; on loopback alone
+/// when the world is on one host. Collective: blocks until all members have come. Throws
+/// BrokenWorldError when they do not, and UsageError for a GLOO_SOCKET_IFNAME without an address.
+std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world);
+
+/// make_tcp_mailbox(), or make_gloo_mailbox() if GLOO_DEVICE_TRANSPORT selects a transport of Gloo
+/// other than TCP, such as TCP_TLS.
+std::unique_ptr<Mailbox> make_default_mailbox(const World& world);
 
 /// Connects the members through Gloo; on loopback alone when the world is on one host. Collective:
 /// blocks until all members have connected. Throws BrokenWorldError when they cannot.

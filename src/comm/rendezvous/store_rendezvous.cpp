@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <thread>
+#include <mutex>
 
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "comm/base/call_with_timeout.h"
+#include "comm/base/roll_call.h"
 #include "comm/base/world.h"
 #include "comm/rendezvous/agent_store.h"
 #include "comm/rendezvous/announced_folder.h"
@@ -27,49 +28,30 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-/// Splits what a rank wrote in the roll call, "SIZE VALUE", checks the world size and returns the
-/// value.
-std::string value_of(const std::string& written, int rank, const LaunchEnvironment& environment) {
-  const auto blank = written.find(' ');
-  const auto size = written.substr(0, blank);
-  if (size != std::to_string(environment.size)) {
-    throw UsageError(
-        fmt::format("init_process_group: rank {}: {} is {} here and {} on rank {}; expected the "
-                    "same on every rank",
-                    environment.rank, environment.size_variable, environment.size, size, rank));
-  }
-  return written.substr(blank + 1);
-}
-
-/// Every rank writes `value`. Returns all values in rank order; throws BrokenWorldError naming the
-/// ranks that did not arrive in time.
-std::vector<std::string> roll_call(const Store& store, const LaunchEnvironment& environment,
-                                   const std::string& value, std::chrono::milliseconds timeout,
-                                   Clock::time_point deadline) {
-  const auto key = [](int rank) { return fmt::format("here/{}", rank); };
-  store->set(key(environment.rank), bytes(fmt::format("{} {}", environment.size, value)));
-  std::vector<std::string> values(environment.size);
-  std::vector<int> missing;
-  for (int r = 0; r < environment.size; ++r) missing.push_back(r);
-  while (!missing.empty()) {
-    std::erase_if(missing, [&](int r) {
-      if (!store->check({key(r)})) return false;
-      const auto written = store->get(key(r));
-      values[r] = value_of({written.begin(), written.end()}, r, environment);
-      return true;
-    });
-    if (missing.empty()) break;
-    if (Clock::now() > deadline) {
-      throw BrokenWorldError(
-          fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms",
-                      environment.rank, environment.size, rank_list(missing), timeout.count()),
-          missing);
+/// Every rank writes `value`. Returns all values in rank order. Throws UsageError if another rank
+/// was told another world size, and BrokenWorldError naming the ranks that did not arrive in time.
+std::vector<std::string> values_of_all(const Store& store, const LaunchEnvironment& environment,
+                                       const std::string& value, std::chrono::milliseconds timeout,
+                                       Clock::time_point deadline) {
+  try {
+    std::vector<std::string> values(environment.size);
+    for (auto& [rank, written] :
+         roll_call(store, "here", environment.rank, environment.size, value, deadline)) {
+      if (written.size != environment.size) {
+        throw UsageError(fmt::format(
+            "init_process_group: rank {}: {} is {} here and {} on rank {}; expected the same on "
+            "every rank",
+            environment.rank, environment.size_variable, environment.size, written.size, rank));
+      }
+      values[rank] = std::move(written.value);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return values;
+  } catch (const RanksMissing& missing) {
+    throw BrokenWorldError(
+        fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms",
+                    environment.rank, environment.size, rank_list(missing.ranks), timeout.count()),
+        missing.ranks);
   }
-  return values;
 }
 
 Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
@@ -116,7 +98,7 @@ StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& en
     StoreRendezvous rendezvous{file_store(folder, environment),
                                std::vector<int>(environment.size, 0), ""};
     rendezvous.store->setTimeout(timeout);
-    roll_call(rendezvous.store, environment, "", timeout, Clock::now() + timeout);
+    values_of_all(rendezvous.store, environment, "", timeout, Clock::now() + timeout);
     return rendezvous;
   } catch (const Error&) {
     throw;
@@ -145,7 +127,7 @@ Meeting meet(const LaunchEnvironment& environment, const std::string& value,
     done.store = c10::make_intrusive<c10d::PrefixStore>(
         fmt::format("tessera/{}", environment.attempt), own.store);
     done.store->setTimeout(timeout);
-    done.values = roll_call(done.store, environment, value, timeout, deadline);
+    done.values = values_of_all(done.store, environment, value, timeout, deadline);
     return done;
   } catch (const BrokenWorldError& error) {
     throw BrokenWorldError(error.what() + own.remark(), error.ranks());

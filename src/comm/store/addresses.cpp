@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <sstream>
 #include <thread>
 
 #include <fmt/format.h>
+#include <ifaddrs.h>
 #include <netdb.h>
+#include <netinet/in.h>
 
 #include "comm/store/socket.h"
 #include "tessera/error.h"
@@ -45,6 +48,27 @@ std::string address_towards(const std::string& peer) {
     if (auto text = numeric_text(any, size); !text.empty()) return text;
   }
   return "";
+}
+
+std::string address_of_interface(const std::string& names, int rank) {
+  ifaddrs* found = nullptr;
+  if (::getifaddrs(&found) != 0) found = nullptr;
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(found, ::freeifaddrs);
+  std::istringstream remaining(names);
+  for (std::string name; std::getline(remaining, name, ',');) {
+    for (const int family : {AF_INET, AF_INET6}) {
+      for (const auto* entry = found; entry; entry = entry->ifa_next) {
+        if (name != entry->ifa_name || !entry->ifa_addr || entry->ifa_addr->sa_family != family)
+          continue;
+        const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+        if (auto text = numeric_text(entry->ifa_addr, size); !text.empty()) return text;
+      }
+    }
+  }
+  throw UsageError(
+      fmt::format("ProcessGroup: rank {}: GLOO_SOCKET_IFNAME is '{}'; expected the "
+                  "name of an interface of this host with an address",
+                  rank, names));
 }
 
 std::vector<std::string> resolve_master_address(const std::string& name, int rank,

@@ -18,6 +18,10 @@ bool is_loopback(const std::string& address);
 /// route. Sends nothing, but may ask a name server.
 std::string address_towards(const std::string& peer);
 
+/// The numeric address of the first of these interfaces, "eth0" or "eth0,eth1", that has one; an
+/// IPv4 address before an IPv6 one. Throws UsageError, naming GLOO_SOCKET_IFNAME, if none has.
+std::string address_of_interface(const std::string& names, int rank);
+
 /// The numeric addresses of a host, each once. Throws UsageError, naming MASTER_ADDR and the rank,
 /// if the name is unknown. Blocks while the name server does.
 std::vector<std::string> resolve_master_address(const std::string& name, int rank,

@@ -95,18 +95,26 @@ std::string peer_of(const Socket& connection) {
   return known ? text : "an unknown address";
 }
 
-Socket connect_to(const std::string& address, int port,
-                  std::chrono::steady_clock::time_point deadline) {
+Socket begin_to_connect(const std::string& address, int port) {
   const auto target = numeric(address, port);
   Socket socket = stream_socket(target->ai_family);
-  if (::connect(socket.fd(), target->ai_addr, target->ai_addrlen) != 0) {
-    if (errno != EINPROGRESS) refuse(errno, address);
-    if (!wait_for(socket, POLLOUT, deadline)) refuse(ETIMEDOUT, address);
-    int error = 0;
-    socklen_t size = sizeof error;
-    ::getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error) refuse(error, address);
-  }
+  if (::connect(socket.fd(), target->ai_addr, target->ai_addrlen) != 0 && errno != EINPROGRESS)
+    refuse(errno, address);
+  return socket;
+}
+
+int error_of(const Socket& socket) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  ::getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+Socket connect_to(const std::string& address, int port,
+                  std::chrono::steady_clock::time_point deadline) {
+  Socket socket = begin_to_connect(address, port);
+  if (!wait_for(socket, POLLOUT, deadline)) refuse(ETIMEDOUT, address);
+  if (const int error = error_of(socket)) refuse(error, address);
   prepare_connection(socket.fd());
   return socket;
 }

@@ -10,7 +10,7 @@
 
 namespace tessera::comm {
 
-/// Owns a socket. All sockets of the store are non-blocking and are closed by exec.
+/// Owns a socket. All sockets of this folder are non-blocking and are closed by exec.
 class Socket {
  public:
   Socket() = default;
@@ -42,6 +42,13 @@ int port_of(const Socket& listener);
 
 /// The numeric address of a socket's peer.
 std::string peer_of(const Socket& connection);
+
+/// A socket that connects to one numeric address, without waiting for it: it is writable when that
+/// is done. Throws std::system_error.
+Socket begin_to_connect(const std::string& address, int port);
+
+/// The error of the last operation that ended on a socket, as in errno; 0: none.
+int error_of(const Socket& socket);
 
 /// Connects to one numeric address. Throws std::system_error.
 Socket connect_to(const std::string& address, int port,

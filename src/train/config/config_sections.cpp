@@ -183,6 +183,7 @@ void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   keys.read_enum("backend", parallel.group.backend,
                  {{"auto", Backend::Auto},
                   {"shm", Backend::SharedMemory},
+                  {"tcp", Backend::TCP},
                   {"gloo", Backend::Gloo},
                   {"nccl", Backend::NCCL},
                   {"mpi", Backend::MPI}},

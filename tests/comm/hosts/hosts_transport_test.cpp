@@ -76,9 +76,10 @@ void on_each_placement(const Body& body) {
     for (const bool shared : {false, true}) {
       SCOPED_TRACE(::testing::PrintToString(hosts) + (shared ? " shared" : ""));
       run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
-        ASSERT_EQ(group.backend_name(), "gloo");
+        ASSERT_EQ(group.backend_name(), "tcp");
         const auto memory = group.allocate(1, at::kFloat);
-        for (size_t peer = 0; peer < hosts.size(); ++peer)  // the two levels, and not Gloo alone
+        for (size_t peer = 0; peer < hosts.size();
+             ++peer)  // the two levels, and not messages alone
           ASSERT_EQ(group.peer_view(memory, static_cast<int>(peer)).defined(),
                     hosts[peer] == hosts[rank]);
         body(group, rank, hosts.size(), shared);

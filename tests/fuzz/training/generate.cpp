@@ -104,7 +104,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero", "distributed_optimizer",
                    "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
   auto& values = wrapper.values;
-  maybe(random, 10, values, "backend", "gloo");
+  maybe(random, 10, values, "backend", "tcp");
   if (values.empty() && world > 2 && random.chance(15))
     values["hosts"] = random.pick({"001", "01", "0011", "012"});
   if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/base/world.h"
+
+namespace tessera::comm {
+
+/// Where a member listens, and the token with which a connection to it must begin.
+struct TcpAddress {
+  std::string host, token;
+  int port = 0;
+};
+
+/// The local address on which this member listens, with a fresh token and without a port. Throws
+/// UsageError for a GLOO_SOCKET_IFNAME without an address.
+TcpAddress own_tcp_address(const World& world);
+
+/// Tells all members where each listens. Collective. Throws RanksMissing after the time-out, and
+/// what the store throws.
+std::vector<TcpAddress> exchange_tcp_addresses(const World& world, const TcpAddress& own);
+
+/// What a connection is for, and the rank that has made it.
+struct Greeting {
+  enum Kind : int32_t { link, watch };
+  int32_t rank = 0;
+  Kind kind = link;
+};
+
+constexpr size_t kTokenBytes = 32;
+constexpr size_t kGreetingBytes = 8 + kTokenBytes + 4 + 4;
+
+/// The first bytes of a connection: a mark, the token of the rank that accepts, rank, kind. Their
+/// integers have the byte order of this machine, so that another order is not understood.
+std::string bytes_of(const Greeting& greeting, const std::string& token);
+
+/// nullopt if these bytes are no greeting, or have another token.
+std::optional<Greeting> read_greeting(std::string_view bytes, const std::string& token);
+
+}  // namespace tessera::comm

@@ -1,0 +1,229 @@
+#include "comm/p2p/tcp_link.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/uio.h>
+
+namespace tessera::comm {
+namespace {
+
+// Read at a time, so that one connection does not keep the thread from the others.
+constexpr size_t kMostBytesAtOnce = 1 << 20;
+
+// The socket counts as readable when so much of a message has arrived, or its rest.
+constexpr uint64_t kLowWaterBytes = 128 << 10;
+
+bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+void complete(Parcel& parcel) {
+  parcel.complete = true;
+  parcel.ready.notify_all();
+}
+
+void fail(Parcel& parcel, const std::string& reason) {
+  parcel.failure = reason;
+  parcel.ready.notify_all();
+}
+
+}  // namespace
+
+void TcpLink::open(Socket socket, std::string greeting) {
+  socket_ = std::move(socket);
+  greeting_ = std::move(greeting);
+  write();
+}
+
+void TcpLink::send(Parcel& parcel) {
+  if (!ended_.empty()) return fail(parcel, ended_);
+  outgoing_.push_back(&parcel);
+  if (outgoing_.size() > 1) return;
+  outgoing_frame_ = {parcel.bytes, parcel.tag};
+  frame_written_ = 0;
+  write();
+}
+
+void TcpLink::receive(Parcel& parcel) {
+  const auto kept = std::find_if(early_.begin(), early_.end(), [&](const Early& early) {
+    return early.tag == parcel.tag && !early.wanted;
+  });
+  if (kept != early_.end()) {
+    if (kept->data.size() != parcel.bytes)
+      return fail(parcel, fmt::format("the peer sent {} bytes, expected {}", kept->data.size(),
+                                      parcel.bytes));
+    kept->wanted = &parcel;
+    if (kept->arrived < kept->data.size()) return;
+    std::memcpy(parcel.data, kept->data.data(), parcel.bytes);
+    early_.erase(kept);
+    return complete(parcel);
+  }
+  if (!ended_.empty()) return fail(parcel, ended_);
+  receives_.push_back(&parcel);
+  if (!is_stalled()) return;
+  begin_message();
+  read();
+}
+
+void TcpLink::forget(Parcel& parcel) {
+  const bool sending = std::find(outgoing_.begin(), outgoing_.end(), &parcel) != outgoing_.end();
+  const bool begun = sending && outgoing_.front() == &parcel && frame_written_ > 0;
+  if (begun || target_ == &parcel) end("a message was given up");
+  std::erase(outgoing_, &parcel);
+  if (sending && !begun && !outgoing_.empty())
+    outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag};
+  receives_.remove(&parcel);
+  for (auto& early : early_) {
+    if (early.wanted == &parcel) early.wanted = nullptr;
+  }
+}
+
+short TcpLink::events() const {
+  if (!is_open()) return 0;
+  const bool writes = !greeting_.empty() || !outgoing_.empty();
+  return static_cast<short>((is_stalled() ? 0 : POLLIN) | (writes ? POLLOUT : 0));
+}
+
+void TcpLink::write() {
+  while (is_open() && (!greeting_.empty() || !outgoing_.empty())) {
+    iovec parts[3];
+    size_t count = 0;
+    if (!greeting_.empty()) parts[count++] = {greeting_.data(), greeting_.size()};
+    if (!outgoing_.empty()) {
+      auto& parcel = *outgoing_.front();
+      parts[count++] = {reinterpret_cast<char*>(&outgoing_frame_) + frame_written_,
+                        sizeof(Frame) - frame_written_};
+      parts[count++] = {parcel.data + parcel.moved, parcel.bytes - parcel.moved};
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    const auto written = ::sendmsg(socket_.fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      if (!is_temporary(errno)) end_with_error(errno);
+      return;
+    }
+    skip_written(static_cast<size_t>(written));
+  }
+}
+
+void TcpLink::skip_written(size_t bytes) {
+  const auto part = [&](size_t most) {
+    const size_t taken = std::min(bytes, most);
+    bytes -= taken;
+    return taken;
+  };
+  greeting_.erase(0, part(greeting_.size()));
+  if (outgoing_.empty()) return;
+  auto& parcel = *outgoing_.front();
+  frame_written_ += part(sizeof(Frame) - frame_written_);
+  parcel.moved += part(parcel.bytes - parcel.moved);
+  if (frame_written_ < sizeof(Frame) || parcel.moved < parcel.bytes) return;
+  outgoing_.pop_front();
+  frame_written_ = 0;
+  if (!outgoing_.empty()) outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag};
+  complete(parcel);
+}
+
+size_t TcpLink::take(void* to, size_t bytes) {
+  for (;;) {
+    const auto taken = ::recv(socket_.fd(), to, bytes, MSG_DONTWAIT);
+    if (taken > 0) return static_cast<size_t>(taken);
+    if (taken < 0 && errno == EINTR) continue;
+    if (taken == 0) end("the connection was closed by the peer");
+    else if (!is_temporary(errno)) end_with_error(errno);
+    return 0;
+  }
+}
+
+void TcpLink::read() {
+  read_available();
+  set_low_water();
+}
+
+/// A large message arrives in thousands of packets. The thread is woken for parts of it.
+void TcpLink::set_low_water() {
+  if (!is_open()) return;
+  const uint64_t left = !has_frame() || is_stalled()
+                            ? 1
+                            : frame_.bytes - (target_ ? target_->moved : filling_->arrived);
+  const int wanted = static_cast<int>(std::clamp<uint64_t>(left, 1, kLowWaterBytes));
+  if (wanted == low_water_) return;
+  ::setsockopt(socket_.fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
+  low_water_ = wanted;
+}
+
+void TcpLink::read_available() {
+  for (size_t budget = kMostBytesAtOnce; budget > 0 && is_open();) {
+    if (!has_frame()) {
+      const auto taken =
+          take(reinterpret_cast<char*>(&frame_) + frame_read_, sizeof(Frame) - frame_read_);
+      if (taken == 0) return;
+      frame_read_ += taken;
+      if (has_frame()) begin_message();
+      continue;
+    }
+    if (is_stalled()) return;
+    const size_t have = target_ ? target_->moved : filling_->arrived;
+    char* const to = target_ ? target_->data : filling_->data.data();
+    if (have < frame_.bytes) {
+      const auto taken = take(to + have, std::min(budget, frame_.bytes - have));
+      if (taken == 0) return;
+      budget -= taken;
+      (target_ ? target_->moved : filling_->arrived) += taken;
+    }
+    if ((target_ ? target_->moved : filling_->arrived) == frame_.bytes) finish_message();
+  }
+}
+
+void TcpLink::begin_message() {
+  const auto posted = std::find_if(receives_.begin(), receives_.end(),
+                                   [&](const Parcel* parcel) { return parcel->tag == frame_.tag; });
+  if (posted != receives_.end()) {
+    if ((*posted)->bytes != frame_.bytes)
+      return end(
+          fmt::format("the peer sent {} bytes, expected {}", frame_.bytes, (*posted)->bytes));
+    target_ = *posted;
+    receives_.erase(posted);
+  } else if (!receives_.empty()) {
+    early_.push_back({static_cast<int>(frame_.tag), std::vector<char>(frame_.bytes)});
+    filling_ = &early_.back();
+  }
+}
+
+void TcpLink::finish_message() {
+  frame_read_ = 0;
+  if (target_) return complete(*std::exchange(target_, nullptr));
+  const auto* const filled = std::exchange(filling_, nullptr);
+  auto* const wanted = filled->wanted;
+  if (!wanted) return;
+  std::memcpy(wanted->data, filled->data.data(), wanted->bytes);
+  early_.remove_if([&](const Early& early) { return &early == filled; });
+  complete(*wanted);
+}
+
+void TcpLink::end_with_error(int error) { end(std::strerror(error)); }
+
+void TcpLink::end(const std::string& reason) {
+  if (!ended_.empty()) return;
+  ended_ = reason;
+  socket_ = Socket();
+  for (auto* parcel : outgoing_) fail(*parcel, reason);
+  for (auto* parcel : receives_) fail(*parcel, reason);
+  if (target_) fail(*target_, reason);
+  outgoing_.clear();
+  receives_.clear();
+  greeting_.clear();
+  target_ = nullptr;
+  filling_ = nullptr;
+  for (auto& early : early_) {
+    if (early.wanted) fail(*early.wanted, reason);
+  }
+  early_.remove_if(
+      [](const Early& early) { return early.wanted || early.arrived < early.data.size(); });
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "comm/store/socket.h"
+
+namespace tessera::comm {
+
+/// A message that was posted, and how much of it has moved.
+struct Parcel {
+  char* data = nullptr;
+  size_t bytes = 0;
+  int tag = 0;
+  size_t moved = 0;
+  bool complete = false;
+  std::string failure;            ///< Not empty: it will never be complete.
+  std::condition_variable ready;  ///< Notified when it is complete or has failed.
+};
+
+/// The messages of one connection, in both directions. Each is a frame: its size, its tag, its
+/// bytes. A message is read into the parcel that was posted for it. If none was posted, reading
+/// stops until one is, so that TCP slows the sender down. Exception: if a parcel for another
+/// message waits, the message before it is kept in memory, so that the order in which a receiver
+/// posts cannot stop it.
+///
+/// Not thread-safe. Never blocks.
+class TcpLink {
+ public:
+  /// Begins to use a connected socket. `greeting` is sent first.
+  void open(Socket socket, std::string greeting);
+  bool is_open() const { return socket_.fd() >= 0; }
+  /// Was never open and has not ended.
+  bool is_new() const { return !is_open() && ended_.empty(); }
+  int fd() const { return socket_.fd(); }
+
+  /// Parcels must stay until they are complete or forget() was called.
+  void send(Parcel& parcel);
+  void receive(Parcel& parcel);
+  /// The parcel is no longer used. If a part of it has moved, the connection ends.
+  void forget(Parcel& parcel);
+
+  /// Events of poll(2) for which the connection waits; 0: none.
+  short events() const;
+  /// Moves what the socket has or takes now.
+  void read();
+  void write();
+
+  /// Ends the connection. What was posted and is not complete fails with `reason`, as does what
+  /// will be.
+  void end(const std::string& reason);
+
+ private:
+  struct Frame {
+    uint64_t bytes = 0;
+    int64_t tag = 0;
+  };
+  /// A message that arrived before its parcel.
+  struct Early {
+    int tag;
+    std::vector<char> data;
+    size_t arrived = 0;
+    Parcel* wanted = nullptr;
+  };
+
+  bool has_frame() const { return frame_read_ == sizeof(Frame); }
+  bool is_stalled() const { return has_frame() && !target_ && !filling_; }
+  void read_available();
+  void set_low_water();
+  void begin_message();
+  void finish_message();
+  size_t take(void* to, size_t bytes);
+  void skip_written(size_t bytes);
+  void end_with_error(int error);
+
+  Socket socket_;
+  std::string ended_;             // the reason; empty: it has not
+  std::string greeting_;          // what is left of it
+  std::deque<Parcel*> outgoing_;  // not complete
+  Frame outgoing_frame_;          // of outgoing_.front()
+  size_t frame_written_ = 0;
+  std::list<Parcel*> receives_;  // no byte has arrived
+  std::list<Early> early_;
+  Frame frame_;  // of the message that arrives
+  size_t frame_read_ = 0;
+  Parcel* target_ = nullptr;  // into which it is read
+  int low_water_ = 1;         // as the socket was told
+  Early* filling_ = nullptr;  // or where it is kept
+};
+
+}  // namespace tessera::comm

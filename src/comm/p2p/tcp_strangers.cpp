@@ -1,0 +1,46 @@
+#include "comm/p2p/tcp_strangers.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace tessera::comm {
+namespace {
+
+constexpr int64_t kMostStrangers = 64;
+
+}  // namespace
+
+uint32_t TcpStrangers::add(Socket socket) {
+  const auto is_new = [](const auto& entry) { return !entry.second.watches; };
+  if (std::count_if(strangers_.begin(), strangers_.end(), is_new) >= kMostStrangers)
+    strangers_.erase(std::find_if(strangers_.begin(), strangers_.end(), is_new));
+  strangers_[next_].socket = std::move(socket);
+  return next_++;
+}
+
+std::optional<TcpStrangers::Newcomer> TcpStrangers::read(uint32_t number) {
+  const auto found = strangers_.find(number);
+  if (found == strangers_.end()) return std::nullopt;
+  auto& stranger = found->second;
+  char bytes[kGreetingBytes];
+  const size_t left = stranger.watches ? 1 : kGreetingBytes - stranger.greeting.size();
+  const auto got = ::recv(stranger.socket.fd(), bytes, left, MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
+  std::optional<Greeting> greeting;
+  if (got > 0 && !stranger.watches) {
+    stranger.greeting.append(bytes, static_cast<size_t>(got));
+    if (stranger.greeting.size() < kGreetingBytes) return std::nullopt;
+    greeting = read_greeting(stranger.greeting, token_);
+  }
+  if (greeting && greeting->kind == Greeting::watch) {
+    stranger.watches = true;
+    return std::nullopt;
+  }
+  std::optional<Newcomer> newcomer;
+  if (greeting) newcomer = Newcomer{*greeting, std::move(stranger.socket)};
+  strangers_.erase(found);
+  return newcomer;
+}
+
+}  // namespace tessera::comm
