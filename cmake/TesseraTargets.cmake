@@ -48,14 +48,16 @@ function(tessera_common target)
   endif()
 endfunction()
 
-# The torch headers are parsed once, for tessera_pch; all other targets reuse the result.
+# The torch headers are parsed once, for tessera_pch; all other targets reuse the result. A folder
+# whose code is compiled with options of its own names a second one in TESSERA_PCH.
+set(TESSERA_PCH tessera_pch)
 function(tessera_pch target)
-  if(NOT TARGET tessera_pch)
+  if(NOT TARGET ${TESSERA_PCH})
     file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/pch.cpp CONTENT "")
-    add_library(tessera_pch OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
-    tessera_common(tessera_pch)
-    target_link_libraries(tessera_pch PRIVATE Tessera::torch Threads::Threads)
-    target_precompile_headers(tessera_pch PRIVATE
+    add_library(${TESSERA_PCH} OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
+    tessera_common(${TESSERA_PCH})
+    target_link_libraries(${TESSERA_PCH} PRIVATE Tessera::torch Threads::Threads)
+    target_precompile_headers(${TESSERA_PCH} PRIVATE
       <torch/torch.h> <string> <vector> <memory> <functional> <map> <unordered_map>)
   endif()
   get_target_property(type ${target} TYPE)
@@ -64,7 +66,7 @@ function(tessera_pch target)
     set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
     target_compile_options(${target} PRIVATE -fPIC)
   endif()
-  target_precompile_headers(${target} REUSE_FROM tessera_pch)
+  target_precompile_headers(${target} REUSE_FROM ${TESSERA_PCH})
 endfunction()
 
 function(tessera_layer name)
