@@ -9,9 +9,7 @@
 # SUITE=NAME      the release of Debian. Default: that of this system, whose packages BUILD makes. For
 #                 another one (trixie) they are built from the sources in the chroot.
 # CHROOT=FOLDER   a chroot of that release to use, and to keep. Default: a new one, which is removed.
-# QUICK=1         builds in the chroot without optimisation, does not compress the packages, and
-#                 leaves to other programs the cores that they want: for the tests, which run
-#                 beside it.
+# QUICK=1         builds in the chroot without optimisation, and does not compress the packages.
 # MIRROR=URL      where debootstrap gets Debian. Default: the first mirror of this system's apt.
 #
 # Needs root, debootstrap, the right to mount, and about 4 GB. Ends with 77 where one of them is
@@ -34,13 +32,6 @@ if [ "$suite" = "$own_suite" ]; then
 fi
 [ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
   skip "no debootstrap (apt-get install debootstrap)"
-
-# Programs of the class "idle" run only where no other program wants to.
-if [ -n "${QUICK:-}" ]; then
-  renice -n 19 -p $$ >/dev/null 2>&1 || true
-  chrt --idle -p 0 $$ 2>/dev/null || true
-  ionice -c 3 -p $$ 2>/dev/null || true
-fi
 
 done_with() { echo "test_packages: $1, after $SECONDS s"; }
 work=$(mktemp -d)
