@@ -147,9 +147,12 @@ class ProcessGroup {
   const std::vector<int>& world_ranks() const;
   /// True when all ranks are known to be on one host (they may then share memory). Local.
   bool same_host() const;
-  /// "self" (one rank), "shm", "gloo" (with shared memory within each of several hosts), "nccl",
-  /// "mpi" or "c10d"; the first of them for staged tensors too. Local.
+  /// "self" (one rank), "shm", "tcp" (with shared memory within each of several hosts), "gloo",
+  /// "nccl", "mpi" or "c10d"; that of CPU tensors for staged tensors too. Local.
   std::string backend_name() const;
+  /// True when the ranks are on several hosts and exchange messages over TCP or Gloo. The wrappers
+  /// then have several collectives under way by default. Local.
+  bool messages_between_hosts() const;
   /// The device of small tensors whose values the host has and that are to be reduced: the CPU.
   /// With NCCL they travel beside the device's streams, so that the host does not wait for these.
   /// Local.

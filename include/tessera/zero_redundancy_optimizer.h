@@ -44,10 +44,10 @@ struct ZeroRedundancyOptimizerOptions {
   /// Whether the reduction of gradients begins within backward, as soon as a bucket is complete.
   /// step() reduces again what was changed in between, by another backward or by the caller. Costs
   /// memory for this rank's part of the mean gradient: gradient bytes / W. Results are
-  /// bit-identical. Unset: true where it can be used in a group that has several hosts and
-  /// exchanges messages ("gloo"). True needs a group that has sub-groups (not from_c10d()),
-  /// parameters on the CPU, reduce_gradients, neither overlap_with_backward nor reduce_in_place,
-  /// and an optimizer other than LBFGS; otherwise it is a UsageError.
+  /// bit-identical. Unset: true where it can be used in a group with messages_between_hosts(). True
+  /// needs a group that has sub-groups (not from_c10d()), parameters on the CPU, reduce_gradients,
+  /// neither overlap_with_backward nor reduce_in_place, and an optimizer other than LBFGS;
+  /// otherwise it is a UsageError.
   std::optional<bool> reduce_in_backward = std::nullopt;
   /// True: step() returns before the parameters that other ranks have updated have arrived. The
   /// next forward begins, and its first operator that takes such a parameter (or a view or detached

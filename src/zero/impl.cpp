@@ -194,8 +194,7 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
     throw UsageError(fmt::format("{}: option reduce_in_backward {}", prefix(), reason));
   };
   if (options.shard_gradients) return refuse("is part of shard_gradients; expected one of the two");
-  if (!options.reduce_in_backward.value_or(!group.same_host() && group.backend_name() == "gloo"))
-    return false;
+  if (!options.reduce_in_backward.value_or(group.messages_between_hosts())) return false;
   if (group.size() == 1 || parameters.empty()) return false;
   if (!options.reduce_gradients) return refuse("needs reduce_gradients");
   if (options.overlap_with_backward)

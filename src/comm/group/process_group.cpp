@@ -127,6 +127,12 @@ std::string ProcessGroup::backend_name() const {
   return impl_->alone() ? "self" : impl_->transport->name();
 }
 bool ProcessGroup::same_host() const { return impl_->world.same_host; }
+
+bool ProcessGroup::messages_between_hosts() const {
+  const auto backend = backend_name();
+  return !same_host() && (backend == "tcp" || backend == "gloo");
+}
+
 int ProcessGroup::local_rank() const {
   return comm::local_place(impl_->world, [](const char* name) { return std::getenv(name); }).rank;
 }

@@ -72,7 +72,7 @@ class HostsTransport : public Transport {
         wire_(world, std::move(mailbox), kGrace),
         leaders_(*local_, wire_, map_, rank_) {}
 
-  const char* name() const override { return "gloo"; }
+  const char* name() const override { return wire_.name(); }
   Sent sent() const override { return wire_.sent(); }
   void set_timeout(std::chrono::milliseconds timeout) override {
     wire_.set_timeout(timeout);

@@ -5,7 +5,7 @@
 namespace tessera::sharding {
 
 size_t lanes_between_hosts(const ProcessGroup& group) {
-  return !group.same_host() && group.backend_name() == "gloo" ? 2 : 1;
+  return group.messages_between_hosts() ? 2 : 1;
 }
 
 Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count) {

@@ -39,9 +39,8 @@ ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
 ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions options,
                                            const std::optional<bool>& in_background,
                                            const TrainedModel& model, const ProcessGroup& group) {
-  const bool possible = !group.same_host() && group.backend_name() == "gloo" &&
-                        options.parameters_as_bucket_view && !options.overlap_with_backward &&
-                        !options.share_parameters &&
+  const bool possible = group.messages_between_hosts() && options.parameters_as_bucket_view &&
+                        !options.overlap_with_backward && !options.share_parameters &&
                         options.wire.parameters == WireFormat::float32 && on_cpu(*model.module);
   options.gather_in_background = in_background.value_or(possible);
   return in_place(std::move(options), group);
