@@ -8,9 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include <caffe2/serialize/inline_container.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/script.h>
 
 #include "harness/temporary_folder.h"
@@ -86,6 +87,25 @@ int64_t bytes_read() {
   return 0;
 }
 
+/// Writes the tensors as torch.save does: with their strides, each with its whole storage.
+void save_views(const std::string& path, const std::map<std::string, at::Tensor>& tensors) {
+  c10::Dict<std::string, at::Tensor> dict;
+  for (const auto& [name, tensor] : tensors) dict.insert(name, tensor);
+  std::string pickle;
+  torch::jit::Pickler pickler([&](const char* data, size_t size) { pickle.append(data, size); },
+                              nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(dict);
+  pickler.stop();
+  caffe2::serialize::PyTorchStreamWriter writer(path);
+  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
+  for (size_t i = 0; i < pickler.tensorData().size(); ++i) {
+    const auto storage = torch::jit::getWriteableTensorData(pickler.tensorData()[i]);
+    writer.writeRecord("data/" + std::to_string(i), storage.data(), storage.sizeInBytes());
+  }
+  writer.writeEndOfFile();
+}
+
 TEST_F(TorchFileTest, ASliceOfAStridedTensorReadsItsRowsAlone) {
   const auto base = at::arange(600 * 500, at::kFloat);
   const std::map<std::string, at::Tensor> tensors{
@@ -95,11 +115,7 @@ TEST_F(TorchFileTest, ASliceOfAStridedTensorReadsItsRowsAlone) {
       {"middle", base.view({20, 30, 500}).permute({1, 0, 2}).narrow(2, 100, 70)},
       {"expanded", base.narrow(0, 5, 100).view({1, 100}).expand({40, 100})},
       {"columns", base.view({600, 500}).narrow(1, 7, 3).t()}};
-  c10::Dict<std::string, at::Tensor> dict;
-  for (const auto& [name, tensor] : tensors) dict.insert(name, tensor);
-  const auto pickled = torch::pickle_save(dict);
-  std::ofstream(path("strided.pt"), std::ios::binary)
-      .write(pickled.data(), static_cast<std::streamsize>(pickled.size()));
+  save_views(path("strided.pt"), tensors);
   const TorchFile file(path("strided.pt"));
   for (const auto& [name, tensor] : tensors) {
     SCOPED_TRACE(name);

@@ -253,12 +253,13 @@ struct ReadStore : c10d::HashStore {
 TEST(TcpMailbox, ConnectionsOfOthersChangeNothing) {
   const auto store = c10::make_intrusive<ReadStore>();
   const auto box = mailboxes(2, store);
-  const auto value = store->written.at("tcp/sum/1");  // "1 2 PORT TOKEN HOST"
+  // Rank 0 accepts the connection. It has written "0 2 PORT TOKEN HOST", and what rank 1 wrote.
+  const auto value = store->written.at("tcp/sum/0");
   int port = 0;
-  ASSERT_EQ(std::sscanf(value.c_str(), "1 2 %d", &port), 1);
+  ASSERT_EQ(std::sscanf(value.c_str(), "0 2 %d", &port), 1);
   std::vector<Socket> strangers;
   const std::string mark = "tessera1", guess(32, '0');
-  const std::array<int32_t, 2> rank_and_kind{0, 0};
+  const std::array<int32_t, 2> rank_and_kind{1, 0};
   const std::string claim(reinterpret_cast<const char*>(rank_and_kind.data()), 8);
   for (int i = 0; i < 100; ++i) {
     strangers.push_back(connect_to("127.0.0.1", port, Clock::now() + 5s));
