@@ -125,9 +125,9 @@ TEST(TcpMailbox, WhatNobodyWaitsForStaysWithItsSender) {
   constexpr int64_t kSize = 256 << 20;
   const auto box = mailboxes(2);
   const auto sent = at::zeros({kSize}, at::kByte);
-  auto small = bytes(1);  // rank 1 connects when it has a message
+  auto small = bytes(1), arrived = bytes(1);  // rank 1 connects when it has a message
   auto first = box[0]->send(small, 1, 1);
-  box[1]->receive(small, 0, 1)->wait(20s);
+  box[1]->receive(arrived, 0, 1)->wait(20s);
   const auto before = resident_bytes();
   auto message = box[0]->send(sent, 1, 0);
   EXPECT_THAT(thrown_by([&] { message->wait(500ms); }), HasSubstr("timed out"));
