@@ -17,8 +17,6 @@ constexpr size_t kMostBytesAtOnce = 1 << 20;
 // The socket counts as readable when so much of a message has arrived, or its rest.
 constexpr uint64_t kLowWaterBytes = 128 << 10;
 
-bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
-
 void complete(Parcel& parcel) {
   parcel.complete = true;
   parcel.ready.notify_all();

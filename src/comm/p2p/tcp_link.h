@@ -88,8 +88,8 @@ class TcpLink {
   Frame frame_;  // of the message that arrives
   size_t frame_read_ = 0;
   Parcel* target_ = nullptr;  // into which it is read
-  int low_water_ = 1;         // as the socket was told
   Early* filling_ = nullptr;  // or where it is kept
+  int low_water_ = 1;         // SO_RCVLOWAT of the socket
 };
 
 }  // namespace tessera::comm

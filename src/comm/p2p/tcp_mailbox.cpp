@@ -217,7 +217,7 @@ class TcpMailbox : public Mailbox {
     if (peer.dialled) {  // a watch on which nothing arrives but its end
       char byte;
       const auto got = ::recv(peer.dial.fd(), &byte, 1, MSG_DONTWAIT);
-      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+      if (got < 0 && is_temporary(errno)) return;
       peer.reason = "the connection was closed by the peer";
       return dial_lost(number);
     }

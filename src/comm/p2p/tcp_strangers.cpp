@@ -26,7 +26,7 @@ std::optional<TcpStrangers::Newcomer> TcpStrangers::read(uint32_t number) {
   char bytes[kGreetingBytes];
   const size_t left = stranger.watches ? 1 : kGreetingBytes - stranger.greeting.size();
   const auto got = ::recv(stranger.socket.fd(), bytes, left, MSG_DONTWAIT);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
+  if (got < 0 && is_temporary(errno)) return std::nullopt;
   std::optional<Greeting> greeting;
   if (got > 0 && !stranger.watches) {
     stranger.greeting.append(bytes, static_cast<size_t>(got));

@@ -53,6 +53,8 @@ bool is_not_here(int error) {
 
 }  // namespace
 
+bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
 void prepare_connection(int fd) {
   constexpr int kOn = 1, kIdleSeconds = 30, kIntervalSeconds = 10, kProbes = 3;
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &kOn, sizeof kOn);

@@ -29,6 +29,9 @@ class Socket {
   int fd_ = -1;
 };
 
+/// True for errors of a socket that may be gone at the next try.
+bool is_temporary(int error);
+
 /// No delay for small messages, and probes that find out when the peer's host is gone.
 void prepare_connection(int fd);
 

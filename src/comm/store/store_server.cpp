@@ -36,8 +36,6 @@ class SignalsBlocked {
   sigset_t former_;
 };
 
-bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
-
 bool lacks_files(int error) {
   return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }

@@ -1,7 +1,7 @@
 // Messages over the TCP connections of tcp_mailbox.cpp, between mailboxes of one process.
 #include <array>
-#include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,10 +19,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <unistd.h>
 
-#include "comm/base/roll_call.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/store/addresses.h"
 #include "comm/store/socket.h"
+#include "harness/ranks.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -241,16 +240,8 @@ struct ReadStore : c10d::HashStore {
     }
     HashStore::set(key, value);
   }
-  std::vector<uint8_t> get(const std::string& key) override {
-    {
-      std::lock_guard lock(mutex);
-      asked[std::this_thread::get_id()].insert(key);
-    }
-    return HashStore::get(key);
-  }
   std::mutex mutex;
   std::map<std::string, std::string> written;
-  std::map<std::thread::id, std::set<std::string>> asked;
 };
 
 TEST(TcpMailbox, ConnectionsOfOthersChangeNothing) {
@@ -293,52 +284,28 @@ TEST(TcpMailbox, ARankThatDoesNotComeIsNamed) {
     EXPECT_THAT(error.get(), HasSubstr("over TCP within 300 ms: rank 2 did not arrive"));
 }
 
+/// A group of two ranks on two hosts, made while GLOO_DEVICE_TRANSPORT has this value.
+std::string backend_or_error(const char* transport) {
+  ::setenv("GLOO_DEVICE_TRANSPORT", transport, 1);
+  std::array<std::string, 2> names;
+  const auto errors = testing::run_ranks_catching(
+      2, [&](ProcessGroup group, int rank) { names[rank] = group.backend_name(); }, {}, {0, 1});
+  ::unsetenv("GLOO_DEVICE_TRANSPORT");
+  return errors[0] ? testing::message_of(errors[0]) : names[0];
+}
+
+TEST(TcpMailbox, IsTheDefaultBetweenHostsUnlessAnotherTransportOfGlooIsWanted) {
+  EXPECT_EQ(backend_or_error(""), "tcp");
+  EXPECT_EQ(backend_or_error("TCP"), "tcp");
+  // No libtorch that is tested here has it, so Gloo refuses.
+  EXPECT_THAT(backend_or_error("TCP_TLS"), HasSubstr("through Gloo"));
+}
+
 TEST(AddressOfInterface, IsThatOfTheFirstOneThatHasOne) {
   EXPECT_EQ(address_of_interface("lo", 0), "127.0.0.1");
   EXPECT_EQ(address_of_interface("nosuch0,lo", 0), "127.0.0.1");
   EXPECT_THAT(thrown_by([] { address_of_interface("nosuch0", 3); }),
               HasSubstr("rank 3: GLOO_SOCKET_IFNAME is 'nosuch0'; expected"));
-}
-
-TEST(RollCall, EachRankAsksForTheLogarithmOfTheRanks) {
-  for (const int size : {1, 2, 3, 5, 8, 33}) {
-    SCOPED_TRACE(size);
-    const auto store = c10::make_intrusive<ReadStore>();
-    std::vector<std::thread> threads;
-    std::atomic<int> complete{0};
-    for (int rank = 0; rank < size; ++rank)
-      threads.emplace_back([&, rank] {
-        const auto all =
-            roll_call(store, "x", rank, size, "v " + std::to_string(rank), Clock::now() + 20s);
-        bool right = static_cast<int>(all.size()) == size;
-        for (const auto& [other, presence] : all)
-          right = right && presence.size == size && presence.value == "v " + std::to_string(other);
-        complete += right;
-      });
-    for (auto& thread : threads) thread.join();
-    EXPECT_EQ(complete, size);
-    size_t most = 1;
-    for (int span = 1; span < size; span *= 2) ++most;  // ceil(log2 size) + 1
-    for (const auto& [thread, keys] : store->asked) EXPECT_LE(keys.size(), most);
-  }
-}
-
-TEST(RollCall, RanksThatWereToldAnotherSizeAreKnownToAll) {
-  for (const auto& sizes :
-       std::vector<std::vector<int>>{{3, 4, 3}, {4, 2}, {2, 4, 4, 4}, {4, 4, 3}}) {
-    SCOPED_TRACE(::testing::PrintToString(sizes));
-    const auto store = c10::make_intrusive<c10d::HashStore>();
-    std::vector<std::future<bool>> noticed;
-    for (int rank = 0; rank < static_cast<int>(sizes.size()); ++rank)
-      noticed.push_back(std::async(std::launch::async, [=] {
-        for (const auto& [other, presence] :
-             roll_call(store, "x", rank, sizes[rank], "", Clock::now() + 20s)) {
-          if (presence.size != sizes[rank]) return true;
-        }
-        return false;
-      }));
-    for (auto& one : noticed) EXPECT_TRUE(one.get());
-  }
 }
 
 }  // namespace
