@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Finds the largest GPT-2 that trains within a limit of memory, under each way of training.
 
-    largest_model.py [--build build] [--python PYTHON] [--limit-gib 8] [--ranks 2] [--only TEXT] [--json out.json]
+    largest_model.py [--build build] [--python PYTHON] [--limit-gib 8] [--width 1024] [--ranks 2] [--only TEXT] [--json out.json]
 
-Models differ in the number of layers alone: width 1024, 16 heads, 50257 tokens in the vocabulary, sequences of 512, one sequence a rank,
-float32, AdamW. A model trains if two steps end without an error in a memory cgroup with this limit, without swap. The peaks of two small
+Models differ in the number of layers alone: width 1024 (or --width), heads of 64, 50257 tokens in the vocabulary, sequences of 512, one
+sequence a rank, float32, AdamW. A model trains if two steps end without an error in a memory cgroup with this limit, without swap. The peaks of two small
 models give a first number of layers; from there a bisection ends where it trains with n layers and fails with n + 1. --python adds
 PyTorch's FSDP2 and DeepSpeed's ZeRO-3 (torch_peer.py) run by this interpreter, whose PyTorch must be 2.4 or newer and which needs the
 package deepspeed. Needs root and cgroups.
@@ -12,21 +12,23 @@ package deepspeed. Needs root and cgroups.
 import argparse, json, os, pathlib, subprocess, tempfile, time
 
 HERE = pathlib.Path(__file__).resolve().parent
-WIDTH, HEADS, VOCABULARY, TOKENS = 1024, 16, 50257, 512
+VOCABULARY, TOKENS = 50257, 512
 CONFIG = f"""
-model: {{type: GPT2, vocab_size: {VOCABULARY}, n_positions: {TOKENS}, n_embd: {WIDTH}, n_layer: 1, n_head: {HEADS}, dropout: 0, seed: 0}}
+model: {{type: GPT2, vocab_size: {VOCABULARY}, n_positions: {TOKENS}, n_layer: 1, dropout: 0, seed: 0}}
 data: {{type: ByteText, path: /usr/share/common-licenses, seq_len: {TOKENS}, order: sequential}}
 optimizer: {{type: AdamW, lr: 1e-4}}
-train: {{steps: 2, global_batch: 2, eval_batches: 0}}
+train: {{steps: 2, global_batch: 2, eval_batches: 1}}
 """
 FSDP = "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: transformer.h.*}}"
 ZERO = "type: ZeroRedundancyOptimizer"
+BOTH = "shard_gradients: true, share_parameters: true"
 OURS = {
     "none": ["parallel.type=none"],
     "DistributedDataParallel": ["parallel.type=DistributedDataParallel"],
     "ZeroRedundancyOptimizer": [f"parallel={{{ZERO}}}"],
     "ZeRO, shard_gradients": [f"parallel={{{ZERO}, shard_gradients: true}}"],
-    "ZeRO, shard_gradients, share_parameters": [f"parallel={{{ZERO}, shard_gradients: true, share_parameters: true}}"],
+    "ZeRO, both": [f"parallel={{{ZERO}, {BOTH}}}"],
+    "ZeRO, both, activation checkpointing": [f"parallel={{{ZERO}, {BOTH}}}", "model.deferred=true", "model.activation_checkpointing=true"],
     "FullyShardedDataParallel": [FSDP],
     "FSDP, activation checkpointing": [FSDP, "model.activation_checkpointing=true"],
 }
@@ -74,15 +76,16 @@ class Cgroup:
         return int((self.folder / ("memory.max_usage_in_bytes" if self.v1 else "memory.peak")).read_text())
 
 
-def parameters(layers):
-    return layers * (12 * WIDTH**2 + 13 * WIDTH) + (VOCABULARY + TOKENS + 2) * WIDTH
+def parameters(width, layers):
+    return layers * (12 * width**2 + 13 * width) + (VOCABULARY + TOKENS + 2) * width
 
 
 def command_of(args, way, layers):
     if way in PEERS:
-        return [args.python, HERE / "torch_peer.py", PEERS[way], args.ranks, WIDTH, layers, HEADS, TOKENS, VOCABULARY, 1, 2]
+        return [args.python, HERE / "torch_peer.py", PEERS[way], args.ranks, args.width, layers, args.width // 64, TOKENS, VOCABULARY, 1, 2]
     ranks = 1 if way == "none" else args.ranks
-    return [args.build / "bin/tessera", "train", "-n", ranks, "c.yaml", *OURS[way], f"model.n_layer={layers}", f"train.global_batch={ranks}"]
+    shape = [f"model.n_embd={args.width}", f"model.n_head={args.width // 64}", f"model.n_layer={layers}"]
+    return [args.build / "bin/tessera", "train", "-n", ranks, "c.yaml", *OURS[way], *shape, f"train.global_batch={ranks}"]
 
 
 def largest(args, way, folder):
@@ -115,6 +118,7 @@ def main():
     parser.add_argument("--build", default="build", type=lambda path: pathlib.Path(path).resolve())
     parser.add_argument("--python")
     parser.add_argument("--limit-gib", default=8, type=int)
+    parser.add_argument("--width", default=1024, type=int, help="a multiple of 64")
     parser.add_argument("--ranks", default=2, type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--json")
@@ -128,12 +132,12 @@ def main():
             if args.only not in way:
                 continue
             layers, layer = largest(args, way, folder)
-            count, ranks = parameters(layers), 1 if way == "none" else args.ranks
+            count, ranks = parameters(args.width, layers), 1 if way == "none" else args.ranks
             share = 16 * count / (args.limit_gib << 30)
             rows.append({"way": way, "ranks": ranks, "layers": layers, "parameters": count, "mib_a_layer": round(layer / 2**20), "of_limit": round(share, 3)})
             print(f"{way:<44}{ranks:>6}{layers:>8}{count:>15,}{layer / 2**20:>13.0f}{share:>21.3f}", flush=True)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"limit_gib": args.limit_gib, "rows": rows}, indent=1))
+        pathlib.Path(args.json).write_text(json.dumps({"limit_gib": args.limit_gib, "width": args.width, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

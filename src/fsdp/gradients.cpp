@@ -20,20 +20,17 @@ namespace {
 constexpr size_t kMaxOpen = 2, kMaxOpenBetweenHosts = 3;
 
 /// [Note: large parameters] A parameter of at least this size that is most of its unit (a tied
-/// embedding) determines the peak of a rank's memory. Memory that backward has freed is returned to
-/// the system before its gradient arrives and again before it moves to the flat buffer. If nothing
-/// else uses the gradient, its memory is returned as it moves. The flat buffer is returned once it
-/// is reduced. The cost is page faults in the next step.
+/// embedding) determines the peak of a rank's memory. Its whole gradient is there during the whole
+/// backward if it is tied. So the memory of gradients is the system's while it holds none:
+/// - that of the shards' gradients from the forward before which they were cleared,
+/// - what backward has freed, while the last units are left, which is when most gradients of shards
+///   are there,
+/// - the flat buffers of other units, from the last two on,
+/// - the gradient's own memory as it moves, if nothing else uses it,
+/// - the flat buffer once it is reduced.
+/// The cost is page faults in the next step.
 constexpr int64_t kLargeParameterBytes = 64 << 20;
-
-/// A short text that identifies the parameters with gradients, so that a difference between ranks
-/// is detected.
-std::string digest(const std::vector<char>& used) {
-  uint64_t hash = 1469598103934665603ull;
-  for (const char bit : used) hash = (hash ^ static_cast<uint64_t>(bit)) * 1099511628211ull;
-  return fmt::format("{} of {} parameters used, set {:04x}",
-                     std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
-}
+constexpr size_t kFewLeft = 2;  // units whose reductions do not overlap the next one
 
 std::vector<size_t> flats_of_parameters(const ShardedModel& model) {
   std::vector<size_t> flats;
@@ -78,7 +75,14 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
           model_.flats[f].trainable &&
           2 * model_.parameters[i].tensor.numel() > model_.flats[f].layout.numel();
     }
+    has_large_ |= model_.flats[f].trainable && is_large(f);
   }
+}
+
+void Gradients::count_forward() {
+  std::lock_guard lock(mutex_);
+  forwards_ += sync();
+  return_cleared();
 }
 
 void Gradients::begin_backward() {
@@ -131,7 +135,7 @@ void Gradients::begin(size_t f) {
   join_leader_.broadcast_event(FirstGradient{sync(), f});
   while (sync() && open_.size() >= max_open_) finish_one();
   if (sync() && pending.defer_until_complete) callbacks_.complete(flat.unit);
-  if (is_large(f)) memory::return_freed_memory();  // of gradients that autograd has added up
+  if (has_large_) return_free_memory(f);
   pending.flat = flat.gradient_slots->take(flat.layout.numel());
   for (size_t m = 0; m < flat.members.size(); ++m) {
     pending.views.push_back(sharding::window(pending.flat, flat.layout.offset(m),
@@ -263,96 +267,46 @@ at::Tensor& Gradients::gradient_of(size_t f, size_t member) const {
       .mutable_grad();
 }
 
-void Gradients::reduce(size_t f) {
-  auto& flat = model_.flats[f];
-  auto& pending = pending_[f];
-  if (join_leader_.must_broadcast())
-    join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
-  const auto same = [f](const auto& open) { return open->flat == f; };
-  while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
-  displace(f);
-  order_.push_back(f);
-  auto reduction = std::make_shared<Reduction>();
-  reduction->flat = f;
-  reduction->slot = pending.flat;
-  reduction->used = pending.has;
-  const int64_t own = flat.layout.counts()[model_.shard_group.rank()];
-  if (!pending.own_segment.defined()) {
-    auto options = flat.own_segment.options();
-    if (flat.device != flat.own_segment.device()) options = options.pinned_memory(true);
-    pending.own_segment = at::empty({own}, options);
-    if (model_.shard_group.size() > 1) {
-      pending.page =
-          std::make_unique<sharding::Page>(&norms_, f, own, flat.own_segment.options(), "");
-      pending.page->attach(pending.own_segment);
-    }
-  }
-  for (size_t m = 0; m < flat.members.size(); ++m) {
-    auto& grad = flat.shards[m].tensor.mutable_grad();
-    auto mine = window(f, m);
-    if (grad.defined() && grad.data_ptr() != mine.data_ptr())
-      mine.copy_(grad);  // set by the caller
-    reduction->adds.push_back(grad.defined());
-  }
-  // Ranks that have made different numbers of passes would reduce gradients of different steps.
-  const auto tag = fmt::format("gradients of unit {}: {}; backward {} after {} forwards",
-                               display_name(model_.units[flat.unit]), digest(pending.has),
-                               backwards_ + 1, forwards_);
-  const double scale = 1.0 / join_leader_.divisor();
-  reduction->scale =
-      model_.replicas.size() > 1 ? 1 : scale;  // with replicas, their sum applies the scale
-  const auto all = [](const std::vector<char>& flags, char value) {
-    return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
-  };
-  const bool directly = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
-                        flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
-                        all(reduction->adds, 0);
-  {
-    const comm::CommStream::Scope on_comm_stream(stream_);
-    auto shard_group = shard_wire_.group(order_.size() - 1), replicas = replica_wire_.group();
-    const auto feedback = shard_wire_.scope(f);
-    if (model_.replicas.size() > 1) {
-      reduction->part = at::empty({own}, flat.gradient_options());
-      auto sum = shard_group.reduce_scatter_each_async(
-          pending.flat, flat.layout.counts(),
-          [part = reduction->part](int64_t offset, const at::Tensor& run) {
-            part.narrow(0, offset, run.numel()).copy_(run);
-          },
-          tag);
-      sum.wait();
-      const auto replica_feedback = replica_wire_.scope(f);
-      reduction->work = replicas.all_reduce_async(reduction->part, scale, tag);
-    } else if (directly) {
-      reduction->work = shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(),
-                                                              pending.own_segment, scale, tag);
-    } else {
-      reduction->work = shard_group.reduce_scatter_each_async(
-          pending.flat, flat.layout.counts(),
-          callback_guard_.guard(
-              [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
-                add(*reduction, offset, run);
-              }),
-          tag);
-    }
-    reduction->mark = stream_.mark();
-  }
-  open_.push_back(reduction);
-  ++stats_.reductions;
-  for (size_t m = 0; m < flat.members.size(); ++m) {
-    const auto parameter = flat.members[m];
-    tracker_.expect(parameter, pending.has[m] || tracker_.arrivals(parameter) > 0);
-  }
-  forget(f);
-  pending.reduced = true;
-  if (only_large_parameters_are_left()) memory::return_freed_memory();
-  callbacks_.reduced(flat.unit);
-}
-
 bool Gradients::is_large(size_t f) const {
   const auto& flat = model_.flats[f];
   return pending_[f].defer_until_complete &&
          flat.layout.numel() * static_cast<int64_t>(c10::elementSize(flat.reduce)) >=
              kLargeParameterBytes;
+}
+
+/// Flat parameters without large ones that this backward has not reduced yet.
+size_t Gradients::small_ones_left() const {
+  size_t count = 0;
+  for (size_t f = 0; f < pending_.size(); ++f)
+    count += model_.flats[f].trainable && !pending_[f].reduced && !is_large(f);
+  return count;
+}
+
+/// See [Note: large parameters]. `f` gets its flat buffer next.
+void Gradients::return_free_memory(size_t f) {
+  const size_t left = small_ones_left();
+  if (sync() && left <= kFewLeft) {
+    while (!open_.empty()) finish_one();
+    for (const auto& flat : model_.flats) {
+      if (flat.trainable && flat.gradient_slots != flat.compute.slots)
+        flat.gradient_slots->return_pages_of_free();
+    }
+  }
+  // Each call costs page faults in the next unit, so there are few.
+  if (is_large(f) || (left & (left - 1)) == 0) memory::return_freed_memory();
+}
+
+void Gradients::return_cleared() {
+  if (!has_large_) return;
+  for (size_t f = 0; f < pending_.size(); ++f) {
+    const auto& pending = pending_[f];
+    const auto& own = pending.own_segment;
+    if (!own.defined() || !model_.flats[f].device.is_cpu()) continue;
+    // The program may hold a gradient that it has cleared.
+    const auto& storage = (pending.page ? pending.page->flat() : own).storage();
+    if (storage.use_count() == 1)
+      memory::return_pages(own.data_ptr(), static_cast<int64_t>(own.nbytes()));
+  }
 }
 
 bool Gradients::only_large_parameters_are_left() const {
@@ -395,65 +349,6 @@ void Gradients::refuse_own_norms() const {
       kName, model_.world.rank()));
 }
 
-/// Adds or copies a part of the sum, which begins at `offset` of the own segment, to the gradients
-/// of the shards in it.
-void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum) {
-  if (reduction.dropped) return;
-  at::NoGradGuard no_grad;
-  const auto& flat = model_.flats[reduction.flat];
-  auto& segment = pending_[reduction.flat].own_segment;
-  const int64_t end = offset + sum.numel();
-  for (size_t m = 0; m < flat.shards.size(); ++m) {
-    if (!reduction.used[m]) continue;
-    const int64_t from = std::max(offset, flat.shards[m].at);
-    int64_t to = std::min(end, flat.shards[m].at + flat.shards[m].numel);
-    if (from >= to) continue;
-    while (m + 1 < flat.shards.size() && to < end && reduction.used[m + 1] &&
-           reduction.adds[m + 1] == reduction.adds[m]) {
-      ++m;
-      to = std::min(end, flat.shards[m].at + flat.shards[m].numel);
-    }
-    auto target = segment.narrow(0, from, to - from);
-    const auto part = sum.narrow(0, from - offset, to - from);
-    const bool adds = reduction.adds[m];
-    if (part.device() != target.device()) {
-      reduction.on_the_way.send(target, part, adds, reduction.scale);
-    } else if (adds) {
-      target.add_(part, reduction.scale);
-    } else {
-      target.copy_(part).mul_(reduction.scale);
-    }
-  }
-}
-
-/// Waits once for all sums of the backward.
-void Gradients::wait_for_host_sums() {
-  if (on_the_way_.empty()) return;
-  stream_.wait_for_current();
-  on_the_way_.apply();
-}
-
-void Gradients::finish_one() {
-  auto reduction = open_.front();
-  open_.pop_front();
-  auto& flat = model_.flats[reduction->flat];
-  advised([&] { reduction->work.wait(); });
-  stream_.join(reduction->mark);
-  const at::NoGradGuard no_grad;
-  if (reduction->part.defined()) add(*reduction, 0, reduction->part);
-  if (!reduction->dropped) {
-    on_the_way_.take(reduction->on_the_way);
-    shard_wire_.commit(reduction->flat);
-    replica_wire_.commit(reduction->flat);
-  }
-  for (size_t m = 0; m < flat.members.size(); ++m) {
-    if (reduction->used[m] && !reduction->dropped)
-      flat.shards[m].tensor.mutable_grad() = shard_gradient(reduction->flat, m);
-  }
-  stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
-  flat.gradient_slots->give(reduction->slot, !is_large(reduction->flat));
-}
-
 void Gradients::shadow_gradient(size_t f) {
   std::lock_guard lock(mutex_);
   begin(f);
@@ -493,25 +388,6 @@ bool Gradients::finish() {
   order_.clear();
   show_placeholders();
   return reduced;
-}
-
-/// Whether a unit was reduced since the last call.
-bool Gradients::take_reduced() {
-  bool any = false;
-  for (auto& pending : pending_) any = std::exchange(pending.reduced, false) || any;
-  return any;
-}
-
-void Gradients::reduce_rest() {
-  for (size_t f = 0; f < pending_.size(); ++f) {
-    if (!model_.flats[f].trainable ||
-        !(pending_[f].defer_until_complete || pending_[f].flat.defined()))
-      continue;
-    const at::NoGradGuard no_grad;
-    if (pending_[f].defer_until_complete) take_all(f, 0, {});
-    if (pending_[f].flat.defined()) reduce(f);
-  }
-  while (!open_.empty()) finish_one();
 }
 
 void Gradients::abandon() {

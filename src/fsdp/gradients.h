@@ -43,7 +43,7 @@ class Gradients {
   void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
   /// A forward has begun that a backward may follow which reduces.
-  void count_forward() { forwards_ += sync(); }
+  void count_forward();
   /// A backward has begun; autograd has not yet changed any `.grad`.
   void begin_backward();
   /// Autograd has set `.grad` of a parameter of the module. `computed` is the tensor that autograd
@@ -119,6 +119,9 @@ class Gradients {
   void reduce(size_t flat);
   bool is_large(size_t flat) const;
   bool only_large_parameters_are_left() const;
+  size_t small_ones_left() const;
+  void return_free_memory(size_t flat);
+  void return_cleared();
   void reduce_rest();
   bool take_reduced();
   void finish_one();
@@ -139,6 +142,7 @@ class Gradients {
   sharding::LocalNorms norms_;
   sharding::GradientPlacement placement_;
   std::vector<Pending> pending_;  // by flat parameter
+  bool has_large_ = false;        // see [Note: large parameters]
   // The flat parameters in the order of their reductions: in this backward, and in the last that
   // reduced.
   std::vector<size_t> order_, last_order_;

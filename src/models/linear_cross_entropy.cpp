@@ -47,6 +47,10 @@ class Chunks {
     return losses.masked_fill_(counts_.logical_not().unsqueeze(1), 0).sum() / counts_.sum();
   }
 
+  static bool any(const Gradients& gradients) {
+    return gradients.rows.defined() || gradients.weight.defined();
+  }
+
   Gradients zeros(bool of_rows, bool of_weight) const {
     const auto like = [&](const at::Tensor& tensor) {
       return at::zeros(tensor.sizes(), tensor.options().dtype(sum_type_));
@@ -71,26 +75,37 @@ class Chunks {
   /// The losses of the tokens [begin, end), [tokens, 1].
   at::Tensor chunk(int64_t begin, int64_t end, const at::Tensor& grad_losses,
                    const Gradients& gradients) const {
+    if (sizes_.classes >= classes()) return whole_rows(begin, end, grad_losses, gradients);
     const at::Tensor rows = rows_.slice(0, begin, end);
-    at::Tensor sum, chosen, last_logits;
+    at::Tensor sum, chosen;
     for (int64_t first = 0; first < classes(); first += sizes_.classes) {
       const int64_t last = std::min(classes(), first + sizes_.classes);
-      last_logits = logits(rows, first, last);
+      const at::Tensor part = logits(rows, first, last);
       const auto [place, here] = places(begin, end, first, last);
-      const at::Tensor found = last_logits.gather(1, place);
-      const at::Tensor part = at::logsumexp(last_logits, 1, true);
-      sum = first == 0 ? part : at::logaddexp(sum, part);
+      const at::Tensor found = part.gather(1, place);
+      const at::Tensor part_sum = at::logsumexp(part, 1, true);
+      sum = first == 0 ? part_sum : at::logaddexp(sum, part_sum);
       chosen = first == 0 ? found : at::where(here, found, chosen);
     }
-    if (gradients.rows.defined() || gradients.weight.defined()) {
-      for (int64_t first = 0; first < classes(); first += sizes_.classes) {
-        const int64_t last = std::min(classes(), first + sizes_.classes);
-        if (sizes_.classes < classes()) last_logits = logits(rows, first, last);
-        last_logits.sub_(sum).exp_();
-        add_gradients(last_logits, grad_losses, begin, end, first, gradients);
-      }
+    for (int64_t first = 0; any(gradients) && first < classes(); first += sizes_.classes) {
+      const int64_t last = std::min(classes(), first + sizes_.classes);
+      const at::Tensor probabilities = logits(rows, first, last).sub_(sum).exp_();
+      add_gradients(probabilities, grad_losses, begin, end, first, gradients);
     }
     return sum - chosen;
+  }
+
+  /// chunk() where it has all classes: in the memory of the logits alone.
+  at::Tensor whole_rows(int64_t begin, int64_t end, const at::Tensor& grad_losses,
+                        const Gradients& gradients) const {
+    at::Tensor values = logits(rows_.slice(0, begin, end), 0, classes());
+    const at::Tensor chosen = values.gather(1, places(begin, end, 0, classes()).first);
+    at::Tensor largest = values.amax(1, true);
+    largest.masked_fill_(largest.abs().eq(std::numeric_limits<double>::infinity()), 0);
+    values.sub_(largest).exp_();
+    const at::Tensor sum = values.sum(1, true);
+    if (any(gradients)) add_gradients(values.div_(sum), grad_losses, begin, end, 0, gradients);
+    return sum.log().add_(largest).sub_(chosen);
   }
 
   /// `probabilities` of the classes from `first` on; they are overwritten.
@@ -167,7 +182,7 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
       return gradient.mul_(grad_loss);
     };
     Gradients gradients{take("grad_rows"), take("grad_weight")};
-    if (gradients.rows.defined() || gradients.weight.defined()) return gradients;
+    if (Chunks::any(gradients)) return gradients;
     const Chunks chunks(saved[0], saved[1], saved[2],
                         {data["tokens"].toInt(), data["classes"].toInt()});
     gradients = chunks.zeros(data["of_rows"].toBool(), data["of_weight"].toBool());

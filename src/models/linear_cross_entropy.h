@@ -26,8 +26,9 @@ at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight
 /// computed with the loss, so that each logit is computed once; twice if there are more classes
 /// than one chunk has, or for float16, whose gradients need the loss's scale.
 ///
-/// Memory beside rows and weight: the gradients of both, and two chunks of logits (three for other
-/// dtypes than float32 and float64). UsageError in a backward with create_graph.
+/// Memory beside rows and weight: the gradients of both, and one chunk of logits, two if there are
+/// more classes than a chunk has (one more for other dtypes than float32 and float64). UsageError
+/// in a backward with create_graph.
 at::Tensor chunked_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
                                  const at::Tensor& targets, const CrossEntropyChunks& chunks);
 

@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <unistd.h>
 
 #include "harness/models.h"
 #include "harness/ranks.h"
@@ -111,6 +113,57 @@ TEST(FsdpLargeParameter, AGradientThatIsReadElsewhereKeepsItsValues) {
     torch::autograd::impl::grad_accumulator(weight)->add_post_hook(std::make_unique<Reader>(read));
     EXPECT_EQ(backward(), alone);
     EXPECT_EQ(read, expected) << "autograd shows it to a later hook";
+  });
+}
+
+/// The part of the whole pages of `tensor` that is in memory.
+double resident(const void* data, size_t bytes) {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const size_t pages = (reinterpret_cast<uintptr_t>(data) + bytes - begin) / page;
+  std::vector<unsigned char> there(pages);
+  EXPECT_EQ(::mincore(reinterpret_cast<void*>(begin), pages * page, there.data()), 0);
+  return double(std::count_if(there.begin(), there.end(), [](auto flags) { return flags & 1; })) /
+         double(pages);
+}
+
+TEST(FsdpLargeParameter, ClearedGradientsTakeNoMemoryInForward) {
+  run_ranks(2, [](ProcessGroup group, int) {
+    auto net = seeded<LargeParameter>(3);
+    FullyShardedDataParallel fsdp(net, group);
+    const auto loss = [&] { return fsdp(at::arange(6, at::kLong)).square().mean(); };
+    const auto gradients = [&] {
+      std::vector<at::Tensor> found;
+      for (const auto& shard : fsdp.parameters()) found.push_back(shard.grad());
+      return found;
+    };
+    loss().backward();
+    const auto first = copies(gradients());
+    size_t large = 0;
+    while (first[large].nbytes() < 16u << 20) ++large;
+    const void* data = gradients()[large].data_ptr();
+    const size_t bytes = first[large].nbytes();
+    EXPECT_EQ(resident(data, bytes), 1);
+
+    loss().backward();  // added to those that were not cleared
+    for (size_t i = 0; i < first.size(); ++i)
+      EXPECT_TRUE(at::allclose(gradients()[i], first[i] * 2)) << i;
+
+    auto held = gradients();
+    const auto values = copies(held);
+    fsdp.zero_grad();
+    {
+      const auto more = loss();
+      for (size_t i = 0; i < values.size(); ++i)
+        EXPECT_TRUE(at::equal(held[i], values[i])) << i << ": the program holds it";
+    }
+    held.clear();
+    const auto last = loss();
+    EXPECT_LT(resident(data, bytes), 0.01);
+    last.backward();
+    EXPECT_TRUE(at::equal(gradients()[large], first[large]));
+    EXPECT_EQ(gradients()[large].data_ptr(), data);
+    EXPECT_EQ(resident(data, bytes), 1);
   });
 }
 

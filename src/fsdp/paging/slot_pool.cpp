@@ -30,6 +30,13 @@ void SlotPool::give(const at::Tensor& slot, bool keeps_pages) {
   free_.push_back(whole);
 }
 
+void SlotPool::return_pages_of_free() {
+  for (const auto& slot : free_) {
+    if (slot.device().is_cpu())
+      memory::return_pages(slot.data_ptr(), static_cast<int64_t>(slot.nbytes()));
+  }
+}
+
 at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> occupied) {
   auto& whole = find(slot);
   const auto known = std::find_if(displaced_.begin(), displaced_.end(), [&](const Displaced& each) {

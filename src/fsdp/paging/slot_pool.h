@@ -24,6 +24,8 @@ class SlotPool {
   /// Makes `slot` free again. With `keeps_pages` false its memory is returned to the system until
   /// the slot is taken again.
   void give(const at::Tensor& slot, bool keeps_pages = true);
+  /// Returns the memory of all free slots to the system until they are taken again.
+  void return_pages_of_free();
   /// Other tensors use the memory of `slot` at `occupied`, by a wrong prediction (see [Note:
   /// gradients in place]). Returns private memory of the same size, which takes the slot's place
   /// until it is given back and those tensors are gone. Collectives then copy. Local.
