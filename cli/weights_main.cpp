@@ -55,15 +55,28 @@ uint64_t bytes_of(const std::string& text) {
   const std::map<std::string, double> kUnits{{"", 1}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}};
   size_t end = 0;
   double number = 0;
-  try {
-    number = std::stod(text, &end);
-  } catch (const std::exception&) {
+  if (text.find_first_not_of("0123456789.") > 0) {  // std::stod takes hexadecimal digits
+    try {
+      number = std::stod(text.substr(0, text.find_first_not_of("0123456789.")), &end);
+    } catch (const std::exception&) {
+    }
   }
   const auto unit = kUnits.find(text.substr(end));
   if (unit == kUnits.end() || !(number * unit->second >= 1 && number * unit->second < 1e18))
     throw UsageError("--max-shard-size = '" + text +
                      "': expected a size such as 5GB, 500MB, or a number of bytes");
   return static_cast<uint64_t>(number * unit->second);
+}
+
+/// A name in one line of the output.
+std::string shown(const std::string& name) {
+  std::string result;
+  for (const char c : tessera::detail::printable(name)) {
+    if (c == '\n') result += "\\n";
+    else if (c == '\t') result += "\\t";
+    else result += c;
+  }
+  return result;
 }
 
 int inspect(const Flags& flags) {
@@ -74,7 +87,7 @@ int inspect(const Flags& flags) {
     const std::string digest =
         flags.no_digests ? "" : tessera::weights_digest(weights, entry.name) + "  ";
     fmt::print("{}{}  [{}]  {} bytes  {}\n", digest, entry.dtype, fmt::join(entry.shape, ", "),
-               entry.end - entry.begin, tessera::detail::printable(entry.name));
+               entry.end - entry.begin, shown(entry.name));
     bytes += entry.end - entry.begin;
     elements += entry.numel();
   }
@@ -110,7 +123,7 @@ int diff(const Flags& flags) {
         one.note.empty()
             ? fmt::format("largest difference {:g}, {} elements differ", one.largest, one.elements)
             : one.note;
-    fmt::print("{}  {}\n", tessera::detail::printable(one.name), text);
+    fmt::print("{}  {}\n", shown(one.name), text);
   }
   fmt::print("{} of {} tensors differ\n", different, all.size());
   return different > 0 ? kDifferent : 0;
@@ -190,7 +203,10 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
+      throw tessera::Error("standard output: writing failed");
+    return code;
   } catch (const UsageError& error) {
     std::fprintf(stderr, "tessera weights: %s\n", error.what());
     return kUsage;

@@ -37,6 +37,10 @@ struct SaveWeightsOptions {
 /// Whether save_weights() writes a folder: the path ends in "/".
 bool is_weights_folder(const std::string& path);
 
+/// The files in `folder` that a save to it replaces or removes, with their paths; also the index
+/// and model.safetensors if they are not there yet.
+std::vector<std::string> weights_files_of(const std::string& folder);
+
 /// Whether save_weights() writes a file for torch.load: the path ends in ".pt", ".pth" or ".bin".
 bool is_torch_path(const std::string& path);
 
@@ -45,8 +49,9 @@ bool is_torch_path(const std::string& path);
 /// which is made if it is missing and must be visible to all ranks: each rank writes its parts, by
 /// divide_weights(), and rank 0 writes model.safetensors.index.json at the end. Before the parts
 /// get their names the old index is removed, so that a save that is cut off leaves no index rather
-/// than one of mixed parts. Takes memory for one tensor on each rank. Throws AgreedError on all
-/// ranks, with file, rank and reason, if a rank cannot write its part. Collective.
+/// than one of mixed parts. model.safetensors and the parts of former saves are removed from the
+/// folder, too. Takes memory for one tensor on each rank. Throws AgreedError on all ranks, with
+/// file, rank and reason, if a rank cannot write its part. Collective.
 void save_weights(const ProcessGroup& group, const std::string& path,
                   const std::vector<SafetensorsSpec>& tensors, const WholeTensor& whole,
                   const SaveWeightsOptions& options = {});

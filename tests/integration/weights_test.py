@@ -156,6 +156,13 @@ class Trainer(Folder):
         text = self.train("model.init=w.safetensors", "model.key_map=[{pattern: '.*', replacement: 'a'}]", code=2)
         self.assertIn("the same name", text)
 
+    def test_the_folder_that_is_read_is_not_written(self):
+        hf = self.folder / "hf"
+        hf.mkdir()
+        write_safetensors(hf / "model.safetensors", self.tensors)
+        self.assertIn("model.init reads it; expected a file of its own", self.train("train.save=hf/", code=2))
+        self.assertEqual([file.name for file in hf.iterdir()], ["model.safetensors"])
+
     def test_other_kinds_of_files_are_named(self):
         for begin, words in ((b"GGUF", "GGUF"), (b"version https://git-lfs.github.com", "git lfs pull"), (b"<!DOCTYPE", "HTML"),
                              (b"\x80\x04K\x01.", "plain pickle")):
@@ -338,6 +345,8 @@ class OptimizerState(Folder):
         self.assertIn("warning: optimizer.init: lr of group 0 is 0.01 in in.pt and 0.02 in the config, which counts", text)
         self.assertIn("is not the state of Adagrad", self.train("optimizer={type: Adagrad, lr: 0.1, init: in.pt}", code=2))
         self.assertIn('has no dict at "ema"', self.train("optimizer.init_key=ema", code=2))
+        write_safetensors(self.folder / "w.safetensors", {"a": numpy.zeros(4, numpy.float32)})
+        self.assertIn("is a safetensors file; expected a file of torch.save", self.train("optimizer.init=w.safetensors", code=2))
         self.assertIn("0 dicts with state and param_groups", self.train("optimizer.init=w.pt", code=2)
                       if torch.save(self.model.state_dict(), self.folder / "w.pt") is None else "")
         self.assertIn("optimizer.init: none.pt: No such file", self.train("optimizer.init=none.pt", code=2))
@@ -348,6 +357,12 @@ class OptimizerState(Folder):
         optimizer = torch.optim.AdamW(other.parameters())
         torch.save(optimizer.state_dict(), self.folder / "other.pt")
         self.assertIn("have 2 parameters; expected 8", self.train("optimizer.init=other.pt", code=2))
+        decoupled = self.optimizer.state_dict()
+        for group in decoupled["param_groups"]:
+            group["decoupled_weight_decay"] = True  # as PyTorch 2.7 writes it
+        torch.save(decoupled, self.folder / "decoupled.pt")
+        self.assertIn("expected optimizer.type AdamW, given is Adam",
+                      self.train("optimizer={type: Adam, lr: 0.01, init: decoupled.pt}", code=2))
         shapes = self.optimizer.state_dict()
         shapes["state"][0]["exp_avg"] = torch.ones(5)
         torch.save(shapes, self.folder / "shapes.pt")
@@ -375,6 +390,40 @@ class CommandLine(Folder):
                          ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"])
         self.assertIn("0 of 28 tensors differ", self.run_("tessera", "weights", "diff", "hf", "d/"))
         self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
+
+    def test_a_folder_holds_one_save(self):
+        old, new = gpt2(), {name: tensor + 1 for name, tensor in gpt2().items()}
+        write_safetensors(self.folder / "new.safetensors", new)
+        out = self.folder / "out"
+        out.mkdir()
+        write_safetensors(out / "model.safetensors", old)
+        for size, more in (("12KB", True), ("1GB", False)):
+            self.run_("tessera", "weights", "convert", "new.safetensors", "out/", "--max-shard-size", size)
+            tensors, files = read_folder(out)
+            self.equal(new, tensors)
+            self.assertEqual(len(files) > 3, more)
+            self.assertEqual(sorted(file.name for file in out.iterdir()), [*files, "model.safetensors.index.json"])
+        # Other libraries would read the single file, the index comes first here.
+        self.run_("tessera", "weights", "convert", "new.safetensors", "out/model.safetensors")
+        self.assertIn("the folder has model.safetensors.index.json and model.safetensors", self.run_("tessera", "weights", "inspect", "out", code=2))
+        self.assertIn("28 tensors", self.run_("tessera", "weights", "inspect", "out/model.safetensors"))
+        torch.save({}, self.folder / "empty.pt")
+        self.assertIn("has no tensors", self.run_("tessera", "weights", "convert", "empty.pt", "none/", code=2))
+        self.assertFalse((self.folder / "none").exists())
+
+    def test_a_folder_of_torch_files_counts_shared_elements_once(self):
+        """As huggingface_hub writes it for a model with tied weights."""
+        weight = torch.arange(8.0)
+        hub = self.folder / "hub"
+        hub.mkdir()
+        torch.save({"head": weight, "embedding": weight}, hub / "pytorch_model-00001-of-00002.bin")
+        torch.save({"bias": torch.ones(2)}, hub / "pytorch_model-00002-of-00002.bin")
+        places = {"head": 1, "embedding": 1, "bias": 2}
+        for total, code in ((40, 0), (72, 0), (73, 2)):
+            index = {"metadata": {"total_size": total}, "weight_map": {name: f"pytorch_model-0000{i}-of-00002.bin" for name, i in places.items()}}
+            (hub / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+            text = self.run_("tessera", "weights", "inspect", "hub", code=code)
+            self.assertIn("total_size is 73" if code else "3 tensors", text)
 
     def test_dtypes_keep_their_names(self):
         names = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
@@ -409,6 +458,15 @@ class CommandLine(Folder):
         self.assertIn("n  largest difference 1, 1 elements differ", self.run_("tessera", "weights", "diff", "3.safetensors", "4.safetensors", code=1))
         self.run_("tessera", "weights", "convert", "4.safetensors", "5.safetensors", "--map", "^n$=m", "--map", "^m$=k")
         self.assertEqual(sorted(read_safetensors(self.folder / "5.safetensors")), ["k"], "rules apply in order, each to the last one's result")
+        for pair, found in ((([2**62 + 1, 5], [2**62, 5]), "largest difference 1, 1 elements"), (([-(2**62)], [2**62]), "9.22337e+18, 1 elem")):
+            for name, value in zip("67", pair):
+                torch.save({"n": torch.tensor(value)}, self.folder / f"{name}.pt")
+            self.assertIn(found, self.run_("tessera", "weights", "diff", "6.pt", "7.pt", code=1))
+        nan = float("nan")
+        for name, values in (("8", [complex(1, nan), 1]), ("9", [complex(1, nan), 3 + 4j])):
+            torch.save({"n": torch.tensor(values)}, self.folder / f"{name}.pt")
+        self.run_("tessera", "weights", "diff", "8.pt", "8.pt")
+        self.assertIn("largest difference 4.47214, 1 elements", self.run_("tessera", "weights", "diff", "8.pt", "9.pt", code=1))
         other["b"] = numpy.array([numpy.nan, 1, 1], numpy.float32)
         write_safetensors(self.folder / "2.safetensors", other)
         self.assertIn("b  largest difference nan", self.run_("tessera", "weights", "diff", "1.safetensors", "2.safetensors", "--tolerance", "9", code=1))
@@ -419,10 +477,26 @@ class CommandLine(Folder):
                             (["convert", "1.safetensors", "2.pt", "--dtype", "int3"], "expected float32"),
                             (["convert", "1.safetensors", "2.pt", "--max-shard-size", "1GB"], "is for folders"),
                             (["convert", "1.safetensors", "2/", "--max-shard-size", "lots"], "expected a size"),
+                            (["convert", "1.safetensors", "2/", "--max-shard-size", "0x10"], "expected a size"),
+                            (["convert", "1.safetensors", "2/", "--max-shard-size", "-5"], "expected a size"),
                             (["inspect", "1.safetensors", "--key", "x"], "which has no dicts"),
                             (["inspect", "1.safetensors", "--map", "x"], "expected PATTERN=REPLACEMENT"),
                             (["convert", "1.safetensors", "1.safetensors"], "another file")):
             self.assertIn(text, self.run_("tessera", "weights", *words, code=2))
+
+    def test_a_name_cannot_forge_a_line(self):
+        torch.save({"w\n00  F32  [9]  36 bytes  forged": torch.ones(1), "a\tb": torch.ones(1)}, self.folder / "x.pt")
+        lines = self.run_("tessera", "weights", "inspect", "x.pt", "--no-digests").splitlines()
+        self.assertEqual(len(lines), 3)
+        self.assertTrue(lines[0].endswith(r"w\n00  F32  [9]  36 bytes  forged"), lines)
+
+    def test_output_that_cannot_be_written_is_an_error(self):
+        write_safetensors(self.folder / "1.safetensors", {"a": numpy.zeros(4, numpy.float32)})
+        self.assertIn("writing failed", self.run_("bash", "-c", "tessera weights inspect 1.safetensors > /dev/full", code=1))
+
+    def test_other_kinds_are_no_safetensors_files(self):
+        (self.folder / "x").write_text("model:\n  type: GPT2\n")
+        self.assertIn("is of an unknown kind", self.run_("tessera", "weights", "inspect", "x", code=2))
 
 
 class Page(Folder):

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,8 +22,7 @@ class TorchOptimizerStateFile {
   /// `key` names the state's dict as in TorchFile; empty: the file's own dict, or the only dict in
   /// it that has this form. Throws UsageError with the file for an option that changes the update
   /// and that the C++ optimizers do not have (maximize), and for what TorchFile refuses. Options
-  /// that do not change it are left out: foreach, fused, capturable, differentiable,
-  /// decoupled_weight_decay, initial_lr.
+  /// that do not change it are left out: foreach, fused, capturable, differentiable, initial_lr.
   explicit TorchOptimizerStateFile(const std::string& path, const std::string& key = "");
   ~TorchOptimizerStateFile();
   TorchOptimizerStateFile(TorchOptimizerStateFile&&) noexcept;
@@ -31,6 +31,8 @@ class TorchOptimizerStateFile {
   struct Group {
     size_t parameters = 0;  ///< their number
     OptionMap options = {};
+    /// Of Adam and AdamW from PyTorch 2.7 on: whether the decay is that of AdamW.
+    std::optional<bool> decoupled_weight_decay = std::nullopt;
   };
   const std::vector<Group>& groups() const;
 

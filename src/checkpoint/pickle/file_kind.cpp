@@ -43,6 +43,9 @@ std::string foreign_kind(std::string_view begin) {
   constexpr size_t kTarMagic = 257;
   if (begin.size() > kTarMagic && begin.substr(kTarMagic, 5) == "ustar"sv)
     return "is a tar archive; unpack it first";
+  // A safetensors file that was cut off may end before its header.
+  if (begin.size() > 8 && begin[8] != '{')
+    return "is of an unknown kind; expected a safetensors file, a file of torch.save, or an index";
   return "";
 }
 

@@ -26,9 +26,9 @@ using safetensors::in_quotes;
 const std::set<std::string> kOptions{
     "lr",        "betas",    "eps",   "weight_decay", "amsgrad",  "momentum",
     "dampening", "nesterov", "alpha", "centered",     "lr_decay", "initial_accumulator_value"};
-const std::set<std::string> kWithoutEffect{"foreach",        "fused",      "capturable",
-                                           "differentiable", "initial_lr", "decoupled_weight_decay",
-                                           "params",         "param_names"};
+const std::set<std::string> kWithoutEffect{"foreach",    "fused",  "capturable", "differentiable",
+                                           "initial_lr", "params", "param_names"};
+constexpr const char* kDecoupled = "decoupled_weight_decay";
 
 // Groups may share one long list, which would be read for each of them.
 constexpr size_t kMaxList = 16;
@@ -81,8 +81,11 @@ struct TorchOptimizerStateFile::Impl {
     Group& group = groups.emplace_back(Group{members.size()});
     const auto& pairs = values().items(value);
     for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
-      if (pairs[i].kind == Kind::text)
-        read_option(std::string(values().text(pairs[i])), pairs[i + 1], group.options);
+      if (pairs[i].kind != Kind::text) continue;
+      const std::string name(values().text(pairs[i]));
+      if (name != kDecoupled) read_option(name, pairs[i + 1], group.options);
+      else if (pairs[i + 1].kind == Kind::boolean)
+        group.decoupled_weight_decay = pairs[i + 1].integer != 0;
     }
   }
 

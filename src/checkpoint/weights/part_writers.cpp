@@ -1,13 +1,6 @@
 #include "checkpoint/weights/part_writers.h"
 
-#include <cerrno>
 #include <filesystem>
-
-#include <unistd.h>
-
-#include "checkpoint/io/atomic_file.h"
-#include "checkpoint/io/file_descriptor.h"
-#include "tessera/error.h"
 
 namespace tessera {
 
@@ -41,17 +34,6 @@ void PartWriters::commit() {
     if (writer.torch) writer.torch->commit();
     else writer.safetensors->commit();
   }
-}
-
-void remove_weights_index(const std::string& path) {
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-    throw Error("weights: " + path + ": removing it failed: " + errno_text(errno));
-}
-
-void write_weights_index(const std::string& path, const std::string& text) {
-  AtomicFile file("weights", path);
-  file.write_at(text.data(), text.size(), 0);
-  file.commit();
 }
 
 }  // namespace tessera

@@ -35,9 +35,4 @@ class PartWriters {
   std::vector<size_t> places_;  // by tensor: its writer
 };
 
-/// Removes the index if it is there. Throws Error if it cannot.
-void remove_weights_index(const std::string& path);
-/// Writes the index in one step.
-void write_weights_index(const std::string& path, const std::string& text);
-
 }  // namespace tessera

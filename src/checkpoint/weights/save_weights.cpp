@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/weights/part_writers.h"
+#include "checkpoint/weights/weights_folder.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -69,7 +70,6 @@ void save_weights(const ProcessGroup& group, const std::string& path,
   const auto parts =
       folder ? divide_weights(tensors, group.size(), options.rank0_from, options.max_shard_bytes)
              : divide_weights(tensors, 1, options.rank0_from);
-  const std::string index = (fs::path(path) / kWeightsIndexName).string();
   PartWriters writers(path, tensors, options.metadata);
   agree(group, [&] {
     if (folder) make_weights_folder(path, group.rank());
@@ -90,13 +90,13 @@ void save_weights(const ProcessGroup& group, const std::string& path,
   });
   agree(group, [&] {
     if (failure) std::rethrow_exception(failure);
-    if (folder && group.rank() == 0) remove_weights_index(index);
+    if (folder && group.rank() == 0) begin_weights_folder(path);
   });
   agree(group, [&] { writers.commit(); });
   agree(group, [&] {
     if (!folder || group.rank() != 0) return;
     check_parts_seen(path, parts);
-    write_weights_index(index, weights_index_text(tensors, parts));
+    finish_weights_folder(path, parts, weights_index_text(tensors, parts));
   });
 }
 

@@ -43,12 +43,20 @@ struct Weights::Impl {
 
 namespace {
 
+constexpr int64_t kMaxIndexBytes = 32 << 20;  // 200,000 tensors with names of 100 bytes
+
 std::string weights_in(const std::string& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) return path;
+  const auto has = [&](const char* name) { return fs::exists(fs::path(path) / name, ignored); };
+  if (has(kWeightsIndexName) && has("model.safetensors"))
+    throw UsageError(
+        fmt::format("weights: {}: the folder has {} and model.safetensors, of which Hugging Face's "
+                    "libraries read the second; expected one of them, or the path of a file",
+                    path, kWeightsIndexName));
   for (const char* name : {kWeightsIndexName, "model.safetensors", "weights.safetensors",
                            "pytorch_model.bin.index.json", "pytorch_model.bin"}) {
-    if (fs::exists(fs::path(path) / name, ignored)) return (fs::path(path) / name).string();
+    if (has(name)) return (fs::path(path) / name).string();
   }
   throw UsageError(
       fmt::format("weights: {}: the folder has no weights; expected {}, model.safetensors, "
@@ -95,9 +103,9 @@ std::string text_of(const std::string& path) {
   struct stat status {};
   if (!file || ::fstat(file.get(), &status) != 0) refuse("cannot be opened: " + errno_text(errno));
   if (!S_ISREG(status.st_mode)) refuse("is not a regular file");
-  if (static_cast<uint64_t>(status.st_size) > safetensors::kMaxHeaderBytes)
+  if (status.st_size > kMaxIndexBytes)
     refuse(fmt::format("has {} bytes; expected an index of at most {}", status.st_size,
-                       safetensors::kMaxHeaderBytes));
+                       kMaxIndexBytes));
   std::string text(static_cast<size_t>(status.st_size), '\0');
   const int64_t got = file.read_at(text.data(), text.size(), 0);
   if (got < 0) throw Error("weights: " + path + ": reading failed: " + errno_text(errno));

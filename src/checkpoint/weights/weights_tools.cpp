@@ -9,6 +9,7 @@
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/weights/part_writers.h"
+#include "checkpoint/weights/weights_folder.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -50,17 +51,25 @@ std::string described(const SafetensorsEntry& entry) {
   return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
 }
 
+/// NaN equals NaN.
+at::Tensor unequal(const at::Tensor& x, const at::Tensor& y) {
+  return x.ne(y).logical_and(x.isnan().logical_and(y.isnan()).logical_not());
+}
+
 void compare(const at::Tensor& a, const at::Tensor& b, TensorDifference& difference) {
   const bool complex = a.is_complex() || b.is_complex();
   const auto wide = complex ? at::kComplexDouble : at::kDouble;
   const auto x = a.to(wide), y = b.to(wide);
   // Integers of 64 bits do not all fit into a double.
   const bool integers = a.scalar_type() == at::kLong && b.scalar_type() == at::kLong;
-  auto differs = integers ? a.ne(b) : x.ne(y);
-  if (!complex) differs = differs.logical_and(x.isnan().logical_and(y.isnan()).logical_not());
+  const auto differs = integers  ? a.ne(b)
+                       : complex ? unequal(at::view_as_real(x), at::view_as_real(y)).any(-1)
+                                 : unequal(x, y);
   difference.elements = differs.sum().item<int64_t>();
   if (difference.elements == 0) return;
-  difference.largest = x.sub(y).abs().masked_select(differs).max().item<double>();
+  auto distance = x.sub(y).abs();
+  if (integers) distance = at::where(distance.eq(0), a.sub(b).abs().to(wide), distance);
+  difference.largest = distance.masked_select(differs).max().item<double>();
 }
 
 }  // namespace
@@ -73,6 +82,8 @@ std::string weights_digest(const Weights& weights, const std::string& name) {
 void convert_weights(const Weights& from, const std::string& to, const ConvertOptions& options) {
   const bool folder = is_weights_folder(to);
   const auto specs = specs_of(from, options);
+  if (folder && specs.empty())
+    throw UsageError("weights: " + from.path() + ": has no tensors; expected some for a folder");
   check_distinct(from, to);
   std::error_code error;
   if (folder) fs::create_directories(to, error);
@@ -86,11 +97,10 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
     for (const size_t i : part.tensors)
       writers.write(i, from.load(specs[i].name).to(specs[i].dtype));
   }
-  const std::string index = (fs::path(to) / kWeightsIndexName).string();
-  if (folder) remove_weights_index(index);
+  if (folder) begin_weights_folder(to);
   writers.commit();
   if (!folder) return;
-  write_weights_index(index, weights_index_text(specs, parts));
+  finish_weights_folder(to, parts, weights_index_text(specs, parts));
   const fs::path source = fs::path(from.path()).parent_path();
   if (fs::exists(source / "config.json")) copy_other_files(source.string(), to);
 }

@@ -51,10 +51,10 @@ bool same_file(const fs::path& a, const fs::path& b) {
   return !left.empty() && left == right;
 }
 
-/// The file of train.save; of a folder of weights, its index.
-std::string file_of_save(const Config& config) {
+/// The files of train.save, which it writes or removes.
+std::vector<std::string> files_of_save(const Config& config) {
   const std::string& save = config.train.save;
-  return is_weights_folder(save) ? save + kWeightsIndexName : save;
+  return is_weights_folder(save) ? weights_files_of(save) : std::vector<std::string>{save};
 }
 
 std::vector<UsedFile> outputs_of(const Config& config) {
@@ -64,7 +64,9 @@ std::vector<UsedFile> outputs_of(const Config& config) {
     files.push_back({"train.log writes its events there", EventLog::path_beside(config.train.log)});
   }
   if (!config.train.save.empty()) {
-    files.push_back({"train.save writes it, too", file_of_save(config)});
+    for (const auto& file : files_of_save(config)) {
+      files.push_back({"train.save writes it, too", file});
+    }
   }
   if (!config.train.save_optimizer.empty()) {
     files.push_back({"train.save_optimizer writes it, too", config.train.save_optimizer});
@@ -138,7 +140,8 @@ void check_distinct(const Config& config) {
 void prepare_outputs(const Config& config) {
   check_distinct(config);
   prepare_file(config, "train.log", config.train.log);
-  prepare_file(config, "train.save", file_of_save(config));
+  const bool folder = is_weights_folder(config.train.save);
+  prepare_file(config, "train.save", config.train.save + (folder ? kWeightsIndexName : ""));
   prepare_file(config, "train.save_optimizer", config.train.save_optimizer);
 }
 

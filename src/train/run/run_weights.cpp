@@ -23,6 +23,17 @@
 namespace tessera::train {
 namespace {
 
+/// Adam and AdamW have the same state, so its names do not tell which of them it belongs to.
+void check_decay(const Config& config, const TorchOptimizerStateFile::Group& group) {
+  const std::string& type = config.optimizer.type;
+  if (!group.decoupled_weight_decay || (type != "Adam" && type != "AdamW")) return;
+  const std::string theirs = *group.decoupled_weight_decay ? "AdamW" : "Adam";
+  if (type == theirs) return;
+  throw UsageError(fmt::format(
+      "{}: decoupled_weight_decay is {} in it, as in {}; expected optimizer.type {}, given is {}",
+      config.optimizer_init.path, *group.decoupled_weight_decay, theirs, theirs, type));
+}
+
 const SafetensorsMetadata kMetadata{{"format", "pt"}};
 
 }  // namespace
@@ -136,7 +147,10 @@ void Run::open_optimizer_init() {
   named(config_.at("optimizer.init"), [&] {
     optimizer_init_.emplace(config_.optimizer_init.path, config_.optimizer_init.key);
     std::vector<size_t> sizes;
-    for (const auto& group : optimizer_init_->groups()) sizes.push_back(group.parameters);
+    for (const auto& group : optimizer_init_->groups()) {
+      sizes.push_back(group.parameters);
+      check_decay(config_, group);
+    }
     optimizer_names_ = names_for_python(sizes);
   });
 }
