@@ -1,9 +1,13 @@
 #include "tessera/weights/torch_file.h"
 
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,7 +17,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/script.h>
+#include <unistd.h>
 
+#include "checkpoint/pickle/script_trial.h"
 #include "harness/temporary_folder.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
@@ -150,6 +156,66 @@ TEST_F(TorchFileTest, AnArchiveOfTorchScriptIsReadWithItsNames) {
   file.load_slice("weight", 1, 2, part);
   EXPECT_TRUE(at::equal(part, at::arange(1, 3, at::kFloat)));
   EXPECT_EQ(file.info("count").dtype, "I64");
+}
+
+TEST_F(TorchFileTest, AnArchiveOfTorchScriptHasNoKeys) {
+  torch::jit::Module module("Net");
+  module.register_parameter("weight", at::ones({2}), false);
+  module.save(path("script.pt"));
+  EXPECT_THAT(refusal([&] { TorchFile file(path("script.pt"), "model"); }),
+              HasSubstr("script.pt: is an archive of torch.jit.save, which has no dicts; expected "
+                        "no key, given is \"model\""));
+}
+
+TEST_F(TorchFileTest, AnArchiveOfTorchScriptWithoutTensorsIsRefused) {
+  torch::jit::Module("Net").save(path("script.pt"));
+  EXPECT_THAT(refusal([&] { TorchFile file(path("script.pt")); }),
+              HasSubstr("script.pt: has no parameters and no buffers"));
+}
+
+/// What the trial of `load` throws.
+template <class Load>
+std::string trial(Load&& load, pickle::TrialLimits limits = {10, 60, uint64_t{1} << 30}) {
+  return refusal([&] { pickle::try_in_child("x: ", load, limits); });
+}
+
+TEST(ScriptTrial, ASignalIsNamedAndEndsTheTrialAlone) {
+  EXPECT_THAT(trial([] { ::raise(SIGSEGV); }),
+              HasSubstr("x: torch::jit::load was ended by SIGSEGV"));
+  EXPECT_THAT(trial([] { std::abort(); }), HasSubstr("was ended by SIGABRT"));
+  EXPECT_THAT(trial([] { ::_exit(0); }), HasSubstr("ended without a result"));
+}
+
+TEST(ScriptTrial, AnEndByReturnOrExceptionIsNoError) {
+  EXPECT_EQ(trial([] {}), "nothing was thrown");
+  EXPECT_EQ(trial([] { throw std::runtime_error("no"); }), "nothing was thrown");
+}
+
+TEST(ScriptTrial, LimitsEndIt) {
+  const auto spin = [] {
+    while (std::time(nullptr) != 0) {
+    }
+  };
+  EXPECT_THAT(trial(spin, {1, 60, 1 << 30}), HasSubstr("took more than 1 s of CPU time"));
+  EXPECT_THAT(trial([] { ::pause(); }, {10, 1, 1 << 30}), HasSubstr("did not end within 1 s"));
+  EXPECT_THAT(trial([] { std::vector<char> all(size_t{1} << 30); }, {10, 60, 1 << 28}),
+              HasSubstr("needed more than 268435456 bytes of memory"));
+}
+
+TEST(ScriptTrial, ThreadsOfTheProgramAreNotWaitedFor) {
+  const int threads = at::get_num_threads();
+  at::set_num_threads(2);
+  const auto add = [] { at::ones({1 << 20}).add_(1); };
+  add();  // starts the thread pool of libtorch
+  EXPECT_EQ(trial(add, {10, 5, uint64_t{1} << 30}), "nothing was thrown");
+  at::set_num_threads(threads);
+}
+
+TEST(ScriptTrial, AProgramThatReapsItsChildrenGetsTheResult) {
+  const auto before = ::signal(SIGCHLD, SIG_IGN);  // the kernel reaps the child
+  EXPECT_EQ(trial([] {}), "nothing was thrown");
+  EXPECT_THAT(trial([] { ::raise(SIGSEGV); }), HasSubstr("ended without a result"));
+  ::signal(SIGCHLD, before);
 }
 
 TEST_F(TorchFileTest, AWriterThatIsNotCommittedLeavesNothing) {

@@ -104,6 +104,16 @@ class RoundTrip(Folder):
             done = self.probe("weights", self.path("p.pt"), self.path("out.pt"))
             self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_files_of_many_tensors(self):
+        """100,000 names of 100 bytes, and the state of an optimizer for 10,000 parameters."""
+        one = torch.ones(2)
+        names = {f"model.layers.{i:06d}.{'x' * 75}.bias": one for i in range(100_000)}
+        state = {i: {"step": one, "exp_avg": one, "exp_avg_sq": one} for i in range(10_000)}
+        for value, key in ((names, []), ({"state": state, "param_groups": [{"params": list(state)}]}, ["state"])):
+            torch.save(value, self.path("in.pt"))
+            done = self.probe("weights", self.path("in.pt"), self.path("out.pt"), *key)
+            self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_states_of_optimizers(self):
         for make in (lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True), lambda p: torch.optim.Adam(p),
                      lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -308,6 +318,38 @@ class Hostile(Folder):
         doubled = b"]q\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(30))
         self.refused(self.archive(self.dict_of(doubled)), "more than 2000000 values")
 
+    def test_names_without_end(self):
+        """A shared tensor under a long key: 18 kB of 1,000 x 1,000 names, and a long list of names."""
+        def text(data):
+            return b"X" + struct.pack("<I", len(data)) + data
+
+        def numbered(count, value):
+            return b"(" + b"".join(b"J" + struct.pack("<i", i) + value for i in range(count)) + b"d"
+        begin = b"\x80\x02}X\x01\x00\x00\x00z" + tensor([2], [1]) + b"q\x00s"
+        product = text(b"y" * 3900) + numbered(1000, b"h\x00") + b"q\x01s" + text(b"w" * 3900) + numbered(1000, b"h\x01") + b"s."
+        self.refused(self.archive(begin + product), "has names of more than ")
+        self.refused(self.archive(begin + text(b"y" * 3900) + numbered(60_000, b"h\x00") + b"s."), "has names of more than ")
+        self.refused(self.archive(begin + text(b"y" * 5000) + numbered(2, b"h\x00") + b"s."), "a name of more than 4096 bytes")
+        self.refused(self.archive(begin + text(b"y") + numbered(200_000, b"h\x00") + b"s."), "more than 200000 tensors")
+
+    def test_values_that_are_looked_at_again_and_again(self):
+        dict_ = b"(K\x00" + tensor([2], [1]) + b"K\x01K\x01" * 300_000 + b"d"
+        uses = b"".join(b"J" + struct.pack("<i", i) + b"h\x07" for i in range(100_000))
+        self.refused(self.archive(b"\x80\x02" + dict_ + b"q\x070(" + uses + b"d."), "more than 2000000 values")
+        plain = tensor([2], [1])
+        self.refused(self.archive(self.dict_of(plain[:-2] + dict_ + b"tR")), "more metadata than")
+        long_key = plain.replace(b"X\x01\x00\x00\x000", b"X" + struct.pack("<I", 1000) + b"0" * 1000)
+        self.refused(self.archive(self.dict_of(long_key)), "a storage with a key of 1000 bytes")
+
+    def test_archives_of_torch_jit_save_that_end_libtorch(self):
+        """libtorch's unpickler pops from an empty stack, and destroys nested values by recursion."""
+        for text in (b"\x80\x02R.", b"\x80\x02" + b"(" * 2_000_000 + b"t" * 2_000_000 + b".",
+                     b"\x80\x02]" + b"\x85" * 3_000_000 + b"."):
+            path = self.archive(text, [("archive/constants.pkl", b"\x80\x02).")])
+            self.refused(path, f"{path}: torch::jit::load was ended by SIGSEGV in a trial process")
+        path = self.archive(b"\x80\x02.", [("archive/constants.pkl", b" " * (64 << 20))], zipfile.ZIP_DEFLATED)
+        self.refused(path, "its pickles have more than 67108864 bytes")
+
     def test_many_values(self):
         self.refused(self.archive(b"\x80\x02" + b")" * 10_000_000 + b"."), "take more than")
         self.refused(self.archive(b"\x80\x02(" + b"K\x01" * 8_000_000 + b"t."), "take more than")
@@ -329,7 +371,10 @@ class Hostile(Folder):
         self.refused(self.archive(self.dict_of(tensor([2], [1])), [("archive/data/0", b"12345678"), ("archive/byteorder", b"big")]), "big")
         self.refused(self.archive(b"\x80\x02K\x01."), "holds a integer")
         (self.path("not.pt")).write_bytes(b"hello" * 100)
-        self.refused(self.path("not.pt"), "may be cut off")
+        self.refused(self.path("not.pt"), "is of an unknown kind")
+        whole = self.archive(self.dict_of(tensor([2], [1])), [("archive/data/0", b"12345678")]).read_bytes()
+        self.path("cut.pt").write_bytes(whole[:-30])
+        self.refused(self.path("cut.pt"), "may be cut off")
 
     def test_a_memo_that_is_set_again(self):
         """The later value counts: here the list in which a list is, so that there is a cycle."""

@@ -201,6 +201,8 @@ class Machine {
         given[3].kind != Kind::tuple || (v3 && given[6].kind != Kind::global))
       refuse("a tensor has other arguments than PyTorch writes");
     if (given.size() > metadata && given[metadata].kind == Kind::dict) {
+      if (values_.items(given[metadata]).size() > kMaxMetadata)
+        refuse("a tensor has more metadata than PyTorch writes");
       for (const auto& value : values_.items(given[metadata])) {
         if (value.kind == Kind::boolean && value.integer != 0)
           forbid("a tensor with a conjugate or negative bit");
@@ -455,6 +457,8 @@ class Machine {
     if (!stack_.empty() || !marks_.empty()) refuse("values are left on its stack");
     stopped_ = true;
   }
+
+  static constexpr size_t kMaxMetadata = 64;  // keys and values; PyTorch writes conj and neg
 
   const std::string& where_;
   Values values_;

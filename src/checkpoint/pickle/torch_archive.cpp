@@ -55,6 +55,7 @@ class CheckedFile : public caffe2::serialize::ReadAdapterInterface {
 };
 
 constexpr size_t kMaxVersionBytes = 64;
+constexpr uint64_t kMaxScriptPickleBytes = 64 << 20;  // libtorch takes some 80 bytes for each
 // Shorter runs of a strided tensor are read with all that lies between them.
 constexpr int64_t kShortestRunBytes = 256;
 
@@ -91,7 +92,11 @@ void TorchArchive::Impl::open(const std::string& path) {
   file_bytes = static_cast<uint64_t>(status.st_size);
   std::string begin(std::min<uint64_t>(file_bytes, kKindBytes), '\0');
   read(begin.data(), begin.size(), 0);
-  if (file_kind(begin) == FileKind::foreign) throw UsageError(where + foreign_kind(begin));
+  const FileKind kind = file_kind(begin);
+  if (kind == FileKind::foreign) throw UsageError(where + foreign_kind(begin));
+  if (kind == FileKind::json) throw UsageError(where + "is JSON; expected a file of torch.save");
+  if (kind == FileKind::safetensors && begin.size() > 8)
+    throw UsageError(where + "is a safetensors file; expected a file of torch.save");
   const auto sorted = read_zip_directory(
       where, file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); });
   find_folder(sorted);
@@ -210,6 +215,20 @@ TorchArchive::~TorchArchive() = default;
 const std::string& TorchArchive::where() const { return impl_->where; }
 bool TorchArchive::is_script() const {
   return impl_->records.count(impl_->folder + "constants.pkl") > 0;
+}
+ScriptBytes TorchArchive::script_bytes() const {
+  uint64_t bytes = impl_->file_bytes, pickle_bytes = 0;
+  for (const auto& [name, record] : impl_->records) {
+    bytes += record.compressed ? record.bytes : 0;
+    if (!name.ends_with(".pkl")) continue;
+    pickle_bytes += record.bytes;
+    if (pickle_bytes > kMaxScriptPickleBytes)
+      throw UsageError(
+          fmt::format("{}its pickles have more than {} bytes, up to {}; expected a "
+                      "sound archive of torch.jit.save",
+                      where(), kMaxScriptPickleBytes, in_quotes(name)));
+  }
+  return {bytes, pickle_bytes};
 }
 const Values& TorchArchive::values() const { return impl_->values; }
 

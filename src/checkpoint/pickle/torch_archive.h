@@ -14,6 +14,10 @@
 
 namespace tessera::pickle {
 
+struct ScriptBytes {
+  uint64_t all, pickles;
+};
+
 /// A zip archive of torch.save or torch.jit.save, opened for reading. The directory is checked
 /// first. Then libtorch's reader inflates the small records, whose checksums are compared; tensors
 /// are read at their offsets, without a checksum. Several threads may read tensors at the same
@@ -28,6 +32,8 @@ class TorchArchive {
   /// "torch file: PATH: ", the beginning of messages.
   const std::string& where() const;
   bool is_script() const;
+  /// What torch::jit::load inflates and reads. Throws UsageError if its pickles are too large.
+  ScriptBytes script_bytes() const;
   /// The pickle. Not for scripts.
   const Values& values() const;
 

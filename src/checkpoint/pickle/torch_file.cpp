@@ -1,5 +1,6 @@
 #include "tessera/weights/torch_file.h"
 
+#include <string_view>
 #include <unordered_map>
 
 #include <fmt/format.h>
@@ -7,6 +8,7 @@
 
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
+#include "checkpoint/pickle/script_trial.h"
 #include "checkpoint/pickle/torch_archive.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/detail/torch_compat.h"
@@ -17,9 +19,32 @@ namespace tessera {
 using pickle::TorchTensor;
 using safetensors::in_quotes;
 
+namespace {
+
+using NamedTensor = std::pair<std::string, at::Tensor>;
+
+/// The parameters and the buffers of an archive of torch.jit.save.
+std::vector<NamedTensor> named_tensors(const std::string& path) {
+  const auto module = torch::jit::load(path, at::kCPU);
+  std::vector<NamedTensor> named;
+  for (const auto& item : module.named_parameters()) named.emplace_back(item.name, item.value);
+  for (const auto& item : module.named_buffers()) named.emplace_back(item.name, item.value);
+  return named;
+}
+
+/// The first line that has a text: errors in an archive's code begin with an empty one.
+std::string reason_of(const std::exception& error) {
+  const std::string_view text(error.what());
+  const size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == text.npos) return "libtorch gives no reason";
+  return compat::first_line(error.what() + begin);
+}
+
+}  // namespace
+
 struct TorchFile::Impl {
   Impl(const std::string& given, const std::string& key) : path(given), archive(given) {
-    if (archive.is_script()) read_script();
+    if (archive.is_script()) read_script(key);
     else read_tensors(key);
     for (size_t i = 0; i < entries.size(); ++i) index.emplace(entries[i].name, i);
   }
@@ -34,15 +59,27 @@ struct TorchFile::Impl {
     }
   }
 
-  void read_script() {
-    try {
-      const auto module = torch::jit::load(path, at::kCPU);
-      for (const auto& item : module.named_parameters()) add(item.name, item.value);
-      for (const auto& item : module.named_buffers()) add(item.name, item.value);
-    } catch (const std::exception& error) {
+  void read_script(const std::string& key) {
+    if (!key.empty())
       throw UsageError(archive.where() +
-                       "torch::jit::load cannot read it: " + compat::first_line(error.what()));
+                       "is an archive of torch.jit.save, which has no dicts; expected no key, "
+                       "given is " +
+                       in_quotes(key));
+    const auto bytes = archive.script_bytes();
+    pickle::try_in_child(
+        archive.where(), [this] { named_tensors(path); },
+        pickle::trial_limits(bytes.all, bytes.pickles));
+    std::vector<NamedTensor> named;
+    try {
+      named = named_tensors(path);
+    } catch (const std::exception& error) {
+      throw UsageError(archive.where() + "torch::jit::load cannot read it: " + reason_of(error));
     }
+    if (named.empty())
+      throw UsageError(archive.where() +
+                       "has no parameters and no buffers, as an archive that was frozen or "
+                       "quantized; expected one that was saved before that");
+    for (const auto& [name, tensor] : named) add(name, tensor);
   }
 
   void add(const std::string& name, const at::Tensor& tensor) {

@@ -1,7 +1,6 @@
 #include "checkpoint/pickle/torch_values.h"
 
 #include <algorithm>
-#include <unordered_set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -18,6 +17,7 @@ using safetensors::in_quotes;
 constexpr int kMaxDepth = 32;
 constexpr size_t kMaxVisits = 2'000'000;
 constexpr size_t kMaxDims = 64;
+constexpr size_t kMaxStorageKey = 64;  // bytes; PyTorch counts from 0
 constexpr int64_t kMaxRepeatedBytes = 1 << 20;
 
 std::string key_text(const Values& values, const Value& key) {
@@ -30,30 +30,37 @@ bool is_container(const Value& value) {
   return value.kind == Kind::dict || value.kind == Kind::list || value.kind == Kind::tuple;
 }
 
-/// Walks over containers. Shared values are visited once for each use, so the visits are bounded;
-/// a cycle ends at the greatest depth.
+/// Walks over containers. Shared values are visited once for each use, so the visits, the tensors
+/// and their names are bounded; a cycle ends at the greatest depth.
 class Walk {
  public:
   Walk(const std::string& where, const Values& values) : where_(where), values_(values) {}
 
   std::vector<TorchTensor> tensors(const Value& root) {
-    visit(root, "", 0);
+    visit(root, 0);
+    check_names();
     return std::move(found_);
   }
 
   bool any(const Value& root) { return has_tensor(root, 0); }
 
- private:
-  void count(int depth) {
-    if (depth > kMaxDepth)
-      throw UsageError(
-          fmt::format("{}nests values deeper than {}, or in a cycle", where_, kMaxDepth));
-    if (++visits_ > kMaxVisits)
+  /// Counts `more` values as visited.
+  void count(size_t more) {
+    visits_ += more;
+    if (visits_ > kMaxVisits)
       throw UsageError(fmt::format("{}has more than {} values", where_, kMaxVisits));
   }
 
+ private:
+  void enter(int depth) {
+    if (depth > kMaxDepth)
+      throw UsageError(
+          fmt::format("{}nests values deeper than {}, or in a cycle", where_, kMaxDepth));
+    count(1);
+  }
+
   bool has_tensor(const Value& value, int depth) {
-    count(depth);
+    enter(depth);
     if (value.kind == Kind::tensor) return true;
     if (!is_container(value)) return false;
     for (const auto& item : values_.items(value)) {
@@ -62,35 +69,81 @@ class Walk {
     return false;
   }
 
-  void visit(const Value& value, const std::string& name, int depth) {
-    count(depth);
-    if (value.kind == Kind::tensor) {
-      if (!names_.insert(name).second)
-        throw UsageError(where_ + "has two tensors named " + in_quotes(name));
-      found_.push_back(tensor_of(where_, name, values_, value));
-    }
+  /// The name of `value` is in name_, and is there again afterwards.
+  void visit(const Value& value, int depth) {
+    enter(depth);
+    if (value.kind == Kind::tensor) return add(value);
     if (!is_container(value)) return;
     const auto& items = values_.items(value);
-    const std::string prefix = name.empty() ? "" : name + ".";
-    if (prefix.size() > kMaxName)
-      throw UsageError(where_ + "has a name of more than " + std::to_string(kMaxName) + " bytes");
-    if (value.kind == Kind::dict) {
-      for (size_t i = 0; i + 1 < items.size(); i += 2) {
-        if (items[i + 1].kind == Kind::tensor || is_container(items[i + 1]))
-          visit(items[i + 1], prefix + key_text(values_, items[i]), depth + 1);
+    const size_t name_bytes = name_.size();
+    if (!name_.empty()) name_ += '.';
+    const size_t prefix_bytes = name_.size();
+    const size_t step = value.kind == Kind::dict ? 2 : 1;
+    for (size_t i = 0; i + step <= items.size(); i += step) {
+      const Value& item = items[i + step - 1];
+      if (is_container(item) || item.kind == Kind::tensor) {
+        if (step == 2) append(items[i], is_container(item));
+        else name_ += std::to_string(i);
       }
-    } else {
-      for (size_t i = 0; i < items.size(); ++i)
-        visit(items[i], prefix + std::to_string(i), depth + 1);
+      visit(item, depth + 1);
+      name_.resize(prefix_bytes);
     }
+    name_.resize(name_bytes);
+  }
+
+  /// Appends `key` to the name. The name of a tensor is charged as a whole by add().
+  void append(const Value& key, bool charged) {
+    const size_t bytes = key.kind == Kind::text ? key.piece.bytes : 0;
+    if (name_.size() + bytes > kMaxName)
+      throw UsageError(fmt::format("{}has a name of more than {} bytes; expected shorter keys",
+                                   where_, kMaxName));
+    if (charged) charge(bytes);
+    if (key.kind == Kind::text) name_ += values_.text(key);
+    else name_ += key_text(values_, key);
+  }
+
+  void charge(size_t bytes) {
+    const size_t most = std::min(kMaxNameBytes, kFreeNameBytes + 8 * values_.pickle.size());
+    name_bytes_ += bytes;
+    if (name_bytes_ > most)
+      throw UsageError(fmt::format(
+          "{}has names of more than {} bytes in all, in a pickle of {} bytes; expected the names "
+          "of one model",
+          where_, most, values_.pickle.size()));
+  }
+
+  void add(const Value& value) {
+    if (found_.size() == kMaxTensors)
+      throw UsageError(fmt::format(
+          "{}has more than {} tensors; expected at most those of one model", where_, kMaxTensors));
+    charge(name_.size());
+    TorchTensor tensor = tensor_of(where_, name_, values_, value);
+    sizes_ += tensor.shape.size();
+    if (sizes_ > kMaxSizes)
+      throw UsageError(fmt::format(
+          "{}has tensors of more than {} dimensions in all; expected at most those of one model",
+          where_, kMaxSizes));
+    found_.push_back(std::move(tensor));
+  }
+
+  void check_names() const {
+    std::vector<std::string_view> names;
+    for (const auto& tensor : found_) names.emplace_back(tensor.name);
+    std::sort(names.begin(), names.end());
+    const auto twice = std::adjacent_find(names.begin(), names.end());
+    if (twice != names.end())
+      throw UsageError(where_ + "has two tensors named " + in_quotes(*twice));
   }
 
   static constexpr size_t kMaxName = 4096;
+  // A small pickle has names of at most 1 MiB and 8 times its bytes, so that it is refused early.
+  static constexpr size_t kMaxNameBytes = 16 << 20, kFreeNameBytes = 1 << 20;
+  static constexpr size_t kMaxTensors = 200'000, kMaxSizes = 1'000'000;
 
   const std::string& where_;
   const Values& values_;
-  size_t visits_ = 0;
-  std::unordered_set<std::string> names_;
+  size_t visits_ = 0, name_bytes_ = 0, sizes_ = 0;
+  std::string name_;
   std::vector<TorchTensor> found_;
 };
 
@@ -188,6 +241,9 @@ TorchTensor tensor_of(const std::string& where, const std::string& name, const V
   tensor.offset = items[1].integer;
   tensor.shape = integers(who, values, items[2]);
   tensor.strides = integers(who, values, items[3]);
+  if (storage[1].piece.bytes > kMaxStorageKey)
+    throw UsageError(fmt::format("{}has a storage with a key of {} bytes; expected at most {}", who,
+                                 storage[1].piece.bytes, kMaxStorageKey));
   tensor.storage = std::string(values.text(storage[1]));
   if (tensor.offset < 0 || storage[2].integer < 0 || tensor.shape.size() != tensor.strides.size())
     throw UsageError(who + "has a negative offset or size, or not one stride for each size");
@@ -235,6 +291,7 @@ Value weights_at(const std::string& where, const Values& values, const std::stri
   for (size_t i = 0; i + 1 < items.size(); i += 2) {
     const Value& value = items[i + 1];
     if (value.kind == Kind::tensor) return dict;
+    if (value.kind == Kind::dict) walk.count(values.items(value).size());
     if (value.kind == Kind::dict && is_optimizer_state(values, value)) optimizer = true;
     else if (value.kind == Kind::dict && walk.any(value)) candidates.push_back(value);
   }
