@@ -23,6 +23,9 @@ bool ends_with(const std::string& text, const std::string& end) {
 
 template <class Use>
 int64_t for_each_line(const std::string& path, const Use& use) {
+  std::error_code ignored;
+  if (fs::exists(path, ignored) && !fs::is_regular_file(path, ignored))
+    throw UsageError(path + ": is not a regular file; expected a log of a run");
   std::ifstream file(path, std::ios::binary);
   if (!file) throw UsageError(path + ": " + std::strerror(errno) + "; expected a log of a run");
   int64_t unreadable = 0;

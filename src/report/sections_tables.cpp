@@ -59,17 +59,26 @@ std::string memory(const std::vector<RunLog>& runs) {
          rows + "</table></div>\n";
 }
 
+/// The last start of a run after which steps were done, and the record that counts them.
+std::pair<const Json*, const Json*> counted_start(const RunLog& run) {
+  std::pair<const Json*, const Json*> result{};
+  const Json* start = nullptr;
+  for (const auto& event : run.events) {
+    const std::string kind = text(event, "event");
+    if (kind == "start") start = &event;
+    const bool counts = kind == "progress" || kind == "end";
+    if (counts && start && number(event, "step") > number(*start, "step")) result = {start, &event};
+  }
+  return result;
+}
+
 std::string communication(const std::vector<RunLog>& runs) {
   std::string rows;
   for (const auto& run : runs) {
-    const Json* start = run.last("start");
-    const Json *end = run.last("end"), *progress = run.last("progress");
-    const Json* counted =
-        progress && (!end || number(*progress, "time") > number(*end, "time")) ? progress : end;
-    if (!start || !counted || number(*counted, "time") < number(*start, "time")) continue;
+    const auto [start, counted] = counted_start(run);
+    if (!start) continue;
     const double steps = number(*counted, "step") - number(*start, "step");
     const double ranks = number(*start, "ranks"), bytes = number(*start, "parameter_bytes");
-    if (steps <= 0) continue;
     const Json kinds = counted->value("communication", Json::object());
     std::string name = run.name;
     double all = 0;
@@ -91,7 +100,8 @@ std::string communication(const std::vector<RunLog>& runs) {
   }
   if (rows.empty()) return "";
   return "<h2>Communication</h2>\n<p class=note>Payload that rank 0 received, by collective and "
-         "step, since the last start. It includes start-up, evaluations and checkpoints. An "
+         "step, since the last start that was followed by steps. It includes start-up, evaluations "
+         "and checkpoints. An "
          "all-reduce of all gradients, or a reduce-scatter of them and an all-gather of the "
          "parameters, is 2(W−1)/W times their bytes for W ranks. Full sharding gathers the "
          "parameters again for backward: 3(W−1)/W.</p>\n<div class=scroll><table><tr><th>Run<th>"

@@ -109,6 +109,18 @@ class Report(unittest.TestCase):
         self.assertAlmostEqual(zero["reduce_scatter"]["received"] / (4 * bytes_of_parameters), 2 / 3, delta=0.01)
         self.assertGreaterEqual(zero["all_gather"]["received"] / (4 * bytes_of_parameters), 2 / 3 - 0.01)
 
+    def test_a_start_without_steps_does_not_hide_the_communication(self):
+        events = self.events()
+        again = [{**events[5], "step": 8}, {**events[-1], "communication": {}}]
+        for end, lines in (("jsonl", self.log()), ("events.jsonl", events + again)):
+            (self.folder / f"again.{end}").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.assertEqual(*(page.text.split("Communication")[1].split("Config")[0].replace(name, "")
+                           for name in ("log.jsonl", "again.jsonl") for page in [self.page(name)]))
+
+    def test_a_pipe_is_no_log(self):
+        os.mkfifo(self.folder / "pipe.jsonl")
+        self.assertIn("pipe.jsonl", self.call("report", "pipe.jsonl", "-o", "p.html", code=2).stderr)
+
     def test_the_page_loads_nothing_and_shows_every_part(self):
         page = self.page("log.jsonl")
         for tag, attributes in page.tags:
