@@ -3,7 +3,7 @@
 
 #include <tessera/tessera.h>
 
-int main() {
+int main() try {
   auto world = tessera::init_process_group();
 
   torch::manual_seed(0);  // without it rank 0's weights are used
@@ -24,4 +24,7 @@ int main() {
       std::cout << "step " << step + 1 << ", loss " << loss.item<float>() << std::endl;
   }
   if (world.rank() == 0) torch::save(net, "after.pt");
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

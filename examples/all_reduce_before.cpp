@@ -8,8 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
 
-int main() {
-  const int rank = std::atoi(std::getenv("RANK")), size = std::atoi(std::getenv("WORLD_SIZE"));
+int main() try {
+  const int rank = std::stoi(std::getenv("RANK")), size = std::stoi(std::getenv("WORLD_SIZE"));
   auto options = c10d::ProcessGroupGloo::Options::create();
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
   c10d::ProcessGroupGloo world(c10::make_intrusive<c10d::FileStore>("store", size), rank, size,
@@ -36,4 +36,7 @@ int main() {
       std::cout << "step " << step + 1 << ", loss " << loss.item<float>() << std::endl;
   }
   if (rank == 0) torch::save(net, "before.pt");
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

@@ -2,7 +2,7 @@
 // ranks compute the same: each step takes 64 samples over all ranks.
 #include <tessera/tessera.h>
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::string path = argc > 1 ? argv[1] : "ddp.pt";
   auto world = tessera::init_process_group();
   torch::manual_seed(0);
@@ -34,4 +34,7 @@ int main(int argc, char** argv) {
       std::cout << "step " << step + 1 << ", loss " << mean.item<float>() << std::endl;
   }
   if (world.rank() == 0) torch::save(net, path);
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

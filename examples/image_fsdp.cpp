@@ -28,22 +28,23 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// The part of right answers, over the images of all ranks. Collective.
+/// The part of right answers, over rounds of 50 images for each rank. Collective.
 template <class Model>
 double accuracy(Model&& model, const tessera::Dataset& images, tessera::ProcessGroup world) {
   torch::NoGradGuard no_grad;
   auto right = torch::zeros(1);
-  for (int64_t first = world.rank() * 50; first < images.size() / 100 * 100; first += 100) {
+  const int64_t round = 50 * world.size(), count = images.size() / round * round;
+  for (int64_t first = 0; first < count; first += round) {
     std::vector<int64_t> samples(50);
-    std::iota(samples.begin(), samples.end(), first);
+    std::iota(samples.begin(), samples.end(), first + 50 * world.rank());
     const auto batch = images.get(samples);
     right += model(batch.inputs).argmax(1).eq(batch.targets).sum();
   }
   world.all_reduce(right);
-  return right.item<double>() / double(images.size() / 100 * 100);
+  return right.item<double>() / double(count);
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::string folder = argc > 1 ? argv[1] : "images";
   auto world = tessera::init_process_group();
   const auto open = [&](const std::string& part) {
@@ -61,7 +62,7 @@ int main(int argc, char** argv) {
   torch::optim::Adam optimizer(fsdp.parameters(), 1e-2);
   fsdp.check_optimizer(optimizer);
 
-  const int64_t batch = 64, own = batch / world.size(), steps = 3 * images->size() / batch;
+  const int64_t batch = 60, own = batch / world.size(), steps = 3 * images->size() / batch;
   const tessera::Sampler sampler(images->size(), tessera::SampleOrder::shuffled, /*seed=*/1);
   const auto samples_of = [&](int64_t step) {
     return sampler.samples(step * batch + world.rank() * own, own);
@@ -88,4 +89,7 @@ int main(int argc, char** argv) {
       accuracy([&](const auto& x) { return plain->forward(x); }, *test_images, world);
   if (world.rank() == 0)
     std::cout << "accuracy " << sharded << ", of the loaded weights " << loaded << std::endl;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

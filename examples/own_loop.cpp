@@ -8,7 +8,7 @@
 
 volatile std::sig_atomic_t stop_requested = 0;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const int64_t steps = argc > 1 ? std::atoll(argv[1]) : 200, batch = 60;
   auto world = tessera::init_process_group();
   for (int signal : {SIGTERM, SIGINT, SIGUSR1})
@@ -68,4 +68,7 @@ int main(int argc, char** argv) {
   if (step % 20 != 0) save();
   if (stop.item<float>() > 0) return 1;  // stopped: this run is not complete
   if (world.rank() == 0) torch::save(net, "own_loop.pt");
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

@@ -3,7 +3,7 @@
 
 #include <tessera/tessera.h>
 
-int main() {
+int main() try {
   torch::nn::Linear model(3, 2);
   const tessera::Weights weights("checkpoint.pt", {.key = "model"});
   tessera::load_state_dict(*model, weights);
@@ -20,4 +20,7 @@ int main() {
 
   tessera::save_torch_file("model.pt", tessera::state_dict(*model));
   tessera::save_torch_optimizer_state(tessera::state_dict(optimizer, parameters), "optimizer.pt");
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

@@ -18,7 +18,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::string path = argc > 1 ? argv[1] : "sync_batch_norm.safetensors";
   auto world = tessera::init_process_group();
   torch::manual_seed(0);
@@ -39,4 +39,7 @@ int main(int argc, char** argv) {
   }
   net->eval();  // local from here on: the running statistics are used
   if (world.rank() == 0) tessera::save_safetensors(path, tessera::state_dict(*net));
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

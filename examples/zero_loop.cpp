@@ -2,7 +2,7 @@
 // tessera run -n 4 ./zero_loop
 #include <tessera/tessera.h>
 
-int main() {
+int main() try {
   auto world = tessera::init_process_group();
   torch::nn::Sequential net(torch::nn::Linear(64, 256), torch::nn::Tanh(),
                             torch::nn::Linear(256, 1));
@@ -19,4 +19,7 @@ int main() {
     if (world.rank() == 0 && step % 20 == 19)
       std::cout << "step " << step + 1 << ", loss " << loss.item<float>() << std::endl;
   }
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }

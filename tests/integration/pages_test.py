@@ -75,6 +75,19 @@ class OwnLoop(Page):
         self.assertIn(f"going on from own_loop_run/{newest}", self.sh(f"tessera run -n 2 own_loop {int(newest[5:]) + 1}"))
 
 
+class Errors(Page):
+    def test_an_example_ends_with_a_status_and_not_by_a_signal(self):
+        programs = sorted(EXAMPLES.keys() - {"own_model.cpp"})  # train_main catches there
+        self.assertGreater(len(programs), 7)
+        for program in programs:
+            with self.subTest(program):
+                self.assertIn("} catch (const std::exception& error) {", EXAMPLES[program])
+        text = self.sh("tessera run -n 2 ddp_loop absent/ddp.pt", fails=True)
+        self.assertIn("Parent directory absent does not exist", text)
+        self.assertRegex(text, r"rank 0 \(pid \d+\) exited with code 1")
+        self.assertNotIn("SIGABRT", text)
+
+
 class Options(Page):
     def fields(self, header, struct):
         """The options of a struct in a public header."""
@@ -106,6 +119,9 @@ class Images(Page):
         sharded, loaded = re.search(r"accuracy ([\d.]+), of the loaded weights ([\d.]+)", text).groups()
         self.assertEqual(sharded, loaded)
         self.assertGreater(float(sharded), 0.9)
+        for ranks in (1, 3):
+            (accuracy,) = re.findall(r"accuracy ([\d.]+)", self.sh(f"tessera run -n {ranks} image_fsdp images"))
+            self.assertGreater(float(accuracy), 0.9)
         self.assertIn("second.layers.1.running_mean", names)
 
 
