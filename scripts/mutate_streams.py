@@ -7,40 +7,54 @@ and checks that the tests on the simulated device notice.
 BUILD      a configured build folder of this source tree. It is built again for each change.
 --list     prints the places and ends.
 --only     takes the places whose file, line or text contains TEXT.
---repeat   runs of the tests for a change that is not noticed at first (default 3). Delays of streams
-           depend on the seeds of a test, but the order of threads differs from run to run.
+--repeat   runs of the tests for a change that is not noticed at first (default 3). The first one
+           has the tests' usual seeds, the others share the next seeds, up to number 20.
 
-Prints one line for each place: noticed, with the first test that failed, or NOT NOTICED. The status
-is the number of places that were not noticed. A file is changed while its place is tried, and
-restored, also after an interrupt.
+The tests must pass on the sources as they are, or the script ends with an error. It prints one line
+for each place: noticed, with the first test that failed or "time-out", NOT NOTICED, or DOES NOT
+COMPILE. The status is the number of places that were not noticed or do not compile. A file is
+changed while its place is tried, and restored, also after an interrupt.
 """
 import argparse
+import os
 import pathlib
 import re
 import subprocess
 import sys
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
-FILES = ("src/comm/base/comm_stream.h", "src/comm/device/device_transport.cpp",
-         "src/comm/device/pinned_buffers.cpp",
-         "src/comm/group/process_group_device.cpp", "src/comm/group/process_group_impl.cpp",
-         "src/fsdp/residency.cpp", "src/fsdp/gradients.cpp", "src/train/run/run_prepare.cpp")
-PLACE = re.compile(r"event\.block\(|mark->block\(|switched_\.emplace|stream\.keep\(|DeviceGuard there"
-                   r"|stream_\.join\(|work->wait\(\);|^ *drain\(\);|CommStream::Scope on_"
-                   r"|StreamGuard same|\.sent = std::move|on_device_\.reset_device"
-                   r"|stream_\.wait_for_current\(|heartbeats_ = std::make_unique")
+# A statement that begins in a line with this text is removed.
+STATEMENT = re.compile(
+    r"mark->block\(|switched_\.emplace|stream\.keep\(|stream_\.join\(|work->wait\(\);|^ *drain\(\);"
+    r"|CommStream::Scope on_|StreamGuard same|\.sent = std::move|on_device_\.reset_device"
+    r"|stream_\.wait_for_current\(|heartbeats_ = std::make_unique|(event|sent|read)->record\("
+    r"|set_last_on_device\(stream|while \(buffer\.sent|while \(!read_all\(")
+# What is read counts as true.
+CONDITION = re.compile(r"!(buffer\.sent|sent\.read|copied) \|\| \1->query\(\)")
+NO_STREAMS = ("src/zero/",)  # its drain() waits for nothing of a device
+FIRST_SEEDS, ALL_SEEDS = 3, 20
+SECONDS = 1200  # of one run of the tests
+
+
+def files():
+    paths = [path for ending in ("*.h", "*.cpp") for path in (SOURCE / "src").rglob(ending)]
+    names = sorted(str(path.relative_to(SOURCE)) for path in paths)
+    return [name for name in names if not name.startswith(NO_STREAMS)]
 
 
 def places():
-    for file in FILES:
+    for file in files():
         for number, line in enumerate((SOURCE / file).read_text().splitlines()):
-            if PLACE.search(line):
+            if STATEMENT.search(line) or CONDITION.search(line):
                 yield file, number, line.strip()
 
 
 def without(text, number):
-    """The text without the statement that begins in this line."""
+    """The text without the statement that begins in this line, or without the line's condition."""
     lines = text.splitlines()
+    if CONDITION.search(lines[number]):
+        lines[number] = CONDITION.sub("true", lines[number])
+        return "\n".join(lines) + "\n"
     end = number
     while not lines[end].rstrip().endswith(";"):
         end += 1
@@ -48,10 +62,29 @@ def without(text, number):
     return "\n".join(lines) + "\n"
 
 
-def failure(build):
+def compiles(build):
+    made = subprocess.run(["cmake", "--build", build, "--target", "test_device"],
+                          capture_output=True, text=True)
+    return made.returncode == 0
+
+
+def seeds_of(run, repeat):
+    """The variable for the tests' seeds in this run; the first run has the usual ones."""
+    if run == 0:
+        return {}
+    left = ALL_SEEDS - FIRST_SEEDS
+    begin, end = (left * part // (repeat - 1) for part in (run - 1, run))
+    return {"TESSERA_TEST_SEEDS": f"{FIRST_SEEDS + 1 + begin}:{max(end - begin, 1)}"}
+
+
+def failure(build, seeds):
     """The first test that fails, or None."""
-    tests = subprocess.run([build / "bin/test_device", "--gtest_fail_fast"], cwd=build,
-                           capture_output=True, text=True, timeout=1200)
+    try:
+        tests = subprocess.run([build / "bin/test_device", "--gtest_fail_fast"], cwd=build,
+                               capture_output=True, text=True, timeout=SECONDS,
+                               env={**os.environ, **seeds})
+    except subprocess.TimeoutExpired:
+        return "time-out"
     if tests.returncode == 0:
         return None
     failed = re.search(r"^\[  FAILED  \] (\S+)", tests.stdout, re.M)
@@ -59,20 +92,26 @@ def failure(build):
 
 
 def attempt(build, file, number, repeat):
+    """Whether the change is noticed, and how."""
     path = SOURCE / file
     original = path.read_text()
     try:
         path.write_text(without(original, number))
-        made = subprocess.run(["cmake", "--build", build, "--target", "test_device"],
-                              capture_output=True, text=True)
-        if made.returncode != 0:
-            return "does not compile"
-        for _ in range(repeat):
-            if failed := failure(build):
-                return f"noticed by {failed}"
-        return None
+        if not compiles(build):
+            return False, "DOES NOT COMPILE"
+        for run in range(repeat):
+            if failed := failure(build, seeds_of(run, repeat)):
+                return True, f"noticed by {failed}"
+        return False, "NOT NOTICED"
     finally:
         path.write_text(original)
+
+
+def check_unmodified(build):
+    if not compiles(build):
+        sys.exit("mutate_streams.py: the sources as they are do not compile")
+    if failed := failure(build, {}):
+        sys.exit(f"mutate_streams.py: the tests fail on the sources as they are: {failed}")
 
 
 def main():
@@ -82,17 +121,18 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
+    build = options.build.resolve()
+    chosen = [(file, number, f"{file}:{number + 1}: {text}") for file, number, text in places()]
+    chosen = [place for place in chosen if options.only in place[2]]
+    if options.list:
+        print("\n".join(place for _, _, place in chosen))
+        return
+    check_unmodified(build)
     unnoticed = 0
-    for file, number, text in places():
-        place = f"{file}:{number + 1}: {text}"
-        if options.only not in place:
-            continue
-        if options.list:
-            print(place)
-            continue
-        result = attempt(options.build.resolve(), file, number, options.repeat)
-        unnoticed += result is None
-        print(f"{place}\n    {result or 'NOT NOTICED'}", flush=True)
+    for file, number, place in chosen:
+        noticed, result = attempt(build, file, number, options.repeat)
+        unnoticed += not noticed
+        print(f"{place}\n    {result}", flush=True)
     sys.exit(unnoticed)
 
 

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "comm/device/pinned_buffers.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -163,12 +164,31 @@ class PowerSgd::Impl {
   }
 
   at::Tensor random_guess(const std::string& name, const at::Tensor& m) {
-    const auto rank = rank_of(m.size(0), m.size(1));
+    const std::vector<int64_t> shape{m.size(1), rank_of(m.size(0), m.size(1))};
     const auto number = options_.warm_start ? 0 : static_cast<uint64_t>(iteration_);
+    if (m.is_cpu()) return drawn(name, number, shape).to(m.scalar_type());
+    if (!options_.warm_start) return to_device(drawn(name, number, shape), m);
+    auto& guess = guesses_[name];  // the same in each step
+    if (!guess.defined() || guess.sizes() != shape || guess.device() != m.device() ||
+        guess.scalar_type() != m.scalar_type())
+      guess = to_device(drawn(name, number, shape), m);
+    return guess.clone();
+  }
+
+  at::Tensor drawn(const std::string& name, uint64_t number,
+                   const std::vector<int64_t>& shape) const {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed ^ hash_of(name) ^
                                                               (number * 0x9E3779B97F4A7C15ull));
-    return at::randn({m.size(1), rank}, generator, at::TensorOptions().dtype(at::kFloat))
-        .to(m.options(), /*non_blocking=*/true);
+    return at::randn(shape, generator, at::TensorOptions().dtype(at::kFloat));
+  }
+
+  /// The host does not wait for the copy.
+  at::Tensor to_device(const at::Tensor& drawn, const at::Tensor& like) {
+    const auto pinned = pinned_.take(drawn.numel(), drawn).copy_(drawn.view({-1}));
+    const auto there = at::empty(drawn.sizes(), drawn.options().device(like.device()));
+    pinned_.send(pinned, there.view({-1}));
+    pinned_.clear();
+    return there.to(like.scalar_type());
   }
 
   void finish(ProcessGroup& group, Pass& pass) {
@@ -222,6 +242,8 @@ class PowerSgd::Impl {
   PowerSgdOptions options_;
   int64_t iteration_ = 0;
   std::map<std::string, at::Tensor> errors_, q_;
+  std::map<std::string, at::Tensor> guesses_;  // on a device, with warm_start
+  comm::PinnedBuffers pinned_;
 };
 
 PowerSgd::PowerSgd(PowerSgdOptions options) : impl_(std::make_shared<Impl>(options)) {}

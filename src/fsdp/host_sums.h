@@ -17,10 +17,12 @@ class HostSums {
   /// it, times `scale`.
   void send(const at::Tensor& target, const at::Tensor& sum, bool add, double scale) {
     const auto pinned = sum.options().device(target.device()).pinned_memory(true);
-    const auto added = add ? at::empty(sum.sizes(), pinned) : at::Tensor();
-    auto to = add ? added : target;
+    // A copy that converts would make the host wait.
+    const bool apart = add || sum.scalar_type() != target.scalar_type();
+    const auto arrived = apart ? at::empty(sum.sizes(), pinned) : at::Tensor();
+    auto to = apart ? arrived : target;
     to.copy_(sum, /*non_blocking=*/true);
-    all_.push_back({target, added, scale});
+    all_.push_back({target, arrived, add, scale});
   }
   void take(HostSums& other) {
     std::move(other.all_.begin(), other.all_.end(), std::back_inserter(all_));
@@ -30,16 +32,21 @@ class HostSums {
   /// The copies have come.
   void apply() {
     const at::NoGradGuard no_grad;
-    for (auto& [target, added, scale] : std::exchange(all_, {})) {
-      if (added.defined()) target.add_(added, scale);
-      else target.mul_(scale);
+    for (auto& [target, arrived, add, scale] : std::exchange(all_, {})) {
+      if (add) {
+        target.add_(arrived, scale);
+      } else {
+        if (arrived.defined()) target.copy_(arrived);
+        target.mul_(scale);
+      }
     }
   }
 
  private:
   struct Sum {
     at::Tensor target;
-    at::Tensor added;  // undefined: it is in `target`
+    at::Tensor arrived;  // undefined: it is in `target`
+    bool add;
     double scale;
   };
   std::vector<Sum> all_;  // in the order of the reductions

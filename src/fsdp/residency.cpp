@@ -171,8 +171,12 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
       if (!memory.defined()) {
         memory = flat.compute.slots->take(flat.layout.numel());
         const int rank = model_.shard_group.rank();
+        auto shard = flat.own_segment;
+        // libtorch converts on the host, into memory for whose copy the host waits.
+        if (shard.device() != memory.device() && shard.scalar_type() != memory.scalar_type())
+          shard = shard.to(memory.device(), /*non_blocking=*/true);
         memory.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank])
-            .copy_(flat.own_segment, true);
+            .copy_(shard, true);
       }
       gathered.memory.push_back(memory);
       auto group = model_.gathers.group(turn_++);
@@ -180,6 +184,9 @@ void Residency::fetch(size_t index, Phase phase, bool prefetch) {
           group.size() > 1 ? group.all_gather_async(memory, flat.layout.counts(), tag) : Work());
     }
     gathered.mark = stream_.mark();
+  }
+  for (const auto f : unit.flats) {
+    if (model_.flats[f].own_segment.device() != model_.flats[f].device) copied_ = gathered.mark;
   }
   gathered.state = State::gathering;
   gathered.changed = gathered.reduced;  // the values are of before the optimizer's step
@@ -296,7 +303,7 @@ void Residency::gradients_complete(size_t unit) {
 
 void Residency::gradients_done(size_t unit) {
   std::lock_guard lock(mutex_);
-  gathered_[unit].changed = gathered_[unit].reduced = true;
+  gathered_[unit].changed = gathered_[unit].reduced = reduced_ = true;
   if (gathered_[unit].state == State::resident && !model_.units[unit].root &&
       order_.follows_record() && order_.next_use(unit) == UseOrder::kNever)
     release(unit);
@@ -331,7 +338,10 @@ void Residency::shadow_use(const UnitsUsed& event) {
 void Residency::end_forward(bool step_over) {
   std::lock_guard lock(mutex_);
   if (--forwards_ > 0) return;
-  if (step_over) end_step();
+  if (step_over) {
+    end_step();
+    wait_for_copies();
+  }
   if (followed_) join_leader_.broadcast_event(ForwardEnds{});
   wait_for_readers("end of forward");
 }
@@ -349,6 +359,7 @@ void Residency::shadow_end_forward() {
 void Residency::end_backward() {
   std::lock_guard lock(mutex_);
   end_step();
+  if (std::exchange(reduced_, false)) wait_for_copies();
   wait_for_readers("end of backward");
 }
 
@@ -364,9 +375,18 @@ void Residency::wait_for_readers(const char* tag) {
   if (shares_memory_) advised([&] { model_.shard_group.barrier(tag); });
 }
 
+/// See [Note: shards on the host].
+void Residency::wait_for_copies() {
+  const auto copied = std::exchange(copied_, nullptr);
+  if (!copied || copied->query()) return;
+  const comm::CommStream::Scope copies(stream_, copied);  // not for what was computed since
+  stream_.wait_for_current();
+}
+
 void Residency::release_all() {
   std::lock_guard lock(mutex_);
   for (size_t u = 0; u < gathered_.size(); ++u) release(u);
+  wait_for_copies();
 }
 
 uint64_t Residency::versions(size_t unit) const {

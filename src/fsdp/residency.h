@@ -24,6 +24,12 @@ namespace tessera::fsdp {
 /// second barrier at the end of every forward and backward guarantees that no rank overwrites
 /// parameters that another rank still reads: all ranks have then finished with the parameters, and
 /// shards are written only outside of forward and backward.
+///
+/// [Note: shards on the host] With cpu_offload the device reads the shards later than it is told
+/// to. The host waits for it before shards may change: where a forward without gradients ends,
+/// where a backward that reduces ends (there Gradients has waited, as a rule), and in
+/// release_all(). A forward with gradients does not wait, because its backward comes before the
+/// shards change.
 class Residency : public sharding::PageOwner {
  public:
   /// `in_backward`: called when an operator of a backward first uses a page.
@@ -87,6 +93,7 @@ class Residency : public sharding::PageOwner {
   void refuse_stale_graph();
   void end_step();
   void wait_for_readers(const char* tag);
+  void wait_for_copies();
   uint64_t versions(size_t unit) const;
   bool has_gradients(size_t unit) const;
   int64_t budget() const;
@@ -100,7 +107,8 @@ class Residency : public sharding::PageOwner {
   std::vector<Gathered> gathered_;
   UseOrder order_;
   comm::CommStream stream_;
-  std::vector<size_t> needed_;              // units that the current operator uses
+  comm::CommStream::Mark copied_;  // the last copy from a shard on the host; null: none is pending
+  std::vector<size_t> needed_;     // units that the current operator uses
   std::vector<uint64_t> forward_versions_;  // of each unit's shards at the last forward
   std::vector<int> changed_;                // for each unit, whether it must be released
   int64_t resident_bytes_ = 0;              // gathered units except the root
@@ -110,6 +118,7 @@ class Residency : public sharding::PageOwner {
   size_t look_ahead_ = 1;         // units that are gathered before their use
   int forwards_ = 0;
   bool backward_ = false;  // a backward runs and has used a page
+  bool reduced_ = false;   // the backward has reduced gradients
   // Whether ranks without data take part in the current forward; they skip forwards without
   // gradients.
   bool followed_ = false;

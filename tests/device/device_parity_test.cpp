@@ -1,4 +1,5 @@
 // The wrappers on a device: on the simulated one the bits of the CPU, and few waits of the host.
+#include "device/expect_success.h"
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/optim.h"
@@ -54,6 +55,35 @@ Training fsdp(const std::function<void(FullyShardedDataParallelOptions&)>& chang
   };
 }
 
+/// The bounds of waits would hold if nothing were counted.
+TEST(DeviceStats, AnItemIsOneWaitOfTheHostAndAKernel) {
+  expect_success(1, [](Groups&) {
+    const auto x = torch::ones({64}, device());
+    x.sum().item<float>();  // allocates, and loads the kernel
+    reset_stats();
+    x.sum().item<float>();
+    const auto counted = stats();
+    expect(counted.host_waits == 1, "1 wait, not " + std::to_string(counted.host_waits));
+    expect(counted.kernels >= 1, "a kernel");
+    synchronize();
+    expect(stats().host_waits > 1, "a wait for the whole device");
+  });
+}
+
+/// A batch is to travel through pinned memory.
+TEST(DeviceStats, ACopyFromPageableMemoryIsAWaitOfTheHost) {
+  expect_success(1, [](Groups&) {
+    const auto x = torch::ones({64}), pinned = at::empty_like(x, x.options().pinned_memory(true));
+    x.to(device());
+    reset_stats();
+    pinned.to(device(), /*non_blocking=*/true);
+    expect(stats().host_waits == 0, "no wait for a copy from pinned memory");
+    x.to(device());
+    expect(stats().host_waits == 1, "1 wait, not " + std::to_string(stats().host_waits));
+    synchronize();
+  });
+}
+
 TEST_P(DeviceParity, HasTheValuesOfTheCpuAndFewWaits) { expect_parity(GetParam()); }
 
 constexpr double kWaits = 2;
@@ -83,6 +113,12 @@ const auto kMixed = [](auto& options) {
   options.mixed_precision.param_dtype = at::kBFloat16;
   options.mixed_precision.reduce_dtype = at::kFloat;
 };
+/// Values are converted on their way in both directions.
+const auto kOffloadMixed = [](auto& options) {
+  kOffload(options);
+  kMixed(options);
+  options.mixed_precision.reduce_dtype = at::kBFloat16;
+};
 
 INSTANTIATE_TEST_SUITE_P(
     Wrappers, DeviceParity,
@@ -103,6 +139,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fsdp_cpu_offload_clip", fsdp(kOffload, kClip), false},
         Case{"fsdp_cpu_offload_accumulation", fsdp(kOffload, kAccumulate)},
         Case{"fsdp_cpu_offload_twice", fsdp(kOffload, kTwice), true, kWaits + 1},
+        Case{"fsdp_cpu_offload_mixed_precision", fsdp(kOffloadMixed), true, kWaits, kWorlds,
+             kSixteenBits},
         Case{"fsdp_cpu_offload_hybrid", fsdp(kOffloadHybrid), true, kWaits, {2, 4}}),
     name_of_case);
 

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
+#include "device/loss.h"
 #include "device/parity.h"
 #include "harness/device/device.h"
 #include "harness/device/rank_processes.h"
@@ -18,11 +19,14 @@ namespace {
 
 using testing::Uneven;
 
-void expect_in_place(int world, const std::function<void(Groups&)>& body) {
-  expect_success(world, [&](Groups& groups) {
-    const c10::DeviceGuard own(device(groups.rank()));
-    body(groups);
-  });
+void expect_in_place(int world, const std::function<void(Groups&)>& body, int usual = 3) {
+  expect_success(
+      world,
+      [&](Groups& groups) {
+        const c10::DeviceGuard own(device(groups.rank()));
+        body(groups);
+      },
+      usual);
 }
 
 void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
@@ -32,9 +36,9 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 
 /// A model of FullyShardedDataParallel and its optimizer on one device.
 struct Sharded {
-  Sharded(ProcessGroup group, at::Device place)
+  Sharded(ProcessGroup group, at::Device place, bool cpu_offload = false)
       : net(on(place)),
-        fsdp(net, group, options()),
+        fsdp(net, group, options(cpu_offload)),
         optimizer(fsdp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
         rank(group.rank()),
         device(place) {}
@@ -62,8 +66,9 @@ struct Sharded {
     net->to(where);
     return net;
   }
-  static FullyShardedDataParallelOptions options() {
+  static FullyShardedDataParallelOptions options(bool cpu_offload) {
     FullyShardedDataParallelOptions result;
+    result.cpu_offload = cpu_offload;
     result.wrap_policy = wrap_by_type<torch::nn::LinearImpl>();
     return result;
   }
@@ -88,6 +93,35 @@ TEST(DeviceState, FsdpGoesFromDeviceToCpuAndBack) {
     third.train(4, 6);
     expect_equal(whole.parameters(), third.parameters());
   });
+}
+
+/// What the model gives between each backward and the optimizer's step, at last read on the CPU.
+std::vector<at::Tensor> outputs_before_steps(Sharded& sharded) {
+  std::vector<at::Tensor> outputs;
+  for (int step = 0; step < 5; ++step) {
+    sharded.optimizer.zero_grad();
+    sharded.fsdp(batch(step, sharded.rank, sharded.device)).square().mean().backward();
+    const auto x = batch(step + 1, sharded.rank, sharded.device);
+    if (!sharded.device.is_cpu()) keep_busy(100);
+    const at::NoGradGuard no_grad;
+    const auto output = sharded.fsdp(x);
+    sharded.optimizer.step();
+    outputs.push_back(output.cpu());
+  }
+  return outputs;
+}
+
+TEST(DeviceState, TheOptimizerOnTheHostWaitsUntilTheDeviceHasReadTheShards) {
+  for (const int world : {1, 2}) {
+    expect_in_place(
+        world,
+        [](Groups& groups) {
+          Sharded host(groups.cpu(), at::kCPU);
+          Sharded there(groups.device(), device(groups.rank()), /*cpu_offload=*/true);
+          expect_equal(outputs_before_steps(host), outputs_before_steps(there));
+        },
+        5);
+  }
 }
 
 std::vector<at::Tensor> train_uneven(ProcessGroup group, at::Device where) {

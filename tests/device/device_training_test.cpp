@@ -5,6 +5,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 
+#include "device/loss.h"
+#include "device/seeds.h"
 #include "harness/device/device.h"
 #include "harness/device/rank_processes.h"
 #include "harness/temporary_folder.h"
@@ -13,6 +15,7 @@
 #include "tessera/train/devices.h"
 #include "tessera/train/registries.h"
 #include "train/program/group_options.h"
+#include "train/run/device_copies.h"
 
 namespace tessera::on_device {
 namespace {
@@ -112,7 +115,8 @@ class Trainer {
 class DeviceTraining : public ::testing::Test {
  protected:
   DeviceTraining() { folder_.put("c.yaml", kConfig); }
-  void run(int world, const std::function<void(Trainer&)>& body, uint64_t seed = 1) {
+  void run(int world, const std::function<void(Trainer&)>& body) {
+    const auto seed = seeds(1).front();
     const auto errors = run_processes(world, seed, [&](Groups& groups) {
       Trainer trainer(groups, folder_.path());
       body(trainer);
@@ -253,6 +257,30 @@ TEST_F(DeviceTraining, ARunsDeviceIsTheCurrentOneUntilItEnds) {
     const std::vector<at::Device> own(6, device(trainer.rank()));
     expect(hook->places == own, "tensors on the run's device");
     expect(torch::empty({1}, at::Device(type())).device() == before, "the device of before");
+  });
+}
+
+TEST_F(DeviceTraining, PinnedMemoryOfABatchIsFreedOnlyWhenTheDeviceHasReadIt) {
+  run(1, [](Trainer&) {
+    const auto batch = [](int i) -> Batch {
+      const auto whole = torch::full({16, 16}, i);
+      return {whole.to(at::kFloat), whole, {{"weights", whole.narrow(1, 0, 8)}}};
+    };
+    std::vector<Batch> there;
+    for (int part = 0; part < 4; ++part) {
+      train::DeviceCopies copies;
+      keep_busy(50);
+      reset_stats();
+      for (int i = 0; i < 10; ++i)
+        there.push_back(copies.to_device(batch(10 * part + i), device()));
+      expect(stats().host_waits == 0, "no wait for copies");
+    }
+    for (int i = 0; i < 40; ++i) {
+      const auto expected = batch(i);
+      expect(there[i].inputs.cpu().equal(expected.inputs), "inputs " + std::to_string(i));
+      expect(there[i].targets.cpu().equal(expected.targets), "targets " + std::to_string(i));
+      expect(there[i].extra.at("weights").cpu().equal(expected.extra.at("weights")), "weights");
+    }
   });
 }
 

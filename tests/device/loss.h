@@ -28,11 +28,12 @@ inline void expect_contains(const std::string& text, const std::string& part) {
   expect(text.find(part) != std::string::npos, "'" + part + "' in '" + text + "'");
 }
 
-/// Keeps the device busy for a while, from the current stream's point of view.
-inline void keep_busy() {
+/// Keeps the device busy for a while, from the current stream's point of view. `kernels`: of the
+/// simulated one.
+inline void keep_busy(int kernels = 2000) {
   if (has_kernels_of_cpu()) {
     auto x = torch::ones({4}, device());
-    for (int i = 0; i < 2000; ++i) x = x * 1;
+    for (int i = 0; i < kernels; ++i) x = x * 1;
     return;
   }
   const auto large = torch::ones({8192, 8192}, device());

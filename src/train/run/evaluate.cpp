@@ -30,8 +30,9 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
                                                        int64_t first, int64_t count) {
   std::vector<int64_t> samples(static_cast<size_t>(count));
   std::iota(samples.begin(), samples.end(), first);
-  const Batch batch =
-      to_device(load_batch(data, samples), model.model().module->parameters().front().device());
+  DeviceCopies copies;
+  const Batch batch = copies.to_device(load_batch(data, samples),
+                                       model.model().module->parameters().front().device());
   const ParsedLosses losses = model.val_losses(batch);
   const auto numbers = read_figures(losses.values);
   std::vector<std::pair<std::string, double>> figures;

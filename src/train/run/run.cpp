@@ -273,7 +273,7 @@ void Run::train_step(std::optional<Batch> batch) {
     weight_ = weight_of(batch->inputs.size(0));
     optimizer_->set_loss_weight(weight_);
     step_buffers_.keep();
-    parts = parts_of(to_device(std::move(*batch), device_));
+    parts = parts_of(device_copies_.to_device(std::move(*batch), device_));
     for (const auto& part : parts) {
       wrapper_->train_step(part, *optimizer_);
       if (&part != &parts.back()) add_figures();

@@ -25,6 +25,7 @@
 #include "train/groups/group_sync.h"
 #include "train/groups/training_groups.h"
 #include "train/report/reporter.h"
+#include "train/run/device_copies.h"
 #include "train/run/sample_assignment.h"
 #include "train/run/step_buffers.h"
 #include "train/watch/heartbeat.h"
@@ -173,6 +174,7 @@ class Run : private Joinable {
   Heartbeat& heartbeat_;
   at::Device device_ = at::kCPU;  // of the model
   c10::OptionalDeviceGuard on_device_;
+  DeviceCopies device_copies_;            // of batches
   std::optional<TrainingGroups> groups_;  // always there after the first checks
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;

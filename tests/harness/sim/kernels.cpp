@@ -105,6 +105,17 @@ const at::Tensor& resize_to(const at::Tensor& self, c10::IntArrayRef size,
   return self;
 }
 
+/// A result of run_now() on the device. The wait for the operator is the only one.
+at::Tensor placed(const at::Tensor& result) {
+  if (!result.defined()) return result;
+  const auto there = empty_from(result);
+  enqueue_here([result, to = argument_of(there)] {
+    const at::AutoDispatchBelowAutograd below;
+    to.on_cpu().copy_(result);
+  });
+  return there;
+}
+
 /// Runs the operator while the host waits, and returns its results on the CPU.
 Stack run_now(const c10::OperatorHandle& op, const KernelCall& call) {
   queue().wait(op.schema().name());
@@ -174,11 +185,7 @@ Stack make_results(const c10::OperatorHandle& op, const Values& arguments, bool 
       }
     });
   } else {
-    for (const auto& value : run_now(op, call)) {
-      results.push_back(converted(value, kType, [](const at::Tensor& tensor) {
-        return tensor.defined() ? tensor.to(device(current_device())) : tensor;
-      }));
-    }
+    for (const auto& value : run_now(op, call)) results.push_back(converted(value, kType, placed));
   }
   return results;
 }
@@ -243,23 +250,27 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+/// Whether a copy of bytes does. libtorch converts and reorders on the CPU, in pageable memory.
+bool is_copy_of_bytes(const at::Tensor& from, const at::Tensor& to) {
+  if (from.scalar_type() != to.scalar_type() || from.sizes() != to.sizes()) return false;
+  return (from.is_contiguous() && to.is_contiguous()) ||
+         (from.strides() == to.strides() && from.is_non_overlapping_and_dense());
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const c10::DeviceGuard guard(on_device(self) ? self.device() : to.device());
-  const auto pinned = [](const at::Tensor& cpu) { return is_pinned(cpu.storage().data()); };
-  if (on_device(self) && on_device(to)) {
-    enqueue_here([a = argument_of(self), b = argument_of(to)] { copy(a, b); });
-  } else if (on_device(self)) {
-    enqueue_here([a = argument_of(self), b = host_argument_of(to)] { copy(a, b); });
-    if (!non_blocking || !pinned(to)) queue().wait("copy to the CPU");
-  } else if (pinned(self)) {
-    enqueue_here([a = host_argument_of(self), b = argument_of(to)] { copy(a, b); });
-    if (!non_blocking) queue().wait("copy from pinned memory");
-  } else {  // pageable memory is staged before the call returns, which waits for nothing
-    enqueue_here([a = self.detach().clone(), b = argument_of(to)] {
-      const at::AutoDispatchBelowAutograd below;
-      b.on_cpu().copy_(a);
-    });
-  }
+  const auto argument = [](const at::Tensor& tensor) {
+    return on_device(tensor) ? argument_of(tensor) : host_argument_of(tensor);
+  };
+  if (to.numel() == 0) return to;
+  enqueue_here([a = argument(self), b = argument(to)] { copy(a, b); });
+  if (on_device(self) && on_device(to)) return to;
+  const auto& cpu = on_device(self) ? to : self;
+  const std::string direction = on_device(self) ? "copy to" : "copy from";
+  // CUDA may wait for the stream before it has staged pageable memory.
+  if (!is_pinned(cpu.storage().data())) queue().wait(direction + " pageable memory");
+  else if (!is_copy_of_bytes(self, to)) queue().wait(direction + " memory that converts");
+  else if (!non_blocking) queue().wait(direction + " pinned memory");
   return to;
 }
 

@@ -100,7 +100,10 @@ class PinnedAllocator final : public compat::Allocator {
     pinned_ranges[data] = bytes;
     const auto free = [](void* freed_data) {
       std::lock_guard later(pinned_mutex);
-      pinned_ranges.erase(static_cast<char*>(freed_data));
+      // A copy that still reads it gets wrong values.
+      const auto range = pinned_ranges.find(static_cast<char*>(freed_data));
+      std::memset(freed_data, 0xff, range->second);
+      pinned_ranges.erase(range);
       std::free(freed_data);
     };
     return {data, data, free, at::Device(at::kCPU)};
