@@ -191,9 +191,13 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
   }
 };
 
+/// Which targets are neither a class nor kIgnored.
+at::Tensor wrong_targets(const at::Tensor& targets, int64_t classes) {
+  return targets.lt(0).logical_or_(targets.ge(classes)).logical_and_(targets.ne(kIgnored));
+}
+
 void check_targets(const at::Tensor& targets, int64_t classes) {
-  const at::Tensor wrong =
-      targets.lt(0).logical_or_(targets.ge(classes)).logical_and_(targets.ne(kIgnored));
+  const at::Tensor wrong = wrong_targets(targets, classes);
   if (wrong.any().item<bool>()) {
     throw UsageError("cross entropy: a target is " +
                      std::to_string(targets.masked_select(wrong)[0].item<int64_t>()) +
@@ -217,9 +221,10 @@ at::Tensor chunked_cross_entropy(const at::Tensor& rows, const at::Tensor& weigh
                                     chunks.classes, at::GradMode::is_enabled());
 }
 
-at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
-                                const at::Tensor& targets) {
-  check_targets(targets, weight.size(0));
+namespace {
+
+at::Tensor checked_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
+                                 const at::Tensor& targets) {
   const auto chunks = CrossEntropyChunks::of(weight.size(0));
   if (rows.size(0) * weight.size(0) <= chunks.tokens * chunks.classes) {
     const at::Tensor logits = at::linear(rows, weight);
@@ -227,6 +232,20 @@ at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight
                                   targets);
   }
   return chunked_cross_entropy(rows, weight, targets, chunks);
+}
+
+}  // namespace
+
+at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
+                                const at::Tensor& targets) {
+  const int64_t classes = weight.size(0);
+  if (targets.device().is_cpu()) {
+    check_targets(targets, classes);
+    return checked_cross_entropy(rows, weight, targets);
+  }
+  const at::Tensor wrong = wrong_targets(targets, classes);
+  const at::Tensor loss = checked_cross_entropy(rows, weight, targets.masked_fill(wrong, kIgnored));
+  return loss.masked_fill(wrong.any(), std::numeric_limits<double>::quiet_NaN());
 }
 
 }  // namespace tessera

@@ -15,7 +15,8 @@ struct CrossEntropyChunks {
 
 /// at::cross_entropy_loss(rows·weightᵀ, targets): the mean in nats over the targets that are not
 /// -100, NaN if there are none. `rows` is [N, width], `weight` is [classes, width], `targets` is
-/// int64 [N]. UsageError for a target out of range.
+/// int64 [N]. UsageError for a target out of range; on an accelerator the loss is NaN instead,
+/// because the host would wait for the device at each call.
 ///
 /// More logits than one chunk has never exist: chunked_cross_entropy() computes the loss then.
 at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,

@@ -38,7 +38,7 @@ at::Generator generator(int index);
 struct Stats {
   uint64_t kernels = 0;
   uint64_t host_waits = 0;  ///< The host waited for a stream or an event, for whatever reason.
-  std::set<std::string> wait_reasons;
+  std::multiset<std::string> wait_reasons;
 };
 Stats stats();
 void reset_stats();

@@ -46,7 +46,7 @@ struct Stats {
   uint64_t host_waits = 0;  ///< The host waited for a stream or an event, for whatever reason.
   uint64_t allocations = 0;
   uint64_t reused = 0;  ///< Allocations that got freed memory.
-  std::set<std::string> wait_reasons;
+  std::multiset<std::string> wait_reasons;
 };
 Stats stats();
 void reset_stats();
