@@ -48,6 +48,7 @@ class SafetensorsFile : public TensorSource {
   at::ScalarType scalar_type(const std::string& name) const override;
   const SafetensorsMetadata& metadata() const;
   at::Tensor load(const std::string& name) const override;
+  at::Tensor load_bytes(const std::string& name) const override;
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                   at::Tensor out) const override;
 

@@ -117,6 +117,14 @@ class Report(unittest.TestCase):
         self.assertEqual(*(page.text.split("Communication")[1].split("Config")[0].replace(name, "")
                            for name in ("log.jsonl", "again.jsonl") for page in [self.page(name)]))
 
+    def test_a_csv_file_is_that_of_one_hook(self):
+        (self.folder / "data.csv").write_text("x,y\n1,2\n")
+        for hooks, words in (("[{type: CSV, path: data.csv}]", "data.csv: its first column is not step"),
+                             ("[{type: CSV, path: two.csv}, {type: CSV, path: two.csv}]", "two.csv: two CSV hooks write it")):
+            text = self.call("train", "-n", 1, "c.yaml", "train.log=null", "checkpoint=null", f"hooks={hooks}", code=2).stderr
+            self.assertIn(words, text)
+        self.assertEqual((self.folder / "data.csv").read_text(), "x,y\n1,2\n")
+
     def test_a_pipe_is_no_log(self):
         os.mkfifo(self.folder / "pipe.jsonl")
         self.assertIn("pipe.jsonl", self.call("report", "pipe.jsonl", "-o", "p.html", code=2).stderr)

@@ -360,6 +360,7 @@ class Hostile(Folder):
         self.refused(self.archive(self.dict_of(tensor([billion], [0]))), "repeat the 2 of its storage")
         self.refused(self.archive(self.dict_of(tensor([2**62, 8], [1, 1]))), "leave its storage")
         self.refused(self.archive(self.dict_of(tensor([2], [2**62]))), "leave its storage")
+        self.refused(self.archive(self.dict_of(tensor([2**62, 2**62, 0], [1, 1, 1]))), "which overflows")
         self.refused(self.archive(self.dict_of(tensor([2], [-1]))), "not a number from 0")
         self.refused(self.archive(self.dict_of(tensor([1], [1], offset=-1))), "negative")
         self.refused(self.archive(self.dict_of(tensor([2], [1], numel=4))), "expected 16")

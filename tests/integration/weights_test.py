@@ -440,6 +440,16 @@ class CommandLine(Folder):
             self.assertEqual(expected.dtype, value.dtype)
             self.assertTrue(expected.equal(value))
 
+    def test_dtypes_that_this_libtorch_lacks(self):
+        for name, last in (("1", 7), ("2", 7), ("3", 9)):
+            header = json.dumps({"x": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
+            (self.folder / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes([5, last]))
+        text = self.run_("tessera", "weights", "inspect", "1.safetensors")
+        self.assertRegex(text, r"[0-9a-f]{32}  F8_E8M0  \[2\]  2 bytes  x")
+        self.run_("tessera", "weights", "diff", "1.safetensors", "2.safetensors")
+        self.assertIn("x  1 bytes differ", self.run_("tessera", "weights", "diff", "1.safetensors", "3.safetensors", code=1))
+        self.assertIn("cannot hold", self.run_("tessera", "weights", "convert", "1.safetensors", "4.pt", code=2))
+
     def test_differences(self):
         base = {"a": numpy.zeros(4, numpy.float32), "b": numpy.ones(3, numpy.float32), "same": numpy.ones(2, numpy.float32)}
         other = {"a": numpy.array([0, 0, -0.25, 0.125], numpy.float32), "b": numpy.ones((3, 1), numpy.float32), "same": base["same"],

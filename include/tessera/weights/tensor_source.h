@@ -32,6 +32,9 @@ class TensorSource {
   /// A new contiguous CPU tensor of the stored dtype and shape. Throws UsageError for an unknown
   /// name, and for a dtype that this libtorch does not have.
   virtual at::Tensor load(const std::string& name) const = 0;
+  /// The same elements as their bytes, a uint8 tensor of one dimension. Needs no dtype of libtorch
+  /// where the file has the elements as they are (safetensors). Throws UsageError as load() does.
+  virtual at::Tensor load_bytes(const std::string& name) const;
   /// Reads the elements [elem_begin, elem_begin + elem_count), counted in row-major order, into
   /// `out`: a contiguous CPU tensor of the stored dtype with elem_count elements. Throws UsageError
   /// if the range or `out` does not match.

@@ -63,6 +63,7 @@ class Weights : public TensorSource {
   const SafetensorsEntry& info(const std::string& name) const override;
   at::ScalarType scalar_type(const std::string& name) const override;
   at::Tensor load(const std::string& name) const override;
+  at::Tensor load_bytes(const std::string& name) const override;
   void load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                   at::Tensor out) const override;
   /// Reads the whole tensor to `into`, of the same number of elements, and converts to its dtype.

@@ -37,7 +37,8 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
 
 struct TensorDifference {
   std::string name;
-  /// "", "only in the first", "only in the second", or "F32 [2, 3] and F32 [3, 2]".
+  /// "", "only in the first", "only in the second", "F32 [2, 3] and F32 [3, 2]", or, of a dtype
+  /// that this libtorch lacks, how many bytes differ.
   std::string note;
   int64_t elements = 0;  ///< that differ; NaN equals NaN
   double largest = 0;    ///< greatest absolute difference, in double

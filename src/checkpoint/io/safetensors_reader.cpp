@@ -129,6 +129,14 @@ at::Tensor SafetensorsFile::load(const std::string& name) const {
   return tensor;
 }
 
+at::Tensor SafetensorsFile::load_bytes(const std::string& name) const {
+  const SafetensorsEntry& entry = info(name);
+  at::Tensor bytes = at::empty({static_cast<int64_t>(entry.end - entry.begin)}, at::kByte);
+  if (bytes.numel() > 0)
+    impl_->read(bytes.data_ptr(), bytes.nbytes(), impl_->data_begin + entry.begin);
+  return bytes;
+}
+
 at::ScalarType SafetensorsFile::scalar_type(const std::string& name) const {
   return impl_->type_of(info(name));
 }

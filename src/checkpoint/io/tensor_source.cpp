@@ -6,6 +6,14 @@
 
 namespace tessera {
 
+at::Tensor TensorSource::load_bytes(const std::string& name) const {
+  const at::Tensor tensor = load(name).contiguous();
+  const auto size = static_cast<int64_t>(tensor.nbytes());
+  if (size == 0) return at::empty({0}, at::kByte);
+  return at::from_blob(
+      tensor.data_ptr(), {size}, [tensor](void*) {}, at::kByte);
+}
+
 void TensorSource::check_slice(const std::string& where, int64_t numel, at::ScalarType type,
                                int64_t elem_begin, int64_t elem_count, const at::Tensor& out) {
   if (elem_begin < 0 || elem_count < 0 || elem_begin > numel || elem_count > numel - elem_begin)

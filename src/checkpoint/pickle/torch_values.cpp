@@ -171,6 +171,16 @@ DtypeName dtype_of(const std::string& where, const Values& values,
   throw UsageError(where + "has no dtype that PyTorch writes: " + in_quotes(std::string(name)));
 }
 
+/// libtorch computes strides for tensors without elements too, with sizes of 0 as 1.
+void check_strides(const std::string& where, const TorchTensor& tensor) {
+  int64_t product = tensor.dtype.bytes;
+  for (const int64_t size : tensor.shape) {
+    if (__builtin_mul_overflow(product, std::max<int64_t>(size, 1), &product))
+      throw UsageError(
+          fmt::format("{}has shape [{}], which overflows", where, fmt::join(tensor.shape, ", ")));
+  }
+}
+
 /// Sets numel and extent, without overflow.
 void measure(const std::string& where, TorchTensor& tensor) {
   int64_t last = 0;
@@ -185,6 +195,7 @@ void measure(const std::string& where, TorchTensor& tensor) {
              !__builtin_add_overflow(last, reach, &last);
   }
   if (std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end()) {
+    check_strides(where, tensor);
     tensor.numel = tensor.extent = 0;
     return;
   }

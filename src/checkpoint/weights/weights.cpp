@@ -180,6 +180,10 @@ at::Tensor Weights::load(const std::string& name) const {
   const auto& place = impl_->place_of(name);
   return place.file->load(place.name);
 }
+at::Tensor Weights::load_bytes(const std::string& name) const {
+  const auto& place = impl_->place_of(name);
+  return place.file->load_bytes(place.name);
+}
 void Weights::load_slice(const std::string& name, int64_t elem_begin, int64_t elem_count,
                          at::Tensor out) const {
   const auto& place = impl_->place_of(name);

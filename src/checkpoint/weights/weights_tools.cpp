@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 
 #include "checkpoint/io/digest.h"
+#include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/weights/part_writers.h"
 #include "checkpoint/weights/weights_folder.h"
 #include "tessera/error.h"
@@ -72,11 +73,20 @@ void compare(const at::Tensor& a, const at::Tensor& b, TensorDifference& differe
   difference.largest = distance.masked_select(differs).max().item<double>();
 }
 
+/// Whether this libtorch has the dtype.
+bool is_held(const std::string& dtype) { return safetensors::scalar_type(dtype).has_value(); }
+
+void compare_bytes(const at::Tensor& a, const at::Tensor& b, TensorDifference& difference) {
+  const auto bytes = a.ne(b).sum().item<int64_t>();
+  if (bytes > 0)
+    difference.note = fmt::format("{} bytes differ, of a dtype that this libtorch lacks", bytes);
+}
+
 }  // namespace
 
 std::string weights_digest(const Weights& weights, const std::string& name) {
-  const at::Tensor tensor = weights.load(name);
-  return store::digest_of(tensor.numel() > 0 ? tensor.data_ptr() : "", tensor.nbytes());
+  const at::Tensor bytes = weights.load_bytes(name);
+  return store::digest_of(bytes.numel() > 0 ? bytes.data_ptr() : "", bytes.nbytes());
 }
 
 void convert_weights(const Weights& from, const std::string& to, const ConvertOptions& options) {
@@ -139,6 +149,8 @@ std::vector<TensorDifference> compare_weights(const Weights& first, const Weight
     else if (!first.contains(name)) difference.note = "only in the second";
     else if (first.info(name).shape != second.info(name).shape)
       difference.note = described(first.info(name)) + " and " + described(second.info(name));
+    else if (!is_held(first.info(name).dtype) && first.info(name).dtype == second.info(name).dtype)
+      compare_bytes(first.load_bytes(name), second.load_bytes(name), difference);
     else compare(first.load(name), second.load(name), difference);
   }
   return differences;

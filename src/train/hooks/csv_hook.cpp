@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -33,6 +34,10 @@ std::string line_of(const Row& fields) {
 class CsvHook : public RunHook {
  public:
   explicit CsvHook(CsvHookOptions options) : path_(std::move(options.path)) {}
+  ~CsvHook() override {
+    if (writes_) paths().erase(path_);
+  }
+  CsvHook(const CsvHook&) = delete;
 
   void on_record(const std::string& json) override {
     const auto record = nlohmann::ordered_json::parse(json);
@@ -61,15 +66,20 @@ class CsvHook : public RunHook {
  private:
   /// Takes the columns of the file, where it exists, and keeps its rows of steps before `step`.
   void begin(int64_t step) {
+    if (!writes_ && !paths().insert(path_).second)
+      throw UsageError(path_ + ": two CSV hooks write it; expected a file of its own for each");
+    writes_ = true;
     columns_.clear();
     file_.reset();
     std::ifstream file(path_);
     std::string header;
-    if (step > 0 && std::getline(file, header)) columns_ = fields_of(header);
+    if (std::getline(file, header)) columns_ = fields_of(header);
     file.close();
-    if (step > 0 && !columns_.empty() && columns_.front() != "step") {
+    // Another file, data for example, must not be lost.
+    if (!header.empty() && (columns_.empty() || columns_.front() != "step")) {
       throw UsageError(path_ + ": its first column is not step; expected a file of this hook");
     }
+    if (step == 0) columns_.clear();
     last_step_ = -1;
     if (!columns_.empty()) {
       rewrite(step);
@@ -104,7 +114,14 @@ class CsvHook : public RunHook {
     }
   }
 
+  /// Those that hooks of this process write.
+  static std::set<std::string>& paths() {
+    static std::set<std::string> all;
+    return all;
+  }
+
   std::string path_;
+  bool writes_ = false;  // on rank 0
   Row columns_;
   int64_t last_step_ = -1;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_{nullptr, &std::fclose};
