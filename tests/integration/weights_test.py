@@ -388,6 +388,9 @@ class CommandLine(Folder):
         self.run_("tessera", "weights", "convert", "hf", "e/")
         self.assertEqual(sorted(f.name for f in (self.folder / "e").iterdir()),
                          ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+        (self.folder / "hf/config.json").write_text('{"model_type": "gpt2", "dtype": "float32", "own": 1}')
+        self.run_("tessera", "weights", "convert", "hf", "f/", "--dtype", "bfloat16")
+        self.assertEqual(json.loads((self.folder / "f/config.json").read_text()), {"model_type": "gpt2", "dtype": "bfloat16", "own": 1})
         self.assertIn("0 of 28 tensors differ", self.run_("tessera", "weights", "diff", "hf", "d/"))
         self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
 

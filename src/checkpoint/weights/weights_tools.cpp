@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
+#include <map>
 #include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/weights/part_writers.h"
 #include "checkpoint/weights/weights_folder.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -82,6 +86,24 @@ void compare_bytes(const at::Tensor& a, const at::Tensor& b, TensorDifference& d
     difference.note = fmt::format("{} bytes differ, of a dtype that this libtorch lacks", bytes);
 }
 
+/// transformers gives a model the dtype that its config.json names.
+void set_dtype_of_config(const fs::path& path, at::ScalarType type) {
+  const std::map<at::ScalarType, std::string> names{{at::kFloat, "float32"},
+                                                    {at::kDouble, "float64"},
+                                                    {at::kHalf, "float16"},
+                                                    {at::kBFloat16, "bfloat16"}};
+  std::ifstream file(path);
+  auto config = nlohmann::ordered_json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!config.is_object() || names.count(type) == 0) return;
+  bool found = false;
+  for (const char* key : {"dtype", "torch_dtype"}) {
+    if (!config.contains(key)) continue;
+    config[key] = names.at(type);
+    found = true;
+  }
+  if (found) write_file(path.string(), config.dump(2) + "\n");
+}
+
 }  // namespace
 
 std::string weights_digest(const Weights& weights, const std::string& name) {
@@ -112,7 +134,9 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
   if (!folder) return;
   finish_weights_folder(to, parts, weights_index_text(specs, parts));
   const fs::path source = fs::path(from.path()).parent_path();
-  if (fs::exists(source / "config.json")) copy_other_files(source.string(), to);
+  if (!fs::exists(source / "config.json")) return;
+  copy_other_files(source.string(), to);
+  if (options.dtype) set_dtype_of_config(fs::path(to) / "config.json", *options.dtype);
 }
 
 std::vector<std::string> copy_other_files(const std::string& from, const std::string& to) {
