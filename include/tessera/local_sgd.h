@@ -62,7 +62,7 @@ LocalSgdGroups local_sgd_groups(ProcessGroup& world, int64_t group_size = 0);
 ///   auto [inner, outer] = tessera::local_sgd_groups(world);
 ///   tessera::ZeroRedundancyOptimizer zero(*net, inner, adamw);
 ///   tessera::LocalSgd local(outer, zero.shards(), {.sync_every = 50}, {},
-///                           [&] { zero.gather_parameters(); });
+///                           [&] { zero.gather_parameters(); }, [&] { zero.wait_for_readers(); });
 ///   for (...) {
 ///     loss_of(net(batch)).backward();
 ///     zero.step();
@@ -89,13 +89,18 @@ class LocalSgd : public Joinable {
   /// group once.
   /// `publish`: called after the shards were written, on every rank; gives the values to the other
   /// ranks of the inner group where shards do not do it by themselves (gather_parameters()).
+  /// `prepare`: called before the shards are read and written, on every rank: waits until nothing
+  /// else uses them (wait_for_readers(), which ZeroRedundancyOptimizer with share_parameters or
+  /// gather_in_background needs).
   ///
-  /// Gives all ranks of `outer` the parameters of its rank 0. Collective over `outer`, `replicas`
-  /// and `publish`; blocks. Throws UsageError on all ranks of `outer` for an option out of range,
-  /// for undefined or sparse shards and shards that are not floating-point, and if the ranks differ
-  /// in options or shards.
+  /// Gives all ranks of `outer` the parameters of its rank 0, but not what has no shards: frozen
+  /// parameters and buffers, which must be equal already. Collective over `outer`, `replicas`,
+  /// `publish` and `prepare`; blocks. Throws UsageError on all ranks of `outer` for an option out
+  /// of range, for undefined or sparse shards and shards that are not floating-point, and if the
+  /// ranks differ in options or shards.
   LocalSgd(ProcessGroup outer, std::vector<ParameterShard> shards, LocalSgdOptions options = {},
-           ProcessGroup replicas = {}, std::function<void()> publish = {});
+           ProcessGroup replicas = {}, std::function<void()> publish = {},
+           std::function<void()> prepare = {});
   ~LocalSgd() override;
 
   /// Call it after each step of the inner optimizer. Every `sync_every`-th call synchronises: one

@@ -277,8 +277,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// every rank throws AgreedError. Collective; returns when all ranks may read.
   void with_shared_write(const std::function<void()>& write);
   /// With share_parameters: returns when all ranks have called it, so that none of them reads
-  /// parameters. Call it before a write to shards(), and gather_parameters() after. Collective with
-  /// share_parameters, otherwise it returns at once.
+  /// parameters. With gather_in_background: waits as wait_for_parameters(). Call it before a write
+  /// to shards(), and gather_parameters() after. Collective with share_parameters, otherwise local.
   void wait_for_readers();
   /// The groups with their current options and the names of their parameters, frozen ones too.
   /// set_options() writes options back into param_groups(). Local.

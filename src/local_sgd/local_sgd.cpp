@@ -42,11 +42,12 @@ std::vector<std::string> contract_of(const LocalSgdOptions& options) {
 class LocalSgd::Impl {
  public:
   Impl(ProcessGroup outer, std::vector<ParameterShard> shards, LocalSgdOptions options,
-       ProcessGroup replicas, std::function<void()> publish)
+       ProcessGroup replicas, std::function<void()> publish, std::function<void()> prepare)
       : outer_(std::move(outer)),
         options_(options),
-        parameters_(std::move(shards), std::move(replicas), std::move(publish)),
+        parameters_(std::move(shards), std::move(replicas), std::move(publish), std::move(prepare)),
         mean_(outer_, options.wire) {
+    parameters_.prepare();
     agree(outer_, [&] {
       check_options(options_, outer_.rank());
       parameters_.check(outer_.rank());
@@ -67,12 +68,12 @@ class LocalSgd::Impl {
     check_usable("step()");
     ++steps_;
     if (steps_ % options_.sync_every != 0) return;
-    guarded([&] { options_.in_background ? exchange_in_background() : exchange(); });
+    prepared([&] { options_.in_background ? exchange_in_background() : exchange(); });
   }
 
   void synchronize() {
     check_usable("synchronize()");
-    guarded([&] {
+    prepared([&] {
       if (mean_.under_way()) apply_pending();
       const bool just_done = steps_ > 0 && steps_ % options_.sync_every == 0;
       if (!just_done) exchange();
@@ -122,12 +123,21 @@ class LocalSgd::Impl {
                                  kLocalSgd, outer_.rank(), call, failure_, kLocalSgd));
   }
 
+  /// Runs `call`, which reads or writes the shards.
+  template <class Call>
+  void prepared(const Call& call) {
+    guarded([&] {
+      parameters_.prepare();
+      const std::string changed = parameters_.changed(outer_.rank());
+      if (!changed.empty()) outer_.fail(changed);
+      call();
+    });
+  }
+
   template <class Call>
   void guarded(const Call& call) {
     const at::NoGradGuard no_grad;
     try {
-      const std::string changed = parameters_.changed(outer_.rank());
-      if (!changed.empty()) outer_.fail(changed);
       call();
     } catch (const std::exception& error) {
       failure_ = message_of(error);
@@ -218,9 +228,10 @@ class LocalSgd::Impl {
 };
 
 LocalSgd::LocalSgd(ProcessGroup outer, std::vector<ParameterShard> shards, LocalSgdOptions options,
-                   ProcessGroup replicas, std::function<void()> publish)
+                   ProcessGroup replicas, std::function<void()> publish,
+                   std::function<void()> prepare)
     : impl_(std::make_unique<Impl>(std::move(outer), std::move(shards), options,
-                                   std::move(replicas), std::move(publish))) {}
+                                   std::move(replicas), std::move(publish), std::move(prepare))) {}
 LocalSgd::~LocalSgd() = default;
 
 void LocalSgd::step() { impl_->step(); }

@@ -28,8 +28,11 @@ std::vector<int64_t> strides_by_rows(const std::vector<int64_t>& shape) {
 }  // namespace
 
 Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
-                       std::function<void()> publish)
-    : shards_(std::move(shards)), replicas_(std::move(replicas)), publish_(std::move(publish)) {
+                       std::function<void()> publish, std::function<void()> prepare)
+    : shards_(std::move(shards)),
+      replicas_(std::move(replicas)),
+      publish_(std::move(publish)),
+      prepare_(std::move(prepare)) {
   for (const auto& shard : shards_) {
     if (shard.tensor.defined()) materialize(shard.tensor);
   }

@@ -13,7 +13,7 @@ namespace tessera::local_sgd {
 class Parameters {
  public:
   Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
-             std::function<void()> publish);
+             std::function<void()> publish, std::function<void()> prepare);
 
   /// Call after the checks. Local.
   void measure();
@@ -24,6 +24,10 @@ class Parameters {
   /// A message if a shard is not as at construction; empty if all are. Local.
   std::string changed(int rank) const;
 
+  /// Waits until nothing else uses the shards. Collective over the inner group.
+  void prepare() const {
+    if (prepare_) prepare_();
+  }
   /// The values of this rank's part, a copy. Local.
   at::Tensor part() const;
   /// Gives all shards of all replicas the values of which `part` is this rank's part. Collective.
@@ -46,7 +50,7 @@ class Parameters {
   std::vector<ParameterShard> shards_;
   std::vector<Storage> storages_;
   ProcessGroup replicas_;
-  std::function<void()> publish_;
+  std::function<void()> publish_, prepare_;
   std::vector<int64_t> counts_;
   at::TensorOptions options_;
 };

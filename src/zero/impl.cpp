@@ -144,7 +144,12 @@ void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& facto
   const auto refuse = [&](const char* reason) {
     throw UsageError(fmt::format("{}: option shard_gradients {}", prefix(), reason));
   };
-  if (!options.reduce_gradients) refuse("needs reduce_gradients");
+  const auto all = parameters_of(groups);
+  if (is_reduced_by_ddp(all))
+    refuse(
+        "excludes DistributedDataParallel, which reduces the same gradients; expected one of the "
+        "two");
+  if (!options.reduce_gradients) refuse("needs reduce_gradients; expected it on");
   if (options.overlap_with_backward)
     refuse("excludes overlap_with_backward; expected one of the two");
   if (options.reduce_in_place)

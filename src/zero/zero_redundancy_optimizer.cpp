@@ -139,6 +139,7 @@ void ZeroRedundancyOptimizer::with_shared_write(const std::function<void()>& wri
   impl_->write_shared(write);
 }
 void ZeroRedundancyOptimizer::wait_for_readers() {
+  wait_for_parameters();
   if (impl_->shards.shared()) impl_->shards.shared()->wait_for_readers();
 }
 

@@ -11,7 +11,12 @@
 
 #include "deferred/bits.h"
 #include "harness/memory.h"
+#include "harness/temporary_folder.h"
 #include "harness/thrown_by.h"
+#include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/safetensors.h"
+#include "tessera/weights/torch_file.h"
+#include "tessera/weights/weights.h"
 
 namespace tessera::testing {
 namespace {
@@ -64,6 +69,23 @@ TEST(DeferredInit, MemoryIsFreedWithTheTensors) {
   const auto before = resident_bytes();
   for (int i = 0; i < 20; ++i) materialize(deferred_init([] { return torch::randn({4 << 20}); }));
   EXPECT_LT(resident_bytes() - before, 32 * kMiB);
+}
+
+TEST(DeferredInit, WeightsAreWrittenToFiles) {
+  const TemporaryFolder folder;
+  for (const std::string& path : {folder.path("w.safetensors"), folder.path("w.pt")}) {
+    torch::manual_seed(3);
+    const Layers eager(2);
+    torch::manual_seed(3);
+    const auto net = deferred_init([] { return Layers(2); });
+    const auto parameters = named_parameters(*net);  // state_dict() would compute them
+    ASSERT_TRUE(is_deferred(net->parameters()[0]));
+    if (path.ends_with(".pt")) save_torch_file(path, parameters);
+    else save_safetensors(path, parameters);
+    const Weights written(path);
+    for (const auto& [name, tensor] : named_parameters(*eager))
+      EXPECT_TRUE(at::equal(written.load(name), tensor)) << path << " " << name;
+  }
 }
 
 TEST(DeferredInit, AnErrorOfAnOperatorIsThatOfEagerConstruction) {

@@ -43,10 +43,14 @@ struct InnerDdp : Inner {
 };
 
 struct InnerZero : Inner {
-  InnerZero(ProcessGroup& world, LocalSgdOptions options) : groups(local_sgd_groups(world, 2)) {
-    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, groups.inner, adamw_factory());
-    local = std::make_unique<LocalSgd>(groups.outer, zero->shards(), options, ProcessGroup(),
-                                       [this] { zero->gather_parameters(); });
+  InnerZero(ProcessGroup& world, LocalSgdOptions options,
+            const ZeroRedundancyOptimizerOptions& zero_options = {})
+      : groups(local_sgd_groups(world, 2)) {
+    zero = std::make_unique<ZeroRedundancyOptimizer>(*net, groups.inner, adamw_factory(),
+                                                     zero_options);
+    local = std::make_unique<LocalSgd>(
+        groups.outer, zero->shards(), options, ProcessGroup(),
+        [this] { zero->gather_parameters(); }, [this] { zero->wait_for_readers(); });
     local->set_join(world, {*zero});
   }
   void iteration(const at::Tensor& x) override {
@@ -96,8 +100,18 @@ std::pair<std::string, Make> wrapper(const std::string& name) {
           }};
 }
 
+std::pair<std::string, Make> zero(const std::string& name,
+                                  const ZeroRedundancyOptimizerOptions& zero_options) {
+  return {name, [zero_options](ProcessGroup& world, LocalSgdOptions options) {
+            return std::make_unique<InnerZero>(world, options, zero_options);
+          }};
+}
+
 std::vector<std::pair<std::string, Make>> wrappers() {
-  return {wrapper<InnerDdp>("DDP"), wrapper<InnerZero>("ZeRO"), wrapper<InnerFsdp>("FSDP")};
+  return {wrapper<InnerDdp>("DDP"), wrapper<InnerZero>("ZeRO"),
+          zero("ZeRO, shared parameters", {.share_parameters = true}),
+          zero("ZeRO, gathered in background", {.gather_in_background = true}),
+          wrapper<InnerFsdp>("FSDP")};
 }
 
 /// A simulated group takes the mean loss of its ranks that have a batch.

@@ -35,6 +35,7 @@ struct NamedTrain {
   std::string name;
   Train train;
   bool gathers = false;  ///< wire.parameters applies.
+  bool shares = false;   ///< The ranks of a host must have shared memory.
 };
 
 inline Uneven fresh(const Training& training) {
@@ -73,11 +74,11 @@ inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training)
 }
 
 inline Tensors train_zero(ProcessGroup group, int rank, const Training& training,
-                          std::optional<bool> early) {
+                          ZeroRedundancyOptimizerOptions options) {
   auto net = fresh(training);
-  ZeroRedundancyOptimizer zero(
-      *net, group, adamw_factory(),
-      {.reduce_in_backward = early, .bucket_cap_mb = 2e-4, .wire = training.wire});
+  options.bucket_cap_mb = 2e-4;
+  options.wire = training.wire;
+  ZeroRedundancyOptimizer zero(*net, group, adamw_factory(), options);
   for_each_batch(group, rank, training, {zero}, [&](const at::Tensor& x) {
     zero.zero_grad();
     loss_of(net(x)).backward();
@@ -132,15 +133,18 @@ inline std::vector<NamedTrain> all_trainings(int world) {
       return train_fsdp(group, rank, training, strategy, size);
     };
   };
-  const auto zero = [](bool early) {
+  const auto zero = [](const ZeroRedundancyOptimizerOptions& options) {
     return [=](ProcessGroup group, int rank, const Training& training) {
-      return train_zero(group, rank, training, early);
+      return train_zero(group, rank, training, options);
     };
   };
   std::vector<NamedTrain> all{
       {"ddp", train_ddp},
-      {"zero", zero(false), true},
-      {"zero, reduced in backward", zero(true), true},
+      {"zero", zero({.reduce_in_backward = false}), true},
+      {"zero, reduced in backward", zero({.reduce_in_backward = true}), true},
+      {"zero, sharded gradients", zero({.shard_gradients = true}), true},
+      {"zero, shared parameters", zero({.share_parameters = true}), false, true},
+      {"zero, gathered in background", zero({.gather_in_background = true})},
       {"distributed optimizer", train_distributed},
       {"fsdp", fsdp(ShardingStrategy::full_shard, 0), true},
       {"fsdp, shard_grad_op", fsdp(ShardingStrategy::shard_grad_op, 0), true}};

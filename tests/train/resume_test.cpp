@@ -55,8 +55,10 @@ class ResumeTest : public testing::TrainFixture {
 };
 
 const std::vector<std::string> kWays{
-    "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
+    "parallel.type=DistributedDataParallel",
+    "parallel.type=ZeroRedundancyOptimizer",
     "parallel={type: ZeroRedundancyOptimizer, partition: first_fit}",
+    "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true, share_parameters: true}",
     "parallel={type: DistributedOptimizer, reduce_method: mean}",
     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 

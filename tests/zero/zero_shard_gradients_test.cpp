@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "harness/memory.h"
+#include "tessera/distributed_data_parallel.h"
 #include "zero/zero_harness.h"
 
 // Option shard_gradients: a bucket is reduced within backward and gives its memory back.
@@ -53,9 +54,12 @@ TEST(ZeroShardGradients, TrainBitByBitAsWholeGradients) {
                 for (int step = 0; step < 5; ++step) {
                   loss_of(net(rows(step, rank, world))).backward();
                   if (zero.options().shard_gradients) {
-                    for (const auto& parameter : net->parameters())
+                    for (const auto& parameter : net->parameters()) {
                       EXPECT_EQ(static_cast<int64_t>(parameter.grad().storage().nbytes()),
                                 parameter.element_size());
+                      EXPECT_THROW(parameter.grad().template data_ptr<float>(), c10::Error)
+                          << "no memory";
+                    }
                   }
                   zero.step();
                   zero.zero_grad();
@@ -341,6 +345,12 @@ TEST(ZeroShardGradients, RefusesOptionsThatDoNotGoWithIt) {
   const auto adamw = factory("AdamW");
   EXPECT_THAT(message({.reduce_gradients = false}, adamw),
               HasSubstr("rank 0: option shard_gradients needs reduce_gradients"));
+  auto reduced = seeded<Uneven>(8);
+  DistributedDataParallel ddp(reduced, ProcessGroup());
+  EXPECT_THAT(thrown_by([&] {
+                Zero zero(*reduced, ProcessGroup(), adamw, ZeroOptions{.shard_gradients = true});
+              }),
+              HasSubstr("option shard_gradients excludes DistributedDataParallel"));
   EXPECT_THAT(message({.overlap_with_backward = true}, adamw),
               HasSubstr("option shard_gradients excludes overlap_with_backward"));
   EXPECT_THAT(message({.reduce_in_place = true}, adamw), HasSubstr("reduce_in_place off"));

@@ -348,6 +348,23 @@ TEST(ZeroShareParameters, AStateDictIsLoadedFromAFile) {
   });
 }
 
+TEST(ZeroShareParameters, TorchLoadIsAnErrorThatNamesLoadStateDict) {
+  TemporaryFolder folder;
+  const auto path = folder.path("model.pt");
+  torch::save(seeded<Uneven>(9), path);
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int) {
+    auto net = seeded<Uneven>(8);
+    Zero zero(*net, group, factory("SGD"), shared());
+    EXPECT_THAT(thrown_by([&] { torch::load(net, path); }),
+                HasSubstr("expected tessera::load_state_dict(*net, path) inside"));
+    expect_same_weights(net, seeded<Uneven>(8));
+    group.barrier();
+    // It would give the first rank of the host parameters of its own.
+    zero.with_shared_write([&] { torch::load(net, path); });
+  });
+  expect_usage_errors(errors, "aten::set_ (as in torch::load) replaces the memory of parameter");
+}
+
 TEST(ZeroShareParameters, WithSharedWriteSendsBuffersAndInvalidatesGraphs) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = std::make_shared<WithBuffer>();

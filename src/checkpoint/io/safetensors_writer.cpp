@@ -7,6 +7,7 @@
 #include "checkpoint/io/safetensors_header.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/safetensors.h"
 
 namespace tessera {
@@ -144,6 +145,7 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
                           : std::string("an undefined tensor")));
   }
   if (slot.bytes > 0) {
+    materialize(tensor);  // the system cannot read memory whose values are deferred
     const at::Tensor flat = tensor.detach().to(at::kCPU).contiguous();
     impl_->file->write_at(flat.data_ptr(), slot.bytes, impl_->header.size() + slot.begin);
   }

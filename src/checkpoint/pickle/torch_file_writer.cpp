@@ -8,6 +8,7 @@
 #include "checkpoint/pickle/pickle_writer.h"
 #include "checkpoint/pickle/torch_archive_writer.h"
 #include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
 #include "tessera/weights/torch_file.h"
 
 namespace tessera {
@@ -66,6 +67,7 @@ void TorchFileWriter::write(const std::string& name, const at::Tensor& tensor) {
                      ", given is " +
                      (tensor.defined() ? described(tensor.scalar_type(), tensor.sizes())
                                        : "an undefined tensor"));
+  materialize(tensor);  // the system cannot read memory whose values are deferred
   impl_->archive->write(std::to_string(found->second), tensor);
   slot.written = true;
 }

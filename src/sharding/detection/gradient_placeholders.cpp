@@ -26,10 +26,10 @@ void GradientPlaceholders::show(size_t i) {
         at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
     entry.page = std::make_unique<Page>(this, i, 1, options,
                                         prefix_ + ": .grad of parameter " + entry.parameter.name);
-    entry.page->attach(at::zeros({1}, options));
     entry.tensor = entry.page->flat().as_strided(parameter.sizes(),
                                                  std::vector<int64_t>(parameter.dim(), 0), 0);
   }
+  entry.page->detach();  // an access by address is libtorch's error
   parameter.mutable_grad() = entry.tensor;
   entry.shown = true;
 }
@@ -50,7 +50,12 @@ void GradientPlaceholders::take_away() {
 void GradientPlaceholders::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   if (op == "aten::detach" || op == "aten::detach_" || op == "aten::requires_grad_") return;
   const auto i = uses[0].page->index();
-  if (op == "aten::zero_") return zero_(i);
+  if (op == "aten::zero_") {
+    const NoDetection no_detection;
+    const at::AutoDispatchBelowADInplaceOrView no_views;
+    uses[0].page->attach(at::zeros({1}, uses[0].page->flat().options()));  // the operator writes it
+    return zero_(i);
+  }
   throw UsageError(fmt::format(
       "{}: {} uses .grad of parameter {} of the module itself, but the gradient is that of this "
       "rank's shard; expected {}",

@@ -129,13 +129,21 @@ void SharedParameters::write(const std::function<void()>& write) {
 }
 
 void SharedParameters::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
-  if (writing_ > 0) return;
+  // set_() gives a parameter memory of its own, on the rank that calls it.
+  const bool replaces = op == "aten::set_";
+  if (writing_ > 0 && !replaces) return;
   for (const auto& use : uses) {
     if (!use.written) continue;
     const auto& places = places_[use.page->index()];
     const auto after =
         std::upper_bound(places.begin(), places.end(), use.offset,
                          [](int64_t offset, const Place& place) { return offset < place.offset; });
+    if (replaces)
+      throw UsageError(fmt::format(
+          "{}: {} (as in torch::load) replaces the memory of parameter {}, which all ranks of this "
+          "host share (option share_parameters); expected tessera::load_state_dict(*net, path) "
+          "inside {}",
+          prefix_, op, std::prev(after)->name, expected_));
     throw UsageError(
         fmt::format("{}: {} writes to parameter {}, which all ranks of this host share (option "
                     "share_parameters), so that it would change on every rank; expected {}",

@@ -23,21 +23,17 @@ GroupSync::GroupSync(const LocalSgdConfig& config, const TrainingGroups& groups,
                      ModelWrapper& wrapper)
     : config_(config),
       groups_(groups),
-      wrapper_(wrapper),
-      local_(groups.outer(), wrapper.shards(), config.options, wrapper.shard_copies(),
-             [&wrapper] { wrapper.publish_shards(); }) {}
+      local_(
+          groups.outer(), wrapper.shards(), config.options, wrapper.shard_copies(),
+          [&wrapper] { wrapper.publish_shards(); },
+          [&wrapper] {
+            wrapper.wait_for_parameters();
+            wrapper.before_shard_writes();
+          }) {}
 
-void GroupSync::step(int64_t steps) {
-  if (meets_after(steps)) wrapper_.wait_for_parameters();
-  wrapper_.before_shard_writes();
-  local_.step();
-}
+void GroupSync::step() { local_.step(); }
 
-void GroupSync::synchronize() {
-  wrapper_.wait_for_parameters();
-  wrapper_.before_shard_writes();
-  local_.synchronize();
-}
+void GroupSync::synchronize() { local_.synchronize(); }
 
 Json GroupSync::description() const {
   const auto& options = config_.options;

@@ -20,9 +20,9 @@ class GroupSync {
 
   /// Whether the groups meet after `steps` steps. Local.
   bool meets_after(int64_t steps) const { return steps % config_.options.sync_every == 0; }
-  /// Call it after each step, also after one without an update. `steps`: the number of steps done.
-  /// Collective if meets_after(steps), otherwise local.
-  void step(int64_t steps);
+  /// Call it after each step, also after one without an update. Collective where the groups meet,
+  /// otherwise local.
+  void step();
   /// Makes the parameters of all groups equal, unless the last step has. Collective.
   void synchronize();
 
@@ -40,7 +40,6 @@ class GroupSync {
 
   LocalSgdConfig config_;
   const TrainingGroups& groups_;
-  ModelWrapper& wrapper_;
   LocalSgd local_;
 };
 

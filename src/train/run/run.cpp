@@ -284,7 +284,7 @@ void Run::train_step(std::optional<Batch> batch) {
       wrapper_->shadow_train_step(*optimizer_);
     }
   }
-  if (sync_) sync_->step(done_ + 1);
+  if (sync_) sync_->step();
   if (average_ && optimizer_->updated() && !left_out) {
     average_->update();
   }

@@ -155,6 +155,7 @@ class ZeroSubject : public Subject {
   void settle() override { zero_->wait_for_parameters(); }
   void change(const std::function<void()>& change) override { zero_->with_shared_write(change); }
   void publish() override { zero_->gather_parameters(); }
+  void prepare() override { zero_->wait_for_readers(); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
     load_weights(weights);
     zero_->load_state_dict(state);
@@ -320,8 +321,9 @@ void Subject::load(const ModuleStateDict& weights, const OptimizerStateDict& sta
 std::unique_ptr<LocalSgd> Subject::make_local_sgd(const LocalSgdGroups& groups,
                                                   const LocalSgdOptions& options) {
   const bool copies = !saves_shards(-1);  // every rank has all shards
-  return std::make_unique<LocalSgd>(groups.outer, shards(), options,
-                                    copies ? groups.inner : ProcessGroup(), [this] { publish(); });
+  return std::make_unique<LocalSgd>(
+      groups.outer, shards(), options, copies ? groups.inner : ProcessGroup(),
+      [this] { publish(); }, [this] { prepare(); });
 }
 
 void Subject::save(const std::string& folder, const ProcessGroup& group) {

@@ -65,6 +65,8 @@ class Subject {
   }
   /// Gives what was written to the shards to the other ranks.
   virtual void publish() {}
+  /// Before the shards are read and written by LocalSgd. Collective.
+  virtual void prepare() {}
   /// This rank's shards are not written by another rank.
   virtual bool saves_shards(int rank) { return rank == 0; }
 
