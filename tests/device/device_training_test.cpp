@@ -75,6 +75,13 @@ struct Waits : RunHook {
     return static_cast<double>(counts.at(counts.size() - 2)) /
            static_cast<double>(counts.size() - 2);
   }
+  /// `counts`: ends or without_operators.
+  void expect_at_most(double most, const std::vector<uint64_t>& counts) const {
+    std::string text;
+    for (const auto& reason : reasons) text += " " + reason;
+    expect(a_step(counts) <= most, "at most " + std::to_string(most) + " waits, not " +
+                                       std::to_string(a_step(counts)) + ":" + text);
+  }
   std::vector<uint64_t> ends;
   std::vector<uint64_t> without_operators;  // for whose results the simulated device must wait
   std::multiset<std::string> reasons;
@@ -163,10 +170,7 @@ TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuAndFewWaits) {
         const auto there = trainer.train(true, options, waits);
         expect_losses(there.losses, trainer.train(false, options).losses);
         const double most = 2 + (more.empty() ? 0 : 1);  // a loss is read for each micro-batch
-        std::string reasons;
-        for (const auto& reason : waits->reasons) reasons += " " + reason;
-        expect(waits->a_step() <= most, "at most " + std::to_string(most) + " waits, not " +
-                                            std::to_string(waits->a_step()) + ":" + reasons);
+        waits->expect_at_most(most, waits->ends);
       }
     });
   }
@@ -189,10 +193,7 @@ train: {steps: 4, global_batch: 4, eval_every: 0}
       const auto waits = std::make_shared<Waits>();
       const auto there = trainer.train(true, options, waits);
       expect_losses(there.losses, trainer.train(false, options).losses);
-      const double a_step = waits->a_step(waits->without_operators);
-      std::string reasons;
-      for (const auto& reason : waits->reasons) reasons += " " + reason;
-      expect(a_step <= 2, "at most 2 waits, not " + std::to_string(a_step) + ":" + reasons);
+      waits->expect_at_most(2, waits->without_operators);
     }
   });
 }
