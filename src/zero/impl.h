@@ -78,8 +78,11 @@ class ZeroRedundancyOptimizer::Impl {
  private:
   void make_local_optimizer();
   std::vector<std::string> option_lines() const;
-  std::unique_ptr<torch::optim::Optimizer> plain_optimizer() const;
-  NamedParameters named() const;
+  struct Plain {
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    NamedParameters parameters;
+  };
+  Plain plain_optimizer() const;
   void check_groups();
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);

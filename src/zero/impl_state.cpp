@@ -1,3 +1,5 @@
+#include <map>
+
 #include <fmt/format.h>
 
 #include "sharding/shard_state.h"
@@ -6,18 +8,28 @@
 
 namespace tessera {
 
-NamedParameters ZeroRedundancyOptimizer::Impl::named() const {
-  NamedParameters names;
-  for (const auto& [name, tensor] : shards.parameters()) names.emplace_back(name, tensor);
-  return names;
-}
-
-/// The optimizer over whole parameters, with the present options and no state.
-std::unique_ptr<torch::optim::Optimizer> ZeroRedundancyOptimizer::Impl::plain_optimizer() const {
+/// The optimizer over whole parameters, with the present options and no state. Parameters on a
+/// device are replaced by empty ones on the CPU, so that the whole state is there too.
+ZeroRedundancyOptimizer::Impl::Plain ZeroRedundancyOptimizer::Impl::plain_optimizer() const {
+  Plain plain;
+  std::map<c10::TensorImpl*, at::Tensor> on_cpu;
+  for (const auto& [name, tensor] : shards.parameters()) {
+    auto stand_in = tensor;
+    if (!tensor.is_cpu()) stand_in = at::empty_like(tensor, tensor.options().device(at::kCPU));
+    on_cpu[tensor.unsafeGetTensorImpl()] = stand_in;
+    plain.parameters.emplace_back(name, stand_in);
+  }
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  for (const auto& visible : outer_.param_groups())
-    groups.emplace_back(visible.params(), visible.options().clone());
-  return factory_(std::move(groups));
+  for (const auto& visible : outer_.param_groups()) {
+    std::vector<at::Tensor> members;
+    for (const auto& tensor : visible.params()) {
+      const auto found = on_cpu.find(tensor.unsafeGetTensorImpl());
+      members.push_back(found == on_cpu.end() ? tensor : found->second);
+    }
+    groups.emplace_back(std::move(members), visible.options().clone());
+  }
+  plain.optimizer = factory_(std::move(groups));
+  return plain;
 }
 
 void ZeroRedundancyOptimizer::Impl::save(torch::serialize::OutputArchive& archive) const {
@@ -27,14 +39,14 @@ void ZeroRedundancyOptimizer::Impl::save(torch::serialize::OutputArchive& archiv
                      "consolidate_state_dict(rank) on all ranks, then torch::save on that rank");
   }
   const auto plain = plain_optimizer();
-  tessera::load_state_dict(*plain, named(), *consolidated);
-  plain->save(archive);
+  tessera::load_state_dict(*plain.optimizer, plain.parameters, *consolidated);
+  plain.optimizer->save(archive);
 }
 
 void ZeroRedundancyOptimizer::Impl::load(torch::serialize::InputArchive& archive) {
   const auto plain = plain_optimizer();
-  plain->load(archive);
-  load(tessera::state_dict(*plain, named()));
+  plain.optimizer->load(archive);
+  load(tessera::state_dict(*plain.optimizer, plain.parameters));
 }
 
 OptimizerStateDict ZeroRedundancyOptimizer::Impl::local_state() const {

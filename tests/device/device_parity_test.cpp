@@ -2,6 +2,7 @@
 #include "device/expect_success.h"
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
 #include "tessera/optim.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -55,6 +56,20 @@ Training fsdp(const std::function<void(FullyShardedDataParallelOptions&)>& chang
   };
 }
 
+Training distributed_optimizer(const std::function<void(DistributedOptimizerOptions&)>& change,
+                               Variant variant = {}) {
+  return [change, variant](ProcessGroup group, at::Device where) -> Outcome {
+    auto net = model_on(where);
+    DistributedOptimizerOptions options{.reduce_method = "mean"};
+    change(options);
+    DistributedOptimizer optimizer(*net, group, optimizer_factory<torch::optim::SGD>(momentum()),
+                                   options);
+    const auto clip = [&] { clip_gradient_norm_(gradients(*net), 0.1); };
+    const double waits = train(net, optimizer, optimizer, group, where, variant, clip);
+    return {on_cpu(net->parameters()), waits};
+  };
+}
+
 /// The bounds of waits would hold if nothing were counted.
 TEST(DeviceStats, AnItemIsOneWaitOfTheHostAndAKernel) {
   expect_success(1, [](Groups&) {
@@ -92,6 +107,15 @@ constexpr double kSixteenBits = 1e-2;  // tolerance
 constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true}, kTwice{.twice = true};
 const auto kDefaults = [](auto&) {};
 const auto kOverlap = [](auto& options) { options.overlap_with_backward = true; };
+/// Of one or two gradients each.
+const auto kPacks = [](auto& options) {
+  options.param_pack = true;
+  options.param_pack_thd = 20;
+};
+const auto kSumsAndBroadcasts = [](auto& options) {
+  options.reduce_method = "sum";
+  options.bcast_period = 2;
+};
 const auto kPrefetch = [](auto& options) { options.forward_prefetch = true; };
 const auto kShardGradOp = [](auto& options) {
   options.sharding_strategy = ShardingStrategy::shard_grad_op;
@@ -127,6 +151,13 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"ddp_clip", ddp(kClip), false}, Case{"zero", zero(kDefaults)},
         Case{"zero_accumulation", zero(kDefaults, kAccumulate)},
         Case{"zero_clip", zero(kDefaults, kClip), false}, Case{"zero_overlap", zero(kOverlap)},
+        Case{"distributed_optimizer", distributed_optimizer(kDefaults)},
+        Case{"distributed_optimizer_accumulation", distributed_optimizer(kDefaults, kAccumulate)},
+        Case{"distributed_optimizer_clip", distributed_optimizer(kDefaults, kClip), false},
+        Case{"distributed_optimizer_packed", distributed_optimizer(kPacks)},
+        Case{"distributed_optimizer_packed_accumulation",
+             distributed_optimizer(kPacks, kAccumulate)},
+        Case{"distributed_optimizer_sum", distributed_optimizer(kSumsAndBroadcasts)},
         Case{"fsdp_replicas", fsdp(kReplicas)}, Case{"fsdp", fsdp(kDefaults)},
         Case{"fsdp_prefetch", fsdp(kPrefetch)}, Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
         Case{"fsdp_accumulation", fsdp(kDefaults, kAccumulate)},

@@ -3,7 +3,6 @@
 #include "tessera/activation_checkpoint.h"
 #include "tessera/detail/device_generator.h"
 #include "tessera/distributed_data_parallel.h"
-#include "tessera/join.h"
 #include "tessera/local_sgd.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/comm_hook.h"
@@ -129,27 +128,6 @@ Training local_sgd(LocalSgdOptions options) {
   };
 }
 
-/// Rank r has 2 + r batches.
-Outcome fsdp_join(ProcessGroup group, at::Device where) {
-  auto net = model_on(where);
-  FullyShardedDataParallel fsdp(net, group, by_layer());
-  torch::optim::SGD optimizer(fsdp.parameters(), momentum());
-  fsdp.set_shadow_step([&] {
-    optimizer.zero_grad();
-    fsdp.shadow_backward();
-    optimizer.step();
-  });
-  join({fsdp}, {}, [&](JoinLoop& iteration) {
-    for (int step = 0; step < 2 + group.rank(); ++step) {
-      iteration.next();
-      optimizer.zero_grad();
-      fsdp(batch(step, group.rank(), where)).square().mean().backward();
-      optimizer.step();
-    }
-  });
-  return {whole_parameters(fsdp), 0};
-}
-
 const LocalSgdOptions kAverage{.outer = OuterOptimizer::average}, kNesterov{},
     kInBackground{.in_background = true}, kInt8{.wire = OuterWire::int8};
 
@@ -176,8 +154,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"sync_batch_norm", sync_batch_norm}, Case{"local_sgd_average", local_sgd(kAverage)},
         Case{"local_sgd_nesterov", local_sgd(kNesterov)},
         Case{"local_sgd_in_background", local_sgd(kInBackground)},
-        Case{"local_sgd_int8", local_sgd(kInt8), true, kEncoded, kWorlds, kRounded},
-        Case{"fsdp_join", fsdp_join}),
+        Case{"local_sgd_int8", local_sgd(kInt8), true, kEncoded, kWorlds, kRounded}),
     name_of_case);
 
 }  // namespace

@@ -1,23 +1,25 @@
-// State that goes from a device to the CPU and back, and ranks with unequal data.
+// State that goes from a device to the CPU and back.
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
 #include "device/loss.h"
-#include "device/parity.h"
+#include "device/wrapped.h"
 #include "harness/device/device.h"
 #include "harness/device/rank_processes.h"
-#include "harness/models.h"
-#include "tessera/distributed_data_parallel.h"
-#include "tessera/fully_sharded_data_parallel.h"
-#include "tessera/join.h"
-#include "tessera/optim.h"
-#include "tessera/zero_redundancy_optimizer.h"
 
 namespace tessera::on_device {
-namespace {
 
-using testing::Uneven;
+struct StateCase {
+  const char* name;
+  MakeWrapped make;
+  double tolerance = 1e-4;  ///< Where the kernels are not those of the CPU.
+};
+inline void PrintTo(const StateCase& test_case, std::ostream* out) { *out << test_case.name; }
+
+class DeviceStateOf : public ::testing::TestWithParam<StateCase> {};
+
+namespace {
 
 void expect_in_place(int world, const std::function<void(Groups&)>& body, int usual = 3) {
   expect_success(
@@ -29,83 +31,80 @@ void expect_in_place(int world, const std::function<void(Groups&)>& body, int us
       usual);
 }
 
-void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  expect(!a.empty() && a.size() == b.size(), "equally many parameters");
-  for (size_t i = 0; i < a.size(); ++i) expect_close(a[i].cpu(), b[i].cpu(), true, i);
+/// Steps [from, to) on batches of this rank's own.
+void train_steps(Wrapped& model, int rank, at::Device where, int from, int to) {
+  for (int step = from; step < to; ++step) model.step(batch(step, rank, where));
 }
 
-/// A model of FullyShardedDataParallel and its optimizer on one device.
-struct Sharded {
-  Sharded(ProcessGroup group, at::Device place, bool cpu_offload = false)
-      : net(on(place)),
-        fsdp(net, group, options(cpu_offload)),
-        optimizer(fsdp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
-        rank(group.rank()),
-        device(place) {}
-
-  void train(int from, int to) {
-    for (int step = from; step < to; ++step) {
-      optimizer.zero_grad();
-      fsdp(batch(step, rank, device)).square().mean().backward();
-      optimizer.step();
-    }
+void expect_same_state(const State& a, const State& b, double tolerance) {
+  const auto all = a.tensors(), others = b.tensors();
+  expect(!all.empty() && all.size() == others.size(), "equally many tensors");
+  for (const auto& [name, tensor] : all) {
+    expect(others.count(name) > 0, name);
+    expect_close(tensor.cpu(), others.at(name).cpu(), true, name, tolerance);
   }
-  void take_from(Sharded& other) {
-    fsdp.load_state_dict(other.fsdp.state_dict(-1));
-    fsdp.load_optim_state_dict(optimizer, other.fsdp.optim_state_dict(other.optimizer, -1));
-  }
-  std::vector<at::Tensor> parameters() {
-    std::vector<at::Tensor> result;
-    for (const auto& [name, tensor] : fsdp.state_dict(-1)) result.push_back(tensor);
-    return result;
-  }
-
-  static Uneven on(at::Device where) {
-    torch::manual_seed(1);
-    Uneven net;
-    net->to(where);
-    return net;
-  }
-  static FullyShardedDataParallelOptions options(bool cpu_offload) {
-    FullyShardedDataParallelOptions result;
-    result.cpu_offload = cpu_offload;
-    result.wrap_policy = wrap_by_type<torch::nn::LinearImpl>();
-    return result;
-  }
-
-  Uneven net;
-  FullyShardedDataParallel<Uneven> fsdp;
-  torch::optim::SGD optimizer;
-  int rank;
-  at::Device device;
-};
-
-TEST(DeviceState, FsdpGoesFromDeviceToCpuAndBack) {
-  expect_in_place(2, [](Groups& groups) {
-    const auto here = device(groups.rank());
-    auto cpu = groups.cpu(), there = groups.device();
-    Sharded whole(there, here), first(there, here), second(cpu, at::kCPU), third(there, here);
-    whole.train(0, 6);
-    first.train(0, 2);
-    second.take_from(first);
-    second.train(2, 4);
-    third.take_from(second);
-    third.train(4, 6);
-    expect_equal(whole.parameters(), third.parameters());
-  });
 }
+
+/// Where the documentation says so.
+State expect_on_the_cpu(State state) {
+  for (const auto& [name, tensor] : state.on_the_cpu())
+    expect(tensor.is_cpu(), name + " on the CPU");
+  return state;
+}
+
+TEST_P(DeviceStateOf, GoesFromDeviceToCpuAndBack) {
+  const auto& [name, make, tolerance] = GetParam();
+  for (const int world : kWorlds) {
+    if (world > most_ranks()) continue;
+    expect_in_place(
+        world,
+        [&, &make = make, &tolerance = tolerance](Groups& groups) {
+          const int rank = groups.rank();
+          const auto here = device(rank);
+          const auto cpu = groups.cpu(), there = groups.device();
+          const auto whole = make(there, here), first = make(there, here),
+                     second = make(cpu, at::kCPU), third = make(there, here);
+          train_steps(*whole, rank, here, 0, 6);
+          train_steps(*first, rank, here, 0, 2);
+          second->load(expect_on_the_cpu(first->state()));
+          train_steps(*second, rank, at::kCPU, 2, 4);
+          third->load(expect_on_the_cpu(second->state()));
+          train_steps(*third, rank, here, 4, 6);
+          expect_same_state(expect_on_the_cpu(whole->state()), third->state(), tolerance);
+        },
+        2);
+  }
+}
+
+constexpr double kOfInt8 = 1e-2;  // tolerance
+
+INSTANTIATE_TEST_SUITE_P(
+    Wrappers, DeviceStateOf,
+    ::testing::Values(StateCase{"ddp", wrapped<InDdp>()}, StateCase{"zero", wrapped<InZero>()},
+                      StateCase{"zero_slices", wrapped<InZeroBySlices>()},
+                      StateCase{"zero_archive", wrapped<InZeroByArchive>()},
+                      StateCase{"distributed_optimizer", wrapped<InDistributedOptimizer>(means())},
+                      StateCase{"fsdp", wrapped<InFsdp>()},
+                      StateCase{"fsdp_slices", wrapped<InFsdpBySlices>()},
+                      StateCase{"fsdp_cpu_offload", wrapped<InFsdp>(true)},
+                      StateCase{"local_sgd", wrapped<InLocalSgd>(LocalSgdOptions{})},
+                      StateCase{"local_sgd_in_background",
+                                wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true})},
+                      StateCase{"local_sgd_int8",
+                                wrapped<InLocalSgd>(LocalSgdOptions{.wire = OuterWire::int8}),
+                                kOfInt8}),
+    [](const auto& tested) { return std::string(tested.param.name); });
 
 /// What the model gives between each backward and the optimizer's step, at last read on the CPU.
-std::vector<at::Tensor> outputs_before_steps(Sharded& sharded) {
+std::vector<at::Tensor> outputs_before_steps(InFsdp& model, int rank, at::Device where) {
   std::vector<at::Tensor> outputs;
   for (int step = 0; step < 5; ++step) {
-    sharded.optimizer.zero_grad();
-    sharded.fsdp(batch(step, sharded.rank, sharded.device)).square().mean().backward();
-    const auto x = batch(step + 1, sharded.rank, sharded.device);
-    if (!sharded.device.is_cpu()) keep_busy(100);
+    model.backward(batch(step, rank, where));
+    const auto x = batch(step + 1, rank, where);
+    if (!where.is_cpu()) keep_busy(100);
     const at::NoGradGuard no_grad;
-    const auto output = sharded.fsdp(x);
-    sharded.optimizer.step();
+    const auto output = model.fsdp(x);
+    model.optimizer.step();
     outputs.push_back(output.cpu());
   }
   return outputs;
@@ -116,37 +115,29 @@ TEST(DeviceState, TheOptimizerOnTheHostWaitsUntilTheDeviceHasReadTheShards) {
     expect_in_place(
         world,
         [](Groups& groups) {
-          Sharded host(groups.cpu(), at::kCPU);
-          Sharded there(groups.device(), device(groups.rank()), /*cpu_offload=*/true);
-          expect_equal(outputs_before_steps(host), outputs_before_steps(there));
+          const int rank = groups.rank();
+          InFsdp host(groups.cpu(), at::kCPU);
+          InFsdp there(groups.device(), device(rank), /*cpu_offload=*/true);
+          const auto expected = outputs_before_steps(host, rank, at::kCPU);
+          const auto got = outputs_before_steps(there, rank, device(rank));
+          for (size_t i = 0; i < expected.size(); ++i)
+            expect_close(expected[i], got[i], true, "step " + std::to_string(i));
         },
         5);
   }
 }
 
-std::vector<at::Tensor> train_uneven(ProcessGroup group, at::Device where) {
-  auto net = Sharded::on(where);
-  DistributedDataParallel ddp(net, group);
-  ZeroRedundancyOptimizerOptions options;
-  options.reduce_gradients = false;
-  ZeroRedundancyOptimizer optimizer(
-      *net, group,
-      optimizer_factory<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9)), options);
-  join({ddp, optimizer}, {}, [&](JoinLoop& iteration) {
-    for (int step = 0; step < 2 + 2 * group.rank(); ++step) {
-      iteration.next();
-      optimizer.zero_grad();
-      ddp(batch(step, group.rank(), where)).square().mean().backward();
-      optimizer.step();
-    }
-  });
-  return net->parameters();
-}
-
-TEST(DeviceState, JoinOfUnequalDataHasTheBitsOfTheCpu) {
-  expect_in_place(2, [](Groups& groups) {
-    const auto host = train_uneven(groups.cpu(), at::kCPU);
-    expect_equal(host, train_uneven(groups.device(), device(groups.rank())));
+TEST(DeviceZero, OptionsThatNeedTheCpuAreErrors) {
+  expect_success(2, [](Groups& groups) {
+    const auto refused = [&](const std::string& name, const ZeroOptions& options) {
+      const auto text = error_of([&] { InZero(groups.device(), own_device(groups), options); });
+      expect_contains(text, "ZeroRedundancyOptimizer");
+      expect_contains(text, "option " + name + " needs parameters on the CPU");
+    };
+    refused("gather_in_background", {.gather_in_background = true});
+    refused("reduce_in_backward", {.reduce_in_backward = true});
+    refused("shard_gradients", {.shard_gradients = true});
+    refused("share_parameters", {.share_parameters = true});
   });
 }
 

@@ -1,174 +1,21 @@
-// The trainer on the device: the losses of the CPU, and runs that go on where they ended.
-#include <algorithm>
-#include <filesystem>
-#include <optional>
-
-#include <c10/core/DeviceGuard.h>
-#include <gmock/gmock.h>
-
+// The trainer on the device: the losses of the CPU.
 #include "device/loss.h"
-#include "device/seeds.h"
-#include "harness/device/device.h"
-#include "harness/device/rank_processes.h"
-#include "harness/temporary_folder.h"
+#include "device/trainer.h"
 #include "tessera/error.h"
-#include "tessera/train.h"
-#include "tessera/train/devices.h"
-#include "tessera/train/registries.h"
 #include "train/program/group_options.h"
 #include "train/run/device_copies.h"
 
 namespace tessera::on_device {
 namespace {
 
-using ::testing::Each;
-using Options = std::vector<std::string>;
-
-// No optimizer that has kernels of its own on the CPU.
-constexpr const char* kConfig = R"(
-model: {type: Small, seed: 1}
-data: {type: Waves, order: sequential}
-loss: {type: cross_entropy}
-optimizer: {type: RMSprop, lr: 0.01, momentum: 0.9}
-train: {steps: 6, global_batch: 12, eval_every: 0}
-)";
-
-struct SmallImpl : torch::nn::Module {
-  struct Options {
-    double dropout = 0;
-    void read(OptionReader& options) { options.read("dropout", dropout, "probability"); }
-  };
-  explicit SmallImpl(Options options)
-      : one(register_module("one", torch::nn::Linear(3, 5))),
-        two(register_module("two", torch::nn::Linear(5, 7))),
-        three(register_module("three", torch::nn::Linear(7, 2))),
-        drop(register_module("drop", torch::nn::Dropout(options.dropout))) {}
-  at::Tensor forward(const at::Tensor& x) { return three(two(drop(one(x).tanh())).tanh()); }
-  torch::nn::Linear one, two, three;
-  torch::nn::Dropout drop;
-};
-TORCH_MODULE(Small);
-
-struct Waves : Dataset {
-  int64_t size() const override { return 72; }
-  std::string describe() const override { return "waves"; }
-  Batch get(const std::vector<int64_t>& samples) const override {
-    const at::Tensor i = torch::tensor(samples, torch::kLong);
-    return {torch::stack({i.sin(), i.cos(), i * 0.01}, 1), i.sin().gt(0).to(torch::kLong)};
-  }
-};
-
-/// Keeps how often the host has waited at the end of each step.
-struct Waits : RunHook {
-  void after_step(RunState&) override {
-    reasons = stats().wait_reasons;
-    const auto is_operator = [](const auto& reason) { return reason.starts_with("aten::"); };
-    ends.push_back(stats().host_waits);
-    without_operators.push_back(ends.back() -
-                                std::count_if(reasons.begin(), reasons.end(), is_operator));
-    if (ends.size() == 1) reset_stats();
-  }
-  /// Of a step, without the first one, which allocates, and the last one, after which the run
-  /// evaluates.
-  double a_step() const { return a_step(ends); }
-  static double a_step(const std::vector<uint64_t>& counts) {
-    return static_cast<double>(counts.at(counts.size() - 2)) /
-           static_cast<double>(counts.size() - 2);
-  }
-  /// `counts`: ends or without_operators.
-  void expect_at_most(double most, const std::vector<uint64_t>& counts) const {
-    std::string text;
-    for (const auto& reason : reasons) text += " " + reason;
-    expect(a_step(counts) <= most, "at most " + std::to_string(most) + " waits, not " +
-                                       std::to_string(a_step(counts)) + ":" + text);
-  }
-  std::vector<uint64_t> ends;
-  std::vector<uint64_t> without_operators;  // for whose results the simulated device must wait
-  std::multiset<std::string> reasons;
-};
-
-/// Runs of one rank, in a folder that all ranks share.
-class Trainer {
- public:
-  Trainer(Groups& groups, const std::string& folder) : groups_(groups) {
-    std::filesystem::current_path(folder);
-    std::freopen("/dev/null", "w", stdout);  // what runs print
-    registry::models().add<Small>("Small");
-    registry::datasets().add<Waves>("Waves");
-    registry::losses().add("TenTimes", [](const at::Tensor& output, const at::Tensor& targets) {
-      return torch::cross_entropy_loss(output, targets) * 10;
-    });
-    if (name() == "sim") {
-      registry::add_device(name(),
-                           {type(), [](at::Device device) { return generator(device.index()); }});
-    }
-  }
-
-  int rank() const { return groups_.rank(); }
-  /// Runs use no backend for the device from now on.
-  void stage() { staged_ = true; }
-  TrainResult train(bool on_device, Options options,
-                    std::shared_ptr<RunHook> hook = std::make_shared<Waits>()) {
-    options.insert(options.begin(), on_device ? "model.device=" + name() : "model.device=cpu");
-    Config config = load_config("c.yaml", options);
-    config.hooks.push_back([hook] { return hook; });
-    return run_training(config, on_device ? group_on_device() : groups_.cpu());
-  }
-
- private:
-  /// The run itself makes the device the current one.
-  ProcessGroup group_on_device() {
-    const c10::DeviceGuard own(device(groups_.rank()));
-    return staged_ ? groups_.staged() : groups_.device();
-  }
-
-  Groups& groups_;
-  bool staged_ = false;
-};
-
-class DeviceTraining : public ::testing::Test {
- protected:
-  DeviceTraining() { folder_.put("c.yaml", kConfig); }
-  void run(int world, const std::function<void(Trainer&)>& body) {
-    const auto seed = seeds(1).front();
-    const auto errors = run_processes(world, seed, [&](Groups& groups) {
-      Trainer trainer(groups, folder_.path());
-      body(trainer);
-    });
-    EXPECT_THAT(errors, Each("")) << world << " ranks, seed " << seed;
-  }
-
-  testing::TemporaryFolder folder_;
-};
-
-void expect_losses(const std::vector<double>& got, const std::vector<double>& expected,
-                   double tolerance = 1e-4) {
-  expect(got.size() == expected.size() && !got.empty(), std::to_string(expected.size()) + " steps");
-  if (has_kernels_of_cpu()) tolerance = 0;
-  for (size_t i = 0; i < got.size(); ++i)
-    expect(std::abs(got[i] - expected[i]) <= tolerance * std::abs(expected[i]),
-           "the loss of step " + std::to_string(i) + ", " + std::to_string(got[i]) + ", as " +
-               std::to_string(expected[i]));
-}
-
-const Options kWrappers{"parallel.type=DistributedDataParallel",
-                        "parallel.type=ZeroRedundancyOptimizer",
-                        "parallel={type: DistributedOptimizer, reduce_method: mean}",
-                        "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
-
-class DeviceTrainingOf : public DeviceTraining,
-                         public ::testing::WithParamInterface<std::string> {};
-
 TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuAndFewWaits) {
   for (const int world : {1, 2, 3}) {
     if (world > most_ranks()) continue;
     run(world, [&](Trainer& trainer) {
       for (const Options& more : {Options{}, {"train.accumulation=2"}}) {
-        Options options{GetParam()};
-        options.insert(options.end(), more.begin(), more.end());
+        const auto options = with({GetParam()}, more);
         const auto waits = std::make_shared<Waits>();
-        const auto there = trainer.train(true, options, waits);
-        expect_losses(there.losses, trainer.train(false, options).losses);
+        expect_end_of(trainer.train(true, options, waits), trainer.train(false, options));
         const double most = 2 + (more.empty() ? 0 : 1);  // a loss is read for each micro-batch
         waits->expect_at_most(most, waits->ends);
       }
@@ -188,11 +35,9 @@ train: {steps: 4, global_batch: 4, eval_every: 0}
 )");
   run(2, [&](Trainer& trainer) {
     for (const Options& more : {Options{}, {"model.activation_checkpointing=true"}}) {
-      Options options{GetParam()};
-      options.insert(options.end(), more.begin(), more.end());
+      const auto options = with({GetParam()}, more);
       const auto waits = std::make_shared<Waits>();
-      const auto there = trainer.train(true, options, waits);
-      expect_losses(there.losses, trainer.train(false, options).losses);
+      expect_end_of(trainer.train(true, options, waits), trainer.train(false, options));
       waits->expect_at_most(2, waits->without_operators);
     }
   });
@@ -201,44 +46,44 @@ train: {steps: 4, global_batch: 4, eval_every: 0}
 TEST_P(DeviceTrainingOf, HasTheLossesOfTheCpuWithoutABackendForTheDevice) {
   run(2, [&](Trainer& trainer) {
     trainer.stage();
-    expect_losses(trainer.train(true, {GetParam()}).losses,
-                  trainer.train(false, {GetParam()}).losses);
+    expect_end_of(trainer.train(true, {GetParam()}), trainer.train(false, {GetParam()}));
   });
 }
 
-TEST_P(DeviceTrainingOf, GoesFromDeviceToCpuAndBackByCheckpoints) {
-  run(2, [&](Trainer& trainer) {
-    const Options whole{GetParam(), "train.ema.decay=0.9"};
-    const auto expected = trainer.train(true, whole).losses;
-    auto parts = whole;
-    parts.push_back("checkpoint.folder=parts");
-    for (const int end : {2, 4, 6}) {
-      auto part = parts;
-      part.push_back("train.steps=" + std::to_string(end));
-      const auto result = trainer.train(end != 4, part);
-      expect(result.first_step == end - 2, "the first step of a run to " + std::to_string(end));
-      expect_losses(result.losses, {expected.begin() + end - 2, expected.begin() + end});
-    }
-  });
+TEST_P(DeviceTrainingOf, EvaluatesToTheFiguresOfTheCpu) {
+  for (const int world : {1, 2, 3}) {
+    if (world > most_ranks()) continue;
+    run(world, [&](Trainer& trainer) {
+      for (const Options& more : {Options{}, {"train.ema.decay=0.9"}}) {
+        const auto options = with({GetParam(), "train.eval_every=2"}, more);
+        const auto there = std::make_shared<Evaluations>(), host = std::make_shared<Evaluations>();
+        const auto result = trainer.train(true, options, there);
+        const auto expected = trainer.train(false, options, host);
+        expect(there->all.size() == 3 && host->all.size() == 3, "three evaluations");
+        for (size_t i = 0; i < host->all.size(); ++i)
+          expect_evaluation(there->all[i], host->all[i]);
+        expect_end_of(result, expected);
+        expect_figure("the best loss", *result.best_eval_loss, *expected.best_eval_loss);
+      }
+    });
+  }
 }
 
-TEST_P(DeviceTrainingOf, RandomNumbersOfTheDeviceGoOn) {
-  run(2, [&](Trainer& trainer) {
-    const Options whole{GetParam(), "model.dropout=0.2"};
-    const auto expected = trainer.train(true, whole).losses;
-    for (const int end : {3, 6}) {
-      auto part = whole;
-      part.insert(part.end(), {"checkpoint.folder=parts", "train.steps=" + std::to_string(end)});
-      generator(0).unsafeGetGeneratorImpl()->set_current_seed(end);  // used by nobody
-      const auto result = trainer.train(true, part);
-      expect_losses(result.losses, {expected.begin() + end - 3, expected.begin() + end});
-    }
-    expect(expected != trainer.train(true, {GetParam()}).losses, "dropout");
-  });
+TEST_P(DeviceTrainingOf, GroupsThatTrainApartHaveTheLossesOfTheCpu) {
+  for (const int world : {2, 4}) {
+    if (world > most_ranks()) continue;
+    run(world, [&](Trainer& trainer) {
+      for (const char* more : {", every: 2", ", every: 2, in_background: true, wire: int8"}) {
+        const Options options{GetParam(), groups_of(2, more), "train.eval_every=3"};
+        expect_end_of(trainer.train(true, options), trainer.train(false, options));
+      }
+    });
+  }
 }
 
 std::string name_of(const ::testing::TestParamInfo<std::string>& chosen) {
-  const std::vector<std::string> names{"ddp", "zero", "distributed_optimizer", "fsdp"};
+  const std::vector<std::string> names{"ddp", "zero", "distributed_optimizer", "fsdp",
+                                       "fsdp_cpu_offload"};
   return names.at(chosen.index);
 }
 

@@ -112,12 +112,12 @@ double train(Model& model, Optimizer& optimizer, Wrapper& wrapper, const Process
 }
 
 inline void expect_close(const at::Tensor& host, const at::Tensor& there, bool same_bits,
-                         size_t number, double tolerance = 1e-4) {
+                         const std::string& what, double tolerance = 1e-4) {
   if (has_kernels_of_cpu()) tolerance = 1e-6;
   const bool good = same_bits && has_kernels_of_cpu()
                         ? host.equal(there)
                         : host.allclose(there, tolerance, tolerance / 10);
-  expect(good, "the values of parameter " + std::to_string(number) + ": they differ by at most " +
+  expect(good, "the values of " + what + ": they differ by at most " +
                    std::to_string((host - there).abs().max().item<double>()));
 }
 
@@ -125,7 +125,8 @@ inline void compare(const std::vector<at::Tensor>& host, const std::vector<at::T
                     const Case& test_case) {
   expect(!host.empty() && host.size() == there.size(), "equally many parameters");
   for (size_t i = 0; i < host.size(); ++i) {
-    expect_close(host[i], there[i], test_case.same_bits, i, test_case.tolerance);
+    expect_close(host[i], there[i], test_case.same_bits, "parameter " + std::to_string(i),
+                 test_case.tolerance);
   }
 }
 
