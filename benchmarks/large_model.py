@@ -3,14 +3,14 @@
 
     large_model.py [--build build] [--width 2048] [--layers 20] [--ranks 2] [--resume 1 3] [--steps 20] [--folder F] [--json out.json]
 
-Construction is deferred, so no rank ever holds the model. The peak of PSS of each rank is sampled every 50 ms and compared with
+Construction is deferred, so no rank ever holds the model. The peak of PSS of each rank is sampled every 50 ms while all ranks run, and compared with
 150 MiB + 16 bytes x parameters / ranks + the two largest units, without activations. The run is killed with SIGKILL one step after the
 checkpoint of --steps, and two more steps are trained from it for each number of --resume; their losses must agree to 1e-3. The
 defaults need 17 GB of memory and 25 GB in the folder, which is a temporary one unless given.
 """
 import argparse, json, os, pathlib, shutil, signal, subprocess, tempfile, threading, time
 
-from memory import descendants, sample
+from memory import descendants, sample_ranks
 
 CONFIG = """
 model: {{type: GPT2, vocab_size: 256, n_positions: 32, n_embd: {width}, n_layer: {layers}, n_head: 16, dropout: 0, seed: 0, deferred: true}}
@@ -20,13 +20,6 @@ parallel: {{type: FullyShardedDataParallel, wrap_policy: {{type: name_based, pat
 train: {{steps: {steps}, global_batch: 6, log: log.jsonl, log_every: 1}}
 checkpoint: {{folder: run, every: {every}}}
 """
-
-
-def is_rank(pid):
-    try:
-        return b"tessera-train" in pathlib.Path(f"/proc/{pid}/comm").read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 def train(args, folder, ranks, steps, kill_after=None):
@@ -40,8 +33,8 @@ def train(args, folder, ranks, steps, kill_after=None):
     reader = threading.Thread(target=lambda: output.extend(process.stdout), daemon=True)
     reader.start()
     while process.poll() is None:
-        for pid in filter(is_rank, descendants(process.pid)):
-            peaks[pid] = max(sample(pid)[1], peaks.get(pid, 0))
+        for pid, (_, pss) in sample_ranks(process.pid, ranks).items():
+            peaks[pid] = max(pss, peaks.get(pid, 0))
         lines = log.read_text().splitlines() if log.exists() else []
         losses = {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
         if kill_after is not None and not killed and max(losses, default=-1) >= kill_after:

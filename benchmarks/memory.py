@@ -36,7 +36,7 @@ LONG, BATCH = 1024, 2
 def long_sequences(kept):
     """Bytes of a plain run on long sequences whose blocks keep `kept` bytes for backward: those of its end, where the
     gradient of the embedding is added to that of the tied head, or those of its beginning, whichever are more."""
-    loss = 2 * 2**25 + EMBEDDING + 4 * WIDTH * BATCH * LONG
+    loss = 2**25 + EMBEDDING + 4 * WIDTH * BATCH * LONG
     return max(16 * PARAMETERS + 2 * EMBEDDING, 12 * PARAMETERS + kept + loss)
 
 
@@ -82,6 +82,20 @@ def sample(pid):
     return tuple(int(re.search(rf"(?m)^{name}:\s+(\d+)", text)[1]) / 1024 for name in ("Rss", "Pss")) if "Pss" in text else (0, 0)
 
 
+def is_rank(pid):
+    try:
+        return b"tessera-train" in pathlib.Path(f"/proc/{pid}/comm").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def sample_ranks(pid, ranks):
+    """RSS and PSS in MiB of each rank below process `pid`. Empty unless all ranks run: one that ends leaves its part of shared pages
+    to the others' PSS."""
+    found = {rank: sample(rank) for rank in descendants(pid) if is_rank(rank)}
+    return found if len(found) == ranks and all(sample(rank)[1] for rank in found) else {}
+
+
 def measure(build, ranks, steps, overrides, folder):
     config = folder / "config.yaml"
     config.write_text(CONFIG)
@@ -93,16 +107,14 @@ def measure(build, ranks, steps, overrides, folder):
     reader.start()
     peaks = {}
     while process.poll() is None:
-        for pid in descendants(process.pid):
-            rss, pss = sample(pid)
+        for pid, (rss, pss) in sample_ranks(process.pid, ranks).items():
             before = peaks.get(pid, (0, 0))
             peaks[pid] = (max(rss, before[0]), max(pss, before[1]))
         time.sleep(0.02)
     reader.join(5)
     if process.returncode:
         raise SystemExit("".join(output))
-    ranks_only = sorted(peaks.values(), key=lambda peak: -peak[1])[:ranks]
-    return max(rss for rss, _ in ranks_only), max(pss for _, pss in ranks_only)
+    return max(rss for rss, _ in peaks.values()), max(pss for _, pss in peaks.values())
 
 
 def row_of(way, ranks, rss, pss, formula):

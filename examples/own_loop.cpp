@@ -36,7 +36,7 @@ int main(int argc, char** argv) try {
       state = checkpoint.load_slices({shards.begin(), shards.end()});
     });
     tessera::load_state_dict(*net, weights);
-    optimizer.load_state_slices(state);
+    optimizer.load_state_slices(std::move(state));
     step = checkpoint.step();
     if (world.rank() == 0) std::cout << "going on from " << *path << std::endl;
   }

@@ -264,6 +264,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Loads the state of shards(), as tessera::load_state_slices. Parameters that are frozen now
   /// count as never stepped. Options stay as they are: see groups(). Local.
   void load_state_slices(const std::vector<StateSlice>& slices);
+  /// The same, dropping each tensor of `slices` when it has been copied.
+  void load_state_slices(std::vector<StateSlice>&& slices);
   /// Every rank receives each shard's values from its owner. For use after a write to shards, for
   /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.
   void gather_parameters();

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include "tessera/optim/optimizer_state.h"
+#include "tessera/optim/state_slice.h"
 
 namespace tessera::sharding {
 
@@ -22,6 +23,11 @@ struct NewState {
 /// copied.
 void replace_states(torch::optim::Optimizer& optimizer, const std::string& who,
                     const std::vector<NewState>& states);
+
+/// load_state_slices() that drops each tensor of `slices` when it has copied it, so that a state
+/// that was read from a file is in memory once. It leaves kWireResidual, which is the wrapper's.
+void take_state_slices(torch::optim::Optimizer& optimizer,
+                       const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices);
 
 /// `run` (elements in memory order) as a tensor with the shape of `shard`. No copy.
 at::Tensor shaped_like(const at::Tensor& run, const at::Tensor& shard);

@@ -71,18 +71,18 @@ void check_shard(const char* who, const ParameterShard& shard) {
 /// Slices by parameter, begin and numel.
 class GivenSlices {
  public:
-  explicit GivenSlices(const std::vector<StateSlice>& slices) : slices_(slices) {
-    for (const auto& slice : slices) {
+  explicit GivenSlices(std::vector<StateSlice>& slices) : slices_(slices) {
+    for (auto& slice : slices) {
       const auto [first, added] =
           by_run_.emplace(std::tuple(slice.parameter, slice.begin, slice.numel), &slice);
       if (!added) twice_.insert(first->second);
     }
   }
 
-  const StateSlice& of(const ParameterShard& shard) const {
+  StateSlice& of(const ParameterShard& shard) const {
     const auto found = by_run_.find(std::tuple(shard.parameter, shard.begin, shard.numel));
     if (found == by_run_.end()) throw missing(shard);
-    const auto& slice = *found->second;
+    auto& slice = *found->second;
     if (twice_.count(&slice) > 0) {
       throw UsageError(fmt::format("{}: there are two slices for {} of parameter {}; expected one",
                                    kLoadSlices, elements(shard.begin, shard.numel),
@@ -119,20 +119,21 @@ class GivenSlices {
   }
 
   const std::vector<StateSlice>& slices_;
-  std::map<std::tuple<std::string, int64_t, int64_t>, const StateSlice*> by_run_;
+  std::map<std::tuple<std::string, int64_t, int64_t>, StateSlice*> by_run_;
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// Copies of the slice's tensors, in the form that the optimizer keeps for the shard.
+/// Copies of the slice's tensors, in the form that the optimizer keeps for the shard. `release`:
+/// the slice drops each tensor that was copied.
 ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterShard& shard,
-                     const StateSlice& slice) {
+                     StateSlice& slice, bool release) {
   // LBFGS's vectors run over all of its parameters. With one parameter they have its size and would
   // be taken for tensors that follow it.
   const bool may_follow = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
   const bool element_wise = is_element_wise(optimizer);
   ParamState own;
   own.scalars = slice.state.scalars;
-  for (const auto& [name, tensor] : slice.state.tensors) {
+  for (auto& [name, tensor] : slice.state.tensors) {
     if (name == sharding::kWireResidual) continue;  // the wrapper's, not the optimizer's
     const int64_t numel = tensor.defined() ? tensor.numel() : 0;
     const bool follows = may_follow && tensor.defined() && tensor.dim() > 0 && numel == shard.numel;
@@ -146,8 +147,33 @@ ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterSh
       own.tensors[name] =
           sharding::shaped_like(sharding::in_memory_order(copy, shard.tensor), shard.tensor);
     else own.tensors[name] = sharding::shaped_like(sharding::in_memory_order(copy), shard.tensor);
+    if (release) tensor = at::Tensor();
   }
   return own;
+}
+
+void load(torch::optim::Optimizer& optimizer, const std::vector<ParameterShard>& shards,
+          std::vector<StateSlice>& slices, bool release) {
+  at::NoGradGuard no_grad;
+  std::unordered_set<const void*> optimized;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
+  }
+  const GivenSlices given(slices);
+  std::vector<sharding::NewState> states;
+  for (const auto& shard : shards) {
+    check_shard(kLoadSlices, shard);
+    auto& slice = given.of(shard);
+    if (optimized.count(shard.tensor.unsafeGetTensorImpl()) == 0) {
+      if (slice.stateless()) continue;
+      throw UsageError(fmt::format(
+          "{}: there is state of parameter {}, which is none of the optimizer's; expected none",
+          kLoadSlices, shard.parameter));
+    }
+    states.push_back({shard.parameter, shard.tensor, std::nullopt});
+    if (!slice.stateless()) states.back().state = own_state(optimizer, shard, slice, release);
+  }
+  sharding::replace_states(optimizer, kLoadSlices, states);
 }
 
 }  // namespace
@@ -200,27 +226,20 @@ std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
 void load_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards,
                        const std::vector<StateSlice>& slices) {
-  at::NoGradGuard no_grad;
-  std::unordered_set<const void*> optimized;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
-  }
-  const GivenSlices given(slices);
-  std::vector<sharding::NewState> states;
-  for (const auto& shard : shards) {
-    check_shard(kLoadSlices, shard);
-    const auto& slice = given.of(shard);
-    const bool stepped = !slice.state.tensors.empty() || !slice.state.scalars.empty();
-    if (optimized.count(shard.tensor.unsafeGetTensorImpl()) == 0) {
-      if (!stepped) continue;
-      throw UsageError(fmt::format(
-          "{}: there is state of parameter {}, which is none of the optimizer's; expected none",
-          kLoadSlices, shard.parameter));
-    }
-    states.push_back({shard.parameter, shard.tensor, std::nullopt});
-    if (stepped) states.back().state = own_state(optimizer, shard, slice);
-  }
-  sharding::replace_states(optimizer, kLoadSlices, states);
+  auto aliases = slices;
+  load(optimizer, shards, aliases, false);
+}
+
+void load_state_slices(torch::optim::Optimizer& optimizer,
+                       const std::vector<ParameterShard>& shards,
+                       std::vector<StateSlice>&& slices) {
+  load(optimizer, shards, slices, true);
+}
+
+void sharding::take_state_slices(torch::optim::Optimizer& optimizer,
+                                 const std::vector<ParameterShard>& shards,
+                                 std::vector<StateSlice>& slices) {
+  load(optimizer, shards, slices, true);
 }
 
 }  // namespace tessera

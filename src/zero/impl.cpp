@@ -10,6 +10,7 @@
 
 #include "optim/text_of_options.h"
 #include "sharding/detection/detection.h"
+#include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -484,9 +485,9 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
   sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
 }
 
-void ZeroRedundancyOptimizer::Impl::load_slices(const std::vector<StateSlice>& slices) {
+void ZeroRedundancyOptimizer::Impl::load_slices(std::vector<StateSlice>& slices) {
   try {
-    tessera::load_state_slices(local.get(), parameter_shards(), slices);
+    sharding::take_state_slices(local.get(), parameter_shards(), slices);
   } catch (const UsageError& error) {
     throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
   }

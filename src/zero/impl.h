@@ -50,7 +50,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::vector<OptimizerStateDict::Group> groups() const;
   OptimizerStateDict gather_state(int to);
   void load(const OptimizerStateDict& dict);
-  void load_slices(const std::vector<StateSlice>& slices);
+  void load_slices(std::vector<StateSlice>& slices);
   std::vector<ParameterShard> parameter_shards() const;
   Memory memory() const;
   void write_shared(const std::function<void()>& write);

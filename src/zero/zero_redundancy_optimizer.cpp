@@ -122,6 +122,10 @@ std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
 }
 
 void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& slices) {
+  load_state_slices(std::vector(slices));
+}
+
+void ZeroRedundancyOptimizer::load_state_slices(std::vector<StateSlice>&& slices) {
   impl_->require_no_update_under_way("load_state_slices");
   impl_->load_slices(slices);
 }

@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "harness/memory.h"
 #include "harness/models.h"
 #include "harness/slices.h"
 #include "harness/thrown_by.h"
@@ -17,6 +18,8 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 using Optimizer = torch::optim::Optimizer;
+
+const bool kFreedBlocksReturned = return_freed_blocks();
 
 at::Tensor batch(int step) {
   return at::randn({4, 3}, at::make_generator<at::CPUGeneratorImpl>(100 + step));
@@ -120,6 +123,49 @@ TEST(StateSlices, AreTheOptimizersOwnAndLoadingCopies) {
   train(net, *optimizer, batch, 1, 2);
   EXPECT_FALSE(at::equal(live.view({3, 3}), before));
   EXPECT_TRUE(at::equal(loaded, before));
+}
+
+TEST(StateSlices, ThatAreMovedAreInMemoryOnce) {
+  ASSERT_TRUE(kFreedBlocksReturned);
+  constexpr int64_t kCount = 8, kBytes = 8 * kMiB;
+  std::vector<at::Tensor> parameters;
+  NamedParameters named;
+  for (int64_t i = 0; i < kCount; ++i) {
+    parameters.push_back(at::zeros({kBytes / 4}).requires_grad_());
+    named.emplace_back("p" + std::to_string(i), parameters.back());
+  }
+  const auto shards = parameter_shards(named);
+  const auto read = [&] {
+    std::vector<StateSlice> slices;
+    for (int64_t i = 0; i < kCount; ++i) {
+      slices.push_back({shards[i], {}});
+      slices.back().state.tensors["momentum_buffer"] =
+          at::full({kBytes / 4}, static_cast<double>(i));
+    }
+    return slices;
+  };
+  const auto growth = [&](auto load) {
+    const auto optimizer = make("SGD", parameters, {{"lr", 0.1}, {"momentum", 0.9}});
+    auto slices = read();
+    const int64_t before = resident_bytes();
+    reset_peak();
+    load(*optimizer, slices);
+    const int64_t peak = peak_bytes();
+    for (int64_t i = 0; i < kCount; ++i) {
+      const auto momentum = get_state(*optimizer, parameters[i])->tensors.at("momentum_buffer");
+      EXPECT_TRUE(at::equal(momentum, at::full({kBytes / 4}, static_cast<double>(i))));
+    }
+    return peak - before;
+  };
+  EXPECT_GT(growth([&](auto& optimizer, auto& slices) {
+              load_state_slices(optimizer, shards, slices);
+              EXPECT_EQ(slices[0].state.tensors.at("momentum_buffer").numel(), kBytes / 4);
+            }),
+            kCount * kBytes - kMiB);
+  EXPECT_LT(growth([&](auto& optimizer, auto& slices) {
+              load_state_slices(optimizer, shards, std::move(slices));
+            }),
+            kBytes + kMiB);
 }
 
 TEST(StateSlices, RunInTheParametersMemoryOrderHoweverStateIsStored) {

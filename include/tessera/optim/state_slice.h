@@ -78,5 +78,10 @@ std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
 void load_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards,
                        const std::vector<StateSlice>& slices);
+/// The same, dropping each tensor of `slices` when it has been copied. A state that was read from a
+/// checkpoint is then in memory once: load_state_slices(optimizer, shards, checkpoint.load_slices(
+/// …)). After an error `slices` is incomplete.
+void load_state_slices(torch::optim::Optimizer& optimizer,
+                       const std::vector<ParameterShard>& shards, std::vector<StateSlice>&& slices);
 
 }  // namespace tessera

@@ -268,9 +268,14 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
   std::vector<at::Tensor> averages = take_from(slices, kAverage);
   if (resumed_group_ > 0) load_parameters(slices, shards);
   if (config_.train.ema.decay) start_averaging();
+  if (average_ && averages.size() == slices.size()) {
+    for (size_t i = 0; i < averages.size(); ++i)
+      averages[i] = in_form_of(average_->averages()[i], averages[i], slices[i]);
+    average_->load(averages, averaged_updates_);
+  }
   if (config_.checkpoint.optimizer) {
     try {
-      wrapper_->load_state_slices(slices);
+      wrapper_->take_state_slices(std::move(slices));
     } catch (const UsageError& error) {
       throw UsageError(fmt::format(
           "{}{}; {} is of a run with {}, and the error is: {}; expected that optimizer, or "
@@ -279,11 +284,6 @@ void Run::restore_slices(const Checkpoint& checkpoint) {
           Json::parse(checkpoint.text(kState)).value("optimizer", "another optimizer"),
           error.what()));
     }
-  }
-  if (average_ && averages.size() == slices.size()) {
-    for (size_t i = 0; i < averages.size(); ++i)
-      averages[i] = in_form_of(average_->averages()[i], averages[i], slices[i]);
-    average_->load(averages, averaged_updates_);
   }
 }
 

@@ -185,9 +185,9 @@ void Run::load_optimizer_init() {
       heartbeat_.enter(Phase::starting, 0);
       std::vector<ElementRange> ranges;
       for (const ElementRange& range : wrapper_->shards()) ranges.push_back(range);
-      const auto slices = optimizer_init_->load_slices(optimizer_names_, ranges);
+      auto slices = optimizer_init_->load_slices(optimizer_names_, ranges);
       try {
-        wrapper_->load_state_slices(slices);
+        wrapper_->take_state_slices(std::move(slices));
       } catch (const UsageError& error) {
         throw UsageError(fmt::format("{} is not the state of {}: {}", config_.optimizer_init.path,
                                      config_.optimizer.type, error.what()));

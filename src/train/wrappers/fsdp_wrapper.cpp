@@ -95,6 +95,9 @@ class FsdpWrapper : public ModelWrapper {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     tessera::load_state_slices(*optimizer_, fsdp_.shards(), slices);
   }
+  void take_state_slices(std::vector<StateSlice>&& slices) override {
+    tessera::load_state_slices(*optimizer_, fsdp_.shards(), std::move(slices));
+  }
   OptimizerStateDict optimizer_state_dict() override { return fsdp_.optim_state_dict(*optimizer_); }
   void load_optimizer_state_dict(const OptimizerStateDict& dict) override {
     fsdp_.load_optim_state_dict(*optimizer_, dict);

@@ -32,6 +32,9 @@ class WholeWrapper : public ModelWrapper {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     tessera::load_state_slices(*optimizer_, shards(), slices);
   }
+  void take_state_slices(std::vector<StateSlice>&& slices) override {
+    tessera::load_state_slices(*optimizer_, shards(), std::move(slices));
+  }
   OptimizerStateDict optimizer_state_dict() override {
     return group_.rank() == 0 ? state_dict(*optimizer_, named_) : OptimizerStateDict{};
   }

@@ -140,6 +140,9 @@ class ZeroWrapper : public ModelWrapper {
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     optimizer_.load_state_slices(slices);
   }
+  void take_state_slices(std::vector<StateSlice>&& slices) override {
+    optimizer_.load_state_slices(std::move(slices));
+  }
   OptimizerStateDict optimizer_state_dict() override {
     optimizer_.consolidate_state_dict(0);
     return group_.rank() == 0 ? optimizer_.state_dict() : OptimizerStateDict{};
