@@ -79,6 +79,8 @@ class DataParallel {
   void shadow_backward();
   void finish_join(int last_active_rank);
   void with_shared_write(const std::function<void()>& write);
+  void update_wire_feedback(bool stepped);
+  void rescale_wire_feedback(double factor);
   int64_t parameter_bytes() const;
 
  private:
@@ -130,6 +132,18 @@ class DistributedDataParallel : public Joinable {
   [[nodiscard]] NoSync no_sync() {
     return NoSync([core = core_.get()](int change) { core->hold_sync(change); });
   }
+
+  /// For loops that drop the gradients of some backwards, with wire.gradients. Call it after every
+  /// step: `stepped` says whether the optimizer has used the gradients since the last call. With
+  /// false the next gradients get what rounding took from those of the last used step, and not what
+  /// it took from the dropped ones. Without any call, gradients count as used. Outside of backward.
+  /// Local; does not block. All ranks make the same calls.
+  void update_wire_feedback(bool stepped) { core_->update_wire_feedback(stepped); }
+  /// For loss scaling, with wire.gradients: the scale of the loss is `factor` times what it was, so
+  /// what rounding took from the last gradients is multiplied by it. Call it between a step and the
+  /// next backward, after update_wire_feedback(). UsageError unless `factor` is finite and > 0.
+  /// Local; does not block. All ranks make the same calls.
+  void rescale_wire_feedback(double factor) { core_->rescale_wire_feedback(factor); }
 
   /// Runs `write`, which changes parameters or buffers in place, for example by load_state_dict().
   /// With share_parameters: when all ranks have called it, on the first rank of each host; the

@@ -100,7 +100,14 @@ class DistributedOptimizer : public Joinable {
   /// closure only for a loss that is the same on all ranks. Collective.
   at::Tensor step(const torch::optim::Optimizer::LossClosure& closure = nullptr);
   /// Makes the gradients undefined, or sets them to zero if `set_to_none` is false. Local.
+  /// Gradients that no step() has used are dropped: with wire.gradients the next ones get what
+  /// rounding took from those of the last step(), and not what it took from the dropped ones.
   void zero_grad(bool set_to_none = true);
+  /// For loss scaling, with wire.gradients: the scale of the loss is `factor` times what it was, so
+  /// what rounding took from the last gradients is multiplied by it. Call it between step(), or
+  /// zero_grad() instead of it, and the next backward. UsageError unless `factor` is finite and
+  /// > 0. Local; does not block. All ranks make the same calls.
+  void rescale_wire_feedback(double factor);
   /// Broadcasts rank 0's parameters to all ranks of each dist_group. Collective.
   void bcast_param();
 

@@ -269,6 +269,19 @@ class FullyShardedDataParallelBase : public Joinable {
   /// outside of forward and backward. Local, but all ranks must do the same.
   void zero_grad(bool set_to_none = true);
 
+  /// For loops that drop the gradients of some backwards, with wire.gradients. Call it after every
+  /// step: `stepped` says whether the optimizer has used the gradients since the last call, of one
+  /// backward or of several. With false the next gradients get what rounding took from those of the
+  /// last used step, and not what it took from the dropped ones. Without any call, gradients count
+  /// as used. UsageError within forward or backward. Local; does not block. All ranks make the same
+  /// calls.
+  void update_wire_feedback(bool stepped);
+  /// For loss scaling, with wire.gradients: the scale of the loss is `factor` times what it was, so
+  /// what rounding took from the last gradients is multiplied by it. Call it between a step and the
+  /// next backward, after update_wire_feedback(). UsageError within forward or backward, and unless
+  /// `factor` is finite and > 0. Local; does not block. All ranks make the same calls.
+  void rescale_wire_feedback(double factor);
+
   /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
   /// on the others), in the parameters' own dtype. Parameters are gathered one by one, so the peak
   /// of extra memory on other ranks is the largest tensor. Buffers and ignored parameters are

@@ -158,7 +158,8 @@ struct ZeroRedundancyOptimizerOptions {
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
 /// so, call zero_grad() instead of step(). Not with overlap_with_backward, which has updated by
 /// then. With shard_gradients the gradients are `.grad` of shards(), so the infinite value of one
-/// rank is one of the mean.
+/// rank is one of the mean. With wire.gradients too, call rescale_wire_feedback() when the scale
+/// changes.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
 /// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping
@@ -206,6 +207,13 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
   /// (Hides torch's zero_grad, which differs between libtorch versions.)
   void zero_grad(bool set_to_none = true);
+
+  /// For loss scaling, with wire.gradients and shard_gradients: the scale of the loss is `factor`
+  /// times what it was, so what rounding took from the last gradients is multiplied by it. Call it
+  /// between step(), or zero_grad() instead of it, and the next backward. No effect without
+  /// shard_gradients, where gradients are unscaled before they are rounded. UsageError unless
+  /// `factor` is finite and > 0. Local; does not block. All ranks make the same calls.
+  void rescale_wire_feedback(double factor);
 
   /// Scales the mean gradient so that its p-norm is at most `max_norm`; returns the norm before.
   /// `norm_type` is 1, 2, infinity or any p > 0. Call it between backward and step().

@@ -142,8 +142,13 @@ class DataParallel::Impl {
     return bytes;
   }
 
-  const ProcessGroup& group() const { return group_; }
+  void rescale_wire_feedback(double factor) {
+    sharding::check_scale_change(kName, group_.rank(), factor);
+    wire_->rescale(factor);
+  }
 
+  const ProcessGroup& group() const { return group_; }
+  sharding::GradientWire& wire() { return *wire_; }
   sharding::Reducer& reducer() { return *reducer_; }
 
  private:
@@ -340,6 +345,8 @@ void DataParallel::with_shared_write(const std::function<void()>& write) {
   impl_->with_shared_write(write);
 }
 int64_t DataParallel::parameter_bytes() const { return impl_->parameter_bytes(); }
+void DataParallel::update_wire_feedback(bool stepped) { impl_->wire().end_step(stepped); }
+void DataParallel::rescale_wire_feedback(double factor) { impl_->rescale_wire_feedback(factor); }
 void DataParallel::before_forward() { impl_->before_forward(); }
 void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }

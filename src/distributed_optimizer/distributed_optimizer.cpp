@@ -101,6 +101,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
+  if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   return loss;
 }
@@ -112,7 +113,13 @@ void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   impl_->buffers_.broadcast(group, 0);
 }
 
+void DistributedOptimizer::rescale_wire_feedback(double factor) {
+  sharding::check_scale_change(Impl::kName, impl_->synced_[0].group.rank(), factor);
+  if (impl_->reduction_) impl_->reduction_->rescale_wire(factor);
+}
+
 void DistributedOptimizer::zero_grad(bool set_to_none) {
+  if (impl_->reduction_) impl_->reduction_->end_wire_step(false);  // no effect after step()
   for (const auto& group : impl_->optimizer_->param_groups()) {
     for (auto parameter : group.params()) {
       auto& grad = parameter.mutable_grad();

@@ -118,7 +118,15 @@ double PackedReduction::scale(const Lane& lane) const {
   return options_.mean ? 1.0 / (divisor_ ? divisor_ : lane.group.size()) : 1;
 }
 
+/// A program may clear the gradients itself, without a step(). After a step() this has no effect.
+void PackedReduction::notice_cleared() {
+  if (std::none_of(parameters_.begin(), parameters_.end(),
+                   [](const auto& parameter) { return parameter.tensor.grad().defined(); }))
+    end_wire_step(false);
+}
+
 void PackedReduction::backward(const at::Tensor& loss) {
+  notice_cleared();
   const auto before = reductions_;
   loss.backward();
   // A loss without any of the parameters triggers no hook, but the other ranks wait for this one.
@@ -126,9 +134,16 @@ void PackedReduction::backward(const at::Tensor& loss) {
 }
 
 void PackedReduction::shadow_backward() {
+  notice_cleared();
   shadowing_ = true;
   const auto reset = c10::make_scope_exit([this] { shadowing_ = false; });
   reducer_->shadow();
+}
+
+void PackedReduction::rescale_wire(double factor) {
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    if (lanes_[l].channel == l) lanes_[l].wire->rescale(factor);  // shared ones once
+  }
 }
 
 void PackedReduction::set_join(int divisor, int publisher) {

@@ -58,6 +58,12 @@ class PackedReduction {
   /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
   void repack();
 
+  /// See sharding::GradientWire. Between backward passes.
+  void end_wire_step(bool used) {
+    for (auto& lane : lanes_) lane.wire->end_step(used);
+  }
+  void rescale_wire(double factor);
+
   /// During a join: a mean divides by `divisor`, and rank `publisher` publishes the packs instead
   /// of rank 0.
   void set_join(int divisor, int publisher);
@@ -79,6 +85,7 @@ class PackedReduction {
   };
 
   void make_reducer();
+  void notice_cleared();
   std::vector<sharding::Bucket> make_buckets();
   std::vector<std::pair<size_t, size_t>> order_of_packs() const;
   size_t lane_of(const sharding::Bucket& bucket) const;

@@ -62,6 +62,16 @@ class Gradients {
   /// see [Note: placeholders of gradients]. Outside of backward.
   void notice_cleared();
 
+  /// See sharding::GradientWire. Outside of backward.
+  void end_wire_step(bool used) {
+    shard_wire_.end_step(used);
+    replica_wire_.end_step(used);
+  }
+  void rescale_wire(double factor) {
+    shard_wire_.rescale(factor);
+    replica_wire_.rescale(factor);
+  }
+
   // On a rank without data: the same actions as on ranks with data. It contributes zeros, and the
   // gradients that it has accumulated itself under no_sync.
   void shadow_gradient(size_t flat);

@@ -97,6 +97,7 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
 void MeanGradient::hide_placeholders() {
   if (!placeholders_) return;
   const auto subset = shards_.trainable_subset();
+  const bool had_any = sums_->any();
   placeholders_->notice([&](size_t i) {
     zero_own_part(subset[i]);
     sums_->set_unused(subset[i]);
@@ -106,6 +107,7 @@ void MeanGradient::hide_placeholders() {
       }
     }
   });
+  if (had_any && !sums_->any()) wire_.end_step(false);
   placeholders_->take_away();
 }
 

@@ -45,6 +45,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
     update(averaged);
   }
   gradients.commit();
+  gradients.end_step(true);
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);
@@ -188,6 +189,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   mean.reset();
   shards.gather(option_text());
   gradients.commit();
+  gradients.end_step(true);
   local.give_options_to(outer_);
   norm.finish(group);
   buffers.synchronize(group, has_data);
@@ -219,6 +221,7 @@ void ZeroRedundancyOptimizer::Impl::clear_shard_gradients() {
 
 void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
   mean.reset();
+  gradients.end_step(false);  // no effect after step()
   if (options.shard_gradients) clear_shard_gradients();
   for (const auto& parameter : shards.parameters()) {
     auto tensor = parameter.tensor;

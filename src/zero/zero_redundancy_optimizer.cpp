@@ -31,6 +31,10 @@ ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) { return impl_->step(closure); }
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) { impl_->zero_grad(set_to_none); }
+void ZeroRedundancyOptimizer::rescale_wire_feedback(double factor) {
+  sharding::check_scale_change(Impl::kName, impl_->group.rank(), factor);
+  if (impl_->options.shard_gradients) impl_->gradients.rescale(factor);
+}
 double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }

@@ -223,6 +223,38 @@ TEST_F(Nonfinite, SkipAndRollbackLeaveOneStepOutAndGiveEqualBits) {
   }
 }
 
+/// What rounding between hosts took from the gradients of a skipped step is not used, and a loss
+/// scale that is a power of two does not change what it takes. A rollback to the beginning leaves
+/// the step out of the whole run.
+TEST_F(Nonfinite, RoundedGradientsForgetASkippedStepAndFollowTheLossScale) {
+  auto types = kTypes;
+  types.push_back("{type: ZeroRedundancyOptimizer, shard_gradients: true}");
+  for (const auto& type : types) {
+    const auto weights = [&](std::vector<std::string> overrides) {
+      overrides.push_back("parallel=" + type);
+      overrides.push_back("parallel.wire.gradients=int8");
+      overrides.push_back("train.accumulation=2");
+      overrides.push_back("checkpoint={folder: run-" + std::to_string(++runs_) + ", every: 100}");
+      result_ = train_ranks(2, overrides, {0, 1});
+      return bytes_of("out/model.safetensors");
+    };
+    for (const char* fault : {"data.nan_at=43", "data.gradient_at=43"}) {
+      const auto skipped = weights({fault, "train.on_nonfinite=skip"});
+      EXPECT_EQ(result_.skipped_steps, 1) << type;
+      EXPECT_TRUE(skipped == weights({fault, "train.on_nonfinite=rollback"})) << type << fault;
+      EXPECT_EQ(result_.rollbacks, 1) << type;
+    }
+    const std::string skip = "train.on_nonfinite=skip", gradient = "data.gradient_at=43";
+    const auto fixed = weights({skip, gradient, "train.loss_scale=1024"});
+    EXPECT_EQ(result_.skipped_steps, 1) << type;
+    EXPECT_TRUE(fixed == weights({skip, gradient,
+                                  "train.loss_scale={init_scale: 1024, growth_interval: 1}"}))
+        << type;
+    EXPECT_EQ(result_.skipped_steps, 1) << type;
+    EXPECT_TRUE(fixed != weights({skip})) << type;
+  }
+}
+
 TEST_F(Nonfinite, ARollbackWithoutACheckpointBeginsAgain) {
   const auto skipped = weights_of(2, {"data.nan_at=1", "train.on_nonfinite=skip"});
   EXPECT_TRUE(skipped == weights_of(2, {"data.nan_at=1", "train.on_nonfinite=rollback"}));

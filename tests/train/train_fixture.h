@@ -62,7 +62,9 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
   }
 
   /// Trains on `world` threads; returns rank 0's result after comparing it with the others'.
-  TrainResult train_ranks(int world, std::vector<std::string> overrides) {
+  /// `hosts`: see run_ranks().
+  TrainResult train_ranks(int world, std::vector<std::string> overrides,
+                          const std::vector<int>& hosts = {}) {
     if (world > 1 && std::none_of(overrides.begin(), overrides.end(), [](const std::string& o) {
           return o.rfind("parallel.type=", 0) == 0 || o.rfind("parallel=", 0) == 0;
         })) {
@@ -72,9 +74,12 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
     std::vector<TrainResult> results(static_cast<size_t>(world));
     ::testing::internal::CaptureStdout();
     try {
-      run_ranks(world, [&](ProcessGroup group, int rank) {
-        results[static_cast<size_t>(rank)] = run_training(config, group);
-      });
+      run_ranks(
+          world,
+          [&](ProcessGroup group, int rank) {
+            results[static_cast<size_t>(rank)] = run_training(config, group);
+          },
+          {}, hosts);
     } catch (...) {
       out_ = ::testing::internal::GetCapturedStdout();
       throw;

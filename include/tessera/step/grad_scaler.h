@@ -34,6 +34,9 @@ struct GradScalerOptions {
 ///   if (!skip) { multiply the gradients by scaler.inverse(); clip; optimizer.step(); }
 ///   scaler.update(skip);
 ///
+/// With a wrapper's option wire.gradients, the wrapper must know of skipped steps and of a new
+/// scale: see "Fewer bytes" in docs/hosts.md.
+///
 /// All ranks must use the same options and make the same calls, and then have the same scale. All
 /// calls are local except found_inf(). Throws UsageError for options out of range.
 class GradScaler {

@@ -101,6 +101,10 @@ class ModelWrapper {
   virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
+  /// After update() or drop_gradients(), for the errors of gradients that travel rounded (option
+  /// `wire`): whether the gradients were used, and the factor by which the scale of the loss has
+  /// changed. By default nothing. Local.
+  virtual void update_wire_feedback(bool /*stepped*/, double /*scale_change*/) {}
   /// Whether backward() already updates the parameters, so that gradients can be neither unscaled
   /// nor clipped before the update.
   virtual bool updates_in_backward() const { return false; }

@@ -87,31 +87,72 @@ at::Tensor decode(WireFormat format, const at::Tensor& bytes, int64_t numel) {
   return values;
 }
 
-void WireFeedback::begin() { left_.clear(); }
+void WireFeedback::begin() {
+  const std::lock_guard lock(mutex_);
+  left_.clear();
+}
 
 at::Tensor WireFeedback::encode(WireFormat format, const at::Tensor& values) {
   auto wanted = values.to(at::kFloat);
-  const size_t place = left_.size();
-  if (place < kept_.size()) {
-    if (kept_[place].numel() != wanted.numel())
+  at::Tensor error;
+  {
+    const std::lock_guard lock(mutex_);
+    const size_t place = left_.size();
+    if (kept_ && place < kept_->size()) error = (*kept_)[place];
+  }
+  if (error.defined()) {
+    if (error.numel() != wanted.numel())
       throw std::logic_error("the windows of a bucket have changed between two steps");
-    wanted = wanted + kept_[place];
+    wanted = wanted + error;
   }
   auto bytes = comm::encode(format, wanted);
   // A block that is not finite is NaN everywhere, in this step alone.
-  left_.push_back((wanted - decode(format, bytes, wanted.numel())).nan_to_num_(0, 0, 0));
+  error = (wanted - decode(format, bytes, wanted.numel())).nan_to_num_(0, 0, 0);
+  const std::lock_guard lock(mutex_);
+  left_.push_back(std::move(error));
   return bytes;
 }
 
 void WireFeedback::commit() {
-  if (!left_.empty()) kept_ = std::exchange(left_, {});
+  const std::lock_guard lock(mutex_);
+  if (!left_.empty())
+    kept_ = std::make_shared<const std::vector<at::Tensor>>(std::exchange(left_, {}));
+}
+
+void WireFeedback::accept() {
+  const std::lock_guard lock(mutex_);
+  accepted_ = kept_;
+}
+
+void WireFeedback::discard() {
+  const std::lock_guard lock(mutex_);
+  kept_ = accepted_;
+}
+
+void WireFeedback::rescale(double factor) {
+  if (factor == 1) return;
+  const auto scaled = [factor](const Errors& errors) -> Errors {
+    if (!errors) return {};
+    std::vector<at::Tensor> result;
+    // An infinity would make the values of every later step NaN.
+    for (const auto& error : *errors) result.push_back((error * factor).nan_to_num_(0, 0, 0));
+    return std::make_shared<const std::vector<at::Tensor>>(std::move(result));
+  };
+  const std::lock_guard lock(mutex_);
+  const bool same = accepted_ == kept_;
+  kept_ = scaled(kept_);
+  accepted_ = same ? kept_ : scaled(accepted_);
 }
 
 int64_t WireFeedback::bytes() const {
+  const std::lock_guard lock(mutex_);
   int64_t total = 0;
-  for (const auto* list : {&kept_, &left_}) {
-    for (const auto& tensor : *list) total += static_cast<int64_t>(tensor.nbytes());
-  }
+  const auto add = [&total](const std::vector<at::Tensor>& errors) {
+    for (const auto& tensor : errors) total += static_cast<int64_t>(tensor.nbytes());
+  };
+  add(left_);
+  if (kept_) add(*kept_);
+  if (accepted_ && accepted_ != kept_) add(*accepted_);
   return total;
 }
 

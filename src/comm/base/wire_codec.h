@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -22,21 +23,35 @@ at::Tensor encode(WireFormat format, const at::Tensor& values);
 /// The values of `bytes` as float32. std::logic_error unless it has encoded_bytes() bytes.
 at::Tensor decode(WireFormat format, const at::Tensor& bytes, int64_t numel);
 
-/// What the encoded values of one bucket lacked in the last step, for the values of the next step:
-/// error feedback. A collective visits the values in an order that does not change.
+/// What the encoded values of one bucket lacked, for the values of its next collective: error
+/// feedback. A collective visits the values in an order that does not change. A step has one
+/// collective, or several, each of which adds what the one before lacked. Any thread may call the
+/// members while a collective runs on the group's thread.
 class WireFeedback {
  public:
-  /// Before a collective. A collective that is repeated within a step starts from the same values.
+  /// Before a collective. One that is repeated before commit() starts from the same errors.
   void begin();
-  /// encode() of `values` and of what they lacked in the last step.
+  /// encode() of `values` and of what they lacked in the last collective.
   at::Tensor encode(WireFormat format, const at::Tensor& values);
-  /// At the end of a step: its errors are those that the next step adds.
+  /// The collective is complete: its errors are those that the next one adds.
   void commit();
+  /// The sums since the last accepted step were used.
+  void accept();
+  /// They were dropped: the next collective adds what the first one after the last accepted step
+  /// has added. Nothing if no step was accepted: then no errors are kept for this.
+  void discard();
+  /// The next values are `factor` times as large.
+  void rescale(double factor);
   /// Bytes of memory.
   int64_t bytes() const;
 
  private:
-  std::vector<at::Tensor> kept_, left_;
+  using Errors = std::shared_ptr<const std::vector<at::Tensor>>;  // null: none
+
+  mutable std::mutex mutex_;
+  std::vector<at::Tensor> left_;  // by the collective that runs
+  Errors kept_;                   // by the last one that was committed
+  Errors accepted_;               // by the last one of the last accepted step
 };
 
 /// While it lives, collectives that this thread starts in a group of ProcessGroup::with_wire() use

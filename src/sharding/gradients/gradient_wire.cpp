@@ -1,5 +1,7 @@
 #include "sharding/gradients/gradient_wire.h"
 
+#include <cmath>
+
 #include <fmt/format.h>
 
 #include "tessera/error.h"
@@ -17,6 +19,14 @@ void check_wire_dtypes(const std::string& component, int rank, const WireOptions
         "float16",
         component, rank, to_string(wire), name, c10::toString(dtype)));
   }
+}
+
+void check_scale_change(const std::string& component, int rank, double factor) {
+  if (std::isfinite(factor) && factor > 0) return;
+  throw UsageError(fmt::format(
+      "{}: rank {}: rescale_wire_feedback: factor is {}; expected a positive number, the new scale "
+      "of the loss / the old one",
+      component, rank, factor));
 }
 
 void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire) {

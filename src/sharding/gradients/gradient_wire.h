@@ -22,10 +22,18 @@ class GradientWire {
   const ProcessGroup& group(size_t turn = 0) const { return lanes_.group(turn); }
   /// For the collective of bucket `b` that is started while the scope lives.
   comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
-  /// The sums of a step are complete and used: of bucket `b`, or of all buckets. Local.
+  /// The collectives of bucket `b`, or of all buckets, are complete. Local.
   void commit(size_t b) { feedback_[b].commit(); }
   void commit() {
     for (auto& [bucket, feedback] : feedback_) feedback.commit();
+  }
+  /// Whether a step has used what was reduced since the last call, or it was dropped. Local.
+  void end_step(bool used) {
+    for (auto& [bucket, feedback] : feedback_) used ? feedback.accept() : feedback.discard();
+  }
+  /// The gradients that are reduced from now on are `factor` times as large. Local.
+  void rescale(double factor) {
+    for (auto& [bucket, feedback] : feedback_) feedback.rescale(factor);
   }
   /// The buckets are others now. Local; no collective is under way.
   void reset() { feedback_.clear(); }
@@ -44,6 +52,8 @@ class GradientWire {
 /// UsageError, naming the first parameter, if `parameters` have a dtype that cannot travel encoded.
 void check_wire_dtypes(const std::string& component, int rank, const WireOptions& wire,
                        const std::vector<NamedTensor>& parameters);
+/// UsageError, naming rescale_wire_feedback(), unless `factor` is finite and > 0.
+void check_scale_change(const std::string& component, int rank, double factor);
 /// UsageError if option wire.parameters is set in a wrapper that gathers none.
 void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire);
 

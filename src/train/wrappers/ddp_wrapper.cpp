@@ -26,6 +26,10 @@ class DdpWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
   }
   Joinable* joinable() override { return &ddp_; }
+  void update_wire_feedback(bool stepped, double scale_change) override {
+    ddp_.update_wire_feedback(stepped);
+    ddp_.rescale_wire_feedback(scale_change);
+  }
   std::vector<ParameterShard> loaded_shards() override {
     if (!shares_) return WholeWrapper::loaded_shards();
     auto result = shards();

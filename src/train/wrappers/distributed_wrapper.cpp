@@ -27,6 +27,9 @@ class DistributedWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(distributed_.no_sync()));
   }
   Joinable* joinable() override { return &distributed_; }
+  void update_wire_feedback(bool /*stepped*/, double scale_change) override {
+    distributed_.rescale_wire_feedback(scale_change);
+  }
 
  protected:
   void step() override { distributed_.step(); }

@@ -78,6 +78,10 @@ class FsdpWrapper : public ModelWrapper {
       shard.mutable_grad() = at::Tensor();
     }
   }
+  void update_wire_feedback(bool stepped, double scale_change) override {
+    fsdp_.update_wire_feedback(stepped);
+    fsdp_.rescale_wire_feedback(scale_change);
+  }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }

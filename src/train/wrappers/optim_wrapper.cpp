@@ -108,7 +108,8 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
   if (options_.before_update && !options_.before_update()) {
     skipped_ = true;
     norm_ = std::nan("");
-    return model_.drop_gradients();
+    model_.drop_gradients();
+    return model_.update_wire_feedback(false, 1);
   }
   if (scaler_.scale() != 1 || options_.scaler.enabled) {
     const torch::NoGradGuard no_grad;
@@ -131,7 +132,9 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
     skipped_ = skip && !std::isfinite(norm_);
   }
   updated_ = !skipped_;
+  const double scale = scaler_.scale();
   if (options_.scaler.enabled) scaler_.update(skipped_);
+  model_.update_wire_feedback(updated_, scaler_.scale() / scale);
 }
 
 }  // namespace tessera

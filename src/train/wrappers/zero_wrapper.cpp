@@ -117,6 +117,9 @@ class ZeroWrapper : public ModelWrapper {
     return shards_gradients() ? ModelWrapper::find_nonfinite_gradient(parts) : origin_;
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
+  void update_wire_feedback(bool /*stepped*/, double scale_change) override {
+    optimizer_.rescale_wire_feedback(scale_change);
+  }
 
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   Joinable* joinable() override { return &optimizer_; }

@@ -102,6 +102,76 @@ TEST(WireFeedback, ARepeatedCollectiveStartsFromTheSameErrors) {
   }
 }
 
+/// A collective of `values`, complete. Returns what arrives.
+at::Tensor sent(WireFeedback& feedback, const at::Tensor& values) {
+  feedback.begin();
+  const auto bytes = feedback.encode(kInt8, values);
+  feedback.commit();
+  return decode(kInt8, bytes, values.numel());
+}
+
+TEST(WireFeedback, ADiscardReturnsToTheLastAcceptedStep) {
+  const auto values = [](int seed) { return random_batch({700}, seed); };
+  WireFeedback plain, discards;
+  for (int step = 0; step < 4; ++step) {
+    for (const int collective : {0, 1}) {
+      EXPECT_TRUE(at::equal(sent(discards, values(2 * step + collective)),
+                            sent(plain, values(2 * step + collective))))
+          << step;
+    }
+    plain.accept();
+    discards.accept();
+    for (int collective = 0; collective < step; ++collective) sent(discards, values(50));
+    discards.begin();
+    discards.encode(kInt8, values(51));  // not complete
+    discards.discard();
+    discards.discard();
+  }
+}
+
+TEST(WireFeedback, WithoutAnAcceptedStepADiscardForgetsAll) {
+  const auto values = random_batch({300}, 3);
+  WireFeedback feedback, fresh;
+  sent(feedback, values);
+  feedback.discard();
+  EXPECT_EQ(feedback.bytes(), 0);
+  EXPECT_TRUE(at::equal(sent(feedback, values), sent(fresh, values)));
+}
+
+TEST(WireFeedback, ErrorsOfTheAcceptedStepTakeMemoryOnlyWithinTheNext) {
+  constexpr int64_t kOnce = 300 * 4;
+  const auto values = random_batch({300}, 3);
+  WireFeedback feedback;
+  for (int step = 0; step < 3; ++step) {
+    sent(feedback, values);
+    sent(feedback, values);
+    EXPECT_EQ(feedback.bytes(), step == 0 ? kOnce : 2 * kOnce);
+    if (step == 1) feedback.discard();
+    else feedback.accept();
+    EXPECT_EQ(feedback.bytes(), kOnce);
+    feedback.rescale(2);
+    EXPECT_EQ(feedback.bytes(), kOnce);
+  }
+}
+
+TEST(WireFeedback, RescaledErrorsFitRescaledValues) {
+  const auto values = random_batch({700}, 3), more = random_batch({700}, 4);
+  WireFeedback plain, scaled;
+  for (auto* feedback : {&plain, &scaled}) {
+    sent(*feedback, values);
+    feedback->accept();
+    sent(*feedback, more);
+  }
+  scaled.rescale(8);
+  EXPECT_TRUE(at::equal(sent(scaled, 8 * values), 8 * sent(plain, values)));
+  plain.discard();
+  scaled.discard();
+  EXPECT_TRUE(at::equal(sent(scaled, 8 * values), 8 * sent(plain, values)));
+  scaled.rescale(1e38);
+  scaled.rescale(1e38);
+  EXPECT_TRUE(at::isfinite(sent(scaled, values)).all().item<bool>());
+}
+
 TEST(WireFeedback, AnInfinityLeavesNoError) {
   auto values = at::ones({300});
   values[3] = INFINITY;
