@@ -3,7 +3,7 @@
 
     large_model.py [--build build] [--width 2048] [--layers 20] [--ranks 2] [--resume 1 3] [--steps 20] [--folder F] [--json out.json]
 
-Construction is deferred, so no rank ever holds the model. The peak of PSS of each rank is sampled every 50 ms while all ranks run, and compared with
+Construction is deferred, so no rank ever holds the model. The peak of PSS of each rank is sampled every 50 ms until the last step, and compared with
 150 MiB + 16 bytes x parameters / ranks + the two largest units, without activations. The run is killed with SIGKILL one step after the
 checkpoint of --steps, and two more steps are trained from it for each number of --resume; their losses must agree to 1e-3. The
 defaults need 17 GB of memory and 25 GB in the folder, which is a temporary one unless given.
@@ -33,8 +33,10 @@ def train(args, folder, ranks, steps, kill_after=None):
     reader = threading.Thread(target=lambda: output.extend(process.stdout), daemon=True)
     reader.start()
     while process.poll() is None:
-        for pid, (_, pss) in sample_ranks(process.pid, ranks).items():
-            peaks[pid] = max(pss, peaks.get(pid, 0))
+        # After the last step a rank may have unmapped what the ranks share, which then counts as the others' alone.
+        if max(losses, default=-1) < steps - 1:
+            for pid, (_, pss) in sample_ranks(process.pid, ranks).items():
+                peaks[pid] = max(pss, peaks.get(pid, 0))
         lines = log.read_text().splitlines() if log.exists() else []
         losses = {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
         if kill_after is not None and not killed and max(losses, default=-1) >= kill_after:

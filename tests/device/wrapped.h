@@ -181,9 +181,7 @@ class InZero : public Wrapped {
 class InZeroBySlices : public InZero {
  public:
   using InZero::InZero;
-  State state() override {
-    return {.model = state_dict(*net), .slices = zero.state_slices()};
-  }
+  State state() override { return {.model = state_dict(*net), .slices = zero.state_slices()}; }
 
  protected:
   void load_optimizer(const State& state) override { zero.load_state_slices(state.slices); }

@@ -173,7 +173,8 @@ std::vector<std::pair<std::string, MakeSubject>> subjects(size_t world) {
       {"distributed optimizer", maker<DistributedSubject>()},
       {"distributed optimizer, cleared by the program", maker<ClearsItself<DistributedSubject>>()},
       {"fsdp", maker<FsdpSubject>(ShardingStrategy::full_shard)}};
-  if (world % 2 == 0) all.emplace_back("fsdp, hybrid", maker<FsdpSubject>(ShardingStrategy::hybrid_shard));
+  if (world % 2 == 0)
+    all.emplace_back("fsdp, hybrid", maker<FsdpSubject>(ShardingStrategy::hybrid_shard));
   return all;
 }
 
@@ -313,8 +314,9 @@ TEST(WireSteps, AFactorMustBePositiveAndFinite) {
       const auto subject = make(group, WireFormat::int8);
       for (const double factor : {0.0, -1.0, double{INFINITY}, double{NAN}}) {
         EXPECT_THAT(thrown_by([&] { subject->rescale(factor); }),
-                    HasSubstr("rank " + std::to_string(rank) + ": rescale_wire_feedback: factor "
-                                                               "is "))
+                    HasSubstr("rank " + std::to_string(rank) +
+                              ": rescale_wire_feedback: factor "
+                              "is "))
             << name;
       }
     }
