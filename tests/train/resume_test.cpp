@@ -62,6 +62,34 @@ const std::vector<std::string> kWays{
     "parallel={type: DistributedOptimizer, reduce_method: mean}",
     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 
+/// Loads copies of the optimizer's state after the second step, as a resumed run does.
+struct TakesStateSlices : RunHook {
+  void after_step(RunState& state) override {
+    if (state.step != 2) return;
+    auto slices = state.model->state_slices();
+    for (auto& slice : slices) {
+      for (auto& [name, tensor] : slice.state.tensors) tensor = tensor.clone();
+    }
+    state.model->take_state_slices(std::move(slices));
+    for (const auto& slice : slices) {
+      for (const auto& [name, tensor] : slice.state.tensors)
+        EXPECT_FALSE(tensor.defined()) << name << " of " << slice.parameter << " is kept";
+    }
+  }
+};
+
+TEST_F(ResumeTest, StateThatWasReadIsDroppedByEveryWrapper) {
+  registry::hooks().add("TakesStateSlices", [](OptionReader& options) {
+    options.finish();
+    return []() -> std::shared_ptr<RunHook> { return std::make_shared<TakesStateSlices>(); };
+  });
+  for (const auto& wrapper : kWays) {
+    const auto losses = train_ranks(2, {wrapper}).losses;
+    EXPECT_EQ(train_ranks(2, {wrapper, "hooks=[{type: TakesStateSlices}]"}).losses, losses)
+        << wrapper;
+  }
+}
+
 TEST_F(ResumeTest, AResumedRunIsBitIdenticalToAnUninterruptedOne) {
   const std::vector<std::string> everything{
       "train.steps=12",         "train.ema.decay=0.9",
