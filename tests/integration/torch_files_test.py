@@ -342,11 +342,12 @@ class Hostile(Folder):
         self.refused(self.archive(self.dict_of(long_key)), "a storage with a key of 1000 bytes")
 
     def test_archives_of_torch_jit_save_that_end_libtorch(self):
-        """libtorch's unpickler pops from an empty stack, and destroys nested values by recursion."""
+        """libtorch's unpickler destroys nested values by recursion, and that of libtorch 1.13 pops from an empty stack. Where it ends by a
+        signal, only a trial process ends."""
         for text in (b"\x80\x02R.", b"\x80\x02" + b"(" * 2_000_000 + b"t" * 2_000_000 + b".",
                      b"\x80\x02]" + b"\x85" * 3_000_000 + b"."):
             path = self.archive(text, [("archive/constants.pkl", b"\x80\x02).")])
-            self.refused(path, f"{path}: torch::jit::load was ended by SIGSEGV in a trial process")
+            self.refused(path, f"{path}: torch::jit::load ")
         path = self.archive(b"\x80\x02.", [("archive/constants.pkl", b" " * (64 << 20))], zipfile.ZIP_DEFLATED)
         self.refused(path, "its pickles have more than 67108864 bytes")
 
