@@ -35,9 +35,11 @@ void GradientPlaceholders::show(size_t i) {
 }
 
 /// Module::zero_grad() replaces `.grad` by an alias (detach), so the storages are compared.
+/// Tensor::is_alias_of() of libtorch 2 would read the address, which a placeholder does not have.
 bool GradientPlaceholders::is_in_place(const Entry& entry) {
   const auto& grad = entry.parameter.tensor.grad();
-  return grad.defined() && grad.has_storage() && grad.is_alias_of(entry.tensor);
+  return grad.defined() && grad.has_storage() &&
+         grad.storage().unsafeGetStorageImpl() == entry.tensor.storage().unsafeGetStorageImpl();
 }
 
 void GradientPlaceholders::take_away() {
