@@ -5,6 +5,7 @@
 
 #include "harness/thrown_by.h"
 #include "placements/wrappers.h"
+#include "tessera/step/grad_scaler.h"
 
 namespace tessera::testing {
 namespace {
@@ -152,11 +153,22 @@ TEST(WireOfWrappers, StateSlicesContinueZeroBitByBit) {
 TEST(WireOfWrappers, TheDocumentedLinesTrain) {
   run_ranks_on({0, 1}, [](ProcessGroup world, int rank) {
     auto net = seeded<Uneven>(8);
+    // [documented]
     tessera::FullyShardedDataParallel fsdp(net, world,
                                            {.wire = {.gradients = tessera::WireFormat::int8,
                                                      .parameters = tessera::WireFormat::bfloat16}});
+    // [end]
     loss_of(fsdp(own_rows(0, rank))).backward();
     EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
+    GradScaler scaler;
+    const bool skip = true;
+    // [documented]
+    const double scale = scaler.scale();
+    scaler.update(skip);
+    fsdp.update_wire_feedback(!skip);
+    fsdp.rescale_wire_feedback(scaler.scale() / scale);
+    // [end]
+    EXPECT_LT(scaler.scale(), scale);
   });
 }
 
