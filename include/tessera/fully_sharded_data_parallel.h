@@ -235,6 +235,10 @@ class FullyShardedDataParallelBase : public Joinable {
   double clip_grad_norm_(double max_norm, double norm_type = 2);
   /// The p-norm of the gradients over all ranks. Collective.
   double grad_norm(double norm_type = 2);
+  /// As clip_grad_norm_() and grad_norm(); the norm is a 0-dim float64 tensor on the device of the
+  /// shards. The host does not wait for the device until the program reads it. Collective.
+  at::Tensor clip_grad_norm_tensor_(double max_norm, double norm_type = 2);
+  at::Tensor grad_norm_tensor(double norm_type = 2);
   /// Limits every element of the gradients to [-clip_value, clip_value]; NaNs stay. The gradients
   /// are means over ranks already, so each rank limits its own. Call it after backward, before or
   /// after clip_grad_norm_(). UsageError if clip_value is negative or NaN. Local.

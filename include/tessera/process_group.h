@@ -276,6 +276,16 @@ class ProcessGroup {
   /// if the ranks of a host cannot share memory. Both groups share their stats().
   ProcessGroup with_wire(WireFormat format);
 
+  /// Returns a group of the same ranks that moves tensors of `device` too, this rank's accelerator,
+  /// with connections of its own. With Backend::Auto it uses the backend of this build for that
+  /// type (NCCL for CUDA) if each rank of a host has a device of its own. Otherwise, and with
+  /// another backend for CPU tensors, it is as with ProcessGroupOptions::staged_device; if nobody
+  /// has asked for that, it is logged once, with the reason. Returns this group itself for the CPU,
+  /// in a group of one rank, and if it moves such tensors already. Both groups share their stats().
+  /// Collective; the same type of device on every rank. Throws UsageError for a type that this
+  /// process does not see (all ranks throw), for groups of from_c10d(), and with check_results.
+  ProcessGroup with_device(at::Device device);
+
   /// Throws UsageError on every rank when `entries` differ between ranks. The message names
   /// `component`, the first differing index, and the entries there of this rank and of the lowest
   /// rank that differs from it. For wrappers: names, shapes, dtypes and options, in order.
@@ -306,8 +316,8 @@ class ProcessGroup {
   /// ranks share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
-  /// Traffic since construction or the last reset_stats(), with that of duplicate() and with_wire()
-  /// and without that of split(). Local.
+  /// Traffic since construction or the last reset_stats(), with that of duplicate(), with_wire()
+  /// and with_device(), and without that of split(). Local.
   CommStats stats() const;
   /// Local.
   void reset_stats();

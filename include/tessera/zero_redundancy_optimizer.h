@@ -92,9 +92,9 @@ struct ZeroRedundancyOptimizerOptions {
   /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
   /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
-  /// Needs reduce_gradients, parameters on the CPU, none of overlap_with_backward,
-  /// reduce_in_backward and reduce_in_place, and an optimizer other than LBFGS; otherwise a
-  /// UsageError. find_unused_parameters has no effect.
+  /// Needs reduce_gradients, none of overlap_with_backward, reduce_in_backward and
+  /// reduce_in_place, and an optimizer other than LBFGS; otherwise a UsageError.
+  /// find_unused_parameters has no effect.
   bool shard_gradients = false;
   /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
   /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
@@ -224,6 +224,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void clip_grad_value_(double clip_value);
   /// The norm that clip_grad_norm_ would return, without scaling.
   double grad_norm(double norm_type = 2);
+  /// As clip_grad_norm_() and grad_norm(); the norm is a 0-dim float64 tensor on the device of the
+  /// parameters. The host does not wait for the device until the program reads it.
+  at::Tensor clip_grad_norm_tensor_(double max_norm, double norm_type = 2);
+  at::Tensor grad_norm_tensor(double norm_type = 2);
   /// True: step() also computes the 2-norm of the mean gradient, while it reads the gradient
   /// anyway, and last_grad_norm() returns it. Every rank gives the same value. Local.
   void track_grad_norm(bool track);

@@ -165,27 +165,29 @@ void ShardedModule::end_forward(bool threw) {
 
 // A shard group holds each element of the model exactly once, so the norm over its shards counts
 // each element once.
-double ShardedModule::grad_norm(double p) {
+at::Tensor ShardedModule::grad_norm(double p) {
   sharding::GradientNorm norm(prefix(), p);
   require_idle("grad_norm or clip_grad_norm_");
   gradients->notice_cleared();
+  const at::NoGradGuard no_grad;
   const sharding::NoDetection no_detection;
   for (const auto* shard : shards()) norm.add(shard->tensor.grad());
-  const double total = norm.total(model.shard_group);
+  const auto& flats = model.flats;
+  auto total =
+      norm.total(model.shard_group, flats.empty() ? at::kCPU : flats.front().own_segment.device());
   if (!norm.any() && model.world.rank() == 0)
     spdlog::warn("tessera: {}: there are no gradients to take the norm of", kName);
   return total;
 }
 
-double ShardedModule::clip(double max_norm, double p) {
+at::Tensor ShardedModule::clip(double max_norm, double p) {
   sharding::check_max_norm(prefix(), max_norm);
-  const double norm = grad_norm(p);
-  const double factor = clip_factor(max_norm, norm);
-  if (factor == 1) return norm;
+  auto norm = grad_norm(p);
   at::NoGradGuard no_grad;
   const sharding::NoDetection no_detection;
+  const sharding::NormClip clip(max_norm, norm);
   for (const auto* shard : shards()) {
-    if (shard->tensor.grad().defined()) shard->tensor.grad().mul_(factor);
+    if (shard->tensor.grad().defined()) clip.scale(shard->tensor.grad());
   }
   return norm;
 }

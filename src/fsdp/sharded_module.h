@@ -29,8 +29,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// units. Outside of forward. Local.
   void set_full_precision(bool full);
   bool full_precision() const { return full_precision_; }
-  double grad_norm(double norm_type);
-  double clip(double max_norm, double norm_type);
+  /// 0-dim, on the shards' device.
+  at::Tensor grad_norm(double norm_type);
+  at::Tensor clip(double max_norm, double norm_type);
   std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
 
   // sharded_module_pages.cpp

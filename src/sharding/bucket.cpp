@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/core/DeviceGuard.h>
+
 #include "comm/shm/shm_kernels.h"
 #include "memory/heap.h"
 
@@ -70,6 +72,22 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
 
 at::Tensor order_of(const ElementRange& range) {
   return at::empty_strided(range.shape, range.strides, at::TensorOptions().device(at::kMeta));
+}
+
+void release_memory(const at::Tensor& flat) {
+  if (flat.device().is_cpu())
+    return memory::return_pages(flat.data_ptr(), static_cast<int64_t>(flat.nbytes()));
+  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(nullptr, flat.device()));
+}
+
+bool has_memory(const at::Tensor& flat) { return flat.numel() == 0 || flat.data_ptr() != nullptr; }
+
+void ensure_memory(const at::Tensor& flat) {
+  if (flat.device().is_cpu() || has_memory(flat)) return;
+  const c10::DeviceGuard own(flat.device());
+  auto* const storage = flat.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(
+      c10::GetAllocator(flat.device().type())->allocate(storage->nbytes()));
 }
 
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat,

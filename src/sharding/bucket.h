@@ -52,6 +52,14 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like);
 /// `range` must state its strides.
 at::Tensor order_of(const ElementRange& range);
 
+/// Gives the memory of `flat`, a bucket, back; its values are unspecified then. On the CPU the
+/// system gets the whole pages, and the next write new ones. On a device the allocator gets all of
+/// it, and has_memory() is false for all views until ensure_memory().
+void release_memory(const at::Tensor& flat);
+bool has_memory(const at::Tensor& flat);
+/// Memory of unspecified values from the device's allocator, if there is none.
+void ensure_memory(const at::Tensor& flat);
+
 /// A bucket over `flat` whose members are `members`, indices into `tensors`.
 Bucket make_bucket(std::vector<size_t> members, Layout layout, at::Tensor flat,
                    const std::vector<at::Tensor>& tensors);

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "memory/heap.h"
+#include "sharding/bucket.h"
 
 namespace tessera::zero {
 
@@ -32,7 +32,7 @@ void GradientShards::wait() {
   auto sent = *std::exchange(sent_, std::nullopt);
   sent.work.wait();
   wire_.commit(sent.bucket);
-  memory::return_pages(sent.flat.data_ptr(), static_cast<int64_t>(sent.flat.nbytes()));
+  sharding::release_memory(sent.flat);
 }
 
 void GradientShards::clear() {

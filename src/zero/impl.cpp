@@ -157,10 +157,6 @@ void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& facto
     refuse("keeps no gradient that a mean could replace; expected reduce_in_place off");
   if (uses_all_parameters(factory))
     refuse("needs an optimizer that does not use all parameters at once");
-  const auto parameters = parameters_of(groups);
-  if (std::any_of(parameters.begin(), parameters.end(),
-                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
-    refuse("needs parameters on the CPU");
 }
 
 /// [Note: one copy a host]
@@ -211,7 +207,9 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
     return refuse("needs an optimizer that does not use all parameters at once");
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
-    return refuse("needs parameters on the CPU");
+    return refuse(
+        "needs parameters on the CPU; expected shard_gradients, which reduces within backward on "
+        "any device");
   return true;
 }
 

@@ -43,8 +43,9 @@ class ZeroRedundancyOptimizer::Impl {
   at::Tensor step(const LossClosure& closure);
   void zero_grad(bool set_to_none);
   void shadow_backward();
-  double grad_norm(double norm_type);
-  double clip(double max_norm, double norm_type);
+  /// 0-dim, on the parameters' device.
+  at::Tensor grad_norm(double norm_type);
+  at::Tensor clip(double max_norm, double norm_type);
   void clip_value(double clip_value);
 
   std::vector<OptimizerStateDict::Group> groups() const;

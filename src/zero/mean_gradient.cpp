@@ -83,6 +83,9 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
   callbacks.ready = [this](size_t b) {
     ++(sharding::BackwardWatch::in_backward() ? reductions.in_backward : reductions.in_step);
     sums_->send(b, shards_.buckets()[b], flat(b), segment(b), 1.0 / divisor);
+    // On a device a window loses its memory before backward ends. A further gradient in it, which
+    // is an error, gets memory of its own.
+    if (!flat(b).device().is_cpu()) reducer_->forget(b);
   };
   callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
   callbacks.finished = [this] { publish_means(); };

@@ -252,21 +252,20 @@ void ZeroRedundancyOptimizer::Impl::average() {
   mean.average();
 }
 
-double ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
+at::Tensor ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
   sharding::GradientNorm total(prefix(), p);
   average();
   at::NoGradGuard no_grad;
   for (size_t b = 0; b < shards.buckets().size(); ++b) total.add(mean.segment(b));
-  return total.total(group);
+  return total.total(group, shards.buckets().empty() ? at::kCPU : mean.segment(0).device());
 }
 
-double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
+at::Tensor ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   sharding::check_max_norm(prefix(), max_norm);
-  const double before = grad_norm(p);
-  const double factor = clip_factor(max_norm, before);
-  if (factor == 1) return before;
+  auto before = grad_norm(p);
   at::NoGradGuard no_grad;
-  for (size_t b = 0; b < shards.buckets().size(); ++b) mean.segment(b).mul_(factor);
+  const sharding::NormClip clip(max_norm, before);
+  for (size_t b = 0; b < shards.buckets().size(); ++b) clip.scale(mean.segment(b));
   return before;
 }
 

@@ -27,6 +27,7 @@ Training unequal(const MakeWrapped& make) {
 }
 
 const auto kReducingInBackward = ZeroOptions{.overlap_with_backward = true};
+const auto kShardingGradients = ZeroOptions{.bucket_cap_mb = 1e-4, .shard_gradients = true};
 const std::vector<int> kPairs{2, 4};
 
 Training unequal_groups(const MakeWrapped& inner) {
@@ -41,21 +42,21 @@ Case paired(const char* name, Training train) {
 
 INSTANTIATE_TEST_SUITE_P(
     UnequalData, DeviceParity,
-    ::testing::Values(Case{"ddp_join", unequal(wrapped<InDdp>())},
-                      Case{"zero_join", unequal(wrapped<InZero>())},
-                      Case{"zero_overlap_join", unequal(wrapped<InZero>(kReducingInBackward))},
-                      Case{"ddp_with_zero_join", unequal(wrapped<InDdpWithZero>())},
-                      Case{"distributed_optimizer_join",
-                           unequal(wrapped<InDistributedOptimizer>(means()))},
-                      Case{"distributed_optimizer_packed_join",
-                           unequal(wrapped<InDistributedOptimizer>(means(true)))},
-                      Case{"fsdp_join", unequal(wrapped<InFsdp>())},
-                      Case{"local_sgd_join", unequal(wrapped<InLocalSgd>(LocalSgdOptions{}))},
-                      Case{"local_sgd_in_background_join",
-                           unequal(wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true}))},
-                      paired("local_sgd_ddp_join", unequal_groups(wrapped<InDdp>())),
-                      paired("local_sgd_zero_join", unequal_groups(wrapped<InZero>())),
-                      paired("local_sgd_fsdp_join", unequal_groups(wrapped<InFsdp>()))),
+    ::testing::Values(
+        Case{"ddp_join", unequal(wrapped<InDdp>())}, Case{"zero_join", unequal(wrapped<InZero>())},
+        Case{"zero_overlap_join", unequal(wrapped<InZero>(kReducingInBackward))},
+        Case{"zero_shard_gradients_join", unequal(wrapped<InZero>(kShardingGradients))},
+        Case{"ddp_with_zero_join", unequal(wrapped<InDdpWithZero>())},
+        Case{"distributed_optimizer_join", unequal(wrapped<InDistributedOptimizer>(means()))},
+        Case{"distributed_optimizer_packed_join",
+             unequal(wrapped<InDistributedOptimizer>(means(true)))},
+        Case{"fsdp_join", unequal(wrapped<InFsdp>())},
+        Case{"local_sgd_join", unequal(wrapped<InLocalSgd>(LocalSgdOptions{}))},
+        Case{"local_sgd_in_background_join",
+             unequal(wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true}))},
+        paired("local_sgd_ddp_join", unequal_groups(wrapped<InDdp>())),
+        paired("local_sgd_zero_join", unequal_groups(wrapped<InZero>())),
+        paired("local_sgd_fsdp_join", unequal_groups(wrapped<InFsdp>()))),
     name_of_case);
 
 }  // namespace

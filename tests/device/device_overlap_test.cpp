@@ -4,52 +4,14 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
+#include "device/tower.h"
 #include "harness/device/rank_processes.h"
-#include "harness/sim/sim.h"
 #include "tessera/fully_sharded_data_parallel.h"
 
 namespace tessera::on_device {
 namespace {
 
 constexpr int kWidth = 4;
-
-/// One unit. It computes for longer than its gather or reduction takes.
-struct BlockImpl : torch::nn::Module {
-  BlockImpl() : linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {}
-  at::Tensor forward(at::Tensor x) {
-    constexpr int kOperators = 12;
-    x = linear(x);
-    for (int i = 0; i < kOperators; ++i) x = x.tanh();
-    return x;
-  }
-  torch::nn::Linear linear;
-};
-TORCH_MODULE(Block);
-
-struct TowerImpl : torch::nn::Module {
-  explicit TowerImpl(int blocks) {
-    for (int i = 0; i < blocks; ++i)
-      all.push_back(register_module("block" + std::to_string(i), Block()));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (auto& block : all) x = block(x);
-    return x;
-  }
-  std::vector<Block> all;
-};
-TORCH_MODULE(Tower);
-
-struct Spent {
-  uint64_t busy = 0, waiting = 0;  // of the compute stream
-};
-
-Spent spent_in(const std::function<void()>& part) {
-  const auto before = sim::virtual_time(current_stream());
-  part();
-  const auto after = sim::virtual_time(current_stream());
-  const auto busy = after.busy - before.busy;
-  return {busy, after.end - before.end - busy};
-}
 
 struct Step {
   Spent forward, backward;
@@ -68,7 +30,7 @@ FullyShardedDataParallelOptions options_of(ShardingStrategy strategy) {
 /// The third step, in which the order of use is known and all memory has been allocated.
 Step step_of(int blocks, const ProcessGroup& group, FullyShardedDataParallelOptions options) {
   torch::manual_seed(1);
-  Tower net(blocks);
+  Tower net(blocks, kWidth);
   net->to(device());
   FullyShardedDataParallel fsdp(net, group, options);
   torch::optim::SGD optimizer(fsdp.parameters(), 0.1);
@@ -90,7 +52,7 @@ Step step_of(int blocks, const ProcessGroup& group, FullyShardedDataParallelOpti
 }
 
 uint64_t kernels_of_forward(int blocks) {
-  Tower net(blocks);
+  Tower net(blocks, kWidth);
   net->to(device());
   return spent_in([&] { net(torch::ones({2, kWidth}, device())).mean(); }).busy;
 }

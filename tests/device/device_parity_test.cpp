@@ -21,7 +21,10 @@ Training ddp(Variant variant = {}) {
     auto net = model_on(where);
     DistributedDataParallel ddp(net, group);
     torch::optim::SGD optimizer(net->parameters(), momentum());
-    const auto clip = [&] { clip_gradient_norm_(gradients(*net), 0.1); };
+    const auto clip = [&] {
+      if (variant.reads_norm) clip_gradient_norm_(gradients(*net), 0.1);
+      else clip_gradient_norm_tensor_(gradients(*net), 0.1);
+    };
     const double waits = train(ddp, optimizer, ddp, group, where, variant, clip);
     return {on_cpu(net->parameters()), waits};
   };
@@ -36,7 +39,10 @@ Training zero(const std::function<void(ZeroRedundancyOptimizerOptions&)>& change
     // A fused optimizer would have kernels of its own on the CPU.
     ZeroRedundancyOptimizer optimizer(*net, group, optimizer_factory<torch::optim::SGD>(momentum()),
                                       options);
-    const auto clip = [&] { optimizer.clip_grad_norm_(0.1); };
+    const auto clip = [&] {
+      if (variant.reads_norm) optimizer.clip_grad_norm_(0.1);
+      else optimizer.clip_grad_norm_tensor_(0.1);
+    };
     const double waits = train(net, optimizer, optimizer, group, where, variant, clip);
     return {on_cpu(net->parameters()), waits};
   };
@@ -50,7 +56,10 @@ Training fsdp(const std::function<void(FullyShardedDataParallelOptions&)>& chang
     change(options);
     FullyShardedDataParallel fsdp(net, group, options);
     torch::optim::SGD optimizer(fsdp.parameters(), momentum());
-    const auto clip = [&] { fsdp.clip_grad_norm_(0.1); };
+    const auto clip = [&] {
+      if (variant.reads_norm) fsdp.clip_grad_norm_(0.1);
+      else fsdp.clip_grad_norm_tensor_(0.1);
+    };
     const double waits = train(fsdp, optimizer, fsdp, group, where, variant, clip);
     return {whole_parameters(fsdp), waits};
   };
@@ -104,9 +113,16 @@ TEST_P(DeviceParity, HasTheValuesOfTheCpuAndFewWaits) { expect_parity(GetParam()
 constexpr double kWaits = 2;
 constexpr double kSixteenBits = 1e-2;  // tolerance
 
+constexpr double kLossAlone = 1;
+constexpr Variant kClipAndReadNothing{.clip = true, .reads_norm = false};
 constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true}, kTwice{.twice = true};
 const auto kDefaults = [](auto&) {};
 const auto kOverlap = [](auto& options) { options.overlap_with_backward = true; };
+/// In buckets of one or two gradients.
+const auto kShardGradients = [](auto& options) {
+  options.shard_gradients = true;
+  options.bucket_cap_mb = 1e-4;
+};
 /// Of one or two gradients each.
 const auto kPacks = [](auto& options) {
   options.param_pack = true;
@@ -148,9 +164,16 @@ INSTANTIATE_TEST_SUITE_P(
     Wrappers, DeviceParity,
     ::testing::Values(
         Case{"ddp", ddp()}, Case{"ddp_accumulation", ddp(kAccumulate)},
-        Case{"ddp_clip", ddp(kClip), false}, Case{"zero", zero(kDefaults)},
-        Case{"zero_accumulation", zero(kDefaults, kAccumulate)},
+        Case{"ddp_clip", ddp(kClip), false},
+        Case{"ddp_clip_alone", ddp(kClipAndReadNothing), false, kLossAlone},
+        Case{"zero_clip_alone", zero(kDefaults, kClipAndReadNothing), false, kLossAlone},
+        Case{"fsdp_clip_alone", fsdp(kDefaults, kClipAndReadNothing), false, kLossAlone},
+        Case{"zero", zero(kDefaults)}, Case{"zero_accumulation", zero(kDefaults, kAccumulate)},
         Case{"zero_clip", zero(kDefaults, kClip), false}, Case{"zero_overlap", zero(kOverlap)},
+        Case{"zero_shard_gradients", zero(kShardGradients)},
+        Case{"zero_shard_gradients_accumulation", zero(kShardGradients, kAccumulate)},
+        Case{"zero_shard_gradients_twice", zero(kShardGradients, kTwice)},
+        Case{"zero_shard_gradients_clip", zero(kShardGradients, kClip), false},
         Case{"distributed_optimizer", distributed_optimizer(kDefaults)},
         Case{"distributed_optimizer_accumulation", distributed_optimizer(kDefaults, kAccumulate)},
         Case{"distributed_optimizer_clip", distributed_optimizer(kDefaults, kClip), false},

@@ -80,19 +80,19 @@ constexpr double kOfInt8 = 1e-2;  // tolerance
 
 INSTANTIATE_TEST_SUITE_P(
     Wrappers, DeviceStateOf,
-    ::testing::Values(StateCase{"ddp", wrapped<InDdp>()}, StateCase{"zero", wrapped<InZero>()},
-                      StateCase{"zero_slices", wrapped<InZeroBySlices>()},
-                      StateCase{"zero_archive", wrapped<InZeroByArchive>()},
-                      StateCase{"distributed_optimizer", wrapped<InDistributedOptimizer>(means())},
-                      StateCase{"fsdp", wrapped<InFsdp>()},
-                      StateCase{"fsdp_slices", wrapped<InFsdpBySlices>()},
-                      StateCase{"fsdp_cpu_offload", wrapped<InFsdp>(true)},
-                      StateCase{"local_sgd", wrapped<InLocalSgd>(LocalSgdOptions{})},
-                      StateCase{"local_sgd_in_background",
-                                wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true})},
-                      StateCase{"local_sgd_int8",
-                                wrapped<InLocalSgd>(LocalSgdOptions{.wire = OuterWire::int8}),
-                                kOfInt8}),
+    ::testing::Values(
+        StateCase{"ddp", wrapped<InDdp>()}, StateCase{"zero", wrapped<InZero>()},
+        StateCase{"zero_shard_gradients", wrapped<InZero>(ZeroOptions{.shard_gradients = true})},
+        StateCase{"zero_slices", wrapped<InZeroBySlices>()},
+        StateCase{"zero_archive", wrapped<InZeroByArchive>()},
+        StateCase{"distributed_optimizer", wrapped<InDistributedOptimizer>(means())},
+        StateCase{"fsdp", wrapped<InFsdp>()}, StateCase{"fsdp_slices", wrapped<InFsdpBySlices>()},
+        StateCase{"fsdp_cpu_offload", wrapped<InFsdp>(true)},
+        StateCase{"local_sgd", wrapped<InLocalSgd>(LocalSgdOptions{})},
+        StateCase{"local_sgd_in_background",
+                  wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true})},
+        StateCase{"local_sgd_int8", wrapped<InLocalSgd>(LocalSgdOptions{.wire = OuterWire::int8}),
+                  kOfInt8}),
     [](const auto& tested) { return std::string(tested.param.name); });
 
 /// What the model gives between each backward and the optimizer's step, at last read on the CPU.
@@ -135,8 +135,7 @@ TEST(DeviceZero, OptionsThatNeedTheCpuAreErrors) {
       expect_contains(text, "option " + name + " needs parameters on the CPU");
     };
     refused("gather_in_background", {.gather_in_background = true});
-    refused("reduce_in_backward", {.reduce_in_backward = true});
-    refused("shard_gradients", {.shard_gradients = true});
+    refused("reduce_in_backward", {.reduce_in_backward = true});  // and names shard_gradients
     refused("share_parameters", {.share_parameters = true});
   });
 }

@@ -1,8 +1,8 @@
 // The trainer on the device: the losses of the CPU.
+#include "comm/device/backends.h"
 #include "device/loss.h"
 #include "device/trainer.h"
 #include "tessera/error.h"
-#include "train/program/group_options.h"
 #include "train/run/device_copies.h"
 
 namespace tessera::on_device {
@@ -82,8 +82,8 @@ TEST_P(DeviceTrainingOf, GroupsThatTrainApartHaveTheLossesOfTheCpu) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<std::string>& chosen) {
-  const std::vector<std::string> names{"ddp", "zero", "distributed_optimizer", "fsdp",
-                                       "fsdp_cpu_offload"};
+  const std::vector<std::string> names{
+      "ddp", "zero", "zero_shard_gradients", "distributed_optimizer", "fsdp", "fsdp_cpu_offload"};
   return names.at(chosen.index);
 }
 
@@ -182,17 +182,14 @@ TEST_F(DeviceTraining, AutocastIsRefusedWhereLibtorchHasNone) {
   });
 }
 
-TEST_F(DeviceTraining, GroupsStageTheModelsDeviceIfTheirBackendDoesNotMoveIt) {
-  if (name() != "sim") GTEST_SKIP() << "names the simulated device";
-  run(1, [](Trainer&) {
-    const auto staged = [](const char* device, const char* backend) {
-      const Options options{std::string("model.device=") + device,
-                            std::string("parallel.backend=") + backend};
-      return train::group_options(load_config("c.yaml", options)).staged_device;
-    };
-    expect(staged("sim:1", "auto") == type() && staged("sim", "gloo") == type(), "sim");
-    expect(staged("cpu", "auto") == at::kCPU && staged("sim", "nccl") == at::kCPU, "none");
-    expect(staged("cuda", "auto") == at::kCPU, "none where no device is seen");
+TEST_F(DeviceTraining, RunsMakeTheirGroupMoveTheModelsDevice) {
+  run(2, [](Trainer& trainer) {
+    trainer.leave_group_to_runs();
+    for (const bool with_backend : {false, true}) {
+      if (with_backend) comm::add_backend(backend(true));
+      for (const auto& wrapper : kWrappers)
+        expect_end_of(trainer.train(true, {wrapper}), trainer.train(false, {wrapper}));
+    }
   });
 }
 

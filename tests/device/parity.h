@@ -30,7 +30,8 @@ using Training = std::function<Outcome(ProcessGroup, at::Device)>;
 struct Variant {
   bool accumulate = false;  ///< Two backwards a step, the first one under no_sync().
   bool clip = false;
-  bool twice = false;  ///< Two backwards a step that reduce.
+  bool twice = false;      ///< Two backwards a step that reduce.
+  bool reads_norm = true;  ///< After clipping.
 };
 
 /// A training that gives the same on the device as on the CPU.

@@ -123,6 +123,8 @@ class Trainer {
   int rank() const { return groups_.rank(); }
   /// Runs use no backend for the device from now on.
   void stage() { staged_ = true; }
+  /// Runs get a group for CPU tensors from now on.
+  void leave_group_to_runs() { left_to_runs_ = true; }
   TrainResult train(bool on_device, Options options,
                     std::shared_ptr<RunHook> hook = std::make_shared<Waits>()) {
     options.insert(options.begin(), on_device ? "model.device=" + name() : "model.device=cpu");
@@ -135,11 +137,12 @@ class Trainer {
   /// The run itself makes the device the current one.
   ProcessGroup group_on_device() {
     const c10::DeviceGuard own(device(groups_.rank()));
+    if (left_to_runs_) return groups_.cpu();
     return staged_ ? groups_.staged() : groups_.device();
   }
 
   Groups& groups_;
-  bool staged_ = false;
+  bool staged_ = false, left_to_runs_ = false;
 };
 
 class DeviceTraining : public ::testing::Test {
@@ -196,8 +199,11 @@ inline const std::string kFsdp =
     "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}";
 inline const Options kWrappers{"parallel.type=DistributedDataParallel",
                                "parallel.type=ZeroRedundancyOptimizer",
+                               "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true, "
+                               "bucket_cap_mb: 1e-4}",
                                "parallel={type: DistributedOptimizer, reduce_method: mean}",
-                               kFsdp + "}", kFsdp + ", cpu_offload: true}"};
+                               kFsdp + "}",
+                               kFsdp + ", cpu_offload: true}"};
 
 inline std::string groups_of(int number, const std::string& more) {
   return "parallel.local_sgd={groups: " + std::to_string(number) + more + "}";

@@ -1,6 +1,8 @@
 // The module's own parameters under FSDP: zero_grad() of the module, and optimizers and clipping
 // over net->parameters().
 
+#include <limits>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -269,6 +271,27 @@ TEST(FsdpOwnParameters, TheModuleHasNoPlaceholdersAfterItsWrapper) {
   loss_of(plain(rows(1))).backward();
   for (size_t i = 0; i < plain->parameters().size(); ++i)
     EXPECT_TRUE(at::equal(net->parameters()[i].grad(), plain->parameters()[i].grad())) << i;
+}
+
+TEST(FsdpShardNorms, TheTensorHasTheValueAndTheGradientsTheBits) {
+  for (int world = 1; world <= 4; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto one = seeded<Chain>(1), other = seeded<Chain>(1);
+      FullyShardedDataParallel fsdp(one, group, every_leaf()), same(other, group, every_leaf());
+      for (const double p : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+        for (auto* model : {&fsdp, &same}) {
+          model->zero_grad();
+          loss_of((*model)(rows(0, rank, world))).backward();
+        }
+        const double norm = fsdp.clip_grad_norm_(1e-3, p);
+        EXPECT_EQ(same.clip_grad_norm_tensor_(1e-3, p).item<double>(), norm) << p;
+        EXPECT_EQ(same.grad_norm_tensor(p).item<double>(), fsdp.grad_norm(p)) << p;
+        for (size_t i = 0; i < fsdp.parameters().size(); ++i)
+          EXPECT_TRUE(at::equal(fsdp.parameters()[i].grad(), same.parameters()[i].grad())) << i;
+      }
+      EXPECT_THAT(thrown_by([&] { fsdp.clip_grad_norm_tensor_(-1); }), HasSubstr("max_norm is -1"));
+    });
+  }
 }
 
 TEST(FsdpShardNorms, ClippingByTheNormOfOneRankIsRefused) {

@@ -30,6 +30,20 @@ TEST(ClipGrad, ClippingByNormFollowsTorchNnUtils) {
   EXPECT_THROW(clip_gradient_norm_(ours, -1), UsageError);
 }
 
+TEST(ClipGrad, TheNormMayBeATensor) {
+  for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    auto expected = gradients(), ours = gradients();
+    const double norm = clip_gradient_norm_(expected, 1, p);
+    const auto tensor = clip_gradient_norm_tensor_(ours, 1, p);
+    EXPECT_EQ(tensor.dim(), 0);
+    EXPECT_EQ(tensor.scalar_type(), at::kDouble);
+    EXPECT_EQ(tensor.item<double>(), norm) << p;
+    EXPECT_TRUE(at::equal(ours[0], expected[0]) && at::equal(ours[3], expected[3])) << p;
+  }
+  EXPECT_EQ(clip_gradient_norm_tensor_({}, 1).item<double>(), 0);
+  EXPECT_THROW(clip_gradient_norm_tensor_(gradients(), -1), UsageError);
+}
+
 TEST(ClipGrad, ALargeBoundChangesNothing) {
   auto ours = gradients();
   EXPECT_EQ(clip_gradient_norm_(ours, 6), 5);

@@ -14,6 +14,29 @@ struct Clipping {
   bool norm_first, value, norm_last;
 };
 
+TEST(ZeroClipNorm, TheTensorHasTheValueAndTheGradientsTheBits) {
+  for (int world = 1; world <= 4; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto one = seeded<Uneven>(8), other = seeded<Uneven>(8);
+      Zero zero(*one, group, factory("SGD")), same(*other, group, factory("SGD"));
+      for (const double p : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+        for (const auto& [net, optimizer] : {std::pair(one, &zero), std::pair(other, &same)}) {
+          optimizer->zero_grad();
+          loss_of(Uneven(net)(rows(0, rank, world))).backward();
+        }
+        const double norm = zero.clip_grad_norm_(0.1, p);
+        EXPECT_EQ(same.clip_grad_norm_tensor_(0.1, p).item<double>(), norm) << p;
+        EXPECT_EQ(same.grad_norm_tensor(p).item<double>(), zero.grad_norm(p)) << p;
+        zero.step();
+        same.step();
+      }
+      for (size_t i = 0; i < one->parameters().size(); ++i)
+        EXPECT_TRUE(at::equal(one->parameters()[i], other->parameters()[i])) << i;
+      EXPECT_THAT(thrown_by([&] { zero.clip_grad_norm_tensor_(-1); }), HasSubstr("max_norm is -1"));
+    });
+  }
+}
+
 TEST(ZeroClipValue, EqualsThePlainOneAloneAndWithTheNorm) {
   constexpr double kNorm = 0.1, kValue = 0.01;
   for (const auto clipping :

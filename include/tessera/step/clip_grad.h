@@ -23,6 +23,10 @@ double clip_factor(double max_norm, double norm);
 /// Multiplies `gradients` in place by clip_factor() and returns their norm before that. UsageError
 /// for a negative `max_norm` or an impossible `p`.
 double clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p = 2);
+/// The same; the norm is a 0-dim float64 tensor on the device of the first gradient. The host does
+/// not wait for the device until the program reads it.
+at::Tensor clip_gradient_norm_tensor_(const std::vector<at::Tensor>& gradients, double max_norm,
+                                      double p = 2);
 
 /// Clamps every element in place to [-clip_value, clip_value]. UsageError for a negative bound.
 void clip_gradient_values_(const std::vector<at::Tensor>& gradients, double clip_value);

@@ -40,6 +40,8 @@ struct World {
   ProcessGroupOptions options;
   /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
   std::shared_ptr<const DeviceBackend> device;
+  /// Why tensors of an accelerator are staged although the caller has not asked for it; "": it has.
+  std::string staged_because;
   /// How values travel between hosts; see ProcessGroup::with_wire().
   WireFormat wire = WireFormat::float32;
 

@@ -39,6 +39,8 @@ constexpr std::chrono::milliseconds kAfterHeartbeats{1500};
 
 }  // namespace
 
+const bool kHasNccl = true;
+
 std::shared_ptr<const DeviceBackend> nccl_backend(const World& world) {
   if (!at::globalContext().hasCUDA()) {
     throw UsageError(fmt::format(

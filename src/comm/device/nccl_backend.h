@@ -7,6 +7,9 @@
 
 namespace tessera::comm {
 
+/// Whether this build has NCCL.
+extern const bool kHasNccl;
+
 /// NCCL on the ranks' current CUDA devices. Throws UsageError where this build has no NCCL or this
 /// rank sees no CUDA device. Implemented by nccl_backend.cpp or no_nccl.cpp, of which CMake
 /// compiles one.

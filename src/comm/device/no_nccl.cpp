@@ -3,6 +3,8 @@
 
 namespace tessera::comm {
 
+const bool kHasNccl = false;
+
 std::shared_ptr<const DeviceBackend> nccl_backend(const World&) {
   throw UsageError(
       "ProcessGroup: backend NCCL: this build has no NCCL; configure with -DTESSERA_WITH_NCCL=ON "

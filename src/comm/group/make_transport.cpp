@@ -55,11 +55,9 @@ std::unique_ptr<Transport> connect_staged(const World& world) {
   static std::once_flag warned;
   if (world.rank == 0) {
     std::call_once(warned, [&] {
-      const auto name = c10::DeviceTypeName(type, true);
-      const auto faster =
-          type == at::kCUDA ? "the backend NCCL (parallel.backend: nccl)" : "a backend for " + name;
-      spdlog::warn("tessera: collectives on {} copy through the host's memory; {} is faster", name,
-                   faster);
+      const auto& reason = world.staged_because;
+      spdlog::warn("tessera: collectives on {} copy through the host's memory{}{}",
+                   c10::DeviceTypeName(type, true), reason.empty() ? "" : ", because ", reason);
     });
   }
   World host = world;

@@ -1,8 +1,10 @@
 // Members of ProcessGroup that exchange control data: byte strings, colors of a split, contracts,
 // failures.
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/device/backends.h"
 #include "comm/group/argument_checks.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
@@ -80,6 +82,15 @@ std::vector<int64_t> exchange_numbers(ProcessGroup::Impl& impl, Op op, int64_t m
   return numbers;
 }
 
+/// Of comm/device/backends.h.
+int64_t number_of_device(at::Device device, const comm::DeviceBackend* backend) {
+  if (!c10::impl::hasDeviceGuardImpl(device.type())) return comm::kNotSeen;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  if (std::max<int>(device.index(), 0) >= guard.deviceCount()) return comm::kNotSeen;
+  if (!device.has_index()) device = guard.getDevice();
+  return comm::number_of_identity(backend && backend->identity ? backend->identity(device) : "");
+}
+
 }  // namespace
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(const std::string& mine,
@@ -150,6 +161,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.address = impl_->world.address;
   world.options = impl_->world.options;
   world.device = impl_->world.device;
+  world.staged_because = impl_->world.staged_because;
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
   world.rank_0_serves_store = impl_->world.rank_0_serves_store;
@@ -179,6 +191,40 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   comm::World world = impl_->world;
   world.wire = format;
   return ProcessGroup(impl_->duplicate(std::move(world), "wire"));
+}
+
+ProcessGroup ProcessGroup::with_device(at::Device device) {
+  const auto type = device.type();
+  if (moves(type)) return *this;
+  const auto name = c10::DeviceTypeName(type, true);
+  check_contract("ProcessGroup.with_device", {name});
+  require(impl_->world.store != nullptr, *impl_, "with_device",
+          "this group was made by the caller without a store");
+  comm::World world = impl_->world;
+  world.options.staged_device = at::kCPU;
+  const bool chooses = world.options.backend == Backend::Auto;
+  world.device = chooses ? comm::backend_of(type, world) : nullptr;
+  const auto devices =
+      exchange_numbers(*impl_, Op::bytes, number_of_device(device, world.device.get()), "devices");
+  const auto unseeing = std::find(devices.begin(), devices.end(), comm::kNotSeen);
+  if (unseeing != devices.end()) {
+    throw UsageError(fmt::format(
+        "ProcessGroup.with_device: rank {} sees no device {}; expected one that the process sees",
+        unseeing - devices.begin(), unseeing - devices.begin() == rank() ? device.str() : name));
+  }
+  const auto same = comm::ranks_of_one_device(devices, world.hosts);
+  if (chooses && !world.device) {
+    world.staged_because = fmt::format("this build has no backend for {}{}", name,
+                                       type == at::kCUDA ? " (-DTESSERA_WITH_NCCL=ON)" : "");
+  } else if (same) {
+    world.staged_because = fmt::format(
+        "ranks {} and {} use the same device of their host, and {} "
+        "needs one for each rank",
+        same->first, same->second, world.device->name);
+    world.device = nullptr;
+  }
+  if (!world.device) world.options.staged_device = type;
+  return ProcessGroup(impl_->duplicate(std::move(world), "device"));
 }
 
 ProcessGroup ProcessGroup::duplicate() {

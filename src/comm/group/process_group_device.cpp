@@ -9,13 +9,12 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/device/backends.h"
 #include "comm/failures/process_failures.h"
 #include "comm/group/process_group_impl.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera {
 
@@ -98,25 +97,21 @@ void ProcessGroup::Impl::meet_on_device(Transport& control) {
 }
 
 void ProcessGroup::Impl::check_devices(Transport& control) const {
-  const auto mine = transport->device_identity(stream_->device());
   auto all = at::zeros({world.size}, at::kLong);
-  auto* const digests = all.data_ptr<int64_t>();
-  if (!mine.empty())
-    digests[world.rank] = static_cast<int64_t>(XXH3_64bits(mine.data(), mine.size()));
+  auto* const devices = all.data_ptr<int64_t>();
+  devices[world.rank] = comm::number_of_identity(transport->device_identity(stream_->device()));
   control.all_gather(all, std::vector<int64_t>(world.size, 1));
+  const auto same =
+      comm::ranks_of_one_device(std::vector<int64_t>(devices, devices + world.size), world.hosts);
+  if (!same) return;
   const auto type = c10::DeviceTypeName(transport->device_type(), true);
-  const auto host_of = [&](int rank) { return world.hosts.empty() ? 0 : world.hosts[rank]; };
-  for (int a = 0; a < world.size; ++a) {
-    for (int b = a + 1; b < world.size; ++b) {
-      if (digests[a] == 0 || digests[a] != digests[b] || host_of(a) != host_of(b)) continue;
-      throw UsageError(fmt::format(
-          "ProcessGroup: ranks {} and {} use the same {} device of their host, and {} needs one "
-          "for each rank; expected another device for one of them (model.device: {} without a "
-          "number), no more ranks on a host than it has devices, or another backend (auto), which "
-          "copies through the host's memory (seen on rank {}, {})",
-          a, b, type, transport->name(), type, world.rank, stream_->device().str()));
-    }
-  }
+  throw UsageError(fmt::format(
+      "ProcessGroup: ranks {} and {} use the same {} device of their host, and {} needs one "
+      "for each rank; expected another device for one of them (model.device: {} without a "
+      "number), no more ranks on a host than it has devices, or another backend (auto), which "
+      "copies through the host's memory (seen on rank {}, {})",
+      same->first, same->second, type, transport->name(), type, world.rank,
+      stream_->device().str()));
 }
 
 namespace {

@@ -36,6 +36,7 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
     windows[i] = window(i);
     auto& grad = gradient(i);
     if (!grad.defined() || grad.is_sparse()) continue;
+    ensure_memory(buckets_[where_[i].bucket].flat);
     windows[i].copy_(grad);
     grad = windows[i];
   }
@@ -86,6 +87,7 @@ const at::Tensor& GradientBuckets::window(size_t i) const {
 
 const at::Tensor& GradientBuckets::writable_window(size_t i) {
   if (holds_other_tensor(i)) displace(where_[i].bucket);
+  ensure_memory(buckets_[where_[i].bucket].flat);
   return window(i);
 }
 
@@ -144,6 +146,10 @@ void GradientBuckets::zero_grad(bool set_to_none) {
     if (set_to_none) grad = at::Tensor();
     else grad.zero_();
   }
+}
+
+void GradientBuckets::forget(size_t b) {
+  for (const auto i : buckets_[b].members) gradient(i) = at::Tensor();
 }
 
 /// Other tensors keep the bucket's memory, and the gradients move to private memory.

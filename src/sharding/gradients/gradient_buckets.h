@@ -67,6 +67,9 @@ class GradientBuckets {
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false.
   void zero_grad(bool set_to_none);
 
+  /// `.grad` of the bucket's parameters becomes undefined.
+  void forget(size_t bucket);
+
   /// A collective has overwritten the parameter's gradient: it must be cleared before a backward
   /// adds to it.
   void mark_overwritten(size_t parameter);

@@ -11,10 +11,35 @@
 namespace tessera::sharding {
 namespace {
 
-/// The norm from the sum of p-th powers (for infinity: from the maximum).
-double norm_of(double part, double p) {
+constexpr double kNormEps = 1e-6;  // of torch.nn.utils.clip_grad_norm_
+
+/// The sum of p-th powers (for infinity: the maximum) over the ranks' parts.
+at::Tensor sum_of(const at::Tensor& parts, double p) {
+  return std::isinf(p) ? parts.max() : parts.sum();
+}
+
+at::Tensor scalar(double value, at::Device device) {
+  return at::full({}, value, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+/// The norm from that.
+at::Tensor norm_of(const at::Tensor& part, double p) {
   if (std::isinf(p)) return part;
-  return p == 2 ? std::sqrt(part) : std::pow(part, 1 / p);
+  if (p == 2) return part.sqrt();
+  return part.is_cpu() ? scalar(std::pow(part.item<double>(), 1 / p), at::kCPU) : part.pow(1 / p);
+}
+
+at::Device device_of(const std::vector<at::Tensor>& gradients) {
+  for (const auto& gradient : gradients) {
+    if (gradient.defined()) return gradient.device();
+  }
+  return at::kCPU;
+}
+
+at::Tensor norm_of_all(const std::vector<at::Tensor>& gradients, double p) {
+  GradientNorm norm("gradient_norm", p);
+  for (const auto& gradient : gradients) norm.add(gradient);
+  return norm.local(device_of(gradients));
 }
 
 }  // namespace
@@ -53,22 +78,33 @@ void GradientNorm::add_power(const at::Tensor& gradient) {
   part_on_device_ = power;
 }
 
-double GradientNorm::part() const {
-  if (!part_on_device_.defined()) return part_;
-  const auto of_device = part_on_device_.item<double>();
-  if (!std::isinf(p_)) return part_ + of_device;
-  return of_device > part_ || std::isnan(of_device) ? of_device : part_;
+at::Tensor GradientNorm::part(at::Device device) const {
+  if (!part_on_device_.defined()) return scalar(part_, device);
+  const auto of_device = part_on_device_.to(device);
+  if (part_ == 0) return of_device;
+  return std::isinf(p_) ? at::maximum(of_device, scalar(part_, device)) : of_device + part_;
 }
 
-double GradientNorm::total(ProcessGroup& group) {
-  const auto mine = at::tensor({part(), any_ ? 1.0 : 0.0}, at::kDouble);
-  const auto all = group.all_gather(mine).view({-1, 2});
+at::Tensor GradientNorm::local(at::Device device) const { return norm_of(part(device), p_); }
+
+at::Tensor GradientNorm::total(ProcessGroup& group, at::Device device) {
+  const auto mine = part(device).view({1});
+  if (!device.is_cpu()) return norm_of(sum_of(group.all_gather(mine), p_), p_);
+  const auto flag = at::full({1}, any_ ? 1.0 : 0.0, at::kDouble);
+  const auto all = group.all_gather(at::cat({mine, flag})).view({-1, 2});
   any_ = all.select(1, 1).max().item<double>() > 0;
-  const auto parts = all.select(1, 0);
-  return norm_of((std::isinf(p_) ? parts.max() : parts.sum()).item<double>(), p_);
+  return norm_of(sum_of(all.select(1, 0), p_), p_);
 }
 
-double GradientNorm::local() const { return norm_of(part(), p_); }
+NormClip::NormClip(double max_norm, const at::Tensor& norm) {
+  if (norm.is_cpu()) factor_ = clip_factor(max_norm, norm.item<double>());
+  else factor_on_device_ = (max_norm / (norm + kNormEps)).clamp_max(1);  // keeps a NaN
+}
+
+void NormClip::scale(at::Tensor gradient) const {
+  if (factor_on_device_.defined()) gradient.mul_(factor_on_device_.to(gradient.device()));
+  else if (factor_ != 1) gradient.mul_(factor_);
+}
 
 void check_max_norm(const std::string& component, double max_norm) {
   if (!(max_norm >= 0))
@@ -86,24 +122,26 @@ void check_clip_value(const std::string& component, double clip_value) {
 namespace tessera {
 
 double gradient_norm(const std::vector<at::Tensor>& gradients, double p) {
-  sharding::GradientNorm norm("gradient_norm", p);
-  for (const auto& gradient : gradients) norm.add(gradient);
-  return norm.local();
+  return sharding::norm_of_all(gradients, p).item<double>();
 }
 
 double clip_factor(double max_norm, double norm) {
-  const double factor = max_norm / (norm + 1e-6);
+  const double factor = max_norm / (norm + sharding::kNormEps);
   return factor > 1 ? 1 : factor;  // NaN stays NaN, as in torch
 }
 
 double clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p) {
+  return clip_gradient_norm_tensor_(gradients, max_norm, p).item<double>();
+}
+
+at::Tensor clip_gradient_norm_tensor_(const std::vector<at::Tensor>& gradients, double max_norm,
+                                      double p) {
   sharding::check_max_norm("clip_gradient_norm_", max_norm);
-  const double norm = gradient_norm(gradients, p);
-  const double factor = clip_factor(max_norm, norm);
-  if (factor == 1) return norm;
   const at::NoGradGuard no_grad;
+  auto norm = sharding::norm_of_all(gradients, p);
+  const sharding::NormClip clip(max_norm, norm);
   for (const auto& gradient : gradients) {
-    if (gradient.defined()) at::Tensor(gradient).mul_(factor);
+    if (gradient.defined()) clip.scale(gradient);
   }
   return norm;
 }

@@ -17,22 +17,33 @@ class GradientNorm {
   GradientNorm(const std::string& component, double p);
 
   /// Adds a part of the gradient that this rank holds. Undefined and empty tensors do not count.
-  /// The host does not wait for a device: local() and total() do, once.
+  /// The host does not wait for a device.
   void add(const at::Tensor& gradient);
-  /// The norm of this rank's parts. Local.
-  double local() const;
-  /// The norm of all ranks' parts. Collective.
-  double total(ProcessGroup& group);
-  /// Whether any rank had a part. Valid after total().
+  /// The norm of this rank's parts, 0-dim float64 on `device`, for which the host does not wait.
+  at::Tensor local(at::Device device) const;
+  /// The norm of all ranks' parts, likewise. `device` has the same type on all ranks. Collective.
+  at::Tensor total(ProcessGroup& group, at::Device device);
+  /// Whether any rank had a part; with an accelerator whether this rank had. Valid after total().
   bool any() const { return any_; }
 
  private:
   void add_power(const at::Tensor& gradient);
-  double part() const;
+  at::Tensor part(at::Device device) const;
 
   double p_, part_ = 0;
   at::Tensor part_on_device_;  // of the tensors on a device
   bool any_ = false;
+};
+
+/// Scales gradients of norm `norm`, 0-dim, by clip_factor(). The host does not wait for a device.
+class NormClip {
+ public:
+  NormClip(double max_norm, const at::Tensor& norm);
+  void scale(at::Tensor gradient) const;
+
+ private:
+  double factor_ = 1;
+  at::Tensor factor_on_device_;
 };
 
 /// Throws UsageError "<component>: …" for a negative bound of the norm.

@@ -138,6 +138,8 @@ class Reducer {
   /// Number of gradients that have arrived since construction.
   uint64_t generation() const { return generation_; }
 
+  /// For use in `ready`: `.grad` of the parameters in the bucket becomes undefined.
+  void forget(size_t bucket) { buckets_.forget(bucket); }
   /// The owner has overwritten the parameter's gradient in its bucket. It must be cleared before
   /// the next backward adds to it.
   void mark_overwritten(size_t parameter) { buckets_.mark_overwritten(parameter); }

@@ -180,14 +180,15 @@ void read_local_sgd(OptionReader& keys, std::optional<LocalSgdConfig>& local_sgd
 void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   keys.read_choice("type", parallel.type, registry::parallel().names(),
                    "how the ranks share the work");
-  keys.read_enum("backend", parallel.group.backend,
-                 {{"auto", Backend::Auto},
-                  {"shm", Backend::SharedMemory},
-                  {"tcp", Backend::TCP},
-                  {"gloo", Backend::Gloo},
-                  {"nccl", Backend::NCCL},
-                  {"mpi", Backend::MPI}},
-                 "communication backend");
+  keys.read_enum(
+      "backend", parallel.group.backend,
+      {{"auto", Backend::Auto},
+       {"shm", Backend::SharedMemory},
+       {"tcp", Backend::TCP},
+       {"gloo", Backend::Gloo},
+       {"nccl", Backend::NCCL},
+       {"mpi", Backend::MPI}},
+      "communication backend; auto also uses NCCL if each rank of a host has a GPU of its own");
   double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
   keys.read("timeout", seconds, "longest wait for another rank, in seconds", Range{0.001, 1e6});
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));

@@ -17,7 +17,6 @@
 #include "tessera/launch.h"
 #include "tessera/step/agreement.h"
 #include "tessera/train.h"
-#include "train/program/group_options.h"
 #include "train/program/run_with_rollbacks.h"
 #include "train/run/interruption.h"
 #include "train/watch/watchdog.h"
@@ -177,7 +176,7 @@ int run(const Config& config) {
   // A write beyond the limit on the size of files then fails with an error that names the file.
   std::signal(SIGXFSZ, SIG_IGN);
   try {
-    ProcessGroup group = init_process_group(train::group_options(config));
+    ProcessGroup group = init_process_group(config.parallel.group);
     rank = group.rank();
     return train_on(config, std::move(group));
   } catch (const BrokenWorldError& error) {

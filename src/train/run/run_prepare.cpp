@@ -31,6 +31,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
     check_config_files(config_);
     choose_device();
   });
+  group_ = group_.with_device(device_);
   check_same_config(config_, group_);
   groups_.emplace(config_, group_);
   open_checkpoints();

@@ -125,8 +125,7 @@ std::vector<ShardBucket> make_shard_buckets(const std::vector<NamedTensor>& para
   for (auto& bucket : buckets) {
     auto gradients = group.allocate(bucket.layout.numel(),
                                     tensors[bucket.members[0]].options().requires_grad(false));
-    if (plan.lean_gradients)
-      memory::return_pages(gradients.data_ptr(), static_cast<int64_t>(gradients.nbytes()));
+    if (plan.lean_gradients) sharding::release_memory(gradients);
     bucket.gradients =
         sharding::make_bucket(bucket.members, bucket.layout, std::move(gradients), tensors);
   }

@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "fuzz/training/wire.h"
+
 namespace tessera::fuzz {
 namespace {
 
@@ -183,6 +185,8 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
 
 Expectation expectation(const Case& which, const Item& wrapper, int world, size_t i,
                         bool plain_throws) {
+  const bool constructs = i == 0 || which.story[i].kind == "move";
+  if (constructs && refuses_wire(which, wrapper, world)) return Expectation::usage_error;
   if (plain_throws) return Expectation::any_error;
   const auto due = of_event(which, wrapper, world, i);
   // A mistake shows where ranks meet, which they do not while the wrapper trains nothing.
@@ -236,6 +240,7 @@ std::optional<Finding> judge(const std::vector<Expectation>& due, size_t first, 
     return Finding{"no error",
                    fmt::format("event {} must be an error and is none", first + error_due)};
   }
+  if (due.empty()) return Finding{"error", "before the first event" + list(outcomes)};
   // An error shows in the event in which it is due, or later, where ranks meet.
   const size_t last = std::min(reached - first, due.size() - 1);
   bool allowed = false, own = false, any = false, must = false, may = false;

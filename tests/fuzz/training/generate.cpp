@@ -4,6 +4,7 @@
 #include "fuzz/training/case.h"
 #include "fuzz/training/model/blocks.h"
 #include "fuzz/training/random.h"
+#include "fuzz/training/wire.h"
 
 namespace tessera::fuzz {
 namespace {
@@ -320,6 +321,29 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
     maybe(random, 30, values, "share_parameters");
 }
 
+/// Rounds what travels between hosts, in some cases with several of them. `begins`: an error of the
+/// construction counts as that of an event, so a combination that the wrapper refuses may stay.
+void round_between_hosts(Random& random, const Case& which, int world, bool begins, Item& wrapper) {
+  auto& values = wrapper.values;
+  const auto before = values;
+  const bool on_hosts = values.count("hosts") > 0;
+  if (!random.chance(on_hosts ? 60 : 10)) return;
+  if (world < 2 || values.count("backend") || values.count("local_sgd")) return;
+  if (!on_hosts) values["hosts"] = world == 2 ? "01" : random.pick({"001", "01", "0011", "012"});
+  const int what = random.below(3);
+  if (what < 2) values["wire_gradients"] = random.pick({"bfloat16", "int8"});
+  if (what > 0) values["wire_parameters"] = random.pick({"bfloat16", "int8"});
+  const bool keeps = random.chance(8) && begins;
+  // refuses_wire() does not say what becomes of these.
+  const bool open = has(which.layers, {"double_layer"}) ||
+                    (which.dtype == "double" && values.count("late_part")) ||
+                    (wrapper.kind == "fsdp" && values.count("check_results"));
+  const auto fits = [&] { return !open && !refuses_wire(which, wrapper, world); };
+  if (fits() || (keeps && !open)) return;
+  values.erase("wire_parameters");
+  if (!fits() || !values.count("wire_gradients")) values = before;
+}
+
 }  // namespace
 
 Case generate(uint64_t seed) {
@@ -405,6 +429,14 @@ Case generate(uint64_t seed) {
   save_memory(random, result.wrapper.kind, result.wrapper.values);
   for (auto& event : result.story) {
     if (event.kind == "move") save_memory(random, event.text("wrapper"), event.values);
+  }
+  const bool begins = result.story.front().kind != "move";
+  round_between_hosts(random, result, result.world, begins, result.wrapper);
+  for (auto& event : result.story) {
+    if (event.kind != "move") continue;
+    Item after{event.text("wrapper"), event.values};
+    round_between_hosts(random, result, event.number("world"), true, after);
+    event.values = std::move(after.values);
   }
   return result;
 }

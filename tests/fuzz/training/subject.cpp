@@ -6,6 +6,7 @@
 
 #include "fuzz/training/plain/training.h"
 #include "fuzz/training/story.h"
+#include "fuzz/training/wire.h"
 #include "tessera/tessera.h"
 
 namespace tessera::fuzz {
@@ -59,6 +60,9 @@ DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   options.static_graph = wrapper.flag("static_graph");
   options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
   options.parameters_to_ignore = ignored_names(net, wrapper);
+  options.wire = wire_of(wrapper);
+  // ZeroRedundancyOptimizer beside it gathers them.
+  if (wrapper.kind == "ddp_zero") options.wire.parameters = WireFormat::float32;
   const auto hook = wrapper.text("hook");
   if (hook == "fp16") options.comm_hook = fp16_compress_hook();
   if (hook == "bf16") options.comm_hook = bf16_compress_hook();
@@ -97,6 +101,8 @@ ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
   options.gather_in_background = wrapper.flag("in_background");
   options.shard_gradients = wrapper.flag("shard_gradients");
   options.share_parameters = wrapper.flag("share_parameters");
+  options.wire = wire_of(wrapper);
+  if (wrapper.kind == "ddp_zero") options.wire.gradients = WireFormat::float32;
   if (wrapper.flag("no_reduce")) options.reduce_gradients = false;
   return options;
 }
@@ -190,6 +196,7 @@ class DistributedOptimizerSubject : public Subject {
     options.param_pack = wrapper.flag("param_pack");
     options.param_pack_thd = wrapper.number("param_pack_thd", 10 << 20);
     options.buffers = buffer_rule(wrapper);
+    options.wire = wire_of(wrapper);
     if (!wrapper.has("groups")) {
       distributed_ =
           std::make_unique<DistributedOptimizer>(*net, group, optimizer_of(which), options);
@@ -246,6 +253,7 @@ FullyShardedDataParallelOptions fsdp_options(Net& net, const Item& wrapper) {
   options.buffers = buffer_rule(wrapper);
   if (wrapper.has("mixed")) options.mixed_precision.param_dtype = at::kBFloat16;
   if (wrapper.text("mixed") == "sums_in_float") options.mixed_precision.reduce_dtype = at::kFloat;
+  options.wire = wire_of(wrapper);
   options.ignored_parameters = ignored_names(net, wrapper);
   return options;
 }

@@ -46,6 +46,7 @@ Key key_of(const Block& block) {
 
 void release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
+  count_release(static_cast<int64_t>(block->bytes));
   std::lock_guard lock(mutex);
   live.erase(block->data);
   if (block->used_on.empty()) return freed[key_of(*block)].push_back(block->data);
@@ -69,7 +70,7 @@ class DeviceAllocator final : public compat::Allocator {
     {
       std::lock_guard lock(mutex);
       auto& same = freed[key_of(*block)];
-      count_allocation(!same.empty());
+      count_allocation(static_cast<int64_t>(bytes), !same.empty());
       if (!same.empty()) {
         block->data = same.back();
         same.pop_back();

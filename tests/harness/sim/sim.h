@@ -45,7 +45,9 @@ struct Stats {
   uint64_t kernels = 0;
   uint64_t host_waits = 0;  ///< The host waited for a stream or an event, for whatever reason.
   uint64_t allocations = 0;
-  uint64_t reused = 0;  ///< Allocations that got freed memory.
+  uint64_t reused = 0;     ///< Allocations that got freed memory.
+  int64_t bytes = 0;       ///< Of tensors that exist; reset_stats() keeps it.
+  int64_t peak_bytes = 0;  ///< The most of them since reset_stats().
   std::multiset<std::string> wait_reasons;
 };
 Stats stats();

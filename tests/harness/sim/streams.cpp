@@ -131,10 +131,16 @@ void count_kernel() {
   std::lock_guard lock(stats_mutex);
   ++counted.kernels;
 }
-void count_allocation(bool reused) {
+void count_allocation(int64_t bytes, bool reused) {
   std::lock_guard lock(stats_mutex);
   ++counted.allocations;
   counted.reused += reused;
+  counted.bytes += bytes;
+  counted.peak_bytes = std::max(counted.peak_bytes, counted.bytes);
+}
+void count_release(int64_t bytes) {
+  std::lock_guard lock(stats_mutex);
+  counted.bytes -= bytes;
 }
 Stats stats() {
   std::lock_guard lock(stats_mutex);
@@ -142,7 +148,9 @@ Stats stats() {
 }
 void reset_stats() {
   std::lock_guard lock(stats_mutex);
-  counted = {};
+  Stats none;
+  none.bytes = none.peak_bytes = counted.bytes;
+  counted = none;
 }
 
 void EventState::record(const std::shared_ptr<EventState>& event, const c10::Stream& stream) {

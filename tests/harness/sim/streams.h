@@ -55,7 +55,8 @@ int exchange_device(int device);
 void start_streams(uint64_t seed, int max_delay_us);
 void count_host_wait(const std::string& reason);
 void count_kernel();
-void count_allocation(bool reused);
+void count_allocation(int64_t bytes, bool reused);
+void count_release(int64_t bytes);
 
 /// A point of a stream, which other streams wait for.
 class EventState {

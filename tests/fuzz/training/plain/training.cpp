@@ -151,6 +151,16 @@ void PlainTraining::add_results(const Item& event, std::vector<Record>& records)
   }
 }
 
+void PlainTraining::adopt(int rank, const ModuleStateDict& weights,
+                          const std::optional<OptimizerStateDict>& state) {
+  auto& replica = replicas_[rank];
+  load_state_dict(*replica.net, weights);
+  if (!state) return;
+  auto loaded = state_dict(*replica.optimizer, replica.parameters);
+  loaded.state = state->state;
+  load_state_dict(*replica.optimizer, replica.parameters, loaded);
+}
+
 at::Tensor PlainTraining::replica_loss(const Item& event, int number, int micro, int rank,
                                        int micros) {
   auto& net = computing(rank);

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/optim.h"
 #include "tessera/step/buffer_sync.h"
 
@@ -32,6 +34,11 @@ class PlainTraining {
   /// Adds what the replicas have after the event.
   void add_results(const Item& event, std::vector<Record>& records) const;
 
+  /// Goes on from what `rank` has elsewhere. `state`: of the optimizer, if it is another one.
+  void adopt(int rank, const ModuleStateDict& weights,
+             const std::optional<OptimizerStateDict>& state);
+
+  const Net& net() const { return *replicas_[0].net; }
   int world() const { return static_cast<int>(replicas_.size()); }
   const NamedParameters& parameters(int rank) const { return replicas_[rank].parameters; }
 
