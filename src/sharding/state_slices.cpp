@@ -123,6 +123,12 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
+/// Whether the slice has state of an optimizer, beside kWireResidual, which is the wrapper's.
+bool has_state(const StateSlice& slice) {
+  return slice.state.tensors.size() > slice.state.tensors.count(sharding::kWireResidual) ||
+         !slice.state.scalars.empty();
+}
+
 /// Copies of the slice's tensors, in the form that the optimizer keeps for the shard. `release`:
 /// the slice drops each tensor that was copied.
 ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterShard& shard,
@@ -134,7 +140,7 @@ ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterSh
   ParamState own;
   own.scalars = slice.state.scalars;
   for (auto& [name, tensor] : slice.state.tensors) {
-    if (name == sharding::kWireResidual) continue;  // the wrapper's, not the optimizer's
+    if (name == sharding::kWireResidual) continue;
     const int64_t numel = tensor.defined() ? tensor.numel() : 0;
     const bool follows = may_follow && tensor.defined() && tensor.dim() > 0 && numel == shard.numel;
     if (!tensor.defined() || (element_wise && !follows && numel != 1)) {
@@ -165,13 +171,13 @@ void load(torch::optim::Optimizer& optimizer, const std::vector<ParameterShard>&
     check_shard(kLoadSlices, shard);
     auto& slice = given.of(shard);
     if (optimized.count(shard.tensor.unsafeGetTensorImpl()) == 0) {
-      if (slice.stateless()) continue;
+      if (!has_state(slice)) continue;
       throw UsageError(fmt::format(
           "{}: there is state of parameter {}, which is none of the optimizer's; expected none",
           kLoadSlices, shard.parameter));
     }
     states.push_back({shard.parameter, shard.tensor, std::nullopt});
-    if (!slice.stateless()) states.back().state = own_state(optimizer, shard, slice, release);
+    if (has_state(slice)) states.back().state = own_state(optimizer, shard, slice, release);
   }
   sharding::replace_states(optimizer, kLoadSlices, states);
 }
