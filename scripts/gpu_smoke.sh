@@ -82,8 +82,9 @@ train_all() {
     compare reference "$wrapper-1"
   done
   train reference-2 2 ddp
+  # With one device auto copies through the host's memory, with more it is NCCL.
   local backends=auto
-  [ "$device" = cuda ] && [ "$devices" -gt 1 ] && backends="auto nccl"
+  [ "$device" = cuda ] && [ "$devices" -gt 1 ] && backends="auto nccl shm"
   for backend in $backends; do
     for wrapper in ddp zero fsdp; do
       train "$wrapper-2-$backend" 2 "$wrapper" "model.device=$device" "parallel.backend=$backend"

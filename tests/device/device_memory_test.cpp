@@ -3,9 +3,12 @@
 #include <gmock/gmock.h>
 
 #include "device/expect_success.h"
+#include "device/loss.h"
 #include "device/tower.h"
 #include "harness/device/rank_processes.h"
 #include "harness/sim/sim.h"
+#include "tessera/activation_checkpoint.h"
+#include "tessera/detail/device_generator.h"
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
@@ -99,6 +102,25 @@ TEST(DeviceMemory, ReductionsOfShardedGradientsRunBesideComputation) {
         },
         1);
   }
+}
+
+/// Its gradients come once for each use, because each use is differentiated by itself.
+TEST(DeviceMemory, ASecondGradientForABucketWithoutMemoryIsAnError) {
+  expect_success(2, [](Groups& groups) {
+    constexpr int kSize = 4;
+    detail::set_device_generator(type(), [](at::Device place) { return generator(place.index()); });
+    Tower net(2, kSize);  // the second block is the first bucket
+    net->to(device());
+    ZeroRedundancyOptimizer optimizer(*net, groups.device(),
+                                      optimizer_factory<torch::optim::SGD>(0.1), sharded(kSize));
+    const auto use = [&](int i, const at::Tensor& x) {
+      return checkpoint(
+          [block = net->all[i].get()](const at::Tensor& in) { return block->forward(in); }, x);
+    };
+    const auto x = torch::ones({2, kSize}, device()).requires_grad_();
+    const auto text = error_of([&] { use(1, use(0, use(1, x))).sum().backward(); });
+    expect_contains(text, "got a second gradient in one backward");
+  });
 }
 
 }  // namespace
