@@ -9,58 +9,13 @@
 #include <spdlog/spdlog.h>
 
 #include "optim/text_of_options.h"
-#include "sharding/detection/detection.h"
 #include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "zero/options.h"
 
 namespace tessera {
-namespace {
-
-std::unique_ptr<torch::optim::Optimizer> example_of(const OptimizerFactory& factory) {
-  return factory({torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{at::zeros({1})})});
-}
-
-/// Whether an update of one parameter depends on the others, so that one rank needs all of them.
-bool uses_all_parameters(const OptimizerFactory& factory) {
-  return dynamic_cast<torch::optim::LBFGS*>(example_of(factory).get()) != nullptr;
-}
-
-constexpr const char* kDdp = "DistributedDataParallel";
-
-/// Whether a DistributedDataParallel reduces the gradient of one of `parameters`.
-bool is_reduced_by_ddp(const std::vector<sharding::NamedTensor>& parameters) {
-  return sharding::WrappedParameters::reducer_of(parameters) == kDdp;
-}
-
-std::vector<sharding::NamedTensor> parameters_of(
-    const std::vector<ZeroRedundancyOptimizer::Group>& groups) {
-  std::vector<sharding::NamedTensor> all;
-  for (const auto& group : groups) {
-    for (const auto& [name, tensor] : group.parameters) all.push_back({name, tensor});
-  }
-  return all;
-}
-
-}  // namespace
-
-ZeroRedundancyOptimizerOptions ZeroRedundancyOptimizer::Impl::beside_others(
-    Options options, const std::vector<Group>& groups, int rank) {
-  if (!options.reduce_gradients || !is_reduced_by_ddp(parameters_of(groups))) return options;
-  if (options.overlap_with_backward) {
-    throw UsageError(fmt::format(
-        "{}: rank {}: option overlap_with_backward, and {} reduces these gradients already; "
-        "expected one of the two",
-        kName, rank, kDdp));
-  }
-  if (rank == 0) {
-    spdlog::info("tessera: {}: {} reduces the gradients, so reduce_gradients is off here", kName,
-                 kDdp);
-  }
-  options.reduce_gradients = false;
-  return options;
-}
 
 ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup the_group,
                                     OptimizerFactory factory, Options the_options,
@@ -71,8 +26,9 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
       in_background(gathers_in_background(factory, groups)),
       gradients(sharding::Lanes(group_of_gradients(factory, groups), options.wire.gradients,
                                 early ? sharding::lanes_between_hosts(group) : 1)),
-      shards({group, gradients, early, group_of_parameters(), in_background}, options,
-             uses_all_parameters(factory), prefix()),
+      shards({group, gradients, early, group_of_parameters(), in_background,
+              group_of_background_gathers()},
+             options, zero::uses_all_parameters(factory), prefix()),
       mean(group, gradients, early, shards, options, prefix()),
       local(factory),
       outer_(outer),
@@ -91,156 +47,6 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
   }
 }
 
-/// The group of the gradients' collectives, which are exact: for reductions within backward another
-/// one than that of the step's collectives. Collective.
-ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFactory& factory,
-                                                               const std::vector<Group>& groups) {
-  agree(group, [&] {
-    check_wire(factory, groups);
-    check_sharding(factory, groups);
-    check_sharing(factory, groups);
-  });
-  const bool has_own = options.wire.gradients != WireFormat::float32 && !group.same_host();
-  return early && !has_own ? group.duplicate() : group;
-}
-
-/// The group of the parameters' gathers, if they travel encoded. Collective.
-std::optional<ProcessGroup> ZeroRedundancyOptimizer::Impl::group_of_parameters() {
-  auto encoded = group.with_wire(options.wire.parameters);
-  if (encoded.impl() == group.impl()) return std::nullopt;
-  return encoded;
-}
-
-void ZeroRedundancyOptimizer::Impl::check_wire(const OptimizerFactory& factory,
-                                               const std::vector<Group>& groups) const {
-  const auto& wire = options.wire;
-  const auto refuse = [&](const char* name, WireFormat format, const char* reason) {
-    throw UsageError(
-        fmt::format("{}: option wire.{} is {}, and {}", prefix(), name, to_string(format), reason));
-  };
-  if (wire.gradients != WireFormat::float32 && !options.reduce_gradients) {
-    refuse("gradients", wire.gradients,
-           "the gradients are reduced elsewhere; expected the option there");
-  }
-  if (options.overlap_with_backward) {
-    const char* const reason = "it excludes overlap_with_backward; expected reduce_in_backward";
-    if (wire.gradients != WireFormat::float32) refuse("gradients", wire.gradients, reason);
-    if (wire.parameters != WireFormat::float32) refuse("parameters", wire.parameters, reason);
-  }
-  if (wire.parameters != WireFormat::float32) {
-    if (!options.parameters_as_bucket_view)
-      refuse("parameters", wire.parameters, "it needs parameters_as_bucket_view");
-    if (uses_all_parameters(factory)) {
-      refuse("parameters", wire.parameters,
-             "this optimizer evaluates the loss within an update; expected float32");
-    }
-  }
-  sharding::check_wire_dtypes(kName, group.rank(), wire, parameters_of(groups));
-}
-
-/// [Note: sharded gradients]
-void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& factory,
-                                                   const std::vector<Group>& groups) const {
-  if (!options.shard_gradients) return;
-  const auto refuse = [&](const char* reason) {
-    throw UsageError(fmt::format("{}: option shard_gradients {}", prefix(), reason));
-  };
-  const auto all = parameters_of(groups);
-  if (is_reduced_by_ddp(all))
-    refuse(
-        "excludes DistributedDataParallel, which reduces the same gradients; expected one of the "
-        "two");
-  if (!options.reduce_gradients) refuse("needs reduce_gradients; expected it on");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward; expected one of the two");
-  if (options.reduce_in_place)
-    refuse("keeps no gradient that a mean could replace; expected reduce_in_place off");
-  if (uses_all_parameters(factory))
-    refuse("needs an optimizer that does not use all parameters at once");
-}
-
-/// [Note: one copy a host]
-void ZeroRedundancyOptimizer::Impl::check_sharing(const OptimizerFactory& factory,
-                                                  const std::vector<Group>& groups) const {
-  if (!options.share_parameters) return;
-  const auto refuse = [&](const char* reason) {
-    throw UsageError(fmt::format("{}: option share_parameters {}", prefix(), reason));
-  };
-  if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward, which writes while other ranks read");
-  if (options.gather_in_background)
-    refuse(
-        "excludes gather_in_background, which takes memory from parameters; expected one of "
-        "the two");
-  if (options.wire.parameters != WireFormat::float32)
-    refuse("needs parameters that travel unrounded; expected wire.parameters float32");
-  if (uses_all_parameters(factory))
-    refuse("needs an optimizer that does not use all parameters at once");
-  const auto parameters = parameters_of(groups);
-  if (std::any_of(parameters.begin(), parameters.end(),
-                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
-    refuse("needs parameters on the CPU");
-  if (group.size() > 1 && !sharding::start_detection())
-    refuse(
-        "cannot detect writes, because another library has taken the dispatch key for it; "
-        "expected the option off");
-}
-
-/// [Note: reduction within backward]
-bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factory,
-                                                  const std::vector<Group>& groups) const {
-  const auto parameters = parameters_of(groups);
-  const auto refuse = [&](const char* reason) {
-    if (!options.reduce_in_backward.value_or(false)) return false;
-    throw UsageError(fmt::format("{}: option reduce_in_backward {}", prefix(), reason));
-  };
-  if (options.shard_gradients) return refuse("is part of shard_gradients; expected one of the two");
-  if (!options.reduce_in_backward.value_or(group.messages_between_hosts())) return false;
-  if (group.size() == 1 || parameters.empty()) return false;
-  if (!options.reduce_gradients) return refuse("needs reduce_gradients");
-  if (options.overlap_with_backward)
-    return refuse("is part of overlap_with_backward; expected one of the two");
-  if (options.reduce_in_place)
-    return refuse("keeps the gradients until step(); expected reduce_in_place off");
-  if (uses_all_parameters(factory))
-    return refuse("needs an optimizer that does not use all parameters at once");
-  if (std::any_of(parameters.begin(), parameters.end(),
-                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
-    return refuse(
-        "needs parameters on the CPU; expected shard_gradients, which reduces within backward on "
-        "any device");
-  return true;
-}
-
-/// [Note: gathers in the background]
-bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory& factory,
-                                                          const std::vector<Group>& groups) const {
-  if (!options.gather_in_background || group.size() == 1) return false;
-  const auto parameters = parameters_of(groups);
-  const auto refuse = [&](const char* reason) {
-    throw UsageError(fmt::format("{}: option gather_in_background {}", prefix(), reason));
-  };
-  if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward, which gathers in backward; expected one of the two");
-  if (options.wire.parameters != WireFormat::float32)
-    refuse("needs parameters that travel unrounded; expected wire.parameters float32");
-  if (uses_all_parameters(factory))
-    refuse("needs an optimizer that does not use all parameters at once");
-  if (std::any_of(parameters.begin(), parameters.end(),
-                  [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
-    refuse("needs parameters on the CPU");
-  if (sharding::start_detection()) return true;
-  if (group.rank() == 0) {
-    spdlog::warn(
-        "tessera: {}: another library has taken the dispatch key that detects the use of "
-        "parameters, so gather_in_background is off",
-        kName);
-  }
-  return false;
-}
-
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
   return fmt::format("{}: rank {}", kName, group.rank());
 }
@@ -252,7 +58,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::d
                      ": the optimizer factory is empty; expected one, as from "
                      "optimizer_factory<torch::optim::Adam>(…)");
   }
-  return example_of(factory)->defaults().clone();
+  return zero::example_of(factory)->defaults().clone();
 }
 
 void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
@@ -283,7 +89,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
       early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
       options.share_parameters ? ", share parameters" : "",
       in_background ? ", gather in the background" : ""));
-  const auto example = example_of(factory_);
+  const auto example = zero::example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
   const std::vector<sharding::NamedTensor> added(
@@ -332,7 +138,7 @@ void ZeroRedundancyOptimizer::Impl::check_groups() {
 }
 
 void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& module) {
-  const bool elsewhere = is_reduced_by_ddp(shards.parameters());
+  const bool elsewhere = zero::is_reduced_by_ddp(shards.parameters());
   buffers = sharding::ModuleBuffers(module, elsewhere ? BufferSync::none : options.buffers);
   group.check_contract(kName, buffers.signatures());
   if (options.broadcast_parameters) buffers.broadcast(group, 0);
@@ -342,7 +148,7 @@ void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& modul
 void ZeroRedundancyOptimizer::Impl::register_parameters(
     const std::vector<sharding::NamedTensor>& added) {
   for (const auto& parameter : added) {
-    if (!beside_ddp_ || !parameter.tensor.requires_grad() || is_reduced_by_ddp({parameter}))
+    if (!beside_ddp_ || !parameter.tensor.requires_grad() || zero::is_reduced_by_ddp({parameter}))
       continue;
     throw UsageError(
         fmt::format("{}: DistributedDataParallel reduces the gradients of some parameters, and not "

@@ -20,8 +20,9 @@ namespace tessera {
 
 /// A step and everything around it, in terms of its parts: `shards` (who owns what), `mean` (the
 /// averaged gradient), `local` (the wrapped optimizer), `overlap` (updates within backward).
-/// impl.cpp: construction, changes of parameters, state dicts by name. impl_state.cpp: archives and
-/// state of one rank. step.cpp: a step, norms, clipping.
+/// impl.cpp: construction, changes of parameters, state dicts by name. impl_options.cpp: which
+/// options go together. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms,
+/// clipping.
 class ZeroRedundancyOptimizer::Impl {
  public:
   static constexpr const char* kName = zero::kName;
@@ -94,6 +95,8 @@ class ZeroRedundancyOptimizer::Impl {
   ProcessGroup group_of_gradients(const OptimizerFactory& factory,
                                   const std::vector<Group>& groups);
   std::optional<ProcessGroup> group_of_parameters();
+  std::optional<ProcessGroup> group_of_background_gathers();
+  bool encodes_gradients() const;
   void check_wire(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;

@@ -17,11 +17,13 @@ using ::testing::HasSubstr;
 
 using Hosts = std::vector<int>;
 
-ZeroOptions background(bool value, bool early, Partition partition = Partition::flat) {
+ZeroOptions background(bool value, bool early, Partition partition = Partition::flat,
+                       WireFormat gradients = WireFormat::float32) {
   return {.partition = partition,
           .reduce_in_backward = early,
           .gather_in_background = value,
-          .bucket_cap_mb = 0.0002};
+          .bucket_cap_mb = 0.0002,
+          .wire = {.gradients = gradients}};
 }
 
 void run_backward(Uneven& net, int batch, int rank, int world) {
@@ -45,12 +47,12 @@ struct Stepped {
 
 /// Compares the weights of a training in the background with those of one that waits.
 void expect_same_training(const Hosts& hosts, const OptimizerFactory& optimizer, bool early,
-                          Partition partition) {
+                          Partition partition, WireFormat gradients = WireFormat::float32) {
   const int world = static_cast<int>(hosts.size());
   run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
-    Zero later(*net, group, optimizer, background(true, early, partition));
-    Zero at_once(*other, group, optimizer, background(false, early, partition));
+    Zero later(*net, group, optimizer, background(true, early, partition, gradients));
+    Zero at_once(*other, group, optimizer, background(false, early, partition, gradients));
     const auto step = [&](Uneven& model, Zero& zero, int i) {
       {
         const auto scope = zero.no_sync();
@@ -77,6 +79,15 @@ TEST(ZeroBackground, TrainsBitByBitAsAStepThatWaits) {
         for (const auto partition : kPartitions)
           expect_same_training(hosts, optimizer, early, partition);
       }
+    }
+  }
+}
+
+TEST(ZeroBackground, ParametersTravelExactlyBesideRoundedGradients) {
+  for (const Hosts& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}}) {
+    for (const auto format : {WireFormat::bfloat16, WireFormat::int8}) {
+      for (const bool early : {false, true})
+        expect_same_training(hosts, factory("AdamW"), early, Partition::flat, format);
     }
   }
 }

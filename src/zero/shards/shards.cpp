@@ -32,6 +32,7 @@ Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, boo
                const std::string& prefix)
     : group_(std::move(groups.own)),
       gradients_(groups.gradients),
+      background_(std::move(groups.background)),
       plan_(plan_of(options)),
       load_(group_.size(), 0) {
   plan_.one_owner = one_owner;
@@ -239,7 +240,8 @@ void Shards::wait_for_gathers() const {
 /// Gathers in the background are not in the way of the caller's collectives. A bucket's reduction
 /// within backward follows its gather on the same group in every step.
 ProcessGroup Shards::gather_group(size_t b) const {
-  return arriving_ ? gradients_.group(b) : group_;
+  if (!arriving_) return group_;
+  return background_ ? *background_ : gradients_.group(b);
 }
 
 Work Shards::start_gather(size_t b, const std::string& tag) {

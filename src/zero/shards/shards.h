@@ -27,6 +27,7 @@ class Shards {
     bool early = false;                       ///< Within backward.
     std::optional<ProcessGroup> parameters;   ///< Of ProcessGroup::with_wire(), if they need one.
     bool in_background = false;               ///< [Note: gathers in the background]
+    std::optional<ProcessGroup> background;   ///< For these, if `gradients` are not exact.
   };
 
   /// `one_owner`: rank 0 owns all parameters. `prefix`: of error messages.
@@ -98,6 +99,7 @@ class Shards {
 
   ProcessGroup group_;
   const sharding::GradientWire& gradients_;
+  std::optional<ProcessGroup> background_;  // Groups::background
   std::optional<ParameterWire> wire_;
   std::unique_ptr<ArrivingParameters> arriving_;  // null unless gathers are in the background
   std::unique_ptr<sharding::SharedParameters> shared_;

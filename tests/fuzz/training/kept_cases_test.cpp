@@ -356,5 +356,32 @@ TEST(TrainingFuzz, ZeroOwnsAChannelsLastParameterOnHosts) {
   });
 }
 
+// A checkpoint had no state of SGD without momentum, but what rounding took from the parameters.
+// That was taken for state.
+TEST(TrainingFuzz, ZeroResumesRoundedParametersWithoutOptimizerState) {
+  expect_sound({
+      .seed = 6002,
+      .world = 2,
+      .dtype = "float",
+      .layers = {{"linear"}},
+      .optimizer = {"SGD", {{"lr", "0.02"}}},
+      .wrapper = {"zero", {{"hosts", "01"}, {"wire_parameters", "bfloat16"}}},
+      .story = {{"step"}, {"move", {{"folder", "1"}}}, {"step"}},
+  });
+}
+
+// Gathers in the background used the group of rounded gradients, which rounded the parameters.
+TEST(TrainingFuzz, ZeroGathersExactParametersBesideRoundedGradients) {
+  expect_sound({
+      .seed = 10586,
+      .world = 2,
+      .dtype = "float",
+      .layers = {{"linear"}},
+      .optimizer = {"SGD", {{"lr", "0.0001"}}},
+      .wrapper = {"zero", {{"hosts", "01"}, {"in_background", "1"}, {"wire_gradients", "int8"}}},
+      .story = {{"step"}},
+  });
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

@@ -5,7 +5,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "fuzz/training/random.h"
+#include "fuzz/training/model/random.h"
 
 namespace tessera::fuzz {
 namespace {
