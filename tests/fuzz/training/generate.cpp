@@ -319,6 +319,9 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
   if (none({"overlap", "in_place"})) maybe(random, 30, values, "shard_gradients");
   if (none({"overlap", "in_background", "no_bucket_view", "backend"}))
     maybe(random, 30, values, "share_parameters");
+  // with_shared_write() broadcasts buffers, which plain training does not.
+  if (values.count("buffers") > 0 && values.at("buffers") == "none")
+    values.erase("share_parameters");
 }
 
 /// Rounds what travels between hosts, in some cases with several of them. `begins`: an error of the
