@@ -79,6 +79,40 @@ Training distributed_optimizer(const std::function<void(DistributedOptimizerOpti
   };
 }
 
+/// Its gradients arrive in another order in every second step.
+struct TurningImpl : torch::nn::Module {
+  TurningImpl() {
+    for (const char* name : {"a", "b", "c", "d"})
+      layers.push_back(register_module(name, torch::nn::Linear(3, 3)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (size_t i = 0; i < layers.size(); ++i)
+      x = layers[backwards ? layers.size() - 1 - i : i](x).tanh();
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+  bool backwards = false;
+};
+TORCH_MODULE(Turning);
+
+/// A pack that a backward does not follow is reduced gradient by gradient.
+Outcome in_packs_that_are_not_followed(ProcessGroup group, at::Device where) {
+  auto net = model_on<Turning>(where);
+  DistributedOptimizer optimizer(
+      *net, group, optimizer_factory<torch::optim::SGD>(momentum()),
+      {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 20});
+  const auto batches = batches_of(kSteps, group.rank(), where);
+  const double waits = waits_of_steps([&](int step) {
+    optimizer.zero_grad();
+    net->backwards = step % 2 == 1;
+    auto loss = net(batches[step]).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss;
+  });
+  return {on_cpu(net->parameters()), waits};
+}
+
 /// The bounds of waits would hold if nothing were counted.
 TEST(DeviceStats, AnItemIsOneWaitOfTheHostAndAKernel) {
   expect_success(1, [](Groups&) {
@@ -180,6 +214,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"distributed_optimizer_packed", distributed_optimizer(kPacks)},
         Case{"distributed_optimizer_packed_accumulation",
              distributed_optimizer(kPacks, kAccumulate)},
+        Case{"distributed_optimizer_packs_not_followed", in_packs_that_are_not_followed},
         Case{"distributed_optimizer_sum", distributed_optimizer(kSumsAndBroadcasts)},
         Case{"fsdp_replicas", fsdp(kReplicas)}, Case{"fsdp", fsdp(kDefaults)},
         Case{"fsdp_prefetch", fsdp(kPrefetch)}, Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
