@@ -80,10 +80,8 @@ void release_memory(const at::Tensor& flat) {
   flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(nullptr, flat.device()));
 }
 
-bool has_memory(const at::Tensor& flat) { return flat.numel() == 0 || flat.data_ptr() != nullptr; }
-
 void ensure_memory(const at::Tensor& flat) {
-  if (flat.device().is_cpu() || has_memory(flat)) return;
+  if (flat.device().is_cpu() || flat.numel() == 0 || flat.data_ptr() != nullptr) return;
   const c10::DeviceGuard own(flat.device());
   auto* const storage = flat.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(

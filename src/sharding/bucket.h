@@ -54,9 +54,8 @@ at::Tensor order_of(const ElementRange& range);
 
 /// Gives the memory of `flat`, a bucket, back; its values are unspecified then. On the CPU the
 /// system gets the whole pages, and the next write new ones. On a device the allocator gets all of
-/// it, and has_memory() is false for all views until ensure_memory().
+/// it, and no view has memory until ensure_memory().
 void release_memory(const at::Tensor& flat);
-bool has_memory(const at::Tensor& flat);
 /// Memory of unspecified values from the device's allocator, if there is none.
 void ensure_memory(const at::Tensor& flat);
 

@@ -182,13 +182,23 @@ TEST_F(DeviceTraining, AutocastIsRefusedWhereLibtorchHasNone) {
   });
 }
 
+/// Keeps the name of the backend of the run's group.
+struct UsedBackend : RunHook {
+  void after_step(RunState& state) override { name = state.model->group().backend_name(); }
+  std::string name;
+};
+
 TEST_F(DeviceTraining, RunsMakeTheirGroupMoveTheModelsDevice) {
   run(2, [](Trainer& trainer) {
     trainer.leave_group_to_runs();
     for (const bool with_backend : {false, true}) {
       if (with_backend) comm::add_backend(backend(true));
-      for (const auto& wrapper : kWrappers)
-        expect_end_of(trainer.train(true, {wrapper}), trainer.train(false, {wrapper}));
+      for (const auto& wrapper : kWrappers) {
+        const auto used = std::make_shared<UsedBackend>();
+        expect_end_of(trainer.train(true, {wrapper}, used), trainer.train(false, {wrapper}));
+        const bool has_backend = used->name == backend_name();
+        expect(has_backend == (name() == "cuda" || with_backend) || devices() < 2, used->name);
+      }
     }
   });
 }

@@ -35,10 +35,6 @@ std::string device_problem(const std::string& text);
 /// and where this process sees no such device. Local.
 at::Device device_of(const std::string& text, int local_rank);
 
-/// The type of the device that `text` names if this process sees such devices, otherwise at::kCPU.
-/// Throws UsageError for a text with a device_problem(). Local.
-at::DeviceType seen_device_type(const std::string& text);
-
 /// The default generator of a device: that of the CPU where its kind has none. Throws UsageError
 /// for a type that no registered kind has. Local.
 at::Generator generator_of(at::Device device);

@@ -93,12 +93,6 @@ at::Device device_of(const std::string& text, int local_rank) {
   return {type, static_cast<c10::DeviceIndex>(index)};
 }
 
-at::DeviceType seen_device_type(const std::string& text) {
-  if (const auto problem = device_problem(text); !problem.empty()) throw UsageError(problem);
-  const auto type = kinds().at(split(text).name).type;
-  return count_of(type) > 0 ? type : at::kCPU;
-}
-
 at::Generator generator_of(at::Device device) {
   for (const auto& [name, kind] : kinds()) {
     if (kind.type != device.type()) continue;
