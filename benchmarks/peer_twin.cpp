@@ -195,7 +195,9 @@ int main(int argc, char** argv) {
   } else {
     if (strategy == "ddp")
       ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(
-          model, world, tessera::DistributedDataParallelOptions{.wire = wire});
+          model, world,
+          tessera::DistributedDataParallelOptions{.reduce_in_background = !world.same_host(),
+                                                  .wire = wire});
     optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 

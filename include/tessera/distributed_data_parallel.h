@@ -43,6 +43,17 @@ struct DistributedDataParallelOptions {
   /// nothing is copied before it either if the autograd graph is the same as in the previous step:
   /// backward then computes the gradients in the bucket. Off: gradients are copied in and out.
   bool gradient_as_bucket_view = true;
+  /// On: backward returns before its reductions have ended, so that they overlap with the
+  /// optimizer's step. Until its reduction has ended, a gradient has no memory, and the first
+  /// operator that takes it (or a view or detached alias of it) waits. So does the next forward.
+  /// Results are bit-identical. The fused optimizers update each bucket when it has arrived;
+  /// others, and clipping, wait for the gradients in the order in which they take them. Call
+  /// wait_for_gradients() before code that uses data_ptr() of a gradient. If a rank is lost, step()
+  /// throws BrokenWorldError, and it may have updated a part of the parameters. Needs
+  /// gradient_as_bucket_view, trainable parameters on the CPU, and no comm_hook; otherwise a
+  /// UsageError. No effect in a world of one rank. Switched off, with a line in the log, if another
+  /// library has taken the dispatch key that detects the use of gradients.
+  bool reduce_in_background = false;
   /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
   /// module does not have.
   std::vector<std::string> parameters_to_ignore = {};
@@ -71,6 +82,7 @@ class DataParallel {
   ~DataParallel();
 
   void before_forward();
+  void wait_for_gradients();
   void hold_sync(int change);
   int64_t gradient_bytes() const;
   size_t buckets() const;
@@ -132,6 +144,10 @@ class DistributedDataParallel : public Joinable {
   [[nodiscard]] NoSync no_sync() {
     return NoSync([core = core_.get()](int change) { core->hold_sync(change); });
   }
+
+  /// With reduce_in_background: returns when the gradients of the last backward have arrived.
+  /// Otherwise returns at once. BrokenWorldError if a rank was lost. Local; blocks.
+  void wait_for_gradients() { core_->wait_for_gradients(); }
 
   /// For loops that drop the gradients of some backwards, with wire.gradients. Call it after every
   /// step: `stepped` says whether the optimizer has used the gradients since the last call. With

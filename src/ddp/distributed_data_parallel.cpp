@@ -7,6 +7,7 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include "comm/base/local_work.h"
 #include "comm/group/tag_scope.h"
@@ -66,22 +67,25 @@ class DataParallel::Impl {
       check_options(options_, group_.rank());
       collect_parameters();
       check_sharing();
+      check_background();
       wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
                                              sharding::Use::reduces_in_backward, all_);
     });
+    in_background_ = group_.size() > 1 && options_.reduce_in_background && can_detect();
     auto contract = sharding::signatures(all_);
     for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
-    contract.push_back(fmt::format(
-        "options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
-        "wire: {}{}",
-        options_.first_bucket_mb, options_.bucket_cap_mb.value_or(0),
-        options_.find_unused_parameters, options_.static_graph, to_string(options_.wire),
-        options_.share_parameters ? ", share_parameters" : ""));
+    contract.push_back(
+        fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
+                    "wire: {}{}{}",
+                    options_.first_bucket_mb, options_.bucket_cap_mb.value_or(0),
+                    options_.find_unused_parameters, options_.static_graph,
+                    to_string(options_.wire), options_.share_parameters ? ", share_parameters" : "",
+                    in_background_ ? ", reduce_in_background" : ""));
     group_.check_contract(kName, contract);
     bucket_cap_mib_ = bucket_cap();
     if (options_.share_parameters) share_frozen();
     comm::run_local_work(group_, kName, [&] { materialize(module_); });
-    wire_.emplace(sharding::Lanes(group_, options_.wire.gradients, lanes()));
+    wire_.emplace(lanes());
     broadcast_model(0);
     // Backward produces gradients about in reverse order.
     std::vector<size_t> reverse_order(trainable_.size());
@@ -92,17 +96,19 @@ class DataParallel::Impl {
     reducing.find_unused_parameters = options_.find_unused_parameters;
     reducing.static_graph = options_.static_graph;
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
+    reducing.in_background = in_background_;
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(reverse_order), reducing,
         sharding::Reducer::Callbacks{{},
                                      [this](size_t bucket) { start_bucket(bucket); },
-                                     [this] { wait_for_buckets(); },
+                                     [this] { finish_buckets(); },
                                      [this] { after_backward(); },
-                                     [this] { wait_for_buckets(); }});
+                                     [this] { wait_for_gradients(); }});
   }
 
   void before_forward() {
     reducer_->check_attached();
+    wait_for_gradients();
     if (!module_.is_training() || !reducer_->sync() || !at::GradMode::is_enabled()) return;
     check_trainability();
     begin_pass();
@@ -142,13 +148,24 @@ class DataParallel::Impl {
     return bytes;
   }
 
+  void wait_for_gradients() {
+    wait_for_buckets();
+    reducer_->wait_for_arrivals();
+    if (std::exchange(uncommitted_, false)) wire_->commit();
+  }
+
+  void end_wire_step(bool stepped) {
+    wait_for_gradients();
+    wire_->end_step(stepped);
+  }
+
   void rescale_wire_feedback(double factor) {
     sharding::check_scale_change(kName, group_.rank(), factor);
+    wait_for_gradients();
     wire_->rescale(factor);
   }
 
   const ProcessGroup& group() const { return group_; }
-  sharding::GradientWire& wire() { return *wire_; }
   sharding::Reducer& reducer() { return *reducer_; }
 
  private:
@@ -198,6 +215,33 @@ class DataParallel::Impl {
           "expected the option off");
   }
 
+  void check_background() const {
+    if (!options_.reduce_in_background) return;
+    const auto refuse = [&](const std::string& reason) {
+      throw UsageError(
+          fmt::format("{}: rank {}: option reduce_in_background {}", kName, group_.rank(), reason));
+    };
+    if (options_.comm_hook) refuse("excludes comm_hook; expected one of the two");
+    if (!options_.gradient_as_bucket_view) refuse("needs gradient_as_bucket_view");
+    for (const auto& [name, tensor] : trainable_) {
+      if (!tensor.device().is_cpu())
+        refuse(fmt::format("needs parameters on the CPU, and {} is on {}", name,
+                           tensor.device().str()));
+    }
+  }
+
+  /// Whether the use of gradients can be detected. The same on all ranks.
+  bool can_detect() const {
+    if (sharding::start_detection()) return true;
+    if (group_.rank() == 0) {
+      spdlog::warn(
+          "tessera: {}: another library has taken the dispatch key that detects the use of "
+          "gradients, so reduce_in_background is off",
+          kName);
+    }
+    return false;
+  }
+
   /// [Note: one copy a host]
   void share_frozen() {
     shared_ = std::make_unique<sharding::SharedParameters>(
@@ -223,7 +267,12 @@ class DataParallel::Impl {
     return choose_bucket_mib(group_);
   }
 
-  size_t lanes() const { return options_.comm_hook ? 1 : sharding::lanes_between_hosts(group_); }
+  sharding::Lanes lanes() const {
+    const auto format = options_.wire.gradients;
+    const size_t count = options_.comm_hook ? 1 : sharding::lanes_between_hosts(group_);
+    if (in_background_) return sharding::Lanes::with_first_apart(group_, format, count + 1);
+    return {group_, format, count};
+  }
 
   void broadcast_model(int root) {
     std::vector<at::Tensor> tensors;
@@ -265,8 +314,9 @@ class DataParallel::Impl {
     if (!options_.comm_hook) {
       const auto feedback = wire_->scope(index);
       auto group = wire_->group(index);
-      waiting_.push_back([work = group.all_reduce_async(bucket.flat, 1.0 / divisor_,
-                                                        tag(index))]() mutable { work.wait(); });
+      auto work = group.all_reduce_async(bucket.flat, 1.0 / divisor_, tag(index));
+      if (in_background_) reducing_.emplace_back(index, std::move(work));
+      else waiting_.push_back([work = std::move(work)]() mutable { work.wait(); });
       return;
     }
     GradientBucket gradients{index, bucket.flat, {}, bucket.views};
@@ -284,7 +334,15 @@ class DataParallel::Impl {
     });
   }
 
+  void finish_buckets() {
+    for (auto& [bucket, work] : std::exchange(reducing_, {}))
+      reducer_->arrives_with(bucket, std::move(work));
+    wait_for_buckets();
+  }
+
   void wait_for_buckets() {
+    auto reducing = std::exchange(reducing_, {});
+    for (auto& [bucket, work] : reducing) work.wait();
     auto waiting = std::exchange(waiting_, {});
     for (auto& wait : waiting) wait();
   }
@@ -300,7 +358,8 @@ class DataParallel::Impl {
   /// All ranks are at the end of the same synchronising backward.
   void after_backward() {
     ++backwards_;
-    wire_->commit();
+    uncommitted_ = true;
+    if (!in_background_ || !rebuilt_) wait_for_gradients();
     if (module_.is_training()) buffers_.synchronize(group_, has_data_);
     if (!std::exchange(rebuilt_, true)) rebuild();
   }
@@ -329,6 +388,9 @@ class DataParallel::Impl {
   bool has_data_ = true;  // false while this rank takes part in a join without data
   uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
   std::vector<std::function<void()>> waiting_;
+  bool in_background_ = false;                     // option reduce_in_background
+  std::vector<std::pair<size_t, Work>> reducing_;  // buckets of this backward, with it
+  bool uncommitted_ = false;                       // wire_ has reductions of the last backward
   double bucket_cap_mib_ = kDefaultBucketMib;
   bool rebuilt_ = false;
   int divisor_ = 1;
@@ -345,9 +407,10 @@ void DataParallel::with_shared_write(const std::function<void()>& write) {
   impl_->with_shared_write(write);
 }
 int64_t DataParallel::parameter_bytes() const { return impl_->parameter_bytes(); }
-void DataParallel::update_wire_feedback(bool stepped) { impl_->wire().end_step(stepped); }
+void DataParallel::update_wire_feedback(bool stepped) { impl_->end_wire_step(stepped); }
 void DataParallel::rescale_wire_feedback(double factor) { impl_->rescale_wire_feedback(factor); }
 void DataParallel::before_forward() { impl_->before_forward(); }
+void DataParallel::wait_for_gradients() { impl_->wait_for_gradients(); }
 void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }
 void DataParallel::on_join_iteration(const JoinIteration& iteration) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "optim/fused_base.h"
 
@@ -32,6 +33,13 @@ at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
     return grad;
   }
   return at::empty_like(values).copy_(grad);
+}
+
+// A gradient that other ranks' values are still added to has no memory, until an operator takes it:
+// see [Note: pages that arrive in the background].
+bool is_arriving(const at::Tensor& grad) {
+  return grad.has_storage() && grad.numel() > 0 &&
+         compat::unchecked_data_ptr(grad.storage().unsafeGetStorageImpl()).get() == nullptr;
 }
 
 // Updates elements [begin, end) of the concatenation of all jobs.
@@ -162,12 +170,19 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
       }
     }
   }
-  for (const auto& group : param_groups_) {
+  // In reverse, which is about the order in which backward produces gradients: the first ones have
+  // arrived while later ones are on their way.
+  for (auto group = param_groups_.rbegin(); group != param_groups_.rend(); ++group) {
     Gradients others;
-    for (const auto& param : group.params()) {
+    for (auto each = group->params().rbegin(); each != group->params().rend(); ++each) {
+      const auto& param = *each;
       const auto& grad = param.grad();
       if (!grad.defined()) {
         continue;
+      }
+      if (is_arriving(grad)) {
+        optim::run_jobs(std::exchange(jobs, {}));
+        grad.detach();  // an operator: returns when the gradient has arrived
       }
       if (!is_fused_dtype(param)) {
         others.emplace_back(param, grad);
@@ -179,10 +194,10 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
         copies.emplace_back(param, values);
       }
       param.unsafeGetTensorImpl()->bump_version();
-      jobs.push_back({prepare(param, values, group.options()), match_gradient(grad, values)});
+      jobs.push_back({prepare(param, values, group->options()), match_gradient(grad, values)});
     }
     if (!others.empty()) {
-      plain_update(others, group.options());
+      plain_update(others, group->options());
     }
   }
   optim::run_jobs(jobs);

@@ -8,9 +8,10 @@ namespace {
 
 // For what reads without an operator, which would bring the memory.
 constexpr const char* kNoMemory =
-    "the parameter has no memory now, and torch::save() and data_ptr() cannot wait for it; "
-    "expected summon_full_params() or state_dict() of FullyShardedDataParallel, or "
-    "wait_for_parameters() of ZeroRedundancyOptimizer, before";
+    "the tensor has no memory now, and torch::save() and data_ptr() cannot wait for it; expected, "
+    "before, summon_full_params() or state_dict() of FullyShardedDataParallel, "
+    "wait_for_parameters() of ZeroRedundancyOptimizer, or for a gradient wait_for_gradients() of "
+    "DistributedDataParallel";
 
 }  // namespace
 

@@ -10,7 +10,7 @@ namespace tessera::sharding {
 
 GradientBuckets::GradientBuckets(std::string component, int rank,
                                  std::vector<NamedTensor> parameters, bool as_views,
-                                 std::function<void()> refuse_own_norm)
+                                 std::function<void()> refuse_own_norm, bool in_background)
     : component_(std::move(component)),
       rank_(rank),
       parameters_(std::move(parameters)),
@@ -19,6 +19,11 @@ GradientBuckets::GradientBuckets(std::string component, int rank,
     norms_ =
         std::make_unique<LocalNorms>(std::move(refuse_own_norm), [this] { return gradients(); });
   }
+  if (in_background) arriving_ = std::make_unique<ArrivingPages>();
+}
+
+GradientBuckets::~GradientBuckets() {
+  if (arriving_) arriving_->release();
 }
 
 void GradientBuckets::set(std::vector<Bucket> buckets) {
@@ -29,7 +34,7 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
   std::swap(buckets_, buckets);
   homes_.clear();
   pages_.resize(buckets_.size());
-  for (size_t b = 0; b < buckets_.size(); ++b) pages_[b] = watch_norms(b, buckets_[b]);
+  for (size_t b = 0; b < buckets_.size(); ++b) pages_[b] = put_on_page(b, buckets_[b]);
   placed_gradient_.assign(parameters_.size(), 0);
   std::vector<at::Tensor> windows(parameters_.size());
   for (size_t i = 0; as_views_ && i < parameters_.size(); ++i) {
@@ -43,13 +48,18 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
   placement_.set_windows(tensors(), windows);
 }
 
-/// The views of the bucket become views of a page that its norms are watched by.
-std::unique_ptr<Page> GradientBuckets::watch_norms(size_t b, Bucket& bucket) {
-  if (!norms_) return nullptr;
+/// The views of the bucket become views of a page, if pages have an owner.
+std::unique_ptr<Page> GradientBuckets::put_on_page(size_t b, Bucket& bucket) {
+  if (!norms_ && !arriving_) return nullptr;
   const NoDetection no_detection;
-  auto page = std::make_unique<Page>(norms_.get(), b, bucket.flat.numel(), bucket.flat.options(),
-                                     std::string());
-  page->attach(bucket.flat);
+  std::unique_ptr<Page> page;
+  if (arriving_) {
+    page = arriving_->make_page(bucket.flat);
+  } else {
+    page = std::make_unique<Page>(norms_.get(), b, bucket.flat.numel(), bucket.flat.options(),
+                                  std::string());
+    page->attach(bucket.flat);
+  }
   bucket.views = make_bucket(bucket.members, bucket.layout, page->flat(), tensors()).views;
   return page;
 }
@@ -139,6 +149,14 @@ void GradientBuckets::return_gradient(size_t i) {
   grad.copy_(window(i));
 }
 
+void GradientBuckets::arrives_with(size_t b, Work collective) {
+  arriving_->begin(*pages_[b], buckets_[b].flat, std::move(collective));
+}
+
+void GradientBuckets::wait_for_arrivals() {
+  if (arriving_) arriving_->wait_all();
+}
+
 void GradientBuckets::zero_grad(bool set_to_none) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& grad = gradient(i);
@@ -159,7 +177,7 @@ void GradientBuckets::displace(size_t b) {
   // A window that counts as zero may have been zeroed before, so the new memory starts as zeros.
   auto own = make_bucket(bucket.members, bucket.layout, at::zeros_like(bucket.flat), tensors());
   own.lane = bucket.lane;
-  auto page = watch_norms(b, own);
+  auto page = put_on_page(b, own);
   std::vector<size_t> mispredicted;
   std::copy_if(bucket.members.begin(), bucket.members.end(), std::back_inserter(mispredicted),
                [&](size_t i) { return holds_other_tensor(i); });

@@ -10,6 +10,7 @@
 #include <torch/torch.h>
 
 #include "sharding/bucket.h"
+#include "sharding/detection/arriving_pages.h"
 #include "sharding/detection/local_norms.h"
 #include "sharding/gradients/gradient_placement.h"
 #include "sharding/named_tensor.h"
@@ -30,9 +31,11 @@ class GradientBuckets {
   /// `as_views`: gradients become windows of their bucket. Otherwise they are copied in and out.
   /// `component` and `rank` are for error messages. `refuse_own_norm`: throws the error of clipping
   /// by the norm of the `.grad`s, which are those of this rank alone; needs `as_views`. Empty: such
-  /// clipping is allowed. See [Note: norms of one rank].
+  /// clipping is allowed. See [Note: norms of one rank]. `in_background`: arrives_with() may be
+  /// called; needs `as_views`, no `refuse_own_norm`, and start_detection().
   GradientBuckets(std::string component, int rank, std::vector<NamedTensor> parameters,
-                  bool as_views, std::function<void()> refuse_own_norm);
+                  bool as_views, std::function<void()> refuse_own_norm, bool in_background = false);
+  ~GradientBuckets();
 
   /// Replaces all buckets, between backwards. `buckets` cover each parameter once. Gradients that
   /// exist move over.
@@ -63,6 +66,13 @@ class GradientBuckets {
   void prepare(size_t bucket);
   /// `.grad` of the parameter is what its window holds.
   void return_gradient(size_t parameter);
+
+  /// `collective`, which writes the bucket, has begun. Until it is complete the gradients of the
+  /// bucket have no memory, and the first operator that takes one waits for it. See
+  /// [Note: pages that arrive in the background].
+  void arrives_with(size_t bucket, Work collective);
+  /// All these collectives are complete, or BrokenWorldError. Blocks. From any thread.
+  void wait_for_arrivals();
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false.
   void zero_grad(bool set_to_none);
@@ -98,16 +108,18 @@ class GradientBuckets {
   bool holds_other_tensor(size_t parameter) const;
   void displace(size_t bucket);
   bool is_cleared(size_t parameter, uint32_t changes_by_autograd);
-  std::unique_ptr<Page> watch_norms(size_t index, Bucket& bucket);
+  std::unique_ptr<Page> put_on_page(size_t index, Bucket& bucket);
   std::set<LocalNorms::Gradient> gradients();
 
   std::string component_;
   int rank_;
   std::vector<NamedTensor> parameters_;
   bool as_views_;
-  std::unique_ptr<LocalNorms> norms_;  // null where norms are not watched
+  // At most one of them owns the pages of the buckets.
+  std::unique_ptr<LocalNorms> norms_;
+  std::unique_ptr<ArrivingPages> arriving_;
   std::vector<Bucket> buckets_;
-  std::vector<std::unique_ptr<Page>> pages_;  // of the buckets, where norms are watched
+  std::vector<std::unique_ptr<Page>> pages_;  // of the buckets, if they have an owner
   std::vector<Place> where_;
   GradientPlacement placement_;
   std::map<size_t, Home> homes_;  // of displaced buckets

@@ -61,7 +61,8 @@ void GradientNorm::add(const at::Tensor& gradient) {
     const double largest = gradient.abs().max().item<double>();
     if (largest > part_ || std::isnan(largest)) part_ = largest;  // std::max would lose a NaN
   } else if (p_ == 2 && gradient.scalar_type() == at::kFloat && gradient.is_contiguous()) {
-    part_ += sum_of_squares(gradient.data_ptr<float>(), gradient.numel());
+    const auto values = gradient.detach();  // waits for a gradient that has not arrived
+    part_ += sum_of_squares(values.data_ptr<float>(), values.numel());
   } else {
     part_ += gradient.to(at::kDouble).abs().pow(p_).sum().item<double>();
   }

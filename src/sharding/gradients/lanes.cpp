@@ -16,4 +16,10 @@ Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count) {
   }
 }
 
+Lanes Lanes::with_first_apart(ProcessGroup group, WireFormat format, size_t count) {
+  Lanes lanes(std::move(group), format, count);
+  lanes.first_apart_ = true;
+  return lanes;
+}
+
 }  // namespace tessera::sharding

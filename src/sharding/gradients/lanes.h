@@ -25,12 +25,19 @@ class Lanes {
   /// The first of `count` lanes is `group` itself if values travel exactly. Collective: see
   /// ProcessGroup::with_wire(), and duplicate() for more than one.
   Lanes(ProcessGroup group, WireFormat format, size_t count);
+  /// The same, where only collective number 0 uses the first lane: the other collectives of the
+  /// wrapper's own group then do not wait behind the rest. count > 1.
+  static Lanes with_first_apart(ProcessGroup group, WireFormat format, size_t count);
 
   /// The group of collective number `turn`: the lanes take turns.
-  const ProcessGroup& group(size_t turn) const { return groups_[turn % groups_.size()]; }
+  const ProcessGroup& group(size_t turn) const {
+    if (turn == 0 || !first_apart_) return groups_[turn % groups_.size()];
+    return groups_[1 + (turn - 1) % (groups_.size() - 1)];
+  }
 
  private:
   std::vector<ProcessGroup> groups_;
+  bool first_apart_ = false;
 };
 
 }  // namespace tessera::sharding

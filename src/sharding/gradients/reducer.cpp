@@ -16,7 +16,7 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
       options_(std::move(options)),
       callbacks_(std::move(callbacks)),
       buckets_(options_.component, group_.rank(), std::move(parameters),
-               options_.gradient_as_bucket_view, refuse_own_norm()) {
+               options_.gradient_as_bucket_view, refuse_own_norm(), options_.in_background) {
   set_buckets(std::move(buckets));
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : buckets_.parameters()) tensors.push_back(parameter.tensor);
@@ -64,7 +64,8 @@ void Reducer::reset() {
 }
 
 void Reducer::start() {
-  if (std::exchange(abandoned_, false) && callbacks_.drain) callbacks_.drain();
+  const bool abandoned = std::exchange(abandoned_, false);
+  if ((abandoned || options_.in_background) && callbacks_.drain) callbacks_.drain();
   buckets_.restore();
   reset();
 }

@@ -39,6 +39,9 @@ struct ReducerOptions {
   bool frozen_is_unused = false;
   /// Gradients become windows of their bucket; otherwise they are copied in and out.
   bool gradient_as_bucket_view = true;
+  /// `finish` need not wait for the buckets: it may call arrives_with() for them. Needs
+  /// gradient_as_bucket_view, no own_norm, and start_detection().
+  bool in_background = false;
   /// What the message says of a gradient that mark_overwritten() was called for.
   std::string overwritten =
       "was already averaged and used by an earlier step; expected zero_grad() between step() and "
@@ -71,7 +74,8 @@ class Reducer {
     std::function<void()> finish = {};
     /// After finish, when `.grad`s have their values: the buckets may be replaced.
     std::function<void()> finished = {};
-    /// A backward threw, and buckets are about to be filled again: wait for what it had started.
+    /// A backward threw, or with in_background, and buckets are about to be filled again: wait for
+    /// what it had started.
     std::function<void()> drain = {};
     /// With provisional, in collect(): whether this rank's gradients in bucket `index` have changed
     /// since `ready`.
@@ -130,6 +134,15 @@ class Reducer {
   bool has_gradient(size_t parameter) const { return !missing_[parameter]; }
   /// With caller_tracks_use, in `finish`: some rank had a gradient, so this rank gets the result.
   void set_used(size_t parameter) { used_[parameter] = true; }
+
+  /// For use in `finish`: the gradients of the bucket are what `collective` writes. The first
+  /// operator that takes one waits for it.
+  void arrives_with(size_t bucket, Work collective) {
+    buckets_.arrives_with(bucket, std::move(collective));
+  }
+  /// All collectives of arrives_with() are complete, or BrokenWorldError. Local; blocks. From any
+  /// thread.
+  void wait_for_arrivals() { buckets_.wait_for_arrivals(); }
 
   /// UsageError on every rank if the gradients of some parameter are no longer reported to this
   /// object; see BackwardWatch::lost_parameter().

@@ -44,7 +44,7 @@ Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, boo
         group_, prefix, "optimizer.with_shared_write([&] { … })", options.broadcast_parameters);
     plan_.shared = shared_.get();
   }
-  if (groups.in_background) arriving_ = std::make_unique<ArrivingParameters>();
+  if (groups.in_background) arriving_ = std::make_unique<sharding::ArrivingPages>();
 }
 
 Shards::~Shards() {

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "sharding/detection/arriving_pages.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"
 #include "tessera/zero_redundancy_optimizer.h"
-#include "zero/shards/arriving_parameters.h"
 #include "zero/shards/parameter_wire.h"
 #include "zero/shards/shard_bucket.h"
 
@@ -26,7 +26,7 @@ class Shards {
     const sharding::GradientWire& gradients;  ///< Reduces the gradients. Lives longer.
     bool early = false;                       ///< Within backward.
     std::optional<ProcessGroup> parameters;   ///< Of ProcessGroup::with_wire(), if they need one.
-    bool in_background = false;               ///< [Note: gathers in the background]
+    bool in_background = false;               ///< [Note: pages that arrive in the background]
     std::optional<ProcessGroup> background;   ///< For these, if `gradients` are not exact.
   };
 
@@ -101,7 +101,7 @@ class Shards {
   const sharding::GradientWire& gradients_;
   std::optional<ProcessGroup> background_;  // Groups::background
   std::optional<ParameterWire> wire_;
-  std::unique_ptr<ArrivingParameters> arriving_;  // null unless gathers are in the background
+  std::unique_ptr<sharding::ArrivingPages> arriving_;  // null unless gathers are in the background
   std::unique_ptr<sharding::SharedParameters> shared_;
   ShardPlan plan_;
   bool early_ = false;                             // gradients are reduced within backward

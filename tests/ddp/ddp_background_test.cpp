@@ -1,0 +1,338 @@
+// Option reduce_in_background: backward returns before the other ranks' gradients have arrived.
+#include <array>
+#include <chrono>
+#include <future>
+#include <map>
+#include <optional>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/batches.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "harness/thrown_by.h"
+#include "harness/training.h"
+#include "tessera/detail/torch_compat.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/error.h"
+#include "tessera/optim.h"
+#include "tessera/step/clip_grad.h"
+#include "tessera/zero_redundancy_optimizer.h"
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+using ::testing::HasSubstr;
+
+using Hosts = std::vector<int>;
+using Model = DistributedDataParallel<Uneven>;
+using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
+
+DistributedDataParallelOptions small_buckets(bool background) {
+  return {.first_bucket_mb = 20.0 / (1 << 20),
+          .bucket_cap_mb = 60.0 / (1 << 20),
+          .reduce_in_background = background};
+}
+
+bool has_memory(const torch::Tensor& tensor) {
+  return compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl()).get() != nullptr;
+}
+
+/// A model that has made one step, after which its buckets have their final places.
+struct Warm {
+  Warm(const ProcessGroup& group, bool background, DistributedDataParallelOptions options = {})
+      : net(seeded<Uneven>(8)) {
+    options.first_bucket_mb = small_buckets(background).first_bucket_mb;
+    options.bucket_cap_mb = small_buckets(background).bucket_cap_mb;
+    options.reduce_in_background = background;
+    ddp.emplace(net, group, options);
+    optimizer = adamw(net->parameters());
+    backward(0);
+    step();
+  }
+  void backward(int batch) {
+    const auto group = ddp->join_group();
+    loss_of((*ddp)(rows(batch, group.rank(), group.size()))).backward();
+  }
+  void step() {
+    optimizer->step();
+    clear_gradients(net->parameters());
+  }
+  at::Tensor gradient() const { return net->last->weight.grad(); }
+  std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> all;
+    for (const auto& p : net->parameters()) all.push_back(p.grad());
+    return all;
+  }
+  Uneven net;
+  std::optional<Model> ddp;
+  Optimizer optimizer;
+};
+
+/// Gradients of the same backward without the option.
+std::vector<at::Tensor> expected_gradients(const ProcessGroup& group) {
+  Warm plain(group, false);
+  plain.backward(1);
+  return copies(plain.gradients());
+}
+
+Optimizer torch_adam(const std::vector<at::Tensor>& parameters) {
+  return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.05));
+}
+
+void expect_same_training(const Hosts& hosts,
+                          Optimizer (*optimizer)(const std::vector<at::Tensor>&),
+                          DistributedDataParallelOptions options = {}) {
+  const int world = static_cast<int>(hosts.size());
+  run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+    const auto train = [&](bool background) {
+      auto net = seeded<Uneven>(8);
+      auto all = options;
+      all.first_bucket_mb = small_buckets(background).first_bucket_mb;
+      all.bucket_cap_mb = small_buckets(background).bucket_cap_mb;
+      all.reduce_in_background = background;
+      Model ddp(net, group, all);
+      auto own = optimizer(net->parameters());
+      const auto backward = [&](int batch) { loss_of(ddp(rows(batch, rank, world))).backward(); };
+      for (int i = 0; i < 6; ++i) {
+        if (i % 3 == 1) {
+          const auto scope = ddp.no_sync();
+          backward(2 * i);
+        }
+        backward(2 * i + 1);
+        if (i % 2 == 0) torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
+        own->step();
+        own->zero_grad();
+      }
+      return net;
+    };
+    expect_same_weights(train(true), train(false));
+  });
+}
+
+const Hosts kPlacements[] = {{0}, {0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 0, 0}};
+
+TEST(DdpBackground, TrainsBitByBitAsABackwardThatWaits) {
+  for (const auto& hosts : kPlacements) {
+    expect_same_training(hosts, adamw);
+    expect_same_training(hosts, torch_adam);
+    expect_same_training(hosts, adamw, {.find_unused_parameters = true});
+    expect_same_training(hosts, torch_adam, {.static_graph = true});
+  }
+}
+
+TEST(DdpBackground, TrainsBitByBitWithRoundedGradients) {
+  for (const auto& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}}) {
+    for (const auto format : {WireFormat::bfloat16, WireFormat::int8})
+      expect_same_training(hosts, adamw, {.wire = {.gradients = format}});
+  }
+}
+
+/// Rank 1 begins its backward when rank 0's has returned.
+TEST(DdpBackground, BackwardReturnsBeforeOtherRanksHaveBegunTheirs) {
+  for (const auto& hosts : {Hosts{0, 1}, {0, 0}}) {
+    std::promise<void> returned;
+    run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+      const auto expected = expected_gradients(group);
+      Warm warm(group, true);
+      if (rank == 1) {
+        const auto waited = returned.get_future().wait_for(std::chrono::seconds(10));
+        ASSERT_EQ(waited, std::future_status::ready);
+      }
+      warm.backward(1);
+      if (rank == 0) {
+        for (const auto& gradient : warm.gradients()) EXPECT_FALSE(has_memory(gradient));
+        returned.set_value();
+      }
+      for (size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(at::equal(warm.gradients()[i], expected[i]));
+    });
+  }
+}
+
+TEST(DdpBackground, AliasesClippingAndCollectivesWait) {
+  run_ranks_on({0, 1, 1}, [](ProcessGroup group, int) {
+    const auto expected = expected_gradients(group);
+    const auto& last = expected[expected.size() - 2];
+    const auto backward = [&] {
+      Warm fresh(group, true);
+      fresh.backward(1);
+      return fresh;
+    };
+    {
+      auto fresh = backward();
+      EXPECT_TRUE(at::equal(fresh.gradient()[1], last[1]));
+    }
+    {
+      auto fresh = backward();
+      EXPECT_TRUE(at::equal(fresh.gradient().detach(), last));
+    }
+    {
+      auto fresh = backward();
+      auto sum = fresh.gradient();
+      group.all_reduce(sum, 1.0 / 3);
+      EXPECT_TRUE(at::allclose(sum, last));
+    }
+    {
+      auto fresh = backward();
+      const double norm = clip_gradient_norm_(fresh.gradients(), 1e9);
+      double squares = 0;
+      for (const auto& gradient : expected) squares += gradient.square().sum().item<double>();
+      EXPECT_NEAR(norm, std::sqrt(squares), 1e-6);
+    }
+    {
+      auto fresh = backward();
+      fresh.ddp->wait_for_gradients();
+      for (const auto& gradient : fresh.gradients()) EXPECT_TRUE(has_memory(gradient));
+    }
+    {
+      auto fresh = backward();
+      fresh.net->zero_grad(false);
+      EXPECT_EQ(fresh.gradient().abs().sum().item<double>(), 0);
+      EXPECT_EQ(fresh.net->first->weight.grad().abs().sum().item<double>(), 0);
+    }
+  });
+}
+
+TEST(DdpBackground, ASecondBackwardAddsToGradientsThatHaveNotArrived) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    const auto twice = [&](bool background) {
+      Warm warm(group, background);
+      const auto x = rows(1, rank, group.size());
+      const auto loss = loss_of((*warm.ddp)(x));
+      loss.backward({}, true);
+      loss.backward();  // without a forward between them
+      warm.backward(2);
+      return copies(warm.gradients());
+    };
+    const auto with = twice(true), without = twice(false);
+    for (size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(at::equal(with[i], without[i])) << i;
+  });
+}
+
+TEST(DdpBackground, TheWrapperMayEndWhileGradientsArrive) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int) {
+    const auto expected = expected_gradients(group);
+    Warm warm(group, true);
+    warm.backward(1);
+    warm.ddp.reset();
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(has_memory(warm.gradients()[i]));
+      EXPECT_TRUE(at::equal(warm.gradients()[i], expected[i]));
+    }
+  });
+}
+
+TEST(DdpBackground, MovesTheSameBytes) {
+  for (const auto& hosts : {Hosts{0, 1, 1}, {0, 0}}) {
+    run_ranks_on(hosts, [](ProcessGroup group, int) {
+      const auto reduced = [&](bool background) {
+        Warm warm(group, background);
+        group.reset_stats();
+        warm.backward(1);
+        warm.ddp->wait_for_gradients();
+        const auto stats = group.stats();
+        return std::array<uint64_t, 3>{stats.all_reduce.calls, stats.all_reduce.bytes_sent,
+                                       stats.all_reduce.bytes_received};
+      };
+      EXPECT_EQ(reduced(true), reduced(false));
+    });
+  }
+}
+
+TEST(DdpBackground, ZeroWithoutReductionsOfItsOwnWaits) {
+  run_ranks_on({0, 1, 1}, [](ProcessGroup group, int rank) {
+    const auto train = [&](bool background, bool early) {
+      auto net = seeded<Uneven>(8);
+      Model ddp(net, group, small_buckets(background));
+      ZeroRedundancyOptimizer zero(*net, group, adamw_factory(),
+                                   {.reduce_gradients = false, .overlap_with_backward = false});
+      for (int i = 0; i < 4; ++i) {
+        loss_of(ddp(rows(i, rank, group.size()))).backward();
+        if (early) zero.clip_grad_norm_(0.1);
+        zero.step();
+        zero.zero_grad();
+      }
+      return net;
+    };
+    for (const bool clip : {false, true})
+      expect_same_weights(train(true, clip), train(false, clip));
+  });
+}
+
+TEST(DdpBackground, ARankThatSkipsBackwardIsNoticedAtOnce) {
+  const auto begin = std::chrono::steady_clock::now();
+  expect_usage_errors(run_ranks_catching(2,
+                                         [&](ProcessGroup group, int rank) {
+                                           Warm warm(group, true);
+                                           auto loss = loss_of((*warm.ddp)(rows(0, rank, 2)));
+                                           auto metric = torch::ones({1});
+                                           if (rank == 0) loss.backward();
+                                           else group.all_reduce(metric);
+                                           warm.step();
+                                           group.barrier();
+                                         },
+                                         {.timeout = std::chrono::seconds(30)}, {0, 1}),
+                      "bucket 0 of backward 2");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+}
+
+/// Rank 1 ends within its backward, when rank 0 has the gradients of the first bucket.
+TEST(DdpBackground, AFusedStepUpdatesWhatHasArrivedAndALostRankEndsIt) {
+  std::promise<void> arrived;
+  const auto errors = run_ranks_catching(
+      2,
+      [&](ProcessGroup group, int rank) {
+        Warm warm(group, true);
+        const auto before = warm.net->named_parameters();
+        std::map<std::string, at::Tensor> old;
+        for (const auto& p : before) old[p.key()] = p.value().detach().clone();
+        const auto changed = [&](const char* name) {
+          return !at::equal(old.at(name), before[name]);
+        };
+        if (rank == 1) {
+          // The gradients of `last` are sent by then.
+          const auto hidden = warm.net->second->weight;
+          hidden.register_hook([&](const at::Tensor&) -> at::Tensor {
+            const auto waited = arrived.get_future().wait_for(std::chrono::seconds(10));
+            throw std::runtime_error(waited == std::future_status::ready ? "rank 1 ends" : "late");
+          });
+          warm.backward(1);
+        }
+        warm.backward(1);
+        EXPECT_TRUE(at::equal(warm.gradient(), warm.gradient()));
+        EXPECT_FALSE(has_memory(warm.net->first->weight.grad()));
+        arrived.set_value();
+        EXPECT_THROW(warm.optimizer->step(), BrokenWorldError);
+        EXPECT_TRUE(changed("last.weight"));
+        EXPECT_FALSE(changed("first.weight"));
+        EXPECT_FALSE(has_memory(warm.net->first->weight.grad()));
+        EXPECT_THROW(warm.backward(2), BrokenWorldError);
+      },
+      {.timeout = std::chrono::seconds(5)}, {0, 1});
+  EXPECT_FALSE(errors[0]) << message_of(errors[0]);
+  EXPECT_EQ(message_of(errors[1]), "rank 1 ends");
+}
+
+TEST(DdpBackground, IsRefusedWhereItCannotWork) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    const auto refused = [&](DistributedDataParallelOptions options) {
+      options.reduce_in_background = true;
+      auto net = seeded<Uneven>(8);
+      return thrown_by([&] { Model(net, group, options); });
+    };
+    EXPECT_THAT(refused({.gradient_as_bucket_view = false}),
+                HasSubstr("option reduce_in_background needs gradient_as_bucket_view"));
+    EXPECT_THAT(refused({.comm_hook = bf16_compress_hook()}),
+                HasSubstr("option reduce_in_background excludes comm_hook"));
+    // Ranks with different options.
+    auto net = seeded<Uneven>(8);
+    EXPECT_THAT(thrown_by([&] { Model(net, group, small_buckets(rank == 0)); }),
+                HasSubstr("reduce_in_background"));
+  });
+}
+
+}  // namespace
