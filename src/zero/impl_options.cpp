@@ -195,7 +195,7 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
   return true;
 }
 
-/// [Note: gathers in the background]
+/// [Note: pages that arrive in the background]
 bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory& factory,
                                                           const std::vector<Group>& groups) const {
   if (!options.gather_in_background || group.size() == 1) return false;

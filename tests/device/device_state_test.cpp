@@ -127,6 +127,17 @@ TEST(DeviceState, TheOptimizerOnTheHostWaitsUntilTheDeviceHasReadTheShards) {
   }
 }
 
+TEST(DeviceDdp, ReductionsInTheBackgroundNeedTheCpu) {
+  expect_success(2, [](Groups& groups) {
+    auto net = model_on<Centred>(own_device(groups));
+    const auto text = error_of([&] {
+      DistributedDataParallel(net, groups.device(),
+                              DistributedDataParallelOptions{.reduce_in_background = true});
+    });
+    expect_contains(text, "option reduce_in_background needs parameters on the CPU, and ");
+  });
+}
+
 TEST(DeviceZero, OptionsThatNeedTheCpuAreErrors) {
   expect_success(2, [](Groups& groups) {
     const auto refused = [&](const std::string& name, const ZeroOptions& options) {

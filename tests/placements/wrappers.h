@@ -60,10 +60,14 @@ void for_each_batch(const ProcessGroup& group, int rank, const Training& trainin
   join(joinables, {}, [&](JoinLoop& iteration) { loop([&] { iteration.next(); }); });
 }
 
-inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training) {
+inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training,
+                         bool in_background) {
   auto net = fresh(training);
-  DistributedDataParallel ddp(
-      net, group, {.first_bucket_mb = 1e-5, .bucket_cap_mb = 2e-4, .wire = training.wire});
+  DistributedDataParallel ddp(net, group,
+                              {.first_bucket_mb = 1e-5,
+                               .bucket_cap_mb = 2e-4,
+                               .reduce_in_background = in_background,
+                               .wire = training.wire});
   auto optimizer = adamw(net->parameters());
   for_each_batch(group, rank, training, {ddp}, [&](const at::Tensor& x) {
     optimizer->zero_grad();
@@ -138,8 +142,14 @@ inline std::vector<NamedTrain> all_trainings(int world) {
       return train_zero(group, rank, training, options);
     };
   };
+  const auto ddp = [](bool in_background) {
+    return [in_background](ProcessGroup group, int rank, const Training& training) {
+      return train_ddp(group, rank, training, in_background);
+    };
+  };
   std::vector<NamedTrain> all{
-      {"ddp", train_ddp},
+      {"ddp", ddp(false)},
+      {"ddp, reduced in background", ddp(true)},
       {"zero", zero({.reduce_in_backward = false}), true},
       {"zero, reduced in backward", zero({.reduce_in_backward = true}), true},
       {"zero, sharded gradients", zero({.shard_gradients = true}), true},

@@ -59,6 +59,7 @@ DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   options.find_unused_parameters = wrapper.flag("find_unused");
   options.static_graph = wrapper.flag("static_graph");
   options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
+  options.reduce_in_background = wrapper.flag("reduce_in_background");
   options.parameters_to_ignore = ignored_names(net, wrapper);
   options.wire = wire_of(wrapper);
   // ZeroRedundancyOptimizer beside it gathers them.
