@@ -80,7 +80,7 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   const bool other_shards = std::any_of(
       which.story.begin(), which.story.begin() + static_cast<int64_t>(i),
       [](const Item& earlier) { return earlier.kind == "freeze" || earlier.kind == "thaw"; });
-  if (wrapper.has("local_sgd") && kind == "zero" && other_shards)
+  if (wrapper.has("local_sgd") && (kind == "zero" || kind == "ddp_zero") && other_shards)
     return Expectation::equal_or_error;
   if (event.has("clip") && overlap) return Expectation::usage_error;
   if (event.flag("closure") && overlap) return Expectation::usage_error;

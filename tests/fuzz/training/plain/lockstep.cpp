@@ -77,7 +77,10 @@ Lockstep::Bound Lockstep::bound_of(const std::string& name, const Item& wrapper,
   // FSDP computes with rounded parameters. Those of ZeroRedundancyOptimizer are the weights.
   const auto computed =
       wrapper.kind == "fsdp" && wrapper.has("wire_parameters") ? Bound::finite : Bound::equal;
-  if (!is_weight(name) && !is_state(name)) return name == "norm" ? Bound::finite : computed;
+  // An evaluation behind the step computes with weights that were rounded in it.
+  const bool behind = event.kind == "step" && event.flag("then_evaluate") && name == "output";
+  if (!is_weight(name) && !is_state(name))
+    return name == "norm" || behind ? Bound::finite : computed;
   if (event.kind != "step" && event.kind != "join") return Bound::equal;
   if (event.kind == "join") return Bound::finite;  // several steps
   if (is_weight(name) && buffers_.count(name.substr(std::string("weight ").size())))
