@@ -13,12 +13,14 @@ std::unique_ptr<Page> ArrivingPages::make_page(const at::Tensor& memory) {
 void ArrivingPages::begin(Page& page, at::Tensor memory, Work collective) {
   const std::lock_guard lock(mutex_);
   page.detach();
+  if (arriving_.empty()) first_ = page.index();
   arriving_.insert_or_assign(page.index(),
                              Arriving{&page, std::move(memory), std::move(collective)});
 }
 
 void ArrivingPages::wait_all() {
   const std::lock_guard lock(mutex_);
+  if (const auto first = arriving_.find(first_); first != arriving_.end()) wait(first);
   while (!arriving_.empty()) wait(arriving_.begin());
 }
 
@@ -36,7 +38,10 @@ void ArrivingPages::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
   if (arriving_.empty()) return;
   for (const auto& use : uses) {
     const auto found = arriving_.find(use.page->index());
-    if (found != arriving_.end()) wait(found);
+    if (found == arriving_.end()) continue;
+    const auto first = arriving_.find(first_);
+    if (first != arriving_.end() && first != found) wait(first);
+    wait(found);
   }
 }
 

@@ -19,6 +19,8 @@ class ArrivingPages : public PageOwner {
   /// A page whose tensors use `memory`.
   std::unique_ptr<Page> make_page(const at::Tensor& memory);
   /// `collective`, which writes `memory`, has begun: the page has no memory until it is complete.
+  /// Whatever is needed first, the collective that has begun first is waited for before: it tells
+  /// best which rank called another one.
   void begin(Page& page, at::Tensor memory, Work collective);
   /// Blocks until all collectives are complete. BrokenWorldError if one failed; its tensors then
   /// stay without memory. From any thread.
@@ -39,6 +41,7 @@ class ArrivingPages : public PageOwner {
 
   std::mutex mutex_;                     // autograd uses tensors of pages on several threads
   std::map<size_t, Arriving> arriving_;  // by index of the page
+  size_t first_ = 0;                     // of arriving_, the page whose collective began first
   size_t pages_ = 0;
 };
 
