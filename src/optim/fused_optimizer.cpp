@@ -161,21 +161,25 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   std::vector<optim::Job> jobs;
   std::vector<std::pair<at::Tensor, at::Tensor>>
       copies;  // parameter, and the dense values that are updated instead
+  // Reverse is about the order in which backward produces gradients: the first ones have arrived
+  // while later ones are on their way.
+  bool in_reverse = false;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& params = param_groups_[g].params();
     for (size_t i = 0; i < params.size(); ++i) {
+      in_reverse |= params[i].grad().defined() && is_arriving(params[i].grad());
       if (params[i].grad().defined() && params[i].grad().layout() != at::kStrided) {
         throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " +
                          std::to_string(g) + " has a sparse gradient, expected a dense one");
       }
     }
   }
-  // In reverse, which is about the order in which backward produces gradients: the first ones have
-  // arrived while later ones are on their way.
-  for (auto group = param_groups_.rbegin(); group != param_groups_.rend(); ++group) {
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    auto& group = param_groups_[in_reverse ? param_groups_.size() - 1 - g : g];
+    const auto& params = group.params();
     Gradients others;
-    for (auto each = group->params().rbegin(); each != group->params().rend(); ++each) {
-      const auto& param = *each;
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto& param = params[in_reverse ? params.size() - 1 - i : i];
       const auto& grad = param.grad();
       if (!grad.defined()) {
         continue;
@@ -194,10 +198,10 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
         copies.emplace_back(param, values);
       }
       param.unsafeGetTensorImpl()->bump_version();
-      jobs.push_back({prepare(param, values, group->options()), match_gradient(grad, values)});
+      jobs.push_back({prepare(param, values, group.options()), match_gradient(grad, values)});
     }
     if (!others.empty()) {
-      plain_update(others, group->options());
+      plain_update(others, group.options());
     }
   }
   optim::run_jobs(jobs);
