@@ -36,9 +36,9 @@ at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
 }
 
 // A gradient that other ranks' values are still added to has no memory, until an operator takes it:
-// see [Note: pages that arrive in the background].
+// see [Note: pages that arrive in the background]. A placeholder has none either, and is not dense.
 bool is_arriving(const at::Tensor& grad) {
-  return grad.has_storage() && grad.numel() > 0 &&
+  return grad.has_storage() && grad.numel() > 0 && grad.is_non_overlapping_and_dense() &&
          compat::unchecked_data_ptr(grad.storage().unsafeGetStorageImpl()).get() == nullptr;
 }
 
