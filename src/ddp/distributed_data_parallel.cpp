@@ -7,7 +7,6 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include "comm/base/local_work.h"
 #include "comm/group/tag_scope.h"
@@ -71,7 +70,9 @@ class DataParallel::Impl {
       wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
                                              sharding::Use::reduces_in_backward, all_);
     });
-    in_background_ = group_.size() > 1 && options_.reduce_in_background && can_detect();
+    in_background_ =
+        group_.size() > 1 && options_.reduce_in_background &&
+        sharding::start_detection_for(kName, group_.rank(), "gradients", "reduce_in_background");
     auto contract = sharding::signatures(all_);
     for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
     contract.push_back(
@@ -228,18 +229,6 @@ class DataParallel::Impl {
         refuse(fmt::format("needs parameters on the CPU, and {} is on {}", name,
                            tensor.device().str()));
     }
-  }
-
-  /// Whether the use of gradients can be detected. The same on all ranks.
-  bool can_detect() const {
-    if (sharding::start_detection()) return true;
-    if (group_.rank() == 0) {
-      spdlog::warn(
-          "tessera: {}: another library has taken the dispatch key that detects the use of "
-          "gradients, so reduce_in_background is off",
-          kName);
-    }
-    return false;
   }
 
   /// [Note: one copy a host]

@@ -213,14 +213,7 @@ bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     refuse("needs parameters on the CPU");
-  if (sharding::start_detection()) return true;
-  if (group.rank() == 0) {
-    spdlog::warn(
-        "tessera: {}: another library has taken the dispatch key that detects the use of "
-        "parameters, so gather_in_background is off",
-        kName);
-  }
-  return false;
+  return sharding::start_detection_for(kName, group.rank(), "parameters", "gather_in_background");
 }
 
 }  // namespace tessera

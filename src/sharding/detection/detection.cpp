@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <spdlog/spdlog.h>
 #include <torch/library.h>
 
 namespace tessera::sharding {
@@ -86,6 +87,17 @@ bool start_detection() {
     return true;
   }();
   return started;
+}
+
+bool start_detection_for(const char* component, int rank, const char* what, const char* option) {
+  if (start_detection()) return true;
+  if (rank == 0) {
+    spdlog::warn(
+        "tessera: {}: another library has taken the dispatch key that detects the use of {}, so {} "
+        "is off",
+        component, what, option);
+  }
+  return false;
 }
 
 }  // namespace tessera::sharding

@@ -49,5 +49,8 @@ void register_frequent_operators();
 /// Starts the detection for the life of the process; later calls do nothing. False if another
 /// library has taken the key.
 bool start_detection();
+/// The same. If it is false, rank 0 logs that `option` of `component`, which needs to know when
+/// `what` are used, is off. Local.
+bool start_detection_for(const char* component, int rank, const char* what, const char* option);
 
 }  // namespace tessera::sharding
