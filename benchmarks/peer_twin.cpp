@@ -226,7 +226,8 @@ int main(int argc, char** argv) {
                                                 x.narrow(1, 1, tokens).reshape({-1}));
     loss.backward();
     const auto middle = Clock::now();
-    if (strategy != "compute") optimizer->step();
+    if (ddp) ddp->step_in_background(*optimizer);
+    else if (strategy != "compute") optimizer->step();
     const auto end = Clock::now();
     for (auto& p : model->parameters()) p.mutable_grad() = torch::Tensor();
     if (fsdp) {

@@ -83,6 +83,7 @@ class DataParallel {
 
   void before_forward();
   void wait_for_gradients();
+  void step_in_background(torch::optim::Optimizer& optimizer);
   void hold_sync(int change);
   int64_t gradient_bytes() const;
   size_t buckets() const;
@@ -145,9 +146,27 @@ class DistributedDataParallel : public Joinable {
     return NoSync([core = core_.get()](int change) { core->hold_sync(change); });
   }
 
-  /// With reduce_in_background: returns when the gradients of the last backward have arrived.
-  /// Otherwise returns at once. BrokenWorldError if a rank was lost. Local; blocks.
+  /// With reduce_in_background: returns when the gradients of the last backward have arrived, and
+  /// the parameters that step_in_background() updates from them have their values. Otherwise
+  /// returns at once. BrokenWorldError if a rank was lost. Local; blocks.
   void wait_for_gradients() { core_->wait_for_gradients(); }
+
+  /// As optimizer.step(), for reduce_in_background, but it does not wait for gradients under way. A
+  /// parameter that has one is updated when that has arrived, by the options that the optimizer has
+  /// now. Until then the parameter and its state in the optimizer have no memory, and the first
+  /// operator that takes one of them waits, as with gradients: the next forward computes its first
+  /// layers while the gradients of later ones travel. zero_grad() may follow at once. Results are
+  /// bit-identical. Only for parameters that are contiguous and float32 when the wrapper is made,
+  /// with FusedSGD, FusedAdam and FusedAdamW; with other parameters and optimizers, in a world of
+  /// one rank and without the option it is optimizer.step(). Call wait_for_gradients() before code
+  /// that uses data_ptr() of a parameter, before torch::save(), and before optimizer.state() is
+  /// read through pointers. If a rank is lost, the operator that waits throws BrokenWorldError, and
+  /// a part of the parameters may have been updated. If rank 0 calls it in the first step, the
+  /// second backward also chooses the order in which buckets are reduced, by measured times. Local;
+  /// does not block, unless an update of an earlier step is under way.
+  void step_in_background(torch::optim::Optimizer& optimizer) {
+    core_->step_in_background(optimizer);
+  }
 
   /// For loops that drop the gradients of some backwards, with wire.gradients. Call it after every
   /// step: `stepped` says whether the optimizer has used the gradients since the last call. With

@@ -10,7 +10,9 @@
 
 #include "comm/base/local_work.h"
 #include "comm/group/tag_scope.h"
+#include "ddp/background_updates.h"
 #include "ddp/bucket_cap.h"
+#include "ddp/bucket_order.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
@@ -105,11 +107,11 @@ class DataParallel::Impl {
                                      [this] { finish_buckets(); },
                                      [this] { after_backward(); },
                                      [this] { wait_for_gradients(); }});
+    if (in_background_) updates_.emplace(trainable_, *reducer_->arriving());
   }
 
   void before_forward() {
     reducer_->check_attached();
-    wait_for_gradients();
     if (!module_.is_training() || !reducer_->sync() || !at::GradMode::is_enabled()) return;
     check_trainability();
     begin_pass();
@@ -155,6 +157,15 @@ class DataParallel::Impl {
     if (std::exchange(uncommitted_, false)) wire_->commit();
   }
 
+  void step_in_background(torch::optim::Optimizer& optimizer) {
+    if (!updates_) {
+      optimizer.step();
+      return;
+    }
+    updates_->step(optimizer);
+    steps_in_background_ = true;
+  }
+
   void end_wire_step(bool stepped) {
     wait_for_gradients();
     wire_->end_step(stepped);
@@ -170,6 +181,9 @@ class DataParallel::Impl {
   sharding::Reducer& reducer() { return *reducer_; }
 
  private:
+  /// Of the buckets' reductions.
+  enum class Order { of_parameters, of_arrival, last };
+
   void collect_parameters() {
     auto& ignored = options_.parameters_to_ignore;
     std::set<std::string> unknown(ignored.begin(), ignored.end());
@@ -282,10 +296,12 @@ class DataParallel::Impl {
   std::vector<Bucket> make_buckets(const std::vector<size_t>& order) {
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : trainable_) tensors.push_back(parameter.tensor);
-    std::vector<Bucket> buckets;
     const auto first = static_cast<int64_t>(options_.first_bucket_mb * kMiB),
                cap = static_cast<int64_t>(bucket_cap_mib_ * kMiB);
-    for (auto& members : sharding::plan_buckets(tensors, order, first, cap)) {
+    auto plan = sharding::plan_buckets(tensors, order, first, cap);
+    std::vector<Bucket> buckets;
+    for (const auto b : order_of_reductions(plan.size(), share_in_backward_)) {
+      auto& members = plan[b];
       std::vector<int64_t> sizes;
       for (const auto i : members) sizes.push_back(tensors[i].numel());
       auto layout = Layout::flat(std::move(sizes), group_.size());
@@ -299,6 +315,7 @@ class DataParallel::Impl {
   }
 
   void start_bucket(size_t index) {
+    times_.begin(index);
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
       const auto feedback = wire_->scope(index);
@@ -348,22 +365,40 @@ class DataParallel::Impl {
   void after_backward() {
     ++backwards_;
     uncommitted_ = true;
-    if (!in_background_ || !rebuilt_) wait_for_gradients();
+    if (!in_background_ || order_ != Order::last) wait_for_gradients();
+    const double share = times_.share_in_backward();
     if (module_.is_training()) buffers_.synchronize(group_, has_data_);
-    if (!std::exchange(rebuilt_, true)) rebuild();
+    if (order_ == Order::of_parameters) order_by_arrival();
+    else if (order_ == Order::of_arrival) order_for_next_forward(share);
   }
 
-  /// Rearranges the buckets, once after the first backward pass, to the order in which the
-  /// gradients of rank 0 (during a join, of an active rank) arrived. Collective.
-  void rebuild() {
+  /// After the first backward pass: the order in which the gradients of rank 0 (during a join, of
+  /// an active rank) arrived. Collective.
+  void order_by_arrival() {
     std::string mine;
     for (const auto i : reducer_->arrival_order()) mine += std::to_string(i) + " ";
     const auto theirs = group_.broadcast_bytes(mine, publisher_);
-    std::vector<size_t> order;
+    arrival_order_.clear();
     for (size_t at = 0; at < theirs.size(); at = theirs.find(' ', at) + 1)
-      order.push_back(std::stoul(theirs.substr(at)));
+      arrival_order_.push_back(std::stoul(theirs.substr(at)));
     wire_->reset();
-    reducer_->replace_buckets(make_buckets(order));
+    reducer_->replace_buckets(make_buckets(arrival_order_));
+    // What rounding takes from a bucket must not depend on measured times.
+    const bool exact = options_.wire.gradients == WireFormat::float32;
+    order_ = in_background_ && exact ? Order::of_arrival : Order::last;
+  }
+
+  /// After the second one: [Note: order of reductions], by the times of the same rank, if it steps
+  /// in the background. Collective.
+  void order_for_next_forward(double share) {
+    order_ = Order::last;
+    // One bucket more than the share, because a wire that waits costs more than a late bucket.
+    const double mine = share + 1.0 / static_cast<double>(reducer_->buckets().size());
+    const int permille = steps_in_background_ ? static_cast<int>(1000 * mine) : 1000;
+    share_in_backward_ =
+        std::stoi(group_.broadcast_bytes(std::to_string(permille), publisher_)) / 1000.0;
+    if (share_in_backward_ >= 1) return;
+    reducer_->replace_buckets(make_buckets(arrival_order_));
   }
 
   torch::nn::Module& module_;
@@ -381,10 +416,15 @@ class DataParallel::Impl {
   std::vector<std::pair<size_t, Work>> reducing_;  // buckets of this backward, with it
   bool uncommitted_ = false;                       // wire_ has reductions of the last backward
   double bucket_cap_mib_ = kDefaultBucketMib;
-  bool rebuilt_ = false;
+  Order order_ = Order::of_parameters;
+  std::vector<size_t> arrival_order_;
+  double share_in_backward_ = 1;  // see order_of_reductions()
+  ReductionTimes times_;
+  bool steps_in_background_ = false;
   int divisor_ = 1;
   int publisher_ = 0;  // the rank whose order of arrival is used
   std::unique_ptr<sharding::Reducer> reducer_;
+  std::optional<BackgroundUpdates> updates_;  // with reduce_in_background
 };
 
 DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group,
@@ -399,6 +439,9 @@ int64_t DataParallel::parameter_bytes() const { return impl_->parameter_bytes();
 void DataParallel::update_wire_feedback(bool stepped) { impl_->end_wire_step(stepped); }
 void DataParallel::rescale_wire_feedback(double factor) { impl_->rescale_wire_feedback(factor); }
 void DataParallel::before_forward() { impl_->before_forward(); }
+void DataParallel::step_in_background(torch::optim::Optimizer& optimizer) {
+  impl_->step_in_background(optimizer);
+}
 void DataParallel::wait_for_gradients() { impl_->wait_for_gradients(); }
 void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
 ProcessGroup DataParallel::group() const { return impl_->group(); }

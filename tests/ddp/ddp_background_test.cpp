@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "ddp/background_model.h"
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
@@ -27,53 +28,6 @@ using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
 
-using Hosts = std::vector<int>;
-using Model = DistributedDataParallel<Uneven>;
-using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
-using MakeOptimizer = Optimizer (*)(const std::vector<at::Tensor>& parameters);
-
-DistributedDataParallelOptions small_buckets(bool background) {
-  return {.first_bucket_mb = 20.0 / (1 << 20),
-          .bucket_cap_mb = 60.0 / (1 << 20),
-          .reduce_in_background = background};
-}
-
-bool has_memory(const torch::Tensor& tensor) {
-  return compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl()).get() != nullptr;
-}
-
-Optimizer torch_adam(const std::vector<at::Tensor>& parameters) {
-  return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.05));
-}
-
-/// A model that has made one step, after which its buckets have their final places.
-struct Warm {
-  Warm(const ProcessGroup& group, bool background, MakeOptimizer make = adamw)
-      : net(seeded<Uneven>(8)) {
-    ddp.emplace(net, group, small_buckets(background));
-    optimizer = make(net->parameters());
-    backward(0);
-    step();
-  }
-  void backward(int batch) {
-    const auto group = ddp->join_group();
-    loss_of((*ddp)(rows(batch, group.rank(), group.size()))).backward();
-  }
-  void step() {
-    optimizer->step();
-    clear_gradients(net->parameters());
-  }
-  at::Tensor gradient() const { return net->last->weight.grad(); }
-  std::vector<at::Tensor> gradients() const {
-    std::vector<at::Tensor> all;
-    for (const auto& p : net->parameters()) all.push_back(p.grad());
-    return all;
-  }
-  Uneven net;
-  std::optional<Model> ddp;
-  Optimizer optimizer;
-};
-
 /// Gradients of the same backward without the option.
 std::vector<at::Tensor> expected_gradients(const ProcessGroup& group) {
   Warm plain(group, false);
@@ -81,50 +35,19 @@ std::vector<at::Tensor> expected_gradients(const ProcessGroup& group) {
   return copies(plain.gradients());
 }
 
-void expect_same_training(const Hosts& hosts, MakeOptimizer optimizer,
-                          DistributedDataParallelOptions options = {}) {
-  const int world = static_cast<int>(hosts.size());
-  run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
-    const auto train = [&](bool background) {
-      auto net = seeded<Uneven>(8);
-      auto all = options;
-      all.first_bucket_mb = small_buckets(background).first_bucket_mb;
-      all.bucket_cap_mb = small_buckets(background).bucket_cap_mb;
-      all.reduce_in_background = background;
-      Model ddp(net, group, all);
-      auto own = optimizer(net->parameters());
-      const auto backward = [&](int batch) { loss_of(ddp(rows(batch, rank, world))).backward(); };
-      for (int i = 0; i < 6; ++i) {
-        if (i % 3 == 1) {
-          const auto scope = ddp.no_sync();
-          backward(2 * i);
-        }
-        backward(2 * i + 1);
-        if (i % 2 == 0) torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
-        own->step();
-        own->zero_grad();
-      }
-      return net;
-    };
-    expect_same_weights(train(true), train(false));
-  });
-}
-
-const Hosts kPlacements[] = {{0}, {0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 0, 0}};
-
 TEST(DdpBackground, TrainsBitByBitAsABackwardThatWaits) {
   for (const auto& hosts : kPlacements) {
-    expect_same_training(hosts, adamw);
-    expect_same_training(hosts, torch_adam);
-    expect_same_training(hosts, adamw, {.find_unused_parameters = true});
-    expect_same_training(hosts, torch_adam, {.static_graph = true});
+    expect_same_training(Steps::plain, hosts, adamw);
+    expect_same_training(Steps::plain, hosts, torch_adam);
+    expect_same_training(Steps::plain, hosts, adamw, {.find_unused_parameters = true});
+    expect_same_training(Steps::plain, hosts, torch_adam, {.static_graph = true});
   }
 }
 
 TEST(DdpBackground, TrainsBitByBitWithRoundedGradients) {
   for (const auto& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}}) {
     for (const auto format : {WireFormat::bfloat16, WireFormat::int8})
-      expect_same_training(hosts, adamw, {.wire = {.gradients = format}});
+      expect_same_training(Steps::plain, hosts, adamw, {.wire = {.gradients = format}});
   }
 }
 
@@ -292,7 +215,7 @@ TEST(DdpBackground, ARankThatSkipsBackwardIsNoticedAtOnce) {
                                              group.barrier();
                                            },
                                            {.timeout = std::chrono::seconds(30)}, {0, 1}),
-                        "bucket 0 of backward 2");
+                        "bucket 0 of backward 3");
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
   }
 }

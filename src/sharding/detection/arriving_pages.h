@@ -1,8 +1,10 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "sharding/detection/page.h"
 #include "tessera/process_group.h"
@@ -11,19 +13,24 @@ namespace tessera::sharding {
 
 /// [Note: pages that arrive in the background] Pages whose values a collective still writes:
 /// parameters that ZeroRedundancyOptimizer gathers with gather_in_background, and gradients that
-/// DistributedDataParallel reduces with reduce_in_background. Until the collective is complete the
-/// page has no memory, so nothing can read values that are half old. The first operator that takes
-/// a tensor of the page, or a view or detached alias of one, waits for the collective.
+/// DistributedDataParallel reduces with reduce_in_background, with the parameters that are updated
+/// from them. Until the collective is complete the page has no memory, so nothing can read values
+/// that are half old. The first operator that takes a tensor of the page, or a view or detached
+/// alias of one, waits for the collective.
 class ArrivingPages : public PageOwner {
  public:
-  /// A page whose tensors use `memory`.
+  /// A page whose tensors use `memory`, which is contiguous.
   std::unique_ptr<Page> make_page(const at::Tensor& memory);
   /// `collective`, which writes `memory`, has begun: the page has no memory until it is complete.
   /// Whatever is needed first, the collective that has begun first is waited for before: it tells
   /// best which rank called another one.
   void begin(Page& page, at::Tensor memory, Work collective);
-  /// Blocks until all collectives are complete. BrokenWorldError if one failed; its tensors then
-  /// stay without memory. From any thread.
+  /// When the collective of `page` is complete, `then` is run, in the thread that waits. It reads
+  /// `page` and writes `followers`, which have memory now and none until then. False, and nothing
+  /// is changed, if the collective is complete. From any thread.
+  bool follow(const Page& page, const std::vector<Page*>& followers, std::function<void()> then);
+  /// Blocks until all collectives are complete and what follows them has run. BrokenWorldError if
+  /// one failed; its tensors then stay without memory. From any thread.
   void wait_all();
   /// As wait_all(), for a destructor: pages whose collective failed get their memory too.
   void release() noexcept;
@@ -31,17 +38,23 @@ class ArrivingPages : public PageOwner {
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
  private:
-  struct Arriving {
+  struct Held {
     Page* page;
     at::Tensor memory;
+  };
+  struct Arrival {
     Work collective;
+    std::vector<Held> held;
+    std::vector<std::function<void()>> then;
   };
 
-  void wait(std::map<size_t, Arriving>::iterator arriving);
+  void hold(const std::shared_ptr<Arrival>& arrival, Page& page, at::Tensor memory);
+  void wait(const std::shared_ptr<Arrival>& arrival);
+  void give_memory(Arrival& arrival);
 
-  std::mutex mutex_;                     // autograd uses tensors of pages on several threads
-  std::map<size_t, Arriving> arriving_;  // by index of the page
-  size_t first_ = 0;                     // of arriving_, the page whose collective began first
+  std::mutex mutex_;  // autograd uses tensors of pages on several threads
+  std::map<size_t, std::shared_ptr<Arrival>> arriving_;  // by index of the page
+  std::shared_ptr<Arrival> first_;  // whose collective began first; null if it is complete
   size_t pages_ = 0;
 };
 

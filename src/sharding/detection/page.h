@@ -50,6 +50,8 @@ class Page {
   const at::Tensor& flat() const { return flat_; }
   size_t index() const { return index_; }
   bool attached() const { return memory_.defined(); }
+  /// Undefined while it is not attached.
+  const at::Tensor& memory() const { return memory_; }
 
   /// `memory`: contiguous, of the same numel and dtype. It is kept alive while it is attached.
   void attach(at::Tensor memory);

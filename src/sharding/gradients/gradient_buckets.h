@@ -73,6 +73,8 @@ class GradientBuckets {
   void arrives_with(size_t bucket, Work collective);
   /// All these collectives are complete, or BrokenWorldError. Blocks. From any thread.
   void wait_for_arrivals();
+  /// The owner of the buckets' pages; null unless `in_background`.
+  ArrivingPages* arriving() { return arriving_.get(); }
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false.
   void zero_grad(bool set_to_none);

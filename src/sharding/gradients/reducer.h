@@ -143,6 +143,8 @@ class Reducer {
   /// All collectives of arrives_with() are complete, or BrokenWorldError. Local; blocks. From any
   /// thread.
   void wait_for_arrivals() { buckets_.wait_for_arrivals(); }
+  /// The owner of the pages of arrives_with(). Null unless in_background.
+  ArrivingPages* arriving() { return buckets_.arriving(); }
 
   /// UsageError on every rank if the gradients of some parameter are no longer reported to this
   /// object; see BackwardWatch::lost_parameter().

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "sharding/detection/arriving_pages.h"
+#include "sharding/named_tensor.h"
+
+namespace tessera {
+
+/// [Note: updates in the background] A step that does not wait for gradients under way. The update
+/// of a parameter follows the reduction of its bucket. Until then the parameter and its optimizer
+/// state have no memory, as the gradient: see [Note: pages that arrive in the background]. All
+/// members are local.
+class BackgroundUpdates {
+ public:
+  /// Puts the dense ones of `parameters` on pages of `arriving`, which outlives this object. Their
+  /// memory stays the same.
+  BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
+                    sharding::ArrivingPages& arriving);
+  /// Blocks until everything under way is complete.
+  ~BackgroundUpdates();
+  BackgroundUpdates(const BackgroundUpdates&) = delete;
+
+  /// As optimizer.step(), but parameters whose gradients are under way are updated later, if
+  /// `optimizer` is FusedSGD, FusedAdam or FusedAdamW.
+  void step(torch::optim::Optimizer& optimizer);
+
+ private:
+  struct Entry {
+    std::unique_ptr<sharding::Page> page;
+    std::map<std::string, std::unique_ptr<sharding::Page>> states;  // by name of the state tensor
+  };
+
+  Entry* find(const at::Tensor& parameter);
+  bool is_late(const at::Tensor& parameter);
+  std::vector<sharding::Page*> pages_of(torch::optim::Optimizer& optimizer,
+                                        const at::Tensor& parameter);
+
+  sharding::ArrivingPages& arriving_;
+  std::unordered_map<c10::TensorImpl*, Entry> entries_;
+};
+
+}  // namespace tessera
