@@ -44,15 +44,15 @@ struct DistributedDataParallelOptions {
   /// backward then computes the gradients in the bucket. Off: gradients are copied in and out.
   bool gradient_as_bucket_view = true;
   /// On: backward returns before its reductions have ended, so that they overlap with the
-  /// optimizer's step. Until its reduction has ended, a gradient has no memory, and the first
-  /// operator that takes it (or a view or detached alias of it) waits. So does the next forward.
-  /// Results are bit-identical. The fused optimizers update each bucket when it has arrived;
-  /// others, and clipping, wait for the gradients in the order in which they take them. Call
-  /// wait_for_gradients() before code that uses data_ptr() of a gradient. If a rank is lost, step()
-  /// throws BrokenWorldError, and it may have updated a part of the parameters. Needs
-  /// gradient_as_bucket_view, trainable parameters on the CPU, and no comm_hook; otherwise a
-  /// UsageError. No effect in a world of one rank. Switched off, with a line in the log, if another
-  /// library has taken the dispatch key that detects the use of gradients.
+  /// optimizer's step, and with step_in_background() with the next forward. Until its reduction has
+  /// ended, a gradient has no memory, and the first operator that takes it (or a view or detached
+  /// alias of it) waits. Results are bit-identical. step() of the fused optimizers updates each
+  /// bucket when it has arrived; other optimizers, and clipping, wait for the gradients in the
+  /// order in which they take them. Call wait_for_gradients() before code that uses data_ptr() of a
+  /// gradient. If a rank is lost, step() throws BrokenWorldError, and it may have updated a part of
+  /// the parameters. Needs gradient_as_bucket_view, trainable parameters on the CPU, and no
+  /// comm_hook; otherwise a UsageError. No effect in a world of one rank. Switched off, with a line
+  /// in the log, if another library has taken the dispatch key that detects the use of gradients.
   bool reduce_in_background = false;
   /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
   /// module does not have.

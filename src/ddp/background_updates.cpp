@@ -70,6 +70,7 @@ std::vector<sharding::Page*> BackgroundUpdates::pages_of(torch::optim::Optimizer
   auto& entry = *find(parameter);
   std::vector<sharding::Page*> pages{entry.page.get()};
   auto state = get_state(optimizer, parameter);
+  if (!state) return pages;  // SGD without momentum
   bool moved = false;
   for (auto& [name, tensor] : state->tensors) {
     auto& page = entry.states[name];

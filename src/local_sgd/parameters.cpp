@@ -84,7 +84,8 @@ std::vector<std::string> Parameters::contract() const {
 }
 
 Parameters::Storage Parameters::storage_of(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.use_count() > 1};
+  // An operator, because a parameter that is updated in the background has no memory before one.
+  return {tensor.detach().data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.use_count() > 1};
 }
 
 std::string Parameters::changed(int rank) const {

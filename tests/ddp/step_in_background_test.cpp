@@ -38,6 +38,10 @@ Optimizer sgd(const std::vector<at::Tensor>& parameters) {
                                     torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true));
 }
 
+Optimizer without_state(const std::vector<at::Tensor>& parameters) {
+  return std::make_unique<FusedSGD>(parameters, torch::optim::SGDOptions(0.05));
+}
+
 Optimizer rmsprop(const std::vector<at::Tensor>& parameters) {
   return default_optimizers().factory(
       "RMSprop", {{"lr", 0.01}})({torch::optim::OptimizerParamGroup(parameters)});
@@ -45,7 +49,7 @@ Optimizer rmsprop(const std::vector<at::Tensor>& parameters) {
 
 TEST(StepInBackground, TrainsBitByBitAsAStepThatWaits) {
   for (const auto& hosts : kPlacements) {
-    for (const auto make : {adamw, amsgrad, sgd, rmsprop, torch_adam})
+    for (const auto make : {adamw, amsgrad, sgd, without_state, rmsprop, torch_adam})
       expect_same_training(Steps::in_background, hosts, make);
     expect_same_training(Steps::in_background, hosts, adamw, {.find_unused_parameters = true});
     expect_same_training(Steps::in_background, hosts, sgd, {.static_graph = true});

@@ -53,7 +53,8 @@ struct Setup {
 };
 
 struct DdpSetup : Setup {
-  DdpSetup(ProcessGroup group, DistributedDataParallelOptions options) {
+  DdpSetup(ProcessGroup group, DistributedDataParallelOptions options)
+      : in_background(options.reduce_in_background) {
     net = seeded<Uneven>(1);
     ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
     optimizer = adamw(net->parameters());
@@ -62,8 +63,10 @@ struct DdpSetup : Setup {
   void iteration(const at::Tensor& x) override {
     optimizer->zero_grad();
     loss_of((*ddp)(x)).backward();
-    optimizer->step();
+    if (in_background) ddp->step_in_background(*optimizer);
+    else optimizer->step();
   }
+  bool in_background;
   std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
 };

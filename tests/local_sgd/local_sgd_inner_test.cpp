@@ -21,8 +21,10 @@ struct Inner {
 };
 
 struct InnerDdp : Inner {
-  InnerDdp(ProcessGroup& world, LocalSgdOptions options) : groups(local_sgd_groups(world, 2)) {
-    ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, groups.inner);
+  InnerDdp(ProcessGroup& world, LocalSgdOptions options, bool in_background = false)
+      : groups(local_sgd_groups(world, 2)) {
+    ddp = std::make_unique<DistributedDataParallel<Uneven>>(
+        net, groups.inner, DistributedDataParallelOptions{.reduce_in_background = in_background});
     optimizer = inner_optimizer(net);
     local = std::make_unique<LocalSgd>(groups.outer, shards_of(*net), options, groups.inner);
     local->set_join(world, {*ddp}, [this] {
@@ -34,7 +36,7 @@ struct InnerDdp : Inner {
   void iteration(const at::Tensor& x) override {
     optimizer->zero_grad();
     loss_of((*ddp)(x)).backward();
-    optimizer->step();
+    ddp->step_in_background(*optimizer);
     local->step();
   }
   LocalSgdGroups groups;
@@ -108,7 +110,12 @@ std::pair<std::string, Make> zero(const std::string& name,
 }
 
 std::vector<std::pair<std::string, Make>> wrappers() {
-  return {wrapper<InnerDdp>("DDP"), wrapper<InnerZero>("ZeRO"),
+  const Make in_background = [](ProcessGroup& world, LocalSgdOptions options) {
+    return std::make_unique<InnerDdp>(world, options, true);
+  };
+  return {wrapper<InnerDdp>("DDP"),
+          {"DDP, steps in background", in_background},
+          wrapper<InnerZero>("ZeRO"),
           zero("ZeRO, shared parameters", {.share_parameters = true}),
           zero("ZeRO, gathered in background", {.gather_in_background = true}),
           wrapper<InnerFsdp>("FSDP")};

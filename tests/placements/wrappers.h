@@ -72,7 +72,8 @@ inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training,
   for_each_batch(group, rank, training, {ddp}, [&](const at::Tensor& x) {
     optimizer->zero_grad();
     loss_of(ddp(x)).backward();
-    optimizer->step();
+    if (in_background) ddp.step_in_background(*optimizer);
+    else optimizer->step();
   });
   return copies(net->parameters());
 }

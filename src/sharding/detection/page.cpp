@@ -10,7 +10,7 @@ namespace {
 constexpr const char* kNoMemory =
     "the tensor has no memory now, and torch::save() and data_ptr() cannot wait for it; expected, "
     "before, summon_full_params() or state_dict() of FullyShardedDataParallel, "
-    "wait_for_parameters() of ZeroRedundancyOptimizer, or for a gradient wait_for_gradients() of "
+    "wait_for_parameters() of ZeroRedundancyOptimizer, or wait_for_gradients() of "
     "DistributedDataParallel";
 
 }  // namespace

@@ -123,6 +123,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
         values["hook"] = random.pick({"fp16", "bf16"});
       if (!values.count("no_bucket_view") && !values.count("hook"))
         maybe(random, 30, values, "reduce_in_background");
+      if (values.count("reduce_in_background")) maybe(random, 60, values, "step_in_background");
       if (may_ignore) maybe(random, 15, values, "ignored", part(limits.ignorable));
     }
     if (!limits.partly_used) maybe(random, 15, values, "static_graph");

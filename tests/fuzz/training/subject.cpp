@@ -78,14 +78,20 @@ class DdpSubject : public Subject {
              const ProcessGroup& group)
       : Subject(net),
         ddp_(net, group, ddp_options(*net, wrapper)),
+        steps_in_background_(wrapper.flag("step_in_background")),
         optimizer_(plain_optimizer(which, *net, wrapper, named_parameters(*net))) {}
   at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
   NoSync no_sync() override { return ddp_.no_sync(); }
+  void step(const Closure& closure) override {
+    if (steps_in_background_ && !closure) ddp_.step_in_background(*optimizer_);
+    else Subject::step(closure);
+  }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {ddp_}; }
 
  private:
   Ddp ddp_;
+  bool steps_in_background_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
@@ -159,6 +165,7 @@ class ZeroSubject : public Subject {
     change([&] { Subject::load_weights(weights); });
   }
   bool saves_shards(int /*rank*/) override { return true; }
+  bool is_replicated() override { return false; }
   void settle() override { zero_->wait_for_parameters(); }
   void change(const std::function<void()>& change) override { zero_->with_shared_write(change); }
   void publish() override { zero_->gather_parameters(); }
@@ -265,6 +272,7 @@ class FsdpSubject : public Subject {
               const ProcessGroup& group)
       : Subject(net),
         fsdp_(net, group, fsdp_options(*net, wrapper)),
+        whole_(wrapper.text("strategy") == "none"),
         optimizer_(plain_optimizer(which, *net, wrapper, fsdp_.named_parameters())) {
     fsdp_.check_optimizer(*optimizer_);
   }
@@ -285,6 +293,7 @@ class FsdpSubject : public Subject {
   void load_weights(const ModuleStateDict& weights) override { fsdp_.load_state_dict(weights); }
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
   bool saves_shards(int /*rank*/) override { return fsdp_.first_replica(); }
+  bool is_replicated() override { return whole_; }
   OptimizerStateDict optimizer_state() override { return fsdp_.optim_state_dict(*optimizer_, -1); }
   void load(const ModuleStateDict& weights, const OptimizerStateDict& state) override {
     load_weights(weights);
@@ -297,6 +306,7 @@ class FsdpSubject : public Subject {
 
  private:
   FullyShardedDataParallel<std::shared_ptr<Net>> fsdp_;
+  bool whole_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
@@ -329,9 +339,8 @@ void Subject::load(const ModuleStateDict& weights, const OptimizerStateDict& sta
 
 std::unique_ptr<LocalSgd> Subject::make_local_sgd(const LocalSgdGroups& groups,
                                                   const LocalSgdOptions& options) {
-  const bool copies = !saves_shards(-1);  // every rank has all shards
   return std::make_unique<LocalSgd>(
-      groups.outer, shards(), options, copies ? groups.inner : ProcessGroup(),
+      groups.outer, shards(), options, is_replicated() ? groups.inner : ProcessGroup(),
       [this] { publish(); }, [this] { prepare(); });
 }
 

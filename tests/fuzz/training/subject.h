@@ -69,6 +69,8 @@ class Subject {
   virtual void prepare() {}
   /// This rank's shards are not written by another rank.
   virtual bool saves_shards(int rank) { return rank == 0; }
+  /// Every rank has all shards. The same on all ranks.
+  virtual bool is_replicated() { return true; }
 
   std::shared_ptr<Net> net_;
 };
