@@ -383,6 +383,11 @@ void Residency::wait_for_copies() {
   stream_.wait_for_current();
 }
 
+void Residency::HostShards::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
+  const std::lock_guard lock(residency_.mutex_);
+  residency_.wait_for_copies();
+}
+
 void Residency::release_all() {
   std::lock_guard lock(mutex_);
   for (size_t u = 0; u < gathered_.size(); ++u) release(u);

@@ -28,8 +28,9 @@ namespace tessera::fsdp {
 /// [Note: shards on the host] With cpu_offload the device reads the shards later than it is told
 /// to. The host waits for it before shards may change: where a forward without gradients ends,
 /// where a backward that reduces ends (there Gradients has waited, as a rule), and in
-/// release_all(). A forward with gradients does not wait, because its backward comes before the
-/// shards change.
+/// release_all(). A forward with gradients does not wait, because its backward usually comes before
+/// the shards change. If it does not, the first operator that takes a shard waits: the shards are
+/// on pages of host_shards().
 class Residency : public sharding::PageOwner {
  public:
   /// `in_backward`: called when an operator of a backward first uses a page.
@@ -57,12 +58,23 @@ class Residency : public sharding::PageOwner {
   void release_all();
   bool running() const { return forwards_ > 0; }
 
+  /// The owner of pages of shards on the host.
+  sharding::PageOwner& host_shards() { return host_shards_; }
+
   // On a rank without data: the same actions as on ranks with data.
   void shadow_begin_forward();
   void shadow_end_forward();
   void shadow_use(const UnitsUsed& event);
 
  private:
+  class HostShards : public sharding::PageOwner {
+   public:
+    explicit HostShards(Residency& residency) : residency_(residency) {}
+    void need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) override;
+
+   private:
+    Residency& residency_;
+  };
   enum class State : uint8_t { released, gathering, resident };
   struct Gathered {
     State state = State::released;
@@ -104,6 +116,7 @@ class Residency : public sharding::PageOwner {
   JoinLeader& join_leader_;
   std::function<void()> in_backward_;
   std::mutex mutex_;
+  HostShards host_shards_{*this};
   std::vector<Gathered> gathered_;
   UseOrder order_;
   comm::CommStream stream_;

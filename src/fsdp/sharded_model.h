@@ -45,9 +45,10 @@ struct FlatParameter {
   /// the shards of all ranks, which is also the contents of the page, so that a gather copies
   /// nothing. Otherwise undefined. See [Note: shards in common memory].
   at::Tensor common;
-  at::Tensor own_segment;                    ///< This rank's part of the flat buffer.
-  std::vector<sharding::OwnedShard> shards;  ///< One for each member, possibly empty.
-  ComputeView compute;                       ///< In use by the model.
+  at::Tensor own_segment;                     ///< This rank's part of the flat buffer.
+  std::vector<sharding::OwnedShard> shards;   ///< One for each member, possibly empty.
+  std::unique_ptr<sharding::Page> host_page;  ///< Of the shards, if only they are on the host.
+  ComputeView compute;                        ///< In use by the model.
   ComputeView idle;                    ///< Not in use; see [Note: full precision in evaluation].
   SlotPool* gradient_slots = nullptr;  ///< For unsharded gradients.
 

@@ -40,6 +40,7 @@ void ShardedModule::make_pages() {
   for (size_t f = 0; f < model.flats.size(); ++f) {
     auto& flat = model.flats[f];
     make_page(f);
+    if (flat.own_segment.device() != flat.device) watch_shards(f);
     // The root's gradients may use the slots of its parameters, which are often released before the
     // gradients need memory: see Gradients::Pending::defer_until_complete.
     if (model.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype)
@@ -61,6 +62,18 @@ void ShardedModule::make_page(size_t f) {
   flat.compute.page = std::make_unique<sharding::Page>(
       residency.get(), f, flat.layout.numel(), flat.page_options(),
       std::string(kName) + ": a parameter of unit " + display_name(model.units[flat.unit]));
+}
+
+/// See [Note: shards on the host].
+void ShardedModule::watch_shards(size_t f) {
+  auto& flat = model.flats[f];
+  const sharding::NoDetection no_detection;
+  flat.host_page =
+      std::make_unique<sharding::Page>(&residency->host_shards(), f, flat.own_segment.numel(),
+                                       flat.own_segment.options(), std::string());
+  flat.host_page->attach(flat.own_segment);
+  for (auto& shard : flat.shards)
+    shard.tensor.set_data(sharding::window(flat.host_page->flat(), shard.at, shard.tensor));
 }
 
 void ShardedModule::restore(const FlatParameter& flat) {

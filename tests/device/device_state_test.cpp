@@ -96,14 +96,15 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& tested) { return std::string(tested.param.name); });
 
 /// What the model gives between each backward and the optimizer's step, at last read on the CPU.
-std::vector<at::Tensor> outputs_before_steps(InFsdp& model, int rank, at::Device where) {
+std::vector<at::Tensor> outputs_before_steps(InFsdp& model, int rank, at::Device where,
+                                             bool gradients) {
   std::vector<at::Tensor> outputs;
   for (int step = 0; step < 5; ++step) {
     model.backward(batch(step, rank, where));
     const auto x = batch(step + 1, rank, where);
     if (!where.is_cpu()) keep_busy(100);
-    const at::NoGradGuard no_grad;
-    const auto output = model.fsdp(x);
+    const at::AutoGradMode mode(gradients);
+    const auto output = model.fsdp(x).detach();
     model.optimizer.step();
     outputs.push_back(output.cpu());
   }
@@ -111,15 +112,15 @@ std::vector<at::Tensor> outputs_before_steps(InFsdp& model, int rank, at::Device
 }
 
 TEST(DeviceState, TheOptimizerOnTheHostWaitsUntilTheDeviceHasReadTheShards) {
-  for (const int world : {1, 2}) {
+  for (const auto& [world, gradients] : {std::pair(1, false), {2, false}, {1, true}, {2, true}}) {
     expect_in_place(
         world,
-        [](Groups& groups) {
+        [gradients = gradients](Groups& groups) {
           const int rank = groups.rank();
           InFsdp host(groups.cpu(), at::kCPU);
           InFsdp there(groups.device(), device(rank), /*cpu_offload=*/true);
-          const auto expected = outputs_before_steps(host, rank, at::kCPU);
-          const auto got = outputs_before_steps(there, rank, device(rank));
+          const auto expected = outputs_before_steps(host, rank, at::kCPU, gradients);
+          const auto got = outputs_before_steps(there, rank, device(rank), gradients);
           for (size_t i = 0; i < expected.size(); ++i)
             expect_close(expected[i], got[i], true, "step " + std::to_string(i));
         },

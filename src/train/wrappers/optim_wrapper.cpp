@@ -111,29 +111,18 @@ void OptimWrapper::update_params(const at::Tensor& loss) {
     model_.drop_gradients();
     return model_.update_wire_feedback(false, 1);
   }
-  if (scaler_.scale() != 1 || options_.scaler.enabled) {
+  const bool scaled = options_.scaler.enabled, skip = scaled || options_.skip_nonfinite;
+  if (scaled) {
     const torch::NoGradGuard no_grad;
-    const auto gradients = model_.gradients();
-    ProcessGroup group = model_.group();
-    skipped_ = scaler_.found_inf(gradients, group);
-    if (!skipped_) {
-      for (const auto& gradient : gradients) {
-        at::Tensor(gradient).mul_(scaler_.inverse());
-      }
-    }
+    for (const auto& gradient : model_.gradients()) at::Tensor(gradient).mul_(scaler_.inverse());
   }
-  if (skipped_) {
-    model_.drop_gradients();
-  } else {
-    const bool scaled = options_.scaler.enabled, skip = scaled || options_.skip_nonfinite;
-    norm_ =
-        model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
-                       options_.error_if_nonfinite, skip, options_.norm_may_follow && !scaled});
-    skipped_ = skip && !std::isfinite(norm_);
-  }
+  // An infinity on any rank makes the norm infinite or NaN, so no other check is needed.
+  norm_ = model_.update({options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type,
+                         options_.error_if_nonfinite, skip, options_.norm_may_follow && !scaled});
+  skipped_ = skip && !std::isfinite(norm_);
   updated_ = !skipped_;
   const double scale = scaler_.scale();
-  if (options_.scaler.enabled) scaler_.update(skipped_);
+  if (scaled) scaler_.update(skipped_);
   model_.update_wire_feedback(updated_, scaler_.scale() / scale);
 }
 
