@@ -154,16 +154,16 @@ class DistributedDataParallel : public Joinable {
   /// As optimizer.step(), for reduce_in_background, but it does not wait for gradients under way. A
   /// parameter that has one is updated when that has arrived, by the options that the optimizer has
   /// now. Until then the parameter and its state in the optimizer have no memory, and the first
-  /// operator that takes one of them waits, as with gradients: the next forward computes its first
-  /// layers while the gradients of later ones travel. zero_grad() may follow at once. Results are
-  /// bit-identical. Only for parameters that are contiguous and float32 when the wrapper is made,
-  /// with FusedSGD, FusedAdam and FusedAdamW; with other parameters and optimizers, in a world of
-  /// one rank and without the option it is optimizer.step(). Call wait_for_gradients() before code
-  /// that uses data_ptr() of a parameter, before torch::save(), and before optimizer.state() is
-  /// read through pointers. If a rank is lost, the operator that waits throws BrokenWorldError, and
-  /// a part of the parameters may have been updated. If rank 0 calls it in the first step, the
-  /// second backward also chooses the order in which buckets are reduced, by measured times. Local;
-  /// does not block, unless an update of an earlier step is under way.
+  /// operator that takes one of them waits, as with gradients. So the next forward computes its
+  /// first layers while gradients of other layers travel. Gradients may be reset at once; what
+  /// writes zeros to them waits. Results are bit-identical.
+  /// For FusedSGD, FusedAdam and FusedAdamW, and parameters that are contiguous and float32 when
+  /// the wrapper is made. With other ones, in a world of one rank and without the option it is
+  /// optimizer.step(). Call wait_for_gradients() before torch::save(), and before code that uses
+  /// data_ptr() of a parameter or of optimizer state. If a rank is lost, the operator that waits
+  /// throws BrokenWorldError, and a part of the parameters may have been updated. If rank 0 calls
+  /// it in the first step, the second backward chooses the order in which buckets are reduced, by
+  /// measured times. Local; blocks only for the update of an earlier step.
   void step_in_background(torch::optim::Optimizer& optimizer) {
     core_->step_in_background(optimizer);
   }

@@ -98,9 +98,9 @@ class Options(Page):
         return re.findall(r"(?m)^\| `(\w+)` \|", self.page)
 
     def test_ddp(self):
-        _, _, differences = self.follow("ddp.md")
+        for differences in self.follow("ddp.md")[2::3]:
+            self.assertIn("0 of 4 tensors differ", differences)
         self.whole("ddp_loop.cpp")
-        self.assertIn("0 of 4 tensors differ", differences)
         fields = self.fields("distributed_data_parallel.h", "DistributedDataParallelOptions")
         self.assertEqual(len(fields), 12)
         self.assertEqual([row for row in self.rows() if row in fields], fields, "the table has every option, in the header's order")
