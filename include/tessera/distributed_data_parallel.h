@@ -158,12 +158,13 @@ class DistributedDataParallel : public Joinable {
   /// first layers while gradients of other layers travel. Gradients may be reset at once; what
   /// writes zeros to them waits. Results are bit-identical.
   /// For FusedSGD, FusedAdam and FusedAdamW, and parameters that are contiguous and float32 when
-  /// the wrapper is made. With other ones, in a world of one rank and without the option it is
-  /// optimizer.step(). Call wait_for_gradients() before torch::save(), and before code that uses
-  /// data_ptr() of a parameter or of optimizer state. If a rank is lost, the operator that waits
-  /// throws BrokenWorldError, and a part of the parameters may have been updated. If rank 0 calls
-  /// it in the first step, the second backward chooses the order in which buckets are reduced, by
-  /// measured times. Local; blocks only for the update of an earlier step.
+  /// the wrapper is made, and of whose memory no alias exists then. With other ones, in a world of
+  /// one rank and without the option it is optimizer.step(). Call wait_for_gradients() before
+  /// torch::save(), and before code that uses data_ptr() of a parameter or of optimizer state. If a
+  /// rank is lost, the operator that waits throws BrokenWorldError, and a part of the parameters
+  /// may have been updated. If rank 0 calls it in the first step, the second backward chooses the
+  /// order in which buckets are reduced, by measured times. Local; blocks only for the update of an
+  /// earlier step.
   void step_in_background(torch::optim::Optimizer& optimizer) {
     core_->step_in_background(optimizer);
   }

@@ -24,6 +24,11 @@ FusedOptimizer* as_fused(torch::optim::Optimizer& optimizer) {
   return known ? static_cast<FusedOptimizer*>(&optimizer) : nullptr;
 }
 
+/// Something else has the memory, so a late update of it could be missed.
+bool shares_memory(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1;
+}
+
 /// What follows the reduction of one bucket.
 struct Late {
   std::vector<optim::Job> jobs;
@@ -37,11 +42,9 @@ BackgroundUpdates::BackgroundUpdates(const std::vector<sharding::NamedTensor>& p
     : arriving_(arriving) {
   const sharding::NoDetection no_detection;
   for (const auto& [name, tensor] : parameters) {
-    if (!FusedOptimizer::supports_range(tensor) || tensor.numel() == 0) continue;
-    auto page = arriving_.make_page(tensor.detach());
-    auto parameter = tensor;
-    parameter.set_data(sharding::window(page->flat(), 0, tensor));
-    entries_[tensor.unsafeGetTensorImpl()].page = std::move(page);
+    if (!FusedOptimizer::supports_range(tensor) || tensor.numel() == 0 || shares_memory(tensor))
+      continue;
+    entries_[tensor.unsafeGetTensorImpl()].page = move_to_page(tensor);
   }
 }
 
@@ -54,62 +57,73 @@ BackgroundUpdates::Entry* BackgroundUpdates::find(const at::Tensor& parameter) {
   return sharding::Page::of(parameter) == found->second.page.get() ? &found->second : nullptr;
 }
 
-bool BackgroundUpdates::is_late(const at::Tensor& parameter) {
+/// The tensor becomes a view of a page, with its memory.
+std::unique_ptr<sharding::Page> BackgroundUpdates::move_to_page(at::Tensor tensor) {
+  const sharding::NoDetection no_detection;
+  auto page = arriving_.make_page(tensor.detach());
+  tensor.set_data(sharding::window(page->flat(), 0, tensor));
+  return page;
+}
+
+bool BackgroundUpdates::is_late(const torch::optim::Optimizer& optimizer,
+                                const at::Tensor& parameter) {
   const auto& grad = parameter.grad();
   if (!grad.defined() || !find(parameter) || !FusedOptimizer::supports_range(parameter))
     return false;
   const auto* page = sharding::Page::of(grad);
-  return page && page->owner() == &arriving_ && !page->attached() && grad.is_contiguous() &&
-         grad.scalar_type() == parameter.scalar_type();
+  if (!page || page->owner() != &arriving_ || page->attached() || !grad.is_contiguous() ||
+      grad.scalar_type() != parameter.scalar_type())
+    return false;
+  const auto state = get_state(optimizer, parameter).value_or(ParamState());
+  return std::none_of(state.tensors.begin(), state.tensors.end(), [](const auto& named) {
+    return !sharding::Page::of(named.second) && shares_memory(named.second);
+  });
 }
 
-/// The pages of the parameter and of its state. State that is not on a page moves to one, with its
-/// memory.
-std::vector<sharding::Page*> BackgroundUpdates::pages_of(torch::optim::Optimizer& optimizer,
+/// The pages of the parameter and of its state.
+std::vector<sharding::Page*> BackgroundUpdates::pages_of(const torch::optim::Optimizer& optimizer,
                                                          const at::Tensor& parameter) {
   auto& entry = *find(parameter);
   std::vector<sharding::Page*> pages{entry.page.get()};
-  auto state = get_state(optimizer, parameter);
-  if (!state) return pages;  // SGD without momentum
-  bool moved = false;
-  for (auto& [name, tensor] : state->tensors) {
+  // SGD without momentum has none.
+  const auto state = get_state(optimizer, parameter).value_or(ParamState());
+  for (const auto& [name, tensor] : state.tensors) {
     auto& page = entry.states[name];
-    if (!page || sharding::Page::of(tensor) != page.get()) {
-      const sharding::NoDetection no_detection;
-      page = arriving_.make_page(tensor);
-      tensor = sharding::window(page->flat(), 0, tensor);
-      moved = true;
-    }
+    if (!page || sharding::Page::of(tensor) != page.get()) page = move_to_page(tensor);
     pages.push_back(page.get());
   }
-  if (moved) set_state(optimizer, parameter, *state);
   return pages;
 }
 
 void BackgroundUpdates::step(torch::optim::Optimizer& optimizer) {
+  auto* const fused = as_fused(optimizer);
+  if (!fused) {
+    optimizer.step();
+    return;
+  }
   const at::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> taken;  // parameter, gradient
-  std::map<const sharding::Page*, Late> late;            // by page of the gradients
   const auto return_gradients = c10::make_scope_exit([&] {
     for (auto& [parameter, grad] : taken) parameter.mutable_grad() = grad;
   });
-  if (auto* fused = as_fused(optimizer)) {
-    for (const auto& group : fused->param_groups()) {
-      for (const auto& parameter : group.params()) {
-        if (!is_late(parameter)) continue;
-        auto& [jobs, pages] = late[sharding::Page::of(parameter.grad())];
-        jobs.push_back({fused->begin_update(parameter), parameter.grad()});
-        const auto own = pages_of(optimizer, parameter);
-        pages.insert(pages.end(), own.begin(), own.end());
+  for (const auto& group : fused->param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (is_late(optimizer, parameter))
         taken.emplace_back(parameter, std::exchange(parameter.mutable_grad(), {}));
-      }
     }
+  }
+  optimizer.step();  // of the others; first, because it throws before any update
+  std::map<const sharding::Page*, Late> late;  // by page of the gradients
+  for (const auto& [parameter, grad] : taken) {
+    auto& [jobs, pages] = late[sharding::Page::of(grad)];
+    jobs.push_back({fused->begin_update(parameter), grad});
+    const auto own = pages_of(optimizer, parameter);
+    pages.insert(pages.end(), own.begin(), own.end());
   }
   for (auto& [page, one] : late) {
     auto run = [jobs = std::move(one.jobs)] { optim::run_jobs(jobs); };
     if (!arriving_.follow(*page, one.pages, run)) run();
   }
-  optimizer.step();
 }
 
 }  // namespace tessera

@@ -19,8 +19,9 @@ namespace tessera {
 /// members are local.
 class BackgroundUpdates {
  public:
-  /// Puts the dense ones of `parameters` on pages of `arriving`, which outlives this object. Their
-  /// memory stays the same.
+  /// Puts the contiguous float32 ones of `parameters` on pages of `arriving`, which outlives this
+  /// object. Their memory stays the same. Not those whose memory something else has too: it would
+  /// not notice that an update is late.
   BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
                     sharding::ArrivingPages& arriving);
   /// Blocks until everything under way is complete.
@@ -38,8 +39,9 @@ class BackgroundUpdates {
   };
 
   Entry* find(const at::Tensor& parameter);
-  bool is_late(const at::Tensor& parameter);
-  std::vector<sharding::Page*> pages_of(torch::optim::Optimizer& optimizer,
+  std::unique_ptr<sharding::Page> move_to_page(at::Tensor tensor);
+  bool is_late(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
+  std::vector<sharding::Page*> pages_of(const torch::optim::Optimizer& optimizer,
                                         const at::Tensor& parameter);
 
   sharding::ArrivingPages& arriving_;

@@ -394,7 +394,7 @@ class DataParallel::Impl {
     order_ = Order::last;
     // One bucket more than the share, because a wire that waits costs more than a late bucket.
     const double mine = share + 1.0 / static_cast<double>(reducer_->buckets().size());
-    const int permille = steps_in_background_ ? static_cast<int>(1000 * mine) : 1000;
+    const int permille = steps_in_background_ ? std::max(1, static_cast<int>(1000 * mine)) : 1000;
     share_in_backward_ =
         std::stoi(group_.broadcast_bytes(std::to_string(permille), publisher_)) / 1000.0;
     if (share_in_backward_ >= 1) return;

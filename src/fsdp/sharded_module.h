@@ -38,6 +38,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void make_pages();
   /// Makes the page of flat parameter `f` for its present compute dtype, and the pool of its slots.
   void make_page(size_t f);
+  /// With cpu_offload: operators on the shards of `f` wait until the device has read them.
   void watch_shards(size_t f);
   /// Makes the members of `flat` views of its page again.
   void restore(const FlatParameter& flat);

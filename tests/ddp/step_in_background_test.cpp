@@ -79,6 +79,56 @@ TEST(StepInBackground, UpdatesParametersOfOtherKindsAtOnce) {
   });
 }
 
+/// An alias that was made before the wrapper would not notice that an update is late.
+TEST(StepInBackground, UpdatesParametersWithOlderAliasesAtOnce) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    const auto train = [&](bool background) {
+      auto net = seeded<Uneven>(8);
+      const auto alias = net->last->weight.detach();
+      Model ddp(net, group, small_buckets(background));
+      auto own = adamw(net->parameters());
+      at::Tensor state;  // an alias of what was made in the first steps
+      for (int i = 0; i < 5; ++i) {
+        loss_of(ddp(rows(i, rank, 2))).backward();
+        if (i == 1) {
+          own->step();
+          const auto made = get_state(*own, net->first->weight);
+          state = made->tensors.at("exp_avg").detach();
+        } else {
+          ddp.step_in_background(*own);
+        }
+        EXPECT_TRUE(has_memory(net->last->weight));
+        EXPECT_TRUE(has_memory(net->first->weight));
+        EXPECT_EQ(has_memory(net->second->weight), !background || i < 2);
+        clear_gradients(net->parameters());
+      }
+      return std::pair(at::cat({alias.flatten(), state.flatten()}), net);
+    };
+    const auto [late, late_net] = train(true);
+    const auto [plain, plain_net] = train(false);
+    EXPECT_TRUE(at::equal(late, plain));
+    expect_same_weights(late_net, plain_net);
+  });
+}
+
+/// A handle of the optimizer's state is the state, also if it is older than the first late update.
+TEST(StepInBackground, HandlesOfStateStayTheState) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    Warm warm(group, true);
+    const auto& weight = warm.net->first->weight;
+    const auto before = get_state(*warm.optimizer, weight)->tensors.at("exp_avg");
+    warm.backward(1);
+    warm.ddp->step_in_background(*warm.optimizer);
+    EXPECT_FALSE(has_memory(before));
+    EXPECT_TRUE(before.is_same(get_state(*warm.optimizer, weight)->tensors.at("exp_avg")));
+    Warm plain(group, false);
+    plain.backward(1);
+    plain.step();
+    const auto expected = get_state(*plain.optimizer, plain.net->first->weight);
+    EXPECT_TRUE(at::equal(before, expected->tensors.at("exp_avg")));
+  });
+}
+
 /// A model whose third step is under way, and the parameters that this step leads to.
 struct UnderWay {
   explicit UnderWay(const ProcessGroup& group)
