@@ -284,9 +284,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// With gather_in_background: returns when all parameters have arrived. Otherwise returns at
   /// once. BrokenWorldError if a gather failed. Local; blocks.
   void wait_for_parameters() const;
-  /// Runs `write`, which changes parameters in place, for example by load_state_dict(). With
-  /// share_parameters: when all ranks have called it, on the first rank of each host; the tracked
-  /// buffers are then broadcast from rank 0, because `write` may have changed them too. Elsewhere:
+  /// Runs `write`, which changes parameters of this optimizer in place, for example by
+  /// load_state_dict(). With share_parameters: when all ranks have called it, on the first rank of
+  /// each host, and nothing gives the others what else it has changed; only the tracked buffers are
+  /// then broadcast from rank 0, because `write` may have changed them too. Elsewhere:
   /// on every rank. `write` runs without gradients and calls no collective. If it throws on a rank,
   /// every rank throws AgreedError. Collective; returns when all ranks may read.
   void with_shared_write(const std::function<void()>& write);

@@ -83,7 +83,6 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (wrapper.has("local_sgd") && (kind == "zero" || kind == "ddp_zero") && other_shards)
     return Expectation::equal_or_error;
   if (event.has("clip") && overlap) return Expectation::usage_error;
-  if (event.flag("closure") && overlap) return Expectation::usage_error;
   // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.
   if (event.has("nan") && kind == "fsdp" &&
       (has_layer(which, "attention", true) || has_layer(which, "encoder", true)))

@@ -219,8 +219,7 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
     values["kept_graph"] = "1";
     maybe(random, 50, values, "then_evaluate");
   }
-  if (!overlap && wrapper.kind != "distributed_optimizer" && random.chance(4) &&
-      wrapper.kind != "ddp_zero") {
+  if (wrapper.kind != "distributed_optimizer" && random.chance(4) && wrapper.kind != "ddp_zero") {
     for (const auto* name : {"micro", "no_sync", "clip", "retain", "when"}) values.erase(name);
     values["closure"] = "1";
   }
@@ -294,12 +293,9 @@ void divide_into_groups(Random& random, Case& which) {
     return is_short(layer) || widens || layer.flag("frozen");
   };
   if (std::any_of(which.layers.begin(), which.layers.end(), differs)) return;
-  values["local_sgd"] = which.world == 4 && random.chance(60) ? "2" : std::to_string(which.world);
-  values["every"] = random.pick({"1", "2", "3"});
-  maybe(random, 30, values, "outer", "average");
-  maybe(random, 30, values, "outer_background");
   std::vector<Item> story;
   for (auto& event : which.story) {
+    if (event.kind == "move") break;  // what follows was chosen for another wrapper
     const bool fits = event.kind == "step" || event.kind == "evaluate" || event.kind == "write" ||
                       event.kind == "freeze" || (event.kind == "lr" && !event.has("rank"));
     if (!fits) continue;
@@ -308,6 +304,11 @@ void divide_into_groups(Random& random, Case& which) {
     if (event.text("branch") == "rank0") event.values["branch"] = "none";
     story.push_back(std::move(event));
   }
+  if (story.empty()) return;
+  values["local_sgd"] = which.world == 4 && random.chance(60) ? "2" : std::to_string(which.world);
+  values["every"] = random.pick({"1", "2", "3"});
+  maybe(random, 30, values, "outer", "average");
+  maybe(random, 30, values, "outer_background");
   which.story = std::move(story);
 }
 
@@ -320,7 +321,8 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
   maybe(random, 20, values, "deferred");
   if (kind != "zero") return;
   if (none({"overlap", "in_place"})) maybe(random, 30, values, "shard_gradients");
-  if (none({"overlap", "in_background", "no_bucket_view", "backend"}))
+  // with_shared_write() writes what is in no group yet on one rank of a host alone.
+  if (none({"overlap", "in_background", "no_bucket_view", "backend", "late_part"}))
     maybe(random, 30, values, "share_parameters");
   // with_shared_write() broadcasts buffers, which plain training does not.
   if (values.count("buffers") > 0 && values.at("buffers") == "none")
