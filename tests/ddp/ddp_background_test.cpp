@@ -3,7 +3,6 @@
 #include <chrono>
 #include <future>
 #include <map>
-#include <optional>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -15,7 +14,6 @@
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
 #include "harness/training.h"
-#include "tessera/detail/torch_compat.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
