@@ -296,6 +296,9 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       if (finish) finish();
       return;
     }
+    // The windows of so many rounds fill about one page, and a page is unmapped once.
+    const int64_t rounds_a_page = ceil_div(ShmSegment::huge_bytes, step * width);
+    int64_t first = 0;  // round whose windows are mapped
     for (int64_t round = 0; round < most; ++round) {
       if (round > 0 && waits_before(round)) {
         arrival.make_ready(round);
@@ -305,14 +308,15 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
         return exchanged.direct[rank] + at(segment, round);
       };
       visit(round, {window, true});
-      for (int s = 0; exchanged.allocation && s < segments; ++s) {
-        if (count(s, round) > 0) forget_peers(exchanged, at(s, round), count(s, round) * width);
+      if (!exchanged.allocation || round + 1 - first < rounds_a_page) continue;
+      for (int s = 0; s < segments; ++s) {
+        const int64_t end = std::min(at(s, round + 1), (starts[s] + counts[s]) * width);
+        if (at(s, first) < end) forget_peers(exchanged, at(s, first), end - at(s, first));
       }
+      first = round + 1;
     }
-    if (finish) {
-      finish();
-      if (exchanged.allocation) forget_peers(exchanged, 0, static_cast<int64_t>(flat.nbytes()));
-    }
+    if (finish) finish();
+    if (exchanged.allocation) forget_peers(exchanged, 0, static_cast<int64_t>(flat.nbytes()));
     control_.barrier();
   });
 }

@@ -40,7 +40,7 @@ std::string mebibytes(uint64_t bytes) {
 /// rank (in its RSS) until it is unmapped, and unmapping is cheap only for huge pages. By default
 /// the system uses no huge pages for shared memory, but it makes them on request (MADV_COLLAPSE,
 /// Linux 6.1).
-constexpr uint64_t huge_bytes = 2 << 20;
+constexpr uint64_t huge_bytes = ShmSegment::huge_bytes;
 // For smaller segments the time at start-up is not worth it.
 constexpr uint64_t min_collapsed = 4 << 20;
 // If memory is fragmented, the system must first move pages, and the peers wait meanwhile.

@@ -24,6 +24,8 @@ struct SegmentCard {
 /// not limit it.
 class ShmSegment {
  public:
+  static constexpr int64_t huge_bytes = 2 << 20;  ///< Size of a huge page.
+
   /// Makes a zero-filled segment. All its memory is reserved and present. `copies`: how many such
   /// segments are being made on this host, for the check that memory suffices. Throws
   /// std::runtime_error with the reason.
