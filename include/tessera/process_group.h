@@ -273,7 +273,9 @@ class ProcessGroup {
   /// and other dtypes are unchanged; float64 is a UsageError. Returns this group itself for
   /// float32, and if all ranks are on one host. Collective; the same format on every rank. Throws
   /// UsageError for groups of from_c10d(), with check_results, with the backends NCCL and MPI, and
-  /// if the ranks of a host cannot share memory. Both groups share their stats().
+  /// if the ranks of a host cannot share memory. Both groups share their stats(), and their
+  /// collectives are compared in one order: a rank must call those of both in the order of the
+  /// other ranks, and one that does not is an error on all ranks at once.
   ProcessGroup with_wire(WireFormat format);
 
   /// Returns a group of the same ranks that moves tensors of `device` too, this rank's accelerator,

@@ -63,8 +63,8 @@ ZeroRedundancyOptimizerOptions ZeroRedundancyOptimizer::Impl::beside_others(
   return options;
 }
 
-/// The group of the gradients' collectives, which are exact: for reductions within backward another
-/// one than that of the step's collectives. Collective.
+/// The group of the gradients' collectives: for reductions within backward another one than that of
+/// the step's collectives. Collective.
 ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFactory& factory,
                                                                const std::vector<Group>& groups) {
   agree(group, [&] {
@@ -72,7 +72,7 @@ ProcessGroup ZeroRedundancyOptimizer::Impl::group_of_gradients(const OptimizerFa
     check_sharding(factory, groups);
     check_sharing(factory, groups);
   });
-  return early && !encodes_gradients() ? group.duplicate() : group;
+  return early ? group.duplicate() : group;
 }
 
 /// The group of the parameters' gathers, if they travel encoded. Collective.

@@ -1,5 +1,6 @@
 // DistributedDataParallel on several hosts reduces its buckets in two groups in turn.
 #include <chrono>
+#include <functional>
 
 #include <gtest/gtest.h>
 
@@ -46,35 +47,46 @@ TEST(DdpHosts, TheGroupCountsTheTrafficOfAllBuckets) {
   }
 }
 
+/// What of two ranks on two hosts differs: `differ` gets the loss.
+using Differ = std::function<void(ProcessGroup& group, int rank, at::Tensor loss)>;
+
+/// Rounded gradients travel in a group of their own.
+void expect_errors_at_once(const Differ& differ, const char* text) {
+  for (const auto format : {WireFormat::float32, WireFormat::int8}) {
+    SCOPED_TRACE(to_string(format));
+    auto options = kSmallBuckets;
+    options.wire.gradients = format;
+    const auto begin = std::chrono::steady_clock::now();
+    expect_usage_errors(run_ranks_catching(2,
+                                           [&](ProcessGroup group, int rank) {
+                                             auto net = seeded<Uneven>(2);
+                                             DistributedDataParallel ddp(net, group, options);
+                                             differ(group, rank, loss_of(ddp(rows(0, rank, 2))));
+                                           },
+                                           {.timeout = std::chrono::seconds(30)}, {0, 1}),
+                        text);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  }
+}
+
 TEST(DdpHosts, ARankThatSkipsBackwardIsNoticedAtOnce) {
-  const auto begin = std::chrono::steady_clock::now();
-  expect_usage_errors(run_ranks_catching(2,
-                                         [&](ProcessGroup group, int rank) {
-                                           auto net = seeded<Uneven>(2);
-                                           DistributedDataParallel ddp(net, group, kSmallBuckets);
-                                           auto loss = loss_of(ddp(rows(0, rank, 2)));
-                                           auto metric = torch::ones({1});
-                                           if (rank == 0) loss.backward();
-                                           else group.all_reduce(metric);
-                                           group.barrier();
-                                         },
-                                         {.timeout = std::chrono::seconds(30)}, {0, 1}),
-                      "bucket 0 of backward 1");
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  expect_errors_at_once(
+      [](ProcessGroup& group, int rank, at::Tensor loss) {
+        auto metric = torch::ones({1});
+        if (rank == 0) loss.backward();
+        else group.all_reduce(metric);
+        group.barrier();
+      },
+      "bucket 0 of backward 1");
 }
 
 TEST(DdpHosts, AFailureInformsARankThatReducesBuckets) {
-  expect_usage_errors(run_ranks_catching(2,
-                                         [&](ProcessGroup group, int rank) {
-                                           auto net = seeded<Uneven>(2);
-                                           DistributedDataParallel ddp(net, group, kSmallBuckets);
-                                           auto loss = loss_of(ddp(rows(0, rank, 2)));
-                                           if (rank == 1)
-                                             group.fail("rank 1 has read a wrong file");
-                                           loss.backward();
-                                         },
-                                         {.timeout = std::chrono::seconds(30)}, {0, 1}),
-                      "rank 1 has read a wrong file");
+  expect_errors_at_once(
+      [](ProcessGroup& group, int rank, at::Tensor loss) {
+        if (rank == 1) group.fail("rank 1 has read a wrong file");
+        loss.backward();
+      },
+      "rank 1 has read a wrong file");
 }
 
 }  // namespace

@@ -190,7 +190,7 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
   comm::World world = impl_->world;
   world.wire = format;
-  return ProcessGroup(impl_->duplicate(std::move(world), "wire"));
+  return ProcessGroup(impl_->duplicate(std::move(world), "wire", impl_));
 }
 
 ProcessGroup ProcessGroup::with_device(at::Device device) {

@@ -123,6 +123,8 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
   header.op = Op::fail;
   header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
+  // `control_` tells the other ranks. They still need what this rank has begun here.
+  if (control_) return queue_.submit([] {});
   // Queued behind earlier operations, because the other ranks count on these too. Another rank may
   // have failed meanwhile: an earlier operation has then received its message, and no rank would
   // answer this one.
@@ -142,13 +144,14 @@ void ProcessGroup::Impl::add_child(const std::shared_ptr<Impl>& child) {
   children_.push_back(child);
 }
 
-std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w,
-                                                                  const char* prefix) {
+std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w, const char* prefix,
+                                                                  std::shared_ptr<Impl> control) {
   w.start_store = comm::store_of_start(world);
   w.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
   auto made = comm::make_transport(w);
   auto child = std::make_shared<Impl>(std::move(w), std::move(made), traffic_);
+  child->control_ = std::move(control);
   add_child(child);
   return child;
 }
@@ -166,6 +169,7 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
 }
 
 void ProcessGroup::Impl::fail(const std::string& message) {
+  if (control_) control_->fail(message);
   const std::string text = message.empty() ? "failed" : message;
   if (!failure_is_shared()) report_agreed({world.rank}, text);
   std::vector<Work> announced;
@@ -293,7 +297,9 @@ void ProcessGroup::Impl::execute(OpHeader header, const Body& body, const std::s
   comm::RunningScope running(world, *transport, header, tag);
   name_errors(header, tag, [&] {
     Headers headers;
-    if (world.options.check_collectives || header.free_numel) {
+    if (control_) {
+      running.begun_by_all();
+    } else if (world.options.check_collectives || header.free_numel) {
       headers = compare(header, tag);
       running.begun_by_all();
     }
@@ -353,6 +359,7 @@ void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_
   const auto tag = apply_tag(header, own_tag);
   if (header.on_device && transport->waits_for_device()) run_staged(header, body, tag, tensors);
   else if (header.on_device) run_on_device(header, body, tag, tensors);
+  else if (control_) run_compared(header, body, tag);
   else take_turn(header, body, tag);
 }
 
@@ -362,8 +369,66 @@ Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& o
   if (header.on_device && transport->waits_for_device())
     return submit_staged(header, body, tag, tensors);
   if (header.on_device) return submit_on_device(header, body, tag, tensors);
+  if (control_) return submit_compared(header, std::move(body), tag);
   return queue_.submit(
       [this, header, body = std::move(body), tag] { execute_in_turn(header, body, tag); });
+}
+
+namespace {
+
+/// A collective that is compared in another group than the one that moves its data. An error of the
+/// comparison belongs to that group: its next collective throws it, unless wait() has done so.
+class ComparedWork : public Work::State {
+ public:
+  ComparedWork(std::shared_ptr<Work::State> compared, std::shared_ptr<Work::State> data)
+      : compared_(std::move(compared)), data_(std::move(data)) {}
+  void wait() override {
+    data_->wait();
+    compared_->wait();
+  }
+  bool done() override { return data_->done(); }
+
+ private:
+  std::shared_ptr<Work::State> compared_, data_;
+};
+
+}  // namespace
+
+ProcessGroup::Impl::Comparison ProcessGroup::Impl::comparison_of(
+    const OpHeader& header, const std::string& tag, std::shared_ptr<Headers> headers) const {
+  const auto format = "as " + to_string(world.wire);
+  Comparison result{header, tag.empty() ? format : tag + ", " + format, {}};
+  result.header.detail ^= XXH64(format.data(), format.size(), 2);
+  result.keep = [headers = std::move(headers)](Transport&, const Headers& all) { *headers = all; };
+  return result;
+}
+
+void ProcessGroup::Impl::run_compared(const OpHeader& header, const Body& body,
+                                      const std::string& tag) {
+  const auto headers = std::make_shared<Headers>();
+  const auto comparison = comparison_of(header, tag, headers);
+  control_->take_turn(comparison.header, comparison.keep, comparison.tag);
+  take_turn(
+      header, [&](Transport& data, const Headers&) { body(data, *headers); }, tag);
+}
+
+Work ProcessGroup::Impl::submit_compared(const OpHeader& header, Body body,
+                                         const std::string& tag) {
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto headers = std::make_shared<Headers>();
+  auto compared = control_->queue_.add(
+      [control = control_.get(), comparison = comparison_of(header, tag, headers)] {
+        control->execute_in_turn(comparison.header, comparison.keep, comparison.tag);
+      });
+  auto moved = queue_.add([this, header, body = std::move(body), tag, headers, compared] {
+    while (!compared->done_within(kLook)) {
+      if (closing_) throw BrokenWorldError("ProcessGroup: the group was shut down", {});
+    }
+    if (compared->failed()) return;
+    execute_in_turn(
+        header, [&](Transport& data, const Headers&) { body(data, *headers); }, tag);
+  });
+  return Work(std::make_shared<ComparedWork>(std::move(compared), std::move(moved)));
 }
 
 }  // namespace tessera

@@ -46,7 +46,9 @@ class ProcessGroup::Impl {
     traffic_->count(kind, sent, received);
   }
   /// Another group of the same ranks with this one's counters. `prefix`: of its keys in the store.
-  std::shared_ptr<Impl> duplicate(comm::World world, const char* prefix);
+  /// `control`: this group, if the other one's collectives are compared here.
+  std::shared_ptr<Impl> duplicate(comm::World world, const char* prefix,
+                                  std::shared_ptr<Impl> control = nullptr);
 
   comm::World world;
   std::unique_ptr<comm::Transport> transport;  // null in a group of one rank
@@ -54,6 +56,19 @@ class ProcessGroup::Impl {
   std::atomic<bool> ended = false;  // failure() is set
 
  private:
+  // Collectives that are compared in another group, `control_`: in the order in which this rank
+  // calls the collectives of both. A rank that calls another one of either is noticed at once.
+  void run_compared(const comm::OpHeader& header, const Body& body, const std::string& tag);
+  Work submit_compared(const comm::OpHeader& header, Body body, const std::string& tag);
+  /// Called in `control_`: takes the place of the collective there.
+  struct Comparison {
+    comm::OpHeader header;
+    std::string tag;
+    Body keep;  ///< the headers
+  };
+  Comparison comparison_of(const comm::OpHeader& header, const std::string& tag,
+                           std::shared_ptr<std::vector<comm::OpHeader>> headers) const;
+
   void execute(comm::OpHeader header, const Body& body, const std::string& tag);
   /// As execute(), while this operation has the queue's turn.
   void execute_in_turn(const comm::OpHeader& header, const Body& body, const std::string& tag);
@@ -113,6 +128,7 @@ class ProcessGroup::Impl {
   std::mutex failure_mutex_;           // fail() can run while the queue runs operations
   std::string failure_;                // the message that ended the group
   bool shared_ = false;  // all ranks know the message: no further exchange will be answered
+  std::shared_ptr<Impl> control_;  // null: the collectives are compared in this group
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::shared_ptr<comm::Traffic> traffic_;

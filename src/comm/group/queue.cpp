@@ -15,6 +15,16 @@ void Work::State::wait() {
   std::rethrow_exception(error_);
 }
 
+bool Work::State::done_within(std::chrono::milliseconds most) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, most, [&] { return done_; });
+}
+
+bool Work::State::failed() {
+  std::lock_guard lock(mutex_);
+  return done_ && error_;
+}
+
 std::exception_ptr Work::State::take_unseen_error() {
   std::lock_guard lock(mutex_);
   return std::exchange(seen_, true) ? nullptr : error_;
@@ -59,7 +69,9 @@ void Queue::end_turn() {
   changed_.notify_all();
 }
 
-Work Queue::submit(Operation operation) {
+Work Queue::submit(Operation operation) { return Work(add(std::move(operation))); }
+
+std::shared_ptr<Work::State> Queue::add(Operation operation) {
   auto state = std::make_shared<Work::State>(clock_);
   {
     std::lock_guard lock(mutex_);
@@ -70,7 +82,7 @@ Work Queue::submit(Operation operation) {
     items_.push_back({std::move(operation), state});
   }
   changed_.notify_all();
-  return Work(state);
+  return state;
 }
 
 void Queue::throw_unseen_error() {

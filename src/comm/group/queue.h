@@ -49,6 +49,10 @@ class Work::State {
   virtual ~State() = default;
   virtual void wait();
   virtual bool done();
+  /// Waits for at most `most`. Returns done(), and throws nothing.
+  bool done_within(std::chrono::milliseconds most);
+  /// Whether it is done and has an error. A caller does not get the error by that.
+  bool failed();
   void finish(std::exception_ptr error);
   /// The error, if neither wait() nor this function has given it to a caller yet.
   std::exception_ptr take_unseen_error();
@@ -93,6 +97,8 @@ class Queue {
 
   using Operation = std::function<void()>;
   Work submit(Operation operation);
+  /// The same.
+  std::shared_ptr<Work::State> add(Operation operation);
   /// Throws the error of a submitted operation if nobody has waited for its Work yet. Each
   /// collective begins with it, because this rank would otherwise go on, out of step with the ranks
   /// that know of the error.

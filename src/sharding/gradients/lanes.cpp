@@ -10,10 +10,7 @@ size_t lanes_between_hosts(const ProcessGroup& group) {
 
 Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count) {
   groups_.push_back(group.with_wire(format));
-  while (groups_.size() < count) {
-    auto other = group.with_wire(format);
-    groups_.push_back(other.impl() == group.impl() ? group.duplicate() : std::move(other));
-  }
+  while (groups_.size() < count) groups_.push_back(groups_[0].duplicate());
 }
 
 Lanes Lanes::with_first_apart(ProcessGroup group, WireFormat format, size_t count) {

@@ -1,5 +1,6 @@
 // Groups of ProcessGroup::with_wire(). The ranks are threads of one process, so their hosts are
 // numbers.
+#include <chrono>
 #include <numeric>
 
 #include <gmock/gmock.h>
@@ -177,6 +178,89 @@ TEST(Wire, OneHostAndFloat32AreTheGroupItself) {
     EXPECT_EQ(group.with_wire(WireFormat::float32).impl(), group.impl());
   });
   EXPECT_EQ(ProcessGroup().with_wire(WireFormat::int8).size(), 1);
+}
+
+/// The ranks compare the collectives of both groups in their order, so none waits for the time-out.
+TEST(Wire, ARankThatCallsAnotherCollectiveIsNoticedAtOnce) {
+  for (const auto& hosts : {std::vector<int>{0, 1}, {0, 0, 1}}) {
+    for (const bool in_background : {false, true}) {
+      SCOPED_TRACE(::testing::PrintToString(hosts) + (in_background ? " in the background" : ""));
+      const auto begin = std::chrono::steady_clock::now();
+      run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+        auto wire = group.with_wire(WireFormat::int8);
+        const auto sum_in = [&](ProcessGroup& own) {
+          if (in_background) own.all_reduce_async(at::ones({1000}), 1, "gradients").wait();
+          else own.all_reduce(at::ones({1000}), 1, "gradients");
+        };
+        try {
+          sum_in(rank == 1 ? group : wire);
+          ADD_FAILURE() << "no error on rank " << rank;
+        } catch (const UsageError& error) {
+          EXPECT_THAT(error.what(), HasSubstr("rank 0 calls all_reduce"));
+          EXPECT_THAT(error.what(), HasSubstr("(gradients, as int8), rank 1"));
+          EXPECT_THAT(error.what(), HasSubstr("(gradients);"));
+        }
+        // Nothing was moved, and no collective throws the error again.
+        for (auto* const own : {&group, &wire}) {
+          auto ones = at::ones({1000});
+          own->all_reduce(ones);
+          EXPECT_TRUE(at::allclose(ones, at::full({1000}, static_cast<double>(hosts.size()))));
+        }
+      });
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+    }
+  }
+}
+
+/// As with one group: an error that nobody has waited for is thrown by the next collective.
+TEST(Wire, ADisagreementThatNobodyWaitedForIsThrownByTheNextCollective) {
+  for (const bool in_group : {false, true}) {
+    run_ranks_on({0, 1}, [&](ProcessGroup group, int rank) {
+      auto wire = group.with_wire(WireFormat::int8);
+      const auto first = wire.all_reduce_async(at::ones({8}), 1, rank == 0 ? "a" : "b");
+      try {
+        auto& next = in_group ? group : wire;
+        next.all_reduce(at::ones({8}));
+        ADD_FAILURE() << "no error on rank " << rank;
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("(a, as int8), rank 1"));
+      }
+      group.barrier();
+    });
+  }
+}
+
+TEST(Wire, AFailureInformsTheRanksOfAnEncodedCollective) {
+  for (const bool in_wire : {false, true}) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto errors =
+        run_ranks_catching(3,
+                           [&](ProcessGroup group, int rank) {
+                             auto wire = group.with_wire(WireFormat::int8);
+                             if (rank == 2)
+                               (in_wire ? wire : group).fail("rank 2 has read a wrong file");
+                             wire.all_reduce(at::ones({1000}));
+                           },
+                           {}, {0, 0, 1});
+    for (const auto& error : errors) {
+      ASSERT_TRUE(error);
+      EXPECT_THAT(message_of(error), HasSubstr("rank 2 has read a wrong file"));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
+}
+
+TEST(Wire, ItEndsWhileItsCollectiveWaitsForAnotherRank) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    auto wire = group.with_wire(WireFormat::int8);
+    if (rank == 0) {
+      const auto begin = std::chrono::steady_clock::now();
+      auto work = wire.all_reduce_async(at::ones({1000}));
+      wire = ProcessGroup();
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+      EXPECT_THROW(work.wait(), BrokenWorldError);
+    }
+  });
 }
 
 template <class Body>

@@ -241,14 +241,12 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
     return played;
   }
   // With several shard groups, a gather of one rank alone may meet a later gather of its group.
-  // Then ranks wait for each other in different groups until the timeout. Rounded values have a
-  // group of their own, too, in which nobody meets a rank that has skipped its backward.
+  // Then ranks wait for each other in different groups until the timeout.
   const bool shard_groups = segment.wrapper.text("strategy") == "hybrid";
-  const bool lanes = rounds(segment.wrapper);
   const bool alone = std::any_of(which.story.begin(), which.story.end(), [&](const Item& event) {
-    return (event.kind == "evaluate" && event.has("rank")) || (lanes && event.has("absent"));
+    return event.kind == "evaluate" && event.has("rank");
   });
-  const bool waits = (shard_groups || lanes) && alone;
+  const bool waits = shard_groups && alone;
   played.finding =
       judge(due, segment.begin, reached, outcomes, ended ? seconds : 0,
             waits ? kTimeoutSeconds + 2 * kSlowSeconds : kSlowSeconds, shard_groups || waits);
