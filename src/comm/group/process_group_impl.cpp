@@ -123,8 +123,6 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
   header.op = Op::fail;
   header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
-  // `control_` tells the other ranks. They still need what this rank has begun here.
-  if (control_) return queue_.submit([] {});
   // Queued behind earlier operations, because the other ranks count on these too. Another rank may
   // have failed meanwhile: an earlier operation has then received its message, and no rank would
   // answer this one.
@@ -137,6 +135,12 @@ Work ProcessGroup::Impl::announce(const std::string& message) {
     header.sequence = ++sequence_;
     set_failure(failure_of(transport->exchange(header), message), true);
   });
+}
+
+/// Ends a group whose `control_` tells the other ranks, when this rank has done its part of what
+/// all have begun.
+Work ProcessGroup::Impl::end_locally(const std::string& message) {
+  return queue_.submit([this, message] { set_failure(message, false); });
 }
 
 void ProcessGroup::Impl::add_child(const std::shared_ptr<Impl>& child) {
@@ -173,13 +177,17 @@ void ProcessGroup::Impl::fail(const std::string& message) {
   const std::string text = message.empty() ? "failed" : message;
   if (!failure_is_shared()) report_agreed({world.rank}, text);
   std::vector<Work> announced;
+  // Collectives that all ranks have begun, in groups that are compared elsewhere.
+  std::vector<Work> owed;
+  // A sub-group has ended: a rank that failed there may not answer here any more.
+  bool informed = false;
   const auto below = descendants();
   for (const auto& group : below) {
-    if (!group->ended) announced.push_back(group->announce(text));
+    if (group->ended) informed = true;
+    else if (group->control_) owed.push_back(group->end_locally(text));
+    else announced.push_back(group->announce(text));
   }
   Work own = announce(text);
-  // True if a sub-group has ended already: a rank that failed there may not answer here any more.
-  const bool informed = announced.size() < below.size();
   if (below.empty()) {
     own.wait();
   } else {
@@ -191,12 +199,12 @@ void ProcessGroup::Impl::fail(const std::string& message) {
     std::optional<std::chrono::steady_clock::time_point> first;
     while (true) {
       const auto now = std::chrono::steady_clock::now();
-      const auto done = std::count_if(announced.begin(), announced.end(),
-                                      [](const Work& work) { return work.done(); });
+      const auto is_done = [](const Work& work) { return work.done(); };
+      const auto done = std::count_if(announced.begin(), announced.end(), is_done);
+      const bool all_done = done == static_cast<int64_t>(announced.size()) &&
+                            std::all_of(owed.begin(), owed.end(), is_done);
       if ((done > 0 || informed) && !first) first = now;
-      if (done == static_cast<int64_t>(announced.size()) || now > give_up ||
-          (first && now > *first + kOtherGroups))
-        break;
+      if (all_done || now > give_up || (first && now > *first + kOtherGroups)) break;
       std::this_thread::sleep_for(kPoll);
     }
     try {

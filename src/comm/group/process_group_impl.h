@@ -115,6 +115,7 @@ class ProcessGroup::Impl {
 
   /// Starts informing this group's ranks of this rank's failure.
   Work announce(const std::string& message);
+  Work end_locally(const std::string& message);
 
   std::string failure_of(const std::vector<comm::OpHeader>& headers, const std::string& mine);
   std::string failure();

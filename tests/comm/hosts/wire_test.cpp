@@ -2,6 +2,7 @@
 // numbers.
 #include <chrono>
 #include <numeric>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -239,6 +240,8 @@ TEST(Wire, AFailureInformsTheRanksOfAnEncodedCollective) {
                              auto wire = group.with_wire(WireFormat::int8);
                              if (rank == 2)
                                (in_wire ? wire : group).fail("rank 2 has read a wrong file");
+                             // Longer than a rank that fails waits for the last of several groups.
+                             std::this_thread::sleep_for(std::chrono::milliseconds(1500));
                              wire.all_reduce(at::ones({1000}));
                            },
                            {}, {0, 0, 1});
