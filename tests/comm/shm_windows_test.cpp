@@ -8,12 +8,15 @@
 
 #include "child.h"
 #include "comm/shm/shm_segment.h"
+#include "comm/shm/shm_transport.h"
 #include "shm_worlds.h"
 
 namespace {
 
 using namespace tessera::testing;
+using tessera::comm::Op;
 using tessera::comm::ShmSegment;
+using tessera::comm::ShmTransport;
 using tessera::comm::Transport;
 
 constexpr int64_t kMiB = 1 << 20;
@@ -154,6 +157,29 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
     transport.all_gather(flat, counts);
     EXPECT_TRUE(at::equal(flat, index));
     expect_nothing_mapped("all_gather");
+
+    // As between hosts: every rank reads a window of every segment in each round.
+    fill();
+    int64_t seen = 0;
+    double total = 0;
+    const int64_t step = ShmTransport::window_step(counts.size(), flat.element_size());
+    dynamic_cast<ShmTransport&>(transport).share_windows(
+        Op::reduce_scatter, flat, counts, [](int, int64_t, int) { return true; },
+        [&](int64_t round, const ShmTransport::Window& window) {
+          EXPECT_TRUE(window.direct);
+          const int peer = (rank + 1) % size;
+          for (int segment = 0; segment < size; ++segment) {
+            const int64_t n = std::clamp<int64_t>(counts[segment] - round * step, 0, step);
+            total += at::from_blob(window(segment, peer), {n}).sum(at::kDouble).item<double>();
+          }
+          if (huge)
+            seen = std::max(seen, mapped_around(transport.peer_view(flat, peer).data_ptr()));
+        });
+    EXPECT_EQ(total,
+              (index + static_cast<double>((rank + 1) % size)).sum(at::kDouble).item<double>());
+    EXPECT_EQ(seen > 0, huge) << "the part being read is mapped";
+    EXPECT_LE(seen, (size * 4 + 2) * kMiB) << "a page of each segment, rounded, and small pages";
+    expect_nothing_mapped("share_windows");
   });
   ranks.expect_all_succeed();
 }

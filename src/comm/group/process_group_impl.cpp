@@ -155,7 +155,7 @@ std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w,
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
   auto made = comm::make_transport(w);
   auto child = std::make_shared<Impl>(std::move(w), std::move(made), traffic_);
-  child->control_ = std::move(control);
+  child->control_ = control && control->control_ ? control->control_ : std::move(control);
   add_child(child);
   return child;
 }

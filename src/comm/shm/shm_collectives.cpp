@@ -296,8 +296,8 @@ void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vecto
       if (finish) finish();
       return;
     }
-    // The windows of so many rounds fill about one page, and a page is unmapped once.
-    const int64_t rounds_a_page = ceil_div(ShmSegment::huge_bytes, step * width);
+    // The windows of so many rounds fill a page of each segment, which is unmapped once then.
+    const int64_t rounds_a_page = ShmSegment::huge_bytes / (step * width);
     int64_t first = 0;  // round whose windows are mapped
     for (int64_t round = 0; round < most; ++round) {
       if (round > 0 && waits_before(round)) {

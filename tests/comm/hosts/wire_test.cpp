@@ -213,6 +213,19 @@ TEST(Wire, ARankThatCallsAnotherCollectiveIsNoticedAtOnce) {
   }
 }
 
+TEST(Wire, AnEncodedGroupOfAnEncodedGroupIsComparedToo) {
+  const auto begin = std::chrono::steady_clock::now();
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    auto first = group.with_wire(WireFormat::int8);
+    auto second = first.with_wire(WireFormat::bfloat16);
+    EXPECT_THROW((rank == 0 ? first : second).all_reduce(at::ones({1000})), UsageError);
+    auto ones = at::ones({1000});
+    second.all_reduce(ones);
+    EXPECT_TRUE(at::equal(ones, at::full({1000}, 2)));
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
 /// As with one group: an error that nobody has waited for is thrown by the next collective.
 TEST(Wire, ADisagreementThatNobodyWaitedForIsThrownByTheNextCollective) {
   for (const bool in_group : {false, true}) {
