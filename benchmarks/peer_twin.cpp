@@ -188,7 +188,8 @@ int main(int argc, char** argv) {
         *model, world, adam,
         tessera::ZeroRedundancyOptimizerOptions{
             .overlap_with_backward = strategy == "zero-overlap",
-            .gather_in_background = strategy == "zero" && !world.same_host(),
+            .gather_in_background = strategy == "zero" && !world.same_host() &&
+                                    wire.parameters == tessera::WireFormat::float32,
             .find_unused_parameters = false,
             .share_parameters = strategy == "zero-shared",
             .wire = wire});
