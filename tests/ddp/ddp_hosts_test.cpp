@@ -47,11 +47,11 @@ TEST(DdpHosts, TheGroupCountsTheTrafficOfAllBuckets) {
   }
 }
 
-/// What of two ranks on two hosts differs: `differ` gets the loss.
-using Differ = std::function<void(ProcessGroup& group, int rank, at::Tensor loss)>;
+using AfterForward = std::function<void(ProcessGroup& group, int rank, at::Tensor loss)>;
 
-/// Rounded gradients travel in a group of their own.
-void expect_errors_at_once(const Differ& differ, const char* text) {
+/// `body` is an error with `text` on both of two ranks on two hosts, with exact gradients and with
+/// rounded ones, which travel in a group of their own.
+void expect_errors_at_once(const AfterForward& body, const char* text) {
   for (const auto format : {WireFormat::float32, WireFormat::int8}) {
     SCOPED_TRACE(to_string(format));
     auto options = kSmallBuckets;
@@ -61,7 +61,7 @@ void expect_errors_at_once(const Differ& differ, const char* text) {
                                            [&](ProcessGroup group, int rank) {
                                              auto net = seeded<Uneven>(2);
                                              DistributedDataParallel ddp(net, group, options);
-                                             differ(group, rank, loss_of(ddp(rows(0, rank, 2))));
+                                             body(group, rank, loss_of(ddp(rows(0, rank, 2))));
                                            },
                                            {.timeout = std::chrono::seconds(30)}, {0, 1}),
                         text);

@@ -56,15 +56,15 @@ class ProcessGroup::Impl {
   std::atomic<bool> ended = false;  // failure() is set
 
  private:
-  // Collectives that are compared in another group, `control_`: in the order in which this rank
-  // calls the collectives of both. A rank that calls another one of either is noticed at once.
+  // With `control_`: the headers are compared there, in the order in which this rank calls the
+  // collectives of both groups, and the data follow here.
   void run_compared(const comm::OpHeader& header, const Body& body, const std::string& tag);
   Work submit_compared(const comm::OpHeader& header, Body body, const std::string& tag);
-  /// Called in `control_`: takes the place of the collective there.
+  /// The operation of `control_` that compares one of these collectives and moves no data.
   struct Comparison {
     comm::OpHeader header;
     std::string tag;
-    Body keep;  ///< the headers
+    Body keep;  ///< Keeps the headers of all ranks.
   };
   Comparison comparison_of(const comm::OpHeader& header, const std::string& tag,
                            std::shared_ptr<std::vector<comm::OpHeader>> headers) const;
@@ -129,7 +129,7 @@ class ProcessGroup::Impl {
   std::mutex failure_mutex_;           // fail() can run while the queue runs operations
   std::string failure_;                // the message that ended the group
   bool shared_ = false;  // all ranks know the message: no further exchange will be answered
-  std::shared_ptr<Impl> control_;  // null: the collectives are compared in this group
+  std::shared_ptr<Impl> control_;  // of with_wire(); null: this group compares its collectives
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<Impl>> children_;
   std::shared_ptr<comm::Traffic> traffic_;

@@ -97,7 +97,7 @@ class Queue {
 
   using Operation = std::function<void()>;
   Work submit(Operation operation);
-  /// The same.
+  /// As submit(), for an operation whose state is looked at without taking its error.
   std::shared_ptr<Work::State> add(Operation operation);
   /// Throws the error of a submitted operation if nobody has waited for its Work yet. Each
   /// collective begins with it, because this rank would otherwise go on, out of step with the ranks

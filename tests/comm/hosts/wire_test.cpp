@@ -1,6 +1,7 @@
 // Groups of ProcessGroup::with_wire(). The ranks are threads of one process, so their hosts are
 // numbers.
 #include <chrono>
+#include <future>
 #include <numeric>
 #include <thread>
 
@@ -267,15 +268,20 @@ TEST(Wire, AFailureInformsTheRanksOfAnEncodedCollective) {
 }
 
 TEST(Wire, ItEndsWhileItsCollectiveWaitsForAnotherRank) {
-  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+  std::promise<void> ended;
+  run_ranks_on({0, 1}, [&](ProcessGroup group, int rank) {
     auto wire = group.with_wire(WireFormat::int8);
-    if (rank == 0) {
-      const auto begin = std::chrono::steady_clock::now();
-      auto work = wire.all_reduce_async(at::ones({1000}));
-      wire = ProcessGroup();
-      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
-      EXPECT_THROW(work.wait(), BrokenWorldError);
+    if (rank == 1) {  // it is there, and calls nothing
+      ended.get_future().wait_for(std::chrono::seconds(60));
+      return;
     }
+    const auto begin = std::chrono::steady_clock::now();
+    auto work = wire.all_reduce_async(at::ones({1000}));
+    EXPECT_FALSE(work.done());
+    wire = ProcessGroup();
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+    EXPECT_THROW(work.wait(), BrokenWorldError);
+    ended.set_value();
   });
 }
 
