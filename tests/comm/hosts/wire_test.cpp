@@ -275,9 +275,10 @@ TEST(Wire, ItEndsWhileItsCollectiveWaitsForAnotherRank) {
       ended.get_future().wait_for(std::chrono::seconds(60));
       return;
     }
-    const auto begin = std::chrono::steady_clock::now();
     auto work = wire.all_reduce_async(at::ones({1000}));
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it has begun by then
     EXPECT_FALSE(work.done());
+    const auto begin = std::chrono::steady_clock::now();
     wire = ProcessGroup();
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
     EXPECT_THROW(work.wait(), BrokenWorldError);
