@@ -67,8 +67,13 @@ std::vector<std::optional<ProcessGroup>> dist_groups_of(
 DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
                                            const OptimizerFactory& factory, Options options)
     : DistributedOptimizer(
-          std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
-          std::move(options)) {
+          module, std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}},
+          factory, std::move(options)) {}
+
+DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module,
+                                           std::vector<Group> groups,
+                                           const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(std::move(groups), factory, std::move(options)) {
   track_buffers(module);
 }
 
@@ -103,11 +108,14 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   auto loss = impl_->optimizer_->step(closure);
   if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
+  if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
+    sharding::report_no_module(Impl::kName, impl_->buffer_group());
   return loss;
 }
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   auto& group = impl_->buffer_group();
+  impl_->no_module_ = false;
   impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
   group.check_contract(Impl::kName, impl_->buffers_.signatures());
   impl_->buffers_.broadcast(group, 0);

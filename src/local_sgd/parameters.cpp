@@ -95,8 +95,8 @@ std::string Parameters::changed(int rank) const {
     if (before.used_elsewhere && !now.used_elsewhere) {
       return fmt::format(
           "LocalSgd: rank {}: nothing else has the tensor of parameter {} any more, so it is not "
-          "trained (an optimizer makes new shards when requires_grad of a parameter changes); "
-          "expected a new LocalSgd with the optimizer's shards()",
+          "trained (was its optimizer destroyed?); expected a new LocalSgd with the optimizer's "
+          "shards()",
           rank, shards_[i].parameter);
     }
     if (now.data == before.data && now.numel == before.numel && now.dtype == before.dtype) continue;

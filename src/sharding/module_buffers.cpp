@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include "tessera/memory/deferred_init.h"
 
@@ -97,6 +98,15 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
 void ModuleBuffers::set_active(int publisher, int active_ranks) {
   publisher_ = publisher;
   active_ranks_ = active_ranks;
+}
+
+void report_no_module(const char* component, const ProcessGroup& group) {
+  if (group.rank() != 0 || group.size() == 1) return;
+  spdlog::warn(
+      "tessera: {0} was made from parameter groups alone, so a module's buffers (running "
+      "statistics) may differ between ranks; expected {0}(module, groups, …) or "
+      "track_buffers(module), or the option buffers none",
+      component);
 }
 
 }  // namespace sharding

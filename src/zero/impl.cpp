@@ -6,7 +6,6 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <spdlog/spdlog.h>
 
 #include "optim/text_of_options.h"
 #include "sharding/replace_state.h"
@@ -33,17 +32,11 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
-      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients),
-      overlap_(group, shards, mean, local, norm, outer, options.find_unused_parameters, prefix()) {
+      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {
   if (!(options.bucket_cap_mb > 0)) {
     throw UsageError(
         fmt::format("{}: option bucket_cap_mb is {}; expected a positive number of MiB", prefix(),
                     options.bucket_cap_mb));
-  }
-  if (options.overlap_with_backward && !options.reduce_gradients) {
-    throw UsageError(prefix() +
-                     ": option overlap_with_backward needs reduce_gradients: an update cannot "
-                     "follow a reduction that is done elsewhere");
   }
 }
 
@@ -63,6 +56,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::d
 
 void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
   mean.require_local("add_param_group was called");
+  mean.hide_placeholders();
   std::vector<sharding::NamedTensor> named;
   std::vector<at::Tensor> tensors;
   for (auto& [name, tensor] : added.parameters) {
@@ -81,11 +75,9 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
   for (size_t i = 0; i < contract.size(); ++i)
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
-      "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}, wire: {}{}{}{}{}",
+      "options: partition {}, bucket view {}, reduce {} in buckets of {} MiB, wire: {}{}{}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
-      options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
-      options.find_unused_parameters, to_string(options.wire),
+      options.reduce_gradients, options.bucket_cap_mb, to_string(options.wire),
       early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
       options.share_parameters ? ", share parameters" : "",
       in_background ? ", gather in the background" : ""));
@@ -103,7 +95,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
     group.broadcast(tensors, 0);
   }
   make_local_optimizer();
-  watch();
+  mean.watch();
 }
 
 /// One line for each parameter group.
@@ -139,6 +131,7 @@ void ZeroRedundancyOptimizer::Impl::check_groups() {
 
 void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& module) {
   const bool elsewhere = zero::is_reduced_by_ddp(shards.parameters());
+  no_module = false;
   buffers = sharding::ModuleBuffers(module, elsewhere ? BufferSync::none : options.buffers);
   group.check_contract(kName, buffers.signatures());
   if (options.broadcast_parameters) buffers.broadcast(group, 0);
@@ -164,77 +157,53 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
 
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
   local.extend(outer_, shards);
-  if (local.element_wise()) return;
-  const auto refuse = [&](const std::string& option) {
-    throw UsageError(fmt::format(
-        "{}: {} needs an element-wise optimizer, for it cuts parameters or updates them apart; "
-        "this one is not known to be: use partition whole without overlap, or "
-        "declare_element_wise<YourOptimizer>()",
-        prefix(), option));
-  };
-  if (options.partition == Partition::flat) refuse("option partition flat");
-  if (options.overlap_with_backward) refuse("option overlap_with_backward");
+  if (local.element_wise() || options.partition != Partition::flat) return;
+  throw UsageError(prefix() +
+                   ": option partition flat needs an element-wise optimizer, for it cuts "
+                   "parameters; this one is not known to be: use partition whole, or "
+                   "declare_element_wise<YourOptimizer>()");
 }
 
-void ZeroRedundancyOptimizer::Impl::watch() {
-  mean.watch([this](size_t bucket) { overlap_.send(bucket); });
-}
-
-bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
+void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   const auto changed = shards.changed_trainability();
   // Ranks must see the same change. Only a rank that saw one compares.
-  if (changed.empty()) return false;
-  mean.require_local(fmt::format("requires_grad of parameter {} changed", changed[0]));
+  if (changed.empty()) return;
   group.check_contract(std::string(kName) + " (a change of requires_grad)", changed);
-  if (group.rank() == 0) {
-    spdlog::warn(
-        "tessera: {}: requires_grad of {} parameters changed ({}{}); the partition is "
-        "made anew",
-        kName, changed.size(), changed[0], changed.size() > 1 ? ", …" : "");
+  const auto thawed = shards.thawed();
+  if (!thawed.empty()) {
+    const auto& parameters = shards.parameters();
+    const auto& first = parameters[thawed[0]].name;
+    mean.require_local("parameter " + first + " became trainable");
+    if (zero::uses_all_parameters(factory_))
+      throw UsageError(sharding::thawed_text(kName, first, group.rank()));
+    if (mean.reducer()) mean.reducer()->check_cleared();
+    mean.hide_placeholders();
+    shards.place_thawed(thawed);
+    make_local_optimizer();
+    mean.watch();
+    auto owned = shards.owned();
+    owned.erase(std::remove_if(owned.begin(), owned.end(),
+                               [&](const auto* shard) {
+                                 return !std::binary_search(thawed.begin(), thawed.end(),
+                                                            shard->parameter);
+                               }),
+                owned.end());
+    sharding::load_shard_state(local.get(), owned, parameters, frozen_state_);
+    for (const auto i : thawed) frozen_state_.erase(parameters[i].name);
   }
-  if (mean.reducer()) mean.reducer()->check_cleared();
-  mean.hide_placeholders();
-  auto dict = gather_state(-1);
-  std::map<size_t, at::Tensor> kept;
-  const auto& parameters = shards.parameters();
-  const auto grad_of = [&](size_t i) -> at::Tensor& {
-    return const_cast<at::Tensor&>(parameters[i].tensor).mutable_grad();
-  };
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (grad_of(i).defined()) kept[i] = grad_of(i).clone();
-    grad_of(i) = at::Tensor();
-  }
-  const auto means = mean.whole_means();
-  mean.drop_early_sums();
-  mean.unwatch();
-  mean.drop_segments();
-  local.clear();
-  shards.place_all();
-  make_local_optimizer();
-  for (auto& [i, grad] : kept) {
-    if (shards.trainable(i)) grad_of(i) = grad;
-  }
-  watch();  // moves the gradients into the new buckets
-  if (options.shard_gradients) mean.take_means(means);
-  load(dict);
-  return true;
-}
-
-void ZeroRedundancyOptimizer::Impl::require_no_update_under_way(const char* call) const {
-  if (!overlap_.under_way()) return;
-  throw UsageError(
-      fmt::format("{}: {} was called between backward and step(), while "
-                  "overlap_with_backward updates; expected after step()",
-                  prefix(), call));
+  shards.note_trainability();
 }
 
 void ZeroRedundancyOptimizer::Impl::check_storage() {
-  const auto moved = shards.moved_parameter();
-  if (moved.empty()) return;
+  const auto* const moved = shards.moved_parameter();
+  if (!moved) return;
+  const bool twice = sharding::WrappedParameters::count(moved->tensor, kName) > 1;
   group.fail(fmt::format(
-      "{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); "
-      "construct the optimizer after such changes, and copy values in place",
-      prefix(), moved));
+      "{}: parameter {} has other storage than at construction ({}", prefix(), moved->name,
+      twice ? "a later ZeroRedundancyOptimizer has it too); expected one optimizer for a parameter, "
+              "and an earlier one that is not used any more"
+            : "set_data, or module->to(…)?); construct the optimizer after such changes, and copy "
+              "values in place"));
 }
 
 std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::Impl::groups() const {
@@ -284,7 +253,7 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
   local.take_options_of(outer_);
   frozen_state_.clear();
   for (const auto& [name, state] : dict.state) {
-    if (!shards.trainable(index[name])) frozen_state_.emplace(name, state);
+    if (!shards.in_bucket(index[name])) frozen_state_.emplace(name, state);
   }
   sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
 }

@@ -11,8 +11,13 @@ namespace tessera {
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
                                                  ProcessGroup group, OptimizerFactory factory,
                                                  Options options)
-    : ZeroRedundancyOptimizer(std::vector<Group>{{named_parameters(module), {}}}, std::move(group),
-                              std::move(factory), options) {
+    : ZeroRedundancyOptimizer(module, std::vector<Group>{{named_parameters(module), {}}},
+                              std::move(group), std::move(factory), options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
+                                                 std::vector<Group> groups, ProcessGroup group,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(std::move(groups), std::move(group), std::move(factory), options) {
   track_buffers(module);
 }
 
@@ -56,16 +61,14 @@ void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
 }
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
-  impl_->require_no_update_under_way("add_param_group");
   wait_for_parameters();
-  impl_->repartition_if_trainability_changed();  // the existing buckets are watched anew
+  impl_->follow_trainability();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
   impl_->finish_construction();
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   const auto& group = impl_->group;
-  impl_->require_no_update_under_way("consolidate_state_dict");
   if (to >= group.size()) {
     throw UsageError(fmt::format(
         "{}.consolidate_state_dict: rank {}: to is {}; expected a rank below {}, or -1 for all",
@@ -86,22 +89,18 @@ const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
 }
 
 void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) {
-  impl_->require_no_update_under_way("load_state_dict");
   impl_->load(dict);
 }
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
   impl_->save(archive);
 }
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
-  impl_->require_no_update_under_way("load");
   impl_->load(archive);
 }
 OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
-  impl_->require_no_update_under_way("rank_local_state_dict");
   return impl_->local_state();
 }
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const {
-  impl_->require_no_update_under_way("memory");
   return impl_->memory();
 }
 ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
@@ -127,7 +126,6 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
 }
 
 std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
-  impl_->require_no_update_under_way("state_slices");
   auto slices = tessera::state_slices(impl_->local.get(), shards());
   impl_->shards.add_residuals(slices);
   return slices;
@@ -138,19 +136,16 @@ void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& s
 }
 
 void ZeroRedundancyOptimizer::load_state_slices(std::vector<StateSlice>&& slices) {
-  impl_->require_no_update_under_way("load_state_slices");
   impl_->load_slices(slices);
 }
 
 void ZeroRedundancyOptimizer::gather_parameters() {
   at::NoGradGuard no_grad;
-  impl_->require_no_update_under_way("gather_parameters");
   impl_->check_storage();
   impl_->shards.gather_exact();
 }
 
 void ZeroRedundancyOptimizer::with_shared_write(const std::function<void()>& write) {
-  impl_->require_no_update_under_way("with_shared_write");
   wait_for_parameters();
   impl_->write_shared(write);
 }

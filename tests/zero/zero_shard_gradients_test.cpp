@@ -351,8 +351,6 @@ TEST(ZeroShardGradients, RefusesOptionsThatDoNotGoWithIt) {
                 Zero zero(*reduced, ProcessGroup(), adamw, ZeroOptions{.shard_gradients = true});
               }),
               HasSubstr("option shard_gradients excludes DistributedDataParallel"));
-  EXPECT_THAT(message({.overlap_with_backward = true}, adamw),
-              HasSubstr("option shard_gradients excludes overlap_with_backward"));
   EXPECT_THAT(message({.reduce_in_place = true}, adamw), HasSubstr("reduce_in_place off"));
   EXPECT_THAT(message({.reduce_in_backward = true}, adamw),
               HasSubstr("option reduce_in_backward is part of shard_gradients"));

@@ -9,7 +9,7 @@ namespace tessera::sharding {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}});
+  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}, {}});
   else if (written) Page::check_orphan_write(tensor);
 }
 
@@ -40,6 +40,8 @@ PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* ar
   }
   if (uses.empty()) return {};
   for (auto& use : uses) use.overload = schema.overload_name();
+  if (declared.size() > 1 && arguments[1].isDouble()) uses[0].number = arguments[1].toDouble();
+  else if (declared.size() > 1 && arguments[1].isInt()) uses[0].number = arguments[1].toInt();
   const auto first = uses[0];
   notify_owners(uses, schema.name());
   return first;

@@ -21,7 +21,7 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
   plan.as_bucket_view = options.parameters_as_bucket_view;
   plan.with_gradients = options.reduce_gradients;
   plan.lean_gradients = options.shard_gradients;
-  if (options.overlap_with_backward || options.shard_gradients)
+  if (options.shard_gradients)
     plan.cap_bytes = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   return plan;
 }
@@ -75,36 +75,19 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
 }
 
 void Shards::place_new() {
-  const size_t first = placed();
-  std::vector<size_t> fresh;
+  std::vector<size_t> fresh, frozen;
   for (size_t i = placed(); i < parameters_.size(); ++i) {
-    trainable_.push_back(parameters_[i].tensor.requires_grad());
-    if (trainable_[i]) fresh.push_back(i);
+    in_bucket_.push_back(parameters_[i].tensor.requires_grad());
+    (in_bucket_[i] ? fresh : frozen).push_back(i);
   }
+  note_trainability();
   place(fresh);
-  share_frozen(first);
+  if (shared_) shared_->place_whole(parameters_, frozen);
 }
 
-/// Of the parameters from number `first` on.
-void Shards::share_frozen(size_t first) {
-  if (!shared_) return;
-  std::vector<size_t> frozen;
-  for (size_t i = first; i < placed(); ++i) {
-    if (!trainable_[i]) frozen.push_back(i);
-  }
-  shared_->place_whole(parameters_, frozen);
-}
-
-void Shards::place_all() {
-  for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
-  buckets_.clear();
-  if (wire_) wire_->reset();
-  data_of_.clear();
-  std::fill(load_.begin(), load_.end(), 0);
-  std::vector<std::unique_ptr<sharding::Page>> former;  // the parameters' memory until they moved
-  if (shared_) former = shared_->release();
-  place(trainable_subset());
-  share_frozen(0);
+void Shards::place_thawed(const std::vector<size_t>& thawed) {
+  for (const auto i : thawed) in_bucket_[i] = true;
+  place(thawed);
 }
 
 void Shards::place(const std::vector<size_t>& subset) {
@@ -124,10 +107,10 @@ void Shards::place(const std::vector<size_t>& subset) {
   for (const auto i : subset) data_of_[i] = parameters_[i].tensor.data_ptr();
 }
 
-std::vector<size_t> Shards::trainable_subset() const {
+std::vector<size_t> Shards::all_in_buckets() const {
   std::vector<size_t> subset;
   for (size_t i = 0; i < placed(); ++i) {
-    if (trainable_[i]) subset.push_back(i);
+    if (in_bucket_[i]) subset.push_back(i);
   }
   return subset;
 }
@@ -135,17 +118,30 @@ std::vector<size_t> Shards::trainable_subset() const {
 std::vector<std::string> Shards::changed_trainability() const {
   std::vector<std::string> changed;
   for (size_t i = 0; i < placed(); ++i) {
-    if (parameters_[i].tensor.requires_grad() != trainable(i))
+    if (parameters_[i].tensor.requires_grad() != static_cast<bool>(trainable_[i]))
       changed.push_back(parameters_[i].name);
   }
   return changed;
 }
 
-std::string Shards::moved_parameter() const {
-  for (const auto& [parameter, data] : data_of_) {
-    if (parameters_[parameter].tensor.data_ptr() != data) return parameters_[parameter].name;
+void Shards::note_trainability() {
+  trainable_.resize(placed());
+  for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
+}
+
+std::vector<size_t> Shards::thawed() const {
+  std::vector<size_t> thawed;
+  for (size_t i = 0; i < placed(); ++i) {
+    if (!in_bucket_[i] && parameters_[i].tensor.requires_grad()) thawed.push_back(i);
   }
-  return "";
+  return thawed;
+}
+
+const sharding::NamedTensor* Shards::moved_parameter() const {
+  for (const auto& [parameter, data] : data_of_) {
+    if (parameters_[parameter].tensor.data_ptr() != data) return &parameters_[parameter];
+  }
+  return nullptr;
 }
 
 std::vector<const sharding::OwnedShard*> Shards::owned() const {

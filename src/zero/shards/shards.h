@@ -41,8 +41,9 @@ class Shards {
   /// Makes buckets for the trainable parameters that add_group() has added since the last call.
   /// Collective: allocates.
   void place_new();
-  /// Makes all buckets again for the parameters that are trainable now. Collective: allocates.
-  void place_all();
+  /// Makes buckets for `thawed`. What has a bucket keeps it and its memory, also while it is frozen,
+  /// so that shards and their state stay valid. Collective: allocates.
+  void place_thawed(const std::vector<size_t>& thawed);
 
   /// What a host's ranks share; null without share_parameters.
   sharding::SharedParameters* shared() const { return shared_.get(); }
@@ -50,15 +51,18 @@ class Shards {
 
   const std::vector<sharding::NamedTensor>& parameters() const { return parameters_; }
   size_t group_of(size_t parameter) const { return group_of_[parameter]; }
-  /// Number of parameters that the last place_new() or place_all() has seen.
-  size_t placed() const { return trainable_.size(); }
-  /// Whether the parameter was trainable when the buckets were made.
-  bool trainable(size_t parameter) const { return trainable_[parameter]; }
-  std::vector<size_t> trainable_subset() const;
-  /// Names of parameters whose requires_grad differs from trainable().
+  /// Number of parameters that the last place_new() has seen.
+  size_t placed() const { return in_bucket_.size(); }
+  /// Whether the parameter has a bucket: it has been trainable in some step.
+  bool in_bucket(size_t parameter) const { return in_bucket_[parameter]; }
+  std::vector<size_t> all_in_buckets() const;
+  /// Names of parameters whose requires_grad differs from that of the last note_trainability().
   std::vector<std::string> changed_trainability() const;
-  /// Name of a parameter whose storage was replaced since the buckets were made; "" for none.
-  std::string moved_parameter() const;
+  void note_trainability();
+  /// Parameters that are trainable and have no bucket, because they were frozen until now.
+  std::vector<size_t> thawed() const;
+  /// A parameter whose storage was replaced since the buckets were made; null for none.
+  const sharding::NamedTensor* moved_parameter() const;
 
   std::vector<ShardBucket>& buckets() { return buckets_; }
   const std::vector<ShardBucket>& buckets() const { return buckets_; }
@@ -93,7 +97,6 @@ class Shards {
 
  private:
   void place(const std::vector<size_t>& subset);
-  void share_frozen(size_t first);
   ProcessGroup gather_group(size_t b) const;
   Work start_gather(size_t b, const std::string& tag);
 
@@ -108,7 +111,7 @@ class Shards {
   int64_t cap_bytes_ = 0;                          // option bucket_cap_mb
   std::vector<sharding::NamedTensor> parameters_;  // frozen ones too
   std::vector<size_t> group_of_;
-  std::vector<char> trainable_;
+  std::vector<char> in_bucket_, trainable_;
   std::vector<int64_t> load_;              // owned elements by rank
   std::map<size_t, const void*> data_of_;  // address of each placed parameter
   std::vector<ShardBucket> buckets_;
