@@ -93,8 +93,8 @@ class DistributedOptimizer : public Joinable {
   ~DistributedOptimizer() override;
 
   /// All ranks of the first dist_group of several ranks get rank 0's buffers of `module` now, and
-  /// step() applies the option `buffers` from now on. The constructors with a module have called it.
-  /// Collective.
+  /// step() applies the option `buffers` from now on. The constructors with a module have called
+  /// it. Collective.
   void track_buffers(const torch::nn::Module& module);
 
   /// Computes and reduces the gradients; on return each `.grad` is the reduced gradient.

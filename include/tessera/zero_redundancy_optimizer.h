@@ -133,8 +133,9 @@ struct ZeroRedundancyOptimizerOptions {
 /// With reduce_gradients in a world of more than one rank these usual lines are different:
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
 ///     because each rank would scale by its own norm: optimizer.clip_grad_norm_(1). The error
-///     follows from the operators: a norm of every `.grad` and then mul_ by a tensor. After norms
-///     of all `.grad`s for a log, scale by a number (a double), not by a tensor.
+///     follows from the operators: a norm (norm, abs, pow, square) of every `.grad` and then mul_
+///     by a tensor, or mul_ or div_ by numbers that differ between ranks, which step() compares.
+///     After norms of all `.grad`s for a log, scale by a number that is equal on all ranks.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
 ///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.grad_norm() is that of the
@@ -189,9 +190,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   ///
   /// A parameter that is frozen for some steps keeps its owners and its state. One that was frozen
   /// at construction gets them in the first step, or at the first clipping, after it has become
-  /// trainable; with LBFGS that is a UsageError. UsageError on every rank when a parameter's storage
-  /// was replaced, when a parameter group was added other than by add_param_group(Group), and when
-  /// options (lr, …) or what is trainable differ between ranks.
+  /// trainable; with LBFGS that is a UsageError. UsageError on every rank when a parameter's
+  /// storage was replaced, when a parameter group was added other than by add_param_group(Group),
+  /// and when options (lr, …) or what is trainable differ between ranks.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
@@ -224,8 +225,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   double last_grad_norm() const;
 
   /// All ranks get rank 0's buffers of `module` now (unless broadcast_parameters is off), and
-  /// step() applies the option `buffers` from now on. The constructors with a module have called it.
-  /// Collective.
+  /// step() applies the option `buffers` from now on. The constructors with a module have called
+  /// it. Collective.
   void track_buffers(const torch::nn::Module& module);
 
   /// Adds a parameter group with a partition of its own; existing shards do not move. UsageError

@@ -200,10 +200,11 @@ void ZeroRedundancyOptimizer::Impl::check_storage() {
   const bool twice = sharding::WrappedParameters::count(moved->tensor, kName) > 1;
   group.fail(fmt::format(
       "{}: parameter {} has other storage than at construction ({}", prefix(), moved->name,
-      twice ? "a later ZeroRedundancyOptimizer has it too); expected one optimizer for a parameter, "
-              "and an earlier one that is not used any more"
-            : "set_data, or module->to(…)?); construct the optimizer after such changes, and copy "
-              "values in place"));
+      twice
+          ? "a later ZeroRedundancyOptimizer has it too); expected one optimizer for a parameter, "
+            "and an earlier one that is not used any more"
+          : "set_data, or module->to(…)?); construct the optimizer after such changes, and copy "
+            "values in place"));
 }
 
 std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::Impl::groups() const {

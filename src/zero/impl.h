@@ -74,7 +74,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::optional<OptimizerStateDict> consolidated;
   sharding::ModuleBuffers buffers;
   bool no_module = true;  ///< track_buffers() was not called.
-  bool has_data = true;  ///< False while this rank takes part in a join without data.
+  bool has_data = true;   ///< False while this rank takes part in a join without data.
 
  private:
   void make_local_optimizer();

@@ -17,8 +17,8 @@ class LocalOptimizer {
  public:
   explicit LocalOptimizer(OptimizerFactory factory) : factory_(std::move(factory)) {}
 
-  /// Makes the optimizer, or adds to it the groups of `visible` and the shards that it does not have
-  /// yet.
+  /// Makes the optimizer, or adds to it the groups of `visible` and the shards that it does not
+  /// have yet.
   void extend(const torch::optim::Optimizer& visible, const Shards& shards);
 
   torch::optim::Optimizer& get() const { return *optimizer_; }

@@ -23,7 +23,8 @@ class MeanGradient {
  public:
   enum class State {
     /// `.grad` is this rank's own gradient. Memory: the buckets, P bytes; none with
-    /// reduce_gradients off. With shard_gradients: own segments hold the mean of the backwards since
+    /// reduce_gradients off. With shard_gradients: own segments hold the mean of the backwards
+    /// since
     /// zero_grad(), P / W bytes, and `.grad` is undefined.
     local,
     /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or with
@@ -53,8 +54,8 @@ class MeanGradient {
   void reset();
   /// With shard_gradients: clears the gradients of the shards. Local.
   void clear_shards(bool set_to_none);
-  /// With shard_gradients, before a backward that this rank only shadows, so that its program clears
-  /// nothing: the gradients that a step has used are cleared. Local.
+  /// With shard_gradients, before a backward that this rank only shadows, so that its program
+  /// clears nothing: the gradients that a step has used are cleared. Local.
   void clear_used_shards() {
     if (used_up_) clear_shards(true);
   }

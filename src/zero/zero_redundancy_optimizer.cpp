@@ -88,9 +88,7 @@ const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
   return *impl_->consolidated;
 }
 
-void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) {
-  impl_->load(dict);
-}
+void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) { impl_->load(dict); }
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
   impl_->save(archive);
 }
@@ -100,9 +98,7 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
 OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
   return impl_->local_state();
 }
-ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const {
-  return impl_->memory();
-}
+ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
 ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
   return impl_->mean.reductions;
 }

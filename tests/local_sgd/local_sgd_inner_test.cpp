@@ -241,7 +241,8 @@ TEST(LocalSgdJoin, WithoutInnerGroupsARankWithoutDataStillSynchronises) {
 TEST(LocalSgdInner, ShardsOfADestroyedOptimizerAreAnErrorOnAllRanks) {
   run_ranks(2, [](ProcessGroup world, int rank) {
     auto net = seeded<Uneven>(1);
-    auto zero = std::make_unique<ZeroRedundancyOptimizer>(*net, *world.split(rank), adamw_factory());
+    auto zero =
+        std::make_unique<ZeroRedundancyOptimizer>(*net, *world.split(rank), adamw_factory());
     LocalSgd local(world, zero->shards(), {.sync_every = 1});
     local.step();
     zero.reset();

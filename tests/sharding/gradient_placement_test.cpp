@@ -128,8 +128,7 @@ class Trained {
           FullyShardedDataParallelOptions{.wrap_policy = wrap_by_name({"first", "second", "odd"})});
       optimizer = adamw()({torch::optim::OptimizerParamGroup(fsdp->parameters())});
     } else {
-      auto zero = std::make_unique<ZeroRedundancyOptimizer>(
-          *net, group, adamw());
+      auto zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw());
       sharded = zero.get();
       optimizer = std::move(zero);
     }
@@ -448,7 +447,8 @@ std::string name_of(const ::testing::TestParamInfo<Wrapper>& instance) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrappers, Placement,
-                         ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::distributed, Wrapper::fsdp),
+                         ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::distributed,
+                                           Wrapper::fsdp),
                          name_of);
 
 TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {

@@ -36,9 +36,8 @@ class FreezeTest : public testing::TrainFixture {
       options.read("from", from, "");
       options.read("to", to, "");
       options.finish();
-      return [=]() -> std::shared_ptr<RunHook> {
-        return std::make_shared<FreezesForATime>(from, to);
-      };
+      return
+          [=]() -> std::shared_ptr<RunHook> { return std::make_shared<FreezesForATime>(from, to); };
     });
   }
 
@@ -66,8 +65,7 @@ class FreezeTest : public testing::TrainFixture {
 };
 
 TEST_F(FreezeTest, ARunResumesFromACheckpointThatWasWrittenWhileALayerIsFrozen) {
-  const std::vector<std::string> all{"train.steps=12", "train.ema.decay=0.9",
-                                     "train.eval_every=4",
+  const std::vector<std::string> all{"train.steps=12", "train.ema.decay=0.9", "train.eval_every=4",
                                      "hooks=[{type: FreezesForATime, from: 3, to: 8}]"};
   const auto with = [&](std::initializer_list<std::string> more) {
     auto options = all;
@@ -76,7 +74,8 @@ TEST_F(FreezeTest, ARunResumesFromACheckpointThatWasWrittenWhileALayerIsFrozen) 
   };
   const auto reference = train_ranks(1, with({"parallel.type=none"}));
   for (const std::string wrapper :
-       {"parallel.type=none", "parallel={type: DistributedDataParallel, find_unused_parameters: true}",
+       {"parallel.type=none",
+        "parallel={type: DistributedDataParallel, find_unused_parameters: true}",
         "parallel.type=ZeroRedundancyOptimizer",
         "parallel={type: ZeroRedundancyOptimizer, partition: whole}",
         "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true, share_parameters: true}",
@@ -100,7 +99,8 @@ TEST_F(FreezeTest, ARunResumesFromACheckpointThatWasWrittenWhileALayerIsFrozen) 
 
 TEST_F(FreezeTest, AFrozenLayerOfTheConfigThatAHookUnfreezesIsAnErrorThatNamesIt) {
   for (const std::string wrapper :
-       {"parallel.type=none", "parallel={type: DistributedDataParallel, find_unused_parameters: true}",
+       {"parallel.type=none",
+        "parallel={type: DistributedDataParallel, find_unused_parameters: true}",
         "parallel.type=ZeroRedundancyOptimizer",
         "parallel={type: DistributedOptimizer, reduce_method: mean}",
         "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"}) {

@@ -85,8 +85,8 @@ TEST(ZeroOwnNorm, EveryNormAndEveryWayToTheGradientsIsRefused) {
 /// Clipping as programs write it themselves, over the norm of this rank's own gradients.
 TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
   enum class Way { powers, squares, norms, divided, one_rank_alone, tensor };
-  for (const auto way : {Way::powers, Way::squares, Way::norms, Way::divided, Way::one_rank_alone,
-                         Way::tensor}) {
+  for (const auto way :
+       {Way::powers, Way::squares, Way::norms, Way::divided, Way::one_rank_alone, Way::tensor}) {
     for (const bool early : {false, true}) {
       const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
         auto net = seeded<Uneven>(8);

@@ -214,7 +214,7 @@ struct WrapperContext {
 
 /// A wrapper with its options.
 struct WrapperPlan {
-  bool distributed = true;  ///< works with more than one rank
+  bool distributed = true;          ///< works with more than one rank
   std::string optimizer_type = {};  ///< optimizer named by the wrapper's options; empty: none
   std::function<std::unique_ptr<ModelWrapper>(WrapperContext)> make = {};
 };

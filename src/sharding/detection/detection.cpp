@@ -9,7 +9,8 @@ namespace tessera::sharding {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}, {}});
+  if (auto* page = Page::of(tensor))
+    uses.push_back({page, tensor.storage_offset(), written, {}, {}});
   else if (written) Page::check_orphan_write(tensor);
 }
 

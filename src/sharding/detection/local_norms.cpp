@@ -11,7 +11,8 @@ void LocalNorms::reset() {
 std::vector<char> LocalNorms::take_scales() {
   const std::lock_guard lock(mutex_);
   size_t hash = 0;
-  for (const double scale : std::exchange(scales_, {})) hash = hash * 31 + std::hash<double>()(scale);
+  for (const double scale : std::exchange(scales_, {}))
+    hash = hash * 31 + std::hash<double>()(scale);
   std::vector<char> bits(kBits);
   for (size_t i = 0; i < kBits; ++i) bits[i] = ((hash ^ hash >> 32) >> i) & 1;
   return bits;

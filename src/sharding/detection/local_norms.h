@@ -16,8 +16,8 @@ namespace tessera::sharding {
 /// These `.grad`s are therefore views of pages of this owner: a norm of every one of them, or a sum
 /// of powers, and then mul_ by a tensor is an error. After it mul_ or div_ by a number may follow
 /// from the norm or not. The numbers are kept, and where they differ between ranks it is an error
-/// too. All other operators are allowed, such as norms for a log, and an optimizer that takes a norm
-/// and updates, parameter by parameter.
+/// too. All other operators are allowed, such as norms for a log, and an optimizer that takes a
+/// norm and updates, parameter by parameter.
 class LocalNorms : public PageOwner {
  public:
   /// A gradient: the index of its page and its first element there.

@@ -30,8 +30,7 @@ bool on_cpu(const torch::nn::Module& module) {
 /// reduced within backward.
 ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
                                         const ProcessGroup& group) {
-  const bool early =
-      options.reduce_in_backward.value_or(!group.same_host()) && group.size() > 1;
+  const bool early = options.reduce_in_backward.value_or(!group.same_host()) && group.size() > 1;
   options.reduce_in_place = !early && !options.shard_gradients;
   return options;
 }

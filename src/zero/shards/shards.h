@@ -41,8 +41,8 @@ class Shards {
   /// Makes buckets for the trainable parameters that add_group() has added since the last call.
   /// Collective: allocates.
   void place_new();
-  /// Makes buckets for `thawed`. What has a bucket keeps it and its memory, also while it is frozen,
-  /// so that shards and their state stay valid. Collective: allocates.
+  /// Makes buckets for `thawed`. What has a bucket keeps it and its memory, also while it is
+  /// frozen, so that shards and their state stay valid. Collective: allocates.
   void place_thawed(const std::vector<size_t>& thawed);
 
   /// What a host's ranks share; null without share_parameters.

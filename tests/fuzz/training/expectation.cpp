@@ -82,8 +82,7 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
     return Expectation::equal_or_error;
   if (leaves_unused(which, event)) {
-    const bool needs_all =
-        (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
+    const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
     if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
   }
   if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional", true))
