@@ -26,7 +26,10 @@ struct ZeroRedundancyOptimizerOptions {
   Partition partition = Partition::flat;
   /// True: parameters become windows of one contiguous buffer, which one collective gathers in
   /// place. False: parameters keep their storage, and each gather goes through a copy. Results are
-  /// bit-identical.
+  /// bit-identical. A parameter that shares its memory with something else (a buffer, a view that
+  /// the model or the program keeps, memory of the program) keeps its storage in any case, with a
+  /// line in the log; with share_parameters or wire.parameters that is a UsageError. So are two
+  /// parameters that are different tensors over the same elements.
   bool parameters_as_bucket_view = true;
   /// True: the optimizer averages the gradients over the ranks, by a reduce-scatter to the owners.
   /// No DistributedDataParallel is needed, and a step moves 2 (W-1)/W parameter bytes instead of 3.
@@ -323,6 +326,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 
  private:
   class Impl;
+  ZeroRedundancyOptimizer(const torch::nn::Module* module, std::vector<Group> groups,
+                          ProcessGroup group, OptimizerFactory factory, const Options& options);
   std::unique_ptr<Impl> impl_;
 };
 

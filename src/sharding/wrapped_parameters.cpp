@@ -1,6 +1,5 @@
 #include "sharding/wrapped_parameters.h"
 
-#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -113,14 +112,6 @@ std::string WrappedParameters::reducer_of(const std::vector<NamedTensor>& parame
     }
   }
   return "";
-}
-
-size_t WrappedParameters::count(const at::Tensor& parameter, const std::string& component) {
-  auto& known = registry();
-  std::lock_guard lock(known.mutex);
-  const auto [first, last] = known.entries.equal_range(parameter.unsafeGetTensorImpl());
-  return std::count_if(first, last,
-                       [&](const auto& entry) { return entry.second->component == component; });
 }
 
 }  // namespace tessera::sharding

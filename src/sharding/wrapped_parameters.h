@@ -32,9 +32,6 @@ class WrappedParameters {
   /// there is none.
   static std::string reducer_of(const std::vector<NamedTensor>& parameters);
 
-  /// Number of wrappers called `component` that have `parameter`.
-  static size_t count(const at::Tensor& parameter, const std::string& component);
-
   struct Entry;
 
  private:

@@ -6,10 +6,12 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <spdlog/spdlog.h>
 
 #include "optim/text_of_options.h"
 #include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
+#include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "zero/options.h"
@@ -69,7 +71,7 @@ void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
   tessera::add_param_group(outer_, param_group);
 }
 
-void ZeroRedundancyOptimizer::Impl::finish_construction() {
+void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module* module) {
   const auto& parameters = shards.parameters();
   auto contract = sharding::signatures(parameters);
   for (size_t i = 0; i < contract.size(); ++i)
@@ -88,6 +90,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
       parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());
   agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
+  keep_shared_storage(added, module);
   shards.place_new();
   if (options.broadcast_parameters && !shards.shares()) {
     std::vector<at::Tensor> tensors;
@@ -155,6 +158,46 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
   wrapped_.emplace_back(kName, group.rank(), use, added);
 }
 
+/// What shares memory with a parameter would keep the present values if the parameter moved into a
+/// bucket. Ranks may differ in it, as in what their programs hold, and agree here. Collective.
+void ZeroRedundancyOptimizer::Impl::keep_shared_storage(
+    const std::vector<sharding::NamedTensor>& added, const torch::nn::Module* module) {
+  const bool moves = options.parameters_as_bucket_view;
+  auto shared = sharding::shared_memory_of(added, module);
+  const auto is_other = [&](const auto& entry) {  // not one of these parameters
+    return std::none_of(added.begin(), added.end(), [&](const auto& parameter) {
+      return entry.holder == "parameter " + parameter.name;
+    });
+  };
+  const bool must_move = options.share_parameters || options.wire.parameters != WireFormat::float32;
+  agree(group, [&] {
+    for (const auto& entry : shared) {
+      const auto& [name, tensor] = added[entry.parameter];
+      const bool other = is_other(entry);
+      if (other && !(moves && (must_move || !tensor.is_non_overlapping_and_dense()))) continue;
+      throw UsageError(fmt::format(
+          "{}: parameter {} shares its memory with {}; expected {}", prefix(), name, entry.holder,
+          other ? "a clone(), or a dense parameter and neither share_parameters nor wire.parameters"
+                : "one tensor that is registered under both names"));
+    }
+  });
+  if (!moves) return;
+  std::vector<int> flags(added.size());
+  for (const auto& entry : shared) flags[entry.parameter] = 1;
+  auto ranks = at::tensor(flags, at::TensorOptions().dtype(at::kInt)).to(group.control_device());
+  group.all_reduce(ranks, 1, "parameters that share memory");
+  ranks = ranks.cpu();
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(shards.placed() + i);
+  }
+  if (shared.empty()) return;
+  spdlog::info(
+      "tessera: {}: parameter {} shares its memory with {}, so it keeps its storage and is gathered "
+      "through a copy ({} of {} parameters)",
+      prefix(), added[shared[0].parameter].name, shared[0].holder,
+      std::count(flags.begin(), flags.end(), 1), flags.size());
+}
+
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
   local.extend(outer_, shards);
   if (local.element_wise() || options.partition != Partition::flat) return;
@@ -195,16 +238,12 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
 }
 
 void ZeroRedundancyOptimizer::Impl::check_storage() {
-  const auto* const moved = shards.moved_parameter();
-  if (!moved) return;
-  const bool twice = sharding::WrappedParameters::count(moved->tensor, kName) > 1;
+  const auto moved = shards.moved_parameter();
+  if (moved.empty()) return;
   group.fail(fmt::format(
-      "{}: parameter {} has other storage than at construction ({}", prefix(), moved->name,
-      twice
-          ? "a later ZeroRedundancyOptimizer has it too); expected one optimizer for a parameter, "
-            "and an earlier one that is not used any more"
-          : "set_data, or module->to(…)?); construct the optimizer after such changes, and copy "
-            "values in place"));
+      "{}: parameter {} has other storage than at construction (set_data, or module->to(…)?); "
+      "construct the optimizer after such changes, and copy values in place",
+      prefix(), moved));
 }
 
 std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::Impl::groups() const {

@@ -38,7 +38,8 @@ class ZeroRedundancyOptimizer::Impl {
   void load(torch::serialize::InputArchive& archive);
   OptimizerStateDict local_state() const;
   void add_group(Group group);
-  void finish_construction();
+  /// `module`: of the parameters, if it is known.
+  void finish_construction(const torch::nn::Module* module);
 
   at::Tensor step(const LossClosure& closure);
   void zero_grad(bool set_to_none);
@@ -99,6 +100,8 @@ class ZeroRedundancyOptimizer::Impl {
   void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
+  void keep_shared_storage(const std::vector<sharding::NamedTensor>& added,
+                           const torch::nn::Module* module);
   void update(bool averaged);
 
   void prepare_step();

@@ -17,19 +17,26 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
                                                  std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
-    : ZeroRedundancyOptimizer(std::move(groups), std::move(group), std::move(factory), options) {
+    : ZeroRedundancyOptimizer(&module, std::move(groups), std::move(group), std::move(factory),
+                              options) {
   track_buffers(module);
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(nullptr, std::move(groups), std::move(group), std::move(factory),
+                              options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module* module,
+                                                 std::vector<Group> groups, ProcessGroup group,
+                                                 OptimizerFactory factory, const Options& options)
     : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                               Impl::default_options(factory)),
       impl_(std::make_unique<Impl>(*this, group, std::move(factory), options, groups)) {
   if (groups.empty())
     throw UsageError(impl_->prefix() + ": there are no parameter groups; expected at least one");
   for (auto& entry : groups) impl_->add_group(std::move(entry));
-  impl_->finish_construction();
+  impl_->finish_construction(module);
 }
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
@@ -64,7 +71,7 @@ void ZeroRedundancyOptimizer::add_param_group(Group group) {
   wait_for_parameters();
   impl_->follow_trainability();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
-  impl_->finish_construction();
+  impl_->finish_construction(nullptr);
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {

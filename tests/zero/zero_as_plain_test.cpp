@@ -290,14 +290,101 @@ TEST(ZeroAsPlain, OneRankThatFreezesAParameterIsAnErrorOnAll) {
     EXPECT_THAT(message_of(error), HasSubstr("a change of requires_grad"));
 }
 
-TEST(ZeroAsPlain, TwoOptimizersOverOneParameterAreNamed) {
-  for (const auto& error : run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-         auto net = seeded<Uneven>(8);
-         Zero first(*net, group, sgd()), second(*net, group, sgd());
-         loss_of(net(rows(0, rank, 2))).backward();
-         first.step();
-       }))
-    EXPECT_THAT(message_of(error), HasSubstr("a later ZeroRedundancyOptimizer has it too"));
+/// Without a word of module->to().
+TEST(ZeroAsPlain, TwoOptimizersOverTheSameParameters) {
+  const auto train = [](Uneven& net, auto& first, auto& second) {
+    for (int step = 0; step < 4; ++step) {
+      net->zero_grad(/*set_to_none=*/true);
+      loss_of(net(rows(step))).backward();
+      first.step();
+      second.step();
+    }
+  };
+  auto plain = seeded<Uneven>(8);
+  const auto one = sgd()({torch::optim::OptimizerParamGroup(plain->parameters())});
+  const auto other = sgd()({torch::optim::OptimizerParamGroup(plain->parameters())});
+  train(plain, *one, *other);
+  for (const int world : {1, 2, 3}) {
+    run_ranks(world, [&](ProcessGroup group, int) {
+      auto net = seeded<Uneven>(8);
+      Zero first(*net, group, sgd()), second(*net, group, sgd());
+      train(net, first, second);
+      expect_close(copies(net->parameters()), copies(plain->parameters()), "two optimizers");
+    });
+  }
+}
+
+/// What shares memory with the weight of `a`, or with that of `b`.
+enum class Sharing { buffer, view, program };
+
+struct SharersImpl : torch::nn::Module {
+  explicit SharersImpl(Sharing how) : sharing(how) {
+    a = register_module("a", torch::nn::Linear(3, 3));
+    b = register_module("b", torch::nn::Linear(3, 3));
+    if (how == Sharing::buffer) other = register_buffer("other", a->weight.detach());
+    if (how == Sharing::view) other = a->weight.t();
+    if (how == Sharing::program) {
+      other = torch::from_blob(own.data(), {3, 3});
+      b->weight.set_data(torch::from_blob(own.data(), {3, 3}));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::matmul(torch::tanh(b(a(x))), other); }
+  Sharing sharing;
+  std::vector<float> own = std::vector<float>(9, 0.2f);
+  torch::nn::Linear a{nullptr}, b{nullptr};
+  at::Tensor other;
+};
+TORCH_MODULE(Sharers);
+
+TEST(ZeroAsPlain, MemoryThatSomethingSharesWithAParameterStaysShared) {
+  const auto train = [](Sharers& net, auto& optimizer) {
+    for (int step = 0; step < 5; ++step) {
+      net->zero_grad(/*set_to_none=*/true);
+      loss_of(net(rows(step))).backward();
+      optimizer.step();
+    }
+  };
+  for (const auto sharing : {Sharing::buffer, Sharing::view, Sharing::program}) {
+    auto plain = seeded<Sharers>(8, sharing);
+    const auto reference = sgd()({torch::optim::OptimizerParamGroup(plain->parameters())});
+    train(plain, *reference);
+    for (const auto& mode : modes()) {
+      if (mode.options.share_parameters) continue;  // an error: below
+      for (const int world : {1, 2, 3}) {
+        run_ranks(world, [&](ProcessGroup group, int) {
+          auto net = seeded<Sharers>(8, sharing);
+          Zero zero(*net, group, sgd(), mode.options);
+          train(net, zero);
+          zero.wait_for_parameters();
+          expect_close(copies(net->parameters()), copies(plain->parameters()), mode.name);
+          EXPECT_TRUE(at::allclose(net->other, plain->other, 1e-4, 1e-6)) << mode.name;
+          const auto& weight = sharing == Sharing::program ? net->b->weight : net->a->weight;
+          EXPECT_EQ(net->other.data_ptr(), weight.data_ptr()) << mode.name << ", world " << world;
+        });
+      }
+    }
+  }
+}
+
+TEST(ZeroAsPlain, MemoryThatCannotStaySharedIsAnErrorThatNamesBoth) {
+  const auto expect_error = [](const ZeroOptions& options, const std::string& text, auto make) {
+    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int) {
+      auto net = make();
+      Zero zero(*net, group, sgd(), options);
+    });
+    for (const auto& error : errors) EXPECT_THAT(message_of(error), HasSubstr(text));
+  };
+  const auto buffer = [] { return seeded<Sharers>(8, Sharing::buffer); };
+  const std::string a = "parameter a.weight shares its memory with buffer other";
+  expect_error({.share_parameters = true}, a, buffer);
+  expect_error({.wire = {.parameters = WireFormat::bfloat16}}, a, buffer);
+  for (const bool view : {true, false}) {
+    expect_error({.parameters_as_bucket_view = view}, "shares its memory with parameter ", [] {
+      auto net = seeded<Turns>(8);
+      net->b->weight.set_data(net->a->weight.data());
+      return net;
+    });
+  }
 }
 
 }  // namespace

@@ -74,6 +74,11 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
   }
 }
 
+void Shards::keep_storage(size_t i) {
+  keeps_storage_.insert(i);
+  comm::run_local_work(group_, kName, [&] { materialize(parameters_[i].tensor); });
+}
+
 void Shards::place_new() {
   std::vector<size_t> fresh, frozen;
   for (size_t i = placed(); i < parameters_.size(); ++i) {
@@ -91,15 +96,23 @@ void Shards::place_thawed(const std::vector<size_t>& thawed) {
 }
 
 void Shards::place(const std::vector<size_t>& subset) {
+  std::vector<size_t> move, stay;
+  for (const auto i : subset) (keeps_storage_.contains(i) ? stay : move).push_back(i);
+  place(move, plan_);
+  auto in_own_storage = plan_;
+  in_own_storage.as_bucket_view = false;
+  place(stay, in_own_storage);
+}
+
+void Shards::place(const std::vector<size_t>& subset, ShardPlan plan) {
   if (subset.empty()) return;
-  auto plan = plan_;
   // libtorch's 16-bit kernels round otherwise at the ends of tensors, so that a cut would change
   // results.
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
     plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
   auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, group_);
-  for (size_t b = 0; arriving_ && b < buckets.size(); ++b) {
+  for (size_t b = 0; arriving_ && plan.as_bucket_view && b < buckets.size(); ++b) {
     put_on_page(buckets[b], parameters_, arriving_->make_page(buckets[b].parameters),
                 plan_.partition != Partition::flat);
   }
@@ -137,11 +150,11 @@ std::vector<size_t> Shards::thawed() const {
   return thawed;
 }
 
-const sharding::NamedTensor* Shards::moved_parameter() const {
+std::string Shards::moved_parameter() const {
   for (const auto& [parameter, data] : data_of_) {
-    if (parameters_[parameter].tensor.data_ptr() != data) return &parameters_[parameter];
+    if (parameters_[parameter].tensor.data_ptr() != data) return parameters_[parameter].name;
   }
-  return nullptr;
+  return "";
 }
 
 std::vector<const sharding::OwnedShard*> Shards::owned() const {
@@ -224,6 +237,11 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
 void Shards::gather_in_background(const std::string& tag) {
   // Buckets are in the order of backward.
   for (size_t b = buckets_.size(); b-- > 0;) {
+    if (!buckets_[b].page) {
+      gather_parameters(buckets_[b], parameters_, gather_group(b), tag);
+      bump_versions(buckets_[b]);
+      continue;
+    }
     arriving_->begin(*buckets_[b].page, buckets_[b].parameters, start_gather(b, tag));
     bump_versions(buckets_[b]);
   }

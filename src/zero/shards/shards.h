@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,8 @@ class Shards {
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
   void add_group(size_t index, std::vector<sharding::NamedTensor> parameters);
+  /// Parameter `i` will not move into a buffer, whatever the options say. Before place_new().
+  void keep_storage(size_t i);
   /// Makes buckets for the trainable parameters that add_group() has added since the last call.
   /// Collective: allocates.
   void place_new();
@@ -61,8 +64,8 @@ class Shards {
   void note_trainability();
   /// Parameters that are trainable and have no bucket, because they were frozen until now.
   std::vector<size_t> thawed() const;
-  /// A parameter whose storage was replaced since the buckets were made; null for none.
-  const sharding::NamedTensor* moved_parameter() const;
+  /// Name of a parameter whose storage was replaced since the buckets were made; "" for none.
+  std::string moved_parameter() const;
 
   std::vector<ShardBucket>& buckets() { return buckets_; }
   const std::vector<ShardBucket>& buckets() const { return buckets_; }
@@ -97,6 +100,7 @@ class Shards {
 
  private:
   void place(const std::vector<size_t>& subset);
+  void place(const std::vector<size_t>& subset, ShardPlan plan);
   ProcessGroup gather_group(size_t b) const;
   Work start_gather(size_t b, const std::string& tag);
 
@@ -112,6 +116,7 @@ class Shards {
   std::vector<sharding::NamedTensor> parameters_;  // frozen ones too
   std::vector<size_t> group_of_;
   std::vector<char> in_bucket_, trainable_;
+  std::set<size_t> keeps_storage_;
   std::vector<int64_t> load_;              // owned elements by rank
   std::map<size_t, const void*> data_of_;  // address of each placed parameter
   std::vector<ShardBucket> buckets_;
