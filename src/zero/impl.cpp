@@ -190,9 +190,10 @@ void ZeroRedundancyOptimizer::Impl::keep_shared_storage(
   for (size_t i = 0; i < added.size(); ++i) {
     if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(shards.placed() + i);
   }
-  if (shared.empty()) return;
+  if (shared.empty() || group.rank() != 0) return;
   spdlog::info(
-      "tessera: {}: parameter {} shares its memory with {}, so it keeps its storage and is gathered "
+      "tessera: {}: parameter {} shares its memory with {}, so it keeps its storage and is "
+      "gathered "
       "through a copy ({} of {} parameters)",
       prefix(), added[shared[0].parameter].name, shared[0].holder,
       std::count(flags.begin(), flags.end(), 1), flags.size());
