@@ -66,7 +66,8 @@ class ModelWrapper {
   virtual ~ModelWrapper() = default;
 
   /// Preprocessing, forward, losses, backward and update. Returns ParsedLosses::values of this
-  /// rank's batch: the total as "loss", then the other figures.
+  /// rank's batch: the total as "loss", then the other figures. UsageError for a parameter that was
+  /// frozen at construction and is trainable now.
   std::vector<std::pair<std::string, at::Tensor>> train_step(const Batch& batch,
                                                              OptimWrapper& optimizer);
   /// A rank without data calls this while the others are in train_step().
@@ -101,9 +102,6 @@ class ModelWrapper {
   virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
-  /// UsageError for a parameter that was frozen at construction and is trainable now: the optimizer
-  /// may not have it, and checkpoints would lack its state. Local.
-  void check_frozen() const;
   /// After update() or drop_gradients(), for the errors of gradients that travel rounded (option
   /// `wire`): whether the gradients were used, and the factor by which the scale of the loss has
   /// changed. By default nothing. Local.
@@ -186,6 +184,8 @@ class ModelWrapper {
   bool buffers_are_equal_ = true;
 
  private:
+  void check_frozen() const;
+
   Preprocessor preprocessor_;
   NamedParameters frozen_;  // at construction
   std::vector<std::pair<std::string, at::Tensor>> figures_;

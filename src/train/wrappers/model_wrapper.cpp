@@ -30,6 +30,7 @@ ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, Proces
   }
 }
 
+/// The optimizer may not have such a parameter, and a resumed run would lack its state.
 void ModelWrapper::check_frozen() const {
   for (const auto& [name, parameter] : frozen_) {
     if (!parameter.requires_grad()) continue;
@@ -61,6 +62,7 @@ at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
 
 std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::train_step(const Batch& batch,
                                                                          OptimWrapper& optimizer) {
+  check_frozen();
   const Batch input = preprocessor_ ? preprocessor_(batch, true) : batch;
   auto scope = optimizer.optim_context();
   const at::Tensor loss = forward(input);

@@ -85,7 +85,6 @@ double OptimWrapper::scale_factor() const {
 }
 
 void OptimWrapper::update_params(const at::Tensor& loss) {
-  model_.check_frozen();
   if (loss.defined()) {
     const double factor = scale_factor() / weight_;
     model_.backward(scaler_.scale(factor == 1 ? loss : loss / factor));
