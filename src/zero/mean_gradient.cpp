@@ -91,7 +91,10 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
   placeholders_ = std::make_unique<sharding::GradientPlaceholders>(
       trainable, prefix_,
       "optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of optimizer.shards()",
-      [this, subset = shards_.all_in_buckets()](size_t i) { zero_own_part(subset[i]); });
+      [this, subset = shards_.all_in_buckets()](size_t i) {
+        clears_to_zero_ = true;
+        zero_own_part(subset[i]);
+      });
 }
 
 void MeanGradient::hide_placeholders() {
@@ -99,6 +102,7 @@ void MeanGradient::hide_placeholders() {
   const auto subset = shards_.all_in_buckets();
   const bool had_any = sums_->any();
   placeholders_->notice([&](size_t i) {
+    clears_to_zero_ = false;
     zero_own_part(subset[i]);
     sums_->set_unused(subset[i]);
     for (auto& bucket : shards_.buckets()) {
@@ -210,6 +214,7 @@ void MeanGradient::reset() {
 
 void MeanGradient::clear_shards(bool set_to_none) {
   if (!sums_) return;
+  clears_to_zero_ = !set_to_none;
   if (set_to_none) {
     if (placeholders_) placeholders_->take_away();
     sums_->clear();

@@ -124,8 +124,9 @@ class MeanGradient {
   std::optional<GradientShards> sums_;  // with shard_gradients
   /// Of `.grad` of the parameters while their gradients are in sums_; by position.
   std::unique_ptr<sharding::GradientPlaceholders> placeholders_;
-  bool held_ = false;     // under no_sync(), or before a new watch, since the last reduction
-  bool used_up_ = false;  // a step has used sums_, and no backward has added to them since
+  bool held_ = false;            // under no_sync(), or before a new watch, since the last reduction
+  bool used_up_ = false;         // a step has used sums_, and no backward has added to them since
+  bool clears_to_zero_ = false;  // the program keeps gradients of zero
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 
