@@ -55,9 +55,10 @@ class MeanGradient {
   /// With shard_gradients: clears the gradients of the shards. Local.
   void clear_shards(bool set_to_none);
   /// With shard_gradients, before a backward that this rank only shadows, so that its program
-  /// clears nothing: the gradients that a step has used are cleared. Local.
+  /// clears nothing: the gradients that a step has used are cleared as they were the last time.
+  /// Local.
   void clear_used_shards() {
-    if (used_up_) clear_shards(true);
+    if (used_up_) clear_shards(!clears_to_zero_);
   }
 
   /// With shard_gradients, before `.grad`s change: none of them is a placeholder, and gradients
