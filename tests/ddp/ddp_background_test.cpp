@@ -183,8 +183,7 @@ TEST(DdpBackground, ZeroWithoutReductionsOfItsOwnWaits) {
     const auto train = [&](bool background, bool early) {
       auto net = seeded<Uneven>(8);
       Model ddp(net, group, small_buckets(background));
-      ZeroRedundancyOptimizer zero(*net, group, adamw_factory(),
-                                   {.reduce_gradients = false, .overlap_with_backward = false});
+      ZeroRedundancyOptimizer zero(*net, group, adamw_factory(), {.reduce_gradients = false});
       for (int i = 0; i < 4; ++i) {
         loss_of(ddp(rows(i, rank, group.size()))).backward();
         if (early) zero.clip_grad_norm_(0.1);
