@@ -172,13 +172,15 @@ void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module*
       const auto& tensor = parameters[i].tensor;
       const auto text =
           fmt::format("parameter {} shares its memory with {}", parameters[i].name, entry.holder);
-      const bool twice = std::any_of(parameters.begin(), parameters.end(), [&](const auto& other) {
-        return entry.holder == "parameter " + other.name && other.tensor.requires_grad() &&
-               tensor.requires_grad();
-      });
-      if (twice) {
-        throw UsageError(fmt::format(
-            "{}: {}; expected one tensor that is registered under both names", prefix(), text));
+      const auto other = std::find_if(
+          parameters.begin(), parameters.end(),
+          [&](const auto& parameter) { return entry.holder == "parameter " + parameter.name; });
+      if (other != parameters.end()) {
+        flags[static_cast<size_t>(other - parameters.begin())] = 1;
+        if (tensor.requires_grad() && other->tensor.requires_grad()) {
+          throw UsageError(fmt::format(
+              "{}: {}; expected one tensor that is registered under both names", prefix(), text));
+        }
       }
       if (i < shards.placed()) continue;
       if (moves && (must_move || !tensor.is_non_overlapping_and_dense())) {
