@@ -178,6 +178,10 @@ void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
 
 void ZeroRedundancyOptimizer::Impl::watch() {
   mean.watch([this](size_t bucket) { overlap_.send(bucket); });
+  std::vector<sharding::NamedTensor> trainable;
+  for (const auto i : shards.trainable_subset()) trainable.push_back(shards.parameters()[i]);
+  if (!shards.shares()) writes = sharding::ForwardWrites(std::move(trainable));
+  writes.begin();
 }
 
 bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
@@ -75,6 +76,7 @@ class ZeroRedundancyOptimizer::Impl {
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;
   sharding::ModuleBuffers buffers;
+  sharding::ForwardWrites writes;
   bool has_data = true;  ///< False while this rank takes part in a join without data.
 
  private:

@@ -43,6 +43,7 @@ void OverlappedUpdates::send(size_t index) {
   const auto is_used = exchange_use(bucket);
   const int64_t numel = bucket.layout.counts()[group_.rank()];
   ProcessGroup::ConsumeRun consume;
+  double scale = 1;
   if (auto* const fused = local_.one_pass(bucket)) {
     auto update = std::make_shared<BucketUpdate>(*fused, bucket, is_used, 1.0 / mean_.divisor,
                                                  norm_.tracking);
@@ -51,6 +52,7 @@ void OverlappedUpdates::send(size_t index) {
       if (offset + run.numel() == numel) norm_.squares += update->squares();
     };
   } else {
+    scale = 1.0 / mean_.divisor;
     consume = [this, index, is_used, numel](int64_t offset, const at::Tensor& run) {
       mean_.keep(index, offset, run);
       if (offset + run.numel() == numel) update_from_segment(index, is_used);
@@ -62,7 +64,8 @@ void OverlappedUpdates::send(size_t index) {
     tag += fmt::format("options of group {}: {}; ", g, text_of_options(options_of_backward_[g]));
   tag += "gradients of " + bucket.names;
   sent_.push_back(group_.reduce_scatter_each_async(mean_.flat(index), bucket.layout.counts(),
-                                                   callback_guard_.guard(std::move(consume)), tag));
+                                                   callback_guard_.guard(std::move(consume)), scale,
+                                                   tag));
   if (bucket.parameters.defined())
     sent_.push_back(group_.all_gather_async(bucket.parameters, bucket.layout.counts(),
                                             "parameters " + bucket.names));

@@ -50,6 +50,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   norm.finish(group);
   buffers.synchronize(group, has_data);
   if (in_background) shards.gather_in_background(option_text());
+  writes.begin();
   return loss;
 }
 
@@ -108,6 +109,7 @@ void ZeroRedundancyOptimizer::Impl::update_thawed() {
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
+  writes.compare(kName, group);
   repartition_if_trainability_changed();
   local.take_options_of(outer_);
   mean.check_current();
@@ -131,7 +133,7 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
     ProcessGroup(mean.wire().group(b))
         .reduce_scatter_each(
             mean.flat(b), bucket.layout.counts(),
-            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
+            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); }, 1,
             "gradients of " + bucket.names);
   }
   norm.squares += update.squares();
@@ -228,7 +230,7 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
     auto& grad = tensor.mutable_grad();
     if (!grad.defined()) continue;
     if (set_to_none) grad = at::Tensor();
-    else grad.zero_();
+    else grad.detach_().zero_();
   }
 }
 
