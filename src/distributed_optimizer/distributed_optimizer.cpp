@@ -103,7 +103,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   auto loss = impl_->optimizer_->step(closure);
   if (impl_->reduction_) {
     impl_->reduction_->end_wire_step(true);
-    impl_->reduction_->watch_writes();
+    if (period <= 0) impl_->reduction_->watch_writes();  // else rank 0's come
   }
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   return loss;

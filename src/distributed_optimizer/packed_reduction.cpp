@@ -53,7 +53,6 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
                       : lanes_[lane.channel].wire;
   }
   make_reducer();
-  watch_writes();
 }
 
 void PackedReduction::watch_writes() {
