@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
@@ -59,6 +60,7 @@ class ZeroRedundancyOptimizer::Impl {
 
   /// Gives parameters that were frozen until now their owners. Collective if requires_grad of a
   /// parameter has changed.
+  void watch();
   void follow_trainability();
   void check_storage();
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"
@@ -75,7 +77,8 @@ class ZeroRedundancyOptimizer::Impl {
   std::optional<OptimizerStateDict> consolidated;
   sharding::ModuleBuffers buffers;
   bool no_module = true;  ///< track_buffers() was not called.
-  bool has_data = true;   ///< False while this rank takes part in a join without data.
+  sharding::ForwardWrites writes;
+  bool has_data = true;  ///< False while this rank takes part in a join without data.
 
  private:
   void make_local_optimizer();
