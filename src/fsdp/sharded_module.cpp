@@ -89,7 +89,7 @@ void ShardedModule::end_backward() {
   if (reduced) buffers.synchronize(model.world, has_data_);
 }
 
-void ShardedModule::require_idle(const char* call) const {
+void ShardedModule::require_idle(const char* call) {
   if (residency->running() || watch_->running())
     throw UsageError(fmt::format(
         "{}: {} was called while the model runs; expected outside of forward and backward",
@@ -97,6 +97,7 @@ void ShardedModule::require_idle(const char* call) const {
   if (!summoned.empty())
     throw UsageError(fmt::format("{}: {} was called inside summon_full_params(); expected after it",
                                  prefix(), call));
+  model.take_back_shards();
 }
 
 void ShardedModule::check_parameters_unchanged(const char* since, const char* advice) {
@@ -118,6 +119,19 @@ void ShardedModule::check_parameters_unchanged(const char* since, const char* ad
   }
 }
 
+/// A write in forward to parameters that are whole on every rank, each rank with its own data.
+void ShardedModule::check_parameters_unwritten() {
+  for (size_t i = 0; i < versions_.size(); ++i) {
+    const auto& [name, tensor] = model.parameters[i];
+    if (!model.flat_of(i).permanent || tensor._version() == versions_[i]) continue;
+    model.world.fail(fmt::format(
+        "{}: forward wrote to parameter {} (max_norm of an embedding, clamp_?), on each rank with "
+        "its own data, so the ranks' copies would differ; expected writes outside of forward, the "
+        "same on all ranks",
+        prefix(), name));
+  }
+}
+
 void ShardedModule::begin_forward() {
   if (!summoned.empty()) {
     throw UsageError(prefix() +
@@ -133,7 +147,12 @@ void ShardedModule::begin_forward() {
         c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
     residency->begin_forward(full_precision_);
-    if (module.is_training() && at::GradMode::is_enabled()) gradients->count_forward();
+    model.take_back_shards();
+    versions_.clear();
+    for (const auto& parameter : model.parameters) {
+      if (model.replicas.size() > 1) versions_.push_back(parameter.tensor._version());
+    }
+    gradients->begin_forward(module.is_training() && at::GradMode::is_enabled());
     restore_cache.release();
   } else {
     residency->begin_forward(full_precision_);
@@ -151,6 +170,7 @@ void ShardedModule::end_forward(bool threw) {
           "the beginning of forward",
           "an initialisation that depends on data to be made by one forward of the module before "
           "it is wrapped, and other changes inside summon_full_params()");
+      check_parameters_unwritten();
     }
   } catch (const Error&) {
     residency->abandon_forward(step_over);

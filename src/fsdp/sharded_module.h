@@ -21,7 +21,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // sharded_module.cpp
   void begin_forward();
   void end_forward(bool threw);
-  void require_idle(const char* call) const;
+  /// Begins a call that is allowed outside of forward and backward only. Replaced shards get their
+  /// own memory again.
+  void require_idle(const char* call);
   /// Registers for the gradients of the trainable parameters.
   void watch();
   void end_backward();
@@ -86,7 +88,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool autocast_cache_ = true;  // the caller's setting, restored after forward
   bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
-  bool has_data_ = true;  // false while this rank takes part in a join without data
+  bool has_data_ = true;            // false while this rank takes part in a join without data
+  std::vector<uint64_t> versions_;  // of the parameters at the beginning of forward
 
   /// A parameter that was replaced while it was whole.
   struct Replaced {
@@ -97,6 +100,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// `since`: "construction" or "the beginning of forward". UsageError on all ranks through
   /// ProcessGroup::fail().
   void check_parameters_unchanged(const char* since, const char* expected);
+  void check_parameters_unwritten();
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,
                  bool for_gradients);
   struct PoolKey {

@@ -124,7 +124,7 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
   CheckpointWriter writer(store, kStep);
   if (first_replica()) writer.add_slices(shards_as_slices(sharded), kSliceSet);
   if (sharded.model.world.rank() == 0) {
-    const auto tensors = unsharded(sharded);
+    const auto tensors = unsharded_values(sharded);
     if (!tensors.empty()) writer.add_tensors(kUnshardedFile, tensors);
     writer.add_text(kLayoutFile, layout_text(sharded));
   }

@@ -93,10 +93,9 @@ State FullyShardedDataParallelBase::state_dict(int to) {
     auto tensor = sharded.whole(i, to);
     if (keep) state.emplace_back(sharded.model.parameters[i].name, std::move(tensor));
   }
-  for (const auto& [name, tensor] : unsharded(sharded)) {
-    if (keep)
-      state.emplace_back(name, tensor.detach().to(at::kCPU, tensor.scalar_type(), false, true));
-  }
+  if (!keep) return state;
+  for (const auto& [name, tensor] : unsharded_values(sharded))
+    state.emplace_back(name, tensor.to(at::kCPU, tensor.scalar_type(), false, true));
   return state;
 }
 
@@ -120,15 +119,14 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   for (size_t i = 0; i < parameters.size(); ++i)
     specs.push_back(
         {parameters[i].name, sharded.model.flat_of(i).dtype, parameters[i].tensor.sizes().vec()});
-  const auto others = unsharded(sharded);
+  const auto others = unsharded_values(sharded);
   for (const auto& [name, tensor] : others)
     specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   SaveWeightsOptions options;
   options.metadata = {{"format", "pt"}};
   options.rank0_from = parameters.size();
   const auto whole = [&](size_t i, int to) {
-    return i < parameters.size() ? sharded.whole(i, to)
-                                 : others[i - parameters.size()].second.detach();
+    return i < parameters.size() ? sharded.whole(i, to) : others[i - parameters.size()].second;
   };
   try {
     save_weights(sharded.model.world, path, specs, whole, options);

@@ -32,6 +32,17 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
   return result;
 }
 
+std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded) {
+  auto result = unsharded(sharded);
+  for (auto& [name, tensor] : result) {
+    auto dtype = tensor.scalar_type();
+    for (const auto& buffer : sharded.model.buffers)
+      if (buffer.tensor.is_same(tensor)) dtype = buffer.own;
+    tensor = tensor.detach().to(dtype).resolve_conj().resolve_neg();
+  }
+  return result;
+}
+
 void check_fits(const ShardedModule& sharded,
                 const std::map<std::string, std::vector<int64_t>>& given) {
   std::map<std::string, std::vector<int64_t>> expected;
