@@ -7,8 +7,11 @@
 #include <fstream>
 #include <optional>
 #include <sstream>
+#include <string_view>
 
 #include <arpa/inet.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -20,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kPrefix = "tessera-rdzv-";
+constexpr std::string_view kPrefix = "tessera-rdzv-";
 
 /// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nullopt if there is no such process or
 /// it is a zombie.
@@ -40,9 +43,23 @@ std::optional<std::string> start_time(const std::string& pid) {
   return std::nullopt;
 }
 
-std::string pid_namespace() {
+/// The pids that this process sees: boot id of the host and pid namespace. The first pid namespace
+/// has the same number on every host.
+std::string pid_space() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::getline(file, boot);
+  std::erase(boot, '-');
   struct stat info;
-  return stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0";
+  return boot + "." + (stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0");
+}
+
+/// A lock on the folder, which its owner holds until it ends. Empty if it is not free. Where the
+/// file system has no locks, the folder's name alone tells whether the owner has ended.
+Fd lock_of(const std::string& folder) {
+  Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (fd && flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) fd.reset();
+  return fd;
 }
 
 bool usable(const std::string& folder) {
@@ -52,7 +69,7 @@ bool usable(const std::string& folder) {
          access(folder.c_str(), W_OK | X_OK) == 0;
 }
 
-/// True if the owner in the name, tessera-rdzv-<namespace>-<pid>-<start>-<random>, has ended.
+/// True if the owner in the name, tessera-rdzv-<pid space>-<pid>-<start>-<random>, has ended.
 bool is_stale(const std::string& name) {
   std::istringstream parts(name.substr(kPrefix.size()));
   std::string space, pid, start, random;
@@ -61,7 +78,7 @@ bool is_stale(const std::string& name) {
     return false;
   }
   const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
-  return digits && space == pid_namespace() && start_time(pid) != start;
+  return digits && space == pid_space() && start_time(pid) != start;
 }
 
 }  // namespace
@@ -75,12 +92,13 @@ std::string rendezvous_base() {
 
 RendezvousFolder::RendezvousFolder() {
   const std::string pid = std::to_string(getpid());
-  path_ = rendezvous_base() + "/" + kPrefix + pid_namespace() + "-" + pid + "-" +
+  path_ = rendezvous_base() + "/" + std::string(kPrefix) + pid_space() + "-" + pid + "-" +
           start_time(pid).value_or("0") + "-XXXXXX";
   if (!mkdtemp(path_.data())) {
     throw UsageError("rendezvous folder " + path_ + ": " + std::strerror(errno) +
                      ": expected a writable folder in XDG_RUNTIME_DIR, TMPDIR or /tmp");
   }
+  lock_ = lock_of(path_);
 }
 
 RendezvousFolder::~RendezvousFolder() { remove_folder(path_); }
@@ -99,7 +117,9 @@ void sweep_stale_folders(const std::string& base) noexcept {
     struct stat info;
     if (lstat(it->path().c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) continue;
     if (info.st_uid != geteuid() || (info.st_mode & 07777) != 0700) continue;
-    if (is_stale(name)) remove_folder(it->path().string());
+    if (!is_stale(name)) continue;
+    const Fd lock = lock_of(it->path().string());
+    if (lock) remove_folder(it->path().string());
   }
 }
 

@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -29,7 +31,7 @@ std::optional<Status> read_status(int32_t pid) {
   // The second field is the program's name in parentheses, which may itself contain parentheses.
   const size_t end_of_name = line.rfind(')');
   if (end_of_name == std::string::npos) return std::nullopt;
-  std::istringstream fields(line.substr(end_of_name + 1));
+  detail::Classic<std::istringstream> fields(line.substr(end_of_name + 1));
   Status status;
   fields >> status.state;
   std::string skipped;
@@ -55,7 +57,7 @@ std::optional<int64_t> number_in(const std::string& text) {
 
 // The value in bytes of a line "Name:   123 kB" (unit 1024) or "name 123" (unit 1).
 std::optional<int64_t> field_of(const char* path, const std::string& name, int64_t unit) {
-  std::ifstream file(path);
+  detail::Classic<std::ifstream> file(path);
   for (std::string key; file >> key;
        file.ignore(std::numeric_limits<std::streamsize>::max(), '\n')) {
     int64_t value = 0;
