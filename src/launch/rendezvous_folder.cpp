@@ -4,8 +4,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <optional>
 #include <sstream>
 #include <string_view>
 
@@ -16,6 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -25,30 +24,10 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kPrefix = "tessera-rdzv-";
 
-/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nullopt if there is no such process or
-/// it is a zombie.
-std::optional<std::string> start_time(const std::string& pid) {
-  std::ifstream file("/proc/" + pid + "/stat");
-  std::string text((std::istreambuf_iterator<char>(file)), {});
-  // The second field is the command in parentheses, which may itself contain blanks and
-  // parentheses.
-  const size_t close = text.rfind(')');
-  if (close == std::string::npos) return std::nullopt;
-  std::istringstream rest(text.substr(close + 1));
-  std::string field;
-  for (int number = 3; rest >> field; ++number) {
-    if (number == 3 && (field == "Z" || field == "X")) return std::nullopt;
-    if (number == 22) return field;
-  }
-  return std::nullopt;
-}
-
 /// The pids that this process sees: boot id of the host and pid namespace. The first pid namespace
 /// has the same number on every host.
 std::string pid_space() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
+  std::string boot = detail::boot_id();
   std::erase(boot, '-');
   struct stat info;
   return boot + "." + (stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0");
@@ -78,7 +57,7 @@ bool is_stale(const std::string& name) {
     return false;
   }
   const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
-  return digits && space == pid_space() && start_time(pid) != start;
+  return digits && space == pid_space() && detail::start_time(std::atoi(pid.c_str())) != start;
 }
 
 }  // namespace
@@ -91,9 +70,8 @@ std::string rendezvous_base() {
 }
 
 RendezvousFolder::RendezvousFolder() {
-  const std::string pid = std::to_string(getpid());
-  path_ = rendezvous_base() + "/" + std::string(kPrefix) + pid_space() + "-" + pid + "-" +
-          start_time(pid).value_or("0") + "-XXXXXX";
+  path_ = rendezvous_base() + "/" + std::string(kPrefix) + pid_space() + "-" +
+          std::to_string(getpid()) + "-" + detail::start_time(getpid()) + "-XXXXXX";
   if (!mkdtemp(path_.data())) {
     throw UsageError("rendezvous folder " + path_ + ": " + std::strerror(errno) +
                      ": expected a writable folder in XDG_RUNTIME_DIR, TMPDIR or /tmp");

@@ -6,10 +6,10 @@
 //                   leaked, exit (a local while exit() is called); a child is forked, ends with
 //                   what it has inherited, and the parent goes on: fork_exit, fork__exit,
 //                   fork_return, fork_use
-//   PROBE_LOCALE    grouping: a global locale that writes 12.5 as 1.2,5; else a name for setlocale()
-//   PROBE_WORLDS    how many worlds are made, one after the other, before the one that is used
-//   PROBE_GONE      the rendezvous folder is removed before the group is split
-//   PROBE_NOISE     how many MB each rank prints before it trains
+//   PROBE_LOCALE    grouping: a global locale that writes 12.5 as 1.2,5; else a name for
+//   setlocale() PROBE_WORLDS    how many worlds are made, one after the other, before the one that
+//   is used PROBE_GONE      the rendezvous folder is removed before the group is split PROBE_NOISE
+//   how many MB each rank prints before it trains
 // Each rank prints "done RANK" and makes the file PROBE_DONE with its rank at the end.
 #include <clocale>
 #include <cstdio>
@@ -68,7 +68,8 @@ struct Held {
 };
 
 torch::nn::Sequential model() {
-  return torch::nn::Sequential(torch::nn::Linear(40, 40), torch::nn::ReLU(), torch::nn::Linear(40, 40));
+  return torch::nn::Sequential(torch::nn::Linear(40, 40), torch::nn::ReLU(),
+                               torch::nn::Linear(40, 40));
 }
 
 template <class Object>
@@ -103,25 +104,29 @@ void add_object(Held& held, const std::string& object) {
     auto& store = keep(held, std::make_shared<CheckpointStore>(folder, world));
     held.step = [&, n = int64_t{0}]() mutable {
       CheckpointWriter writer(store, n++);
-      writer.add_tensors("w" + std::to_string(world.rank()) + ".safetensors", {{"w", torch::ones({9})}});
+      writer.add_tensors("w" + std::to_string(world.rank()) + ".safetensors",
+                         {{"w", torch::ones({9})}});
       (void)writer.commit();
     };
     // Not committed: its files are removed by this process alone.
     held.step();
     keep(held, std::make_shared<CheckpointWriter>(store, 1000));
   } else if (object == "loader") {
-    auto& loader = keep(held, std::make_shared<BatchLoader>(
-                                  std::make_shared<Numbers>(), [](int64_t i) { return std::vector<int64_t>{i}; }, 0,
-                                  50, BatchLoaderOptions{.threads = 2}));
+    auto& loader = keep(
+        held, std::make_shared<BatchLoader>(
+                  std::make_shared<Numbers>(), [](int64_t i) { return std::vector<int64_t>{i}; }, 0,
+                  50, BatchLoaderOptions{.threads = 2}));
     held.step = [&] {
       (void)loader.next();
       world.barrier();
     };
   } else if (object == "fsdp") {
     auto net = model();
-    auto& fsdp = keep(held, std::make_shared<FullyShardedDataParallel<torch::nn::Sequential>>(
-                                net, world, FullyShardedDataParallelOptions{.wrap_policy = wrap_leaves()}));
-    std::shared_ptr<torch::optim::Optimizer> made = adamw({torch::optim::OptimizerParamGroup(fsdp.parameters())});
+    auto& fsdp =
+        keep(held, std::make_shared<FullyShardedDataParallel<torch::nn::Sequential>>(
+                       net, world, FullyShardedDataParallelOptions{.wrap_policy = wrap_leaves()}));
+    std::shared_ptr<torch::optim::Optimizer> made =
+        adamw({torch::optim::OptimizerParamGroup(fsdp.parameters())});
     auto& optimizer = keep(held, made);
     held.step = [&] {
       fsdp(input()).square().mean().backward();
@@ -130,8 +135,9 @@ void add_object(Held& held, const std::string& object) {
     };
   } else if (object == "distributed") {
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(model()));
-    auto& optimizer = keep(held, std::make_shared<DistributedOptimizer>(
-                                     *net, world, adamw, DistributedOptimizerOptions{.reduce_method = "mean"}));
+    auto& optimizer =
+        keep(held, std::make_shared<DistributedOptimizer>(
+                       *net, world, adamw, DistributedOptimizerOptions{.reduce_method = "mean"}));
     held.step = [&] {
       net->forward(input()).square().mean().backward();
       optimizer.step();
@@ -140,7 +146,8 @@ void add_object(Held& held, const std::string& object) {
   } else if (object == "zero") {
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(model()));
     auto& zero = keep(held, std::make_shared<ZeroRedundancyOptimizer>(
-                                *net, world, adamw, ZeroRedundancyOptimizerOptions{.gather_in_background = true}));
+                                *net, world, adamw,
+                                ZeroRedundancyOptimizerOptions{.gather_in_background = true}));
     held.step = [&] {  // ends with gathers under way
       net->forward(input()).square().mean().backward();
       zero.step();
@@ -148,11 +155,16 @@ void add_object(Held& held, const std::string& object) {
     };
   } else {
     using Ddp = DistributedDataParallel<torch::nn::Sequential>;
-    auto& ddp = keep(held, std::make_shared<Ddp>(model(), world, Ddp::Options{.reduce_in_background = true}));
+    auto& ddp = keep(
+        held, std::make_shared<Ddp>(model(), world, Ddp::Options{.reduce_in_background = true}));
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(ddp.module()));
-    auto& optimizer = keep(held, std::make_shared<FusedAdamW>(net->parameters(), torch::optim::AdamWOptions(1e-2)));
-    auto* local = object == "local_sgd" ? &keep(held, std::make_shared<LocalSgd>(
-                      world, parameter_shards(named_parameters(*net)), LocalSgdOptions{.sync_every = 1})) : nullptr;
+    auto& optimizer = keep(
+        held, std::make_shared<FusedAdamW>(net->parameters(), torch::optim::AdamWOptions(1e-2)));
+    auto* local = object == "local_sgd"
+                      ? &keep(held, std::make_shared<LocalSgd>(
+                                        world, parameter_shards(named_parameters(*net)),
+                                        LocalSgdOptions{.sync_every = 1}))
+                      : nullptr;
     const auto once = [&, local] {
       ddp(input()).square().mean().backward();
       if (local) ddp.wait_for_gradients();
@@ -179,7 +191,8 @@ std::shared_ptr<Held> make() {
   options.timeout = std::chrono::seconds(20);
   const auto backend = given("PROBE_BACKEND", "auto");
   if (backend != "auto") options.backend = backend == "tcp" ? Backend::TCP : Backend::Gloo;
-  for (int i = std::atoi(given("PROBE_WORLDS", "0").c_str()); i > 0; --i) init_process_group(options).barrier();
+  for (int i = std::atoi(given("PROBE_WORLDS", "0").c_str()); i > 0; --i)
+    init_process_group(options).barrier();
   auto held = std::make_shared<Held>();
   held->world = init_process_group(options);
   if (!given("PROBE_GONE").empty()) {
@@ -191,7 +204,8 @@ std::shared_ptr<Held> make() {
     if (sum.item<float>() != held->world->size()) give_up("wrong sum in the split group");
   }
   const std::string line(999, 'x');
-  for (int i = std::atoi(given("PROBE_NOISE", "0").c_str()) * 1000; i > 0; --i) std::puts(line.c_str());
+  for (int i = std::atoi(given("PROBE_NOISE", "0").c_str()) * 1000; i > 0; --i)
+    std::puts(line.c_str());
   add_object(*held, given("PROBE_OBJECT", "group"));
   for (int i = 0; i < 2; ++i) held->step();
   return held;
@@ -204,7 +218,8 @@ void go_on(Held& held, pid_t child) {
     if (i == 1000) give_up("the child does not end");
     ::usleep(10'000);
   }
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) give_up("status of the child: " + std::to_string(status));
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+    give_up("status of the child: " + std::to_string(status));
   for (auto& work : held.under_way) work.wait();
   held.under_way.clear();
   for (int i = 0; i < 2; ++i) held.step();
@@ -219,9 +234,11 @@ void done(const Held& held) {
   for (std::string line; std::getline(statistics, line);) {
     if (line.starts_with("VmRSS")) peak = line;
   }
-  std::printf("done %d on %s %s\n", held.world->rank(), held.world->backend_name().c_str(), peak.c_str());
+  std::printf("done %d on %s %s\n", held.world->rank(), held.world->backend_name().c_str(),
+              peak.c_str());
   std::fflush(stdout);
-  std::ofstream(given("PROBE_DONE", "/dev/null") + (given("PROBE_DONE").empty() ? "" : given("RANK")));
+  std::ofstream(given("PROBE_DONE", "/dev/null") +
+                (given("PROBE_DONE").empty() ? "" : given("RANK")));
 }
 
 std::shared_ptr<Held> filled;

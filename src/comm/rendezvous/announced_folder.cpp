@@ -14,6 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -57,20 +58,6 @@ fs::path make_private_base() {
                     "find each other: {}",
                     beside, std::strerror(errno)));
   return beside;
-}
-
-/// Field 22 of /proc/<pid>/stat; together with the pid it identifies a process. Empty if there is
-/// no such process or it is a zombie.
-std::string start_time(int pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string line;
-  std::getline(file, line);
-  const auto close = line.rfind(')');
-  if (close == std::string::npos) return "";
-  size_t at = close + 2;
-  for (int field = 3; field < 22 && at != std::string::npos; ++field) at = line.find(' ', at) + 1;
-  if (line[close + 2] == 'Z') return "";
-  return line.substr(at, line.find(' ', at) - at);
 }
 
 /// Takes the lock if it is free; `make`: creates a missing file. Returns the descriptor that holds
@@ -137,7 +124,7 @@ std::string take_seat(const fs::path& pointer, int rank) {
   std::ifstream file(pointer);
   std::string folder, pid, start;
   if (!std::getline(file, folder) || !std::getline(file, pid) || !std::getline(file, start) ||
-      start_time(std::atoi(pid.c_str())) != start)
+      start != detail::start_time(std::atoi(pid.c_str())))
     return "";
   // Each rank can take its seat only once, so a rank of the next run cannot join a run that is
   // already complete.
@@ -165,7 +152,7 @@ std::string announced_folder(const std::string& key, int rank, int size,
                                    base.string(), std::strerror(errno)));
     const auto beside = pointer.string() + ".new";
     std::ofstream announcement(beside);
-    announcement << fmt::format("{}\n{}\n{}\n", name, ::getpid(), start_time(::getpid()));
+    announcement << fmt::format("{}\n{}\n{}\n", name, ::getpid(), detail::start_time(::getpid()));
     announcement.close();
     if (!announcement)
       throw UsageError(fmt::format("init_process_group: rank 0 cannot write {}: {}", beside,

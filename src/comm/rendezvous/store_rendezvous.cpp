@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 
@@ -21,6 +20,7 @@
 #include "comm/rendezvous/announced_folder.h"
 #include "comm/rendezvous/own_store.h"
 #include "comm/store/addresses.h"
+#include "tessera/detail/proc.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -80,14 +80,11 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
 
 /// Identifies the processes that share a loopback interface: boot id, host name, network namespace.
 std::string network_identity() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
   char host[256] = {};
   ::gethostname(host, sizeof(host) - 1);
   struct stat info {};
   ::stat("/proc/self/ns/net", &info);
-  return fmt::format("{}/{}/{}", id, host, info.st_ino);
+  return fmt::format("{}/{}/{}", detail::boot_id(), host, info.st_ino);
 }
 
 std::string file_name(std::string text) {
