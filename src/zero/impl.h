@@ -58,9 +58,9 @@ class ZeroRedundancyOptimizer::Impl {
   Memory memory() const;
   void write_shared(const std::function<void()>& write);
 
+  void watch();
   /// Gives parameters that were frozen until now their owners. Collective if requires_grad of a
   /// parameter has changed.
-  void watch();
   void follow_trainability();
   void check_storage();
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"

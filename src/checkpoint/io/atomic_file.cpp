@@ -70,7 +70,9 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   file_ = FileDescriptor(fd);
 }
 
-AtomicFile::~AtomicFile() { discard(); }
+AtomicFile::~AtomicFile() {
+  if (process_.is_this()) discard();
+}
 
 void AtomicFile::discard() noexcept {
   file_.close();

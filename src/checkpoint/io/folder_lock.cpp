@@ -90,7 +90,7 @@ void FolderLock::check_held() const {
 
 FolderLock::~FolderLock() {
   // Clears pid and host, so that the file does not name a process that no longer holds the lock.
-  if (file_ && ::ftruncate(file_.get(), 0) != 0) return;
+  if (file_ && process_.is_this() && ::ftruncate(file_.get(), 0) != 0) return;
 }
 
 }  // namespace tessera::store

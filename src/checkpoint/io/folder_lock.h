@@ -3,6 +3,7 @@
 #include <string>
 
 #include "checkpoint/io/file_descriptor.h"
+#include "tessera/detail/own_process.h"
 
 namespace tessera::store {
 
@@ -24,6 +25,7 @@ class FolderLock {
  private:
   std::string path_;
   FileDescriptor file_;
+  detail::OwnProcess process_;
 };
 
 }  // namespace tessera::store

@@ -117,7 +117,7 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-ProcessGroup::ProcessGroup() : impl_(std::make_shared<Impl>()) {}
+ProcessGroup::ProcessGroup() : impl_(Impl::make()) {}
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 int ProcessGroup::rank() const { return impl_->world.rank; }

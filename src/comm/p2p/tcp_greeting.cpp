@@ -12,6 +12,7 @@
 
 #include "comm/base/roll_call.h"
 #include "comm/store/addresses.h"
+#include "tessera/detail/classic.h"
 
 namespace tessera::comm {
 namespace {
@@ -48,7 +49,7 @@ std::vector<TcpAddress> exchange_tcp_addresses(const World& world, const TcpAddr
   for (const auto& [rank, written] :
        roll_call(world.store, "tcp", world.rank, world.size,
                  fmt::format("{} {} {}", own.port, own.token, own.host), deadline)) {
-    std::istringstream text(written.value);
+    detail::Classic<std::istringstream> text(written.value);
     text >> addresses[rank].port >> addresses[rank].token >> addresses[rank].host;
   }
   return addresses;

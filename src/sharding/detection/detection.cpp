@@ -81,8 +81,10 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
 bool start_detection() {
   static const bool started = [] {
     try {
-      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
-      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      // Never destroyed: wrappers that are static objects still use it.
+      auto* const library =
+          new torch::Library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
+      library->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
     } catch (const c10::Error&) {
       return false;
     }
