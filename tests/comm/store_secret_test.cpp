@@ -59,15 +59,15 @@ TEST_F(StoreSecret, IsTheVariableElseTheFile) {
 }
 
 TEST_F(StoreSecret, OneThatIsEasyToGuessIsRefusedWithWhatIsExpected) {
-  for (const std::string weak : {"hidden", "hidden-3456789a", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
-                                 "passspasspasspass"}) {
-    for (const auto& [name, error] :
-         std::map<std::string, std::string>{{"TESSERA_SECRET", secret_with({{"TESSERA_SECRET", weak}})},
-                                            {"TESSERA_SECRET_FILE", in(file(weak + "\n", 0600))}})
-      EXPECT_THAT(error,
-                  AllOf(HasSubstr("rank 2: the secret of " + name + " is easy to guess; expected at "
-                                  "least 16 bytes, 8 of them different"),
-                        HasSubstr("'openssl rand -hex 16'"), Not(HasSubstr(weak))));
+  for (const std::string weak :
+       {"hidden", "hidden-3456789a", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "passspasspasspass"}) {
+    for (const auto& [name, error] : std::map<std::string, std::string>{
+             {"TESSERA_SECRET", secret_with({{"TESSERA_SECRET", weak}})},
+             {"TESSERA_SECRET_FILE", in(file(weak + "\n", 0600))}})
+      EXPECT_THAT(error, AllOf(HasSubstr("rank 2: the secret of " + name +
+                                         " is easy to guess; expected at "
+                                         "least 16 bytes, 8 of them different"),
+                               HasSubstr("'openssl rand -hex 16'"), Not(HasSubstr(weak))));
   }
   EXPECT_EQ(in(file("hidden-3456789ab", 0600)), "hidden-3456789ab") << "16 bytes";
 }

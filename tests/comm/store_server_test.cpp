@@ -429,14 +429,15 @@ TEST(StoreServer, ARankThatIsAheadWaitsForTheStoreOfItsOwnWorld) {
         StorePlace{"127.0.0.1", port, 1, 4, 7, "secret", {}, world}, timeout, nullptr);
   };
   rank(0)->set("k", bytes("of the first world"));
-  EXPECT_THAT(error_from([&] { rank(1, 300ms); }),
-              HasSubstr("rank 0 has not left its world number 1, and this rank makes its number 2"));
+  EXPECT_THAT(
+      error_from([&] { rank(1, 300ms); }),
+      HasSubstr("rank 0 has not left its world number 1, and this rank makes its number 2"));
   auto ahead = std::async(std::launch::async, [&] { return rank(1)->check({"k"}); });
   EXPECT_EQ(ahead.wait_for(200ms), std::future_status::timeout);
   EXPECT_THAT(server->reported(), IsEmpty()) << "it is no fault to be early";
   server.reset();
-  server = std::make_unique<StoreServer>(
-      listen_at({"127.0.0.1"}, port), StoreServer::Options{.gate = {7, "secret", "rank", 1}});
+  server = std::make_unique<StoreServer>(listen_at({"127.0.0.1"}, port),
+                                         StoreServer::Options{.gate = {7, "secret", "rank", 1}});
   EXPECT_FALSE(ahead.get()) << "the keys are those of the second world";
   EXPECT_THAT(error_from([&] { rank(0); }),
               AllOf(HasSubstr("usage: init_process_group: rank 1 on host "),

@@ -155,7 +155,8 @@ TEST(StoreHandshake, ProvesTheSecretInBothDirectionsAndOnlyOnce) {
   EXPECT_FALSE(rank_proves("secret", hello, challenge, reflected))
       << "the store's own proof is none of a rank";
   EXPECT_FALSE(rank_proves("secret", hello, challenge, make_no_proof()));
-  EXPECT_TRUE(store_proves("", hello, challenge, make_verdict(kWelcome, true, "", hello, challenge)));
+  EXPECT_TRUE(
+      store_proves("", hello, challenge, make_verdict(kWelcome, true, "", hello, challenge)));
 }
 
 TEST(StoreHandshake, EveryByteCounts) {
@@ -246,9 +247,9 @@ TEST_F(StoreSession, RefusesARankOfAnotherWorldAndProvesTheSecretToIt) {
     EXPECT_TRUE(session.dropped()) << world;
     EXPECT_EQ(session.output()[0], kRefusal);
     EXPECT_TRUE(store_proves("secret", hello, challenge, session.output()));
-    EXPECT_EQ(session.complaint(),
-              world == 0 ? "it calls itself rank 3 and makes its world number 1; expected number 2"
-                         : "")
+    EXPECT_EQ(
+        session.complaint(),
+        world == 0 ? "it calls itself rank 3 and makes its world number 1; expected number 2" : "")
         << "a rank of the next world is early, which is no fault";
   }
 }

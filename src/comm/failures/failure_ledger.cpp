@@ -108,10 +108,9 @@ bool answers(const Store& store, int rank, const Waits& waits, const std::vector
 }
 
 /// Nothing if the store is lost.
-std::optional<Trail> resolve_in(const Store& store, int rank, int size,
-                                           const Waits& waits, const std::vector<int>& suspects,
-                                           Cause cause, std::chrono::milliseconds grace,
-                                           bool serves) {
+std::optional<Trail> resolve_in(const Store& store, int rank, int size, const Waits& waits,
+                                const std::vector<int>& suspects, Cause cause,
+                                std::chrono::milliseconds grace, bool serves) {
   const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
   if (is_blamed(store, rank, size)) return Trail{{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&

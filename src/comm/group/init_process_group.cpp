@@ -56,7 +56,8 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
 
   if (options.retain_freed_memory) memory::retain_freed_memory();
   // Each call makes another world with its own keys. Every rank makes the same number of calls. The
-  // number keeps a rank from entering the store of the world before, which rank 0 may not have left.
+  // number keeps a rank from entering the store of the world before, which rank 0 may not have
+  // left.
   static int calls = 0;
   environment.world = calls;
   auto rendezvous = meet(environment, options.timeout);

@@ -185,18 +185,17 @@ void Messenger::fail(const std::vector<int>& suspects, const std::string& cause,
   const bool late = left.count() <= 0;
   const auto watch = heartbeats();
   const auto blamed =
-      resolve(suspects, damage                                             ? Cause::damage
+      resolve(suspects, damage                                               ? Cause::damage
                         : left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue
-                        : late && here                                     ? Cause::late_here
-                        : late                                             ? Cause::late
+                        : late && here                                       ? Cause::late_here
+                        : late                                               ? Cause::late
                         : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
                                                      : Cause::gone);
   const bool silent = lost_ || (watch && std::all_of(blamed.begin(), blamed.end(), [&](int rank) {
                                   return watch->is_silent(rank);
                                 }));
   const auto waited = (silent ? silence_ : timeout_).load();
-  const auto text = ledger_.found_damage()
-                        ? "exchanged a message that was damaged on the way"
+  const auto text = ledger_.found_damage() ? "exchanged a message that was damaged on the way"
                     : blamed == std::vector<int>{rank_}
                         ? "is this one: the others gave up on it earlier (it was stopped, or late)"
                     : late || silent

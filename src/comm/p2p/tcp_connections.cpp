@@ -21,8 +21,8 @@
 //
 // A connection begins with a greeting: the token of the rank that accepts, which the store has told
 // to the members alone, and the rank that connects. Other connections are closed. Strangers may
-// push out a connection whose greeting has not arrived, so nothing else is sent before the answer to
-// the greeting, and a rank that gets none connects again.
+// push out a connection whose greeting has not arrived, so nothing else is sent before the answer
+// to the greeting, and a rank that gets none connects again.
 
 namespace tessera::comm {
 namespace {
@@ -160,8 +160,9 @@ void TcpConnections::greet(int number) {
   prepare_connection(peer.dial.fd());
   peer.state = Peer::greeted;
   watch_events(EPOLL_CTL_MOD, peer.dial.fd(), EPOLLIN, Source::dial, static_cast<uint32_t>(number));
-  const auto greeting = bytes_of(
-      {rank_, is_link_dialler(number) ? Greeting::link : Greeting::watch}, addresses_[number].token);
+  const auto greeting =
+      bytes_of({rank_, is_link_dialler(number) ? Greeting::link : Greeting::watch},
+               addresses_[number].token);
   ::send(peer.dial.fd(), greeting.data(), greeting.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -248,8 +249,7 @@ TcpConnections::TimePoint TcpConnections::do_what_is_due_for(int number, TimePoi
     register_link(number);
   }
   auto next = TimePoint::max();
-  if (peer.dial.fd() >= 0 && peer.state == Peer::connecting)
-    next = peer.dialled_since + kDialAgain;
+  if (peer.dial.fd() >= 0 && peer.state == Peer::connecting) next = peer.dialled_since + kDialAgain;
   for (const auto& time : {peer.dial_at, peer.lost_at, peer.close_at})
     if (time) next = std::min(next, *time);
   return next;

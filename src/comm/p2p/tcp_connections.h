@@ -38,8 +38,8 @@ class TcpConnections {
   void forget(int peer, Parcel& parcel);
   /// Why no message of this peer moves, as far as it is known.
   std::string late(int peer) const;
-  /// True if a message of this peer was damaged on the way. The caller knows it then: the connection
-  /// is closed soon, when he has told the others.
+  /// True if a message of this peer was damaged on the way. The caller knows it then: the
+  /// connection is closed soon, when he has told the others.
   bool was_damaged(int peer);
 
   /// Blocks until there are events or `timeout` ms have passed (-1: no limit). Any thread.

@@ -35,8 +35,8 @@ struct Greeting {
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kGreetingBytes = 8 + kTokenBytes + 4 + 4 + kSealBytes;
 
-/// The answer to a greeting that is understood, and its refusal by a rank that has such a connection
-/// already, or had one. Without an answer, the rank that has connected does so again.
+/// The answer to a greeting that is understood, and its refusal by a rank that has such a
+/// connection already, or had one. Without an answer, the rank that has connected does so again.
 constexpr char kLinkWelcome = 0x5a, kLinkRefusal = ~kLinkWelcome;
 
 /// The first bytes of a connection: a mark, the token of the rank that accepts, rank, kind, a

@@ -27,10 +27,10 @@ struct Parcel {
 };
 
 /// The messages of one connection, in both directions. Each is a frame: its size, its tag and a
-/// checksum of the two, its bytes, and their checksum. A message is read into the parcel that was posted for it. If none was posted, reading
-/// stops until one is, so that TCP slows the sender down. Exception: if a parcel for another
-/// message waits, the message before it is kept in memory, so that the order in which a receiver
-/// posts cannot stop it.
+/// checksum of the two, its bytes, and their checksum. A message is read into the parcel that was
+/// posted for it. If none was posted, reading stops until one is, so that TCP slows the sender
+/// down. Exception: if a parcel for another message waits, the message before it is kept in memory,
+/// so that the order in which a receiver posts cannot stop it.
 ///
 /// Not thread-safe. Never blocks.
 class TcpLink {

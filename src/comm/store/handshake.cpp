@@ -35,7 +35,7 @@ std::string sealed(std::string bytes) {
 }
 
 std::string hmac_of(std::string_view side, const std::string& secret, std::string_view hello,
-                     std::string_view challenge) {
+                    std::string_view challenge) {
   keep_libcrypto_until_the_end();
   std::string text(side);
   text.append(hello).append(challenge);
@@ -74,8 +74,7 @@ std::string make_hello(const Hello& hello) {
 bool begins_hello(std::string_view bytes) { return begins(bytes, kHelloMark, kHelloBytes); }
 
 std::optional<Hello> read_hello(std::string_view bytes) {
-  if (bytes.size() != kHelloBytes || !begins_hello(bytes) || !is_sealed(bytes))
-    return std::nullopt;
+  if (bytes.size() != kHelloBytes || !begins_hello(bytes) || !is_sealed(bytes)) return std::nullopt;
   const size_t at = kHelloMark.size();
   return Hello{static_cast<int>(number_at(bytes, at)), static_cast<int>(number_at(bytes, at + 4)),
                bytes[at + 12] != 0, static_cast<int>(number_at(bytes, at + 8))};

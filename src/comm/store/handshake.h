@@ -14,7 +14,8 @@ namespace tessera::comm {
 //   rank  -> store   hello      mark, rank, attempt, world, whether it has a secret, nonce
 //   store -> rank    challenge  mark, attempt, world, whether it has a secret, nonce
 //   rank  -> store   proof      32 bytes
-//   store -> rank    verdict    1 byte, proof of the store; zeros for a rank that has proved nothing
+//   store -> rank    verdict    1 byte, proof of the store; zeros for a rank that has proved
+//   nothing
 //
 // A proof is HMAC-SHA256, with the secret as key, over the name of the side that proves, the hello
 // and the challenge. Words can be tried against a proof, and anybody can connect to the store, so

@@ -9,8 +9,8 @@
 namespace tessera::comm {
 
 /// A request to the store, or its reply. On the wire: the size of code and parts in 4 bytes and its
-/// complement in 4 bytes, the code in 1 byte, each part as its size in 4 bytes and its bytes, then a
-/// checksum of all this (seal()). Integers are big-endian.
+/// complement in 4 bytes, the code in 1 byte, each part as its size in 4 bytes and its bytes, then
+/// a checksum of all this (seal()). Integers are big-endian.
 struct StoreMessage {
   uint8_t code = 0;
   std::vector<std::string> parts;

@@ -101,8 +101,9 @@ void check_world(const StorePlace& place, const Challenge& challenge) {
         "every rank",
         place.rank, host_name(), place.attempt, challenge.attempt, place.address, place.port));
   if (challenge.attempt == place.attempt && challenge.world < place.world)
-    throw Passing(fmt::format("rank 0 has not left its world number {}, and this rank makes its number {}",
-                              challenge.world + 1, place.world + 1));
+    throw Passing(
+        fmt::format("rank 0 has not left its world number {}, and this rank makes its number {}",
+                    challenge.world + 1, place.world + 1));
   if (challenge.world > place.world)
     throw UsageError(fmt::format(
         "init_process_group: rank {} on host {} makes its world number {}, and rank 0 its number "
@@ -181,7 +182,8 @@ StoreMessage StoreLink::call(const StoreMessage& request, Clock::time_point dead
     receive(socket_, bytes, kMaxMessageBytes, deadline);
     const auto taken = take_message(bytes, reply);
     if (taken == Taken::whole) return reply;
-    if (taken == Taken::malformed) throw StoreLost("its reply is malformed, or was damaged on the way");
+    if (taken == Taken::malformed)
+      throw StoreLost("its reply is malformed, or was damaged on the way");
   }
 }
 

@@ -40,7 +40,8 @@ class StoreLink {
   /// connection that is closed or not answered, a store of an earlier attempt or world. With
   /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost, which is
   /// StoreClosed if no process listens and one must; UsageError
-  /// at once if MASTER_ADDR is unknown, or if the store has another secret, or a later attempt or world.
+  /// at once if MASTER_ADDR is unknown, or if the store has another secret, or a later attempt or
+  /// world.
   StoreLink(const StorePlace& place, std::chrono::steady_clock::time_point deadline,
             bool must_listen);
 

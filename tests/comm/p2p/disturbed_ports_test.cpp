@@ -55,7 +55,8 @@ class PortStore : public c10d::HashStore {
 };
 
 /// Ranks as threads, on the hosts of these numbers. Returns what each throws.
-std::vector<std::string> run(const std::vector<int>& hosts, const c10::intrusive_ptr<PortStore>& store,
+std::vector<std::string> run(const std::vector<int>& hosts,
+                             const c10::intrusive_ptr<PortStore>& store,
                              const std::function<void(ProcessGroup, int)>& body,
                              std::chrono::milliseconds timeout = 20s) {
   std::vector<std::string> errors(hosts.size());

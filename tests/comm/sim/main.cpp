@@ -1,6 +1,6 @@
 // network_sim [SCHEDULES [FIRST_SEED]]
-// Runs seeded schedules of a network in one process, with a simulated clock: delays, short reads and
-// writes, strangers, flipped bits, lost connections, ranks that end or come again. Prints each
+// Runs seeded schedules of a network in one process, with a simulated clock: delays, short reads
+// and writes, strangers, flipped bits, lost connections, ranks that end or come again. Prints each
 // schedule in which a message is wrong, an error names the wrong rank, or something never ends.
 #include <cstdio>
 #include <cstdlib>
@@ -33,8 +33,8 @@ int main(int argc, char** argv) {
   for (const char* const what :
        {"ranks: bits flipped in greetings", "ranks: bits flipped in messages and answers",
         "ranks: damage found, by rank and peer", "ranks: strangers", "ranks: ranks that ended",
-        "ranks: cuts in messages and answers", "store: bits flipped", "store: connections made again",
-        "store: strangers"})
+        "ranks: cuts in messages and answers", "store: bits flipped",
+        "store: connections made again", "store: strangers"})
     disturbed = disturbed && (schedules < 300 || counts[what] > 0);
   if (!disturbed) std::printf("a kind of disturbance did not happen\n");
   return findings == 0 && disturbed ? 0 : 1;

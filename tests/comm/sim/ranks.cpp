@@ -1,7 +1,5 @@
 // Schedules of TcpConnections: all of the messages between ranks but the thread and the kernel's
 // TCP. Each rank's program posts messages at times of the schedule.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <memory>
@@ -11,6 +9,7 @@
 
 #include <fmt/format.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include "comm/p2p/tcp_connections.h"
 #include "sim/schedule.h"
@@ -223,8 +222,8 @@ class Network {
       for (; burst.count > 0; --burst.count) {
         auto socket = connect_to_path(path(burst.to));
         if (socket.fd() < 0) continue;
-        const auto guess =
-            comm::bytes_of({static_cast<int>(dice_.below(4)), Greeting::link}, std::string(32, '0'));
+        const auto guess = comm::bytes_of({static_cast<int>(dice_.below(4)), Greeting::link},
+                                          std::string(32, '0'));
         const auto words = dice_.one_in(2)   ? std::string()
                            : dice_.one_in(2) ? guess.substr(0, dice_.below(guess.size() + 1))
                                              : std::string(dice_.between(1, 300), 'j');

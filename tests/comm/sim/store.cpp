@@ -56,7 +56,10 @@ class Visitor {
   enum Kind { rank, other_secret, no_secret, early, other_attempt, mute, junk };
 
   Visitor(Kind kind, int number, int ranks, Dice& dice)
-      : kind_(kind), number_(number), ranks_(ranks), secret_(kind == other_secret ? "other" : "secret") {
+      : kind_(kind),
+        number_(number),
+        ranks_(ranks),
+        secret_(kind == other_secret ? "other" : "secret") {
     if (kind == no_secret) secret_.clear();
     // Sets a key of its own, waits for those of all ranks, and reads each.
     requests_.push_back({static_cast<uint8_t>(Request::set), {key(number), value(number)}});
@@ -85,8 +88,8 @@ class Visitor {
     ++tries_;
     stage_ = Stage::challenge;
     input_.clear();
-    hello_ = make_hello({number_, kind_ == other_attempt ? 6 : 7, !secret_.empty(),
-                         kind_ == early ? 4 : 3});
+    hello_ = make_hello(
+        {number_, kind_ == other_attempt ? 6 : 7, !secret_.empty(), kind_ == early ? 4 : 3});
     if (kind_ == junk) connection.there.put(words_);
     else if (kind_ != mute) connection.there.put(hello_);
   }
@@ -104,7 +107,9 @@ class Visitor {
   enum class Stage { challenge, verdict, member };
 
   static std::string key(int i) { return fmt::format("key {}", i); }
-  static std::string value(int i) { return std::string(static_cast<size_t>(50 + 100 * i), static_cast<char>('a' + i)); }
+  static std::string value(int i) {
+    return std::string(static_cast<size_t>(50 + 100 * i), static_cast<char>('a' + i));
+  }
 
   std::string take_challenge(Connection& connection) {
     if (input_.size() < kChallengeBytes) return "";
@@ -193,7 +198,8 @@ class Schedule {
     }
     for (const auto& visitor : visitors_)
       if (!visitor.done())
-        return fmt::format("visitor {} of kind {} never ends", visitor.number(), int{visitor.kind()});
+        return fmt::format("visitor {} of kind {} never ends", visitor.number(),
+                           int{visitor.kind()});
     return "never ends";
   }
 

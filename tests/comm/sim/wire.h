@@ -15,8 +15,8 @@ namespace tessera::sim {
 using TimePoint = std::chrono::steady_clock::time_point;
 using std::chrono::milliseconds;
 
-/// A connection that this program carries: what one end writes arrives at the other later, in pieces
-/// of any size. It may be cut, and one bit may be flipped, at a given byte of one direction.
+/// A connection that this program carries: what one end writes arrives at the other later, in
+/// pieces of any size. It may be cut, and one bit may be flipped, at a given byte of one direction.
 class Wire {
  public:
   struct Fault {
@@ -25,8 +25,8 @@ class Wire {
     int64_t at = 0;     ///< The byte.
   };
 
-  /// `near`: the program's side of the socket of the rank that connects. `listener`: the path of the
-  /// rank that accepts.
+  /// `near`: the program's side of the socket of the rank that connects. `listener`: the path of
+  /// the rank that accepts.
   Wire(comm::Socket near, std::string listener, int from, int to, Fault fault);
 
   const int from, to;  ///< The ranks.
