@@ -24,6 +24,8 @@ const char* op_name(Op op) {
       return "exchange of bytes";
     case Op::allocate:
       return "allocate";
+    case Op::number:
+      return "exchange of a number";
     case Op::split:
       return "split";
     case Op::fail:
@@ -34,7 +36,7 @@ const char* op_name(Op op) {
 
 std::string describe(const OpHeader& header) {
   auto text = fmt::format("{} #{}", op_name(header.op), header.sequence);
-  if (header.op != Op::barrier && header.op != Op::split) {
+  if (header.op != Op::barrier && header.op != Op::split && header.op != Op::number) {
     const auto dtype =
         header.op == Op::bytes ? "bytes" : c10::toString(static_cast<at::ScalarType>(header.dtype));
     text += fmt::format(" of {} {}", header.numel, dtype);

@@ -22,6 +22,7 @@ enum class Op : uint8_t {
   barrier,
   bytes,
   allocate,
+  number,
   split,
   fail
 };
@@ -33,7 +34,7 @@ const char* op_name(Op op);
 struct OpHeader {
   uint64_t sequence = 0;  ///< Number of the collective in its group, from 1.
   uint64_t detail = 0;    ///< Hash of the counts and of other values that must be equal.
-  int64_t numel = 0;
+  int64_t numel = 0;      ///< Of Op::number and Op::split: the value that is exchanged.
   int32_t root = -1;
   Op op = Op::barrier;
   int8_t dtype = 0;        ///< at::ScalarType

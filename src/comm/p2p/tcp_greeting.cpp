@@ -17,7 +17,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr char kMark[8] = {'t', 'e', 's', 's', 'e', 'r', 'a', '1'};
+constexpr char kMark[8] = {'t', 'e', 's', 's', 'e', 'r', 'a', '2'};
 
 std::string random_token() {
   unsigned char bytes[kTokenBytes / 2];
@@ -60,11 +60,13 @@ std::string bytes_of(const Greeting& greeting, const std::string& token) {
   bytes += token;
   bytes.append(reinterpret_cast<const char*>(&greeting.rank), sizeof greeting.rank);
   bytes.append(reinterpret_cast<const char*>(&greeting.kind), sizeof greeting.kind);
+  seal(bytes);
   return bytes;
 }
 
 std::optional<Greeting> read_greeting(std::string_view bytes, const std::string& token) {
-  if (bytes.size() != kGreetingBytes || bytes.substr(0, sizeof kMark) != std::string_view(kMark, 8))
+  if (bytes.size() != kGreetingBytes || !is_sealed(bytes) ||
+      bytes.substr(0, sizeof kMark) != std::string_view(kMark, 8))
     return std::nullopt;
   if (bytes.substr(sizeof kMark, kTokenBytes) != token) return std::nullopt;
   int32_t rank_and_kind[2];

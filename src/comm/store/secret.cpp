@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -13,7 +14,18 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kMaxSecretBytes = 4096;
+constexpr size_t kMaxSecretBytes = 4096, kMinSecretBytes = 16, kMinDifferentBytes = 8;
+
+/// Throws UsageError for a secret that can be found by trying. `variable`: where it is from.
+void check_strength(const std::string& secret, const char* variable, int rank,
+                    const Caller& caller) {
+  const std::set<char> different(secret.begin(), secret.end());
+  if (secret.size() >= kMinSecretBytes && different.size() >= kMinDifferentBytes) return;
+  throw UsageError(fmt::format(
+      "{}: {} {}: the secret of {} is easy to guess; expected at least {} bytes, {} of them "
+      "different, such as the output of 'openssl rand -hex 16'",
+      caller.component, caller.noun, rank, variable, kMinSecretBytes, kMinDifferentBytes));
+}
 
 std::string secret_in(const std::string& path, int rank, const Caller& caller) {
   const auto refuse = [&](const std::string& problem) {
@@ -47,14 +59,19 @@ std::string secret_in(const std::string& path, int rank, const Caller& caller) {
 std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
                         const Caller& caller) {
   if (const char* const text = get("TESSERA_SECRET")) {
-    if (*text) return text;
-    throw UsageError(fmt::format(
-        "{}: {} {}: environment variable TESSERA_SECRET is empty; expected a secret that all {}s "
-        "share, or no such variable",
-        caller.component, caller.noun, rank, caller.noun));
+    if (!*text)
+      throw UsageError(fmt::format(
+          "{}: {} {}: environment variable TESSERA_SECRET is empty; expected a secret that all {}s "
+          "share, or no such variable",
+          caller.component, caller.noun, rank, caller.noun));
+    check_strength(text, "TESSERA_SECRET", rank, caller);
+    return text;
   }
   const char* const path = get("TESSERA_SECRET_FILE");
-  return path ? secret_in(path, rank, caller) : "";
+  if (!path) return "";
+  const auto secret = secret_in(path, rank, caller);
+  check_strength(secret, "TESSERA_SECRET_FILE", rank, caller);
+  return secret;
 }
 
 }  // namespace tessera::comm
