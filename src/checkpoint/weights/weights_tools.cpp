@@ -117,11 +117,9 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
   if (folder && specs.empty())
     throw UsageError("weights: " + from.path() + ": has no tensors; expected some for a folder");
   check_distinct(from, to);
-  std::error_code error;
-  if (folder) fs::create_directories(to, error);
-  if (error) throw UsageError("weights: " + to + ": cannot make the folder: " + error.message());
-  const auto parts = folder ? divide_weights(specs, 1, specs.size(), options.max_shard_bytes)
-                            : divide_weights(specs, 1);
+  auto parts = folder ? divide_weights(specs, 1, specs.size(), options.max_shard_bytes)
+                      : divide_weights(specs, 1);
+  if (folder) name_parts(parts, make_weights_folder(to, parts));
   const SafetensorsMetadata metadata{{"format", "pt"}};
   PartWriters writers(to, specs, metadata);
   for (const auto& part : parts) {
@@ -129,7 +127,6 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
     for (const size_t i : part.tensors)
       writers.write(i, from.load(specs[i].name).to(specs[i].dtype));
   }
-  if (folder) begin_weights_folder(to);
   writers.commit();
   if (!folder) return;
   finish_weights_folder(to, parts, weights_index_text(specs, parts));
