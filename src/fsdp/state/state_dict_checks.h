@@ -17,11 +17,6 @@ std::string shape_text(at::IntArrayRef sizes);
 /// ignored_modules or ignored_parameters name, then the defined buffers.
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
 
-/// Throws UsageError unless `given` has exactly the names and shapes of the module's parameters and
-/// buffers. Local.
-void check_fits(const ShardedModule& sharded,
-                const std::map<std::string, std::vector<int64_t>>& given);
-
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,
