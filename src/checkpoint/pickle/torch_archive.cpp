@@ -8,11 +8,13 @@
 #include <caffe2/serialize/read_adapter_interface.h>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/file_kind.h"
+#include "checkpoint/pickle/legacy_archive.h"
 #include "checkpoint/pickle/pickle_reader.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
@@ -25,11 +27,13 @@ struct TorchArchive::Impl {
   std::string where;
   FileDescriptor file;
   uint64_t file_bytes = 0;
-  std::string folder;  // "archive/"
+  std::string folder;  // "archive/"; of a file before PyTorch 1.6 ""
   std::unordered_map<std::string, ZipRecord> records;
   Values values;
 
   void open(const std::string& path);
+  void open_zip(const ReadAt& read_at);
+  void check_script() const;
   void read(void* to, size_t count, uint64_t offset) const;
   void find_folder(const std::vector<ZipRecord>& sorted);
   std::string text_of(const std::string& name, size_t most) const;
@@ -55,7 +59,6 @@ class CheckedFile : public caffe2::serialize::ReadAdapterInterface {
 };
 
 constexpr size_t kMaxVersionBytes = 64;
-constexpr uint64_t kMaxScriptPickleBytes = 64 << 20;  // libtorch takes some 80 bytes for each
 // Shorter runs of a strided tensor are read with all that lies between them.
 constexpr int64_t kShortestRunBytes = 256;
 
@@ -97,8 +100,15 @@ void TorchArchive::Impl::open(const std::string& path) {
   if (kind == FileKind::json) throw UsageError(where + "is JSON; expected a file of torch.save");
   if (kind == FileKind::safetensors && begin.size() > 8)
     throw UsageError(where + "is a safetensors file; expected a file of torch.save");
-  const auto sorted = read_zip_directory(
-      where, file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); });
+  const ReadAt read_at = [this](void* to, size_t count, uint64_t at) { read(to, count, at); };
+  if (kind == FileKind::zip) return open_zip(read_at);
+  auto legacy = read_legacy_archive(where, file_bytes, read_at);
+  for (const auto& record : legacy.records) records.emplace(record.name, record);
+  values = std::move(legacy.values);
+}
+
+void TorchArchive::Impl::open_zip(const ReadAt& read_at) {
+  const auto sorted = read_zip_directory(where, file_bytes, read_at);
   find_folder(sorted);
   for (const auto& record : sorted) records.emplace(record.name, record);
   if (records.count(folder + "byteorder") > 0) {
@@ -108,6 +118,20 @@ void TorchArchive::Impl::open(const std::string& path) {
                        "; expected little: load it with PyTorch and save it on a little-endian "
                        "machine");
   }
+  values = read_pickle(where, text_of("data.pkl", kMaxPickleBytes));
+  if (records.count(folder + "constants.pkl") > 0) check_script();
+}
+
+/// C++'s torch::save() writes TorchScript, too, whose classes have no code.
+void TorchArchive::Impl::check_script() const {
+  const auto found = std::find_if(values.foreign.begin(), values.foreign.end(),
+                                  [](const auto& name) { return name.starts_with("__torch__."); });
+  if (found == values.foreign.end() && values.root.kind != Kind::foreign) return;
+  throw UsageError(fmt::format(
+      "{}is a TorchScript archive with the class {}, whose code Tessera does not run; expected a "
+      "file of torch.save. If you trust the archive, Python converts it: "
+      "torch.save(torch.jit.load(FILE).state_dict(), \"weights.pt\")",
+      where, in_quotes(found == values.foreign.end() ? values.global_name(values.root) : *found)));
 }
 
 void TorchArchive::Impl::read(void* to, size_t count, uint64_t offset) const {
@@ -126,7 +150,7 @@ void TorchArchive::Impl::find_folder(const std::vector<ZipRecord>& sorted) {
   folder = first.substr(0, first.find('/') + 1);
   bool there = false;
   for (const auto& record : sorted) {
-    there = there || record.name == folder + "data.pkl" || record.name == folder + "constants.pkl";
+    there = there || record.name == folder + "data.pkl";
     const bool version =
         record.name == folder + "version" || record.name == folder + ".data/version";
     if (version && record.bytes > kMaxVersionBytes)
@@ -207,29 +231,12 @@ at::Tensor TorchArchive::Impl::read_runs(const TorchTensor& tensor,
 
 TorchArchive::TorchArchive(const std::string& path) : impl_(std::make_unique<Impl>()) {
   impl_->open(path);
-  if (!is_script())
-    impl_->values = read_pickle(impl_->where, impl_->text_of("data.pkl", kMaxPickleBytes));
+  if (!impl_->values.foreign.empty())
+    spdlog::warn("tessera: {}leaves out {}", impl_->where, foreign_text(impl_->values));
 }
 TorchArchive::~TorchArchive() = default;
 
 const std::string& TorchArchive::where() const { return impl_->where; }
-bool TorchArchive::is_script() const {
-  return impl_->records.count(impl_->folder + "constants.pkl") > 0;
-}
-ScriptBytes TorchArchive::script_bytes() const {
-  uint64_t bytes = impl_->file_bytes, pickle_bytes = 0;
-  for (const auto& [name, record] : impl_->records) {
-    bytes += record.compressed ? record.bytes : 0;
-    if (!name.ends_with(".pkl")) continue;
-    pickle_bytes += record.bytes;
-    if (pickle_bytes > kMaxScriptPickleBytes)
-      throw UsageError(
-          fmt::format("{}its pickles have more than {} bytes, up to {}; expected a "
-                      "sound archive of torch.jit.save",
-                      where(), kMaxScriptPickleBytes, in_quotes(name)));
-  }
-  return {bytes, pickle_bytes};
-}
 const Values& TorchArchive::values() const { return impl_->values; }
 
 void TorchArchive::check_storage(const TorchTensor& tensor) const { impl_->storage_of(tensor); }

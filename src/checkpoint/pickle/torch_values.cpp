@@ -30,6 +30,15 @@ bool is_container(const Value& value) {
   return value.kind == Kind::dict || value.kind == Kind::list || value.kind == Kind::tuple;
 }
 
+bool is_foreign(const Value& value) {
+  return value.kind == Kind::foreign || value.kind == Kind::set;
+}
+
+std::string described(const Values& values, const Value& value) {
+  return value.kind == Kind::foreign ? in_quotes(values.global_name(value)) + " of Python"
+                                     : kind_name(value.kind);
+}
+
 /// Walks over containers. Shared values are visited once for each use, so the visits, the tensors
 /// and their names are bounded; a cycle ends at the greatest depth.
 class Walk {
@@ -42,7 +51,7 @@ class Walk {
     return std::move(found_);
   }
 
-  bool any(const Value& root) { return has_tensor(root, 0); }
+  bool any(const Value& root) { return has_tensor(root, 0, false); }
 
   /// Counts `more` values as visited.
   void count(size_t more) {
@@ -59,12 +68,17 @@ class Walk {
     count(1);
   }
 
-  bool has_tensor(const Value& value, int depth) {
+  /// `foreign`: also looks into values that Tessera does not read.
+  bool has_tensor(const Value& value, int depth, bool foreign) {
     enter(depth);
-    if (value.kind == Kind::tensor) return true;
-    if (!is_container(value)) return false;
-    for (const auto& item : values_.items(value)) {
-      if (has_tensor(item, depth + 1)) return true;
+    if (value.kind == Kind::tensor || (foreign && value.kind == Kind::storage)) return true;
+    if (!is_container(value) && !(foreign && is_foreign(value))) return false;
+    const auto& items = values_.items(value);
+    if (value.kind == Kind::foreign && values_.text(items[0]).starts_with("torch.") &&
+        values_.text(items[1]).starts_with("_rebuild"))
+      return true;
+    for (const auto& item : items) {
+      if (has_tensor(item, depth + 1, foreign)) return true;
     }
     return false;
   }
@@ -73,6 +87,11 @@ class Walk {
   void visit(const Value& value, int depth) {
     enter(depth);
     if (value.kind == Kind::tensor) return add(value);
+    if (is_foreign(value) && has_tensor(value, depth, true))
+      throw UsageError(fmt::format(
+          "{}{} is a {} with tensors, which Tessera does not read; expected tensors in dicts, "
+          "lists and tuples: save the state dicts alone with torch.save",
+          where_, in_quotes(name_), described(values_, value)));
     if (!is_container(value)) return;
     const auto& items = values_.items(value);
     const size_t name_bytes = name_.size();
@@ -81,8 +100,8 @@ class Walk {
     const size_t step = value.kind == Kind::dict ? 2 : 1;
     for (size_t i = 0; i + step <= items.size(); i += step) {
       const Value& item = items[i + step - 1];
-      if (is_container(item) || item.kind == Kind::tensor) {
-        if (step == 2) append(items[i], is_container(item));
+      if (is_container(item) || is_foreign(item) || item.kind == Kind::tensor) {
+        if (step == 2) append(items[i], item.kind != Kind::tensor);
         else name_ += std::to_string(i);
       }
       visit(item, depth + 1);
@@ -227,8 +246,9 @@ std::string dicts_of(const Values& values, const Value& dict) {
 }  // namespace
 
 std::string kind_name(Kind kind) {
-  constexpr const char* kNames[] = {"None", "bool",  "integer", "float", "text",    "bytes",
-                                    "name", "tuple", "list",    "dict",  "storage", "tensor"};
+  constexpr const char* kNames[] = {"None",    "bool",   "integer", "float", "text",
+                                    "bytes",   "name",   "tuple",   "list",  "dict",
+                                    "storage", "tensor", "set",     "value"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -288,7 +308,8 @@ Value dict_at(const std::string& where, const Values& values, const std::string&
     begin = end + 1;
   }
   if (at.kind != Kind::dict && at.kind != Kind::tensor)
-    throw UsageError(where + "holds a " + kind_name(at.kind) + "; expected a dict of tensors");
+    throw UsageError(where + "holds a " + described(values, at) +
+                     "; expected a dict of tensors: save the state dicts alone with torch.save");
   return at;
 }
 
@@ -316,7 +337,21 @@ Value weights_at(const std::string& where, const Values& values, const std::stri
 
 std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
                                     const Value& dict) {
-  return Walk(where, values).tensors(dict);
+  auto tensors = Walk(where, values).tensors(dict);
+  if (tensors.empty() && !values.foreign.empty())
+    throw UsageError(where + "has no tensors, but " + foreign_text(values) +
+                     "; expected tensors in dicts, lists and tuples");
+  return tensors;
+}
+
+std::string foreign_text(const Values& values) {
+  constexpr size_t kShown = 10;
+  std::string text = "values of";
+  for (size_t i = 0; i < values.foreign.size() && i < kShown; ++i)
+    text += (i > 0 ? ", " : " ") + in_quotes(values.foreign[i]);
+  if (values.foreign.size() > kShown)
+    text += fmt::format(" and {} more", values.foreign.size() - kShown);
+  return text + ", which Tessera does not run or read";
 }
 
 }  // namespace tessera::pickle
