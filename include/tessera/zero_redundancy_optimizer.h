@@ -93,7 +93,8 @@ struct ZeroRedundancyOptimizerOptions {
   /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
   /// Needs reduce_gradients, none of overlap_with_backward, reduce_in_backward and
-  /// reduce_in_place, and an optimizer other than LBFGS; otherwise a UsageError.
+  /// reduce_in_place, an optimizer other than LBFGS, and that no other library has taken the
+  /// dispatch key that detects the use of gradients; otherwise a UsageError.
   /// find_unused_parameters has no effect.
   bool shard_gradients = false;
   /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
