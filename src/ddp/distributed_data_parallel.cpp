@@ -231,10 +231,11 @@ class DataParallel::Impl {
         refuse(fmt::format("needs frozen parameters on the CPU, and {} is on {}", name,
                            tensor.device().str()));
     }
-    if (group_.size() > 1 && !sharding::start_detection())
-      refuse(
-          "cannot detect writes, because another library has taken the dispatch key for it; "
-          "expected the option off");
+    if (group_.size() > 1) {
+      sharding::require_detection(
+          fmt::format("{}: rank {}: option share_parameters", kName, group_.rank()),
+          "the option off");
+    }
   }
 
   void check_background() const {

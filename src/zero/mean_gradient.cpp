@@ -87,7 +87,6 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
   callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
   callbacks.finished = [this] { publish_means(); };
   callbacks.began = [this] { hide_placeholders(); };
-  if (!sharding::start_detection()) return;
   placeholders_ = std::make_unique<sharding::GradientPlaceholders>(
       trainable, prefix_,
       "optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of optimizer.shards()",

@@ -28,7 +28,8 @@ GradientBuckets::GradientBuckets(std::string component, int rank,
       rank_(rank),
       parameters_(std::move(parameters)),
       as_views_(as_views) {
-  if (refuse_own_norm && start_detection()) {
+  if (refuse_own_norm && start_detection_for(component_.c_str(), rank_, "gradients",
+                                             "the error of clipping by one rank's norm")) {
     norms_ =
         std::make_unique<LocalNorms>(std::move(refuse_own_norm), [this] { return gradients(); });
   }
