@@ -210,7 +210,7 @@ void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
 void ZeroRedundancyOptimizer::Impl::watch() {
   mean.watch();
   std::vector<sharding::NamedTensor> trainable;
-  for (const auto i : shards.trainable_subset()) trainable.push_back(shards.parameters()[i]);
+  for (const auto i : shards.all_in_buckets()) trainable.push_back(shards.parameters()[i]);
   if (!shards.shares()) writes = sharding::ForwardWrites(std::move(trainable));
   writes.begin();
 }
