@@ -89,7 +89,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
   bool has_data_ = true;            // false while this rank takes part in a join without data
-  std::vector<uint64_t> versions_;  // of the parameters at the beginning of forward
+  std::vector<int64_t> versions_;  // of the parameters at the beginning of forward
 
   /// A parameter that was replaced while it was whole.
   struct Replaced {
