@@ -90,7 +90,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
       parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());
   agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
-  keep_shared_storage(added, module);
+  keep_shared_storage(module);
   shards.place_new();
   if (options.broadcast_parameters && !shards.shares()) {
     std::vector<at::Tensor> tensors;
@@ -160,42 +160,49 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
 
 /// What shares memory with a parameter would keep the present values if the parameter moved into a
 /// bucket. Ranks may differ in it, as in what their programs hold, and agree here. Collective.
-void ZeroRedundancyOptimizer::Impl::keep_shared_storage(
-    const std::vector<sharding::NamedTensor>& added, const torch::nn::Module* module) {
+void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module* module) {
+  const auto& parameters = shards.parameters();
   const bool moves = options.parameters_as_bucket_view;
-  auto shared = sharding::shared_memory_of(added, module);
-  const auto is_other = [&](const auto& entry) {  // not one of these parameters
-    return std::none_of(added.begin(), added.end(), [&](const auto& parameter) {
-      return entry.holder == "parameter " + parameter.name;
-    });
-  };
   const bool must_move = options.share_parameters || options.wire.parameters != WireFormat::float32;
+  std::vector<int> flags(parameters.size());
+  std::string first;
   agree(group, [&] {
-    for (const auto& entry : shared) {
-      const auto& [name, tensor] = added[entry.parameter];
-      const bool other = is_other(entry);
-      if (other && !(moves && (must_move || !tensor.is_non_overlapping_and_dense()))) continue;
-      throw UsageError(fmt::format(
-          "{}: parameter {} shares its memory with {}; expected {}", prefix(), name, entry.holder,
-          other ? "a clone(), or a dense parameter and neither share_parameters nor wire.parameters"
-                : "one tensor that is registered under both names"));
+    for (const auto& entry : sharding::shared_memory_of(parameters, module)) {
+      const size_t i = entry.parameter;
+      const auto& tensor = parameters[i].tensor;
+      const auto text =
+          fmt::format("parameter {} shares its memory with {}", parameters[i].name, entry.holder);
+      const bool twice = std::any_of(parameters.begin(), parameters.end(), [&](const auto& other) {
+        return entry.holder == "parameter " + other.name && other.tensor.requires_grad() &&
+               tensor.requires_grad();
+      });
+      if (twice) {
+        throw UsageError(fmt::format(
+            "{}: {}; expected one tensor that is registered under both names", prefix(), text));
+      }
+      if (i < shards.placed()) continue;
+      if (moves && (must_move || !tensor.is_non_overlapping_and_dense())) {
+        throw UsageError(fmt::format(
+            "{}: {}; expected a clone(), or a dense parameter and neither share_parameters nor "
+            "wire.parameters",
+            prefix(), text));
+      }
+      if (first.empty() && tensor.requires_grad()) first = text;
+      flags[i] = 1;
     }
   });
   if (!moves) return;
-  std::vector<int> flags(added.size());
-  for (const auto& entry : shared) flags[entry.parameter] = 1;
-  auto ranks = at::tensor(flags, at::TensorOptions().dtype(at::kInt)).to(group.control_device());
+  auto ranks = at::tensor(flags, at::kInt).to(group.control_device());
   group.all_reduce(ranks, 1, "parameters that share memory");
   ranks = ranks.cpu();
-  for (size_t i = 0; i < added.size(); ++i) {
-    if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(shards.placed() + i);
+  for (size_t i = shards.placed(); i < flags.size(); ++i) {
+    if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(i);
   }
-  if (shared.empty()) return;
+  if (first.empty() || group.rank() != 0) return;
   spdlog::info(
-      "tessera: {}: parameter {} shares its memory with {}, so it keeps its storage and is gathered "
-      "through a copy ({} of {} parameters)",
-      prefix(), added[shared[0].parameter].name, shared[0].holder,
-      std::count(flags.begin(), flags.end(), 1), flags.size());
+      "tessera: {}: {}, so it keeps its storage and is gathered through a copy ({} of {} "
+      "parameters)",
+      prefix(), first, std::count(flags.begin(), flags.end(), 1), flags.size());
 }
 
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {

@@ -103,8 +103,7 @@ class ZeroRedundancyOptimizer::Impl {
   void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
-  void keep_shared_storage(const std::vector<sharding::NamedTensor>& added,
-                           const torch::nn::Module* module);
+  void keep_shared_storage(const torch::nn::Module* module);
   void update(bool averaged);
 
   void prepare_step();

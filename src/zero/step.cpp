@@ -92,7 +92,7 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   clear_shard_gradients();
   mean.reset();
   mean.begin_round();
-  if (!in_background) shards.gather(tag);
+  shards.gather(tag, !in_background);
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {

@@ -270,6 +270,32 @@ TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
   }
 }
 
+TEST(ZeroBuffers, OfParameterGroupsAreEqualWithAModuleAndTheLogSaysSoWithoutOne) {
+  const auto log_of = [](bool module, const Zero::Options& options) {
+    ::testing::internal::CaptureStdout();
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Normed>(1);
+      const std::vector<Zero::Group> groups{{named_parameters(*net), {}}};
+      const auto sgd = optimizer_of("SGD", {{"lr", 0.1}});
+      const auto zero = module ? std::make_unique<Zero>(*net, groups, group, sgd, options)
+                               : std::make_unique<Zero>(groups, group, sgd, options);
+      for (int step = 0; step < 2; ++step) {
+        zero->zero_grad();
+        loss_of(net(rows(step, rank, 2))).backward();
+        zero->step();
+        if (module) expect_equal_buffers(*net, group);
+      }
+    });
+    return ::testing::internal::GetCapturedStdout();
+  };
+  const std::string line = "expected ZeroRedundancyOptimizer(module, groups, …)";
+  EXPECT_EQ(log_of(true, {}).find(line), std::string::npos);
+  EXPECT_EQ(log_of(false, {.buffers = BufferSync::none}).find(line), std::string::npos);
+  const auto text = log_of(false, {});
+  ASSERT_NE(text.find(line), std::string::npos);
+  EXPECT_EQ(text.find(line), text.rfind(line)) << "once";
+}
+
 TEST(ZeroNorm, TheInfinityNormSeesANaNOfEveryRank) {
   for (const int culprit : {0, 1, 2}) {
     run_ranks(3, [&](ProcessGroup group, int rank) {

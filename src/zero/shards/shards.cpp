@@ -213,8 +213,9 @@ void Shards::take_residuals(const std::vector<StateSlice>& slices) {
   }
 }
 
-void Shards::gather(const std::string& tag) {
+void Shards::gather(const std::string& tag, bool paged) {
   for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (buckets_[b].page && !paged) continue;
     if (wire_) {
       if (!wire_->has_begun(b)) wire_->begin(b, buckets_[b], gather_tag(buckets_[b], tag));
       continue;
@@ -237,11 +238,7 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
 void Shards::gather_in_background(const std::string& tag) {
   // Buckets are in the order of backward.
   for (size_t b = buckets_.size(); b-- > 0;) {
-    if (!buckets_[b].page) {
-      gather_parameters(buckets_[b], parameters_, gather_group(b), tag);
-      bump_versions(buckets_[b]);
-      continue;
-    }
+    if (!buckets_[b].page) continue;
     arriving_->begin(*buckets_[b].page, buckets_[b].parameters, start_gather(b, tag));
     bump_versions(buckets_[b]);
   }

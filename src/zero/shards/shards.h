@@ -83,8 +83,9 @@ class Shards {
   void add_residuals(std::vector<StateSlice>& slices) const;
   void take_residuals(const std::vector<StateSlice>& slices);
 
-  /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Collective.
-  void gather(const std::string& tag = "");
+  /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
+  /// `paged` not of the buckets that gather_in_background() gathers. Collective.
+  void gather(const std::string& tag = "", bool paged = true);
   /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
   /// not block.
   void begin_gather(size_t b, const std::string& tag);
