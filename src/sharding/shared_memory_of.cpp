@@ -8,7 +8,6 @@
 #include <fmt/format.h>
 
 #include "tessera/detail/torch_compat.h"
-#include "tessera/error.h"
 
 namespace tessera::sharding {
 namespace {
@@ -119,17 +118,6 @@ std::vector<SharedMemory> shared_memory_of(const std::vector<NamedTensor>& param
       result.push_back({*placed.parameter, "the program, which owns it (from_blob)"});
   }
   return result;
-}
-
-void refuse_shared_memory(const std::string& component, int rank,
-                          const std::vector<NamedTensor>& parameters,
-                          const torch::nn::Module* module) {
-  const auto shared = shared_memory_of(parameters, module);
-  if (shared.empty()) return;
-  throw UsageError(fmt::format(
-      "{}: rank {}: parameter {} shares its memory with {}, which would keep the present values; "
-      "expected one tensor registered under both names, a clone(), or a view that forward makes",
-      component, rank, parameters[shared[0].parameter].name, shared[0].holder));
 }
 
 }  // namespace tessera::sharding

@@ -243,7 +243,10 @@ TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleIsAnErrorWhereverItIsNext) 
     expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.zero_grad(); });
     at::Tensor loss[3];
     expect_refused(
-        name, [&](Wrapped& fsdp) { loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3}))); },
+        name,
+        [&](Wrapped& fsdp) {
+          loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3})));
+        },
         [&](Wrapped& fsdp) { loss[fsdp.group().rank()].backward(); });
   }
 }

@@ -253,7 +253,7 @@ TEST(WrapperLifetimes, AfterTheWrapperThatHadTheMemoryEveryOtherNamesTheParamete
         wrap(net, group, rows(0, rank, world));
       });
       SCOPED_TRACE(name + ", world " + std::to_string(world));
-      expect_usage_errors(errors, "rank 0: parameter list.0.weight is without memory");
+      expect_usage_errors(errors, "rank 0: parameter list.0.weight has no memory");
       expect_usage_errors(errors, "was used after the wrapper was destroyed");
     }
   }
