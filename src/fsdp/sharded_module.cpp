@@ -136,10 +136,10 @@ void ShardedModule::begin_forward() {
     auto restore_cache =
         c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
-    residency->begin_forward(full_precision_);
     model.take_back_shards();
-    if (at::GradMode::is_enabled()) writes_.begin();
     gradients->begin_forward(module.is_training() && at::GradMode::is_enabled());
+    residency->begin_forward(full_precision_);
+    if (at::GradMode::is_enabled()) writes_.begin();
     restore_cache.release();
   } else {
     residency->begin_forward(full_precision_);

@@ -58,7 +58,7 @@ void expect_as_plain(Train&& train) {
 }
 
 torch::optim::SGD momentum(const std::vector<at::Tensor>& parameters) {
-  return {parameters, torch::optim::SGDOptions(0.1).momentum(0.9)};
+  return torch::optim::SGD(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
 }
 
 at::Tensor penalty(const std::vector<at::Tensor>& parameters) {
