@@ -105,11 +105,12 @@ void Residency::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op)
   };
   find_units();
   if (backward && !backward_) refuse_stale_graph();
-  if (backward && !std::exchange(backward_, true)) {
+  if (backward && !backward_) {
     // It takes the lock of Gradients, which calls gradients_complete() under that lock.
     lock.unlock();
     in_backward_();
     lock.lock();
+    backward_ = true;
     find_units();
   }
   advised([&] { use(phase); });

@@ -371,7 +371,13 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
     sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
-    sharding::refuse_shared_memory(kName, group.rank(), plan.parameters, &module);
+    for (const auto& [index, holder] : sharding::shared_memory_of(plan.parameters, &module)) {
+      throw UsageError(fmt::format(
+          "{}: rank {}: parameter {} shares its memory with {}, which would keep the present "
+          "values; expected one tensor registered under both names, a clone(), or a view that "
+          "forward makes",
+          kName, group.rank(), plan.parameters[index].name, holder));
+    }
   });
   check_contract(module, plan, group, options);
   materialize_ignored(module, plan, group);

@@ -35,9 +35,12 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
           model.parameters[flat.members[at]].tensor.unsafeGetTensorImpl()->version_counter());
     }
   }
+  std::vector<sharding::NamedTensor> replicated;
   for (size_t i = 0; i < model.parameters.size(); ++i) {
     if (model.flat_of(i).trainable) trainable_.push_back(i);
+    if (model.flat_of(i).permanent) replicated.push_back(model.parameters[i]);
   }
+  writes_ = sharding::ForwardWrites(std::move(replicated));
   watch();
 }
 
@@ -114,19 +117,6 @@ void ShardedModule::check_parameters_unchanged(const char* since, const char* ad
   }
 }
 
-/// A write in forward to parameters that are whole on every rank, each rank with its own data.
-void ShardedModule::check_parameters_unwritten() {
-  for (size_t i = 0; i < versions_.size(); ++i) {
-    const auto& [name, tensor] = model.parameters[i];
-    if (!model.flat_of(i).permanent || tensor._version() == versions_[i]) continue;
-    model.world.fail(fmt::format(
-        "{}: forward wrote to parameter {} (max_norm of an embedding, clamp_?), on each rank with "
-        "its own data, so the ranks' copies would differ; expected writes outside of forward, the "
-        "same on all ranks",
-        prefix(), name));
-  }
-}
-
 void ShardedModule::begin_forward() {
   if (!summoned.empty()) {
     throw UsageError(prefix() +
@@ -141,13 +131,10 @@ void ShardedModule::begin_forward() {
     auto restore_cache =
         c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
-    residency->begin_forward(full_precision_);
     model.take_back_shards();
-    versions_.clear();
-    for (const auto& parameter : model.parameters) {
-      if (model.replicas.size() > 1) versions_.push_back(parameter.tensor._version());
-    }
     gradients->begin_forward(module.is_training() && at::GradMode::is_enabled());
+    residency->begin_forward(full_precision_);
+    if (at::GradMode::is_enabled()) writes_.begin();
     restore_cache.release();
   } else {
     residency->begin_forward(full_precision_);
@@ -165,7 +152,10 @@ void ShardedModule::end_forward(bool threw) {
           "the beginning of forward",
           "an initialisation that depends on data to be made by one forward of the module before "
           "it is wrapped, and other changes inside summon_full_params()");
-      check_parameters_unwritten();
+    }
+    if (!step_over && !residency->nested()) {
+      writes_.pause(threw || join_leader.some_rank_has_no_data());
+      writes_.compare(kName, model.world);
     }
   } catch (const Error&) {
     residency->abandon_forward(step_over);

@@ -6,6 +6,7 @@
 #include "fsdp/join_leader.h"
 #include "fsdp/residency.h"
 #include "sharding/gradients/backward_watch.h"
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/module_buffers.h"
 
 namespace tessera::fsdp {
@@ -89,7 +90,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
   bool has_data_ = true;            // false while this rank takes part in a join without data
-  std::vector<int64_t> versions_;  // of the parameters at the beginning of forward
+  sharding::ForwardWrites writes_;  // to parameters that are whole on several ranks
 
   /// A parameter that was replaced while it was whole.
   struct Replaced {
@@ -100,7 +101,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// `since`: "construction" or "the beginning of forward". UsageError on all ranks through
   /// ProcessGroup::fail().
   void check_parameters_unchanged(const char* since, const char* expected);
-  void check_parameters_unwritten();
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,
                  bool for_gradients);
   struct PoolKey {

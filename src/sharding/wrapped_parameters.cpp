@@ -74,20 +74,6 @@ std::string conflict(Use use, const std::string& component, const WrappedParamet
                      other.component);
 }
 
-/// Why no wrapper can use a parameter that has no other wrapper; "" if one can.
-std::string problem_of(const at::Tensor& parameter) {
-  if (c10::InferenceMode::is_enabled() || parameter.is_inference()) {
-    return "made or wrapped in InferenceMode, so it cannot be trained; expected a module and a "
-           "wrapper that are made outside of it";
-  }
-  try {
-    parameter.detach();  // the lightest use: an error if a wrapper was destroyed with the memory
-  } catch (const UsageError& error) {
-    return fmt::format("without memory: {}", error.what());
-  }
-  return "";
-}
-
 }  // namespace
 
 WrappedParameters::WrappedParameters(const std::string& component, int rank, Use use,
@@ -114,8 +100,11 @@ WrappedParameters::WrappedParameters(const std::string& component, int rank, Use
   }
   // Without the lock: the use of a parameter may wait for other ranks.
   for (size_t i = 0; i < parameters.size() && problem.empty(); ++i) {
-    problem = problem_of(parameters[i].tensor);
-    if (!problem.empty()) problem = fmt::format("parameter {} is {}", parameters[i].name, problem);
+    try {
+      parameters[i].tensor.detach();
+    } catch (const UsageError& error) {  // a wrapper was destroyed with the memory
+      problem = fmt::format("parameter {} has no memory: {}", parameters[i].name, error.what());
+    }
   }
   if (!problem.empty()) throw UsageError(fmt::format("{}: rank {}: {}", component, rank, problem));
   entry_ = std::move(entry);

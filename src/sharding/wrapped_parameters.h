@@ -23,9 +23,8 @@ class WrappedParameters {
  public:
   /// Has no parameters.
   WrappedParameters() = default;
-  /// UsageError "<component>: rank R: parameter P is …", with the remedy, if another
-  /// wrapper has one of `parameters` and the two uses exclude each other, if a wrapper was
-  /// destroyed with its memory, or if it belongs to InferenceMode.
+  /// UsageError "<component>: rank R: parameter P …", with the remedy, if another wrapper has one
+  /// of `parameters` and the two uses exclude each other, or was destroyed with its memory.
   WrappedParameters(const std::string& component, int rank, Use use,
                     const std::vector<NamedTensor>& parameters);
 

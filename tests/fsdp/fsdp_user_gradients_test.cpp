@@ -58,7 +58,7 @@ void expect_as_plain(Train&& train) {
 }
 
 torch::optim::SGD momentum(const std::vector<at::Tensor>& parameters) {
-  return {parameters, torch::optim::SGDOptions(0.1).momentum(0.9)};
+  return torch::optim::SGD(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
 }
 
 at::Tensor penalty(const std::vector<at::Tensor>& parameters) {
@@ -243,7 +243,10 @@ TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleIsAnErrorWhereverItIsNext) 
     expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.zero_grad(); });
     at::Tensor loss[3];
     expect_refused(
-        name, [&](Wrapped& fsdp) { loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3}))); },
+        name,
+        [&](Wrapped& fsdp) {
+          loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3})));
+        },
         [&](Wrapped& fsdp) { loss[fsdp.group().rank()].backward(); });
   }
 }

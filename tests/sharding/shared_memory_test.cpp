@@ -103,8 +103,8 @@ TEST(FsdpSharedMemory, WhatSharesAParametersMemoryIsNamed) {
 }
 
 TEST(FsdpSharedMemory, WhatSharesNothingTrainsAsPlain) {
-  for (const std::string how : {"", "two names", "transposed", "parts", "after a backward",
-                                "loaded", "lstm", "clone"}) {
+  for (const std::string how :
+       {"", "two names", "transposed", "parts", "after a backward", "loaded", "lstm", "clone"}) {
     for (int world = 1; world <= 3; ++world) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
         Sharing net = seeded<Sharing>(1, how), plain = seeded<Sharing>(1, how);
@@ -193,8 +193,8 @@ std::map<std::string, std::function<void(Chain&, ProcessGroup, const at::Tensor&
   };
   const auto zero = [](ZeroRedundancyOptimizerOptions options) -> Train {
     return [options](Chain& net, ProcessGroup group, const at::Tensor& x) {
-      ZeroRedundancyOptimizer optimizer(*net, group,
-                                        default_optimizers().factory("SGD", {{"lr", 0.1}}), options);
+      ZeroRedundancyOptimizer optimizer(
+          *net, group, default_optimizers().factory("SGD", {{"lr", 0.1}}), options);
       net->zero_grad();
       loss_of(net(x)).backward();
       optimizer.step();
@@ -253,7 +253,7 @@ TEST(WrapperLifetimes, AfterTheWrapperThatHadTheMemoryEveryOtherNamesTheParamete
         wrap(net, group, rows(0, rank, world));
       });
       SCOPED_TRACE(name + ", world " + std::to_string(world));
-      expect_usage_errors(errors, "rank 0: parameter list.0.weight is without memory");
+      expect_usage_errors(errors, "rank 0: parameter list.0.weight has no memory");
       expect_usage_errors(errors, "was used after the wrapper was destroyed");
     }
   }
@@ -265,7 +265,7 @@ TEST(WrapperLifetimes, AWrapperAfterADestroyedOneTrainsAsPlainOrIsAnError) {
     for (const auto& [second, other] : all) {
       SCOPED_TRACE(first + ", then " + second);
       const auto errors = run_ranks_catching(2, [&, &one = one, &other = other](ProcessGroup group,
-                                                                               int rank) {
+                                                                                int rank) {
         Chain net = seeded<Chain>(1, 2), plain = seeded<Chain>(1, 2);
         one(net, group, rows(0, rank, 2));
         other(net, group, rows(1, rank, 2));
@@ -292,15 +292,14 @@ TEST(WrapperLifetimes, AWrapperMadeInInferenceModeNamesAParameter) {
   for (const auto& [name, wrap] : wrappers()) {
     SCOPED_TRACE(name);
     for (const bool module_too : {false, true}) {
-      const auto errors =
-          run_ranks_catching(2, [&, &wrap = wrap](ProcessGroup group, int rank) {
-            std::optional<Chain> net;
-            if (!module_too) net = seeded<Chain>(1, 2);
-            std::optional<c10::InferenceMode> mode(std::in_place);
-            if (!net) net = seeded<Chain>(1, 2);
-            if (module_too) mode.reset();
-            wrap(*net, group, rows(0, rank, 2));
-          });
+      const auto errors = run_ranks_catching(2, [&, &wrap = wrap](ProcessGroup group, int rank) {
+        std::optional<Chain> net;
+        if (!module_too) net = seeded<Chain>(1, 2);
+        std::optional<c10::InferenceMode> mode(std::in_place);
+        if (!net) net = seeded<Chain>(1, 2);
+        if (module_too) mode.reset();
+        wrap(*net, group, rows(0, rank, 2));
+      });
       expect_usage_errors(errors, "parameter list.0.weight is made or wrapped in InferenceMode");
     }
   }
