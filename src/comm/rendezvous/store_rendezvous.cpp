@@ -114,12 +114,17 @@ Store store_on_host(const LaunchEnvironment& environment, const std::string& pla
                     std::chrono::milliseconds timeout) {
   static auto& known = *new std::map<std::string, Store>();  // never destroyed
   static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  if (const auto found = known.find(place); found != known.end()) return found->second;
+  // Ranks may be threads of one process, and children of a process that has met other ranks.
+  const auto key = fmt::format("{} {} {}", ::getpid(), environment.rank, place);
+  std::unique_lock lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  lock.unlock();
   const bool given = !environment.rendezvous.empty();
-  const auto folder =
-      given ? place : announced_folder(place, environment.rank, environment.size, timeout);
-  return known[place] = file_store(folder, environment);
+  auto store = file_store(
+      given ? place : announced_folder(place, environment.rank, environment.size, timeout),
+      environment);
+  lock.lock();
+  return known[key] = std::move(store);
 }
 
 StoreRendezvous on_host(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
@@ -135,7 +140,7 @@ StoreRendezvous on_host(const LaunchEnvironment& environment, std::chrono::milli
     throw;
   } catch (const std::exception& error) {
     throw UsageError(
-        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file of {}: {}",
+        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file {}/store: {}",
                     environment.rank, environment.size, place, compat::first_line(error.what())));
   }
 }
