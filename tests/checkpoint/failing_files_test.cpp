@@ -1,6 +1,8 @@
 // File operations that fail while checkpoints and weights are written and read. The program
 // file_operations tries all of them; these are the rules, one by one.
 
+#include "faults/failing_files.h"
+
 #include <sstream>
 
 #include <fcntl.h>
@@ -10,7 +12,6 @@
 
 #include "checkpoint/child.h"
 #include "checkpoint/store_fixture.h"
-#include "faults/failing_files.h"
 #include "harness/ranks.h"
 #include "tessera/detail/write_file.h"
 #include "tessera/save_weights.h"

@@ -94,7 +94,7 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
     if (!file_) continue;
     const bool locked = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
     // Another process may have taken it for a file whose writer has ended.
-    if (!locked || ::fstat(file_.get(), &status) != 0 || status.st_nlink == 0) discard();
+    if (!locked || (::fstat(file_.get(), &status) == 0 && status.st_nlink == 0)) discard();
   }
   // The ranks write a checkpoint in one new folder, which is removed as a whole.
   if (folder_.find(".partial-") == folder_.npos) remove_abandoned(folder_, status);
