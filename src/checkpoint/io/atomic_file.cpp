@@ -2,8 +2,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <climits>
-#include <cstdlib>
 #include <filesystem>
 #include <random>
 
@@ -51,13 +49,9 @@ void remove_abandoned(const std::string& folder, const struct stat& own) {
 }
 
 std::string resolved(const std::string& path) {
-  char* real = ::realpath(path.c_str(), nullptr);
-  if (real == nullptr) {
-    return path;
-  }
-  const std::string text = real;
-  std::free(real);
-  return text;
+  std::error_code error;
+  const auto real = std::filesystem::canonical(path, error);
+  return error ? path : real.string();
 }
 
 }  // namespace
