@@ -106,7 +106,10 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
-  if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
+  if (impl_->reduction_) {
+    impl_->reduction_->end_wire_step(true);
+    if (period <= 0) impl_->reduction_->watch_writes();  // else rank 0's come
+  }
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
     sharding::report_no_module(Impl::kName, impl_->buffer_group());
@@ -133,7 +136,7 @@ void DistributedOptimizer::zero_grad(bool set_to_none) {
       auto& grad = parameter.mutable_grad();
       if (!grad.defined()) continue;
       if (set_to_none) grad = at::Tensor();
-      else grad.zero_();
+      else grad.detach_().zero_();
     }
   }
 }
@@ -179,7 +182,7 @@ ProcessGroup DistributedOptimizer::join_group() const {
 }
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  if (impl_->reduction_) impl_->reduction_->set_join(iteration.divisor, iteration.first_active);
+  if (impl_->reduction_) impl_->reduction_->set_join(iteration);
   impl_->buffers_.set_active(iteration.first_active, iteration.active_ranks);
 }
 

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "sharding/named_tensor.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 
@@ -54,6 +55,9 @@ void Parameters::measure() {
 }
 
 void Parameters::check(int rank) const {
+  std::vector<sharding::NamedTensor> named;
+  for (const auto& shard : shards_) named.push_back({shard.parameter, shard.tensor});
+  sharding::refuse_inference("LocalSgd", named, rank);
   for (size_t i = 0; i < shards_.size(); ++i) {
     const auto refuse = [&](const std::string& what, const char* expected) {
       throw UsageError(fmt::format("LocalSgd: rank {}: shard {} ({}) {}; expected {}", rank, i,

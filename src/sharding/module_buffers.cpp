@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 
 namespace tessera {
@@ -59,6 +60,13 @@ std::vector<std::string> ModuleBuffers::signatures() const {
 }
 
 void ModuleBuffers::broadcast(ProcessGroup& group, int root) const {
+  for (const auto& [name, tensor] : buffers_) {
+    if (group.size() == 1 || tensor.layout() == at::kStrided) continue;
+    throw UsageError(fmt::format(
+        "rank {}: buffer {} of the module has the layout {}, and ranks exchange dense buffers; "
+        "expected a dense one, or a member that is not registered as a buffer",
+        group.rank(), name, c10::str(tensor.layout())));
+  }
   for (const auto& members : classes())
     combine(group, members, Combine::copy, root, group.rank() == root);
 }

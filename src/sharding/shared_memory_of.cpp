@@ -5,21 +5,20 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <ATen/EmptyTensor.h>
 #include <fmt/format.h>
 
 #include "tessera/detail/torch_compat.h"
-#include "tessera/error.h"
 
 namespace tessera::sharding {
 namespace {
 
-/// A tensor with a name, and the addresses from its first element to its last.
+/// A tensor with a name, and its addresses.
 struct Placed {
   std::string name;
   at::Tensor tensor;
   std::optional<size_t> parameter;  // its index, if it is one of those that are asked about
-  const char* begin = nullptr;
-  const char* end = nullptr;
+  const char *begin, *end;
 };
 
 c10::StorageImpl* storage_of(const at::TensorBase& tensor) {
@@ -35,16 +34,12 @@ std::vector<Placed> named_tensors(const std::vector<NamedTensor>& parameters,
     if (!tensor.defined() || !tensor.has_storage() ||
         !seen.insert(tensor.unsafeGetTensorImpl()).second)
       return;
-    Placed placed{std::move(name), tensor, index};
-    const auto* base =
+    const auto* memory =
         static_cast<const char*>(compat::unchecked_data_ptr(storage_of(tensor)).get());
-    if (base && tensor.numel() > 0) {
-      int64_t last = tensor.storage_offset();
-      placed.begin = base + last * static_cast<int64_t>(tensor.element_size());
-      for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-      placed.end = base + (last + 1) * static_cast<int64_t>(tensor.element_size());
-    }
-    result.push_back(std::move(placed));
+    if (memory) memory += tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+    const auto bytes =
+        at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
+    result.push_back({std::move(name), tensor, index, memory, memory ? memory + bytes : nullptr});
   };
   for (size_t i = 0; i < parameters.size(); ++i)
     add("parameter " + parameters[i].name, parameters[i].tensor, i);
@@ -59,37 +54,26 @@ std::vector<Placed> named_tensors(const std::vector<NamedTensor>& parameters,
 void find_overlaps(std::vector<Placed> tensors, std::vector<SharedMemory>& result) {
   std::stable_sort(tensors.begin(), tensors.end(),
                    [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
-  std::vector<const Placed*> open;
+  const Placed* last = nullptr;  // the one that reaches farthest
   for (const auto& tensor : tensors) {
-    if (!tensor.begin) continue;
-    open.erase(std::remove_if(open.begin(), open.end(),
-                              [&](const Placed* other) { return other->end <= tensor.begin; }),
-               open.end());
-    for (const auto* other : open) {
-      if (tensor.parameter) result.push_back({*tensor.parameter, other->name});
-      else if (other->parameter) result.push_back({*other->parameter, tensor.name});
+    if (tensor.begin == tensor.end) continue;
+    if (last && tensor.begin < last->end) {
+      if (tensor.parameter) result.push_back({*tensor.parameter, last->name});
+      else if (last->parameter) result.push_back({*last->parameter, tensor.name});
     }
-    open.push_back(&tensor);
+    if (!last || last->end < tensor.end) last = &tensor;
   }
 }
 
-/// Storages count their tensors. A view keeps the tensor that it was made from (`_base()`), which
-/// is a holder without a name only if something else has it too.
+/// By storage. A view keeps the tensor that it was made from (`_base()`), which is a holder without
+/// a name only if something else has it too.
 std::unordered_map<const void*, size_t> known_holders(const std::vector<Placed>& tensors) {
-  std::unordered_map<const void*, size_t> holders;
-  std::unordered_map<const c10::TensorImpl*, size_t> views;
-  for (const auto& placed : tensors) {
-    ++holders[storage_of(placed.tensor)];
-    if (placed.tensor.is_view()) ++views[placed.tensor._base().unsafeGetTensorImpl()];
-  }
-  for (const auto& placed : tensors) views.erase(placed.tensor.unsafeGetTensorImpl());
-  for (const auto& placed : tensors) {
-    if (!placed.tensor.is_view()) continue;
-    const auto& base = placed.tensor._base();
-    const auto found = views.find(base.unsafeGetTensorImpl());
-    if (found == views.end()) continue;
-    if (base.use_count() <= found->second) ++holders[storage_of(base)];
-    views.erase(found);
+  std::unordered_map<const void*, size_t> holders, views;
+  for (const auto& [name, tensor, parameter, begin, end] : tensors) {
+    ++holders[storage_of(tensor)];
+    if (!tensor.is_view()) continue;
+    const auto& base = tensor._base();
+    if (++views[base.unsafeGetTensorImpl()] == base.use_count()) ++holders[storage_of(base)];
   }
   return holders;
 }
@@ -104,7 +88,7 @@ std::vector<SharedMemory> shared_memory_of(const std::vector<NamedTensor>& param
   const auto known = known_holders(tensors);
   for (const auto& placed : tensors) {
     if (!placed.parameter) continue;
-    const auto* storage = storage_of(placed.tensor);
+    auto* const storage = storage_of(placed.tensor);
     const size_t all = placed.tensor.unsafeGetTensorImpl()->unsafe_storage().use_count();
     if (all > known.at(storage)) {
       result.push_back(
@@ -114,22 +98,10 @@ std::vector<SharedMemory> shared_memory_of(const std::vector<NamedTensor>& param
                        "that the program keeps)",
                        all - known.at(storage))});
     }
-    const auto& data = compat::unchecked_data_ptr(const_cast<c10::StorageImpl*>(storage));
-    if (placed.begin && !data.get_context())
+    if (placed.begin != placed.end && !compat::unchecked_data_ptr(storage).get_context())
       result.push_back({*placed.parameter, "the program, which owns it (from_blob)"});
   }
   return result;
-}
-
-void refuse_shared_memory(const std::string& component, int rank,
-                          const std::vector<NamedTensor>& parameters,
-                          const torch::nn::Module* module) {
-  const auto shared = shared_memory_of(parameters, module);
-  if (shared.empty()) return;
-  throw UsageError(fmt::format(
-      "{}: rank {}: parameter {} shares its memory with {}, which would keep the present values; "
-      "expected one tensor registered under both names, a clone(), or a view that forward makes",
-      component, rank, parameters[shared[0].parameter].name, shared[0].holder));
 }
 
 }  // namespace tessera::sharding

@@ -22,9 +22,4 @@ struct SharedMemory {
 std::vector<SharedMemory> shared_memory_of(const std::vector<NamedTensor>& parameters,
                                            const torch::nn::Module* module);
 
-/// UsageError "<component>: rank R: parameter P shares its memory with …" if there is any. Local.
-void refuse_shared_memory(const std::string& component, int rank,
-                          const std::vector<NamedTensor>& parameters,
-                          const torch::nn::Module* module);
-
 }  // namespace tessera::sharding

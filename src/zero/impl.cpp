@@ -98,7 +98,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
     group.broadcast(tensors, 0);
   }
   make_local_optimizer();
-  mean.watch();
+  watch();
 }
 
 /// One line for each parameter group.
@@ -216,6 +216,14 @@ void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
                    "declare_element_wise<YourOptimizer>()");
 }
 
+void ZeroRedundancyOptimizer::Impl::watch() {
+  mean.watch();
+  std::vector<sharding::NamedTensor> trainable;
+  for (const auto i : shards.all_in_buckets()) trainable.push_back(shards.parameters()[i]);
+  if (!shards.shares()) writes = sharding::ForwardWrites(std::move(trainable));
+  writes.begin();
+}
+
 void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   const auto changed = shards.changed_trainability();
   // Ranks must see the same change. Only a rank that saw one compares.
@@ -232,7 +240,7 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
     mean.hide_placeholders();
     shards.place_thawed(thawed);
     make_local_optimizer();
-    mean.watch();
+    watch();
     auto owned = shards.owned();
     owned.erase(std::remove_if(owned.begin(), owned.end(),
                                [&](const auto* shard) {

@@ -126,6 +126,7 @@ void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& facto
     refuse("keeps no gradient that a mean could replace; expected reduce_in_place off");
   if (zero::uses_all_parameters(factory))
     refuse("needs an optimizer that does not use all parameters at once");
+  sharding::require_detection(prefix() + ": option shard_gradients", "the option off");
 }
 
 /// [Note: one copy a host]
@@ -148,10 +149,8 @@ void ZeroRedundancyOptimizer::Impl::check_sharing(const OptimizerFactory& factor
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     refuse("needs parameters on the CPU");
-  if (group.size() > 1 && !sharding::start_detection())
-    refuse(
-        "cannot detect writes, because another library has taken the dispatch key for it; "
-        "expected the option off");
+  if (group.size() > 1)
+    sharding::require_detection(prefix() + ": option share_parameters", "the option off");
 }
 
 /// [Note: reduction within backward]

@@ -87,7 +87,6 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
   callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
   callbacks.finished = [this] { publish_means(); };
   callbacks.began = [this] { hide_placeholders(); };
-  if (!sharding::start_detection()) return;
   placeholders_ = std::make_unique<sharding::GradientPlaceholders>(
       trainable, prefix_,
       "optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of optimizer.shards()",
@@ -241,7 +240,8 @@ void MeanGradient::return_gradients() {
 
 void MeanGradient::reduce_to_segment(size_t b) {
   if (auto sum = early_sum(b); sum.defined()) {
-    if (divisor != 1) sum.mul_(1.0 / divisor);
+    const double rest = 1 / (divisor * early_->scale(sum));
+    if (rest != 1) sum.mul_(rest);
     early_->forget(b);
     return;
   }
@@ -258,7 +258,7 @@ void MeanGradient::reduce_to_segment(size_t b) {
   ProcessGroup(wire_.group(b))
       .reduce_scatter_each(
           flat(b), shards_.buckets()[b].layout.counts(),
-          [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
+          [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); }, 1.0 / divisor,
           "gradients of " + shards_.buckets()[b].names);
 }
 
@@ -299,9 +299,7 @@ void MeanGradient::copy_from_caller(size_t b) {
 }
 
 void MeanGradient::keep(size_t b, int64_t offset, const at::Tensor& run) {
-  auto kept = segment(b).narrow(0, offset, run.numel());
-  kept.copy_(run);
-  if (divisor != 1) kept.mul_(1.0 / divisor);
+  segment(b).narrow(0, offset, run.numel()).copy_(run);
 }
 
 at::Tensor MeanGradient::segment(size_t b) {

@@ -75,8 +75,8 @@ class MeanGradient {
   /// Averages bucket `b` into segment(b), by a reduce-scatter, or from the sum that was taken
   /// within backward. Collective; after collect().
   void reduce_to_segment(size_t b);
-  /// The sum of bucket `b` as it was taken within backward; undefined if there is none, or if the
-  /// gradients have changed since. After collect(). Blocks.
+  /// The sum of bucket `b`, times EarlyReduction::scale(), as it was taken within backward;
+  /// undefined if there is none, or if the gradients have changed since. After collect(). Blocks.
   at::Tensor early_sum(size_t b);
   /// The group of the gradients' collectives, with their error feedback.
   sharding::GradientWire& wire() { return wire_; }
@@ -92,7 +92,7 @@ class MeanGradient {
   /// From local to averaged. Does nothing in state averaged. Collective.
   void average();
 
-  /// Keeps a run of own segment's sum in segment(b), as a mean.
+  /// Keeps a run of own segment's mean in segment(b).
   void keep(size_t b, int64_t offset, const at::Tensor& run);
   /// Own segment of the mean of bucket `b`, 1-D. After average(), reduce_to_segment() or keep().
   at::Tensor segment(size_t b);

@@ -46,6 +46,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   norm.finish(group);
   synchronize_buffers();
   if (in_background) shards.gather_in_background(option_text());
+  writes.begin();
   return loss;
 }
 
@@ -95,6 +96,7 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
+  writes.compare(kName, group);
   follow_trainability();
   local.take_options_of(outer_);
   mean.check_current();
@@ -118,7 +120,7 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
     ProcessGroup(mean.wire().group(b))
         .reduce_scatter_each(
             mean.flat(b), bucket.layout.counts(),
-            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
+            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); }, 1,
             "gradients of " + bucket.names);
   }
   norm.squares += update.squares();
@@ -210,7 +212,7 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
     auto& grad = tensor.mutable_grad();
     if (!grad.defined()) continue;
     if (set_to_none) grad = at::Tensor();
-    else grad.zero_();
+    else grad.detach_().zero_();
   }
 }
 

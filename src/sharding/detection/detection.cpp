@@ -2,8 +2,11 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <torch/library.h>
+
+#include "tessera/error.h"
 
 namespace tessera::sharding {
 namespace {
@@ -81,8 +84,10 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
 bool start_detection() {
   static const bool started = [] {
     try {
-      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
-      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      // Never destroyed: wrappers that are static objects still use it.
+      auto* const library =
+          new torch::Library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
+      library->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
     } catch (const c10::Error&) {
       return false;
     }
@@ -90,6 +95,14 @@ bool start_detection() {
     return true;
   }();
   return started;
+}
+
+void require_detection(const std::string& subject, const char* expected) {
+  if (start_detection()) return;
+  throw UsageError(fmt::format(
+      "{} must detect the use of tensors, and another library of this process has taken the "
+      "dispatch key TESTING_ONLY_GenericWrapper for that; expected {}",
+      subject, expected));
 }
 
 bool start_detection_for(const char* component, int rank, const char* what, const char* option) {

@@ -77,7 +77,8 @@ void add_all(torch::Library& library) {
 
 void register_frequent_operators() {
   using namespace at::_ops;
-  static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
+  static auto& library =  // never destroyed, as in start_detection()
+      *new torch::Library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
   // Transposes, and the operator that they consist of, read no element. The operators that use
   // their results are detected.
   for (const char* name : {"t", "transpose.int", "as_strided"})

@@ -85,11 +85,19 @@ void Reducer::arrive(size_t i, const at::Tensor& computed) {
   if (!sends()) return;
   const int expected = tracker_.expected(i), arrivals = tracker_.arrive(i);
   if (arrivals > expected && sync()) {
+    if (options_.static_graph) {
+      throw UsageError(fmt::format(
+          "{}: rank {}: parameter {} got gradient {} in this backward, and {} in the first one; "
+          "expected the same number, because static_graph is set",
+          options_.component, group_.rank(), name(i), arrivals, expected));
+    }
     throw UsageError(fmt::format(
         "{}: rank {}: parameter {} got a second gradient in one backward; expected one (several "
-        "backward passes before a step belong in no_sync(), a part of the model that is "
-        "differentiated twice needs static_graph)",
-        options_.component, group_.rank(), name(i)));
+        "backward passes before a step belong in no_sync(){})",
+        options_.component, group_.rank(), name(i),
+        options_.offers_static_graph
+            ? ", a part of the model that is differentiated twice needs static_graph"
+            : ""));
   }
   if (arrivals == expected) start_complete_buckets(i);
 }
@@ -239,10 +247,10 @@ std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
     const auto shown = std::min<size_t>(missing.size(), 10);
     group_.fail(fmt::format(
         "{}: rank {}: backward left {} without a gradient: {}; set find_unused_parameters, or use "
-        "every parameter in the loss",
+        "every parameter in the loss, or construct the {} again if a module was replaced",
         options_.component, group_.rank(),
         missing.size() == 1 ? "a parameter" : fmt::format("{} parameters", missing.size()),
-        fmt::join(missing.begin(), missing.begin() + shown, ", ")));
+        fmt::join(missing.begin(), missing.begin() + shown, ", "), options_.component));
   }
   return have;
 }

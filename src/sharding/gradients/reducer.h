@@ -31,6 +31,7 @@ struct ReducerOptions {
   /// Each parameter gets a gradient the same number of times in every backward. The numbers are
   /// learned in the first backward, and which parameters were used is exchanged only then.
   bool static_graph = false;
+  bool offers_static_graph = false;  ///< The owner has that option, for messages.
   /// The owner finds out by itself which parameters any rank used, with has_gradient() for this
   /// rank's part, and calls set_used().
   bool caller_tracks_use = false;
