@@ -96,6 +96,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
     std::vector<at::Tensor> tensors;
     for (const auto& parameter : added) tensors.push_back(parameter.tensor);
     group.broadcast(tensors, 0);
+    shards.bump_versions();  // on rank 0 too: another optimizer's ranks see the same writes
   }
   make_local_optimizer();
   watch();
