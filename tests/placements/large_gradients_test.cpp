@@ -48,7 +48,7 @@ LargeStep zero_step(const ZeroRedundancyOptimizerOptions& options, int backwards
   return [=](ProcessGroup group, LargeNet net) {
     ZeroRedundancyOptimizer zero(*net, group, small_steps(), options);
     for (int i = 0; i < backwards; ++i) backward_of(net->forward(), kGradient / backwards);
-    if (clips) zero.clip_grad_value_(2 * kGradient);
+    if (clips) zero.clip_grad_value_(1.5 * kGradient);
     zero.step();
   };
 }
