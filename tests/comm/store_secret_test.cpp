@@ -54,8 +54,9 @@ TEST_F(StoreSecret, IsTheVariableElseTheFile) {
   EXPECT_EQ(in(file("read from the file\r\n\n", 0400)), "read from the file");
   const std::string own = "0123456789abcdef";
   EXPECT_EQ(secret_with({{"TESSERA_SECRET", own}, {"TESSERA_SECRET_FILE", "/nowhere"}}), own);
-  EXPECT_THAT(secret_with({{"TESSERA_SECRET", ""}}),
-              HasSubstr("rank 2: environment variable TESSERA_SECRET is empty"));
+  EXPECT_THAT(
+      secret_with({{"TESSERA_SECRET", ""}}),
+      HasSubstr("rank 2: the secret of TESSERA_SECRET is empty; expected at least 16 bytes"));
 }
 
 TEST_F(StoreSecret, OneThatIsEasyToGuessIsRefusedWithWhatIsExpected) {

@@ -27,9 +27,12 @@ struct How {
   int error;  // 0: short; -1: kill
   unsigned needs;
 };
-constexpr How kHow[] = {{"EIO", EIO, kAny},           {"ENOSPC", ENOSPC, kSpace},
-                        {"ESTALE", ESTALE, kAny},     {"EMFILE", EMFILE, kDescriptor},
-                        {"EINTR", EINTR, kInterrupt}, {"short", 0, kShort},
+constexpr How kHow[] = {{"EIO", EIO, kAny},
+                        {"ENOSPC", ENOSPC, kSpace},
+                        {"ESTALE", ESTALE, kAny},
+                        {"EMFILE", EMFILE, kDescriptor},
+                        {"EINTR", EINTR, kInterrupt},
+                        {"short", 0, kShort},
                         {"kill", -1, kAny}};
 
 struct Plan {
@@ -49,7 +52,8 @@ void set(const char* under, const char* how, long at, bool all_threads) {
   plan.how = nullptr;
   std::snprintf(plan.under, sizeof plan.under, "%s", under);
   const char* colon = std::strchr(how, ':');
-  std::snprintf(plan.only, sizeof plan.only, "%.*s", static_cast<int>(colon ? colon - how : 0), how);
+  std::snprintf(plan.only, sizeof plan.only, "%.*s", static_cast<int>(colon ? colon - how : 0),
+                how);
   if (colon != nullptr) how = colon + 1;
   const size_t length = std::strlen(how);
   plan.later = length > 0 && how[length - 1] == '+';
@@ -83,8 +87,8 @@ __attribute__((constructor)) void read_environment() {
       std::atol(of_environment("FAILING_FILES_AT", "0")), true);
   const char* log = of_environment("FAILING_FILES_LOG", "");
   if (*log != 0)
-    plan.log = static_cast<int>(::syscall(SYS_openat, AT_FDCWD, log,
-                                          O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+    plan.log = static_cast<int>(
+        ::syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
 }
 
 bool watched(const char* path) {
@@ -141,8 +145,7 @@ Function next(const char* name) {
 
 }  // namespace
 
-#define NEXT(name) \
-  static const auto real = next<decltype(&::name)>(#name)
+#define NEXT(name) static const auto real = next<decltype(&::name)>(#name)
 
 extern "C" {
 
@@ -155,44 +158,44 @@ void failing_files_lack(const char* what) { lack(what); }
 
 // Opening
 
-#define OPEN(name)                                              \
-  int name(const char* path, int flags, ...) {                                   \
-    NEXT(name);                                                                  \
-    va_list more;                                                                \
-    va_start(more, flags);                                                       \
-    const bool makes = (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE;    \
-    const auto mode = makes ? va_arg(more, mode_t) : 0;                          \
-    va_end(more);                                                                \
-    if (lacks_tmpfile && (flags & O_TMPFILE) == O_TMPFILE) {                     \
-      errno = EOPNOTSUPP;                                                        \
-      return -1;                                                                 \
-    }                                                                            \
-    const unsigned classes = kDescriptor | kInterrupt | (makes ? kSpace : 0U);    \
-    return strike(#name, classes, path) < 0 ? -1 : real(path, flags, mode);      \
+#define OPEN(name)                                                             \
+  int name(const char* path, int flags, ...) {                                 \
+    NEXT(name);                                                                \
+    va_list more;                                                              \
+    va_start(more, flags);                                                     \
+    const bool makes = (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE;  \
+    const auto mode = makes ? va_arg(more, mode_t) : 0;                        \
+    va_end(more);                                                              \
+    if (lacks_tmpfile && (flags & O_TMPFILE) == O_TMPFILE) {                   \
+      errno = EOPNOTSUPP;                                                      \
+      return -1;                                                               \
+    }                                                                          \
+    const unsigned classes = kDescriptor | kInterrupt | (makes ? kSpace : 0U); \
+    return strike(#name, classes, path) < 0 ? -1 : real(path, flags, mode);    \
   }
 OPEN(open)
 OPEN(open64)
 
-#define OPENAT(name)                                                             \
-  int name(int folder, const char* path, int flags, ...) {                       \
-    NEXT(name);                                                                  \
-    va_list more;                                                                \
-    va_start(more, flags);                                                       \
-    const auto mode = (flags & O_CREAT) ? va_arg(more, mode_t) : 0;              \
-    va_end(more);                                                                \
-    const unsigned classes = kDescriptor | kInterrupt;                           \
-    const bool own = folder == AT_FDCWD || path[0] == '/';                       \
+#define OPENAT(name)                                                                          \
+  int name(int folder, const char* path, int flags, ...) {                                    \
+    NEXT(name);                                                                               \
+    va_list more;                                                                             \
+    va_start(more, flags);                                                                    \
+    const auto mode = (flags & O_CREAT) ? va_arg(more, mode_t) : 0;                           \
+    va_end(more);                                                                             \
+    const unsigned classes = kDescriptor | kInterrupt;                                        \
+    const bool own = folder == AT_FDCWD || path[0] == '/';                                    \
     if ((own ? strike(#name, classes, path) : strike(#name, classes, folder)) < 0) return -1; \
-    return real(folder, path, flags, mode);                                      \
+    return real(folder, path, flags, mode);                                                   \
   }
 OPENAT(openat)
 OPENAT(openat64)
 
-#define FOPEN(name)                                                              \
-  FILE* name(const char* path, const char* mode) {                               \
-    NEXT(name);                                                                  \
-    const unsigned classes = kDescriptor | (mode[0] == 'r' ? 0U : kSpace);        \
-    return strike(#name, classes, path) < 0 ? nullptr : real(path, mode);        \
+#define FOPEN(name)                                                        \
+  FILE* name(const char* path, const char* mode) {                         \
+    NEXT(name);                                                            \
+    const unsigned classes = kDescriptor | (mode[0] == 'r' ? 0U : kSpace); \
+    return strike(#name, classes, path) < 0 ? nullptr : real(path, mode);  \
   }
 FOPEN(fopen)
 FOPEN(fopen64)
@@ -214,13 +217,13 @@ int close(int fd) {
 
 // Bytes
 
-#define TRANSFER(name, space, Bytes, last, ...)                                  \
-  ssize_t name(int fd, Bytes bytes, size_t count last) {                         \
-    NEXT(name);                                                                  \
+#define TRANSFER(name, space, Bytes, last, ...)                                             \
+  ssize_t name(int fd, Bytes bytes, size_t count last) {                                    \
+    NEXT(name);                                                                             \
     const int struck = strike(#name, kInterrupt | (space) | (count > 1 ? kShort : 0U), fd); \
-    if (struck < 0) return -1;                                                   \
-    if (struck == 0) count = (count + 1) / 2;                                    \
-    return real(fd, bytes, count __VA_OPT__(, ) __VA_ARGS__);                    \
+    if (struck < 0) return -1;                                                              \
+    if (struck == 0) count = (count + 1) / 2;                                               \
+    return real(fd, bytes, count __VA_OPT__(, ) __VA_ARGS__);                               \
   }
 #define OFFSET , off_t offset
 #define OFFSET64 , off64_t offset
@@ -244,10 +247,10 @@ int fflush(FILE* file) {
 
 // Other operations on descriptors
 
-#define ON_FD(name, classes, parameters, ...)                                    \
-  int name parameters {                                                          \
-    NEXT(name);                                                                  \
-    return strike(#name, classes, fd) < 0 ? -1 : real(__VA_ARGS__);              \
+#define ON_FD(name, classes, parameters, ...)                       \
+  int name parameters {                                             \
+    NEXT(name);                                                     \
+    return strike(#name, classes, fd) < 0 ? -1 : real(__VA_ARGS__); \
   }
 ON_FD(fsync, kSpace | kInterrupt, (int fd), fd)
 ON_FD(fdatasync, kSpace | kInterrupt, (int fd), fd)
@@ -267,10 +270,10 @@ int flock(int fd, int operation) noexcept {
 
 // Operations on names
 
-#define ON_PATH(name, classes, parameters, ...)                                  \
-  int name parameters {                                                          \
-    NEXT(name);                                                                  \
-    return strike(#name, classes, path) < 0 ? -1 : real(__VA_ARGS__);            \
+#define ON_PATH(name, classes, parameters, ...)                       \
+  int name parameters {                                               \
+    NEXT(name);                                                       \
+    return strike(#name, classes, path) < 0 ? -1 : real(__VA_ARGS__); \
   }
 ON_PATH(mkdir, kSpace, (const char* path, mode_t mode), path, mode)
 ON_PATH(rmdir, 0, (const char* path), path)

@@ -7,9 +7,10 @@
 // A program calls the functions below. For one that does not, the environment says the same:
 // FAILING_FILES_UNDER (the beginning of the paths), FAILING_FILES_AT (the number of the operation;
 // 0: count only), FAILING_FILES_HOW (EIO, ENOSPC, ESTALE, EMFILE, EINTR, short or kill; with "+" at
-// its end all later operations fail, too; "fsync:EIO" counts calls of fsync alone), FAILING_FILES_LACKS (a list of exchange, flock, tmpfile:
-// what the file system does not have), FAILING_FILES_RANK (only in the process with this RANK; -1:
-// only in processes without one), FAILING_FILES_LOG (a file that gets a line for each operation).
+// its end all later operations fail, too; "fsync:EIO" counts calls of fsync alone),
+// FAILING_FILES_LACKS (a list of exchange, flock, tmpfile: what the file system does not have),
+// FAILING_FILES_RANK (only in the process with this RANK; -1: only in processes without one),
+// FAILING_FILES_LOG (a file that gets a line for each operation).
 
 extern "C" {
 

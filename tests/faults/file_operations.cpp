@@ -8,9 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -64,13 +63,15 @@ int64_t version_in(const std::function<at::Tensor(int64_t)>& load) {
 
 std::vector<SafetensorsSpec> specs() {
   std::vector<SafetensorsSpec> all;
-  for (int64_t i = 0; i < kTensors; ++i) all.push_back({"t" + std::to_string(i), at::kLong, {kElements}});
+  for (int64_t i = 0; i < kTensors; ++i)
+    all.push_back({"t" + std::to_string(i), at::kLong, {kElements}});
   return all;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> tensors_of(int64_t version) {
   std::vector<std::pair<std::string, at::Tensor>> all;
-  for (int64_t i = 0; i < kTensors; ++i) all.emplace_back("t" + std::to_string(i), tensor_of(version, i));
+  for (int64_t i = 0; i < kTensors; ++i)
+    all.emplace_back("t" + std::to_string(i), tensor_of(version, i));
   return all;
 }
 
@@ -90,7 +91,7 @@ struct Scenario {
   std::function<int64_t(const Place&)> found;
   /// Writes version 3, as the next start does, and throws if anything is left behind.
   std::function<void(const Place&)> again;
-  int64_t after = 2;  // the version after an undisturbed act
+  int64_t after = 2;   // the version after an undisturbed act
   bool reads = false;  // act changes nothing
 };
 
@@ -199,7 +200,11 @@ Scenario weights(const std::string& name, std::vector<int> hosts, const std::str
       write_weights_to(place, place.folder + "/" + file, version);
     };
   };
-  return {name, std::move(hosts), "", write(1), write(2),
+  return {name,
+          std::move(hosts),
+          "",
+          write(1),
+          write(2),
           [file](const Place& place) { return read_weights(place.folder + "/" + file); },
           [file](const Place& place) {
             write_weights_to(place, place.folder + "/" + file, 3);
@@ -232,12 +237,15 @@ Scenario optimizer_file() {
       save_optimizer_state(dict, place.folder + "/o.safetensors");
     };
   };
-  return {"a file of optimizer state is replaced", {0}, "", write(1), write(2),
+  return {"a file of optimizer state is replaced",
+          {0},
+          "",
+          write(1),
+          write(2),
           [](const Place& place) {
             const auto dict = load_optimizer_state(place.folder + "/o.safetensors");
-            return version_in([&](int64_t i) {
-              return dict.state.at("w").tensors.at("t" + std::to_string(i));
-            });
+            return version_in(
+                [&](int64_t i) { return dict.state.at("w").tensors.at("t" + std::to_string(i)); });
           },
           [=](const Place& place) {
             write(3)(place);
@@ -252,7 +260,11 @@ Scenario text_file() {
       write_file(place.folder + "/log", std::string(static_cast<size_t>(1000 * version), 'x'));
     };
   };
-  return {"a text file, such as a log of a run that resumes, is replaced", {0}, "", write(1), write(2),
+  return {"a text file, such as a log of a run that resumes, is replaced",
+          {0},
+          "",
+          write(1),
+          write(2),
           [](const Place& place) {
             const auto size = static_cast<int64_t>(fs::file_size(place.folder + "/log"));
             expect(size % 1000 == 0, "the file is cut");
@@ -270,8 +282,8 @@ std::vector<Scenario> scenarios() {
            {"", {0}}, {" by two ranks", {0, 0}}, {" on two hosts", {0, 1}}}) {
     all.push_back(commit("a checkpoint is written" + where, hosts, false, ""));
     all.push_back(commit("a checkpoint is replaced" + where, hosts, true, ""));
-    all.push_back(
-        commit("a checkpoint is replaced without RENAME_EXCHANGE" + where, hosts, true, "exchange"));
+    all.push_back(commit("a checkpoint is replaced without RENAME_EXCHANGE" + where, hosts, true,
+                         "exchange"));
     all.push_back(commit("a checkpoint is written without flock" + where, hosts, false, "flock"));
   }
   all.push_back(reading({0}));
@@ -354,14 +366,16 @@ class Campaign {
 
   void run(const Scenario& scenario) {
     fs::remove_all(base_);
-    for (const int host : scenario.hosts) fs::create_directories(base_ + "/good/host-" + std::to_string(host));
+    for (const int host : scenario.hosts)
+      fs::create_directories(base_ + "/good/host-" + std::to_string(host));
     const std::string prepared = in_process([&] {
       on_ranks(scenario, base_ + "/good", scenario.prepare);
       return std::string();
     });
     if (!prepared.empty()) return find(scenario, "it cannot be prepared", prepared);
     for (int rank = 0; rank < static_cast<int>(scenario.hosts.size()); ++rank) {
-      for (const char* how : {"kill", "EIO", "EIO+", "ENOSPC", "ENOSPC+", "ESTALE", "EMFILE", "EINTR", "short"})
+      for (const char* how :
+           {"kill", "EIO", "EIO+", "ENOSPC", "ENOSPC+", "ESTALE", "EMFILE", "EINTR", "short"})
         run(scenario, rank, how);
     }
   }
@@ -383,7 +397,7 @@ class Campaign {
       ++totals.tried;
       const bool done = result.find("done") != result.npos;
       const bool harmless = how == "EINTR" || how == "short";
-      const bool killed = result.find("signal 9") != result.npos && how == "kill";
+      const bool killed = result == "signal 9" && how == "kill";
       const bool error = result.find("error: ") != result.npos && how != "kill" && !harmless;
       if (!done && !killed && !error) find(scenario, where, result);
       const std::string state = in_process([&] {
@@ -446,7 +460,8 @@ int main(int argc, char** argv) {
     else words.emplace_back(argv[i]);
   }
   at::set_num_threads(1);
-  std::string base = (fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path().string()) + "/tessera-files-XXXXXX";
+  std::string base = (fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path().string()) +
+                     "/tessera-files-XXXXXX";
   if (::mkdtemp(base.data()) == nullptr) return 2;
   Campaign campaign(base, std::max(1L, most));
   int chosen = 0;

@@ -13,20 +13,16 @@ GO_ON = (f"train.steps={STEPS + EVERY}", "checkpoint.fallback=true", "train.save
          "hooks=[{type: CSV, path: log.csv}, {type: TensorBoard, folder: tensorboard}]")
 
 
-def kept(what, most, fast=False):
-    name = f"each file operation, seeded, fails, is short or kills: {what}"
-
-    @fault(GROUP, name, fast=fast)
-    def operations(trial):
-        run = trial.start(trial.bin("file_operations"), "--most", most, what)
-        code = run.end(280)
-        found = trial.find(run, RESULT)
-        trial.check(code == 0 and found[3] == "0" and int(found[1]) > 100, f"exit code {code}", run)
-        return outcome("in the operation", "none", 0, "what was complete before, or the new one; the next save works")
-
-
-for what, most in (("a checkpoint is written", 10), ("a checkpoint is replaced", 8), ("a checkpoint is read", 20), ("is replaced by", 10)):
-    kept(what, most)
+@fault(GROUP, "each file operation, seeded, fails, is short or kills: {what}", cases=[dict(what=what, word=word, most=most) for what, word, most in (
+    ("a checkpoint is written", "a checkpoint is written", 10), ("a checkpoint is replaced", "a checkpoint is replaced", 8),
+    ("a checkpoint is read", "a checkpoint is read", 20), ("a folder of weights is replaced", "a folder of weights", 20),
+    ("a file of weights, optimizer state or text is replaced", "file", 20))])
+def operations(trial, what, word, most):
+    run = trial.start(trial.bin("file_operations"), "--most", most, word)
+    code = run.end(280)
+    found = trial.find(run, RESULT)
+    trial.check(code == 0 and found[3] == "0" and int(found[1]) > 100, f"exit code {code}", run)
+    return outcome("in the operation", "none", 0, "what was complete before, or the new one; the next save works")
 
 
 class Training:

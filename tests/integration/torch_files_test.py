@@ -335,10 +335,10 @@ class Hostile(Folder):
         self.refused(self.archive(pickle.dumps({"a": complex(1, 2)}, protocol=4)), "builtins.complex")
 
     def test_zip_bombs(self):
-        self.refused(self.archive(b"\0" * 200_000_000, compression=zipfile.ZIP_DEFLATED), "expected at most 16777216")
+        self.refused(self.archive(b"\0" * 200_000_000, compression=zipfile.ZIP_DEFLATED), 'its record "data.pkl" is compressed')
+        self.refused(self.archive(b"\0" * 20_000_000), "expected at most 16777216")
         sound = self.dict_of(tensor([25_000_000], [1], numel=25_000_000))
         self.refused(self.archive(sound, [("archive/data/0", b"\0" * 100_000_000)], zipfile.ZIP_DEFLATED), "compressed")
-        self.refused(self.archive(sound, [("archive/data/0", b"\0" * 300_000_000)], zipfile.ZIP_DEFLATED), "claim more than")
 
     def test_a_bomb_that_lies_about_its_size(self):
         """The directory and the record's own header claim 1000 bytes; the data inflates to 200 MB."""
@@ -348,7 +348,7 @@ class Hostile(Folder):
             self.assertEqual(struct.unpack_from("<I", data, place)[0], 200_000_000)
             struct.pack_into("<I", data, place, 1000)
         path.write_bytes(data)
-        self.refused(path, "the file is damaged")
+        self.refused(path, "is compressed")
 
     def test_a_damaged_pickle(self):
         torch.save({"abc": torch.ones(2, 3)}, self.path("x.pt"))
@@ -462,7 +462,7 @@ class Hostile(Folder):
         refused("a storage leaves the file", data=struct.pack("<q", 2**62) + b"12345678")
         refused("its storage has 4 bytes; expected 8", data=struct.pack("<q", 1) + b"12345678")
         refused("it ends too early", data=b"")
-        refused('the archive has no storage "0"', keys=b"\x80\x02].")
+        refused('the archive has no record "data/0"', keys=b"\x80\x02].")
         refused("a view of a storage", pickled=self.dict_of(tensor([2], [1]).replace(b"\x02\x00\x00\x00tQ", b"\x02\x00\x00\x00K\x01tQ")))
 
     def test_many_values(self):
@@ -479,7 +479,7 @@ class Hostile(Folder):
         self.refused(self.archive(self.dict_of(tensor([2], [-1]))), "not a number from 0")
         self.refused(self.archive(self.dict_of(tensor([1], [1], offset=-1))), "negative")
         self.refused(self.archive(self.dict_of(tensor([2], [1], numel=4))), "expected 16")
-        self.refused(self.archive(self.dict_of(tensor([2], [1])), []), 'no storage "0"')
+        self.refused(self.archive(self.dict_of(tensor([2], [1])), []), 'no record "data/0"')
 
     def test_other_kinds_are_named(self):
         self.refused(self.archive(self.dict_of(tensor([2], [1])), [("archive/data/0", b"12345678"), ("archive/byteorder", b"big")]), "big")

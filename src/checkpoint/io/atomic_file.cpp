@@ -2,8 +2,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <climits>
-#include <cstdlib>
 #include <filesystem>
 #include <random>
 
@@ -51,13 +49,9 @@ void remove_abandoned(const std::string& folder, const struct stat& own) {
 }
 
 std::string resolved(const std::string& path) {
-  char* real = ::realpath(path.c_str(), nullptr);
-  if (real == nullptr) {
-    return path;
-  }
-  const std::string text = real;
-  std::free(real);
-  return text;
+  std::error_code error;
+  const auto real = std::filesystem::canonical(path, error);
+  return error ? path : real.string();
 }
 
 }  // namespace
@@ -94,7 +88,7 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
     if (!file_) continue;
     const bool locked = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
     // Another process may have taken it for a file whose writer has ended.
-    if (!locked || ::fstat(file_.get(), &status) != 0 || status.st_nlink == 0) discard();
+    if (!locked || (::fstat(file_.get(), &status) == 0 && status.st_nlink == 0)) discard();
   }
   // The ranks write a checkpoint in one new folder, which is removed as a whole.
   if (folder_.find(".partial-") == folder_.npos) remove_abandoned(folder_, status);

@@ -21,6 +21,10 @@ std::string text_of(const FileDescriptor& file) {
   return size < 0 ? "?" : std::string(text, static_cast<size_t>(size));
 }
 
+bool clear(const FileDescriptor& file) {
+  return uninterrupted([&] { return ::ftruncate(file.get(), 0); }) == 0;
+}
+
 std::string holder(const FileDescriptor& file) {
   const std::string found = text_of(file);
   return found.empty() ? "another process" : found.substr(0, found.find('\n'));
@@ -86,14 +90,10 @@ FolderLock::FolderLock(const std::string& folder) : path_(folder + "/.lock") {
   const std::string before = text_of(file_), host = " on " + own_host() + "\n";
   alone_ = locked && (before.empty() || before.ends_with(host));
   text_ = "pid " + std::to_string(::getpid()) + host;
-  if (!clear() || !file_.write_at(text_.data(), text_.size(), 0)) {
+  if (!clear(file_) || !file_.write_at(text_.data(), text_.size(), 0)) {
     throw Error(
         fmt::format("checkpoint: {}: writing the lock failed: {}", path, errno_text(errno)));
   }
-}
-
-bool FolderLock::clear() const {
-  return uninterrupted([&] { return ::ftruncate(file_.get(), 0); }) == 0;
 }
 
 void FolderLock::check_held() const {
@@ -107,7 +107,7 @@ void FolderLock::check_held() const {
 
 FolderLock::~FolderLock() {
   // Clears pid and host, so that the file does not name a process that no longer holds the lock.
-  if (file_ && process_.is_this() && text_of(file_) == text_ && !clear()) return;
+  if (file_ && process_.is_this() && text_of(file_) == text_ && !clear(file_)) return;
 }
 
 }  // namespace tessera::store

@@ -8,9 +8,9 @@
 namespace tessera::store {
 
 /// An exclusive lock (flock) on `<folder>/.lock`, held while this object is alive. The kernel
-/// releases it when the process ends for any reason. The file stays. A file system without locks is
-/// a warning in the log, and some do not show locks to other hosts: then check_held() notices a
-/// second holder, because each writes its name into the file.
+/// releases it when the process ends for any reason. The file stays. Some file systems have no
+/// locks, which the log says, or do not show them to other hosts. Each holder writes its name into
+/// the file, so check_held() notices a second one.
 class FolderLock {
  public:
   FolderLock() = default;
@@ -28,8 +28,6 @@ class FolderLock {
   FolderLock& operator=(FolderLock&&) noexcept = default;
 
  private:
-  bool clear() const;
-
   std::string path_;
   std::string text_;  // of the file
   bool alone_ = false;

@@ -13,15 +13,17 @@ namespace {
 constexpr size_t kMaxStorages = 200'000;
 constexpr size_t kMaxPrologueBytes = 4096;  // of each of the first three pickles
 
-/// Bytes of an element of each storage, by key.
+/// Bytes of an element of each storage, by key; 0 for a dtype that is not read.
 std::unordered_map<std::string_view, uint64_t> widths_of(const Values& values) {
   std::unordered_map<std::string_view, uint64_t> widths;
   for (const auto& storage : values.storages) {
     const auto& items = values.items(storage);
+    uint64_t width = 0;
     for (const auto& dtype : kDtypes) {
       if (!dtype.storage.empty() && dtype.storage == values.text(values.items(items[0])[1]))
-        widths.emplace(values.text(items[1]), dtype.bytes);
+        width = dtype.bytes;
     }
+    widths.emplace(values.text(items[1]), width);
   }
   return widths;
 }
@@ -55,6 +57,7 @@ LegacyArchive read_legacy_archive(const std::string& where, uint64_t file_bytes,
   for (const auto& key : keys.items(keys.root)) {
     const auto found = key.kind == Kind::text ? widths.find(keys.text(key)) : widths.end();
     if (found == widths.end()) refuse("a storage has a key that its values do not use");
+    if (found->second == 0) refuse("a storage has a dtype that Tessera does not read");
     uint64_t count = 0;  // little-endian, as all that Tessera runs on
     if (file_bytes - at < sizeof count) refuse("it ends too early");
     read(&count, sizeof count, at);

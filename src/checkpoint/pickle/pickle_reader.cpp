@@ -230,8 +230,8 @@ class Machine {
     if (given.size() > 1 && given[0].kind == Kind::text && values_.text(given[0]) == "module")
       return push(given[1]);
     if (given.size() < 5 || given[0].kind != Kind::text || values_.text(given[0]) != "storage" ||
-        given[1].kind != Kind::global || given[2].kind != Kind::text ||
-        given[4].kind != Kind::integer)
+        (given[1].kind != Kind::global && given[1].kind != Kind::foreign) ||
+        given[2].kind != Kind::text || given[4].kind != Kind::integer)
       refuse("a persistent id is no storage");
     if (given.size() > 5 && given[5].kind != Kind::none) forbid("a view of a storage");
     push(node(Kind::storage, {given[1], given[2], given[4]}));

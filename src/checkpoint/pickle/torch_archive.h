@@ -15,9 +15,8 @@
 namespace tessera::pickle {
 
 /// A file of torch.save, or of C++'s torch::save(), opened for reading. The directory of a zip
-/// archive is checked first. Then libtorch's reader inflates the small records, whose checksums are
-/// compared; tensors are read at their offsets, without a checksum. Several threads may read
-/// tensors at the same time.
+/// archive is checked first. Records are read at their offsets, tensors without a checksum. Several
+/// threads may read tensors at the same time.
 class TorchArchive {
  public:
   /// Throws UsageError with path and reason if the file is not such an archive, was written by a
@@ -27,6 +26,8 @@ class TorchArchive {
 
   /// "torch file: PATH: ", the beginning of messages.
   const std::string& where() const;
+  /// Whether C++'s torch::save() has written it: the root is a module, not a dict of dicts.
+  bool of_cpp() const;
   /// The pickle.
   const Values& values() const;
 

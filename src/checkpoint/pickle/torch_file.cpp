@@ -14,7 +14,8 @@ using safetensors::in_quotes;
 
 struct TorchFile::Impl {
   Impl(const std::string& given, const std::string& key) : path(given), archive(given) {
-    const auto dict = pickle::weights_at(archive.where(), archive.values(), key);
+    const auto find = archive.of_cpp() ? pickle::dict_at : pickle::weights_at;
+    const auto dict = find(archive.where(), archive.values(), key);
     tensors = pickle::tensors_in(archive.where(), archive.values(), dict);
     for (const auto& tensor : tensors) {
       archive.check_storage(tensor);

@@ -1,6 +1,7 @@
 #include "checkpoint/pickle/torch_values.h"
 
 #include <algorithm>
+#include <unordered_set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -51,7 +52,7 @@ class Walk {
     return std::move(found_);
   }
 
-  bool any(const Value& root) { return has_tensor(root, 0, false); }
+  bool any(const Value& root) { return has_tensor(root, 0); }
 
   /// Counts `more` values as visited.
   void count(size_t more) {
@@ -68,17 +69,31 @@ class Walk {
     count(1);
   }
 
-  /// `foreign`: also looks into values that Tessera does not read.
-  bool has_tensor(const Value& value, int depth, bool foreign) {
+  bool has_tensor(const Value& value, int depth) {
     enter(depth);
-    if (value.kind == Kind::tensor || (foreign && value.kind == Kind::storage)) return true;
-    if (!is_container(value) && !(foreign && is_foreign(value))) return false;
-    const auto& items = values_.items(value);
-    if (value.kind == Kind::foreign && values_.text(items[0]).starts_with("torch.") &&
-        values_.text(items[1]).starts_with("_rebuild"))
-      return true;
-    for (const auto& item : items) {
-      if (has_tensor(item, depth + 1, foreign)) return true;
+    if (value.kind == Kind::tensor) return true;
+    if (!is_container(value)) return false;
+    for (const auto& item : values_.items(value)) {
+      if (has_tensor(item, depth + 1)) return true;
+    }
+    return false;
+  }
+
+  /// Whether a value that Tessera does not read has tensors anywhere in it.
+  bool hides_tensor(const Value& root) {
+    std::vector<Value> left{root};
+    std::unordered_set<uint32_t> seen;
+    while (!left.empty()) {
+      const Value value = left.back();
+      left.pop_back();
+      if (value.kind == Kind::tensor || value.kind == Kind::storage) return true;
+      if ((!is_container(value) && !is_foreign(value)) || !seen.insert(value.node).second) continue;
+      const auto& items = values_.items(value);
+      if (value.kind == Kind::foreign && values_.text(items[0]).starts_with("torch.") &&
+          values_.text(items[1]).starts_with("_rebuild"))
+        return true;
+      count(items.size());
+      left.insert(left.end(), items.begin(), items.end());
     }
     return false;
   }
@@ -87,7 +102,7 @@ class Walk {
   void visit(const Value& value, int depth) {
     enter(depth);
     if (value.kind == Kind::tensor) return add(value);
-    if (is_foreign(value) && has_tensor(value, depth, true))
+    if (is_foreign(value) && hides_tensor(value))
       throw UsageError(fmt::format(
           "{}{} is a {} with tensors, which Tessera does not read; expected tensors in dicts, "
           "lists and tuples: save the state dicts alone with torch.save",

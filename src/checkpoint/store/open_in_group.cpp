@@ -6,7 +6,6 @@
 #include <map>
 #include <sstream>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 
 #include "checkpoint/hosts/folder_places.h"
@@ -63,22 +62,24 @@ std::string common_version(ProcessGroup group, const std::string& path) {
 }
 
 void agree_undamaged(ProcessGroup group, const std::function<void()>& body) {
-  bool other = false;
+  std::exception_ptr failure;
+  std::string kind;
+  try {
+    body();
+  } catch (const CheckpointDamagedError&) {
+    failure = std::current_exception(), kind = "damage";
+  } catch (...) {
+    failure = std::current_exception(), kind = "other";
+  }
+  std::string kinds;
+  for (const auto& rank : group.all_gather_bytes(kind)) kinds += rank;
+  if (kinds.empty()) return;
   try {
     agree(group, [&] {
-      other = true;
-      try {
-        body();
-        other = false;
-      } catch (const CheckpointDamagedError&) {
-        other = false;
-        throw;
-      }
+      if (failure) std::rethrow_exception(failure);
     });
   } catch (const AgreedError& error) {
-    for (const auto& rank : group.all_gather_bytes(other ? "other" : "")) {
-      if (!rank.empty()) throw;
-    }
+    if (kinds.find("other") != kinds.npos) throw;
     throw CheckpointDamagedError(error.what());
   }
 }

@@ -12,10 +12,10 @@
 // that another of the same step replaces. All functions throw Error with path and reason if the
 // system reports a failure.
 //
-// [Note: replaced checkpoints] A checkpoint that is saved again is replaced by renames, of which a
-// crash may leave some undone: where a file system cannot exchange two names there may be no
-// `step-…`, and of several places some may have the old checkpoint. So the old one keeps a name of
-// its own until all places have the new one. A reader takes the version that all places have.
+// [Note: replaced checkpoints] A crash may leave some renames of a replacement undone: where a file
+// system cannot exchange two names there may be no `step-…`, and of several places some may have
+// the old one. So the old one is kept until all places have the new one, and a reader takes the
+// version that all places have.
 
 namespace tessera::store {
 

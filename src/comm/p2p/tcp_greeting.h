@@ -4,9 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "comm/base/world.h"
 #include "comm/store/message.h"
 
 namespace tessera::comm {
@@ -16,14 +14,6 @@ struct TcpAddress {
   std::string host, token;
   int port = 0;
 };
-
-/// The local address on which this member listens, with a fresh token and without a port. Throws
-/// UsageError for a GLOO_SOCKET_IFNAME without an address.
-TcpAddress own_tcp_address(const World& world);
-
-/// Tells all members where each listens. Collective. Throws RanksMissing after the time-out, and
-/// what the store throws.
-std::vector<TcpAddress> exchange_tcp_addresses(const World& world, const TcpAddress& own);
 
 /// What a connection is for, and the rank that has made it.
 struct Greeting {

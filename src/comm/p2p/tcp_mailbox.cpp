@@ -1,16 +1,23 @@
 #include <atomic>
+#include <cerrno>
+#include <cstdlib>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
+#include <sys/random.h>
 
 #include "comm/base/roll_call.h"
 #include "comm/base/sigpipe_blocked.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/tcp_connections.h"
+#include "comm/store/addresses.h"
+#include "tessera/detail/classic.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -115,6 +122,37 @@ void TcpMessage::abort() noexcept {
   parcel_.ready.notify_all();
 }
 
+std::string random_token() {
+  unsigned char bytes[kTokenBytes / 2];
+  if (::getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+    throw std::system_error(errno, std::generic_category(), "getrandom");
+  std::string text;
+  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+std::string address_to_listen_at(const World& world) {
+  if (world.same_host) return "127.0.0.1";
+  const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
+  if (interface && *interface) return address_of_interface(interface, world.rank);
+  if (!world.address.empty()) return world.address;
+  const auto outward = outward_address();
+  return outward.empty() ? "127.0.0.1" : outward;
+}
+
+/// Tells all members where each listens. Collective. Throws RanksMissing after the time-out.
+std::vector<TcpAddress> exchange_addresses(const World& world, const TcpAddress& own) {
+  const auto deadline = std::chrono::steady_clock::now() + world.options.timeout;
+  std::vector<TcpAddress> addresses(world.size);
+  for (const auto& [rank, written] :
+       roll_call(world.store, "tcp", world.rank, world.size,
+                 fmt::format("{} {} {}", own.port, own.token, own.host), deadline)) {
+    detail::Classic<std::istringstream> text(written.value);
+    text >> addresses[rank].port >> addresses[rank].token >> addresses[rank].host;
+  }
+  return addresses;
+}
+
 }  // namespace
 
 std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world) {
@@ -127,11 +165,11 @@ std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world) {
         ranks);
   };
   try {
-    auto own = own_tcp_address(world);
+    TcpAddress own{address_to_listen_at(world), random_token()};
     auto listener = std::move(listen_at({own.host}, 0).front());
     own.port = port_of(listener);
     return std::make_unique<TcpMailbox>(world.rank, std::move(listener),
-                                        exchange_tcp_addresses(world, own));
+                                        exchange_addresses(world, own));
   } catch (const RanksMissing& missing) {
     throw broken(rank_list(missing.ranks) + " did not arrive", missing.ranks);
   } catch (const Error&) {

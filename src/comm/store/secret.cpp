@@ -16,15 +16,15 @@ namespace {
 
 constexpr size_t kMaxSecretBytes = 4096, kMinSecretBytes = 16, kMinDifferentBytes = 8;
 
-/// Throws UsageError for a secret that can be found by trying. `variable`: where it is from.
-void check_strength(const std::string& secret, const char* variable, int rank,
-                    const Caller& caller) {
+/// The secret, or UsageError if it can be found by trying. `variable`: where it is from.
+std::string checked(std::string secret, const char* variable, int rank, const Caller& caller) {
   const std::set<char> different(secret.begin(), secret.end());
-  if (secret.size() >= kMinSecretBytes && different.size() >= kMinDifferentBytes) return;
+  if (secret.size() >= kMinSecretBytes && different.size() >= kMinDifferentBytes) return secret;
   throw UsageError(fmt::format(
-      "{}: {} {}: the secret of {} is easy to guess; expected at least {} bytes, {} of them "
-      "different, such as the output of 'openssl rand -hex 16'",
-      caller.component, caller.noun, rank, variable, kMinSecretBytes, kMinDifferentBytes));
+      "{}: {} {}: the secret of {} is {}; expected at least {} bytes, {} of them different, the "
+      "same on every {}, such as the output of 'openssl rand -hex 16'",
+      caller.component, caller.noun, rank, variable, secret.empty() ? "empty" : "easy to guess",
+      kMinSecretBytes, kMinDifferentBytes, caller.noun));
 }
 
 std::string secret_in(const std::string& path, int rank, const Caller& caller) {
@@ -58,20 +58,11 @@ std::string secret_in(const std::string& path, int rank, const Caller& caller) {
 
 std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
                         const Caller& caller) {
-  if (const char* const text = get("TESSERA_SECRET")) {
-    if (!*text)
-      throw UsageError(fmt::format(
-          "{}: {} {}: environment variable TESSERA_SECRET is empty; expected a secret that all {}s "
-          "share, or no such variable",
-          caller.component, caller.noun, rank, caller.noun));
-    check_strength(text, "TESSERA_SECRET", rank, caller);
-    return text;
-  }
+  if (const char* const text = get("TESSERA_SECRET"))
+    return checked(text, "TESSERA_SECRET", rank, caller);
   const char* const path = get("TESSERA_SECRET_FILE");
   if (!path) return "";
-  const auto secret = secret_in(path, rank, caller);
-  check_strength(secret, "TESSERA_SECRET_FILE", rank, caller);
-  return secret;
+  return checked(secret_in(path, rank, caller), "TESSERA_SECRET_FILE", rank, caller);
 }
 
 }  // namespace tessera::comm

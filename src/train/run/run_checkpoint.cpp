@@ -103,10 +103,10 @@ std::string quoted(const std::string& path) {
 
 /// A free name for a damaged checkpoint. One that was set aside before stays.
 std::filesystem::path name_aside(const std::filesystem::path& step) {
-  const auto aside = step.parent_path() / ("damaged-" + step.filename().string());
-  auto free = aside;
+  const std::string name = "damaged-" + step.filename().string();
+  auto free = step.parent_path() / name;
   for (int number = 2; std::filesystem::exists(free); ++number)
-    free = fmt::format("{}-{}", aside.string(), number);
+    free.replace_filename(fmt::format("{}-{}", name, number));
   return free;
 }
 
@@ -193,10 +193,8 @@ std::string Run::open_checkpoint(const std::string& path) {
     } catch (const CheckpointVersionError& error) {
       throw AgreedError(error.what());
     } catch (const CheckpointDamagedError& error) {
-      resumed_.reset();
       return error.what();
     } catch (const AgreedError&) {
-      resumed_.reset();
       if (attempt == 3) throw;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -211,25 +209,21 @@ std::string Run::set_aside_damaged(const std::string& path, const std::string& w
   if (!config_.checkpoint.fallback.value_or(restarted)) {
     throw AgreedError(why + advice_to_skip(path));
   }
-  std::string next;
-  agree(group_, [&] {
-    if (!first()) return;
-    const std::filesystem::path step(path);
-    for (const auto& older : std::filesystem::directory_iterator(step.parent_path())) {
-      const std::string name = older.path().filename().string();
-      const bool before = name.rfind("step-", 0) == 0 && name < step.filename().string();
-      if (before && older.is_directory()) next = "found";
-    }
-    if (next.empty()) {
-      throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
-    }
-  });
   const std::filesystem::path step(path);
   const auto aside = name_aside(step);
   agree(group_, [&] {
+    if (!first()) return;
+    for (const auto& older : std::filesystem::directory_iterator(step.parent_path())) {
+      const std::string name = older.path().filename().string();
+      const bool before = name.rfind("step-", 0) == 0 && name < step.filename().string();
+      if (before && older.is_directory()) return;
+    }
+    throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
+  });
+  agree(group_, [&] {
     if (store_->leads() && std::filesystem::exists(step)) std::filesystem::rename(step, aside);
   });
-  next = checkpoint_to_resume(config_.checkpoint.folder, group_);
+  const std::string next = checkpoint_to_resume(config_.checkpoint.folder, group_);
   if (first()) {
     std::printf("warning: %s; it is set aside as %s, and %s is taken\n", why.c_str(), aside.c_str(),
                 next.c_str());
