@@ -16,12 +16,12 @@ PenaltyNet penalised() {
 }
 
 OptimizerFactory momentum() {
-  return default_optimizers().factory("SGD", {{"lr", 0.05}, {"momentum", 0.5}});
+  return default_optimizers().factory("SGD", {{"lr", 0.002}, {"momentum", 0.5}});
 }
 
 /// Two steps of the loss plus the square norm of its gradient, and one of the loss alone.
 template <class Forward, class TakeStep>
-void train_penalised(const PenaltyNet& net, const at::Tensor& x, const Forward& forward,
+void train_penalised(PenaltyNet net, const at::Tensor& x, const Forward& forward,
                      const TakeStep& step) {
   for (int i = 0; i < 3; ++i) {
     net->zero_grad(/*set_to_none=*/true);
