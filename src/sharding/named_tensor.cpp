@@ -69,8 +69,9 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
 void refuse_inference(const std::string& component, const std::vector<NamedTensor>& parameters,
                       int rank) {
   std::string what = c10::InferenceMode::is_enabled() ? "it is constructed" : "";
-  for (const auto& [name, tensor] : parameters)
-    if (tensor.defined() && tensor.is_inference()) what = "parameter " + name + " was made";
+  for (auto one = parameters.rbegin(); one != parameters.rend(); ++one)
+    if (one->tensor.defined() && one->tensor.is_inference())
+      what = "parameter " + one->name + " was made";
   if (what.empty()) return;
   throw UsageError(fmt::format(
       "{}: rank {}: {} in InferenceMode, where no gradients are recorded; expected the module and "

@@ -6,23 +6,23 @@
 namespace tessera::testing {
 namespace {
 
-using Net = torch::nn::Sequential;
+using PenaltyNet = torch::nn::Sequential;
 
 /// Its larger gradients are placed in their windows.
-Net penalised() {
+PenaltyNet penalised() {
   std::lock_guard lock(random_weights);
   torch::manual_seed(3);
-  return Net(torch::nn::Linear(5, 300), torch::nn::Tanh(), torch::nn::Linear(300, 3));
+  return PenaltyNet(torch::nn::Linear(5, 300), torch::nn::Tanh(), torch::nn::Linear(300, 3));
 }
 
 OptimizerFactory momentum() {
-  return default_optimizers().factory("SGD", {{"lr", 0.05}, {"momentum", 0.5}});
+  return default_optimizers().factory("SGD", {{"lr", 0.002}, {"momentum", 0.5}});
 }
 
 /// Two steps of the loss plus the square norm of its gradient, and one of the loss alone.
-template <class Forward, class Step>
-void train_penalised(const Net& net, const at::Tensor& x, const Forward& forward,
-                     const Step& step) {
+template <class Forward, class TakeStep>
+void train_penalised(PenaltyNet net, const at::Tensor& x, const Forward& forward,
+                     const TakeStep& step) {
   for (int i = 0; i < 3; ++i) {
     net->zero_grad(/*set_to_none=*/true);
     at::Tensor penalty = torch::zeros({});
@@ -50,7 +50,7 @@ using TrainPenalised = std::function<Tensors(ProcessGroup group, const at::Tenso
 TrainPenalised ddp_of(DistributedDataParallelOptions options) {
   return [options](ProcessGroup group, const at::Tensor& x) {
     auto net = penalised();
-    DistributedDataParallel<Net> ddp(net, group, options);
+    DistributedDataParallel<PenaltyNet> ddp(net, group, options);
     auto optimizer = momentum()({torch::optim::OptimizerParamGroup(net->parameters())});
     train_penalised(
         net, x, [&](const at::Tensor& in) { return ddp(in); }, [&] { optimizer->step(); });

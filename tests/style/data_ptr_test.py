@@ -62,6 +62,7 @@ REASONS = {
     "sharding/gradients/gradient_norm.cpp": "the sign of a value does not change its square",
     "sharding/gradients/gradient_placement.cpp": KEEPS,
     "sharding/gradients/reducer.cpp": OWN,
+    "sharding/shared_memory_of.cpp": KEEPS,
     "train/groups/training_groups.cpp": OWN,
     "train/hooks/histogram.cpp": OWN,
     "train/report/sample_text.cpp": OWN,
