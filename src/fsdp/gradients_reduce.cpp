@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "comm/base/tree_sum.h"
 #include "fsdp/gradients.h"
 #include "memory/heap.h"
 
@@ -68,29 +69,33 @@ void Gradients::reduce(size_t f) {
                                display_name(model_.units[flat.unit]), digest(pending.has),
                                backwards_ + 1, forwards_);
   const double scale = 1.0 / join_leader_.divisor();
-  reduction->scale =
-      model_.replicas.size() > 1 ? 1 : scale;  // with replicas, their sum applies the scale
+  const bool replicated = model_.replicas.size() > 1, narrow = comm::is_narrow(flat.reduce);
+  // Otherwise a collective applies it: with replicas that of their sum, and for 16 bits each of
+  // them, because a sum that is not a mean may be out of range.
+  reduction->scale = replicated || narrow ? 1 : scale;
+  const int shards = model_.shard_group.size();
   const auto all = [](const std::vector<char>& flags, char value) {
     return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
   };
-  const bool directly = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
+  const bool directly = !replicated && flat.reduce == flat.dtype &&
                         flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
                         all(reduction->adds, 0);
   {
     const comm::CommStream::Scope on_comm_stream(stream_);
     auto shard_group = shard_wire_.group(order_.size() - 1), replicas = replica_wire_.group();
     const auto feedback = shard_wire_.scope(f);
-    if (model_.replicas.size() > 1) {
+    if (replicated) {
       reduction->part = at::empty({own}, flat.gradient_options());
       auto sum = shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
           [part = reduction->part](int64_t offset, const at::Tensor& run) {
             part.narrow(0, offset, run.numel()).copy_(run);
           },
-          tag);
+          narrow ? 1.0 / shards : 1, tag);
       sum.wait();
       const auto replica_feedback = replica_wire_.scope(f);
-      reduction->work = replicas.all_reduce_async(reduction->part, scale, tag);
+      reduction->work =
+          replicas.all_reduce_async(reduction->part, narrow ? scale * shards : scale, tag);
     } else if (directly) {
       reduction->work = shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(),
                                                               pending.own_segment, scale, tag);
@@ -101,7 +106,7 @@ void Gradients::reduce(size_t f) {
               [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
                 add(*reduction, offset, run);
               }),
-          tag);
+          narrow ? scale : 1, tag);
     }
     reduction->mark = stream_.mark();
   }
@@ -143,7 +148,8 @@ void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum)
     } else if (adds) {
       target.add_(part, reduction.scale);
     } else {
-      target.copy_(part).mul_(reduction.scale);
+      target.copy_(part);
+      if (reduction.scale != 1) target.mul_(reduction.scale);
     }
   }
 }

@@ -366,6 +366,8 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   warn_of_ignored(module, plan, group.rank());
   ShardedModel model;
   agree(group, [&] {
+    sharding::require_detection(fmt::format("{}: rank {}", kName, group.rank()),
+                                "a process without that library");
     sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);

@@ -19,11 +19,6 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world),
       buffers(module, options.buffers) {
-  if (!sharding::start_detection()) {
-    throw UsageError(prefix() +
-                     ": another library of this process has a fallback on the dispatch key that "
-                     "detects the use of parameters; expected a process without that library");
-  }
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
   });

@@ -7,6 +7,7 @@
 #include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
 #include "tessera/weights/load_shard.h"
@@ -139,17 +140,22 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
-  std::map<std::string, std::vector<int64_t>> given;
+  std::vector<SafetensorsEntry> given;
   std::map<std::string, at::Tensor> by_name;
   for (const auto& [name, tensor] : state) {
-    given[name] = tensor.sizes().vec();
+    given.push_back({name, "", tensor.sizes().vec()});
     by_name[name] = tensor;
   }
-  check_on_all_ranks(sharded, "load_state_dict", [&] { check_fits(sharded, given); });
+  WeightsMatch match;
+  check_on_all_ranks(sharded, "load_state_dict", [&] {
+    match = detail::match_entries(sharded.module, "the state", given);
+    detail::check_equal("the state", match, [&](const auto& name) { return by_name.at(name); });
+  });
+  const auto value_of = [&](const auto& name) { return by_name.at(match.names.at(name)); };
   sharded.residency->release_all();
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
-    sharded.take_shard(i, by_name[sharded.model.parameters[i].name]);
-  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(by_name[name]);
+    sharded.take_shard(i, value_of(sharded.model.parameters[i].name));
+  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(value_of(name));
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
@@ -158,16 +164,22 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   at::NoGradGuard no_grad;
   constexpr const char* kCall = "load_state_dict";
   std::optional<Weights> file;
+  WeightsMatch match;
   check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
-    std::map<std::string, std::vector<int64_t>> given;
-    for (const auto& entry : file->entries()) given[entry.name] = entry.shape;
-    check_fits(sharded, given);
+    match = match_weights(sharded.module, *file);
+    for (const auto& shard : shards(true)) {
+      for (const auto& [first, second, advice] : match.equal) {
+        if (first == match.names.at(shard.parameter))
+          check_equal_shards(*file, first, second, shard, advice);
+      }
+    }
   });
   sharded.residency->release_all();
   check_on_all_ranks(sharded, kCall, [&] {
-    for (const auto& shard : shards(true)) load_shard(*file, shard.parameter, shard);
-    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(name));
+    for (const auto& shard : shards(true))
+      load_shard(*file, match.names.at(shard.parameter), shard);
+    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(match.names.at(name)));
   });
 }
 

@@ -21,11 +21,6 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
 /// construction, and without conj and neg bits.
 std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded);
 
-/// Throws UsageError unless `given` has exactly the names and shapes of the module's parameters and
-/// buffers. Local.
-void check_fits(const ShardedModule& sharded,
-                const std::map<std::string, std::vector<int64_t>>& given);
-
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,
