@@ -360,10 +360,10 @@ TEST_F(FsdpState, ATiedWeightIsReadUnderAnyOfItsNames) {
 
 TEST_F(FsdpState, ABufferThatIsANegativeViewIsSavedWithItsValues) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = std::make_shared<testing::WithBuffer>();
+    auto net = std::make_shared<WithBuffer>();
     net->mean.set_data(at::_neg_view(torch::tensor({1.0f, 2.0f})));
     ASSERT_TRUE(net->mean.is_neg());
-    FullyShardedDataParallel<std::shared_ptr<testing::WithBuffer>> fsdp(net, group);
+    FullyShardedDataParallel<std::shared_ptr<WithBuffer>> fsdp(net, group);
     fsdp.save_state_dict(path("w.safetensors"));
     if (rank == 0) {
       EXPECT_TRUE(at::equal(SafetensorsFile(path("w.safetensors")).load("mean"),
