@@ -5,10 +5,13 @@ JOBS  ?= $(shell nproc)
 RANKS ?= 2
 SEEDS ?= 1000
 FROM  ?= 0
+SCHEDULES ?= 100000
+FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz faults soak clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz network faults operations \
+  soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -45,9 +48,17 @@ fuzz: build
 	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BUILD)/bin/training_fuzz \
 	  --seeds $(SEEDS) --from $(FROM) --jobs $(JOBS)
 
+# Runs SCHEDULES seeded schedules of a simulated network between ranks: docs/fuzzing.md.
+network: build
+	$(BUILD)/bin/network_sim $(SCHEDULES) $(FIRST)
+
 # Tries every fault of docs/faults.md with real processes and writes the page again.
 faults: build
 	python3 tests/faults/run.py $(BUILD) --write docs/faults.md
+
+# Makes each file operation fail, of all writers and readers, then random ones of trainings for MINUTES.
+operations: build
+	python3 tests/faults/file_operations.py $(BUILD) --minutes $(MINUTES) --seed $(SEED)
 
 # Disturbs trainings at random for MINUTES and compares them with undisturbed ones.
 soak: build

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "checkpoint/hosts/scoped_timeout.h"
+#include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/commit_files.h"
 #include "checkpoint/store/run_folder.h"
 #include "checkpoint/store/slice_file.h"
@@ -54,7 +55,7 @@ void CheckpointWriter::Impl::begin() {
           fmt::format("checkpoint: the step is {} here; rank 0 writes {}", step, name));
     }
     folder = run->folder + "/" + name;
-    if (run->leads() && ::mkdir(folder.c_str(), 0777) != 0) {
+    if (run->leads() && uninterrupted([&] { return ::mkdir(folder.c_str(), 0777); }) != 0) {
       throw Error(
           fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
     }

@@ -54,13 +54,16 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
     throw UsageError(fmt::format("init_process_group: timeout is {} ms; expected a positive one",
                                  options.timeout.count()));
   }
-  const auto environment =
+  auto environment =
       comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return as_default(ProcessGroup());
 
   if (options.retain_freed_memory) memory::retain_freed_memory();
-  // Each call makes another world with its own keys. Every rank makes the same number of calls.
+  // Each call makes another world with its own keys. Every rank makes the same number of calls. The
+  // number keeps a rank from entering the store of the world before, which rank 0 may not have
+  // left.
   static int calls = 0;
+  environment.world = calls;
   auto rendezvous = meet(environment, options.timeout);
   auto world = comm::World::start(environment.rank, environment.size, options);
   world.hosts = std::move(rendezvous.hosts);

@@ -27,11 +27,14 @@ struct SeenPages {
       return;
     }
     last = storage;
-    uses[count++] = {page, tensor.storage_offset(), written, {}};
+    uses[count++] = {page, tensor.storage_offset(), written, {}, {}};
   }
   void see(at::Tensor& tensor) { see(std::as_const(tensor), true); }
   void see(const c10::optional<at::Tensor>& tensor) {
     if (tensor) see(*tensor);
+  }
+  void see(const at::Scalar& number) {
+    if (count > 0 && !number.isComplex()) uses[0].number = number.toDouble();
   }
   template <class Other>
   void see(const Other&) {}
