@@ -17,8 +17,9 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <locale>
 #include <memory>
-#include <set>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -102,15 +103,13 @@ void add_object(Held& held, const std::string& object) {
   } else if (object == "store") {
     const auto folder = given("PROBE_FOLDER");
     auto& store = keep(held, std::make_shared<CheckpointStore>(folder, world));
-    held.step = [&, n = int64_t{0}]() mutable {
-      CheckpointWriter writer(store, n++);
-      writer.add_tensors("w" + std::to_string(world.rank()) + ".safetensors",
-                         {{"w", torch::ones({9})}});
-      (void)writer.commit();
+    // Ends with a writer that has not committed, so that its files are unfinished.
+    held.step = [&, n = int64_t{0}, open = std::shared_ptr<CheckpointWriter>()]() mutable {
+      if (open) (void)open->commit();
+      open = std::make_shared<CheckpointWriter>(store, n++);
+      open->add_tensors("w" + std::to_string(world.rank()) + ".safetensors",
+                        {{"w", torch::ones({9})}});
     };
-    // Not committed: its files are removed by this process alone.
-    held.step();
-    keep(held, std::make_shared<CheckpointWriter>(store, 1000));
   } else if (object == "loader") {
     auto& loader = keep(
         held, std::make_shared<BatchLoader>(
@@ -155,20 +154,22 @@ void add_object(Held& held, const std::string& object) {
     };
   } else {
     using Ddp = DistributedDataParallel<torch::nn::Sequential>;
+    const bool in_background = object == "ddp";
     auto& ddp = keep(
-        held, std::make_shared<Ddp>(model(), world, Ddp::Options{.reduce_in_background = true}));
+        held,
+        std::make_shared<Ddp>(model(), world, Ddp::Options{.reduce_in_background = in_background}));
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(ddp.module()));
     auto& optimizer = keep(
         held, std::make_shared<FusedAdamW>(net->parameters(), torch::optim::AdamWOptions(1e-2)));
-    auto* local = object == "local_sgd"
-                      ? &keep(held, std::make_shared<LocalSgd>(
-                                        world, parameter_shards(named_parameters(*net)),
-                                        LocalSgdOptions{.sync_every = 1}))
-                      : nullptr;
-    const auto once = [&, local] {
+    LocalSgd* local = nullptr;
+    if (object == "local_sgd")
+      local =
+          &keep(held, std::make_shared<LocalSgd>(world, parameter_shards(named_parameters(*net)),
+                                                 LocalSgdOptions{.sync_every = 1}));
+    const auto once = [&, in_background, local] {
       ddp(input()).square().mean().backward();
-      if (local) ddp.wait_for_gradients();
-      ddp.step_in_background(optimizer);
+      if (in_background) ddp.step_in_background(optimizer);
+      else optimizer.step();
       if (local) local->step();
       optimizer.zero_grad();
     };
@@ -228,7 +229,10 @@ void go_on(Held& held, pid_t child) {
   if (sum[2].item<float>() != held.world->size()) give_up("wrong sum");
 }
 
-void done(const Held& held) {
+void done(Held& held) {
+  for (auto& work : held.under_way) work.wait();
+  held.under_way.clear();
+  held.world->barrier();
   std::ifstream statistics("/proc/self/status");
   std::string peak;
   for (std::string line; std::getline(statistics, line);) {

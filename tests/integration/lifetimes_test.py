@@ -25,9 +25,9 @@ SOME = sorted({*itertools.product(("auto",), OBJECTS, ("filled", "fork_exit")), 
 
 # Starts the program as two ranks without a launcher of ours, and ends with the first status that is not 0.
 TWO = ["sh", "-c", """
-set() { for v in $RANK_VARIABLES; do export $v=$1; done; }
-set 0; "$0" & first=$!
-set 1; "$0"; second=$?
+be() { for v in $RANK_VARIABLES; do export $v=$1; done; }
+be 0; "$0" & first=$!
+be 1; "$0"; second=$?
 wait $first && exit $second"""]
 LAUNCHERS = {
     "torchrun": {"RANK_VARIABLES": "RANK LOCAL_RANK", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29517,
@@ -52,7 +52,7 @@ class Case(unittest.TestCase):
     def run_probe(self, front=(), launcher=(TESSERA, "run", "-n", "2", "--max-restarts", "1", "--restart-delay", "0"), timeout=60, cwd=None,
                   **more):
         """Both ranks end with 0 and say so once. Returns the output."""
-        env = environment(**{"TMPDIR": str(self.folder), "PROBE_FOLDER": str(self.folder / "run"), **{k: str(v) for k, v in more.items()}})
+        env = environment(**{"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": "", "PROBE_FOLDER": str(self.folder / "run"), **{k: str(v) for k, v in more.items()}})
         process = subprocess.Popen([*front, *launcher, PROBE], env=env, cwd=cwd or self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)
         try:
@@ -137,7 +137,7 @@ class Surroundings(Case):
         """Until the ranks are done. Each prints more than the console and the launcher hold."""
         for object_, lifetime in (("zero", "filled"), ("group", "fork_exit")):
             done = self.folder / f"done-{object_}-"
-            env = environment(TMPDIR=str(self.folder), PROBE_OBJECT=object_, PROBE_LIFETIME=lifetime, PROBE_NOISE="4", PROBE_DONE=str(done))
+            env = environment(TMPDIR=str(self.folder), XDG_RUNTIME_DIR="", PROBE_OBJECT=object_, PROBE_LIFETIME=lifetime, PROBE_NOISE="4", PROBE_DONE=str(done))
             process = subprocess.Popen([TESSERA, "run", "-n", "2", PROBE], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                        stderr=subprocess.STDOUT, text=True, start_new_session=True)
             self.addCleanup(process.stdout.close)

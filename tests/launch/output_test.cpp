@@ -164,6 +164,7 @@ TEST_F(SinkTest, ASlowReaderLosesNothing) {
   const auto end = *sink.deadline();
   char buffer[65536];
   for (int i = 0; i < 17; ++i) {  // 68 KiB
+    sink.pass(std::string(5000, 'x'));
     sink.write_some();
     ASSERT_EQ(read(reader_.get(), buffer, sizeof buffer), 4096);
   }

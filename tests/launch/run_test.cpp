@@ -246,7 +246,7 @@ TEST(FirstProcess, TheLauncherLeavesNoZombies) {
   auto arguments =
       run_shell(2,
                 "i=0; while [ $i -lt 20 ]; do (sleep 0.05 &); i=$((i+1)); done; sleep 1; "
-                "echo parent=$PPID zombies=$(cat /proc/[0-9]*/stat | grep -c ') Z ')");
+                "echo parent=$PPID zombies=$(cat /proc/[0-9]*/stat | grep -c ') Z 1 '); sleep 1");
   Launched run(arguments, {}, {.front = front});
   EXPECT_EQ(run.finish(), 0);
   EXPECT_EQ(occurrences(run.out(), "parent=1 zombies=0\n"), 2) << run.out();
