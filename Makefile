@@ -10,7 +10,8 @@ FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz network faults soak clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz network faults operations \
+  soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -54,6 +55,10 @@ network: build
 # Tries every fault of docs/faults.md with real processes and writes the page again.
 faults: build
 	python3 tests/faults/run.py $(BUILD) --write docs/faults.md
+
+# Makes each file operation fail, of all writers and readers, then random ones of trainings for MINUTES.
+operations: build
+	python3 tests/faults/file_operations.py $(BUILD) --minutes $(MINUTES) --seed $(SEED)
 
 # Disturbs trainings at random for MINUTES and compares them with undisturbed ones.
 soak: build

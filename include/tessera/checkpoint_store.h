@@ -43,9 +43,10 @@ struct CheckpointStoreOptions {
 /// rank 0 does. docs/checkpoints.md has the rules.
 class CheckpointStore {
  public:
-  /// Makes the folder if it is missing, locks it, and removes the unfinished checkpoints of earlier
-  /// runs. Throws UsageError on every rank if another process holds the lock (the text names its
-  /// pid and host), if an option is out of range, or if a rank cannot write the folder. Collective.
+  /// Makes the folder if it is missing, locks it, removes the unfinished checkpoints of earlier
+  /// runs, and ends the replacements that they were killed in. Throws UsageError on every rank if
+  /// another process holds the lock (the text names its pid and host), if an option is out of
+  /// range, or if a rank cannot write the folder. Collective.
   explicit CheckpointStore(const std::string& folder, ProcessGroup group = ProcessGroup(),
                            CheckpointStoreOptions options = {});
   ~CheckpointStore();
@@ -104,9 +105,10 @@ class CheckpointWriter {
   void add_slices(const std::vector<StateSlice>& slices, const std::string& set = kOptimizerSlices);
 
   /// When it returns, the checkpoint is on disk under its final name and older checkpoints are
-  /// pruned. Returns the checkpoint's folder. If anything went wrong on any rank, throws UsageError
-  /// on every rank with rank, path and reason; then nothing of the checkpoint remains, unless the
-  /// text says that it was committed, and older checkpoints are unchanged. Collective.
+  /// pruned. (If that failed, a line in the log says so.) Returns the checkpoint's folder. If
+  /// anything went wrong on any rank, throws UsageError on every rank with rank, path and reason;
+  /// then nothing of the checkpoint remains, unless the text says that it was committed, and older
+  /// checkpoints are unchanged. Collective.
   std::string commit();
 
  private:
@@ -141,19 +143,27 @@ class CheckpointVersionError : public UsageError {
   using UsageError::UsageError;
 };
 
+/// Thrown for a checkpoint whose bytes, sizes or files are not those that were written. An error of
+/// the system while reading is an Error of another class: the checkpoint may then be sound.
+class CheckpointDamagedError : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
+
 /// A committed checkpoint, opened for reading. Needs no lock. All functions except `verify(group)`
 /// are local. For one thread at a time.
 class Checkpoint {
  public:
   /// Reads the manifest and checks its digest and version (CheckpointVersionError), and that every
   /// file exists and has its size. In all functions of this class a changed bit, a missing byte or
-  /// a missing file is a UsageError that names the file, the tensor if the error is in one, and the
-  /// older checkpoints.
+  /// a missing file is a CheckpointDamagedError that names the file, the tensor if the error is in
+  /// one, and the older checkpoints.
   explicit Checkpoint(const std::string& path);
   /// The same if hosts need not share the folder: a file may be at `path` of any rank, and ranks
   /// may pass different paths. Files that are not on this rank's host are read over the group,
-  /// within read_together(). AgreedError on all ranks if a file is on no rank's host; it names the
-  /// rank and the host that wrote it. Collective.
+  /// within read_together(). An error on one rank is thrown on all: CheckpointDamagedError if the
+  /// checkpoint is damaged on each rank that failed, otherwise AgreedError. A file that is on no
+  /// rank's host counts as damage; the text names the rank and the host that wrote it. Collective.
   Checkpoint(const std::string& path, ProcessGroup group);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;
@@ -176,7 +186,7 @@ class Checkpoint {
   /// Reads every byte of the files on this host and compares every digest. Local.
   void verify() const;
   /// The same for all files, each divided among the ranks that have it. An error on one rank is
-  /// thrown on all. Collective.
+  /// thrown on all, as by the constructor. Collective.
   void verify(const ProcessGroup& group) const;
 
   /// A whole text file; its digest is compared.

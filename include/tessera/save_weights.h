@@ -47,11 +47,11 @@ bool is_torch_path(const std::string& path);
 /// Writes weights to `path`: to one file, which rank 0 writes and which is replaced in one step:
 /// for torch.load if is_torch_path(), otherwise safetensors. A path that ends in "/" is a folder,
 /// which is made if it is missing and must be visible to all ranks: each rank writes its parts, by
-/// divide_weights(), and rank 0 writes model.safetensors.index.json at the end. Before the parts
-/// get their names the old index is removed, so that a save that is cut off leaves no index rather
-/// than one of mixed parts. model.safetensors and the parts of former saves are removed from the
-/// folder, too. Takes memory for one tensor on each rank. Throws AgreedError on all ranks, with
-/// file, rank and reason, if a rank cannot write its part. Collective.
+/// divide_weights(), and rank 0 writes model.safetensors.index.json at the end. A save that is cut
+/// off leaves the former one: where its parts have the names of the new ones, those get a tag
+/// (model-1f03-00001-of-00002.safetensors). Then model.safetensors and the parts of former saves
+/// are removed from the folder. Takes memory for one tensor on each rank. Throws AgreedError on all
+/// ranks, with file, rank and reason, if a rank cannot write its part. Collective.
 void save_weights(const ProcessGroup& group, const std::string& path,
                   const std::vector<SafetensorsSpec>& tensors, const WholeTensor& whole,
                   const SaveWeightsOptions& options = {});

@@ -144,6 +144,35 @@ TEST_F(Hosts, ACheckpointThatOneHostHasNotRenamedIsPassedOver) {
   });
 }
 
+TEST_F(Hosts, AReplacementThatOneHostHasNotMadeLeavesTheFormerCheckpoint) {
+  const auto save_two = [](ProcessGroup group, const std::string& folder) {
+    CheckpointStore store(folder, group);
+    save(store, group, 2);
+  };
+  on({0, 1}, save_two);
+  for (const int host : {0, 1})
+    fs::copy(step_of(host, 2), base_ + "/old-" + std::to_string(host), fs::copy_options::recursive);
+  on({0, 1}, save_two);
+  // As after a kill between the renames of host 0 and host 1.
+  const std::string former = "/.step-00000002.replaced-01";
+  fs::rename(base_ + "/old-0", folder_of(0) + former);
+  fs::remove_all(step_of(1, 2));
+  fs::rename(base_ + "/old-1", step_of(1, 2));
+  for (const bool writes : {false, true}) {
+    on({0, 1}, [&](ProcessGroup group, const std::string& folder) {
+      std::optional<CheckpointStore> store;
+      if (writes) store.emplace(folder, group);
+      EXPECT_EQ(latest_checkpoint(folder, group), folder + "/step-00000002");
+      expect_complete(folder + "/step-00000002", group, 2, 2);
+      const Checkpoint checkpoint(folder + "/step-00000002", group);
+      EXPECT_EQ(checkpoint.path(), group.rank() == 0 ? folder + former : step_of(1, 2));
+    });
+  }
+  on({0, 1}, save_two);
+  for (const int host : {0, 1})
+    EXPECT_EQ(names_in(folder_of(host)), (std::set<std::string>{".lock", "step-00000002"}));
+}
+
 TEST_F(Hosts, ARenameThatFailsOnOneHostIsUndoneOnTheOthers) {
   on({0, 1, 1}, [&](ProcessGroup group, const std::string& folder) {
     CheckpointStore store(folder, group);

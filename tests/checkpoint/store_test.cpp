@@ -216,9 +216,9 @@ TEST_F(Store, ARemovedLockIsNoticedBeforeTheCommit) {
   fs::remove(run_ + "/.lock");
   CheckpointStore other(run_);  // now two runs have the folder
   CheckpointWriter second(store, 2);
-  EXPECT_THAT(usage_error([&] { second.commit(); }),
-              AllOf(HasSubstr(run_ + "/.lock was removed or replaced"),
-                    HasSubstr("nothing was committed")));
+  EXPECT_THAT(
+      usage_error([&] { second.commit(); }),
+      AllOf(HasSubstr(run_ + "/.lock was removed or changed"), HasSubstr("nothing was committed")));
   EXPECT_EQ(names_in(run_), (std::set<std::string>{".lock", "step-00000001"}));
   CheckpointWriter(other, 3).commit();
 }

@@ -15,7 +15,7 @@ import table
 from registry import FAULTS, CannotTry
 from trial import References, Trial
 
-import checkpoints_and_disks, containers_of_runs, data, drift, launcher, not_finite, operations, processes_and_signals, ranks_that_differ  # noqa
+import checkpoints_and_disks, containers_of_runs, data, drift, file_operations, launcher, not_finite, operations, processes_and_signals, ranks_that_differ  # noqa
 import several_hosts, start_up  # noqa
 
 

@@ -9,7 +9,9 @@ PREAMBLE = """# Faults
 it measured. It takes some minutes. `tests/faults/run.py build WORD` tries the faults with a word in
 their names. A row is one function in `tests/faults/`; `make test` runs a part of them and compares
 the page with it. `make soak MINUTES=30` disturbs trainings at random for that time and compares
-their weights with those of undisturbed ones.
+their weights with those of undisturbed ones. `make operations` makes each file operation of the
+writers and readers fail, be short, or end the process, and then random ones of trainings; a part of
+that is rows here.
 
 - **Time to detect**: from the fault to the first message that names it. `before step 0`: the run
   ends before it trains. `in the step`: no further step is done.

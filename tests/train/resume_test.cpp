@@ -1,8 +1,10 @@
 #include <csignal>
 #include <cstdlib>
+#include <set>
 
 #include <gmock/gmock.h>
 
+#include "faults/failing_files.h"
 #include "harness/thrown_by.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
@@ -375,8 +377,32 @@ TEST_F(ResumeTest, ADamagedCheckpointIsSetAsideWithFallback) {
   const std::string none = thrown_by([&] { train_ranks(2, options); });
   const std::string off = thrown_by([&] { train_ranks(2, with("checkpoint.fallback=false")); });
   ::unsetenv("TORCHELASTIC_MAX_RESTARTS");
+  EXPECT_TRUE(fs::exists("c/damaged-step-00000006-2")) << "the one from before stays";
+  EXPECT_TRUE(fs::exists("c/damaged-step-00000006"));
   EXPECT_THAT(none, HasSubstr("checkpoint.fallback: there is no checkpoint before it"));
   EXPECT_THAT(off, HasSubstr("to go on without it"));
+}
+
+TEST_F(ResumeTest, AnErrorWhileReadingIsTriedAgainAndSetsNothingAside) {
+  const std::vector<std::string> options{"checkpoint={folder: c, every: 2, fallback: true}"};
+  train_ranks(2, options);
+  const auto here = fs::current_path().string();
+  const auto names = [] {
+    std::set<std::string> found;
+    for (const auto& entry : fs::directory_iterator("c")) found.insert(entry.path().filename());
+    return found;
+  };
+  const auto before = names();
+  for (const char* how : {"pread:EIO", "pread:ESTALE"}) {
+    failing_files_begin(here.c_str(), how, 3, true);
+    EXPECT_EQ(train_ranks(2, options).first_step, 6) << how;
+    EXPECT_GT(failing_files_count(), 3);
+    failing_files_begin(here.c_str(), (std::string(how) + "+").c_str(), 1, true);
+    const std::string error = thrown_by([&] { train_ranks(2, options); });
+    failing_files_begin("", "", 0, false);
+    EXPECT_THAT(error, HasSubstr(how[7] == 'I' ? "Input/output error" : "Stale file handle"));
+    EXPECT_EQ(names(), before);
+  }
 }
 
 TEST_F(ResumeTest, ANewerVersionIsNeitherDamagedNorSetAside) {

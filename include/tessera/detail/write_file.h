@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <system_error>
 
 namespace tessera {
 
@@ -13,5 +14,9 @@ void write_file(const std::string& path, const std::string& text);
 /// Tries whether write_file() can work: writes, syncs, renames and removes a small file of another
 /// name in the same folder. Throws as write_file() does. A file at `path` stays as it is. Local.
 void check_writable(const std::string& path);
+
+/// Makes a folder and its missing parents, and syncs the folders that they are in. A folder that
+/// exists is no error. Local.
+std::error_code make_folder(const std::string& folder);
 
 }  // namespace tessera

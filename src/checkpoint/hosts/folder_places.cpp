@@ -35,23 +35,18 @@ int lowest_seen(const std::string& folder, const std::string& prefix) {
 
 }  // namespace
 
-std::string own_host() {
-  char name[256] = "";
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
-
 FolderPlaces find_places(ProcessGroup group, const std::string& folder) {
   std::random_device random;
   const std::string prefix =
       kPlacePrefix + group.broadcast_bytes(fmt::format("{:08x}{:08x}", random(), random()), 0) +
       "-";
   const std::string own = folder + "/" + prefix + std::to_string(group.rank());
-  const auto remove = [&] { ::unlink(own.c_str()); };
+  const auto remove = [&] { uninterrupted([&] { return ::unlink(own.c_str()); }); };
   int lowest = -1;
   try {
     agree(group, [&] {
-      const FileDescriptor file(::open(own.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666));
+      const FileDescriptor file(uninterrupted(
+          [&] { return ::open(own.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666); }));
       if (!file)
         throw UsageError(
             fmt::format("checkpoint: {}: making it failed: {}", own, errno_text(errno)));

@@ -27,7 +27,4 @@ struct FolderPlaces {
 /// Throws on all ranks if a rank cannot write or list it. Collective.
 FolderPlaces find_places(ProcessGroup group, const std::string& folder);
 
-/// The name of this host.
-std::string own_host();
-
 }  // namespace tessera::store

@@ -2,12 +2,11 @@
 
 #include <atomic>
 #include <cerrno>
-#include <climits>
-#include <cstdlib>
 #include <filesystem>
 #include <random>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -16,23 +15,43 @@
 namespace tessera {
 namespace {
 
+// [Note: temporary files] A process that is killed leaves its temporary files, and the next one
+// that writes in the folder removes them. A writer holds a lock on its file. Locks of other hosts
+// may be invisible, so files of other hosts must also be unchanged for an hour.
+
+/// The first part of the names of this host's temporary files.
+std::string own_prefix() { return ".tessera-" + own_host() + "-"; }
+
 // Unique among processes and hosts that share the folder, and short for any length of the final
 // name.
 std::string temporary_name() {
   static std::atomic<unsigned> counter{0};
   std::random_device random;
-  return ".tessera-" + std::to_string(::getpid()) + "-" + std::to_string(counter++) + "-" +
+  return own_prefix() + std::to_string(::getpid()) + "-" + std::to_string(counter++) + "-" +
          std::to_string(random()) + ".tmp";
 }
 
-std::string resolved(const std::string& path) {
-  char* real = ::realpath(path.c_str(), nullptr);
-  if (real == nullptr) {
-    return path;
+/// Removes the temporary files of writers that have ended. `own`: the status of a new file, whose
+/// time is that of the file system.
+void remove_abandoned(const std::string& folder, const struct stat& own) {
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
+       at.increment(error)) {
+    const std::string name = at->path().filename().string();
+    if (!name.starts_with(".tessera-") || !name.ends_with(".tmp")) continue;
+    const FileDescriptor file(::open(at->path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    struct stat status {};
+    const bool locked = ::flock(file.get(), LOCK_EX | LOCK_NB) == 0;
+    if ((!locked && errno == EWOULDBLOCK) || ::fstat(file.get(), &status) != 0) continue;
+    if ((locked && name.starts_with(own_prefix())) || own.st_mtime - status.st_mtime > 3600)
+      ::unlink(at->path().c_str());
   }
-  const std::string text = real;
-  std::free(real);
-  return text;
+}
+
+std::string resolved(const std::string& path) {
+  std::error_code error;
+  const auto real = std::filesystem::canonical(path, error);
+  return error ? path : real.string();
 }
 
 }  // namespace
@@ -56,26 +75,33 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   if (::stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
     throw UsageError(component_ + ": " + path_ + ": the folder " + folder_ + " does not exist");
   }
-  int fd = -1;
-  do {
+  while (!file_) {
     temporary_ = folder_ + "/" + temporary_name();
-    fd = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  } while (fd < 0 && (errno == EEXIST || errno == EINTR));
-  if (fd < 0) {
-    const int error = errno;
-    temporary_.clear();
-    throw Error(component_ + ": " + path_ + ": cannot create a file in " + folder_ + ": " +
-                errno_text(error));
+    file_ = FileDescriptor(uninterrupted(
+        [&] { return ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666); }));
+    if (!file_ && errno != EEXIST) {
+      const int error = errno;
+      temporary_.clear();
+      throw Error(component_ + ": " + path_ + ": cannot create a file in " + folder_ + ": " +
+                  errno_text(error));
+    }
+    if (!file_) continue;
+    const bool locked = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    // Another process may have taken it for a file whose writer has ended.
+    if (!locked || (::fstat(file_.get(), &status) == 0 && status.st_nlink == 0)) discard();
   }
-  file_ = FileDescriptor(fd);
+  // The ranks write a checkpoint in one new folder, which is removed as a whole.
+  if (folder_.find(".partial-") == folder_.npos) remove_abandoned(folder_, status);
 }
 
-AtomicFile::~AtomicFile() { discard(); }
+AtomicFile::~AtomicFile() {
+  if (process_.is_this()) discard();
+}
 
 void AtomicFile::discard() noexcept {
   file_.close();
   if (!temporary_.empty()) {
-    ::unlink(temporary_.c_str());
+    uninterrupted([&] { return ::unlink(temporary_.c_str()); });
     temporary_.clear();
   }
 }
@@ -92,31 +118,25 @@ void AtomicFile::write_at(const void* from, size_t count, uint64_t offset) {
   }
 }
 
-/// Syncs and closes the temporary file first.
+/// Syncs and closes the temporary file first, because some file systems report failed writes then.
 void AtomicFile::rename_to(const std::string& name) {
-  if (::fsync(file_.get()) != 0) {
+  if (uninterrupted([&] { return ::fsync(file_.get()); }) != 0) {
     fail("syncing to disk");
   }
+  const FileDescriptor held(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0));  // keeps the lock
   if (!file_.close()) {
     fail("closing");
   }
-  if (::rename(temporary_.c_str(), name.c_str()) != 0) {
+  if (uninterrupted([&] { return ::rename(temporary_.c_str(), name.c_str()); }) != 0) {
     fail("renaming the finished file into place");
-  }
-}
-
-void AtomicFile::sync_folder() {
-  const FileDescriptor folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
-  if (!folder || (::fsync(folder.get()) != 0 && errno != EINVAL)) {
-    fail("syncing the folder " + folder_);
   }
 }
 
 void AtomicFile::commit() {
   rename_to(target_);
   temporary_.clear();
-  sync_folder();
+  if (!sync_folder(folder_))
+    fail("the file is written, but a loss of power may undo it: syncing " + folder_);
 }
 
 void AtomicFile::rehearse() {
@@ -125,7 +145,7 @@ void AtomicFile::rehearse() {
   const std::string other = folder_ + "/" + temporary_name();
   rename_to(other);
   temporary_ = other;
-  sync_folder();
+  if (!sync_folder(folder_)) fail("syncing the folder " + folder_);
   discard();
 }
 

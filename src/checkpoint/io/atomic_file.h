@@ -4,13 +4,14 @@
 #include <string>
 
 #include "checkpoint/io/file_descriptor.h"
+#include "tessera/detail/own_process.h"
 
 namespace tessera {
 
 /// A file that appears under its name either complete or not at all. It is written as a temporary
 /// file in the same folder, synced and renamed; then the folder is synced. Destruction without
-/// `commit` removes the temporary file. A symbolic link at `path` is followed: its target is
-/// replaced.
+/// `commit` removes the temporary file; those of processes that were killed are removed by the next
+/// AtomicFile in the folder. A symbolic link at `path` is followed: its target is replaced.
 class AtomicFile {
  public:
   /// Throws UsageError if the folder is missing or `path` is not a regular file, Error if the
@@ -23,8 +24,8 @@ class AtomicFile {
   /// Throws Error with path and reason if writing fails; the temporary file is then removed, and
   /// `open()` is false.
   void write_at(const void* from, size_t count, uint64_t offset);
-  /// Fails in the same way. The old file is then unchanged, unless only the final sync of the
-  /// folder failed.
+  /// Fails in the same way. The old file is then unchanged, unless the text says that the new one
+  /// is written: only the final sync of the folder failed.
   void commit();
   /// Does what a commit needs without touching `path`: writes a block, syncs the file, renames it
   /// to another temporary name, syncs the folder, removes the file. Fails as write_at() does.
@@ -35,7 +36,6 @@ class AtomicFile {
  private:
   [[noreturn]] void fail(const std::string& action);
   void rename_to(const std::string& name);
-  void sync_folder();
   void discard() noexcept;
 
   std::string component_;
@@ -44,6 +44,7 @@ class AtomicFile {
   std::string folder_;
   std::string temporary_;  // empty once renamed or removed
   FileDescriptor file_;
+  detail::OwnProcess process_;
 };
 
 }  // namespace tessera

@@ -1,10 +1,10 @@
 #include "checkpoint/io/file_descriptor.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <system_error>
 #include <utility>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace tessera {
@@ -25,18 +25,16 @@ FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
 
 bool FileDescriptor::close() {
   const int fd = std::exchange(fd_, -1);
-  return fd < 0 || ::close(fd) == 0;
+  return fd < 0 || ::close(fd) == 0 || errno == EINTR;  // it is closed then, too
 }
 
 int64_t FileDescriptor::read_at(void* to, size_t count, uint64_t offset) const {
   size_t done = 0;
   while (done < count) {
-    const ssize_t got =
-        ::pread(fd_, static_cast<char*>(to) + done, std::min(count - done, kMaxTransfer),
-                static_cast<off_t>(offset + done));
-    if (got < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t got = uninterrupted([&] {
+      return ::pread(fd_, static_cast<char*>(to) + done, std::min(count - done, kMaxTransfer),
+                     static_cast<off_t>(offset + done));
+    });
     if (got < 0) {
       return -1;
     }
@@ -51,12 +49,10 @@ int64_t FileDescriptor::read_at(void* to, size_t count, uint64_t offset) const {
 bool FileDescriptor::write_at(const void* from, size_t count, uint64_t offset) const {
   size_t done = 0;
   while (done < count) {
-    const ssize_t put =
-        ::pwrite(fd_, static_cast<const char*>(from) + done, std::min(count - done, kMaxTransfer),
-                 static_cast<off_t>(offset + done));
-    if (put < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t put = uninterrupted([&] {
+      return ::pwrite(fd_, static_cast<const char*>(from) + done,
+                      std::min(count - done, kMaxTransfer), static_cast<off_t>(offset + done));
+    });
     if (put <= 0) {
       errno = put == 0 ? EIO : errno;
       return false;
@@ -64,6 +60,23 @@ bool FileDescriptor::write_at(const void* from, size_t count, uint64_t offset) c
     done += static_cast<size_t>(put);
   }
   return true;
+}
+
+FileDescriptor open_to_read(const std::string& path) {
+  return FileDescriptor(
+      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); }));
+}
+
+bool sync_folder(const std::string& folder) {
+  const FileDescriptor file = open_to_read(folder.empty() ? "." : folder);
+  // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
+  return file && (uninterrupted([&] { return ::fsync(file.get()); }) == 0 || errno == EINVAL);
+}
+
+std::string own_host() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
 }
 
 std::string errno_text(int error) { return std::generic_category().message(error); }

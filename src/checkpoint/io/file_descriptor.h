@@ -1,10 +1,19 @@
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 namespace tessera {
+
+/// Makes a system call, again while a signal interrupts it.
+template <class Call>
+auto uninterrupted(const Call& call) {
+  auto result = call();
+  while (result == -1 && errno == EINTR) result = call();
+  return result;
+}
 
 /// Owns a file descriptor. Reads and writes at offsets and repeats interrupted and short transfers.
 class FileDescriptor {
@@ -29,6 +38,15 @@ class FileDescriptor {
  private:
   int fd_ = -1;
 };
+
+/// None, with errno set, on failure.
+FileDescriptor open_to_read(const std::string& path);
+
+/// Returns false with errno set on failure. "" is the current folder.
+bool sync_folder(const std::string& folder);
+
+/// The name of this host.
+std::string own_host();
 
 /// The system's text for an errno, for example "No space left on device".
 std::string errno_text(int error);

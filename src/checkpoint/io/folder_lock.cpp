@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,17 +14,20 @@
 namespace tessera::store {
 namespace {
 
-std::string host_name() {
-  char name[256] = {};
-  return ::gethostname(name, sizeof name - 1) == 0 ? name : "an unknown host";
+/// What the file says of its holder; "?" if it cannot be read.
+std::string text_of(const FileDescriptor& file) {
+  char text[512];
+  const int64_t size = file.read_at(text, sizeof text, 0);
+  return size < 0 ? "?" : std::string(text, static_cast<size_t>(size));
+}
+
+bool clear(const FileDescriptor& file) {
+  return uninterrupted([&] { return ::ftruncate(file.get(), 0); }) == 0;
 }
 
 std::string holder(const FileDescriptor& file) {
-  char text[512];
-  const int64_t size = file.read_at(text, sizeof text, 0);
-  std::string found(text, size > 0 ? static_cast<size_t>(size) : 0);
-  while (!found.empty() && found.back() == '\n') found.pop_back();
-  return found.empty() ? "another process" : found;
+  const std::string found = text_of(file);
+  return found.empty() ? "another process" : found.substr(0, found.find('\n'));
 }
 
 /// False if the file was removed meanwhile. Another process may then hold a lock on a new file of
@@ -31,8 +35,9 @@ std::string holder(const FileDescriptor& file) {
 bool still_named(const FileDescriptor& file, const std::string& path) {
   struct stat mine {
   }, there{};
-  return ::fstat(file.get(), &mine) == 0 && ::lstat(path.c_str(), &there) == 0 &&
-         mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
+  if (::lstat(path.c_str(), &there) != 0) return errno != ENOENT;
+  return ::fstat(file.get(), &mine) != 0 ||
+         (mine.st_ino == there.st_ino && mine.st_dev == there.st_dev);
 }
 
 /// The lock is written to, so it must not be another name of somebody's file.
@@ -51,8 +56,10 @@ void check_is_lock(const FileDescriptor& file, const std::string& path) {
 
 FolderLock::FolderLock(const std::string& folder) : path_(folder + "/.lock") {
   const std::string& path = path_;
+  bool locked = false;
   do {
-    file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+    file_ = FileDescriptor(uninterrupted(
+        [&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666); }));
     if (!file_ && errno == ELOOP) {
       throw UsageError(fmt::format(
           "checkpoint: {} is a symbolic link; expected a lock that a run has made: remove it, or "
@@ -63,34 +70,44 @@ FolderLock::FolderLock(const std::string& folder) : path_(folder + "/.lock") {
       throw Error(
           fmt::format("checkpoint: {}: opening the lock failed: {}", path, errno_text(errno)));
     check_is_lock(file_, path);
-    while (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno == EINTR) continue;
-      if (errno != EWOULDBLOCK)
-        throw Error(fmt::format("checkpoint: {}: locking failed: {}", path, errno_text(errno)));
+    const auto lock = [&] { return ::flock(file_.get(), LOCK_EX | LOCK_NB); };
+    locked = uninterrupted(lock) == 0;
+    if (locked) continue;
+    if (errno == EWOULDBLOCK) {
       throw UsageError(
           fmt::format("checkpoint: the folder {} is being written by {}; two runs cannot share a "
                       "folder: stop that run or choose another folder",
                       folder, holder(file_)));
     }
+    // So answer Lustre without the option flock, and NFS without its lock service.
+    if (errno != ENOSYS && errno != ENOLCK && errno != EOPNOTSUPP)
+      throw Error(fmt::format("checkpoint: {}: locking failed: {}", path, errno_text(errno)));
+    spdlog::warn(
+        "tessera: checkpoint: {}: the file system has no locks ({}); expected that no other run "
+        "writes in this folder",
+        path, errno_text(errno));
   } while (!still_named(file_, path));
-  const std::string text = fmt::format("pid {} on {}\n", ::getpid(), host_name());
-  if (::ftruncate(file_.get(), 0) != 0 || !file_.write_at(text.data(), text.size(), 0)) {
+  const std::string before = text_of(file_), host = " on " + own_host() + "\n";
+  alone_ = locked && (before.empty() || before.ends_with(host));
+  text_ = "pid " + std::to_string(::getpid()) + host;
+  if (!clear(file_) || !file_.write_at(text_.data(), text_.size(), 0)) {
     throw Error(
         fmt::format("checkpoint: {}: writing the lock failed: {}", path, errno_text(errno)));
   }
 }
 
 void FolderLock::check_held() const {
-  if (still_named(file_, path_)) return;
+  const std::string now = text_of(file_);
+  if (still_named(file_, path_) && (now == text_ || now == "?")) return;
   throw Error(
-      fmt::format("checkpoint: {} was removed or replaced after this run had locked the folder, so "
+      fmt::format("checkpoint: {} was removed or changed after this run had locked the folder, so "
                   "another run may write there; nothing was committed",
                   path_));
 }
 
 FolderLock::~FolderLock() {
   // Clears pid and host, so that the file does not name a process that no longer holds the lock.
-  if (file_ && ::ftruncate(file_.get(), 0) != 0) return;
+  if (file_ && process_.is_this() && text_of(file_) == text_ && !clear(file_)) return;
 }
 
 }  // namespace tessera::store

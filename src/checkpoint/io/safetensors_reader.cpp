@@ -31,7 +31,7 @@ struct SafetensorsFile::Impl {
 };
 
 void SafetensorsFile::Impl::open() {
-  file = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  file = open_to_read(path);
   struct stat status {};
   if (!file || ::fstat(file.get(), &status) != 0) {
     throw UsageError("safetensors: " + path + ": cannot be opened: " + errno_text(errno));

@@ -1,5 +1,7 @@
 #include "tessera/detail/write_file.h"
 
+#include <filesystem>
+
 #include "checkpoint/io/atomic_file.h"
 
 namespace tessera {
@@ -11,5 +13,18 @@ void write_file(const std::string& path, const std::string& text) {
 }
 
 void check_writable(const std::string& path) { AtomicFile("output", path).rehearse(); }
+
+std::error_code make_folder(const std::string& folder) {
+  const std::filesystem::path path(folder), parent = path.parent_path();
+  std::error_code error;
+  if (path.empty() || std::filesystem::is_directory(path, error)) return {};
+  if (parent != path) error = make_folder(parent.string());
+  else error.clear();
+  if (error) return error;
+  do std::filesystem::create_directory(path, error);
+  while (error == std::errc::interrupted);
+  if (!error && !sync_folder(parent.string())) error = {errno, std::generic_category()};
+  return error;
+}
 
 }  // namespace tessera

@@ -36,6 +36,7 @@ int size_of_file(const std::string& path, uint64_t& size) {
 Checkpoint::Impl::Impl(const std::string& folder)
     : path(fs::path(folder).lexically_normal().string()) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
+  path = store::readable_version(path);
   parse_manifest(manifest_text(false));
   for (const FileRecord& file : manifest.files) check_file(file, false);
   index_slices();
@@ -56,9 +57,15 @@ std::string Checkpoint::Impl::older_ones() const {
 
 void Checkpoint::Impl::damaged(const std::string& file, const std::string& tensor,
                                const std::string& reason) const {
-  throw UsageError(fmt::format("checkpoint: {}{}: {}{}{}", path, file.empty() ? "" : "/" + file,
-                               tensor.empty() ? "" : "tensor " + in_quotes(tensor) + ": ", reason,
-                               older_ones()));
+  throw CheckpointDamagedError(fmt::format(
+      "checkpoint: {}{}: {}{}{}", path, file.empty() ? "" : "/" + file,
+      tensor.empty() ? "" : "tensor " + in_quotes(tensor) + ": ", reason, older_ones()));
+}
+
+void Checkpoint::Impl::refuse(const std::string& file, int error) const {
+  if (error == EINVAL) damaged(file, "", "is not a regular file");
+  if (error == ENOENT || error == ENOTDIR) damaged(file, "", errno_text(error));
+  throw Error(fmt::format("checkpoint: {}/{}: cannot be read: {}", path, file, errno_text(error)));
 }
 
 std::string Checkpoint::Impl::manifest_text(bool or_none) const {
@@ -67,13 +74,12 @@ std::string Checkpoint::Impl::manifest_text(bool or_none) const {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) {
     if (or_none && errno == ENOENT) return "";
-    damaged("", "", errno_text(errno));
+    refuse("", errno);
   }
   if (!S_ISDIR(status.st_mode)) damaged("", "", "is not a folder");
   if (const int error = size_of_file(path + "/" + file.name, file.bytes)) {
     if (or_none && error == ENOENT) return "";
-    damaged(file.name, "",
-            error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+    refuse(file.name, error);
   }
   return read_text(file, file.bytes);
 }
@@ -105,9 +111,7 @@ bool Checkpoint::Impl::check_file(const FileRecord& file, bool or_none) const {
   const int error = size_of_file(path + "/" + file.name, size);
   if (error == ENOENT && or_none) return false;
   if (error == ENOENT) damaged(file.name, "", "the file is missing" + writer_text(file));
-  if (error != 0)
-    damaged(file.name, "",
-            error == EINVAL ? "is not a regular file" : "cannot be read: " + errno_text(error));
+  if (error != 0) refuse(file.name, error);
   if (size != file.bytes) {
     damaged(file.name, "",
             fmt::format("the file has {} bytes; the manifest has {}: it is {}", size, file.bytes,
@@ -152,8 +156,8 @@ const FileRecord& Checkpoint::Impl::tensor_record(const std::string& file) const
 }
 
 FileDescriptor Checkpoint::Impl::open(const FileRecord& file) const {
-  FileDescriptor opened_file(::open((path + "/" + file.name).c_str(), O_RDONLY | O_CLOEXEC));
-  if (!opened_file) damaged(file.name, "", "cannot be opened: " + errno_text(errno));
+  FileDescriptor opened_file = open_to_read(path + "/" + file.name);
+  if (!opened_file) refuse(file.name, errno);
   return opened_file;
 }
 
@@ -177,7 +181,7 @@ int64_t Checkpoint::Impl::read(const FileRecord& file, void* to, size_t count,
 std::string Checkpoint::Impl::read_text(const FileRecord& file, uint64_t bytes) const {
   std::string text(bytes, '\0');
   const int64_t got = read(file, text.data(), text.size(), 0);
-  if (got < 0) damaged(file.name, "", "reading it failed: " + errno_text(errno));
+  if (got < 0) refuse(file.name, errno);
   text.resize(static_cast<size_t>(got));
   return text;
 }
@@ -232,11 +236,14 @@ void Checkpoint::Impl::damaged_data(const FileRecord& file, const std::string& t
 void Checkpoint::Impl::verify_tensor(const FileRecord& file, const std::string& name,
                                      const std::string& digest) const {
   const auto& entry = tensors(file.name).info(name);
+  const FileDescriptor opened_file = open(file);
   std::string found;
   try {
-    found = store::digest_of(open(file), file.header_bytes + entry.begin, entry.end - entry.begin);
-  } catch (const Error& error) {
+    found = store::digest_of(opened_file, file.header_bytes + entry.begin, entry.end - entry.begin);
+  } catch (const UsageError& error) {  // it ends too early
     damaged(file.name, name, error.what());
+  } catch (const Error& error) {
+    throw Error(fmt::format("checkpoint: {}/{}: {}", path, file.name, error.what()));
   }
   if (found != digest) damaged_data(file, name);
 }

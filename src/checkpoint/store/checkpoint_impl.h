@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +13,16 @@
 #include "tessera/checkpoint_store.h"
 
 namespace tessera {
+namespace store {
+
+/// The version of the checkpoint at `path` that all ranks have which have any; "" if there is none
+/// or not on this rank. Collective.
+std::string common_version(ProcessGroup group, const std::string& path);
+
+/// As agree(). Throws CheckpointDamagedError on all ranks if that is what every failed rank threw.
+void agree_undamaged(ProcessGroup group, const std::function<void()>& body);
+
+}  // namespace store
 
 struct Checkpoint::Impl : store::SliceReader {
   /// Local.
@@ -27,10 +38,13 @@ struct Checkpoint::Impl : store::SliceReader {
   void index_slices();
   void find_holders(ProcessGroup group);
 
-  /// Throws UsageError with file, tensor (may be empty), reason, and the names of the older
-  /// checkpoints.
+  /// Throws CheckpointDamagedError with file, tensor (may be empty), reason, and the names of the
+  /// older checkpoints.
   [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
                             const std::string& reason) const;
+  /// The same for an errno, EINVAL for what is no regular file. Throws Error if the system could
+  /// not read the file, which may be sound.
+  [[noreturn]] void refuse(const std::string& file, int error) const;
   /// The same for a tensor whose data has changed; names its bytes in the file.
   [[noreturn]] void damaged_data(const store::FileRecord& file, const std::string& tensor) const;
   std::string older_ones() const;

@@ -10,6 +10,7 @@
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/store/checkpoint_store_impl.h"
 #include "checkpoint/store/run_folder.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -51,14 +52,19 @@ CheckpointStore::CheckpointStore(const std::string& folder, ProcessGroup group,
   agree(impl.group, [&] {
     check(folder, options);
     struct stat status {};
-    if (::stat(impl.folder.c_str(), &status) != 0) store::make_folder(impl.folder);
+    if (::stat(impl.folder.c_str(), &status) != 0) {
+      if (const auto error = make_folder(impl.folder))
+        throw Error(fmt::format("checkpoint: {}: making the folder failed: {}", impl.folder,
+                                error.message()));
+    }
     check_reachable(impl.folder);
   });
   impl.places = store::find_places(impl.group, impl.folder);
   agree(impl.group, [&] {
     if (!impl.leads()) return;
     impl.lock = store::FolderLock(impl.folder);
-    store::remove_leftovers(impl.folder);
+    store::remove_leftovers(impl.folder, impl.lock.alone());
+    if (impl.places.shared()) store::settle_replaced(impl.folder);
   });
   agree(impl.group, [&] {
     check_reachable(impl.folder);

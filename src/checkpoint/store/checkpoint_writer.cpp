@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "checkpoint/hosts/scoped_timeout.h"
+#include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/commit_files.h"
 #include "checkpoint/store/run_folder.h"
 #include "checkpoint/store/slice_file.h"
@@ -38,6 +39,7 @@ struct CheckpointWriter::Impl {
   std::map<std::string, std::unique_ptr<store::TensorFile>> open;
   std::vector<store::FileRecord> records;
   bool over = false;
+  detail::OwnProcess process;
   // From the first file on, because the ranks' disks differ in speed.
   std::optional<store::ScopedTimeout> timeout;
 };
@@ -53,7 +55,7 @@ void CheckpointWriter::Impl::begin() {
           fmt::format("checkpoint: the step is {} here; rank 0 writes {}", step, name));
     }
     folder = run->folder + "/" + name;
-    if (run->leads() && ::mkdir(folder.c_str(), 0777) != 0) {
+    if (run->leads() && uninterrupted([&] { return ::mkdir(folder.c_str(), 0777); }) != 0) {
       throw Error(
           fmt::format("checkpoint: {}: making the folder failed: {}", folder, errno_text(errno)));
     }
@@ -131,7 +133,7 @@ CheckpointWriter::CheckpointWriter(const CheckpointStore& store, int64_t step)
 }
 
 CheckpointWriter::~CheckpointWriter() {
-  if (!impl_->over) impl_->abandon();
+  if (!impl_->over && impl_->process.is_this()) impl_->abandon();
 }
 
 void CheckpointWriter::add_tensors(const std::string& file,

@@ -5,6 +5,7 @@
 #include <map>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include "checkpoint/io/atomic_file.h"
@@ -20,8 +21,9 @@ namespace tessera::store {
 // which composes the manifest. The leader of each place writes the manifest there and then renames
 // the folder. After a failure before the rename there is no checkpoint; after a failure behind it
 // the checkpoint is complete. With several places the checkpoint is complete after the last rename.
-// No leader renames before all have written the manifest, and none removes an older checkpoint
-// before all have renamed: until then the older one is complete in every place.
+// No leader renames before all have written the manifest, and none removes an older checkpoint, or
+// one that this one replaces, before all have renamed and synced: until then the older one is
+// complete in every place.
 
 namespace {
 
@@ -64,11 +66,19 @@ void write_manifest(const std::string& folder, const std::string& text) {
   file.commit();
 }
 
+/// Removes what the checkpoint of step `written` replaces or makes needless. A failure changes
+/// nothing in the checkpoint, so it is only told.
 void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options) {
-  const auto steps = committed_steps(folder);
-  for (const int64_t old : expired(steps, written, options.keep_last, options.keep_every,
-                                   unsound_steps(folder, steps))) {
-    remove_checkpoint(folder, old);
+  try {
+    settle_replaced(folder, written);
+    const auto steps = committed_steps(folder);
+    for (const int64_t old : expired(steps, written, options.keep_last, options.keep_every,
+                                     unsound_steps(folder, steps))) {
+      remove_checkpoint(folder, old);
+    }
+  } catch (const Error& error) {
+    spdlog::warn("tessera: checkpoint: step {} is committed, but pruning older ones failed: {}",
+                 written, error.what());
   }
 }
 
@@ -140,14 +150,17 @@ void commit_files(const CheckpointStore::Impl& run, const std::string& folder, i
     throw;
   }
   agree(run.group, [&] {
-    if (!run.leads()) return;
     try {
-      if (!replaced.empty()) remove_tree(replaced);
-      prune(run.folder, step, run.options);
+      if (run.leads()) sync_run(run.folder);
     } catch (const Error& error) {
-      throw Error(fmt::format("checkpoint: step {} is committed, but pruning older ones failed: {}",
-                              step, error.what()));
+      throw Error(fmt::format(
+          "checkpoint: step {} is committed, but a loss of power may undo it, so that no older "
+          "one was removed: {}",
+          step, error.what()));
     }
+  });
+  agree(run.group, [&] {
+    if (run.leads()) prune(run.folder, step, run.options);
   });
 }
 

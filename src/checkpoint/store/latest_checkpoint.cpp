@@ -4,9 +4,11 @@
 #include <map>
 #include <sstream>
 
-#include "checkpoint/store/manifest.h"
+#include <fmt/format.h>
+
 #include "checkpoint/store/run_folder.h"
 #include "tessera/checkpoint_store.h"
+#include "tessera/detail/classic.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -17,19 +19,6 @@ std::string path_of_step(const std::string& folder, int64_t step) {
   return store::without_trailing_slashes(folder) + "/" + store::step_name(step);
 }
 
-/// The end of the manifest, which has its digest; "-" if it cannot be read.
-std::string mark_of(const std::string& path) {
-  std::ifstream file(path + "/" + store::kManifestName, std::ios::binary);
-  constexpr std::streamoff kEnd = 40;
-  file.seekg(-kEnd, std::ios::end);
-  std::string text(static_cast<size_t>(kEnd), '\0');
-  file.read(text.data(), kEnd);
-  if (!file) return "-";
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c <= ' '; }, '_');
-  return text;
-}
-
 /// One rank's checkpoints: step, whether it is unsound, and the mark of its manifest.
 struct Seen {
   bool unsound;
@@ -37,21 +26,22 @@ struct Seen {
 };
 
 std::string text_of_steps(const std::string& folder) {
-  std::ostringstream text;
+  std::string text;
   const auto steps = store::committed_steps(folder);
   const auto unsound = store::unsound_steps(folder, steps);
   for (const int64_t step : steps)
-    text << step << ' ' << unsound.count(step) << ' ' << mark_of(path_of_step(folder, step)) << ' ';
-  return text.str();
+    text += fmt::format("{} {} {} ", step, unsound.count(step),
+                        store::mark_of(store::readable_version(path_of_step(folder, step))));
+  return text;
 }
 
 bool opens(const std::string& path, const ProcessGroup& group) {
   try {
     Checkpoint(path, group);
     return true;
-  } catch (const BrokenWorldError&) {
-    throw;
-  } catch (const UsageError&) {
+  } catch (const CheckpointDamagedError&) {
+    return false;
+  } catch (const CheckpointVersionError&) {
     return false;
   }
 }
@@ -61,7 +51,7 @@ std::optional<std::string> latest(const std::string& folder, ProcessGroup group,
   agree(group, [&] { mine = text_of_steps(folder); });
   std::map<int64_t, std::vector<Seen>> by_step;
   for (const auto& rank : group.all_gather_bytes(mine)) {
-    std::istringstream text(rank);
+    detail::Classic<std::istringstream> text(rank);
     int64_t step = 0;
     Seen seen{};
     while (text >> step >> seen.unsound >> seen.mark) by_step[step].push_back(seen);

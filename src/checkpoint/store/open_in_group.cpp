@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <exception>
 #include <filesystem>
+#include <map>
+#include <sstream>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 
 #include "checkpoint/hosts/folder_places.h"
 #include "checkpoint/store/checkpoint_impl.h"
+#include "checkpoint/store/run_folder.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -25,7 +27,7 @@ int rank_with_manifest(ProcessGroup group, const std::string& path, const std::s
     if (ends[rank].empty()) continue;
     if (first < 0) first = static_cast<int>(rank);
     if (ends[rank] == ends[first]) continue;
-    throw AgreedError(
+    throw CheckpointDamagedError(
         fmt::format("checkpoint: {}/{}: ranks {} and {} have different ones; expected parts of one "
                     "checkpoint on the hosts",
                     path, store::kManifestName, first, rank));
@@ -35,11 +37,62 @@ int rank_with_manifest(ProcessGroup group, const std::string& path, const std::s
 
 }  // namespace
 
+namespace store {
+
+std::string common_version(ProcessGroup group, const std::string& path) {
+  std::map<std::string, std::string> mine;  // by mark
+  std::string marks;
+  agree(group, [&] {
+    for (const auto& version : versions_of(path)) {
+      const std::string mark = mark_of(version);
+      if (mine.emplace(mark, version).second) marks += mark + "\n";
+    }
+  });
+  const auto ranks = group.all_gather_bytes(marks);
+  for (const auto& rank : ranks) {
+    std::istringstream lines(rank);
+    for (std::string mark; std::getline(lines, mark);) {
+      const bool common = std::all_of(ranks.begin(), ranks.end(), [&](const std::string& other) {
+        return other.empty() || other.find(mark) != other.npos;
+      });
+      if (common && mark != "-") return mine[mark];
+    }
+  }
+  return "";
+}
+
+void agree_undamaged(ProcessGroup group, const std::function<void()>& body) {
+  std::exception_ptr failure;
+  std::string kind;
+  try {
+    body();
+  } catch (const CheckpointDamagedError&) {
+    failure = std::current_exception(), kind = "damage";
+  } catch (...) {
+    failure = std::current_exception(), kind = "other";
+  }
+  std::string kinds;
+  for (const auto& rank : group.all_gather_bytes(kind)) kinds += rank;
+  if (kinds.empty()) return;
+  try {
+    agree(group, [&] {
+      if (failure) std::rethrow_exception(failure);
+    });
+  } catch (const AgreedError& error) {
+    if (kinds.find("other") != kinds.npos) throw;
+    throw CheckpointDamagedError(error.what());
+  }
+}
+
+}  // namespace store
+
 Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
     : path(std::filesystem::path(folder).lexically_normal().string()) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const std::string version = store::common_version(group, path);
+  if (!version.empty()) path = version;
   std::string text;
-  agree(group, [&] { text = manifest_text(true); });
+  store::agree_undamaged(group, [&] { text = manifest_text(true); });
   const int first = rank_with_manifest(group, path, text);
   const auto lacking = group.all_gather_bytes(text.empty() ? "lacks it" : "");
   const bool all =
@@ -56,7 +109,7 @@ Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
     }
   };
   try {
-    agree(group, parse);
+    store::agree_undamaged(group, parse);
   } catch (const AgreedError&) {
     if (newer) std::rethrow_exception(newer);  // on all ranks, because the text is one
     throw;
@@ -68,7 +121,7 @@ Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
 /// Finds out which ranks have which files.
 void Checkpoint::Impl::find_holders(ProcessGroup group) {
   std::string mine;  // "" if all files are here
-  agree(group, [&] {
+  store::agree_undamaged(group, [&] {
     for (const auto& file : manifest.files) mine += check_file(file, true) ? '1' : '0';
     if (mine.find('0') == mine.npos) mine.clear();
   });
@@ -83,7 +136,7 @@ void Checkpoint::Impl::find_holders(ProcessGroup group) {
     }
     if (!holders[i].empty()) continue;
     const auto& file = manifest.files[i];
-    throw AgreedError(fmt::format(
+    throw CheckpointDamagedError(fmt::format(
         "checkpoint: {}/{}: no host of this group has the file{}; expected the folder on the host "
         "that wrote it, or a copy of its files{}",
         path, file.name, writer_text(file), older_ones()));
@@ -91,8 +144,7 @@ void Checkpoint::Impl::find_holders(ProcessGroup group) {
   remote = std::make_unique<store::RemoteFiles>(
       std::move(group), std::move(holders),
       [this](size_t file, void* to, size_t count, uint64_t offset) -> int64_t {
-        const FileDescriptor opened_file(
-            ::open((path + "/" + manifest.files[file].name).c_str(), O_RDONLY | O_CLOEXEC));
+        const auto opened_file = open_to_read(path + "/" + manifest.files[file].name);
         return opened_file ? opened_file.read_at(to, count, offset) : -1;
       });
 }

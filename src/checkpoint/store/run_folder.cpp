@@ -9,10 +9,12 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "checkpoint/hosts/folder_places.h"
 #include "checkpoint/io/file_descriptor.h"
+#include "checkpoint/store/manifest.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -22,6 +24,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kStep = "step-";
 constexpr std::string_view kPartial = ".partial-";
+constexpr std::string_view kReplaced = ".replaced-";
 
 [[noreturn]] void refuse(const std::string& path, const std::string& action, int error) {
   throw Error(fmt::format("checkpoint: {}: {} failed: {}", path, action, errno_text(error)));
@@ -39,8 +42,43 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
+int rename_path(const std::string& from, const std::string& to) {
+  return uninterrupted([&] { return ::rename(from.c_str(), to.c_str()); });
+}
+
 void rename_folder(const std::string& from, const std::string& to) {
-  if (::rename(from.c_str(), to.c_str()) != 0) refuse(from, "renaming it to " + to, errno);
+  if (rename_path(from, to) != 0) refuse(from, "renaming it to " + to, errno);
+}
+
+/// nullopt if `path` does not exist. An error of the system is no answer.
+std::optional<struct stat> look_at(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0) return status;
+  if (errno != ENOENT && errno != ENOTDIR) refuse(path, "looking at it", errno);
+  return std::nullopt;
+}
+
+bool is_there(const std::string& path) { return look_at(path).has_value(); }
+
+/// The step of ".step-00000120.partial-9c1e", where `kind` is ".partial-".
+std::optional<int64_t> step_of_hidden(std::string_view name, std::string_view kind) {
+  const size_t at = name.find(kind);
+  if (at == std::string_view::npos || name[0] != '.') return std::nullopt;
+  return step_of_name(name.substr(1, at - 1));
+}
+
+std::string hidden_name(int64_t step, std::string_view kind) {
+  std::random_device random;
+  return fmt::format(".{}{}{:08x}{:08x}", step_name(step), kind, random(), random());
+}
+
+/// The time of the last change of a file, or in a folder of files.
+time_t last_change(const std::string& path) {
+  const auto status = look_at(path);
+  time_t last = status ? status->st_mtime : 0;
+  if (!status || !S_ISDIR(status->st_mode)) return last;
+  for (const auto& name : names_in(path)) last = std::max(last, last_change(path + "/" + name));
+  return last;
 }
 
 }  // namespace
@@ -61,33 +99,55 @@ std::optional<int64_t> step_of_name(std::string_view name) {
   return step;
 }
 
-std::string partial_name(int64_t step) {
-  std::random_device random;
-  return fmt::format(".{}{}{:08x}{:08x}", step_name(step), kPartial, random(), random());
+std::string partial_name(int64_t step) { return hidden_name(step, kPartial); }
+bool is_partial_name(std::string_view name) { return step_of_hidden(name, kPartial).has_value(); }
+
+std::vector<std::string> versions_of(const std::string& path) {
+  std::vector<std::string> versions;
+  const fs::path own(path);
+  const auto step = step_of_name(own.filename().string());
+  const fs::path parent = own.has_parent_path() ? own.parent_path() : ".";
+  if (is_there(path)) versions.push_back(path);
+  if (!step) return versions;
+  for (const auto& name : names_in(parent.string())) {
+    if (step_of_hidden(name, kReplaced) == step) versions.push_back((parent / name).string());
+  }
+  return versions;
 }
 
-bool is_partial_name(std::string_view name) {
-  const size_t at = name.find(kPartial);
-  return at != std::string_view::npos && name[0] == '.' &&
-         step_of_name(name.substr(1, at - 1)).has_value();
+std::string readable_version(const std::string& path) {
+  if (is_there(path)) return path;
+  const auto replaced = versions_of(path);
+  return replaced.empty() ? path : replaced.front();
+}
+
+std::string mark_of(const std::string& path) {
+  const std::string name = path + "/" + kManifestName;
+  std::string text(40, '\0');
+  const auto status = look_at(name);
+  if (!status || status->st_size < static_cast<off_t>(text.size())) return "-";
+  const FileDescriptor file = open_to_read(name);
+  const auto begin = static_cast<uint64_t>(status->st_size) - text.size();
+  if (file.read_at(text.data(), text.size(), begin) < 0) refuse(name, "reading it", errno);
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c <= ' '; }, '_');
+  return text;
 }
 
 std::vector<int64_t> committed_steps(const std::string& folder) {
-  std::vector<int64_t> steps;
+  std::set<int64_t> steps;
   for (const auto& name : names_in(folder)) {
-    std::error_code ignored;
-    const auto step = step_of_name(name);
-    if (step && fs::is_directory(fs::path(folder) / name, ignored)) steps.push_back(*step);
+    const auto step = name[0] == '.' ? step_of_hidden(name, kReplaced) : step_of_name(name);
+    const auto status = step ? look_at(folder + "/" + name) : std::nullopt;
+    if (status && S_ISDIR(status->st_mode)) steps.insert(*step);
   }
-  std::sort(steps.begin(), steps.end());
-  return steps;
+  return {steps.begin(), steps.end()};
 }
 
 std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps) {
   std::set<int64_t> unsound;
   for (const int64_t step : steps) {
-    std::error_code ignored;
-    if (fs::exists(fs::path(folder) / step_name(step) / kUnsoundName, ignored))
+    if (is_there(readable_version(folder + "/" + step_name(step)) + "/" + kUnsoundName))
       unsound.insert(step);
   }
   return unsound;
@@ -110,65 +170,66 @@ std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written,
 
 void remove_tree(const std::string& path) {
   std::error_code error;
-  fs::remove_all(path, error);
+  do fs::remove_all(path, error);
+  while (error == std::errc::interrupted);
   if (error) refuse(path, "removing it", error.value());
 }
 
-void sync_folder(const std::string& folder) {
-  const FileDescriptor file(
-      ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder and return EINVAL. Nothing more can be done on those.
-  if (!file || (::fsync(file.get()) != 0 && errno != EINVAL))
-    refuse(folder.empty() ? "." : folder, "syncing the folder", errno);
-}
-
-void make_folder(const std::string& folder) {
-  std::error_code error;
-  std::vector<fs::path> made;
-  for (fs::path path = folder;
-       !path.empty() && !fs::exists(path, error) && path != path.parent_path();
-       path = path.parent_path()) {
-    made.push_back(path);
-  }
-  fs::create_directories(folder, error);
-  if (error) refuse(folder, "making the folder", error.value());
-  for (const auto& path : made) sync_folder(path.parent_path().string());
+void sync_run(const std::string& folder) {
+  if (!sync_folder(folder)) refuse(folder, "syncing the folder", errno);
 }
 
 std::string publish(const std::string& folder, const std::string& partial, int64_t step) {
   const std::string target = folder + "/" + step_name(step);
-  std::string replaced;
-  if (::rename(partial.c_str(), target.c_str()) != 0) {
-    if (errno != ENOTEMPTY && errno != EEXIST) refuse(partial, "renaming it to " + target, errno);
-    // A checkpoint of this step exists. The two are exchanged in one step if the file system can.
-    replaced = partial;
-    if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
-      replaced = folder + "/" + partial_name(step);
-      rename_folder(target, replaced);
-      rename_folder(partial, target);
-    }
-  }
-  sync_folder(folder);
-  return replaced;
+  if (rename_path(partial, target) == 0) return "";
+  if (errno != ENOTEMPTY && errno != EEXIST) refuse(partial, "renaming it to " + target, errno);
+  // A checkpoint of this step exists. The two are exchanged in one step if the file system can.
+  const std::string replaced = folder + "/" + hidden_name(step, kReplaced);
+  rename_folder(partial, replaced);
+  if (uninterrupted([&] {
+        return ::renameat2(AT_FDCWD, replaced.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE);
+      }) == 0)
+    return replaced;
+  rename_folder(replaced, partial);
+  rename_folder(target, replaced);
+  if (rename_path(partial, target) == 0) return replaced;
+  const int error = errno;
+  rename_folder(replaced, target);
+  refuse(partial, "renaming it to " + target, error);
 }
 
 void unpublish(const std::string& folder, int64_t step, const std::string& replaced) {
-  remove_checkpoint(folder, step);
-  if (replaced.empty()) return;
-  rename_folder(replaced, folder + "/" + step_name(step));
-  sync_folder(folder);
+  const std::string own = folder + "/" + step_name(step), gone = folder + "/" + partial_name(step);
+  rename_folder(own, gone);
+  if (!replaced.empty()) rename_folder(replaced, own);
+  sync_run(folder);
+  remove_tree(gone);
+}
+
+void settle_replaced(const std::string& folder, std::optional<int64_t> only) {
+  for (const auto& name : names_in(folder)) {
+    const auto step = step_of_hidden(name, kReplaced);
+    if (!step || (only && *only != *step)) continue;
+    const std::string own = folder + "/" + step_name(*step),
+                      gone = folder + "/" + partial_name(*step);
+    const bool needless = is_there(own);
+    rename_folder(folder + "/" + name, needless ? gone : own);
+    if (needless) remove_tree(gone);
+  }
 }
 
 void remove_checkpoint(const std::string& folder, int64_t step) {
-  const std::string old = folder + "/" + partial_name(step);
-  rename_folder(folder + "/" + step_name(step), old);
-  sync_folder(folder);
-  remove_tree(old);
+  settle_replaced(folder, step);
+  unpublish(folder, step, "");
 }
 
-void remove_leftovers(const std::string& folder) {
+void remove_leftovers(const std::string& folder, bool all) {
+  constexpr time_t kAbandoned = 3600;
+  const time_t now = last_change(folder + "/.lock");  // just written: the file system's time
   for (const auto& name : names_in(folder)) {
-    if (is_partial_name(name) || name.rfind(kPlacePrefix, 0) == 0) remove_tree(folder + "/" + name);
+    const std::string path = folder + "/" + name;
+    if (!is_partial_name(name) && name.rfind(kPlacePrefix, 0) != 0) continue;
+    if (all || now - last_change(path) > kAbandoned) remove_tree(path);
   }
 }
 

@@ -8,8 +8,14 @@
 #include <vector>
 
 // The folder of a run on disk: `step-00000120` is a committed checkpoint,
-// `.step-00000120.partial-…` is an unfinished one. All functions throw Error with path and reason
-// if the system reports a failure.
+// `.step-00000120.partial-…` is an unfinished one, and `.step-00000120.replaced-…` a complete one
+// that another of the same step replaces. All functions throw Error with path and reason if the
+// system reports a failure.
+//
+// [Note: replaced checkpoints] A crash may leave some renames of a replacement undone: where a file
+// system cannot exchange two names there may be no `step-…`, and of several places some may have
+// the old one. So the old one is kept until all places have the new one, and a reader takes the
+// version that all places have.
 
 namespace tessera::store {
 
@@ -19,7 +25,17 @@ std::optional<int64_t> step_of_name(std::string_view name);
 std::string partial_name(int64_t step);
 bool is_partial_name(std::string_view name);
 
-/// Steps of the committed checkpoints, ascending; empty if the folder is missing.
+/// Paths of the complete checkpoints that have been at `path`: itself, if it exists, and replaced
+/// ones. Local.
+std::vector<std::string> versions_of(const std::string& path);
+
+/// `path`, or a replaced checkpoint if there is only that. Local.
+std::string readable_version(const std::string& path);
+
+/// The end of the manifest, which has its digest; "-" if there is none.
+std::string mark_of(const std::string& path);
+
+/// Steps of the complete checkpoints, ascending; empty if the folder is missing.
 std::vector<int64_t> committed_steps(const std::string& folder);
 
 /// The file that marks a checkpoint as unsound. Its text names the tensors with elements that are
@@ -37,25 +53,28 @@ std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written,
 
 std::string without_trailing_slashes(std::string folder);
 
-/// Makes a folder and its missing parents, and syncs them.
-void make_folder(const std::string& folder);
-void sync_folder(const std::string& folder);
+void sync_run(const std::string& folder);
 
-/// Renames `partial` to the committed checkpoint of `step` and syncs the folder. If there was a
-/// checkpoint of that step, it gets a partial name, which is returned; otherwise returns "".
+/// Renames `partial` to the committed checkpoint of `step`. If there was a checkpoint of that step,
+/// it becomes a replaced one, whose path is returned; otherwise returns "".
 std::string publish(const std::string& folder, const std::string& partial, int64_t step);
 
 /// Undoes publish(): `replaced` is what it returned.
 void unpublish(const std::string& folder, int64_t step, const std::string& replaced);
 
-/// Removes a committed checkpoint. It is renamed first, so that a partly removed checkpoint is
-/// never mistaken for a committed one.
+/// Removes the replaced checkpoints, of one step or of all. One of which the step has no other gets
+/// its name back. For all steps, the ranks must share the folder.
+void settle_replaced(const std::string& folder, std::optional<int64_t> only = {});
+
+/// Removes a checkpoint. It is renamed first, so that a partly removed checkpoint is never mistaken
+/// for a committed one.
 void remove_checkpoint(const std::string& folder, int64_t step);
 
 /// Removes a folder and its contents, if it exists.
 void remove_tree(const std::string& path);
 
-/// Removes everything with a partial name, and files that find_places() has left.
-void remove_leftovers(const std::string& folder);
+/// Removes everything with a partial name, and files that find_places() has left; unless `all`,
+/// only those in which nothing has changed for an hour.
+void remove_leftovers(const std::string& folder, bool all);
 
 }  // namespace tessera::store

@@ -18,15 +18,6 @@ namespace fs = std::filesystem;
 
 namespace {
 
-void make_weights_folder(const std::string& folder, int rank) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error || !fs::is_directory(folder, error)) {
-    throw UsageError(fmt::format("weights: {}: rank {} cannot make the folder: {}", folder, rank,
-                                 error ? error.message() : "a file has this name"));
-  }
-}
-
 void check_parts_seen(const fs::path& folder, const std::vector<WeightsPart>& parts) {
   for (const auto& part : parts) {
     std::error_code error;
@@ -67,12 +58,16 @@ void save_weights(const ProcessGroup& group, const std::string& path,
                   const std::vector<SafetensorsSpec>& tensors, const WholeTensor& whole,
                   const SaveWeightsOptions& options) {
   const bool folder = is_weights_folder(path);
-  const auto parts =
+  auto parts =
       folder ? divide_weights(tensors, group.size(), options.rank0_from, options.max_shard_bytes)
              : divide_weights(tensors, 1, options.rank0_from);
   PartWriters writers(path, tensors, options.metadata);
+  if (folder) {
+    std::string tag;
+    agree(group, [&] { tag = make_weights_folder(path, parts); });
+    name_parts(parts, ProcessGroup(group).broadcast_bytes(tag, 0));
+  }
   agree(group, [&] {
-    if (folder) make_weights_folder(path, group.rank());
     for (const auto& part : parts) {
       if (part.rank == group.rank()) writers.begin(part);
     }
@@ -90,7 +85,6 @@ void save_weights(const ProcessGroup& group, const std::string& path,
   });
   agree(group, [&] {
     if (failure) std::rethrow_exception(failure);
-    if (folder && group.rank() == 0) begin_weights_folder(path);
   });
   agree(group, [&] { writers.commit(); });
   agree(group, [&] {

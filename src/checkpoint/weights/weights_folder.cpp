@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <random>
 #include <regex>
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/io/file_descriptor.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/save_weights.h"
 
@@ -21,13 +24,15 @@ namespace {
 constexpr const char* kSingleName = "model.safetensors";
 
 void remove_file(const fs::path& path) {
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-    throw Error("weights: " + path.string() + ": removing it failed: " + errno_text(errno));
+  if (uninterrupted([&] { return ::unlink(path.c_str()); }) != 0 && errno != ENOENT)
+    throw Error("weights: " + path.string() +
+                ": the new weights are written, but removing this file of former ones failed: " +
+                errno_text(errno));
 }
 
 /// The names of the parts in the folder, of any save.
 std::vector<std::string> part_names(const std::string& folder) {
-  static const std::regex pattern(R"(model-\d{5}-of-\d{5}\.safetensors)");
+  static const std::regex pattern(R"(model(-[0-9a-f]{4})?-\d{5}-of-\d{5}\.safetensors)");
   std::vector<std::string> names;
   std::error_code error;
   for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
@@ -46,9 +51,14 @@ std::vector<std::string> weights_files_of(const std::string& folder) {
   return names;
 }
 
-void begin_weights_folder(const std::string& folder) {
-  remove_file(fs::path(folder) / kWeightsIndexName);
-  remove_file(fs::path(folder) / kSingleName);
+std::string make_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts) {
+  if (std::error_code error = make_folder(folder))
+    throw UsageError("weights: " + folder + ": cannot make the folder: " + error.message());
+  const bool used = std::any_of(parts.begin(), parts.end(), [&](const WeightsPart& part) {
+    std::error_code error;
+    return fs::exists(fs::path(folder) / part.file, error) || error;
+  });
+  return used ? fmt::format("-{:04x}", std::random_device()() & 0xffff) : "";
 }
 
 void finish_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts,
@@ -61,6 +71,8 @@ void finish_weights_folder(const std::string& folder, const std::vector<WeightsP
                                   [&](const WeightsPart& part) { return part.file == name; });
     if (!ours) remove_file(fs::path(folder) / name);
   }
+  remove_file(fs::path(folder) / kSingleName);
+  sync_folder(folder);
 }
 
 }  // namespace tessera

@@ -9,9 +9,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
+#include <spdlog/spdlog.h>
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_dtype.h"
+#include "checkpoint/weights/links.h"
 #include "checkpoint/weights/part_writers.h"
 #include "checkpoint/weights/weights_folder.h"
 #include "tessera/detail/write_file.h"
@@ -117,11 +119,9 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
   if (folder && specs.empty())
     throw UsageError("weights: " + from.path() + ": has no tensors; expected some for a folder");
   check_distinct(from, to);
-  std::error_code error;
-  if (folder) fs::create_directories(to, error);
-  if (error) throw UsageError("weights: " + to + ": cannot make the folder: " + error.message());
-  const auto parts = folder ? divide_weights(specs, 1, specs.size(), options.max_shard_bytes)
-                            : divide_weights(specs, 1);
+  auto parts = folder ? divide_weights(specs, 1, specs.size(), options.max_shard_bytes)
+                      : divide_weights(specs, 1);
+  if (folder) name_parts(parts, make_weights_folder(to, parts));
   const SafetensorsMetadata metadata{{"format", "pt"}};
   PartWriters writers(to, specs, metadata);
   for (const auto& part : parts) {
@@ -129,7 +129,6 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
     for (const size_t i : part.tensors)
       writers.write(i, from.load(specs[i].name).to(specs[i].dtype));
   }
-  if (folder) begin_weights_folder(to);
   writers.commit();
   if (!folder) return;
   finish_weights_folder(to, parts, weights_index_text(specs, parts));
@@ -149,6 +148,11 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
     if (!entry.is_regular_file() || name[0] == '.' || holds_weights(entry.path()) ||
         entry.file_size() > kMost)
       continue;
+    if (const auto target = link_outside(entry.path()); !target.empty()) {
+      spdlog::warn("tessera: weights: {} is not copied: it is a link to {}, outside of its folder",
+                   entry.path().string(), target.string());
+      continue;
+    }
     std::error_code error;
     fs::copy_file(entry.path(), fs::path(to) / name, fs::copy_options::overwrite_existing, error);
     if (error)

@@ -49,10 +49,9 @@ std::string describe(const OpHeader& header) {
 void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
                                     at::Tensor output, double scale) {
   const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
-    auto part = output.narrow(0, offset, run.numel()).copy_(run);
-    if (scale != 1) part.mul_(scale);
+    output.narrow(0, offset, run.numel()).copy_(run);
   };
-  reduce_scatter(flat, counts, &keep);
+  reduce_scatter(flat, counts, scale, &keep);
 }
 
 }  // namespace tessera::comm

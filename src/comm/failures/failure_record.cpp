@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::comm {
 
 using Store = c10::intrusive_ptr<c10d::Store>;
@@ -15,7 +17,7 @@ std::optional<FailureRecord> read_failure(const Store& store, int rank) {
   try {
     if (!store->check({failure_key(rank)})) return std::nullopt;
     const auto bytes = store->get(failure_key(rank));
-    std::istringstream text(std::string(bytes.begin(), bytes.end()));
+    detail::Classic<std::istringstream> text(std::string(bytes.begin(), bytes.end()));
     FailureRecord record;
     text >> record.order >> record.verdict >> record.damage;
     for (int rank_blamed; text >> rank_blamed;) record.blamed.push_back(rank_blamed);

@@ -18,7 +18,11 @@ namespace tessera {
 namespace {
 
 std::mutex default_mutex;
-std::weak_ptr<ProcessGroup::Impl> default_group;
+
+std::weak_ptr<ProcessGroup::Impl>& default_group() {
+  static auto& group = *new std::weak_ptr<ProcessGroup::Impl>();  // never destroyed
+  return group;
+}
 
 comm::StoreRendezvous meet(const comm::LaunchEnvironment& environment,
                            std::chrono::milliseconds timeout) {
@@ -32,7 +36,7 @@ comm::StoreRendezvous meet(const comm::LaunchEnvironment& environment,
 
 ProcessGroup as_default(ProcessGroup group) {
   std::lock_guard lock(default_mutex);
-  default_group = group.impl();
+  default_group() = group.impl();
   return group;
 }
 
@@ -40,7 +44,7 @@ ProcessGroup as_default(ProcessGroup group) {
 
 std::optional<ProcessGroup> default_process_group() {
   std::lock_guard lock(default_mutex);
-  auto impl = default_group.lock();
+  auto impl = default_group().lock();
   if (!impl) return std::nullopt;
   return ProcessGroup(std::move(impl));
 }
@@ -70,8 +74,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   world.failures = std::make_shared<comm::ProcessFailures>();
   world.rank_0_serves_store = !environment.agent_store;
   auto transport = comm::make_transport(world);
-  return as_default(
-      ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport))));
+  return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
 }
 
 }  // namespace tessera

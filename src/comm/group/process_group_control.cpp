@@ -150,7 +150,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   }
   world.size = static_cast<int>(world.world_ranks.size());
   if (world.size == 1) {
-    auto alone = std::make_shared<Impl>();
+    auto alone = Impl::make();
     alone->world.world_ranks = world.world_ranks;
     return ProcessGroup(std::move(alone));
   }
@@ -169,7 +169,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.start_size = impl_->world.start_size;
   world.start_store = comm::store_of_start(impl_->world);
   auto transport = comm::make_transport(world);
-  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
+  auto child = Impl::make(std::move(world), std::move(transport));
   impl_->add_child(child);
   return ProcessGroup(std::move(child));
 }

@@ -17,6 +17,7 @@
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/tcp_connections.h"
 #include "comm/store/addresses.h"
+#include "tessera/detail/classic.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -146,7 +147,7 @@ std::vector<TcpAddress> exchange_addresses(const World& world, const TcpAddress&
   for (const auto& [rank, written] :
        roll_call(world.store, "tcp", world.rank, world.size,
                  fmt::format("{} {} {}", own.port, own.token, own.host), deadline)) {
-    std::istringstream text(written.value);
+    detail::Classic<std::istringstream> text(written.value);
     text >> addresses[rank].port >> addresses[rank].token >> addresses[rank].host;
   }
   return addresses;

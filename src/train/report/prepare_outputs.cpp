@@ -24,7 +24,7 @@ void prepare_file(const Config& config, const std::string& key, const std::strin
   const fs::path folder = fs::path(file).parent_path();
   std::error_code failure;
   if (!folder.empty()) {
-    fs::create_directories(folder, failure);
+    failure = make_folder(folder.string());
   }
   if (failure) {
     throw UsageError(config.at(key) + file + ": cannot make the folder " + folder.string() + ": " +

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <thread>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -100,12 +101,19 @@ std::string quoted(const std::string& path) {
   return text + "'";
 }
 
+/// A free name for a damaged checkpoint. One that was set aside before stays.
+std::filesystem::path name_aside(const std::filesystem::path& step) {
+  const std::string name = "damaged-" + step.filename().string();
+  auto free = step.parent_path() / name;
+  for (int number = 2; std::filesystem::exists(free); ++number)
+    free.replace_filename(fmt::format("{}-{}", name, number));
+  return free;
+}
+
 /// Advice for the case that the folder's newest checkpoint cannot be read.
 std::string advice_to_skip(const std::string& path) {
-  const std::filesystem::path step(path);
-  const std::string aside = (step.parent_path() / ("damaged-" + step.filename().string())).string();
   return fmt::format("; to go on without it: mv {} {}, and the same command again", quoted(path),
-                     quoted(aside));
+                     quoted(name_aside(path).string()));
 }
 
 std::string one_line(std::string text) {
@@ -174,17 +182,22 @@ void Run::open_checkpoints() {
 }
 
 /// Opens and verifies the checkpoint to resume from. Returns the text of an error that is the same
-/// on all ranks. A newer version's checkpoint is not damaged, so its error is thrown.
+/// on all ranks if the checkpoint is damaged. Other errors are thrown: one of a newer version, and
+/// one that cannot be read for now, after three attempts.
 std::string Run::open_checkpoint(const std::string& path) {
-  try {
-    resumed_.emplace(path, group_);
-    resumed_->verify(group_);
-    return "";
-  } catch (const CheckpointVersionError& error) {
-    throw AgreedError(error.what());
-  } catch (const UsageError& error) {
-    resumed_.reset();
-    return error.what();
+  for (int attempt = 1;; ++attempt) {
+    try {
+      resumed_.emplace(path, group_);
+      resumed_->verify(group_);
+      return "";
+    } catch (const CheckpointVersionError& error) {
+      throw AgreedError(error.what());
+    } catch (const CheckpointDamagedError& error) {
+      return error.what();
+    } catch (const AgreedError&) {
+      if (attempt == 3) throw;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
   }
 }
 
@@ -196,27 +209,21 @@ std::string Run::set_aside_damaged(const std::string& path, const std::string& w
   if (!config_.checkpoint.fallback.value_or(restarted)) {
     throw AgreedError(why + advice_to_skip(path));
   }
-  std::string next;
+  const std::filesystem::path step(path);
+  const auto aside = name_aside(step);
   agree(group_, [&] {
     if (!first()) return;
-    const std::filesystem::path step(path);
     for (const auto& older : std::filesystem::directory_iterator(step.parent_path())) {
       const std::string name = older.path().filename().string();
       const bool before = name.rfind("step-", 0) == 0 && name < step.filename().string();
-      if (before && older.is_directory()) next = "found";
+      if (before && older.is_directory()) return;
     }
-    if (next.empty()) {
-      throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
-    }
+    throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
   });
-  const std::filesystem::path step(path);
-  const auto aside = step.parent_path() / ("damaged-" + step.filename().string());
   agree(group_, [&] {
-    if (!store_->leads() || !std::filesystem::exists(step)) return;
-    std::filesystem::remove_all(aside);
-    std::filesystem::rename(step, aside);
+    if (store_->leads() && std::filesystem::exists(step)) std::filesystem::rename(step, aside);
   });
-  next = checkpoint_to_resume(config_.checkpoint.folder, group_);
+  const std::string next = checkpoint_to_resume(config_.checkpoint.folder, group_);
   if (first()) {
     std::printf("warning: %s; it is set aside as %s, and %s is taken\n", why.c_str(), aside.c_str(),
                 next.c_str());
