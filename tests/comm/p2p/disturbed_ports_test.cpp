@@ -41,10 +41,11 @@ class PortStore : public c10d::HashStore {
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     std::string text(value.begin(), value.end());
-    // Of "RANK SIZE PORT TOKEN HOST" lines, the first is the rank's own.
+    // Lines "RANK SIZE PORT TOKEN HOST". The first is that of the rank that writes it.
     int rank = 0, size = 0, port = 0, read = 0;
-    if (key.find("tcp/sum/") != std::string::npos &&
-        std::sscanf(text.c_str(), "%d %d %d %n", &rank, &size, &port, &read) == 3)
+    const bool told =
+        key.find("tcp/sum/") != std::string::npos || key.find("tcp/all/") != std::string::npos;
+    if (told && std::sscanf(text.c_str(), "%d %d %d %n", &rank, &size, &port, &read) == 3)
       text = std::to_string(rank) + " " + std::to_string(size) + " " +
              std::to_string(on_port_(key, rank, port)) + " " + text.substr(read);
     HashStore::set(key, {text.begin(), text.end()});
@@ -251,8 +252,8 @@ class Cable {
 std::vector<std::string> errors_with_flip(const std::vector<int>& hosts, bool of_acceptor,
                                           int64_t at) {
   std::optional<Cable> cable;
-  const auto store = c10::make_intrusive<PortStore>([&](const std::string&, int rank, int port) {
-    if (rank != 0) return port;
+  const auto store = c10::make_intrusive<PortStore>([&](const std::string& key, int, int port) {
+    if (key != "tcp/all/0") return port;  // what rank 0 tells the others
     cable.emplace(port, of_acceptor, at);
     return cable->port();
   });

@@ -70,7 +70,7 @@ class Network {
   std::string run() {
     for (int turns = 0; !all_ended();) {
       if (++turns > kMostTurnsAtOnce) return "the ranks do not come to rest";
-      if (turn()) continue;
+      if (turn() || all_ended()) continue;
       const auto next = next_time();
       if (next == TimePoint::max() || next > start_ + kLongest) return left_over();
       now_ = next;
