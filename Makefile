@@ -5,10 +5,13 @@ JOBS  ?= $(shell nproc)
 RANKS ?= 2
 SEEDS ?= 1000
 FROM  ?= 0
+SCHEDULES ?= 100000
+FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz faults operations soak clean
+.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz network faults operations \
+  soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: build
@@ -44,6 +47,10 @@ wheel: dependencies
 fuzz: build
 	OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BUILD)/bin/training_fuzz \
 	  --seeds $(SEEDS) --from $(FROM) --jobs $(JOBS)
+
+# Runs SCHEDULES seeded schedules of a simulated network between ranks: docs/fuzzing.md.
+network: build
+	$(BUILD)/bin/network_sim $(SCHEDULES) $(FIRST)
 
 # Tries every fault of docs/faults.md with real processes and writes the page again.
 faults: build

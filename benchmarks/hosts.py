@@ -53,7 +53,7 @@ def arrived(hosts):
 
 def environment(**more):
     env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}
-    return env | {"OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "TESSERA_SECRET": "benchmark"} | more
+    return env | {"OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "TESSERA_SECRET": "shared by all hosts"} | more
 
 
 def finish(processes):

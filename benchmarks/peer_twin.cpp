@@ -5,8 +5,8 @@
 //
 // With "-cuda" behind STRATEGY the model is on the rank's CUDA device; ranks that share one
 // exchange through the host's memory. STRATEGY: startup (ends after the first all-reduce) | none
-// (no communication) | compute (forward and backward only) | ddp | zero | zero-overlap |
-// zero-shared (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
+// (no communication) | compute (forward and backward only) | ddp | zero | zero-shared
+// (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
 // "-gloo". Rank 0 prints one JSON line of medians.
 
 #include <algorithm>
@@ -187,10 +187,8 @@ int main(int argc, char** argv) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
         *model, world, adam,
         tessera::ZeroRedundancyOptimizerOptions{
-            .overlap_with_backward = strategy == "zero-overlap",
             .gather_in_background = strategy == "zero" && !world.same_host() &&
                                     wire.parameters == tessera::WireFormat::float32,
-            .find_unused_parameters = false,
             .share_parameters = strategy == "zero-shared",
             .wire = wire});
   } else {

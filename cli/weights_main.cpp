@@ -6,6 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
 
 #include "tessera/error.h"
 #include "tessera/weights/weights_tools.h"
@@ -176,8 +178,9 @@ void add_diff(CLI::App& app, Flags& flags) {
 int run(int argc, char** argv) {
   Flags flags;
   CLI::App app(
-      "Files of weights: safetensors, torch.save (.pt, .pth, .bin), torch.jit.save, and folders of "
-      "Hugging Face. The kind of a file that is read is recognised by its content.",
+      "Files of weights: safetensors, torch.save (.pt, .pth, .bin), torch::save() of C++, and "
+      "folders of Hugging Face. The kind of a file that is read is recognised by its content; "
+      "nothing of it is run.",
       "tessera weights");
   app.require_subcommand(1);
   add_inspect(app, flags);
@@ -202,6 +205,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  spdlog::set_default_logger(spdlog::stderr_color_mt("tessera"));  // standard output is for results
   try {
     const int code = run(argc, argv);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)

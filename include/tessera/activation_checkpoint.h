@@ -43,7 +43,8 @@ Result from_list(const std::vector<at::Tensor>& list, std::index_sequence<I...>)
 ///   x = tessera::checkpoint([&](at::Tensor h) { return block(h); }, x);
 ///
 /// `inputs` are tensors; the function returns a tensor, a tuple of tensors or a vector of tensors.
-/// It must compute the same values both times. It may use parameters, which get their gradients. It
+/// It must compute the same values both times. It may use parameters, which get their gradients. If
+/// no input requires a gradient and none of them is trainable, the results require none either. It
 /// works inside sharded and data-parallel models, which treat the inner backward pass as part of
 /// the outer one. UsageError in a backward with create_graph, and in autograd::grad() or a backward
 /// with a list of inputs: both would lose or add gradients. Objects that the function captures by

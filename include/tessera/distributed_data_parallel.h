@@ -116,8 +116,10 @@ class DataParallel {
 /// Construction is collective: it broadcasts rank 0's parameters and buffers. If the models or the
 /// options differ between ranks, every rank throws UsageError naming the first difference. Every
 /// backward pass outside no_sync() is collective. A missing gradient (without
-/// find_unused_parameters) or a gradient that arrives twice is a UsageError that names the
-/// parameters and the rank, never a hang. For unequal amounts of data use join().
+/// find_unused_parameters), a gradient that arrives twice, or a parameter that forward has written
+/// with other values on each rank is a UsageError that names the parameters and the rank, never a
+/// hang. With create_graph `.grad` keeps its graph: derivatives flow into this rank's own part. For
+/// unequal amounts of data use join().
 template <class Module>
 class DistributedDataParallel : public Joinable {
  public:

@@ -79,6 +79,11 @@ class DistributedOptimizer : public Joinable {
   /// differ between ranks, every rank throws UsageError naming the first difference.
   DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
                        const OptimizerFactory& factory, Options options);
+  /// The same for parameter groups of `module`, whose buffers are kept equal.
+  DistributedOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
+                       const OptimizerFactory& factory, Options options);
+  /// The same without buffers: where a module has some, call track_buffers(). Otherwise the first
+  /// step() says so in the log of rank 0.
   DistributedOptimizer(std::vector<Group> groups, const OptimizerFactory& factory, Options options);
   /// Wraps an existing optimizer. `names` must contain each of its parameters, `dist_groups` one
   /// entry for each of its parameter groups; an empty entry is as an empty Group::dist_group.
@@ -88,8 +93,8 @@ class DistributedOptimizer : public Joinable {
   ~DistributedOptimizer() override;
 
   /// All ranks of the first dist_group of several ranks get rank 0's buffers of `module` now, and
-  /// step() applies the option `buffers` from now on. The constructor from a module has called it.
-  /// Collective.
+  /// step() applies the option `buffers` from now on. The constructors with a module have called
+  /// it. Collective.
   void track_buffers(const torch::nn::Module& module);
 
   /// Computes and reduces the gradients; on return each `.grad` is the reduced gradient.

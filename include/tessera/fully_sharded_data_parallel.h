@@ -219,7 +219,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// module's order, of the parameter's dtype. A shard is one-dimensional and may be empty. It has
   /// the parameter's shape, or is empty, if `partition` keeps parameters whole or if a shard group
   /// is one rank. Give these tensors to the optimizer; after backward their `.grad` is the mean
-  /// over ranks. See check_optimizer(). Local.
+  /// over ranks, plus the gradients of terms of the loss over the shards themselves. Hooks on them
+  /// (register_hook) get this rank's part of the mean of each backward, and may replace it. Values
+  /// of set_data() are used from the next forward on. See check_optimizer(). Local.
   std::vector<at::Tensor> parameters() const;
   /// The same shards with the parameters' names. Local.
   NamedParameters named_parameters() const;
@@ -287,9 +289,9 @@ class FullyShardedDataParallelBase : public Joinable {
   void rescale_wire_feedback(double factor);
 
   /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
-  /// on the others), in the parameters' own dtype. Parameters are gathered one by one, so the peak
-  /// of extra memory on other ranks is the largest tensor. Buffers and ignored parameters are
-  /// those of rank `to` (for to < 0, of each rank). Collective.
+  /// on the others), in their own dtypes at construction. Parameters are gathered one by one, so
+  /// the peak of extra memory on other ranks is the largest tensor. Buffers and ignored parameters
+  /// are those of rank `to` (for to < 0, of each rank). Collective.
   std::vector<std::pair<std::string, at::Tensor>> state_dict(int to = 0);
   /// One parameter of state_dict(). UsageError if no sharded parameter has this name. Collective.
   at::Tensor full_parameter(const std::string& name, int to = 0);
@@ -385,9 +387,10 @@ class FullyShardedDataParallelBase : public Joinable {
 /// or a backward runs; elsewhere the use of a sharded parameter is a UsageError that names it. Give
 /// the optimizer fsdp.parameters(), not the module's parameters. Construction, forward and backward
 /// are collective. All ranks must use the same units in the same order: a difference is a
-/// UsageError that names the unit and the ranks. Memory of a rank, with P bytes of parameters and W
-/// ranks: (P + gradients + optimizer state) / W, and while the model runs the root and the two
-/// largest units.
+/// UsageError that names the unit and the ranks. Construction is a UsageError that names a
+/// parameter whose memory something else uses, or that was made or is wrapped in InferenceMode.
+/// Memory of a rank, with P bytes of parameters and W ranks: (P + gradients + optimizer state) / W,
+/// and while the model runs the root and the two largest units.
 template <class Module>
 class FullyShardedDataParallel : public FullyShardedDataParallelBase {
  public:

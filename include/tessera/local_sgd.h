@@ -107,8 +107,7 @@ class LocalSgd : public Joinable {
   /// all-reduce over `outer`, or one all-gather of bytes with int8, and one all-gather over
   /// `replicas`; collective and blocking then, otherwise local. Throws UsageError, on all ranks of
   /// `outer`, if a shard's storage, size or dtype is no longer that of the construction, and if
-  /// nothing but this object has the shard's tensor any more: ZeroRedundancyOptimizer makes new
-  /// shards when requires_grad of a parameter changes.
+  /// nothing but this object has the shard's tensor any more, because its optimizer is gone.
   void step();
   /// Synchronises now and waits for the differences under way, so that all ranks of `outer` have
   /// equal parameters. Call it at the end of training. Does not count as a step. After a step()

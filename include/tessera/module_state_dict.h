@@ -24,7 +24,8 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 
 /// Copies the tensors of `state` into all parameters and buffers of `module`, and converts dtype
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
-/// lists them), when a name is given twice, or when a shape differs (it names the first).
+/// lists them), when a name is given twice, or when a shape differs (it names the first). A tied
+/// parameter or buffer may have any of its names, or several with equal values.
 void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
 /// The same from weights on disk: a file, an index or a folder; see Weights.
 void load_state_dict(torch::nn::Module& module, const std::string& path);
@@ -42,9 +43,17 @@ WeightsMatch match_weights(const torch::nn::Module& module, const TensorSource& 
 
 namespace detail {
 
-/// The same from any source of tensors. `source`: its name, for messages; `entries`: its tensors.
-/// `later`: writes a tensor's values to `into`; for deferred tensors (deferred_init()), for which
-/// it is called when their values are needed. Empty: these are loaded at once, too.
+/// match_weights() of any source of tensors. `source`: its name, for messages; `entries`: its
+/// tensors.
+WeightsMatch match_entries(const torch::nn::Module& module, const std::string& source,
+                           const std::vector<SafetensorsEntry>& entries, bool strict = true);
+/// Throws UsageError if tensors of WeightsMatch::equal differ.
+void check_equal(const std::string& source, const WeightsMatch& match,
+                 const std::function<at::Tensor(const std::string& name)>& load);
+
+/// load_state_dict() from any source of tensors. `later`: writes a tensor's values to `into`; for
+/// deferred tensors (deferred_init()), for which it is called when their values are needed. Empty:
+/// these are loaded at once, too.
 UnmatchedNames load_module(
     torch::nn::Module& module, const std::string& source,
     const std::vector<SafetensorsEntry>& entries,

@@ -116,8 +116,8 @@ struct ProcessGroupOptions {
 /// Tensors may be empty and non-contiguous unless stated otherwise, and of any dtype where data
 /// only moves. Sums need a floating-point or integral dtype. They are taken by a binary tree
 /// over aligned blocks of ranks, (x0 + x1) + (x2 + x3), element by element, whatever the transport,
-/// so results are bit-identical across transports and algorithms. Half and bfloat16 are summed in
-/// float32 and rounded once.
+/// so results are bit-identical across transports and algorithms. Half and bfloat16 are summed and
+/// scaled in float32 and rounded once, so a mean is in range where all values are.
 ///
 /// Errors of every collective member:
 ///   UsageError        the caller's mistake. When ranks disagree, all of them throw before data
@@ -179,7 +179,8 @@ class ProcessGroup {
   // are then an error, even if their tensors are alike.
 
   /// Sums `tensor` over the ranks, in place, with the result on every rank. The finished sum is
-  /// multiplied by `scale`. Collective; same numel, dtype and scale on every rank.
+  /// multiplied by `scale`, before it is rounded to 16 bits. Collective; same numel, dtype and
+  /// scale on every rank.
   void all_reduce(at::Tensor tensor, double scale = 1, const std::string& tag = "");
   Work all_reduce_async(at::Tensor tensor, double scale = 1, const std::string& tag = "");
 
@@ -220,12 +221,13 @@ class ProcessGroup {
   /// Reduce-scatter that passes each reduced run to `consume` as soon as it is ready and still in
   /// cache, instead of storing it in `flat`. Runs come in ascending order and cover this rank's
   /// segment exactly once. `flat` is not modified, and may be written again when the call returns.
-  /// Collective.
+  /// Sums are multiplied by `scale`, which may differ between ranks. Collective.
   void reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
-                           const ConsumeRun& consume, const std::string& tag = "");
+                           const ConsumeRun& consume, double scale = 1,
+                           const std::string& tag = "");
   /// As reduce_scatter_each(), but `consume` runs on another thread.
   Work reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts,
-                                 ConsumeRun consume, const std::string& tag = "");
+                                 ConsumeRun consume, double scale = 1, const std::string& tag = "");
   /// Reduce-scatter that writes this rank's sum, times `scale` (applied to the finished sum), to
   /// `output`: 1-D, contiguous, counts[rank()] elements of flat's dtype and device, not overlapping
   /// `flat`, which is not modified. Collective.

@@ -24,14 +24,16 @@ inline constexpr const char* kWeightsIndexSuffix = ".index.json";
 /// The contents of an index.
 struct WeightsIndex {
   std::map<std::string, std::string> files;  ///< by tensor: the name of its file
-  std::optional<uint64_t> total_size;        ///< bytes of all tensors, if stated
+  std::optional<uint64_t> total_size;        ///< bytes of all tensors, if stated as a number
 
   /// The files, each once, in order of their names.
   std::vector<std::string> file_names() const;
-  /// Throws UsageError unless the files have exactly the tensors that the index gives them, and the
-  /// total is right. `entries`: the tensors of each file. `path`: the index, for messages.
-  void check(const std::string& path,
-             const std::map<std::string, const std::vector<SafetensorsEntry>*>& entries) const;
+  /// Throws UsageError unless the files have the tensors that the index gives them. Returns what
+  /// else differs, for the log: tensors that the index gives to another file or to none, and a
+  /// wrong total. `entries`: the tensors of each file. `path`: the index, for messages.
+  std::vector<std::string> check(
+      const std::string& path,
+      const std::map<std::string, const std::vector<SafetensorsEntry>*>& entries) const;
 };
 
 /// Parses the text of an index. `path`: its name, for messages. Throws UsageError for other JSON,

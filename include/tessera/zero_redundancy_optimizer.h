@@ -26,7 +26,10 @@ struct ZeroRedundancyOptimizerOptions {
   Partition partition = Partition::flat;
   /// True: parameters become windows of one contiguous buffer, which one collective gathers in
   /// place. False: parameters keep their storage, and each gather goes through a copy. Results are
-  /// bit-identical.
+  /// bit-identical. A parameter that shares its memory with something else (a buffer, a view that
+  /// the model or the program keeps, memory of the program) keeps its storage in any case, with a
+  /// line in the log; with share_parameters or wire.parameters that is a UsageError. So are two
+  /// parameters that are different tensors over the same elements.
   bool parameters_as_bucket_view = true;
   /// True: the optimizer averages the gradients over the ranks, by a reduce-scatter to the owners.
   /// No DistributedDataParallel is needed, and a step moves 2 (W-1)/W parameter bytes instead of 3.
@@ -34,38 +37,26 @@ struct ZeroRedundancyOptimizerOptions {
   /// option is switched off, with a line in the log, if a DistributedDataParallel has the
   /// parameters at construction.
   bool reduce_gradients = true;
-  /// Needs reduce_gradients. True: each bucket is reduced, updated and gathered as soon as backward
-  /// has produced its gradients, and step() only waits. Results are bit-identical for float32 and
-  /// float64; with 16-bit parameters the last bit may differ, because libtorch rounds otherwise at
-  /// the ends of tensors and the buckets are cut elsewhere. Not with clipping, and not with
-  /// optimizers that need a closure. Accumulation: use no_sync(). An option (lr) that changes
-  /// between backward and step() is a UsageError.
-  bool overlap_with_backward = false;
   /// Whether the reduction of gradients begins within backward, as soon as a bucket is complete.
   /// step() reduces again what was changed in between, by another backward or by the caller. Costs
   /// memory for this rank's part of the mean gradient: gradient bytes / W. Results are
   /// bit-identical. Unset: true where it can be used in a group with messages_between_hosts(). True
   /// needs a group that has sub-groups (not from_c10d()), parameters on the CPU, reduce_gradients,
-  /// neither overlap_with_backward nor reduce_in_place, and an optimizer other than LBFGS;
-  /// otherwise it is a UsageError.
+  /// no reduce_in_place, and an optimizer other than LBFGS; otherwise it is a UsageError.
   std::optional<bool> reduce_in_backward = std::nullopt;
   /// True: step() returns before the parameters that other ranks have updated have arrived. The
   /// next forward begins, and its first operator that takes such a parameter (or a view or detached
   /// alias of one) waits for it, so that gathers overlap with forward. Results are bit-identical.
   /// Until then the parameter has no memory. Call wait_for_parameters() before code that uses
   /// data_ptr(), and before torch::save(module), which throws otherwise. Needs parameters on the
-  /// CPU and parameters_as_bucket_view, no overlap_with_backward, wire.parameters float32, and an
-  /// optimizer other than LBFGS; otherwise a UsageError. No effect in a world of one rank.
+  /// CPU, parameters_as_bucket_view, wire.parameters float32, and an optimizer other than LBFGS;
+  /// otherwise a UsageError. No effect in a world of one rank.
   /// Switched off, with a line in the log, if another library has taken the dispatch key that
   /// detects the use of parameters.
   bool gather_in_background = false;
-  /// Size of a bucket with overlap_with_backward, reduce_in_backward or shard_gradients, in MiB of
-  /// parameters. Must be positive. With reduce_in_backward at most 8 MiB are used.
+  /// Size of a bucket with reduce_in_backward or shard_gradients, in MiB of parameters. Must be
+  /// positive. With reduce_in_backward at most 8 MiB are used.
   double bucket_cap_mb = 25;
-  /// True: a parameter may get no gradient in a backward. A parameter that no rank used is skipped,
-  /// as by a plain optimizer. False, with overlap_with_backward: a missing gradient is a UsageError
-  /// on every rank, and one small collective a bucket is saved.
-  bool find_unused_parameters = true;
   /// Every rank gets rank 0's parameters and buffers at construction.
   bool broadcast_parameters = true;
   /// How the module's buffers become the same on all ranks, in each step(). See track_buffers(). No
@@ -76,7 +67,7 @@ struct ZeroRedundancyOptimizerOptions {
   /// `.grad` stays this rank's own gradient. True: in the bucket, over this rank's own gradient, so
   /// gradients take no further memory. `.grad` is then used up by step(), and zero_grad() must
   /// follow before the next backward; otherwise the next step is a UsageError on every rank. No
-  /// effect with overlap_with_backward or without reduce_gradients.
+  /// effect without reduce_gradients.
   bool reduce_in_place = false;
   /// Stage 2 of ZeRO. True: backward reduces each bucket when it is complete, adds this rank's part
   /// of the mean to that of earlier backwards, and gives the memory of the bucket back. Gradients
@@ -86,15 +77,15 @@ struct ZeroRedundancyOptimizerOptions {
   /// step.
   ///
   /// After backward `.grad` of shards() is this rank's part of the mean, which may be changed in
-  /// place; step() uses it up. `.grad` of the parameters is a placeholder without memory:
+  /// place. It stays until zero_grad(). `.grad` of the parameters is a placeholder without memory:
   /// zero_grad() of the module clears the gradient, any other operator on it is a UsageError, for
   /// example in libtorch's clip_grad_norm_(net->parameters(), …). Under no_sync() gradients
   /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
   /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
-  /// Needs reduce_gradients, none of overlap_with_backward, reduce_in_backward and
-  /// reduce_in_place, and an optimizer other than LBFGS; otherwise a UsageError.
-  /// find_unused_parameters has no effect.
+  /// Needs reduce_gradients, neither reduce_in_backward nor reduce_in_place, an optimizer other than
+  /// LBFGS, and that no other library has taken the dispatch key that detects the use of gradients;
+  /// otherwise a UsageError.
   bool shard_gradients = false;
   /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
   /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
@@ -109,15 +100,14 @@ struct ZeroRedundancyOptimizerOptions {
   ///
   /// No effect where each host has one rank. UsageError where the ranks of a host share no memory
   /// (Gloo without shared memory, MPI). Needs parameters on the CPU, parameters_as_bucket_view,
-  /// neither overlap_with_backward nor gather_in_background, wire.parameters float32, an optimizer
-  /// other than LBFGS, and that no other library has taken the dispatch key that detects writes;
-  /// otherwise a UsageError.
+  /// no gather_in_background, wire.parameters float32, an optimizer other than LBFGS, and that no
+  /// other library has taken the dispatch key that detects writes; otherwise a UsageError.
   bool share_parameters = false;
   /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
   /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
-  /// checkpoints contain that as state "wire_residual". Needs no
-  /// overlap_with_backward; wire.gradients needs reduce_gradients, wire.parameters needs
-  /// parameters_as_bucket_view and an optimizer other than LBFGS. Otherwise a UsageError.
+  /// checkpoints contain that as state "wire_residual". wire.gradients needs reduce_gradients;
+  /// wire.parameters needs parameters_as_bucket_view and an optimizer other than LBFGS. Otherwise a
+  /// UsageError.
   WireOptions wire = {};
 };
 
@@ -147,8 +137,9 @@ struct ZeroRedundancyOptimizerOptions {
 /// With reduce_gradients in a world of more than one rank these usual lines are different:
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
 ///     because each rank would scale by its own norm: optimizer.clip_grad_norm_(1). The error
-///     follows from the operators: a norm of every `.grad` and then mul_ by a tensor. After norms
-///     of all `.grad`s for a log, scale by a number (a double), not by a tensor.
+///     follows from the operators: a norm (norm, abs, pow, square) of every `.grad` and then mul_
+///     by a tensor, or mul_ or div_ by numbers that differ between ranks, which step() compares.
+///     After norms of all `.grad`s for a log, scale by a number that is equal on all ranks.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
 ///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.grad_norm() is that of the
@@ -156,10 +147,9 @@ struct ZeroRedundancyOptimizerOptions {
 ///
 /// Dynamic loss scaling: after the last backward of a step and before clipping, each rank
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
-/// so, call zero_grad() instead of step(). Not with overlap_with_backward, which has updated by
-/// then. With shard_gradients the gradients are `.grad` of shards(), so the infinite value of one
-/// rank is one of the mean. With wire.gradients too, call rescale_wire_feedback() when the scale
-/// changes.
+/// so, call zero_grad() instead of step(). With shard_gradients the gradients are `.grad` of
+/// shards(), so the infinite value of one rank is one of the mean. With wire.gradients too, call
+/// rescale_wire_feedback() when the scale changes.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
 /// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping
@@ -181,7 +171,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// the first difference).
   ZeroRedundancyOptimizer(const torch::nn::Module& module, ProcessGroup group,
                           OptimizerFactory factory, Options options = {});
-  /// The same for parameter groups.
+  /// The same for parameter groups of `module`, whose buffers are kept equal.
+  ZeroRedundancyOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
+                          ProcessGroup group, OptimizerFactory factory, Options options = {});
+  /// The same without buffers: where a module has some, call track_buffers(). Otherwise the first
+  /// step() says so in the log of rank 0.
   ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group, OptimizerFactory factory,
                           Options options = {});
   ~ZeroRedundancyOptimizer() override;
@@ -198,10 +192,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// torch::optim::LBFGS uses all parameters at once. Rank 0 then owns all of them and has the
   /// whole state; the result is that of LBFGS with the averaged gradients.
   ///
-  /// If requires_grad of a parameter has changed since the last step, the partition is made again,
-  /// with a warning. UsageError on every rank when a parameter's storage was replaced, when a
-  /// parameter group was added other than by add_param_group(Group), and when options (lr, …)
-  /// differ between ranks.
+  /// A parameter that is frozen for some steps keeps its owners and its state. One that was frozen
+  /// at construction gets them in the first step, or at the first clipping, after it has become
+  /// trainable; with LBFGS that is a UsageError. UsageError on every rank when a parameter's
+  /// storage was replaced, when a parameter group was added other than by add_param_group(Group),
+  /// and when options (lr, …) or what is trainable differ between ranks.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
@@ -234,8 +229,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   double last_grad_norm() const;
 
   /// All ranks get rank 0's buffers of `module` now (unless broadcast_parameters is off), and
-  /// step() applies the option `buffers` from now on. The constructor from a module has called it.
-  /// Collective.
+  /// step() applies the option `buffers` from now on. The constructors with a module have called
+  /// it. Collective.
   void track_buffers(const torch::nn::Module& module);
 
   /// Adds a parameter group with a partition of its own; existing shards do not move. UsageError
@@ -266,15 +261,14 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void load_state_dict(const OptimizerStateDict& dict);
 
   /// The elements that this rank updates, over all groups, in the order of the parameters; empty
-  /// shards are left out. `tensor` aliases the parameter. Valid until add_param_group, or until the
-  /// first step() or clipping after a change of requires_grad. Local.
+  /// shards are left out. `tensor` aliases the parameter. Shards stay valid; add_param_group, and a
+  /// parameter that was frozen at construction and becomes trainable, add further ones. Local.
   std::vector<ParameterShard> shards() const;
-  /// The optimizer state of shards(), as tessera::state_slices. Parameters that are frozen now have
-  /// none. Local. With overlap_with_backward, this member and the next two are UsageErrors between
-  /// backward and step().
+  /// The optimizer state of shards(), as tessera::state_slices; also of parameters that are frozen
+  /// now. Local.
   std::vector<StateSlice> state_slices() const;
-  /// Loads the state of shards(), as tessera::load_state_slices. Parameters that are frozen now
-  /// count as never stepped. Options stay as they are: see groups(). Local.
+  /// Loads the state of shards(), as tessera::load_state_slices. Parameters that have been frozen
+  /// since construction count as never stepped. Options stay as they are: see groups(). Local.
   void load_state_slices(const std::vector<StateSlice>& slices);
   /// The same, dropping each tensor of `slices` when it has been copied.
   void load_state_slices(std::vector<StateSlice>&& slices);
@@ -304,8 +298,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   [[nodiscard]] NoSync no_sync();
 
   /// In a join, on a rank without data: takes part in one backward of the other ranks. Call step()
-  /// afterwards as they do, which updates this rank's own shards. Collective with
-  /// overlap_with_backward or shard_gradients, otherwise local.
+  /// afterwards as they do, which updates this rank's own shards. Collective with shard_gradients,
+  /// otherwise local.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;
@@ -319,7 +313,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   };
   Memory memory() const;
 
-  /// Reductions of buckets since construction, without overlap_with_backward. Local.
+  /// Reductions of buckets since construction. Local.
   struct Reductions {
     int64_t in_backward = 0;  ///< That began within a backward.
     int64_t in_step = 0;      ///< In step() or for clipping.
@@ -333,6 +327,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 
  private:
   class Impl;
+  ZeroRedundancyOptimizer(const torch::nn::Module* module, std::vector<Group> groups,
+                          ProcessGroup group, OptimizerFactory factory, const Options& options);
   std::unique_ptr<Impl> impl_;
 };
 

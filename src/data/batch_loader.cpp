@@ -10,6 +10,7 @@
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 
+#include "tessera/detail/own_process.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -85,6 +86,8 @@ Batch load_batch(const Dataset& dataset, const std::vector<int64_t>& samples) {
 
 class BatchLoader::Impl {
  public:
+  const detail::OwnProcess process;
+
   Impl(std::shared_ptr<const Dataset> dataset,
        std::function<std::vector<int64_t>(int64_t)> samples_of, int64_t first, int64_t end,
        const BatchLoaderOptions& options)
@@ -195,7 +198,9 @@ BatchLoader::BatchLoader(std::shared_ptr<const Dataset> dataset,
     : impl_(std::make_unique<Impl>(std::move(dataset), std::move(samples_of), first_iteration,
                                    end_iteration, options)) {}
 
-BatchLoader::~BatchLoader() = default;
+BatchLoader::~BatchLoader() {
+  if (impl_ && !impl_->process.is_this()) (void)impl_.release();
+}
 
 Batch BatchLoader::next() { return impl_->next(); }
 int64_t BatchLoader::iteration() const { return impl_->iteration(); }

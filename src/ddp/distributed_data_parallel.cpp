@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <set>
+#include <unordered_set>
 #include <utility>
 
 #include <c10/util/ScopeExit.h>
@@ -15,6 +16,7 @@
 #include "ddp/bucket_order.h"
 #include "sharding/bucket_plan.h"
 #include "sharding/detection/detection.h"
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "sharding/module_buffers.h"
@@ -90,6 +92,7 @@ class DataParallel::Impl {
     comm::run_local_work(group_, kName, [&] { materialize(module_); });
     wire_.emplace(lanes());
     broadcast_model(0);
+    forward_writes_ = sharding::ForwardWrites(trainable_);
     // Backward produces gradients about in reverse order.
     std::vector<size_t> reverse_order(trainable_.size());
     for (size_t i = 0; i < reverse_order.size(); ++i)
@@ -98,6 +101,7 @@ class DataParallel::Impl {
     reducing.component = kName;
     reducing.find_unused_parameters = options_.find_unused_parameters;
     reducing.static_graph = options_.static_graph;
+    reducing.offers_static_graph = true;
     reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducing.in_background = in_background_;
     reducer_ = std::make_unique<sharding::Reducer>(
@@ -112,7 +116,9 @@ class DataParallel::Impl {
 
   void before_forward() {
     reducer_->check_attached();
-    if (!module_.is_training() || !reducer_->sync() || !at::GradMode::is_enabled()) return;
+    if (!reducer_->sync() || !at::GradMode::is_enabled()) return;
+    forward_writes_.begin();
+    if (!module_.is_training()) return;
     check_trainability();
     begin_pass();
   }
@@ -120,6 +126,7 @@ class DataParallel::Impl {
   void on_join_iteration(const JoinIteration& iteration) {
     divisor_ = iteration.divisor;
     publisher_ = iteration.first_active;
+    forward_writes_.pause(iteration.active_ranks < group_.size());
     buffers_.set_active(iteration.first_active, iteration.active_ranks);
   }
 
@@ -224,10 +231,11 @@ class DataParallel::Impl {
         refuse(fmt::format("needs frozen parameters on the CPU, and {} is on {}", name,
                            tensor.device().str()));
     }
-    if (group_.size() > 1 && !sharding::start_detection())
-      refuse(
-          "cannot detect writes, because another library has taken the dispatch key for it; "
-          "expected the option off");
+    if (group_.size() > 1) {
+      sharding::require_detection(
+          fmt::format("{}: rank {}: option share_parameters", kName, group_.rank()),
+          "the option off");
+    }
   }
 
   void check_background() const {
@@ -259,6 +267,22 @@ class DataParallel::Impl {
   void check_trainability() {
     for (const auto& [name, tensor] : frozen_) {
       if (tensor.requires_grad()) group_.fail(sharding::thawed_text(kName, name, group_.rank()));
+    }
+  }
+
+  /// A module that was put in the place of another one has parameters without a bucket.
+  void check_same_parameters() {
+    std::unordered_set<const void*> known;
+    for (const auto& [name, tensor] : all_) known.insert(tensor.unsafeGetTensorImpl());
+    const auto& ignored = options_.parameters_to_ignore;
+    for (const auto& [name, tensor] : named_parameters(module_)) {
+      if (known.contains(tensor.unsafeGetTensorImpl()) ||
+          std::find(ignored.begin(), ignored.end(), name) != ignored.end())
+        continue;
+      group_.fail(fmt::format(
+          "{}: rank {}: parameter {} was not in the module at construction (replace_module()?), so "
+          "its gradient is not reduced; expected the {} to be constructed after such changes",
+          kName, group_.rank(), name, kName));
     }
   }
 
@@ -315,6 +339,7 @@ class DataParallel::Impl {
   }
 
   void start_bucket(size_t index) {
+    forward_writes_.compare(kName, group_);
     times_.begin(index);
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
@@ -341,6 +366,7 @@ class DataParallel::Impl {
   }
 
   void finish_buckets() {
+    if (reducer_->arrived().size() < trainable_.size()) check_same_parameters();
     for (auto& [bucket, work] : std::exchange(reducing_, {}))
       reducer_->arrives_with(bucket, std::move(work));
     wait_for_buckets();
@@ -409,6 +435,7 @@ class DataParallel::Impl {
   sharding::WrappedParameters wrapped_;
   std::unique_ptr<sharding::SharedParameters> shared_;  // null without share_parameters
   sharding::ModuleBuffers buffers_;
+  sharding::ForwardWrites forward_writes_;
   bool has_data_ = true;  // false while this rank takes part in a join without data
   uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
   std::vector<std::function<void()>> waiting_;

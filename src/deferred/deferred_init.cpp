@@ -1,10 +1,14 @@
 #include "tessera/memory/deferred_init.h"
 
+#include <mutex>
+
+#include <c10/util/ScopeExit.h>
+#include <spdlog/spdlog.h>
+
 #include "deferred/contents.h"
 #include "deferred/recorder.h"
 #include "memory/malloc_allocator.h"
 #include "memory/placement_allocator.h"
-#include "tessera/error.h"
 
 namespace tessera {
 namespace deferred {
@@ -12,16 +16,34 @@ namespace {
 
 class RegionSource final : public memory::MemorySource {
  public:
+  /// Whether libtorch's allocations reach the source of this thread's open scope.
+  static bool is_reached() {
+    const auto probe = c10::GetAllocator(at::kCPU)->allocate(memory::kMinPlacementBytes);
+    return Registry::instance().find(probe.get()) != nullptr;
+  }
+
   at::DataPtr serve(size_t bytes, at::Allocator& heap) override {
     return deferring() ? Registry::instance().allocate(bytes) : heap.allocate(bytes);
   }
 };
 
-/// What a scope changes on its thread.
+/// What a scope changes on its thread, while it is open.
 struct ThreadState {
+  ThreadState() {
+    memory::set_memory_source(source);
+    deferring() = true;
+    c10::impl::tls_set_dispatch_key_included(kRecordingKey, true);
+  }
+  ~ThreadState() {
+    c10::impl::tls_set_dispatch_key_included(kRecordingKey, included_before);
+    deferring() = false;
+    memory::set_memory_source(source_before);
+  }
+  ThreadState(const ThreadState&) = delete;
+
   std::shared_ptr<RegionSource> source = std::make_shared<RegionSource>();
-  std::weak_ptr<memory::MemorySource> source_before;
-  bool included_before = false;
+  std::weak_ptr<memory::MemorySource> source_before = memory::memory_source();
+  bool included_before = c10::impl::tls_is_dispatch_key_included(kRecordingKey);
 };
 thread_local std::optional<ThreadState> state;
 
@@ -30,35 +52,31 @@ bool is_kept(const RegionPtr& region) {
          region->state == Region::State::fresh;
 }
 
-void require_effect() {
-  const auto probe = c10::GetAllocator(at::kCPU)->allocate(memory::kMinPlacementBytes);
-  if (Registry::instance().find(probe.get())) return;
-  throw UsageError(
-      "deferred_init: a CPU allocator of the program hides the one of this library, so nothing can "
-      "be deferred; expected libtorch's allocator, or construction without deferred_init");
+bool construct_at_once(const char* reason) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    spdlog::warn("tessera: deferred_init: {}, so modules are constructed with their memory",
+                 reason);
+  });
+  return false;
 }
 
-void begin() {
-  if (!start_recording()) {
-    throw UsageError(
-        "deferred_init: another library of this process has a fallback on the dispatch key Fake; "
-        "expected a process without that library, or construction without deferred_init");
-  }
+/// False, with one line in the log, if this process cannot defer.
+bool begin() {
+  if (!start_recording())
+    return construct_at_once("another library has taken the dispatch key DeferredInit");
   handle_faults();
   // Only libtorch's own allocator can be replaced by malloc; later it would be behind this one.
   memory::use_malloc_for_tensors();
   state.emplace();
-  state->source_before = memory::memory_source();
-  state->included_before = c10::impl::tls_is_dispatch_key_included(kRecordingKey);
-  memory::set_memory_source(state->source);
-  deferring() = true;
-  c10::impl::tls_set_dispatch_key_included(kRecordingKey, true);
+  auto undo = c10::make_scope_exit([] { state.reset(); });
+  if (!RegionSource::is_reached())
+    return construct_at_once("a CPU allocator of the program hides the one of this library");
+  undo.release();
+  return true;
 }
 
 void end() {
-  c10::impl::tls_set_dispatch_key_included(kRecordingKey, state->included_before);
-  deferring() = false;
-  memory::set_memory_source(state->source_before);
   state.reset();
   auto& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
@@ -82,16 +100,7 @@ Contents::~Contents() {
 
 }  // namespace deferred
 
-DeferredScope::DeferredScope() : outermost_(!deferred::state) {
-  if (!outermost_) return;
-  deferred::begin();
-  try {
-    deferred::require_effect();
-  } catch (...) {
-    deferred::end();
-    throw;
-  }
-}
+DeferredScope::DeferredScope() : outermost_(!deferred::state && deferred::begin()) {}
 
 DeferredScope::~DeferredScope() {
   if (outermost_) deferred::end();

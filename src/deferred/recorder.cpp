@@ -40,6 +40,14 @@ bool makes_unwritten_memory(const std::string& name) {
   return name.starts_with("aten::empty") || name == "aten::new_empty";
 }
 
+/// Whether the operator only calls others: it has no kernel of its own, or autocast's casts come
+/// first.
+bool only_calls_others(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  return keys.has_any(c10::autocast_dispatch_keyset) ||
+         (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+          !op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
+}
+
 /// Whether the operator consists of others that are worth recording in its place: a factory, or a
 /// copy. Its parts write to their results in place, and take the generator as an argument.
 bool consists_of_others(const c10::OperatorHandle& op, bool takes_tensors) {
@@ -58,6 +66,9 @@ std::optional<size_t> generator_of(const c10::FunctionSchema& schema) {
   return std::nullopt;
 }
 
+/// Of tensors whose elements are not those in their memory.
+constexpr c10::DispatchKeySet kLazyBits{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative};
+
 /// One operator while it is recorded.
 class Recording {
  public:
@@ -68,6 +79,8 @@ class Recording {
       const auto* alias = schema_.arguments()[i].alias_info();
       operation_->stack.push_back(replace_tensors(arguments[i], [&](const at::Tensor& tensor) {
         tensors_.push_back(tensor);
+        if (tensor.defined() && tensor.key_set().has_any(kLazyBits))
+          reason_ = "takes a conjugated or negated view";
         regions_.push_back(registry_.find(tensor));
         if (regions_.back() && alias && alias->isWrite()) written_.insert(regions_.back());
         return at::Tensor();
@@ -185,6 +198,7 @@ class Recording {
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecordingKey);
   const std::lock_guard lock(Registry::instance().mutex);
+  if (only_calls_others(op, keys)) return op.redispatchBoxed(rest, stack);
   if (gives_view(op)) {
     const c10::impl::ExcludeDispatchKeyGuard off(kRecordingKey);
     return op.redispatchBoxed(rest, stack);

@@ -4,9 +4,10 @@
 
 namespace tessera::deferred {
 
-/// The dispatch key of the recording: a spare one below autograd, so that the log has the operators
-/// that compute.
-inline constexpr auto kRecordingKey = c10::DispatchKey::Fake;
+/// The dispatch key of the recording. libtorch reserves it for deferred construction and does not
+/// use it. It is above autograd and autocast, so composite operators must be recognised: the log
+/// has the operators that compute.
+inline constexpr auto kRecordingKey = c10::DispatchKey::DeferredInit;
 
 /// Registers the fallback that records operators, once. False if another library has one.
 bool start_recording();

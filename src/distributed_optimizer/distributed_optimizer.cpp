@@ -67,8 +67,13 @@ std::vector<std::optional<ProcessGroup>> dist_groups_of(
 DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
                                            const OptimizerFactory& factory, Options options)
     : DistributedOptimizer(
-          std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}}, factory,
-          std::move(options)) {
+          module, std::vector<Group>{{named_parameters(module), {}, std::move(dist_group)}},
+          factory, std::move(options)) {}
+
+DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module,
+                                           std::vector<Group> groups,
+                                           const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(std::move(groups), factory, std::move(options)) {
   track_buffers(module);
 }
 
@@ -101,13 +106,19 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
-  if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
+  if (impl_->reduction_) {
+    impl_->reduction_->end_wire_step(true);
+    if (period <= 0) impl_->reduction_->watch_writes();  // else rank 0's come
+  }
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
+  if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
+    sharding::report_no_module(Impl::kName, impl_->buffer_group());
   return loss;
 }
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   auto& group = impl_->buffer_group();
+  impl_->no_module_ = false;
   impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
   group.check_contract(Impl::kName, impl_->buffers_.signatures());
   impl_->buffers_.broadcast(group, 0);
@@ -125,7 +136,7 @@ void DistributedOptimizer::zero_grad(bool set_to_none) {
       auto& grad = parameter.mutable_grad();
       if (!grad.defined()) continue;
       if (set_to_none) grad = at::Tensor();
-      else grad.zero_();
+      else grad.detach_().zero_();
     }
   }
 }
@@ -171,7 +182,7 @@ ProcessGroup DistributedOptimizer::join_group() const {
 }
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  if (impl_->reduction_) impl_->reduction_->set_join(iteration.divisor, iteration.first_active);
+  if (impl_->reduction_) impl_->reduction_->set_join(iteration);
   impl_->buffers_.set_active(iteration.first_active, iteration.active_ranks);
 }
 

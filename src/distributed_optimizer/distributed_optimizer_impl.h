@@ -46,7 +46,8 @@ class DistributedOptimizer::Impl {
   /// The ranks that get the same buffers: the first dist_group of several ranks.
   ProcessGroup& buffer_group();
   sharding::ModuleBuffers buffers_;
-  bool has_data_ = true;  ///< False while this rank takes part in a join without data.
+  bool no_module_ = true;  ///< track_buffers() was not called.
+  bool has_data_ = true;   ///< False while this rank takes part in a join without data.
   int64_t steps_ = 0;
 
  private:

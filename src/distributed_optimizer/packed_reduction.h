@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
+#include "tessera/join.h"
 #include "tessera/process_group.h"
 
 namespace tessera::distributed_optimizer {
@@ -58,15 +60,17 @@ class PackedReduction {
   /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
   void repack();
 
+  /// Parameters that are written from now on, until backward, are compared. Local.
+  void watch_writes();
+
   /// See sharding::GradientWire. Between backward passes.
   void end_wire_step(bool used) {
     for (auto& lane : lanes_) lane.wire->end_step(used);
   }
   void rescale_wire(double factor);
 
-  /// During a join: a mean divides by `divisor`, and rank `publisher` publishes the packs instead
-  /// of rank 0.
-  void set_join(int divisor, int publisher);
+  /// During a join, the first active rank publishes the packs instead of rank 0.
+  void set_join(const JoinIteration& iteration);
 
   /// The packs of a parameter group of the optimizer, as names; empty for a group that is not
   /// reduced.
@@ -82,6 +86,7 @@ class PackedReduction {
     /// when a gradient is missing on some ranks.
     size_t channel = 0;
     std::shared_ptr<sharding::GradientWire> wire = nullptr;  // lanes of one channel share it
+    sharding::ForwardWrites writes = sharding::ForwardWrites();
   };
 
   void make_reducer();

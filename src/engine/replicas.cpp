@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -25,7 +26,7 @@ std::string digest_of(const void* data, size_t bytes) {
 std::string digest_of(const std::string& text) { return digest_of(text.data(), text.size()); }
 
 std::string digest_of_tensor(const at::Tensor& tensor) {
-  const at::Tensor plain = tensor.detach().to(at::kCPU).contiguous();
+  const at::Tensor plain = detail::resolved(tensor.detach()).to(at::kCPU).contiguous();
   return digest_of(plain.numel() > 0 ? plain.data_ptr() : nullptr, plain.nbytes());
 }
 
@@ -97,7 +98,7 @@ void copy_majority(const std::string& name, const Holders& holders, const Tensor
                                 [&](const auto& tensor) { return tensor.first == name; });
   std::string bytes;
   if (group.rank() == sound.front()) {
-    const at::Tensor plain = own->second.detach().to(at::kCPU).contiguous();
+    const at::Tensor plain = detail::resolved(own->second.detach()).to(at::kCPU).contiguous();
     bytes.assign(static_cast<const char*>(plain.data_ptr()), plain.nbytes());
   }
   bytes = group.broadcast_bytes(bytes, sound.front());

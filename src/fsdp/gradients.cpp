@@ -79,10 +79,18 @@ Gradients::Gradients(ShardedModel& model, FsdpStats& stats, JoinLeader& join_lea
   }
 }
 
-void Gradients::count_forward() {
+void Gradients::begin_forward(bool trains) {
   std::lock_guard lock(mutex_);
+  refuse_set_gradients();
+  if (!trains) return;
   forwards_ += sync();
   return_cleared();
+}
+
+/// The program must not take `.grad` of the module's parameters for the gradients.
+void Gradients::refuse_set_gradients() {
+  const auto text = placeholders_.set_by_program();
+  if (!text.empty()) model_.world.fail(text);
 }
 
 void Gradients::begin_backward() {
@@ -99,6 +107,7 @@ void Gradients::notice_cleared() {
 }
 
 void Gradients::notice() {
+  refuse_set_gradients();
   placeholders_.notice([this](size_t parameter) {
     const auto [f, member] = model_.places[parameter];
     model_.flats[f].shards[member].tensor.mutable_grad() = at::Tensor();
@@ -394,10 +403,12 @@ void Gradients::abandon() {
   std::lock_guard lock(mutex_);
   placement_.end(false);
   order_.clear();
-  for (auto& reduction : open_) reduction->dropped = true;
+  for (auto& reduction : open_) {
+    reduction->dropped = true;
+    settle(*reduction);
+  }
   for (size_t f = 0; f < pending_.size(); ++f) {
-    for (size_t m = 0; pending_[f].defer_until_complete && m < pending_[f].has.size(); ++m)
-      gradient_of(f, m) = at::Tensor();
+    for (size_t m = 0; m < pending_[f].has.size(); ++m) gradient_of(f, m) = at::Tensor();
   }
   drop();
   wait_for_host_sums();

@@ -42,8 +42,8 @@ class Gradients {
   /// On a rank without data in a join: the leader's setting counts; nullopt: this rank's own.
   void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
-  /// A forward has begun that a backward may follow which reduces.
-  void count_forward();
+  /// A forward begins. `trains`: a backward may follow which reduces.
+  void begin_forward(bool trains);
   /// A backward has begun; autograd has not yet changed any `.grad`.
   void begin_backward();
   /// Autograd has set `.grad` of a parameter of the module. `computed` is the tensor that autograd
@@ -104,12 +104,15 @@ class Gradients {
     at::Tensor part;  // with replicas: the sum over the shard group, then summed over the replicas
     std::vector<char> used;  // members that have a gradient
     std::vector<char> adds;  // members whose shard already has a gradient, so the sum is added
+    std::vector<at::Tensor> before;  // the same for shards with hooks, whose sum must stay apart
+    bool settled = false;
     double scale = 1;
     HostSums on_the_way;                // with cpu_offload
     std::atomic<bool> dropped = false;  // its backward was abandoned, so the result is not used
     comm::CommStream::Mark mark;
   };
 
+  void refuse_set_gradients();
   void notice();
   void show_placeholders();
   void zero(size_t parameter);
@@ -135,6 +138,7 @@ class Gradients {
   void reduce_rest();
   bool take_reduced();
   void finish_one();
+  void settle(Reduction& reduction);
   void add(Reduction& reduction, int64_t offset, const at::Tensor& sum);
   void wait_for_host_sums();
   at::Tensor window(size_t flat, size_t member) const;
@@ -159,7 +163,8 @@ class Gradients {
   std::optional<size_t> early_;       // the last flat parameter that got its buffer early
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   std::deque<std::shared_ptr<Reduction>> open_;
-  HostSums on_the_way_;  // of finished reductions
+  HostSums on_the_way_;                                // of finished reductions
+  std::vector<std::shared_ptr<Reduction>> unsettled_;  // which wait for on_the_way_
   comm::CommStream stream_;
   uint64_t forwards_ = 0, backwards_ = 0;  // that are not under no_sync()
   int holds_ = 0;                          // scopes of no_sync()

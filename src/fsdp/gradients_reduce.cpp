@@ -1,7 +1,10 @@
 #include <algorithm>
 
 #include <fmt/format.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include "comm/base/tree_sum.h"
 #include "fsdp/gradients.h"
 #include "memory/heap.h"
 
@@ -18,6 +21,9 @@ std::string digest(const std::vector<char>& used) {
                      std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
 }
 
+/// The hooks that the program has registered on a tensor (register_hook).
+const auto& hooks_of(const at::Tensor& tensor) { return torch::autograd::impl::hooks(tensor); }
+
 }  // namespace
 
 void Gradients::reduce(size_t f) {
@@ -27,6 +33,7 @@ void Gradients::reduce(size_t f) {
     join_leader_.broadcast_event(GradientsReduced{f, forwards_, pending.has});
   const auto same = [f](const auto& open) { return open->flat == f; };
   while (std::any_of(open_.begin(), open_.end(), same)) finish_one();  // this reduction adds to it
+  if (pending.reduced) wait_for_host_sums();
   displace(f);
   order_.push_back(f);
   auto reduction = std::make_shared<Reduction>();
@@ -44,41 +51,51 @@ void Gradients::reduce(size_t f) {
       pending.page->attach(pending.own_segment);
     }
   }
+  reduction->before.resize(flat.members.size());
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    auto& grad = flat.shards[m].tensor.mutable_grad();
+    const auto& shard = flat.shards[m].tensor;
+    auto& grad = shard.mutable_grad();
+    const bool adds = grad.defined() && (!pending.has[m] || hooks_of(shard).empty());
+    reduction->adds.push_back(adds);
     auto mine = window(f, m);
-    if (grad.defined() && grad.data_ptr() != mine.data_ptr())
-      mine.copy_(grad);  // set by the caller
-    reduction->adds.push_back(grad.defined());
+    if (adds && grad.data_ptr() != mine.data_ptr()) mine.copy_(grad);  // not from here
+    if (grad.defined() && !adds) reduction->before[m] = grad.clone();
+    // From here until settle(), autograd gives the shard a new gradient: that of a term of the loss
+    // over the shards themselves.
+    if (pending.has[m]) grad = at::Tensor();
   }
   // Ranks that have made different numbers of passes would reduce gradients of different steps.
   const auto tag = fmt::format("gradients of unit {}: {}; backward {} after {} forwards",
                                display_name(model_.units[flat.unit]), digest(pending.has),
                                backwards_ + 1, forwards_);
   const double scale = 1.0 / join_leader_.divisor();
-  reduction->scale =
-      model_.replicas.size() > 1 ? 1 : scale;  // with replicas, their sum applies the scale
+  const bool replicated = model_.replicas.size() > 1, narrow = comm::is_narrow(flat.reduce);
+  // Otherwise a collective applies it: with replicas that of their sum, and for 16 bits each of
+  // them, because a sum that is not a mean may be out of range.
+  reduction->scale = replicated || narrow ? 1 : scale;
+  const int shards = model_.shard_group.size();
   const auto all = [](const std::vector<char>& flags, char value) {
     return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
   };
-  const bool directly = model_.replicas.size() == 1 && flat.reduce == flat.dtype &&
+  const bool directly = !replicated && flat.reduce == flat.dtype &&
                         flat.device == flat.own_segment.device() && all(reduction->used, 1) &&
                         all(reduction->adds, 0);
   {
     const comm::CommStream::Scope on_comm_stream(stream_);
     auto shard_group = shard_wire_.group(order_.size() - 1), replicas = replica_wire_.group();
     const auto feedback = shard_wire_.scope(f);
-    if (model_.replicas.size() > 1) {
+    if (replicated) {
       reduction->part = at::empty({own}, flat.gradient_options());
       auto sum = shard_group.reduce_scatter_each_async(
           pending.flat, flat.layout.counts(),
           [part = reduction->part](int64_t offset, const at::Tensor& run) {
             part.narrow(0, offset, run.numel()).copy_(run);
           },
-          tag);
+          narrow ? 1.0 / shards : 1, tag);
       sum.wait();
       const auto replica_feedback = replica_wire_.scope(f);
-      reduction->work = replicas.all_reduce_async(reduction->part, scale, tag);
+      reduction->work =
+          replicas.all_reduce_async(reduction->part, narrow ? scale * shards : scale, tag);
     } else if (directly) {
       reduction->work = shard_group.reduce_scatter_into_async(pending.flat, flat.layout.counts(),
                                                               pending.own_segment, scale, tag);
@@ -89,7 +106,7 @@ void Gradients::reduce(size_t f) {
               [this, reduction = reduction.get()](int64_t offset, const at::Tensor& run) {
                 add(*reduction, offset, run);
               }),
-          tag);
+          narrow ? scale : 1, tag);
     }
     reduction->mark = stream_.mark();
   }
@@ -131,16 +148,43 @@ void Gradients::add(Reduction& reduction, int64_t offset, const at::Tensor& sum)
     } else if (adds) {
       target.add_(part, reduction.scale);
     } else {
-      target.copy_(part).mul_(reduction.scale);
+      target.copy_(part);
+      if (reduction.scale != 1) target.mul_(reduction.scale);
     }
   }
 }
 
 /// Waits once for all sums of the backward.
 void Gradients::wait_for_host_sums() {
-  if (on_the_way_.empty()) return;
-  stream_.wait_for_current();
-  on_the_way_.apply();
+  if (!on_the_way_.empty()) {
+    stream_.wait_for_current();
+    on_the_way_.apply();
+  }
+  for (auto& reduction : std::exchange(unsettled_, {})) settle(*reduction);
+}
+
+/// The gradients of the shards are the means, and what autograd has added to the shards themselves
+/// since reduce(). Without the mean of a dropped reduction, they are what they were. Hooks of a
+/// shard get what those of a parameter get: the gradient of this backward alone.
+void Gradients::settle(Reduction& reduction) {
+  if (std::exchange(reduction.settled, true)) return;
+  const at::NoGradGuard no_grad;
+  for (size_t m = 0; m < reduction.used.size(); ++m) {
+    if (!reduction.used[m]) continue;
+    const auto& shard = model_.flats[reduction.flat].shards[m].tensor;
+    const auto& before = reduction.before[m];
+    auto mean = shard_gradient(reduction.flat, m);
+    if (!reduction.dropped) {
+      for (const auto& hook : hooks_of(shard)) mean.copy_((*hook)({mean.clone()})[0]);
+      if (before.defined()) mean.add_(before);
+    } else if (!reduction.adds[m]) {
+      mean = before;
+    }
+    auto& grad = shard.mutable_grad();
+    if (!mean.defined()) continue;
+    if (grad.defined()) mean.add_(grad);
+    grad = mean;
+  }
 }
 
 void Gradients::finish_one() {
@@ -149,19 +193,16 @@ void Gradients::finish_one() {
   auto& flat = model_.flats[reduction->flat];
   advised([&] { reduction->work.wait(); });
   stream_.join(reduction->mark);
-  const at::NoGradGuard no_grad;
   if (reduction->part.defined()) add(*reduction, 0, reduction->part);
   if (!reduction->dropped) {
     on_the_way_.take(reduction->on_the_way);
     shard_wire_.commit(reduction->flat);
     replica_wire_.commit(reduction->flat);
   }
-  for (size_t m = 0; m < flat.members.size(); ++m) {
-    if (reduction->used[m] && !reduction->dropped)
-      flat.shards[m].tensor.mutable_grad() = shard_gradient(reduction->flat, m);
-  }
   stats_.gradient_bytes -= static_cast<int64_t>(reduction->slot.nbytes());
   flat.gradient_slots->give(reduction->slot, !is_large(reduction->flat));
+  if (on_the_way_.empty()) settle(*reduction);
+  else unsettled_.push_back(reduction);
 }
 
 /// Whether a unit was reduced since the last call.

@@ -105,11 +105,12 @@ void Residency::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op)
   };
   find_units();
   if (backward && !backward_) refuse_stale_graph();
-  if (backward && !std::exchange(backward_, true)) {
+  if (backward && !backward_) {
     // It takes the lock of Gradients, which calls gradients_complete() under that lock.
     lock.unlock();
     in_backward_();
     lock.lock();
+    backward_ = true;
     find_units();
   }
   advised([&] { use(phase); });
@@ -420,8 +421,17 @@ void Residency::note_versions() {
 
 /// A backward begins: the graph must not be older than the values of the shards.
 void Residency::refuse_stale_graph() {
+  const auto changed = [this](size_t u) {
+    if (versions(u) != forward_versions_[u]) return true;
+    for (const auto f : model_.units[u].flats) {
+      for (size_t m = 0; m < model_.flats[f].shards.size(); ++m) {
+        if (is_replaced(model_.flats[f], m)) return true;
+      }
+    }
+    return false;
+  };
   for (size_t u = 0; u < forward_versions_.size(); ++u) {
-    if (versions(u) == forward_versions_[u]) continue;
+    if (!changed(u)) continue;
     const auto& first = model_.flats[model_.units[u].flats[0]];
     throw UsageError(fmt::format(
         "FullyShardedDataParallel: rank {}: backward needs the values of parameters that have been "

@@ -57,6 +57,7 @@ class Residency : public sharding::PageOwner {
   /// Releases all units, because the shards have changed or will change.
   void release_all();
   bool running() const { return forwards_ > 0; }
+  bool nested() const { return forwards_ > 1; }  ///< A forward within a forward.
 
   /// The owner of pages of shards on the host.
   sharding::PageOwner& host_shards() { return host_shards_; }

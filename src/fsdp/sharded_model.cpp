@@ -14,8 +14,10 @@
 #include "deferred/contents.h"
 #include "fsdp/unit_plan.h"
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
+#include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -167,33 +169,17 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t
                                to - from,
                                from - begin,
                                {}};
-    const auto own = sharding::window(flat.own_segment, shard.at, shard.numel);
     const bool whole = keeps_whole && shard.numel == tensor.numel();
-    shard.tensor = whole ? sharding::window(flat.own_segment, shard.at, tensor) : own;
+    const auto own = [&] {
+      return whole ? sharding::window(flat.own_segment, shard.at, tensor)
+                   : sharding::window(flat.own_segment, shard.at, shard.numel);
+    };
+    flat.windows.push_back(own());
+    shard.tensor = own();
     shard.tensor.set_requires_grad(tensor.requires_grad());
     flat.shards.push_back(std::move(shard));
   }
   return flat;
-}
-
-/// Warns of views of parameters that something keeps: they still refer to the parameter's old
-/// memory.
-void warn_of_views(const std::vector<sharding::NamedTensor>& parameters, int rank) {
-  const auto storage_of = [](const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  };
-  std::unordered_map<const void*, size_t> known;
-  for (const auto& parameter : parameters) ++known[storage_of(parameter.tensor)];
-  for (const auto& [name, tensor] : parameters) {
-    if (rank != 0 ||
-        tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() <= known[storage_of(tensor)])
-      continue;
-    spdlog::warn(
-        "tessera: {}: something else shares the memory of parameter {}: a view that the model made "
-        "in its constructor (weight.t(), chunk), or a graph or tensor that your program keeps. It "
-        "will keep the present values; a model must make such views in forward",
-        kName, name);
-  }
 }
 
 /// Nothing averages the gradients of an ignored parameter, and parameters() does not have it.
@@ -377,13 +363,21 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   auto plan =
       plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
-  warn_of_views(plan.parameters, group.rank());
   warn_of_ignored(module, plan, group.rank());
   ShardedModel model;
   agree(group, [&] {
+    sharding::require_detection(fmt::format("{}: rank {}", kName, group.rank()),
+                                "a process without that library");
     sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
+    for (const auto& [index, holder] : sharding::shared_memory_of(plan.parameters, &module)) {
+      throw UsageError(fmt::format(
+          "{}: rank {}: parameter {} shares its memory with {}, which would keep the present "
+          "values; expected one tensor registered under both names, a clone(), or a view that "
+          "forward makes",
+          kName, group.rank(), plan.parameters[index].name, holder));
+    }
   });
   check_contract(module, plan, group, options);
   materialize_ignored(module, plan, group);
@@ -399,6 +393,43 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   fill_shards(model, options.sync_module_states);
   model.measure();
   return model;
+}
+
+bool is_replaced(const FlatParameter& flat, size_t member) {
+  const auto& now = flat.shards[member].tensor;
+  const auto& window = flat.windows[member];
+  return now.storage().unsafeGetStorageImpl() != window.storage().unsafeGetStorageImpl() ||
+         now.storage_offset() != window.storage_offset() || now.sizes() != window.sizes();
+}
+
+void ShardedModel::take_back_shards() {
+  at::NoGradGuard no_grad;
+  struct Replaced {
+    at::Tensor shard, window, values;
+  };
+  std::vector<Replaced> replaced;
+  for (const auto& flat : flats) {
+    for (size_t m = 0; m < flat.shards.size(); ++m) {
+      if (!is_replaced(flat, m)) continue;
+      const auto& shard = flat.shards[m].tensor;
+      const auto& window = flat.windows[m];
+      if (shard.sizes() != window.sizes()) {
+        world.fail(fmt::format(
+            "{}: rank {}: the shard of parameter {} has shape {} since set_data(); expected {}, "
+            "as before",
+            kName, world.rank(), parameters[flat.members[m]].name, c10::str(shard.sizes()),
+            c10::str(window.sizes())));
+      }
+      // Copies, because two shards may have exchanged their memory.
+      replaced.push_back({shard, window, shard.detach().clone()});
+    }
+  }
+  for (auto& [shard, window, values] : replaced) {
+    window.copy_(values);
+    const sharding::NoDetection no_detection;
+    shard.set_data(window);
+    shard.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void ShardedModel::measure() {

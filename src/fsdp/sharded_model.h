@@ -47,6 +47,7 @@ struct FlatParameter {
   at::Tensor common;
   at::Tensor own_segment;                     ///< This rank's part of the flat buffer.
   std::vector<sharding::OwnedShard> shards;   ///< One for each member, possibly empty.
+  std::vector<at::Tensor> windows;            ///< The shards' memory, whatever set_data() does.
   std::unique_ptr<sharding::Page> host_page;  ///< Of the shards, if only they are on the host.
   ComputeView compute;                        ///< In use by the model.
   ComputeView idle;                    ///< Not in use; see [Note: full precision in evaluation].
@@ -75,9 +76,15 @@ struct Unit {
 
 inline std::string display_name(const Unit& unit) { return unit.root ? "(root)" : unit.name; }
 
+/// Whether the program has given a shard other memory (set_data).
+bool is_replaced(const FlatParameter& flat, size_t member);
+
 struct ShardedModel {
   /// Computes `gathered_bytes` of the units.
   void measure();
+  /// Replaced shards get their own memory again, with their new values. UsageError for another
+  /// shape.
+  void take_back_shards();
 
   std::vector<sharding::NamedTensor> parameters;
   std::vector<Unit> units;  ///< The root first.

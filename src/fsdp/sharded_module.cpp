@@ -19,11 +19,6 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world),
       buffers(module, options.buffers) {
-  if (!sharding::start_detection()) {
-    throw UsageError(prefix() +
-                     ": another library of this process has a fallback on the dispatch key that "
-                     "detects the use of parameters; expected a process without that library");
-  }
   residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
     if (watch_) watch_->begin();
   });
@@ -40,9 +35,12 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
           model.parameters[flat.members[at]].tensor.unsafeGetTensorImpl()->version_counter());
     }
   }
+  std::vector<sharding::NamedTensor> replicated;
   for (size_t i = 0; i < model.parameters.size(); ++i) {
     if (model.flat_of(i).trainable) trainable_.push_back(i);
+    if (model.flat_of(i).permanent) replicated.push_back(model.parameters[i]);
   }
+  writes_ = sharding::ForwardWrites(std::move(replicated));
   watch();
 }
 
@@ -89,7 +87,7 @@ void ShardedModule::end_backward() {
   if (reduced) buffers.synchronize(model.world, has_data_);
 }
 
-void ShardedModule::require_idle(const char* call) const {
+void ShardedModule::require_idle(const char* call) {
   if (residency->running() || watch_->running())
     throw UsageError(fmt::format(
         "{}: {} was called while the model runs; expected outside of forward and backward",
@@ -97,6 +95,7 @@ void ShardedModule::require_idle(const char* call) const {
   if (!summoned.empty())
     throw UsageError(fmt::format("{}: {} was called inside summon_full_params(); expected after it",
                                  prefix(), call));
+  model.take_back_shards();
 }
 
 void ShardedModule::check_parameters_unchanged(const char* since, const char* advice) {
@@ -132,8 +131,10 @@ void ShardedModule::begin_forward() {
     auto restore_cache =
         c10::make_scope_exit([this] { at::autocast::set_autocast_cache_enabled(autocast_cache_); });
     set_full_precision(options.mixed_precision.full_precision_in_eval && !module.is_training());
+    model.take_back_shards();
+    gradients->begin_forward(module.is_training() && at::GradMode::is_enabled());
     residency->begin_forward(full_precision_);
-    if (module.is_training() && at::GradMode::is_enabled()) gradients->count_forward();
+    if (at::GradMode::is_enabled()) writes_.begin();
     restore_cache.release();
   } else {
     residency->begin_forward(full_precision_);
@@ -151,6 +152,10 @@ void ShardedModule::end_forward(bool threw) {
           "the beginning of forward",
           "an initialisation that depends on data to be made by one forward of the module before "
           "it is wrapped, and other changes inside summon_full_params()");
+    }
+    if (!step_over && !residency->nested()) {
+      writes_.pause(threw || join_leader.some_rank_has_no_data());
+      writes_.compare(kName, model.world);
     }
   } catch (const Error&) {
     residency->abandon_forward(step_over);

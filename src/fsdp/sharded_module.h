@@ -6,6 +6,7 @@
 #include "fsdp/join_leader.h"
 #include "fsdp/residency.h"
 #include "sharding/gradients/backward_watch.h"
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/module_buffers.h"
 
 namespace tessera::fsdp {
@@ -21,7 +22,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // sharded_module.cpp
   void begin_forward();
   void end_forward(bool threw);
-  void require_idle(const char* call) const;
+  /// Begins a call that is allowed outside of forward and backward only. Replaced shards get their
+  /// own memory again.
+  void require_idle(const char* call);
   /// Registers for the gradients of the trainable parameters.
   void watch();
   void end_backward();
@@ -86,7 +89,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool autocast_cache_ = true;  // the caller's setting, restored after forward
   bool trimmed_ = false;        // freed memory was returned after the first backward
   bool full_precision_ = false;
-  bool has_data_ = true;  // false while this rank takes part in a join without data
+  bool has_data_ = true;            // false while this rank takes part in a join without data
+  sharding::ForwardWrites writes_;  // to parameters that are whole on several ranks
 
   /// A parameter that was replaced while it was whole.
   struct Replaced {

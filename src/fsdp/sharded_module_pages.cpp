@@ -72,8 +72,11 @@ void ShardedModule::watch_shards(size_t f) {
       std::make_unique<sharding::Page>(&residency->host_shards(), f, flat.own_segment.numel(),
                                        flat.own_segment.options(), std::string());
   flat.host_page->attach(flat.own_segment);
-  for (auto& shard : flat.shards)
-    shard.tensor.set_data(sharding::window(flat.host_page->flat(), shard.at, shard.tensor));
+  for (size_t m = 0; m < flat.shards.size(); ++m) {
+    auto& shard = flat.shards[m];
+    flat.windows[m] = sharding::window(flat.host_page->flat(), shard.at, shard.tensor);
+    shard.tensor.set_data(flat.windows[m]);
+  }
 }
 
 void ShardedModule::restore(const FlatParameter& flat) {

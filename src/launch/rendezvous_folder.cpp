@@ -4,15 +4,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <optional>
 #include <sstream>
+#include <string_view>
 
 #include <arpa/inet.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
 namespace tessera::launch {
@@ -20,29 +22,23 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kPrefix = "tessera-rdzv-";
+constexpr std::string_view kPrefix = "tessera-rdzv-";
 
-/// Field 22 of /proc/<pid>/stat, in clock ticks since boot; nullopt if there is no such process or
-/// it is a zombie.
-std::optional<std::string> start_time(const std::string& pid) {
-  std::ifstream file("/proc/" + pid + "/stat");
-  std::string text((std::istreambuf_iterator<char>(file)), {});
-  // The second field is the command in parentheses, which may itself contain blanks and
-  // parentheses.
-  const size_t close = text.rfind(')');
-  if (close == std::string::npos) return std::nullopt;
-  std::istringstream rest(text.substr(close + 1));
-  std::string field;
-  for (int number = 3; rest >> field; ++number) {
-    if (number == 3 && (field == "Z" || field == "X")) return std::nullopt;
-    if (number == 22) return field;
-  }
-  return std::nullopt;
+/// The pids that this process sees: boot id of the host and pid namespace. The first pid namespace
+/// has the same number on every host.
+std::string pid_space() {
+  std::string boot = detail::boot_id();
+  std::erase(boot, '-');
+  struct stat info;
+  return boot + "." + (stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0");
 }
 
-std::string pid_namespace() {
-  struct stat info;
-  return stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : "0";
+/// A lock on the folder, which its owner holds until it ends. Empty if it is not free. Where the
+/// file system has no locks, the folder's name alone tells whether the owner has ended.
+Fd lock_of(const std::string& folder) {
+  Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (fd && flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) fd.reset();
+  return fd;
 }
 
 bool usable(const std::string& folder) {
@@ -52,7 +48,7 @@ bool usable(const std::string& folder) {
          access(folder.c_str(), W_OK | X_OK) == 0;
 }
 
-/// True if the owner in the name, tessera-rdzv-<namespace>-<pid>-<start>-<random>, has ended.
+/// True if the owner in the name, tessera-rdzv-<pid space>-<pid>-<start>-<random>, has ended.
 bool is_stale(const std::string& name) {
   std::istringstream parts(name.substr(kPrefix.size()));
   std::string space, pid, start, random;
@@ -61,7 +57,7 @@ bool is_stale(const std::string& name) {
     return false;
   }
   const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
-  return digits && space == pid_namespace() && start_time(pid) != start;
+  return digits && space == pid_space() && detail::start_time(std::atoi(pid.c_str())) != start;
 }
 
 }  // namespace
@@ -74,13 +70,13 @@ std::string rendezvous_base() {
 }
 
 RendezvousFolder::RendezvousFolder() {
-  const std::string pid = std::to_string(getpid());
-  path_ = rendezvous_base() + "/" + kPrefix + pid_namespace() + "-" + pid + "-" +
-          start_time(pid).value_or("0") + "-XXXXXX";
+  path_ = rendezvous_base() + "/" + std::string(kPrefix) + pid_space() + "-" +
+          std::to_string(getpid()) + "-" + detail::start_time(getpid()) + "-XXXXXX";
   if (!mkdtemp(path_.data())) {
     throw UsageError("rendezvous folder " + path_ + ": " + std::strerror(errno) +
                      ": expected a writable folder in XDG_RUNTIME_DIR, TMPDIR or /tmp");
   }
+  lock_ = lock_of(path_);
 }
 
 RendezvousFolder::~RendezvousFolder() { remove_folder(path_); }
@@ -99,7 +95,9 @@ void sweep_stale_folders(const std::string& base) noexcept {
     struct stat info;
     if (lstat(it->path().c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) continue;
     if (info.st_uid != geteuid() || (info.st_mode & 07777) != 0700) continue;
-    if (is_stale(name)) remove_folder(it->path().string());
+    if (!is_stale(name)) continue;
+    const Fd lock = lock_of(it->path().string());
+    if (lock) remove_folder(it->path().string());
   }
 }
 

@@ -2,12 +2,15 @@
 
 #include <string>
 
+#include "launch/fd.h"
+
 namespace tessera::launch {
 
 /// A fresh folder of mode 0700 for the files through which the ranks of one host find each other.
-/// The destructor removes it with its contents. Its name contains the pid namespace, pid and start
-/// time of the owner, so that another launcher can distinguish a folder in use from one that a
-/// killed launcher left.
+/// The destructor removes it with its contents. Its name contains the boot id of the host and the
+/// pid namespace, pid and start time of the owner, which also holds a lock on it. So another
+/// launcher, also of another host that shares the folder's parent, can distinguish a folder in use
+/// from one that a killed launcher left.
 class RendezvousFolder {
  public:
   /// Makes the folder under rendezvous_base(). Throws UsageError naming the folder.
@@ -20,13 +23,14 @@ class RendezvousFolder {
 
  private:
   std::string path_;
+  Fd lock_;
 };
 
 /// XDG_RUNTIME_DIR if this user owns it and can write to it, else TMPDIR if it is set, else /tmp.
 std::string rendezvous_base();
 
-/// Removes the folders in `base` that dead launchers of this user and pid namespace have left.
-/// Never throws.
+/// Removes the folders in `base` that dead launchers of this user, host and pid namespace have
+/// left. Never throws.
 void sweep_stale_folders(const std::string& base) noexcept;
 
 /// Removes one folder with its contents, without following links. Never throws.

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "sharding/named_tensor.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 
@@ -54,6 +55,9 @@ void Parameters::measure() {
 }
 
 void Parameters::check(int rank) const {
+  std::vector<sharding::NamedTensor> named;
+  for (const auto& shard : shards_) named.push_back({shard.parameter, shard.tensor});
+  sharding::refuse_inference("LocalSgd", named, rank);
   for (size_t i = 0; i < shards_.size(); ++i) {
     const auto refuse = [&](const std::string& what, const char* expected) {
       throw UsageError(fmt::format("LocalSgd: rank {}: shard {} ({}) {}; expected {}", rank, i,
@@ -95,8 +99,8 @@ std::string Parameters::changed(int rank) const {
     if (before.used_elsewhere && !now.used_elsewhere) {
       return fmt::format(
           "LocalSgd: rank {}: nothing else has the tensor of parameter {} any more, so it is not "
-          "trained (an optimizer makes new shards when requires_grad of a parameter changes); "
-          "expected a new LocalSgd with the optimizer's shards()",
+          "trained (was its optimizer destroyed?); expected a new LocalSgd with the optimizer's "
+          "shards()",
           rank, shards_[i].parameter);
     }
     if (now.data == before.data && now.numel == before.numel && now.dtype == before.dtype) continue;

@@ -7,6 +7,7 @@
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/models/gpt2.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/safetensors.h"
 #include "tessera/weights/weights.h"
 
@@ -121,11 +122,8 @@ WeightsMatch GPT2Impl::match_weights(const TensorSource& file, bool strict) cons
 
 UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
   const WeightsMatch match = match_weights(file, strict);
-  for (const auto& [first, second, advice] : match.equal) {
-    if (!at::equal(file.load(second), file.load(first)))
-      throw UsageError("GPT2: " + file.path() + ": \"" + second + "\" differs from \"" + first +
-                       "\"" + advice);
-  }
+  detail::check_equal("GPT2: " + file.path(), match,
+                      [&](const auto& name) { return file.load(name); });
   const torch::NoGradGuard no_grad;
   for (auto& item : named_parameters()) {
     const auto found = match.names.find(item.key());

@@ -29,7 +29,7 @@ bool is_fused_dtype(const at::Tensor& param) {
 // The gradient in the memory layout of `values`.
 at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
   if (grad.scalar_type() == values.scalar_type() && grad.device() == values.device() &&
-      grad.strides() == values.strides()) {
+      grad.strides() == values.strides() && !grad.is_neg()) {
     return grad;
   }
   return at::empty_like(values).copy_(grad);
@@ -95,7 +95,7 @@ void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& 
                      c10::str(state.sizes()) + ", expected those of its parameter, " +
                      c10::str(values.sizes()));
   } else if (state.scalar_type() != values.scalar_type() || state.strides() != values.strides() ||
-             state.device() != values.device()) {
+             state.device() != values.device() || state.is_neg()) {
     state = at::empty_like(values).copy_(state);
   }
   return state.data_ptr();
@@ -130,7 +130,7 @@ void optim::run_jobs(const std::vector<Job>& jobs) {
 
 bool FusedOptimizer::supports_range(const at::Tensor& param) {
   return param.defined() && param.layout() == at::kStrided && param.device().is_cpu() &&
-         param.scalar_type() == at::kFloat && param.is_contiguous();
+         param.scalar_type() == at::kFloat && param.is_contiguous() && !param.is_neg();
 }
 
 RangeUpdate FusedOptimizer::begin_update(const at::Tensor& param) {
@@ -193,8 +193,8 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
         continue;
       }
       at::Tensor values = param.detach();
-      if (!values.is_non_overlapping_and_dense()) {
-        values = values.contiguous();
+      if (!values.is_non_overlapping_and_dense() || values.is_neg()) {
+        values = values.resolve_neg().contiguous();
         copies.emplace_back(param, values);
       }
       param.unsafeGetTensorImpl()->bump_version();

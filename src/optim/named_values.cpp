@@ -1,5 +1,9 @@
 #include "optim/named_values.h"
 
+#include <algorithm>
+
+#include "tessera/error.h"
+
 namespace tessera::optim {
 
 namespace {
@@ -18,6 +22,17 @@ torch::serialize::InputArchive reopen(const torch::serialize::OutputArchive& arc
   return reopened;
 }
 
+// An archive has the names in code, between quotes, which libtorch compiles when it reads it. Names
+// come from files, and one that ended the quotes would add code that runs.
+void check_name(const std::string& name) {
+  const bool ends = std::any_of(name.begin(), name.end(), [](unsigned char c) {
+    return c < ' ' || c == '"' || c == '\'' || c == '\\';
+  });
+  if (ends)
+    throw UsageError("the name " + name +
+                     " has quotes, backslashes or control characters; expected one without");
+}
+
 }  // namespace
 
 NamedValues read_archive(const torch::serialize::OutputArchive& archive) {
@@ -32,6 +47,7 @@ NamedValues read_archive(const torch::serialize::OutputArchive& archive) {
 torch::serialize::InputArchive make_archive(const NamedValues& values) {
   torch::serialize::OutputArchive archive;
   for (const auto& [key, value] : values) {
+    check_name(key);
     archive.write(key, value);
   }
   return reopen(archive);

@@ -8,7 +8,7 @@
 #include <torch/serialize/archive.h>
 
 // User-defined states and options as named values, through their `serialize` functions and an
-// archive in memory. Such an archive never contains bytes from a file or another process.
+// archive in memory. Of a file or another process it never has other text than plain names.
 
 namespace tessera::optim {
 

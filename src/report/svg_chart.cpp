@@ -66,20 +66,34 @@ Points reduced(const Points& points, size_t parts) {
   return result;
 }
 
+/// The multiples of a step in the range. Near neighbours of a large number have no step that adds
+/// anything to them.
+std::vector<double> ticks(const Scale& scale) {
+  constexpr int kMost = 10;
+  const double step = tick_step(scale.high - scale.low);
+  const double first = std::ceil(scale.low / step) * step;
+  std::vector<double> values;
+  for (int i = 0; i < kMost; ++i) {
+    const double value = first + i * step;
+    if (!(value <= scale.high + step / 1000)) break;
+    if (values.empty() || value > values.back())
+      values.push_back(std::fabs(value) < step / 1000 ? 0 : value);
+  }
+  return values;
+}
+
 std::string axis(const Scale& x, const Scale& y, const std::string& x_name) {
   std::string svg;
-  for (double step = tick_step(y.high - y.low), value = std::ceil(y.low / step) * step;
-       value <= y.high + step / 1000; value += step) {
+  for (const double value : ticks(y)) {
     const double at = y(value);
     svg += fmt::format("<line class=grid x1={} x2={} y1={:.1f} y2={:.1f} />", kLeft,
                        kWidth - kRight, at, at) +
            fmt::format("<text class=tick text-anchor=end x={} y={:.1f}>{}</text>", kLeft - 6,
-                       at + 4, shown(std::fabs(value) < step / 1000 ? 0 : value));
+                       at + 4, shown(value));
   }
-  for (double step = tick_step(x.high - x.low), value = std::ceil(x.low / step) * step;
-       value <= x.high + step / 1000; value += step) {
+  for (const double value : ticks(x)) {
     svg += fmt::format("<text class=tick text-anchor=middle x={:.1f} y={}>{}</text>", x(value),
-                       kHeight - kBottom + 16, shown(std::fabs(value) < step / 1000 ? 0 : value));
+                       kHeight - kBottom + 16, shown(value));
   }
   svg += fmt::format("<line class=axis x1={} x2={} y1={} y2={} />", kLeft, kWidth - kRight,
                      kHeight - kBottom, kHeight - kBottom);

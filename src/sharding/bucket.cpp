@@ -6,6 +6,7 @@
 
 #include "comm/shm/shm_kernels.h"
 #include "memory/heap.h"
+#include "tessera/detail/resolved.h"
 
 namespace tessera::sharding {
 
@@ -21,9 +22,9 @@ namespace {
 /// Whether equal bytes are equal values.
 bool same_form(const at::Tensor& gradient, const at::Tensor& window) {
   return gradient.layout() == at::kStrided && gradient.device().is_cpu() &&
-         window.device().is_cpu() && gradient.scalar_type() == window.scalar_type() &&
-         gradient.sizes() == window.sizes() && gradient.strides() == window.strides() &&
-         window.is_non_overlapping_and_dense();
+         window.device().is_cpu() && detail::is_resolved(gradient) &&
+         gradient.scalar_type() == window.scalar_type() && gradient.sizes() == window.sizes() &&
+         gradient.strides() == window.strides() && window.is_non_overlapping_and_dense();
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 #include <unordered_set>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
+#include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 
 namespace tessera {
@@ -58,6 +60,13 @@ std::vector<std::string> ModuleBuffers::signatures() const {
 }
 
 void ModuleBuffers::broadcast(ProcessGroup& group, int root) const {
+  for (const auto& [name, tensor] : buffers_) {
+    if (group.size() == 1 || tensor.layout() == at::kStrided) continue;
+    throw UsageError(fmt::format(
+        "rank {}: buffer {} of the module has the layout {}, and ranks exchange dense buffers; "
+        "expected a dense one, or a member that is not registered as a buffer",
+        group.rank(), name, c10::str(tensor.layout())));
+  }
   for (const auto& members : classes())
     combine(group, members, Combine::copy, root, group.rank() == root);
 }
@@ -97,6 +106,15 @@ void ModuleBuffers::combine(ProcessGroup& group, const std::vector<size_t>& memb
 void ModuleBuffers::set_active(int publisher, int active_ranks) {
   publisher_ = publisher;
   active_ranks_ = active_ranks;
+}
+
+void report_no_module(const char* component, const ProcessGroup& group) {
+  if (group.rank() != 0 || group.size() == 1) return;
+  spdlog::warn(
+      "tessera: {0} was made from parameter groups alone, so a module's buffers (running "
+      "statistics) may differ between ranks; expected {0}(module, groups, …) or "
+      "track_buffers(module), or the option buffers none",
+      component);
 }
 
 }  // namespace sharding

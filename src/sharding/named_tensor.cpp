@@ -45,6 +45,7 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
   if (parameters.empty())
     throw UsageError(fmt::format("{}: rank {}: group {} has no parameters; expected at least one",
                                  component, rank, group));
+  refuse_inference(component, parameters, rank);
   std::unordered_map<const void*, size_t> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& tensor = parameters[i].tensor;
@@ -63,6 +64,18 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
       fail(i, fmt::format("the same tensor as parameter {} ({}); expected each once", first->second,
                           parameters[first->second].name));
   }
+}
+
+void refuse_inference(const std::string& component, const std::vector<NamedTensor>& parameters,
+                      int rank) {
+  std::string what = c10::InferenceMode::is_enabled() ? "it is constructed" : "";
+  for (const auto& [name, tensor] : parameters)
+    if (tensor.defined() && tensor.is_inference()) what = "parameter " + name + " was made";
+  if (what.empty()) return;
+  throw UsageError(fmt::format(
+      "{}: rank {}: {} in InferenceMode, where no gradients are recorded; expected the module and "
+      "the {} to be constructed outside of it (evaluate with torch::NoGradGuard)",
+      component, rank, what, component));
 }
 
 void check_gradient(const std::string& component, const std::string& parameter,

@@ -27,6 +27,11 @@ std::string first_to_last(const std::vector<NamedTensor>& parameters,
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
                       size_t group, int rank);
 
+/// UsageError, naming a parameter that was made in InferenceMode, or if it is enabled now.
+/// Part of check_parameters().
+void refuse_inference(const std::string& component, const std::vector<NamedTensor>& parameters,
+                      int rank);
+
 /// UsageError for a gradient that is not dense.
 void check_gradient(const std::string& component, const std::string& parameter,
                     const at::Tensor& gradient, int rank);

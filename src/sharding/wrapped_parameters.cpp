@@ -98,6 +98,14 @@ WrappedParameters::WrappedParameters(const std::string& component, int rank, Use
       }
     }
   }
+  // Without the lock: the use of a parameter may wait for other ranks.
+  for (size_t i = 0; i < parameters.size() && problem.empty(); ++i) {
+    try {
+      parameters[i].tensor.detach();
+    } catch (const UsageError& error) {  // a wrapper was destroyed with the memory
+      problem = fmt::format("parameter {} has no memory: {}", parameters[i].name, error.what());
+    }
+  }
   if (!problem.empty()) throw UsageError(fmt::format("{}: rank {}: {}", component, rank, problem));
   entry_ = std::move(entry);
 }

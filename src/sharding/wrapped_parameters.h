@@ -23,8 +23,8 @@ class WrappedParameters {
  public:
   /// Has no parameters.
   WrappedParameters() = default;
-  /// UsageError "<component>: rank R: parameter P is already …", with the remedy, if another
-  /// wrapper has one of `parameters` and the two uses exclude each other.
+  /// UsageError "<component>: rank R: parameter P …", with the remedy, if another wrapper has one
+  /// of `parameters` and the two uses exclude each other, or was destroyed with its memory.
   WrappedParameters(const std::string& component, int rank, Use use,
                     const std::vector<NamedTensor>& parameters);
 

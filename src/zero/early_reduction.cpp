@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/base/tree_sum.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
@@ -21,9 +22,13 @@ void EarlyReduction::send(size_t b, const ShardBucket& bucket, const at::Tensor&
   const auto checksum = checksum_of(flat);  // before any rank reads, so that no write is missed
   const auto feedback = wire_.scope(b);
   auto group = wire_.group(b);
-  sent_[b] = Sent{group.reduce_scatter_into_async(flat, bucket.layout.counts(), std::move(sum), 1,
-                                                  "gradients of " + bucket.names),
+  sent_[b] = Sent{group.reduce_scatter_into_async(flat, bucket.layout.counts(), std::move(sum),
+                                                  scale(flat), "gradients of " + bucket.names),
                   checksum};
+}
+
+double EarlyReduction::scale(const at::Tensor& flat) {
+  return comm::is_narrow(flat.scalar_type()) ? 1.0 / wire_.group().size() : 1;
 }
 
 bool EarlyReduction::changed(size_t b, const at::Tensor& flat) const {

@@ -25,9 +25,11 @@ class EarlyReduction {
   /// `wire`: its groups are for these collectives, and for gathers in the background.
   explicit EarlyReduction(sharding::GradientWire& wire) : wire_(wire) {}
 
-  /// Starts the reduction of bucket `b`, whose gradients are `flat`. The sum will be in `sum`.
-  /// Collective; does not block.
+  /// Starts the reduction of bucket `b`, whose gradients are `flat`. The sum, times scale(), will
+  /// be in `sum`. Collective; does not block.
   void send(size_t b, const ShardBucket& bucket, const at::Tensor& flat, at::Tensor sum);
+  /// 1, and for 16-bit gradients 1 / W. (The divisor of a join may change until step().)
+  double scale(const at::Tensor& flat);
   /// Whether `flat` differs from what send() was given, or the sum was forgotten. Local.
   bool changed(size_t b, const at::Tensor& flat) const;
   /// The sum of bucket `b` is complete. Blocks.

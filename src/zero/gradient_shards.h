@@ -28,8 +28,6 @@ class GradientShards {
   void wait();
 
   bool has_sum(size_t b) const { return summed_.count(b) > 0; }
-  /// The caller has written the sum of bucket `b`.
-  void set_sum(size_t b) { summed_.insert(b); }
   bool any() const { return !summed_.empty(); }
   /// Some rank had a gradient for the parameter.
   void set_used(size_t parameter) { used_.insert(parameter); }

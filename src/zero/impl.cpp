@@ -11,6 +11,7 @@
 #include "optim/text_of_options.h"
 #include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
+#include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "zero/options.h"
@@ -33,17 +34,11 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
-      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients),
-      overlap_(group, shards, mean, local, norm, outer, options.find_unused_parameters, prefix()) {
+      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {
   if (!(options.bucket_cap_mb > 0)) {
     throw UsageError(
         fmt::format("{}: option bucket_cap_mb is {}; expected a positive number of MiB", prefix(),
                     options.bucket_cap_mb));
-  }
-  if (options.overlap_with_backward && !options.reduce_gradients) {
-    throw UsageError(prefix() +
-                     ": option overlap_with_backward needs reduce_gradients: an update cannot "
-                     "follow a reduction that is done elsewhere");
   }
 }
 
@@ -63,6 +58,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::d
 
 void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
   mean.require_local("add_param_group was called");
+  mean.hide_placeholders();
   std::vector<sharding::NamedTensor> named;
   std::vector<at::Tensor> tensors;
   for (auto& [name, tensor] : added.parameters) {
@@ -75,17 +71,15 @@ void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
   tessera::add_param_group(outer_, param_group);
 }
 
-void ZeroRedundancyOptimizer::Impl::finish_construction() {
+void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module* module) {
   const auto& parameters = shards.parameters();
   auto contract = sharding::signatures(parameters);
   for (size_t i = 0; i < contract.size(); ++i)
     contract[i] = fmt::format("group {}: {}", shards.group_of(i), contract[i]);
   contract.push_back(fmt::format(
-      "options: partition {}, bucket view {}, reduce {}, overlap {} in buckets of {} MiB, find "
-      "unused {}, wire: {}{}{}{}{}",
+      "options: partition {}, bucket view {}, reduce {} in buckets of {} MiB, wire: {}{}{}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
-      options.reduce_gradients, options.overlap_with_backward, options.bucket_cap_mb,
-      options.find_unused_parameters, to_string(options.wire),
+      options.reduce_gradients, options.bucket_cap_mb, to_string(options.wire),
       early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
       options.share_parameters ? ", share parameters" : "",
       in_background ? ", gather in the background" : ""));
@@ -96,6 +90,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction() {
       parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());
   agree(group, [&] { register_parameters(added); });
   group.check_contract(kName, contract);
+  keep_shared_storage(module);
   shards.place_new();
   if (options.broadcast_parameters && !shards.shares()) {
     std::vector<at::Tensor> tensors;
@@ -139,6 +134,7 @@ void ZeroRedundancyOptimizer::Impl::check_groups() {
 
 void ZeroRedundancyOptimizer::Impl::track_buffers(const torch::nn::Module& module) {
   const bool elsewhere = zero::is_reduced_by_ddp(shards.parameters());
+  no_module = false;
   buffers = sharding::ModuleBuffers(module, elsewhere ? BufferSync::none : options.buffers);
   group.check_contract(kName, buffers.signatures());
   if (options.broadcast_parameters) buffers.broadcast(group, 0);
@@ -162,70 +158,98 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
   wrapped_.emplace_back(kName, group.rank(), use, added);
 }
 
+/// What shares memory with a parameter would keep the present values if the parameter moved into a
+/// bucket. Ranks may differ in it, as in what their programs hold, and agree here. Collective.
+void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module* module) {
+  const auto& parameters = shards.parameters();
+  const bool moves = options.parameters_as_bucket_view;
+  const bool must_move = options.share_parameters || options.wire.parameters != WireFormat::float32;
+  std::vector<int> flags(parameters.size());
+  std::string first;
+  agree(group, [&] {
+    for (const auto& entry : sharding::shared_memory_of(parameters, module)) {
+      const size_t i = entry.parameter;
+      const auto& tensor = parameters[i].tensor;
+      const auto text =
+          fmt::format("parameter {} shares its memory with {}", parameters[i].name, entry.holder);
+      const bool twice = std::any_of(parameters.begin(), parameters.end(), [&](const auto& other) {
+        return entry.holder == "parameter " + other.name && other.tensor.requires_grad() &&
+               tensor.requires_grad();
+      });
+      if (twice) {
+        throw UsageError(fmt::format(
+            "{}: {}; expected one tensor that is registered under both names", prefix(), text));
+      }
+      if (i < shards.placed()) continue;
+      if (moves && (must_move || !tensor.is_non_overlapping_and_dense())) {
+        throw UsageError(fmt::format(
+            "{}: {}; expected a clone(), or a dense parameter and neither share_parameters nor "
+            "wire.parameters",
+            prefix(), text));
+      }
+      if (first.empty() && tensor.requires_grad()) first = text;
+      flags[i] = 1;
+    }
+  });
+  if (!moves) return;
+  auto ranks = at::tensor(flags, at::kInt).to(group.control_device());
+  group.all_reduce(ranks, 1, "parameters that share memory");
+  ranks = ranks.cpu();
+  for (size_t i = shards.placed(); i < flags.size(); ++i) {
+    if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(i);
+  }
+  if (first.empty() || group.rank() != 0) return;
+  spdlog::info(
+      "tessera: {}: {}, so it keeps its storage and is gathered through a copy ({} of {} "
+      "parameters)",
+      prefix(), first, std::count(flags.begin(), flags.end(), 1), flags.size());
+}
+
 void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
   local.extend(outer_, shards);
-  if (local.element_wise()) return;
-  const auto refuse = [&](const std::string& option) {
-    throw UsageError(fmt::format(
-        "{}: {} needs an element-wise optimizer, for it cuts parameters or updates them apart; "
-        "this one is not known to be: use partition whole without overlap, or "
-        "declare_element_wise<YourOptimizer>()",
-        prefix(), option));
-  };
-  if (options.partition == Partition::flat) refuse("option partition flat");
-  if (options.overlap_with_backward) refuse("option overlap_with_backward");
+  if (local.element_wise() || options.partition != Partition::flat) return;
+  throw UsageError(prefix() +
+                   ": option partition flat needs an element-wise optimizer, for it cuts "
+                   "parameters; this one is not known to be: use partition whole, or "
+                   "declare_element_wise<YourOptimizer>()");
 }
 
 void ZeroRedundancyOptimizer::Impl::watch() {
-  mean.watch([this](size_t bucket) { overlap_.send(bucket); });
+  mean.watch();
+  std::vector<sharding::NamedTensor> trainable;
+  for (const auto i : shards.all_in_buckets()) trainable.push_back(shards.parameters()[i]);
+  if (!shards.shares()) writes = sharding::ForwardWrites(std::move(trainable));
+  writes.begin();
 }
 
-bool ZeroRedundancyOptimizer::Impl::repartition_if_trainability_changed() {
+void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   const auto changed = shards.changed_trainability();
   // Ranks must see the same change. Only a rank that saw one compares.
-  if (changed.empty()) return false;
-  mean.require_local(fmt::format("requires_grad of parameter {} changed", changed[0]));
+  if (changed.empty()) return;
   group.check_contract(std::string(kName) + " (a change of requires_grad)", changed);
-  if (group.rank() == 0) {
-    spdlog::warn(
-        "tessera: {}: requires_grad of {} parameters changed ({}{}); the partition is "
-        "made anew",
-        kName, changed.size(), changed[0], changed.size() > 1 ? ", …" : "");
+  const auto thawed = shards.thawed();
+  if (!thawed.empty()) {
+    const auto& parameters = shards.parameters();
+    const auto& first = parameters[thawed[0]].name;
+    mean.require_local("parameter " + first + " became trainable");
+    if (zero::uses_all_parameters(factory_))
+      throw UsageError(sharding::thawed_text(kName, first, group.rank()));
+    if (mean.reducer()) mean.reducer()->check_cleared();
+    mean.hide_placeholders();
+    shards.place_thawed(thawed);
+    make_local_optimizer();
+    watch();
+    auto owned = shards.owned();
+    owned.erase(std::remove_if(owned.begin(), owned.end(),
+                               [&](const auto* shard) {
+                                 return !std::binary_search(thawed.begin(), thawed.end(),
+                                                            shard->parameter);
+                               }),
+                owned.end());
+    sharding::load_shard_state(local.get(), owned, parameters, frozen_state_);
+    for (const auto i : thawed) frozen_state_.erase(parameters[i].name);
   }
-  if (mean.reducer()) mean.reducer()->check_cleared();
-  mean.hide_placeholders();
-  auto dict = gather_state(-1);
-  std::map<size_t, at::Tensor> kept;
-  const auto& parameters = shards.parameters();
-  const auto grad_of = [&](size_t i) -> at::Tensor& {
-    return const_cast<at::Tensor&>(parameters[i].tensor).mutable_grad();
-  };
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (grad_of(i).defined()) kept[i] = grad_of(i).clone();
-    grad_of(i) = at::Tensor();
-  }
-  const auto means = mean.whole_means();
-  mean.drop_early_sums();
-  mean.unwatch();
-  mean.drop_segments();
-  local.clear();
-  shards.place_all();
-  make_local_optimizer();
-  for (auto& [i, grad] : kept) {
-    if (shards.trainable(i)) grad_of(i) = grad;
-  }
-  watch();  // moves the gradients into the new buckets
-  if (options.shard_gradients) mean.take_means(means);
-  load(dict);
-  return true;
-}
-
-void ZeroRedundancyOptimizer::Impl::require_no_update_under_way(const char* call) const {
-  if (!overlap_.under_way()) return;
-  throw UsageError(
-      fmt::format("{}: {} was called between backward and step(), while "
-                  "overlap_with_backward updates; expected after step()",
-                  prefix(), call));
+  shards.note_trainability();
 }
 
 void ZeroRedundancyOptimizer::Impl::check_storage() {
@@ -284,7 +308,7 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
   local.take_options_of(outer_);
   frozen_state_.clear();
   for (const auto& [name, state] : dict.state) {
-    if (!shards.trainable(index[name])) frozen_state_.emplace(name, state);
+    if (!shards.in_bucket(index[name])) frozen_state_.emplace(name, state);
   }
   sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
@@ -13,13 +14,12 @@
 #include "zero/local_optimizer.h"
 #include "zero/mean_gradient.h"
 #include "zero/norm_tracker.h"
-#include "zero/overlapped_updates.h"
 #include "zero/shards/shards.h"
 
 namespace tessera {
 
 /// A step and everything around it, in terms of its parts: `shards` (who owns what), `mean` (the
-/// averaged gradient), `local` (the wrapped optimizer), `overlap` (updates within backward).
+/// averaged gradient), `local` (the wrapped optimizer).
 /// impl.cpp: construction, changes of parameters, state dicts by name. impl_options.cpp: which
 /// options go together. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms,
 /// clipping.
@@ -39,7 +39,8 @@ class ZeroRedundancyOptimizer::Impl {
   void load(torch::serialize::InputArchive& archive);
   OptimizerStateDict local_state() const;
   void add_group(Group group);
-  void finish_construction();
+  /// `module`: of the parameters, if it is known.
+  void finish_construction(const torch::nn::Module* module);
 
   at::Tensor step(const LossClosure& closure);
   void zero_grad(bool set_to_none);
@@ -57,10 +58,10 @@ class ZeroRedundancyOptimizer::Impl {
   Memory memory() const;
   void write_shared(const std::function<void()>& write);
 
-  /// UsageError, naming `call`, while updates that backward has started are under way.
-  void require_no_update_under_way(const char* call) const;
-  /// Makes the partition anew if requires_grad of a parameter has changed. Collective.
-  bool repartition_if_trainability_changed();
+  void watch();
+  /// Gives parameters that were frozen until now their owners. Collective if requires_grad of a
+  /// parameter has changed.
+  void follow_trainability();
   void check_storage();
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"
 
@@ -75,6 +76,8 @@ class ZeroRedundancyOptimizer::Impl {
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;
   sharding::ModuleBuffers buffers;
+  bool no_module = true;  ///< track_buffers() was not called.
+  sharding::ForwardWrites writes;
   bool has_data = true;  ///< False while this rank takes part in a join without data.
 
  private:
@@ -88,7 +91,6 @@ class ZeroRedundancyOptimizer::Impl {
   void check_groups();
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
-  void watch();
   bool reduces_early(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   bool gathers_in_background(const OptimizerFactory& factory,
                              const std::vector<Group>& groups) const;
@@ -101,13 +103,13 @@ class ZeroRedundancyOptimizer::Impl {
   void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
+  void keep_shared_storage(const torch::nn::Module* module);
   void update(bool averaged);
-  void update_thawed();
 
   void prepare_step();
   void reduce_and_update(size_t bucket, FusedOptimizer& optimizer);
   void set_gradients(size_t bucket, bool averaged);
-  void wait_for_overlapped_update();
+  void synchronize_buffers();
   at::Tensor step_with_closure(const LossClosure& closure);
   at::Tensor evaluate(const LossClosure& closure);
   void average();
@@ -117,10 +119,10 @@ class ZeroRedundancyOptimizer::Impl {
   OptimizerFactory factory_;
   bool beside_ddp_;  // reduce_gradients was switched off
   std::vector<sharding::WrappedParameters> wrapped_;
-  /// State of parameters that were frozen after they had been stepped. The same on all ranks.
+  /// State, from a state dict, of parameters that have been frozen since construction. The same on
+  /// all ranks.
   std::map<std::string, ParamState> frozen_state_;
   bool stepped_ = false;
-  zero::OverlappedUpdates overlap_;  // last: its callbacks use the other parts
 };
 
 }  // namespace tessera

@@ -49,12 +49,6 @@ std::vector<sharding::NamedTensor> parameters_of(
 ZeroRedundancyOptimizerOptions ZeroRedundancyOptimizer::Impl::beside_others(
     Options options, const std::vector<Group>& groups, int rank) {
   if (!options.reduce_gradients || !zero::is_reduced_by_ddp(parameters_of(groups))) return options;
-  if (options.overlap_with_backward) {
-    throw UsageError(fmt::format(
-        "{}: rank {}: option overlap_with_backward, and {} reduces these gradients already; "
-        "expected one of the two",
-        kName, rank, zero::kDdp));
-  }
   if (rank == 0) {
     spdlog::info("tessera: {}: {} reduces the gradients, so reduce_gradients is off here", kName,
                  zero::kDdp);
@@ -104,11 +98,6 @@ void ZeroRedundancyOptimizer::Impl::check_wire(const OptimizerFactory& factory,
     refuse("gradients", wire.gradients,
            "the gradients are reduced elsewhere; expected the option there");
   }
-  if (options.overlap_with_backward) {
-    const char* const reason = "it excludes overlap_with_backward; expected reduce_in_backward";
-    if (wire.gradients != WireFormat::float32) refuse("gradients", wire.gradients, reason);
-    if (wire.parameters != WireFormat::float32) refuse("parameters", wire.parameters, reason);
-  }
   if (wire.parameters != WireFormat::float32) {
     if (!options.parameters_as_bucket_view)
       refuse("parameters", wire.parameters, "it needs parameters_as_bucket_view");
@@ -133,12 +122,11 @@ void ZeroRedundancyOptimizer::Impl::check_sharding(const OptimizerFactory& facto
         "excludes DistributedDataParallel, which reduces the same gradients; expected one of the "
         "two");
   if (!options.reduce_gradients) refuse("needs reduce_gradients; expected it on");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward; expected one of the two");
   if (options.reduce_in_place)
     refuse("keeps no gradient that a mean could replace; expected reduce_in_place off");
   if (zero::uses_all_parameters(factory))
     refuse("needs an optimizer that does not use all parameters at once");
+  sharding::require_detection(prefix() + ": option shard_gradients", "the option off");
 }
 
 /// [Note: one copy a host]
@@ -149,8 +137,6 @@ void ZeroRedundancyOptimizer::Impl::check_sharing(const OptimizerFactory& factor
     throw UsageError(fmt::format("{}: option share_parameters {}", prefix(), reason));
   };
   if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward, which writes while other ranks read");
   if (options.gather_in_background)
     refuse(
         "excludes gather_in_background, which takes memory from parameters; expected one of "
@@ -163,10 +149,8 @@ void ZeroRedundancyOptimizer::Impl::check_sharing(const OptimizerFactory& factor
   if (std::any_of(parameters.begin(), parameters.end(),
                   [](const auto& parameter) { return !parameter.tensor.device().is_cpu(); }))
     refuse("needs parameters on the CPU");
-  if (group.size() > 1 && !sharding::start_detection())
-    refuse(
-        "cannot detect writes, because another library has taken the dispatch key for it; "
-        "expected the option off");
+  if (group.size() > 1)
+    sharding::require_detection(prefix() + ": option share_parameters", "the option off");
 }
 
 /// [Note: reduction within backward]
@@ -181,8 +165,6 @@ bool ZeroRedundancyOptimizer::Impl::reduces_early(const OptimizerFactory& factor
   if (!options.reduce_in_backward.value_or(group.messages_between_hosts())) return false;
   if (group.size() == 1 || parameters.empty()) return false;
   if (!options.reduce_gradients) return refuse("needs reduce_gradients");
-  if (options.overlap_with_backward)
-    return refuse("is part of overlap_with_backward; expected one of the two");
   if (options.reduce_in_place)
     return refuse("keeps the gradients until step(); expected reduce_in_place off");
   if (zero::uses_all_parameters(factory))
@@ -204,8 +186,6 @@ bool ZeroRedundancyOptimizer::Impl::gathers_in_background(const OptimizerFactory
     throw UsageError(fmt::format("{}: option gather_in_background {}", prefix(), reason));
   };
   if (!options.parameters_as_bucket_view) refuse("needs parameters_as_bucket_view");
-  if (options.overlap_with_backward)
-    refuse("excludes overlap_with_backward, which gathers in backward; expected one of the two");
   if (options.wire.parameters != WireFormat::float32)
     refuse("needs parameters that travel unrounded; expected wire.parameters float32");
   if (zero::uses_all_parameters(factory))

@@ -12,6 +12,11 @@ void LocalOptimizer::extend(const torch::optim::Optimizer& visible, const Shards
   for (const auto* shard : shards.owned())
     owned[shards.group_of(shard->parameter)].push_back(shard->tensor);
   const size_t existing = optimizer_ ? optimizer_->param_groups().size() : 0;
+  for (size_t g = 0; g < existing; ++g) {
+    auto& known = optimizer_->param_groups()[g].params();  // new shards come last
+    known.insert(known.end(), owned[g].begin() + static_cast<int64_t>(known.size()),
+                 owned[g].end());
+  }
   std::vector<torch::optim::OptimizerParamGroup> added;
   for (size_t g = existing; g < groups.size(); ++g)
     added.emplace_back(owned[g], groups[g].options().clone());

@@ -17,10 +17,9 @@ class LocalOptimizer {
  public:
   explicit LocalOptimizer(OptimizerFactory factory) : factory_(std::move(factory)) {}
 
-  /// Makes the optimizer, or adds to it the groups of `visible` that it does not have yet.
+  /// Makes the optimizer, or adds to it the groups of `visible` and the shards that it does not
+  /// have yet.
   void extend(const torch::optim::Optimizer& visible, const Shards& shards);
-  /// Drops the optimizer and its state; the next extend() makes a new one.
-  void clear() { optimizer_.reset(); }
 
   torch::optim::Optimizer& get() const { return *optimizer_; }
   /// Whether elements are updated independently of each other, so that parameters can be cut.

@@ -23,7 +23,7 @@ MeanGradient::MeanGradient(ProcessGroup group, sharding::GradientWire& wire, boo
   if (options_.shard_gradients) sums_.emplace(wire);
 }
 
-void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
+void MeanGradient::watch() {
   const bool first = segments_.empty();
   drop_early_sums();
   wire_.reset();
@@ -32,7 +32,7 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   in_place_.assign(shards_.buckets().size(), 0);
   reducer_.reset();
   placeholders_.reset();
-  const auto subset = shards_.trainable_subset();
+  const auto subset = shards_.all_in_buckets();
   if (!options_.reduce_gradients || subset.empty()) return;
   std::vector<sharding::NamedTensor> trainable;
   position_.assign(shards_.parameters().size(), 0);
@@ -47,18 +47,13 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
   }
   sharding::ReducerOptions options;
   options.component = kName;
-  options.reduce_in_backward = options_.overlap_with_backward;
-  options.find_unused_parameters =
-      options_.find_unused_parameters || !options_.overlap_with_backward;
-  options.caller_tracks_use = options_.overlap_with_backward;
-  options.frozen_is_unused = true;  // the next step() makes the partition again
+  options.reduce_in_backward = false;
+  options.find_unused_parameters = true;
   options.own_norm =
       "the gradients are scaled by a norm of this rank's own gradients "
       "(torch::nn::utils::clip_grad_norm_ over the module's parameters?); expected "
       "optimizer.clip_grad_norm_(…), whose norm is that of the mean over the ranks";
   sharding::Reducer::Callbacks callbacks;
-  callbacks.ready = std::move(ready);
-  callbacks.finish = [] {};
   if (early_) {
     options.provisional = true;
     callbacks.ready = [this](size_t b) {
@@ -67,7 +62,10 @@ void MeanGradient::watch(std::function<void(size_t bucket)> ready) {
     };
     callbacks.changed = [this](size_t b) { return early_->changed(b, flat(b)); };
   }
-  if (sums_) watch_sharded(trainable, options, callbacks);
+  if (sums_) {
+    held_ = !first;  // a gradient that came before its parameter was watched
+    watch_sharded(trainable, options, callbacks);
+  }
   reducer_ = std::make_unique<sharding::Reducer>(group_, std::move(trainable), std::move(buckets),
                                                  options, std::move(callbacks));
   if (early_ && first) reducer_->open_round();
@@ -78,7 +76,6 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
                                  sharding::ReducerOptions& options,
                                  sharding::Reducer::Callbacks& callbacks) {
   options.reduce_in_backward = true;
-  options.find_unused_parameters = true;
   options.own_norm.clear();  // no `.grad` is left to take a norm of
   callbacks.ready = [this](size_t b) {
     ++(sharding::BackwardWatch::in_backward() ? reductions.in_backward : reductions.in_step);
@@ -90,16 +87,15 @@ void MeanGradient::watch_sharded(const std::vector<sharding::NamedTensor>& train
   callbacks.finish = callbacks.drain = [this] { sums_->wait(); };
   callbacks.finished = [this] { publish_means(); };
   callbacks.began = [this] { hide_placeholders(); };
-  if (!sharding::start_detection()) return;
   placeholders_ = std::make_unique<sharding::GradientPlaceholders>(
       trainable, prefix_,
       "optimizer.clip_grad_norm_(…), optimizer.zero_grad(), or .grad() of optimizer.shards()",
-      [this, subset = shards_.trainable_subset()](size_t i) { zero_own_part(subset[i]); });
+      [this, subset = shards_.all_in_buckets()](size_t i) { zero_own_part(subset[i]); });
 }
 
 void MeanGradient::hide_placeholders() {
   if (!placeholders_) return;
-  const auto subset = shards_.trainable_subset();
+  const auto subset = shards_.all_in_buckets();
   const bool had_any = sums_->any();
   placeholders_->notice([&](size_t i) {
     zero_own_part(subset[i]);
@@ -127,8 +123,8 @@ void MeanGradient::zero_own_part(size_t parameter) {
 /// `.grad` of the parameters is used up and becomes a placeholder, and `.grad` of own shards is the
 /// mean so far.
 void MeanGradient::publish_means() {
-  held_ = false;
-  for (const auto i : shards_.trainable_subset()) {
+  held_ = used_up_ = false;
+  for (const auto i : shards_.all_in_buckets()) {
     if (reducer_->used(position_[i])) sums_->set_used(i);
   }
   reducer_->zero_grad(true);
@@ -140,7 +136,7 @@ void MeanGradient::publish_means() {
 }
 
 void MeanGradient::show_placeholders() {
-  for (const auto i : shards_.trainable_subset()) {
+  for (const auto i : shards_.all_in_buckets()) {
     if (placeholders_ && sums_->used(i)) placeholders_->show(position_[i]);
   }
 }
@@ -150,7 +146,7 @@ void MeanGradient::show_placeholders() {
 void MeanGradient::reduce_held() {
   hide_placeholders();
   if (reducer_ && (held_ || !sums_->any())) reducer_->flush();
-  for (const auto i : shards_.trainable_subset()) {
+  for (const auto i : shards_.all_in_buckets()) {
     const auto& [name, tensor] = shards_.parameters()[i];
     if (!tensor.grad().defined() || (placeholders_ && placeholders_->shown(position_[i]))) continue;
     group_.fail(prefix_ + ": shard_gradients: parameter " + name +
@@ -163,51 +159,6 @@ void MeanGradient::reduce_held() {
 void MeanGradient::hold_sync(int change) {
   if (change > 0) held_ = true;
   if (reducer_) reducer_->hold_sync(change);
-}
-
-std::map<size_t, at::Tensor> MeanGradient::whole_means() {
-  std::map<size_t, at::Tensor> means;
-  const int rank = group_.rank();
-  for (size_t b = 0; sums_ && b < shards_.buckets().size(); ++b) {
-    if (!sums_->has_sum(b)) continue;
-    const auto& bucket = shards_.buckets()[b];
-    const auto& layout = bucket.layout;
-    auto flat = at::empty({layout.numel()}, segment(b).options());
-    flat.narrow(0, layout.segment_begin(rank), layout.counts()[rank]).copy_(segment(b));
-    group_.all_gather(flat, layout.counts(), "gradients of " + bucket.names);
-    for (size_t m = 0; m < bucket.members.size(); ++m) {
-      const auto i = bucket.members[m];
-      if (sums_->used(i))
-        means[i] = flat.narrow(0, layout.offset(m), shards_.parameters()[i].tensor.numel());
-    }
-  }
-  return means;
-}
-
-void MeanGradient::drop_segments() {
-  segments_.clear();
-  if (sums_) sums_->clear();
-}
-
-void MeanGradient::take_means(const std::map<size_t, at::Tensor>& means) {
-  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
-    const auto& bucket = shards_.buckets()[b];
-    if (std::none_of(bucket.members.begin(), bucket.members.end(),
-                     [&](size_t i) { return means.count(i) > 0; }))
-      continue;
-    auto sum = segment(b).zero_();
-    for (const auto& shard : bucket.shards) {
-      const auto found = means.find(shard.parameter);
-      if (found != means.end())
-        sum.narrow(0, shard.at, shard.numel)
-            .copy_(found->second.narrow(0, shard.begin, shard.numel));
-    }
-    sums_->set_sum(b);
-  }
-  for (const auto i : shards_.trainable_subset()) {
-    if (means.count(i) > 0) sums_->set_used(i);
-  }
-  if (reducer_) reducer_->flush();
 }
 
 at::Tensor MeanGradient::early_sum(size_t b) {
@@ -250,10 +201,21 @@ void MeanGradient::require_local(const std::string& change) const {
 
 void MeanGradient::reset() {
   state_ = State::local;
-  if (placeholders_) placeholders_->take_away();
-  if (sums_) sums_->clear();
+  used_up_ = true;
   for (size_t b = 0; b < segments_.size(); ++b) {
     if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
+  }
+}
+
+void MeanGradient::clear_shards(bool set_to_none) {
+  if (!sums_) return;
+  if (set_to_none) {
+    if (placeholders_) placeholders_->take_away();
+    sums_->clear();
+  }
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    if (set_to_none) LocalOptimizer::clear_gradients(shards_.buckets()[b]);
+    else if (sums_->has_sum(b)) segment(b).zero_();
   }
 }
 
@@ -273,7 +235,8 @@ void MeanGradient::return_gradients() {
 
 void MeanGradient::reduce_to_segment(size_t b) {
   if (auto sum = early_sum(b); sum.defined()) {
-    if (divisor != 1) sum.mul_(1.0 / divisor);
+    const double rest = 1 / (divisor * early_->scale(sum));
+    if (rest != 1) sum.mul_(rest);
     early_->forget(b);
     return;
   }
@@ -290,7 +253,7 @@ void MeanGradient::reduce_to_segment(size_t b) {
   ProcessGroup(wire_.group(b))
       .reduce_scatter_each(
           flat(b), shards_.buckets()[b].layout.counts(),
-          [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); },
+          [&](int64_t offset, const at::Tensor& run) { keep(b, offset, run); }, 1.0 / divisor,
           "gradients of " + shards_.buckets()[b].names);
 }
 
@@ -331,9 +294,7 @@ void MeanGradient::copy_from_caller(size_t b) {
 }
 
 void MeanGradient::keep(size_t b, int64_t offset, const at::Tensor& run) {
-  auto kept = segment(b).narrow(0, offset, run.numel());
-  kept.copy_(run);
-  if (divisor != 1) kept.mul_(1.0 / divisor);
+  segment(b).narrow(0, offset, run.numel()).copy_(run);
 }
 
 at::Tensor MeanGradient::segment(size_t b) {

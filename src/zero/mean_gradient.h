@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,8 +23,9 @@ class MeanGradient {
  public:
   enum class State {
     /// `.grad` is this rank's own gradient. Memory: the buckets, P bytes; none with
-    /// reduce_gradients off. With shard_gradients: own segments hold the mean of the backwards so
-    /// far, P / W bytes, and `.grad` is undefined.
+    /// reduce_gradients off. With shard_gradients: own segments hold the mean of the backwards
+    /// since
+    /// zero_grad(), P / W bytes, and `.grad` is undefined.
     local,
     /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or with
     /// reduce_in_place in the buckets, where they have replaced this rank's own gradient.
@@ -36,11 +36,8 @@ class MeanGradient {
   MeanGradient(ProcessGroup group, sharding::GradientWire& wire, bool early, Shards& shards,
                const ZeroRedundancyOptimizerOptions& options, std::string prefix);
 
-  /// Watches the parameters that are trainable now. `ready`: see sharding::Reducer; called only
-  /// with overlap_with_backward. Local.
-  void watch(std::function<void(size_t bucket)> ready);
-  /// Stops watching. `.grad` stays as it is. Local.
-  void unwatch() { reducer_.reset(); }
+  /// Watches all parameters that have a bucket, after buckets were added. Local.
+  void watch();
 
   /// Null with reduce_gradients off, and where no parameter is trainable.
   sharding::Reducer* reducer() const { return reducer_.get(); }
@@ -52,17 +49,17 @@ class MeanGradient {
   void check_current() const;
   /// UsageError, naming `change`, while the state is `averaged`.
   void require_local(const std::string& change) const;
-  /// The averaged gradients, if any, are used or given up.
+  /// The averaged gradients, if any, are used or given up. With shard_gradients they stay, as those
+  /// of a plain optimizer do, until they are cleared.
   void reset();
+  /// With shard_gradients: clears the gradients of the shards. Local.
+  void clear_shards(bool set_to_none);
+  /// With shard_gradients, before a backward that this rank only shadows, so that its program
+  /// clears nothing: the gradients that a step has used are cleared. Local.
+  void clear_used_shards() {
+    if (used_up_) clear_shards(true);
+  }
 
-  /// With shard_gradients the means so far as whole parameters, by index: 1-D, in memory order.
-  /// Collective.
-  std::map<size_t, at::Tensor> whole_means();
-  /// After a change of the buckets: takes own parts of such means, and adds what `.grad`s have.
-  /// Collective.
-  void take_means(const std::map<size_t, at::Tensor>& means);
-  /// Before the buckets change: there are no segments. Local.
-  void drop_segments();
   /// With shard_gradients, before `.grad`s change: none of them is a placeholder, and gradients
   /// whose placeholder the program has removed are cleared. Local.
   void hide_placeholders();
@@ -77,8 +74,8 @@ class MeanGradient {
   /// Averages bucket `b` into segment(b), by a reduce-scatter, or from the sum that was taken
   /// within backward. Collective; after collect().
   void reduce_to_segment(size_t b);
-  /// The sum of bucket `b` as it was taken within backward; undefined if there is none, or if the
-  /// gradients have changed since. After collect(). Blocks.
+  /// The sum of bucket `b`, times EarlyReduction::scale(), as it was taken within backward;
+  /// undefined if there is none, or if the gradients have changed since. After collect(). Blocks.
   at::Tensor early_sum(size_t b);
   /// The group of the gradients' collectives, with their error feedback.
   sharding::GradientWire& wire() { return wire_; }
@@ -94,14 +91,12 @@ class MeanGradient {
   /// From local to averaged. Does nothing in state averaged. Collective.
   void average();
 
-  /// Keeps a run of own segment's sum in segment(b), as a mean.
+  /// Keeps a run of own segment's mean in segment(b).
   void keep(size_t b, int64_t offset, const at::Tensor& run);
   /// Own segment of the mean of bucket `b`, 1-D. After average(), reduce_to_segment() or keep().
   at::Tensor segment(size_t b);
   /// Whether any rank had a gradient for the parameter.
   bool used(size_t parameter) const;
-  /// Index of the parameter in the reducer's list.
-  size_t position(size_t parameter) const { return position_[parameter]; }
 
   /// Gradient memory on this rank, in bytes.
   int64_t bytes() const;
@@ -124,12 +119,13 @@ class MeanGradient {
   uint64_t generation_ = 0;           // of the reducer, when the state became averaged
   std::vector<at::Tensor> segments_;  // by bucket
   std::vector<char> in_place_;        // by bucket: the segment is part of the bucket
-  std::vector<size_t> position_;
+  std::vector<size_t> position_;      // of the parameters in the reducer's list
   std::optional<EarlyReduction> early_;
   std::optional<GradientShards> sums_;  // with shard_gradients
   /// Of `.grad` of the parameters while their gradients are in sums_; by position.
   std::unique_ptr<sharding::GradientPlaceholders> placeholders_;
-  bool held_ = false;  // under no_sync(), since the last reduction
+  bool held_ = false;     // under no_sync(), or before a new watch, since the last reduction
+  bool used_up_ = false;  // a step has used sums_, and no backward has added to them since
   std::unique_ptr<sharding::Reducer> reducer_;
 };
 

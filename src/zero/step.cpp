@@ -8,6 +8,7 @@
 #include "tessera/step/agreement.h"
 #include "zero/bucket_update.h"
 #include "zero/impl.h"
+#include "zero/options.h"
 
 namespace tessera {
 namespace {
@@ -34,22 +35,18 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   at::NoGradGuard no_grad;
   check_groups();
   check_storage();
-  if (options.overlap_with_backward) {
-    wait_for_overlapped_update();
-    if (repartition_if_trainability_changed()) update_thawed();
-  } else {
-    prepare_step();
-    if (options.shard_gradients) mean.average();  // within backward, but for what was held back
-    const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
-    if (!averaged) mean.collect();
-    update(averaged);
-  }
+  prepare_step();
+  if (options.shard_gradients) mean.average();  // within backward, but for what was held back
+  const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
+  if (!averaged) mean.collect();
+  update(averaged);
   gradients.commit();
   gradients.end_step(true);
   local.give_options_to(outer_);
   norm.finish(group);
-  buffers.synchronize(group, has_data);
+  synchronize_buffers();
   if (in_background) shards.gather_in_background(option_text());
+  writes.begin();
   return loss;
 }
 
@@ -95,20 +92,12 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   clear_shard_gradients();
   mean.reset();
   mean.begin_round();
-  if (!in_background) shards.gather(tag);
-}
-
-/// With overlap_with_backward, after the update: parameters that became trainable since the last
-/// step have their first gradient, which no update has used. All others have none.
-void ZeroRedundancyOptimizer::Impl::update_thawed() {
-  if (!mean.reducer()) return;
-  mean.reducer()->collect_present();
-  update(false);
-  mean.reducer()->zero_grad(true);
+  shards.gather(tag, !in_background);
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
-  repartition_if_trainability_changed();
+  writes.compare(kName, group);
+  follow_trainability();
   local.take_options_of(outer_);
   mean.check_current();
   norm.begin();
@@ -131,7 +120,7 @@ void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& 
     ProcessGroup(mean.wire().group(b))
         .reduce_scatter_each(
             mean.flat(b), bucket.layout.counts(),
-            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); },
+            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); }, 1,
             "gradients of " + bucket.names);
   }
   norm.squares += update.squares();
@@ -145,25 +134,12 @@ void ZeroRedundancyOptimizer::Impl::set_gradients(size_t b, bool averaged) {
   local.set_gradients(shards.buckets()[b], segment, [this](size_t i) { return mean.used(i); });
 }
 
-void ZeroRedundancyOptimizer::Impl::wait_for_overlapped_update() {
-  if (overlap_.under_way()) overlap_.check_options_unchanged();
-  else if (mean.reducer()) mean.reducer()->flush();  // every backward was under no_sync
-  else local.take_options_of(outer_);                // nothing is trainable at present
-  overlap_.wait();
-  for (auto& bucket : shards.buckets()) {
-    if (!bucket.parameters.defined()) zero::gather_parameters(bucket, shards.parameters(), group);
-  }
-  shards.bump_versions();
-  // They were this rank's own gradients, and the update has used them.
-  if (mean.reducer()) mean.reducer()->zero_grad(true);
-}
-
 /// For optimizers that evaluate the loss as often as they like, each rank its own number of times:
 /// all ranks take part in every evaluation until the last rank needs no more.
 at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& closure) {
   check_groups();
   check_storage();
-  repartition_if_trainability_changed();
+  follow_trainability();
   local.take_options_of(outer_);
   at::Tensor first_loss;
   const auto evaluate_once = [&] {
@@ -192,8 +168,15 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   gradients.end_step(true);
   local.give_options_to(outer_);
   norm.finish(group);
-  buffers.synchronize(group, has_data);
+  synchronize_buffers();
   return first_loss;
+}
+
+void ZeroRedundancyOptimizer::Impl::synchronize_buffers() {
+  buffers.synchronize(group, has_data);
+  if (std::exchange(no_module, false) && options.buffers != BufferSync::none &&
+      !zero::is_reduced_by_ddp(shards.parameters()))
+    sharding::report_no_module(kName, group);
 }
 
 /// The mean of the ranks' losses at current parameters; the shards have the averaged gradients.
@@ -203,11 +186,10 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
     clear_shard_gradients();
     shards.gather();
   }
-  if (options.shard_gradients) mean.reset();
   const auto loss = call(closure);
   at::NoGradGuard no_grad;
   norm.begin();
-  if (!options.shard_gradients) mean.reset();
+  mean.reset();
   mean.average();
   for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);
   auto result = loss.detach().clone();
@@ -215,20 +197,22 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
   return result;
 }
 
+/// With shard_gradients those of the shards are the user's, until zero_grad().
 void ZeroRedundancyOptimizer::Impl::clear_shard_gradients() {
+  if (options.shard_gradients) return;
   for (auto& bucket : shards.buckets()) zero::LocalOptimizer::clear_gradients(bucket);
 }
 
 void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
   mean.reset();
+  mean.clear_shards(set_to_none);
   gradients.end_step(false);  // no effect after step()
-  if (options.shard_gradients) clear_shard_gradients();
   for (const auto& parameter : shards.parameters()) {
     auto tensor = parameter.tensor;
     auto& grad = tensor.mutable_grad();
     if (!grad.defined()) continue;
     if (set_to_none) grad = at::Tensor();
-    else grad.zero_();
+    else grad.detach_().zero_();
   }
 }
 
@@ -237,18 +221,14 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
 void ZeroRedundancyOptimizer::Impl::shadow_backward() {
   if (!mean.reducer()) return;
   mean.hide_placeholders();
-  if (options.overlap_with_backward || options.shard_gradients) mean.reducer()->shadow();
-  else zero_grad(true);
+  if (!options.shard_gradients) return zero_grad(true);
+  mean.clear_used_shards();
+  mean.reducer()->shadow();
 }
 
 void ZeroRedundancyOptimizer::Impl::average() {
   at::NoGradGuard no_grad;
-  repartition_if_trainability_changed();
-  if (options.overlap_with_backward) {
-    throw UsageError(prefix() +
-                     ": backward has used the gradients up when overlap_with_backward is set, so "
-                     "there is no norm to take and nothing to clip; do so without overlap");
-  }
+  follow_trainability();
   mean.average();
 }
 

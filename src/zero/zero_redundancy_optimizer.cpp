@@ -11,20 +11,32 @@ namespace tessera {
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
                                                  ProcessGroup group, OptimizerFactory factory,
                                                  Options options)
-    : ZeroRedundancyOptimizer(std::vector<Group>{{named_parameters(module), {}}}, std::move(group),
-                              std::move(factory), options) {
+    : ZeroRedundancyOptimizer(module, std::vector<Group>{{named_parameters(module), {}}},
+                              std::move(group), std::move(factory), options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
+                                                 std::vector<Group> groups, ProcessGroup group,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(&module, std::move(groups), std::move(group), std::move(factory),
+                              options) {
   track_buffers(module);
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(nullptr, std::move(groups), std::move(group), std::move(factory),
+                              options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module* module,
+                                                 std::vector<Group> groups, ProcessGroup group,
+                                                 OptimizerFactory factory, const Options& options)
     : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                               Impl::default_options(factory)),
       impl_(std::make_unique<Impl>(*this, group, std::move(factory), options, groups)) {
   if (groups.empty())
     throw UsageError(impl_->prefix() + ": there are no parameter groups; expected at least one");
   for (auto& entry : groups) impl_->add_group(std::move(entry));
-  impl_->finish_construction();
+  impl_->finish_construction(module);
 }
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
@@ -56,16 +68,14 @@ void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
 }
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
-  impl_->require_no_update_under_way("add_param_group");
   wait_for_parameters();
-  impl_->repartition_if_trainability_changed();  // the existing buckets are watched anew
+  impl_->follow_trainability();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
-  impl_->finish_construction();
+  impl_->finish_construction(nullptr);
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   const auto& group = impl_->group;
-  impl_->require_no_update_under_way("consolidate_state_dict");
   if (to >= group.size()) {
     throw UsageError(fmt::format(
         "{}.consolidate_state_dict: rank {}: to is {}; expected a rank below {}, or -1 for all",
@@ -85,25 +95,17 @@ const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
   return *impl_->consolidated;
 }
 
-void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) {
-  impl_->require_no_update_under_way("load_state_dict");
-  impl_->load(dict);
-}
+void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) { impl_->load(dict); }
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
   impl_->save(archive);
 }
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
-  impl_->require_no_update_under_way("load");
   impl_->load(archive);
 }
 OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
-  impl_->require_no_update_under_way("rank_local_state_dict");
   return impl_->local_state();
 }
-ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const {
-  impl_->require_no_update_under_way("memory");
-  return impl_->memory();
-}
+ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
 ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
   return impl_->mean.reductions;
 }
@@ -127,7 +129,6 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
 }
 
 std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
-  impl_->require_no_update_under_way("state_slices");
   auto slices = tessera::state_slices(impl_->local.get(), shards());
   impl_->shards.add_residuals(slices);
   return slices;
@@ -138,19 +139,16 @@ void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& s
 }
 
 void ZeroRedundancyOptimizer::load_state_slices(std::vector<StateSlice>&& slices) {
-  impl_->require_no_update_under_way("load_state_slices");
   impl_->load_slices(slices);
 }
 
 void ZeroRedundancyOptimizer::gather_parameters() {
   at::NoGradGuard no_grad;
-  impl_->require_no_update_under_way("gather_parameters");
   impl_->check_storage();
   impl_->shards.gather_exact();
 }
 
 void ZeroRedundancyOptimizer::with_shared_write(const std::function<void()>& write) {
-  impl_->require_no_update_under_way("with_shared_write");
   wait_for_parameters();
   impl_->write_shared(write);
 }
@@ -165,6 +163,7 @@ void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
   impl_->mean.divisor = iteration.divisor;
+  impl_->writes.pause(iteration.active_ranks < impl_->group.size());
   impl_->buffers.set_active(iteration.first_active, iteration.active_ranks);
 }
 

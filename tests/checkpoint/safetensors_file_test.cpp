@@ -88,6 +88,18 @@ TEST_F(SafetensorsFiles, EveryDtypeComesBackBitForBit) {
   }
 }
 
+TEST_F(SafetensorsFiles, ConjugateAndNegativeViewsAreWrittenWithTheirValues) {
+  const auto real = at::arange(1, 7, at::kFloat), complex = at::complex(real, real + 1);
+  const std::vector<std::pair<std::string, at::Tensor>> tensors{
+      {"negative", at::_neg_view(real)},
+      {"conjugate", complex.conj()},
+      {"imaginary", at::imag(complex.conj())}};
+  save_safetensors(path("a"), tensors);
+  const SafetensorsFile file(path("a"));
+  for (const auto& [name, tensor] : tensors)
+    EXPECT_TRUE(at::equal(file.load(name), tensor.resolve_conj().resolve_neg())) << name;
+}
+
 TEST_F(SafetensorsFiles, TheLayoutIsThatOfTheFormat) {
   save_safetensors(path("a"),
                    {{"x", at::tensor({1.0f, -2.0f})}, {"b", at::tensor({7}, at::kLong)}});

@@ -116,6 +116,64 @@ TEST(ModuleStateDict, AFileGoesIntoAPlainModule) {
     EXPECT_TRUE(at::equal(other->named_parameters()[entry.key()], entry.value()));
 }
 
+struct TiedImpl : torch::nn::Module {
+  explicit TiedImpl(double value) {
+    in = register_module("in", torch::nn::Linear(3, 3));
+    out = register_module("out", torch::nn::Linear(3, 3));
+    out->weight = out->register_parameter("tied", in->weight);
+    const at::Tensor scale = in->register_buffer("scale", at::ones({2}));
+    out->register_buffer("scale", scale);
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : parameters()) parameter.fill_(value);
+    scale.fill_(value);
+  }
+  torch::nn::Linear in{nullptr}, out{nullptr};
+};
+TORCH_MODULE(Tied);
+
+/// Weights of such a module as Python writes them.
+ModuleStateDict python_weights(const std::vector<std::string>& names_of_weight,
+                               const std::vector<std::string>& names_of_buffer) {
+  ModuleStateDict state{{"in.bias", at::full({3}, 2.0)},
+                        {"out.bias", at::full({3}, 2.0)},
+                        {"out.weight", at::full({3, 3}, 2.0)}};
+  for (const auto& name : names_of_weight) state.emplace_back(name, at::full({3, 3}, 2.0));
+  for (const auto& name : names_of_buffer) state.emplace_back(name, at::full({2}, 2.0));
+  return state;
+}
+
+TEST(ModuleStateDict, ATiedWeightIsReadUnderAnyOfItsNames) {
+  using Names = std::vector<std::string>;
+  const testing::TemporaryFolder folder;
+  for (const auto& names :
+       {Names{"in.weight"}, Names{"out.tied"}, Names{"in.weight", "out.tied"}}) {
+    for (const auto& buffers :
+         {Names{"in.scale"}, Names{"out.scale"}, Names{"in.scale", "out.scale"}}) {
+      SCOPED_TRACE(::testing::PrintToString(names) + ::testing::PrintToString(buffers));
+      const auto state = python_weights(names, buffers);
+      const auto check = [&](const std::function<void(torch::nn::Module&)>& load) {
+        Tied net(1);
+        load(*net);
+        for (const auto& item : net->named_parameters())
+          EXPECT_TRUE(item.value().eq(2).all().item<bool>()) << item.key();
+        for (const auto& item : net->named_buffers())
+          EXPECT_TRUE(item.value().eq(2).all().item<bool>()) << item.key();
+      };
+      save_safetensors(folder.path("w.safetensors"), state);
+      check([&](auto& net) { load_state_dict(net, state); });
+      check([&](auto& net) { load_state_dict(net, folder.path("w.safetensors")); });
+    }
+  }
+  auto differs = python_weights({"in.weight", "out.tied"}, {"in.scale"});
+  differs[4].second = at::ones({3, 3});
+  Tied net(1);
+  EXPECT_THAT(thrown_by([&] { load_state_dict(*net, differs); }),
+              HasSubstr("\"out.tied\" differs from \"in.weight\"; expected equal values"));
+  EXPECT_TRUE(net->in->bias.eq(1).all().item<bool>());
+  EXPECT_THAT(thrown_by([&] { load_state_dict(*net, python_weights({}, {"in.scale"})); }),
+              HasSubstr("missing in.weight"));
+}
+
 TEST(ModuleStateDict, ErrorsNameTheTensorsAndChangeNothing) {
   auto net = testing::seeded<testing::Uneven>(1);
   const auto before = testing::copies(net->parameters());

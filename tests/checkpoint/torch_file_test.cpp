@@ -1,13 +1,9 @@
 #include "tessera/weights/torch_file.h"
 
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,9 +13,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/script.h>
-#include <unistd.h>
 
-#include "checkpoint/pickle/script_trial.h"
 #include "harness/temporary_folder.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
@@ -27,6 +21,7 @@
 namespace tessera {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 template <class Call>
@@ -145,77 +140,57 @@ TEST_F(TorchFileTest, ASliceOfAStridedTensorReadsItsRowsAlone) {
   EXPECT_NEAR(static_cast<double>(bytes_read() - before), 4.0 * 250 * 600, 4096);
 }
 
-TEST_F(TorchFileTest, AnArchiveOfTorchScriptIsReadWithItsNames) {
-  torch::jit::Module module("Net");
-  module.register_parameter("weight", at::arange(4, at::kFloat), false);
-  module.register_buffer("count", at::ones({1}, at::kLong));
-  module.save(path("script.pt"));
-  const TorchFile file(path("script.pt"));
-  EXPECT_TRUE(at::equal(file.load("weight"), at::arange(4, at::kFloat)));
-  const auto part = at::empty({2});
-  file.load_slice("weight", 1, 2, part);
-  EXPECT_TRUE(at::equal(part, at::arange(1, 3, at::kFloat)));
-  EXPECT_EQ(file.info("count").dtype, "I64");
+/// The archive at `from` with a text instead of each of its files of code.
+void replace_code(const std::string& from, const std::string& to, const std::string& code) {
+  caffe2::serialize::PyTorchStreamReader reader(from);
+  caffe2::serialize::PyTorchStreamWriter writer(to);
+  for (const auto& name : reader.getAllRecords()) {
+    const auto [data, bytes] = reader.getRecord(name);
+    if (name.starts_with(".data") || name == "version" || name == "byteorder") continue;
+    if (name.starts_with("code/")) writer.writeRecord(name, code.data(), code.size());
+    else writer.writeRecord(name, data.get(), bytes);
+  }
+  writer.writeEndOfFile();
 }
 
-TEST_F(TorchFileTest, AnArchiveOfTorchScriptHasNoKeys) {
-  torch::jit::Module module("Net");
-  module.register_parameter("weight", at::ones({2}), false);
-  module.save(path("script.pt"));
-  EXPECT_THAT(refusal([&] { TorchFile file(path("script.pt"), "model"); }),
-              HasSubstr("script.pt: is an archive of torch.jit.save, which has no dicts; expected "
-                        "no key, given is \"model\""));
-}
-
-TEST_F(TorchFileTest, AnArchiveOfTorchScriptWithoutTensorsIsRefused) {
-  torch::jit::Module("Net").save(path("script.pt"));
-  EXPECT_THAT(refusal([&] { TorchFile file(path("script.pt")); }),
-              HasSubstr("script.pt: has no parameters and no buffers"));
-}
-
-/// What the trial of `load` throws.
-template <class Load>
-std::string trial(Load&& load, pickle::TrialLimits limits = {10, 60, uint64_t{1} << 30}) {
-  return refusal([&] { pickle::try_in_child("x: ", load, limits); });
-}
-
-TEST(ScriptTrial, ASignalIsNamedAndEndsTheTrialAlone) {
-  EXPECT_THAT(trial([] { ::raise(SIGSEGV); }),
-              HasSubstr("x: torch::jit::load was ended by SIGSEGV"));
-  EXPECT_THAT(trial([] { std::abort(); }), HasSubstr("was ended by SIGABRT"));
-  EXPECT_THAT(trial([] { ::_exit(0); }), HasSubstr("ended without a result"));
-}
-
-TEST(ScriptTrial, AnEndByReturnOrExceptionIsNoError) {
-  EXPECT_EQ(trial([] {}), "nothing was thrown");
-  EXPECT_EQ(trial([] { throw std::runtime_error("no"); }), "nothing was thrown");
-}
-
-TEST(ScriptTrial, LimitsEndIt) {
-  const auto spin = [] {
-    while (std::time(nullptr) != 0) {
+TEST_F(TorchFileTest, AFileOfCppsTorchSaveIsReadWithoutItsCode) {
+  torch::nn::Sequential net(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  net->forward(at::arange(12, at::kFloat).view({4, 3}));
+  torch::save(net, path("saved.pt"));
+  replace_code(path("saved.pt"), path("net.pt"), "what is no code");
+  torch::nn::Sequential other(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  EXPECT_ANY_THROW(torch::load(other, path("net.pt"))) << "libtorch reads the code";
+  for (const auto* name : {"saved.pt", "net.pt"}) {
+    const TorchFile file(path(name));
+    size_t count = 0;
+    for (const auto& items : {net->named_parameters(), net->named_buffers()}) {
+      for (const auto& item : items) {
+        ++count;
+        EXPECT_TRUE(at::equal(file.load(item.key()), item.value())) << name << ": " << item.key();
+        EXPECT_EQ(file.scalar_type(item.key()), item.value().scalar_type());
+      }
     }
-  };
-  EXPECT_THAT(trial(spin, {1, 60, 1 << 30}), HasSubstr("took more than 1 s of CPU time"));
-  EXPECT_THAT(trial([] { ::pause(); }, {10, 1, 1 << 30}), HasSubstr("did not end within 1 s"));
-  EXPECT_THAT(trial([] { std::vector<char> all(size_t{1} << 30); }, {10, 60, 1 << 28}),
-              HasSubstr("needed more than 268435456 bytes of memory"));
+    EXPECT_EQ(count, 7u);
+    EXPECT_EQ(file.entries().size(), count);
+  }
+  torch::save(std::vector<at::Tensor>{at::ones({2}), at::zeros({3})}, path("list.pt"));
+  EXPECT_TRUE(at::equal(TorchFile(path("list.pt")).load("1"), at::zeros({3})));
 }
 
-TEST(ScriptTrial, ThreadsOfTheProgramAreNotWaitedFor) {
-  const int threads = at::get_num_threads();
-  at::set_num_threads(2);
-  const auto add = [] { at::ones({1 << 20}).add_(1); };
-  add();  // starts the thread pool of libtorch
-  EXPECT_EQ(trial(add, {10, 5, uint64_t{1} << 30}), "nothing was thrown");
-  at::set_num_threads(threads);
-}
-
-TEST(ScriptTrial, AProgramThatReapsItsChildrenGetsTheResult) {
-  const auto before = ::signal(SIGCHLD, SIG_IGN);  // the kernel reaps the child
-  EXPECT_EQ(trial([] {}), "nothing was thrown");
-  EXPECT_THAT(trial([] { ::raise(SIGSEGV); }), HasSubstr("ended without a result"));
-  ::signal(SIGCHLD, before);
+TEST_F(TorchFileTest, TorchScriptWithCodeIsRefusedByName) {
+  torch::jit::Module module("__torch__.Net");
+  module.register_parameter("weight", at::arange(4, at::kFloat), false);
+  module.define("def forward(self, x):\n  return x + self.weight\n");
+  module.save(path("script.pt"));
+  torch::jit::Module("Net").save(path("bare.pt"));
+  for (const auto& [name, type] : {std::pair("script.pt", "__torch__.Net"), {"bare.pt", ".Net"}}) {
+    const std::string file = path(name);
+    for (const std::string key : {"", "model"})
+      EXPECT_THAT(
+          refusal([&] { TorchFile opened(file, key); }),
+          AllOf(HasSubstr(file + ": is a TorchScript archive with the class \"" + type),
+                HasSubstr("torch.save(torch.jit.load(FILE).state_dict(), \"weights.pt\")")));
+  }
 }
 
 TEST_F(TorchFileTest, AWriterThatIsNotCommittedLeavesNothing) {

@@ -37,6 +37,12 @@ class WeightsIndexTest : public StoreTest {
   std::string error() const {
     return usage_error([&] { Weights{base_}; });
   }
+  /// What opening the folder logs.
+  std::string logged() const {
+    ::testing::internal::CaptureStdout();
+    EXPECT_NO_THROW(Weights{base_});
+    return ::testing::internal::GetCapturedStdout();
+  }
 };
 
 TEST_F(WeightsIndexTest, AFolderAnIndexAndAFileAreReadAlike) {
@@ -63,9 +69,6 @@ TEST_F(WeightsIndexTest, AFolderAnIndexAndAFileAreReadAlike) {
 
 TEST_F(WeightsIndexTest, AnIndexThatDoesNotFitItsFilesIsRefusedByName) {
   write_two();
-  put_index(45, "");
-  EXPECT_THAT(error(), AllOf(HasSubstr(kWeightsIndexName), HasSubstr("total_size is 45"),
-                             HasSubstr("have 44 bytes")));
   put_index(44, "\"d\": \"model-00002-of-00002.safetensors\", ");
   EXPECT_THAT(error(), AllOf(HasSubstr("\"d\""), HasSubstr("model-00002-of-00002.safetensors"),
                              HasSubstr("does not have it")));
@@ -76,17 +79,52 @@ TEST_F(WeightsIndexTest, AnIndexThatDoesNotFitItsFilesIsRefusedByName) {
   EXPECT_THAT(error(), HasSubstr("\"c\" is given twice"));
   put_index(44, "", "1");
   EXPECT_THAT(error(), AllOf(HasSubstr("\"c\""), HasSubstr("does not have it")));
-  save_safetensors(at_base("model-00002-of-00002.safetensors"),
-                   {{"c", at::ones({3})}, {"b", at::ones({2})}});
-  put_index(52, "");
-  EXPECT_THAT(error(), AllOf(HasSubstr("model-00002-of-00002.safetensors has tensor \"b\""),
-                             HasSubstr("gives to model-00001-of-00002.safetensors")));
-  save_safetensors(at_base("model-00002-of-00002.safetensors"),
-                   {{"c", at::ones({3})}, {"x", at::ones({2})}});
-  EXPECT_THAT(error(), AllOf(HasSubstr("has tensor \"x\""), HasSubstr("does not list")));
+  put_index(44, "");
   fs::remove(at_base("model-00002-of-00002.safetensors"));
   EXPECT_THAT(error(), AllOf(HasSubstr("/model-00002-of-00002.safetensors"),
                              HasSubstr("No such file"), HasSubstr(index_path() + " lists it")));
+}
+
+/// As transformers reads them.
+TEST_F(WeightsIndexTest, AnIndexThatIsWrongOtherwiseIsReadWithALineInTheLog) {
+  write_two();
+  EXPECT_EQ(logged(), "");
+  put_index(45, "");
+  EXPECT_THAT(logged(), AllOf(HasSubstr("total_size of " + index_path() + " is 45"),
+                              HasSubstr("have 44 bytes")));
+  save_safetensors(at_base("model-00002-of-00002.safetensors"),
+                   {{"c", at::ones({3})}, {"b", at::full({2}, 9.0)}});
+  put_index(52, "");
+  EXPECT_THAT(logged(),
+              HasSubstr("model-00002-of-00002.safetensors has tensor \"b\", which is read "
+                        "from model-00001-of-00002.safetensors"));
+  EXPECT_TRUE(at::equal(Weights(base_).load("b"), at::ones({2})));
+  EXPECT_EQ(Weights(base_).entries().size(), 3u);
+  save_safetensors(at_base("model-00002-of-00002.safetensors"),
+                   {{"c", at::ones({3})}, {"x", at::full({2}, 5.0)}});
+  EXPECT_THAT(logged(), HasSubstr("has tensor \"x\", which " + index_path() + " lacks"));
+  EXPECT_TRUE(at::equal(Weights(base_).load("x"), at::full({2}, 5.0)));
+  save_safetensors(at_base("model.safetensors"), {{"a", at::zeros({1})}});
+  EXPECT_THAT(logged(), AllOf(HasSubstr(at_base("model.safetensors") + " is read"),
+                              HasSubstr(index_path() + " is there, too")));
+  EXPECT_TRUE(at::equal(Weights(base_).load("a"), at::zeros({1})));
+}
+
+TEST_F(WeightsIndexTest, ALinkOutOfTheFolderIsNamed) {
+  write_two();
+  const testing::TemporaryFolder other;
+  const std::string part = at_base("model-00002-of-00002.safetensors");
+  fs::rename(part, other.path("private.safetensors"));
+  fs::create_symlink(other.path("private.safetensors"), part);
+  EXPECT_THAT(logged(), HasSubstr(part + " is a link to " + other.path("private.safetensors")));
+  // In Hugging Face's cache every file is a link.
+  fs::create_directories(at_base("m/blobs"));
+  fs::create_directories(at_base("m/snapshots/1"));
+  save_safetensors(at_base("m/blobs/0123"), {{"a", at::ones({2})}});
+  fs::create_symlink("../../blobs/0123", at_base("m/snapshots/1/model.safetensors"));
+  ::testing::internal::CaptureStdout();
+  EXPECT_TRUE(Weights(at_base("m/snapshots/1")).contains("a"));
+  EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
 }
 
 TEST_F(WeightsIndexTest, FilesOutsideOfTheFolderAreRefused) {
@@ -109,10 +147,10 @@ TEST_F(WeightsIndexTest, TextsThatAreNoIndexAreRefused) {
   for (const char* text : {"[]", "3", "{}", "{\"weight_map\": []}", "{\"weight_map\": {}}"})
     EXPECT_THAT(refused(text), HasSubstr("i: has no weight_map")) << text;
   EXPECT_THAT(refused("{\"weight_map\": {\"a\": 3}}"), HasSubstr("\"a\" no file name"));
-  for (const char* total : {"-1", "\"1\"", "1.5", "1e300", "null"}) {
-    EXPECT_THAT(refused("{\"metadata\": {\"total_size\": " + std::string(total) +
-                        "}, \"weight_map\": {\"a\": \"a.safetensors\"}}"),
-                HasSubstr("expected a number of bytes"))
+  for (const char* total : {"-1", "\"1\"", "1e300", "null"}) {
+    EXPECT_FALSE(parse_weights_index("i", "{\"metadata\": {\"total_size\": " + std::string(total) +
+                                              "}, \"weight_map\": {\"a\": \"a.safetensors\"}}")
+                     .total_size)
         << total;
   }
   EXPECT_EQ(*parse_weights_index("i",

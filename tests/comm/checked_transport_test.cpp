@@ -41,9 +41,10 @@ class WrongTransport : public Transport {
     inner_->all_gather(flat, counts);
     if (flat.scalar_type() == at::kFloat) spoil("all_gather", flat);
   }
-  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
+  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
+                      const ConsumeRun* consume) override {
     if (!consume) {
-      inner_->reduce_scatter(flat, counts, nullptr);
+      inner_->reduce_scatter(flat, counts, scale, nullptr);
       return spoil("reduce_scatter", flat);
     }
     const ConsumeRun spoiled = [&](int64_t offset, const at::Tensor& run) {
@@ -51,7 +52,7 @@ class WrongTransport : public Transport {
       spoil("reduce_scatter_each", copy);
       (*consume)(offset, copy);
     };
-    inner_->reduce_scatter(flat, counts, &spoiled);
+    inner_->reduce_scatter(flat, counts, scale, &spoiled);
   }
   void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
                            double scale) override {

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "harness/means.h"
 #include "harness/ranks.h"
 #include "tessera/detail/c10d.h"
 #include "tessera/error.h"
@@ -66,6 +67,40 @@ TEST_P(Collectives, AllReduceSumsEverySizeAndDtype) {
             << n << " " << c10::toString(dtype);
       }
     }
+  });
+}
+
+TEST_P(Collectives, MeansOf16BitsAreScaledBeforeTheyAreRounded) {
+  each_rank(
+      [&](ProcessGroup group, int) { EXPECT_EQ(tessera::testing::first_wrong_mean(group), ""); });
+}
+
+TEST_P(Collectives, ConjugateAndNegativeViewsHaveTheirValues) {
+  each_rank([&](ProcessGroup group, int rank) {
+    const auto memory = pattern(6, rank), sum = sum_of_patterns(6, world());
+    auto negative = at::_neg_view(memory);
+    ASSERT_TRUE(negative.is_neg() && negative.is_contiguous());
+    group.all_reduce(negative);
+    EXPECT_TRUE(at::equal(negative, -sum));
+    EXPECT_TRUE(at::equal(memory, sum)) << "written through the view";
+
+    const auto complex = [&](int r) { return at::complex(pattern(3, r), pattern(3, r) + 1); };
+    const auto own = complex(rank);
+    auto conjugate = own.conj();
+    ASSERT_TRUE(conjugate.is_conj());
+    group.broadcast(conjugate, world() - 1);
+    EXPECT_TRUE(at::equal(conjugate, complex(world() - 1).conj()));
+    EXPECT_TRUE(at::equal(own, complex(world() - 1)));
+    // On the root alone, whose values are those of the view.
+    auto mixed = rank == 0 ? complex(0).conj() : complex(rank);
+    group.broadcast(std::vector<at::Tensor>{mixed}, 0);
+    EXPECT_TRUE(at::equal(mixed, complex(0).conj()));
+    EXPECT_TRUE(at::equal(group.all_gather(at::_neg_view(at::ones({1}))), -at::ones({world()})));
+
+    const std::vector<int64_t> counts(world(), 1);
+    const auto flat = at::_neg_view(at::ones({world()}));
+    EXPECT_THROW(group.reduce_scatter(flat, counts), UsageError);
+    EXPECT_THROW(group.all_gather(flat, counts), UsageError);
   });
 }
 

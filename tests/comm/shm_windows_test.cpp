@@ -124,7 +124,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
     expect_nothing_mapped("reduce");
 
     fill();
-    transport.reduce_scatter(flat, counts, nullptr);
+    transport.reduce_scatter(flat, counts, 1, nullptr);
     EXPECT_TRUE(at::equal(own(flat), own(sum)));
     expect_nothing_mapped("reduce_scatter");
 
@@ -145,7 +145,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
         most =
             std::max(most, mapped_around(transport.peer_view(flat, (rank + 1) % size).data_ptr()));
     };
-    transport.reduce_scatter(flat, counts, &consume);
+    transport.reduce_scatter(flat, counts, 1, &consume);
     EXPECT_EQ(next, counts[rank]);
     EXPECT_TRUE(at::equal(kept, own(sum)));
     EXPECT_EQ(most > 0, huge) << "the part being read is mapped";

@@ -50,11 +50,27 @@ class StoreSecret : public ::testing::Test {
 
 TEST_F(StoreSecret, IsTheVariableElseTheFile) {
   EXPECT_EQ(secret_with({}), "");
-  EXPECT_EQ(in(file("from the file\n", 0600)), "from the file");
-  EXPECT_EQ(in(file("from the file\r\n\n", 0400)), "from the file");
-  EXPECT_EQ(secret_with({{"TESSERA_SECRET", "a"}, {"TESSERA_SECRET_FILE", "/nowhere"}}), "a");
-  EXPECT_THAT(secret_with({{"TESSERA_SECRET", ""}}),
-              HasSubstr("rank 2: environment variable TESSERA_SECRET is empty"));
+  EXPECT_EQ(in(file("read from the file\n", 0600)), "read from the file");
+  EXPECT_EQ(in(file("read from the file\r\n\n", 0400)), "read from the file");
+  const std::string own = "0123456789abcdef";
+  EXPECT_EQ(secret_with({{"TESSERA_SECRET", own}, {"TESSERA_SECRET_FILE", "/nowhere"}}), own);
+  EXPECT_THAT(
+      secret_with({{"TESSERA_SECRET", ""}}),
+      HasSubstr("rank 2: the secret of TESSERA_SECRET is empty; expected at least 16 bytes"));
+}
+
+TEST_F(StoreSecret, OneThatIsEasyToGuessIsRefusedWithWhatIsExpected) {
+  for (const std::string weak :
+       {"hidden", "hidden-3456789a", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "passspasspasspass"}) {
+    for (const auto& [name, error] : std::map<std::string, std::string>{
+             {"TESSERA_SECRET", secret_with({{"TESSERA_SECRET", weak}})},
+             {"TESSERA_SECRET_FILE", in(file(weak + "\n", 0600))}})
+      EXPECT_THAT(error, AllOf(HasSubstr("rank 2: the secret of " + name +
+                                         " is easy to guess; expected at "
+                                         "least 16 bytes, 8 of them different"),
+                               HasSubstr("'openssl rand -hex 16'"), Not(HasSubstr(weak))));
+  }
+  EXPECT_EQ(in(file("hidden-3456789ab", 0600)), "hidden-3456789ab") << "16 bytes";
 }
 
 TEST_F(StoreSecret, AFileThatOthersMayReadIsRefusedWithItsMode) {

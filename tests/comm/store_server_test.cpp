@@ -296,7 +296,7 @@ TEST(StoreServer, AReplayedProofIsRefused) {
   send(second, hello);
   EXPECT_EQ(receive(second, kChallengeBytes).size(), kChallengeBytes);
   send(second, proof);
-  EXPECT_EQ(receive(second), std::string(1, kRefusal));
+  EXPECT_EQ(receive(second, 1), std::string(1, kRefusal));
 }
 
 TEST(StoreServer, AHugeRequestOfAMemberEndsItsConnectionAlone) {
@@ -306,8 +306,8 @@ TEST(StoreServer, AHugeRequestOfAMemberEndsItsConnectionAlone) {
   const auto socket = connection(served.port());
   send(socket, hello);
   send(socket, make_proof("secret", hello, receive(socket, kChallengeBytes)));
-  EXPECT_EQ(receive(socket, 1), std::string(1, kWelcome));
-  send(socket, "\xff\xff\xff\xff\1");
+  EXPECT_EQ(receive(socket, kVerdictBytes)[0], kWelcome);
+  send(socket, "\xff\xff\xff\xff\1\1\1\1");
   EXPECT_EQ(receive(socket), "");
   EXPECT_EQ(other->add("n", 1), 1);
 }
@@ -338,6 +338,24 @@ TEST(StoreServer, ConnectionsWithoutAHelloGoFirst) {
   std::vector<Socket> junk;
   for (int i = 0; i < 10; ++i) junk.push_back(connection(port));
   EXPECT_EQ(receive(junk[5]), "");
+  send(rank, make_proof("secret", hello, challenge));
+  EXPECT_EQ(receive(rank, 1), std::string(1, kWelcome));
+}
+
+TEST(StoreServer, JunkThatSaysHelloDoesNotKeepOutARankWhoseHelloIsOnTheWay) {
+  Served served("secret", 7, 60s);
+  const auto hello = make_hello({1, 7, true});
+  std::vector<Socket> junk;
+  for (int i = 0; i < 64; ++i) {
+    junk.push_back(connection(served.port()));
+    send(junk.back(), hello);
+    ASSERT_EQ(receive(junk.back(), kChallengeBytes).size(), kChallengeBytes);
+  }
+  const auto rank = connection(served.port());
+  std::this_thread::sleep_for(100ms);  // the way is long
+  send(rank, hello);
+  const auto challenge = receive(rank, kChallengeBytes);
+  ASSERT_EQ(challenge.size(), kChallengeBytes);
   send(rank, make_proof("secret", hello, challenge));
   EXPECT_EQ(receive(rank, 1), std::string(1, kWelcome));
 }
@@ -403,6 +421,32 @@ TEST(StoreServer, TheNextAttemptUsesThePortAtOnce) {
   const Served second("secret", 2, 1000ms, first.port());
   EXPECT_EQ(early.get(), 1) << "the keys of the first attempt are gone";
   EXPECT_THAT(error_from([&] { before->add("n", 1); }), HasSubstr("broken world { 0 }"));
+}
+
+TEST(StoreServer, ARankThatIsAheadWaitsForTheStoreOfItsOwnWorld) {
+  auto listeners = listen_at({"127.0.0.1"}, 0);
+  const int port = port_of(listeners[0]);
+  auto server = std::make_unique<StoreServer>(std::move(listeners),
+                                              StoreServer::Options{.gate = {7, "secret"}});
+  const auto rank = [&](int world, std::chrono::milliseconds timeout = 10s) {
+    return c10::make_intrusive<VerifiedStore>(
+        StorePlace{"127.0.0.1", port, 1, 4, 7, "secret", {}, world}, timeout, nullptr);
+  };
+  rank(0)->set("k", bytes("of the first world"));
+  EXPECT_THAT(
+      error_from([&] { rank(1, 300ms); }),
+      HasSubstr("rank 0 has not left its world number 1, and this rank makes its number 2"));
+  auto ahead = std::async(std::launch::async, [&] { return rank(1)->check({"k"}); });
+  EXPECT_EQ(ahead.wait_for(200ms), std::future_status::timeout);
+  EXPECT_THAT(server->reported(), IsEmpty()) << "it is no fault to be early";
+  server.reset();
+  server = std::make_unique<StoreServer>(listen_at({"127.0.0.1"}, port),
+                                         StoreServer::Options{.gate = {7, "secret", "rank", 1}});
+  EXPECT_FALSE(ahead.get()) << "the keys are those of the second world";
+  EXPECT_THAT(error_from([&] { rank(0); }),
+              AllOf(HasSubstr("usage: init_process_group: rank 1 on host "),
+                    HasSubstr("makes its world number 1, and rank 0 its number 2; expected as many "
+                              "successful calls before this one on every rank")));
 }
 
 TEST(StoreServer, ARankWaitsForAStoreThatStartsLater) {

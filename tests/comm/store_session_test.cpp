@@ -93,52 +93,98 @@ TEST(StoreMessages, WrongSizesAreNoMessages) {
     return take_message(bytes, message);
   };
   using namespace std::string_literals;
-  EXPECT_EQ(taken("\xff\xff\xff\xff"s), Taken::malformed) << "4 GiB are announced";
-  EXPECT_EQ(taken("\x04\0\0\1"s), Taken::malformed) << "one byte more than the most";
-  EXPECT_EQ(taken("\0\0\0\0"s), Taken::malformed) << "no code";
-  EXPECT_EQ(taken("\0\0\0\3\1\0\0"s), Taken::malformed) << "a part without its size";
-  EXPECT_EQ(taken("\0\0\0\6\1\0\0\0\2x"s), Taken::malformed) << "a part larger than the message";
-  EXPECT_EQ(taken("\0\0\0\6\1\xff\xff\xff\xffx"s), Taken::malformed);
+  const auto message = [](const std::string& body) {
+    std::string bytes;
+    append_number(bytes, static_cast<uint32_t>(body.size()));
+    append_number(bytes, ~static_cast<uint32_t>(body.size()));
+    bytes += body;
+    seal(bytes);
+    return bytes;
+  };
+  EXPECT_EQ(taken(message("\1\0\0\0\1x"s)), Taken::whole);
+  EXPECT_EQ(taken("\xff\xff\xff\xff\0\0\0\0"s), Taken::malformed) << "4 GiB are announced";
+  EXPECT_EQ(taken("\x04\0\0\1\xfb\xff\xff\xfe"s), Taken::malformed) << "a byte more than the most";
+  EXPECT_EQ(taken("\0\0\0\1\xff\xff\xff\xff"s), Taken::malformed) << "another complement";
+  EXPECT_EQ(taken(message("")), Taken::malformed) << "no code";
+  EXPECT_EQ(taken(message("\1\0\0"s)), Taken::malformed) << "a part without its size";
+  EXPECT_EQ(taken(message("\1\0\0\0\2x"s)), Taken::malformed) << "a part larger than the message";
+  EXPECT_EQ(taken(message("\1\xff\xff\xff\xffx"s)), Taken::malformed);
+}
+
+TEST(StoreMessages, OneBitThatIsWrongIsFound) {
+  const auto bytes = encode({3, {"key", std::string(200, 'v')}});
+  for (size_t bit = 0; bit < 8 * bytes.size(); ++bit) {
+    auto changed = bytes;
+    changed[bit / 8] = static_cast<char>(changed[bit / 8] ^ (1 << bit % 8));
+    StoreMessage message;
+    ASSERT_EQ(take_message(changed, message), Taken::malformed) << bit;
+  }
 }
 
 TEST(StoreHandshake, ProvesTheSecretInBothDirectionsAndOnlyOnce) {
-  const auto hello = make_hello({2, 7, true});
-  const auto challenge = make_challenge({7, true}, "secret", hello);
+  const auto hello = make_hello({2, 7, true, 3});
+  const auto challenge = make_challenge({7, true, 4});
   ASSERT_EQ(hello.size(), kHelloBytes);
   ASSERT_EQ(challenge.size(), kChallengeBytes);
   EXPECT_EQ(read_hello(hello)->rank, 2);
   EXPECT_EQ(read_hello(hello)->attempt, 7);
+  EXPECT_EQ(read_hello(hello)->world, 3);
+  EXPECT_TRUE(read_hello(hello)->has_secret);
   EXPECT_EQ(read_challenge(challenge)->attempt, 7);
-  EXPECT_TRUE(store_proves("secret", hello, challenge));
-  EXPECT_FALSE(store_proves("other", hello, challenge));
-  EXPECT_FALSE(store_proves("", hello, challenge));
-  EXPECT_FALSE(store_proves("secret", make_hello({2, 7, true}), challenge)) << "a replay";
+  EXPECT_EQ(read_challenge(challenge)->world, 4);
+  EXPECT_TRUE(read_challenge(challenge)->has_secret);
+  const auto verdict = make_verdict(kWelcome, true, "secret", hello, challenge);
+  ASSERT_EQ(verdict.size(), kVerdictBytes);
+  EXPECT_TRUE(store_proves("secret", hello, challenge, verdict));
+  EXPECT_FALSE(store_proves("other", hello, challenge, verdict));
+  EXPECT_FALSE(store_proves("", hello, challenge, verdict));
+  EXPECT_FALSE(store_proves("secret", make_hello({2, 7, true}), challenge, verdict)) << "a replay";
+  EXPECT_FALSE(store_proves("secret", hello, challenge,
+                            make_verdict(kWelcome, false, "secret", hello, challenge)));
 
   const auto proof = make_proof("secret", hello, challenge);
   ASSERT_EQ(proof.size(), kProofBytes);
   EXPECT_TRUE(rank_proves("secret", hello, challenge, proof));
   EXPECT_FALSE(rank_proves("other", hello, challenge, proof));
-  const auto another = make_challenge({7, true}, "secret", hello);
+  const auto another = make_challenge({7, true});
   EXPECT_NE(another, challenge);
   EXPECT_FALSE(rank_proves("secret", hello, another, proof)) << "a replay";
-  EXPECT_FALSE(rank_proves("secret", hello, challenge, challenge.substr(kChallengeBytes - 32)))
+  auto reflected = verdict.substr(1, 32);
+  seal(reflected);
+  ASSERT_EQ(reflected.size(), kProofBytes);
+  EXPECT_FALSE(rank_proves("secret", hello, challenge, reflected))
       << "the store's own proof is none of a rank";
-  EXPECT_TRUE(store_proves("", hello, make_challenge({7, false}, "", hello)));
+  EXPECT_FALSE(rank_proves("secret", hello, challenge, make_no_proof()));
+  EXPECT_TRUE(
+      store_proves("", hello, challenge, make_verdict(kWelcome, true, "", hello, challenge)));
 }
 
 TEST(StoreHandshake, EveryByteCounts) {
   const auto hello = make_hello({2, 7, true});
-  const auto challenge = make_challenge({7, true}, "secret", hello);
-  for (size_t i = 0; i < hello.size(); ++i) {
-    auto changed = hello;
-    changed[i] ^= 1;
-    EXPECT_FALSE(store_proves("secret", changed, challenge)) << i;
-  }
-  for (size_t i = 0; i < challenge.size(); ++i) {
-    auto changed = challenge;
-    changed[i] ^= 1;
-    EXPECT_FALSE(store_proves("secret", hello, changed)) << i;
-  }
+  const auto challenge = make_challenge({7, true});
+  const auto verdict = make_verdict(kWelcome, true, "secret", hello, challenge);
+  const auto proof = make_proof("secret", hello, challenge);
+  const auto at_each_byte = [](const std::string& bytes, const auto& check) {
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      auto changed = bytes;
+      changed[i] ^= 1;
+      EXPECT_FALSE(is_sealed(changed)) << i << ": damage is noticed";
+      changed.resize(bytes.size() - kSealBytes);
+      seal(changed);
+      if (i < bytes.size() - kSealBytes) check(changed, i);
+    }
+  };
+  at_each_byte(hello, [&](const std::string& changed, size_t i) {
+    EXPECT_FALSE(store_proves("secret", changed, challenge, verdict)) << i;
+    EXPECT_FALSE(rank_proves("secret", changed, challenge, proof)) << i;
+  });
+  at_each_byte(challenge, [&](const std::string& changed, size_t i) {
+    EXPECT_FALSE(store_proves("secret", hello, changed, verdict)) << i;
+    EXPECT_FALSE(rank_proves("secret", hello, changed, proof)) << i;
+  });
+  at_each_byte(proof, [&](const std::string& changed, size_t i) {
+    EXPECT_FALSE(rank_proves("secret", hello, challenge, changed)) << i;
+  });
 }
 
 class StoreSession : public ::testing::Test {
@@ -147,8 +193,8 @@ class StoreSession : public ::testing::Test {
   KeyTable table;
 
   /// A session after the hello of a rank of `attempt`, and the proof that it is sent.
-  void greet(Session& session, int attempt, const std::string& secret) {
-    hello = make_hello({3, attempt, !secret.empty()});
+  void greet(Session& session, int attempt, const std::string& secret, int world = 0) {
+    hello = make_hello({3, attempt, !secret.empty(), world});
     session.feed(hello);
     challenge = session.output();
     session.output().clear();
@@ -160,11 +206,11 @@ class StoreSession : public ::testing::Test {
 TEST_F(StoreSession, AnswersARankThatProvesTheSecret) {
   Session session(gate, table);
   greet(session, 7, "secret");
-  EXPECT_TRUE(store_proves("secret", hello, challenge));
   session.feed(proof.substr(0, 5));
   EXPECT_EQ(session.output(), "");
   session.feed(proof.substr(5));
-  EXPECT_EQ(session.output(), std::string(1, kWelcome));
+  EXPECT_EQ(session.output()[0], kWelcome);
+  EXPECT_TRUE(store_proves("secret", hello, challenge, session.output()));
   EXPECT_TRUE(session.is_member());
   session.output().clear();
   session.feed(encode(request(Request::wait, {"k"})));
@@ -181,7 +227,7 @@ TEST_F(StoreSession, RefusesAnotherSecretAndAnotherAttempt) {
     greet(session, attempt, secret);
     session.feed(proof);
     EXPECT_TRUE(session.dropped());
-    EXPECT_EQ(session.output(), std::string(1, kRefusal));
+    EXPECT_EQ(session.output()[0], kRefusal);
     EXPECT_THAT(session.complaint(), HasSubstr("it calls itself rank 3 and "));
     return session.complaint();
   };
@@ -190,6 +236,48 @@ TEST_F(StoreSession, RefusesAnotherSecretAndAnotherAttempt) {
   EXPECT_THAT(complaint(gate, 7, ""), HasSubstr("has no secret, and rank 0 has one"));
   EXPECT_THAT(complaint({7, ""}, 7, "x"), HasSubstr("has a secret, and rank 0 has none"));
   EXPECT_THAT(complaint(gate, 6, "secret"), HasSubstr("belongs to attempt 6; expected attempt 7"));
+}
+
+TEST_F(StoreSession, RefusesARankOfAnotherWorldAndProvesTheSecretToIt) {
+  const Session::Gate second{7, "secret", "rank", 1};
+  for (const int world : {0, 2}) {
+    Session session(second, table);
+    greet(session, 7, "secret", world);
+    session.feed(proof);
+    EXPECT_TRUE(session.dropped()) << world;
+    EXPECT_EQ(session.output()[0], kRefusal);
+    EXPECT_TRUE(store_proves("secret", hello, challenge, session.output()));
+    EXPECT_EQ(
+        session.complaint(),
+        world == 0 ? "it calls itself rank 3 and makes its world number 1; expected number 2" : "")
+        << "a rank of the next world is early, which is no fault";
+  }
+}
+
+TEST_F(StoreSession, TellsAStrangerNothingThatDependsOnTheSecret) {
+  Session session(gate, table);
+  const auto own = make_hello({3, 7, true});
+  session.feed(own);
+  const auto asked = session.output();
+  ASSERT_EQ(asked.size(), kChallengeBytes);
+  // Mark, attempt, world and flag are known, and the nonce is fresh: nothing to try words against.
+  EXPECT_EQ(asked.substr(0, 17), make_challenge({7, true}).substr(0, 17));
+  session.output().clear();
+  session.feed(make_proof("a word that is tried", own, asked));
+  EXPECT_EQ(session.output(), make_verdict(kRefusal, false, "any other secret", "", ""));
+}
+
+TEST_F(StoreSession, TakesNoDamagedHelloOrProofForAnotherSecret) {
+  for (const bool in_proof : {false, true}) {
+    Session session(gate, table);
+    if (in_proof) greet(session, 7, "secret");
+    auto damaged = in_proof ? proof : make_hello({3, 7, true});
+    damaged[20] ^= 1;
+    session.feed(damaged);
+    EXPECT_TRUE(session.dropped());
+    EXPECT_EQ(session.output(), "") << "the rank tries again";
+    EXPECT_EQ(session.complaint(), "");
+  }
 }
 
 TEST_F(StoreSession, DropsAReplayedProof) {
@@ -206,7 +294,7 @@ TEST_F(StoreSession, DropsAReplayedProof) {
 
 TEST_F(StoreSession, DropsJunkAtItsFirstWrongByte) {
   using namespace std::string_literals;
-  for (const auto& junk : {"\0"s, "GET / HTTP/1.1\r\n\r\n"s, "SSH-2.0-x\r\n"s, "tessera<"s,
+  for (const auto& junk : {"\0"s, "GET / HTTP/1.1\r\n\r\n"s, "SSH-2.0-x\r\n"s, "tesser2<"s,
                            make_hello({1, 7, true}) + "x"}) {
     Session session(gate, table);
     session.feed(junk);
@@ -231,7 +319,7 @@ TEST_F(StoreSession, DropsJunkAtItsFirstWrongByte) {
 
 TEST_F(StoreSession, DropsAMemberWithAHugeOrAnEarlyRequest) {
   for (const auto& bytes :
-       {std::string("\xff\xff\xff\xff\1"), encode(request(Request::wait, {"k"})) + "more"}) {
+       {std::string("\xff\xff\xff\xff\1\1\1\1"), encode(request(Request::wait, {"k"})) + "more"}) {
     Session session(gate, table);
     greet(session, 7, "secret");
     session.feed(proof);

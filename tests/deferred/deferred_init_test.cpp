@@ -6,7 +6,6 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <torch/library.h>
 #include <unistd.h>
 
 #include "deferred/bits.h"
@@ -132,21 +131,6 @@ TEST(DeferredInitDeathTest, OtherFaultsStayFaults) {
   void* const page = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   EXPECT_EXIT(*static_cast<volatile int*>(page) = 1, ::testing::KilledBySignal(SIGSEGV), "");
   munmap(page, 4096);
-}
-
-// In a child, because a key is taken for the life of the process.
-TEST(DeferredInitDeathTest, ATakenDispatchKeyIsAnError) {
-  const auto use_key = [] {
-    static torch::Library other(torch::Library::IMPL, "_", c10::DispatchKey::Fake, __FILE__,
-                                __LINE__);
-    other.fallback(torch::CppFunction::makeFallthrough());
-    const auto error = thrown_by([] { deferred_init([] { return torch::ones({300, 300}); }); });
-    std::fputs(error.c_str(), stderr);
-    _exit(3);
-  };
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(use_key(), ::testing::ExitedWithCode(3),
-              "another library of this process has a fallback on the dispatch key Fake");
 }
 
 }  // namespace

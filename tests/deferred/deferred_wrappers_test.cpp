@@ -1,122 +1,14 @@
 #include <gtest/gtest.h>
 
-#include "deferred/bits.h"
+#include "deferred/trainings.h"
 #include "harness/memory.h"
-#include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
-#include "harness/training.h"
-#include "tessera/distributed_data_parallel.h"
-#include "tessera/fully_sharded_data_parallel.h"
-#include "tessera/memory/deferred_init.h"
-#include "tessera/optim.h"
-#include "tessera/zero_redundancy_optimizer.h"
 
 // Wrapped, a deferred module trains as an eager one does, bit by bit.
 
 namespace tessera::testing {
 namespace {
-
-/// Tied and frozen weights, a buffer, sizes that no world size divides, large and small tensors.
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
-    embedding = register_module("embedding", torch::nn::Embedding(301, 77));
-    hidden = register_module("hidden", torch::nn::Linear(77, 401));
-    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({401})));
-    back = register_module("back", torch::nn::Linear(401, 77));
-    frozen = register_parameter("frozen", torch::randn({401, 77}), false);
-    scale = register_buffer("scale", torch::rand({401, 77}));
-    head = register_parameter("head", embedding->weight);
-  }
-  at::Tensor forward(const at::Tensor& tokens) {
-    auto x = embedding(tokens);
-    x = back(torch::tanh(norm(hidden(x)))) + at::linear(at::linear(x, frozen * scale), frozen.t());
-    return at::linear(x, head);
-  }
-  torch::nn::Embedding embedding{nullptr};
-  torch::nn::Linear hidden{nullptr}, back{nullptr};
-  torch::nn::LayerNorm norm{nullptr};
-  at::Tensor frozen, scale, head;
-};
-TORCH_MODULE(Net);
-
-Net make_net(bool deferred, int rank) {
-  const std::lock_guard lock(random_weights);
-  torch::manual_seed(11 + rank);  // the values of rank 0 count
-  return deferred ? deferred_init([] { return Net(); }) : Net();
-}
-
-at::Tensor tokens(int step, int rank) {
-  return (torch::arange(24).reshape({2, 12}) * (7 + rank) + 13 * step) % 301;
-}
-
-using Weights = std::map<std::string, uint64_t>;
-using Training = Weights (*)(Net net, ProcessGroup group, int rank);
-
-template <class Forward, class Step>
-void train(Forward&& forward, Step&& step, int rank) {
-  for (int i = 0; i < 3; ++i) {
-    forward(tokens(i, rank)).square().mean().backward();
-    step();
-  }
-}
-
-Weights with_fsdp(Net net, ProcessGroup group, int rank) {
-  FullyShardedDataParallelOptions options;
-  options.wrap_policy = wrap_leaves();
-  FullyShardedDataParallel<Net> fsdp(net, group, options);
-  torch::optim::Adam optimizer(fsdp.parameters(), 1e-3);
-  train(
-      fsdp,
-      [&] {
-        optimizer.step();
-        optimizer.zero_grad();
-      },
-      rank);
-  Weights weights;
-  for (const auto& [name, tensor] : fsdp.state_dict(-1)) weights[name] = bits(tensor);
-  return weights;
-}
-
-Weights weights_of(Net& net) {
-  Weights weights;
-  for (const auto& item : net->named_parameters()) weights[item.key()] = bits(item.value());
-  for (const auto& item : net->named_buffers()) weights[item.key()] = bits(item.value());
-  return weights;
-}
-
-Weights train_with_zero(Net& net, const ProcessGroup& group, int rank, bool share) {
-  ZeroRedundancyOptimizer zero(*net, group, default_optimizers().factory("AdamW", {{"lr", 1e-3}}),
-                               {.share_parameters = share});
-  train([&](const at::Tensor& x) { return net(x); },
-        [&] {
-          zero.step();
-          zero.zero_grad();
-        },
-        rank);
-  return weights_of(net);
-}
-
-Weights with_zero(Net net, ProcessGroup group, int rank) {
-  return train_with_zero(net, group, rank, false);
-}
-
-Weights with_shared_parameters(Net net, ProcessGroup group, int rank) {
-  return train_with_zero(net, group, rank, true);
-}
-
-Weights with_ddp(Net net, ProcessGroup group, int rank) {
-  DistributedDataParallel<Net> ddp(net, group);
-  torch::optim::Adam optimizer(net->parameters(), 1e-3);
-  train(
-      ddp,
-      [&] {
-        optimizer.step();
-        optimizer.zero_grad();
-      },
-      rank);
-  return weights_of(net);
-}
 
 class DeferredTrainings : public ::testing::TestWithParam<std::tuple<int, Training>> {};
 

@@ -35,6 +35,7 @@ struct ZooImpl : torch::nn::Module {
     layers();
     copies();
     initialisations();
+    computed();
     values();
     register_parameter("last", torch::randn({7}));
   }
@@ -94,6 +95,21 @@ struct ZooImpl : torch::nn::Module {
     add("mask", torch::ones({300, 300}, at::kBool).tril());
   }
 
+  /// Autocast, lazy conjugation and negation, and autograd are above the operators that compute.
+  void computed() {
+    const auto weight = named_parameters()["linear.weight"];  // requires a gradient
+    add("with_gradient", at::linear(weight, weight).sigmoid());
+    const auto complex = torch::view_as_complex(torch::randn({200, 200, 2}));
+    add("conjugated", torch::view_as_real(complex.conj().mul(complex).add(complex.conj())));
+    add("negated", torch::imag(complex.conj()).mul(2));
+    add("imaginary", torch::imag(complex.conj()).clone());
+    auto state = compat::AutocastState::current();
+    state.cpu = {true, at::kBFloat16};
+    const compat::AutocastState::Scope autocast(state);
+    add("autocast", at::linear(weight, weight));
+    add("autocast_product", at::mm(weight.t(), weight));
+  }
+
   void values() {
     const torch::NoGradGuard no_grad;
     auto item = torch::rand({200, 200});
@@ -142,6 +158,26 @@ TEST(DeferredZoo, HasTheBitsOfEagerConstructionAndLeavesTheSameRandomState) {
   EXPECT_EQ(deferred.tensors, eager.tensors);
   EXPECT_EQ(deferred.seen, eager.seen);
   EXPECT_EQ(deferred.random_afterwards, eager.random_afterwards);
+}
+
+// Operators that consist of others are taken apart, so that nothing is computed at once.
+TEST(DeferredZoo, CompositeOperatorsAreDeferred) {
+  const auto before = deferred_stats().computed;
+  const auto tensors = deferred_init([] {
+    const torch::nn::Linear layer(300, 300);
+    const auto weight = layer->weight;
+    return std::vector<at::Tensor>{weight.t().contiguous(),
+                                   weight.t().reshape({-1}),
+                                   weight.to(at::kDouble),
+                                   at::linear(weight, weight),
+                                   at::matmul(weight, weight),
+                                   at::einsum("ij,jk->ki", {weight, weight}),
+                                   at::repeat_interleave(weight, 2, 0),
+                                   at::silu_backward(weight, weight),
+                                   at::stack({weight, weight}).flatten()};
+  });
+  for (size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(is_deferred(tensors[i])) << i;
+  EXPECT_EQ(deferred_stats().computed, before);
 }
 
 // Autocast and inference mode of the thread that computes the values do not change them.

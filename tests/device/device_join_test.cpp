@@ -26,7 +26,6 @@ Training unequal(const MakeWrapped& make) {
   };
 }
 
-const auto kReducingInBackward = ZeroOptions{.overlap_with_backward = true};
 const auto kShardingGradients = ZeroOptions{.bucket_cap_mb = 1e-4, .shard_gradients = true};
 const std::vector<int> kPairs{2, 4};
 
@@ -44,7 +43,6 @@ INSTANTIATE_TEST_SUITE_P(
     UnequalData, DeviceParity,
     ::testing::Values(
         Case{"ddp_join", unequal(wrapped<InDdp>())}, Case{"zero_join", unequal(wrapped<InZero>())},
-        Case{"zero_overlap_join", unequal(wrapped<InZero>(kReducingInBackward))},
         Case{"zero_shard_gradients_join", unequal(wrapped<InZero>(kShardingGradients))},
         Case{"ddp_with_zero_join", unequal(wrapped<InDdpWithZero>())},
         Case{"distributed_optimizer_join", unequal(wrapped<InDistributedOptimizer>(means()))},

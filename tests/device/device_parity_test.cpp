@@ -151,7 +151,6 @@ constexpr double kLossAlone = 1;
 constexpr Variant kClipAndReadNothing{.clip = true, .reads_norm = false};
 constexpr Variant kAccumulate{.accumulate = true}, kClip{.clip = true}, kTwice{.twice = true};
 const auto kDefaults = [](auto&) {};
-const auto kOverlap = [](auto& options) { options.overlap_with_backward = true; };
 /// In buckets of one or two gradients.
 const auto kShardGradients = [](auto& options) {
   options.shard_gradients = true;
@@ -203,7 +202,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"zero_clip_alone", zero(kDefaults, kClipAndReadNothing), false, kLossAlone},
         Case{"fsdp_clip_alone", fsdp(kDefaults, kClipAndReadNothing), false, kLossAlone},
         Case{"zero", zero(kDefaults)}, Case{"zero_accumulation", zero(kDefaults, kAccumulate)},
-        Case{"zero_clip", zero(kDefaults, kClip), false}, Case{"zero_overlap", zero(kOverlap)},
+        Case{"zero_clip", zero(kDefaults, kClip), false},
         Case{"zero_shard_gradients", zero(kShardGradients)},
         Case{"zero_shard_gradients_accumulation", zero(kShardGradients, kAccumulate)},
         Case{"zero_shard_gradients_twice", zero(kShardGradients, kTwice)},

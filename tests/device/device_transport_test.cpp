@@ -12,6 +12,7 @@
 #include "device/loss.h"
 #include "harness/device/device.h"
 #include "harness/device/rank_processes.h"
+#include "harness/means.h"
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
@@ -62,6 +63,18 @@ TEST(DeviceTransport, CollectivesHaveTheBitsOfTheCpu) {
           for (size_t i = 0; i < expected.size(); ++i)
             expect(got[i].equal(expected[i]), "result " + std::to_string(i));
         }
+      }
+    });
+  }
+}
+
+TEST(DeviceTransport, MeansOf16BitsAreScaledBeforeTheyAreRounded) {
+  for (const int world : {2, 3}) {
+    expect_success(world, [](Groups& groups) {
+      auto there = groups.device(), staged = groups.staged();
+      for (auto* group : {&there, &staged}) {
+        const auto wrong = testing::first_wrong_mean(*group, device(0));
+        expect(wrong.empty(), wrong);
       }
     });
   }

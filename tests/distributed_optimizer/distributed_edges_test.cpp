@@ -144,5 +144,35 @@ TEST(DistributedBuffers, AreEqualAfterEveryStep) {
   });
 }
 
+/// Trains a net with running statistics twice. With `module` the optimizer knows of them.
+void train_groups(ProcessGroup group, int rank, bool module, BufferSync rule) {
+  auto net = seeded<testing::Normed>(1);
+  const std::vector<DistributedOptimizer::Group> groups{{named_parameters(*net), {}, group}};
+  const DistributedOptimizer::Options options{.reduce_method = "mean", .buffers = rule};
+  const auto optimizer = module
+                             ? std::make_unique<DistributedOptimizer>(*net, groups, sgd(), options)
+                             : std::make_unique<DistributedOptimizer>(groups, sgd(), options);
+  for (int step = 0; step < 2; ++step) {
+    optimizer->zero_grad();
+    optimizer->backward(loss_of(net(rows(step, rank, 2))));
+    optimizer->step();
+    if (module) expect_equal_buffers(*net, group);
+  }
+}
+
+TEST(DistributedBuffers, OfParameterGroupsAreEqualWithAModuleAndTheLogSaysSoWithoutOne) {
+  const auto log_of = [](bool module, BufferSync rule) {
+    ::testing::internal::CaptureStdout();
+    run_ranks(2, [&](ProcessGroup group, int rank) { train_groups(group, rank, module, rule); });
+    return ::testing::internal::GetCapturedStdout();
+  };
+  const std::string line = "expected DistributedOptimizer(module, groups, …)";
+  EXPECT_EQ(log_of(true, BufferSync::broadcast).find(line), std::string::npos);
+  EXPECT_EQ(log_of(false, BufferSync::none).find(line), std::string::npos);
+  const auto text = log_of(false, BufferSync::broadcast);
+  ASSERT_NE(text.find(line), std::string::npos);
+  EXPECT_EQ(text.find(line), text.rfind(line)) << "once";
+}
+
 }  // namespace
 }  // namespace tessera

@@ -18,7 +18,7 @@ def hosts_of(trial):
     return hosts
 
 
-def launch(trial, hosts, host, *words, secret="shared", ranks=1):
+def launch(trial, hosts, host, *words, secret="shared by all hosts", ranks=1):
     """The launcher of one host. Host 0 has the folder's own files; the run saves nothing."""
     secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
     return trial.start(*hosts.command(host, "env", *secret, trial.bin("tessera"), "run", "--nnodes", 2, "--node-rank", host, "-n", ranks, "--master-addr", ADDRESSES[0],
@@ -45,7 +45,7 @@ def junk(trial, what, count, words):
 
 
 @fault(GROUP, "{what}", fast=True, cases=[dict(what=what, near=near, far=far) for what, near, far in (
-    ("a host with another secret", "one", "two"), ("a host without a secret", "one", None), ("a secret on the far host alone", None, "two"))])
+    ("a host with another secret", "secret number one", "secret number two"), ("a host without a secret", "secret number one", None), ("a secret on the far host alone", None, "secret number two"))])
 def secrets(trial, what, near, far):
     hosts = hosts_of(trial)
     runs = [launch(trial, hosts, 0, secret=near), launch(trial, hosts, 1, secret=far)]
@@ -190,7 +190,7 @@ REJOIN = 4  # --rejoin-timeout
 
 def launch_rounds(trial, hosts, host, *words, nnodes="1:2"):
     """The launcher of one host, with one rank, which may start again with the others. Both hosts share the folder."""
-    return trial.start(*hosts.command(host, "env", "TESSERA_SECRET=shared", trial.bin("tessera"), "run", "--nnodes", nnodes, "--node-rank", host,
+    return trial.start(*hosts.command(host, "env", "TESSERA_SECRET=shared by all hosts", trial.bin("tessera"), "run", "--nnodes", nnodes, "--node-rank", host,
                                       "--master-addr", ADDRESSES[0], "--master-port", PORT + 1, "--max-restarts", 3, "--restart-delay", 0.2,
                                       "--rejoin-timeout", REJOIN, trial.bin("fault_trainer"), "c.yaml", *words))
 

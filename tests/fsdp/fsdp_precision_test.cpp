@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include <gmock/gmock.h>
@@ -6,8 +7,11 @@
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/temporary_folder.h"
+#include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/safetensors.h"
 
 // Full precision in evaluation, mixed precision in training.
 
@@ -166,6 +170,54 @@ TEST(FsdpFullPrecisionInEval, ABackwardAfterAChangeOfModeIsRefused) {
       }
       for (size_t p = 0; p < fsdp.parameters().size(); ++p)
         EXPECT_TRUE(at::equal(fsdp.parameters()[p], other.parameters()[p])) << p;
+    });
+  }
+}
+
+/// A complex and a real buffer that are conjugated and negated by a bit, as views of other tensors.
+struct WithBitsImpl : ShiftedImpl {
+  WithBitsImpl() {
+    const auto z = torch::complex(torch::arange(3.0), torch::arange(1.0, 4.0));
+    conjugated = register_buffer("conjugated", z.conj());
+    negated = register_buffer("negated", torch::imag(z.conj()));
+  }
+  torch::Tensor conjugated, negated;
+};
+TORCH_MODULE(WithBits);
+
+TEST(FsdpState, BuffersHaveTheirOwnDtypeAndValueWhateverTheLastForwardWas) {
+  for (int world = 1; world <= 2; ++world) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      static const TemporaryFolder folder;
+      auto net = seeded<WithBits>(1), plain = seeded<WithBits>(1);
+      ASSERT_TRUE(net->conjugated.is_conj() && net->negated.is_neg());
+      auto options = half(true);
+      options.mixed_precision.buffer_dtype = at::kHalf;
+      FullyShardedDataParallel fsdp(net, group, options);
+      for (const bool training : {true, false, true}) {
+        net->train(training);
+        fsdp(rows(0, rank, world));
+        EXPECT_EQ(net->seen[1], training ? at::kHalf : at::kFloat);
+        const auto path = folder.path(std::to_string(world) + ".safetensors");
+        fsdp.save_state_dict(path);
+        fsdp.save_sharded_state_dict(folder.path(std::to_string(world)));
+        group.barrier();
+        const SafetensorsFile file(path);
+        const Checkpoint checkpoint(folder.path(std::to_string(world)) + "/step-00000000");
+        const auto state = fsdp.state_dict(-1);
+        for (const std::string name : {"shift", "conjugated", "negated"}) {
+          const auto expected = plain->named_buffers()[name];
+          const auto held = std::find_if(state.begin(), state.end(),
+                                         [&](const auto& item) { return item.first == name; });
+          ASSERT_NE(held, state.end());
+          for (const auto& value : {held->second, file.load(name),
+                                    checkpoint.load_tensor("buffers.safetensors", name)}) {
+            EXPECT_EQ(value.scalar_type(), expected.scalar_type()) << name << training;
+            EXPECT_TRUE(at::allclose(value, expected, 1e-3)) << name << training;
+          }
+        }
+        group.barrier();
+      }
     });
   }
 }

@@ -58,7 +58,7 @@ class TwoLaunchers(unittest.TestCase):
     def launch(self, host, *program, nnodes="1:2", restarts=3, rejoin=REJOIN, ranks_here=1):
         run = Run(*self.hosts.command(host, self.build / "bin/tessera", "run", "--nnodes", nnodes, "--node-rank", host, "-n", ranks_here, "--master-addr",
                                       ADDRESSES[0], "--master-port", PORT, "--max-restarts", restarts, "--restart-delay", 0.2, "--rejoin-timeout", rejoin, *program),
-                  env=environment(TESSERA_SECRET="shared", TMPDIR=str(self.folder / "tmp"), XDG_RUNTIME_DIR="", ROUNDS=self.folder.name), cwd=self.folder)
+                  env=environment(TESSERA_SECRET="shared by all hosts", TMPDIR=str(self.folder / "tmp"), XDG_RUNTIME_DIR="", ROUNDS=self.folder.name), cwd=self.folder)
         self.addCleanup(run.close)
         return run
 

@@ -1,12 +1,13 @@
 // fault_probe BACKEND TIMEOUT_MS
-//     [zero | fsdp | branches | leaves | fails | agrees | recovers | apart]
+//     [zero | fsdp | branches | leaves | fails | agrees | recovers | apart | worlds]
 //     [print | quiet | uncaught]
 // A rank that trains until it or a peer fails. It checks sums over all ranks and over the ranks of
 // its host, prints its pid and starts to train. With "branches", the last rank takes another branch
 // of the model at step 6. With "leaves", rank 1 calls exit(0) at step 6; with "fails", it calls
 // ProcessGroup::fail(); with "agrees", it throws in agree(); with "recovers", all ranks catch that,
 // and rank 0 exits with 7 two steps later. With "apart", rank 2 waits to be killed at step 6. Rank
-// 0 waits for it in a group without rank 1, the others in the group of all. The last argument says
+// 0 waits for it in a group without rank 1, the others in the group of all. With "worlds", it makes
+// 100 worlds one after the other and trains nothing. The last argument says
 // what is done with an error: it is printed, or ends the program without a word, or is not caught.
 #include <cstdio>
 #include <cstdlib>
@@ -58,6 +59,20 @@ void misbehave(const std::string& how, tessera::ProcessGroup& world, long step) 
   }
 }
 
+int make_worlds(const tessera::ProcessGroupOptions& options) {
+  constexpr int kWorlds = 100;
+  int rank = -1;
+  for (int i = 0; i < kWorlds; ++i) {
+    auto world = tessera::init_process_group(options);
+    rank = world.rank();
+    auto sum = torch::full({7}, i);
+    world.all_reduce(sum);
+    if (!torch::equal(sum, torch::full({7}, i * world.size()))) return 5;
+  }
+  std::printf("rank %d made %d worlds\n", rank, kWorlds);
+  return 0;
+}
+
 int main(int argc, char** argv) {
   const std::string errors = argc > 4 ? argv[4] : "print";
   tessera::ProcessGroupOptions options;
@@ -67,6 +82,7 @@ int main(int argc, char** argv) {
                                                          : tessera::Backend::SharedMemory;
   int rank = -1;
   try {
+    if (argc > 3 && std::strcmp(argv[3], "worlds") == 0) return make_worlds(options);
     auto world = tessera::init_process_group(options);
     rank = world.rank();
     torch::set_num_threads(1);

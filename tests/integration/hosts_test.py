@@ -40,7 +40,7 @@ def in_host(host, *words):
 
 
 class Hosts(unittest.TestCase):
-    def launch(self, host, port, *program, address=ADDRESSES[0], secret="shared", front=()):
+    def launch(self, host, port, *program, address=ADDRESSES[0], secret="shared by all hosts", front=()):
         """Starts the launcher of one host. `front` is what comes before the command."""
         secret = [] if secret is None else [f"TESSERA_SECRET={secret}"]
         run = Run(*in_host(host, *front, "env", *secret, BUILD / "bin/tessera", "run", "--nnodes", HOSTS, "--node-rank", host, "-n", RANKS_PER_HOST,
@@ -140,9 +140,9 @@ class Hosts(unittest.TestCase):
         self.assertEqual(answer(SECOND_ADDRESS), "Connection refused\n")
 
     def test_another_secret_is_an_error_on_both_hosts_at_once(self):
-        for port, near, far, mine, theirs in ((29877, "one", "two", "rank 0 has another secret", "has another secret than rank 0"),
-                                              (29878, "one", None, "rank 0 has a secret and this rank none", "has no secret, and rank 0 has one"),
-                                              (29879, None, "two", "this rank has a secret and rank 0 none", "has a secret, and rank 0 has none")):
+        for port, near, far, mine, theirs in ((29877, "secret number one", "secret number two", "rank 0 has another secret", "has another secret than rank 0"),
+                                              (29878, "secret number one", None, "rank 0 has a secret and this rank none", "has no secret, and rank 0 has one"),
+                                              (29879, None, "secret number two", "this rank has a secret and rank 0 none", "has a secret, and rank 0 has none")):
             runs = [self.probe(0, port, secret=near), self.probe(1, port, secret=far)]
             runs[1].wait_for(lambda: runs[1].process.poll() is not None, 20, "the far ranks end")
             self.assertLess(runs[1].process.wait(), 128, runs[1].text())
@@ -205,6 +205,14 @@ class Hosts(unittest.TestCase):
         self.assertRegex(runs[0].text(), rf"root cause: rank 0 \(pid {runs[0].pids[0]}\) is stopped \(SIGSTOP\)")
         self.assertEqual(runs[1].process.wait(15), 3)
         self.began_elsewhere(runs[1], 0)
+
+    def test_a_program_makes_many_worlds_one_after_the_other(self):
+        runs = self.launch_both(29891, BUILD / "bin/fault_probe", "auto", TIMEOUT_MS, "worlds")
+        self.finish(runs)
+        for rank in range(RANKS):
+            self.assertIn(f"rank {rank} made 100 worlds", runs[rank // RANKS_PER_HOST].text())
+        for run in runs:
+            self.assertNotIn("refused", run.text())
 
     def test_an_error_on_all_ranks(self):
         runs = self.launch_both(29885, BUILD / "bin/fault_probe", "auto", 20000, "agrees", "quiet")

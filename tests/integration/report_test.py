@@ -3,7 +3,7 @@
 
 Event files are read by this test's own reader, and by PyPI's tensorboard where a Python has it: the one that runs this test,
 or the one that TENSORBOARD_PYTHON names."""
-import csv, html.parser, json, os, pathlib, re, struct, subprocess, sys, tempfile, unittest
+import csv, html.parser, json, math, os, pathlib, re, resource, struct, subprocess, sys, tempfile, unittest
 
 BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 TESSERA = BUILD / "bin/tessera"
@@ -171,6 +171,16 @@ class Report(unittest.TestCase):
         self.assertLess((self.folder / "r.html").stat().st_size, 100_000)
         path = next(attributes["d"] for tag, attributes in page.tags if tag == "path")
         self.assertIn(" 10.0", path)  # the one high loss is still there, at the upper edge
+
+    def test_values_that_have_no_number_between_them_have_axes(self):
+        for low, high in ((1e17, math.nextafter(1e17, 2e17)), (-5e-324, 5e-324), (-1.7e308, 1.7e308), (1.0, math.nextafter(1.0, 2.0))):
+            log = self.folder / "near.jsonl"
+            log.write_text("".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in ((low, low), (high, high))))
+            done = subprocess.run([TESSERA, "report", log, "-o", self.folder / "near.html"], capture_output=True, text=True, timeout=20,
+                                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            page = Page((self.folder / "near.html").read_text())
+            self.assertLess(sum(tag == "text" for tag, _ in page.tags), 60)
 
     def test_mistakes_are_named(self):
         for words, text in ((("nothing.jsonl",), "nothing.jsonl: No such file"), (("tb",), "tb: the folder has no log"),

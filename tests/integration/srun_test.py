@@ -230,7 +230,7 @@ class TwoHosts(SlurmTest):
     def test_a_rank_of_each_is_lost(self):
         for victim in (3, 0):
             run = self.probe("--ntasks-per-node=2", "-n", "4", exports=f"MASTER_ADDR={two_hosts.ADDRESSES[0]} MASTER_PORT=29874",
-                             secret="shared by srun")
+                             secret="shared by all hosts")
             self.assertNotIn("has no secret", run.text())
             for rank in range(4):
                 self.assertIn(f"rank {rank}: right sum of 4 on tcp", run.text())

@@ -117,7 +117,7 @@ class AgainstItself(Folder):
             losses, _, _ = self.train(*steps, "-n", str(ranks), "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}")
             self.assert_close(losses, expected, 1e-5)
         messages, weights, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.backend=tcp", "parallel.partition=whole")
-        again, others, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.overlap_with_backward=true")
+        again, others, _ = self.train(*steps, "-n", "3", "parallel.type=ZeroRedundancyOptimizer", "parallel.shard_gradients=true")
         self.assertEqual((messages, weights), (again, others), "any transport and partition")
 
     def test_zero_with_clipping_needs_the_memory_of_its_formula(self):

@@ -406,10 +406,11 @@ class CommandLine(Folder):
             self.equal(new, tensors)
             self.assertEqual(len(files) > 3, more)
             self.assertEqual(sorted(file.name for file in out.iterdir()), [*files, "model.safetensors.index.json"])
-        # Other libraries would read the single file, the index comes first here.
-        self.run_("tessera", "weights", "convert", "new.safetensors", "out/model.safetensors")
-        self.assertIn("the folder has model.safetensors.index.json and model.safetensors", self.run_("tessera", "weights", "inspect", "out", code=2))
-        self.assertIn("28 tensors", self.run_("tessera", "weights", "inspect", "out/model.safetensors"))
+        # As in other libraries the single file counts, not the index.
+        self.run_("tessera", "weights", "convert", "new.safetensors", "out/model.safetensors", "--map", "^=single.")
+        text = self.run_("tessera", "weights", "inspect", "out")
+        self.assertIn("out/model.safetensors is read, as by Hugging Face's libraries; out/model.safetensors.index.json is there, too", text)
+        self.assertIn(" single.transformer.wte.weight", text)
         torch.save({}, self.folder / "empty.pt")
         self.assertIn("has no tensors", self.run_("tessera", "weights", "convert", "empty.pt", "none/", code=2))
         self.assertFalse((self.folder / "none").exists())
@@ -422,11 +423,89 @@ class CommandLine(Folder):
         torch.save({"head": weight, "embedding": weight}, hub / "pytorch_model-00001-of-00002.bin")
         torch.save({"bias": torch.ones(2)}, hub / "pytorch_model-00002-of-00002.bin")
         places = {"head": 1, "embedding": 1, "bias": 2}
-        for total, code in ((40, 0), (72, 0), (73, 2)):
+        for total, wrong in ((40, False), (72, False), (73, True)):
             index = {"metadata": {"total_size": total}, "weight_map": {name: f"pytorch_model-0000{i}-of-00002.bin" for name, i in places.items()}}
             (hub / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-            text = self.run_("tessera", "weights", "inspect", "hub", code=code)
-            self.assertIn("total_size is 73" if code else "3 tensors", text)
+            text = self.run_("tessera", "weights", "inspect", "hub")
+            self.assertIn("3 tensors", text)
+            self.assertEqual("total_size of hub/pytorch_model.bin.index.json is 73" in text, wrong)
+
+    def test_a_private_file_is_not_copied_through_a_link(self):
+        tensors = gpt2()
+        hf = self.write_hf(tensors)
+        (self.folder / "private").mkdir()
+        (self.folder / "private/key").write_text("secret")
+        (self.folder / "private/config.json").write_text('{"dtype": "float32", "secret": 1}')
+        (hf / "notes.txt").symlink_to("../private/key")
+        (hf / "absolute.txt").symlink_to(self.folder / "private/key")
+        (hf / "chain.txt").symlink_to("notes.txt")
+        (hf / "folder").symlink_to(self.folder / "private")
+        (hf / "nowhere.txt").symlink_to("missing")
+        (hf / "same.json").symlink_to("tokenizer.json")
+        (hf / "config.json").unlink()
+        (hf / "config.json").symlink_to("../private/config.json")
+        text = self.run_("tessera", "weights", "convert", "hf", "out/", "--dtype", "bfloat16")
+        self.assertEqual(sorted(f.name for f in (self.folder / "out").iterdir()),
+                         ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "same.json", "tokenizer.json"])
+        for name in ("notes.txt", "absolute.txt", "chain.txt", "config.json"):
+            self.assertRegex(text, rf"hf/{name} is not copied: it is a link to {self.folder}/private/[a-z.]+, outside of its folder")
+        (self.folder / "c.yaml").write_text(CONFIG)
+        text = self.run_("tessera", "train", "c.yaml", "parallel.type=none", "train.save=trained/")
+        self.assertFalse((self.folder / "trained/notes.txt").exists())
+        self.assertTrue((self.folder / "trained/same.json").exists())
+
+    def test_the_links_of_hugging_faces_cache_are_followed(self):
+        hf = self.write_hf(gpt2())
+        snapshot, blobs = self.folder / "models--x/snapshots/1", self.folder / "models--x/blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for file in hf.iterdir():
+            file.rename(blobs / f"blob-{file.name}")
+            (snapshot / file.name).symlink_to(f"../../blobs/blob-{file.name}")
+        (self.folder / "private").mkdir()
+        (self.folder / "private/key").write_text("secret")
+        (snapshot / "notes.txt").symlink_to("../../blobs/key")
+        (blobs / "key").symlink_to("../../private/key")
+        text = self.run_("tessera", "weights", "convert", snapshot, "out/")
+        self.assertEqual(sorted(f.name for f in (self.folder / "out").iterdir()),
+                         ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+        self.assertEqual(text.count("is a link to"), 1)
+        # A folder that only calls itself blobs.
+        for file in blobs.iterdir():
+            file.rename(self.folder / "private" / file.name)
+        blobs.rmdir()
+        blobs.symlink_to("../private")
+        self.run_("tessera", "weights", "convert", snapshot, "more/")
+        self.assertEqual(sorted(f.name for f in (self.folder / "more").iterdir()), ["model-00001-of-00001.safetensors", "model.safetensors.index.json"])
+
+    def test_a_hostile_archive_does_not_run(self):
+        code = """
+import torch
+from typing import Tuple
+class Script(torch.nn.Module):
+    def __init__(self, path: str):
+        super().__init__()
+        self.path, self.weight = path, torch.nn.Parameter(torch.ones(2))
+    @torch.jit.export
+    def __getstate__(self) -> Tuple[str, bool]:
+        return (self.path, self.training)
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[str, bool]):
+        self.path, self.weight, self.training = state[0], torch.ones(2), state[1]
+        torch.save(torch.ones(1), state[0])
+    def forward(self, x):
+        return x * self.weight
+"""
+        (self.folder / "script.py").write_text(code + "torch.jit.script(Script('own.sh')).save('model.safetensors')\n")
+        self.run_(sys.executable, "script.py")
+        (self.folder / "own.sh").write_text("mine")
+        for words in (["inspect", "model.safetensors"], ["inspect", "."], ["convert", "model.safetensors", "out.safetensors"],
+                      ["diff", "model.safetensors", "model.safetensors"]):
+            self.assertIn("model.safetensors: is a TorchScript archive with the class", self.run_("tessera", "weights", *words, code=2))
+            self.assertEqual((self.folder / "own.sh").read_text(), "mine")
+        self.assertFalse((self.folder / "out.safetensors").exists())
+        self.run_(sys.executable, "-c", "import torch; torch.jit.load('model.safetensors')")
+        self.assertNotEqual((self.folder / "own.sh").read_bytes(), b"mine", "libtorch runs it")
 
     def test_dtypes_keep_their_names(self):
         names = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",

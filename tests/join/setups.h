@@ -164,9 +164,7 @@ inline std::vector<Case> cases() {
   for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
     const std::string name = partition_name(partition);
     ZeroRedundancyOptimizerOptions options{.partition = partition},
-        overlap{.partition = partition, .overlap_with_backward = true, .bucket_cap_mb = kTiny};
-    auto strict = overlap;
-    strict.find_unused_parameters = false;
+        sharded{.partition = partition, .bucket_cap_mb = kTiny, .shard_gradients = true};
     all.push_back({"zero_" + name, [options](ProcessGroup group) {
                      return std::make_unique<ZeroSetup>(group, options);
                    }});
@@ -175,11 +173,8 @@ inline std::vector<Case> cases() {
     all.push_back({"zero_background_" + name, [background](ProcessGroup group) {
                      return std::make_unique<ZeroSetup>(group, background);
                    }});
-    all.push_back({"zero_overlap_" + name, [overlap](ProcessGroup group) {
-                     return std::make_unique<ZeroSetup>(group, overlap);
-                   }});
-    all.push_back({"zero_overlap_strict_" + name, [strict](ProcessGroup group) {
-                     return std::make_unique<ZeroSetup>(group, strict);
+    all.push_back({"zero_sharded_" + name, [sharded](ProcessGroup group) {
+                     return std::make_unique<ZeroSetup>(group, sharded);
                    }});
     all.push_back({"ddp_zero_" + name, [options](ProcessGroup group) {
                      return std::make_unique<DdpWithZeroSetup>(group, options);

@@ -75,7 +75,8 @@ Launched::Launched(const std::vector<std::string>& arguments, const Variables& s
     : start_(now()) {
   Variables variables = set;
   variables.emplace("TMPDIR", tmp_.path());
-  std::vector<std::string> command = {TESSERA_COMMAND};
+  std::vector<std::string> command = streams.front;
+  command.push_back(TESSERA_COMMAND);
   command.insert(command.end(), arguments.begin(), arguments.end());
   const auto strings = environment(variables);
   const auto argv = pointers(command);
@@ -95,7 +96,7 @@ Launched::Launched(const std::vector<std::string>& arguments, const Variables& s
       dup2(streams.merged ? out[1] : err[1], 2);
     }
     close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
-    execve(TESSERA_COMMAND, argv.data(), envp.data());
+    execvpe(argv[0], argv.data(), envp.data());
     _exit(99);
   }
   close(out[1]);

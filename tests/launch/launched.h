@@ -48,6 +48,7 @@ class Launched {
     int terminal = -1;    ///< Slave of a pseudo terminal for all three streams, as controlling
                           ///< terminal of a new session.
     bool merged = false;  ///< Both outputs in one pipe, read as out().
+    std::vector<std::string> front = {};  ///< The words before `tessera`.
   };
 
   explicit Launched(const std::vector<std::string>& arguments) : Launched(arguments, {}, {}) {}

@@ -136,6 +136,56 @@ TEST_F(SinkTest, AFullDiskIsNotAGoneReaderAndIsReportedOnce) {
   EXPECT_FALSE(sink.wants_write());
 }
 
+TEST_F(SinkTest, OutputIsDroppedWhenNobodyReadsAndALineSaysHowMuch) {
+  Sink sink(writer_.get(), "command");
+  const std::string block = std::string(999, 'x') + "\n";
+  size_t passed = 0;
+  for (; !sink.full(); passed += block.size()) sink.pass(block);
+  ASSERT_GT(passed, 1u << 20);
+  const auto end = *sink.deadline();
+  EXPECT_LE(end - Clock::now(), std::chrono::seconds(1));
+  sink.tick(end);
+  EXPECT_FALSE(sink.full()) << "the ranks go on";
+  sink.pass(block);
+  sink.line("dropped");
+  sink.urgent_line("kept");
+  const std::string text = written(sink);
+  EXPECT_EQ(text.size() - passed, text.size() - text.find("kept\n")) << "the queue, then the rest";
+  EXPECT_EQ(
+      text.substr(passed),
+      "kept\ncommand: 1008 bytes of output are missing here, because the output was not read\n");
+  sink.line("again");
+  EXPECT_EQ(written(sink), "again\n");
+}
+
+TEST_F(SinkTest, ASlowReaderLosesNothing) {
+  Sink sink(writer_.get());
+  while (!sink.full()) sink.pass(std::string(1000, 'x'));
+  const auto end = *sink.deadline();
+  char buffer[65536];
+  for (int i = 0; i < 17; ++i) {  // 68 KiB
+    sink.write_some();
+    ASSERT_EQ(read(reader_.get(), buffer, sizeof buffer), 4096);
+  }
+  sink.tick(end);
+  EXPECT_TRUE(sink.full());
+  EXPECT_GT(*sink.deadline(), end);
+}
+
+TEST(TerminalSinkTest, AWriteNeverBlocks) {
+  int master, slave;
+  ASSERT_EQ(openpty(&master, &slave, nullptr, nullptr, nullptr), 0);
+  Sink sink(slave);
+  sink.pass(std::string(1 << 20, 'x') + "\n");
+  alarm(20);  // a write that blocks would never end
+  for (int i = 0; i < 1000; ++i) sink.write_some();
+  alarm(0);
+  EXPECT_TRUE(sink.pending());
+  EXPECT_FALSE(sink.wants_write()) << "there is a pause before the next try";
+  close(slave);
+  close(master);
+}
+
 TEST(TerminalSinkTest, AProgressBarIsDrawnAgainBelowALine) {
   int master, slave;
   ASSERT_EQ(openpty(&master, &slave, nullptr, nullptr, nullptr), 0);

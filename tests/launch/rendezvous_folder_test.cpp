@@ -6,7 +6,9 @@
 #include <memory>
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -94,6 +96,52 @@ TEST_F(RendezvousFolderTest, SweepRemovesOnlyFoldersOfDeadOwners) {
   EXPECT_TRUE(fs::exists(foreign));
   EXPECT_TRUE(fs::is_symlink(base_ + "/tessera-rdzv-1-2-3-link"));
   sweep_stale_folders(base_ + "/none");
+}
+
+/// `folder` under another name in the same place, in which `replace` has become `with`.
+std::string renamed(const std::string& folder, const std::string& replace,
+                    const std::string& with) {
+  std::string other = folder;
+  other.replace(other.find(replace), replace.size(), with);
+  fs::rename(folder, other);
+  return other;
+}
+
+std::string boot_id() {
+  std::string id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, id);
+  std::erase(id, '-');
+  return id;
+}
+
+TEST_F(RendezvousFolderTest, SweepLeavesTheFoldersOfOtherHosts) {
+  const std::string foreign = renamed(left_behind(), boot_id(), std::string(32, '0'));
+
+  sweep_stale_folders(base_);
+
+  EXPECT_TRUE(fs::exists(foreign));
+}
+
+TEST_F(RendezvousFolderTest, SweepLeavesAFolderWhoseOwnerHoldsItsLock) {
+  // As if another host had the same boot id: a virtual machine that was copied while it ran.
+  const std::string held = left_behind();
+  const int fd = open(held.c_str(), O_RDONLY | O_DIRECTORY);
+  ASSERT_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
+
+  sweep_stale_folders(base_);
+  EXPECT_TRUE(fs::exists(held));
+
+  close(fd);
+  sweep_stale_folders(base_);
+  EXPECT_FALSE(fs::exists(held));
+}
+
+TEST_F(RendezvousFolderTest, TheOwnerHoldsTheLock) {
+  const RendezvousFolder folder;
+  const int fd = open(folder.path().c_str(), O_RDONLY | O_DIRECTORY);
+  EXPECT_NE(flock(fd, LOCK_EX | LOCK_NB), 0);
+  EXPECT_EQ(errno, EWOULDBLOCK);
+  close(fd);
 }
 
 TEST_F(RendezvousFolderTest, AFreePortCanBeBound) {

@@ -237,5 +237,20 @@ TEST(Run, VersionAndHelp) {
   EXPECT_THAT(help.out(), HasSubstr("--nproc-per-node"));
 }
 
+TEST(FirstProcess, TheLauncherLeavesNoZombies) {
+  // The launcher is the parent of orphans only as the first process of a pid namespace.
+  const std::vector<std::string> front = {"unshare", "--pid", "--fork", "--kill-child",
+                                          "--mount-proc"};
+  if (std::system("unshare --pid --fork --mount-proc true 2>/dev/null") != 0)
+    GTEST_SKIP() << "no pid namespaces here";
+  auto arguments =
+      run_shell(2,
+                "i=0; while [ $i -lt 20 ]; do (sleep 0.05 &); i=$((i+1)); done; sleep 1; "
+                "echo parent=$PPID zombies=$(cat /proc/[0-9]*/stat | grep -c ') Z ')");
+  Launched run(arguments, {}, {.front = front});
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_EQ(occurrences(run.out(), "parent=1 zombies=0\n"), 2) << run.out();
+}
+
 }  // namespace
 }  // namespace tessera::launch_test

@@ -238,14 +238,28 @@ TEST(LocalSgdJoin, WithoutInnerGroupsARankWithoutDataStillSynchronises) {
   });
 }
 
-TEST(LocalSgdInner, NewShardsOfZeroAreAnErrorOnAllRanks) {
+TEST(LocalSgdInner, ShardsOfADestroyedOptimizerAreAnErrorOnAllRanks) {
+  run_ranks(2, [](ProcessGroup world, int rank) {
+    auto net = seeded<Uneven>(1);
+    auto zero =
+        std::make_unique<ZeroRedundancyOptimizer>(*net, *world.split(rank), adamw_factory());
+    LocalSgd local(world, zero->shards(), {.sync_every = 1});
+    local.step();
+    zero.reset();
+    const auto text = thrown_by([&] { local.step(); });
+    EXPECT_THAT(text, ::testing::HasSubstr("nothing else has the tensor of parameter"));
+    EXPECT_THAT(text, ::testing::HasSubstr("a new LocalSgd with the optimizer's shards()"));
+  });
+}
+
+TEST(LocalSgdInner, ALayerOfZeroThatIsFrozenStaysSynchronised) {
   run_ranks(4, [](ProcessGroup world, int rank) {
     InnerZero zero(world, {.sync_every = 1});
     zero.iteration(own_rows(0, rank));
     for (auto& parameter : zero.net->first->parameters()) parameter.set_requires_grad(false);
-    const auto text = thrown_by([&] { zero.iteration(own_rows(1, rank)); });
-    EXPECT_THAT(text, ::testing::HasSubstr("nothing else has the tensor of parameter"));
-    EXPECT_THAT(text, ::testing::HasSubstr("a new LocalSgd with the optimizer's shards()"));
+    zero.iteration(own_rows(1, rank));
+    const auto all = world.all_gather(flat(zero.net->parameters()).unsqueeze(0));
+    for (int other = 1; other < 4; ++other) EXPECT_TRUE(at::equal(all[other], all[0])) << other;
   });
 }
 

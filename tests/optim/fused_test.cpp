@@ -254,6 +254,25 @@ TEST(BitIdentity, ResultsDoNotDependOnStrides) {
   EXPECT_TRUE(equal_bits(sliced, dense));
 }
 
+TEST(FusedOptimizer, NegativeViewsHaveTheirValues) {
+  const auto start = torch::arange(1, 6, at::kFloat), grad = torch::ones({5});
+  auto by_gradient = start.clone().requires_grad_(), plain = start.clone().requires_grad_();
+  const auto memory = -start;
+  auto by_parameter = at::_neg_view(memory).detach().requires_grad_();
+  ASSERT_TRUE(by_parameter.is_neg() && by_parameter.is_leaf());
+  FusedSGD optimizer(std::vector<at::Tensor>{by_gradient, by_parameter, plain},
+                     SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 2; ++step) {
+    by_gradient.mutable_grad() = at::_neg_view(-grad);
+    by_parameter.mutable_grad() = grad;
+    plain.mutable_grad() = grad;
+    optimizer.step();
+  }
+  EXPECT_TRUE(at::equal(by_gradient, plain));
+  EXPECT_TRUE(at::equal(by_parameter.resolve_neg(), plain));
+  EXPECT_FALSE(FusedOptimizer::supports_range(by_parameter));
+}
+
 TEST(RangeUpdate, SupportsOnlyDenseFloat32OnTheCpu) {
   EXPECT_TRUE(FusedOptimizer::supports_range(torch::zeros({3, 4})));
   EXPECT_FALSE(FusedOptimizer::supports_range(at::Tensor()));

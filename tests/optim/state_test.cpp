@@ -1,9 +1,12 @@
+#include <filesystem>
 #include <sstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "harness/temporary_folder.h"
+#include "harness/thrown_by.h"
 #include "optim/user_optimizer.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -221,6 +224,25 @@ TEST(UserState, IsReadThroughSerialize) {
   step(fresh, params);
   set_state(fresh, params[0], state);
   expect_equal(get_state(fresh, params[0]).value(), state);
+}
+
+TEST(UserState, NamesOfAFileDoNotBecomeCode) {
+  const testing::TemporaryFolder folder;
+  const std::string file = folder.path() + "/was_run";
+  // In the archive through which the values go it would end the quotes of a name.
+  const std::string name =
+      "a\"] = int\n  def __getstate__(self) -> Dict[str, int]:\n    return annotate(Dict[str, "
+      "int], "
+      "{})\n  def __setstate__(self, x: Dict[str, int]) -> NoneType:\n    _0 = torch.save(1, \"" +
+      file + "\")\n    return None\n  __annotations__[\"b";
+  auto params = make_params();
+  Serializing optimizer({params});
+  step(optimizer, params);
+  auto state = get_state(optimizer, params[0]).value();
+  state.scalars[name] = int64_t{1};
+  EXPECT_THAT(testing::thrown_by([&] { set_state(optimizer, params[0], state); }),
+              ::testing::HasSubstr("has quotes, backslashes or control characters"));
+  EXPECT_FALSE(std::filesystem::exists(file));
 }
 
 struct DeclaredOptimizer : Serializing {

@@ -52,7 +52,7 @@ class Bytes(unittest.TestCase):
     def train(self, ranks, options, steps):
         """The bytes that arrived, and those of the model's parameters."""
         env = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "WORLD_SIZE", "RANK")}
-        env.update(OMP_NUM_THREADS="1", TESSERA_SECRET="bytes of a step")
+        env.update(OMP_NUM_THREADS="1", TESSERA_SECRET="shared by all hosts")
         before, port, processes = arrived(self.hosts), next(PORTS), []
         with tempfile.TemporaryDirectory() as folder:
             model = pathlib.Path(folder) / "model.safetensors"

@@ -196,13 +196,6 @@ TEST(WireOfWrappers, ImpossibleOptionsAreErrorsOnAnyPlacement) {
   expect_refused(
       [](ProcessGroup group) {
         auto net = seeded<Uneven>(1);
-        ZeroRedundancyOptimizer zero(*net, group, adamw_factory(),
-                                     {.overlap_with_backward = true, .wire = {.gradients = kInt8}});
-      },
-      "option wire.gradients is int8, and it excludes overlap_with_backward");
-  expect_refused(
-      [](ProcessGroup group) {
-        auto net = seeded<Uneven>(1);
         ZeroRedundancyOptimizer zero(
             *net, group, adamw_factory(),
             {.parameters_as_bucket_view = false, .wire = {.parameters = kInt8}});

@@ -25,5 +25,14 @@ TEST(BucketMemory, AGradientThatMovesIsInMemoryOnce) {
   EXPECT_TRUE(at::equal(other, at::arange(12.0).view({3, 4}).t()));
 }
 
+TEST(Bucket, ANegativeGradientIsPlacedWithItsValues) {
+  const auto gradient = at::_neg_view(at::arange(6, at::kFloat));
+  const auto window = at::empty({6}, at::kFloat);
+  sharding::place(gradient, window);
+  EXPECT_TRUE(at::equal(window, -at::arange(6, at::kFloat)));
+  sharding::move_to(gradient, window.zero_());
+  EXPECT_TRUE(at::equal(window, -at::arange(6, at::kFloat)));
+}
+
 }  // namespace
 }  // namespace tessera::testing

@@ -107,7 +107,7 @@ class NanAllocator final : public compat::Allocator {
   at::Allocator* base_ = nullptr;
 };
 
-enum class Wrapper { ddp, zero, overlap, distributed, fsdp };
+enum class Wrapper { ddp, zero, distributed, fsdp };
 
 /// A model under a wrapper, and its twin: a plain one whose gradients are all-reduced by hand.
 class Trained {
@@ -128,10 +128,7 @@ class Trained {
           FullyShardedDataParallelOptions{.wrap_policy = wrap_by_name({"first", "second", "odd"})});
       optimizer = adamw()({torch::optim::OptimizerParamGroup(fsdp->parameters())});
     } else {
-      auto zero = std::make_unique<ZeroRedundancyOptimizer>(
-          *net, group, adamw(),
-          ZeroRedundancyOptimizerOptions{.overlap_with_backward = wrapper == Wrapper::overlap,
-                                         .bucket_cap_mb = 0.25});
+      auto zero = std::make_unique<ZeroRedundancyOptimizer>(*net, group, adamw());
       sharded = zero.get();
       optimizer = std::move(zero);
     }
@@ -429,9 +426,8 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
       if (fail) throw std::runtime_error("on purpose");
     });
     for (int n = 0; n < 6; ++n) {
-      if (n == 4 && GetParam() != Wrapper::overlap &&
-          GetParam() !=
-              Wrapper::distributed) {  // in these a backward that throws has used gradients up
+      // In the latter a backward that throws has used gradients up.
+      if (n == 4 && GetParam() != Wrapper::distributed) {
         fail = true;
         EXPECT_THROW(
             loss_of(trained.forward(true, batch(99, trained.group.rank()), kAll)).backward(),
@@ -446,13 +442,13 @@ TEST_P(Placement, ABackwardThatThrowsLeavesNothingBehind) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Wrapper>& instance) {
-  const std::vector<std::string> names{"ddp", "zero", "overlap", "distributed", "fsdp"};
+  const std::vector<std::string> names{"ddp", "zero", "distributed", "fsdp"};
   return names[static_cast<size_t>(instance.param)];
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrappers, Placement,
-                         ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::overlap,
-                                           Wrapper::distributed, Wrapper::fsdp),
+                         ::testing::Values(Wrapper::ddp, Wrapper::zero, Wrapper::distributed,
+                                           Wrapper::fsdp),
                          name_of);
 
 TEST(PlacementOnItsOwn, TwoOptimizersInOneBackward) {

@@ -31,7 +31,7 @@ class BuffersInTraining : public testing::TrainFixture {
 
 const std::vector<std::string> kParallel{
     "{type: DistributedDataParallel}", "{type: ZeroRedundancyOptimizer}",
-    "{type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
+    "{type: ZeroRedundancyOptimizer, shard_gradients: true}",
     "{type: DistributedOptimizer, reduce_method: mean}",
     "{type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"};
 

@@ -154,6 +154,61 @@ TEST_F(InitTest, AHeadThatIsTiedIsComparedInSlices) {
   }
 }
 
+struct TiedLayersImpl : torch::nn::Module {
+  TiedLayersImpl()
+      : one(register_module("one", torch::nn::Linear(3, 3))),
+        two(register_module("two", torch::nn::Linear(3, 3))) {
+    two->weight = two->register_parameter("tied", one->weight);
+  }
+  at::Tensor forward(const at::Tensor& x) { return two(one(x).tanh()); }
+  torch::nn::Linear one, two;
+};
+TORCH_MODULE(TiedLayers);
+
+struct Points : Dataset {
+  int64_t size() const override { return 64; }
+  std::string describe() const override { return "points"; }
+  Batch get(const std::vector<int64_t>& samples) const override {
+    const at::Tensor i = torch::tensor(samples, torch::kLong) % size();
+    return {torch::stack({i.sin(), i.cos(), i * 0.01}, 1), i % 3};
+  }
+};
+
+TEST_F(InitTest, ATiedWeightOfAModelOfTheProgramIsReadUnderAnyOfItsNames) {
+  registry::models().add<TiedLayers>("TiedLayers");
+  registry::datasets().add<Points>("Points");
+  std::ofstream("c.yaml") << "model: {type: TiedLayers, init: w.safetensors}\n"
+                             "data: {type: Points}\nloss: {type: cross_entropy}\n"
+                             "optimizer: {type: AdamW, lr: 0.1}\n"
+                             "train: {steps: 0, global_batch: 12, save: out.safetensors}\n";
+  const at::Tensor tied = at::arange(9, at::kFloat).view({3, 3});
+  using Names = std::vector<std::string>;
+  for (const auto& names :
+       {Names{"one.weight"}, Names{"two.tied"}, Names{"one.weight", "two.tied"}}) {
+    std::vector<std::pair<std::string, at::Tensor>> tensors{
+        {"one.bias", at::ones({3})}, {"two.bias", at::ones({3})}, {"two.weight", at::ones({3, 3})}};
+    for (const auto& name : names) tensors.emplace_back(name, tied.clone());
+    save_safetensors("w.safetensors", tensors);
+    for (const auto& wrapper : testing::kWrappers) {
+      std::filesystem::remove("out.safetensors");
+      train_ranks(2, {wrapper});
+      EXPECT_TRUE(at::equal(SafetensorsFile("out.safetensors").load("one.weight"), tied))
+          << wrapper << ::testing::PrintToString(names);
+    }
+    if (names.size() == 1) continue;
+    tensors.back().second[2][2] = 3;
+    save_safetensors("w.safetensors", tensors);
+    for (const auto& wrapper : testing::kWrappers) {
+      try {
+        train_ranks(2, {wrapper});
+        FAIL() << "weights that differ were accepted";
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), HasSubstr("\"two.tied\" differs from \"one.weight\""));
+      }
+    }
+  }
+}
+
 TEST_F(InitTest, EachRankReadsItsSlicesOfTheOptimizerState) {
   train_ranks(1, {"model.n_embd=128", "model.n_layer=3", "train.steps=1", "train.save=null",
                   "train.save_config=false", "train.save_optimizer=state.pt"});

@@ -333,9 +333,6 @@ TEST_F(Nonfinite, OptionsThatContradictEachOtherAreRefused) {
   EXPECT_THAT(refused({"train.rollback_on_spike=1"}), HasSubstr("train.rollback_on_spike: 1"));
   EXPECT_THAT(refused({"train.on_nonfinite=skip", "train.error_if_nonfinite=true"}),
               HasSubstr("expected one of the two"));
-  EXPECT_THAT(refused({"train.on_nonfinite=skip",
-                       "parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}"}),
-              HasSubstr("expected stop or rollback, or no overlap"));
   EXPECT_THAT(failure_of(2, {"train.on_nonfinite=skip",
                              "parallel={type: DistributedDataParallel, comm_hook: power_sgd}"}),
               HasSubstr("of parallel.comm_hook would keep what a step left in it"));

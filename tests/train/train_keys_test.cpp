@@ -55,12 +55,6 @@ TEST_F(TrainKeys, ErrorIfNonfiniteEndsTheRunBeforeTheUpdate) {
   }
   EXPECT_THAT(thrown_by([] { load_config("c.yaml", {"train.clip_norm_type=-1"}); }),
               HasSubstr("train.clip_norm_type: -1; expected a number > 0, or inf"));
-  EXPECT_THAT(thrown_by([] {
-                load_config("c.yaml", {"train.error_if_nonfinite=true",
-                                       "parallel={type: ZeroRedundancyOptimizer, "
-                                       "overlap_with_backward: true}"});
-              }),
-              HasSubstr("train.error_if_nonfinite: the norm is known only after backward"));
 }
 
 TEST_F(TrainKeys, FrozenParametersKeepTheirValuesAndTheOthersTrain) {

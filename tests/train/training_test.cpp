@@ -110,7 +110,7 @@ TEST_F(TrainingTest, FullyShardedTrainsAsDataParallel) {
 TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
   const std::vector<std::string> wrappers{
       "parallel.type=DistributedDataParallel", "parallel.type=ZeroRedundancyOptimizer",
-      "parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}",
+      "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true}",
       "parallel={type: DistributedOptimizer, reduce_method: mean, param_pack: true}",
       "parallel={type: FullyShardedDataParallel, wrap_policy: {type: name_based, patterns: "
       "transformer.h.*}}"};
@@ -329,7 +329,7 @@ TEST_F(TrainingTest, EveryWrapperReachesTheSameLosses) {
     expect_near(ddp.grad_norms, reference.grad_norms, 1e-3);
     for (const char* zero :
          {"{type: ZeroRedundancyOptimizer}", "{type: ZeroRedundancyOptimizer, partition: whole}",
-          "{type: ZeroRedundancyOptimizer, partition: first_fit, overlap_with_backward: true}"}) {
+          "{type: ZeroRedundancyOptimizer, partition: first_fit, shard_gradients: true}"}) {
       const TrainResult result = train_ranks(world, with(zero));
       EXPECT_EQ(result.losses, ddp.losses) << zero << " on " << world;
       EXPECT_EQ(result.eval_loss, ddp.eval_loss) << zero << " on " << world;

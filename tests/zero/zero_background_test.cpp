@@ -201,7 +201,6 @@ TEST(ZeroBackground, IsRefusedWhereItCannotWork) {
     };
     EXPECT_THAT(refused({.parameters_as_bucket_view = false}),
                 HasSubstr("gather_in_background needs parameters_as_bucket_view"));
-    EXPECT_THAT(refused({.overlap_with_backward = true}), HasSubstr("excludes overlap_with"));
     EXPECT_THAT(refused({.wire = {.parameters = WireFormat::int8}}),
                 HasSubstr("expected wire.parameters float32"));
   });

@@ -1,4 +1,3 @@
-#include <future>
 #include <memory>
 
 #include <torch/optim/schedulers/step_lr.h>
@@ -17,10 +16,10 @@ using ::testing::HasSubstr;
 std::vector<ZeroOptions> ways() {
   std::vector<ZeroOptions> result;
   for (const auto partition : {Partition::flat, Partition::whole}) {
-    for (const bool overlap : {false, true}) {
+    for (const bool shard : {false, true}) {
       ZeroOptions options;
       options.partition = partition;
-      options.overlap_with_backward = overlap;
+      options.shard_gradients = shard;
       options.bucket_cap_mb = 40.0 / (1 << 20);
       result.push_back(options);
     }
@@ -53,35 +52,6 @@ TEST(ZeroBehaviour, SchedulersThatHoldTheWrapperWork) {
       EXPECT_NEAR(zero.param_groups()[0].options().get_lr(), 0.05 * 0.01, 1e-9);
       for (size_t i = 0; i < net->parameters().size(); ++i)
         EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-5, 1e-6));
-    });
-  }
-}
-
-TEST(ZeroBehaviour, OptionsThatChangeAfterAnOverlappedBackwardAreAnError) {
-  for (const int changing : {0, 1}) {
-    run_ranks(2, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(1);
-      Zero zero(*net, group, factory("AdamW"),
-                {.overlap_with_backward = true, .bucket_cap_mb = 40.0 / (1 << 20)});
-      const auto set_lr = [&](double lr) { zero.param_groups()[0].options().set_lr(lr); };
-      for (int step = 0; step < 2; ++step) {
-        set_lr(0.05 / (step + 1));  // before forward, as it should be
-        loss_of(net(rows(step, rank, 2))).backward();
-        zero.step();
-        zero.zero_grad();
-        EXPECT_EQ(zero.param_groups()[0].options().get_lr(), 0.05 / (step + 1));
-      }
-      loss_of(net(rows(2, rank, 2))).backward();
-      if (rank == changing) set_lr(0.5);
-      // A rank that has changed nothing learns of it in its next collective.
-      const auto go_on = [&] {
-        zero.step();
-        zero.zero_grad();
-        loss_of(net(rows(3, rank, 2))).backward();
-        zero.step();
-      };
-      EXPECT_THAT(thrown_by(go_on), AllOf(HasSubstr("rank " + std::to_string(changing)),
-                                          HasSubstr("option lr of group 0")));
     });
   }
 }
@@ -163,8 +133,6 @@ TEST(ZeroBehaviour, FrozenThenUnfrozenKeepsStateAndRepartitions) {
       Zero zero(*net, group, factory("AdamW"), options);
       for (int step = 0; step < 6; ++step) {
         toggle(net, step);
-        // With overlap a bucket is sent during backward: tell it before.
-        if (options.overlap_with_backward && (step == 2 || step == 4)) zero.step();
         loss_of(net(rows(step, rank, 3))).backward();
         zero.step();
         zero.zero_grad();
@@ -325,11 +293,9 @@ TEST(ZeroBehaviour, TheTrackedNormIsTheNorm) {
 }
 
 TEST(ZeroBehaviour, TrafficIsTwoUnitsNotThree) {
-  for (const auto& base : ways()) {
+  for (const auto& options : ways()) {
     for (int world = 2; world <= 4; ++world) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
-        auto options = base;
-        options.find_unused_parameters = false;
         auto net = seeded<Uneven>(8);
         Zero zero(*net, group, factory("AdamW"), options);
         uint64_t numel = 0;
@@ -474,49 +440,6 @@ TEST(ZeroBehaviour, ABackwardThroughValuesFromBeforeTheStepIsRefusedAsByAPlainOp
       EXPECT_THROW(early.backward(), c10::Error);
     });
   }
-}
-
-TEST(ZeroBehaviour, AMissingGradientUnderOverlapNamesParameterAndRankEverywhere) {
-  const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(8);
-    Zero zero(*net, group, factory("SGD"),
-              {.overlap_with_backward = true,
-               .bucket_cap_mb = 40.0 / (1 << 20),
-               .find_unused_parameters = false});
-    auto loss = rank == 1 ? loss_of(torch::tanh(net->second(rows(0)))) : loss_of(net(rows(0)));
-    loss.backward();
-    zero.step();
-  });
-  for (const auto& error : errors) {
-    EXPECT_THAT(message_of(error), HasSubstr("rank 1"));
-    EXPECT_THAT(message_of(error), HasSubstr("last.weight"));
-  }
-}
-
-TEST(ZeroBehaviour, AnUpdateThatOutlivesTheOptimizerTouchesNothing) {
-  std::promise<void> gone;
-  const auto errors = run_ranks_catching(
-      2, [&, optimizer_gone = gone.get_future().share()](ProcessGroup group, int rank) {
-        auto net = seeded<Uneven>(8);
-        auto zero = std::make_unique<Zero>(
-            *net, group, factory("SGD"),
-            ZeroOptions{.overlap_with_backward = true, .bucket_cap_mb = 40.0 / (1 << 20)});
-        auto loss = loss_of(net(rows(0)));
-        if (rank == 1) {
-          optimizer_gone.wait_for(std::chrono::seconds(10));
-          loss.backward();
-          return group.barrier();
-        }
-        net->first->weight.register_hook(
-            [](at::Tensor) -> at::Tensor { throw std::runtime_error("inside backward"); });
-        EXPECT_THROW(loss.backward(), std::runtime_error);
-        EXPECT_GT(group.stats().reduce_scatter.calls, 0u);
-        zero.reset();
-        gone.set_value();
-        group.barrier();  // behind the updates
-      });
-  EXPECT_THAT(message_of(errors[0]), HasSubstr("rank 0 calls barrier"));
-  EXPECT_THAT(message_of(errors[1]), HasSubstr("rank 0"));
 }
 
 }  // namespace

@@ -251,8 +251,7 @@ TEST(ZeroEarly, TheMeanTakesTheMemoryOfThisRanksPart) {
 TEST(ZeroEarly, OptionsThatExcludeItAreNamed) {
   const std::vector<std::pair<ZeroOptions, std::string>> wrong{
       {{.reduce_gradients = false, .reduce_in_backward = true}, "needs reduce_gradients"},
-      {{.reduce_in_backward = true, .reduce_in_place = true}, "expected reduce_in_place off"},
-      {{.overlap_with_backward = true, .reduce_in_backward = true}, "expected one of the two"}};
+      {{.reduce_in_backward = true, .reduce_in_place = true}, "expected reduce_in_place off"}};
   for (const auto& [options, expected] : wrong) {
     for (const auto& error : run_ranks_catching(2, [&](ProcessGroup group, int) {
            auto net = seeded<Uneven>(8);

@@ -179,7 +179,7 @@ TEST(ZeroOptions, ThatDifferBetweenRanksAreAnErrorOnAllRanks) {
   expect_usage_errors(classes, "AdamW");
   for (const auto& options : {Zero::Options{}, Zero::Options{.partition = Partition::whole},
                               Zero::Options{.parameters_as_bucket_view = false},
-                              Zero::Options{.overlap_with_backward = true}}) {
+                              Zero::Options{.shard_gradients = true}}) {
     const auto later = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(1);
       Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}), options);
@@ -220,21 +220,12 @@ TEST(ZeroBesideDdp, DefaultOptionsUseTheGradientsOfDdp) {
   }
 }
 
-TEST(ZeroBesideDdp, TheOtherOrderOrOverlapIsAnError) {
+TEST(ZeroBesideDdp, TheOtherOrderIsAnError) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
     Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}));
     EXPECT_THAT(thrown_by([&] { DistributedDataParallel ddp(net, group); }),
                 HasSubstr("construct DistributedDataParallel first"));
-  });
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(1);
-    DistributedDataParallel ddp(net, group);
-    EXPECT_THAT(thrown_by([&] {
-                  Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}),
-                            {.overlap_with_backward = true});
-                }),
-                HasSubstr("option overlap_with_backward, and DistributedDataParallel reduces"));
   });
 }
 
@@ -258,14 +249,14 @@ TEST(ZeroBesideDdp, ParametersThatDdpDoesNotReduceAreAnError) {
 
 TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
   for (const auto rule : {BufferSync::broadcast, BufferSync::mean}) {
-    for (const bool overlap : {false, true}) {
+    for (const bool shard : {false, true}) {
       for (const int world : {2, 3, 4}) {
         run_ranks(world, [&](ProcessGroup group, int rank) {
           auto net = seeded<Normed>(1);
           auto& mean = net->norm->running_mean;
           mean.fill_(rank + 5);
           Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}}),
-                    {.overlap_with_backward = overlap, .buffers = rule});
+                    {.buffers = rule, .shard_gradients = shard});
           EXPECT_EQ(mean[0].item<float>(), 5);
           for (int step = 0; step < 3; ++step) {
             zero.zero_grad();
@@ -279,63 +270,30 @@ TEST(ZeroBuffers, AreRankZerosAtConstructionAndEqualAfterEveryStep) {
   }
 }
 
-TEST(ZeroOverlap, ALayerThatThawsKeepsItsFirstGradient) {
-  for (const bool find_unused : {true, false}) {
-    for (const int world : {1, 2, 3}) {
-      run_ranks(world, [&](ProcessGroup group, int rank) {
-        auto plain = seeded<Uneven>(1), net = seeded<Uneven>(1);
-        Zero reference(*plain, group, optimizer_of("SGD", {{"lr", 0.1}, {"momentum", 0.9}}));
-        Zero zero(*net, group, optimizer_of("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
-                  {.overlap_with_backward = true, .find_unused_parameters = find_unused});
-        for (int step = 0; step < 6; ++step) {
-          for (auto* const model : {plain.get(), net.get()}) {
-            if (step == 2) model->second->weight.set_requires_grad(false);
-            if (step == 4) model->second->weight.set_requires_grad(true);
-          }
-          reference.zero_grad();
-          zero.zero_grad();
-          loss_of(plain(rows(step, rank, world))).backward();
-          loss_of(net(rows(step, rank, world))).backward();
-          reference.step();
-          zero.step();
-          for (size_t i = 0; i < net->parameters().size(); ++i) {
-            EXPECT_TRUE(at::equal(net->parameters()[i], plain->parameters()[i]))
-                << "step " << step << " parameter " << i << " world " << world;
-          }
-        }
-      });
-    }
-  }
-}
-
-TEST(ZeroOverlap, AReadOfAnUpdatedParameterInTheSameBackwardRaises) {
-  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-    auto weight = torch::randn({3, 3}).requires_grad_(), first = torch::ones({3}).requires_grad_();
-    Zero zero({{{{"first", first}, {"weight", weight}}, {}}}, group,
-              optimizer_of("SGD", {{"lr", 0.1}}),
-              {.overlap_with_backward = true, .bucket_cap_mb = 1e-6});
-    const auto x = torch::ones({2, 3}) * first;
-    const auto h = torch::linear(x, weight.detach());
-    torch::linear(h, weight).sum().backward();
-    zero.step();
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), HasSubstr("modified by an inplace operation"));
-}
-
-TEST(ZeroOverlap, StateIsNotReadWhileBackwardUpdatesIt) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(1);
-    Zero zero(*net, group, optimizer_of("Adam", {{"lr", 0.1}}), {.overlap_with_backward = true});
-    loss_of(net(rows(0, rank, 2))).backward();
-    const std::string between = "was called between backward and step()";
-    EXPECT_THAT(thrown_by([&] { zero.consolidate_state_dict(); }), HasSubstr(between));
-    EXPECT_THAT(thrown_by([&] { zero.load_state_dict({}); }), HasSubstr(between));
-    EXPECT_THAT(thrown_by([&] { zero.memory(); }), HasSubstr(between));
-    EXPECT_THAT(thrown_by([&] { zero.rank_local_state_dict(); }), HasSubstr(between));
-    zero.step();
-    zero.consolidate_state_dict();
-  });
+TEST(ZeroBuffers, OfParameterGroupsAreEqualWithAModuleAndTheLogSaysSoWithoutOne) {
+  const auto log_of = [](bool module, const Zero::Options& options) {
+    ::testing::internal::CaptureStdout();
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Normed>(1);
+      const std::vector<Zero::Group> groups{{named_parameters(*net), {}}};
+      const auto sgd = optimizer_of("SGD", {{"lr", 0.1}});
+      const auto zero = module ? std::make_unique<Zero>(*net, groups, group, sgd, options)
+                               : std::make_unique<Zero>(groups, group, sgd, options);
+      for (int step = 0; step < 2; ++step) {
+        zero->zero_grad();
+        loss_of(net(rows(step, rank, 2))).backward();
+        zero->step();
+        if (module) expect_equal_buffers(*net, group);
+      }
+    });
+    return ::testing::internal::GetCapturedStdout();
+  };
+  const std::string line = "expected ZeroRedundancyOptimizer(module, groups, …)";
+  EXPECT_EQ(log_of(true, {}).find(line), std::string::npos);
+  EXPECT_EQ(log_of(false, {.buffers = BufferSync::none}).find(line), std::string::npos);
+  const auto text = log_of(false, {});
+  ASSERT_NE(text.find(line), std::string::npos);
+  EXPECT_EQ(text.find(line), text.rfind(line)) << "once";
 }
 
 TEST(ZeroNorm, TheInfinityNormSeesANaNOfEveryRank) {

@@ -82,6 +82,57 @@ TEST(ZeroOwnNorm, EveryNormAndEveryWayToTheGradientsIsRefused) {
   }
 }
 
+/// Clipping as programs write it themselves, over the norm of this rank's own gradients.
+TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
+  enum class Way { powers, squares, norms, divided, one_rank_alone, tensor };
+  for (const auto way :
+       {Way::powers, Way::squares, Way::norms, Way::divided, Way::one_rank_alone, Way::tensor}) {
+    for (const bool early : {false, true}) {
+      const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(8);
+        Zero zero(*net, group, factory("AdamW"), {.reduce_in_backward = early});
+        for (int step = 0; step < 2; ++step) {
+          loss_of(net(rows(step, rank, 3)) * (rank + 1)).backward();
+          auto squares = torch::zeros({});
+          double total = 0;
+          for (auto& p : net->parameters()) {
+            const auto grad = p.grad();
+            if (way == Way::norms) total += std::pow(grad.norm().item<double>(), 2);
+            else squares += way == Way::powers ? grad.pow(2).sum() : grad.square().sum();
+          }
+          if (way != Way::norms) total = squares.item<double>();
+          const double norm = std::sqrt(total);
+          for (auto& p : net->parameters()) {
+            if (way == Way::divided) p.grad().div_(norm + 1);
+            else if (way == Way::tensor) p.grad().mul_(0.1 / (squares.sqrt() + 1e-6));
+            else if (way != Way::one_rank_alone || rank == 1) p.mutable_grad() *= 0.1 / norm;
+          }
+          zero.step();
+          zero.zero_grad();
+        }
+      });
+      expect_usage_errors(errors, kRightCall);
+    }
+  }
+}
+
+TEST(ZeroOwnNorm, EqualScalesAndWeightsOfUnequalBatchesAreAllowed) {
+  run_ranks(3, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(8);
+    Zero zero(*net, group, factory("AdamW"));
+    for (int step = 0; step < 3; ++step) {
+      loss_of(net(rows(step, rank, 3))).backward();
+      for (auto& p : net->parameters()) p.grad().mul_(0.5 + 0.1 * rank);  // by what the rank has
+      auto squares = torch::zeros({1});
+      for (auto& p : net->parameters()) squares += p.grad().pow(2).sum();
+      group.all_reduce(squares);
+      for (auto& p : net->parameters()) p.grad().mul_(0.1 / squares.sqrt().item<double>());
+      zero.step();
+      zero.zero_grad();
+    }
+  });
+}
+
 TEST(ZeroOwnNorm, ARankThatDoesNotClipHearsOfIt) {
   const auto errors = run_ranks_catching(3, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8);
@@ -134,16 +185,6 @@ TEST(ZeroOwnNorm, ItIsRefusedInADisplacedBucketAndAfterItsReturn) {
     });
     expect_usage_errors(errors, kRightCall);
   }
-}
-
-TEST(ZeroOwnNorm, UnderOverlapItIsRefusedToo) {
-  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(8);
-    Zero zero(*net, group, factory("AdamW"), {.overlap_with_backward = true});
-    loss_of(net(rows(0, rank, 2))).backward();
-    clip(*net);
-  });
-  expect_usage_errors(errors, kRightCall);
 }
 
 TEST(ZeroOwnNorm, ScalesNormsAndLimitsOfOtherKindsAreAllowed) {

@@ -28,14 +28,14 @@ std::vector<Case> cases() {
   for (const auto& [name, options] : optimizers) {
     for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
       for (const bool view : {true, false}) {
-        for (const bool overlap : {false, true}) {
+        for (const bool shard : {false, true}) {
           ZeroOptions zero;
           zero.partition = partition;
           zero.parameters_as_bucket_view = view;
-          zero.overlap_with_backward = overlap;
+          zero.shard_gradients = shard;
           zero.bucket_cap_mb = 40.0 / (1 << 20);  // 10 floats: several buckets
           auto label = name + "_" + partition_name(partition) + (view ? "_view" : "_own") +
-                       (overlap ? "_overlap" : "");
+                       (shard ? "_shard_gradients" : "");
           std::replace(label.begin(), label.end(), '.', '_');
           result.push_back({name, options, zero, label});
         }
@@ -128,7 +128,7 @@ TEST(ZeroParity, LargeParametersAreUpdatedInManyRuns) {
     reference->step();
   }
   for (const auto backend : {Backend::Auto, Backend::TCP}) {
-    for (const bool overlap : {false, true}) {
+    for (const bool shard : {false, true}) {
       for (int world = 1; world <= 3; ++world) {
         ProcessGroupOptions options;
         options.backend = backend;
@@ -137,7 +137,7 @@ TEST(ZeroParity, LargeParametersAreUpdatedInManyRuns) {
             [&](ProcessGroup group, int rank) {
               const auto mine = make();
               Zero zero({{{{"first", mine[0]}, {"second", mine[1]}}, {}}}, group, factory("AdamW"),
-                        {.overlap_with_backward = overlap});
+                        {.shard_gradients = shard});
               for (int step = 0; step < 3; ++step) {
                 loss(mine).backward();
                 zero.step();

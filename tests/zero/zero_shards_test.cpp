@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "harness/slices.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
@@ -14,12 +16,12 @@ using ::testing::HasSubstr;
 std::vector<ZeroOptions> all_ways() {
   std::vector<ZeroOptions> result;
   for (const auto partition : kPartitions) {
-    for (const bool overlap : {false, true}) {
+    for (const bool shard : {false, true}) {
       for (const bool view : {true, false}) {
         result.push_back({.partition = partition,
                           .parameters_as_bucket_view = view,
-                          .overlap_with_backward = overlap,
-                          .bucket_cap_mb = 40.0 / (1 << 20)});
+                          .bucket_cap_mb = 40.0 / (1 << 20),
+                          .shard_gradients = shard});
       }
     }
   }
@@ -178,25 +180,28 @@ TEST(ZeroShards, AResumedRunIsTheUninterruptedOneWithItsGroups) {
   }
 }
 
-TEST(ZeroShards, FollowAChangeOfWhatIsTrainable) {
+TEST(ZeroShards, KeepAParameterThatIsFrozenForATime) {
+  std::atomic<int> found = 0;
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
     Zero zero(*net, group, factory("AdamW"));
     train(net, zero, 0, 2, rank, 2);
     net->second->weight.requires_grad_(false);
     train(net, zero, 2, 3, rank, 2);
-    for (const auto& shard : zero.shards()) EXPECT_NE(shard.parameter, "second.weight");
     auto slices = zero.state_slices();
     zero.load_state_slices(slices);
     net->second->weight.requires_grad_(true);
     train(net, zero, 3, 4, rank, 2);
     for (const auto& slice : zero.state_slices()) {
-      if (slice.parameter == "second.weight")
-        EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 1) << "never stepped before";
+      if (slice.parameter == "second.weight") {
+        EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 3);
+        ++found;
+      }
       if (slice.parameter == "first.weight")
         EXPECT_EQ(std::get<int64_t>(slice.state.scalars.at("step")), 4);
     }
   });
+  EXPECT_GT(found, 0);
 }
 
 TEST(ZeroShards, WhatIsWrittenIntoThemReachesAllRanksInOneGatherABucket) {
@@ -219,7 +224,7 @@ TEST(ZeroShards, WhatIsWrittenIntoThemReachesAllRanksInOneGatherABucket) {
         group.reset_stats();
         zero.gather_parameters();
         const auto& stats = group.stats();
-        if (!options.overlap_with_backward)
+        if (!options.shard_gradients)
           EXPECT_EQ(stats.all_gather.calls, world > 1 ? 2u : 0u) << "one for each dtype";
         EXPECT_EQ(stats.calls(), stats.all_gather.calls);
         for (const auto& [name, tensor] : named_parameters(*net)) {
@@ -256,24 +261,6 @@ TEST(ZeroShards, SlicesThatDoNotFitNameParameterAndRankAndChangeNothing) {
     after.add(zero.state_slices());
   });
   after.expect_equal(before);
-}
-
-TEST(ZeroShards, NothingIsReadOrWrittenWhileOverlapUpdates) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Uneven>(1);
-    Zero zero(*net, group, factory("AdamW"), {.overlap_with_backward = true});
-    loss_of(net(rows(0, rank, 2))).backward();
-    EXPECT_THAT(thrown_by([&] { zero.gather_parameters(); }),
-                HasSubstr("gather_parameters was called between backward and step()"));
-    EXPECT_THAT(thrown_by([&] { zero.state_slices(); }),
-                HasSubstr("state_slices was called between"));
-    EXPECT_THAT(thrown_by([&] { zero.load_state_slices({}); }),
-                HasSubstr("load_state_slices was called between"));
-    EXPECT_THAT(thrown_by([&] { zero.clip_grad_value_(1); }), HasSubstr("overlap_with_backward"));
-    zero.step();
-    zero.gather_parameters();
-    EXPECT_FALSE(zero.state_slices().empty());
-  });
 }
 
 }  // namespace

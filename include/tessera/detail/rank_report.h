@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::detail {
 
 /// What a rank tells its launcher about its end, so that the launcher can name the rank where a
@@ -26,18 +28,16 @@ struct RankReport {
 
   /// The form in the file: a line "<kind> <signal> <ranks…>", then the message.
   std::string to_text() const {
-    std::ostringstream result;
-    result << static_cast<int>(kind) << ' ' << signal;
-    for (const int rank : ranks) result << ' ' << rank;
-    result << '\n' << text;
-    return result.str();
+    std::string result = std::to_string(static_cast<int>(kind)) + ' ' + std::to_string(signal);
+    for (const int rank : ranks) result += ' ' + std::to_string(rank);
+    return result + '\n' + text;
   }
 
   /// Returns nullopt if `bytes` are not the form of a report.
   static std::optional<RankReport> from_text(const std::string& bytes) {
     const size_t end = bytes.find('\n');
     if (end == std::string::npos) return std::nullopt;
-    std::istringstream line(bytes.substr(0, end));
+    Classic<std::istringstream> line(bytes.substr(0, end));
     int kind = -1;
     RankReport result;
     if (!(line >> kind >> result.signal) || kind < 0 || kind > static_cast<int>(Kind::stop))

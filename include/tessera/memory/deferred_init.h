@@ -19,8 +19,9 @@ namespace tessera {
 /// they do not take as an argument. `deferred_stats` counts them, and a line of the log at level
 /// debug names each of them.
 ///
-/// UsageError if another library of the process has a fallback on the dispatch key `Fake`, or a
-/// CPU allocator that hides this one.
+/// If another library of the process has taken the dispatch key `DeferredInit`, or has a CPU
+/// allocator that hides this one, nothing is deferred: one line in the log says so, and tensors
+/// have their memory at once.
 class DeferredScope {
  public:
   DeferredScope();

@@ -59,7 +59,8 @@ struct StateSlice : ElementRange {
 ParameterShard whole_shard(const std::string& name, const at::Tensor& parameter);
 
 /// The shards of parameters that are not sharded: each parameter is one shard of all its elements.
-/// Frozen and empty parameters are left out.
+/// Frozen and empty parameters are left out. A list that was made before a parameter is frozen for
+/// some steps stays valid and has its state.
 std::vector<ParameterShard> parameter_shards(const NamedParameters& parameters);
 
 /// Returns one slice for each of `shards`, in their order. The tensors alias the optimizer's and

@@ -21,7 +21,8 @@ struct WeightAverageOptions {
 /// float32), and a second one while swapped.
 class WeightAverage {
  public:
-  /// Keeps references to `live`, the tensors that the optimizer updates. Throws UsageError for a
+  /// Keeps references to `live`, the tensors that the optimizer updates. They stay valid while a
+  /// parameter is frozen for some steps. Throws UsageError for a
   /// decay outside [0, 1), and for an undefined tensor, naming its index.
   WeightAverage(std::vector<at::Tensor> live, double decay, WeightAverageOptions options = {});
   WeightAverage(const WeightAverage&) = delete;

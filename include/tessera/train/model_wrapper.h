@@ -101,13 +101,13 @@ class ModelWrapper {
   virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
+  /// UsageError for a parameter that was frozen at construction and is trainable now: the optimizer
+  /// may not have it, and checkpoints would lack its state. Local.
+  void check_frozen() const;
   /// After update() or drop_gradients(), for the errors of gradients that travel rounded (option
   /// `wire`): whether the gradients were used, and the factor by which the scale of the loss has
   /// changed. By default nothing. Local.
   virtual void update_wire_feedback(bool /*stepped*/, double /*scale_change*/) {}
-  /// Whether backward() already updates the parameters, so that gradients can be neither unscaled
-  /// nor clipped before the update.
-  virtual bool updates_in_backward() const { return false; }
 
   /// The optimizer whose parameter groups have the learning rates. Local.
   virtual torch::optim::Optimizer& optimizer() = 0;
@@ -187,6 +187,7 @@ class ModelWrapper {
 
  private:
   Preprocessor preprocessor_;
+  NamedParameters frozen_;  // at construction
   std::vector<std::pair<std::string, at::Tensor>> figures_;
 };
 
@@ -213,8 +214,7 @@ struct WrapperContext {
 
 /// A wrapper with its options.
 struct WrapperPlan {
-  bool distributed = true;  ///< works with more than one rank
-  bool updates_in_backward = false;
+  bool distributed = true;          ///< works with more than one rank
   std::string optimizer_type = {};  ///< optimizer named by the wrapper's options; empty: none
   std::function<std::unique_ptr<ModelWrapper>(WrapperContext)> make = {};
 };

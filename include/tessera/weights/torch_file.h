@@ -11,24 +11,25 @@
 #include "tessera/weights/tensor_source.h"
 
 // Reads and writes the files of torch.save (.pt, .pth, .bin): a zip archive with a pickle and one
-// record for each storage. The pickle is read by a reader of our own that runs nothing: it knows
-// dicts, lists, tuples, numbers, strings, None, OrderedDict, tensors, parameters, storages, dtypes
-// and sizes, and refuses everything else by its name. All functions are local.
+// record for each storage; also reads those of PyTorch before 1.6. The pickle is read by a reader
+// of our own that runs nothing: it knows dicts, lists, tuples, numbers, strings, None, OrderedDict,
+// tensors, parameters, storages, dtypes and sizes, and leaves out everything else. All functions
+// are local.
 
 namespace tessera {
 
-/// A file of torch.save opened for reading, or an archive of torch.jit.save, whose parameters and
-/// buffers are then read with torch::jit::load. The constructor checks the zip directory, the
-/// pickle and every tensor against the size of its storage; it takes at most about 100 MB, and time
-/// proportional to the directory and the pickle. Of an archive of torch.jit.save it reads all.
+/// A file of torch.save opened for reading, or of torch::save() of C++. The constructor checks the
+/// zip directory, the pickle and every tensor against the size of its storage; it takes at most
+/// about 100 MB, and time proportional to the directory and the pickle.
 class TorchFile : public TensorSource {
  public:
   /// `key` names the dict with the weights in a file that has several, such as "model" in
   /// {"model": …, "optimizer": …}; keys of dicts within dicts are divided by "/". Empty: the file's
   /// own dict, or the only dict in it that has tensors and is not an optimizer's state. Names in
-  /// dicts and lists below it are joined by dots; values that are not tensors are left out.
-  /// Throws UsageError with the file and what it found: names of Python that are not allowed, files
-  /// of a big-endian machine, archives and tensors whose sizes contradict each other, cycles.
+  /// dicts and lists below it are joined by dots; values that are not tensors are left out, and
+  /// objects of Python are named in the log. Throws UsageError with the file and what it found:
+  /// TorchScript, tensors inside of other objects, files of a big-endian machine, archives and
+  /// tensors whose sizes contradict each other, cycles.
   explicit TorchFile(const std::string& path, const std::string& key = "");
   ~TorchFile() override;
   TorchFile(TorchFile&&) noexcept;

@@ -38,22 +38,26 @@ struct WeightsMatch {
     std::string second;  ///< not read otherwise
     std::string advice;  ///< the end of the error's message
   };
-  std::map<std::string, std::string> names;  ///< by parameter or buffer: the tensor of the file
+  /// By parameter or buffer, under all of its names: the tensor of the file.
+  std::map<std::string, std::string> names;
   std::vector<Equal> equal = {};
   UnmatchedNames unmatched = {};
 };
 
 /// Weights opened for reading. The kind of each file is recognised by its content: safetensors,
-/// torch.save, torch.jit.save, or an index of several files in the form of Hugging Face. Copies
-/// share the opened files.
+/// torch.save, torch::save() of C++, or an index of several files in the form of Hugging Face.
+/// Nothing of a file is run. Copies share the opened files.
 class Weights : public TensorSource {
  public:
-  /// `path`: a file, an index, or a folder that has model.safetensors.index.json,
-  /// model.safetensors, weights.safetensors, pytorch_model.bin.index.json or pytorch_model.bin; the
-  /// first of them is read. Throws UsageError as SafetensorsFile, TorchFile and
-  /// parse_weights_index() do; if a file of the index is missing, has not exactly the tensors that
-  /// the index gives it, or the total is wrong; for files of other kinds, which it names; for a
-  /// pattern that is no regular expression; and if two names become equal.
+  /// `path`: a file, an index, or a folder that has model.safetensors,
+  /// model.safetensors.index.json, weights.safetensors, pytorch_model.bin or
+  /// pytorch_model.bin.index.json; the first of them is read. Throws UsageError as SafetensorsFile,
+  /// TorchFile and parse_weights_index() do; if a file of the index is missing, or lacks a tensor
+  /// that the index gives it; for files of other kinds, which it names; for a pattern that is no
+  /// regular expression; and if two names become equal. Logs one line if the index is wrong
+  /// otherwise (its files' other tensors are read, too, those that it gives to another file from
+  /// there), if a folder has an index beside the file that is read, and for a link that leads out
+  /// of the folder of a file that the folder or the index names.
   explicit Weights(const std::string& path, const WeightsOptions& options = {});
 
   const std::string& path() const override;

@@ -33,7 +33,8 @@ void convert_weights(const Weights& from, const std::string& to,
                      const ConvertOptions& options = {});
 
 /// Copies the regular files of folder `from` that hold no weights to folder `to`, which exists, and
-/// returns their names. Files of more than 100 MB, hidden files and folders are left out.
+/// returns their names. Files of more than 100 MB, hidden files and folders are left out, and, with
+/// a line in the log, links to files outside of `from`, except for those of Hugging Face's cache.
 std::vector<std::string> copy_other_files(const std::string& from, const std::string& to);
 
 struct TensorDifference {

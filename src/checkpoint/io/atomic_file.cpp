@@ -94,7 +94,9 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   if (folder_.find(".partial-") == folder_.npos) remove_abandoned(folder_, status);
 }
 
-AtomicFile::~AtomicFile() { discard(); }
+AtomicFile::~AtomicFile() {
+  if (process_.is_this()) discard();
+}
 
 void AtomicFile::discard() noexcept {
   file_.close();

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "checkpoint/io/file_descriptor.h"
+#include "tessera/detail/own_process.h"
 
 namespace tessera {
 
@@ -43,6 +44,7 @@ class AtomicFile {
   std::string folder_;
   std::string temporary_;  // empty once renamed or removed
   FileDescriptor file_;
+  detail::OwnProcess process_;
 };
 
 }  // namespace tessera

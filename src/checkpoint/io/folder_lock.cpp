@@ -107,7 +107,7 @@ void FolderLock::check_held() const {
 
 FolderLock::~FolderLock() {
   // Clears pid and host, so that the file does not name a process that no longer holds the lock.
-  if (file_ && text_of(file_) == text_ && !clear(file_)) return;
+  if (file_ && process_.is_this() && text_of(file_) == text_ && !clear(file_)) return;
 }
 
 }  // namespace tessera::store

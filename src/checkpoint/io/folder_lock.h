@@ -3,6 +3,7 @@
 #include <string>
 
 #include "checkpoint/io/file_descriptor.h"
+#include "tessera/detail/own_process.h"
 
 namespace tessera::store {
 
@@ -31,6 +32,7 @@ class FolderLock {
   std::string text_;  // of the file
   bool alone_ = false;
   FileDescriptor file_;
+  detail::OwnProcess process_;
 };
 
 }  // namespace tessera::store

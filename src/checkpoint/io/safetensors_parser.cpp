@@ -18,7 +18,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
   Header take() { return std::move(header_); }
 
-  bool null() override { return unexpected("null"); }
+  bool null() override;
   bool boolean(bool) override { return unexpected("a boolean"); }
   bool number_float(number_float_t, const string_t& text) override {
     return unexpected("the number " + text.substr(0, 40));
@@ -108,6 +108,12 @@ void HeaderHandler::refuse(const std::string& reason) const {
     where = "tensor " + in_quotes(header_.entries.back().name);
   }
   throw UsageError("safetensors: " + file_ + ": " + where + ": " + reason);
+}
+
+bool HeaderHandler::null() {
+  if (place_ != Place::metadata_value) return unexpected("null");
+  place_ = Place::top;  // as the reference implementation reads it
+  return true;
 }
 
 bool HeaderHandler::number_unsigned(number_unsigned_t value) {

@@ -6,6 +6,7 @@
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "tessera/detail/nearest.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/safetensors.h"
@@ -146,7 +147,7 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
   }
   if (slot.bytes > 0) {
     materialize(tensor);  // the system cannot read memory whose values are deferred
-    const at::Tensor flat = tensor.detach().to(at::kCPU).contiguous();
+    const at::Tensor flat = detail::resolved(tensor.detach()).to(at::kCPU).contiguous();
     impl_->file->write_at(flat.data_ptr(), slot.bytes, impl_->header.size() + slot.begin);
   }
   slot.written = true;

@@ -2,12 +2,13 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/resolved.h"
 #include "tessera/error.h"
 
 namespace tessera {
 
 at::Tensor TensorSource::load_bytes(const std::string& name) const {
-  const at::Tensor tensor = load(name).contiguous();
+  const at::Tensor tensor = detail::resolved(load(name)).contiguous();
   const auto size = static_cast<int64_t>(tensor.nbytes());
   if (size == 0) return at::empty({0}, at::kByte);
   return at::from_blob(

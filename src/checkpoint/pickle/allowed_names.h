@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-// The dtypes of PyTorch by their names in pickles.
+// The names of Python that are read in pickles, and the dtypes of PyTorch by their names.
 
 namespace tessera::pickle {
 
@@ -36,5 +36,30 @@ inline constexpr DtypeName kDtypes[] = {
 };
 
 inline constexpr std::string_view kUntypedStorage = "UntypedStorage";
+
+inline bool is_dtype(std::string_view name) {
+  for (const auto& dtype : kDtypes) {
+    if (dtype.dtype == name || (!dtype.storage.empty() && dtype.storage == name)) return true;
+  }
+  return false;
+}
+
+inline bool is_allowed(std::string_view module, std::string_view name) {
+  if (module == "collections") return name == "OrderedDict";
+  if (module == "torch") return name == "Size" || is_dtype(name);
+  if (module == "torch.storage") return name == kUntypedStorage;
+  if (module == "torch._utils")
+    return name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3" ||
+           name == "_rebuild_parameter" || name == "_rebuild_parameter_with_state";
+  return false;
+}
+
+/// A class of C++'s torch::save(): "__torch__.Module" or "__torch__.___torch_mangle_0.Module".
+inline bool is_cpp_module(std::string_view module, std::string_view name) {
+  constexpr std::string_view kMangled = "__torch__.___torch_mangle_";
+  return name == "Module" &&
+         (module == "__torch__" ||
+          (module.starts_with(kMangled) && module.find('.', kMangled.size()) == module.npos));
+}
 
 }  // namespace tessera::pickle

@@ -32,9 +32,6 @@ const Magic kForeign[] = {
 }  // namespace
 
 std::string foreign_kind(std::string_view begin) {
-  if (begin.starts_with("\x80"sv) && begin.substr(2, kLegacy.size()) == kLegacy)
-    return "is a file of torch.save before PyTorch 1.6; expected the zip form: " +
-           std::string("torch.save(torch.load(FILE), FILE) in Python writes it");
   if (begin.size() > 1 && begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5)
     return std::string("is a plain pickle of Python; ") + kConvert;
   for (const auto& magic : kForeign) {
@@ -42,7 +39,8 @@ std::string foreign_kind(std::string_view begin) {
   }
   constexpr size_t kTarMagic = 257;
   if (begin.size() > kTarMagic && begin.substr(kTarMagic, 5) == "ustar"sv)
-    return "is a tar archive; unpack it first";
+    return "is a tar archive; unpack it, or, if PyTorch 0.1 wrote it, save it again in Python: "
+           "torch.save(torch.load(FILE), FILE)";
   // A safetensors file that was cut off may end before its header.
   if (begin.size() > 8 && begin[8] != '{')
     return "is of an unknown kind; expected a safetensors file, a file of torch.save, or an index";
@@ -51,6 +49,8 @@ std::string foreign_kind(std::string_view begin) {
 
 FileKind file_kind(std::string_view begin) {
   if (begin.starts_with("PK\x03\x04"sv) || begin.starts_with("PK\x05\x06"sv)) return FileKind::zip;
+  if (begin.starts_with("\x80"sv) && begin.substr(2, kLegacy.size()) == kLegacy)
+    return FileKind::legacy;
   // A safetensors file whose header has 0x…7b bytes begins with the same byte as JSON.
   const bool header = begin.size() > 8 && begin[8] == '{' && begin[7] == '\0';
   if (header) return FileKind::safetensors;

@@ -10,6 +10,7 @@ namespace tessera {
 enum class FileKind {
   safetensors,  // or a damaged one: 8 bytes of header size have no magic number
   zip,          // torch.save since PyTorch 1.6, torch.jit.save
+  legacy,       // torch.save before PyTorch 1.6
   json,         // an index
   foreign,      // see foreign_kind()
 };

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstring>
 #include <unordered_map>
+#include <unordered_set>
 
 #include <fmt/format.h>
 
@@ -15,23 +16,6 @@ namespace {
 
 using safetensors::in_quotes;
 
-bool is_dtype(std::string_view name) {
-  for (const auto& dtype : kDtypes) {
-    if (dtype.dtype == name || (!dtype.storage.empty() && dtype.storage == name)) return true;
-  }
-  return false;
-}
-
-bool is_allowed(std::string_view module, std::string_view name) {
-  if (module == "collections") return name == "OrderedDict";
-  if (module == "torch") return name == "Size" || is_dtype(name);
-  if (module == "torch.storage") return name == kUntypedStorage;
-  if (module == "torch._utils")
-    return name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3" ||
-           name == "_rebuild_parameter";
-  return false;
-}
-
 /// The machine of a pickle: a stack with marks, and a memo.
 class Machine {
  public:
@@ -41,6 +25,8 @@ class Machine {
 
   Values run() {
     while (!stopped_) step(byte());
+    values_.pickle.resize(at_);
+    values_.pickle.shrink_to_fit();
     return std::move(values_);
   }
 
@@ -134,13 +120,17 @@ class Machine {
     return stack_.back();
   }
   void add(Kind kind, const std::vector<Value>& items) {
-    if (top().kind != kind)
-      refuse(kind == Kind::list ? "it appends to no list" : "it sets items of no dict");
+    if (top().kind != kind && top().kind != Kind::foreign)
+      refuse("it adds items to no " + std::string(kind == Kind::dict ? "dict" : "list or set"));
     if (kind == Kind::dict && items.size() % 2 != 0) refuse("a key has no value");
     auto& to = values_.nodes[top().node];
     const size_t before = to.capacity();
     to.insert(to.end(), items.begin(), items.end());
     charge((to.capacity() - before) * sizeof(Value));
+  }
+  void add_marked(Kind kind) {
+    const auto items = pop_to_mark();
+    add(kind, items);
   }
   void add_popped(Kind kind, size_t count) {
     std::vector<Value> items(count);
@@ -152,14 +142,32 @@ class Machine {
 
   void push_global(const Value& module, const Value& name) {
     if (module.kind != Kind::text || name.kind != Kind::text) refuse("a name is not a text");
-    if (!is_allowed(values_.text(module), values_.text(name)))
-      forbid(in_quotes(std::string(values_.text(module)) + "." + std::string(values_.text(name))));
-    push(node(Kind::global, {module, name}));
+    if (module.piece.bytes > kMaxGlobal || name.piece.bytes > kMaxGlobal)
+      refuse(fmt::format("it asks for a name of more than {} bytes", kMaxGlobal));
+    const bool known = is_allowed(values_.text(module), values_.text(name));
+    push(node(known ? Kind::global : Kind::foreign, {module, name}));
+    if (!known && !is_cpp_module(values_.text(module), values_.text(name)))
+      note(values_.global_name(stack_.back()));
+  }
+
+  void note(const std::string& name) {
+    if (!noted_.insert(name).second) return;
+    charge(2 * (sizeof name + name.size()));
+    values_.foreign.push_back(name);
+  }
+
+  void push_set(std::vector<Value> items) {
+    note("set");
+    push(node(Kind::set, std::move(items)));
   }
 
   void call() {
     const Value arguments = pop(), function = pop();
     if (arguments.kind != Kind::tuple) refuse("a call has no tuple of arguments");
+    if (function.kind == Kind::foreign) {
+      const auto& name = values_.items(function);
+      return push(node(Kind::foreign, {name[0], name[1], arguments}));
+    }
     if (function.kind != Kind::global) refuse("it calls a value that is not a name");
     const auto& given = values_.items(arguments);
     const auto name = values_.text(values_.items(function)[1]);
@@ -168,8 +176,9 @@ class Machine {
       if (given.size() != 1 || given[0].kind != Kind::tuple) refuse("a torch.Size is no tuple");
       return push(given[0]);
     }
-    if (name == "_rebuild_parameter") {
-      if (given.empty() || given[0].kind != Kind::tensor) refuse("a parameter is no tensor");
+    if (name.starts_with("_rebuild_parameter")) {
+      if (given.empty() || (given[0].kind != Kind::tensor && given[0].kind != Kind::foreign))
+        refuse("a parameter is no tensor");
       return push(given[0]);
     }
     if (name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3")
@@ -217,11 +226,17 @@ class Machine {
     const Value id = pop();
     if (id.kind != Kind::tuple) refuse("a persistent id is no tuple");
     const auto& given = values_.items(id);
+    // Before PyTorch 1.6, a class of Python with its source.
+    if (given.size() > 1 && given[0].kind == Kind::text && values_.text(given[0]) == "module")
+      return push(given[1]);
     if (given.size() < 5 || given[0].kind != Kind::text || values_.text(given[0]) != "storage" ||
-        given[1].kind != Kind::global || given[2].kind != Kind::text ||
-        given[4].kind != Kind::integer)
+        (given[1].kind != Kind::global && given[1].kind != Kind::foreign) ||
+        given[2].kind != Kind::text || given[4].kind != Kind::integer)
       refuse("a persistent id is no storage");
+    if (given.size() > 5 && given[5].kind != Kind::none) forbid("a view of a storage");
     push(node(Kind::storage, {given[1], given[2], given[4]}));
+    charge(sizeof(Value));
+    values_.storages.push_back(stack_.back());
   }
 
   // --- the memo ---
@@ -243,35 +258,24 @@ class Machine {
     if (!step_text(code) && !step_number(code) && !step_container(code)) step_other(code);
   }
 
+  /// Texts, bytes and their lengths.
   bool step_text(unsigned char code) {
-    switch (code) {
-      case 'X':
-        push(piece(Kind::text, number(4)));
-        return true;
-      case 0x8c:
-        push(piece(Kind::text, number(1)));
-        return true;
-      case 0x8d:
-        push(piece(Kind::text, number(8)));
-        return true;
-      case 'T':
-        push(piece(Kind::text, number(4)));
-        return true;  // Python 2's strings
-      case 'U':
-        push(piece(Kind::text, number(1)));
-        return true;
-      case 'B':
-        push(piece(Kind::opaque, number(4)));
-        return true;
-      case 'C':
-        push(piece(Kind::opaque, number(1)));
-        return true;
-      case 0x8e:
-        push(piece(Kind::opaque, number(8)));
-        return true;
-      default:
-        return false;
+    struct Opcode {
+      unsigned char code;
+      Kind kind;
+      size_t length_bytes;
+    };
+    static constexpr Opcode kOpcodes[] = {{'X', Kind::text, 4},    {0x8c, Kind::text, 1},
+                                          {0x8d, Kind::text, 8},   {'T', Kind::text, 4},
+                                          {'U', Kind::text, 1},  // Python 2's strings
+                                          {'B', Kind::opaque, 4},  {'C', Kind::opaque, 1},
+                                          {0x8e, Kind::opaque, 8}, {0x96, Kind::opaque, 8}};
+    for (const auto& opcode : kOpcodes) {
+      if (opcode.code != code) continue;
+      push(piece(opcode.kind, number(opcode.length_bytes)));
+      return true;
     }
+    return false;
   }
 
   bool step_number(unsigned char code) {
@@ -280,25 +284,19 @@ class Machine {
         push(Value());
         return true;
       case 0x88:
-        push_integer(Kind::boolean, 1);
-        return true;
       case 0x89:
-        push_integer(Kind::boolean, 0);
+        push_integer(Kind::boolean, code == 0x88 ? 1 : 0);
         return true;
       case 'J':
         push_integer(Kind::integer, static_cast<int32_t>(number(4)));
         return true;
       case 'K':
-        push_integer(Kind::integer, static_cast<int64_t>(number(1)));
-        return true;
       case 'M':
-        push_integer(Kind::integer, static_cast<int64_t>(number(2)));
+        push_integer(Kind::integer, static_cast<int64_t>(number(code == 'K' ? 1 : 2)));
         return true;
       case 0x8a:
-        push_long(number(1));
-        return true;
       case 0x8b:
-        push_long(number(4));
+        push_long(number(code == 0x8a ? 1 : 4));
         return true;
       case 'G':
         push_real();
@@ -365,16 +363,21 @@ class Machine {
       case 's':
         add_popped(Kind::dict, 2);
         return true;
-      case 'e': {
-        const auto items = pop_to_mark();
-        add(Kind::list, items);
+      case 'e':
+        add_marked(Kind::list);
         return true;
-      }
-      case 'u': {
-        const auto items = pop_to_mark();
-        add(Kind::dict, items);
+      case 'u':
+        add_marked(Kind::dict);
         return true;
-      }
+      case 0x90:
+        add_marked(Kind::set);
+        return true;
+      case 0x8f:
+        push_set({});
+        return true;
+      case 0x91:
+        push_set(pop_to_mark());
+        return true;
       default:
         return false;
     }
@@ -392,20 +395,17 @@ class Machine {
         return check_protocol(byte());
       case 0x95:
         take(8);
-        if (at_ > values_.pickle.size()) refuse("it ends too early");
         return;
       case '.':
         return stop();
       case 'q':
-        return put(number(1));
       case 'r':
-        return put(number(4));
+        return put(number(code == 'q' ? 1 : 4));
       case 0x94:
         return put(memo_.size());
       case 'h':
-        return get(number(1));
       case 'j':
-        return get(number(4));
+        return get(number(code == 'h' ? 1 : 4));
       case 'c': {
         const Value module = line(), name = line();
         return push_global(module, name);
@@ -420,22 +420,26 @@ class Machine {
       case 'Q':
         return push_storage();
       case 'b':
-        return ignore_state();
+        return take_state();
       case '0':
         pop();
         return;
+      case '1':
+        pop_to_mark();
+        return;
+      case 0x92: {
+        const Value named = pop();
+        call();
+        push(named);
+        return take_state();
+      }
       case 'i':
       case 'o':
-      case 0x92:
         forbid("the construction of an object");
       case 0x82:
       case 0x83:
       case 0x84:
         forbid("an extension");
-      case 0x8f:
-      case 0x90:
-      case 0x91:
-        forbid("a set");
       default:
         refuse(fmt::format("opcode 0x{:02x} is not one that PyTorch writes", code));
     }
@@ -446,10 +450,17 @@ class Machine {
       refuse(fmt::format("its protocol is {}; expected 2 to 5", protocol));
   }
 
-  /// OrderedDict's attributes, such as the _metadata of a state dict, are not needed.
-  void ignore_state() {
-    pop();
-    if (top().kind != Kind::dict) forbid("the state of an object");
+  void take_state() {
+    const Value state = pop(), object = top();
+    if (object.kind == Kind::foreign) {
+      const auto& items = values_.items(object);
+      // The attributes of a C++ module are all that it has.
+      if (state.kind == Kind::dict && is_cpp_module(values_.text(items[0]), values_.text(items[1])))
+        stack_.back() = state;
+      else add(Kind::foreign, {state});
+    } else if (object.kind != Kind::dict) {  // whose _metadata and other attributes are not needed
+      forbid("the state of an object");
+    }
   }
 
   void stop() {
@@ -459,6 +470,7 @@ class Machine {
   }
 
   static constexpr size_t kMaxMetadata = 64;  // keys and values; PyTorch writes conj and neg
+  static constexpr size_t kMaxGlobal = 256;   // bytes of the name of a module or class
 
   const std::string& where_;
   Values values_;
@@ -468,6 +480,7 @@ class Machine {
   std::vector<Value> stack_;
   std::vector<size_t> marks_;
   std::unordered_map<uint64_t, Value> memo_;
+  std::unordered_set<std::string> noted_;
 };
 
 }  // namespace

@@ -5,12 +5,14 @@
 #include "checkpoint/pickle/pickle_values.h"
 
 // Reads the pickles that torch.save writes. Nothing is imported or called: what a pickle asks for
-// by name must be on the allow-list below, and is only noted. Does not use libtorch, so that it can
-// be fuzzed at full speed. The format: Python's Lib/pickletools.py.
+// by name is only noted. Does not use libtorch, so that it can be fuzzed at full speed. The format:
+// Python's Lib/pickletools.py.
 //
-// Allowed are dicts, lists, tuples, numbers, strings, bytes, None, collections.OrderedDict,
-// torch.Size, torch._utils._rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter, torch's
-// typed storages, torch.storage.UntypedStorage, and torch's dtypes.
+// Read are dicts, lists, tuples, numbers, strings, bytes, None, collections.OrderedDict,
+// torch.Size, torch._utils._rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter,
+// _rebuild_parameter_with_state, torch's typed storages, torch.storage.UntypedStorage, torch's
+// dtypes, and the modules of C++'s torch::save(), which become dicts of their attributes. All else
+// becomes a value of Kind::foreign.
 
 namespace tessera::pickle {
 
@@ -18,8 +20,8 @@ inline constexpr size_t kMaxPickleBytes = 16 << 20;
 inline constexpr size_t kMaxValueBytes = 48 << 20;  // memory of the values of one pickle
 
 /// Takes time proportional to the pickle's bytes, and at most kMaxValueBytes beside it. Throws
-/// UsageError, which begins with `where`, and names what the pickle asks for, if that is not
-/// allowed.
+/// UsageError, which begins with `where`. `pickle` may have other bytes behind the pickle:
+/// Values::pickle has those of the pickle alone.
 Values read_pickle(const std::string& where, std::string pickle);
 
 }  // namespace tessera::pickle

@@ -25,6 +25,8 @@ enum class Kind : uint8_t {
   dict,     // keys and values in turn
   storage,  // type, key, number of elements or bytes
   tensor,   // storage, offset, sizes, strides; and a dtype, if the storage has none
+  set,
+  foreign,  // what Tessera does not read: module, name; then arguments, state and items
 };
 
 struct Value {
@@ -43,13 +45,15 @@ struct Value {
 struct Values {
   std::string pickle;
   std::deque<std::vector<Value>> nodes;
+  std::vector<Value> storages;       // in the order of the pickle
+  std::vector<std::string> foreign;  // "argparse.Namespace": what is foreign, each name once
   Value root;
 
   const std::vector<Value>& items(const Value& value) const { return nodes[value.node]; }
   std::string_view text(const Value& value) const {
     return std::string_view(pickle).substr(value.piece.begin, value.piece.bytes);
   }
-  /// "torch.FloatStorage"
+  /// "torch.FloatStorage", of a global or foreign value
   std::string global_name(const Value& value) const {
     return std::string(text(items(value)[0])) + "." + std::string(text(items(value)[1]));
   }

@@ -4,17 +4,16 @@
 #include <cerrno>
 #include <cstring>
 
-#include <caffe2/serialize/inline_container.h>
-#include <caffe2/serialize/read_adapter_interface.h>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/file_kind.h"
+#include "checkpoint/pickle/legacy_archive.h"
 #include "checkpoint/pickle/pickle_reader.h"
-#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::pickle {
@@ -25,13 +24,17 @@ struct TorchArchive::Impl {
   std::string where;
   FileDescriptor file;
   uint64_t file_bytes = 0;
-  std::string folder;  // "archive/"
+  std::string folder;  // "archive/"; of a file before PyTorch 1.6 ""
   std::unordered_map<std::string, ZipRecord> records;
+  bool of_cpp = false;
   Values values;
 
   void open(const std::string& path);
+  void open_zip(const ReadAt& read_at);
+  void check_script() const;
   void read(void* to, size_t count, uint64_t offset) const;
   void find_folder(const std::vector<ZipRecord>& sorted);
+  const ZipRecord& record(const std::string& name) const;
   std::string text_of(const std::string& name, size_t most) const;
   const ZipRecord& storage_of(const TorchTensor& tensor) const;
   at::Tensor read_runs(const TorchTensor& tensor, const std::vector<size_t>& order) const;
@@ -39,23 +42,7 @@ struct TorchArchive::Impl {
 
 namespace {
 
-/// Gives libtorch's reader the file that was checked.
-class CheckedFile : public caffe2::serialize::ReadAdapterInterface {
- public:
-  CheckedFile(uint64_t bytes, ReadAt read) : bytes_(bytes), read_(std::move(read)) {}
-  size_t size() const override { return bytes_; }
-  size_t read(uint64_t pos, void* buf, size_t n, const char* /*what*/) const override {
-    read_(buf, n, pos);
-    return n;
-  }
-
- private:
-  uint64_t bytes_;
-  ReadAt read_;
-};
-
 constexpr size_t kMaxVersionBytes = 64;
-constexpr uint64_t kMaxScriptPickleBytes = 64 << 20;  // libtorch takes some 80 bytes for each
 // Shorter runs of a strided tensor are read with all that lies between them.
 constexpr int64_t kShortestRunBytes = 256;
 
@@ -97,8 +84,15 @@ void TorchArchive::Impl::open(const std::string& path) {
   if (kind == FileKind::json) throw UsageError(where + "is JSON; expected a file of torch.save");
   if (kind == FileKind::safetensors && begin.size() > 8)
     throw UsageError(where + "is a safetensors file; expected a file of torch.save");
-  const auto sorted = read_zip_directory(
-      where, file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); });
+  const ReadAt read_at = [this](void* to, size_t count, uint64_t at) { read(to, count, at); };
+  if (kind != FileKind::legacy) return open_zip(read_at);
+  auto legacy = read_legacy_archive(where, file_bytes, read_at);
+  for (const auto& record : legacy.records) records.emplace(record.name, record);
+  values = std::move(legacy.values);
+}
+
+void TorchArchive::Impl::open_zip(const ReadAt& read_at) {
+  const auto sorted = read_zip_directory(where, file_bytes, read_at);
   find_folder(sorted);
   for (const auto& record : sorted) records.emplace(record.name, record);
   if (records.count(folder + "byteorder") > 0) {
@@ -108,6 +102,21 @@ void TorchArchive::Impl::open(const std::string& path) {
                        "; expected little: load it with PyTorch and save it on a little-endian "
                        "machine");
   }
+  values = read_pickle(where, text_of("data.pkl", kMaxPickleBytes));
+  of_cpp = records.count(folder + "constants.pkl") > 0;
+  if (of_cpp) check_script();
+}
+
+/// C++'s torch::save() writes TorchScript, too, whose classes have no code.
+void TorchArchive::Impl::check_script() const {
+  const auto found = std::find_if(values.foreign.begin(), values.foreign.end(),
+                                  [](const auto& name) { return name.starts_with("__torch__."); });
+  if (found == values.foreign.end() && values.root.kind != Kind::foreign) return;
+  throw UsageError(fmt::format(
+      "{}is a TorchScript archive with the class {}, whose code Tessera does not run; expected a "
+      "file of torch.save. If you trust the archive, Python converts it: "
+      "torch.save(torch.jit.load(FILE).state_dict(), \"weights.pt\")",
+      where, in_quotes(found == values.foreign.end() ? values.global_name(values.root) : *found)));
 }
 
 void TorchArchive::Impl::read(void* to, size_t count, uint64_t offset) const {
@@ -126,7 +135,7 @@ void TorchArchive::Impl::find_folder(const std::vector<ZipRecord>& sorted) {
   folder = first.substr(0, first.find('/') + 1);
   bool there = false;
   for (const auto& record : sorted) {
-    there = there || record.name == folder + "data.pkl" || record.name == folder + "constants.pkl";
+    there = there || record.name == folder + "data.pkl";
     const bool version =
         record.name == folder + "version" || record.name == folder + ".data/version";
     if (version && record.bytes > kMaxVersionBytes)
@@ -137,45 +146,38 @@ void TorchArchive::Impl::find_folder(const std::vector<ZipRecord>& sorted) {
                      (first.ends_with(".npy") ? "; it looks like an .npz file of NumPy" : ""));
 }
 
-/// Reads a record with libtorch's reader, which inflates it.
-std::string TorchArchive::Impl::text_of(const std::string& name, size_t most) const {
+const ZipRecord& TorchArchive::Impl::record(const std::string& name) const {
   const auto found = records.find(folder + name);
-  if (found == records.end()) throw UsageError(where + "has no record " + in_quotes(name));
-  if (found->second.bytes > most)
+  if (found == records.end())
+    throw UsageError(where + "the archive has no record " + in_quotes(name));
+  if (found->second.compressed)
+    throw UsageError(where + "its record " + in_quotes(name) +
+                     " is compressed; expected stored records, as torch.save writes them");
+  return found->second;
+}
+
+/// Reads a small record.
+std::string TorchArchive::Impl::text_of(const std::string& name, size_t most) const {
+  const ZipRecord& from = record(name);
+  if (from.bytes > most)
     throw UsageError(fmt::format("{}its record {} has {} bytes; expected at most {}", where,
-                                 in_quotes(name), found->second.bytes, most));
-  std::string text;
-  try {
-    caffe2::serialize::PyTorchStreamReader reader(std::make_shared<CheckedFile>(
-        file_bytes, [this](void* to, size_t count, uint64_t at) { read(to, count, at); }));
-    const auto [data, bytes] = reader.getRecord(name);
-    text.assign(static_cast<const char*>(data.get()), bytes);
-  } catch (const c10::Error& error) {
-    throw UsageError(where + "libtorch cannot read its record " + in_quotes(name) + ": " +
-                     compat::first_line(error.what()));
-  }
-  if (zip_crc(text) != found->second.crc)
+                                 in_quotes(name), from.bytes, most));
+  std::string text(static_cast<size_t>(from.bytes), '\0');
+  read(text.data(), text.size(), from.offset);
+  if (zip_crc(text) != from.crc)
     throw UsageError(
         fmt::format("{}its record {} has the checksum {:08x}; expected {:08x}: the "
                     "file is damaged",
-                    where, in_quotes(name), zip_crc(text), found->second.crc));
+                    where, in_quotes(name), zip_crc(text), from.crc));
   return text;
 }
 
 const ZipRecord& TorchArchive::Impl::storage_of(const TorchTensor& tensor) const {
-  const std::string who = where + "tensor " + in_quotes(tensor.name) + ": ";
-  const auto found = records.find(folder + "data/" + tensor.storage);
-  if (found == records.end())
-    throw UsageError(who + "the archive has no storage " + in_quotes(tensor.storage));
-  const ZipRecord& record = found->second;
-  if (record.compressed)
-    throw UsageError(who +
-                     "its storage is compressed; expected stored records, as torch.save "
-                     "writes them");
-  if (record.bytes != tensor.storage_bytes)
-    throw UsageError(fmt::format("{}its storage has {} bytes; expected {}", who, record.bytes,
-                                 tensor.storage_bytes));
-  return record;
+  const ZipRecord& storage = record("data/" + tensor.storage);
+  if (storage.bytes != tensor.storage_bytes)
+    throw UsageError(fmt::format("{}tensor {}: its storage has {} bytes; expected {}", where,
+                                 in_quotes(tensor.name), storage.bytes, tensor.storage_bytes));
+  return storage;
 }
 
 /// Reads a tensor whose elements along order.back() lie side by side, and nothing between them.
@@ -207,29 +209,13 @@ at::Tensor TorchArchive::Impl::read_runs(const TorchTensor& tensor,
 
 TorchArchive::TorchArchive(const std::string& path) : impl_(std::make_unique<Impl>()) {
   impl_->open(path);
-  if (!is_script())
-    impl_->values = read_pickle(impl_->where, impl_->text_of("data.pkl", kMaxPickleBytes));
+  if (!impl_->values.foreign.empty())
+    spdlog::warn("tessera: {}leaves out {}", impl_->where, foreign_text(impl_->values));
 }
 TorchArchive::~TorchArchive() = default;
 
 const std::string& TorchArchive::where() const { return impl_->where; }
-bool TorchArchive::is_script() const {
-  return impl_->records.count(impl_->folder + "constants.pkl") > 0;
-}
-ScriptBytes TorchArchive::script_bytes() const {
-  uint64_t bytes = impl_->file_bytes, pickle_bytes = 0;
-  for (const auto& [name, record] : impl_->records) {
-    bytes += record.compressed ? record.bytes : 0;
-    if (!name.ends_with(".pkl")) continue;
-    pickle_bytes += record.bytes;
-    if (pickle_bytes > kMaxScriptPickleBytes)
-      throw UsageError(
-          fmt::format("{}its pickles have more than {} bytes, up to {}; expected a "
-                      "sound archive of torch.jit.save",
-                      where(), kMaxScriptPickleBytes, in_quotes(name)));
-  }
-  return {bytes, pickle_bytes};
-}
+bool TorchArchive::of_cpp() const { return impl_->of_cpp; }
 const Values& TorchArchive::values() const { return impl_->values; }
 
 void TorchArchive::check_storage(const TorchTensor& tensor) const { impl_->storage_of(tensor); }

@@ -14,27 +14,21 @@
 
 namespace tessera::pickle {
 
-struct ScriptBytes {
-  uint64_t all, pickles;
-};
-
-/// A zip archive of torch.save or torch.jit.save, opened for reading. The directory is checked
-/// first. Then libtorch's reader inflates the small records, whose checksums are compared; tensors
-/// are read at their offsets, without a checksum. Several threads may read tensors at the same
-/// time.
+/// A file of torch.save, or of C++'s torch::save(), opened for reading. The directory of a zip
+/// archive is checked first. Records are read at their offsets, tensors without a checksum. Several
+/// threads may read tensors at the same time.
 class TorchArchive {
  public:
-  /// Throws UsageError with path and reason if the file is not such an archive, or was written by a
-  /// big-endian machine.
+  /// Throws UsageError with path and reason if the file is not such an archive, was written by a
+  /// big-endian machine, or is TorchScript with code. Logs what its values do not include.
   explicit TorchArchive(const std::string& path);
   ~TorchArchive();
 
   /// "torch file: PATH: ", the beginning of messages.
   const std::string& where() const;
-  bool is_script() const;
-  /// What torch::jit::load inflates and reads. Throws UsageError if its pickles are too large.
-  ScriptBytes script_bytes() const;
-  /// The pickle. Not for scripts.
+  /// Whether C++'s torch::save() has written it: the root is a module, not a dict of dicts.
+  bool of_cpp() const;
+  /// The pickle.
   const Values& values() const;
 
   /// Throws UsageError if the storage of the tensor is missing, compressed, or smaller than the

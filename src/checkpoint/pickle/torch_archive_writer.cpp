@@ -6,6 +6,7 @@
 
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/io/safetensors_dtype.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -53,7 +54,7 @@ TorchArchiveWriter::TorchArchiveWriter(const std::string& path, const std::strin
 TorchArchiveWriter::~TorchArchiveWriter() = default;
 
 void TorchArchiveWriter::write(std::string_view key, const at::Tensor& tensor) {
-  const at::Tensor flat = tensor.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+  const at::Tensor flat = detail::resolved(tensor.detach()).to(at::kCPU).contiguous();
   const void* data = flat.numel() > 0 ? flat.data_ptr() : static_cast<const void*>("");
   impl_->record("data/" + std::string(key), data, flat.numel() > 0 ? flat.nbytes() : 0);
 }

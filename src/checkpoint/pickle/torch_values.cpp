@@ -1,6 +1,7 @@
 #include "checkpoint/pickle/torch_values.h"
 
 #include <algorithm>
+#include <unordered_set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -28,6 +29,15 @@ std::string key_text(const Values& values, const Value& key) {
 
 bool is_container(const Value& value) {
   return value.kind == Kind::dict || value.kind == Kind::list || value.kind == Kind::tuple;
+}
+
+bool is_foreign(const Value& value) {
+  return value.kind == Kind::foreign || value.kind == Kind::set;
+}
+
+std::string described(const Values& values, const Value& value) {
+  return value.kind == Kind::foreign ? in_quotes(values.global_name(value)) + " of Python"
+                                     : kind_name(value.kind);
 }
 
 /// Walks over containers. Shared values are visited once for each use, so the visits, the tensors
@@ -69,10 +79,34 @@ class Walk {
     return false;
   }
 
+  /// Whether a value that Tessera does not read has tensors anywhere in it.
+  bool hides_tensor(const Value& root) {
+    std::vector<Value> left{root};
+    std::unordered_set<uint32_t> seen;
+    while (!left.empty()) {
+      const Value value = left.back();
+      left.pop_back();
+      if (value.kind == Kind::tensor || value.kind == Kind::storage) return true;
+      if ((!is_container(value) && !is_foreign(value)) || !seen.insert(value.node).second) continue;
+      const auto& items = values_.items(value);
+      if (value.kind == Kind::foreign && values_.text(items[0]).starts_with("torch.") &&
+          values_.text(items[1]).starts_with("_rebuild"))
+        return true;
+      count(items.size());
+      left.insert(left.end(), items.begin(), items.end());
+    }
+    return false;
+  }
+
   /// The name of `value` is in name_, and is there again afterwards.
   void visit(const Value& value, int depth) {
     enter(depth);
     if (value.kind == Kind::tensor) return add(value);
+    if (is_foreign(value) && hides_tensor(value))
+      throw UsageError(fmt::format(
+          "{}{} is a {} with tensors, which Tessera does not read; expected tensors in dicts, "
+          "lists and tuples: save the state dicts alone with torch.save",
+          where_, in_quotes(name_), described(values_, value)));
     if (!is_container(value)) return;
     const auto& items = values_.items(value);
     const size_t name_bytes = name_.size();
@@ -81,8 +115,8 @@ class Walk {
     const size_t step = value.kind == Kind::dict ? 2 : 1;
     for (size_t i = 0; i + step <= items.size(); i += step) {
       const Value& item = items[i + step - 1];
-      if (is_container(item) || item.kind == Kind::tensor) {
-        if (step == 2) append(items[i], is_container(item));
+      if (is_container(item) || is_foreign(item) || item.kind == Kind::tensor) {
+        if (step == 2) append(items[i], item.kind != Kind::tensor);
         else name_ += std::to_string(i);
       }
       visit(item, depth + 1);
@@ -227,8 +261,9 @@ std::string dicts_of(const Values& values, const Value& dict) {
 }  // namespace
 
 std::string kind_name(Kind kind) {
-  constexpr const char* kNames[] = {"None", "bool",  "integer", "float", "text",    "bytes",
-                                    "name", "tuple", "list",    "dict",  "storage", "tensor"};
+  constexpr const char* kNames[] = {"None",    "bool",   "integer", "float", "text",
+                                    "bytes",   "name",   "tuple",   "list",  "dict",
+                                    "storage", "tensor", "set",     "value"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -288,7 +323,8 @@ Value dict_at(const std::string& where, const Values& values, const std::string&
     begin = end + 1;
   }
   if (at.kind != Kind::dict && at.kind != Kind::tensor)
-    throw UsageError(where + "holds a " + kind_name(at.kind) + "; expected a dict of tensors");
+    throw UsageError(where + "holds a " + described(values, at) +
+                     "; expected a dict of tensors: save the state dicts alone with torch.save");
   return at;
 }
 
@@ -316,7 +352,21 @@ Value weights_at(const std::string& where, const Values& values, const std::stri
 
 std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
                                     const Value& dict) {
-  return Walk(where, values).tensors(dict);
+  auto tensors = Walk(where, values).tensors(dict);
+  if (tensors.empty() && !values.foreign.empty())
+    throw UsageError(where + "has no tensors, but " + foreign_text(values) +
+                     "; expected tensors in dicts, lists and tuples");
+  return tensors;
+}
+
+std::string foreign_text(const Values& values) {
+  constexpr size_t kShown = 10;
+  std::string text = "values of";
+  for (size_t i = 0; i < values.foreign.size() && i < kShown; ++i)
+    text += (i > 0 ? ", " : " ") + in_quotes(values.foreign[i]);
+  if (values.foreign.size() > kShown)
+    text += fmt::format(" and {} more", values.foreign.size() - kShown);
+  return text + ", which Tessera does not run or read";
 }
 
 }  // namespace tessera::pickle

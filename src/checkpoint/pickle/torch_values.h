@@ -41,7 +41,8 @@ Value dict_at(const std::string& where, const Values& values, const std::string&
 Value weights_at(const std::string& where, const Values& values, const std::string& path);
 
 /// The tensors of `dict` and of the dicts, lists and tuples in it; names are joined by dots. Other
-/// values are left out. Throws UsageError for names that are there twice, cycles, values that are
+/// values are left out. Throws UsageError for foreign values with tensors in them, for foreign
+/// values without any tensors beside them, for names that are there twice, cycles, values that are
 /// nested deeper than 32, and for more than a model has: 200,000 tensors, 1,000,000 dimensions of
 /// them, and names of 16 MiB in all, or of 1 MiB and 8 times the pickle's bytes, if that is less.
 std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
@@ -49,6 +50,9 @@ std::vector<TorchTensor> tensors_in(const std::string& where, const Values& valu
 
 /// Whether `value` is what the state_dict() of a torch.optim optimizer returns.
 bool is_optimizer_state(const Values& values, const Value& value);
+
+/// "values of "argparse.Namespace", "set", which Tessera does not run or read".
+std::string foreign_text(const Values& values);
 
 /// "dict", "tensor", for messages.
 std::string kind_name(Kind kind);

@@ -110,9 +110,6 @@ class DirectoryReader {
     record.crc = static_cast<uint32_t>(number(text, at + 16, 4));
     if (!record.compressed && stored.bytes != stored.in_file)
       refuse("the record " + in_quotes(record.name) + " has two sizes");
-    if (record.compressed &&
-        (inflated_ += std::min(stored.bytes, kMaxInflatedBytes + 1)) > kMaxInflatedBytes)
-      refuse(fmt::format("its compressed records claim more than {} bytes", kMaxInflatedBytes));
     places_.push_back({stored.header, stored.in_file, records_.size()});
     records_.push_back(std::move(record));
     return at + all;
@@ -175,7 +172,6 @@ class DirectoryReader {
   const std::string& where_;
   uint64_t file_bytes_;
   const ReadAt& read_;
-  uint64_t inflated_ = 0;
   std::vector<ZipRecord> records_;
   std::vector<RecordPlace> places_;
 };

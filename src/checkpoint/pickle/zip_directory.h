@@ -7,14 +7,13 @@
 #include <string_view>
 #include <vector>
 
-// Reads the central directory of a zip archive and checks it, before libtorch's reader, which
-// allocates what a record claims, gets the file. Does not use libtorch, so that it can be fuzzed at
-// full speed. The format: PKWARE's APPNOTE.TXT, sections 4.3.7, 4.3.12 to 4.3.16 and 4.5.3.
+// Reads the central directory of a zip archive and checks it. Does not use libtorch, so that it can
+// be fuzzed at full speed. The format: PKWARE's APPNOTE.TXT, sections 4.3.7, 4.3.12 to 4.3.16
+// and 4.5.3.
 
 namespace tessera::pickle {
 
 inline constexpr uint64_t kMaxDirectoryBytes = 16 << 20;
-inline constexpr uint64_t kMaxInflatedBytes = 256 << 20;  // all compressed records of an archive
 
 struct ZipRecord {
   std::string name;

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -35,38 +36,13 @@ ModuleStateDict tensors_of(const torch::nn::Module& module) {
   return tensors;
 }
 
-/// Matches the tensors of `module` with those of a file by name and shape.
-WeightsMatch match_entries(const torch::nn::Module& module, const std::string& source,
-                           const std::vector<SafetensorsEntry>& entries, bool strict) {
-  std::map<std::string, const SafetensorsEntry*> there;
-  for (const auto& entry : entries) {
-    if (!there.emplace(entry.name, &entry).second)
-      throw UsageError(
-          fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
+/// All names of each parameter and buffer, by the tensor: tied ones have several.
+std::map<const void*, std::vector<std::string>> all_names(const torch::nn::Module& module) {
+  std::map<const void*, std::vector<std::string>> names;
+  for (const auto& items : {module.named_parameters(true), module.named_buffers(true)}) {
+    for (const auto& item : items) names[item.value().unsafeGetTensorImpl()].push_back(item.key());
   }
-  WeightsMatch match;
-  auto& [missing, unexpected] = match.unmatched;
-  for (const auto& [name, tensor] : tensors_of(module)) {
-    const auto found = there.find(name);
-    if (found == there.end()) {
-      missing.push_back(name);
-      continue;
-    }
-    if (found->second->shape != tensor.sizes().vec())
-      throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model", source,
-                                   name, fmt::join(found->second->shape, ", "),
-                                   fmt::join(tensor.sizes(), ", ")));
-    match.names.emplace(name, name);
-    there.erase(found);
-  }
-  for (const auto& [name, entry] : there) unexpected.push_back(name);
-  if (strict && (!missing.empty() || !unexpected.empty())) {
-    throw UsageError(
-        fmt::format("{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
-                    missing.empty() || unexpected.empty() ? "" : "; ",
-                    unexpected.empty() ? "" : "not in the model: " + listed(unexpected)));
-  }
-  return match;
+  return names;
 }
 
 }  // namespace
@@ -79,9 +55,64 @@ ModuleStateDict state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
+WeightsMatch detail::match_entries(const torch::nn::Module& module, const std::string& source,
+                                   const std::vector<SafetensorsEntry>& entries, bool strict) {
+  std::map<std::string, const SafetensorsEntry*> there;
+  for (const auto& entry : entries) {
+    if (!there.emplace(entry.name, &entry).second)
+      throw UsageError(
+          fmt::format("{}: {} is given twice; expected each name once", source, entry.name));
+  }
+  WeightsMatch match;
+  auto& [missing, unexpected] = match.unmatched;
+  const auto all = all_names(module);
+  std::vector<std::string> own;
+  for (const auto& [name, tensor] : tensors_of(module)) {
+    own.push_back(name);
+    if (match.names.count(name) > 0) continue;
+    const auto& names = all.at(tensor.unsafeGetTensorImpl());
+    std::string from;
+    for (const auto& other : names) {
+      const auto found = there.find(other);
+      if (found == there.end()) continue;
+      if (found->second->shape != tensor.sizes().vec())
+        throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model",
+                                     source, other, fmt::join(found->second->shape, ", "),
+                                     fmt::join(tensor.sizes(), ", ")));
+      if (from.empty()) from = other;
+      else match.equal.push_back({from, other, "; expected equal values: the model ties them"});
+      there.erase(found);
+    }
+    if (from.empty()) missing.push_back(name);
+    for (const auto& other : names) {
+      if (!from.empty()) match.names.emplace(other, from);
+    }
+  }
+  for (const auto& [name, entry] : there) unexpected.push_back(name);
+  if (strict && (!missing.empty() || !unexpected.empty())) {
+    throw UsageError(fmt::format(
+        "{}: {}{}{}", source, missing.empty() ? "" : "missing " + listed(missing),
+        missing.empty() || unexpected.empty() ? "" : "; ",
+        unexpected.empty()
+            ? ""
+            : "not in the model: " + listed(unexpected) + did_you_mean(unexpected[0], own)));
+  }
+  return match;
+}
+
+void detail::check_equal(const std::string& source, const WeightsMatch& match,
+                         const std::function<at::Tensor(const std::string& name)>& load) {
+  for (const auto& [first, second, advice] : match.equal) {
+    const at::Tensor value = load(first);
+    if (!at::equal(value, load(second).to(value.options())))
+      throw UsageError(
+          fmt::format("{}: \"{}\" differs from \"{}\"{}", source, second, first, advice));
+  }
+}
+
 WeightsMatch match_weights(const torch::nn::Module& module, const TensorSource& weights,
                            bool strict) {
-  return match_entries(module, weights.path(), weights.entries(), strict);
+  return detail::match_entries(module, weights.path(), weights.entries(), strict);
 }
 
 UnmatchedNames detail::load_module(
@@ -90,11 +121,13 @@ UnmatchedNames detail::load_module(
     const std::function<at::Tensor(const std::string& name)>& load, bool strict,
     const std::function<void(const std::string& name, at::Tensor into)>& later) {
   const WeightsMatch match = match_entries(module, source, entries, strict);
+  check_equal(source, match, load);
   at::NoGradGuard no_grad;
-  for (auto& item : tensors_of(module)) {
-    auto& [name, tensor] = item;
-    if (match.names.count(name) == 0) continue;
-    const auto load_it = [later, key = name](at::Tensor into) { later(key, std::move(into)); };
+  for (auto& [own, tensor] : tensors_of(module)) {
+    const auto found = match.names.find(own);
+    if (found == match.names.end()) continue;
+    const auto& name = found->second;
+    const auto load_it = [later, name](at::Tensor into) { later(name, std::move(into)); };
     if (!later || !load_later(tensor, load_it)) tensor.copy_(load(name));
   }
   return match.unmatched;

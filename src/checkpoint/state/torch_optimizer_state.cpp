@@ -50,7 +50,6 @@ struct TorchOptimizerStateFile::Impl {
   [[noreturn]] void refuse(const std::string& reason) const { throw UsageError(where + reason); }
 
   Value find(const std::string& key) const {
-    if (archive.is_script()) refuse("a file of torch.jit.save has none");
     const Value dict = pickle::dict_at(archive.where(), values(), key);
     if (pickle::is_optimizer_state(values(), dict)) return dict;
     std::vector<Value> found;

@@ -39,6 +39,7 @@ struct CheckpointWriter::Impl {
   std::map<std::string, std::unique_ptr<store::TensorFile>> open;
   std::vector<store::FileRecord> records;
   bool over = false;
+  detail::OwnProcess process;
   // From the first file on, because the ranks' disks differ in speed.
   std::optional<store::ScopedTimeout> timeout;
 };
@@ -132,7 +133,7 @@ CheckpointWriter::CheckpointWriter(const CheckpointStore& store, int64_t step)
 }
 
 CheckpointWriter::~CheckpointWriter() {
-  if (!impl_->over) impl_->abandon();
+  if (!impl_->over && impl_->process.is_this()) impl_->abandon();
 }
 
 void CheckpointWriter::add_tensors(const std::string& file,

@@ -4,8 +4,11 @@
 #include <map>
 #include <sstream>
 
+#include <fmt/format.h>
+
 #include "checkpoint/store/run_folder.h"
 #include "tessera/checkpoint_store.h"
+#include "tessera/detail/classic.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -23,13 +26,13 @@ struct Seen {
 };
 
 std::string text_of_steps(const std::string& folder) {
-  std::ostringstream text;
+  std::string text;
   const auto steps = store::committed_steps(folder);
   const auto unsound = store::unsound_steps(folder, steps);
   for (const int64_t step : steps)
-    text << step << ' ' << unsound.count(step) << ' '
-         << store::mark_of(store::readable_version(path_of_step(folder, step))) << ' ';
-  return text.str();
+    text += fmt::format("{} {} {} ", step, unsound.count(step),
+                        store::mark_of(store::readable_version(path_of_step(folder, step))));
+  return text;
 }
 
 bool opens(const std::string& path, const ProcessGroup& group) {
@@ -48,7 +51,7 @@ std::optional<std::string> latest(const std::string& folder, ProcessGroup group,
   agree(group, [&] { mine = text_of_steps(folder); });
   std::map<int64_t, std::vector<Seen>> by_step;
   for (const auto& rank : group.all_gather_bytes(mine)) {
-    std::istringstream text(rank);
+    detail::Classic<std::istringstream> text(rank);
     int64_t step = 0;
     Seen seen{};
     while (text >> step >> seen.unsound >> seen.mark) by_step[step].push_back(seen);

@@ -3,6 +3,7 @@
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_header.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/error.h"
 #include "tessera/step/nonfinite.h"
 
@@ -19,7 +20,7 @@ TensorFile::TensorFile(const std::string& folder, const std::string& name,
 
 void TensorFile::write(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined()) return writer_.write(name, tensor);  // throws
-  const at::Tensor plain = tensor.detach().to(at::kCPU).contiguous();
+  const at::Tensor plain = detail::resolved(tensor.detach()).to(at::kCPU).contiguous();
   const std::string digest =
       digest_of(plain.numel() > 0 ? plain.data_ptr() : nullptr, plain.nbytes());
   writer_.write(name, plain);

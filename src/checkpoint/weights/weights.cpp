@@ -1,5 +1,6 @@
 #include "tessera/weights/weights.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <map>
@@ -7,12 +8,14 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/file_kind.h"
 #include "checkpoint/weights/key_map.h"
+#include "checkpoint/weights/links.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/safetensors_weights.h"
@@ -30,8 +33,8 @@ struct Weights::Impl {
   };
 
   Impl(const std::string& given, const WeightsOptions& chosen);
-  void open_index();
-  void add_names(const KeyMap& rename);
+  void open_index(const KeyMap& rename);
+  void add(const TensorSource& file, const SafetensorsEntry& entry, const KeyMap& rename);
   const Place& place_of(const std::string& name) const;
 
   std::string path;
@@ -45,18 +48,27 @@ namespace {
 
 constexpr int64_t kMaxIndexBytes = 32 << 20;  // 200,000 tensors with names of 100 bytes
 
+/// For files that a folder or an index names, not the user.
+void warn_of_link(const fs::path& file) {
+  if (const auto target = link_outside(file); !target.empty())
+    spdlog::warn("tessera: weights: {} is a link to {}, outside of its folder", file.string(),
+                 target.string());
+}
+
 std::string weights_in(const std::string& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) return path;
   const auto has = [&](const char* name) { return fs::exists(fs::path(path) / name, ignored); };
-  if (has(kWeightsIndexName) && has("model.safetensors"))
-    throw UsageError(
-        fmt::format("weights: {}: the folder has {} and model.safetensors, of which Hugging Face's "
-                    "libraries read the second; expected one of them, or the path of a file",
-                    path, kWeightsIndexName));
-  for (const char* name : {kWeightsIndexName, "model.safetensors", "weights.safetensors",
-                           "pytorch_model.bin.index.json", "pytorch_model.bin"}) {
-    if (has(name)) return (fs::path(path) / name).string();
+  // Hugging Face's libraries prefer a single file to an index, and safetensors to torch.save.
+  for (const char* name : {"model.safetensors", kWeightsIndexName, "weights.safetensors",
+                           "pytorch_model.bin", "pytorch_model.bin.index.json"}) {
+    if (!has(name)) continue;
+    const std::string chosen = (fs::path(path) / name).string();
+    warn_of_link(chosen);
+    if (const std::string index = chosen + ".index.json"; fs::exists(index, ignored))
+      spdlog::warn("tessera: weights: {} is read, as by Hugging Face's libraries; {} is there, too",
+                   chosen, index);
+    return chosen;
   }
   throw UsageError(
       fmt::format("weights: {}: the folder has no weights; expected {}, model.safetensors, "
@@ -64,14 +76,18 @@ std::string weights_in(const std::string& path) {
                   path, kWeightsIndexName));
 }
 
-/// Reads the first bytes of a file. Throws UsageError unless it is a regular file.
-std::string beginning_of(const std::string& path) {
+/// Reads at most `most` bytes of a file, of which more are an error if `whole`. Throws UsageError
+/// unless it is a regular file.
+std::string text_of(const std::string& path, int64_t most, bool whole) {
   const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status {};
   if (!file || ::fstat(file.get(), &status) != 0)
     throw UsageError("weights: " + path + ": cannot be opened: " + errno_text(errno));
   if (!S_ISREG(status.st_mode)) throw UsageError("weights: " + path + ": is not a regular file");
-  std::string text(kKindBytes, '\0');
+  if (whole && status.st_size > most)
+    throw UsageError(fmt::format("weights: {}: has {} bytes; expected an index of at most {}", path,
+                                 status.st_size, most));
+  std::string text(static_cast<size_t>(std::min<int64_t>(status.st_size, most)), '\0');
   const int64_t got = file.read_at(text.data(), text.size(), 0);
   if (got < 0) throw Error("weights: " + path + ": reading failed: " + errno_text(errno));
   text.resize(static_cast<size_t>(got));
@@ -79,14 +95,16 @@ std::string beginning_of(const std::string& path) {
 }
 
 bool is_index(const std::string& path) {
-  return path.ends_with(kWeightsIndexSuffix) || file_kind(beginning_of(path)) == FileKind::json;
+  return path.ends_with(kWeightsIndexSuffix) ||
+         file_kind(text_of(path, kKindBytes, false)) == FileKind::json;
 }
 
 std::unique_ptr<TensorSource> open_file(const std::string& path, const std::string& key) {
-  const std::string begin = beginning_of(path);
+  const std::string begin = text_of(path, kKindBytes, false);
   const FileKind kind = file_kind(begin);
   if (kind == FileKind::foreign) throw UsageError("weights: " + path + ": " + foreign_kind(begin));
-  if (kind == FileKind::zip) return std::make_unique<TorchFile>(path, key);
+  if (kind == FileKind::zip || kind == FileKind::legacy)
+    return std::make_unique<TorchFile>(path, key);
   if (!key.empty())
     throw UsageError("weights: " + path +
                      ": is a safetensors file, which has no dicts; expected "
@@ -95,55 +113,39 @@ std::unique_ptr<TensorSource> open_file(const std::string& path, const std::stri
   return std::make_unique<SafetensorsFile>(path);
 }
 
-std::string text_of(const std::string& path) {
-  const auto refuse = [&](const std::string& reason) {
-    throw UsageError("weights: " + path + ": " + reason);
-  };
-  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status {};
-  if (!file || ::fstat(file.get(), &status) != 0) refuse("cannot be opened: " + errno_text(errno));
-  if (!S_ISREG(status.st_mode)) refuse("is not a regular file");
-  if (status.st_size > kMaxIndexBytes)
-    refuse(fmt::format("has {} bytes; expected an index of at most {}", status.st_size,
-                       kMaxIndexBytes));
-  std::string text(static_cast<size_t>(status.st_size), '\0');
-  const int64_t got = file.read_at(text.data(), text.size(), 0);
-  if (got < 0) throw Error("weights: " + path + ": reading failed: " + errno_text(errno));
-  text.resize(static_cast<size_t>(got));
-  return text;
-}
-
 }  // namespace
 
 Weights::Impl::Impl(const std::string& given, const WeightsOptions& chosen)
     : path(weights_in(given)), options(chosen) {
   const KeyMap rename(options.key_map);
-  if (is_index(path)) open_index();
-  else files.push_back(open_file(path, options.key));
-  add_names(rename);
-}
-
-void Weights::Impl::add_names(const KeyMap& rename) {
-  for (const auto& file : files) {
-    for (const auto& entry : file->entries()) {
-      entries.push_back(entry);
-      entries.back().name = rename(entry.name);
-      const auto [at, added] =
-          by_name.emplace(entries.back().name, Place{file.get(), entry.name, entries.size() - 1});
-      if (!added)
-        throw UsageError(fmt::format("weights: {}: key_map gives {} and {} the same name {}", path,
-                                     safetensors::in_quotes(at->second.name),
-                                     safetensors::in_quotes(entry.name),
-                                     safetensors::in_quotes(entries.back().name)));
-    }
+  if (is_index(path)) {
+    open_index(rename);
+  } else {
+    files.push_back(open_file(path, options.key));
+    for (const auto& entry : files[0]->entries()) add(*files[0], entry, rename);
   }
 }
 
-void Weights::Impl::open_index() {
-  const WeightsIndex index = parse_weights_index(path, text_of(path));
+void Weights::Impl::add(const TensorSource& file, const SafetensorsEntry& entry,
+                        const KeyMap& rename) {
+  const std::string name = rename(entry.name);
+  const auto [at, added] = by_name.emplace(name, Place{&file, entry.name, entries.size()});
+  if (!added && at->second.name == entry.name) return;  // in two files, and in no index
+  if (!added)
+    throw UsageError(fmt::format("weights: {}: key_map gives {} and {} the same name {}", path,
+                                 safetensors::in_quotes(at->second.name),
+                                 safetensors::in_quotes(entry.name), safetensors::in_quotes(name)));
+  entries.push_back(entry);
+  entries.back().name = name;
+}
+
+void Weights::Impl::open_index(const KeyMap& rename) {
+  const WeightsIndex index = parse_weights_index(path, text_of(path, kMaxIndexBytes, true));
   std::map<std::string, const std::vector<SafetensorsEntry>*> contents;
-  for (const auto& name : index.file_names()) {
+  const auto names = index.file_names();
+  for (const auto& name : names) {
     const fs::path file = fs::path(path).parent_path() / name;
+    warn_of_link(file);
     try {
       files.push_back(open_file(file.string(), options.key));
     } catch (const UsageError& error) {
@@ -151,7 +153,16 @@ void Weights::Impl::open_index() {
     }
     contents.emplace(name, &files.back()->entries());
   }
-  index.check(path, contents);
+  const auto notes = index.check(path, contents);
+  if (!notes.empty())
+    spdlog::warn("tessera: weights: {}{}", notes[0],
+                 notes.size() == 1 ? "" : fmt::format("; {} more like it", notes.size() - 1));
+  for (size_t i = 0; i < files.size(); ++i) {
+    for (const auto& entry : files[i]->entries()) {
+      const auto listed = index.files.find(entry.name);
+      if (listed == index.files.end() || listed->second == names[i]) add(*files[i], entry, rename);
+    }
+  }
 }
 
 const Weights::Impl::Place& Weights::Impl::place_of(const std::string& name) const {

@@ -6,7 +6,7 @@
 #include "tessera/safetensors_weights.h"
 
 // [Note: what a folder of weights holds] Hugging Face's libraries prefer model.safetensors to an
-// index, and Tessera refuses a folder with both. So a folder has the files of one save only: a save
+// index, and so does Tessera. So a folder has the files of one save only: a save
 // removes the index and model.safetensors before its parts get their names, and the parts of former
 // saves after its own index is there.
 

@@ -51,7 +51,8 @@ void check_part_name(const std::string& path, const std::string& tensor, const s
                         kWeightMap, in_quotes(tensor), in_quotes(file), kFileSuffix, kTorchSuffix));
 }
 
-std::optional<uint64_t> total_of(const std::string& path, const json& value) {
+/// Other libraries do not read it, so that any value is allowed.
+std::optional<uint64_t> total_of(const json& value) {
   const auto metadata = value.find("metadata");
   if (metadata == value.end() || !metadata->is_object() || !metadata->contains(kTotalSize))
     return std::nullopt;
@@ -59,10 +60,9 @@ std::optional<uint64_t> total_of(const std::string& path, const json& value) {
   // Some writers divide bits by 8 and store a whole number with a decimal point.
   constexpr double kMost = 9e15;
   if (total.is_number_unsigned()) return total.get<uint64_t>();
-  if (total.is_number_float() && total.get<double>() >= 0 && total.get<double>() < kMost &&
-      total.get<double>() == static_cast<double>(total.get<uint64_t>()))
+  if (total.is_number_float() && total.get<double>() >= 0 && total.get<double>() < kMost)
     return total.get<uint64_t>();
-  refuse_index(path, fmt::format("{} is {}; expected a number of bytes", kTotalSize, total.dump()));
+  return std::nullopt;
 }
 
 uint64_t bytes_of(const SafetensorsSpec& spec) {
@@ -97,24 +97,25 @@ std::vector<std::string> WeightsIndex::file_names() const {
   return {names.begin(), names.end()};
 }
 
-void WeightsIndex::check(
+std::vector<std::string> WeightsIndex::check(
     const std::string& path,
     const std::map<std::string, const std::vector<SafetensorsEntry>*>& entries) const {
   uint64_t total = 0;
   bool shares = false;  // a file of torch.save, whose tensors may share their elements
   std::set<std::string> found;
+  std::vector<std::string> notes;
   for (const auto& [file, tensors] : entries) {
     shares |= file.ends_with(kTorchSuffix);
     for (const auto& entry : *tensors) {
       const auto listed = files.find(entry.name);
-      if (listed == files.end() || listed->second != file) {
-        refuse_index(
-            path,
-            fmt::format("{} has tensor {}, which the index {}", file, in_quotes(entry.name),
-                        listed == files.end() ? "does not list" : "gives to " + listed->second));
-      }
-      found.insert(entry.name);
       total += entry.end - entry.begin;
+      if (listed != files.end() && listed->second == file) found.insert(entry.name);
+      else if (listed != files.end())
+        notes.push_back(fmt::format("{} has tensor {}, which is read from {}", file,
+                                    in_quotes(entry.name), listed->second));
+      else
+        notes.push_back(
+            fmt::format("{} has tensor {}, which {} lacks", file, in_quotes(entry.name), path));
     }
   }
   for (const auto& [tensor, file] : files) {
@@ -123,10 +124,10 @@ void WeightsIndex::check(
                                      in_quotes(tensor), file));
   }
   // Hugging Face's libraries count elements that tensors share once.
-  if (total_size && *total_size != total && !(shares && *total_size < total)) {
-    refuse_index(path, fmt::format("{} is {}; the tensors of its files have {} bytes", kTotalSize,
-                                   *total_size, total));
-  }
+  if (total_size && *total_size != total && !(shares && *total_size < total))
+    notes.push_back(fmt::format("{} of {} is {}; the tensors of its files have {} bytes",
+                                kTotalSize, path, *total_size, total));
+  return notes;
 }
 
 WeightsIndex parse_weights_index(const std::string& path, const std::string& text) {
@@ -143,7 +144,7 @@ WeightsIndex parse_weights_index(const std::string& path, const std::string& tex
     check_part_name(path, item.key(), file);
     index.files.emplace(item.key(), file);
   }
-  index.total_size = total_of(path, value);
+  index.total_size = total_of(value);
   return index;
 }
 

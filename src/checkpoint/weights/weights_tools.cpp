@@ -9,9 +9,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
+#include <spdlog/spdlog.h>
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_dtype.h"
+#include "checkpoint/weights/links.h"
 #include "checkpoint/weights/part_writers.h"
 #include "checkpoint/weights/weights_folder.h"
 #include "tessera/detail/write_file.h"
@@ -146,6 +148,11 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
     if (!entry.is_regular_file() || name[0] == '.' || holds_weights(entry.path()) ||
         entry.file_size() > kMost)
       continue;
+    if (const auto target = link_outside(entry.path()); !target.empty()) {
+      spdlog::warn("tessera: weights: {} is not copied: it is a link to {}, outside of its folder",
+                   entry.path().string(), target.string());
+      continue;
+    }
     std::error_code error;
     fs::copy_file(entry.path(), fs::path(to) / name, fs::copy_options::overwrite_existing, error);
     if (error)

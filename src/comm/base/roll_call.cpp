@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -20,7 +22,7 @@ std::string text_of(const Entries& entries) {
 }
 
 void add(Entries& entries, const std::vector<uint8_t>& written) {
-  std::istringstream text(std::string(written.begin(), written.end()));
+  detail::Classic<std::istringstream> text(std::string(written.begin(), written.end()));
   int rank = 0;
   Presence presence;
   while (text >> rank >> presence.size) {

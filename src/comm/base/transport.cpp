@@ -24,6 +24,8 @@ const char* op_name(Op op) {
       return "exchange of bytes";
     case Op::allocate:
       return "allocate";
+    case Op::number:
+      return "exchange of a number";
     case Op::split:
       return "split";
     case Op::fail:
@@ -34,7 +36,7 @@ const char* op_name(Op op) {
 
 std::string describe(const OpHeader& header) {
   auto text = fmt::format("{} #{}", op_name(header.op), header.sequence);
-  if (header.op != Op::barrier && header.op != Op::split) {
+  if (header.op != Op::barrier && header.op != Op::split && header.op != Op::number) {
     const auto dtype =
         header.op == Op::bytes ? "bytes" : c10::toString(static_cast<at::ScalarType>(header.dtype));
     text += fmt::format(" of {} {}", header.numel, dtype);
@@ -47,10 +49,9 @@ std::string describe(const OpHeader& header) {
 void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
                                     at::Tensor output, double scale) {
   const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
-    auto part = output.narrow(0, offset, run.numel()).copy_(run);
-    if (scale != 1) part.mul_(scale);
+    output.narrow(0, offset, run.numel()).copy_(run);
   };
-  reduce_scatter(flat, counts, &keep);
+  reduce_scatter(flat, counts, scale, &keep);
 }
 
 }  // namespace tessera::comm

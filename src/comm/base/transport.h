@@ -22,6 +22,7 @@ enum class Op : uint8_t {
   barrier,
   bytes,
   allocate,
+  number,
   split,
   fail
 };
@@ -33,7 +34,7 @@ const char* op_name(Op op);
 struct OpHeader {
   uint64_t sequence = 0;  ///< Number of the collective in its group, from 1.
   uint64_t detail = 0;    ///< Hash of the counts and of other values that must be equal.
-  int64_t numel = 0;
+  int64_t numel = 0;      ///< Of Op::number and Op::split: the value that is exchanged.
   int32_t root = -1;
   Op op = Op::barrier;
   int8_t dtype = 0;        ///< at::ScalarType
@@ -48,8 +49,9 @@ std::string describe(const OpHeader& header);
 /// Moves the data of one group of two or more ranks. Calls block and take contiguous tensors. All
 /// ranks make the same calls in the same order with the same arguments, from one thread at a time;
 /// ProcessGroup checks this with exchange(). Sums are in the order of tree_sum.h; 16-bit
-/// floats are summed in float and rounded once; `scale` multiplies the finished sum. A failure
-/// throws BrokenWorldError naming the rank to blame, and the transport is unusable afterwards.
+/// floats are summed in float and rounded once; `scale` multiplies the finished sum before it is
+/// rounded. A failure throws BrokenWorldError naming the rank to blame, and the transport is
+/// unusable afterwards.
 class Transport {
  public:
   using ConsumeRun = ProcessGroup::ConsumeRun;
@@ -64,9 +66,9 @@ class Transport {
   virtual void reduce(at::Tensor flat, int root) = 0;
   virtual void broadcast(at::Tensor flat, int root) = 0;
   virtual void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) = 0;
-  /// Passes the sums of this rank's segment to `consume` in ascending runs and does not modify
-  /// flat. If `consume` is null, writes them to this rank's segment of flat instead.
-  virtual void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+  /// Passes the sums of this rank's segment, times `scale`, to `consume` in ascending runs and does
+  /// not modify flat. If `consume` is null, writes them to this rank's segment of flat instead.
+  virtual void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
                               const ConsumeRun* consume) = 0;
   /// Writes the sum of this rank's segment, times `scale`, to `output`. Does not modify flat.
   virtual void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,

@@ -20,8 +20,12 @@ auto add_in_tree(size_t count, const Leaf& leaf, const Add& add, size_t first = 
   return add(std::move(sum), add_in_tree(count - left, leaf, add, first + left));
 }
 
-/// The sum of `parts` over its first dimension, one row for each rank. 16-bit floats are summed in
-/// float and rounded once. Overwrites `parts`.
-at::Tensor sum_rows(const at::Tensor& parts);
+/// Whether sums of `dtype` are taken in float and rounded when they are complete. Such a sum may be
+/// out of range where the mean is not, so a factor must come before the rounding.
+inline bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+/// The sum of `parts` over its first dimension, one row for each rank, times `scale`. 16-bit floats
+/// are summed and scaled in float and rounded once. Overwrites `parts`.
+at::Tensor sum_rows(const at::Tensor& parts, double scale);
 
 }  // namespace tessera::comm

@@ -11,7 +11,7 @@ namespace tessera::comm {
 namespace {
 
 std::map<at::DeviceType, std::shared_ptr<const DeviceBackend>>& added() {
-  static std::map<at::DeviceType, std::shared_ptr<const DeviceBackend>> all;
+  static auto& all = *new std::map<at::DeviceType, std::shared_ptr<const DeviceBackend>>();
   return all;
 }
 

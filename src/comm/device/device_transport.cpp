@@ -54,8 +54,7 @@ class DeviceTransport : public Transport {
     if (flat.is_cpu()) return control_->all_reduce(flat, scale);
     Counts counts(size_, flat.numel() / size_);
     for (int r = 0; r < flat.numel() % size_; ++r) ++counts[r];
-    reduce_scatter(flat, counts, nullptr);
-    if (scale != 1) segment(flat, counts, rank_).mul_(scale);
+    reduce_scatter(flat, counts, scale, nullptr);
     all_gather(flat, counts);
   }
 
@@ -63,7 +62,7 @@ class DeviceTransport : public Transport {
     if (flat.is_cpu()) return control_->reduce(flat, root);
     Counts counts(size_, 0);
     counts[root] = flat.numel();
-    reduce_scatter(flat, counts, nullptr);
+    reduce_scatter(flat, counts, 1, nullptr);
   }
 
   void broadcast(at::Tensor flat, int root) override {
@@ -80,13 +79,14 @@ class DeviceTransport : public Transport {
     finish("all_gather", works);
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
-    if (flat.is_cpu()) return control_->reduce_scatter(flat, counts, consume);
+  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
+                      const ConsumeRun* consume) override {
+    if (flat.is_cpu()) return control_->reduce_scatter(flat, counts, scale, consume);
     const int64_t own = counts[rank_];
     auto parts = at::empty({size_ * own}, flat.options());
     all_to_all(parts, flat, Counts(size_, own), counts);
     if (own == 0) return;
-    const auto sum = sum_rows(parts.view({size_, own}));
+    const auto sum = sum_rows(parts.view({size_, own}), scale);
     if (consume) (*consume)(0, sum);
     else segment(flat, counts, rank_).copy_(sum);
   }

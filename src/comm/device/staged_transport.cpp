@@ -55,10 +55,11 @@ class StagedTransport : public Transport {
     buffers_.send(staged, flat);
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
-    if (flat.is_cpu()) return host_->reduce_scatter(flat, counts, consume);
+  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
+                      const ConsumeRun* consume) override {
+    if (flat.is_cpu()) return host_->reduce_scatter(flat, counts, scale, consume);
     const auto staged = copy_of(flat);
-    host_->reduce_scatter(staged, counts, nullptr);
+    host_->reduce_scatter(staged, counts, scale, nullptr);
     if (counts[rank_] == 0) return;
     const auto sum = consume ? at::empty({counts[rank_]}, flat.options()) : own(flat, counts);
     buffers_.send(own(staged, counts), sum);

@@ -44,11 +44,12 @@ bool is_blamed(const Store& store, int rank, int size) {
 
 struct Trail {
   std::vector<int> ends;  ///< The ranks to blame, ascending.
-  bool closed = false;    ///< All ranks along it have records, so it is a circle.
+  bool closed = false;    ///< It ends for certain: in a circle of records, or at damaged data.
+  bool damage = false;
 };
 
 /// Follows the records from `mine` to the ranks that have none. In a circle, the rank that gave up
-/// last is to blame: the others missed it before it missed any rank.
+/// last is to blame: the others missed it before it missed any rank. Damaged data end it at once.
 Trail follow(const Store& store, int rank, const FailureRecord& mine) {
   std::map<int, int64_t> orders{{rank, mine.order}};
   std::set<int> silent;
@@ -62,6 +63,7 @@ Trail follow(const Store& store, int rank, const FailureRecord& mine) {
       silent.insert(suspect);
       continue;
     }
+    if (theirs->damage) return {theirs->blamed, true, true};
     orders[suspect] = theirs->order;
     open.insert(open.end(), theirs->blamed.begin(), theirs->blamed.end());
   }
@@ -74,11 +76,13 @@ Trail follow(const Store& store, int rank, const FailureRecord& mine) {
 
 /// The rank that serves the store waits until all others but those it blames have written their
 /// records: the store ends with it. If it is to blame itself, the others have decided already.
-void wait_for_records(const Store& store, int rank, int size, const std::vector<int>& blamed) {
+void wait_for_records(const Store& store, int rank, int size, const Trail& trail) {
+  const auto& blamed = trail.ends;
   if (blamed == std::vector<int>{rank}) return;
   const auto deadline = Clock::now() + std::chrono::milliseconds(500);
   for (int other = 0; other < size; ++other) {
-    if (other == rank || std::count(blamed.begin(), blamed.end(), other)) continue;
+    const bool gone = !trail.damage && std::count(blamed.begin(), blamed.end(), other);
+    if (other == rank || gone) continue;
     while (!read_failure(store, other) && Clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
@@ -104,17 +108,20 @@ bool answers(const Store& store, int rank, const Waits& waits, const std::vector
 }
 
 /// Nothing if the store is lost.
-std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int size,
-                                           const Waits& waits, const std::vector<int>& suspects,
-                                           Cause cause, std::chrono::milliseconds grace,
-                                           bool serves) {
+std::optional<Trail> resolve_in(const Store& store, int rank, int size, const Waits& waits,
+                                const std::vector<int>& suspects, Cause cause,
+                                std::chrono::milliseconds grace, bool serves) {
   const bool late = cause == Cause::late || cause == Cause::overdue || cause == Cause::late_here;
-  if (is_blamed(store, rank, size)) return {{rank}};
+  if (is_blamed(store, rank, size)) return Trail{{rank}};
   if ((cause == Cause::gone || cause == Cause::overdue) &&
       has_kept_the_store_from_answering(waits, serves, cause == Cause::overdue))
-    return {{rank}};
-  FailureRecord mine{next_failure(store), false, suspects};
+    return Trail{{rank}};
+  FailureRecord mine{next_failure(store), false, suspects, cause == Cause::damage};
   if (mine.order == 0) return std::nullopt;
+  if (mine.damage) {
+    write_failure(store, rank, mine);
+    return Trail{suspects, true, true};
+  }
   const auto deadline = Clock::now() + grace;
   if (grace.count() > 0) write_failure(store, rank, mine);
   auto trail = follow(store, rank, mine);
@@ -124,8 +131,8 @@ std::optional<std::vector<int>> resolve_in(const Store& store, int rank, int siz
   }
   // A rank whose question the store did not answer has had the time to write its record since.
   if (grace.count() > 0 && serves && !trail.closed && waits.on_any()) trail.ends = {rank};
-  write_failure(store, rank, {mine.order, late, trail.ends});
-  return trail.ends;
+  write_failure(store, rank, {mine.order, late && !trail.damage, trail.ends, trail.damage});
+  return trail;
 }
 
 }  // namespace
@@ -145,14 +152,15 @@ FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace
 std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause cause) noexcept {
   if (!store_) return suspects;
   try {
-    const bool at_once = cause == Cause::gone || cause == Cause::late_here;
+    const bool at_once =
+        cause == Cause::gone || cause == Cause::late_here || cause == Cause::damage;
     const auto grace = at_once ? std::chrono::milliseconds(0) : grace_;
     const bool serves = rank_ == server_;
     const bool waited = cause == Cause::late || cause == Cause::late_here;
     // If the stopped rank serves the store, the store does not answer. The groups of a process fail
     // one after the other, and only the first waits for it.
     const auto limit = limit_of_answer(failures_.get());
-    std::optional<std::optional<std::vector<int>>> blamed;
+    std::optional<std::optional<Trail>> blamed;
     if (answers(store_, rank_, waits_, suspects, waited, limit)) {
       blamed = call_with_timeout(grace + std::chrono::seconds(1),
                                  [=, store = store_, waits = waits_, rank = rank_, size = size_] {
@@ -163,7 +171,10 @@ std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause 
                                  });
     }
     if (!blamed && failures_) failures_->store_is_silent = true;
-    if (blamed && *blamed) return **blamed;
+    if (blamed && *blamed) {
+      found_damage_ = (**blamed).damage;
+      return (**blamed).ends;
+    }
     // The store is lost or does not answer: the rank that serves it was killed, or is stopped.
     const bool seen = cause == Cause::late_here;
     return server_ < 0 || serves || seen ? suspects : std::vector<int>{server_};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <vector>
@@ -28,7 +29,8 @@ class FailureLedger {
   /// A rank that notices its time-out long after it has passed did not run meanwhile.
   /// late_here: late, and on this host, whose ranks see each other directly. No records are
   /// awaited.
-  enum class Cause { gone, gone_near_the_time_out, late, overdue, late_here };
+  /// damage: data from a suspect arrived damaged; this rank is a suspect too.
+  enum class Cause { gone, gone_near_the_time_out, late, overdue, late_here, damage };
 
   /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
   /// records, and writes the result as this rank's own record. Returns this rank itself if the
@@ -37,6 +39,9 @@ class FailureLedger {
   /// for at most one second if the store does not answer, and for a tenth if it has not answered a
   /// group of this process before; otherwise for little more than the grace. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
+
+  /// True if the ranks to blame are those between which data were damaged on the way.
+  bool found_damage() const { return found_damage_; }
 
   /// The member that serves the store; -1: none of them.
   int server() const { return server_; }
@@ -48,6 +53,7 @@ class FailureLedger {
   Waits waits_;
   std::chrono::milliseconds grace_;
   std::shared_ptr<ProcessFailures> failures_;
+  std::atomic<bool> found_damage_ = false;
 };
 
 }  // namespace tessera::comm

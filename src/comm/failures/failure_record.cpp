@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::comm {
 
 using Store = c10::intrusive_ptr<c10d::Store>;
@@ -15,9 +17,9 @@ std::optional<FailureRecord> read_failure(const Store& store, int rank) {
   try {
     if (!store->check({failure_key(rank)})) return std::nullopt;
     const auto bytes = store->get(failure_key(rank));
-    std::istringstream text(std::string(bytes.begin(), bytes.end()));
+    detail::Classic<std::istringstream> text(std::string(bytes.begin(), bytes.end()));
     FailureRecord record;
-    text >> record.order >> record.verdict;
+    text >> record.order >> record.verdict >> record.damage;
     for (int rank_blamed; text >> rank_blamed;) record.blamed.push_back(rank_blamed);
     return record;
   } catch (...) {
@@ -27,8 +29,8 @@ std::optional<FailureRecord> read_failure(const Store& store, int rank) {
 
 void write_failure(const Store& store, int rank, const FailureRecord& record) {
   try {
-    const auto text =
-        fmt::format("{} {:d} {}", record.order, record.verdict, fmt::join(record.blamed, " "));
+    const auto text = fmt::format("{} {:d} {:d} {}", record.order, record.verdict, record.damage,
+                                  fmt::join(record.blamed, " "));
     store->set(failure_key(rank), std::vector<uint8_t>(text.begin(), text.end()));
   } catch (...) {
   }

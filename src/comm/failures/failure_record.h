@@ -14,6 +14,7 @@ struct FailureRecord {
   int64_t order = 0;     ///< Position among the ranks that gave up, from 1.
   bool verdict = false;  ///< Final, and written after a time-out.
   std::vector<int> blamed;
+  bool damage = false;  ///< Data were damaged on the way between the blamed.
 };
 
 std::string failure_key(int rank);

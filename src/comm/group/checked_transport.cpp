@@ -89,19 +89,20 @@ class CheckedTransport : public Transport {
     throw_if_wrong(from < size_, fmt::format("differs from the input of rank {}", from));
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
+  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
+                      const ConsumeRun* consume) override {
     const auto input = flat.clone();
     if (!consume) {
-      inner_->reduce_scatter(flat, counts, nullptr);
-      return verify_sum(input, counts, segments_of(flat, counts)[rank_], 1);
+      inner_->reduce_scatter(flat, counts, scale, nullptr);
+      return verify_sum(input, counts, segments_of(flat, counts)[rank_], scale);
     }
     const auto result = at::empty({counts[rank_]}, flat.options());
     const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
       result.narrow(0, offset, run.numel()).copy_(run);
       (*consume)(offset, run);
     };
-    inner_->reduce_scatter(flat, counts, &keep);
-    verify_sum(input, counts, result, 1);
+    inner_->reduce_scatter(flat, counts, scale, &keep);
+    verify_sum(input, counts, result, scale);
   }
 
   void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
@@ -176,8 +177,7 @@ class CheckedTransport : public Transport {
     const int64_t own = counts[rank_];
     auto inputs = at::empty({own * size_}, input.options());
     inner_->all_to_all(inputs, input, Counts(size_, own), counts);
-    auto sum = sum_rows(inputs.view({size_, own}));
-    if (scale != 1) sum.mul_(scale);
+    const auto sum = sum_rows(inputs.view({size_, own}), scale);
     throw_if_wrong(!same_values(sum, result), "is not the sum of the ranks' inputs");
   }
 

@@ -19,7 +19,7 @@ ProcessGroup from_c10d(c10::intrusive_ptr<compat::C10dBackend> backend,
   world.same_host = false;
   auto transport =
       comm::make_p2p_transport(world, comm::make_c10d_mailbox("c10d", std::move(backend)));
-  return ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport)));
+  return ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport)));
 }
 
 }  // namespace tessera

@@ -18,7 +18,11 @@ namespace tessera {
 namespace {
 
 std::mutex default_mutex;
-std::weak_ptr<ProcessGroup::Impl> default_group;
+
+std::weak_ptr<ProcessGroup::Impl>& default_group() {
+  static auto& group = *new std::weak_ptr<ProcessGroup::Impl>();  // never destroyed
+  return group;
+}
 
 comm::StoreRendezvous meet(const comm::LaunchEnvironment& environment,
                            std::chrono::milliseconds timeout) {
@@ -32,7 +36,7 @@ comm::StoreRendezvous meet(const comm::LaunchEnvironment& environment,
 
 ProcessGroup as_default(ProcessGroup group) {
   std::lock_guard lock(default_mutex);
-  default_group = group.impl();
+  default_group() = group.impl();
   return group;
 }
 
@@ -40,7 +44,7 @@ ProcessGroup as_default(ProcessGroup group) {
 
 std::optional<ProcessGroup> default_process_group() {
   std::lock_guard lock(default_mutex);
-  auto impl = default_group.lock();
+  auto impl = default_group().lock();
   if (!impl) return std::nullopt;
   return ProcessGroup(std::move(impl));
 }
@@ -50,13 +54,16 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
     throw UsageError(fmt::format("init_process_group: timeout is {} ms; expected a positive one",
                                  options.timeout.count()));
   }
-  const auto environment =
+  auto environment =
       comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return as_default(ProcessGroup());
 
   if (options.retain_freed_memory) memory::retain_freed_memory();
-  // Each call makes another world with its own keys. Every rank makes the same number of calls.
+  // Each call makes another world with its own keys. Every rank makes the same number of calls. The
+  // number keeps a rank from entering the store of the world before, which rank 0 may not have
+  // left.
   static int calls = 0;
+  environment.world = calls;
   auto rendezvous = meet(environment, options.timeout);
   auto world = comm::World::start(environment.rank, environment.size, options);
   world.hosts = std::move(rendezvous.hosts);
@@ -67,8 +74,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   world.failures = std::make_shared<comm::ProcessFailures>();
   world.rank_0_serves_store = !environment.agent_store;
   auto transport = comm::make_transport(world);
-  return as_default(
-      ProcessGroup(std::make_shared<ProcessGroup::Impl>(std::move(world), std::move(transport))));
+  return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
 }
 
 }  // namespace tessera

@@ -9,6 +9,7 @@
 #include "comm/group/argument_checks.h"
 #include "comm/group/process_group_impl.h"
 #include "comm/rendezvous/local_place.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/error.h"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -70,8 +71,8 @@ void check_counts(const ProcessGroup::Impl& impl, const char* method, const char
   require(total == tensor.numel(), impl, method,
           fmt::format("{} add up to {}; expected the tensor's {} elements", name, total,
                       tensor.numel()));
-  require(tensor.dim() == 1 && tensor.is_contiguous(), impl, method,
-          "the tensor must be one-dimensional and contiguous");
+  require(tensor.dim() == 1 && tensor.is_contiguous() && detail::is_resolved(tensor), impl, method,
+          "the tensor must be one-dimensional and contiguous, and no conjugate or negative view");
 }
 
 OpHeader header_of(Op op, const at::Tensor& tensor, int root = -1) {
@@ -104,8 +105,8 @@ at::Tensor without_repeats(at::Tensor tensor) {
 template <class Body>
 void with_flat(const at::Tensor& tensor, bool write_back, Body&& body) {
   auto flat = tensor.detach();
-  if (flat.is_contiguous()) return body(flat.view({-1}));
-  flat = flat.contiguous();
+  if (flat.is_contiguous() && detail::is_resolved(flat)) return body(flat.view({-1}));
+  flat = detail::resolved(flat).contiguous();
   body(flat.view({-1}));
   if (write_back) tensor.detach().copy_(flat);
 }
@@ -116,7 +117,7 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-ProcessGroup::ProcessGroup() : impl_(std::make_shared<Impl>()) {}
+ProcessGroup::ProcessGroup() : impl_(Impl::make()) {}
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 int ProcessGroup::rank() const { return impl_->world.rank; }
@@ -241,16 +242,18 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
 }
 
 Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
-                         const std::vector<int64_t>& counts, ProcessGroup::ConsumeRun consume) {
+                         const std::vector<int64_t>& counts, double scale,
+                         ProcessGroup::ConsumeRun consume) {
   check_sum(impl, "reduce_scatter", flat);
   check_wire(impl, "reduce_scatter", flat);
   check_counts(impl, "reduce_scatter", "counts", counts, flat);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
   return {header_of(Op::reduce_scatter, flat, counts),
-          [flat = flat.detach(), counts, consume = std::move(consume)](Transport& transport,
-                                                                       const Headers&) {
-            if (flat.numel()) transport.reduce_scatter(flat, counts, consume ? &consume : nullptr);
+          [flat = flat.detach(), counts, scale, consume = std::move(consume)](Transport& transport,
+                                                                              const Headers&) {
+            if (flat.numel())
+              transport.reduce_scatter(flat, counts, scale, consume ? &consume : nullptr);
           },
           {flat}};
 }
@@ -378,35 +381,37 @@ at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
 
 void ProcessGroup::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
                                   const std::string& tag) {
-  run(*impl_, reduce_scatter_call(*impl_, flat, counts, nullptr), tag);
+  run(*impl_, reduce_scatter_call(*impl_, flat, counts, 1, nullptr), tag);
 }
 
 Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                         const std::string& tag) {
-  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, nullptr), tag);
+  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, 1, nullptr), tag);
 }
 
 void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,
-                                       const ConsumeRun& consume, const std::string& tag) {
-  auto call = reduce_scatter_call(*impl_, flat, counts, consume);
+                                       const ConsumeRun& consume, double scale,
+                                       const std::string& tag) {
+  auto call = reduce_scatter_call(*impl_, flat, counts, scale, consume);
   if (!impl_->alone()) return run(*impl_, std::move(call), tag);
-  if (flat.numel()) consume(0, flat.detach());
+  if (flat.numel()) consume(0, scale == 1 ? flat.detach() : flat.detach().mul(scale));
 }
 
 Work ProcessGroup::reduce_scatter_each_async(at::Tensor flat, const std::vector<int64_t>& counts,
-                                             ConsumeRun consume, const std::string& tag) {
+                                             ConsumeRun consume, double scale,
+                                             const std::string& tag) {
   if (impl_->alone()) {
-    reduce_scatter_each(flat, counts, consume);
+    reduce_scatter_each(flat, counts, consume, scale);
     return {};
   }
-  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, std::move(consume)), tag);
+  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, scale, std::move(consume)), tag);
 }
 
 Work ProcessGroup::reduce_scatter_into_async(at::Tensor flat, const std::vector<int64_t>& counts,
                                              at::Tensor output, double scale,
                                              const std::string& tag) {
-  auto call = reduce_scatter_call(*impl_, flat, counts, nullptr);
-  const bool fits = output.dim() == 1 && output.is_contiguous() &&
+  auto call = reduce_scatter_call(*impl_, flat, counts, 1, nullptr);
+  const bool fits = output.dim() == 1 && output.is_contiguous() && detail::is_resolved(output) &&
                     output.numel() == counts[rank()] &&
                     output.scalar_type() == flat.scalar_type() && output.device() == flat.device();
   require(

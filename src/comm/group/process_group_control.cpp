@@ -150,7 +150,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   }
   world.size = static_cast<int>(world.world_ranks.size());
   if (world.size == 1) {
-    auto alone = std::make_shared<Impl>();
+    auto alone = Impl::make();
     alone->world.world_ranks = world.world_ranks;
     return ProcessGroup(std::move(alone));
   }
@@ -169,7 +169,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   world.start_size = impl_->world.start_size;
   world.start_store = comm::store_of_start(impl_->world);
   auto transport = comm::make_transport(world);
-  auto child = std::make_shared<Impl>(std::move(world), std::move(transport));
+  auto child = Impl::make(std::move(world), std::move(transport));
   impl_->add_child(child);
   return ProcessGroup(std::move(child));
 }
@@ -205,7 +205,7 @@ ProcessGroup ProcessGroup::with_device(at::Device device) {
   const bool chooses = world.options.backend == Backend::Auto;
   world.device = chooses ? comm::backend_of(type, world) : nullptr;
   const auto devices =
-      exchange_numbers(*impl_, Op::bytes, number_of_device(device, world.device.get()), "devices");
+      exchange_numbers(*impl_, Op::number, number_of_device(device, world.device.get()), "devices");
   const auto unseeing = std::find(devices.begin(), devices.end(), comm::kNotSeen);
   if (unseeing != devices.end()) {
     throw UsageError(fmt::format(
@@ -244,7 +244,7 @@ void ProcessGroup::check_contract(const std::string& component,
   for (const auto& entry : entries) XXH64_update(state, entry.c_str(), entry.size() + 1);
   const auto digest = static_cast<int64_t>(XXH64_digest(state) >> 1);
   XXH64_freeState(state);
-  const auto digests = exchange_numbers(*impl_, Op::bytes, digest, "check_contract");
+  const auto digests = exchange_numbers(*impl_, Op::number, digest, "check_contract");
   if (std::all_of(digests.begin(), digests.end(),
                   [&](int64_t other) { return other == digests[0]; }))
     return;

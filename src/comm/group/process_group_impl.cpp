@@ -154,7 +154,7 @@ std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w,
   w.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
   auto made = comm::make_transport(w);
-  auto child = std::make_shared<Impl>(std::move(w), std::move(made), traffic_);
+  auto child = make(std::move(w), std::move(made), traffic_);
   child->control_ = control && control->control_ ? control->control_ : std::move(control);
   add_child(child);
   return child;
@@ -173,6 +173,7 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
 }
 
 void ProcessGroup::Impl::fail(const std::string& message) {
+  check_process();
   if (control_) control_->fail(message);
   const std::string text = message.empty() ? "failed" : message;
   if (!failure_is_shared()) report_agreed({world.rank}, text);
@@ -324,6 +325,14 @@ void ProcessGroup::Impl::check_open() {
   if (ended) throw_ended();
 }
 
+void ProcessGroup::Impl::check_process() const {
+  if (process_.is_this() || alone()) return;
+  throw UsageError(fmt::format(
+      "ProcessGroup: rank {}: process {} uses the group of process {}, from which it was "
+      "forked; expected collectives in that process alone",
+      world.rank, ::getpid(), process_.pid()));
+}
+
 void ProcessGroup::Impl::throw_ended() {
   std::exception_ptr lost;
   {
@@ -364,6 +373,7 @@ void ProcessGroup::Impl::take_turn(const OpHeader& header, const Body& body,
 
 void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_tag,
                              const Tensors& tensors) {
+  check_process();
   const auto tag = apply_tag(header, own_tag);
   if (header.on_device && transport->waits_for_device()) run_staged(header, body, tag, tensors);
   else if (header.on_device) run_on_device(header, body, tag, tensors);
@@ -373,6 +383,7 @@ void ProcessGroup::Impl::run(OpHeader header, Body body, const std::string& own_
 
 Work ProcessGroup::Impl::submit(OpHeader header, Body body, const std::string& own_tag,
                                 const Tensors& tensors) {
+  check_process();
   const auto tag = apply_tag(header, own_tag);
   if (header.on_device && transport->waits_for_device())
     return submit_staged(header, body, tag, tensors);

@@ -10,6 +10,7 @@
 #include "comm/group/queue.h"
 #include "comm/group/traffic.h"
 #include "comm/p2p/heartbeats.h"
+#include "tessera/detail/own_process.h"
 
 namespace tessera {
 
@@ -21,6 +22,15 @@ class ProcessGroup::Impl {
   Impl(comm::World world, std::unique_ptr<comm::Transport> transport,
        std::shared_ptr<comm::Traffic> traffic = nullptr);
   ~Impl();
+
+  /// As std::make_shared. A forked child does not destroy the group: it has none of its threads,
+  /// and the other ranks belong to the parent.
+  template <class... Arguments>
+  static std::shared_ptr<Impl> make(Arguments&&... arguments) {
+    return {new Impl(std::forward<Arguments>(arguments)...), [](Impl* impl) {
+              if (impl->process_.is_this()) delete impl;
+            }};
+  }
 
   /// Runs one collective: compares the ranks' headers, then runs `body` with all of them. The
   /// headers are empty when they were not compared (see ProcessGroupOptions::check_collectives).
@@ -89,6 +99,8 @@ class ProcessGroup::Impl {
   Work submit_staged(const comm::OpHeader& header, const Body& body, const std::string& tag,
                      const Tensors& tensors);
   void check_open();
+  /// Throws UsageError in a forked child: it would take the parent's part in a collective.
+  void check_process() const;
   comm::CommStream& stream_for(const Tensors& tensors);
   Work compare_later(const comm::OpHeader& header, const std::string& tag);
   /// Blocks until all ranks have issued a collective on the device, without check_collectives too.
@@ -123,6 +135,7 @@ class ProcessGroup::Impl {
   void set_failure(std::string text, bool shared);
   bool failure_is_shared();
 
+  detail::OwnProcess process_;
   uint64_t sequence_ = 0;
   std::atomic<bool> closing_ = false;  // operations may fail because this rank leaves
   std::atomic<bool> broken_ = false;   // an operation threw BrokenWorldError

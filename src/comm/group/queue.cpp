@@ -9,6 +9,8 @@ namespace tessera {
 void Work::State::wait() {
   std::unique_lock lock(mutex_);
   const comm::WaitTimer timer(done_ ? nullptr : clock_.get());
+  if (!done_ && !process_.is_this())
+    throw UsageError("ProcessGroup: a forked child waits for a collective of its parent");
   changed_.wait(lock, [&] { return done_; });
   if (!error_) return;
   seen_ = true;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <thread>
 
+#include "tessera/detail/own_process.h"
 #include "tessera/process_group.h"
 
 namespace tessera {
@@ -64,6 +65,7 @@ class Work::State {
   bool done_ = false;
   std::exception_ptr error_;
   std::shared_ptr<comm::WaitClock> clock_;
+  detail::OwnProcess process_;
 };
 
 namespace comm {

@@ -4,14 +4,14 @@
 #include <numeric>
 
 #include "comm/base/tensor_bytes.h"
+#include "comm/base/tree_sum.h"
 #include "comm/shm/shm_kernels.h"
 
 namespace tessera::comm {
 
 bool ExchangeSums::fits(const HostMap& map, const HostSumTree& tree, at::ScalarType dtype) {
   return map.hosts() == 2 && map.members(0).size() == map.members(1).size() &&
-         tree.leaves[0].size() == 1 && tree.leaves[1].size() == 1 && dtype != at::kHalf &&
-         dtype != at::kBFloat16;
+         tree.leaves[0].size() == 1 && tree.leaves[1].size() == 1 && !is_narrow(dtype);
 }
 
 ExchangeSums::ExchangeSums(Messenger& messenger, const HostMap& map, int rank,

@@ -139,9 +139,10 @@ class HostsTransport : public Transport {
     distribute(Op::all_gather, flat, counts, wire_of(flat));
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, const ConsumeRun* consume) override {
+  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
+                      const ConsumeRun* consume) override {
     sum_to_owners(Op::reduce_scatter, flat, counts,
-                  {consume, flat.narrow(0, segment_starts(counts)[rank_], counts[rank_])},
+                  {consume, flat.narrow(0, segment_starts(counts)[rank_], counts[rank_]), scale},
                   wire_of(flat));
   }
 
@@ -218,8 +219,7 @@ class HostsTransport : public Transport {
       auto parts = at::empty({size_, flat.numel()}, flat.options());
       parts[rank_].copy_(flat);
       leaders_.gather(parts.view({-1}), Counts(size_, flat.numel()));
-      flat.copy_(sum_rows(parts));
-      if (scale != 1) flat.mul_(scale);
+      flat.copy_(sum_rows(parts, scale));
     });
   }
 

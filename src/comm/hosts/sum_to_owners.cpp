@@ -9,11 +9,6 @@
 #include "comm/shm/shm_kernels.h"
 
 namespace tessera::comm {
-namespace {
-
-bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
-
-}  // namespace
 
 SumToOwners::SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree,
                          int rank, const at::Tensor& flat, const std::vector<int64_t>& counts,
@@ -105,7 +100,7 @@ at::Tensor SumToOwners::sum_of(int leaf, int segment, int64_t n,
     parts[static_cast<int64_t>(i)].copy_(
         at::from_blob(const_cast<std::byte*>(inputs[i]), {n}, at::TensorOptions().dtype(dtype_)));
   }
-  return sum_rows(parts);
+  return sum_rows(parts, 1);
 }
 
 /// Adds up window `round` of this rank's segment over the hosts.
@@ -131,16 +126,10 @@ at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const 
     if (values[node].defined()) continue;
     const auto& right = values[tree_.nodes[node].right];
     values[node] = values[tree_.nodes[node].left];
-    const bool scaled = node + 1 == values.size() && wide_ == dtype_;
     sum_ranks(wide_, {data_of(values[node])}, {data_of(values[node]), data_of(right)}, n,
-              scaled ? target_.scale : 1);
+              node + 1 == values.size() ? target_.scale : 1);
   }
-  auto sum = values.back();
-  if (wide_ != dtype_) {
-    sum = sum.to(dtype_);
-    if (target_.scale != 1) sum.mul_(target_.scale);
-  }
-  return sum;
+  return values.back().to(dtype_);
 }
 
 void SumToOwners::deliver(int64_t offset, const at::Tensor& sum) {

@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "comm/base/sigpipe_blocked.h"
+#include "tessera/detail/classic.h"
 
 namespace tessera::comm {
 namespace {
@@ -60,7 +61,7 @@ struct Heartbeats::State {
   Pulse read(int other, bool has_key) {
     if (!has_key && !store->check({heartbeat_key(other)})) return {};
     const auto bytes = store->get(heartbeat_key(other));
-    std::istringstream text(std::string(bytes.begin(), bytes.end()));
+    detail::Classic<std::istringstream> text(std::string(bytes.begin(), bytes.end()));
     Pulse pulse;
     text >> pulse.number >> pulse.beats;
     return pulse;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <stdexcept>
 
 #include <ATen/ATen.h>
 
@@ -9,11 +10,18 @@
 
 namespace tessera::comm {
 
+/// Data of a message arrived, and are not those that were sent.
+class DamagedMessage : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// One message in flight.
 class Message {
  public:
   virtual ~Message() = default;
-  /// Blocks until the message is complete. Throws when it fails or the time-out passes.
+  /// Blocks until the message is complete. Throws when it fails or the time-out passes;
+  /// DamagedMessage if that is why.
   virtual void wait(std::chrono::milliseconds timeout) = 0;
   /// From any thread: makes a blocked wait() throw soon.
   virtual void abort() noexcept = 0;

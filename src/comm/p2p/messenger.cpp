@@ -126,6 +126,8 @@ void Messenger::wait(Ticket ticket) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
   try {
     item.message->wait(std::max(left, std::chrono::milliseconds(1)));
+  } catch (const DamagedMessage& error) {
+    fail({std::min(rank_, item.peer), std::max(rank_, item.peer)}, error.what(), false, true);
   } catch (const std::exception& error) {
     fail({item.peer}, error.what());
   }
@@ -176,22 +178,25 @@ void Messenger::abort() noexcept {
   }
 }
 
-void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here) {
+void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here,
+                     bool damage) {
   using Cause = FailureLedger::Cause;
   const auto left = deadline_ - Clock::now();
   const bool late = left.count() <= 0;
   const auto watch = heartbeats();
   const auto blamed =
-      resolve(suspects, left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue
-                        : late && here                                     ? Cause::late_here
-                        : late                                             ? Cause::late
+      resolve(suspects, damage                                               ? Cause::damage
+                        : left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue
+                        : late && here                                       ? Cause::late_here
+                        : late                                               ? Cause::late
                         : left < timeout_.load() / 2 ? Cause::gone_near_the_time_out
                                                      : Cause::gone);
   const bool silent = lost_ || (watch && std::all_of(blamed.begin(), blamed.end(), [&](int rank) {
                                   return watch->is_silent(rank);
                                 }));
   const auto waited = (silent ? silence_ : timeout_).load();
-  const auto text = blamed == std::vector<int>{rank_}
+  const auto text = ledger_.found_damage() ? "exchanged a message that was damaged on the way"
+                    : blamed == std::vector<int>{rank_}
                         ? "is this one: the others gave up on it earlier (it was stopped, or late)"
                     : late || silent
                         ? fmt::format("did not arrive within {} ms", waited.count())

@@ -54,9 +54,10 @@ class Messenger {
   void abort() noexcept;
 
   /// Records that `suspects` are missing in the current operation, and throws the BrokenWorldError.
-  /// `here`: this host's ranks have found it among themselves.
+  /// `here`: this host's ranks have found it among themselves. `damage`: the suspects are this rank
+  /// and one whose data arrived damaged.
   [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause,
-                         bool here = false);
+                         bool here = false, bool damage = false);
   bool has_failed() const { return failed_; }
   /// True if heartbeats have found a loss.
   bool has_lost() const { return lost_; }

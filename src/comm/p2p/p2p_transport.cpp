@@ -58,15 +58,10 @@ class P2pTransport : public Transport {
   }
 
   void all_reduce(at::Tensor flat, double scale) override {
-    if (flat.nbytes() <= static_cast<size_t>(kSmallBytes)) {
-      all_reduce_small(flat);
-      if (scale != 1) flat.mul_(scale);
-      return;
-    }
+    if (flat.nbytes() <= static_cast<size_t>(kSmallBytes)) return all_reduce_small(flat, scale);
     if (size_ == 2) return exchange_with_peer(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
-    reduce_scatter(flat, counts, nullptr);
-    if (scale != 1) flat.narrow(0, offsets_of(counts)[rank_], counts[rank_]).mul_(scale);
+    reduce_scatter(flat, counts, scale, nullptr);
     all_gather(flat, counts);
   }
 
@@ -74,7 +69,7 @@ class P2pTransport : public Transport {
     wire_.begin("reduce");
     std::vector<int64_t> counts(size_, 0);
     counts[root] = flat.numel();
-    sum_to_owners(flat, counts, nullptr);
+    sum_to_owners(flat, counts, 1, nullptr);
   }
 
   void broadcast(at::Tensor flat, int root) override {
@@ -124,10 +119,10 @@ class P2pTransport : public Transport {
     wire_.finish();
   }
 
-  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
                       const ConsumeRun* consume) override {
     wire_.begin("reduce_scatter");
-    sum_to_owners(flat, counts, consume);
+    sum_to_owners(flat, counts, scale, consume);
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
@@ -148,12 +143,12 @@ class P2pTransport : public Transport {
   void abort() noexcept override { wire_.abort(); }
 
  private:
-  void all_reduce_small(at::Tensor flat) {
+  void all_reduce_small(at::Tensor flat, double scale) {
     wire_.begin("all_reduce");
     auto parts = at::empty({size_, flat.numel()}, flat.options());
     parts[rank_].copy_(flat);
     wire_.gather_blocks(parts.view({-1}), std::vector<int64_t>(size_, flat.numel()), all_);
-    flat.copy_(sum_rows(parts));
+    flat.copy_(sum_rows(parts, scale));
   }
 
   /// The all-reduce of two ranks: each sends all to the other. These are the bytes of a
@@ -184,15 +179,14 @@ class P2pTransport : public Transport {
       const auto mine = slice(i);
       const auto rows = scratch[i % kExchangesAhead].narrow(1, 0, mine.numel());
       rows[rank_].copy_(mine);
-      mine.copy_(sum_rows(rows));
-      if (scale != 1) mine.mul_(scale);
+      mine.copy_(sum_rows(rows, scale));
       if (i + kExchangesAhead < parts) post_receive(i + kExchangesAhead);
     }
     wire_.finish();
   }
 
   /// Sums each rank's segment of `flat` on that rank, part by part, with two parts in flight.
-  void sum_to_owners(at::Tensor flat, const std::vector<int64_t>& counts,
+  void sum_to_owners(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
                      const ConsumeRun* consume) {
     const auto offsets = offsets_of(counts);
     const int64_t part = std::max<int64_t>(
@@ -229,7 +223,7 @@ class P2pTransport : public Transport {
       const auto mine = flat.narrow(0, offsets[rank_] + i * part, length(own, i));
       auto parts = scratch[i % 2].narrow(1, 0, length(own, i));
       parts[rank_].copy_(mine);
-      const auto sum = sum_rows(parts);
+      const auto sum = sum_rows(parts, scale);
       if (!consume) {
         mine.copy_(sum);
       } else if (!consumer_failed) {

@@ -4,9 +4,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "comm/base/world.h"
+#include "comm/store/message.h"
 
 namespace tessera::comm {
 
@@ -16,14 +15,6 @@ struct TcpAddress {
   int port = 0;
 };
 
-/// The local address on which this member listens, with a fresh token and without a port. Throws
-/// UsageError for a GLOO_SOCKET_IFNAME without an address.
-TcpAddress own_tcp_address(const World& world);
-
-/// Tells all members where each listens. Collective. Throws RanksMissing after the time-out, and
-/// what the store throws.
-std::vector<TcpAddress> exchange_tcp_addresses(const World& world, const TcpAddress& own);
-
 /// What a connection is for, and the rank that has made it.
 struct Greeting {
   enum Kind : int32_t { link, watch };
@@ -32,10 +23,15 @@ struct Greeting {
 };
 
 constexpr size_t kTokenBytes = 32;
-constexpr size_t kGreetingBytes = 8 + kTokenBytes + 4 + 4;
+constexpr size_t kGreetingBytes = 8 + kTokenBytes + 4 + 4 + kSealBytes;
 
-/// The first bytes of a connection: a mark, the token of the rank that accepts, rank, kind. Their
-/// integers have the byte order of this machine, so that another order is not understood.
+/// The answer to a greeting that is understood, and its refusal by a rank that has such a
+/// connection already, or had one. Without an answer, the rank that has connected does so again.
+constexpr char kLinkWelcome = 0x5a, kLinkRefusal = ~kLinkWelcome;
+
+/// The first bytes of a connection: a mark, the token of the rank that accepts, rank, kind, a
+/// checksum. The integers have the byte order of this machine, so that another order is not
+/// understood.
 std::string bytes_of(const Greeting& greeting, const std::string& token);
 
 /// nullopt if these bytes are no greeting, or have another token.

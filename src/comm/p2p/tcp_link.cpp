@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <sys/uio.h>
 
 namespace tessera::comm {
 namespace {
@@ -16,6 +16,14 @@ constexpr size_t kMostBytesAtOnce = 1 << 20;
 
 // The socket counts as readable when so much of a message has arrived, or its rest.
 constexpr uint64_t kLowWaterBytes = 128 << 10;
+
+// A checksum is taken of so much before it is sent, while it is in the cache.
+constexpr size_t kMostBytesSummed = 256 << 10;
+
+template <class Frame>
+uint64_t sum_of(const Frame& frame) {
+  return XXH3_64bits(&frame, offsetof(Frame, sum));
+}
 
 void complete(Parcel& parcel) {
   parcel.complete = true;
@@ -39,9 +47,15 @@ void TcpLink::send(Parcel& parcel) {
   if (!ended_.empty()) return fail(parcel, ended_);
   outgoing_.push_back(&parcel);
   if (outgoing_.size() > 1) return;
-  outgoing_frame_ = {parcel.bytes, parcel.tag};
-  frame_written_ = 0;
+  begin_to_send();
   write();
+}
+
+void TcpLink::begin_to_send() {
+  outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag, 0};
+  outgoing_frame_.sum = sum_of(outgoing_frame_);
+  frame_written_ = summed_ = end_written_ = 0;
+  XXH3_64bits_reset(&outgoing_sum_);
 }
 
 void TcpLink::receive(Parcel& parcel) {
@@ -53,7 +67,7 @@ void TcpLink::receive(Parcel& parcel) {
       return fail(parcel, fmt::format("the peer sent {} bytes, expected {}", kept->data.size(),
                                       parcel.bytes));
     kept->wanted = &parcel;
-    if (kept->arrived < kept->data.size()) return;
+    if (&*kept == filling_) return;
     std::memcpy(parcel.data, kept->data.data(), parcel.bytes);
     early_.erase(kept);
     return complete(parcel);
@@ -70,8 +84,7 @@ void TcpLink::forget(Parcel& parcel) {
   const bool begun = sending && outgoing_.front() == &parcel && frame_written_ > 0;
   if (begun || target_ == &parcel) end("a message was given up");
   std::erase(outgoing_, &parcel);
-  if (sending && !begun && !outgoing_.empty())
-    outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag};
+  if (sending && !begun && !outgoing_.empty() && frame_written_ == 0) begin_to_send();
   receives_.remove(&parcel);
   for (auto& early : early_) {
     if (early.wanted == &parcel) early.wanted = nullptr;
@@ -79,21 +92,31 @@ void TcpLink::forget(Parcel& parcel) {
 }
 
 short TcpLink::events() const {
-  if (!is_open()) return 0;
+  if (!is_open() || damaged_) return 0;
   const bool writes = !greeting_.empty() || !outgoing_.empty();
   return static_cast<short>((is_stalled() ? 0 : POLLIN) | (writes ? POLLOUT : 0));
 }
 
 void TcpLink::write() {
   while (is_open() && (!greeting_.empty() || !outgoing_.empty())) {
-    iovec parts[3];
+    iovec parts[4];
     size_t count = 0;
     if (!greeting_.empty()) parts[count++] = {greeting_.data(), greeting_.size()};
     if (!outgoing_.empty()) {
       auto& parcel = *outgoing_.front();
       parts[count++] = {reinterpret_cast<char*>(&outgoing_frame_) + frame_written_,
                         sizeof(Frame) - frame_written_};
-      parts[count++] = {parcel.data + parcel.moved, parcel.bytes - parcel.moved};
+      if (summed_ == parcel.moved) {
+        const size_t more = std::min(kMostBytesSummed, parcel.bytes - summed_);
+        XXH3_64bits_update(&outgoing_sum_, parcel.data + summed_, more);
+        summed_ += more;
+      }
+      parts[count++] = {parcel.data + parcel.moved, summed_ - parcel.moved};
+      if (summed_ == parcel.bytes) {
+        outgoing_end_ = XXH3_64bits_digest(&outgoing_sum_);
+        parts[count++] = {reinterpret_cast<char*>(&outgoing_end_) + end_written_,
+                          sizeof outgoing_end_ - end_written_};
+      }
     }
     msghdr message{};
     message.msg_iov = parts;
@@ -118,17 +141,20 @@ void TcpLink::skip_written(size_t bytes) {
   if (outgoing_.empty()) return;
   auto& parcel = *outgoing_.front();
   frame_written_ += part(sizeof(Frame) - frame_written_);
-  parcel.moved += part(parcel.bytes - parcel.moved);
-  if (frame_written_ < sizeof(Frame) || parcel.moved < parcel.bytes) return;
+  parcel.moved += part(summed_ - parcel.moved);
+  end_written_ += part(sizeof outgoing_end_ - end_written_);
+  if (end_written_ < sizeof outgoing_end_) return;
   outgoing_.pop_front();
-  frame_written_ = 0;
-  if (!outgoing_.empty()) outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag};
+  if (!outgoing_.empty()) begin_to_send();
   complete(parcel);
 }
 
-size_t TcpLink::take(void* to, size_t bytes) {
+size_t TcpLink::take(iovec* parts, size_t count) {
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = count;
   for (;;) {
-    const auto taken = ::recv(socket_.fd(), to, bytes, MSG_DONTWAIT);
+    const auto taken = ::recvmsg(socket_.fd(), &message, MSG_DONTWAIT);
     if (taken > 0) return static_cast<size_t>(taken);
     if (taken < 0 && errno == EINTR) continue;
     if (taken == 0) end("the connection was closed by the peer");
@@ -145,9 +171,8 @@ void TcpLink::read() {
 /// A large message arrives in thousands of packets. The thread is woken for parts of it.
 void TcpLink::set_low_water() {
   if (!is_open()) return;
-  const uint64_t left = !has_frame() || is_stalled()
-                            ? 1
-                            : frame_.bytes - (target_ ? target_->moved : filling_->arrived);
+  const uint64_t left =
+      !has_frame() || is_stalled() ? 1 : frame_.bytes - moved() + sizeof end_ - end_read_;
   const int wanted = static_cast<int>(std::clamp<uint64_t>(left, 1, kLowWaterBytes));
   if (wanted == low_water_) return;
   ::setsockopt(socket_.fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
@@ -157,27 +182,35 @@ void TcpLink::set_low_water() {
 void TcpLink::read_available() {
   for (size_t budget = kMostBytesAtOnce; budget > 0 && is_open();) {
     if (!has_frame()) {
-      const auto taken =
-          take(reinterpret_cast<char*>(&frame_) + frame_read_, sizeof(Frame) - frame_read_);
+      iovec part{reinterpret_cast<char*>(&frame_) + frame_read_, sizeof(Frame) - frame_read_};
+      const auto taken = take(&part, 1);
       if (taken == 0) return;
       frame_read_ += taken;
-      if (has_frame()) begin_message();
+      if (!has_frame()) continue;
+      if (frame_.sum != sum_of(frame_)) return end_damaged("the head of a message");
+      begin_message();
       continue;
     }
     if (is_stalled()) return;
-    const size_t have = target_ ? target_->moved : filling_->arrived;
-    char* const to = target_ ? target_->data : filling_->data.data();
-    if (have < frame_.bytes) {
-      const auto taken = take(to + have, std::min(budget, frame_.bytes - have));
-      if (taken == 0) return;
-      budget -= taken;
-      (target_ ? target_->moved : filling_->arrived) += taken;
-    }
-    if ((target_ ? target_->moved : filling_->arrived) == frame_.bytes) finish_message();
+    char* const to = (target_ ? target_->data : filling_->data.data()) + moved();
+    iovec parts[] = {{to, std::min(budget, frame_.bytes - moved())},
+                     {reinterpret_cast<char*>(&end_) + end_read_, sizeof end_ - end_read_}};
+    const auto taken = take(parts, moved() + parts[0].iov_len == frame_.bytes ? 2 : 1);
+    if (taken == 0) return;
+    const size_t data = std::min(taken, parts[0].iov_len);
+    XXH3_64bits_update(&sum_, to, data);
+    moved() += data;
+    end_read_ += taken - data;
+    budget -= data;
+    if (end_read_ < sizeof end_) continue;
+    if (end_ != XXH3_64bits_digest(&sum_)) return end_damaged("a message");
+    finish_message();
   }
 }
 
 void TcpLink::begin_message() {
+  end_read_ = 0;
+  XXH3_64bits_reset(&sum_);
   const auto posted = std::find_if(receives_.begin(), receives_.end(),
                                    [&](const Parcel* parcel) { return parcel->tag == frame_.tag; });
   if (posted != receives_.end()) {
@@ -203,12 +236,17 @@ void TcpLink::finish_message() {
   complete(*wanted);
 }
 
+void TcpLink::end_damaged(const char* what) {
+  damaged_ = true;
+  end(fmt::format("the checksum of {} is wrong", what));
+}
+
 void TcpLink::end_with_error(int error) { end(std::strerror(error)); }
 
 void TcpLink::end(const std::string& reason) {
   if (!ended_.empty()) return;
   ended_ = reason;
-  socket_ = Socket();
+  if (!damaged_) close();
   for (auto* parcel : outgoing_) fail(*parcel, reason);
   for (auto* parcel : receives_) fail(*parcel, reason);
   if (target_) fail(*target_, reason);
@@ -216,12 +254,10 @@ void TcpLink::end(const std::string& reason) {
   receives_.clear();
   greeting_.clear();
   target_ = nullptr;
+  if (!filling_) return;
+  if (filling_->wanted) fail(*filling_->wanted, reason);
+  early_.remove_if([&](const Early& early) { return &early == filling_; });
   filling_ = nullptr;
-  for (auto& early : early_) {
-    if (early.wanted) fail(*early.wanted, reason);
-  }
-  early_.remove_if(
-      [](const Early& early) { return early.wanted || early.arrived < early.data.size(); });
 }
 
 }  // namespace tessera::comm

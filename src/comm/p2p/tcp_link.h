@@ -7,7 +7,11 @@
 #include <string>
 #include <vector>
 
+#include <sys/uio.h>
+
 #include "comm/store/socket.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace tessera::comm {
 
@@ -16,17 +20,17 @@ struct Parcel {
   char* data = nullptr;
   size_t bytes = 0;
   int tag = 0;
-  size_t moved = 0;
+  uint64_t moved = 0;
   bool complete = false;
   std::string failure;            ///< Not empty: it will never be complete.
   std::condition_variable ready;  ///< Notified when it is complete or has failed.
 };
 
-/// The messages of one connection, in both directions. Each is a frame: its size, its tag, its
-/// bytes. A message is read into the parcel that was posted for it. If none was posted, reading
-/// stops until one is, so that TCP slows the sender down. Exception: if a parcel for another
-/// message waits, the message before it is kept in memory, so that the order in which a receiver
-/// posts cannot stop it.
+/// The messages of one connection, in both directions. Each is a frame: its size, its tag and a
+/// checksum of the two, its bytes, and their checksum. A message is read into the parcel that was
+/// posted for it. If none was posted, reading stops until one is, so that TCP slows the sender
+/// down. Exception: if a parcel for another message waits, the message before it is kept in memory,
+/// so that the order in which a receiver posts cannot stop it.
 ///
 /// Not thread-safe. Never blocks.
 class TcpLink {
@@ -44,6 +48,11 @@ class TcpLink {
   /// The parcel is no longer used. If a part of it has moved, the connection ends.
   void forget(Parcel& parcel);
 
+  /// True if a checksum was wrong. The connection has ended, but its socket stays open, so that the
+  /// peer, which knows nothing, does not take this rank for one that is gone.
+  bool is_damaged() const { return damaged_; }
+  void close() { socket_ = Socket(); }
+
   /// Events of poll(2) for which the connection waits; 0: none.
   short events() const;
   /// Moves what the socket has or takes now.
@@ -58,22 +67,26 @@ class TcpLink {
   struct Frame {
     uint64_t bytes = 0;
     int64_t tag = 0;
+    uint64_t sum = 0;  // of what is before it
   };
   /// A message that arrived before its parcel.
   struct Early {
     int tag;
     std::vector<char> data;
-    size_t arrived = 0;
+    uint64_t arrived = 0;
     Parcel* wanted = nullptr;
   };
 
   bool has_frame() const { return frame_read_ == sizeof(Frame); }
   bool is_stalled() const { return has_frame() && !target_ && !filling_; }
+  uint64_t& moved() { return target_ ? target_->moved : filling_->arrived; }
+  void begin_to_send();
   void read_available();
   void set_low_water();
   void begin_message();
   void finish_message();
-  size_t take(void* to, size_t bytes);
+  void end_damaged(const char* what);
+  size_t take(iovec* parts, size_t count);
   void skip_written(size_t bytes);
   void end_with_error(int error);
 
@@ -83,10 +96,18 @@ class TcpLink {
   std::deque<Parcel*> outgoing_;  // not complete
   Frame outgoing_frame_;          // of outgoing_.front()
   size_t frame_written_ = 0;
+  size_t summed_ = 0;  // bytes of outgoing_.front() that are in outgoing_sum_
+  XXH3_state_t outgoing_sum_;
+  uint64_t outgoing_end_ = 0;  // their checksum
+  size_t end_written_ = 0;
   std::list<Parcel*> receives_;  // no byte has arrived
   std::list<Early> early_;
   Frame frame_;  // of the message that arrives
   size_t frame_read_ = 0;
+  XXH3_state_t sum_;
+  uint64_t end_ = 0;  // the checksum that arrives
+  size_t end_read_ = 0;
+  bool damaged_ = false;
   Parcel* target_ = nullptr;  // into which it is read
   Early* filling_ = nullptr;  // or where it is kept
   int low_water_ = 1;         // SO_RCVLOWAT of the socket

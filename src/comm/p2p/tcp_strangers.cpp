@@ -8,14 +8,35 @@ namespace tessera::comm {
 namespace {
 
 constexpr int64_t kMostStrangers = 64;
+constexpr std::chrono::seconds kGreetingLimit{2};
 
 }  // namespace
 
-uint32_t TcpStrangers::add(Socket socket) {
+TcpStrangers::Strangers::iterator TcpStrangers::oldest() {
+  return std::find_if(strangers_.begin(), strangers_.end(),
+                      [](const auto& entry) { return !entry.second.watches; });
+}
+
+bool TcpStrangers::close_oldest() {
+  const auto found = oldest();
+  if (found == strangers_.end()) return false;
+  strangers_.erase(found);
+  return true;
+}
+
+TcpStrangers::TimePoint TcpStrangers::close_late(TimePoint now) {
+  auto found = oldest();
+  for (; found != strangers_.end() && now >= found->second.since + kGreetingLimit; found = oldest())
+    strangers_.erase(found);
+  return found == strangers_.end() ? TimePoint::max() : found->second.since + kGreetingLimit;
+}
+
+uint32_t TcpStrangers::add(Socket socket, TimePoint now) {
   const auto is_new = [](const auto& entry) { return !entry.second.watches; };
-  if (std::count_if(strangers_.begin(), strangers_.end(), is_new) >= kMostStrangers)
-    strangers_.erase(std::find_if(strangers_.begin(), strangers_.end(), is_new));
-  strangers_[next_].socket = std::move(socket);
+  if (std::count_if(strangers_.begin(), strangers_.end(), is_new) >= kMostStrangers) close_oldest();
+  auto& stranger = strangers_[next_];
+  stranger.socket = std::move(socket);
+  stranger.since = now;
   return next_++;
 }
 
@@ -35,6 +56,7 @@ std::optional<TcpStrangers::Newcomer> TcpStrangers::read(uint32_t number) {
   }
   if (greeting && greeting->kind == Greeting::watch) {
     stranger.watches = true;
+    ::send(stranger.socket.fd(), &kLinkWelcome, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     return std::nullopt;
   }
   std::optional<Newcomer> newcomer;

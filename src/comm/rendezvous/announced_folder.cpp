@@ -1,5 +1,6 @@
 #include "comm/rendezvous/announced_folder.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -21,36 +23,46 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-fs::path private_base() {
-  const auto base = fs::path("/tmp") / fmt::format("tessera-{}", ::getuid());
-  ::mkdir(base.c_str(), 0700);
+/// The folder in which the ranks of a user find each other, unless another user has taken its name.
+fs::path usual_base() { return fs::path("/tmp") / fmt::format("tessera-{}", ::getuid()); }
+
+bool is_private(const fs::path& folder) {
   struct stat info {};
-  if (::lstat(base.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != ::getuid() ||
-      (info.st_mode & 077) != 0) {
-    throw UsageError(
-        fmt::format("init_process_group: {} must be a folder of user {} with mode 0700, because "
-                    "the ranks find each other through it; remove it",
-                    base.string(), ::getuid()));
-  }
-  return base;
+  return ::lstat(folder.c_str(), &info) == 0 && S_ISDIR(info.st_mode) &&
+         info.st_uid == ::getuid() && (info.st_mode & 077) == 0;
 }
 
-/// Field 22 of /proc/<pid>/stat; together with the pid it identifies a process. Empty if there is
-/// no such process or it is a zombie.
-std::string start_time(int pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string line;
-  std::getline(file, line);
-  const auto close = line.rfind(')');
-  if (close == std::string::npos) return "";
-  size_t at = close + 2;
-  for (int field = 3; field < 22 && at != std::string::npos; ++field) at = line.find(' ', at) + 1;
-  if (line[close + 2] == 'Z') return "";
-  return line.substr(at, line.find(' ', at) - at);
+/// The folders in which rank 0 may announce a folder: the usual one, else those that
+/// make_private_base() has made beside it.
+std::vector<fs::path> private_bases() {
+  const auto usual = usual_base();
+  if (is_private(usual)) return {usual};
+  std::vector<fs::path> found;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(usual.parent_path(), ignored)) {
+    if (entry.path().string().starts_with(usual.string() + "-") && is_private(entry.path()))
+      found.push_back(entry.path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+fs::path make_private_base() {
+  const auto usual = usual_base();
+  ::mkdir(usual.c_str(), 0700);
+  if (const auto bases = private_bases(); !bases.empty()) return bases.front();
+  auto beside = usual.string() + "-XXXXXX";
+  if (!::mkdtemp(beside.data()))
+    throw UsageError(
+        fmt::format("init_process_group: rank 0 cannot make the folder {}, through which the ranks "
+                    "find each other: {}",
+                    beside, std::strerror(errno)));
+  return beside;
 }
 
 /// Takes the lock if it is free; `make`: creates a missing file. Returns the descriptor that holds
-/// the lock, or -1. A file that was removed between opening and locking does not count.
+/// the lock, or -1. A file that was removed between opening and locking does not count. Where the
+/// file system has no locks, the caller with `make` goes on without.
 int try_lock(const fs::path& lock, bool make) {
   const int fd = ::open(lock.c_str(), O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0600);
   if (fd < 0 && make)
@@ -59,8 +71,10 @@ int try_lock(const fs::path& lock, bool make) {
   if (fd < 0) return -1;
   struct stat held {
   }, named{};
-  if (::flock(fd, LOCK_EX | LOCK_NB) == 0 && ::fstat(fd, &held) == 0 &&
-      ::stat(lock.c_str(), &named) == 0 && held.st_ino == named.st_ino)
+  const bool locked =
+      ::flock(fd, LOCK_EX | LOCK_NB) == 0 || (make && errno != EWOULDBLOCK && errno != EINTR);
+  if (locked && ::fstat(fd, &held) == 0 && ::stat(lock.c_str(), &named) == 0 &&
+      held.st_ino == named.st_ino)
     return fd;
   ::close(fd);
   return -1;
@@ -105,14 +119,30 @@ void sweep(const fs::path& base) {
   }
 }
 
+/// The folder that rank 0 has announced in the file `pointer`; empty if there is none.
+std::string take_seat(const fs::path& pointer, int rank) {
+  std::ifstream file(pointer);
+  std::string folder, pid, start;
+  if (!std::getline(file, folder) || !std::getline(file, pid) || !std::getline(file, start) ||
+      start != detail::start_time(std::atoi(pid.c_str())))
+    return "";
+  // Each rank can take its seat only once, so a rank of the next run cannot join a run that is
+  // already complete.
+  const auto seat = fmt::format("{}/seat.{}", folder, rank);
+  const int fd = ::open(seat.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+  if (fd < 0) return "";
+  ::close(fd);
+  return folder;
+}
+
 }  // namespace
 
 std::string announced_folder(const std::string& key, int rank, int size,
                              std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
-  const auto base = private_base();
-  const auto pointer = base / (key + ".now");
   if (rank == 0) {
+    const auto base = make_private_base();
+    const auto pointer = base / (key + ".now");
     hold_key(base / (key + ".lock"), key, deadline);
     remove_folders(base, key);
     sweep(base);
@@ -122,7 +152,7 @@ std::string announced_folder(const std::string& key, int rank, int size,
                                    base.string(), std::strerror(errno)));
     const auto beside = pointer.string() + ".new";
     std::ofstream announcement(beside);
-    announcement << name << '\n' << ::getpid() << '\n' << start_time(::getpid()) << '\n';
+    announcement << fmt::format("{}\n{}\n{}\n", name, ::getpid(), detail::start_time(::getpid()));
     announcement.close();
     if (!announcement)
       throw UsageError(fmt::format("init_process_group: rank 0 cannot write {}: {}", beside,
@@ -131,18 +161,8 @@ std::string announced_folder(const std::string& key, int rank, int size,
     return name;
   }
   while (Clock::now() < deadline) {
-    std::ifstream file(pointer);
-    std::string folder, pid, start;
-    if (std::getline(file, folder) && std::getline(file, pid) && std::getline(file, start) &&
-        start_time(std::atoi(pid.c_str())) == start) {
-      // Each rank can take its seat only once, so a rank of the next run cannot join a run that is
-      // already complete.
-      const auto seat = fmt::format("{}/seat.{}", folder, rank);
-      const int fd = ::open(seat.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
-      if (fd >= 0) {
-        ::close(fd);
-        return folder;
-      }
+    for (const auto& base : private_bases()) {
+      if (auto folder = take_seat(base / (key + ".now"), rank); !folder.empty()) return folder;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -26,6 +26,7 @@ struct LaunchEnvironment {
   /// An identifier that all ranks of this job share and no other job of this user has; may be
   /// empty.
   std::string job;
+  int world = 0;  ///< Number of the worlds that this process has made before.
 };
 
 /// Returns the value of an environment variable, or null when it is unset; as std::getenv.

@@ -19,8 +19,9 @@ OwnStore own_store(const LaunchEnvironment& environment, std::chrono::millisecon
   OwnStore own;
   std::shared_ptr<StoreServer> server;
   if (environment.rank == 0) {
-    auto served = serve_store({}, environment.master_address, environment.master_port,
-                              "MASTER_PORT", {environment.attempt, secret});
+    auto served =
+        serve_store({}, environment.master_address, environment.master_port, "MASTER_PORT",
+                    {environment.attempt, secret, "rank", environment.world});
     server = std::move(served.server);
     const auto addresses = std::move(served.addresses);
     if (secret.empty())
@@ -35,10 +36,15 @@ OwnStore own_store(const LaunchEnvironment& environment, std::chrono::millisecon
     };
   }
   try {
-    own.store = c10::make_intrusive<VerifiedStore>(
-        StorePlace{environment.master_address, environment.master_port, environment.rank,
-                   environment.size, environment.attempt, secret},
-        timeout, std::move(server));
+    own.store = c10::make_intrusive<VerifiedStore>(StorePlace{environment.master_address,
+                                                              environment.master_port,
+                                                              environment.rank,
+                                                              environment.size,
+                                                              environment.attempt,
+                                                              secret,
+                                                              {},
+                                                              environment.world},
+                                                   timeout, std::move(server));
   } catch (const StoreLost& error) {
     throw_useless_store(environment, timeout, error.what());
   }

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
+#include <map>
 #include <mutex>
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -19,6 +20,7 @@
 #include "comm/rendezvous/announced_folder.h"
 #include "comm/rendezvous/own_store.h"
 #include "comm/store/addresses.h"
+#include "tessera/detail/proc.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -54,6 +56,16 @@ std::vector<std::string> values_of_all(const Store& store, const LaunchEnvironme
   }
 }
 
+/// A name of the file at `path` that stays valid when its folder is removed, as the system removes
+/// XDG_RUNTIME_DIR when the user logs out. The file stays open until the process ends.
+std::string lasting_name(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  const auto name = fmt::format("/proc/self/fd/{}", fd);
+  if (fd < 0 || ::access(name.c_str(), R_OK | W_OK) == 0) return fd < 0 ? path : name;
+  ::close(fd);
+  return path;
+}
+
 Store file_store(const std::string& folder, const LaunchEnvironment& environment) {
   struct stat info {};
   const int error = ::stat(folder.c_str(), &info) != 0 ? errno
@@ -63,26 +75,16 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
     throw UsageError(
         fmt::format("init_process_group: rank {}: the rendezvous folder {} cannot be used: {}",
                     environment.rank, folder, std::strerror(error)));
-  Store store = c10::make_intrusive<c10d::FileStore>(folder + "/store", environment.size);
-  // The destructor of FileStore writes to the file and would end the process if the folder had been
-  // removed before. So the store is kept until the process ends.
-  static auto* const kept = new std::vector<Store>();
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  kept->push_back(store);
-  return store;
+  return c10::make_intrusive<c10d::FileStore>(lasting_name(folder + "/store"), environment.size);
 }
 
 /// Identifies the processes that share a loopback interface: boot id, host name, network namespace.
 std::string network_identity() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
   char host[256] = {};
   ::gethostname(host, sizeof(host) - 1);
   struct stat info {};
   ::stat("/proc/self/ns/net", &info);
-  return fmt::format("{}/{}/{}", id, host, info.st_ino);
+  return fmt::format("{}/{}/{}", detail::boot_id(), host, info.st_ino);
 }
 
 std::string file_name(std::string text) {
@@ -92,10 +94,44 @@ std::string file_name(std::string text) {
   return text;
 }
 
-StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& environment,
-                          std::chrono::milliseconds timeout) {
+std::string folder_key(const LaunchEnvironment& environment) {
+  if (environment.master_port == 0)
+    return file_name("job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid())
+                                                       : environment.job));
+  const auto port = fmt::format("port-{}", environment.master_port);
+  if (!environment.agent_store) return port;
+  // An agent's port is unique only in its network, and stays the same when the ranks are restarted.
+  constexpr size_t kMaxRunLength = 100;
+  return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt,
+                               environment.run.substr(0, kMaxRunLength)));
+}
+
+/// The store in the folder that the launcher gave, else in the one that rank 0 announces under the
+/// name `place`. A process
+/// meets the same ranks in the same store each time: a store keeps all keys in memory, and its
+/// destructor would end the process if the folder had been removed before.
+Store store_on_host(const LaunchEnvironment& environment, const std::string& place,
+                    std::chrono::milliseconds timeout) {
+  static auto& known = *new std::map<std::string, Store>();  // never destroyed
+  static std::mutex mutex;
+  // Ranks may be threads of one process, and children of a process that has met other ranks.
+  const auto key = fmt::format("{} {} {}", ::getpid(), environment.rank, place);
+  std::unique_lock lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  lock.unlock();
+  const bool given = !environment.rendezvous.empty();
+  auto store = file_store(
+      given ? place : announced_folder(place, environment.rank, environment.size, timeout),
+      environment);
+  lock.lock();
+  return known[key] = std::move(store);
+}
+
+StoreRendezvous on_host(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  const auto place =
+      environment.rendezvous.empty() ? folder_key(environment) : environment.rendezvous;
   try {
-    StoreRendezvous rendezvous{file_store(folder, environment),
+    StoreRendezvous rendezvous{store_on_host(environment, place, timeout),
                                std::vector<int>(environment.size, 0), ""};
     rendezvous.store->setTimeout(timeout);
     values_of_all(rendezvous.store, environment, "", timeout, Clock::now() + timeout);
@@ -104,9 +140,8 @@ StoreRendezvous in_folder(const std::string& folder, const LaunchEnvironment& en
     throw;
   } catch (const std::exception& error) {
     throw UsageError(
-        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file {}/store: "
-                    "{}",
-                    environment.rank, environment.size, folder, compat::first_line(error.what())));
+        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file {}/store: {}",
+                    environment.rank, environment.size, place, compat::first_line(error.what())));
   }
 }
 
@@ -175,29 +210,12 @@ bool on_one_host(const LaunchEnvironment& environment) {
          (!environment.agent_store && is_loopback(environment.master_address));
 }
 
-std::string folder_key(const LaunchEnvironment& environment) {
-  if (environment.master_port == 0)
-    return file_name("job-" + (environment.job.empty() ? "parent-" + std::to_string(::getppid())
-                                                       : environment.job));
-  const auto port = fmt::format("port-{}", environment.master_port);
-  if (!environment.agent_store) return port;
-  // An agent's port is unique only in its network, and stays the same when the ranks are restarted.
-  constexpr size_t kMaxRunLength = 100;
-  return file_name(fmt::format("{}-attempt-{}-{}", port, environment.attempt,
-                               environment.run.substr(0, kMaxRunLength)));
-}
-
 }  // namespace
 
 StoreRendezvous rendezvous_over_store(const LaunchEnvironment& environment,
                                       std::chrono::milliseconds timeout) {
-  if (!environment.rendezvous.empty())
-    return in_folder(environment.rendezvous, environment, timeout);
-
-  if (on_one_host(environment))
-    return in_folder(
-        announced_folder(folder_key(environment), environment.rank, environment.size, timeout),
-        environment, timeout);
+  if (!environment.rendezvous.empty() || on_one_host(environment))
+    return on_host(environment, timeout);
   if (environment.master_port == 0) {
     throw UsageError(fmt::format(
         "init_process_group: rank {}: {} started {} ranks on several hosts, but MASTER_ADDR and "

@@ -200,14 +200,15 @@ void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std
   const auto run = at::from_blob(scratch_.data_ptr(), {step}, at::TensorOptions().dtype(dtype));
   for (int64_t done = 0; done < count; done += step) {
     const int64_t length = std::min(step, count - done);
-    sum_ranks(dtype, {data_of(scratch_)}, shifted<const std::byte*>(inputs, done * width), length);
+    sum_ranks(dtype, {data_of(scratch_)}, shifted<const std::byte*>(inputs, done * width), length,
+              target.scale);
     (*target.consume)(offset + done, length == step ? run : run.narrow(0, 0, length));
   }
 }
 
-void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
                                   const ConsumeRun* consume) {
-  scatter_sums(flat, counts, {consume, nullptr, 1});
+  scatter_sums(flat, counts, {consume, nullptr, scale});
 }
 
 void ShmTransport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,

@@ -14,32 +14,22 @@ SumKernel kernel_for(c10::ScalarType dtype) {
   return kernel != nullptr ? kernel : generic_sum_kernel(dtype);
 }
 
-// For dtypes without a kernel, and for scaling as libtorch does it. Works block by block, so that
-// the sum stays in cache.
+// For dtypes without a kernel, by libtorch. Works block by block, so that the sum stays in cache.
 void sum_in_blocks(c10::ScalarType dtype, const SumRun& run) {
   const int64_t width = static_cast<int64_t>(c10::elementSize(dtype));
   const int64_t block = 64 * 1024 / width;
-  const SumKernel kernel = kernel_for(dtype);
   for (int64_t i = 0; i < run.count; i += block) {
     const int64_t length = std::min(block, run.count - i);
-    std::vector<const std::byte*> inputs;
-    for (size_t s = 0; s < run.input_count; ++s) inputs.push_back(run.inputs[s] + i * width);
     const auto view = [&](size_t s) {
-      return at::from_blob(const_cast<std::byte*>(inputs[s]), {length},
+      return at::from_blob(const_cast<std::byte*>(run.inputs[s] + i * width), {length},
                            at::TensorOptions().dtype(dtype));
     };
-    at::Tensor sum;
-    if (kernel != nullptr) {
-      sum = at::empty({length}, at::TensorOptions().dtype(dtype));
-      auto* data = static_cast<std::byte*>(sum.data_ptr());
-      kernel({&data, 1, inputs.data(), inputs.size(), length, 1});
-    } else {
-      sum = add_in_tree(run.input_count, view, [](const at::Tensor& a, const at::Tensor& b) {
-              return a.add(b);
-            }).clone();
-    }
-    const auto* data = static_cast<const std::byte*>(sum.data_ptr());
+    const auto sum =
+        add_in_tree(run.input_count, view, [](const at::Tensor& a, const at::Tensor& b) {
+          return a.add(b);
+        }).clone();
     if (run.scale != 1) sum.mul_(run.scale);
+    const auto* data = static_cast<const std::byte*>(sum.data_ptr());
     for (size_t o = 0; o < run.output_count; ++o)
       std::memcpy(run.outputs[o] + i * width, data, length * width);
   }
@@ -50,8 +40,7 @@ void sum_in_blocks(c10::ScalarType dtype, const SumRun& run) {
 void sum_ranks(c10::ScalarType dtype, const std::vector<std::byte*>& outputs,
                const std::vector<const std::byte*>& inputs, int64_t count, double scale) {
   const SumRun run{outputs.data(), outputs.size(), inputs.data(), inputs.size(), count, scale};
-  const bool scales = dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double;
-  const SumKernel kernel = scale == 1 || scales ? kernel_for(dtype) : nullptr;
+  const SumKernel kernel = scale == 1 || c10::isFloatingType(dtype) ? kernel_for(dtype) : nullptr;
   return kernel != nullptr ? kernel(run) : sum_in_blocks(dtype, run);
 }
 

@@ -6,37 +6,37 @@
 #include <fstream>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <thread>
 
 #include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/classic.h"
+#include "tessera/detail/proc.h"
+
 namespace tessera::comm {
 namespace {
 
 struct Status {
   char state = 0;
-  uint64_t threads = 0;
+  int64_t threads = 0;
   uint64_t start_time = 0;
 };
 
+std::optional<int64_t> number_in(const std::string& text) {
+  int64_t value = 0;
+  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (parsed.ec != std::errc() || parsed.ptr == text.data()) return std::nullopt;
+  return value;
+}
+
 std::optional<Status> read_status(int32_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
-  // The second field is the program's name in parentheses, which may itself contain parentheses.
-  const size_t end_of_name = line.rfind(')');
-  if (end_of_name == std::string::npos) return std::nullopt;
-  std::istringstream fields(line.substr(end_of_name + 1));
-  Status status;
-  fields >> status.state;
-  std::string skipped;
-  for (int field = 4; field < 20; ++field) fields >> skipped;
-  fields >> status.threads >> skipped >> status.start_time;
-  if (!fields) return std::nullopt;
-  return status;
+  constexpr size_t kThreads = 17, kStartTime = 19;
+  const auto fields = detail::process_fields(pid);
+  if (fields.size() <= kStartTime) return std::nullopt;
+  return Status{fields[0][0], number_in(fields[kThreads]).value_or(0),
+                static_cast<uint64_t>(number_in(fields[kStartTime]).value_or(0))};
 }
 
 std::string first_line(const char* path) {
@@ -46,16 +46,9 @@ std::string first_line(const char* path) {
   return line;
 }
 
-std::optional<int64_t> number_in(const std::string& text) {
-  int64_t value = 0;
-  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (parsed.ec != std::errc() || parsed.ptr == text.data()) return std::nullopt;
-  return value;
-}
-
 // The value in bytes of a line "Name:   123 kB" (unit 1024) or "name 123" (unit 1).
 std::optional<int64_t> field_of(const char* path, const std::string& name, int64_t unit) {
-  std::ifstream file(path);
+  detail::Classic<std::ifstream> file(path);
   for (std::string key; file >> key;
        file.ignore(std::numeric_limits<std::streamsize>::max(), '\n')) {
     int64_t value = 0;
@@ -87,7 +80,7 @@ bool is_stopped(const ProcessIdentity& process) {
 }
 
 std::string host_identity() {
-  std::string identity = first_line("/proc/sys/kernel/random/boot_id");
+  std::string identity = detail::boot_id();
   struct stat info {};
   if (stat("/proc/self/ns/pid", &info) == 0) identity += "/" + std::to_string(info.st_ino);
   return identity;

@@ -76,8 +76,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry instance;
-  return instance;
+  static auto* const instance = new Registry;  // never destroyed: tensors may outlive it
+  return *instance;
 }
 
 uint64_t random_nonce() {

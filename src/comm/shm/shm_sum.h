@@ -14,7 +14,7 @@ struct SumRun {
   const std::byte* const* inputs;
   size_t input_count;
   int64_t count;
-  double scale;  ///< For float32 and float64; must be 1 for other dtypes.
+  double scale;  ///< For floating-point dtypes; must be 1 for other dtypes.
 };
 
 using SumKernel = void (*)(const SumRun&);

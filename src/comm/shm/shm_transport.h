@@ -37,7 +37,7 @@ class ShmTransport : public Transport {
   void reduce(at::Tensor flat, int root) override;
   void broadcast(at::Tensor flat, int root) override;
   void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override;
-  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
+  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
                       const ConsumeRun* consume) override;
   void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output,
                            double scale) override;

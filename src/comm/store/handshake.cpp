@@ -7,15 +7,13 @@
 #include <openssl/hmac.h>
 #include <openssl/rand.h>
 
-#include "comm/store/message.h"
-
 namespace tessera::comm {
 namespace {
 
-constexpr std::string_view kHelloMark = "tessera>", kChallengeMark = "tessera<";
-constexpr size_t kNonceBytes = 32;
-static_assert(kHelloBytes == kHelloMark.size() + 4 + 4 + 1 + kNonceBytes);
-static_assert(kChallengeBytes == kChallengeMark.size() + 4 + 1 + kNonceBytes + kProofBytes);
+constexpr std::string_view kHelloMark = "tesser2>", kChallengeMark = "tesser2<";
+constexpr size_t kNonceBytes = 32, kHmacBytes = 32;
+static_assert(kHelloBytes == kHelloMark.size() + 4 + 4 + 4 + 1 + kNonceBytes + kSealBytes);
+static_assert(kChallengeBytes == kChallengeMark.size() + 4 + 4 + 1 + kNonceBytes + kSealBytes);
 
 /// Threads may still use the store when the process ends: see call_with_timeout(). libcrypto would
 /// release its locks then.
@@ -31,12 +29,13 @@ std::string nonce() {
   return bytes;
 }
 
-std::string_view without_proof(std::string_view challenge) {
-  return challenge.substr(0, kChallengeBytes - kProofBytes);
+std::string sealed(std::string bytes) {
+  seal(bytes);
+  return bytes;
 }
 
-std::string proof_of(std::string_view side, const std::string& secret, std::string_view hello,
-                     std::string_view challenge) {
+std::string hmac_of(std::string_view side, const std::string& secret, std::string_view hello,
+                    std::string_view challenge) {
   keep_libcrypto_until_the_end();
   std::string text(side);
   text.append(hello).append(challenge);
@@ -45,7 +44,7 @@ std::string proof_of(std::string_view side, const std::string& secret, std::stri
   const bool done = ::HMAC(::EVP_sha256(), secret.data(), static_cast<int>(secret.size()),
                            reinterpret_cast<const unsigned char*>(text.data()), text.size(),
                            reinterpret_cast<unsigned char*>(proof.data()), &size) != nullptr;
-  if (!done || size != kProofBytes) throw std::runtime_error("libcrypto has no HMAC-SHA256");
+  if (!done || size != kHmacBytes) throw std::runtime_error("libcrypto has no HMAC-SHA256");
   proof.resize(size);
   return proof;
 }
@@ -67,26 +66,26 @@ std::string make_hello(const Hello& hello) {
   std::string bytes(kHelloMark);
   append_number(bytes, static_cast<uint32_t>(hello.rank));
   append_number(bytes, static_cast<uint32_t>(hello.attempt));
+  append_number(bytes, static_cast<uint32_t>(hello.world));
   bytes += hello.has_secret ? '\1' : '\0';
-  return bytes += nonce();
+  return sealed(bytes += nonce());
 }
 
 bool begins_hello(std::string_view bytes) { return begins(bytes, kHelloMark, kHelloBytes); }
 
 std::optional<Hello> read_hello(std::string_view bytes) {
-  if (bytes.size() != kHelloBytes || !begins_hello(bytes)) return std::nullopt;
+  if (bytes.size() != kHelloBytes || !begins_hello(bytes) || !is_sealed(bytes)) return std::nullopt;
   const size_t at = kHelloMark.size();
   return Hello{static_cast<int>(number_at(bytes, at)), static_cast<int>(number_at(bytes, at + 4)),
-               bytes[at + 8] != 0};
+               bytes[at + 12] != 0, static_cast<int>(number_at(bytes, at + 8))};
 }
 
-std::string make_challenge(const Challenge& challenge, const std::string& secret,
-                           std::string_view hello) {
+std::string make_challenge(const Challenge& challenge) {
   std::string bytes(kChallengeMark);
   append_number(bytes, static_cast<uint32_t>(challenge.attempt));
+  append_number(bytes, static_cast<uint32_t>(challenge.world));
   bytes += challenge.has_secret ? '\1' : '\0';
-  bytes += nonce();
-  return bytes += proof_of(kStoreSide, secret, hello, bytes);
+  return sealed(bytes += nonce());
 }
 
 bool begins_challenge(std::string_view bytes) {
@@ -94,25 +93,36 @@ bool begins_challenge(std::string_view bytes) {
 }
 
 std::optional<Challenge> read_challenge(std::string_view bytes) {
-  if (bytes.size() != kChallengeBytes || !begins_challenge(bytes)) return std::nullopt;
+  if (bytes.size() != kChallengeBytes || !begins_challenge(bytes) || !is_sealed(bytes))
+    return std::nullopt;
   const size_t at = kChallengeMark.size();
-  return Challenge{static_cast<int>(number_at(bytes, at)), bytes[at + 4] != 0};
-}
-
-bool store_proves(const std::string& secret, std::string_view hello, std::string_view challenge) {
-  return challenge.size() == kChallengeBytes &&
-         equal(challenge.substr(kChallengeBytes - kProofBytes),
-               proof_of(kStoreSide, secret, hello, without_proof(challenge)));
+  return Challenge{static_cast<int>(number_at(bytes, at)), bytes[at + 8] != 0,
+                   static_cast<int>(number_at(bytes, at + 4))};
 }
 
 std::string make_proof(const std::string& secret, std::string_view hello,
                        std::string_view challenge) {
-  return proof_of(kRankSide, secret, hello, without_proof(challenge));
+  return sealed(hmac_of(kRankSide, secret, hello, challenge));
 }
+
+std::string make_no_proof() { return sealed(std::string(kHmacBytes, '\0')); }
 
 bool rank_proves(const std::string& secret, std::string_view hello, std::string_view challenge,
                  std::string_view proof) {
   return equal(proof, make_proof(secret, hello, challenge));
+}
+
+std::string make_verdict(char verdict, bool proves, const std::string& secret,
+                         std::string_view hello, std::string_view challenge) {
+  const auto proof =
+      proves ? hmac_of(kStoreSide, secret, hello, challenge) : std::string(kHmacBytes, '\0');
+  return sealed(verdict + proof);
+}
+
+bool store_proves(const std::string& secret, std::string_view hello, std::string_view challenge,
+                  std::string_view verdict) {
+  return verdict.size() == kVerdictBytes &&
+         equal(verdict.substr(1, kHmacBytes), hmac_of(kStoreSide, secret, hello, challenge));
 }
 
 }  // namespace tessera::comm

@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kNumberBytes = 4;
+constexpr size_t kNumberBytes = 4, kFrontBytes = 2 * kNumberBytes;
 
 std::optional<StoreMessage> decode(std::string_view body) {
   StoreMessage message;
@@ -38,6 +40,19 @@ uint32_t number_at(std::string_view bytes, size_t at) {
   return number;
 }
 
+void seal(std::string& bytes) {
+  const uint64_t sum = XXH3_64bits(bytes.data(), bytes.size());
+  append_number(bytes, static_cast<uint32_t>(sum >> 32));
+  append_number(bytes, static_cast<uint32_t>(sum));
+}
+
+bool is_sealed(std::string_view bytes) {
+  if (bytes.size() < kSealBytes) return false;
+  const size_t end = bytes.size() - kSealBytes;
+  const uint64_t written = uint64_t{number_at(bytes, end)} << 32 | number_at(bytes, end + 4);
+  return written == XXH3_64bits(bytes.data(), end);
+}
+
 std::string encode(const StoreMessage& message) {
   size_t size = 1;
   for (const auto& part : message.parts) size += kNumberBytes + part.size();
@@ -45,23 +60,27 @@ std::string encode(const StoreMessage& message) {
     throw UsageError(fmt::format("the store: a message of {} bytes; expected at most {}", size,
                                  kMaxMessageBytes));
   std::string bytes;
-  bytes.reserve(kNumberBytes + size);
+  bytes.reserve(kFrontBytes + size + kSealBytes);
   append_number(bytes, static_cast<uint32_t>(size));
+  append_number(bytes, ~static_cast<uint32_t>(size));
   bytes += static_cast<char>(message.code);
   for (const auto& part : message.parts) {
     append_number(bytes, static_cast<uint32_t>(part.size()));
     bytes += part;
   }
+  seal(bytes);
   return bytes;
 }
 
 Taken take_message(std::string& buffer, StoreMessage& message) {
-  if (buffer.size() < kNumberBytes) return Taken::incomplete;
-  const size_t size = number_at(buffer, 0);
-  if (size > kMaxMessageBytes) return Taken::malformed;
-  if (buffer.size() - kNumberBytes < size) return Taken::incomplete;
-  auto decoded = decode(std::string_view(buffer).substr(kNumberBytes, size));
-  buffer.erase(0, kNumberBytes + size);
+  if (buffer.size() < kFrontBytes) return Taken::incomplete;
+  const uint32_t size = number_at(buffer, 0);
+  if (size > kMaxMessageBytes || number_at(buffer, kNumberBytes) != ~size) return Taken::malformed;
+  const size_t whole = kFrontBytes + size + kSealBytes;
+  if (buffer.size() < whole) return Taken::incomplete;
+  if (!is_sealed(std::string_view(buffer).substr(0, whole))) return Taken::malformed;
+  auto decoded = decode(std::string_view(buffer).substr(kFrontBytes, size));
+  buffer.erase(0, whole);
   if (!decoded) return Taken::malformed;
   message = std::move(*decoded);
   return Taken::whole;

@@ -8,8 +8,9 @@
 
 namespace tessera::comm {
 
-/// A request to the store, or its reply. On the wire: the size of what follows in 4 bytes, the
-/// code in 1 byte, then each part as its size in 4 bytes and its bytes. Integers are big-endian.
+/// A request to the store, or its reply. On the wire: the size of code and parts in 4 bytes and its
+/// complement in 4 bytes, the code in 1 byte, each part as its size in 4 bytes and its bytes, then
+/// a checksum of all this (seal()). Integers are big-endian.
 struct StoreMessage {
   uint8_t code = 0;
   std::vector<std::string> parts;
@@ -26,6 +27,12 @@ enum class Taken { incomplete, malformed, whole };
 
 /// Removes one message from the front of `buffer`. The sizes in it may be anything.
 Taken take_message(std::string& buffer, StoreMessage& message);
+
+/// Appends a checksum of `bytes`. It finds damage on the way and proves nothing.
+void seal(std::string& bytes);
+/// True if these bytes end with their checksum.
+bool is_sealed(std::string_view bytes);
+constexpr size_t kSealBytes = 8;
 
 void append_number(std::string& bytes, uint32_t number);
 /// The 4 bytes at `at`, which must exist.

@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -13,7 +14,18 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kMaxSecretBytes = 4096;
+constexpr size_t kMaxSecretBytes = 4096, kMinSecretBytes = 16, kMinDifferentBytes = 8;
+
+/// The secret, or UsageError if it can be found by trying. `variable`: where it is from.
+std::string checked(std::string secret, const char* variable, int rank, const Caller& caller) {
+  const std::set<char> different(secret.begin(), secret.end());
+  if (secret.size() >= kMinSecretBytes && different.size() >= kMinDifferentBytes) return secret;
+  throw UsageError(fmt::format(
+      "{}: {} {}: the secret of {} is {}; expected at least {} bytes, {} of them different, the "
+      "same on every {}, such as the output of 'openssl rand -hex 16'",
+      caller.component, caller.noun, rank, variable, secret.empty() ? "empty" : "easy to guess",
+      kMinSecretBytes, kMinDifferentBytes, caller.noun));
+}
 
 std::string secret_in(const std::string& path, int rank, const Caller& caller) {
   const auto refuse = [&](const std::string& problem) {
@@ -46,15 +58,11 @@ std::string secret_in(const std::string& path, int rank, const Caller& caller) {
 
 std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
                         const Caller& caller) {
-  if (const char* const text = get("TESSERA_SECRET")) {
-    if (*text) return text;
-    throw UsageError(fmt::format(
-        "{}: {} {}: environment variable TESSERA_SECRET is empty; expected a secret that all {}s "
-        "share, or no such variable",
-        caller.component, caller.noun, rank, caller.noun));
-  }
+  if (const char* const text = get("TESSERA_SECRET"))
+    return checked(text, "TESSERA_SECRET", rank, caller);
   const char* const path = get("TESSERA_SECRET_FILE");
-  return path ? secret_in(path, rank, caller) : "";
+  if (!path) return "";
+  return checked(secret_in(path, rank, caller), "TESSERA_SECRET_FILE", rank, caller);
 }
 
 }  // namespace tessera::comm

@@ -1,5 +1,7 @@
 #include "comm/store/session.h"
 
+#include <utility>
+
 #include <fmt/format.h>
 
 namespace tessera::comm {
@@ -18,31 +20,38 @@ void Session::take_hello() {
   if (!begins_hello(input_)) stage_ = Stage::dropped;
   if (dropped() || input_.size() < kHelloBytes) return;
   hello_ = read_hello(input_);
-  hello_bytes_ = input_.substr(0, kHelloBytes);
-  input_.clear();
-  challenge_ = make_challenge({gate_.attempt, !gate_.secret.empty()}, gate_.secret, hello_bytes_);
+  if (!hello_) stage_ = Stage::dropped;
+  if (dropped()) return;
+  hello_bytes_ = std::exchange(input_, "");
+  challenge_ = make_challenge({gate_.attempt, !gate_.secret.empty(), gate_.world});
   output_ = challenge_;
   stage_ = Stage::proof;
 }
 
 void Session::take_proof() {
-  if (input_.size() > kProofBytes) stage_ = Stage::dropped;
-  if (dropped() || input_.size() < kProofBytes) return;
+  if (input_.size() < kProofBytes) return;
+  if (!is_sealed(input_)) stage_ = Stage::dropped;
+  if (dropped()) return;
   const bool proved = rank_proves(gate_.secret, hello_bytes_, challenge_, input_);
+  const bool belongs = hello_->attempt == gate_.attempt && hello_->world == gate_.world;
   input_.clear();
-  if (proved && hello_->attempt == gate_.attempt) {
-    output_ = kWelcome;
-    stage_ = Stage::member;
-    return;
+  stage_ = proved && belongs ? Stage::member : Stage::dropped;
+  output_ = make_verdict(is_member() ? kWelcome : kRefusal, proved, gate_.secret, hello_bytes_,
+                         challenge_);
+  if (!is_member()) complain(proved);
+}
+
+void Session::complain(bool proved) {
+  const auto who = fmt::format("it calls itself {} {} and ", gate_.noun, hello_->rank);
+  if (proved && hello_->attempt != gate_.attempt) {
+    complaint_ = fmt::format("{}belongs to attempt {}; expected attempt {}", who, hello_->attempt,
+                             gate_.attempt);
+  } else if (proved && hello_->world < gate_.world) {
+    complaint_ = fmt::format("{}makes its world number {}; expected number {}", who,
+                             hello_->world + 1, gate_.world + 1);
   }
-  output_ = kRefusal;
-  stage_ = Stage::dropped;
-  complaint_ = fmt::format("it calls itself {} {} and ", gate_.noun, hello_->rank);
-  if (proved) {
-    complaint_ +=
-        fmt::format("belongs to attempt {}; expected attempt {}", hello_->attempt, gate_.attempt);
-    return;
-  }
+  if (proved) return;  // a rank of the next world is only early
+  complaint_ = who;
   const auto server = gate_.noun + " 0";
   complaint_ += !hello_->has_secret    ? "has no secret, and " + server + " has one"
                 : gate_.secret.empty() ? "has a secret, and " + server + " has none"

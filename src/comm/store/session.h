@@ -18,6 +18,7 @@ class Session {
     int attempt = 0;
     std::string secret;
     std::string noun = "rank";  ///< See Caller.
+    int world = 0;              ///< See Hello.
   };
 
   /// Both must outlive the session.
@@ -44,6 +45,7 @@ class Session {
 
   void take_hello();
   void take_proof();
+  void complain(bool proved);
   void take_requests();
 
   const Gate& gate_;

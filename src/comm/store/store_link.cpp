@@ -57,13 +57,16 @@ void receive(const Socket& socket, std::string& bytes, size_t most, Clock::time_
   }
 }
 
-/// The challenge, or StoreLost at the first byte that is not part of one.
-std::string receive_challenge(const Socket& socket, Clock::time_point deadline) {
+/// The next `size` bytes, which end with their checksum. StoreLost at the first byte with which no
+/// such bytes begin.
+std::string receive_sealed(const Socket& socket, size_t size, bool (*begins)(std::string_view),
+                           Clock::time_point deadline) {
   std::string bytes;
-  while (bytes.size() < kChallengeBytes) {
-    receive(socket, bytes, kChallengeBytes - bytes.size(), deadline);
-    if (!begins_challenge(bytes)) throw StoreLost("the service there uses another protocol");
+  while (bytes.size() < size) {
+    receive(socket, bytes, size - bytes.size(), deadline);
+    if (!begins(bytes)) throw StoreLost("the service there uses another protocol");
   }
+  if (!is_sealed(bytes)) throw Passing("its answer was damaged on the way");
   return bytes;
 }
 
@@ -87,7 +90,7 @@ std::string host_name() {
       difference, noun));
 }
 
-void check_attempt(const StorePlace& place, const Challenge& challenge) {
+void check_world(const StorePlace& place, const Challenge& challenge) {
   if (challenge.attempt < place.attempt)
     throw Passing(fmt::format("it belongs to attempt {}, and this rank to attempt {}",
                               challenge.attempt, place.attempt));
@@ -97,22 +100,32 @@ void check_attempt(const StorePlace& place, const Challenge& challenge) {
         "rank 0, whose store answers at MASTER_ADDR:MASTER_PORT = {}:{}; expected the same on "
         "every rank",
         place.rank, host_name(), place.attempt, challenge.attempt, place.address, place.port));
+  if (challenge.attempt == place.attempt && challenge.world < place.world)
+    throw Passing(
+        fmt::format("rank 0 has not left its world number {}, and this rank makes its number {}",
+                    challenge.world + 1, place.world + 1));
+  if (challenge.world > place.world)
+    throw UsageError(fmt::format(
+        "init_process_group: rank {} on host {} makes its world number {}, and rank 0 its number "
+        "{}; expected as many successful calls before this one on every rank",
+        place.rank, host_name(), place.world + 1, challenge.world + 1));
 }
 
 void shake_hands(const Socket& socket, const StorePlace& place, Clock::time_point deadline) {
-  const auto hello = make_hello({place.rank, place.attempt, !place.secret.empty()});
+  const bool has_secret = !place.secret.empty();
+  const auto hello = make_hello({place.rank, place.attempt, has_secret, place.world});
   send_all(socket, hello, deadline);
-  const auto challenge = receive_challenge(socket, deadline);
+  const auto challenge = receive_sealed(socket, kChallengeBytes, begins_challenge, deadline);
   const auto content = read_challenge(challenge).value();
-  if (!store_proves(place.secret, hello, challenge)) {
-    // Nothing is proved to a store that has not proved itself. Zeros tell it why this rank leaves.
-    send_all(socket, std::string(kProofBytes, '\0'), deadline);
+  if (content.has_secret != has_secret) {
+    send_all(socket, make_no_proof(), deadline);
     refuse_secret(place, content);
   }
   send_all(socket, make_proof(place.secret, hello, challenge), deadline);
-  check_attempt(place, content);
-  std::string verdict;
-  receive(socket, verdict, 1, deadline);
+  const auto any = [](std::string_view) { return true; };
+  const auto verdict = receive_sealed(socket, kVerdictBytes, any, deadline);
+  if (!store_proves(place.secret, hello, challenge, verdict)) refuse_secret(place, content);
+  check_world(place, content);
   if (verdict[0] != kWelcome) throw Passing("it refuses this rank");
 }
 
@@ -169,7 +182,8 @@ StoreMessage StoreLink::call(const StoreMessage& request, Clock::time_point dead
     receive(socket_, bytes, kMaxMessageBytes, deadline);
     const auto taken = take_message(bytes, reply);
     if (taken == Taken::whole) return reply;
-    if (taken == Taken::malformed) throw StoreLost("it sends a malformed reply");
+    if (taken == Taken::malformed)
+      throw StoreLost("its reply is malformed, or was damaged on the way");
   }
 }
 

@@ -18,6 +18,7 @@ struct StorePlace {
   int attempt = 0;
   std::string secret;  ///< empty: none
   Caller caller = {};
+  int world = 0;  ///< See Hello.
 };
 
 /// The store cannot be used, for the reason in what().
@@ -36,10 +37,11 @@ class StoreClosed : public StoreLost {
 class StoreLink {
  public:
   /// Connects. What may pass is tried again until the deadline: no process that listens, a
-  /// connection that is closed or not answered, a store of an earlier attempt. With
+  /// connection that is closed or not answered, a store of an earlier attempt or world. With
   /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost, which is
   /// StoreClosed if no process listens and one must; UsageError
-  /// at once if MASTER_ADDR is unknown, or if the store has another secret or a later attempt.
+  /// at once if MASTER_ADDR is unknown, or if the store has another secret, or a later attempt or
+  /// world.
   StoreLink(const StorePlace& place, std::chrono::steady_clock::time_point deadline,
             bool must_listen);
 

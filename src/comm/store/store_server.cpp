@@ -180,7 +180,7 @@ void StoreServer::accept_from(const Socket& listener) {
     if (socket.fd() < 0) {
       if (!lacks_files(errno)) return;
       const size_t before = strangers();
-      limit_strangers(before / 2);
+      limit_strangers(before / 4);
       if (before == 0) accept_after_ = Clock::now() + kAcceptPause;
       return;
     }
@@ -196,11 +196,14 @@ size_t StoreServer::strangers() const {
 }
 
 void StoreServer::limit_strangers(size_t most) {
-  size_t left = strangers();
   // Connections are in the order in which they were accepted.
   for (const bool greeted : {false, true}) {
-    for (auto at = connections_.begin(); at != connections_.end() && left > most;) {
-      const bool goes = !at->session.is_member() && at->session.greeted() == greeted;
+    const auto counts = [&](const Connection& connection) {
+      return !connection.session.is_member() && connection.session.greeted() == greeted;
+    };
+    size_t left = std::count_if(connections_.begin(), connections_.end(), counts);
+    for (auto at = connections_.begin(); left > most;) {
+      const bool goes = counts(*at);
       at = goes ? connections_.erase(at) : std::next(at);
       left -= goes;
     }

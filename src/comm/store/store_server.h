@@ -19,10 +19,10 @@ namespace tessera::comm {
 
 /// Serves a store to the ranks of a world, in a thread of its own. A peer must prove that it knows
 /// the secret (handshake.h) before it can do anything. Until then it is a stranger: it is
-/// disconnected if it sends anything else or needs longer than `handshake_limit`, and when there
-/// are more than `most_strangers` of them. The oldest go first, those without a hello before
-/// others, so junk that keeps connections open does not keep ranks out. Members that are slow or
-/// silent do not delay others.
+/// disconnected if it sends anything else or needs longer than `handshake_limit`. There are at most
+/// `most_strangers` with a hello and as many without; beyond that the oldest go. So neither kind of
+/// junk keeps a rank out: it would have to come 64 times while a rank needs one round trip, and the
+/// rank tries again. Members that are slow or silent do not delay others.
 class StoreServer {
  public:
   struct Options {

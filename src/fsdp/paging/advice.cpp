@@ -40,12 +40,20 @@ void advise_on_dtypes(const c10::Error& error, const MixedPrecision& mixed,
 void advise_on_order(const UsageError& error) {
   const std::string text = error.what();
   if (!contains_any(text, {"the ranks disagree about a collective"})) return;
+  if (contains_any(text, {"parameters used"})) {
+    throw UsageError(
+        text +
+        ". FullyShardedDataParallel: in one backward all ranks must use the same parameters of a "
+        "unit, whatever the units are. Where a branch leaves some out, add 0 * parameter.sum() of "
+        "these to the loss");
+  }
   throw UsageError(
       text +
       ". FullyShardedDataParallel: all ranks must use the units in the same order and equally "
-      "often. If they cannot (sequences of different lengths, teacher forcing, branches): with "
-      "option reshard_after_forward = false only the order of first uses must agree; with a "
-      "wrap_policy that makes one unit of the modules concerned, only the parameters used must");
+      "often. If their order or number differs (sequences of different lengths, teacher forcing): "
+      "with option reshard_after_forward = false only the order of first uses must agree, and "
+      "within one unit none must. A branch that leaves out parameters on some ranks needs 0 * "
+      "parameter.sum() of these in the loss too");
 }
 
 }  // namespace tessera::fsdp

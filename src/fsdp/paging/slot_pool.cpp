@@ -50,8 +50,11 @@ at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> oc
 }
 
 at::Tensor& SlotPool::find(const at::Tensor& slot) {
-  return *std::find_if(slots_.begin(), slots_.end(),
-                       [&](const at::Tensor& each) { return each.data_ptr() == slot.data_ptr(); });
+  // Not by address: a slot for parameters without elements has none.
+  const auto* storage = slot.storage().unsafeGetStorageImpl();
+  return *std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) {
+    return each.storage().unsafeGetStorageImpl() == storage;
+  });
 }
 
 void SlotPool::restore(at::Tensor& slot) {

@@ -8,6 +8,7 @@
 #include "sharding/bucket.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/error.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera {
@@ -54,10 +55,11 @@ class LoadedShards {
  public:
   LoadedShards(const ShardedModule& sharded, const Checkpoint& checkpoint) {
     const json layout = json::parse(checkpoint.text(kLayoutFile)).at("parameters");
-    check_names(sharded, checkpoint, layout);
+    const auto names = match(sharded, checkpoint, layout).names;
     std::vector<ElementRange> ranges;
     for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
-      const auto& [name, parameter] = sharded.model.parameters[i];
+      const auto& parameter = sharded.model.parameters[i].tensor;
+      const auto& name = names.at(sharded.model.parameters[i].name);
       const auto& shard = sharded.model.shard_of(i);
       if (shard.numel == 0) continue;
       const auto strides = layout.at(name).at("strides").get<std::vector<int64_t>>();
@@ -74,7 +76,7 @@ class LoadedShards {
       parameters_[r].value = value->second;
     }
     for (const auto& [name, tensor] : unsharded(sharded))
-      unsharded_.emplace_back(tensor, checkpoint.load_tensor(kUnshardedFile, name));
+      unsharded_.emplace_back(tensor, checkpoint.load_tensor(kUnshardedFile, names.at(name)));
   }
 
   void copy_to(ShardedModule& sharded) const {
@@ -97,16 +99,16 @@ class LoadedShards {
     at::Tensor value;
   };
 
-  static void check_names(const ShardedModule& sharded, const Checkpoint& checkpoint,
-                          const json& layout) {
-    std::map<std::string, std::vector<int64_t>> given;
+  static WeightsMatch match(const ShardedModule& sharded, const Checkpoint& checkpoint,
+                            const json& layout) {
+    std::vector<SafetensorsEntry> given;
     for (const auto& item : layout.items())
-      given[item.key()] = item.value().at("shape").get<std::vector<int64_t>>();
+      given.push_back({item.key(), "", item.value().at("shape").get<std::vector<int64_t>>()});
     if (checkpoint.contains(kUnshardedFile)) {
-      for (const auto& entry : checkpoint.tensors(kUnshardedFile).entries())
-        given[entry.name] = entry.shape;
+      const auto& more = checkpoint.tensors(kUnshardedFile).entries();
+      given.insert(given.end(), more.begin(), more.end());
     }
-    check_fits(sharded, given);
+    return detail::match_entries(sharded.module, checkpoint.path(), given);
   }
 
   std::vector<Parameter> parameters_;
@@ -124,7 +126,7 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
   CheckpointWriter writer(store, kStep);
   if (first_replica()) writer.add_slices(shards_as_slices(sharded), kSliceSet);
   if (sharded.model.world.rank() == 0) {
-    const auto tensors = unsharded(sharded);
+    const auto tensors = unsharded_values(sharded);
     if (!tensors.empty()) writer.add_tensors(kUnshardedFile, tensors);
     writer.add_text(kLayoutFile, layout_text(sharded));
   }

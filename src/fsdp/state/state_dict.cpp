@@ -7,6 +7,7 @@
 #include "fsdp/state/state_dict_checks.h"
 #include "sharding/bucket.h"
 #include "tessera/error.h"
+#include "tessera/module_state_dict.h"
 #include "tessera/save_weights.h"
 #include "tessera/step/agreement.h"
 #include "tessera/weights/load_shard.h"
@@ -93,10 +94,9 @@ State FullyShardedDataParallelBase::state_dict(int to) {
     auto tensor = sharded.whole(i, to);
     if (keep) state.emplace_back(sharded.model.parameters[i].name, std::move(tensor));
   }
-  for (const auto& [name, tensor] : unsharded(sharded)) {
-    if (keep)
-      state.emplace_back(name, tensor.detach().to(at::kCPU, tensor.scalar_type(), false, true));
-  }
+  if (!keep) return state;
+  for (const auto& [name, tensor] : unsharded_values(sharded))
+    state.emplace_back(name, tensor.to(at::kCPU, tensor.scalar_type(), false, true));
   return state;
 }
 
@@ -120,15 +120,14 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   for (size_t i = 0; i < parameters.size(); ++i)
     specs.push_back(
         {parameters[i].name, sharded.model.flat_of(i).dtype, parameters[i].tensor.sizes().vec()});
-  const auto others = unsharded(sharded);
+  const auto others = unsharded_values(sharded);
   for (const auto& [name, tensor] : others)
     specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   SaveWeightsOptions options;
   options.metadata = {{"format", "pt"}};
   options.rank0_from = parameters.size();
   const auto whole = [&](size_t i, int to) {
-    return i < parameters.size() ? sharded.whole(i, to)
-                                 : others[i - parameters.size()].second.detach();
+    return i < parameters.size() ? sharded.whole(i, to) : others[i - parameters.size()].second;
   };
   try {
     save_weights(sharded.model.world, path, specs, whole, options);
@@ -141,17 +140,22 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
-  std::map<std::string, std::vector<int64_t>> given;
+  std::vector<SafetensorsEntry> given;
   std::map<std::string, at::Tensor> by_name;
   for (const auto& [name, tensor] : state) {
-    given[name] = tensor.sizes().vec();
+    given.push_back({name, "", tensor.sizes().vec()});
     by_name[name] = tensor;
   }
-  check_on_all_ranks(sharded, "load_state_dict", [&] { check_fits(sharded, given); });
+  WeightsMatch match;
+  check_on_all_ranks(sharded, "load_state_dict", [&] {
+    match = detail::match_entries(sharded.module, "the state", given);
+    detail::check_equal("the state", match, [&](const auto& name) { return by_name.at(name); });
+  });
+  const auto value_of = [&](const auto& name) { return by_name.at(match.names.at(name)); };
   sharded.residency->release_all();
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
-    sharded.take_shard(i, by_name[sharded.model.parameters[i].name]);
-  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(by_name[name]);
+    sharded.take_shard(i, value_of(sharded.model.parameters[i].name));
+  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(value_of(name));
 }
 
 void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
@@ -160,16 +164,22 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   at::NoGradGuard no_grad;
   constexpr const char* kCall = "load_state_dict";
   std::optional<Weights> file;
+  WeightsMatch match;
   check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
-    std::map<std::string, std::vector<int64_t>> given;
-    for (const auto& entry : file->entries()) given[entry.name] = entry.shape;
-    check_fits(sharded, given);
+    match = match_weights(sharded.module, *file);
+    for (const auto& shard : shards(true)) {
+      for (const auto& [first, second, advice] : match.equal) {
+        if (first == match.names.at(shard.parameter))
+          check_equal_shards(*file, first, second, shard, advice);
+      }
+    }
   });
   sharded.residency->release_all();
   check_on_all_ranks(sharded, kCall, [&] {
-    for (const auto& shard : shards(true)) load_shard(*file, shard.parameter, shard);
-    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(name));
+    for (const auto& shard : shards(true))
+      load_shard(*file, match.names.at(shard.parameter), shard);
+    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(match.names.at(name)));
   });
 }
 

@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
@@ -32,26 +31,15 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
   return result;
 }
 
-void check_fits(const ShardedModule& sharded,
-                const std::map<std::string, std::vector<int64_t>>& given) {
-  std::map<std::string, std::vector<int64_t>> expected;
-  for (const auto& parameter : sharded.model.parameters)
-    expected[parameter.name] = parameter.tensor.sizes().vec();
-  for (const auto& [name, tensor] : unsharded(sharded)) expected[name] = tensor.sizes().vec();
-  std::vector<std::string> names;
-  for (const auto& [name, sizes] : expected) names.push_back(name);
-  for (const auto& [name, sizes] : expected) {
-    const auto found = given.find(name);
-    if (found == given.end()) throw UsageError(name + " is missing");
-    if (found->second != sizes) {
-      throw UsageError(fmt::format("{} has shape {}; expected {}", name, shape_text(found->second),
-                                   shape_text(sizes)));
-    }
+std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded) {
+  auto result = unsharded(sharded);
+  for (auto& [name, tensor] : result) {
+    auto dtype = tensor.scalar_type();
+    for (const auto& buffer : sharded.model.buffers)
+      if (buffer.tensor.is_same(tensor)) dtype = buffer.own;
+    tensor = tensor.detach().to(dtype).resolve_conj().resolve_neg();
   }
-  for (const auto& [name, sizes] : given) {
-    if (!expected.count(name))
-      throw UsageError(fmt::format("the module has no {}{}", name, did_you_mean(name, names)));
-  }
+  return result;
 }
 
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,

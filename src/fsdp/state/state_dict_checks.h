@@ -17,10 +17,9 @@ std::string shape_text(at::IntArrayRef sizes);
 /// ignored_modules or ignored_parameters name, then the defined buffers.
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
 
-/// Throws UsageError unless `given` has exactly the names and shapes of the module's parameters and
-/// buffers. Local.
-void check_fits(const ShardedModule& sharded,
-                const std::map<std::string, std::vector<int64_t>>& given);
+/// The same as values to save, whatever the mode of the last forward: in the dtypes at
+/// construction, and without conj and neg bits.
+std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded);
 
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.

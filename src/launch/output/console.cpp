@@ -17,8 +17,8 @@ bool same_file(int a, int b) {
 }  // namespace
 
 Console::Console(std::string command)
-    : command_(std::move(command)), out_(std::make_shared<Sink>(1)) {
-  err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2);
+    : command_(std::move(command)), out_(std::make_shared<Sink>(1, command_)) {
+  err_ = same_file(1, 2) ? out_ : std::make_shared<Sink>(2, command_);
 }
 
 std::vector<Sink*> Console::sinks() const {
@@ -35,11 +35,15 @@ void Console::write_some(Sink& sink) {
       "; further output of the ranks to it is lost, the ranks keep running");
 }
 
-bool Console::flush(int interrupt) {
+bool Console::flush(int interrupt, std::chrono::milliseconds most) {
+  const auto end = Clock::now() + most;
   for (Sink* sink : sinks()) {
-    while (sink->wants_write()) {
-      pollfd polled[] = {{sink->fd(), POLLOUT, 0}, {interrupt, POLLIN, 0}};
-      poll(polled, 2, -1);
+    while (sink->pending()) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
+      if (left <= 0) break;
+      const bool ready = sink->wants_write();
+      pollfd polled[] = {{ready ? sink->fd() : -1, POLLOUT, 0}, {interrupt, POLLIN, 0}};
+      poll(polled, 2, static_cast<int>(std::min<int64_t>(left, ready ? 1000 : 20)));
       // A signal ends the wait for a reader that does not read; a sink that is writable is still
       // written.
       if (polled[0].revents != 0) {

@@ -2,20 +2,59 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace tessera::launch {
 namespace {
 
 constexpr auto kMaxHold = std::chrono::seconds(1);
+constexpr auto kRetry = std::chrono::milliseconds(20);
+// A reader that reads less in a second does not hold up the ranks.
+constexpr size_t kLeastRead = 64 << 10;
 // A pipe that poll() reports as writable accepts this many bytes without blocking.
 constexpr size_t kWriteSize = 4096;
 constexpr size_t kRedrawLimit = 4096;
 
 }  // namespace
 
-Sink::Sink(int fd) : fd_(fd), terminal_(isatty(fd) == 1) {}
+Sink::Sink(int fd, std::string command)
+    : fd_(fd), command_(std::move(command)), terminal_(isatty(fd) == 1) {
+  // A terminal that poll() reports as writable may block a write. O_NONBLOCK on `fd` itself would
+  // change the terminal of the shell, too.
+  if (terminal_)
+    own_ = Fd(open(("/proc/self/fd/" + std::to_string(fd)).c_str(),
+                   O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+}
+
+void Sink::put(std::string_view text) {
+  if (drops_) {
+    dropped_ += text.size();
+  } else if (!text.empty()) {
+    queue_.append(text);
+    last_ = text.back();
+    measure();
+  }
+}
+
+void Sink::measure() {
+  const size_t left = queue_.size() - written_;
+  if (left <= kFull) {
+    full_since_.reset();
+  } else if (!full_since_) {
+    full_since_ = Clock::now();
+    read_ = 0;
+  }
+  if (!drops_ || left > kFull / 2) return;
+  drops_ = false;
+  if (closed_) return;
+  unfinished_.clear();
+  if (last_ != '\n') put("\n");
+  put(command_ + ": " + std::to_string(std::exchange(dropped_, 0)) +
+      " bytes of output are missing here, because the output was not read\n");
+}
 
 void Sink::pass(std::string_view bytes) {
   if (closed_ || bytes.empty()) return;
@@ -47,8 +86,11 @@ void Sink::line(std::string_view text) {
 }
 
 void Sink::urgent_line(std::string_view text) {
-  if (!terminal_) break_line();
+  const bool drops = std::exchange(drops_, false);
+  if (drops && last_ != '\n') put("\n");
+  if (drops || !terminal_) break_line();
   line(text);
+  drops_ = drops && full_since_;
 }
 
 void Sink::remember_unfinished(std::string_view bytes) {
@@ -69,17 +111,25 @@ void Sink::remember_unfinished(std::string_view bytes) {
 
 void Sink::write_some() {
   const size_t size = std::min(kWriteSize, queue_.size() - written_);
-  const ssize_t put_out = write(fd_, queue_.data() + written_, size);
+  const ssize_t put_out = write(own_ ? own_.get() : fd_, queue_.data() + written_, size);
   if (put_out < 0) {
+    // A terminal with room for one byte is writable, but does not take a newline.
+    if (errno == EAGAIN) retry_at_ = Clock::now() + kRetry;
     if (errno == EINTR || errno == EAGAIN) return;
     closed_ = true;
     error_ = errno;
     queue_.clear();
     waiting_.clear();
     written_ = 0;
+    measure();
     return;
   }
   written_ += put_out;
+  read_ += put_out;
+  if (full_since_ && read_ >= kLeastRead) {
+    full_since_ = Clock::now();
+    read_ = 0;
+  }
   if (written_ == queue_.size()) {
     queue_.clear();
     written_ = 0;
@@ -87,6 +137,7 @@ void Sink::write_some() {
     queue_.erase(0, written_);
     written_ = 0;
   }
+  measure();
 }
 
 int Sink::take_error() {
@@ -96,12 +147,16 @@ int Sink::take_error() {
 }
 
 std::optional<Clock::time_point> Sink::deadline() const {
-  if (waiting_.empty()) return std::nullopt;
-  return waiting_since_ + kMaxHold;
+  auto first = Clock::time_point::max();
+  if (!waiting_.empty()) first = waiting_since_ + kMaxHold;
+  if (full()) first = std::min(first, *full_since_ + kMaxHold);
+  if (pending() && !wants_write()) first = std::min(first, retry_at_);
+  return first == Clock::time_point::max() ? std::nullopt : std::optional(first);
 }
 
 void Sink::tick(Clock::time_point now) {
   if (!waiting_.empty() && now >= waiting_since_ + kMaxHold) break_line();
+  if (full() && now >= *full_since_ + kMaxHold) drops_ = true;
 }
 
 void Sink::settle() {

@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "launch/fd.h"
+
 namespace tessera::launch {
 
 using Clock = std::chrono::steady_clock;
@@ -16,10 +18,13 @@ using Clock = std::chrono::steady_clock;
 /// launcher). A line is never written inside an unfinished line of the passed bytes. On a terminal
 /// it is written above the unfinished line (for example a progress bar), which is then drawn again
 /// below. Elsewhere the line waits for the end of the unfinished line, and after 1 s a newline is
-/// inserted. Writing never blocks the caller.
+/// inserted. Writing never blocks the caller. If the reader of the file does not read, output waits
+/// in a queue. When the queue has been full for a second, further output is dropped, except urgent
+/// lines. When there is room again, a line says how much is missing.
 class Sink {
  public:
-  explicit Sink(int fd);
+  /// `command` is the prefix of that line.
+  explicit Sink(int fd, std::string command = "tessera run");
 
   /// Writes bytes unchanged.
   void pass(std::string_view bytes);
@@ -30,9 +35,12 @@ class Sink {
 
   int fd() const { return fd_; }
   bool terminal() const { return terminal_; }
-  bool wants_write() const { return !closed_ && written_ < queue_.size(); }
-  /// True if so much is queued that writers must wait.
-  bool full() const { return !closed_ && queue_.size() - written_ > kFull; }
+  /// True if output is queued.
+  bool pending() const { return !closed_ && written_ < queue_.size(); }
+  /// True if poll() is to report when the descriptor is writable.
+  bool wants_write() const { return pending() && Clock::now() >= retry_at_; }
+  /// True if so much is queued that writers must wait, for a second at most if nobody reads.
+  bool full() const { return full_since_ && !drops_; }
   /// True if a write has failed. Further output is dropped.
   bool closed() const { return closed_; }
   /// True if the reader of a pipe or socket is gone. The ranks are to get SIGPIPE then, but not
@@ -43,9 +51,9 @@ class Sink {
 
   /// Writes a part of the queue. Call it when poll() reports the descriptor as writable.
   void write_some();
-  /// When waiting lines must be written at the latest; nullopt if none wait.
+  /// When tick() must be called at the latest; nullopt: no limit.
   std::optional<Clock::time_point> deadline() const;
-  /// Writes waiting lines whose deadline has passed.
+  /// Writes waiting lines and drops output whose deadline has passed.
   void tick(Clock::time_point now);
   /// Call it when no more bytes will be passed: an unfinished line then gets its newline as soon as
   /// another line follows.
@@ -54,12 +62,16 @@ class Sink {
  private:
   static constexpr size_t kFull = 1 << 20;
 
-  void put(std::string_view text) { queue_.append(text); }
+  void put(std::string_view text);
+  /// Notices that the queue has become full, or has room again.
+  void measure();
   void remember_unfinished(std::string_view bytes);
   /// Ends the unfinished line and writes the waiting lines.
   void break_line();
 
   int fd_;
+  Fd own_;  ///< Of a terminal: another descriptor, which never blocks.
+  std::string command_;
   bool terminal_;
   bool closed_ = false;
   int error_ = 0;
@@ -67,6 +79,12 @@ class Sink {
   bool settled_ = false;
   std::string queue_;
   size_t written_ = 0;
+  char last_ = '\n';                             ///< Of all that was queued.
+  std::optional<Clock::time_point> full_since_;  ///< Since then the reader has read little.
+  size_t read_ = 0;                              ///< Bytes since full_since_.
+  bool drops_ = false;                           ///< Output is dropped.
+  size_t dropped_ = 0;
+  Clock::time_point retry_at_;
   /// The visible end of the unfinished line of passed bytes, as needed to draw it again.
   std::string unfinished_;
   std::deque<std::string> waiting_;

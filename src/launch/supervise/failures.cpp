@@ -1,9 +1,11 @@
 // The members of Supervisor that collect the ends of ranks and report the cause of a failure.
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "launch/supervise/supervisor.h"
 
@@ -137,6 +139,18 @@ void Supervisor::say_cause() const {
       describe(*cause_) + " on " + host_name() + "; it is the " + title(*cause_) + origin(*cause_);
   if (alive() > 0) text += "; ending the other " + count_ranks(alive());
   say(text);
+}
+
+/// The first process of a container becomes the parent of every process whose own parent has ended.
+void Supervisor::reap_orphans() const {
+  if (getpid() != 1) return;
+  std::ifstream children("/proc/thread-self/children");
+  for (std::string child; children >> child;) {
+    const auto pid = static_cast<pid_t>(std::atoi(child.c_str()));
+    const bool own = std::any_of(ranks_.begin(), ranks_.end(),
+                                 [&](const Rank& rank) { return rank.child.pid() == pid; });
+    if (!own && pid != around_.guard.pid()) (void)waitpid(pid, nullptr, WNOHANG);
+  }
 }
 
 /// Other ranks may not notice a stopped one for long: while they write a checkpoint, or after the

@@ -21,6 +21,7 @@ class Guard {
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
+  pid_t pid() const { return pid_; }
   void watch_group(pid_t group);
   void watch_folder(const std::string& path);
   /// Stops watching all groups and the folder, because they no longer exist.

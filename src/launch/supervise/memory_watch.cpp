@@ -8,6 +8,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "tessera/detail/classic.h"
+
 namespace tessera::launch {
 namespace {
 
@@ -41,7 +43,7 @@ Group find_group(const std::string& cgroups, const std::string& own) {
 std::optional<int64_t> kills_in(const std::string& path) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
+    detail::Classic<std::istringstream> words(line);
     std::string name;
     int64_t value = 0;
     if (words >> name >> value && name == "oom_kill") return value;
@@ -83,7 +85,7 @@ std::optional<int64_t> MemoryWatch::limit() const {
   constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 2;
   int64_t smallest = kNoLimit;
   for (std::string path = group_;; path.erase(path.rfind('/'))) {
-    std::ifstream file(root_ + path + "/" + limit_);
+    detail::Classic<std::ifstream> file(root_ + path + "/" + limit_);
     int64_t value = 0;
     if (file >> value) smallest = std::min(smallest, value);
     if (path.empty() || path.rfind('/') == std::string::npos) break;

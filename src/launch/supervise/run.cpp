@@ -83,7 +83,7 @@ int run_attempts(const Surroundings& around) {
 
 /// Writes the queued output. If its reader does not read, blocks until a signal arrives.
 void flush(Console& console, SignalWatch& signals) {
-  while (!console.flush(signals.fd())) {
+  while (!console.flush(signals.fd(), std::chrono::hours(24 * 365))) {
     for (int number : signals.take()) {
       if (number != SIGCHLD && number != SIGTSTP && number != SIGUSR1 && number != SIGUSR2) return;
     }

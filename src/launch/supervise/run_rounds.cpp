@@ -77,7 +77,7 @@ class Rounds {
         say(said = order.text);
       (void)around_.console.flush(around_.signals.fd());
       pollfd polled[] = {{around_.signals.fd(), POLLIN, 0}, {meeting_.fd(), POLLIN, 0}};
-      (void)poll(polled, 2, -1);
+      (void)poll(polled, 2, around_.console.pending() ? 1000 : -1);
       if (const int number = end_requested(around_.signals)) {
         say(signal_name(number) + ": no longer waiting for the other hosts");
         if (code_ == 0) code_ = 128 + number;

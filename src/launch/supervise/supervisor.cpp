@@ -132,6 +132,7 @@ int Supervisor::poll_timeout() const {
 
 void Supervisor::on_signal(int number) {
   if (number == SIGCHLD) {
+    reap_orphans();
     report_stopped();
     return serve_terminal();
   }

@@ -88,6 +88,7 @@ class Supervisor {
   void end_groups();
   void suspend();
   void serve_terminal();
+  void reap_orphans() const;
   void report_stopped();
   std::optional<Clock::time_point> end_of_stop() const;
   void end_stopped();

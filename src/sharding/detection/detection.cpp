@@ -2,14 +2,18 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <torch/library.h>
+
+#include "tessera/error.h"
 
 namespace tessera::sharding {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written, {}});
+  if (auto* page = Page::of(tensor))
+    uses.push_back({page, tensor.storage_offset(), written, {}, {}});
   else if (written) Page::check_orphan_write(tensor);
 }
 
@@ -40,6 +44,8 @@ PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* ar
   }
   if (uses.empty()) return {};
   for (auto& use : uses) use.overload = schema.overload_name();
+  if (declared.size() > 1 && arguments[1].isDouble()) uses[0].number = arguments[1].toDouble();
+  else if (declared.size() > 1 && arguments[1].isInt()) uses[0].number = arguments[1].toInt();
   const auto first = uses[0];
   notify_owners(uses, schema.name());
   return first;
@@ -78,8 +84,10 @@ void notify_owners(c10::ArrayRef<PageUse> uses, std::string_view op) {
 bool start_detection() {
   static const bool started = [] {
     try {
-      static torch::Library library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
-      library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      // Never destroyed: wrappers that are static objects still use it.
+      auto* const library =
+          new torch::Library(torch::Library::IMPL, "_", kDetectionKey, __FILE__, __LINE__);
+      library->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
     } catch (const c10::Error&) {
       return false;
     }
@@ -87,6 +95,14 @@ bool start_detection() {
     return true;
   }();
   return started;
+}
+
+void require_detection(const std::string& subject, const char* expected) {
+  if (start_detection()) return;
+  throw UsageError(fmt::format(
+      "{} must detect the use of tensors, and another library of this process has taken the "
+      "dispatch key TESTING_ONLY_GenericWrapper for that; expected {}",
+      subject, expected));
 }
 
 bool start_detection_for(const char* component, int rank, const char* what, const char* option) {

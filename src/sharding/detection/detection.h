@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <string_view>
 
 #include "sharding/detection/page.h"
@@ -49,6 +50,8 @@ void register_frequent_operators();
 /// Starts the detection for the life of the process; later calls do nothing. False if another
 /// library has taken the key.
 bool start_detection();
+/// The same, or UsageError: `subject` needs it. `expected` ends the message. Local.
+void require_detection(const std::string& subject, const char* expected);
 /// The same. If it is false, rank 0 logs that `option` of `component`, which needs to know when
 /// `what` are used, is off. Local.
 bool start_detection_for(const char* component, int rank, const char* what, const char* option);

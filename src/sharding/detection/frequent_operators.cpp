@@ -27,11 +27,14 @@ struct SeenPages {
       return;
     }
     last = storage;
-    uses[count++] = {page, tensor.storage_offset(), written, {}};
+    uses[count++] = {page, tensor.storage_offset(), written, {}, {}};
   }
   void see(at::Tensor& tensor) { see(std::as_const(tensor), true); }
   void see(const c10::optional<at::Tensor>& tensor) {
     if (tensor) see(*tensor);
+  }
+  void see(const at::Scalar& number) {
+    if (count > 0 && !number.isComplex()) uses[0].number = number.toDouble();
   }
   template <class Other>
   void see(const Other&) {}
@@ -74,7 +77,8 @@ void add_all(torch::Library& library) {
 
 void register_frequent_operators() {
   using namespace at::_ops;
-  static torch::Library library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
+  static auto& library =  // never destroyed, as in start_detection()
+      *new torch::Library(torch::Library::IMPL, "aten", kDetectionKey, __FILE__, __LINE__);
   // Transposes, and the operator that they consist of, read no element. The operators that use
   // their results are detected.
   for (const char* name : {"t", "transpose.int", "as_strided"})

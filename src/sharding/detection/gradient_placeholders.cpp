@@ -42,6 +42,17 @@ bool GradientPlaceholders::is_in_place(const Entry& entry) {
          grad.storage().unsafeGetStorageImpl() == entry.tensor.storage().unsafeGetStorageImpl();
 }
 
+std::string GradientPlaceholders::set_by_program() const {
+  for (const auto& entry : entries_) {
+    if (!entry.parameter.tensor.grad().defined() || (entry.shown && is_in_place(entry))) continue;
+    return fmt::format(
+        "{}: .grad of parameter {} of the module itself was set, but the gradient is that of this "
+        "rank's shard; expected {}",
+        prefix_, entry.parameter.name, expected_);
+  }
+  return "";
+}
+
 void GradientPlaceholders::take_away() {
   for (auto& entry : entries_) {
     if (entry.shown && is_in_place(entry)) entry.parameter.tensor.mutable_grad() = at::Tensor();

@@ -39,6 +39,9 @@ class GradientPlaceholders : public PageOwner {
       cleared(i);
     }
   }
+  /// The error that names the first parameter whose `.grad` the program has set, which would not
+  /// reach the gradient of the shard; "" if there is none.
+  std::string set_by_program() const;
   /// No `.grad` is a placeholder any more.
   void take_away();
   bool shown(size_t parameter) const { return entries_[parameter].shown; }

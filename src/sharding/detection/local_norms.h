@@ -4,6 +4,7 @@
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "sharding/detection/page.h"
 
@@ -12,9 +13,11 @@ namespace tessera::sharding {
 /// [Note: norms of one rank] torch::nn::utils::clip_grad_norm_ takes the norm of each gradient and
 /// multiplies the gradients by a tensor that follows from all norms. Where a rank's `.grad`s are
 /// those of its own shards, or of its own data only, every rank would scale by another number.
-/// These `.grad`s are therefore views of pages of this owner: a norm of every one of them and then
-/// mul_ by a tensor is an error. All other operators are allowed, such as norms for a log, and an
-/// optimizer that takes a norm and updates, parameter by parameter.
+/// These `.grad`s are therefore views of pages of this owner: a norm of every one of them, or a sum
+/// of powers, and then mul_ by a tensor is an error. After it mul_ or div_ by a number may follow
+/// from the norm or not. The numbers are kept, and where they differ between ranks it is an error
+/// too. All other operators are allowed, such as norms for a log, and an optimizer that takes a
+/// norm and updates, parameter by parameter.
 class LocalNorms : public PageOwner {
  public:
   /// A gradient: the index of its page and its first element there.
@@ -27,6 +30,10 @@ class LocalNorms : public PageOwner {
 
   /// Forgets the norms: the gradients have changed.
   void reset();
+  /// One bit for each of kBits. The bits differ between ranks that have scaled by different numbers
+  /// after a norm since the last call.
+  std::vector<char> take_scales();
+  static constexpr size_t kBits = 32;
 
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
@@ -38,6 +45,8 @@ class LocalNorms : public PageOwner {
   std::mutex mutex_;  // autograd adds to gradients on several threads
   std::set<Gradient> normed_;
   Gradient last_ = {};
+  bool scaling_ = false;     // a norm of all gradients came before, and then only scaling
+  std::set<double> scales_;  // by which gradients were multiplied then
 };
 
 }  // namespace tessera::sharding

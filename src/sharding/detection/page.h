@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,6 +20,8 @@ struct PageUse {
   int64_t offset;                  ///< Offset of the tensor's first element in the page.
   bool written;                    ///< Whether the operator changes its elements.
   std::string_view overload = {};  ///< Of the operator; known if the operator writes.
+  /// The operator's second argument, if that is a number and this is the first use.
+  std::optional<double> number = {};
 };
 
 /// Makes sure that pages have memory when an operator uses them.

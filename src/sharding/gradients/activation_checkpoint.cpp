@@ -1,6 +1,8 @@
 #include "tessera/activation_checkpoint.h"
 
+#include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/engine.h>
@@ -50,6 +52,7 @@ struct Recipe : torch::CustomClassHolder {
   Recipe(CheckpointBody b, const std::vector<at::Tensor>& inputs)
       : body(std::move(b)), random(inputs) {}
   CheckpointBody body;
+  std::vector<at::Tensor> outputs;  // of a first run that came before
   RandomState random;
   compat::AutocastState autocast = compat::AutocastState::current();
 };
@@ -75,6 +78,7 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
                                at::Tensor anchor, at::TensorList inputs) {
     context->saved_data["recipe"] = c10::IValue::make_capsule(recipe);
     context->save_for_backward(inputs.vec());
+    if (!recipe->outputs.empty()) return std::exchange(recipe->outputs, {});
     return recipe->body(inputs.vec());
   }
 
@@ -118,9 +122,19 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
 
 std::vector<at::Tensor> checkpoint(CheckpointBody body, std::vector<at::Tensor> inputs) {
   if (!at::GradMode::is_enabled()) return body(inputs);
+  auto recipe = c10::make_intrusive<Recipe>(std::move(body), inputs);
+  const auto differentiable = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  if (std::none_of(inputs.begin(), inputs.end(), differentiable)) {
+    // Only a graph tells whether the body uses a trainable parameter.
+    auto outputs = recipe->body(inputs);
+    if (std::none_of(outputs.begin(), outputs.end(), differentiable)) return outputs;
+    for (auto& output : outputs)
+      recipe->outputs.push_back(output.defined() ? output.detach() : output);
+  }
   const auto anchor = at::empty({0}).requires_grad_();
-  return Checkpointed::apply(c10::make_intrusive<Recipe>(std::move(body), inputs), anchor,
-                             at::TensorList(inputs));
+  return Checkpointed::apply(recipe, anchor, at::TensorList(inputs));
 }
 
 }  // namespace tessera::detail

@@ -11,7 +11,7 @@ namespace {
 using GeneratorOf = std::function<at::Generator(at::Device)>;
 
 std::map<at::DeviceType, GeneratorOf>& known() {
-  static std::map<at::DeviceType, GeneratorOf> generators;
+  static auto& generators = *new std::map<at::DeviceType, GeneratorOf>();
   return generators;
 }
 

@@ -7,6 +7,19 @@
 #include "sharding/detection/detection.h"
 
 namespace tessera::sharding {
+namespace {
+
+/// [Note: gradients with a graph] backward() with create_graph stores gradients that can be
+/// differentiated. Such a gradient keeps its own memory, because what is computed from it needs its
+/// values in a later backward, when windows hold other gradients. It gets the reduced value in
+/// place, which leaves its graph: the derivative of the reduced value flows into this rank's own
+/// part. Where all ranks compute the same function of the reduced gradients, the mean of these
+/// derivatives is the derivative of that function.
+bool keeps_graph(const at::Tensor& gradient) {
+  return gradient.defined() && gradient.requires_grad();
+}
+
+}  // namespace
 
 GradientBuckets::GradientBuckets(std::string component, int rank,
                                  std::vector<NamedTensor> parameters, bool as_views,
@@ -15,7 +28,8 @@ GradientBuckets::GradientBuckets(std::string component, int rank,
       rank_(rank),
       parameters_(std::move(parameters)),
       as_views_(as_views) {
-  if (refuse_own_norm && start_detection()) {
+  if (refuse_own_norm && start_detection_for(component_.c_str(), rank_, "gradients",
+                                             "the error of clipping by one rank's norm")) {
     norms_ =
         std::make_unique<LocalNorms>(std::move(refuse_own_norm), [this] { return gradients(); });
   }
@@ -43,7 +57,7 @@ void GradientBuckets::set(std::vector<Bucket> buckets) {
     if (!grad.defined() || grad.is_sparse()) continue;
     ensure_memory(buckets_[where_[i].bucket].flat);
     windows[i].copy_(grad);
-    grad = windows[i];
+    if (!keeps_graph(grad)) grad = windows[i];
   }
   placement_.set_windows(tensors(), windows);
 }
@@ -115,6 +129,10 @@ void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
     if (copy) place(grad, window(i));
     return;
   }
+  if (keeps_graph(grad)) {
+    place(grad, writable_window(i));
+    return;
+  }
   if (same_memory(grad, window(i))) {
     if (holds_other_tensor(i) && !held_by_autograd(grad, computed)) displace(where_[i].bucket);
     else placed_gradient_[i] = true;
@@ -128,7 +146,7 @@ void GradientBuckets::store_late(size_t i) {
   auto& grad = gradient(i);
   if (same_memory(grad, window(i))) return;
   place(grad, writable_window(i));
-  if (as_views_) grad = window(i);
+  if (as_views_ && !keeps_graph(grad)) grad = window(i);
 }
 
 void GradientBuckets::zero(size_t i) { writable_window(i).zero_(); }
@@ -141,12 +159,13 @@ void GradientBuckets::prepare(size_t b) {
 
 void GradientBuckets::return_gradient(size_t i) {
   auto& grad = gradient(i);
-  if (as_views_) {
+  if (as_views_ && !keeps_graph(grad)) {
     grad = window(i);
     return;
   }
   if (!grad.defined()) grad = at::empty_like(window(i));
-  grad.copy_(window(i));
+  // A function of a gradient with a graph may have been computed already.
+  if (!keeps_graph(grad) || !at::equal(grad, window(i))) grad.copy_(window(i));
 }
 
 void GradientBuckets::arrives_with(size_t b, Work collective) {
@@ -162,7 +181,7 @@ void GradientBuckets::zero_grad(bool set_to_none) {
     auto& grad = gradient(i);
     if (!grad.defined()) continue;
     if (set_to_none) grad = at::Tensor();
-    else grad.zero_();
+    else grad.detach_().zero_();
   }
 }
 
@@ -186,7 +205,7 @@ void GradientBuckets::displace(size_t b) {
     auto& grad = gradient(bucket.members[m]);
     if (!grad.defined() || !same_memory(grad, bucket.views[m])) continue;
     own.views[m].copy_(grad);
-    grad = own.views[m];
+    if (!keeps_graph(grad)) grad = own.views[m];
   }
   homes_.emplace(
       b, Home{std::exchange(bucket, std::move(own)), std::exchange(pages_[b], std::move(page))});

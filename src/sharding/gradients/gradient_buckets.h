@@ -73,6 +73,9 @@ class GradientBuckets {
   void arrives_with(size_t bucket, Work collective);
   /// All these collectives are complete, or BrokenWorldError. Blocks. From any thread.
   void wait_for_arrivals();
+
+  /// See LocalNorms; empty where norms of the gradients are allowed.
+  std::vector<char> take_scales() { return norms_ ? norms_->take_scales() : std::vector<char>(); }
   /// The owner of the buckets' pages; null unless `in_background`.
   ArrivingPages* arriving() { return arriving_.get(); }
 

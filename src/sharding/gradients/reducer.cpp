@@ -85,11 +85,19 @@ void Reducer::arrive(size_t i, const at::Tensor& computed) {
   if (!sends()) return;
   const int expected = tracker_.expected(i), arrivals = tracker_.arrive(i);
   if (arrivals > expected && sync()) {
+    if (options_.static_graph) {
+      throw UsageError(fmt::format(
+          "{}: rank {}: parameter {} got gradient {} in this backward, and {} in the first one; "
+          "expected the same number, because static_graph is set",
+          options_.component, group_.rank(), name(i), arrivals, expected));
+    }
     throw UsageError(fmt::format(
         "{}: rank {}: parameter {} got a second gradient in one backward; expected one (several "
-        "backward passes before a step belong in no_sync(), a part of the model that is "
-        "differentiated twice needs static_graph)",
-        options_.component, group_.rank(), name(i)));
+        "backward passes before a step belong in no_sync(){})",
+        options_.component, group_.rank(), name(i),
+        options_.offers_static_graph
+            ? ", a part of the model that is differentiated twice needs static_graph"
+            : ""));
   }
   if (arrivals == expected) start_complete_buckets(i);
 }
@@ -176,13 +184,6 @@ void Reducer::collect() {
   exchange_use(have);
 }
 
-void Reducer::collect_present() {
-  std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
-  start();
-  sum_use(collect_rest(Missing::zero));
-}
-
 void Reducer::return_gradients() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
@@ -238,9 +239,7 @@ std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
     if (have[i]) {
       buckets_.store_late(i);
     } else {
-      const bool allowed =
-          zero || (options_.frozen_is_unused && !buckets_.parameters()[i].tensor.requires_grad());
-      if (!allowed) missing.push_back(name(i));
+      if (!zero) missing.push_back(name(i));
       else if (zero_now) buckets_.zero(i);
     }
   }
@@ -248,10 +247,10 @@ std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
     const auto shown = std::min<size_t>(missing.size(), 10);
     group_.fail(fmt::format(
         "{}: rank {}: backward left {} without a gradient: {}; set find_unused_parameters, or use "
-        "every parameter in the loss",
+        "every parameter in the loss, or construct the {} again if a module was replaced",
         options_.component, group_.rank(),
         missing.size() == 1 ? "a parameter" : fmt::format("{} parameters", missing.size()),
-        fmt::join(missing.begin(), missing.begin() + shown, ", ")));
+        fmt::join(missing.begin(), missing.begin() + shown, ", "), options_.component));
   }
   return have;
 }
@@ -299,14 +298,14 @@ void Reducer::exchange_use(const std::vector<char>& have) {
   used_.assign(size(), 1);
   if (options_.caller_tracks_use) used_ = have;
   if (!may_be_unused() || options_.caller_tracks_use) return;
-  sum_use(have);
-}
-
-void Reducer::sum_use(const std::vector<char>& have) {
   used_.resize(size());
   std::vector<int> flags(have.begin(), have.end());
   for (size_t b = 0; options_.provisional && b < buckets_.all().size(); ++b)
     flags.push_back(round_ == Round::none || callbacks_.changed(b));
+  const size_t uses = flags.size();
+  const auto scales = buckets_.take_scales();
+  if (!scales.empty()) flags.push_back(std::find(have.begin(), have.end(), 1) != have.end());
+  flags.insert(flags.end(), scales.begin(), scales.end());
   auto counts = at::empty({static_cast<int64_t>(flags.size())},
                           at::TensorOptions().dtype(at::kInt).device(group_.control_device()));
   counts.copy_(at::tensor(flags, at::kInt));
@@ -314,9 +313,13 @@ void Reducer::sum_use(const std::vector<char>& have) {
   const auto host = counts.cpu();
   const auto* const sums = host.data_ptr<int>();
   std::transform(sums, sums + have.size(), used_.begin(), [](int ranks) { return ranks > 0; });
-  changed_.resize(flags.size() - have.size());
-  std::transform(sums + have.size(), sums + flags.size(), changed_.begin(),
+  changed_.resize(uses - have.size());
+  std::transform(sums + have.size(), sums + uses, changed_.begin(),
                  [](int ranks) { return ranks > 0; });
+  // Ranks with gradients have scaled them by equal numbers, or each by its own norm.
+  if (std::any_of(sums + uses, sums + flags.size(),
+                  [&](int ranks) { return ranks != 0 && ranks != sums[uses]; }))
+    refuse_own_norm()();
 }
 
 void Reducer::give_back() {

@@ -31,12 +31,10 @@ struct ReducerOptions {
   /// Each parameter gets a gradient the same number of times in every backward. The numbers are
   /// learned in the first backward, and which parameters were used is exchanged only then.
   bool static_graph = false;
+  bool offers_static_graph = false;  ///< The owner has that option, for messages.
   /// The owner finds out by itself which parameters any rank used, with has_gradient() for this
   /// rank's part, and calls set_used().
   bool caller_tracks_use = false;
-  /// A missing gradient of a parameter that is frozen now is no error. It counts as zero; the owner
-  /// must not return it.
-  bool frozen_is_unused = false;
   /// Gradients become windows of their bucket; otherwise they are copied in and out.
   bool gradient_as_bucket_view = true;
   /// `finish` need not wait for the buckets: it may call arrives_with() for them. Needs
@@ -106,9 +104,6 @@ class Reducer {
   /// Outside a backward: puts every gradient into its bucket, zeros where this rank has none, and
   /// finds out which parameters any rank used. Afterwards the buckets can be reduced. Collective.
   void collect();
-  /// As collect(), and a parameter that no rank has a gradient for counts as unused, whatever the
-  /// options. Collective.
-  void collect_present();
   /// `.grad` of each used parameter is what its window holds. Local, after collect().
   void return_gradients();
 
@@ -197,7 +192,6 @@ class Reducer {
   void learn_static_graph();
   void check_static_graph();
   void exchange_use(const std::vector<char>& have);
-  void sum_use(const std::vector<char>& have);
   bool may_be_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   size_t size() const { return buckets_.parameters().size(); }
   const std::string& name(size_t i) const { return buckets_.parameters()[i].name; }

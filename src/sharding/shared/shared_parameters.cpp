@@ -108,11 +108,6 @@ int64_t SharedParameters::own_bytes() const {
   return bytes_ / ranks + (group_.local_rank() < bytes_ % ranks ? 1 : 0);
 }
 
-std::vector<std::unique_ptr<Page>> SharedParameters::release() {
-  bytes_ = 0;
-  return std::exchange(pages_, {});
-}
-
 void SharedParameters::wait_for_readers() {
   if (any()) group_.barrier("before a write to shared parameters");
 }

@@ -44,9 +44,6 @@ class SharedParameters : public PageOwner {
   bool any() const { return bytes_ > 0; }
   /// This rank's equal part of the bytes of the host's copy.
   int64_t own_bytes() const;
-  /// Forgets what was placed; the parameters may be placed again. The result keeps their memory
-  /// until then.
-  [[nodiscard]] std::vector<std::unique_ptr<Page>> release();
 
   /// Returns when all ranks have called it, so that none of them reads any more. Collective.
   void wait_for_readers();

@@ -8,9 +8,9 @@ namespace {
 /// The process-wide registry of one kind; `add` adds the library's components at the first use.
 template <class Kind>
 Kind& filled(const char* kind, void (*add)(Kind&)) {
-  static Kind registry = [&] {
-    Kind fresh{kind};
-    add(fresh);
+  static auto& registry = *[&] {
+    auto* const fresh = new Kind{kind};
+    add(*fresh);
     return fresh;
   }();
   return registry;
@@ -35,12 +35,12 @@ Registry<CommHookPlan>& comm_hooks() {
 }
 
 OptimizerRegistry& optimizers() {
-  static OptimizerRegistry registry = default_optimizers();
+  static auto& registry = *new OptimizerRegistry(default_optimizers());
   return registry;
 }
 
 WrapPolicyRegistry& wrap_policies() {
-  static WrapPolicyRegistry registry = default_wrap_policies();
+  static auto& registry = *new WrapPolicyRegistry(default_wrap_policies());
   return registry;
 }
 

@@ -213,12 +213,6 @@ void check_nonfinite(const Config& config) {
     throw UsageError(config.at("train." + key) + value +
                      ", but there is no checkpoint to go back to; expected checkpoint.folder");
   }
-  if (run.on_nonfinite == "skip" && config.parallel.plan.updates_in_backward) {
-    throw UsageError(config.at("train.on_nonfinite") +
-                     "skip: the loss and the norm are compared after backward, and "
-                     "parallel.overlap_with_backward updates during it; expected stop or rollback, "
-                     "or no overlap");
-  }
   if (run.on_nonfinite != "stop" && run.error_if_nonfinite) {
     throw UsageError(config.at("train.error_if_nonfinite") +
                      "true ends the run, and train.on_nonfinite is " + run.on_nonfinite +
@@ -246,24 +240,6 @@ void check_local_sgd(const Config& config) {
   }
 }
 
-void check_sections_together(const OptionReader& keys, const Config& config) {
-  const std::string option = config.train.clip_grad_norm        ? "clip_grad_norm"
-                             : config.train.clip_grad_value     ? "clip_grad_value"
-                             : config.train.loss_scale.enabled  ? "loss_scale"
-                             : config.train.error_if_nonfinite  ? "error_if_nonfinite"
-                             : config.train.clip_norm_type != 2 ? "clip_norm_type"
-                                                                : "";
-  if (config.parallel.plan.updates_in_backward && !option.empty()) {
-    const bool of_all = option == "clip_grad_value" || option == "loss_scale";
-    throw UsageError(config.at("train." + option) + (of_all ? "all gradients are" : "the norm is") +
-                     " known only after backward, and parallel.overlap_with_backward updates "
-                     "during it; expected one of "
-                     "the two");
-  }
-  check_nonfinite(config);
-  check_local_sgd(config);
-}
-
 }  // namespace
 
 void read_config(OptionReader& keys, Config& config) {
@@ -286,7 +262,8 @@ void read_config(OptionReader& keys, Config& config) {
   config.scheduler = read_scheduler(scheduler);
   read_train(run, config, config.train);
   read_checkpoint(checkpoint, config.checkpoint);
-  check_sections_together(keys, config);
+  check_nonfinite(config);
+  check_local_sgd(config);
 }
 
 void describe_top_level(OptionReader& keys) {

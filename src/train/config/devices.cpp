@@ -20,7 +20,7 @@ namespace {
 using Kinds = std::map<std::string, DeviceKind>;
 
 Kinds& kinds() {
-  static Kinds all{
+  static auto& all = *new Kinds{
       {"cpu", {at::kCPU}},
       {"cuda", {at::kCUDA, [](at::Device d) { return at::globalContext().defaultGenerator(d); }}}};
   return all;

@@ -116,7 +116,7 @@ class CsvHook : public RunHook {
 
   /// Those that hooks of this process write.
   static std::set<std::string>& paths() {
-    static std::set<std::string> all;
+    static auto& all = *new std::set<std::string>();  // never destroyed: hooks may outlive it
     return all;
   }
 

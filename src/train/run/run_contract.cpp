@@ -9,6 +9,7 @@
 #include "tessera/config/option_reader.h"
 #include "tessera/data/batch_loader.h"
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/detail/resolved.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/step/agreement.h"
 #define XXH_INLINE_ALL
@@ -126,7 +127,7 @@ uint64_t digest_of(const Batch& batch) {
   uint64_t digest = 0;
   for (const auto& [name, tensor] : tensors_of(batch)) {
     if (!tensor.defined() || tensor.layout() != at::kStrided) continue;
-    const auto bytes = tensor.contiguous();
+    const auto bytes = detail::resolved(tensor).contiguous();
     digest = XXH64(bytes.data_ptr(), bytes.nbytes(), digest);
   }
   return digest;

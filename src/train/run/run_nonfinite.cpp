@@ -196,12 +196,9 @@ std::string Run::nonfinite_parameter(ProcessGroup group) {
 /// A parameter that is not finite comes from an earlier update. Otherwise forward made the loss
 /// what it is.
 std::string Run::origin_of_loss(const std::vector<Batch>& parts) {
-  // With an update during backward the parameters are those after this step.
-  if (!config_.parallel.plan.updates_in_backward) {
-    const std::string parameter = nonfinite_parameter(own_group());
-    if (!parameter.empty()) {
-      return fmt::format("{}; the loss of step {} is {}", parameter, done_, text_of(record_.loss));
-    }
+  const std::string parameter = nonfinite_parameter(own_group());
+  if (!parameter.empty()) {
+    return fmt::format("{}; the loss of step {} is {}", parameter, done_, text_of(record_.loss));
   }
   ProcessGroup group = own_group();
   const double loss = figures_.empty() ? 0 : figures_.front().second;

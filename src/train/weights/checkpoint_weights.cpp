@@ -20,7 +20,8 @@ CheckpointWeights::CheckpointWeights(const Checkpoint& checkpoint) : checkpoint_
     contents.emplace(file, &part);
     entries_.insert(entries_.end(), part.begin(), part.end());
   }
-  index_.check(path_, contents);
+  if (const auto notes = index_.check(path_, contents); !notes.empty())
+    throw UsageError(path_ + ": " + notes[0]);  // Tessera wrote it
 }
 
 const std::string& CheckpointWeights::file_of(const std::string& name) const {

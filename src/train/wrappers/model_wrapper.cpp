@@ -24,7 +24,22 @@ bool GradientRules::allow(double norm) const {
 }
 
 ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group)
-    : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {}
+    : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {
+  for (auto& named : named_parameters(*model_.module)) {
+    if (!named.second.requires_grad()) frozen_.push_back(std::move(named));
+  }
+}
+
+void ModelWrapper::check_frozen() const {
+  for (const auto& [name, parameter] : frozen_) {
+    if (!parameter.requires_grad()) continue;
+    throw UsageError(fmt::format(
+        "rank {}: parameter {} was frozen when training was set up (model.freeze, or the model "
+        "itself) and requires a gradient now; expected a parameter that is trainable then: a hook "
+        "may freeze it in before_run() and unfreeze it later",
+        group_.rank(), name));
+  }
+}
 
 std::vector<size_t> ModelWrapper::saved_shards() {
   std::vector<size_t> all(shards().size());
@@ -34,9 +49,7 @@ std::vector<size_t> ModelWrapper::saved_shards() {
 
 std::vector<ParameterShard> ModelWrapper::loaded_shards() {
   auto result = shards();
-  for (const auto& named : named_parameters(*model_.module)) {
-    if (!named.second.requires_grad()) result.push_back(whole_shard(named.first, named.second));
-  }
+  for (const auto& [name, parameter] : frozen_) result.push_back(whole_shard(name, parameter));
   return result;
 }
 

@@ -55,14 +55,6 @@ OptimWrapper::OptimWrapper(ModelWrapper& model, OptimWrapperOptions options)
     refuse("autocast",
            std::string(at::toString(*options_.autocast)) + "; expected bfloat16 or float16");
   }
-  if (model_.updates_in_backward() &&
-      (options_.clip_grad_norm || options_.clip_grad_value || options_.scaler.enabled ||
-       options_.error_if_nonfinite || options_.clip_norm_type != 2 ||
-       (options_.skip_nonfinite && !options_.norm_may_follow))) {
-    refuse(options_.scaler.enabled ? "scaler" : "clip",
-           "this model updates while backward runs, before all gradients "
-           "are there; expected overlap_with_backward off");
-  }
 }
 
 OptimWrapper::~OptimWrapper() = default;
@@ -93,6 +85,7 @@ double OptimWrapper::scale_factor() const {
 }
 
 void OptimWrapper::update_params(const at::Tensor& loss) {
+  model_.check_frozen();
   if (loss.defined()) {
     const double factor = scale_factor() / weight_;
     model_.backward(scaler_.scale(factor == 1 ? loss : loss / factor));

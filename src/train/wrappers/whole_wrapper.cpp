@@ -21,6 +21,15 @@ WholeWrapper::WholeWrapper(WrapperContext context)
   optimizer_ = make_optimizer(context.optimizer, groups);
 }
 
+/// Also of parameters that are frozen for some steps: the optimizer keeps their state.
+std::vector<ParameterShard> WholeWrapper::shards() {
+  std::vector<ParameterShard> result;
+  for (const auto& [name, parameter] : named_) {
+    if (parameter.numel() > 0) result.push_back(whole_shard(name, parameter));
+  }
+  return result;
+}
+
 std::vector<at::Tensor> WholeWrapper::gradients() {
   std::vector<at::Tensor> result;
   for (const auto& [name, parameter] : named_) {

@@ -18,7 +18,7 @@ class WholeWrapper : public ModelWrapper {
   void drop_gradients() override;
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
 
-  std::vector<ParameterShard> shards() override { return parameter_shards(named_); }
+  std::vector<ParameterShard> shards() override;
   std::vector<std::pair<std::string, at::Tensor>> replicas() override {
     auto result = named_parameters(*model_.module);
     add_buffers(result);

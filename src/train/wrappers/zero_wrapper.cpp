@@ -30,8 +30,7 @@ bool on_cpu(const torch::nn::Module& module) {
 /// reduced within backward.
 ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
                                         const ProcessGroup& group) {
-  const bool early = options.reduce_in_backward.value_or(!group.same_host()) &&
-                     !options.overlap_with_backward && group.size() > 1;
+  const bool early = options.reduce_in_backward.value_or(!group.same_host()) && group.size() > 1;
   options.reduce_in_place = !early && !options.shard_gradients;
   return options;
 }
@@ -40,7 +39,7 @@ ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions option
                                            const std::optional<bool>& in_background,
                                            const TrainedModel& model, const ProcessGroup& group) {
   const bool possible = group.messages_between_hosts() && options.parameters_as_bucket_view &&
-                        !options.overlap_with_backward && !options.share_parameters &&
+                        !options.share_parameters &&
                         options.wire.parameters == WireFormat::float32 && on_cpu(*model.module);
   options.gather_in_background = in_background.value_or(possible);
   return in_place(std::move(options), group);
@@ -54,10 +53,9 @@ class ZeroWrapper : public ModelWrapper {
               const std::optional<bool>& in_background)
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
-        optimizer_(zero_groups(context.optimizer, *model_.module), group_,
+        optimizer_(*model_.module, zero_groups(context.optimizer, *model_.module), group_,
                    context.optimizer.factory(),
                    for_trainer(options, in_background, model_, group_)) {
-    optimizer_.track_buffers(*model_.module);
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
@@ -67,7 +65,6 @@ class ZeroWrapper : public ModelWrapper {
     if (shards_gradients()) return nullptr;
     return std::unique_ptr<NoSync>(new NoSync(optimizer_.no_sync()));
   }
-  bool updates_in_backward() const override { return optimizer_.options().overlap_with_backward; }
 
   std::vector<at::Tensor> gradients() override {
     std::vector<at::Tensor> result;
@@ -239,15 +236,12 @@ class ZeroWrapper : public ModelWrapper {
 
 WrapperPlan read_zero(OptionReader& options) {
   ZeroRedundancyOptimizerOptions zero;
-  zero.find_unused_parameters = false;
   WrapperPlan plan;
   std::string optimizer_type;
   options.read_choice("optimizer_type", optimizer_type, registry::optimizers().names(),
                       "the optimizer, as in mmengine; instead of optimizer.type");
   options.read_enum("partition", zero.partition, partition_names(),
                     "how elements are assigned to ranks: equal parts, or whole parameters");
-  options.read("overlap_with_backward", zero.overlap_with_backward,
-               "update during backward; cannot be combined with clipping");
   bool early = false;
   const bool early_given = options.given("reduce_in_backward");
   options.read("reduce_in_backward", early,
@@ -268,14 +262,15 @@ WrapperPlan read_zero(OptionReader& options) {
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb,
-               "MiB of a bucket with overlap_with_backward or shard_gradients", kPositive);
-  options.read("find_unused_parameters", zero.find_unused_parameters,
-               "some parameters may get no gradient");
+               "MiB of a bucket with reduce_in_backward or shard_gradients", kPositive);
+  options.refuse("find_unused_parameters",
+                 "no option of ZeroRedundancyOptimizer, where any parameter may be unused");
+  options.refuse("overlap_with_backward",
+                 "no option any more; expected reduce_in_backward and gather_in_background");
   read_buffers(options, zero.buffers);
   read_wire(options, zero.wire, true);
   options.finish();
   plan.optimizer_type = optimizer_type;
-  plan.updates_in_backward = zero.overlap_with_backward;
   plan.make = [zero, in_background](WrapperContext context) {
     return std::make_unique<ZeroWrapper>(std::move(context), zero, in_background);
   };

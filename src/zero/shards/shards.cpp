@@ -21,7 +21,7 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
   plan.as_bucket_view = options.parameters_as_bucket_view;
   plan.with_gradients = options.reduce_gradients;
   plan.lean_gradients = options.shard_gradients;
-  if (options.overlap_with_backward || options.shard_gradients)
+  if (options.shard_gradients)
     plan.cap_bytes = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   return plan;
 }
@@ -74,49 +74,45 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
   }
 }
 
+void Shards::keep_storage(size_t i) {
+  keeps_storage_.insert(i);
+  comm::run_local_work(group_, kName, [&] { materialize(parameters_[i].tensor); });
+}
+
 void Shards::place_new() {
-  const size_t first = placed();
-  std::vector<size_t> fresh;
+  std::vector<size_t> fresh, frozen;
   for (size_t i = placed(); i < parameters_.size(); ++i) {
-    trainable_.push_back(parameters_[i].tensor.requires_grad());
-    if (trainable_[i]) fresh.push_back(i);
+    in_bucket_.push_back(parameters_[i].tensor.requires_grad());
+    (in_bucket_[i] ? fresh : frozen).push_back(i);
   }
+  note_trainability();
   place(fresh);
-  share_frozen(first);
+  if (shared_) shared_->place_whole(parameters_, frozen);
 }
 
-/// Of the parameters from number `first` on.
-void Shards::share_frozen(size_t first) {
-  if (!shared_) return;
-  std::vector<size_t> frozen;
-  for (size_t i = first; i < placed(); ++i) {
-    if (!trainable_[i]) frozen.push_back(i);
-  }
-  shared_->place_whole(parameters_, frozen);
-}
-
-void Shards::place_all() {
-  for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
-  buckets_.clear();
-  if (wire_) wire_->reset();
-  data_of_.clear();
-  std::fill(load_.begin(), load_.end(), 0);
-  std::vector<std::unique_ptr<sharding::Page>> former;  // the parameters' memory until they moved
-  if (shared_) former = shared_->release();
-  place(trainable_subset());
-  share_frozen(0);
+void Shards::place_thawed(const std::vector<size_t>& thawed) {
+  for (const auto i : thawed) in_bucket_[i] = true;
+  place(thawed);
 }
 
 void Shards::place(const std::vector<size_t>& subset) {
+  std::vector<size_t> move, stay;
+  for (const auto i : subset) (keeps_storage_.contains(i) ? stay : move).push_back(i);
+  place(move, plan_);
+  auto in_own_storage = plan_;
+  in_own_storage.as_bucket_view = false;
+  place(stay, in_own_storage);
+}
+
+void Shards::place(const std::vector<size_t>& subset, ShardPlan plan) {
   if (subset.empty()) return;
-  auto plan = plan_;
   // libtorch's 16-bit kernels round otherwise at the ends of tensors, so that a cut would change
   // results.
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
     plan.cap_bytes = std::min(kEarlyBucket, cap_bytes_);
   auto buckets = make_shard_buckets(parameters_, subset, group_of_, plan, load_, group_);
-  for (size_t b = 0; arriving_ && b < buckets.size(); ++b) {
+  for (size_t b = 0; arriving_ && plan.as_bucket_view && b < buckets.size(); ++b) {
     put_on_page(buckets[b], parameters_, arriving_->make_page(buckets[b].parameters),
                 plan_.partition != Partition::flat);
   }
@@ -124,10 +120,10 @@ void Shards::place(const std::vector<size_t>& subset) {
   for (const auto i : subset) data_of_[i] = parameters_[i].tensor.data_ptr();
 }
 
-std::vector<size_t> Shards::trainable_subset() const {
+std::vector<size_t> Shards::all_in_buckets() const {
   std::vector<size_t> subset;
   for (size_t i = 0; i < placed(); ++i) {
-    if (trainable_[i]) subset.push_back(i);
+    if (in_bucket_[i]) subset.push_back(i);
   }
   return subset;
 }
@@ -135,10 +131,23 @@ std::vector<size_t> Shards::trainable_subset() const {
 std::vector<std::string> Shards::changed_trainability() const {
   std::vector<std::string> changed;
   for (size_t i = 0; i < placed(); ++i) {
-    if (parameters_[i].tensor.requires_grad() != trainable(i))
+    if (parameters_[i].tensor.requires_grad() != static_cast<bool>(trainable_[i]))
       changed.push_back(parameters_[i].name);
   }
   return changed;
+}
+
+void Shards::note_trainability() {
+  trainable_.resize(placed());
+  for (size_t i = 0; i < placed(); ++i) trainable_[i] = parameters_[i].tensor.requires_grad();
+}
+
+std::vector<size_t> Shards::thawed() const {
+  std::vector<size_t> thawed;
+  for (size_t i = 0; i < placed(); ++i) {
+    if (!in_bucket_[i] && parameters_[i].tensor.requires_grad()) thawed.push_back(i);
+  }
+  return thawed;
 }
 
 std::string Shards::moved_parameter() const {
@@ -204,8 +213,9 @@ void Shards::take_residuals(const std::vector<StateSlice>& slices) {
   }
 }
 
-void Shards::gather(const std::string& tag) {
+void Shards::gather(const std::string& tag, bool paged) {
   for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (buckets_[b].page && !paged) continue;
     if (wire_) {
       if (!wire_->has_begun(b)) wire_->begin(b, buckets_[b], gather_tag(buckets_[b], tag));
       continue;
@@ -228,6 +238,7 @@ void Shards::begin_gather(size_t b, const std::string& tag) {
 void Shards::gather_in_background(const std::string& tag) {
   // Buckets are in the order of backward.
   for (size_t b = buckets_.size(); b-- > 0;) {
+    if (!buckets_[b].page) continue;
     arriving_->begin(*buckets_[b].page, buckets_[b].parameters, start_gather(b, tag));
     bump_versions(buckets_[b]);
   }

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,11 +39,14 @@ class Shards {
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
   /// parameters that are unsuitable or already in a group. Local.
   void add_group(size_t index, std::vector<sharding::NamedTensor> parameters);
+  /// Parameter `i` will not move into a buffer, whatever the options say. Before place_new().
+  void keep_storage(size_t i);
   /// Makes buckets for the trainable parameters that add_group() has added since the last call.
   /// Collective: allocates.
   void place_new();
-  /// Makes all buckets again for the parameters that are trainable now. Collective: allocates.
-  void place_all();
+  /// Makes buckets for `thawed`. What has a bucket keeps it and its memory, also while it is
+  /// frozen, so that shards and their state stay valid. Collective: allocates.
+  void place_thawed(const std::vector<size_t>& thawed);
 
   /// What a host's ranks share; null without share_parameters.
   sharding::SharedParameters* shared() const { return shared_.get(); }
@@ -50,13 +54,16 @@ class Shards {
 
   const std::vector<sharding::NamedTensor>& parameters() const { return parameters_; }
   size_t group_of(size_t parameter) const { return group_of_[parameter]; }
-  /// Number of parameters that the last place_new() or place_all() has seen.
-  size_t placed() const { return trainable_.size(); }
-  /// Whether the parameter was trainable when the buckets were made.
-  bool trainable(size_t parameter) const { return trainable_[parameter]; }
-  std::vector<size_t> trainable_subset() const;
-  /// Names of parameters whose requires_grad differs from trainable().
+  /// Number of parameters that the last place_new() has seen.
+  size_t placed() const { return in_bucket_.size(); }
+  /// Whether the parameter has a bucket: it has been trainable in some step.
+  bool in_bucket(size_t parameter) const { return in_bucket_[parameter]; }
+  std::vector<size_t> all_in_buckets() const;
+  /// Names of parameters whose requires_grad differs from that of the last note_trainability().
   std::vector<std::string> changed_trainability() const;
+  void note_trainability();
+  /// Parameters that are trainable and have no bucket, because they were frozen until now.
+  std::vector<size_t> thawed() const;
   /// Name of a parameter whose storage was replaced since the buckets were made; "" for none.
   std::string moved_parameter() const;
 
@@ -76,8 +83,9 @@ class Shards {
   void add_residuals(std::vector<StateSlice>& slices) const;
   void take_residuals(const std::vector<StateSlice>& slices);
 
-  /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Collective.
-  void gather(const std::string& tag = "");
+  /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
+  /// `paged` not of the buckets that gather_in_background() gathers. Collective.
+  void gather(const std::string& tag = "", bool paged = true);
   /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
   /// not block.
   void begin_gather(size_t b, const std::string& tag);
@@ -93,7 +101,7 @@ class Shards {
 
  private:
   void place(const std::vector<size_t>& subset);
-  void share_frozen(size_t first);
+  void place(const std::vector<size_t>& subset, ShardPlan plan);
   ProcessGroup gather_group(size_t b) const;
   Work start_gather(size_t b, const std::string& tag);
 
@@ -108,7 +116,8 @@ class Shards {
   int64_t cap_bytes_ = 0;                          // option bucket_cap_mb
   std::vector<sharding::NamedTensor> parameters_;  // frozen ones too
   std::vector<size_t> group_of_;
-  std::vector<char> trainable_;
+  std::vector<char> in_bucket_, trainable_;
+  std::set<size_t> keeps_storage_;
   std::vector<int64_t> load_;              // owned elements by rank
   std::map<size_t, const void*> data_of_;  // address of each placed parameter
   std::vector<ShardBucket> buckets_;

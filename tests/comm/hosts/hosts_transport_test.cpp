@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/hosts/host_map.h"
+#include "harness/means.h"
 #include "harness/ranks.h"
 
 namespace {
@@ -124,6 +125,15 @@ TEST(Hosts, AllReduceHasTheBitsOfOneHost) {
     group.all_reduce(mean, 1.0 / 8);
     ASSERT_TRUE(at::equal(mean, expected_sum(999, size, at::kFloat).mul_(1.0 / 8)));
   });
+}
+
+TEST(Hosts, MeansOf16BitsAreScaledBeforeTheyAreRounded) {
+  for (const auto& hosts : kPlacements) {
+    SCOPED_TRACE(::testing::PrintToString(hosts));
+    run_ranks_on(hosts, [](ProcessGroup group, int) {
+      EXPECT_EQ(tessera::testing::first_wrong_mean(group), "");
+    });
+  }
 }
 
 /// The bytes that all ranks send to other hosts in `gather`, which every rank calls.

@@ -73,6 +73,30 @@ TEST(Wire, SumsAreRoundedOnceForEachOtherHost) {
   }
 }
 
+TEST(Wire, AMeanOfFloat16IsInRangeWhereItsSumIsNot) {
+  for (const auto& hosts : kPlacements) {
+    for (const auto format : kEncoded) {
+      SCOPED_TRACE(::testing::PrintToString(hosts) + " " + to_string(format));
+      run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
+        auto wire = group.with_wire(format);
+        const auto values = at::full({kNumel}, 40000, at::kHalf);
+        auto all = values.clone();
+        const double scale = 1.0 / group.size();
+        wire.all_reduce(all, scale);
+        EXPECT_LE((all.to(at::kFloat) - 40000).abs().max().item<float>(), 400);
+        std::vector<int64_t> counts(hosts.size(), kNumel / group.size());
+        counts.back() += kNumel % group.size();
+        wire.reduce_scatter_each(
+            values, counts,
+            [](int64_t, const at::Tensor& run) {
+              EXPECT_LE((run.to(at::kFloat) - 40000).abs().max().item<float>(), 400);
+            },
+            scale);
+      });
+    }
+  }
+}
+
 TEST(Wire, AnAllReduceHasTheSameBitsOnAllRanks) {
   for (const auto& hosts : kPlacements) {
     for (const auto format : kEncoded) {

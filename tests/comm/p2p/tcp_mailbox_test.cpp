@@ -252,7 +252,7 @@ TEST(TcpMailbox, ConnectionsOfOthersChangeNothing) {
   int port = 0;
   ASSERT_EQ(std::sscanf(value.c_str(), "0 2 %d", &port), 1);
   std::vector<Socket> strangers;
-  const std::string mark = "tessera1", guess(32, '0');
+  const std::string mark = "tessera2", guess(32, '0');
   const std::array<int32_t, 2> rank_and_kind{1, 0};
   const std::string claim(reinterpret_cast<const char*>(rank_and_kind.data()), 8);
   for (int i = 0; i < 100; ++i) {

@@ -67,22 +67,13 @@ bool trains_nothing(const Case& which, const Item& wrapper, size_t i) {
 Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i) {
   const auto& event = which.story[i];
   const auto& kind = wrapper.kind;
-  const bool overlap = kind == "zero" && wrapper.flag("overlap");
-  const bool reduces_in_backward = kind != "zero" || overlap;
   if (event.has("trap"))
     return event.number("trap_rank", -1) >= 0 ? Expectation::own_error
                                               : Expectation::equal_or_error;
   if (event.has("absent") && event.number("absent") < world) {
-    if (overlap || wrapper.flag("shard_gradients")) return Expectation::equal_or_error;
-    if (world > 1 && reduces_in_backward) return Expectation::usage_error;
+    if (wrapper.flag("shard_gradients")) return Expectation::equal_or_error;
+    if (world > 1 && kind != "zero") return Expectation::usage_error;
   }
-  // ZeroRedundancyOptimizer makes new shards, which LocalSgd does not have.
-  const bool other_shards = std::any_of(
-      which.story.begin(), which.story.begin() + static_cast<int64_t>(i),
-      [](const Item& earlier) { return earlier.kind == "freeze" || earlier.kind == "thaw"; });
-  if (wrapper.has("local_sgd") && (kind == "zero" || kind == "ddp_zero") && other_shards)
-    return Expectation::equal_or_error;
-  if (event.has("clip") && overlap) return Expectation::usage_error;
   // libtorch's attention takes another way when its three inputs differ, and NaN differs from NaN.
   if (event.has("nan") && kind == "fsdp" &&
       (has_layer(which, "attention", true) || has_layer(which, "encoder", true)))
@@ -91,9 +82,7 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
     return Expectation::equal_or_error;
   if (leaves_unused(which, event)) {
-    const bool needs_all =
-        ((kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused")) ||
-        (overlap && wrapper.flag("no_unused"));
+    const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
     if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
   }
   if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional", true))
@@ -111,7 +100,6 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   }
   const int syncs = event.flag("no_sync") ? 1 : event.number("micro", 1);
   if (syncs * (event.flag("retain") ? 2 : 1) > 1) {
-    if (overlap) return Expectation::equal_or_error;
     if (wrapper.text("reduce") == "sum" && world > 1) return Expectation::usage_error;
   }
   // libtorch notices a parameter that has changed since forward, depending on the optimizer.
@@ -155,9 +143,7 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
       return Expectation::equal_or_error;
     const bool needs_all =
         (wrapper.kind == "ddp" || wrapper.kind == "ddp_zero") && !wrapper.flag("find_unused");
-    const bool overlap = wrapper.kind == "zero" && wrapper.flag("overlap");
-    if (leaves_unused(which, event) && (needs_all || (overlap && wrapper.flag("no_unused"))))
-      return Expectation::equal_or_error;
+    if (leaves_unused(which, event) && needs_all) return Expectation::equal_or_error;
     return Expectation::equal;
   }
   // Without sharding, and for units that are gathered already, a forward is local.

@@ -139,15 +139,9 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     maybe(random, 25, values, "groups", "2");
   }
   if (kind == "zero") {
-    if (random.chance(35)) {
-      values["overlap"] = "1";
-      maybe(random, 60, values, "bucket_cap_mb", "0.0002");
-      if (!limits.partly_used) maybe(random, 40, values, "no_unused");
-    } else {
-      maybe(random, 30, values, "in_place");
-      if (!values.count("no_bucket_view")) maybe(random, 40, values, "in_background");
-      maybe(random, 15, values, "late_part", std::to_string(random.below(6)));
-    }
+    maybe(random, 30, values, "in_place");
+    if (!values.count("no_bucket_view")) maybe(random, 40, values, "in_background");
+    maybe(random, 15, values, "late_part", std::to_string(random.below(6)));
   }
   if (kind == "distributed_optimizer") {
     values["reduce"] = random.pick({"mean", "mean", "sum"});
@@ -187,15 +181,14 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
                  const std::vector<Item>& layers) {
   Item event{"step"};
   auto& values = event.values;
-  const bool overlap = wrapper.kind == "zero" && wrapper.flag("overlap");
   if (random.chance(30)) {
     values["micro"] = random.pick({"2", "3"});
-    const bool once = overlap || wrapper.text("reduce") == "sum";
+    const bool once = wrapper.text("reduce") == "sum";
     if (once || random.chance(60)) values["no_sync"] = "1";
   }
   if (random.chance(40)) values["when"] = random.pick({"after", "between"});
   maybe(random, 20, values, "zero", "module");
-  if (!overlap && random.chance(20)) {
+  if (random.chance(20)) {
     if (limits.norms) values["clip"] = "norm";
     else if (limits.value_clips) values["clip"] = "value";
   }
@@ -208,14 +201,14 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
   if (random.chance(4) && !limits.partly_used) {
     values.erase("micro");
     values.erase("no_sync");
-    if (!overlap) values["retain"] = "1";
+    values["retain"] = "1";
   }
   if (random.chance(4)) {
     values["penalty"] = "1";
     // Two parts of a gradient may be added in another order; nothing is promised there.
     if (wrapper.kind == "fsdp") values.erase("no_sync");
   }
-  if (!overlap && random.chance(4)) {
+  if (random.chance(4)) {
     values["kept_graph"] = "1";
     maybe(random, 50, values, "then_evaluate");
   }
@@ -320,9 +313,10 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
   };
   maybe(random, 20, values, "deferred");
   if (kind != "zero") return;
-  if (none({"overlap", "in_place"})) maybe(random, 30, values, "shard_gradients");
+  if (none({"in_place"})) maybe(random, 30, values, "shard_gradients");
+  if (values.count("shard_gradients")) maybe(random, 60, values, "bucket_cap_mb", "0.0002");
   // with_shared_write() writes what is in no group yet on one rank of a host alone.
-  if (none({"overlap", "in_background", "no_bucket_view", "backend", "late_part"}))
+  if (none({"in_background", "no_bucket_view", "backend", "late_part"}))
     maybe(random, 30, values, "share_parameters");
   // with_shared_write() broadcasts buffers, which plain training does not.
   if (values.count("buffers") > 0 && values.at("buffers") == "none")

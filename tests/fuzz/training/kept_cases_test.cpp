@@ -214,26 +214,6 @@ TEST(TrainingFuzz, InPlaceMeanThatIsNotCleared) {
                 .story = {{"step"}, {"step", {{"uncleared", "1"}}}}});
 }
 
-// step() put an lr back that was changed while all parameters were frozen.
-TEST(TrainingFuzz, ZeroOverlapKeepsTheLrWhileAllIsFrozen) {
-  expect_sound({.seed = 498,
-                .world = 2,
-                .dtype = "float",
-                .layers = {{"tied"}, {"checkpoint"}},
-                .optimizer = {"SGD", {{"lr", "0.02"}}},
-                .wrapper = {"zero", {{"overlap", "1"}}},
-                .story = {{"freeze", {{"part", "0"}}},
-                          {"freeze", {{"part", "1"}}},
-                          {"freeze", {{"part", "2"}}},
-                          {"step"},
-                          {"lr"},
-                          {"step"},
-                          {"thaw", {{"part", "0"}}},
-                          {"thaw", {{"part", "1"}}},
-                          {"thaw", {{"part", "2"}}},
-                          {"step"}}});
-}
-
 // A unit that was gathered again after the reduction of its gradients stayed gathered over the
 // optimizer's step.
 TEST(TrainingFuzz, FsdpGathersAfterAPenalty) {

@@ -99,9 +99,7 @@ ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
   ZeroRedundancyOptimizerOptions options;
   options.partition = partition(wrapper);
   options.parameters_as_bucket_view = !wrapper.flag("no_bucket_view");
-  options.overlap_with_backward = wrapper.flag("overlap");
   options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
-  options.find_unused_parameters = !wrapper.flag("no_unused");
   options.broadcast_parameters = !wrapper.flag("no_broadcast");
   options.buffers = buffer_rule(wrapper);
   options.reduce_in_place = wrapper.flag("in_place");

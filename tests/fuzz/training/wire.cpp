@@ -40,7 +40,6 @@ bool refuses_wire(const Case& which, const Item& wrapper, int world) {
   const bool parameters = wrapper.has("wire_parameters");
   if (kind == "ddp") return parameters || wrapper.has("hook");
   if (kind == "distributed_optimizer") return parameters;
-  if (kind == "zero" && wrapper.flag("overlap")) return true;
   if (kind != "zero" && kind != "ddp_zero") return false;
   return parameters && (wrapper.flag("no_bucket_view") || wrapper.flag("in_background") ||
                         wrapper.flag("share_parameters"));

@@ -243,15 +243,17 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
     for (auto& record : records)
       if (event.text("clip") == "norm") add_number(record, "norm", norm);
   }
+  // The gradients of shards stay as they were clipped.
+  for (size_t i = 0; event.has("clip") && i < shard_gradients_.size(); ++i)
+    if (shard_gradients_[i].defined())
+      shard_gradients_[i] = replicas_[0].parameters[i].second.grad().clone();
   for (auto& replica : replicas_) replica.optimizer->step();
   if (reduce_ != Reduce::after_backward) {
-    // `.grad` is each rank's own, and an overlapped update has used it up.
-    const bool used_up = is("zero") && wrapper_.flag("overlap");
+    // `.grad` is each rank's own.
     for (int rank = 0; rank < world(); ++rank)
       for (size_t i = 0; i < own[rank].size(); ++i)
-        replicas_[rank].parameters[i].second.mutable_grad() = used_up ? at::Tensor() : own[rank][i];
+        replicas_[rank].parameters[i].second.mutable_grad() = own[rank][i];
   }
-  if (is("zero")) shard_gradients_.clear();  // used up
   cleared_ = after;
   if (after) clear(event);
   if (is("zero") || is("distributed_optimizer")) sync_buffers(ranks);

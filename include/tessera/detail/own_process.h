@@ -1,0 +1,19 @@
+#pragma once
+
+#include <unistd.h>
+
+namespace tessera::detail {
+
+/// The process that made an object. A child made by fork() inherits the object, but neither its
+/// threads nor the files, folders and peers that it stands for. Destructors that end threads,
+/// remove files or tell peers do nothing in such a child.
+class OwnProcess {
+ public:
+  bool is_this() const { return pid_ == ::getpid(); }
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_ = ::getpid();
+};
+
+}  // namespace tessera::detail

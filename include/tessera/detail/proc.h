@@ -1,0 +1,38 @@
+#pragma once
+
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace tessera::detail {
+
+/// /proc/<pid>/stat from its third field on: state, parent …; empty if there is no such process.
+inline std::vector<std::string> process_fields(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  // The second field is the program's name in parentheses, which may itself contain parentheses.
+  const size_t end = text.rfind(')');
+  std::istringstream rest(end == std::string::npos ? "" : text.substr(end + 1));
+  return {std::istream_iterator<std::string>(rest), {}};
+}
+
+/// When the process started, in clock ticks since boot. Distinguishes it from later processes with
+/// its pid. Empty if there is no such process or it is a zombie.
+inline std::string start_time(int pid) {
+  constexpr size_t kStartTime = 19;
+  const auto fields = process_fields(pid);
+  if (fields.size() <= kStartTime || fields[0] == "Z" || fields[0] == "X") return "";
+  return fields[kStartTime];
+}
+
+/// Another one after each start of the host.
+inline std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,45 @@
+#include "sharding/gradients/forward_writes.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tessera/detail/resolved.h"
+#include "tessera/error.h"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace tessera::sharding {
+namespace {
+
+uint64_t checksum_of(const at::Tensor& parameter) {
+  const auto values = detail::resolved(parameter.detach()).cpu().contiguous();
+  return XXH3_64bits(values.data_ptr(), values.nbytes());
+}
+
+}  // namespace
+
+void ForwardWrites::begin() {
+  if (!versions_.empty()) return;
+  for (const auto& parameter : parameters_) versions_.push_back(parameter.tensor._version());
+}
+
+void ForwardWrites::compare(const std::string& component, ProcessGroup group) {
+  const auto versions = std::exchange(versions_, {});
+  for (size_t i = 0; i < versions.size(); ++i) {
+    const auto& [name, tensor] = parameters_[i];
+    if (paused_ || group.size() == 1 || tensor._version() == versions[i]) continue;
+    const auto all = group.all_gather_bytes(fmt::format("{:016x}", checksum_of(tensor)),
+                                            "parameter written before backward: " + name);
+    for (size_t rank = 1; rank < all.size(); ++rank) {
+      if (all[rank] == all[0]) continue;
+      throw UsageError(fmt::format(
+          "{}: rank {}: parameter {} was written before backward, and has other values on rank {} "
+          "than on rank 0 (does forward write it, as Embedding with max_norm does?); expected a "
+          "forward that writes no parameter, or the same values on all ranks",
+          component, group.rank(), name, rank));
+    }
+  }
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sharding/named_tensor.h"
+#include "tessera/process_group.h"
+
+namespace tessera::sharding {
+
+/// Finds parameters to which a forward writes other values on each rank, so that the ranks drift
+/// apart, as Embedding does with max_norm. Without writes, versions of tensors are all it looks at.
+class ForwardWrites {
+ public:
+  explicit ForwardWrites(std::vector<NamedTensor> parameters = {})
+      : parameters_(std::move(parameters)) {}
+
+  /// What is written from now on is compared. No effect between this and compare(). Local.
+  void begin();
+  /// UsageError on every rank if the ranks have other values of a parameter that was written since
+  /// begin(). Collective if this rank has written one; if others have not, all get an error, too.
+  void compare(const std::string& component, ProcessGroup group);
+  /// While some rank of a join has no data, nothing is compared: it runs no forward. Local.
+  void pause(bool paused) { paused_ = paused; }
+
+ private:
+  std::vector<NamedTensor> parameters_;
+  std::vector<int64_t> versions_;  // empty after compare()
+  bool paused_ = false;
+};
+
+}  // namespace tessera::sharding

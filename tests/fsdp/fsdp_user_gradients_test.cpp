@@ -1,0 +1,254 @@
+// What a program itself does with gradients and values of the shards and of the module's parameters
+// under FSDP: it means what it means in plain training, or is an error that names the right line.
+
+#include <functional>
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "fsdp/chain.h"
+#include "harness/models.h"
+#include "harness/ranks.h"
+#include "harness/training.h"
+#include "tessera/fully_sharded_data_parallel.h"
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::map<std::string, FullyShardedDataParallelOptions> ways_to_shard() {
+  std::map<std::string, FullyShardedDataParallelOptions> ways;
+  ways["one unit"] = {};
+  ways["leaves"] = every_leaf();
+  ways["whole"] = every_leaf();
+  ways["whole"].partition = Partition::whole;
+  ways["no_shard"] = every_leaf();
+  ways["no_shard"].sharding_strategy = ShardingStrategy::no_shard;
+  return ways;
+}
+
+using Wrapped = FullyShardedDataParallel<Chain>;
+
+/// `train(forward, parameters, rows_of, zero)` for FSDP of every kind and for the plain module; the
+/// weights must then be equal.
+template <class Train>
+void expect_as_plain(Train&& train) {
+  for (int world = 1; world <= 3; ++world) {
+    for (const auto& [how, options] : ways_to_shard()) {
+      const auto where = how + ", world " + std::to_string(world);
+      run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
+        auto net = seeded<Chain>(1, 3), plain = seeded<Chain>(1, 3);
+        Wrapped fsdp(net, group, options);
+        train([&](int i) { return loss_of(fsdp(rows(i, rank, world))); }, fsdp.parameters());
+        train([&](int i) { return loss_of(plain(rows(i))); }, plain->parameters());
+        bool trained = false;
+        for (const auto& [name, value] : fsdp.state_dict(-1)) {
+          const auto& expected = plain->named_parameters()[name];
+          EXPECT_TRUE(at::allclose(value, expected, 1e-4, 1e-6)) << where << ", " << name;
+          trained |= !at::equal(expected, seeded<Chain>(1, 3)->named_parameters()[name]);
+        }
+        EXPECT_TRUE(trained);
+      });
+    }
+  }
+}
+
+torch::optim::SGD momentum(const std::vector<at::Tensor>& parameters) {
+  return torch::optim::SGD(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+}
+
+at::Tensor penalty(const std::vector<at::Tensor>& parameters) {
+  auto sum = at::zeros({});
+  for (const auto& parameter : parameters) sum = sum + parameter.square().sum() * 0.05;
+  return sum;
+}
+
+TEST(FsdpUserGradients, APenaltyOverTheShardsCountsWheneverItWasComputed) {
+  for (const bool before_forward : {false, true}) {
+    for (const int backwards : {1, 2}) {
+      expect_as_plain([&](auto&& loss, const std::vector<at::Tensor>& parameters) {
+        auto optimizer = momentum(parameters);
+        for (int i = 0; i < 4; ++i) {
+          clear_gradients(parameters);
+          for (int k = 0; k < backwards; ++k) {
+            auto term = before_forward ? penalty(parameters) : at::Tensor();
+            const auto value = loss(2 * i + k);
+            if (!before_forward) term = penalty(parameters);
+            (value + term).backward();
+          }
+          optimizer.step();
+        }
+      });
+    }
+  }
+}
+
+TEST(FsdpUserGradients, AGradientThatIsSetOnAShardCounts) {
+  expect_as_plain([](auto&& loss, const std::vector<at::Tensor>& parameters) {
+    auto optimizer = momentum(parameters);
+    const auto set = [&](double value) {
+      for (const auto& parameter : parameters)
+        parameter.mutable_grad() = at::full_like(parameter.detach(), value);
+    };
+    for (int i = 0; i < 3; ++i) {
+      set(0.25 * i);
+      loss(i).backward();
+      optimizer.step();
+      loss(10 + i).backward();
+      set(0.5);
+      optimizer.step();
+    }
+  });
+}
+
+TEST(FsdpUserGradients, HooksOfAShardGetTheGradientOfEachBackwardAndMayReplaceIt) {
+  expect_as_plain([](auto&& loss, const std::vector<at::Tensor>& parameters) {
+    std::vector<int> calls(parameters.size(), 0);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].register_hook([&calls, i](at::Tensor gradient) {
+        ++calls[i];
+        return gradient.clamp(-0.02, 0.01);
+      });
+    }
+    parameters[0].register_hook([](at::Tensor gradient) { return gradient * 3; });
+    parameters[1].register_hook([](const at::Tensor&) {});
+    auto optimizer = momentum(parameters);
+    for (int i = 0; i < 4; ++i) {
+      if (i % 2 == 0) clear_gradients(parameters);
+      loss(2 * i).backward();
+      loss(2 * i + 1).backward();
+      optimizer.step();
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) EXPECT_EQ(calls[i], 8) << i;
+  });
+}
+
+TEST(FsdpUserGradients, ABackwardThatThrowsKeepsTheGradientsOfTheOnesBefore) {
+  for (const bool hooked : {false, true}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      Chain net = seeded<Chain>(1, 3);
+      Wrapped fsdp(net, group, every_leaf());
+      const auto shards = fsdp.parameters();
+      for (const auto& shard : shards) {
+        if (hooked) shard.register_hook([](const at::Tensor&) {});
+      }
+      loss_of(fsdp(rows(0, rank, 2))).backward();
+      auto x = rows(1, rank, 2).set_requires_grad(true);
+      x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      EXPECT_THROW(loss_of(fsdp(x)).backward(), std::runtime_error);
+      for (const auto& shard : shards) EXPECT_TRUE(shard.grad().defined());
+      fsdp.zero_grad();
+      loss_of(fsdp(rows(2, rank, 2))).backward();
+      const double after = fsdp.grad_norm();
+      fsdp.zero_grad();
+      loss_of(fsdp(rows(2, rank, 2))).backward();
+      EXPECT_EQ(fsdp.grad_norm(), after);
+    });
+  }
+}
+
+TEST(FsdpUserGradients, ValuesThatReplaceTheShardsAreUsed) {
+  expect_as_plain([](auto&& loss, const std::vector<at::Tensor>& parameters) {
+    auto optimizer = momentum(parameters);
+    std::vector<double> losses;
+    for (int i = 0; i < 3; ++i) {
+      const auto before = [&] {
+        const at::NoGradGuard no_grad;
+        return loss(i).template item<double>();
+      };
+      const double old = before();
+      const auto values = torch::nn::utils::parameters_to_vector(parameters).detach() * 0.5 + 0.1;
+      torch::nn::utils::vector_to_parameters(values, parameters);
+      EXPECT_NE(before(), old);
+      clear_gradients(parameters);
+      loss(i).backward();
+      optimizer.step();
+    }
+    // Without a forward behind it.
+    torch::nn::utils::vector_to_parameters(
+        torch::nn::utils::parameters_to_vector(parameters).detach() * 2, parameters);
+  });
+}
+
+TEST(FsdpUserGradients, ShardsThatExchangeTheirMemoryExchangeTheirValues) {
+  expect_as_plain([](auto&&, const std::vector<at::Tensor>& parameters) {
+    const auto first = parameters[0].detach(), second = parameters[2].detach();
+    auto one = parameters[0], other = parameters[2];
+    one.set_data(second);
+    other.set_data(first);
+  });
+}
+
+TEST(FsdpUserGradients, ShardsMayNotBeReplacedBetweenForwardAndBackwardNorInShape) {
+  for (const auto& [how, options] : ways_to_shard()) {
+    run_ranks(2, [&, &options = options](ProcessGroup group, int rank) {
+      Chain net = seeded<Chain>(1, 3);
+      Wrapped fsdp(net, group, options);
+      const auto replace = [&](int more) {
+        for (auto& shard : fsdp.parameters())
+          shard.set_data(at::zeros(shard.dim() == 1 ? std::vector<int64_t>{shard.numel() + more}
+                                                    : shard.sizes().vec()));
+      };
+      if (how != "no_shard") {
+        const auto loss = loss_of(fsdp(rows(0, rank, 2)));
+        replace(0);
+        EXPECT_THAT(thrown_by([&] { loss.backward(); }),
+                    AllOf(HasSubstr("modified since the forward"), HasSubstr("list.0.weight")))
+            << how;
+        loss_of(fsdp(rows(0, rank, 2))).backward();
+      }
+      replace(1);
+      EXPECT_THAT(thrown_by([&] { fsdp(rows(0, rank, 2)); }),
+                  AllOf(HasSubstr("since set_data()"), HasSubstr("shard of parameter list.0.")))
+          << how;
+    });
+  }
+}
+
+/// After `prepare(fsdp, net)` the program sets `.grad` of one of the module's parameters; `next`
+/// must then be an error on all ranks.
+void expect_refused(const std::string& name, const std::function<void(Wrapped&)>& prepare,
+                    const std::function<void(Wrapped&)>& next) {
+  for (int world = 1; world <= 3; ++world) {
+    for (const auto& [how, options] : ways_to_shard()) {
+      run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
+        Chain net = seeded<Chain>(1, 3);
+        Wrapped fsdp(net, group, options);
+        prepare(fsdp);
+        const auto parameter = net->named_parameters()[name];
+        parameter.mutable_grad() = at::ones(parameter.sizes());
+        EXPECT_THAT(thrown_by([&] { next(fsdp); }),
+                    AllOf(HasSubstr("FullyShardedDataParallel: rank "),
+                          HasSubstr(".grad of parameter " + name + " of the module itself was set"),
+                          HasSubstr(".grad() of fsdp.named_parameters()")))
+            << how << ", world " << world;
+      });
+    }
+  }
+}
+
+TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleIsAnErrorWhereverItIsNext) {
+  const auto nothing = [](Wrapped&) {};
+  const auto backward = [](Wrapped& fsdp) { loss_of(fsdp(at::ones({2, 3}))).backward(); };
+  const auto forward = [](Wrapped& fsdp) { fsdp(at::ones({2, 3})); };
+  for (const std::string name : {"list.0.weight", "head.bias"}) {
+    expect_refused(name, nothing, forward);
+    expect_refused(name, backward, forward);
+    expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.clip_grad_norm_(1); });
+    expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.clip_grad_value_(1); });
+    expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.zero_grad(); });
+    at::Tensor loss[3];
+    expect_refused(
+        name,
+        [&](Wrapped& fsdp) {
+          loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3})));
+        },
+        [&](Wrapped& fsdp) { loss[fsdp.group().rank()].backward(); });
+  }
+}
+
+}  // namespace
