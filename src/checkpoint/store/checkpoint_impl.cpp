@@ -22,11 +22,11 @@ using store::FileRecord;
 
 namespace {
 
-/// Sets `size` and returns 0, or returns an errno: EINVAL for anything but a regular file.
+/// Sets `size` and returns 0, or returns an errno: -1 for anything but a regular file.
 int size_of_file(const std::string& path, uint64_t& size) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return errno;
-  if (!S_ISREG(status.st_mode)) return EINVAL;
+  if (!S_ISREG(status.st_mode)) return -1;
   size = static_cast<uint64_t>(status.st_size);
   return 0;
 }
@@ -63,7 +63,7 @@ void Checkpoint::Impl::damaged(const std::string& file, const std::string& tenso
 }
 
 void Checkpoint::Impl::refuse(const std::string& file, int error) const {
-  if (error == EINVAL) damaged(file, "", "is not a regular file");
+  if (error == -1) damaged(file, "", "is not a regular file");
   if (error == ENOENT || error == ENOTDIR) damaged(file, "", errno_text(error));
   throw Error(fmt::format("checkpoint: {}/{}: cannot be read: {}", path, file, errno_text(error)));
 }

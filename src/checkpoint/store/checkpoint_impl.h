@@ -42,7 +42,7 @@ struct Checkpoint::Impl : store::SliceReader {
   /// older checkpoints.
   [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
                             const std::string& reason) const;
-  /// The same for an errno, EINVAL for what is no regular file. Throws Error if the system could
+  /// The same for an errno, -1 for what is no regular file. Throws Error if the system could
   /// not read the file, which may be sound.
   [[noreturn]] void refuse(const std::string& file, int error) const;
   /// The same for a tensor whose data has changed; names its bytes in the file.

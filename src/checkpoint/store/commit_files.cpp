@@ -76,7 +76,7 @@ void prune(const std::string& folder, int64_t written, const CheckpointStoreOpti
                                      unsound_steps(folder, steps))) {
       remove_checkpoint(folder, old);
     }
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     spdlog::warn("tessera: checkpoint: step {} is committed, but pruning older ones failed: {}",
                  written, error.what());
   }
