@@ -49,7 +49,8 @@ std::string foreign_kind(std::string_view begin) {
 
 FileKind file_kind(std::string_view begin) {
   if (begin.starts_with("PK\x03\x04"sv) || begin.starts_with("PK\x05\x06"sv)) return FileKind::zip;
-  if (begin.starts_with("\x80"sv) && begin.substr(2, kLegacy.size()) == kLegacy)
+  constexpr size_t kPrologue = 32;  // protocol and frame
+  if (begin.starts_with("\x80"sv) && begin.substr(0, kPrologue).find(kLegacy) != begin.npos)
     return FileKind::legacy;
   // A safetensors file whose header has 0x…7b bytes begins with the same byte as JSON.
   const bool header = begin.size() > 8 && begin[8] == '{' && begin[7] == '\0';

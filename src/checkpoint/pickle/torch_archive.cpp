@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
+#include <torch/version.h>
 
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
