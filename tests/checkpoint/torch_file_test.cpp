@@ -183,12 +183,12 @@ TEST_F(TorchFileTest, TorchScriptWithCodeIsRefusedByName) {
   module.define("def forward(self, x):\n  return x + self.weight\n");
   module.save(path("script.pt"));
   torch::jit::Module("Net").save(path("bare.pt"));
-  for (const auto& [name, type] : {std::pair("script.pt", "__torch__.Net"), {"bare.pt", ".Net"}}) {
+  for (const auto* name : {"script.pt", "bare.pt"}) {
     const std::string file = path(name);
     for (const std::string key : {"", "model"})
       EXPECT_THAT(
           refusal([&] { TorchFile opened(file, key); }),
-          AllOf(HasSubstr(file + ": is a TorchScript archive with the class \"" + type),
+          AllOf(HasSubstr(file + ": is a TorchScript archive with the class \"__torch__.Net\""),
                 HasSubstr("torch.save(torch.jit.load(FILE).state_dict(), \"weights.pt\")")));
   }
 }
