@@ -9,7 +9,6 @@
 
 #include <sys/epoll.h>
 
-#include "comm/p2p/tcp_greeting.h"
 #include "comm/p2p/tcp_link.h"
 #include "comm/p2p/tcp_strangers.h"
 #include "comm/store/socket.h"

@@ -20,7 +20,7 @@
 
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
-#include "comm/p2p/tcp_greeting.h"
+#include "comm/p2p/tcp_strangers.h"
 #include "comm/store/socket.h"
 #include "tessera/error.h"
 
