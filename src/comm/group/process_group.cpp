@@ -332,11 +332,15 @@ void ProcessGroup::broadcast(std::vector<at::Tensor> tensors, int root, const st
     }
     auto pack = parts.size() == 1 && tensors[begin].is_contiguous() ? parts[0] : at::cat(parts);
     broadcast(pack, root, tag);
-    if (rank() != root && pack.data_ptr() != tensors[begin].data_ptr()) {
+    if (pack.data_ptr() != tensors[begin].data_ptr()) {
       int64_t offset = 0;
       for (; begin < end; ++begin) {
         const auto& tensor = tensors[begin];
-        tensor.detach().copy_(pack.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+        if (rank() == root) {
+          tensor.unsafeGetTensorImpl()->bump_version();  // all ranks see a write, or none does
+          continue;
+        }
+        tensor.copy_(pack.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
         offset += tensor.numel();
       }
     }
