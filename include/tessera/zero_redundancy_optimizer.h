@@ -83,9 +83,9 @@ struct ZeroRedundancyOptimizerOptions {
   /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
   /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
-  /// Needs reduce_gradients, neither reduce_in_backward nor reduce_in_place, an optimizer other than
-  /// LBFGS, and that no other library has taken the dispatch key that detects the use of gradients;
-  /// otherwise a UsageError.
+  /// Needs reduce_gradients, neither reduce_in_backward nor reduce_in_place, an optimizer other
+  /// than LBFGS, and that no other library has taken the dispatch key that detects the use of
+  /// gradients; otherwise a UsageError.
   bool shard_gradients = false;
   /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
   /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
