@@ -20,7 +20,9 @@ namespace {
 int lowest_seen(const std::string& folder, const std::string& prefix) {
   int lowest = -1;
   std::error_code error;
-  std::filesystem::directory_iterator entries(folder, error), end;
+  std::filesystem::directory_iterator entries, end;
+  do entries = std::filesystem::directory_iterator(folder, error);
+  while (error == std::errc::interrupted);
   for (; !error && entries != end; entries.increment(error)) {
     const std::string name = entries->path().filename().string();
     if (name.rfind(prefix, 0) != 0) continue;

@@ -43,6 +43,7 @@ void remove_abandoned(const std::string& folder, const struct stat& own) {
     struct stat status {};
     const bool locked = ::flock(file.get(), LOCK_EX | LOCK_NB) == 0;
     if ((!locked && errno == EWOULDBLOCK) || ::fstat(file.get(), &status) != 0) continue;
+    if (status.st_ino == own.st_ino) continue;  // it has no lock where the system refused one
     if ((locked && name.starts_with(own_prefix())) || own.st_mtime - status.st_mtime > 3600)
       ::unlink(at->path().c_str());
   }
@@ -86,7 +87,8 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
                   errno_text(error));
     }
     if (!file_) continue;
-    const bool locked = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    const auto lock = [&] { return ::flock(file_.get(), LOCK_EX | LOCK_NB); };
+    const bool locked = uninterrupted(lock) == 0 || errno != EWOULDBLOCK;
     // Another process may have taken it for a file whose writer has ended.
     if (!locked || (::fstat(file_.get(), &status) == 0 && status.st_nlink == 0)) discard();
   }

@@ -33,10 +33,13 @@ constexpr std::string_view kReplaced = ".replaced-";
 std::vector<std::string> names_in(const std::string& folder) {
   std::vector<std::string> names;
   std::error_code error;
-  fs::directory_iterator entries(folder, error);
-  for (; !error && entries != fs::directory_iterator(); entries.increment(error)) {
-    names.push_back(entries->path().filename().string());
-  }
+  do {
+    names.clear();
+    fs::directory_iterator entries(folder, error);
+    for (; !error && entries != fs::directory_iterator(); entries.increment(error)) {
+      names.push_back(entries->path().filename().string());
+    }
+  } while (error == std::errc::interrupted);
   if (error == std::errc::no_such_file_or_directory) return {};
   if (error) refuse(folder, "listing the folder", error.value());
   return names;
