@@ -1,7 +1,8 @@
 # The commands of the README and the steps that they run. All of them work on a bare Debian 12.
 
 BUILD ?= build
-JOBS  ?= $(shell nproc)
+# nproc counts no more than OMP_NUM_THREADS, which says nothing about a build.
+JOBS  ?= $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 RANKS ?= 2
 SEEDS ?= 1000
 FROM  ?= 0
@@ -10,19 +11,26 @@ FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test build dependencies format benchmark sanitizers wheel fuzz network faults operations \
-  soak clean
+.PHONY: demo test build programs dependencies format benchmark sanitizers wheel fuzz network faults \
+  operations soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
-demo: build
+demo: programs
 	env -u OPENBLAS_CORETYPE $(BUILD)/bin/tessera train -n $(RANKS) configs/demo.yaml
 
 test: build
 	scripts/run_tests.sh $(BUILD)
 
 build: dependencies
-	cmake --preset release -B $(BUILD)
+	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
 	cmake --build $(BUILD) -j $(JOBS)
+
+# The library, tessera and tessera-train. A build folder that `make build` has made keeps its tests.
+programs:
+	scripts/install_dependencies.sh build
+	[ -f $(BUILD)/build.ninja ] || cmake --preset release -B $(BUILD) \
+	  -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_EXAMPLES=OFF
+	cmake --build $(BUILD) -j $(JOBS) --target tessera_cli tessera_train_cli
 
 dependencies:
 	scripts/install_dependencies.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian 12 packages that the build and the tests need, where they are missing.
+# Installs the Debian 12 packages that are missing: install_dependencies.sh [build]. With `build` only
+# those of the library and its programs, otherwise also those of the tests.
 set -euo pipefail
 
 packages=(
@@ -7,9 +8,20 @@ packages=(
   libtorch-dev libgloo-dev libopenblas-dev
   libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libxxhash-dev
   libssl-dev
-  libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
-  python3 python3-torch python3-numpy openmpi-bin iproute2
 )
+case "${1:-tests}" in
+  build) ;;
+  tests)
+    packages+=(
+      libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
+      python3 python3-torch python3-numpy openmpi-bin iproute2
+    )
+    ;;
+  *)
+    echo "install_dependencies: '$1' is neither build nor tests" >&2
+    exit 2
+    ;;
+esac
 
 missing=()
 for package in "${packages[@]}"; do
@@ -18,7 +30,7 @@ for package in "${packages[@]}"; do
 done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
-echo "installing: ${missing[*]}"
+echo "Installing ${#missing[@]} packages: ${missing[*]}"
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
   command -v sudo >/dev/null || {
