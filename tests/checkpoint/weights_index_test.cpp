@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "checkpoint/store_fixture.h"
+#include "harness/temporary_folder.h"
 #include "tessera/safetensors_weights.h"
 #include "tessera/weights/weights.h"
 
