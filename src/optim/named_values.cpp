@@ -29,8 +29,8 @@ void check_name(const std::string& name) {
     return c < ' ' || c == '"' || c == '\'' || c == '\\';
   });
   if (ends)
-    throw UsageError("the name " + name +
-                     " has quotes, backslashes or control characters; expected one without");
+    throw UsageError(
+        "a name has quotes, backslashes or control characters; expected one without: " + name);
 }
 
 }  // namespace

@@ -160,21 +160,23 @@ TEST_F(FsdpState, EveryRankWritesItsPartOfAFolderOfWeights) {
   }
 }
 
-TEST_F(FsdpState, AFolderOfWeightsThatARankCannotWriteIsAnErrorOnAllAndLeavesNoIndex) {
+TEST_F(FsdpState, AFolderOfWeightsThatIsNotWrittenOrNotClearedIsAnErrorOnAllRanks) {
   run_ranks(2, [&](ProcessGroup group, int) {
     auto net = seeded<ResNet>(3);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     fsdp.save_state_dict(path("parts/"));
     group.barrier();
-    // A folder in the place of rank 1's part.
+    // A folder in the place of a part, which cannot be removed as the former save's.
     if (group.rank() == 1) {
       fs::remove(path("parts/model-00002-of-00002.safetensors"));
       fs::create_directories(path("parts/model-00002-of-00002.safetensors"));
     }
     group.barrier();
     EXPECT_THAT(thrown_by([&] { fsdp.save_state_dict(path("parts/")); }),
-                AllOf(HasSubstr("save_state_dict"), HasSubstr("rank 1: "),
+                AllOf(HasSubstr("save_state_dict"), HasSubstr("the new weights are written"),
                       HasSubstr("model-00002-of-00002.safetensors")));
+    auto plain = seeded<ResNet>(4);
+    load_state_dict(*plain, path("parts"));
   });
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<ResNet>(3);

@@ -49,7 +49,7 @@ int64_t open_below(rlim_t end) {
 int64_t needed_open_files(const LaunchOptions& options, bool merged) {
   const int nproc = options.nproc_per_node;
   const auto named = named_ranks(options);
-  int64_t needed = 1;  // the guard
+  int64_t needed = 2;  // the guard and the lock of the rendezvous folder
   for (int local_rank : named) needed += kept_for(options, local_rank, merged);
   int other = 0;
   while (named.count(other)) ++other;
