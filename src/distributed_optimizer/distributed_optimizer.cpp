@@ -55,6 +55,24 @@ NamedParameters names_of(const std::vector<DistributedOptimizer::Group>& groups)
   return names;
 }
 
+/// A forward of this optimizer is not seen, so what it writes cannot be compared. What libtorch's
+/// modules write is known beforehand.
+void refuse_max_norm(const torch::nn::Module& module, const ProcessGroup& group) {
+  if (group.size() == 1) return;
+  for (const auto& item : module.named_modules()) {
+    const auto* table = dynamic_cast<const torch::nn::EmbeddingImpl*>(item.value().get());
+    const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(item.value().get());
+    if (!(table && table->options.max_norm().has_value()) &&
+        !(bag && bag->options.max_norm().has_value()))
+      continue;
+    throw UsageError(fmt::format(
+        "DistributedOptimizer: rank {}: module {} is an embedding with max_norm: forward writes "
+        "its weight, on each rank with its own data, so the ranks' copies would differ; expected "
+        "no max_norm, and the norm limited after step()",
+        group.rank(), item.key()));
+  }
+}
+
 std::vector<std::optional<ProcessGroup>> dist_groups_of(
     const std::vector<DistributedOptimizer::Group>& groups) {
   std::vector<std::optional<ProcessGroup>> result;
@@ -106,10 +124,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
-  if (impl_->reduction_) {
-    impl_->reduction_->end_wire_step(true);
-    if (period <= 0) impl_->reduction_->watch_writes();  // else rank 0's come
-  }
+  if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
     sharding::report_no_module(Impl::kName, impl_->buffer_group());
@@ -118,6 +133,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   auto& group = impl_->buffer_group();
+  if (impl_->options_.bcast_period <= 0) refuse_max_norm(module, group);
   impl_->no_module_ = false;
   impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
   group.check_contract(Impl::kName, impl_->buffers_.signatures());

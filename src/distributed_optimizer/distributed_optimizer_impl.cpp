@@ -161,7 +161,6 @@ void DistributedOptimizer::Impl::make_reduction() {
             return fmt::format("{}; backward after {} steps", option_text(group), steps_);
           },
           options_.wire.gradients});
-  if (options_.bcast_period <= 0) reduction_->watch_writes();
 }
 
 void DistributedOptimizer::Impl::check_groups() {

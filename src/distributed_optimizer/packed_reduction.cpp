@@ -37,12 +37,7 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
     : options_(options), parameters_(std::move(parameters)), lane_of_(parameters_.size()) {
   for (auto& group : groups) {
     auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});
-    std::vector<sharding::NamedTensor> members;
-    for (const auto i : lane.members) {
-      lane_of_[i] = lanes_.size() - 1;
-      members.push_back(parameters_[i]);
-    }
-    lane.writes = sharding::ForwardWrites(std::move(members));
+    for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
     // Backward produces gradients from the last parameter to the first.
     for (auto i = lane.members.rbegin(); i != lane.members.rend(); ++i) lane.packs.push_back({*i});
     lane.channel = 0;
@@ -53,10 +48,6 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
                       : lanes_[lane.channel].wire;
   }
   make_reducer();
-}
-
-void PackedReduction::watch_writes() {
-  for (auto& lane : lanes_) lane.writes.begin();
 }
 
 void PackedReduction::make_reducer() {
@@ -158,13 +149,11 @@ void PackedReduction::rescale_wire(double factor) {
 void PackedReduction::set_join(const JoinIteration& iteration) {
   divisor_ = iteration.divisor;
   publisher_ = iteration.first_active;
-  for (auto& lane : lanes_) lane.writes.pause(iteration.active_ranks < lane.group.size());
 }
 
 void PackedReduction::start_bucket(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
   auto& lane = lanes_[lane_of(bucket)];
-  lane.writes.compare("DistributedOptimizer", lane.group);
   followed_[index] = follows_record(lane_of(bucket), bucket);
   const auto feedback = lane.wire->scope(index);
   auto group = lane.wire->group();

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
-#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "tessera/join.h"
@@ -60,9 +59,6 @@ class PackedReduction {
   /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
   void repack();
 
-  /// Parameters that are written from now on, until backward, are compared. Local.
-  void watch_writes();
-
   /// See sharding::GradientWire. Between backward passes.
   void end_wire_step(bool used) {
     for (auto& lane : lanes_) lane.wire->end_step(used);
@@ -86,7 +82,6 @@ class PackedReduction {
     /// when a gradient is missing on some ranks.
     size_t channel = 0;
     std::shared_ptr<sharding::GradientWire> wire = nullptr;  // lanes of one channel share it
-    sharding::ForwardWrites writes = sharding::ForwardWrites();
   };
 
   void make_reducer();

@@ -99,7 +99,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
     shards.bump_versions();  // on rank 0 too: another optimizer's ranks see the same writes
   }
   make_local_optimizer();
-  watch();
+  mean.watch();
 }
 
 /// One line for each parameter group.
@@ -217,14 +217,6 @@ void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
                    "declare_element_wise<YourOptimizer>()");
 }
 
-void ZeroRedundancyOptimizer::Impl::watch() {
-  mean.watch();
-  std::vector<sharding::NamedTensor> trainable;
-  for (const auto i : shards.all_in_buckets()) trainable.push_back(shards.parameters()[i]);
-  if (!shards.shares()) writes = sharding::ForwardWrites(std::move(trainable));
-  writes.begin();
-}
-
 void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   const auto changed = shards.changed_trainability();
   // Ranks must see the same change. Only a rank that saw one compares.
@@ -241,7 +233,7 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
     mean.hide_placeholders();
     shards.place_thawed(thawed);
     make_local_optimizer();
-    watch();
+    mean.watch();
     auto owned = shards.owned();
     owned.erase(std::remove_if(owned.begin(), owned.end(),
                                [&](const auto* shard) {

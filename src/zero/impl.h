@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"
@@ -58,7 +57,6 @@ class ZeroRedundancyOptimizer::Impl {
   Memory memory() const;
   void write_shared(const std::function<void()>& write);
 
-  void watch();
   /// Gives parameters that were frozen until now their owners. Collective if requires_grad of a
   /// parameter has changed.
   void follow_trainability();
@@ -77,8 +75,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::optional<OptimizerStateDict> consolidated;
   sharding::ModuleBuffers buffers;
   bool no_module = true;  ///< track_buffers() was not called.
-  sharding::ForwardWrites writes;
-  bool has_data = true;  ///< False while this rank takes part in a join without data.
+  bool has_data = true;   ///< False while this rank takes part in a join without data.
 
  private:
   void make_local_optimizer();

@@ -46,7 +46,6 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   norm.finish(group);
   synchronize_buffers();
   if (in_background) shards.gather_in_background(option_text());
-  writes.begin();
   return loss;
 }
 
@@ -96,7 +95,6 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
-  writes.compare(kName, group);
   follow_trainability();
   local.take_options_of(outer_);
   mean.check_current();

@@ -163,7 +163,6 @@ void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
   impl_->mean.divisor = iteration.divisor;
-  impl_->writes.pause(iteration.active_ranks < impl_->group.size());
   impl_->buffers.set_active(iteration.first_active, iteration.active_ranks);
 }
 

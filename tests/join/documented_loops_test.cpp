@@ -98,17 +98,19 @@ TEST(Documented, DistributedOptimizer) {
   tessera::testing::run_ranks(2, [](tessera::ProcessGroup world, int rank) {
     Uneven net;
     const auto batches = batches_of(0);
+    const auto steps = static_cast<int64_t>(batches.size());
     // [documented]
     tessera::DistributedOptimizer optimizer(
         *net, world, tessera::default_optimizers().factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}}),
         {.reduce_method = "mean", .bcast_period = 500, .param_pack = true});
-    torch::optim::StepLR schedule(optimizer.optimizer(), 30, 0.1);
-    for (const auto& x : batches) {
+    const auto schedule = tessera::step_lr({.step_size = 30});
+    for (int64_t step = 0; step < steps; ++step) {
+      for (auto& group : optimizer.optimizer().param_groups())
+        group.options().set_lr(schedule({.step = step}, 0.1));
       optimizer.zero_grad();
-      optimizer.backward(loss_of(net(x)));  // each .grad is now the mean over the ranks
+      optimizer.backward(loss_of(net(batches[step])));  // each .grad is now the mean over the ranks
       torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
       optimizer.step();
-      schedule.step();
     }
     // [end]
   });

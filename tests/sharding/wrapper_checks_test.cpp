@@ -11,6 +11,7 @@
 #include "tessera/activation_checkpoint.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
+#include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/local_sgd.h"
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
@@ -54,14 +55,10 @@ const std::vector<std::pair<std::string, TrainTable>> kTables{
        torch::optim::SGD sgd(net->parameters(), 0.1);
        two_steps([&](at::Tensor x) { return ddp(x); }, row, [&] { sgd.step(); });
      }},
-    {"DistributedOptimizer",
-     [](ProcessGroup group, Table net, int64_t row) {
-       DistributedOptimizer optimizer(*net, group, sgd_factory(), {.reduce_method = "mean"});
-       two_steps([&](at::Tensor x) { return net(x); }, row, [&] { optimizer.step(); });
-     }},
-    {"ZeroRedundancyOptimizer", [](ProcessGroup group, Table net, int64_t row) {
-       ZeroRedundancyOptimizer zero(*net, group, sgd_factory());
-       two_steps([&](at::Tensor x) { return net(x); }, row, [&] { zero.step(); });
+    {"FullyShardedDataParallel", [](ProcessGroup group, Table net, int64_t row) {
+       FullyShardedDataParallel fsdp(net, group, {.sharding_strategy = ShardingStrategy::no_shard});
+       torch::optim::SGD sgd(fsdp.parameters(), 0.1);
+       two_steps([&](at::Tensor x) { return fsdp(x); }, row, [&] { sgd.step(); });
      }}};
 
 TEST(ForwardThatWrites, IsRefusedWhereTheRanksWriteOtherValues) {
@@ -86,6 +83,30 @@ TEST(ForwardThatWrites, WorksWhereTheRanksWriteTheSameValuesAndOnOneRank) {
       });
     }
   }
+}
+
+TEST(ForwardThatWrites, IsRefusedBeforeItRunsByDistributedOptimizer) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int) {
+    auto net = seeded<Table>(1);
+    DistributedOptimizer optimizer(*net, group, sgd_factory(), {.reduce_method = "mean"});
+  });
+  expect_usage_errors(errors, "module table is an embedding with max_norm: forward writes");
+  run_ranks(1, [&](ProcessGroup group, int) {
+    auto net = seeded<Table>(1);
+    DistributedOptimizer optimizer(*net, group, sgd_factory(), {.reduce_method = "mean"});
+    two_steps([&](at::Tensor x) { return net(x); }, 3, [&] { optimizer.step(); });
+    EXPECT_LT(net->table->weight[3][0].item<float>(), 1);
+  });
+}
+
+TEST(ForwardThatWrites, LeavesTheRanksOfZeroWithEqualParameters) {
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Table>(1);
+    ZeroRedundancyOptimizer zero(*net, group, sgd_factory());
+    two_steps([&](at::Tensor x) { return net(x); }, rank, [&] { zero.step(); });
+    const auto all = group.all_gather(net->table->weight.detach()).view({2, -1});
+    EXPECT_TRUE(at::equal(all[0], all[1]));
+  });
 }
 
 TEST(ForwardThatWrites, StepsThatOnlyTheOptimizerWritesCompareNothing) {

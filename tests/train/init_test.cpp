@@ -177,10 +177,11 @@ struct Points : Dataset {
 TEST_F(InitTest, ATiedWeightOfAModelOfTheProgramIsReadUnderAnyOfItsNames) {
   registry::models().add<TiedLayers>("TiedLayers");
   registry::datasets().add<Points>("Points");
-  std::ofstream("c.yaml") << "model: {type: TiedLayers, init: w.safetensors}\n"
-                             "data: {type: Points}\nloss: {type: cross_entropy}\n"
-                             "optimizer: {type: AdamW, lr: 0.1}\n"
-                             "train: {steps: 0, global_batch: 12, save: out.safetensors}\n";
+  std::ofstream("c.yaml")
+      << "model: {type: TiedLayers, init: w.safetensors}\n"
+         "data: {type: Points}\nloss: {type: cross_entropy}\n"
+         "optimizer: {type: AdamW, lr: 0.1, paramwise: {bypass_duplicate: true}}\n"
+         "train: {steps: 0, global_batch: 12, save: out.safetensors}\n";
   const at::Tensor tied = at::arange(9, at::kFloat).view({3, 3});
   using Names = std::vector<std::string>;
   for (const auto& names :

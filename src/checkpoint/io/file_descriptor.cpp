@@ -29,6 +29,8 @@ bool FileDescriptor::close() {
 }
 
 int64_t FileDescriptor::read_at(void* to, size_t count, uint64_t offset) const {
+  // A network file system may fail once, so a read is tried three times.
+  int attempts = 3;
   size_t done = 0;
   while (done < count) {
     const ssize_t got = uninterrupted([&] {
@@ -36,7 +38,9 @@ int64_t FileDescriptor::read_at(void* to, size_t count, uint64_t offset) const {
                      static_cast<off_t>(offset + done));
     });
     if (got < 0) {
-      return -1;
+      if (--attempts == 0) return -1;
+      ::usleep(100'000);
+      continue;
     }
     if (got == 0) {
       break;
