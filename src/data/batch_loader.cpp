@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <latch>
 #include <mutex>
 #include <stop_token>
 #include <thread>
@@ -98,9 +99,18 @@ class BatchLoader::Impl {
         next_(first),
         begun_(first) {
     require_options(dataset_.get(), samples_of_ != nullptr, first, end, options);
-    for (int i = 0; i < std::min(options.threads, options.depth); ++i) {
-      threads_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+    // A thread sets itself up before this returns. Later the process may end, and with it what
+    // libtorch's settings of threads need.
+    const int threads = std::min(options.threads, options.depth);
+    const auto set_up = std::make_shared<std::latch>(threads);
+    for (int i = 0; i < threads; ++i) {
+      threads_.emplace_back([this, set_up](const std::stop_token& stop) {
+        use_one_openmp_thread();
+        set_up->count_down();
+        work(stop);
+      });
     }
+    set_up->wait();
   }
 
   ~Impl() {
@@ -163,7 +173,6 @@ class BatchLoader::Impl {
   }
 
   void work(const std::stop_token& stop) {
-    use_one_openmp_thread();
     std::unique_lock lock(mutex_);
     while (slot_free_.wait(lock, stop, [&] { return begun_ < end_ && begun_ - next_ < depth_; }) &&
            !stop.stop_requested()) {
