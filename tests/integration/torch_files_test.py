@@ -126,6 +126,8 @@ class RoundTrip(Folder):
                 options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": zipped}
                 for whole, key in (({"model": model, "net": torch.nn.Linear(2, 2), **beside}, []), ({"a": beside, "b": {"c": model}}, ["b/c"])):
                     self.assertTrue(same(dict(model), dict(self.weights(whole, *key, **options))))
+                if (protocol, zipped) not in ((2, True), (4, False)):
+                    continue  # each value alone takes a process, in the oldest and the newest kind of pickle
                 for name, value in beside.items():
                     self.assertTrue(same(dict(model), dict(self.weights({name: value, **model}, **options))))
                 for name, value in zip(names, (beside[k] for k in ("best", "args", "path", "seen", "when", "own", "device", "type", "count", "complex"))):
