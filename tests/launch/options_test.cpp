@@ -170,17 +170,17 @@ TEST(LaunchOptionsTest, RanksOfNodesMustFitTheHosts) {
 TEST(LaunchOptionsTest, OpenFilesAreCounted) {
   LaunchOptions options = good();
   EXPECT_EQ(needed_open_files(options, false),
-            1 + 2 + 1);  // guard; pidfd and execve's pipe; that pipe's other end
+            2 + 2 + 1);  // guard and lock; pidfd and execve's pipe; that pipe's other end
   options.nproc_per_node = 3;
   EXPECT_EQ(needed_open_files(options, true),
-            1 + 3 * 3 + 1 + 1 + 1);  // and one output pipe for each rank, its other end, /dev/null
-  EXPECT_EQ(needed_open_files(options, false), 1 + 3 * 4 + 1 + 2 + 1);
+            2 + 3 * 3 + 1 + 1 + 1);  // and one output pipe for each rank, its other end, /dev/null
+  EXPECT_EQ(needed_open_files(options, false), 2 + 3 * 4 + 1 + 2 + 1);
   options.log_dir = "logs";
-  EXPECT_EQ(needed_open_files(options, true), 1 + 3 * 6 + 1 + 2 + 1);
+  EXPECT_EQ(needed_open_files(options, true), 2 + 3 * 6 + 1 + 2 + 1);
   options.redirects = parse_streams("--redirects", "0:3,1:2");
-  EXPECT_EQ(needed_open_files(options, true), 1 + (6 + 5 + 3) + 1 + 1 + 1);
+  EXPECT_EQ(needed_open_files(options, true), 2 + (6 + 5 + 3) + 1 + 1 + 1);
   options.nproc_per_node = 2'000'000'000;
-  EXPECT_EQ(needed_open_files(options, false), 1 + 4 * int64_t{2'000'000'000} + 3 + 1 + 2 + 1);
+  EXPECT_EQ(needed_open_files(options, false), 2 + 4 * int64_t{2'000'000'000} + 3 + 1 + 2 + 1);
 }
 
 }  // namespace
