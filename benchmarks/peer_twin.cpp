@@ -8,6 +8,10 @@
 // (no communication) | compute (forward and backward only) | ddp | zero | zero-shared
 // (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
 // "-gloo". Rank 0 prints one JSON line of medians.
+//
+// GPT_ATTENTION=fused: libtorch's kernel instead of products and a softmax. GPT_DTYPE=bfloat16:
+// autocast, with fsdp MixedPrecision. GPT_CHECKPOINT=1: activation checkpointing of each block.
+// GPT_OFFLOAD=1: fsdp keeps its shards on the host.
 
 #include <algorithm>
 #include <chrono>
@@ -22,8 +26,13 @@
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
 
+#include "tessera/detail/torch_compat.h"
 #include "tessera/tessera.h"
 #include "tessera/train/devices.h"
+
+#if TESSERA_TORCH_AT_LEAST(2, 9)
+#include <ATen/DeviceAccelerator.h>
+#endif
 
 namespace {
 
@@ -32,6 +41,12 @@ using torch::nn::LayerNorm;
 using torch::nn::LayerNormOptions;
 using torch::nn::Linear;
 using torch::nn::LinearOptions;
+
+/// Whether the environment sets `variable` to `value`.
+bool chosen(const char* variable, const char* value) {
+  const char* text = std::getenv(variable);
+  return text && std::string(text) == value;
+}
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl(int64_t width, int64_t heads_) : heads(heads_) {
@@ -47,15 +62,23 @@ struct BlockImpl : torch::nn::Module {
     const auto b = x.size(0), t = x.size(1), c = x.size(2);
     auto parts = qkv(ln1(x)).split(c, 2);
     for (auto& part : parts) part = part.view({b, t, heads, c / heads}).transpose(1, 2);
-    auto a =
-        parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(c / heads));
-    const auto mask = torch::ones({t, t}, x.options().dtype(torch::kBool)).triu(1);
-    a = a.masked_fill(mask, -std::numeric_limits<float>::infinity()).softmax(-1);
-    x = x + proj(a.matmul(parts[2]).transpose(1, 2).reshape({b, t, c}));
+    x = x + proj(attend(parts[0], parts[1], parts[2]).transpose(1, 2).reshape({b, t, c}));
     return x + out(torch::gelu(fc(ln2(x))));
   }
 
+  /// Causal attention of [b, heads, t, width] tensors.
+  torch::Tensor attend(const torch::Tensor& q, const torch::Tensor& k,
+                       const torch::Tensor& v) const {
+#if TESSERA_TORCH_AT_LEAST(2, 2)
+    if (fused) return at::scaled_dot_product_attention(q, k, v, {}, 0, true);
+#endif
+    const auto scores = q.matmul(k.transpose(-2, -1)) / std::sqrt(static_cast<double>(q.size(-1)));
+    const auto mask = torch::ones({q.size(2), q.size(2)}, q.options().dtype(torch::kBool)).triu(1);
+    return scores.masked_fill(mask, -std::numeric_limits<float>::infinity()).softmax(-1).matmul(v);
+  }
+
   int64_t heads;
+  bool fused = chosen("GPT_ATTENTION", "fused");
   LayerNorm ln1{nullptr}, ln2{nullptr};
   Linear qkv{nullptr}, proj{nullptr}, fc{nullptr}, out{nullptr};
 };
@@ -73,10 +96,14 @@ struct GptImpl : torch::nn::Module {
 
   torch::Tensor forward(torch::Tensor x) {
     auto y = te(x) + pe(torch::arange(x.size(1), x.device()));
-    for (const auto& block : *blocks) y = block->as<BlockImpl>()->forward(y);
+    for (const auto& block : *blocks) {
+      const auto run = [&](const torch::Tensor& h) { return block->as<BlockImpl>()->forward(h); };
+      y = checkpointing ? tessera::checkpoint(run, y) : run(y);
+    }
     return head(ln(y));
   }
 
+  bool checkpointing = chosen("GPT_CHECKPOINT", "1");
   Embedding te{nullptr}, pe{nullptr};
   torch::nn::ModuleList blocks{nullptr};
   LayerNorm ln{nullptr};
@@ -106,6 +133,17 @@ double pss_mib() {
       return kib / 1024;
     }
   }
+  return 0;
+}
+
+/// The most that the allocator of a device has handed out, where libtorch tells it.
+double peak_device_mib([[maybe_unused]] at::Device device) {
+#if TESSERA_TORCH_AT_LEAST(2, 9)
+  if (!device.is_cpu())
+    return static_cast<double>(
+               at::accelerator::getDeviceStats(device.index()).allocated_bytes[0].peak) /
+           (1 << 20);
+#endif
   return 0;
 }
 
@@ -167,6 +205,7 @@ int main(int argc, char** argv) {
   torch::manual_seed(0);
   Gpt model(width, layers, heads, tokens, vocab);
   model->to(device);
+  const bool bfloat16 = chosen("GPT_DTYPE", "bfloat16");
   const auto adam = tessera::default_optimizers().factory("Adam", {{"lr", 1e-3}});
   std::unique_ptr<tessera::DistributedDataParallel<Gpt>> ddp;
   std::unique_ptr<tessera::FullyShardedDataParallel<Gpt>> fsdp;
@@ -181,6 +220,9 @@ int main(int argc, char** argv) {
             // On one host a gather is a barrier, and there is nothing to prefetch.
             .backward_prefetch = world.same_host() ? tessera::BackwardPrefetch::none
                                                    : tessera::BackwardPrefetch::pre,
+            .mixed_precision = {.param_dtype =
+                                    bfloat16 ? std::optional(at::kBFloat16) : std::nullopt},
+            .cpu_offload = chosen("GPT_OFFLOAD", "1"),
             .wire = wire});
     optimizer = adam({torch::optim::OptimizerParamGroup(fsdp->parameters())});
   } else if (strategy.starts_with("zero")) {
@@ -200,6 +242,8 @@ int main(int argc, char** argv) {
     optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 
+  auto precision = tessera::compat::AutocastState::current();
+  if (bfloat16 && !fsdp) precision.cpu = precision.cuda = {true, at::kBFloat16};
   auto data = at::make_generator<at::CPUGeneratorImpl>(world.rank());
   std::vector<double> step_ms, optimizer_ms;
   torch::Tensor loss;
@@ -220,9 +264,13 @@ int main(int argc, char** argv) {
     const auto x = torch::randint(0, vocab, {batch, tokens + 1}, data, torch::kLong).to(device);
     begin_step();
     const auto input = x.narrow(1, 0, tokens);
-    const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
-    loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}),
-                                                x.narrow(1, 1, tokens).reshape({-1}));
+    {
+      const tessera::compat::AutocastState::Scope scope(precision);
+      const auto y = ddp ? (*ddp)(input) : fsdp ? (*fsdp)(input) : model(input);
+      loss = torch::nn::functional::cross_entropy(y.reshape({-1, vocab}),
+                                                  x.narrow(1, 1, tokens).reshape({-1}));
+    }
+    at::autocast::clear_cache();
     loss.backward();
     const auto middle = Clock::now();
     if (ddp) ddp->step_in_background(*optimizer);
@@ -252,6 +300,7 @@ int main(int argc, char** argv) {
                               {"optimizer_ms", kept(optimizer_ms)},
                               {"peak_rss_mib", usage.ru_maxrss / 1024},
                               {"pss_mib", pss},
+                              {"peak_device_mib", std::round(peak_device_mib(device))},
                               {"check_replicas_ms", replicas_ms},
                               {"loss", loss.item<float>()}}
                    .dump()
