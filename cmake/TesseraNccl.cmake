@@ -14,10 +14,12 @@ endif()
 find_package(CUDAToolkit QUIET)
 file(GLOB wheel_cuda_headers ${TESSERA_TORCH}/../nvidia/cu*/include
   ${TESSERA_TORCH}/../nvidia/cuda_runtime/include)
-find_path(TESSERA_CUDA_INCLUDE cuda_runtime.h HINTS ${wheel_cuda_headers} ${CUDAToolkit_INCLUDE_DIRS})
+# A wheel's packages have cuda_runtime.h; the headers that it includes come with a compiler.
+find_path(TESSERA_CUDA_INCLUDE crt/host_defines.h
+  HINTS ${wheel_cuda_headers} ${CUDAToolkit_INCLUDE_DIRS})
 if(NOT TESSERA_CUDA_INCLUDE)
   message(FATAL_ERROR
-    "TESSERA_WITH_NCCL: cuda_runtime.h was not found; install the CUDA toolkit's headers, or set "
+    "TESSERA_WITH_NCCL: crt/host_defines.h was not found; install the CUDA toolkit's headers, or set "
     "TESSERA_CUDA_INCLUDE to their folder")
 endif()
 find_path(TESSERA_NCCL_INCLUDE nccl.h

@@ -9,7 +9,9 @@
 # Ends with status 77 and says why where something is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-sources=(src/comm/device/nccl_backend.cpp)
+sources=(
+  src/comm/device/nccl_backend.cpp tests/harness/cuda/on_device.cpp
+  tests/harness/cuda/runtime_calls.cpp)
 
 skip() {
   echo "check_cuda_compiles: skipped: $1" >&2
@@ -34,13 +36,14 @@ fi
 [ -e "$torch/lib/libtorch_cuda.so" ] || skip "the libtorch of $torch was built without CUDA"
 packages=$torch/../nvidia
 system=(/usr/local/cuda/include /usr/include)
-cuda=$(first_with cuda_runtime.h "$packages"/cu*/include "$packages/cuda_runtime/include" "${system[@]}")
-[ -n "$cuda" ] || skip "cuda_runtime.h was not found"
+cuda=$(first_with crt/host_defines.h \
+  "$packages"/cu*/include "$packages/cuda_runtime/include" "${system[@]}")
+[ -n "$cuda" ] || skip "crt/host_defines.h was not found"
 nccl=$(first_with nccl.h "$packages/nccl/include" "$cuda" "${system[@]}")
 [ -n "$nccl" ] || skip "nccl.h was not found"
 
 for source in "${sources[@]}"; do
-  "${CXX:-c++}" -std=c++20 -fsyntax-only -DUSE_C10D_NCCL -DUSE_C10D_GLOO -Iinclude -Isrc \
+  "${CXX:-c++}" -std=c++20 -fsyntax-only -DUSE_C10D_NCCL -DUSE_C10D_GLOO -Iinclude -Isrc -Itests \
     -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
     -isystem "$nccl" -isystem "$cuda" "$source"
   echo "check_cuda_compiles: $source compiles with $("$torch/../../../../bin/python" -c \

@@ -2,6 +2,8 @@
 // reductions run beside computation.
 #include <gmock/gmock.h>
 
+#include <torch/optim/sgd.h>
+
 #include "device/expect_success.h"
 #include "device/loss.h"
 #include "device/tower.h"

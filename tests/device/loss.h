@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 #include <unistd.h>
 
 #include "harness/device/device.h"

@@ -7,6 +7,8 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
 
 #include "device/batch.h"
 #include "device/seeds.h"

@@ -5,11 +5,15 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
 
 #include "device/seeds.h"
 #include "harness/device/device.h"
@@ -108,7 +112,7 @@ class Trainer {
  public:
   Trainer(Groups& groups, const std::string& folder) : groups_(groups) {
     std::filesystem::current_path(folder);
-    std::freopen("/dev/null", "w", stdout);  // what runs print
+    if (!std::freopen("/dev/null", "w", stdout)) throw std::runtime_error("/dev/null");
     registry::models().add<Small>("Small");
     registry::datasets().add<Waves>("Waves");
     registry::losses().add("TenTimes", [](const at::Tensor& output, const at::Tensor& targets) {

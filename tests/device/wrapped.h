@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include <torch/nn/pimpl.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"

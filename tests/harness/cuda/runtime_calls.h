@@ -11,7 +11,7 @@ namespace tessera::cuda {
 struct RuntimeCalls {
   uint64_t launches = 0;  ///< Of kernels.
   uint64_t waits = 0;     ///< For a stream, an event, a device or a copy.
-  std::set<std::string> waiting_functions;
+  std::multiset<std::string> waiting_functions;
 };
 RuntimeCalls runtime_calls();
 void reset_runtime_calls();
