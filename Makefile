@@ -11,7 +11,7 @@ FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test build programs dependencies format benchmark sanitizers wheel fuzz network faults \
+.PHONY: demo test quick build programs dependencies format benchmark sanitizers wheel fuzz network faults \
   operations soak clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
@@ -20,6 +20,10 @@ demo: programs
 
 test: build
 	scripts/run_tests.sh $(BUILD)
+
+# The tests that need a second or two each: what is pure, and one parity case of each wrapper.
+quick: build
+	scripts/run_tests.sh $(BUILD) -L quick
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON

@@ -6,7 +6,8 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include "tessera/join.h"
 #include "tessera/optim.h"

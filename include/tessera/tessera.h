@@ -1,6 +1,8 @@
 #pragma once
 
-// Includes all public headers that a training program needs.
+// Includes all public headers that a training program needs, and libtorch's own.
+
+#include <torch/torch.h>
 
 #include "tessera/activation_checkpoint.h"
 #include "tessera/checkpoint_store.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "data/mapped_file.h"
 #include "data/sample_numbers.h"

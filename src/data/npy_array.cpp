@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "data/mapped_file.h"
 #include "data/npy_header.h"

@@ -1,6 +1,6 @@
 #include "tessera/data/npy_dataset.h"
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "data/npy_header.h"
 #include "data/sample_numbers.h"

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/optim/optimizer.h>
 
 #include "sharding/detection/arriving_pages.h"
 #include "sharding/named_tensor.h"

@@ -2,6 +2,7 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "distributed_optimizer/distributed_optimizer_impl.h"
 #include "tessera/error.h"

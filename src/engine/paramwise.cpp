@@ -6,6 +6,11 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/functional/instancenorm.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/normalization.h>
 
 #include "tessera/config/option_reader.h"
 #include "tessera/detail/nearest.h"

@@ -1,6 +1,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 
 #include <fmt/format.h>
+#include <torch/optim/lbfgs.h>
 
 #include "fsdp/paging/advice.h"
 #include "fsdp/sharded_module.h"

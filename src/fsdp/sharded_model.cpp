@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <spdlog/spdlog.h>
+#include <torch/nn/modules/batchnorm.h>
 
 #include "comm/base/local_work.h"
 #include "deferred/contents.h"

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include <torch/nn/modules/container/modulelist.h>
+
 #include "models/linear_cross_entropy.h"
 #include "tessera/activation_checkpoint.h"
 #include "tessera/error.h"

@@ -1,5 +1,7 @@
 #include "models/gpt2_block.h"
 
+#include <torch/nn/modules/normalization.h>
+
 #include "models/causal_attention.h"
 
 namespace tessera {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <torch/nn/pimpl.h>
+
+
 #include "tessera/models/gpt2.h"
 
 // The parts of a transformer block. Parameters have the names of Hugging Face's GPT-2.

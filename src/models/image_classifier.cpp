@@ -2,6 +2,9 @@
 
 #include <cmath>
 
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/batchnorm.h>
+
 #include "models/residual_block.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"

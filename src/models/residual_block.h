@@ -3,6 +3,8 @@
 #include <functional>
 #include <string>
 
+#include <torch/nn/modules/container/any.h>
+
 #include "tessera/models/image_classifier.h"
 
 namespace tessera {

@@ -1,6 +1,10 @@
 #include <cmath>
 #include <map>
 
+#include <torch/optim/adamw.h>
+#include <torch/optim/adam.h>
+#include <torch/serialize.h>
+
 #include "optim/fused_base.h"
 #include "optim/plain_math.h"
 #include "optim/torch_options.h"

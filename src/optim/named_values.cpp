@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <torch/serialize.h>
+
 #include "tessera/error.h"
 
 namespace tessera::optim {

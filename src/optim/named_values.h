@@ -5,6 +5,7 @@
 #include <string>
 
 #include <torch/optim/optimizer.h>
+#include <torch/serialize.h>
 #include <torch/serialize/archive.h>
 
 // User-defined states and options as named values, through their `serialize` functions and an

@@ -1,5 +1,7 @@
 #include <set>
 
+#include <torch/optim/adagrad.h>
+
 #include "optim/declarations.h"
 #include "optim/named_values.h"
 #include "optim/torch_fields.h"

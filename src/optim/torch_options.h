@@ -3,6 +3,8 @@
 #include <optional>
 #include <string>
 
+#include <torch/optim/sgd.h>
+
 #include "optim/torch_fields.h"
 #include "tessera/config/option_reader.h"
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "sharding/named_tensor.h"
 #include "tessera/process_group.h"

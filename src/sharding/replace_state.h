@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/optim/optimizer.h>
 
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/optim/state_slice.h"

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/serialize.h>
+
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/wrapped_parameters.h"

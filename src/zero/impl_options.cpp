@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
+#include <torch/optim/lbfgs.h>
 
 #include "sharding/detection/detection.h"
 #include "tessera/error.h"

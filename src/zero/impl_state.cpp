@@ -1,6 +1,7 @@
 #include <map>
 
 #include <fmt/format.h>
+#include <torch/serialize.h>
 
 #include "sharding/shard_state.h"
 #include "tessera/error.h"

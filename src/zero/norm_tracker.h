@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "tessera/process_group.h"
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
+#include <torch/serialize.h>
 
 #include "tessera/error.h"
 #include "zero/impl.h"

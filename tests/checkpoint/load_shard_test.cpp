@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/conv.h>
+#include <torch/optim/adamw.h>
+
 #include "harness/temporary_folder.h"
 #include "tessera/error.h"
 #include "tessera/optim/torch_optimizer_state.h"

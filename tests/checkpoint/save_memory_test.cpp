@@ -7,6 +7,9 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "checkpoint/child.h"
 #include "harness/memory.h"
 #include "harness/ranks.h"

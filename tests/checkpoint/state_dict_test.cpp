@@ -3,6 +3,12 @@
 
 #include <gmock/gmock.h>
 
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/adam.h>
+
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/temporary_folder.h"

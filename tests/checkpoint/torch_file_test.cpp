@@ -12,7 +12,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/script.h>
+#include <torch/serialize.h>
 
 #include "harness/temporary_folder.h"
 #include "tessera/detail/torch_compat.h"

@@ -4,7 +4,7 @@
 #include <random>
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "data/npy_files.h"
 #include "data/npy_header.h"

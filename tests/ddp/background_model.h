@@ -6,7 +6,9 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/optimizer.h>
 
 #include "harness/batches.h"
 #include "harness/models.h"

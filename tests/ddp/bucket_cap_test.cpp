@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
+
 #include "harness/ranks.h"
 #include "tessera/distributed_data_parallel.h"
 

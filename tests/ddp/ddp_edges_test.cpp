@@ -5,6 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/optim/sgd.h>
+
 #include "harness/batches.h"
 #include "harness/buffers.h"
 #include "harness/models.h"

@@ -1,6 +1,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"

@@ -8,6 +8,10 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+
 #include "ddp/background_model.h"
 #include "ddp/bucket_order.h"
 #include "harness/batches.h"

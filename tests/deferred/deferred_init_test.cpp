@@ -8,6 +8,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "deferred/bits.h"
 #include "harness/memory.h"
 #include "harness/temporary_folder.h"

@@ -1,5 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "deferred/trainings.h"
 #include "harness/memory.h"
 #include "harness/ranks.h"

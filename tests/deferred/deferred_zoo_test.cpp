@@ -1,4 +1,10 @@
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/nn/modules/normalization.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/init.h>
+#include <torch/nn/pimpl.h>
 
 #include "deferred/bits.h"
 #include "harness/models.h"

@@ -1,5 +1,12 @@
 #pragma once
 
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/adam.h>
+
+
 #include "deferred/bits.h"
 #include "harness/models.h"
 #include "tessera/distributed_data_parallel.h"

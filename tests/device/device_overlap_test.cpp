@@ -2,6 +2,7 @@
 // device, and that the host never waits for it.
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
+#include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
 #include "device/expect_success.h"

@@ -2,6 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
 
 #include "harness/batches.h"
 #include "harness/models.h"

@@ -7,6 +7,8 @@
 #include <map>
 #include <string>
 
+#include <torch/nn/modules/linear.h>
+
 #include "tessera/tessera.h"
 
 namespace {

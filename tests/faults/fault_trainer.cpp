@@ -12,6 +12,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/pimpl.h>
+
 #include "tessera/tessera.h"
 
 namespace {

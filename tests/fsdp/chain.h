@@ -1,5 +1,10 @@
 #pragma once
 
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+
 #include "fsdp/models.h"
 #include "harness/batches.h"
 #include "harness/thrown_by.h"

@@ -6,6 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/nn/pimpl.h>
+#include <torch/optim/sgd.h>
+
 #include "fsdp/chain.h"
 #include "harness/models.h"
 #include "harness/ranks.h"

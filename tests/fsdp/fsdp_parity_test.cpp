@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/functional.h>
+#include <torch/optim/sgd.h>
+
 #include "fsdp/models.h"
 #include "harness/models.h"
 #include "harness/ranks.h"

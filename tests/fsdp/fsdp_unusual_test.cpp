@@ -1,6 +1,14 @@
 // Unusual models and training loops: each works, or ends in an error with the reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/pimpl.h>
 
 #include "fsdp/chain.h"
 #include "harness/models.h"

@@ -6,6 +6,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/optim/sgd.h>
 
 #include "fsdp/chain.h"
 #include "harness/models.h"

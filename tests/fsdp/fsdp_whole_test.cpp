@@ -2,6 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize.h>
 
 #include "fsdp/chain.h"
 #include "harness/models.h"

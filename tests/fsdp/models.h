@@ -3,7 +3,8 @@
 #include <tuple>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn.h>
+#include <torch/types.h>
 
 #include "tessera/fully_sharded_data_parallel.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 // Deterministic inputs for the models of harness/models.h, and the loss that the tests use.
 

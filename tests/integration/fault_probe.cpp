@@ -15,6 +15,9 @@
 
 #include <unistd.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "tessera/tessera.h"
 
 struct NetImpl : torch::nn::Module {

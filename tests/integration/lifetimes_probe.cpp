@@ -26,6 +26,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/optim/adamw.h>
+
 #include "tessera/tessera.h"
 
 using namespace tessera;

@@ -9,6 +9,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <torch/nn/pimpl.h>
+
 #include "tessera/tessera.h"
 #include "tessera/train/registries.h"
 

@@ -17,6 +17,9 @@
 
 #include <sys/resource.h>
 
+#include <torch/nn.h>
+#include <torch/optim/adamw.h>
+
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/torch_optimizer_state.h"

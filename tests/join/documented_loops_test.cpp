@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"

@@ -4,6 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include <torch/optim/sgd.h>
+
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/training.h"

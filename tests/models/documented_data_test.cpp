@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/optim/adam.h>
+
 #include "harness/ranks.h"
 #include "models/synthetic_images.h"
 #include "tessera/models/image_classifier.h"

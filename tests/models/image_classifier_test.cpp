@@ -8,6 +8,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/optim/adam.h>
+
 #include "harness/ranks.h"
 #include "harness/thrown_by.h"
 #include "models/synthetic_images.h"

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "harness/temporary_folder.h"
 #include "tessera/data/idx_dataset.h"

@@ -1,6 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
 
 #include "optim/user_optimizer.h"
 #include "tessera/error.h"

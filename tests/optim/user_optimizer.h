@@ -4,7 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize.h>
 
 #include "tessera/detail/torch_compat.h"
 

@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
+
 #include "harness/thrown_by.h"
 #include "placements/wrappers.h"
 

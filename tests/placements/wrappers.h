@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/nn/modules/linear.h>
+
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"

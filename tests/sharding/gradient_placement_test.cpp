@@ -8,6 +8,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "harness/models.h"
 #include "harness/ranks.h"
 #include "memory/placement_allocator.h"

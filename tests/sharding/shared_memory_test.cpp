@@ -8,6 +8,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <torch/nn/pimpl.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include "fsdp/chain.h"
 #include "harness/models.h"

@@ -1,6 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
+
 #include "harness/memory.h"
 #include "harness/models.h"
 #include "harness/slices.h"

@@ -3,6 +3,9 @@
 
 #include <gmock/gmock.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "tessera/checkpoint_store.h"
 #include "tessera/safetensors.h"
 #include "tessera/weights/torch_file.h"

@@ -4,6 +4,8 @@
 
 #include <gmock/gmock.h>
 
+#include <torch/nn/functional.h>
+
 #include "harness/thrown_by.h"
 #include "tessera/checkpoint_store.h"
 #include "tessera/safetensors.h"

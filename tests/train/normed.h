@@ -1,6 +1,11 @@
 // A model with buffers that training changes, and data whose statistics drift.
 #pragma once
 
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+
 #include "tessera/train/registries.h"
 
 namespace tessera::testing {

@@ -4,6 +4,9 @@
 
 #include <gmock/gmock.h>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
 #include "faults/failing_files.h"
 #include "harness/thrown_by.h"
 #include "tessera/checkpoint_store.h"

@@ -1,5 +1,9 @@
 #include <cmath>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/pimpl.h>
+
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/safetensors.h"

@@ -1,5 +1,7 @@
 #include <cmath>
 
+#include <torch/nn.h>
+
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/safetensors.h"

@@ -1,6 +1,9 @@
 #include <array>
 #include <sstream>
 
+#include <torch/optim/adam.h>
+#include <torch/serialize.h>
+
 #include "harness/temporary_folder.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/safetensors.h"

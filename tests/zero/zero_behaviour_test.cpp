@@ -1,5 +1,7 @@
 #include <memory>
 
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/schedulers/step_lr.h>
 
 #include "zero/zero_harness.h"

@@ -1,5 +1,7 @@
 #include <limits>
 
+#include <torch/nn/utils/clip_grad.h>
+
 #include "zero/zero_harness.h"
 
 // Clipping by value, alone and with the norm, and dynamic loss scaling from outside.

@@ -1,5 +1,7 @@
 #include <array>
 
+#include <torch/optim/adam.h>
+
 #include "zero/zero_harness.h"
 
 // Option reduce_in_backward: buckets are reduced while backward computes the next ones.

@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize.h>
+
 #include "harness/batches.h"
 #include "harness/buffers.h"
 #include "harness/models.h"

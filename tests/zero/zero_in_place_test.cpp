@@ -1,5 +1,7 @@
 #include "zero/zero_harness.h"
 
+#include <torch/optim/adam.h>
+
 // Option reduce_in_place: the mean gradient replaces this rank's own gradient in the bucket.
 
 namespace {

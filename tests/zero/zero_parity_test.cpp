@@ -1,5 +1,7 @@
 #include "zero/zero_harness.h"
 
+#include <torch/optim/lbfgs.h>
+
 // Sharded against plain: the same model, on the concatenated batch in one process, over several
 // steps.
 

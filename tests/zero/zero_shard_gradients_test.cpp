@@ -1,6 +1,12 @@
 #include <atomic>
 #include <optional>
 
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/adam.h>
+
 #include "harness/memory.h"
 #include "tessera/distributed_data_parallel.h"
 #include "zero/zero_harness.h"

@@ -4,6 +4,13 @@
 #include <thread>
 
 #include <fmt/format.h>
+#include <torch/nn/init.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include "harness/temporary_folder.h"
 #include "tessera/module_state_dict.h"

@@ -6,6 +6,8 @@
 #include <malloc.h>
 #include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
 
 #include "comm/child.h"
 #include "harness/temporary_folder.h"

@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace tessera::detail {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <ATen/autocast_mode.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 #include <torch/version.h>
 
 // All differences between the supported versions of libtorch, from 1.13 (Debian 12) to the newest

@@ -4,7 +4,8 @@
 #include <functional>
 #include <utility>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 
 namespace tessera {
 

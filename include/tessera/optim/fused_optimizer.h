@@ -8,6 +8,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include "tessera/detail/range_update.h"
 #include "tessera/optim/optimizer_state.h"

@@ -5,7 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include "tessera/optim/optimizer_state.h"
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 // Norm and clipping of gradients that one rank holds as a whole. ZeroRedundancyOptimizer and
 // FullyShardedDataParallel have members of their own, which use the same norm and the same factor

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "tessera/config/option_map.h"
 #include "tessera/optim/optimizer_state_dict.h"

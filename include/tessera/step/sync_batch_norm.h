@@ -3,7 +3,9 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/pimpl.h>
 
 #include "tessera/process_group.h"
 

@@ -7,7 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include "tessera/join.h"
 #include "tessera/optim.h"

@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/grad_scaler.h"

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "tessera/config/option_reader.h"
 #include "tessera/data/dataset.h"

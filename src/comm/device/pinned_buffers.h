@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <c10/core/Event.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace tessera::comm {
 

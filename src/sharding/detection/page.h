@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace tessera::sharding {
 

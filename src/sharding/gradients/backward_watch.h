@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace tessera::sharding {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "sharding/bucket.h"
 #include "sharding/detection/arriving_pages.h"

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "tessera/process_group.h"
 #include "tessera/step/clip_grad.h"

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/optim/lbfgs.h>
 
 #include "sharding/bucket.h"
 #include "sharding/replace_state.h"

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "tessera/checkpoint_store.h"
 #include "tessera/optim/state_slice.h"

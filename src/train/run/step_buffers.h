@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 namespace tessera::train {
 

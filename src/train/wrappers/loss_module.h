@@ -3,7 +3,7 @@
 #include <functional>
 #include <memory>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "tessera/data/dataset.h"
 

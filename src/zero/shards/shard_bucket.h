@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "sharding/bucket.h"
 #include "sharding/detection/page.h"

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/optimizer_state_dict.h"

@@ -4,6 +4,8 @@
 #include <optional>
 #include <stdexcept>
 
+#include <torch/nn/utils/clip_grad.h>
+
 #include "fuzz/training/plain/training.h"
 #include "fuzz/training/story.h"
 #include "fuzz/training/wire.h"

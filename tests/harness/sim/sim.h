@@ -6,7 +6,7 @@
 #include <string>
 
 #include <c10/core/Stream.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace tessera::sim {
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include "fuzz/training/case.h"
 

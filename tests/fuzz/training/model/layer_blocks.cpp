@@ -2,6 +2,9 @@
 
 #include "fuzz/training/model/blocks.h"
 
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/normalization.h>
+
 namespace tessera::fuzz {
 namespace {
 

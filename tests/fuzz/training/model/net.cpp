@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn/modules/linear.h>
 
 #include "fuzz/training/model/random.h"
 

@@ -4,7 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
 
 #include "fuzz/training/model/blocks.h"
 

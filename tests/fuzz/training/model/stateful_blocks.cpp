@@ -1,5 +1,7 @@
 // Layers with buffers.
 
+#include <torch/nn.h>
+
 #include "fuzz/training/model/blocks.h"
 
 namespace tessera::fuzz {

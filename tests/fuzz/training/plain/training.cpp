@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <torch/nn.h>
+
 #include "fuzz/training/story.h"
 
 namespace tessera::fuzz {
