@@ -2,7 +2,6 @@
 
 #include <torch/nn/pimpl.h>
 
-
 #include "tessera/models/gpt2.h"
 
 // The parts of a transformer block. Parameters have the names of Hugging Face's GPT-2.

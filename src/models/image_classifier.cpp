@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include "models/residual_block.h"
 #include "tessera/detail/nearest.h"

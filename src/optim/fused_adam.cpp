@@ -1,8 +1,8 @@
 #include <cmath>
 #include <map>
 
-#include <torch/optim/adamw.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
 #include "optim/fused_base.h"

@@ -1,7 +1,7 @@
-#include "optim/fused_base.h"
-
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
+
+#include "optim/fused_base.h"
 #include "optim/plain_math.h"
 #include "optim/torch_options.h"
 

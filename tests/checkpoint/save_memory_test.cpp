@@ -5,10 +5,9 @@
 #include <sstream>
 
 #include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
+#include <unistd.h>
 
 #include "checkpoint/child.h"
 #include "harness/memory.h"

@@ -2,9 +2,8 @@
 #include <fstream>
 
 #include <gmock/gmock.h>
-
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/adam.h>

@@ -4,7 +4,6 @@
 #include <set>
 
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/linear.h>
 
 #include "harness/ranks.h"

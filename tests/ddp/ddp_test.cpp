@@ -1,6 +1,5 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 

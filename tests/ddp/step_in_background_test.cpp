@@ -7,7 +7,6 @@
 #include <string>
 
 #include <gtest/gtest.h>
-
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>

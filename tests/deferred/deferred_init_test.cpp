@@ -6,10 +6,9 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <unistd.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
+#include <unistd.h>
 
 #include "deferred/bits.h"
 #include "harness/memory.h"

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 

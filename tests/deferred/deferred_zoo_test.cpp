@@ -1,9 +1,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-
-#include <torch/nn/modules/normalization.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/nn/init.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 
 #include "deferred/bits.h"

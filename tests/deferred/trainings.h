@@ -1,11 +1,10 @@
 #pragma once
 
 #include <torch/nn/modules/embedding.h>
-#include <torch/nn/modules/normalization.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/adam.h>
-
 
 #include "deferred/bits.h"
 #include "harness/models.h"

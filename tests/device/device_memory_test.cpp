@@ -1,7 +1,6 @@
 // With shard_gradients a device's memory of gradients is given back within backward, and the
 // reductions run beside computation.
 #include <gmock/gmock.h>
-
 #include <torch/optim/sgd.h>
 
 #include "device/expect_success.h"

@@ -2,7 +2,6 @@
 // device, and that the host never waits for it.
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
-#include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
 #include "device/expect_success.h"
@@ -59,7 +58,7 @@ uint64_t kernels_of_forward(int blocks) {
   return spent_in([&] { net(torch::ones({2, kWidth}, device())).mean(); }).busy;
 }
 
-constexpr int kFew = 4, kMany = 8;
+constexpr int kFewUnits = 4, kManyUnits = 8;
 
 void expect_at_most(uint64_t value, uint64_t most, const std::string& what) {
   expect(value <= most,
@@ -68,7 +67,7 @@ void expect_at_most(uint64_t value, uint64_t most, const std::string& what) {
 
 /// What the compute stream waits for is one gather and one reduction, however many units there are.
 void expect_overlap(const ProcessGroup& group, const FullyShardedDataParallelOptions& options) {
-  const auto few = step_of(kFew, group, options), many = step_of(kMany, group, options);
+  const auto few = step_of(kFewUnits, group, options), many = step_of(kManyUnits, group, options);
   expect_at_most(many.forward.waiting, few.forward.waiting, "waits of forward");
   expect_at_most(many.backward.waiting, few.backward.waiting, "waits of backward");
   expect_at_most(many.host_waits, 0, "waits of the host");
@@ -84,7 +83,8 @@ TEST(DeviceOverlap, GathersRunBesideComputation) {
           auto group = groups.device();
           expect_overlap(group, options);
           // The copy of a rank's own part is on the stream of gathers too. The batch is a kernel.
-          expect_at_most(step_of(kMany, group, options).forward.busy + 1, kernels_of_forward(kMany),
+          expect_at_most(step_of(kManyUnits, group, options).forward.busy + 1,
+                         kernels_of_forward(kManyUnits),
                          "kernels of forward on the compute stream");
         },
         1);

@@ -1,9 +1,9 @@
 // The wrappers on a device: on the simulated one the bits of the CPU, and few waits of the host.
-#include "device/expect_success.h"
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/sgd.h>
+
+#include "device/expect_success.h"
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"

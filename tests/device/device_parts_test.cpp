@@ -1,10 +1,10 @@
 // Parts beside the wrappers on a device; device_parity_test.cpp has the test.
-#include "device/parity.h"
-
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/sgd.h>
+
+#include "device/parity.h"
 #include "tessera/activation_checkpoint.h"
 #include "tessera/detail/device_generator.h"
 #include "tessera/distributed_data_parallel.h"

@@ -3,12 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/normalization.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 
 #include "harness/thrown_by.h"

@@ -10,12 +10,11 @@
 
 #include <fcntl.h>
 #include <signal.h>
-#include <unistd.h>
-
+#include <torch/nn/functional.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/functional.h>
 #include <torch/nn/pimpl.h>
+#include <unistd.h>
 
 #include "tessera/tessera.h"
 

@@ -4,7 +4,6 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
-
 #include "fsdp/models.h"
 #include "harness/batches.h"
 #include "harness/thrown_by.h"

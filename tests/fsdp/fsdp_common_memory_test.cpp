@@ -5,7 +5,6 @@
 #include <thread>
 
 #include <gtest/gtest.h>
-
 #include <torch/nn/pimpl.h>
 #include <torch/optim/sgd.h>
 

@@ -5,14 +5,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/pimpl.h>
-#include <torch/optim/adamw.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
-#include <torch/optim/sgd.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
 #include "fsdp/chain.h"
 #include "harness/models.h"

@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/functional.h>
 #include <torch/optim/sgd.h>
 

@@ -3,7 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/pimpl.h>
 #include <torch/optim/sgd.h>
 

@@ -3,7 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/utils/clip_grad.h>
 
 #include "fsdp/chain.h"

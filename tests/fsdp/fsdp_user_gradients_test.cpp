@@ -7,7 +7,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-
 #include <torch/optim/sgd.h>
 
 #include "fsdp/chain.h"

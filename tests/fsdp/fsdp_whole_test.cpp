@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 

@@ -13,10 +13,9 @@
 #include <cstdlib>
 #include <cstring>
 
-#include <unistd.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
+#include <unistd.h>
 
 #include "tessera/tessera.h"
 

@@ -24,12 +24,11 @@
 #include <vector>
 
 #include <sys/wait.h>
-#include <unistd.h>
-
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/activation.h>
 #include <torch/optim/adamw.h>
+#include <unistd.h>
 
 #include "tessera/tessera.h"
 

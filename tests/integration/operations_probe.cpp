@@ -7,9 +7,8 @@
 #include <vector>
 
 #include <sys/resource.h>
-#include <unistd.h>
-
 #include <torch/nn/pimpl.h>
+#include <unistd.h>
 
 #include "tessera/tessera.h"
 #include "tessera/train/registries.h"

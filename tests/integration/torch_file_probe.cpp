@@ -16,9 +16,9 @@
 #include <iostream>
 
 #include <sys/resource.h>
-
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
+#include <torch/version.h>
 
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"

@@ -2,7 +2,6 @@
 // tests/integration/readme_test.py checks that the snippets are equal.
 
 #include <gtest/gtest.h>
-
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 

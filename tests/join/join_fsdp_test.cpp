@@ -1,6 +1,5 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>

@@ -1,7 +1,6 @@
 // Runs the snippet of docs/data.md. tests/integration/readme_test.py checks that both are equal.
 
 #include <gtest/gtest.h>
-
 #include <torch/optim/adam.h>
 
 #include "harness/ranks.h"

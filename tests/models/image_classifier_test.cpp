@@ -7,7 +7,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/optim/adam.h>
 
 #include "harness/ranks.h"

@@ -1,9 +1,8 @@
 // A loss with a function of the gradients in `.grad`, such as a gradient penalty.
 #include <gtest/gtest.h>
-
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/activation.h>
 
 #include "placements/wrappers.h"
 

@@ -3,7 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <torch/nn/modules/linear.h>
 
 #include "harness/thrown_by.h"

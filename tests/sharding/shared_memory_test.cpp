@@ -9,7 +9,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-
 #include <torch/nn/pimpl.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>

@@ -2,7 +2,6 @@
 // which it writes. (tests/integration/weights_test.py compares what arrives.)
 
 #include <gmock/gmock.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 

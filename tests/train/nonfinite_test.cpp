@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include <gmock/gmock.h>
-
 #include <torch/nn/functional.h>
 
 #include "harness/thrown_by.h"

@@ -5,7 +5,6 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
-
 #include "tessera/train/registries.h"
 
 namespace tessera::testing {

@@ -3,7 +3,6 @@
 #include <set>
 
 #include <gmock/gmock.h>
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 

@@ -1,7 +1,7 @@
 #include <cmath>
 
-#include <torch/nn/modules/linear.h>
 #include <torch/nn/functional.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
 #include "tessera/error.h"

@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include <torch/cuda.h>
 #include <torch/nn.h>
 
 #include "tessera/error.h"

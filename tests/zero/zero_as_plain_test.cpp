@@ -1,8 +1,8 @@
-#include "harness/slices.h"
-
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/lbfgs.h>
+
+#include "harness/slices.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/step/weight_average.h"
 #include "zero/zero_harness.h"

@@ -1,6 +1,6 @@
-#include "zero/zero_harness.h"
-
 #include <torch/optim/adam.h>
+
+#include "zero/zero_harness.h"
 
 // Option reduce_in_place: the mean gradient replaces this rank's own gradient in the bucket.
 

@@ -1,6 +1,6 @@
-#include "tessera/distributed_data_parallel.h"
-
 #include <torch/nn/utils/clip_grad.h>
+
+#include "tessera/distributed_data_parallel.h"
 #include "tessera/step/grad_scaler.h"
 #include "zero/zero_harness.h"
 

@@ -1,6 +1,6 @@
-#include "zero/zero_harness.h"
-
 #include <torch/optim/lbfgs.h>
+
+#include "zero/zero_harness.h"
 
 // Sharded against plain: the same model, on the concatenated batch in one process, over several
 // steps.

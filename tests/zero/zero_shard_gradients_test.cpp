@@ -2,10 +2,10 @@
 #include <optional>
 
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/pimpl.h>
-#include <torch/optim/lbfgs.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
 
 #include "harness/memory.h"
 #include "tessera/distributed_data_parallel.h"

@@ -1,6 +1,6 @@
-#include "tessera/step/power_sgd.h"
-
 #include <torch/nn/functional.h>
+
+#include "tessera/step/power_sgd.h"
 #include "train/builtins/builtin_components.h"
 
 namespace tessera::train {

@@ -1,9 +1,9 @@
 // The layers of torch::nn that have parameters and no buffers.
 
-#include "fuzz/training/model/blocks.h"
-
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/normalization.h>
+
+#include "fuzz/training/model/blocks.h"
 
 namespace tessera::fuzz {
 namespace {
