@@ -389,7 +389,9 @@ class FullyShardedDataParallelBase : public Joinable {
 /// the optimizer fsdp.parameters(), not the module's parameters. Construction, forward and backward
 /// are collective. All ranks must use the same units in the same order: a difference is a
 /// UsageError that names the unit and the ranks. Construction is a UsageError that names a
-/// parameter whose memory something else uses, or that was made or is wrapped in InferenceMode.
+/// parameter whose memory something else uses, or that was made or is wrapped in InferenceMode. A
+/// backward with create_graph is a UsageError: gradients with a graph are those of
+/// torch::autograd::grad() over the module's parameters, of this rank's data.
 /// Memory of a rank, with P bytes of parameters and W ranks: (P + gradients + optimizer state) / W,
 /// and while the model runs the root and the two largest units.
 template <class Module>

@@ -192,8 +192,15 @@ void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
   const auto [f, member] = model_.places[parameter];
   const auto& grad = gradient_of(f, member);
   if (!grad.defined()) return;
-  sharding::check_gradient("FullyShardedDataParallel", model_.parameters[parameter].name, grad,
-                           model_.world.rank());
+  const auto& name = model_.parameters[parameter].name;
+  sharding::check_gradient(kName, name, grad, model_.world.rank());
+  if (grad.requires_grad())
+    throw UsageError(fmt::format(
+        "{}: rank {}: this backward has create_graph, and .grad of the shard of parameter {} has "
+        "no "
+        "graph; expected torch::autograd::grad(…, create_graph) over the module's parameters or "
+        "inputs, DistributedDataParallel or ZeroRedundancyOptimizer",
+        kName, model_.world.rank(), name));
   auto& pending = pending_[f];
   tracker_.arrive(parameter);
   const bool complete = tracker_.complete(f);

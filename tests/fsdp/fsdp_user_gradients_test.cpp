@@ -212,6 +212,40 @@ TEST(FsdpUserGradients, ShardsMayNotBeReplacedBetweenForwardAndBackwardNorInShap
   }
 }
 
+/// It means what clearing the gradient alone means.
+TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleAndClearedAgainCountsAsCleared) {
+  for (int world = 1; world <= 3; ++world) {
+    for (const auto& [how, options] : ways_to_shard()) {
+      run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
+        auto net = seeded<Chain>(1, 3), plain = seeded<Chain>(1, 3);
+        Wrapped fsdp(net, group, options);
+        const auto train = [](auto&& loss, Chain module,
+                              const std::vector<at::Tensor>& parameters) {
+          auto optimizer = momentum(parameters);
+          const auto set_and_clear = [&](double value) {
+            for (const auto& parameter : module->parameters())
+              parameter.mutable_grad() = at::full(parameter.sizes(), value);
+            module->zero_grad(/*set_to_none=*/true);
+          };
+          set_and_clear(7);
+          for (int i = 0; i < 3; ++i) {
+            auto value = loss(i);
+            if (i == 1) set_and_clear(5);
+            value.backward();
+            optimizer.step();
+            set_and_clear(3);
+          }
+        };
+        train([&](int i) { return loss_of(fsdp(rows(i, rank, world))); }, net, fsdp.parameters());
+        train([&](int i) { return loss_of(plain(rows(i))); }, plain, plain->parameters());
+        for (const auto& [name, value] : fsdp.state_dict(-1))
+          EXPECT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-4, 1e-6))
+              << how << ", world " << world << ", " << name;
+      });
+    }
+  }
+}
+
 /// After `prepare(fsdp, net)` the program sets `.grad` of one of the module's parameters; `next`
 /// must then be an error on all ranks.
 void expect_refused(const std::string& name, const std::function<void(Wrapped&)>& prepare,
@@ -251,6 +285,46 @@ TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleIsAnErrorWhereverItIsNext) 
           loss[fsdp.group().rank()] = loss_of(fsdp(at::ones({2, 3})));
         },
         [&](Wrapped& fsdp) { loss[fsdp.group().rank()].backward(); });
+  }
+}
+
+/// A step of the loss plus the square norm of this rank's gradient, by autograd::grad() over
+/// `whole`, the module's parameters.
+template <class Loss>
+void step_penalised(Loss&& loss, const std::vector<at::Tensor>& whole,
+                    const std::vector<at::Tensor>& parameters) {
+  auto optimizer = momentum(parameters);
+  for (int i = 0; i < 3; ++i) {
+    clear_gradients(parameters);
+    const auto value = loss(i);
+    auto sum = value;
+    for (const auto& gradient :
+         torch::autograd::grad({value}, whole, {}, c10::nullopt, /*create_graph=*/true))
+      sum = sum + gradient.square().sum();
+    sum.backward();
+    optimizer.step();
+  }
+}
+
+TEST(FsdpUserGradients, AGraphThroughGradIsAnErrorThatNamesAutogradGradWhichTrains) {
+  for (const auto& [how, options] : ways_to_shard()) {
+    for (int world = 1; world <= 3; ++world) {
+      run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
+        Chain net = seeded<Chain>(1, 3), plain = seeded<Chain>(1, 3);
+        Wrapped fsdp(net, group, options);
+        EXPECT_THAT(thrown_by([&] { loss_of(fsdp(rows(0))).backward({}, true, true); }),
+                    AllOf(HasSubstr("this backward has create_graph"), HasSubstr("parameter "),
+                          HasSubstr("expected torch::autograd::grad(…, create_graph)")));
+        for (const auto& shard : fsdp.parameters()) EXPECT_FALSE(shard.grad().defined());
+        step_penalised([&](int i) { return loss_of(fsdp(rows(i))); }, net->parameters(),
+                       fsdp.parameters());
+        step_penalised([&](int i) { return loss_of(plain(rows(i))); }, plain->parameters(),
+                       plain->parameters());
+        for (const auto& [name, value] : fsdp.state_dict(-1))
+          EXPECT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-4, 1e-6))
+              << how << ", world " << world << ", " << name;
+      });
+    }
   }
 }
 
