@@ -73,6 +73,7 @@ class DataParallel::Impl {
       check_background();
       wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
                                              sharding::Use::reduces_in_backward, all_);
+      sharding::Page::check_orphan_writes(all_);
     });
     in_background_ =
         group_.size() > 1 && options_.reduce_in_background &&

@@ -42,6 +42,7 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
       sharding::check_wire_dtypes(kName, rank, options_.wire, synced.trainable);
       wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward,
                             synced.trainable);
+      sharding::Page::check_orphan_writes(synced.trainable);
     });
   }
   check_contract();

@@ -372,6 +372,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
     sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
+    sharding::Page::check_orphan_writes(plan.parameters);
     for (const auto& [index, holder] : sharding::shared_memory_of(plan.parameters, &module)) {
       throw UsageError(fmt::format(
           "{}: rank {}: parameter {} shares its memory with {}, which would keep the present "

@@ -157,6 +157,7 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
   const auto use =
       options.reduce_gradients ? sharding::Use::reduces_in_step : sharding::Use::updates;
   wrapped_.emplace_back(kName, group.rank(), use, added);
+  if (!options.parameters_as_bucket_view) sharding::Page::check_orphan_writes(added);
 }
 
 /// What shares memory with a parameter would keep the present values if the parameter moved into a

@@ -13,6 +13,9 @@
 #include <torch/serialize.h>
 
 #include "harness/temporary_folder.h"
+#include "tessera/distributed_data_parallel.h"
+#include "tessera/distributed_optimizer.h"
+#include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/safetensors.h"
 #include "zero/zero_harness.h"
@@ -315,6 +318,36 @@ TEST(ZeroShareParameters, RefuseWritesThatWouldBeEveryRanks) {
                 HasSubstr("after the object that shares it was destroyed"));
     EXPECT_TRUE(at::equal(net->scale, trained[0])) << "it can be read";
     group.barrier();
+  });
+}
+
+TEST(ZeroShareParameters, ALaterWrapperThatWouldWriteThemIsTheSameErrorOnEveryRank) {
+  const std::vector<std::function<void(ProcessGroup, Uneven)>> wrappers{
+      [](ProcessGroup group, Uneven net) { DistributedDataParallel<Uneven> ddp(net, group); },
+      [](ProcessGroup group, Uneven net) {
+        DistributedOptimizer optimizer(*net, group, factory("SGD"), {.reduce_method = "mean"});
+      },
+      [](ProcessGroup group, Uneven net) { FullyShardedDataParallel<Uneven> fsdp(net, group); },
+      [](ProcessGroup group, Uneven net) {
+        Zero zero(*net, group, factory("SGD"), {.parameters_as_bucket_view = false});
+      }};
+  for (const auto& wrap : wrappers) {
+    const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int) {
+      auto net = seeded<Uneven>(8);
+      std::make_unique<Zero>(*net, group, factory("SGD"), shared()).reset();
+      wrap(group, net);
+    });
+    expect_usage_errors(errors, "after the object that shares it was destroyed");
+  }
+  run_ranks(3, [&](ProcessGroup group, int rank) {  // this one gives them other memory
+    auto net = seeded<Uneven>(8), plain = seeded<Uneven>(8);
+    std::make_unique<Zero>(*net, group, factory("SGD"), shared()).reset();
+    for (auto model : {net, plain}) {
+      Zero zero(*model, group, factory("SGD"));
+      loss_of(model->forward(rows(0, rank, 3))).backward();
+      zero.step();
+    }
+    expect_same_weights(net, plain);
   });
 }
 

@@ -73,6 +73,10 @@ void Page::check_orphan_write(const at::Tensor& tensor) {
   if (!link.page && !link.read_only.empty()) throw UsageError(link.read_only);
 }
 
+void Page::check_orphan_writes(const std::vector<NamedTensor>& parameters) {
+  for (const auto& parameter : parameters) check_orphan_write(parameter.tensor);
+}
+
 Page* Page::of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto& data = compat::unchecked_data_ptr(tensor.storage().unsafeGetStorageImpl());

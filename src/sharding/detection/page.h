@@ -4,8 +4,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <torch/types.h>
+
+#include "sharding/named_tensor.h"
 
 namespace tessera::sharding {
 
@@ -68,6 +71,8 @@ class Page {
   static Page* of(const at::Tensor& tensor);
   /// UsageError if an operator may not write to `tensor`, whose page was destroyed.
   static void check_orphan_write(const at::Tensor& tensor);
+  /// The same for a wrapper that will write to `parameters`, on every rank before any rank does.
+  static void check_orphan_writes(const std::vector<NamedTensor>& parameters);
   /// Null after the owner was destroyed.
   PageOwner* owner() const { return link_->owner; }
 
