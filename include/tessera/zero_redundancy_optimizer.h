@@ -140,8 +140,9 @@ struct ZeroRedundancyOptimizerOptions {
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
 ///     because each rank would scale by its own norm: optimizer.clip_grad_norm_(1). The error
 ///     follows from the operators: a norm (norm, abs, pow, square) of every `.grad` and then mul_
-///     by a tensor, or mul_ or div_ by numbers that differ between ranks, which step() compares.
-///     After norms of all `.grad`s for a log, scale by a number that is equal on all ranks.
+///     by a tensor; or operators that read every `.grad`, and then products or quotients, in place
+///     or not, with numbers (or CPU tensors of one element) that differ between ranks, which step()
+///     compares. After reading all `.grad`s for a log, scale by what is equal on all ranks.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
 ///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.grad_norm() is that of the

@@ -86,9 +86,23 @@ TEST(ZeroOwnNorm, EveryNormAndEveryWayToTheGradientsIsRefused) {
 
 /// Clipping as programs write it themselves, over the norm of this rank's own gradients.
 TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
-  enum class Way { powers, squares, norms, divided, one_rank_alone, tensor };
-  for (const auto way :
-       {Way::powers, Way::squares, Way::norms, Way::divided, Way::one_rank_alone, Way::tensor}) {
+  enum class Way {
+    powers,
+    squares,
+    products,
+    dots,
+    joined,
+    norms,
+    largest,
+    divided,
+    one_rank_alone,
+    tensor,
+    replaced,
+    replaced_by_tensor,
+    end
+  };
+  for (auto way = Way::powers; way != Way::end; way = static_cast<Way>(static_cast<int>(way) + 1)) {
+    SCOPED_TRACE(static_cast<int>(way));
     for (const bool early : {false, true}) {
       const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
         auto net = seeded<Uneven>(8);
@@ -96,17 +110,24 @@ TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
         for (int step = 0; step < 2; ++step) {
           loss_of(net(rows(step, rank, 3)) * (rank + 1)).backward();
           auto squares = torch::zeros({});
-          double total = 0;
+          std::vector<at::Tensor> flat;
           for (auto& p : net->parameters()) {
             const auto grad = p.grad();
-            if (way == Way::norms) total += std::pow(grad.norm().item<double>(), 2);
-            else squares += way == Way::powers ? grad.pow(2).sum() : grad.square().sum();
+            flat.push_back(grad.flatten());
+            if (way == Way::powers) squares += grad.pow(2).sum();
+            else if (way == Way::products) squares += (grad * grad).sum();
+            else if (way == Way::dots) squares += torch::dot(flat.back(), flat.back());
+            else if (way == Way::norms) squares += std::pow(grad.norm().item<double>(), 2);
+            else if (way == Way::largest) squares = at::max(squares, grad.abs().max().square());
+            else if (way != Way::joined) squares += grad.square().sum();
           }
-          if (way != Way::norms) total = squares.item<double>();
-          const double norm = std::sqrt(total);
+          if (way == Way::joined) squares = torch::cat(flat).square().sum();
+          const double norm = std::sqrt(squares.item<double>());
           for (auto& p : net->parameters()) {
             if (way == Way::divided) p.grad().div_(norm + 1);
             else if (way == Way::tensor) p.grad().mul_(0.1 / (squares.sqrt() + 1e-6));
+            else if (way == Way::replaced) p.mutable_grad() = p.grad() * (0.1 / norm);
+            else if (way == Way::replaced_by_tensor) p.mutable_grad() = p.grad() / squares.sqrt();
             else if (way != Way::one_rank_alone || rank == 1) p.mutable_grad() *= 0.1 / norm;
           }
           zero.step();
@@ -126,9 +147,14 @@ TEST(ZeroOwnNorm, EqualScalesAndWeightsOfUnequalBatchesAreAllowed) {
       loss_of(net(rows(step, rank, 3))).backward();
       for (auto& p : net->parameters()) p.grad().mul_(0.5 + 0.1 * rank);  // by what the rank has
       auto squares = torch::zeros({1});
-      for (auto& p : net->parameters()) squares += p.grad().pow(2).sum();
+      for (auto& p : net->parameters())
+        squares += step == 1 ? (p.grad() * p.grad()).sum() : p.grad().pow(2).sum();
       group.all_reduce(squares);
-      for (auto& p : net->parameters()) p.grad().mul_(0.1 / squares.sqrt().item<double>());
+      for (auto& p : net->parameters()) {
+        if (step == 0) p.grad().mul_(0.1 / squares.sqrt().item<double>());
+        else if (step == 1) p.grad().mul_(0.1 / squares.sqrt());
+        else p.mutable_grad() = p.grad() * (0.1 / squares.sqrt());
+      }
       zero.step();
       zero.zero_grad();
     }

@@ -12,8 +12,7 @@ namespace tessera::sharding {
 namespace {
 
 void find(const at::Tensor& tensor, bool written, std::vector<PageUse>& uses) {
-  if (auto* page = Page::of(tensor))
-    uses.push_back({page, tensor.storage_offset(), written, {}, {}});
+  if (auto* page = Page::of(tensor)) uses.push_back({page, tensor.storage_offset(), written});
   else if (written) Page::check_orphan_write(tensor);
 }
 
@@ -46,6 +45,10 @@ PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* ar
   for (auto& use : uses) use.overload = schema.overload_name();
   if (declared.size() > 1 && arguments[1].isDouble()) uses[0].number = arguments[1].toDouble();
   else if (declared.size() > 1 && arguments[1].isInt()) uses[0].number = arguments[1].toInt();
+  for (size_t i = 0; i < std::min<size_t>(2, declared.size()); ++i) {
+    if (arguments[i].isTensor() && !arguments[i].toTensor().key_set().has(kDetectionKey))
+      uses[0].other = &arguments[i].toTensor();
+  }
   const auto first = uses[0];
   notify_owners(uses, schema.name());
   return first;

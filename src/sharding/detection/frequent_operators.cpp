@@ -17,7 +17,10 @@ struct SeenPages {
   SeenPages() { uses[0].page = nullptr; }
 
   void see(const at::Tensor& tensor, bool written = false) {
-    if (!tensor.defined() || !tensor.key_set().has(kDetectionKey)) return;
+    if (!tensor.key_set().has(kDetectionKey)) {
+      uses[0].other = &tensor;
+      return;
+    }
     // One use of a page is enough if an operator takes two of its tensors (weight and bias).
     const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage == last) return;
@@ -27,7 +30,7 @@ struct SeenPages {
       return;
     }
     last = storage;
-    uses[count++] = {page, tensor.storage_offset(), written, {}, {}};
+    uses[count++] = {page, tensor.storage_offset(), written};
   }
   void see(at::Tensor& tensor) { see(std::as_const(tensor), true); }
   void see(const c10::optional<at::Tensor>& tensor) {

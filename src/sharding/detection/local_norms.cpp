@@ -1,10 +1,27 @@
 #include "sharding/detection/local_norms.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 namespace tessera::sharding {
+namespace {
+
+constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+
+/// By what the operator multiplies or divides, if that is one number; else kNone.
+double number_of(const PageUse& use) {
+  const auto* const other = use.other;
+  if (other == nullptr || !other->is_cpu() || other->numel() != 1 || other->is_complex())
+    return use.number.value_or(kNone);
+  return other->item<double>();
+}
+
+}  // namespace
 
 void LocalNorms::reset() {
   const std::lock_guard lock(mutex_);
-  normed_.clear();
+  read_.clear();
   scaling_ = false;
 }
 
@@ -19,28 +36,39 @@ std::vector<char> LocalNorms::take_scales() {
 }
 
 void LocalNorms::need(c10::ArrayRef<PageUse> uses, std::string_view op) {
-  if (clips(uses[0], op)) refuse_();
+  if (clips(uses, op)) refuse_();
 }
 
-bool LocalNorms::clips(const PageUse& use, std::string_view op) {
+bool LocalNorms::clips(c10::ArrayRef<PageUse> uses, std::string_view op) {
+  const auto is = [op](std::initializer_list<std::string_view> ops) {
+    return std::find(ops.begin(), ops.end(), op) != ops.end();
+  };
+  // The operators on their results are seen.
+  if (is({"aten::detach", "aten::view", "aten::requires_grad_"})) return false;
   const std::lock_guard lock(mutex_);
-  const Gradient gradient{use.page->index(), use.offset};
-  // The infinity norm is abs() and then max().
-  if (op == "aten::norm" || op == "aten::linalg_vector_norm" || op == "aten::abs" ||
-      op == "aten::pow" || op == "aten::square") {
-    // An empty gradient begins where the next one begins.
-    const bool again = normed_.count(gradient) > 0 && gradient != last_;
-    if (again) normed_.clear();  // for example clipping after a log of all norms
-    scaling_ = false;
-    normed_.insert(gradient);
-    last_ = gradient;
-    return false;
+  const auto& use = uses[0];
+  const bool divides = op.find("div") != op.npos;
+  const double number = divides || op.find("mul") != op.npos ? number_of(use) : kNone;
+  const bool known = !std::isnan(number);
+  const bool scales = known || (use.written && is({"aten::mul_", "aten::div_"}));
+  scaling_ = scales && (scaling_ || (!read_.empty() && read_ == all_()));
+  if (scaling_ || use.written) {
+    read_.clear();
+    if (scaling_ && known) scales_.insert(divides ? 1 / number : number);
+    return scaling_ && by_norms_ && use.overload == "Tensor" && op == "aten::mul_";
   }
-  const bool scales = use.written && (op == "aten::mul_" || op == "aten::div_");
-  scaling_ = scales && (scaling_ || (!normed_.empty() && normed_ == all_()));
-  normed_.clear();
-  if (scaling_ && use.number) scales_.insert(op == "aten::div_" ? 1 / *use.number : *use.number);
-  return scaling_ && use.overload == "Tensor" && op == "aten::mul_";
+  // The infinity norm is abs() and then max().
+  const bool norm =
+      is({"aten::norm", "aten::linalg_vector_norm", "aten::abs", "aten::pow", "aten::square"});
+  for (const auto& each : uses) {
+    const Gradient gradient{each.page->index(), each.offset};
+    // An empty gradient begins where the next one begins.
+    if (read_.count(gradient) > 0 && gradient != last_) read_.clear();  // clipping after a log
+    by_norms_ = norm && (by_norms_ || read_.empty());
+    read_.insert(gradient);
+    last_ = gradient;
+  }
+  return false;
 }
 
 }  // namespace tessera::sharding

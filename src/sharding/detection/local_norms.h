@@ -14,10 +14,12 @@ namespace tessera::sharding {
 /// multiplies the gradients by a tensor that follows from all norms. Where a rank's `.grad`s are
 /// those of its own shards, or of its own data only, every rank would scale by another number.
 /// These `.grad`s are therefore views of pages of this owner: a norm of every one of them, or a sum
-/// of powers, and then mul_ by a tensor is an error. After it mul_ or div_ by a number may follow
-/// from the norm or not. The numbers are kept, and where they differ between ranks it is an error
-/// too. All other operators are allowed, such as norms for a log, and an optimizer that takes a
-/// norm and updates, parameter by parameter.
+/// of powers, and then mul_ by a tensor is an error. Other clipping reads every gradient in some
+/// way, such as g * g or dot(), and then multiplies or divides all of them, in place or not, by a
+/// number, which may follow from what was read or not. The numbers are kept, also those in CPU
+/// tensors, and where they differ between ranks it is an error too. All other operators are
+/// allowed, such as norms for a log, and an optimizer that takes a norm and updates, parameter by
+/// parameter.
 class LocalNorms : public PageOwner {
  public:
   /// A gradient: the index of its page and its first element there.
@@ -31,21 +33,22 @@ class LocalNorms : public PageOwner {
   /// Forgets the norms: the gradients have changed.
   void reset();
   /// One bit for each of kBits. The bits differ between ranks that have scaled by different numbers
-  /// after a norm since the last call.
+  /// after reading them since the last call.
   std::vector<char> take_scales();
   static constexpr size_t kBits = 32;
 
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
  private:
-  bool clips(const PageUse& use, std::string_view op);
+  bool clips(c10::ArrayRef<PageUse> uses, std::string_view op);
 
   std::function<void()> refuse_;
   std::function<std::set<Gradient>()> all_;
   std::mutex mutex_;  // autograd adds to gradients on several threads
-  std::set<Gradient> normed_;
+  std::set<Gradient> read_;
   Gradient last_ = {};
-  bool scaling_ = false;     // a norm of all gradients came before, and then only scaling
+  bool by_norms_ = false;    // all in read_ by operators of norms
+  bool scaling_ = false;     // all gradients were read, and then only scaled
   std::set<double> scales_;  // by which gradients were multiplied then
 };
 

@@ -25,6 +25,7 @@ struct PageUse {
   std::string_view overload = {};  ///< Of the operator; known if the operator writes.
   /// The operator's second argument, if that is a number and this is the first use.
   std::optional<double> number = {};
+  const at::Tensor* other = nullptr;  ///< A tensor beside it that is of no page, if there is one.
 };
 
 /// Makes sure that pages have memory when an operator uses them.
