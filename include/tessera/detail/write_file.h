@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <system_error>
 
@@ -14,6 +15,11 @@ void write_file(const std::string& path, const std::string& text);
 /// Tries whether write_file() can work: writes, syncs, renames and removes a small file of another
 /// name in the same folder. Throws as write_file() does. A file at `path` stays as it is. Local.
 void check_writable(const std::string& path);
+
+/// Reads a file, or its first `most` bytes. UsageError if it is no regular file or cannot be
+/// opened, Error if reading fails. The texts begin with `component` and the path. Local.
+std::string read_file(const std::string& component, const std::string& path,
+                      uint64_t most = UINT64_MAX);
 
 /// Makes a folder and its missing parents, and syncs the folders that they are in. A folder that
 /// exists is no error. Local.

@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <charconv>
-#include <filesystem>
 #include <random>
 
 #include <fcntl.h>
@@ -19,19 +18,15 @@ namespace {
 /// The lowest rank whose file is in `folder`; -1 if there is none.
 int lowest_seen(const std::string& folder, const std::string& prefix) {
   int lowest = -1;
-  std::error_code error;
-  std::filesystem::directory_iterator entries, end;
-  do entries = std::filesystem::directory_iterator(folder, error);
-  while (error == std::errc::interrupted);
-  for (; !error && entries != end; entries.increment(error)) {
-    const std::string name = entries->path().filename().string();
+  const auto names = list_folder(folder);
+  if (!names)
+    throw Error(fmt::format("checkpoint: {}: cannot be listed: {}", folder, errno_text(errno)));
+  for (const auto& name : *names) {
     if (name.rfind(prefix, 0) != 0) continue;
     int rank = -1;
     std::from_chars(name.data() + prefix.size(), name.data() + name.size(), rank);
     if (rank >= 0 && (lowest < 0 || rank < lowest)) lowest = rank;
   }
-  if (error)
-    throw Error(fmt::format("checkpoint: {}: cannot be listed: {}", folder, error.message()));
   return lowest;
 }
 

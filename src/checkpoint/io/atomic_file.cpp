@@ -34,18 +34,16 @@ std::string temporary_name() {
 /// Removes the temporary files of writers that have ended. `own`: the status of a new file, whose
 /// time is that of the file system.
 void remove_abandoned(const std::string& folder, const struct stat& own) {
-  std::error_code error;
-  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
-       at.increment(error)) {
-    const std::string name = at->path().filename().string();
+  for (const auto& name : list_folder(folder).value_or(std::vector<std::string>())) {
+    const std::string path = folder + "/" + name;
     if (!name.starts_with(".tessera-") || !name.ends_with(".tmp")) continue;
-    const FileDescriptor file(::open(at->path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    const FileDescriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     struct stat status {};
     const bool locked = ::flock(file.get(), LOCK_EX | LOCK_NB) == 0;
     if ((!locked && errno == EWOULDBLOCK) || ::fstat(file.get(), &status) != 0) continue;
     if (status.st_ino == own.st_ino) continue;  // it has no lock where the system refused one
     if ((locked && name.starts_with(own_prefix())) || own.st_mtime - status.st_mtime > 3600)
-      ::unlink(at->path().c_str());
+      ::unlink(path.c_str());
   }
 }
 

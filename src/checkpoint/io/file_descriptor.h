@@ -3,7 +3,11 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
+
+#include <sys/stat.h>
 
 namespace tessera {
 
@@ -12,6 +16,20 @@ template <class Call>
 auto uninterrupted(const Call& call) {
   auto result = call();
   while (result == -1 && errno == EINTR) result = call();
+  return result;
+}
+
+/// Whether a call that failed with `errno` may succeed if it is made again; waits before that.
+/// `attempts`: those that are left.
+bool may_pass(int& attempts);
+
+/// The same for a call that only reads. A network file system, and a process without free
+/// descriptors or memory, may fail once, so that it is tried three times.
+template <class Call>
+auto persistent(const Call& call) {
+  int attempts = 3;
+  auto result = uninterrupted(call);
+  while (result == -1 && may_pass(attempts)) result = uninterrupted(call);
   return result;
 }
 
@@ -41,6 +59,17 @@ class FileDescriptor {
 
 /// None, with errno set, on failure.
 FileDescriptor open_to_read(const std::string& path);
+
+/// Opens a regular file and sets the number of its bytes. Throws UsageError that begins with
+/// `where`.
+FileDescriptor open_regular(const std::string& where, const std::string& path, uint64_t& bytes);
+
+/// nullopt if `path` does not exist. Throws Error that begins with `component` if the system gives
+/// no answer.
+std::optional<struct stat> look_at(const std::string& component, const std::string& path);
+
+/// The names in a folder; nullopt, with errno set, on failure.
+std::optional<std::vector<std::string>> list_folder(const std::string& folder);
 
 /// Returns false with errno set on failure. "" is the current folder.
 bool sync_folder(const std::string& folder);

@@ -1,8 +1,6 @@
 #include <cerrno>
 #include <unordered_map>
 
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <torch/version.h>
 
 #include "checkpoint/io/file_descriptor.h"
@@ -31,15 +29,9 @@ struct SafetensorsFile::Impl {
 };
 
 void SafetensorsFile::Impl::open() {
-  file = open_to_read(path);
-  struct stat status {};
-  if (!file || ::fstat(file.get(), &status) != 0) {
-    throw UsageError("safetensors: " + path + ": cannot be opened: " + errno_text(errno));
-  }
-  if (!S_ISREG(status.st_mode)) {
-    throw UsageError("safetensors: " + path + ": is not a regular file");
-  }
-  read_header(static_cast<uint64_t>(status.st_size));
+  uint64_t bytes = 0;
+  file = open_regular("safetensors: " + path + ": ", path, bytes);
+  read_header(bytes);
 }
 
 void SafetensorsFile::Impl::read_header(uint64_t size) {

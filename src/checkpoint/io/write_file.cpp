@@ -1,8 +1,10 @@
 #include "tessera/detail/write_file.h"
 
+#include <algorithm>
 #include <filesystem>
 
 #include "checkpoint/io/atomic_file.h"
+#include "tessera/error.h"
 
 namespace tessera {
 
@@ -13,6 +15,17 @@ void write_file(const std::string& path, const std::string& text) {
 }
 
 void check_writable(const std::string& path) { AtomicFile("output", path).rehearse(); }
+
+std::string read_file(const std::string& component, const std::string& path, uint64_t most) {
+  const std::string where = component + ": " + path + ": ";
+  uint64_t bytes = 0;
+  const FileDescriptor file = open_regular(where, path, bytes);
+  std::string text(std::min(bytes, most), '\0');
+  const int64_t got = file.read_at(text.data(), text.size(), 0);
+  if (got < 0) throw Error(where + "reading failed: " + errno_text(errno));
+  text.resize(static_cast<size_t>(got));
+  return text;
+}
 
 std::error_code make_folder(const std::string& folder) {
   const std::filesystem::path path(folder), parent = path.parent_path();

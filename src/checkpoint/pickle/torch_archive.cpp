@@ -4,10 +4,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
-#include <sys/stat.h>
 #include <torch/version.h>
 
 #include "checkpoint/io/safetensors_dtype.h"
@@ -72,12 +70,7 @@ TorchTensor rows_of(const TorchTensor& tensor, int64_t first, int64_t count) {
 
 void TorchArchive::Impl::open(const std::string& path) {
   where = "torch file: " + path + ": ";
-  file = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status {};
-  if (!file || ::fstat(file.get(), &status) != 0)
-    throw UsageError(where + "cannot be opened: " + errno_text(errno));
-  if (!S_ISREG(status.st_mode)) throw UsageError(where + "is not a regular file");
-  file_bytes = static_cast<uint64_t>(status.st_size);
+  file = open_regular(where, path, file_bytes);
   std::string begin(std::min<uint64_t>(file_bytes, kKindBytes), '\0');
   read(begin.data(), begin.size(), 0);
   const FileKind kind = file_kind(begin);

@@ -4,9 +4,7 @@
 #include <cerrno>
 #include <filesystem>
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_header.h"
@@ -24,10 +22,10 @@ namespace {
 
 /// Sets `size` and returns 0, or returns an errno: -1 for anything but a regular file.
 int size_of_file(const std::string& path, uint64_t& size) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) return errno;
-  if (!S_ISREG(status.st_mode)) return -1;
-  size = static_cast<uint64_t>(status.st_size);
+  const auto status = look_at("checkpoint", path);
+  if (!status) return ENOENT;
+  if (!S_ISREG(status->st_mode)) return -1;
+  size = static_cast<uint64_t>(status->st_size);
   return 0;
 }
 
@@ -71,12 +69,10 @@ void Checkpoint::Impl::refuse(const std::string& file, int error) const {
 std::string Checkpoint::Impl::manifest_text(bool or_none) const {
   FileRecord file;
   file.name = store::kManifestName;
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) {
-    if (or_none && errno == ENOENT) return "";
-    refuse("", errno);
-  }
-  if (!S_ISDIR(status.st_mode)) damaged("", "", "is not a folder");
+  const auto status = look_at("checkpoint", path);
+  if (!status && or_none) return "";
+  if (!status) refuse("", ENOENT);
+  if (!S_ISDIR(status->st_mode)) damaged("", "", "is not a folder");
   if (const int error = size_of_file(path + "/" + file.name, file.bytes)) {
     if (or_none && error == ENOENT) return "";
     refuse(file.name, error);

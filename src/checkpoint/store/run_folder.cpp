@@ -9,7 +9,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "checkpoint/hosts/folder_places.h"
@@ -31,18 +30,9 @@ constexpr std::string_view kReplaced = ".replaced-";
 }
 
 std::vector<std::string> names_in(const std::string& folder) {
-  std::vector<std::string> names;
-  std::error_code error;
-  do {
-    names.clear();
-    fs::directory_iterator entries(folder, error);
-    for (; !error && entries != fs::directory_iterator(); entries.increment(error)) {
-      names.push_back(entries->path().filename().string());
-    }
-  } while (error == std::errc::interrupted);
-  if (error == std::errc::no_such_file_or_directory) return {};
-  if (error) refuse(folder, "listing the folder", error.value());
-  return names;
+  const auto names = list_folder(folder);
+  if (!names && errno != ENOENT) refuse(folder, "listing the folder", errno);
+  return names ? *names : std::vector<std::string>();
 }
 
 int rename_path(const std::string& from, const std::string& to) {
@@ -53,14 +43,9 @@ void rename_folder(const std::string& from, const std::string& to) {
   if (rename_path(from, to) != 0) refuse(from, "renaming it to " + to, errno);
 }
 
-/// nullopt if `path` does not exist. An error of the system is no answer.
 std::optional<struct stat> look_at(const std::string& path) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) == 0) return status;
-  if (errno != ENOENT && errno != ENOTDIR) refuse(path, "looking at it", errno);
-  return std::nullopt;
+  return tessera::look_at("checkpoint", path);
 }
-
 bool is_there(const std::string& path) { return look_at(path).has_value(); }
 
 /// The step of ".step-00000120.partial-9c1e", where `kind` is ".partial-".

@@ -1,15 +1,12 @@
 #include "tessera/weights/weights.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
 #include <map>
 #include <unordered_map>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
-#include <sys/stat.h>
 
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/io/safetensors_header.h"
@@ -17,6 +14,7 @@
 #include "checkpoint/weights/key_map.h"
 #include "checkpoint/weights/links.h"
 #include "tessera/detail/nearest.h"
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/safetensors_weights.h"
 #include "tessera/weights/torch_file.h"
@@ -46,7 +44,7 @@ struct Weights::Impl {
 
 namespace {
 
-constexpr int64_t kMaxIndexBytes = 32 << 20;  // 200,000 tensors with names of 100 bytes
+constexpr uint64_t kMaxIndexBytes = 32 << 20;  // 200,000 tensors with names of 100 bytes
 
 /// For files that a folder or an index names, not the user.
 void warn_of_link(const fs::path& file) {
@@ -56,16 +54,15 @@ void warn_of_link(const fs::path& file) {
 }
 
 std::string weights_in(const std::string& path) {
-  std::error_code ignored;
-  if (!fs::is_directory(path, ignored)) return path;
-  const auto has = [&](const char* name) { return fs::exists(fs::path(path) / name, ignored); };
+  const auto given = look_at("weights", path);
+  if (!given || !S_ISDIR(given->st_mode)) return path;
   // Hugging Face's libraries prefer a single file to an index, and safetensors to torch.save.
   for (const char* name : {"model.safetensors", kWeightsIndexName, "weights.safetensors",
                            "pytorch_model.bin", "pytorch_model.bin.index.json"}) {
-    if (!has(name)) continue;
     const std::string chosen = (fs::path(path) / name).string();
+    if (!look_at("weights", chosen)) continue;
     warn_of_link(chosen);
-    if (const std::string index = chosen + ".index.json"; fs::exists(index, ignored))
+    if (const std::string index = chosen + ".index.json"; look_at("weights", index))
       spdlog::warn("tessera: weights: {} is read, as by Hugging Face's libraries; {} is there, too",
                    chosen, index);
     return chosen;
@@ -76,31 +73,21 @@ std::string weights_in(const std::string& path) {
                   path, kWeightsIndexName));
 }
 
-/// Reads at most `most` bytes of a file, of which more are an error if `whole`. Throws UsageError
-/// unless it is a regular file.
-std::string text_of(const std::string& path, int64_t most, bool whole) {
-  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status {};
-  if (!file || ::fstat(file.get(), &status) != 0)
-    throw UsageError("weights: " + path + ": cannot be opened: " + errno_text(errno));
-  if (!S_ISREG(status.st_mode)) throw UsageError("weights: " + path + ": is not a regular file");
-  if (whole && status.st_size > most)
-    throw UsageError(fmt::format("weights: {}: has {} bytes; expected an index of at most {}", path,
-                                 status.st_size, most));
-  std::string text(static_cast<size_t>(std::min<int64_t>(status.st_size, most)), '\0');
-  const int64_t got = file.read_at(text.data(), text.size(), 0);
-  if (got < 0) throw Error("weights: " + path + ": reading failed: " + errno_text(errno));
-  text.resize(static_cast<size_t>(got));
+std::string index_text(const std::string& path) {
+  std::string text = read_file("weights", path, kMaxIndexBytes + 1);
+  if (text.size() > kMaxIndexBytes)
+    throw UsageError(
+        fmt::format("weights: {}: expected an index of at most {} bytes", path, kMaxIndexBytes));
   return text;
 }
 
 bool is_index(const std::string& path) {
   return path.ends_with(kWeightsIndexSuffix) ||
-         file_kind(text_of(path, kKindBytes, false)) == FileKind::json;
+         file_kind(read_file("weights", path, kKindBytes)) == FileKind::json;
 }
 
 std::unique_ptr<TensorSource> open_file(const std::string& path, const std::string& key) {
-  const std::string begin = text_of(path, kKindBytes, false);
+  const std::string begin = read_file("weights", path, kKindBytes);
   const FileKind kind = file_kind(begin);
   if (kind == FileKind::foreign) throw UsageError("weights: " + path + ": " + foreign_kind(begin));
   if (kind == FileKind::zip || kind == FileKind::legacy)
@@ -140,7 +127,7 @@ void Weights::Impl::add(const TensorSource& file, const SafetensorsEntry& entry,
 }
 
 void Weights::Impl::open_index(const KeyMap& rename) {
-  const WeightsIndex index = parse_weights_index(path, text_of(path, kMaxIndexBytes, true));
+  const WeightsIndex index = parse_weights_index(path, index_text(path));
   std::map<std::string, const std::vector<SafetensorsEntry>*> contents;
   const auto names = index.file_names();
   for (const auto& name : names) {

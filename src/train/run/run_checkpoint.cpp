@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <thread>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -183,21 +182,16 @@ void Run::open_checkpoints() {
 
 /// Opens and verifies the checkpoint to resume from. Returns the text of an error that is the same
 /// on all ranks if the checkpoint is damaged. Other errors are thrown: one of a newer version, and
-/// one that cannot be read for now, after three attempts.
+/// one that cannot be read for now.
 std::string Run::open_checkpoint(const std::string& path) {
-  for (int attempt = 1;; ++attempt) {
-    try {
-      resumed_.emplace(path, group_);
-      resumed_->verify(group_);
-      return "";
-    } catch (const CheckpointVersionError& error) {
-      throw AgreedError(error.what());
-    } catch (const CheckpointDamagedError& error) {
-      return error.what();
-    } catch (const AgreedError&) {
-      if (attempt == 3) throw;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  try {
+    resumed_.emplace(path, group_);
+    resumed_->verify(group_);
+    return "";
+  } catch (const CheckpointVersionError& error) {
+    throw AgreedError(error.what());
+  } catch (const CheckpointDamagedError& error) {
+    return error.what();
   }
 }
 
