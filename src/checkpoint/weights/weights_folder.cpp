@@ -23,22 +23,21 @@ namespace {
 
 constexpr const char* kSingleName = "model.safetensors";
 
+[[noreturn]] void fail(const fs::path& path, const std::string& reason) {
+  throw Error(fmt::format("weights: {}: the new weights are written, but {} failed: {}",
+                          path.string(), reason, errno_text(errno)));
+}
+
 void remove_file(const fs::path& path) {
   if (uninterrupted([&] { return ::unlink(path.c_str()); }) != 0 && errno != ENOENT)
-    throw Error("weights: " + path.string() +
-                ": the new weights are written, but removing this file of former ones failed: " +
-                errno_text(errno));
+    fail(path, "removing this file of former ones");
 }
 
 /// The names of the parts in the folder, of any save.
 std::vector<std::string> part_names(const std::string& folder) {
   static const std::regex pattern(R"(model(-[0-9a-f]{4})?-\d{5}-of-\d{5}\.safetensors)");
-  std::vector<std::string> names;
-  std::error_code error;
-  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    const std::string name = at->path().filename().string();
-    if (std::regex_match(name, pattern)) names.push_back(name);
-  }
+  auto names = list_folder(folder).value_or(std::vector<std::string>());
+  std::erase_if(names, [](const std::string& name) { return !std::regex_match(name, pattern); });
   return names;
 }
 
@@ -54,11 +53,13 @@ std::vector<std::string> weights_files_of(const std::string& folder) {
 std::string make_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts) {
   if (std::error_code error = make_folder(folder))
     throw UsageError("weights: " + folder + ": cannot make the folder: " + error.message());
-  const bool used = std::any_of(parts.begin(), parts.end(), [&](const WeightsPart& part) {
-    std::error_code error;
-    return fs::exists(fs::path(folder) / part.file, error) || error;
-  });
-  return used ? fmt::format("-{:04x}", std::random_device()() & 0xffff) : "";
+  std::string tag;
+  const auto used = [&](const WeightsPart& part) {
+    return look_at("weights", (fs::path(folder) / with_tag(part.file, tag)).string()).has_value();
+  };
+  while (std::any_of(parts.begin(), parts.end(), used))
+    tag = fmt::format("-{:04x}", std::random_device()() & 0xffff);
+  return tag;
 }
 
 void finish_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts,
@@ -66,13 +67,14 @@ void finish_weights_folder(const std::string& folder, const std::vector<WeightsP
   AtomicFile file("weights", (fs::path(folder) / kWeightsIndexName).string());
   file.write_at(index_text.data(), index_text.size(), 0);
   file.commit();
+  remove_file(fs::path(folder) / kSingleName);
   for (const auto& name : part_names(folder)) {
     const bool ours = std::any_of(parts.begin(), parts.end(),
                                   [&](const WeightsPart& part) { return part.file == name; });
     if (!ours) remove_file(fs::path(folder) / name);
   }
-  remove_file(fs::path(folder) / kSingleName);
-  sync_folder(folder);
+  if (!sync_folder(folder))
+    fail(folder, "syncing it, so that a loss of power may bring former ones back,");
 }
 
 }  // namespace tessera

@@ -6,17 +6,21 @@
 #include "tessera/safetensors_weights.h"
 
 // [Note: what a folder of weights holds] Hugging Face's libraries prefer model.safetensors to an
-// index, and so does Tessera. So a folder has the files of one save only: a save
-// removes the index and model.safetensors before its parts get their names, and the parts of former
-// saves after its own index is there.
+// index, and so does Tessera. A save gives its parts names that no file has, replaces the index in
+// one step, removes model.safetensors, and then the parts of former saves. So a reader finds the
+// whole former save or the whole new one at every moment: model.safetensors of the former one as
+// long as it is there, otherwise what the index names.
 
 namespace tessera {
 
 /// Makes the folder. Returns what the names of `parts` need, so that no file of a former save has
 /// them: "", or a tag for name_parts(). UsageError if it cannot.
 std::string make_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts);
+inline std::string with_tag(std::string file, const std::string& tag) {
+  return file.insert(std::string("model").size(), tag);
+}
 inline void name_parts(std::vector<WeightsPart>& parts, const std::string& tag) {
-  for (auto& part : parts) part.file.insert(std::string("model").size(), tag);
+  for (auto& part : parts) part.file = with_tag(part.file, tag);
 }
 /// When all parts have their names: writes the index in one step, and removes the files of former
 /// saves. Throws Error if it cannot.

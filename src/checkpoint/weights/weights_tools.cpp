@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <set>
 
@@ -94,8 +93,8 @@ void set_dtype_of_config(const fs::path& path, at::ScalarType type) {
                                                     {at::kDouble, "float64"},
                                                     {at::kHalf, "float16"},
                                                     {at::kBFloat16, "bfloat16"}};
-  std::ifstream file(path);
-  auto config = nlohmann::ordered_json::parse(file, nullptr, /*allow_exceptions=*/false);
+  auto config = nlohmann::ordered_json::parse(read_file("weights", path.string()), nullptr,
+                                              /*allow_exceptions=*/false);
   if (!config.is_object() || names.count(type) == 0) return;
   bool found = false;
   for (const char* key : {"dtype", "torch_dtype"}) {
@@ -153,11 +152,7 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
                    entry.path().string(), target.string());
       continue;
     }
-    std::error_code error;
-    fs::copy_file(entry.path(), fs::path(to) / name, fs::copy_options::overwrite_existing, error);
-    if (error)
-      throw Error("weights: copying " + entry.path().string() + " to " + to + ": " +
-                  error.message());
+    write_file((fs::path(to) / name).string(), read_file("weights", entry.path().string()));
     copied.push_back(name);
   }
   std::sort(copied.begin(), copied.end());
