@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <set>
 #include <sstream>
 
@@ -71,10 +70,8 @@ class CsvHook : public RunHook {
     writes_ = true;
     columns_.clear();
     file_.reset();
-    std::ifstream file(path_);
-    std::string header;
-    if (std::getline(file, header)) columns_ = fields_of(header);
-    file.close();
+    const std::string before = contents(), header = before.substr(0, before.find('\n'));
+    if (!header.empty()) columns_ = fields_of(header);
     // Another file, data for example, must not be lost.
     if (!header.empty() && (columns_.empty() || columns_.front() != "step")) {
       throw UsageError(path_ + ": its first column is not step; expected a file of this hook");
@@ -90,10 +87,14 @@ class CsvHook : public RunHook {
     }
   }
 
+  std::string contents() const {
+    return std::filesystem::exists(path_) ? read_file("CSV", path_) : "";
+  }
+
   /// Writes the header and the rows of steps before `step`, each with a field for each column.
   void rewrite(int64_t step) {
     std::string text = line_of(columns_);
-    std::ifstream file(path_);
+    std::istringstream file(contents());
     std::string line;
     std::getline(file, line);  // the header
     while (std::getline(file, line)) {
@@ -102,7 +103,6 @@ class CsvHook : public RunHook {
       row.resize(columns_.size());
       text += line_of(row);
     }
-    file.close();
     write_file(path_, text);
     file_.reset(std::fopen(path_.c_str(), "ae"));
     if (!file_) throw Error(path_ + ": " + std::strerror(errno));

@@ -1,12 +1,12 @@
 #include "train/report/keep_log_before.h"
 
 #include <filesystem>
-#include <fstream>
+#include <sstream>
 
 #include <nlohmann/json.hpp>
 
+#include "tessera/detail/classic.h"
 #include "tessera/detail/write_file.h"
-#include "tessera/error.h"
 
 namespace tessera::train {
 
@@ -14,10 +14,7 @@ void keep_log_before(const std::string& path, int64_t step) {
   if (!std::filesystem::exists(path)) {
     return;
   }
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    throw UsageError(path + ": cannot be read");
-  }
+  detail::Classic<std::istringstream> file(read_file("log", path));
   std::string kept;
   for (std::string line; std::getline(file, line);) {
     const auto json =
