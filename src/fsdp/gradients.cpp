@@ -197,8 +197,7 @@ void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
   if (grad.requires_grad())
     throw UsageError(fmt::format(
         "{}: rank {}: this backward has create_graph, and .grad of the shard of parameter {} has "
-        "no "
-        "graph; expected torch::autograd::grad(…, create_graph) over the module's parameters or "
+        "no graph; expected torch::autograd::grad(…, create_graph) over the module's parameters or "
         "inputs, DistributedDataParallel or ZeroRedundancyOptimizer",
         kName, model_.world.rank(), name));
   auto& pending = pending_[f];

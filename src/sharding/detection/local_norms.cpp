@@ -7,13 +7,13 @@
 namespace tessera::sharding {
 namespace {
 
-constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
 
-/// By what the operator multiplies or divides, if that is one number; else kNone.
+/// By what the operator multiplies or divides, if that is one number; else kNoNumber.
 double number_of(const PageUse& use) {
   const auto* const other = use.other;
   if (other == nullptr || !other->is_cpu() || other->numel() != 1 || other->is_complex())
-    return use.number.value_or(kNone);
+    return use.number.value_or(kNoNumber);
   return other->item<double>();
 }
 
@@ -48,7 +48,7 @@ bool LocalNorms::clips(c10::ArrayRef<PageUse> uses, std::string_view op) {
   const std::lock_guard lock(mutex_);
   const auto& use = uses[0];
   const bool divides = op.find("div") != op.npos;
-  const double number = divides || op.find("mul") != op.npos ? number_of(use) : kNone;
+  const double number = divides || op.find("mul") != op.npos ? number_of(use) : kNoNumber;
   const bool known = !std::isnan(number);
   const bool scales = known || (use.written && is({"aten::mul_", "aten::div_"}));
   scaling_ = scales && (scaling_ || (!read_.empty() && read_ == all_()));
