@@ -1,5 +1,5 @@
 """Processes of a test: started, read line by line, found by rank, and ended by id."""
-import os, pathlib, re, signal, subprocess, threading, time
+import json, os, pathlib, re, select, signal, subprocess, tempfile, threading, time
 
 DROP = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
 
@@ -53,6 +53,25 @@ def ranks(mark, program):
         if os.path.basename(command[0]).decode() == program:
             found.update({int(word[5:]): pid for word in words if word.startswith("RANK=")})
     return found
+
+
+class Server:
+    """A program that runs each command in a forked process of its own (fork_server.h), so that libtorch starts once. Ends with this process."""
+
+    def __init__(self, program, env):
+        self.folder = tempfile.TemporaryDirectory()
+        self.process = subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def call(self, *words, cwd, seconds=100):
+        files = {name: f"{self.folder.name}/{name}" for name in ("out", "err")}
+        self.process.stdin.write(json.dumps({"words": [str(word) for word in words], "folder": str(cwd), **files}) + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            self.process.kill()
+            raise AssertionError(f"{words} takes more than {seconds} s")
+        code = int(self.process.stdout.readline() or -1)
+        texts = (pathlib.Path(files[name]).read_text(errors="replace") for name in ("out", "err"))
+        return subprocess.CompletedProcess(words, code, *texts)
 
 
 class Run:

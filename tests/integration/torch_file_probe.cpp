@@ -9,6 +9,8 @@
 //       time in ms
 //   torch_file_probe libtorch                  prints the version of libtorch
 //   torch_file_probe measure                   the same of a known load: 64 MiB, at least 100 ms
+//
+// Without arguments it runs the commands that it reads: fork_server.h.
 
 #include <cstring>
 #include <fstream>
@@ -20,6 +22,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/version.h>
 
+#include "harness/fork_server.h"
 #include "tessera/error.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/optim/torch_optimizer_state.h"
@@ -117,9 +120,7 @@ void run(const Words& words) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int command(int argc, char** argv) {
   try {
     run({argv, argv + argc});
     return 0;
@@ -127,4 +128,10 @@ int main(int argc, char** argv) {
     std::cerr << error.what() << "\n";
     return 2;
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return argc > 1 ? command(argc, argv) : tessera::testing::serve(command);
 }
