@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "tessera/detail/own_process.h"
 #include "tessera/process_group.h"
 
 namespace tessera::store {
@@ -15,12 +16,15 @@ class ScopedTimeout {
       : group_(std::move(group)), before_(group_.timeout()) {
     group_.set_timeout(std::max(before_, wait), before_);
   }
-  ~ScopedTimeout() { group_.set_timeout(before_); }
+  ~ScopedTimeout() {
+    if (process_.is_this()) group_.set_timeout(before_);
+  }
   ScopedTimeout(const ScopedTimeout&) = delete;
 
  private:
   ProcessGroup group_;
   std::chrono::milliseconds before_;
+  detail::OwnProcess process_;
 };
 
 }  // namespace tessera::store
