@@ -113,13 +113,13 @@ TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
           std::vector<at::Tensor> flat;
           for (auto& p : net->parameters()) {
             const auto grad = p.grad();
-            flat.push_back(grad.flatten());
             if (way == Way::powers) squares += grad.pow(2).sum();
             else if (way == Way::products) squares += (grad * grad).sum();
-            else if (way == Way::dots) squares += torch::dot(flat.back(), flat.back());
+            else if (way == Way::dots) squares += torch::dot(grad.flatten(), grad.flatten());
             else if (way == Way::norms) squares += std::pow(grad.norm().item<double>(), 2);
             else if (way == Way::largest) squares = at::max(squares, grad.abs().max().square());
-            else if (way != Way::joined) squares += grad.square().sum();
+            else if (way == Way::joined) flat.push_back(grad.flatten());
+            else squares += grad.square().sum();
           }
           if (way == Way::joined) squares = torch::cat(flat).square().sum();
           const double norm = std::sqrt(squares.item<double>());
