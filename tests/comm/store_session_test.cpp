@@ -28,6 +28,15 @@ std::string answer(KeyTable& table, Request kind, std::vector<std::string> parts
   return static_cast<Reply>(reply->code) == Reply::done ? part : "refused: " + part;
 }
 
+TEST(Handshake, ADamagedByteOfAChallengeIsNoOtherProtocol) {
+  auto challenge = make_challenge({7, true});
+  challenge[3] ^= 4;
+  EXPECT_TRUE(begins_challenge(challenge));
+  EXPECT_FALSE(read_challenge(challenge));
+  challenge[4] ^= 4;
+  EXPECT_FALSE(begins_challenge(challenge));
+}
+
 TEST(StoreKeyTable, DoesWhatTheFunctionsOfAStoreDo) {
   KeyTable table;
   EXPECT_EQ(answer(table, Request::get, {"a"}), "waits");

@@ -167,7 +167,6 @@ StoreLink::StoreLink(const StorePlace& place, Clock::time_point deadline, bool m
     } catch (const std::system_error& error) {
       now = error.code().message();
       if (must_listen && error.code() == std::errc::connection_refused) throw StoreClosed(now);
-      if (must_listen) throw StoreLost(now);
     }
     const bool over = Clock::now() >= deadline;
     if (!over || reason.empty()) reason = now;

@@ -33,8 +33,9 @@ int main(int argc, char** argv) {
   for (const char* const what :
        {"ranks: bits flipped in greetings", "ranks: bits flipped in messages and answers",
         "ranks: damage found, by rank and peer", "ranks: strangers", "ranks: ranks that ended",
-        "ranks: cuts in messages and answers", "store: bits flipped",
-        "store: connections made again", "store: strangers"})
+        "ranks: cuts in messages and answers", "store: bits flipped", "store: connections lost",
+        "store: connections made again", "store: strangers",
+        "store: strangers that got their error"})
     disturbed = disturbed && (schedules < 300 || counts[what] > 0);
   if (!disturbed) std::printf("a kind of disturbance did not happen\n");
   return findings == 0 && disturbed ? 0 : 1;

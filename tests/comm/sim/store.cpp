@@ -1,286 +1,324 @@
-// Schedules of the Sessions of a store, with ranks that connect again when they lose a connection,
-// ranks without the secret or of another world, and strangers.
+// Schedules of the store of several worlds, one after the other: StoreServer with its thread, and
+// ranks with StoreLink, which run as they are. Ranks without the secret, of another attempt or
+// world, and strangers disturb them.
 #include <algorithm>
-#include <deque>
 #include <memory>
+#include <system_error>
 #include <vector>
 
+#include <fcntl.h>
 #include <fmt/format.h>
 
 #include "comm/store/handshake.h"
-#include "comm/store/session.h"
+#include "comm/store/store_link.h"
+#include "comm/store/store_server.h"
 #include "sim/schedule.h"
+#include "sim/tasks.h"
+#include "sim/wire.h"
+#include "tessera/error.h"
 
 namespace tessera::sim {
 namespace {
 
 using namespace comm;
 
-constexpr int kMostTurns = 20'000, kMostTries = 40;
-
-/// Bytes on the way in one direction. At most one bit is flipped.
-struct Way {
-  std::string bytes;
-  int64_t carried = 0, flip_at = -1;
-  bool flipped = false;
-
-  void put(std::string more) {
-    const auto size = static_cast<int64_t>(more.size());
-    if (flip_at >= carried && flip_at < carried + size) {
-      more[static_cast<size_t>(flip_at - carried)] ^= 4;
-      flipped = true;
-    }
-    carried += size;
-    bytes += more;
-  }
-  std::string take(Dice& dice) {
-    const auto size = static_cast<size_t>(
-        dice.one_in(3) ? dice.between(0, 9) : dice.below(static_cast<int64_t>(bytes.size()) + 1));
-    const auto taken = bytes.substr(0, size);
-    bytes.erase(0, taken.size());
-    return taken;
-  }
-};
-
-/// A connection, whose end at the store is a Session.
-struct Connection {
-  Connection(const Session::Gate& gate, KeyTable& table) : session(gate, table) {}
-  Session session;
-  Way there, back;
-  bool open = true;
-};
-
-/// What connects: a rank, which asks for what its program wants, or somebody else.
-class Visitor {
- public:
-  enum Kind { rank, other_secret, no_secret, early, other_attempt, mute, junk };
-
-  Visitor(Kind kind, int number, int ranks, Dice& dice)
-      : kind_(kind),
-        number_(number),
-        ranks_(ranks),
-        secret_(kind == other_secret ? "other" : "secret") {
-    if (kind == no_secret) secret_.clear();
-    // Sets a key of its own, waits for those of all ranks, and reads each.
-    requests_.push_back({static_cast<uint8_t>(Request::set), {key(number), value(number)}});
-    std::vector<std::string> keys;
-    for (int i = 0; i < ranks; ++i) keys.push_back(key(i));
-    requests_.push_back({static_cast<uint8_t>(Request::wait), keys});
-    for (int i = 0; i < ranks; ++i)
-      requests_.push_back({static_cast<uint8_t>(Request::get), {key(i)}});
-    if (kind == junk) {
-      words_ = dice.one_in(2) ? make_hello({number, 7, true, 3}).substr(0, dice.below(60)) : "";
-      for (int64_t i = dice.between(1, 200); i > 0; --i)
-        words_ += static_cast<char>(dice.below(256));
-    }
-  }
-
-  Kind kind() const { return kind_; }
-  bool done() const {
-    if (kind_ == rank) return asked_ == requests_.size();
-    if (kind_ == mute || kind_ == junk) return true;
-    return refused_;
-  }
-  int tries() const { return tries_; }
-  int number() const { return number_; }
-
-  void connected(Connection& connection) {
-    ++tries_;
-    stage_ = Stage::challenge;
-    input_.clear();
-    hello_ = make_hello(
-        {number_, kind_ == other_attempt ? 6 : 7, !secret_.empty(), kind_ == early ? 4 : 3});
-    if (kind_ == junk) connection.there.put(words_);
-    else if (kind_ != mute) connection.there.put(hello_);
-  }
-
-  /// Takes what has arrived. Returns what is wrong with it, or "". Closes the connection if it must
-  /// connect again.
-  std::string take(Connection& connection, const std::string& bytes) {
-    input_ += bytes;
-    if (stage_ == Stage::challenge) return take_challenge(connection);
-    if (stage_ == Stage::verdict) return take_verdict(connection);
-    return take_reply(connection);
-  }
-
- private:
-  enum class Stage { challenge, verdict, member };
-
-  static std::string key(int i) { return fmt::format("key {}", i); }
-  static std::string value(int i) {
-    return std::string(static_cast<size_t>(50 + 100 * i), static_cast<char>('a' + i));
-  }
-
-  std::string take_challenge(Connection& connection) {
-    if (input_.size() < kChallengeBytes) return "";
-    const auto content = read_challenge(input_);
-    challenge_ = input_;
-    if (!content) connection.open = false;
-    if (!content) return "";
-    if (content->has_secret != !secret_.empty()) {
-      refused_ = true;
-      connection.there.put(make_no_proof());
-      return "";
-    }
-    connection.there.put(make_proof(secret_, hello_, challenge_));
-    input_.clear();
-    stage_ = Stage::verdict;
-    return "";
-  }
-
-  std::string take_verdict(Connection& connection) {
-    if (input_.size() < kVerdictBytes) return "";
-    const auto verdict = input_;
-    input_.clear();
-    if (!is_sealed(verdict)) connection.open = false;
-    if (!is_sealed(verdict)) return "";
-    const bool proved = store_proves(secret_, hello_, challenge_, verdict);
-    if (kind_ == rank && (!proved || verdict[0] != kWelcome))
-      return fmt::format("rank {} is refused", number_);
-    if (kind_ != rank && verdict[0] == kWelcome) return "a stranger is welcome";
-    if (kind_ == other_secret && proved) return "a store proves a secret that it does not have";
-    refused_ = kind_ != rank;
-    if (refused_) return "";
-    stage_ = Stage::member;
-    ask(connection);
-    return "";
-  }
-
-  std::string take_reply(Connection& connection) {
-    StoreMessage reply;
-    const auto taken = take_message(input_, reply);
-    if (taken == Taken::malformed) connection.open = false;
-    if (taken != Taken::whole) return "";
-    if (static_cast<Reply>(reply.code) != Reply::done) return "the store refuses a request";
-    const auto& request = requests_[asked_];
-    if (static_cast<Request>(request.code) == Request::get) {
-      const int other = static_cast<int>(asked_) - 2;
-      if (reply.parts.size() != 1 || reply.parts[0] != value(other))
-        return fmt::format("rank {} reads a wrong value of rank {}", number_, other);
-    }
-    ++asked_;
-    ask(connection);
-    return "";
-  }
-
-  void ask(Connection& connection) {
-    if (asked_ < requests_.size()) connection.there.put(encode(requests_[asked_]));
-  }
-
-  const Kind kind_;
-  const int number_, ranks_;
-  std::string secret_, words_, hello_, challenge_, input_;
-  std::vector<StoreMessage> requests_;
-  size_t asked_ = 0;
-  int tries_ = 0;
-  bool refused_ = false;
-  Stage stage_ = Stage::challenge;
-};
+constexpr auto kLongest = std::chrono::seconds(400);  // after which nothing may be left
+constexpr auto kPatience = std::chrono::seconds(90), kStrangersPatience = std::chrono::seconds(10);
+constexpr int kMostTurnsAtOnce = 20'000, kPort = 29500, kStrangers = 20;  // their first number
+constexpr int kMostWrong = 4;
 
 class Schedule {
  public:
-  Schedule(uint64_t seed, Counts& counts) : dice_(seed), counts_(counts) {
-    const int ranks = static_cast<int>(dice_.between(1, 5));
-    for (int i = 0; i < ranks; ++i) add(Visitor::rank, i, ranks);
-    for (int64_t i = dice_.below(8); i > 0; --i) {
-      const auto kind = static_cast<Visitor::Kind>(dice_.between(1, Visitor::junk));
-      add(kind, 20 + static_cast<int>(i), ranks);
-    }
+  Schedule(uint64_t seed, Counts& counts)
+      : dice_(seed),
+        counts_(counts),
+        path_(fmt::format("tessera-sim/{}/{}", ::getpid(), seed)),
+        size_(static_cast<int>(dice_.between(1, 5))),
+        start_(TimePoint() + std::chrono::hours(1)),
+        connections_(kStrangers + kMostWrong) {
+    tasks_.connect = [this](int fd, int number) { return connect(fd, number); };
+    if (dice_.one_in(6)) tasks_.lacks_files = [this] { return dice_.one_in(40); };
     faults_left_ = dice_.below(6);
+    has_secret_ = !dice_.one_in(8);
+    for (int64_t i = dice_.between(1, 3), attempt = 7, world = 0; i > 0; --i) {
+      worlds_.push_back({static_cast<int>(attempt), static_cast<int>(world), 0, {}});
+      dice_.one_in(3) ? ++attempt, world = 0 : ++world;
+    }
+    for (size_t i = worlds_.size() * size_; i > 0; --i)
+      value_sizes_.push_back(dice_.one_in(8) ? dice_.below(300'000) : dice_.below(500));
+    for (int rank = 0; rank < size_; ++rank) add(rank, [this, rank] { be_rank(rank); });
+    for (int i = static_cast<int>(dice_.below(kMostWrong + 1)); i > 0; --i) {
+      const auto kind = static_cast<Kind>(dice_.below(5));
+      const int number = kStrangers + i - 1;
+      add(number, [this, kind, number] { be_wrong(kind, number); });
+      ++counts_["store: ranks that do not belong"];
+    }
+    if (dice_.one_in(2))
+      for (int64_t i = dice_.between(1, 4); i > 0; --i)
+        bursts_.push_back({start_ + milliseconds(dice_.below(1000)), dice_.between(1, 100)});
   }
 
   std::string run() {
-    for (int turn = 0; turn < kMostTurns; ++turn) {
-      auto finding = this->turn();
-      if (!finding.empty()) return finding;
-      if (std::all_of(visitors_.begin(), visitors_.end(), [](const auto& v) { return v.done(); }))
-        return check();
+    for (int turns = 0; !tasks_.all_ended() && finding_.empty();) {
+      if (++turns > kMostTurnsAtOnce) return "the store does not come to rest";
+      if (turn()) continue;
+      auto next = tasks_.next();
+      const auto at = [&](TimePoint time) {
+        if (time > tasks_.now) next = std::min(next, time);
+      };
+      for (const auto& wire : wires_) at(wire.wire->next());
+      for (const auto& burst : bursts_)
+        if (burst.count > 0) at(burst.at);
+      if (next == TimePoint::max() || next > start_ + kLongest) return "never ends";
+      tasks_.now = next;
+      turns = 0;
     }
-    for (const auto& visitor : visitors_)
-      if (!visitor.done())
-        return fmt::format("visitor {} of kind {} never ends", visitor.number(),
-                           int{visitor.kind()});
-    return "never ends";
+    return check();
   }
+  bool ended() const { return tasks_.all_ended(); }
 
  private:
-  void add(Visitor::Kind kind, int number, int ranks) {
-    visitors_.emplace_back(kind, number, ranks, dice_);
-    connections_.emplace_back();
-    ++counts_[kind == Visitor::rank ? "store: ranks" : "store: strangers"];
-  }
+  enum Kind { other_secret, no_secret, other_attempt, early, behind };
 
-  /// One visitor connects, or a piece of what is on the way arrives.
-  std::string turn() {
-    const auto i = static_cast<size_t>(dice_.below(static_cast<int64_t>(visitors_.size())));
-    auto& visitor = visitors_[i];
-    auto& connection = connections_[i];
-    if (!connection) {
-      if (visitor.tries() > 0 && visitor.kind() != Visitor::rank && visitor.done()) return "";
-      if (visitor.tries() >= kMostTries) return fmt::format("visitor {} tries for ever", i);
-      connection = std::make_unique<Connection>(gate_, table_);
-      if (faults_left_ > 0 && dice_.one_in(2)) {
-        --faults_left_;
-        (dice_.one_in(2) ? connection->there : connection->back).flip_at = dice_.below(600);
+  struct World {
+    int attempt, number;
+    int left;  // ranks that have finished
+    std::vector<std::string> reported;
+  };
+  struct Carried {
+    std::unique_ptr<Wire> wire;
+    Wire::Fault::Kind fault;
+  };
+  struct Connections {
+    int made = 0, struck = 0, lost = 0;
+  };
+  struct Burst {
+    TimePoint at;
+    int64_t count;
+  };
+
+  void add(int number, std::function<void()> body) {
+    tasks_.start(number, [this, body = std::move(body)] {
+      try {
+        body();
+      } catch (const std::exception& error) {
+        find(error.what());
       }
-      if (visitor.tries() > 0) ++counts_["store: connections made again"];
-      visitor.connected(*connection);
-    }
-    auto& session = connection->session;
-    if (faults_left_ > 0 && dice_.one_in(60)) {
-      --faults_left_;
-      ++counts_["store: connections lost"];
-      connection->open = false;
-    }
-    if (connection->open) {
-      const auto bytes = connection->there.take(dice_);
-      // A socket with output is not read, see StoreServer::wait_for_events().
-      if (!session.output().empty()) connection->there.bytes.insert(0, bytes);
-      else if (!bytes.empty()) session.feed(bytes);
-      for (auto& other : connections_)
-        if (other) other->session.answer_waiting();
-      const auto sent = std::min<size_t>(session.output().size(), dice_.between(1, 300));
-      connection->back.put(session.output().substr(0, sent));
-      session.output().erase(0, sent);
-    }
-    std::string finding;
-    if (const auto arrived = connection->back.take(dice_); connection->open && !arrived.empty())
-      finding = visitor.take(*connection, arrived);
-    if (session.dropped() && session.output().empty() && connection->back.bytes.empty())
-      connection->open = false;
-    if (!finding.empty()) return finding;  // no flipped bit may cause one
-    if (session.is_member() && visitor.kind() != Visitor::rank) return "a stranger is a member";
-    if (!session.complaint().empty() && visitor.kind() == Visitor::rank)
-      return "the store complains of a rank: " + session.complaint();
-    if (!connection->open) count_and_close(connection);
-    return "";
+    });
+  }
+  void find(const std::string& what) {
+    if (finding_.empty()) finding_ = what;
+  }
+  std::string secret() const { return has_secret_ ? "secret" : ""; }
+  std::string value(size_t world, int rank) const {
+    return std::string(value_sizes_[world * size_ + rank],
+                       static_cast<char>('a' + 7 * world + rank));
+  }
+  static std::string key(int rank) { return fmt::format("key {}", rank); }
+  void dawdle() {
+    if (dice_.one_in(3)) tasks_.sleep(milliseconds(dice_.below(200)));
   }
 
-  void count_and_close(std::unique_ptr<Connection>& connection) {
-    counts_["store: bits flipped"] += connection->there.flipped + connection->back.flipped;
-    connection.reset();
+  /// connect() of StoreLink.
+  int connect(int fd, int number) {
+    const auto refuse = [](int error) {
+      errno = error;
+      return -1;
+    };
+    if (!listens_) return refuse(ECONNREFUSED);
+    if (dice_.one_in(20)) {
+      ++counts_["store: connections that the network refused"];
+      return refuse(dice_.one_in(2) ? ENETUNREACH : ETIMEDOUT);
+    }
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) return -1;
+    const Socket kept(ends[0]);
+    if (::dup3(kept.fd(), fd, O_CLOEXEC) < 0) return -1;
+    Wire::Fault fault;
+    if (faults_left_ > 0 && dice_.one_in(2)) {
+      --faults_left_;
+      fault.kind = dice_.one_in(3) ? Wire::Fault::cut : Wire::Fault::flip;
+      fault.direction = static_cast<int>(dice_.below(2));
+      fault.at = dice_.one_in(10) ? dice_.below(100'000) : dice_.below(600);
+    }
+    wires_.push_back(
+        {std::make_unique<Wire>(Socket(ends[1]), path_, number, 0, fault), fault.kind});
+    if (connections_[number].made++ > 0) ++counts_["store: connections made again"];
+    return 0;
+  }
+
+  StorePlace place(int number, const World& world) const {
+    return {"127.0.0.1", kPort, number, size_, world.attempt, secret(), {}, world.number};
+  }
+
+  void serve(World& world) {
+    std::vector<Socket> listeners;
+    listeners.push_back(listen_at_path(path_));
+    StoreServer::Options options;
+    options.gate = {world.attempt, secret(), "rank", world.number};
+    server_ = std::make_unique<StoreServer>(std::move(listeners), std::move(options));
+    listens_ = true;
+  }
+
+  /// In each world a rank sets a key, waits for those of all ranks, and reads them.
+  void be_rank(int rank) {
+    for (size_t i = 0; i < worlds_.size(); ++i) {
+      auto& world = worlds_[i];
+      dawdle();
+      if (rank == 0) serve(world);
+      auto link = std::make_unique<StoreLink>(place(rank, world), tasks_.now + kPatience, false);
+      ++counts_["store: ranks that joined a world"];
+      std::vector<StoreMessage> requests{
+          {static_cast<uint8_t>(Request::set), {key(rank), value(i, rank)}},
+          {static_cast<uint8_t>(Request::wait), {}}};
+      for (int other = 0; other < size_; ++other) {
+        requests[1].parts.push_back(key(other));
+        requests.push_back({static_cast<uint8_t>(Request::get), {key(other)}});
+      }
+      for (size_t r = 0; r < requests.size(); ++r) {
+        dawdle();
+        const auto reply = ask(link, rank, world, requests[r]);
+        if (r >= 2 && (reply.parts.size() != 1 || reply.parts[0] != value(i, int(r) - 2)))
+          return find(fmt::format("rank {} reads a wrong value of rank {}", rank, r - 2));
+      }
+      ++world.left;
+      if (rank > 0) continue;
+      while (world.left < size_) tasks_.sleep(milliseconds(10));
+      dawdle();
+      listens_ = false;
+      first_over_ = true;
+      world.reported = server_->reported();
+      server_.reset();
+    }
+  }
+
+  /// A connection that is lost is made again, if something has disturbed it.
+  StoreMessage ask(std::unique_ptr<StoreLink>& link, int rank, const World& world,
+                   const StoreMessage& request) {
+    for (;;) {
+      std::string lost;
+      try {
+        auto reply = link->call(request, tasks_.now + kPatience);
+        if (static_cast<Reply>(reply.code) != Reply::done)
+          find(fmt::format("the store refuses a request of rank {}", rank));
+        return reply;
+      } catch (const StoreLost& error) {
+        lost = error.what();
+      }
+      ++counts_["store: connections lost"];
+      if (++connections_[rank].lost > connections_[rank].struck)
+        throw std::runtime_error(
+            fmt::format("rank {} loses a connection that nothing disturbed: {}", rank, lost));
+      link = std::make_unique<StoreLink>(place(rank, world), tasks_.now + kPatience, true);
+    }
+  }
+
+  /// Somebody who speaks the protocol and gets an error, never a connection.
+  void be_wrong(Kind kind, int number) {
+    dawdle();
+    const auto& first = worlds_.front();
+    if (kind == behind)  // the first world is over
+      while (!first_over_) tasks_.sleep(milliseconds(20));
+    auto place = this->place(number, kind == early ? World{99, 0, 0, {}} : first);
+    if (kind == other_secret) place.secret = "other";
+    if (kind == no_secret) place.secret = has_secret_ ? "" : "other";
+    if (kind == other_attempt) place.attempt = 6;
+    try {
+      const StoreLink link(place, tasks_.now + kStrangersPatience, false);
+      find("a stranger is a member");
+    } catch (const UsageError& error) {
+      const std::string text = error.what();
+      const bool of_secrets = text.find("TESSERA_SECRET") != std::string::npos;
+      if (of_secrets != (kind == other_secret || kind == no_secret))
+        find(fmt::format("a rank of kind {} gets: {}", int{kind}, text));
+      ++counts_["store: strangers that got their error"];
+    } catch (const StoreLost&) {
+      ++counts_["store: strangers that found no store"];
+    }
+  }
+
+  bool let_strangers_come() {
+    bool any = false;
+    for (auto& burst : bursts_) {
+      if (burst.count == 0 || burst.at > tasks_.now) continue;
+      any = true;
+      for (; burst.count > 0; --burst.count) {
+        auto socket = connect_to_path(path_);
+        if (socket.fd() < 0) continue;
+        const auto hello = make_hello({static_cast<int>(dice_.below(4)), 7, has_secret_, 0});
+        auto words = dice_.one_in(3) ? hello : hello.substr(0, dice_.below(60));
+        for (int64_t i = dice_.one_in(3) ? dice_.below(200) : 0; i > 0; --i)
+          words += static_cast<char>(dice_.below(256));
+        (void)!::send(socket.fd(), words.data(), words.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        strangers_.push_back(std::move(socket));
+        ++counts_["store: strangers"];
+      }
+    }
+    return any;
+  }
+
+  bool turn() {
+    bool moved = let_strangers_come();
+    moved = tasks_.turn() || moved;
+    if (moved && dice_.one_in(2)) return true;
+    for (auto& [wire, fault] : wires_) {
+      const bool before = wire->struck();
+      moved = wire->move(tasks_.now, dice_) || moved;
+      if (before || !wire->struck()) continue;
+      ++connections_[wire->from].struck;
+      ++counts_[fault == Wire::Fault::flip ? "store: bits flipped" : "store: cuts"];
+    }
+    std::erase_if(wires_, [](const Carried& carried) { return carried.wire->closed(); });
+    return moved;
   }
 
   std::string check() {
-    for (auto& connection : connections_)
-      if (connection) count_and_close(connection);
+    if (!finding_.empty()) return finding_;
+    for (const auto& world : worlds_)
+      for (const auto& line : world.reported) {
+        const auto says = [&](const std::string& text) {
+          return line.find(text) != std::string::npos;
+        };
+        // A rank of the next attempt may ask the store of this one.
+        for (int rank = 0; rank < size_; ++rank)
+          if (says(fmt::format("calls itself rank {} ", rank)) &&
+              !says(fmt::format("belongs to attempt {};", world.attempt + 1)))
+            return "the store complains of a rank: " + line;
+      }
+    for (const auto& stranger : strangers_) {
+      char bytes[1000];
+      const auto got = ::recv(stranger.fd(), bytes, sizeof bytes, MSG_DONTWAIT);
+      if (got > static_cast<ssize_t>(kChallengeBytes))
+        return fmt::format("a stranger gets {} bytes", got);
+    }
     return "";
   }
 
   Dice dice_;
   Counts& counts_;
-  const Session::Gate gate_{7, "secret", "rank", 3};
-  KeyTable table_;
-  std::deque<Visitor> visitors_;
-  std::vector<std::unique_ptr<Connection>> connections_;
+  const std::string path_;
+  const int size_;
+  const TimePoint start_;
+  std::string finding_;
+  std::vector<World> worlds_;
+  std::vector<int64_t> value_sizes_;
+  std::vector<Connections> connections_;  // by number
+  std::vector<Carried> wires_;
+  std::vector<Burst> bursts_;
+  std::vector<Socket> strangers_;
   int64_t faults_left_ = 0;
+  bool has_secret_ = true, listens_ = false, first_over_ = false;
+  std::unique_ptr<StoreServer> server_;
+  Tasks tasks_{dice_, start_};
 };
 
 }  // namespace
 
 std::string run_store(uint64_t seed, Counts& counts) {
-  Schedule schedule(seed, counts);
-  return schedule.run();
+  auto schedule = std::make_unique<Schedule>(seed, counts);
+  const auto finding = schedule->run();
+  if (!schedule->ended()) (void)schedule.release();  // its tasks wait for ever
+  return finding;
 }
 
 }  // namespace tessera::sim

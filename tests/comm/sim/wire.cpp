@@ -61,10 +61,11 @@ bool Wire::take(int direction, TimePoint now, Dice& dice) {
   size_t ahead = 0;
   for (const auto& piece : pieces_[direction]) ahead += piece.bytes.size();
   if (ahead >= kMostAhead) return false;
-  std::string bytes(dice.one_in(3) ? dice.between(1, 40) : dice.between(1, 1 << 18), '\0');
-  const auto got = ::recv(from_end.fd(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+  static char buffer[1 << 18];
+  const auto most = dice.one_in(3) ? dice.between(1, 40) : dice.between(1, sizeof buffer);
+  const auto got = ::recv(from_end.fd(), buffer, static_cast<size_t>(most), MSG_DONTWAIT);
   if (got < 0 && comm::is_temporary(errno)) return false;
-  bytes.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
+  std::string bytes(buffer, static_cast<size_t>(std::max<ssize_t>(got, 0)));
   auto& carried = carried_[direction];
   const auto size = static_cast<int64_t>(bytes.size());
   if (!struck_ && fault_.kind != Fault::none && fault_.direction == direction &&
