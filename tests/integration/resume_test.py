@@ -57,9 +57,14 @@ class Runs(unittest.TestCase):
                 return
         self.fail(f"no {text}")
 
+    undisturbed = None
+
     def whole(self):
-        self.call("train.log=whole.jsonl", "train.save=whole.safetensors", "checkpoint.folder=whole")
-        return without_times(self.folder / "whole.jsonl"), (self.folder / "whole.safetensors").read_bytes()
+        """The outcome of an undisturbed run, which the first test that needs it does."""
+        if Runs.undisturbed is None:
+            self.call("train.log=whole.jsonl", "train.save=whole.safetensors", "checkpoint.folder=whole")
+            Runs.undisturbed = without_times(self.folder / "whole.jsonl"), (self.folder / "whole.safetensors").read_bytes()
+        return Runs.undisturbed
 
     def outcome(self):
         return without_times(self.folder / "log.jsonl"), (self.folder / "out.safetensors").read_bytes()
