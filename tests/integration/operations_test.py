@@ -77,20 +77,19 @@ class Watchdog(Operations):
         self.assertIn("spin_for_ever", self.of_rank(run, 0))
 
     def test_a_first_step_and_a_hook_have_a_bound_of_their_own(self):
-        run = self.probe(1, "model.rank=0", "model.step=0", "train.watchdog.other=1")
-        self.assertEqual(run.end(), 3, run.text())
-        self.assertIn("in step 0, forward, backward and update; expected at most 1.0 s", self.of_rank(run, 0))
-        run = self.probe(1, "hooks=[{type: Slow, step: 1000}]", "train.watchdog.other=1")
-        self.assertEqual(run.end(), 3, run.text())
-        self.assertIn("in step 1, a hook;", self.of_rank(run, 0))
+        runs = [self.probe(1, "model.rank=0", "model.step=0", "train.watchdog.other=1"),
+                self.probe(1, "hooks=[{type: Slow, step: 1000}]", "train.watchdog.other=1")]
+        for run, text in zip(runs, ("in step 0, forward, backward and update; expected at most 1.0 s", "in step 1, a hook;")):
+            self.assertEqual(run.end(), 3, run.text())
+            self.assertIn(text, self.of_rank(run, 0))
 
     def test_slow_hooks_checkpoints_and_steps_are_progress(self):
-        run = self.probe(1, "hooks=[{type: Slow, step: 2, save: 2}]", "checkpoint={folder: run, every: 1}", "train.steps=3",
-                         "train.watchdog.least=0.5")
-        self.assertEqual(run.end(), 0, run.text())
-        run = self.probe(1, "model.slow=0.7", "train.steps=5", "train.watchdog.least=0.1")  # below 20 times the median
-        self.assertEqual(run.end(), 0, run.text())
-        self.assertNotIn("no progress", run.text())
+        runs = [self.probe(1, "hooks=[{type: Slow, step: 2, save: 2}]", "checkpoint={folder: run, every: 1}", "train.steps=3",
+                           "train.watchdog.least=0.5"),
+                self.probe(1, "model.slow=0.7", "train.steps=5", "train.watchdog.least=0.1")]  # below 20 times the median
+        for run in runs:
+            self.assertEqual(run.end(), 0, run.text())
+            self.assertNotIn("no progress", run.text())
 
     def test_a_rank_that_was_stopped_and_continued_goes_on(self):
         run = self.start(PROBE, "c.yaml", "model.slow=1", "train.steps=6", "train.watchdog.least=4", "train.watchdog.factor=1", "train.watchdog.other=20")
@@ -111,11 +110,11 @@ class Watchdog(Operations):
     def test_it_can_be_switched_off(self):
         run = self.probe(1, "model.rank=0", "model.step=3", "train.watchdog.least=0.2", "train.watchdog.factor=null")
         run.wait_for_line(r"step +2/")
+        wrong = self.probe(1, "train.watchdog=null")
         time.sleep(4)
         self.assertIsNone(run.process.poll())
-        run = self.probe(1, "train.watchdog=null")
-        self.assertEqual(run.end(), 2)
-        self.assertIn("train.watchdog: null; expected a map of keys, in which factor: null", run.text())
+        self.assertEqual(wrong.end(), 2)
+        self.assertIn("train.watchdog: null; expected a map of keys, in which factor: null", wrong.text())
 
 
 class BeforeTheFirstStep(Operations):
