@@ -5,15 +5,18 @@
 // operations for each kind of failure and rank, evenly spread. WORD: only scenarios with it in
 // their names. Exit code 1 after findings.
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
@@ -30,6 +33,8 @@
 #include "tessera/step/agreement.h"
 #include "tessera/weights/torch_file.h"
 #include "tessera/weights/weights.h"
+#include "tessera/weights/weights_tools.h"
+#include "train/report/keep_log_before.h"
 
 namespace {
 
@@ -228,6 +233,57 @@ Scenario weights_over_one_file() {
   return scenario;
 }
 
+/// model.safetensors has version 1, and an index beside it version 2.
+Scenario weights_are_read() {
+  auto scenario = weights("a folder of weights is read", {0}, "w/");
+  scenario.prepare = [](const Place& place) {
+    write_weights_to(place, place.folder + "/w/", 2);
+    save_safetensors(place.folder + "/w/model.safetensors", tensors_of(1));
+  };
+  scenario.act = [](const Place& place) {
+    if (read_weights(place.folder + "/w/") == 1) return;
+    std::printf("the index is read\n");
+    std::fflush(stdout);
+    ::_exit(9);
+  };
+  scenario.after = 1;
+  scenario.reads = true;
+  return scenario;
+}
+
+/// The files beside weights, such as config.json.
+Scenario other_files() {
+  const auto from = [](const Place& place, int64_t version) {
+    return place.folder + "/from-" + std::to_string(version);
+  };
+  const auto copy = [from](int64_t version) {
+    return [from, version](const Place& place) {
+      copy_other_files(from(place, version), place.folder);
+    };
+  };
+  return {"files beside a folder of weights are copied",
+          {0},
+          "",
+          [=](const Place& place) {
+            for (const int64_t version : {1, 2, 3}) {
+              fs::create_directory(from(place, version));
+              write_file(from(place, version) + "/config.json",
+                         std::string(static_cast<size_t>(1000 * version), 'x'));
+            }
+            copy(1)(place);
+          },
+          copy(2),
+          [](const Place& place) {
+            const auto size = static_cast<int64_t>(fs::file_size(place.folder + "/config.json"));
+            expect(size > 0 && size % 1000 == 0, "the file is cut");
+            return size / 1000;
+          },
+          [=](const Place& place) {
+            copy(3)(place);
+            settled(place);
+          }};
+}
+
 Scenario optimizer_file() {
   const auto write = [](int64_t version) {
     return [version](const Place& place) {
@@ -277,6 +333,34 @@ Scenario text_file() {
           }};
 }
 
+/// Version 1 has 10 lines, version 2 has 5, and version 3 has 3.
+Scenario log_of_a_run() {
+  const auto path = [](const Place& place) { return place.folder + "/log.jsonl"; };
+  const auto keep = [path](int64_t lines) {
+    return [path, lines](const Place& place) { train::keep_log_before(path(place), lines); };
+  };
+  return {"the log of a run that resumes, a file of lines, is cut",
+          {0},
+          "",
+          [path](const Place& place) {
+            std::string text;
+            for (int64_t step = 0; step < 10; ++step)
+              text += fmt::format("{{\"step\": {}, \"more\": \"{:900}\"}}\n", step, "");
+            write_file(path(place), text);
+          },
+          keep(5),
+          [path](const Place& place) {
+            const auto text = read_file("log", path(place));
+            const auto lines = std::count(text.begin(), text.end(), '\n');
+            expect(lines == 10 || lines == 5 || lines == 3, "the log is cut");
+            return lines == 10 ? 1 : lines == 5 ? 2 : 3;
+          },
+          [=](const Place& place) {
+            keep(3)(place);
+            settled(place);
+          }};
+}
+
 std::vector<Scenario> scenarios() {
   std::vector<Scenario> all;
   for (const auto& [where, hosts] : std::vector<std::pair<std::string, std::vector<int>>>{
@@ -295,10 +379,13 @@ std::vector<Scenario> scenarios() {
   all.push_back(weights("a folder of weights is replaced", {0}, "w/"));
   all.push_back(weights("a folder of weights is replaced by two ranks", {0, 0}, "w/"));
   all.push_back(weights_over_one_file());
+  all.push_back(weights_are_read());
+  all.push_back(other_files());
   all.push_back(weights("a safetensors file is replaced", {0, 0}, "w.safetensors"));
   all.push_back(weights("a file for torch.load is replaced", {0, 0}, "w.pt"));
   all.push_back(optimizer_file());
   all.push_back(text_file());
+  all.push_back(log_of_a_run());
   return all;
 }
 
@@ -375,23 +462,43 @@ class Campaign {
     });
     if (!prepared.empty()) return find(scenario, "it cannot be prepared", prepared);
     for (int rank = 0; rank < static_cast<int>(scenario.hosts.size()); ++rank) {
-      for (const char* how :
-           {"kill", "EIO", "EIO+", "ENOSPC", "ENOSPC+", "ESTALE", "EMFILE", "EINTR", "short"})
-        run(scenario, rank, how);
+      std::map<std::string, long> counts;  // of the operations that a failure can be done to
+      for (size_t number = 0; number < kHow.size(); ++number) {
+        const auto& [how, like] = kHow[number];
+        if (counts.count(like) == 0) counts[like] = count(scenario, rank, like);
+        run(scenario, rank, how, counts[like], number);
+      }
     }
   }
 
   Totals totals;
 
  private:
-  void run(const Scenario& scenario, int rank, const std::string& how) {
+  /// Each kind of failure, and one that can be done to the same operations.
+  static constexpr std::array<std::pair<const char*, const char*>, 9> kHow{{{"kill", "EIO"},
+                                                                            {"EIO", "EIO"},
+                                                                            {"EIO+", "EIO"},
+                                                                            {"ENOSPC", "ENOSPC"},
+                                                                            {"ENOSPC+", "ENOSPC"},
+                                                                            {"ESTALE", "EIO"},
+                                                                            {"EMFILE", "EMFILE"},
+                                                                            {"EINTR", "EINTR"},
+                                                                            {"short", "short"}}};
+
+  long count(const Scenario& scenario, int rank, const std::string& how) {
     const std::string counted = attempt(scenario, rank, how, 0);
-    const long count = std::strtol(counted.c_str(), nullptr, 10);
     if (counted.find("done") == counted.npos)
-      return find(scenario, "it fails undisturbed, rank " + std::to_string(rank), counted);
+      find(scenario, "it fails undisturbed, rank " + std::to_string(rank), counted);
+    return std::strtol(counted.c_str(), nullptr, 10);
+  }
+
+  /// `number`: of the kind, so that each begins with another operation.
+  void run(const Scenario& scenario, int rank, const std::string& how, long count, size_t number) {
     totals.operations += count;
     const long step = std::max(1L, (count + most_ - 1) / most_);
-    for (long at = 1 + (count / 2) % step; at <= count; at += step) {
+    const long first =
+        step * static_cast<long>(2 * number + 1) / static_cast<long>(2 * kHow.size());
+    for (long at = 1 + first; at <= count; at += step) {
       const std::string where = how + " at operation " + std::to_string(at) + " of " +
                                 std::to_string(count) + " of rank " + std::to_string(rank);
       const std::string result = attempt(scenario, rank, how, at);

@@ -1,6 +1,6 @@
 """File operations that fail, transfer fewer bytes, or end their process: those of single writers and readers, which the program
 file_operations tries, and those of whole trainings, which load the library failing_files first."""
-import collections, random, re, shutil, sys, time
+import collections, json, random, re, shutil, sys, time
 
 from registry import fault
 from trial import EVERY, STEPS, Trial, outcome
@@ -68,6 +68,8 @@ class Training:
         trial.nothing_runs()
         trial.train(*GO_ON, ranks=RANKS)
         trial.check(trial.weights() == trial.reference(*GO_ON, ranks=RANKS), f"other bits after {lines[-1:]}", run)
+        steps = [json.loads(line)["step"] for line in (trial.folder / "log.jsonl").read_text().splitlines()]
+        trial.check(steps == list(range(STEPS + EVERY)), f"the log has steps {steps} after {lines[-1:]}", run)
         left = [path for path in trial.folder.rglob(".*") if path.name != ".lock"]
         trial.check(not left, f"left behind: {left} after {lines[-1:]}", run)
 
