@@ -15,6 +15,7 @@ GO_ON = (f"train.steps={STEPS + EVERY}", "checkpoint.fallback=true", "train.save
 
 @fault(GROUP, "each file operation, seeded, fails, is short or kills: {what}", cases=[dict(what=what, word=word, most=most) for what, word, most in (
     ("a checkpoint is written", "a checkpoint is written", 2), ("a checkpoint is replaced", "a checkpoint is replaced", 2),
+    ("a checkpoint is read", "a checkpoint is read", 4), ("a folder of weights is replaced or read", "a folder of weights", 3),
     ("a file of weights, optimizer state or text is replaced", "file", 3))])
 def operations(trial, what, word, most):
     run = trial.start(trial.bin("file_operations"), "--most", most, word)
