@@ -7,7 +7,7 @@ BUILD   default: build. Its .ninja_log has the time of each output; of several b
 --top N also prints the N outputs that took longest. Default: 10.
 
 Times are wall seconds of each command. They are close to CPU seconds where no more commands run at a time
-than there are cores, and nothing else runs. Ranks, blocking, errors: none.
+than there are cores, and nothing else runs.
 """
 import argparse
 import collections
@@ -17,14 +17,21 @@ import sys
 
 
 def read(log):
-    """The seconds of each output's newest command."""
+    """The seconds of each command, by the first output that it made last."""
     lines = log.read_text().splitlines()
     if not lines or not lines[0].startswith("# ninja log"):
         sys.exit(f"build_times: {log}: expected a log of Ninja")
-    seconds = {}
+    newest = {}
     for line in lines[1:]:
-        start, end, _, output, _ = line.split("\t")
-        seconds[output] = (int(end) - int(start)) / 1000
+        start, end, _, output, command = line.split("\t")
+        if (log.parent / output).exists():  # an output of an earlier configuration does not
+            newest[output] = (start, end, command)
+    # A command with several outputs has a line for each.
+    seconds, seen = {}, set()
+    for output, (start, end, command) in newest.items():
+        if (start, end, command) not in seen:
+            seconds[output] = (int(end) - int(start)) / 1000
+        seen.add((start, end, command))
     return seconds
 
 
@@ -47,7 +54,6 @@ def main():
     seconds = read(log)
     sums, counts = collections.Counter(), collections.Counter()
     for output, took in seconds.items():
-        # An object and its dependencies, or a library and its link, are one command.
         sums[folder(output)] += took
         counts[folder(output)] += 1
     print(f"{'folder':<32}{'outputs':>8}{'seconds':>10}")

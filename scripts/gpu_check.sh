@@ -2,7 +2,7 @@
 # Checks Tessera on the CUDA devices of this machine: builds against a PyTorch wheel with NCCL, runs
 # each test of test_cuda, trains one small model on the CPU and on the devices and compares the
 # weights, and measures beside PyTorch. Writes each verdict when it is known, and goes on where the
-# last call ended: a check that has a verdict is not run again.
+# last call ended: a check that has a verdict, also a bad one, is not run again.
 #
 #     scripts/gpu_check.sh [SECONDS]
 #
@@ -15,9 +15,9 @@
 # PARTS="…"      what is run, of: build tests train measure. Default: all.
 # ROUNDS=N       how often each program is timed, in turn. Default: 2.
 # JOBS=N         how many tests run at a time. Default: 8.
-# DEVICE=sim     tries the script on a machine without a device: BUILD is then a build for CPUs, of
-#                with benchmarks, of which nothing is built, the tests are those of test_device,
-#                and one small size is measured on the CPU.
+# DEVICE=sim     tries the script on a machine without a device. BUILD is then a build for CPUs with
+#                benchmarks, and nothing is built. The tests are those of test_device, and one small
+#                size is measured on the CPU.
 #
 # Where there is one device, two ranks share it and exchange through the host's memory. Ends with
 # status 77 and says why where there is no device or no wheel with CUDA, and with status 1 where a

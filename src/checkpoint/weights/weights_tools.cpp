@@ -133,8 +133,9 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
   finish_weights_folder(to, parts, weights_index_text(specs, parts));
   const fs::path source = fs::path(from.path()).parent_path();
   if (!fs::exists(source / "config.json")) return;
-  copy_other_files(source.string(), to);
-  if (options.dtype) set_dtype_of_config(fs::path(to) / "config.json", *options.dtype);
+  const auto copied = copy_other_files(source.string(), to);
+  if (options.dtype && std::find(copied.begin(), copied.end(), "config.json") != copied.end())
+    set_dtype_of_config(fs::path(to) / "config.json", *options.dtype);
 }
 
 std::vector<std::string> copy_other_files(const std::string& from, const std::string& to) {
