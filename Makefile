@@ -11,8 +11,8 @@ FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test quick build programs dependencies format benchmark sanitizers wheel fuzz network faults \
-  operations soak clean
+.PHONY: demo test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
+  fuzz network faults operations soak lifetimes check_faults debian_13 clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -24,6 +24,9 @@ test: build
 # The tests that need a second or two each: what is pure, and one parity case of each wrapper.
 quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
+
+# All tests and all campaigns, for some hours.
+everything: test tidy sanitizers fuzz network operations soak lifetimes check_faults debian_13
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -43,11 +46,16 @@ dependencies:
 format: dependencies
 	python3 tests/style/format_test.py . --fix
 
+# Static analysis of all sources, for some minutes. The test `tidy` does it without the folders that use libtorch.
+tidy: dependencies
+	[ -f $(BUILD)/build.ninja ] || cmake --preset release -B $(BUILD)
+	python3 tests/style/tidy.py $(BUILD) all
+
 # Compares with PyTorch on this machine: prints tables of ratios, writes benchmark-out/*.json.
 benchmark: dependencies
 	benchmarks/run.sh $(BUILD)
 
-# Runs the fast tests under the address sanitizer and under the thread sanitizer.
+# Runs the quick tests under the address sanitizer and under the thread sanitizer.
 sanitizers: dependencies
 	scripts/run_sanitizers.sh
 
@@ -68,6 +76,10 @@ network: build
 faults: build
 	python3 tests/faults/run.py $(BUILD) --write docs/faults.md
 
+# Tries every fault and compares with the page.
+check_faults: build
+	python3 tests/faults/run.py $(BUILD) --check docs/faults.md
+
 # Makes each file operation fail, of all writers and readers, then random ones of trainings for MINUTES.
 operations: build
 	python3 tests/faults/file_operations.py $(BUILD) --minutes $(MINUTES) --seed $(SEED)
@@ -75,6 +87,14 @@ operations: build
 # Disturbs trainings at random for MINUTES and compares them with undisturbed ones.
 soak: build
 	python3 tests/faults/soak.py $(BUILD) --minutes $(MINUTES) --seed $(SEED)
+
+# Ends programs with every object in every lifetime, over every backend.
+lifetimes: build
+	python3 tests/integration/lifetimes_test.py $(BUILD) all
+
+# Makes the packages of Debian 13 in a chroot, and tries them there.
+debian_13: build
+	SUITE=trixie QUICK=1 scripts/test_packages.sh $(BUILD)
 
 clean:
 	rm -rf $(BUILD) build-* demo-out benchmark-out

@@ -84,7 +84,7 @@ export began limit
 build_all() {
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_TORCH="$torch" \
     -DTESSERA_WITH_NCCL=ON -DTESSERA_BUILD_BENCHMARKS=ON -DTESSERA_BUILD_EXAMPLES=OFF \
-    -DTESSERA_TEST_DEBIAN_13=OFF -DTESSERA_WERROR=OFF
+    -DTESSERA_WERROR=OFF
   cmake --build "$build" -j "$(nproc)" --target tessera_cli tessera_train_cli \
     tessera_weights_cli test_cuda peer_twin bench_device_adam
 }

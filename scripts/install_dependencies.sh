@@ -13,7 +13,7 @@ case "${1:-tests}" in
   build) ;;
   tests)
     packages+=(
-      libgtest-dev libgmock-dev libbenchmark-dev clang-format-14
+      libgtest-dev libgmock-dev libbenchmark-dev clang-format-14 clang-tidy-14
       python3 python3-torch python3-numpy openmpi-bin iproute2
     )
     ;;

@@ -5,12 +5,11 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <xxhash.h>
 
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/detail/resolved.h"
 #include "tessera/step/agreement.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera {
 namespace {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/base/tree_sum.h"
-#define XXH_INLINE_ALL
 #include <xxhash.h>
+
+#include "comm/base/tree_sum.h"
 
 namespace tessera::zero {
 namespace {

@@ -111,7 +111,7 @@ def flip(path, at=-3):
     path.write_bytes(data)
 
 
-@fault(GROUP, "a damaged newest checkpoint, {policy}", fast=True,
+@fault(GROUP, "a damaged newest checkpoint, {policy}",
        cases=[dict(policy="checkpoint.fallback true"), dict(policy="checkpoint.fallback false"), dict(policy="under --max-restarts")])
 def damaged(trial, policy):
     trial.train()
@@ -234,7 +234,7 @@ def removed_lock(trial):
     return outcome("at the next checkpoint", "none", code, "the last checkpoint, sound")
 
 
-@fault(GROUP, "a full disk at the third checkpoint (a tmpfs of 1 MiB)", fast=True)
+@fault(GROUP, "a full disk at the third checkpoint (a tmpfs of 1 MiB)")
 def full_disk(trial):
     front = in_mounts("mkdir -p run", "mount -t tmpfs -o size=1m none run")
     reason = why_not(front)

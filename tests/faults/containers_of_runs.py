@@ -15,7 +15,7 @@ def train_and_kill(trial, **options):
                    f"{trial.left()}; the same bits as undisturbed outside")
 
 
-@fault(GROUP, "{name} refused, and SIGKILL of a rank", fast=True, cases=[dict(name=name) for name in [*CALLS, "all of these"]])
+@fault(GROUP, "{name} refused, and SIGKILL of a rank", cases=[dict(name=name) for name in [*CALLS, "all of these"]])
 def refused(trial, name):
     if platform.machine() != "x86_64":
         raise CannotTry("the numbers of system calls are those of x86_64")

@@ -12,7 +12,7 @@ def drifted(trial, wrapper):
     return outcome("train.check_replicas steps", trial.named(run, r"one.weight on rank (\d)"), 1, trial.resumes(parallel(wrapper)))
 
 
-@fault(GROUP, "one bit of a parameter on one rank, train.repair_replicas", fast=True)
+@fault(GROUP, "one bit of a parameter on one rank, train.repair_replicas")
 def repaired(trial):
     words = [parallel("DDP"), "train.check_replicas=1"]
     run = trial.train(*words, hook(do="flip", at=AT, rank=1), "train.repair_replicas=true")

@@ -6,7 +6,7 @@ GROUP = "Values that are not finite"
 SAMPLE = 12 * 5 + 7  # read by rank 1 of 3 in step 5
 
 
-@fault(GROUP, "{what}: {wrapper}", fast=True, cases=[dict(what=what, word=word, kind=kind, wrapper=wrapper) for wrapper in WRAPPERS for what, word, kind in (
+@fault(GROUP, "{what}: {wrapper}", cases=[dict(what=what, word=word, kind=kind, wrapper=wrapper) for wrapper in WRAPPERS for what, word, kind in (
     ("NaN in the batch of one rank", f"data.nan_at={SAMPLE}", "forward"), ("NaN in the gradient of one rank", f"data.gradient_at={SAMPLE}", "backward"),
     ("NaN in a parameter that one rank owns", hook(do="nan", at=AT, rank=1), "update"))])
 def found(trial, what, word, kind, wrapper):

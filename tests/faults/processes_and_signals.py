@@ -9,7 +9,7 @@ MS = int(1000 * TIMEOUT)
 SURVIVOR = r"BrokenWorldError: .* rank (\d+) (?:has died|has left|is gone)"
 
 
-@fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", fast=True, bound=600,
+@fault(GROUP, "SIGKILL of each of 3 ranks: {wrapper} over {backend}", bound=600,
        cases=[dict(wrapper=wrapper, backend=backend) for wrapper in WRAPPERS for backend in ("shm", "tcp")])
 def killed(trial, wrapper, backend):
     slowest, ranks, codes = 0, [], set()

@@ -30,7 +30,7 @@ def both(trial, hosts, *words, **how):
     return [launch(trial, hosts, host, *words, **how) for host in range(2)]
 
 
-@fault(GROUP, "before and during the start: {what}", fast=True, cases=[dict(what=what, count=count, words=words) for what, count, words in (
+@fault(GROUP, "before and during the start: {what}", cases=[dict(what=what, count=count, words=words) for what, count, words in (
     ("one connection that sends a byte 00 and stays open", 1, "00"), ("300 silent connections", 300, ""),
     ("50 connections that send an HTTP request", 50, b"GET / HTTP/1.1\r\n\r\n".hex()), ("20 connections that send a huge length", 20, "ff" * 64))])
 def junk(trial, what, count, words):
@@ -44,7 +44,7 @@ def junk(trial, what, count, words):
     return outcome("not a fault", "none", 0, "the world starts and trains")
 
 
-@fault(GROUP, "{what}", fast=True, cases=[dict(what=what, near=near, far=far) for what, near, far in (
+@fault(GROUP, "{what}", cases=[dict(what=what, near=near, far=far) for what, near, far in (
     ("a host with another secret", "secret number one", "secret number two"), ("a host without a secret", "secret number one", None), ("a secret on the far host alone", None, "secret number two"))])
 def secrets(trial, what, near, far):
     hosts = hosts_of(trial)
@@ -59,7 +59,7 @@ def secrets(trial, what, near, far):
     return outcome(trial.before_training(runs[1]), ranks, code, "rank 0 names the stranger and waits on")
 
 
-@fault(GROUP, "a connection to another address of host 0", fast=True)
+@fault(GROUP, "a connection to another address of host 0")
 def other_address(trial):
     hosts = hosts_of(trial)
     runs = both(trial, hosts, "train.steps=1000000")
@@ -77,7 +77,7 @@ def other_address(trial):
     return outcome("at once", "none", "143 when asked to stop", "refused; the world trains")
 
 
-@fault(GROUP, "SIGKILL of the rank on {where}", fast=True, cases=[dict(where="the far host", victim=1), dict(where="the host of the store", victim=0)])
+@fault(GROUP, "SIGKILL of the rank on {where}", cases=[dict(where="the far host", victim=1), dict(where="the host of the store", victim=0)])
 def killed(trial, where, victim):
     hosts = hosts_of(trial)
     runs = both(trial, hosts, hook(do="signal", value=9, at=AT, rank=victim))
@@ -195,7 +195,7 @@ def launch_rounds(trial, hosts, host, *words, nnodes="1:2"):
                                       "--rejoin-timeout", REJOIN, trial.bin("fault_trainer"), "c.yaml", *words))
 
 
-@fault(GROUP, "SIGKILL of the rank on node {victim} under --max-restarts", fast=True, cases=[dict(victim=victim) for victim in range(2)])
+@fault(GROUP, "SIGKILL of the rank on node {victim} under --max-restarts", cases=[dict(victim=victim) for victim in range(2)])
 def restarted(trial, victim):
     hosts = hosts_of(trial)
     runs = [launch_rounds(trial, hosts, host, hook(do="signal", value=9, at=AT, rank=victim, once=trial.folder / "once"), nnodes="2") for host in range(2)]

@@ -46,7 +46,7 @@ def environment(trial, words):
     return outcome(trial.before_training(run), "none", code, trial.left())
 
 
-@fault(GROUP, "in the config: {word}", fast=True, cases=[dict(word=word, names=names) for word, names in (
+@fault(GROUP, "in the config: {word}", cases=[dict(word=word, names=names) for word, names in (
     ("train.stepz=3", 'did you mean "steps"'), ("parallel.type=ZeroRedundancyOptimiser", "ZeroRedundancyOptimizer"), ("parallel.backend=smh", "shm"),
     ("train.global_batch=13", "train.global_batch: 13"), ("optimizer.lr=-1", "optimizer.lr"), ("train.steps=1e400", "train.steps"),
     ("data.type=Nothing", "data.type"), ("hooks=[{type: Foult}]", "Fault"))])

@@ -1,6 +1,7 @@
 """Trainings on two hosts, which are two network namespaces with a launcher in each, that start again together after a failure."""
 import os, pathlib, shutil, signal, sys, tempfile, time, unittest
 
+from each_test import run_each
 from processes import Run, environment, kill, marked, ranks
 from two_hosts import ADDRESSES, TwoHosts, ip
 
@@ -104,7 +105,10 @@ class TwoLaunchers(unittest.TestCase):
             time.sleep(0.02)
 
 
-def main():
+def main(jobs):
+    """All tests, `jobs` at a time, each between two hosts of its own; or those that the command line names."""
+    if len(sys.argv) == 2:
+        sys.exit(run_each(sys.argv[1:], jobs))
     TwoLaunchers.build = pathlib.Path(sys.argv.pop(1)).resolve()
     try:
         hosts = TwoLaunchers.hosts = TwoHosts()

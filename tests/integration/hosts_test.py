@@ -7,6 +7,7 @@ be made.
 import os, pathlib, re, shutil, signal, subprocess, sys, tempfile, time, unittest
 
 from faults_test import BUILD, TIMEOUT_MS, Run, write_config
+from each_test import run_each
 from processes import is_running
 from two_hosts import ADDRESSES, JUNK, SECOND_ADDRESS, TwoHosts
 
@@ -286,6 +287,8 @@ class Hosts(unittest.TestCase):
 
 def main():
     global WORLD
+    if len(sys.argv) == 1:
+        return run_each([BUILD], 2)
     try:
         WORLD = TwoHosts()
     except OSError as error:

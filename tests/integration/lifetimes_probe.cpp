@@ -1,7 +1,8 @@
 // lifetimes_probe: a rank that trains two steps with an object of the library and ends.
 // From the environment, because an object may be made before main():
 //   PROBE_BACKEND   auto, tcp, gloo
-//   PROBE_OBJECT    group, zero, ddp, fsdp, distributed, local_sgd, store, join, loader
+//   PROBE_OBJECT    group, zero, ddp, fsdp, distributed, local_sgd, store, join, loader;
+//                   several with commas between them
 //   PROBE_LIFETIME  local, static, filled (a global that main() fills), early (made before main()),
 //                   leaked, exit (a local while exit() is called); a child is forked, ends with
 //                   what it has inherited, and the parent goes on: fork_exit, fork__exit,
@@ -20,6 +21,7 @@
 #include <locale>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -64,10 +66,14 @@ const bool locale_is_set = set_locale();
 struct Held {
   std::optional<ProcessGroup> world;
   std::vector<std::shared_ptr<void>> objects;
-  std::function<void()> step;
+  std::vector<std::function<void()>> steps;
   std::vector<Work> under_way;
+  void step_twice() {
+    for (int i = 0; i < 2; ++i)
+      for (const auto& step : steps) step();
+  }
   ~Held() {
-    step = nullptr;
+    steps.clear();
     while (!objects.empty()) objects.pop_back();
   }
 };
@@ -98,31 +104,31 @@ void add_object(Held& held, const std::string& object) {
   const auto adamw = default_optimizers().factory("AdamW", {{"lr", 1e-3}});
   if (object == "group") {
     auto& group = keep(held, std::make_shared<ProcessGroup>(world.split(0).value()));
-    held.step = [&] {
+    held.steps.push_back([&] {
       group.barrier();
       // Each group has a thread now, and work under way when the process forks.
       held.under_way.push_back(world.all_reduce_async(torch::ones({1 << 20})));
       held.under_way.push_back(group.all_reduce_async(torch::ones({7})));
-    };
+    });
   } else if (object == "store") {
     const auto folder = given("PROBE_FOLDER");
     auto& store = keep(held, std::make_shared<CheckpointStore>(folder, world));
     // Ends with a writer that has not committed, so that its files are unfinished.
-    held.step = [&, n = int64_t{0}, open = std::shared_ptr<CheckpointWriter>()]() mutable {
+    held.steps.push_back([&, n = int64_t{0}, open = std::shared_ptr<CheckpointWriter>()]() mutable {
       if (open) (void)open->commit();
       open = std::make_shared<CheckpointWriter>(store, n++);
       open->add_tensors("w" + std::to_string(world.rank()) + ".safetensors",
                         {{"w", torch::ones({9})}});
-    };
+    });
   } else if (object == "loader") {
     auto& loader = keep(
         held, std::make_shared<BatchLoader>(
                   std::make_shared<Numbers>(), [](int64_t i) { return std::vector<int64_t>{i}; }, 0,
                   50, BatchLoaderOptions{.threads = 2}));
-    held.step = [&] {
+    held.steps.push_back([&] {
       (void)loader.next();
       world.barrier();
-    };
+    });
   } else if (object == "fsdp") {
     auto net = model();
     auto& fsdp =
@@ -131,31 +137,31 @@ void add_object(Held& held, const std::string& object) {
     std::shared_ptr<torch::optim::Optimizer> made =
         adamw({torch::optim::OptimizerParamGroup(fsdp.parameters())});
     auto& optimizer = keep(held, made);
-    held.step = [&] {
+    held.steps.push_back([&] {
       fsdp(input()).square().mean().backward();
       optimizer.step();
       optimizer.zero_grad();
-    };
+    });
   } else if (object == "distributed") {
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(model()));
     auto& optimizer =
         keep(held, std::make_shared<DistributedOptimizer>(
                        *net, world, adamw, DistributedOptimizerOptions{.reduce_method = "mean"}));
-    held.step = [&] {
+    held.steps.push_back([&] {
       net->forward(input()).square().mean().backward();
       optimizer.step();
       optimizer.zero_grad();
-    };
+    });
   } else if (object == "zero") {
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(model()));
     auto& zero = keep(held, std::make_shared<ZeroRedundancyOptimizer>(
                                 *net, world, adamw,
                                 ZeroRedundancyOptimizerOptions{.gather_in_background = true}));
-    held.step = [&] {  // ends with gathers under way
+    held.steps.push_back([&] {  // ends with gathers under way
       net->forward(input()).square().mean().backward();
       zero.step();
       zero.zero_grad();
-    };
+    });
   } else {
     using Ddp = DistributedDataParallel<torch::nn::Sequential>;
     const bool in_background = object == "ddp";
@@ -177,16 +183,16 @@ void add_object(Held& held, const std::string& object) {
       if (local) local->step();
       optimizer.zero_grad();
     };
-    held.step = once;
-    if (object == "join")
-      held.step = [&, once] {
+    if (object != "join") held.steps.push_back(once);
+    else
+      held.steps.push_back([&, once] {
         join({ddp}, {}, [&](JoinLoop& iteration) {
           for (int i = 0; i <= world.rank(); ++i) {
             iteration.next();
             once();
           }
         });
-      };
+      });
   }
 }
 
@@ -211,8 +217,9 @@ std::shared_ptr<Held> make() {
   const std::string line(999, 'x');
   for (int i = std::atoi(given("PROBE_NOISE", "0").c_str()) * 1000; i > 0; --i)
     std::puts(line.c_str());
-  add_object(*held, given("PROBE_OBJECT", "group"));
-  for (int i = 0; i < 2; ++i) held->step();
+  std::istringstream objects(given("PROBE_OBJECT", "group"));
+  for (std::string object; std::getline(objects, object, ',');) add_object(*held, object);
+  held->step_twice();
   return held;
 }
 
@@ -227,7 +234,7 @@ void go_on(Held& held, pid_t child) {
     give_up("status of the child: " + std::to_string(status));
   for (auto& work : held.under_way) work.wait();
   held.under_way.clear();
-  for (int i = 0; i < 2; ++i) held.step();
+  held.step_twice();
   auto sum = torch::ones({3});
   held.world->all_reduce(sum);
   if (sum[2].item<float>() != held.world->size()) give_up("wrong sum");

@@ -43,5 +43,39 @@ class Readme(unittest.TestCase):
             self.assertTrue((SOURCE / path).exists(), path)
 
 
+class Contributing(unittest.TestCase):
+    PAGE = (SOURCE / "CONTRIBUTING.md").read_text()
+    LISTS = "\n".join(path.read_text() for path in (SOURCE / "tests").glob("*/CMakeLists.txt"))
+    PROGRAMS = set(re.findall(r"tessera_test\((\w+)", LISTS))
+    ENTRIES = PROGRAMS | set(re.findall(r"(?:add_test\(NAME |tessera_add_test\()(\w+)", LISTS))
+
+    def test_the_table_has_every_folder_and_every_program(self):
+        (table,) = re.findall(r"(?ms)^\| folder \| programs and entries \|\n\|---\|---\|\n(.*?)\n\n", self.PAGE)
+        rows = [line.split("|")[1:3] for line in table.splitlines()]
+        folders = [name for folder, _ in rows for name in re.findall(r"`([\w/]+)`", folder)]
+        self.assertEqual(sorted(folders), sorted(["cli", *(f"src/{path.name}" for path in (SOURCE / "src").iterdir() if path.is_dir())]))
+        named = {name for _, entries in rows for name in re.findall(r"`(\w+)`", entries)}
+        self.assertEqual(named - self.ENTRIES, set(), "no such entry")
+        self.assertEqual(self.PROGRAMS - named, set(), "not in the table")
+
+    def test_a_program_is_in_the_row_of_its_folder(self):
+        for path in (SOURCE / "tests").glob("*/CMakeLists.txt"):
+            row = re.search(rf"(?m)^\| `src/{path.parent.name}` \|.*$", self.PAGE)
+            for program in re.findall(r"tessera_test\((\w+)", path.read_text()) if row else ():
+                if path.parent.name != "train" or program != "test_config":
+                    self.assertIn(f"`{program}`", row[0])
+
+    def test_the_lines_of_the_inner_loop_are_right(self):
+        (block,) = re.findall(r"## The inner loop\n\n```sh\n(.*?)```", self.PAGE, re.S)
+        self.assertEqual(len(block.splitlines()), 6)
+        self.assertIn('"name": "dev"', (SOURCE / "CMakePresets.json").read_text())
+        for program in re.findall(r"--target (\w+)|\^(\w+)\$|bin/(\w+)", block):
+            self.assertIn("".join(program), self.PROGRAMS)
+        tests = "".join(path.read_text() for path in (SOURCE / "tests/zero").glob("*.cpp"))
+        for suite in re.findall(r"gtest_filter='(\w+)\.", block):
+            self.assertRegex(tests, rf"\b{suite}\b")
+        self.assertIn(f'"{re.search("TESSERA_TEST_[A-Z]+", block)[0]}"', (SOURCE / "tests/device/seeds.h").read_text())
+
+
 if __name__ == "__main__":
     unittest.main()

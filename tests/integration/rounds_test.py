@@ -103,4 +103,4 @@ class Rounds(TwoLaunchers):
 
 
 if __name__ == "__main__":
-    main()
+    main(jobs=2)

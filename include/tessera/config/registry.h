@@ -65,7 +65,8 @@ class Registry {
     const Entry& chosen = entry(name);
     options.explain([&](const std::string& key) {
       std::string owners;
-      for (const auto& [other, known] : entries_) {
+      for (const auto& [other, known_entry] : entries_) {
+        const Entry& known = known_entry;  // Clang 14 captures no structured binding
         const auto infos =
             OptionReader::describe([&](OptionReader& reader) { known.read(reader, context...); });
         const bool has = std::any_of(infos.begin(), infos.end(), [&](const OptionInfo& info) {

@@ -1,6 +1,5 @@
 #include "checkpoint/io/digest.h"
 
-#define XXH_INLINE_ALL
 #include <algorithm>
 #include <cerrno>
 #include <new>

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <map>
 
-#include "comm/device/nccl_backend.h"
-#define XXH_INLINE_ALL
 #include <xxhash.h>
+
+#include "comm/device/nccl_backend.h"
 
 namespace tessera::comm {
 namespace {

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include <fmt/format.h>
-#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "comm/base/tree_sum.h"

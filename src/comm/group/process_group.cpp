@@ -5,14 +5,13 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include "comm/group/argument_checks.h"
 #include "comm/group/process_group_impl.h"
 #include "comm/rendezvous/local_place.h"
 #include "tessera/detail/resolved.h"
 #include "tessera/error.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera {
 

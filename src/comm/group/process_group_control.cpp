@@ -1,8 +1,13 @@
 // Members of ProcessGroup that exchange control data: byte strings, colors of a split, contracts,
 // failures.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <xxhash.h>
 
 #include "comm/device/backends.h"
 #include "comm/group/argument_checks.h"
@@ -10,12 +15,6 @@
 #include "comm/group/process_group_impl.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/process_group.h"
-#define XXH_INLINE_ALL
-#include <algorithm>
-#include <cstring>
-#include <numeric>
-
-#include <xxhash.h>
 
 namespace tessera {
 

@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <xxhash.h>
 
 #include "comm/failures/process_failures.h"
 #include "comm/group/checked_transport.h"
@@ -17,8 +18,6 @@
 #include "comm/group/tag_scope.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/step/agreement.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera {
 

@@ -10,7 +10,7 @@
 #include <sys/uio.h>
 
 #include "comm/store/socket.h"
-#define XXH_INLINE_ALL
+#define XXH_STATIC_LINKING_ONLY  // the size of XXH3_state_t
 #include <xxhash.h>
 
 namespace tessera::comm {

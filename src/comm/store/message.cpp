@@ -1,10 +1,9 @@
 #include "comm/store/message.h"
 
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include "tessera/error.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera::comm {
 namespace {

@@ -57,7 +57,7 @@ std::optional<Order> Contact::exchange(const NodeDocument& own) {
     heard_ = Clock::now();
     met_ = true;
     if (bytes.empty()) return std::nullopt;
-    const auto order = Order::decode(bytes);
+    auto order = Order::decode(bytes);
     if (!order) give_up("it gives a malformed order", kSameVersion);
     return order;
   } catch (const comm::StoreClosed& error) {
@@ -133,7 +133,7 @@ void Contact::write(const std::string& key, const std::string& value) {
   ask({static_cast<uint8_t>(comm::Request::set), {key, value}});
 }
 
-std::string Contact::ask(comm::StoreMessage request) {
+std::string Contact::ask(const comm::StoreMessage& request) {
   auto reply = link_->call(request, Clock::now() + kAnswer);
   if (static_cast<comm::Reply>(reply.code) != comm::Reply::done)
     give_up("its store refuses a request: " + (reply.parts.empty() ? "" : reply.parts[0]),

@@ -33,7 +33,7 @@ class Contact {
   void connect();
   std::string read(const std::string& key);
   void write(const std::string& key, const std::string& value);
-  std::string ask(comm::StoreMessage request);
+  std::string ask(const comm::StoreMessage& request);
   void check_alone(const NodeDocument& own);
   void lead();
   /// `advice`: what the user should do, or what was expected.

@@ -104,7 +104,7 @@ Outcome run_attempt(const Surroundings& around, int number, const std::string& r
   } catch (const UsageError&) {
     if (one_host) throw;  // with several hosts only the ranks' reports are missing
   }
-  const Outcome result = Supervisor(around, std::move(attempt)).run();
+  Outcome result = Supervisor(around, std::move(attempt)).run();
   folder.reset();
   around.guard.forget();
   return result;

@@ -22,7 +22,7 @@ std::string own_ranks(const LaunchOptions& options) {
 }
 
 std::string reason_of(const Cause& cause) {
-  const std::string end = describe(cause);
+  std::string end = describe(cause);
   if (cause.kind != Cause::Kind::elsewhere) return end;
   return "the failure began on " + list_ranks(cause.others) + ", and " + end;
 }
@@ -31,14 +31,12 @@ std::string reason_of(const Cause& cause) {
 void report_end(Meeting& meeting, const Outcome& outcome) {
   const auto& cause = outcome.cause;
   const bool requested = cause && cause->kind == Cause::Kind::request;
-  if (outcome.asked) {
+  if (outcome.asked || (outcome.interrupted && !outcome.ordered && !requested)) {
     meeting.end(End::stopped, "a signal to the launcher stopped the program", true, true);
   } else if (outcome.ordered) {
     meeting.end(End::followed, "an order stopped the program", false, false);
   } else if (requested) {
     meeting.end(cause->here ? End::stopped : End::followed, describe(*cause), cause->here, true);
-  } else if (outcome.interrupted) {
-    meeting.end(End::stopped, "a signal to the launcher stopped the program", true, true);
   } else if (outcome.exit_code == 0) {
     meeting.end(End::done, "", false, false);
   } else if (!outcome.not_started.empty()) {

@@ -3,11 +3,10 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include "tessera/detail/resolved.h"
 #include "tessera/error.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera::sharding {
 namespace {

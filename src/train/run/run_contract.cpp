@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <xxhash.h>
 
 #include "tessera/config/option_reader.h"
 #include "tessera/data/batch_loader.h"
@@ -12,8 +13,6 @@
 #include "tessera/detail/resolved.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/step/agreement.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace tessera::train {
 namespace {
