@@ -41,7 +41,7 @@ void run(Net net, const std::string& mode, int steps,
   net->to(torch::kDouble);
   tessera::FullyShardedDataParallelOptions options;
   options.wrap_policy = tessera::wrap_leaves();
-  options.reshard_after_forward = false;
+  options.sharding_strategy = tessera::ShardingStrategy::shard_grad_op;
   options.mixed_precision.param_dtype = torch::kFloat;
   tessera::FullyShardedDataParallel fsdp(net, tessera::ProcessGroup(), options);
   for (int i = 0; i < steps; ++i) loss([&](at::Tensor x) { return fsdp(x); }).backward();

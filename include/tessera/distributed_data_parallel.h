@@ -28,10 +28,10 @@ struct DistributedDataParallelOptions {
   /// a power of two from 1 to 16, or 25, whose latency is at most 1/16 of its time. Results do not
   /// depend on it.
   std::optional<double> bucket_cap_mb = {};
-  /// On: in training mode all ranks get the same buffers, by the rule `buffers`, before each
-  /// forward pass and after each backward pass, unless gradients are disabled or no_sync() is
-  /// active. So evaluation and saving see the same values everywhere. Off: as BufferSync::none.
-  bool broadcast_buffers = true;
+  /// In training mode all ranks get the same buffers, by this rule, before each forward pass and
+  /// after each backward pass, unless gradients are disabled or no_sync() is active. So evaluation
+  /// and saving see the same values everywhere. PyTorch's broadcast_buffers = false is
+  /// BufferSync::none.
   BufferSync buffers = BufferSync::broadcast;
   /// On: parameters may get no gradient in a backward pass; costs one small collective. Off: a
   /// missing gradient is an error on every rank.

@@ -84,9 +84,6 @@ struct FullyShardedDataParallelOptions {
   /// largest where ranks of a shard group are on several hosts. An operator that needs more units
   /// than fit exceeds the budget while it runs.
   int64_t resident_bytes = 0;
-  /// False: no unit is released during forward, whatever the budget is. shard_grad_op implies
-  /// false.
-  bool reshard_after_forward = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
   /// Gathers the next unit of forward while the current unit computes. Always on where ranks of a
   /// shard group are on several hosts. There the next two units are gathered, and in backward too
@@ -119,8 +116,6 @@ struct FsdpUnit {
   int64_t numel = 0;                    ///< Elements of the whole unit.
   int64_t sharded_bytes = 0;            ///< Bytes of this rank's shards; always held.
   int64_t gathered_bytes = 0;           ///< Bytes of the unit while it is gathered.
-  /// Padding of the flat buffers. Always 0: the ranks' segments differ in size instead.
-  int64_t padding_bytes = 0;
 };
 
 /// Counters of this rank since construction or reset_stats().

@@ -187,7 +187,6 @@ class ProcessGroup {
   /// Sums `tensor` over the ranks, in place on `root`. Other ranks' tensors are unchanged.
   /// Collective.
   void reduce(at::Tensor tensor, int root, const std::string& tag = "");
-  Work reduce_async(at::Tensor tensor, int root, const std::string& tag = "");
 
   /// Copies root's tensor to every rank, in place. Collective; same numel and dtype on every rank.
   void broadcast(at::Tensor tensor, int root, const std::string& tag = "");
@@ -212,8 +211,6 @@ class ProcessGroup {
   /// all_gather(). Collective.
   void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
                       const std::string& tag = "");
-  Work reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts,
-                            const std::string& tag = "");
 
   /// Receives one reduced run of this rank's segment. `offset`: elements from the start of the
   /// segment. `run`: 1-D, of flat's dtype, valid during the call only.

@@ -64,7 +64,7 @@ class DataParallel::Impl {
       : module_(module),
         group_(std::move(group)),
         options_(std::move(options)),
-        buffers_(module, options_.broadcast_buffers ? options_.buffers : BufferSync::none),
+        buffers_(module, options_.buffers),
         divisor_(group_.size()) {
     agree(group_, [&] {
       check_options(options_, group_.rank());

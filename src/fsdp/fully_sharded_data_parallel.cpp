@@ -166,12 +166,12 @@ void FullyShardedDataParallelBase::finish_join(int last_active_rank) {
 std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return sharded_->units(); }
 
 std::string FullyShardedDataParallelBase::table() const {
-  std::string text = fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14} {:>8}\n", "unit", "parameters",
-                                 "elements", "sharded bytes", "gathered bytes", "padding");
+  std::string text = fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14}\n", "unit", "parameters",
+                                 "elements", "sharded bytes", "gathered bytes");
   for (const auto& unit : units()) {
-    text += fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14} {:>8}\n",
+    text += fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14}\n",
                         unit.name.empty() ? "(root)" : unit.name, unit.parameters.size(),
-                        unit.numel, unit.sharded_bytes, unit.gathered_bytes, unit.padding_bytes);
+                        unit.numel, unit.sharded_bytes, unit.gathered_bytes);
   }
   return text;
 }

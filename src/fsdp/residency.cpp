@@ -30,8 +30,7 @@ Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions&
       order_(model.units.size()),
       stream_(model.flats.empty() ? at::Device(at::kCPU) : model.flats[0].device),
       changed_(model.units.size()) {
-  unlimited_ = !options.reshard_after_forward ||
-               options.sharding_strategy == ShardingStrategy::shard_grad_op;
+  unlimited_ = options.sharding_strategy == ShardingStrategy::shard_grad_op;
   keeps_unchanged_ = unlimited_ || options.resident_bytes > 0;
   for (const auto& flat : model.flats) shares_memory_ |= flat.common.defined();
   crosses_hosts_ = model.shard_group.size() > 1 && !model.shard_group.same_host();

@@ -207,14 +207,13 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
     return dtype ? c10::toString(*dtype) : "unchanged";
   };
   return fmt::format(
-      "options: strategy {}, partition {}, group of {}, resident_bytes {}, reshard {}, prefetch {} "
+      "options: strategy {}, partition {}, group of {}, resident_bytes {}, prefetch {} "
       "and {}, dtypes {}, {}, {}, full in eval {}, wire: {}",
       static_cast<int>(options.sharding_strategy), partition_name(options.partition),
-      options.shard_group_size, options.resident_bytes, options.reshard_after_forward,
-      static_cast<int>(options.backward_prefetch), options.forward_prefetch,
-      name(options.mixed_precision.param_dtype), name(options.mixed_precision.reduce_dtype),
-      name(options.mixed_precision.buffer_dtype), options.mixed_precision.full_precision_in_eval,
-      to_string(options.wire));
+      options.shard_group_size, options.resident_bytes, static_cast<int>(options.backward_prefetch),
+      options.forward_prefetch, name(options.mixed_precision.param_dtype),
+      name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype),
+      options.mixed_precision.full_precision_in_eval, to_string(options.wire));
 }
 
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {

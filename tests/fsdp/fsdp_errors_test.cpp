@@ -340,7 +340,7 @@ TEST(FsdpErrors, SequencesOfDifferentLengthsNameTheOptionsThatHelp) {
     loss_of(fsdp(rows(0))).backward();
   });
   for (const char* text :
-       {"unit", "rank 0", "rank 1", "reshard_after_forward = false", "within one unit none must"})
+       {"unit", "rank 0", "rank 1", "shard_grad_op", "within one unit none must"})
     expect_usage_errors(errors, text);
 }
 
@@ -365,7 +365,7 @@ TORCH_MODULE(Branch);
 TEST(FsdpErrors, TheAdviceForABranchThatSomeRanksTakeHolds) {
   for (const bool leaves : {false, true}) {
     auto options = leaves ? every_leaf() : FullyShardedDataParallelOptions();
-    options.reshard_after_forward = false;
+    options.sharding_strategy = ShardingStrategy::shard_grad_op;
     const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Branch>(1);
       net->takes_one = rank == 0;
@@ -401,7 +401,7 @@ TEST(FsdpForward, TheOptionsForDifferentLengthsGiveTheSumOfAllRanks) {
         FullyShardedDataParallelOptions options;
         if (!one_unit) {
           options = every_leaf();
-          options.reshard_after_forward = false;
+          options.sharding_strategy = ShardingStrategy::shard_grad_op;
         }
         FullyShardedDataParallel fsdp(net, group, options);
         torch::optim::SGD sgd(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1);

@@ -239,7 +239,7 @@ TEST_P(FsdpParity, ResNetAgainstDdp) {
     run_ranks(world, [&](ProcessGroup group, int rank) {
       auto net = seeded<ResNet>(7), other = seeded<ResNet>(7);
       FullyShardedDataParallel fsdp(net, group, GetParam().options);
-      DistributedDataParallel ddp(other, group, {.broadcast_buffers = false});
+      DistributedDataParallel ddp(other, group, {.buffers = BufferSync::none});
       auto optimizer = make_optimizer("AdamW", fsdp.parameters()),
            reference = make_optimizer("AdamW", other->parameters());
       for (int step = 0; step < kSteps; ++step) {

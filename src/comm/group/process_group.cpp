@@ -300,10 +300,6 @@ void ProcessGroup::reduce(at::Tensor tensor, int root, const std::string& tag) {
   run(*impl_, reduce_call(*impl_, tensor, root), tag);
 }
 
-Work ProcessGroup::reduce_async(at::Tensor tensor, int root, const std::string& tag) {
-  return submit(*impl_, reduce_call(*impl_, tensor, root), tag);
-}
-
 void ProcessGroup::broadcast(at::Tensor tensor, int root, const std::string& tag) {
   run(*impl_, broadcast_call(*impl_, tensor, root), tag);
 }
@@ -385,11 +381,6 @@ at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
 void ProcessGroup::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts,
                                   const std::string& tag) {
   run(*impl_, reduce_scatter_call(*impl_, flat, counts, 1, nullptr), tag);
-}
-
-Work ProcessGroup::reduce_scatter_async(at::Tensor flat, const std::vector<int64_t>& counts,
-                                        const std::string& tag) {
-  return submit(*impl_, reduce_scatter_call(*impl_, flat, counts, 1, nullptr), tag);
 }
 
 void ProcessGroup::reduce_scatter_each(at::Tensor flat, const std::vector<int64_t>& counts,

@@ -51,7 +51,7 @@ void advise_on_order(const UsageError& error) {
       text +
       ". FullyShardedDataParallel: all ranks must use the units in the same order and equally "
       "often. If their order or number differs (sequences of different lengths, teacher forcing): "
-      "with option reshard_after_forward = false only the order of first uses must agree, and "
+      "with ShardingStrategy::shard_grad_op only the order of first uses must agree, and "
       "within one unit none must. A branch that leaves out parameters on some ranks needs 0 * "
       "parameter.sum() of these in the loss too");
 }

@@ -18,7 +18,7 @@ class DdpWrapper : public WholeWrapper {
         shares_(options.share_parameters),
         ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
              group_, with_hook(options, hook_)) {
-    buffers_are_equal_ = options.broadcast_buffers && options.buffers != BufferSync::none;
+    buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
   void shadow_backward() override { ddp_.shadow_backward(); }
@@ -127,11 +127,10 @@ WrapperPlan read_ddp(OptionReader& options) {
   options.read("find_unused_parameters", ddp.find_unused_parameters,
                "some parameters may get no gradient");
   options.read("static_graph", ddp.static_graph, "the set of used parameters never changes");
-  options.read("broadcast_buffers", ddp.broadcast_buffers,
-               "make buffers the same on all ranks, by buffers, before forward and after backward");
   options.read("share_parameters", ddp.share_parameters,
                "the ranks of a host have one copy of the frozen parameters, in memory that they "
                "share");
+  options.refuse("broadcast_buffers", "no option; expected buffers: none for false");
   read_buffers(options, ddp.buffers);
   read_wire(options, ddp.wire, false);
   options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,

@@ -211,10 +211,10 @@ WrapperPlan read_fsdp(OptionReader& options) {
                "bytes of parameters that may stay gathered; 0: those of the two largest units, or "
                "of three on several hosts",
                kNotNegative);
+  options.refuse("reshard_after_forward",
+                 "no option; expected sharding_strategy: shard_grad_op for false");
   read_buffers(options, fsdp.buffers);
   read_wire(options, fsdp.wire, true);
-  options.read("reshard_after_forward", fsdp.reshard_after_forward,
-               "release units after their forward");
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,
                     {{"pre", BackwardPrefetch::pre},
                      {"post", BackwardPrefetch::post},

@@ -163,7 +163,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     }
     if (random.chance(30)) values["partition"] = random.pick({"whole", "first_fit"});
     maybe(random, 30, values, "resident_bytes", "1");
-    maybe(random, 20, values, "keep_after_forward");
+    if (random.chance(20)) values.try_emplace("strategy", "grad_op");
     if (random.chance(40)) values["prefetch"] = random.pick({"post", "none"});
     maybe(random, 30, values, "forward_prefetch");
     maybe(random, 25, values, "groups", "2");

@@ -56,8 +56,7 @@ DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   DistributedDataParallelOptions options;
   options.first_bucket_mb = wrapper.real("first_bucket_mb", options.first_bucket_mb);
   options.bucket_cap_mb = wrapper.real("bucket_cap_mb", 25);
-  options.broadcast_buffers = !wrapper.flag("keep_buffers");
-  options.buffers = buffer_rule(wrapper);
+  options.buffers = wrapper.flag("keep_buffers") ? BufferSync::none : buffer_rule(wrapper);
   options.find_unused_parameters = wrapper.flag("find_unused");
   options.static_graph = wrapper.flag("static_graph");
   options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
@@ -252,7 +251,6 @@ FullyShardedDataParallelOptions fsdp_options(Net& net, const Item& wrapper) {
   }
   options.partition = partition(wrapper);
   options.resident_bytes = wrapper.number("resident_bytes", 0);
-  options.reshard_after_forward = !wrapper.flag("keep_after_forward");
   const auto prefetch = wrapper.text("prefetch", "pre");
   options.backward_prefetch = prefetch == "post"   ? BackwardPrefetch::post
                               : prefetch == "none" ? BackwardPrefetch::none
