@@ -13,7 +13,7 @@ constexpr const char* kHelp =
     "\n"
     "commands:\n"
     "  run    start a program on several ranks:      tessera run -n 4 ./program args…\n"
-    "  train  train a language model from a config:  tessera train [-n 4] CONFIG.yaml [key=value "
+    "  train  train a model from a config:           tessera train [-n 4] CONFIG.yaml [key=value "
     "…]\n"
     "  report write the log of one or several runs as a page of HTML:  tessera report RUN…\n"
     "  weights inspect, convert or compare files of weights:  tessera weights inspect FILE\n"

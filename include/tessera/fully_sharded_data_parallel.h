@@ -23,7 +23,7 @@
 
 namespace tessera {
 
-/// What is sharded, and over which ranks.
+/// The state that is sharded, and the ranks that share it.
 enum class ShardingStrategy {
   /// ZeRO stage 3: parameters, gradients and optimizer state are sharded. A unit is gathered when
   /// an operator uses it and released when the memory budget requires it.

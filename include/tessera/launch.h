@@ -81,16 +81,14 @@ struct LaunchOptions {
 /// contract.
 ///
 /// - Output: rank 0's output is passed on byte by byte. The other ranks' output is passed on in
-/// whole
-///   lines with the prefix `[rank N] `. In a world of one rank, the rank inherits the launcher's
-///   streams.
+///   whole lines, each with the prefix `[rank N] `. In a world of one rank, the rank inherits the
+///   launcher's streams.
 /// - Input: rank 0 reads the launcher's standard input, the other ranks' is empty.
 /// - Failure: the rank where it began is reported as the root cause, with its last lines. The other
 ///   ranks get 1.5 s to report, then SIGTERM, and SIGKILL 2 s later; signals go to each rank's
 ///   whole process group.
-/// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. One that arrives at least
-/// 1 s
-///   after it kills all ranks at once.
+/// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. Another one, at least 1 s
+///   later, kills all ranks at once.
 /// - SIGUSR1 and SIGUSR2, with which batch systems announce the end, are forwarded without a limit.
 /// - If the launcher itself is killed, the ranks and their process groups are killed too.
 ///

@@ -31,8 +31,8 @@ struct LocalSgdOptions {
   /// Steps from one synchronisation to the next, >= 1.
   int64_t sync_every = 50;
   OuterOptimizer outer = OuterOptimizer::nesterov;
-  /// Of nesterov: learning rate, finite and > 0, and momentum, 0 <= momentum < 1. The defaults are
-  /// those of DiLoCo.
+  /// Options of nesterov: learning rate, finite and > 0, and momentum, 0 <= momentum < 1. The
+  /// defaults are those of DiLoCo.
   double lr = 0.7;
   double momentum = 0.9;
   OuterWire wire = OuterWire::float32;

@@ -36,8 +36,8 @@ void load_state_dict(torch::nn::Module& module, const std::string& path);
 UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights,
                                bool strict = true);
 
-/// What load_state_dict(module, weights, strict) reads, by name. Throws the same errors; reads no
-/// tensor and changes nothing.
+/// The entries that load_state_dict(module, weights, strict) reads, by name. Throws the same
+/// errors; reads no tensor and changes nothing.
 WeightsMatch match_weights(const torch::nn::Module& module, const TensorSource& weights,
                            bool strict = true);
 

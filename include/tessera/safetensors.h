@@ -57,7 +57,7 @@ class SafetensorsFile : public TensorSource {
   std::unique_ptr<Impl> impl_;
 };
 
-/// What the header needs to know of a tensor before its data is written.
+/// The properties of a tensor that the header needs before its data is written.
 struct SafetensorsSpec {
   std::string name;
   at::ScalarType dtype;

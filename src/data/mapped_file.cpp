@@ -119,7 +119,7 @@ void remove_mapping(Mapping* mapping) {
   ::munmap(data, mapping->bytes.load());
 }
 
-/// What check_mapped() needs of a mapping, copied under the lock.
+/// The part of a mapping that check_mapped() needs, copied under the lock.
 struct MappingCopy {
   std::string component, path;
   size_t bytes = 0;

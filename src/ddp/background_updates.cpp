@@ -29,7 +29,7 @@ bool shares_memory(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1;
 }
 
-/// What follows the reduction of one bucket.
+/// The work after the reduction of one bucket.
 struct Late {
   std::vector<optim::Job> jobs;
   std::vector<sharding::Page*> pages;

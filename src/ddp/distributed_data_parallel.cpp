@@ -410,7 +410,7 @@ class DataParallel::Impl {
       arrival_order_.push_back(std::stoul(theirs.substr(at)));
     wire_->reset();
     reducer_->replace_buckets(make_buckets(arrival_order_));
-    // What rounding takes from a bucket must not depend on measured times.
+    // The rounding of a bucket must not depend on measured times.
     const bool exact = options_.wire.gradients == WireFormat::float32;
     order_ = in_background_ && exact ? Order::of_arrival : Order::last;
   }

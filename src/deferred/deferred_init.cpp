@@ -27,7 +27,7 @@ class RegionSource final : public memory::MemorySource {
   }
 };
 
-/// What a scope changes on its thread, while it is open.
+/// The state of a thread that a scope changes while it is open.
 struct ThreadState {
   ThreadState() {
     memory::set_memory_source(source);

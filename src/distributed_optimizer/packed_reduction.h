@@ -19,8 +19,8 @@ struct PackedReductionOptions {
   bool mean = true;            ///< Mean over the ranks, else sum.
   bool pack = false;           ///< Off: every gradient is reduced by itself.
   int64_t pack_threshold = 1;  ///< A pack is closed when it has more bytes than this.
-  /// What must be the same on all ranks in a backward: the number of steps before it, and the
-  /// options (lr, …) of this parameter group of the optimizer.
+  /// Values that must be the same on all ranks in a backward: the number of steps before it, and
+  /// the options (lr, …) of this parameter group of the optimizer.
   std::function<std::string(size_t parameter_group)> describe_step;
   WireFormat wire = WireFormat::float32;  ///< Of gradients between hosts.
 };

@@ -380,7 +380,7 @@ void Gradients::shadow_reduce(const GradientsReduced& event) {
   reduce(event.flat);
 }
 
-/// Whatever happens in it, the next backward starts without arrivals.
+/// The next backward starts without arrivals, even after an error in this one.
 struct Gradients::EndOfBackward {
   Gradients& gradients;
   ~EndOfBackward() { gradients.tracker_.begin(); }

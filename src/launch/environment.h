@@ -8,7 +8,7 @@
 
 namespace tessera::launch {
 
-/// What all ranks of one attempt have in common, in addition to the options.
+/// Values that all ranks of one attempt have in common, in addition to the options.
 struct Attempt {
   int number = 0;      ///< 0 for the first start, then the number of restarts.
   std::string run_id;  ///< The same for all attempts of a launcher.

@@ -20,7 +20,7 @@ class OuterMean {
   /// As after peek(), with `mean`; undefined: none is under way.
   void restore(const at::Tensor& mean);
 
-  /// What int8 has not sent yet; undefined before the first mean.
+  /// Rounding errors of int8, added to the next mean; undefined before the first.
   at::Tensor residual;
 
  private:

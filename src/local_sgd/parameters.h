@@ -19,7 +19,7 @@ class Parameters {
   void measure();
   /// UsageError for a shard that cannot be synchronised. Local.
   void check(int rank) const;
-  /// What the ranks must have in common. Local.
+  /// Lines of text that must be equal on all ranks. Local.
   std::vector<std::string> contract() const;
   /// A message if a shard is not as at construction; empty if all are. Local.
   std::string changed(int rank) const;

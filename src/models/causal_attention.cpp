@@ -17,8 +17,8 @@ using torch::autograd::variable_list;
 
 double scale_of(const at::Tensor& q) { return 1.0 / std::sqrt(static_cast<double>(q.size(2))); }
 
-/// What is added to the scores of queries from `query` on and keys from `key` on: -inf where a key
-/// is later than the query.
+/// The mask that is added to the scores of queries from `query` on and keys from `key` on: -inf
+/// where a key is later than the query.
 at::Tensor later_keys(int64_t query, int64_t queries, int64_t key, int64_t keys,
                       const at::TensorOptions& options) {
   return at::full({queries, keys}, -std::numeric_limits<double>::infinity(), options)
@@ -106,7 +106,7 @@ class Blocks {
     return result;
   }
 
-  /// What dropout multiplies the weights of this block with. Equal each time.
+  /// The dropout mask of this block, scaled by 1 / (1 - p). Forward and backward get the same one.
   at::Tensor mask(int64_t first, int64_t end, int64_t key, int64_t last) const {
     at::Generator generator =
         at::detail::createCPUGenerator(static_cast<uint64_t>(seed_ + first * length() + key));

@@ -70,7 +70,7 @@ Chart chart_of(const std::vector<RunLog>& runs, const std::string& title,
   return chart;
 }
 
-/// What each start has under `key`, without repetitions: "4 → 2".
+/// The value that each start has under `key`, without repetitions: "4 → 2".
 std::string of_starts(const RunLog& run, const std::string& key) {
   std::string all, last;
   for (const Json* start : run.events_of("start")) {

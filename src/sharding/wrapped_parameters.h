@@ -8,7 +8,7 @@
 
 namespace tessera::sharding {
 
-/// What a wrapper does with its parameters.
+/// The use that a wrapper makes of its parameters.
 enum class Use {
   reduces_in_backward,  ///< Reduces their gradients over the ranks during backward.
   reduces_in_step,      ///< Reduces their gradients in step(), and updates them.

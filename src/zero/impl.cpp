@@ -160,8 +160,9 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
   if (!options.parameters_as_bucket_view) sharding::Page::check_orphan_writes(added);
 }
 
-/// What shares memory with a parameter would keep the present values if the parameter moved into a
-/// bucket. Ranks may differ in it, as in what their programs hold, and agree here. Collective.
+/// A tensor that shares memory with a parameter would keep the present values if the parameter
+/// moved into a bucket. Ranks may differ in it, as in what their programs hold, and agree here.
+/// Collective.
 void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module* module) {
   const auto& parameters = shards.parameters();
   const bool moves = options.parameters_as_bucket_view;

@@ -1,5 +1,5 @@
-// What the options of a ZeroRedundancyOptimizer allow together, and the groups that follow from
-// them.
+// The rules by which options of a ZeroRedundancyOptimizer exclude each other, and the groups that
+// follow from them.
 #include <algorithm>
 
 #include <fmt/format.h>

@@ -10,8 +10,8 @@
 
 namespace tessera::detail {
 
-/// What a rank tells its launcher about its end, so that the launcher can name the rank where a
-/// failure began. A file with one report for each rank: TESSERA_REPORT holds its path.
+/// The report of a rank to its launcher about its end, so that the launcher can name the rank where
+/// a failure began. A file with one report for each rank: TESSERA_REPORT holds its path.
 struct RankReport {
   enum class Kind {
     agreed,  ///< All ranks ended with the same error. `ranks`: where it began.

@@ -117,8 +117,8 @@ class GPT2Impl : public torch::nn::Module {
   /// The same from opened weights of any kind. Without `strict`, names that are missing or
   /// unexpected are no error; they are returned.
   UnmatchedNames load_weights(const Weights& weights, bool strict = true);
-  /// What load_weights() reads, by name. Throws the same errors, except for a head that differs;
-  /// reads no tensor and changes nothing. Local.
+  /// The entries that load_weights() reads, by name. Throws the same errors, except for a head that
+  /// differs; reads no tensor and changes nothing. Local.
   WeightsMatch match_weights(const TensorSource& weights, bool strict = true) const;
 
   /// Writes every parameter under its name, with metadata {"format": "pt"}. Hugging Face can load

@@ -10,7 +10,7 @@
 
 #include "tessera/weights/weights.h"
 
-// What `tessera weights` does: weights without a model, one tensor at a time. All functions are
+// The work of `tessera weights`: weights without a model, one tensor at a time. All functions are
 // local.
 
 namespace tessera {

@@ -19,7 +19,8 @@ namespace {
 constexpr size_t kWindow = size_t{16} << 20;
 constexpr size_t kSmallestWindow = size_t{64} << 10;
 constexpr const char* kTag = "reading files of other hosts";
-/// What a server sends before the bytes: 0, an errno, or this for a file that ends too early.
+/// The status that a server sends before the bytes: 0, an errno, or this for a file that ends too
+/// early.
 constexpr uint8_t kCutShort = 255;
 
 }  // namespace

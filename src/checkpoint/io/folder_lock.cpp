@@ -14,7 +14,7 @@
 namespace tessera::store {
 namespace {
 
-/// What the file says of its holder; "?" if it cannot be read.
+/// The text of the file about its holder; "?" if it cannot be read.
 std::string text_of(const FileDescriptor& file) {
   char text[512];
   const int64_t size = file.read_at(text, sizeof text, 0);

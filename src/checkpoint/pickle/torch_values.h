@@ -7,8 +7,8 @@
 #include "checkpoint/pickle/allowed_names.h"
 #include "checkpoint/pickle/pickle_values.h"
 
-// What the values of a pickle of torch.save mean: tensors by name, and dicts within dicts. Does not
-// use libtorch, so that it can be fuzzed at full speed.
+// The meaning of the values of a pickle of torch.save: tensors by name, and dicts within dicts.
+// Does not use libtorch, so that it can be fuzzed at full speed.
 
 namespace tessera::pickle {
 

@@ -23,8 +23,8 @@ struct DeviceBackend {
   /// Ends the collectives that the device waits in, from any thread. Their data is undefined then.
   /// Not null; does not throw.
   std::function<void(compat::C10dBackend& backend)> abort;
-  /// What a device is called on its host, whatever its number in this process. Two ranks of a host
-  /// cannot use the same one. Null, or "": they can.
+  /// The name of a device on its host, independent of its number in this process. Two ranks of a
+  /// host cannot use the same one. Null, or "": they can.
   std::function<std::string(at::Device device)> identity = nullptr;
 };
 

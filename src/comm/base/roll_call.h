@@ -10,7 +10,7 @@
 
 namespace tessera::comm {
 
-/// What one rank has written in a roll call.
+/// The entry of one rank in a roll call.
 struct Presence {
   int size = 0;  ///< The world size that this rank was told.
   std::string value;

@@ -86,8 +86,8 @@ class Transport {
   /// none.
   virtual void set_feedback(WireFeedback*) {}
 
-  /// What this rank has sent in messages between ranks, since the transport was made. Memory that
-  /// ranks share is not counted, and what a device's backend moves neither.
+  /// The bytes that this rank has sent in messages between ranks, since the transport was made.
+  /// Memory that ranks share is not counted, and what a device's backend moves neither.
   struct Sent {
     uint64_t messages = 0, bytes = 0;
   };

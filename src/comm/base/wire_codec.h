@@ -23,8 +23,8 @@ at::Tensor encode(WireFormat format, const at::Tensor& values);
 /// The values of `bytes` as float32. std::logic_error unless it has encoded_bytes() bytes.
 at::Tensor decode(WireFormat format, const at::Tensor& bytes, int64_t numel);
 
-/// What the encoded values of one bucket lacked, for the values of its next collective: error
-/// feedback. A collective visits the values in an order that does not change. A step has one
+/// The rounding errors of the encoded values of one bucket, for the values of its next collective:
+/// error feedback. A collective visits the values in an order that does not change. A step has one
 /// collective, or several, each of which adds what the one before lacked. Any thread may call the
 /// members while a collective runs on the group's thread.
 class WireFeedback {

@@ -15,7 +15,7 @@ class ProcessFailures;
 class ShmArena;
 struct DeviceBackend;
 
-/// What a transport needs to connect one rank with the other members of a group.
+/// The values that a transport needs to connect one rank with the other members of a group.
 struct World {
   int rank = 0;
   int size = 1;

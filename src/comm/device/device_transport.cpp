@@ -150,7 +150,7 @@ class DeviceTransport : public Transport {
     return guarded("broadcast", [&] { return backend_->broadcast(tensors, options); });
   }
 
-  /// What is issued on the current stream from now on runs after these.
+  /// Work that is issued on the current stream from now on runs after these.
   void finish(const char* what, const std::vector<C10dWork>& works) {
     for (const auto& work : works) {
       guarded(what, [&] {

@@ -20,7 +20,7 @@ class PinnedBuffers {
   at::Tensor take(int64_t numel, const at::Tensor& like);
   /// Copies `part`, all or a part of a taken tensor, to `to`, on the current stream.
   void send(const at::Tensor& part, at::Tensor to);
-  /// What was taken and is not being sent is free again.
+  /// Frees the buffers that were taken and are not being sent.
   void clear();
 
  private:

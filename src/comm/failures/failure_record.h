@@ -9,7 +9,7 @@
 
 namespace tessera::comm {
 
-/// What a rank that gives up writes to the store of its group.
+/// The record that a rank writes to the store of its group when it gives up.
 struct FailureRecord {
   int64_t order = 0;     ///< Position among the ranks that gave up, from 1.
   bool verdict = false;  ///< Final, and written after a time-out.

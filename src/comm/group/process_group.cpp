@@ -443,8 +443,8 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
     output.detach().copy_(input.detach());
     return;
   }
-  // What r sends to s must be method s expects from r: every rank sees the whole table before data
-  // moves.
+  // The count that r sends to s must be the count that s expects from r: every rank sees the whole
+  // table before data moves.
   std::string mine(reinterpret_cast<const char*>(recv_counts.data()),
                    recv_counts.size() * sizeof(int64_t));
   mine.append(reinterpret_cast<const char*>(send_counts.data()),

@@ -25,7 +25,7 @@ using Headers = std::vector<OpHeader>;
 
 namespace {
 
-/// What a collective of byte strings does with them, besides the caller's tag.
+/// The use of the byte strings of a collective, besides the caller's tag.
 std::string bytes_tag(const char* call, const std::string& tag) {
   return tag.empty() ? call : fmt::format("{}, {}", call, tag);
 }

@@ -26,12 +26,12 @@ std::string heartbeat_key(int rank) { return "running/" + std::to_string(rank); 
 }  // namespace
 
 struct Heartbeats::State {
-  /// What a rank writes: the number of its object, and its beats or kLeft.
+  /// The value that a rank writes: the number of its object, and its beats or kLeft.
   struct Pulse {
     int64_t number = 0, beats = 0;
   };
 
-  /// What is known of another rank.
+  /// The last value of another rank, and its time.
   struct Seen {
     bool has_key = false, entered = false, left = false;
     int64_t beats = 0;

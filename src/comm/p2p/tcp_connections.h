@@ -21,7 +21,7 @@ namespace tessera::comm {
 class TcpConnections {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
-  /// What a test replaces.
+  /// The functions that a test replaces.
   struct Surroundings {
     std::function<TimePoint()> now = std::chrono::steady_clock::now;
     std::function<Socket(const TcpAddress&)> connect = [](const TcpAddress& address) {

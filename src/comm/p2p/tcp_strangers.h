@@ -18,7 +18,7 @@ struct TcpAddress {
   int port = 0;
 };
 
-/// What a connection is for, and the rank that has made it.
+/// The purpose of a connection, and the rank that has made it.
 struct Greeting {
   enum Kind : int32_t { link, watch };
   int32_t rank = 0;

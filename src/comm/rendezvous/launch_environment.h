@@ -8,7 +8,7 @@
 
 namespace tessera::comm {
 
-/// What a launcher has put into the environment of this process.
+/// The launcher's values in the environment of this process.
 struct LaunchEnvironment {
   /// "torchrun" (also `tessera run`), "Open MPI", "PMI", "Slurm" or "none".
   std::string launcher = "none";

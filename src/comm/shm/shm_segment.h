@@ -9,7 +9,8 @@
 
 namespace tessera::comm {
 
-/// What a peer needs to open a segment and to check that it is the right one. Trivially copyable.
+/// The values by which a peer opens a segment and checks that it is the right one. Trivially
+/// copyable.
 struct SegmentCard {
   int32_t pid = 0;
   int32_t fd = -1;  ///< -1: there is no segment.

@@ -15,7 +15,7 @@
 namespace tessera::comm {
 namespace {
 
-/// What a rank publishes in the store. Trivially copyable.
+/// The record that a rank publishes in the store. Trivially copyable.
 struct Card {
   char layout[16] = "tessera shm 1";
   char host[112] = {};

@@ -26,7 +26,7 @@ std::vector<ShmControl::Member> members_of(
   return members;
 }
 
-/// What a rank sends about its tensor before a collective.
+/// The record that a rank sends about its tensor before a collective.
 struct Descriptor {
   int64_t allocation = -1;
   int64_t offset = 0;

@@ -81,7 +81,7 @@ class ShmTransport : public Transport {
   }
 
  private:
-  /// What the ranks know about each other's tensors in one collective.
+  /// The tensors of all ranks in one collective.
   struct ExchangedLayout {
     std::vector<std::byte*> direct;  ///< Each rank's tensor; empty: the collective is staged.
     /// The allocation of the tensors; null unless its peers' segments are to be forgotten after

@@ -24,7 +24,7 @@ namespace tessera::comm {
 // fixed. Integers are big-endian. An empty secret is a key too. These functions are pure, except
 // for the random nonces.
 
-/// What a rank says about itself before it has proved anything.
+/// The identity that a rank claims before it has proved anything.
 struct Hello {
   int rank = 0;
   int attempt = 0;
@@ -32,7 +32,7 @@ struct Hello {
   int world = 0;  ///< Its number among those of the program, from 0.
 };
 
-/// What the store says about itself.
+/// The identity of the store.
 struct Challenge {
   int attempt = 0;
   bool has_secret = false;
@@ -61,7 +61,7 @@ std::optional<Challenge> read_challenge(std::string_view bytes);
 /// The rank's proof, in answer to `challenge`.
 std::string make_proof(const std::string& secret, std::string_view hello,
                        std::string_view challenge);
-/// What a rank sends that leaves without a proof: the store then reports why.
+/// The message of a rank that leaves without a proof: the store then reports why.
 std::string make_no_proof();
 /// True if the sender of the proof knows the secret.
 bool rank_proves(const std::string& secret, std::string_view hello, std::string_view challenge,

@@ -29,7 +29,7 @@ class Session {
   /// Answers the waiting request if its keys exist now.
   void answer_waiting();
 
-  /// What is to be sent; the caller removes what it has sent.
+  /// The bytes to send; the caller removes those that it has sent.
   std::string& output() { return output_; }
   /// True if the connection is to be closed, after the output.
   bool dropped() const { return stage_ == Stage::dropped; }

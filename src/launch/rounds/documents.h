@@ -6,10 +6,10 @@
 
 namespace tessera::launch {
 
-// What the launchers of several hosts write into their store. A round is one attempt of all ranks,
-// on the hosts that take part in it. Node 0 gives the orders.
+// The documents that launchers of several hosts write into their store. A round is one attempt of
+// all ranks, on the hosts that take part in it. Node 0 gives the orders.
 
-/// What one launcher says about itself.
+/// The state of one launcher, written by itself.
 struct NodeDocument {
   /// How its ranks of round `ended` have ended.
   enum class End {
@@ -39,7 +39,7 @@ struct NodeDocument {
   static std::optional<NodeDocument> decode(std::string bytes);
 };
 
-/// What node 0 orders.
+/// The order that node 0 gives.
 struct Order {
   enum class Kind {
     wait,     ///< For the other hosts.

@@ -8,7 +8,7 @@
 
 namespace tessera::launch {
 
-/// What the launcher knows about one of its ranks.
+/// The state of one rank, as its launcher sees it.
 struct RankState {
   int rank = 0;
   pid_t pid = 0;

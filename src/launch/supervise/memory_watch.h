@@ -9,7 +9,7 @@
 
 namespace tessera::launch {
 
-/// What the launcher knows about the memory of a rank that has ended.
+/// The memory of a rank that has ended, as the launcher saw it.
 struct MemoryUse {
   int64_t peak = 0;                  ///< Largest resident memory, in bytes.
   std::optional<int64_t> addresses;  ///< RLIMIT_AS (`ulimit -v`), in bytes; nullopt: no limit.

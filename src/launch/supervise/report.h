@@ -23,7 +23,7 @@ struct Exit {
   bool dumped = false;       ///< It wrote a core file.
   bool by_launcher = false;  ///< It ended after the launcher had signalled it.
   std::string memory;        ///< What is known about its end if memory ran out; else empty.
-  /// What it reported about its end; nullopt if it reported nothing, or died by a signal other than
+  /// Its own report about its end; nullopt if it reported nothing, or died by a signal other than
   /// abort()'s.
   std::optional<detail::RankReport> report;
   /// It reported nothing, but its last lines mention BrokenWorldError.

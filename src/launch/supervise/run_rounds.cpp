@@ -27,7 +27,7 @@ std::string reason_of(const Cause& cause) {
   return "the failure began on " + list_ranks(cause.others) + ", and " + end;
 }
 
-/// What this host tells the others about the end of a round.
+/// Tells the other hosts how this one ended a round.
 void report_end(Meeting& meeting, const Outcome& outcome) {
   const auto& cause = outcome.cause;
   const bool requested = cause && cause->kind == Cause::Kind::request;

@@ -25,7 +25,7 @@ struct Outcome {
   std::string not_started;     ///< Why the program could not be executed; empty if it could.
 };
 
-/// What the supervisors of successive attempts have in common.
+/// The objects that supervisors of successive attempts share.
 struct Surroundings {
   const LaunchOptions& options;
   const std::string& path;  ///< Path of the program.

@@ -17,7 +17,7 @@ class ForwardWrites {
   explicit ForwardWrites(std::vector<NamedTensor> parameters = {})
       : parameters_(std::move(parameters)) {}
 
-  /// What is written from now on is compared. No effect between this and compare(). Local.
+  /// Compares the values that are written from now on. No effect between this and compare(). Local.
   void begin();
   /// UsageError on every rank if the ranks have other values of a parameter that was written since
   /// begin(). Collective if this rank has written one; if others have not, all get an error, too.

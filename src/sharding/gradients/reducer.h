@@ -40,7 +40,7 @@ struct ReducerOptions {
   /// `finish` need not wait for the buckets: it may call arrives_with() for them. Needs
   /// gradient_as_bucket_view, no own_norm, and start_detection().
   bool in_background = false;
-  /// What the message says of a gradient that mark_overwritten() was called for.
+  /// The text of the error for a gradient that mark_overwritten() was called for.
   std::string overwritten =
       "was already averaged and used by an earlier step; expected zero_grad() between step() and "
       "the next backward";
@@ -167,7 +167,7 @@ class Reducer {
   /// With provisional. open: the next backward that is not held reports buckets. sent: it has, or
   /// collect() has.
   enum class Round { none, open, sent };
-  /// What becomes of a parameter without a gradient at the end of a reduction.
+  /// The treatment of a parameter without a gradient at the end of a reduction.
   enum class Missing { by_options, zero };
 
   // Called by the watch.

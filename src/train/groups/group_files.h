@@ -9,9 +9,9 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/optim/state_slice.h"
 
-// What a checkpoint has of each group. Group 0 has the names and files of a run without groups;
-// every other group has its parameters beside its optimizer state, its buffers, and its state.json.
-// Local.
+// The files that a checkpoint has of each group. Group 0 has the names and files of a run without
+// groups; every other group has its parameters beside its optimizer state, its buffers, and its
+// state.json. Local.
 
 namespace tessera::train {
 

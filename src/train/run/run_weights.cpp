@@ -96,7 +96,7 @@ void Run::open_init() {
   skip_initial_values();
 }
 
-/// What deferred parameters would be computed as is never used: load_initial() sets all of them.
+/// Deferred parameters need no initial values: load_initial() sets all of them.
 void Run::skip_initial_values() {
   for (const auto& [name, parameter] : named_parameters(*model_.module)) {
     if (initial_names_.names.count(name) > 0)

@@ -10,7 +10,7 @@ namespace tessera::train {
 
 enum class Phase : int { starting, loading, training, hooks, evaluating, saving, finishing };
 
-/// What one rank is doing now, and how long its steps take. The rank's thread writes it, the
+/// The present work of one rank, and the time of its steps. The rank's thread writes it, the
 /// watchdog reads it.
 class Heartbeat {
  public:

@@ -117,7 +117,7 @@ void write_stack(int fd, int tid, Stack& before) noexcept {
   ::backtrace_symbols_fd(written.frames + skipped, written.count - skipped, fd);
 }
 
-/// What getdents64() writes.
+/// An entry as getdents64() writes it.
 struct FolderEntry {
   uint64_t inode;
   int64_t offset;

@@ -26,8 +26,8 @@ class ParameterWire {
   /// All ranks hold exact values again, or the buckets are others. Local.
   void reset();
 
-  /// What the segment of bucket `b` lacks: 1-D, in the order of the segment, of the parameters'
-  /// dtype; undefined before the first step.
+  /// The rounding errors of the segment of bucket `b`: 1-D, in the order of the segment, of the
+  /// parameters' dtype; undefined before the first step.
   at::Tensor residual(size_t b) const;
   /// Sets it. Local; every rank calls it.
   void set_residual(size_t b, at::Tensor values) { residuals_[b] = std::move(values); }

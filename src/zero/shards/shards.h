@@ -48,7 +48,7 @@ class Shards {
   /// frozen, so that shards and their state stay valid. Collective: allocates.
   void place_thawed(const std::vector<size_t>& thawed);
 
-  /// What a host's ranks share; null without share_parameters.
+  /// The memory that a host's ranks share; null without share_parameters.
   sharding::SharedParameters* shared() const { return shared_.get(); }
   bool shares() const { return shared_ && shared_->any(); }
 
