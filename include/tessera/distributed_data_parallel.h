@@ -40,10 +40,6 @@ struct DistributedDataParallelOptions {
   /// backward pass determines them; another set or number in a later one is an error on every
   /// rank.
   bool static_graph = false;
-  /// On: each `.grad` is a view of its bucket, so nothing is copied after the reduction. On CPUs
-  /// nothing is copied before it either if the autograd graph is the same as in the previous step:
-  /// backward then computes the gradients in the bucket. Off: gradients are copied in and out.
-  bool gradient_as_bucket_view = true;
   /// On: backward returns before its reductions have ended, so that they overlap with the
   /// optimizer's step, and with step_in_background() with the next forward. Until its reduction has
   /// ended, a gradient has no memory, and the first operator that takes it (or a view or detached
@@ -51,7 +47,7 @@ struct DistributedDataParallelOptions {
   /// bucket when it has arrived; other optimizers, and clipping, wait for the gradients in the
   /// order in which they take them. Call wait_for_gradients() before code that uses data_ptr() of a
   /// gradient. If a rank is lost, step() throws BrokenWorldError, and it may have updated a part of
-  /// the parameters. Needs gradient_as_bucket_view, trainable parameters on the CPU, and no
+  /// the parameters. Needs trainable parameters on the CPU, and no
   /// comm_hook; otherwise a UsageError. No effect in a world of one rank. Switched off, with a line
   /// in the log, if another library has taken the dispatch key that detects the use of gradients.
   bool reduce_in_background = false;

@@ -103,7 +103,6 @@ class DataParallel::Impl {
     reducing.find_unused_parameters = options_.find_unused_parameters;
     reducing.static_graph = options_.static_graph;
     reducing.offers_static_graph = true;
-    reducing.gradient_as_bucket_view = options_.gradient_as_bucket_view;
     reducing.in_background = in_background_;
     reducer_ = std::make_unique<sharding::Reducer>(
         group_, trainable_, make_buckets(reverse_order), reducing,
@@ -246,7 +245,6 @@ class DataParallel::Impl {
           fmt::format("{}: rank {}: option reduce_in_background {}", kName, group_.rank(), reason));
     };
     if (options_.comm_hook) refuse("excludes comm_hook; expected one of the two");
-    if (!options_.gradient_as_bucket_view) refuse("needs gradient_as_bucket_view");
     for (const auto& [name, tensor] : trainable_) {
       if (!tensor.device().is_cpu())
         refuse(fmt::format("needs parameters on the CPU, and {} is on {}", name,

@@ -261,8 +261,6 @@ TEST(DdpBackground, IsRefusedWhereItCannotWork) {
       auto net = seeded<Uneven>(8);
       return thrown_by([&] { Model(net, group, options); });
     };
-    EXPECT_THAT(refused({.gradient_as_bucket_view = false}),
-                HasSubstr("option reduce_in_background needs gradient_as_bucket_view"));
     EXPECT_THAT(refused({.comm_hook = bf16_compress_hook()}),
                 HasSubstr("option reduce_in_background excludes comm_hook"));
     // Ranks with different options.

@@ -26,18 +26,15 @@ struct Case {
 };
 
 std::vector<Case> cases() {
-  DdpOptions small, copied, unused, fixed;
+  DdpOptions small, unused, fixed;
   small.first_bucket_mb = 20.0 / (1 << 20);
   small.bucket_cap_mb = 60.0 / (1 << 20);
-  copied.gradient_as_bucket_view = false;
-  copied.bucket_cap_mb = 60.0 / (1 << 20);
   unused = small;
   unused.find_unused_parameters = true;
   fixed = small;
   fixed.static_graph = true;
   return {{"one_bucket", {}},
           {"many_buckets", small},
-          {"copied", copied},
           {"find_unused", unused},
           {"static_graph", fixed}};
 }
@@ -206,25 +203,22 @@ TEST(DdpBehaviour, GradientsThatArriveInAnotherOrderOnEachRankAreReducedWithThei
 }
 
 TEST(DdpBehaviour, GradientsOfANoSyncPassAreReducedEvenIfTheLastPassDoesNotUseTheirParameters) {
-  for (const bool view : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
-      auto options = cases()[1].options;
-      options.gradient_as_bucket_view = view;
-      DistributedDataParallel ddp(net, group, options);
-      {
-        auto scope = ddp.no_sync();
-        loss_of(ddp(rows(0, rank, 2))).backward();
-      }
-      loss_of(torch::tanh(net->second(rows(1, rank, 2)))).backward();
-      (loss_of(plain(rows(0))) + loss_of(torch::tanh(plain->second(rows(1))))).backward();
-      for (size_t i = 0; i < net->parameters().size(); ++i) {
-        EXPECT_TRUE(
-            at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7))
-            << i << " view " << view;
-      }
-    });
-  }
+  run_ranks(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(2), plain = seeded<Uneven>(2);
+    auto options = cases()[1].options;
+    DistributedDataParallel ddp(net, group, options);
+    {
+      auto scope = ddp.no_sync();
+      loss_of(ddp(rows(0, rank, 2))).backward();
+    }
+    loss_of(torch::tanh(net->second(rows(1, rank, 2)))).backward();
+    (loss_of(plain(rows(0))) + loss_of(torch::tanh(plain->second(rows(1))))).backward();
+    for (size_t i = 0; i < net->parameters().size(); ++i) {
+      EXPECT_TRUE(
+          at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7))
+          << i;
+    }
+  });
 }
 
 TEST(DdpBehaviour, AMissingGradientIsAnErrorOnAllRanksThatNamesItAndTheRank) {

@@ -102,7 +102,7 @@ class Options(Page):
             self.assertIn("0 of 4 tensors differ", differences)
         self.whole("ddp_loop.cpp")
         fields = self.fields("distributed_data_parallel.h", "DistributedDataParallelOptions")
-        self.assertEqual(len(fields), 11)
+        self.assertEqual(len(fields), 10)
         self.assertEqual([row for row in self.rows() if row in fields], fields, "the table has every option, in the header's order")
 
     def test_sync_batch_norm(self):

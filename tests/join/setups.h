@@ -157,8 +157,7 @@ inline std::vector<Case> cases() {
   };
   ddp("ddp", {});
   ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
-  ddp("ddp_copied_unused",
-      {.bucket_cap_mb = kTiny, .find_unused_parameters = true, .gradient_as_bucket_view = false});
+  ddp("ddp_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true});
   ddp("ddp_background", {.bucket_cap_mb = kTiny, .reduce_in_background = true});
   ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
   for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {

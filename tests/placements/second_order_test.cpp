@@ -86,7 +86,6 @@ const std::vector<std::pair<std::string, TrainPenalised>> kReducing{
     {"ddp", ddp_of({})},
     {"ddp, small buckets", ddp_of({.first_bucket_mb = 1e-3, .bucket_cap_mb = 1e-3})},
     {"ddp, unused", ddp_of({.find_unused_parameters = true})},
-    {"ddp, copies", ddp_of({.gradient_as_bucket_view = false})},
     {"ddp, in background", ddp_of({.reduce_in_background = true})},
     {"distributed optimizer", distributed_of(false)},
     {"distributed optimizer, packed", distributed_of(true)}};

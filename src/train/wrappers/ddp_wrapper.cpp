@@ -133,8 +133,7 @@ WrapperPlan read_ddp(OptionReader& options) {
   options.refuse("broadcast_buffers", "no option; expected buffers: none for false");
   read_buffers(options, ddp.buffers);
   read_wire(options, ddp.wire, false);
-  options.read("gradient_as_bucket_view", ddp.gradient_as_bucket_view,
-               "gradients are views of the buckets");
+  options.refuse("gradient_as_bucket_view", "no option; gradients always are views of the buckets");
   const CommHookPlan hook = read_comm_hook(options);
   options.finish();
   WrapperPlan plan;

@@ -118,11 +118,9 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     maybe(random, 50, values, "bucket_cap_mb", "0.0002");
     maybe(random, 50, values, "first_bucket_mb", "0.0001");
     if (kind == "ddp") {
-      maybe(random, 30, values, "no_bucket_view");
       if (!limits.short_numbers && random.chance(15))
         values["hook"] = random.pick({"fp16", "bf16"});
-      if (!values.count("no_bucket_view") && !values.count("hook"))
-        maybe(random, 30, values, "reduce_in_background");
+      if (!values.count("hook")) maybe(random, 30, values, "reduce_in_background");
       if (values.count("reduce_in_background")) maybe(random, 60, values, "step_in_background");
       if (may_ignore) maybe(random, 15, values, "ignored", part(limits.ignorable));
     }

@@ -59,7 +59,6 @@ DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   options.buffers = wrapper.flag("keep_buffers") ? BufferSync::none : buffer_rule(wrapper);
   options.find_unused_parameters = wrapper.flag("find_unused");
   options.static_graph = wrapper.flag("static_graph");
-  options.gradient_as_bucket_view = !wrapper.flag("no_bucket_view");
   options.reduce_in_background = wrapper.flag("reduce_in_background");
   options.parameters_to_ignore = ignored_names(net, wrapper);
   options.wire = wire_of(wrapper);
@@ -119,9 +118,7 @@ class ZeroSubject : public Subject {
               const ProcessGroup& group)
       : Subject(net), wrapper_(wrapper) {
     if (wrapper.kind == "ddp_zero") {
-      auto options = ddp_options(*net, wrapper);
-      options.gradient_as_bucket_view = true;
-      ddp_.emplace(net, group, options);
+      ddp_.emplace(net, group, ddp_options(*net, wrapper));
     }
     const bool groups = wrapper.has("groups") || wrapper.has("late_part");
     if (!groups) {
