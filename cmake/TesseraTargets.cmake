@@ -18,7 +18,7 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib)
-add_compile_definitions(XXH_NAMESPACE=tessera_)  # its functions are in src/comm/store/xxhash.cpp
+add_compile_definitions(XXH_NAMESPACE=tessera_)  # its functions are in src/comm/base/xxhash.cpp
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   add_compile_options(-fno-semantic-interposition)
 endif()
