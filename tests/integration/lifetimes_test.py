@@ -152,8 +152,15 @@ class Surroundings(Case):
             self.assertRegex(text, r"(?m)^tessera run: \d{6,} bytes of output are missing here, because the output was not read$")
 
     def test_folders_without_locks(self):
-        """As on Lustre without the option flock."""
-        self.every(LD_PRELOAD=BUILD / "lib/libfailing_files.so", FAILING_FILES_UNDER=self.folder, FAILING_FILES_LACKS="flock")
+        """As on Lustre without the option flock. Checkpoints do without locks; a TMPDIR without them is an error that says so."""
+        lacks = {"LD_PRELOAD": BUILD / "lib/libfailing_files.so", "FAILING_FILES_LACKS": "flock", "FAILING_FILES_UNDER": self.folder}
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as local:
+            self.every(TMPDIR=local, **lacks)
+        env = environment(TMPDIR=str(self.folder), XDG_RUNTIME_DIR="", **{k: str(v) for k, v in lacks.items()})
+        done = subprocess.run([TESSERA, "run", "-n", "2", PROBE], env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, 5, done.stderr)
+        self.assertIn(f"{self.folder}/", done.stderr)
+        self.assertIn("/store: flock: Function not implemented; expected a file system with flock(): set TMPDIR to a local folder", done.stderr)
 
     def test_many_worlds_cost_little_memory(self):
         def resident(worlds):

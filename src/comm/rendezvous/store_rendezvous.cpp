@@ -139,9 +139,10 @@ StoreRendezvous on_host(const LaunchEnvironment& environment, std::chrono::milli
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw UsageError(
-        fmt::format("init_process_group: rank {} of {} cannot use the rendezvous file {}/store: {}",
-                    environment.rank, environment.size, place, compat::first_line(error.what())));
+    throw UsageError(fmt::format(
+        "init_process_group: rank {} of {} cannot use the rendezvous file {}/store: {}; "
+        "expected a file system with flock(): set TMPDIR to a local folder",
+        environment.rank, environment.size, place, compat::first_line(error.what())));
   }
 }
 
