@@ -19,7 +19,7 @@ using namespace tessera;
 using namespace tessera::testing;
 
 constexpr int64_t kBatch = 12;
-constexpr int kSteps = 10;
+constexpr int kSteps = 5;
 
 at::Tensor numbers(at::IntArrayRef sizes, uint64_t seed) {
   return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
