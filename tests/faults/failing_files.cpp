@@ -261,7 +261,8 @@ ON_FD(fstat64, 0, (int fd, struct stat64* to), fd, to)
 
 int flock(int fd, int operation) noexcept {
   NEXT(flock);
-  if (lacks_flock) {
+  char path[1024];
+  if (lacks_flock && watched(path_of(fd, path))) {
     errno = ENOSYS;
     return -1;
   }
