@@ -4,5 +4,4 @@ set -euo pipefail
 build=${1:-build}
 # The environment may select an old BLAS kernel or a number of threads. The tests set what they need.
 unset OPENBLAS_CORETYPE OMP_NUM_THREADS
-# Some tests mostly wait: one more at a time than there are cores.
-exec ctest --test-dir "$build" -j "$(($(nproc) + 1))" --output-on-failure --no-tests=error "${@:2}"
+exec ctest --test-dir "$build" -j "$(nproc)" --output-on-failure --no-tests=error "${@:2}"

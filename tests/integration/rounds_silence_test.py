@@ -208,4 +208,4 @@ class Silence(TwoLaunchers):
 
 
 if __name__ == "__main__":
-    main(jobs=3)
+    main(jobs=2)
