@@ -12,10 +12,15 @@ BUILD, ALL = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2:] == ["all"]
 TIDY = "clang-tidy-14"
 VECTOR = """#include <string>
 #include <bits/stl_uninitialized.h>
+#include <bits/range_access.h>
 #pragma push_macro("_GLIBCXX20_CONSTEXPR")
 #undef _GLIBCXX20_CONSTEXPR
 #define _GLIBCXX20_CONSTEXPR
 #include <bits/stl_vector.h>
+#define __fill_a1 __fill_a1_of_bits
+#include <bits/stl_bvector.h>
+#undef __fill_a1
+#include <bits/vector.tcc>
 #pragma pop_macro("_GLIBCXX20_CONSTEXPR")
 #include <vector>
 """
