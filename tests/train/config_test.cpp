@@ -119,6 +119,9 @@ TEST_F(ConfigTest, ReadsDistributedOptimizerUnevenDataAndHooks) {
     EXPECT_NE(override_error(assignment).find(text), std::string::npos)
         << override_error(assignment);
   };
+  const std::string ddp = "parallel={type: DistributedDataParallel, ";
+  says(ddp + "broadcast_buffers: false}", "expected buffers: none");
+  says(ddp + "gradient_as_bucket_view: true}", "gradients always are views of the buckets");
   says("parallel={type: DistributedOptimizer}", "sum or mean");
   says("parallel={type: DistributedOptimizer, reduce_method: max}", "expected sum or mean");
   says("parallel={type: DistributedOptimizer, reduce_method: sum, bcast_period: -2}",
