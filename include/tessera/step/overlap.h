@@ -1,0 +1,14 @@
+#pragma once
+
+namespace tessera {
+
+/// When communication runs beside computation. Results are bit-identical.
+enum class Overlap {
+  none,      ///< Never: each collective runs where its result is needed first. For comparison.
+  backward,  ///< Within backward() and within step(). When a call returns, all of it is done.
+  /// backward() and step() return earlier, and the first use of a tensor that has not arrived
+  /// waits. Call wait() before code that uses data_ptr() of a parameter, gradient or state.
+  background,
+};
+
+}  // namespace tessera

@@ -1,0 +1,15 @@
+#pragma once
+
+namespace tessera {
+
+/// The end of a step, for end_step() of a wrapper whose gradients travel in a narrow format
+/// (WireOptions::gradients).
+struct StepEnd {
+  /// Whether the optimizer has used the gradients since the last call. False: the next gradients
+  /// get what rounding took from those of the last step that was used.
+  bool used = true;
+  /// Factor from the loss scale of those gradients to the scale of the next ones. Finite and > 0.
+  double scale = 1;
+};
+
+}  // namespace tessera
