@@ -48,7 +48,7 @@ nlohmann::json run(char** argv) {
   options.sync_every = std::stoll(argv[3]);
   options.wire =
       std::string(argv[4]) == "int8" ? tessera::OuterWire::int8 : tessera::OuterWire::float32;
-  options.in_background = std::string(argv[5]) == "1";
+  if (std::string(argv[5]) == "1") options.overlap = tessera::Overlap::background;
   options.outer =
       mode == "average" ? tessera::OuterOptimizer::average : tessera::OuterOptimizer::nesterov;
   const int64_t steps = std::stoll(argv[6]);

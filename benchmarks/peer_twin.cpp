@@ -212,6 +212,9 @@ int main(int argc, char** argv) {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   int64_t parameters = 0;
   for (const auto& p : model->parameters()) parameters += p.numel();
+  // As the trainer chooses it.
+  const auto overlap =
+      world.messages_between_hosts() ? tessera::Overlap::background : tessera::Overlap::backward;
   if (strategy == "fsdp") {
     fsdp = std::make_unique<tessera::FullyShardedDataParallel<Gpt>>(
         model, world,
@@ -229,16 +232,11 @@ int main(int argc, char** argv) {
     optimizer = std::make_unique<tessera::ZeroRedundancyOptimizer>(
         *model, world, adam,
         tessera::ZeroRedundancyOptimizerOptions{
-            .gather_in_background = strategy == "zero" && !world.same_host() &&
-                                    wire.parameters == tessera::WireFormat::float32,
-            .share_parameters = strategy == "zero-shared",
-            .wire = wire});
+            .overlap = overlap, .share_parameters = strategy == "zero-shared", .wire = wire});
   } else {
     if (strategy == "ddp")
       ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(
-          model, world,
-          tessera::DistributedDataParallelOptions{.reduce_in_background = !world.same_host(),
-                                                  .wire = wire});
+          model, world, tessera::DistributedDataParallelOptions{.overlap = overlap, .wire = wire});
     optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 
@@ -273,8 +271,7 @@ int main(int argc, char** argv) {
     at::autocast::clear_cache();
     loss.backward();
     const auto middle = Clock::now();
-    if (ddp) ddp->step_in_background(*optimizer);
-    else if (strategy != "compute") optimizer->step();
+    if (strategy != "compute") optimizer->step();
     const auto end = Clock::now();
     for (auto& p : model->parameters()) p.mutable_grad() = torch::Tensor();
     if (fsdp) {

@@ -10,14 +10,14 @@ int main(int argc, char** argv) try {
   const auto all = torch::randn({64, 16});
   const auto x = all.chunk(world.size())[world.rank()], y = x.square().mean(1, true);
 
-  tessera::DistributedDataParallel ddp(net, world, {.reduce_in_background = true});
+  tessera::DistributedDataParallel ddp(net, world, {.overlap = tessera::Overlap::background});
   tessera::FusedAdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
   for (int step = 0; step < 100; ++step) {
     net->zero_grad(/*set_to_none=*/true);
     torch::mse_loss(ddp(x), y).backward();
-    ddp.step_in_background(optimizer);  // waits for nothing; the next forward does where it must
+    optimizer.step();  // waits for nothing; the next forward does where it must
   }
-  ddp.wait_for_gradients();  // torch::save() cannot wait
+  ddp.wait();  // torch::save() cannot wait
   if (world.rank() == 0) torch::save(net, path);
 } catch (const std::exception& error) {
   std::cerr << error.what() << std::endl;

@@ -15,6 +15,8 @@
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
 #include "tessera/step/no_sync.h"
+#include "tessera/step/overlap.h"
+#include "tessera/step/step_end.h"
 
 namespace tessera {
 
@@ -30,6 +32,9 @@ struct DistributedOptimizerOptions {
   bool param_pack = false;
   /// A pack is closed when it has more bytes than this. > 0
   int64_t param_pack_thd = 10 << 20;
+  /// `backward` and `background`: each pack is reduced as soon as it is complete. `none`: at the
+  /// end of backward. All is done when backward() returns.
+  Overlap overlap = Overlap::backward;
   /// How the module's buffers become the same on all ranks, in each step(). See track_buffers().
   BufferSync buffers = BufferSync::broadcast;
   /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
@@ -109,13 +114,16 @@ class DistributedOptimizer : public Joinable {
   /// Gradients that no step() has used are dropped: with wire.gradients the next ones get what
   /// rounding took from those of the last step(), and not what it took from the dropped ones.
   void zero_grad(bool set_to_none = true);
-  /// For loss scaling, with wire.gradients: the scale of the loss is `factor` times what it was, so
-  /// what rounding took from the last gradients is multiplied by it. Call it between step(), or
-  /// zero_grad() instead of it, and the next backward. UsageError unless `factor` is finite and
-  /// > 0. Local; does not block. All ranks make the same calls.
-  void rescale_wire_feedback(double factor);
+  /// With wire.gradients, between step(), or zero_grad() instead of it, and the next backward:
+  /// tells how the step ended, for loss scaling. `end.used` follows from step() and zero_grad()
+  /// already. UsageError unless `end.scale` is finite and > 0. Local; does not block. All ranks
+  /// make the same calls.
+  void end_step(StepEnd end);
   /// Broadcasts rank 0's parameters to all ranks of each dist_group. Collective.
   void bcast_param();
+
+  /// Returns at once: see option overlap.
+  void wait() const {}
 
   /// The wrapped optimizer. Pass it to learning-rate schedulers. Local.
   torch::optim::Optimizer& optimizer();

@@ -12,6 +12,7 @@
 #include "tessera/join.h"
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
+#include "tessera/step/overlap.h"
 
 namespace tessera {
 
@@ -36,9 +37,10 @@ struct LocalSgdOptions {
   double lr = 0.7;
   double momentum = 0.9;
   OuterWire wire = OuterWire::float32;
-  /// On: the differences of one synchronisation travel during the following `sync_every` steps and
-  /// are applied at the next one. The progress that a rank made meanwhile is kept.
-  bool in_background = false;
+  /// `background`: the differences of one synchronisation travel during the following `sync_every`
+  /// steps and are applied at the next one, which changes results. The progress that a rank made
+  /// meanwhile is kept. Otherwise a synchronisation blocks.
+  Overlap overlap = Overlap::backward;
 };
 
 /// The groups of a rank: `inner` trains together in every step, `outer` has the ranks with the same
@@ -75,7 +77,7 @@ LocalSgdGroups local_sgd_groups(ProcessGroup& world, int64_t group_size = 0);
 /// synchronised.
 ///
 /// Memory: one copy of this rank's shards (divided by the size of `replicas`), a second one with
-/// nesterov, a third one with int8, and two more with in_background.
+/// nesterov, a third one with int8, and two more with Overlap::background.
 ///
 /// UsageErrors name the parameter. After an error of a collective every further call is a
 /// UsageError that repeats it.
@@ -91,7 +93,7 @@ class LocalSgd : public Joinable {
   /// ranks of the inner group where shards do not do it by themselves (gather_parameters()).
   /// `prepare`: called before the shards are read and written, on every rank: waits until nothing
   /// else uses them (wait_for_readers(), which ZeroRedundancyOptimizer with share_parameters or
-  /// gather_in_background needs).
+  /// Overlap::background needs).
   ///
   /// Gives all ranks of `outer` the parameters of its rank 0, but not what has no shards: frozen
   /// parameters and buffers, which must be equal already. Collective over `outer`, `replicas`,

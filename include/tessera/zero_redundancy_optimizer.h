@@ -18,8 +18,14 @@
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
 #include "tessera/step/no_sync.h"
+#include "tessera/step/overlap.h"
+#include "tessera/step/step_end.h"
 
 namespace tessera {
+
+namespace zero {
+struct TrainerAccess;
+}
 
 /// Options of ZeroRedundancyOptimizer. Every rank gives the same values.
 struct ZeroRedundancyOptimizerOptions {
@@ -39,38 +45,22 @@ struct ZeroRedundancyOptimizerOptions {
   /// option is switched off, with a line in the log, if a DistributedDataParallel has the
   /// parameters at construction.
   bool reduce_gradients = true;
-  /// Whether the reduction of gradients begins within backward, as soon as a bucket is complete.
-  /// step() reduces again what was changed in between, by another backward or by the caller. Costs
-  /// memory for this rank's part of the mean gradient: gradient bytes / W. Results are
-  /// bit-identical. Unset: true where it can be used in a group with messages_between_hosts(). True
-  /// needs a group that has sub-groups (not from_c10d()), parameters on the CPU, reduce_gradients,
-  /// no reduce_in_place, and an optimizer other than LBFGS; otherwise it is a UsageError.
-  std::optional<bool> reduce_in_backward = std::nullopt;
-  /// True: step() returns before the parameters that other ranks have updated have arrived. The
-  /// next forward begins, and its first operator that takes such a parameter (or a view or detached
-  /// alias of one) waits for it, so that gathers overlap with forward. Results are bit-identical.
-  /// Until then the parameter has no memory. Call wait_for_parameters() before code that uses
-  /// data_ptr(), and before torch::save(module), which throws otherwise. Needs parameters on the
-  /// CPU, parameters_as_bucket_view, wire.parameters float32, and an optimizer other than LBFGS;
-  /// otherwise a UsageError. No effect in a world of one rank.
-  /// Switched off, with a line in the log, if another library has taken the dispatch key that
-  /// detects the use of parameters.
-  bool gather_in_background = false;
-  /// Size of a bucket with reduce_in_backward or shard_gradients, in MiB of parameters. Must be
-  /// positive. With reduce_in_backward at most 8 MiB are used.
+  /// When gradients are reduced and parameters gathered: see docs/zero.md. `backward`: reductions
+  /// begin within backward in a group with messages_between_hosts(), and step() gathers the buckets
+  /// that are updated while it updates the next ones. `background`: step() returns before the
+  /// parameters of other ranks have arrived. The first operator that takes one (or a view or
+  /// detached alias of one) waits for it; until then it has no memory, and torch::save(module)
+  /// throws. What cannot overlap overlaps less, with a line in the log. A reduction that begins
+  /// within backward takes gradient bytes / W; one of gradients that change afterwards is repeated.
+  Overlap overlap = Overlap::backward;
+  /// Size of a bucket that is reduced within backward, in MiB of parameters, > 0. At most 8 MiB are
+  /// used without shard_gradients.
   double bucket_cap_mb = 25;
   /// Every rank gets rank 0's parameters and buffers at construction.
   bool broadcast_parameters = true;
   /// How the module's buffers become the same on all ranks, in each step(). See track_buffers(). No
   /// effect while a DistributedDataParallel has the parameters, which does it then.
   BufferSync buffers = BufferSync::broadcast;
-  /// Where the mean gradient is kept when it is needed as a tensor: for clipping, for grad_norm(),
-  /// and for optimizers that are not fused. False: in memory of its own, gradient bytes / W, and
-  /// `.grad` stays this rank's own gradient. True: in the bucket, over this rank's own gradient, so
-  /// gradients take no further memory. `.grad` is then used up by step(), and zero_grad() must
-  /// follow before the next backward; otherwise the next step is a UsageError on every rank. No
-  /// effect without reduce_gradients.
-  bool reduce_in_place = false;
   /// Stage 2 of ZeRO. True: backward reduces each bucket when it is complete, adds this rank's part
   /// of the mean to that of earlier backwards, and gives the memory of the bucket back. Gradients
   /// then take gradient bytes / W, and during backward two buckets more: the one that is reduced
@@ -85,9 +75,8 @@ struct ZeroRedundancyOptimizerOptions {
   /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
   /// makes the same backward passes; each parameter gets its gradient once in each.
   ///
-  /// Needs reduce_gradients, neither reduce_in_backward nor reduce_in_place, an optimizer other
-  /// than LBFGS, and that no other library has taken the dispatch key that detects the use of
-  /// gradients; otherwise a UsageError.
+  /// Needs reduce_gradients, an optimizer other than LBFGS, and that no other library has taken the
+  /// dispatch key that detects the use of gradients; otherwise a UsageError.
   bool shard_gradients = false;
   /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
   /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
@@ -101,15 +90,15 @@ struct ZeroRedundancyOptimizerOptions {
   /// cannot take a parameter as its tensor.
   ///
   /// No effect where each host has one rank. UsageError where the ranks of a host share no memory
-  /// (Gloo without shared memory, MPI). Needs parameters on the CPU, parameters_as_bucket_view,
-  /// no gather_in_background, wire.parameters float32, an optimizer other than LBFGS, and that no
-  /// other library has taken the dispatch key that detects writes; otherwise a UsageError.
+  /// (Gloo without shared memory, MPI). Needs parameters on the CPU, parameters_as_bucket_view, an
+  /// optimizer other than LBFGS, and that no other library has taken the dispatch key that detects
+  /// writes; otherwise a UsageError.
   bool share_parameters = false;
   /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
   /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
-  /// checkpoints contain that as state "wire_residual". wire.gradients needs reduce_gradients;
-  /// wire.parameters needs parameters_as_bucket_view and an optimizer other than LBFGS. Otherwise a
-  /// UsageError.
+  /// checkpoints contain that as state "wire_residual". wire.gradients needs reduce_gradients, and
+  /// wire.parameters parameters_as_bucket_view; otherwise a UsageError. With LBFGS parameters
+  /// travel exactly.
   WireOptions wire = {};
 };
 
@@ -134,7 +123,7 @@ struct ZeroRedundancyOptimizerOptions {
 /// says otherwise.
 ///
 /// Gradients, without shard_gradients: `.grad` is the gradient of this rank's own data. The mean
-/// over the ranks exists only inside, at its owner; see reduce_in_place.
+/// over the ranks exists only inside, at its owner.
 ///
 /// With reduce_gradients in a world of more than one rank these usual lines are different:
 ///   - `clip_grad_norm_(net->parameters(), 1)`, libtorch's function, is a UsageError on every rank,
@@ -152,12 +141,12 @@ struct ZeroRedundancyOptimizerOptions {
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
 /// so, call zero_grad() instead of step(). With shard_gradients the gradients are `.grad` of
 /// shards(), so the infinite value of one rank is one of the mean. With wire.gradients too, call
-/// rescale_wire_feedback() when the scale changes.
+/// end_step() when the scale changes.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
-/// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping
-/// without reduce_in_place, or reduce_in_backward: P/W more. With share_parameters the L ranks of a
-/// host have P bytes of parameters together.
+/// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping, or
+/// reductions within backward: P/W more. With share_parameters the L ranks of a host have P bytes
+/// of parameters together.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   using Options = ZeroRedundancyOptimizerOptions;
@@ -206,12 +195,12 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// (Hides torch's zero_grad, which differs between libtorch versions.)
   void zero_grad(bool set_to_none = true);
 
-  /// For loss scaling, with wire.gradients and shard_gradients: the scale of the loss is `factor`
-  /// times what it was, so what rounding took from the last gradients is multiplied by it. Call it
-  /// between step(), or zero_grad() instead of it, and the next backward. No effect without
-  /// shard_gradients, where gradients are unscaled before they are rounded. UsageError unless
-  /// `factor` is finite and > 0. Local; does not block. All ranks make the same calls.
-  void rescale_wire_feedback(double factor);
+  /// With wire.gradients, between step(), or zero_grad() instead of it, and the next backward:
+  /// tells how the step ended, for loss scaling. `end.used` follows from step() and zero_grad()
+  /// already. `end.scale` has no effect without shard_gradients, where gradients are unscaled
+  /// before they are rounded. UsageError unless it is finite and > 0. Local; does not block. All
+  /// ranks make the same calls.
+  void end_step(StepEnd end);
 
   /// Scales the mean gradient so that its p-norm is at most `max_norm`; returns the norm before.
   /// `norm_type` is 1, 2, infinity or any p > 0. Call it between backward and step().
@@ -226,11 +215,6 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// parameters. The host does not wait for the device until the program reads it.
   at::Tensor clip_grad_norm_tensor_(double max_norm, double norm_type = 2);
   at::Tensor grad_norm_tensor(double norm_type = 2);
-  /// True: step() also computes the 2-norm of the mean gradient, while it reads the gradient
-  /// anyway, and last_grad_norm() returns it. Every rank gives the same value. Local.
-  void track_grad_norm(bool track);
-  double last_grad_norm() const;
-
   /// All ranks get rank 0's buffers of `module` now (unless broadcast_parameters is off), and
   /// step() applies the option `buffers` from now on. The constructors with a module have called
   /// it. Collective.
@@ -278,9 +262,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Every rank receives each shard's values from its owner. For use after a write to shards, for
   /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.
   void gather_parameters();
-  /// With gather_in_background: returns when all parameters have arrived. Otherwise returns at
-  /// once. BrokenWorldError if a gather failed. Local; blocks.
-  void wait_for_parameters() const;
+  /// Returns when all parameters have arrived: with Overlap::background some may not have after
+  /// step(). Call it before code that uses data_ptr() of a parameter, and before torch::save() of
+  /// the module. BrokenWorldError if a gather failed. Local; blocks.
+  void wait() const;
   /// Runs `write`, which changes parameters of this optimizer in place, for example by
   /// load_state_dict(). With share_parameters: when all ranks have called it, on the first rank of
   /// each host, and nothing gives the others what else it has changed; only the tracked buffers are
@@ -289,8 +274,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// every rank throws AgreedError. Collective; returns when all ranks may read.
   void with_shared_write(const std::function<void()>& write);
   /// With share_parameters: returns when all ranks have called it, so that none of them reads
-  /// parameters. With gather_in_background: waits as wait_for_parameters(). Call it before a write
-  /// to shards(), and gather_parameters() after. Collective with share_parameters, otherwise local.
+  /// parameters. Waits as wait(). Call it before a write to shards(), and gather_parameters()
+  /// after. Collective with share_parameters, otherwise local.
   void wait_for_readers();
   /// The groups with their current options and the names of their parameters, frozen ones too.
   /// set_options() writes options back into param_groups(). Local.
@@ -330,6 +315,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 
  private:
   class Impl;
+  friend struct zero::TrainerAccess;
   ZeroRedundancyOptimizer(const torch::nn::Module* module, std::vector<Group> groups,
                           ProcessGroup group, OptimizerFactory factory, const Options& options);
   std::unique_ptr<Impl> impl_;

@@ -1,11 +1,7 @@
 #include "ddp/background_updates.h"
 
 #include <algorithm>
-#include <optional>
-#include <typeinfo>
 #include <utility>
-
-#include <c10/util/ScopeExit.h>
 
 #include "optim/fused_base.h"
 #include "sharding/bucket.h"
@@ -15,14 +11,6 @@
 
 namespace tessera {
 namespace {
-
-/// Derived classes may do more in step() than update.
-FusedOptimizer* as_fused(torch::optim::Optimizer& optimizer) {
-  const auto& type = typeid(optimizer);
-  const bool known =
-      type == typeid(FusedSGD) || type == typeid(FusedAdam) || type == typeid(FusedAdamW);
-  return known ? static_cast<FusedOptimizer*>(&optimizer) : nullptr;
-}
 
 /// Something else has the memory, so a late update of it could be missed.
 bool shares_memory(const at::Tensor& tensor) {
@@ -45,10 +33,14 @@ BackgroundUpdates::BackgroundUpdates(const std::vector<sharding::NamedTensor>& p
     if (!FusedOptimizer::supports_range(tensor) || tensor.numel() == 0 || shares_memory(tensor))
       continue;
     entries_[tensor.unsafeGetTensorImpl()].page = move_to_page(tensor);
+    add(tensor);
   }
 }
 
-BackgroundUpdates::~BackgroundUpdates() { arriving_.release(); }
+BackgroundUpdates::~BackgroundUpdates() {
+  remove_all();
+  arriving_.release();
+}
 
 BackgroundUpdates::Entry* BackgroundUpdates::find(const at::Tensor& parameter) {
   const auto found = entries_.find(parameter.unsafeGetTensorImpl());
@@ -65,8 +57,8 @@ std::unique_ptr<sharding::Page> BackgroundUpdates::move_to_page(at::Tensor tenso
   return page;
 }
 
-bool BackgroundUpdates::is_late(const torch::optim::Optimizer& optimizer,
-                                const at::Tensor& parameter) {
+bool BackgroundUpdates::can_follow(const torch::optim::Optimizer& optimizer,
+                                   const at::Tensor& parameter) {
   const auto& grad = parameter.grad();
   if (!grad.defined() || !find(parameter) || !FusedOptimizer::supports_range(parameter))
     return false;
@@ -95,28 +87,14 @@ std::vector<sharding::Page*> BackgroundUpdates::pages_of(const torch::optim::Opt
   return pages;
 }
 
-void BackgroundUpdates::step(torch::optim::Optimizer& optimizer) {
-  auto* const fused = as_fused(optimizer);
-  if (!fused) {
-    optimizer.step();
-    return;
-  }
-  const at::NoGradGuard no_grad;
-  std::vector<std::pair<at::Tensor, at::Tensor>> taken;  // parameter, gradient
-  const auto return_gradients = c10::make_scope_exit([&] {
-    for (auto& [parameter, grad] : taken) parameter.mutable_grad() = grad;
-  });
-  for (const auto& group : fused->param_groups()) {
-    for (const auto& parameter : group.params()) {
-      if (is_late(optimizer, parameter))
-        taken.emplace_back(parameter, std::exchange(parameter.mutable_grad(), {}));
-    }
-  }
-  optimizer.step();  // of the others; first, because it throws before any update
+void BackgroundUpdates::follow(FusedOptimizer& optimizer,
+                               const std::vector<at::Tensor>& parameters) {
+  used_ = true;
   std::map<const sharding::Page*, Late> late;  // by page of the gradients
-  for (const auto& [parameter, grad] : taken) {
+  for (const auto& parameter : parameters) {
+    const auto grad = parameter.grad();
     auto& [jobs, pages] = late[sharding::Page::of(grad)];
-    jobs.push_back({fused->begin_update(parameter), grad});
+    jobs.push_back({optimizer.begin_update(parameter), grad});
     const auto own = pages_of(optimizer, parameter);
     pages.insert(pages.end(), own.begin(), own.end());
   }

@@ -8,6 +8,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include "optim/late_updates.h"
 #include "sharding/detection/arriving_pages.h"
 #include "sharding/named_tensor.h"
 
@@ -17,7 +18,7 @@ namespace tessera {
 /// of a parameter follows the reduction of its bucket. Until then the parameter and its optimizer
 /// state have no memory, as the gradient: see [Note: pages that arrive in the background]. All
 /// members are local.
-class BackgroundUpdates {
+class BackgroundUpdates : public optim::LateUpdates {
  public:
   /// Puts the contiguous float32 ones of `parameters` on pages of `arriving`, which outlives this
   /// object. Their memory stays the same. Not those whose memory something else has too: it would
@@ -25,12 +26,13 @@ class BackgroundUpdates {
   BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
                     sharding::ArrivingPages& arriving);
   /// Blocks until everything under way is complete.
-  ~BackgroundUpdates();
+  ~BackgroundUpdates() override;
   BackgroundUpdates(const BackgroundUpdates&) = delete;
 
-  /// As optimizer.step(), but parameters whose gradients are under way are updated later, if
-  /// `optimizer` is FusedSGD, FusedAdam or FusedAdamW.
-  void step(torch::optim::Optimizer& optimizer);
+  bool can_follow(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) override;
+  void follow(FusedOptimizer& optimizer, const std::vector<at::Tensor>& parameters) override;
+  /// Whether follow() was ever called.
+  bool used() const { return used_; }
 
  private:
   struct Entry {
@@ -40,12 +42,12 @@ class BackgroundUpdates {
 
   Entry* find(const at::Tensor& parameter);
   std::unique_ptr<sharding::Page> move_to_page(at::Tensor tensor);
-  bool is_late(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
   std::vector<sharding::Page*> pages_of(const torch::optim::Optimizer& optimizer,
                                         const at::Tensor& parameter);
 
   sharding::ArrivingPages& arriving_;
   std::unordered_map<c10::TensorImpl*, Entry> entries_;
+  bool used_ = false;
 };
 
 }  // namespace tessera

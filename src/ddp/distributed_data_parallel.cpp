@@ -28,10 +28,10 @@
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
-namespace tessera::detail {
+namespace tessera {
 namespace {
 
-constexpr const char* kName = "DistributedDataParallel";
+constexpr const char* kDdpName = "DistributedDataParallel";
 constexpr double kMiB = 1 << 20;
 
 using sharding::Bucket;
@@ -42,23 +42,23 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
   const auto positive = [&](const char* name, double value) {
     if (!(value > 0))
       throw UsageError(
-          fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kName,
+          fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kDdpName,
                       rank, name, value));
   };
   positive("first_bucket_mb", options.first_bucket_mb);
   positive("bucket_cap_mb", options.bucket_cap_mb.value_or(kDefaultBucketMib));
-  sharding::refuse_parameter_wire(kName, rank, options.wire);
+  sharding::refuse_parameter_wire(kDdpName, rank, options.wire);
   if (options.comm_hook && options.wire.gradients != WireFormat::float32) {
     throw UsageError(fmt::format(
         "{}: rank {}: option wire.gradients is {}, and option comm_hook replaces the reduction; "
         "expected one of the two",
-        kName, rank, to_string(options.wire.gradients)));
+        kDdpName, rank, to_string(options.wire.gradients)));
   }
 }
 
 }  // namespace
 
-class DataParallel::Impl {
+class DistributedDataParallelBase::Impl {
  public:
   Impl(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
       : module_(module),
@@ -70,27 +70,26 @@ class DataParallel::Impl {
       check_options(options_, group_.rank());
       collect_parameters();
       check_sharing();
-      check_background();
-      wrapped_ = sharding::WrappedParameters(kName, group_.rank(),
+      wrapped_ = sharding::WrappedParameters(kDdpName, group_.rank(),
                                              sharding::Use::reduces_in_backward, all_);
       sharding::Page::check_orphan_writes(all_);
     });
     in_background_ =
-        group_.size() > 1 && options_.reduce_in_background &&
-        sharding::start_detection_for(kName, group_.rank(), "gradients", "reduce_in_background");
+        overlaps_in_background() &&
+        sharding::start_detection_for(kDdpName, group_.rank(), "gradients", "overlap background");
     auto contract = sharding::signatures(all_);
     for (auto& line : buffers_.signatures()) contract.push_back(std::move(line));
     contract.push_back(
         fmt::format("options: buckets {} and {} MiB, find_unused_parameters {}, static_graph {}, "
-                    "wire: {}{}{}",
+                    "wire: {}{}, overlap {}{}",
                     options_.first_bucket_mb, options_.bucket_cap_mb.value_or(0),
                     options_.find_unused_parameters, options_.static_graph,
                     to_string(options_.wire), options_.share_parameters ? ", share_parameters" : "",
-                    in_background_ ? ", reduce_in_background" : ""));
-    group_.check_contract(kName, contract);
+                    static_cast<int>(options_.overlap), in_background_ ? " in fact" : ""));
+    group_.check_contract(kDdpName, contract);
     bucket_cap_mib_ = bucket_cap();
     if (options_.share_parameters) share_frozen();
-    comm::run_local_work(group_, kName, [&] { materialize(module_); });
+    comm::run_local_work(group_, kDdpName, [&] { materialize(module_); });
     wire_.emplace(lanes());
     broadcast_model(0);
     forward_writes_ = sharding::ForwardWrites(trainable_);
@@ -99,7 +98,7 @@ class DataParallel::Impl {
     for (size_t i = 0; i < reverse_order.size(); ++i)
       reverse_order[i] = reverse_order.size() - 1 - i;
     sharding::ReducerOptions reducing;
-    reducing.component = kName;
+    reducing.component = kDdpName;
     reducing.find_unused_parameters = options_.find_unused_parameters;
     reducing.static_graph = options_.static_graph;
     reducing.offers_static_graph = true;
@@ -110,7 +109,7 @@ class DataParallel::Impl {
                                      [this](size_t bucket) { start_bucket(bucket); },
                                      [this] { finish_buckets(); },
                                      [this] { after_backward(); },
-                                     [this] { wait_for_gradients(); }});
+                                     [this] { wait(); }});
     if (in_background_) updates_.emplace(trainable_, *reducer_->arriving());
   }
 
@@ -158,30 +157,17 @@ class DataParallel::Impl {
     return bytes;
   }
 
-  void wait_for_gradients() {
+  void wait() {
     wait_for_buckets();
     reducer_->wait_for_arrivals();
     if (std::exchange(uncommitted_, false)) wire_->commit();
   }
 
-  void step_in_background(torch::optim::Optimizer& optimizer) {
-    if (!updates_) {
-      optimizer.step();
-      return;
-    }
-    updates_->step(optimizer);
-    steps_in_background_ = true;
-  }
-
-  void end_wire_step(bool stepped) {
-    wait_for_gradients();
-    wire_->end_step(stepped);
-  }
-
-  void rescale_wire_feedback(double factor) {
-    sharding::check_scale_change(kName, group_.rank(), factor);
-    wait_for_gradients();
-    wire_->rescale(factor);
+  void end_step(StepEnd end) {
+    sharding::check_scale_change(kDdpName, group_.rank(), end.scale);
+    wait();
+    wire_->end_step(end.used);
+    wire_->rescale(end.scale);
   }
 
   const ProcessGroup& group() const { return group_; }
@@ -205,17 +191,17 @@ class DataParallel::Impl {
       throw UsageError(fmt::format(
           "{}: rank {}: option parameters_to_ignore names {}, and the module has no such "
           "parameter{}",
-          kName, group_.rank(), *unknown.begin(), did_you_mean(*unknown.begin(), names)));
+          kDdpName, group_.rank(), *unknown.begin(), did_you_mean(*unknown.begin(), names)));
     }
-    sharding::check_parameters(kName, all_, 0, group_.rank());
+    sharding::check_parameters(kDdpName, all_, 0, group_.rank());
     std::partition_copy(all_.begin(), all_.end(), std::back_inserter(trainable_),
                         std::back_inserter(frozen_),
                         [](const auto& p) { return p.tensor.requires_grad(); });
-    sharding::check_wire_dtypes(kName, group_.rank(), options_.wire, trainable_);
+    sharding::check_wire_dtypes(kDdpName, group_.rank(), options_.wire, trainable_);
     if (trainable_.empty())
       throw UsageError(
-          fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one", kName,
-                      group_.rank()));
+          fmt::format("{}: rank {}: no parameter requires a gradient; expected at least one",
+                      kDdpName, group_.rank()));
   }
 
   bool shares() const { return shared_ && shared_->any(); }
@@ -224,7 +210,7 @@ class DataParallel::Impl {
     if (!options_.share_parameters) return;
     const auto refuse = [&](const std::string& reason) {
       throw UsageError(
-          fmt::format("{}: rank {}: option share_parameters {}", kName, group_.rank(), reason));
+          fmt::format("{}: rank {}: option share_parameters {}", kDdpName, group_.rank(), reason));
     };
     for (const auto& [name, tensor] : frozen_) {
       if (!tensor.device().is_cpu())
@@ -233,29 +219,22 @@ class DataParallel::Impl {
     }
     if (group_.size() > 1) {
       sharding::require_detection(
-          fmt::format("{}: rank {}: option share_parameters", kName, group_.rank()),
+          fmt::format("{}: rank {}: option share_parameters", kDdpName, group_.rank()),
           "the option off");
     }
   }
 
-  void check_background() const {
-    if (!options_.reduce_in_background) return;
-    const auto refuse = [&](const std::string& reason) {
-      throw UsageError(
-          fmt::format("{}: rank {}: option reduce_in_background {}", kName, group_.rank(), reason));
-    };
-    if (options_.comm_hook) refuse("excludes comm_hook; expected one of the two");
-    for (const auto& [name, tensor] : trainable_) {
-      if (!tensor.device().is_cpu())
-        refuse(fmt::format("needs parameters on the CPU, and {} is on {}", name,
-                           tensor.device().str()));
-    }
+  /// A hook's collectives, and those of a device, end within backward.
+  bool overlaps_in_background() const {
+    return options_.overlap == Overlap::background && group_.size() > 1 && !options_.comm_hook &&
+           std::all_of(trainable_.begin(), trainable_.end(),
+                       [](const auto& parameter) { return parameter.tensor.device().is_cpu(); });
   }
 
   /// [Note: one copy a host]
   void share_frozen() {
     shared_ = std::make_unique<sharding::SharedParameters>(
-        group_, fmt::format("{}: rank {}", kName, group_.rank()),
+        group_, fmt::format("{}: rank {}", kDdpName, group_.rank()),
         "ddp.with_shared_write([&] { … }), or trainable parameters before construction", true);
     std::vector<size_t> members(frozen_.size());
     for (size_t i = 0; i < members.size(); ++i) members[i] = i;
@@ -265,7 +244,7 @@ class DataParallel::Impl {
   /// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
   void check_trainability() {
     for (const auto& [name, tensor] : frozen_) {
-      if (tensor.requires_grad()) group_.fail(sharding::thawed_text(kName, name, group_.rank()));
+      if (tensor.requires_grad()) group_.fail(sharding::thawed_text(kDdpName, name, group_.rank()));
     }
   }
 
@@ -281,7 +260,7 @@ class DataParallel::Impl {
       group_.fail(fmt::format(
           "{}: rank {}: parameter {} was not in the module at construction (replace_module()?), so "
           "its gradient is not reduced; expected the {} to be constructed after such changes",
-          kName, group_.rank(), name, kName));
+          kDdpName, group_.rank(), name, kDdpName));
     }
   }
 
@@ -338,7 +317,12 @@ class DataParallel::Impl {
   }
 
   void start_bucket(size_t index) {
-    forward_writes_.compare(kName, group_);
+    if (options_.overlap == Overlap::none) complete_.push_back(index);
+    else reduce_bucket(index);
+  }
+
+  void reduce_bucket(size_t index) {
+    forward_writes_.compare(kDdpName, group_);
     times_.begin(index);
     const auto& bucket = reducer_->buckets()[index];
     if (!options_.comm_hook) {
@@ -366,6 +350,7 @@ class DataParallel::Impl {
 
   void finish_buckets() {
     if (reducer_->arrived().size() < trainable_.size()) check_same_parameters();
+    for (const auto index : std::exchange(complete_, {})) reduce_bucket(index);
     for (auto& [bucket, work] : std::exchange(reducing_, {}))
       reducer_->arrives_with(bucket, std::move(work));
     wait_for_buckets();
@@ -390,7 +375,7 @@ class DataParallel::Impl {
   void after_backward() {
     ++backwards_;
     uncommitted_ = true;
-    if (!in_background_ || order_ != Order::last) wait_for_gradients();
+    if (!in_background_ || order_ != Order::last) wait();
     const double share = times_.share_in_backward();
     if (module_.is_training()) buffers_.synchronize(group_, has_data_);
     if (order_ == Order::of_parameters) order_by_arrival();
@@ -419,7 +404,8 @@ class DataParallel::Impl {
     order_ = Order::last;
     // One bucket more than the share, because a wire that waits costs more than a late bucket.
     const double mine = share + 1.0 / static_cast<double>(reducer_->buckets().size());
-    const int permille = steps_in_background_ ? std::max(1, static_cast<int>(1000 * mine)) : 1000;
+    const int permille =
+        updates_ && updates_->used() ? std::max(1, static_cast<int>(1000 * mine)) : 1000;
     share_in_backward_ =
         std::stoi(group_.broadcast_bytes(std::to_string(permille), publisher_)) / 1000.0;
     if (share_in_backward_ >= 1) return;
@@ -438,7 +424,8 @@ class DataParallel::Impl {
   bool has_data_ = true;  // false while this rank takes part in a join without data
   uint64_t forwards_ = 0, backwards_ = 0;  // that synchronise, since construction
   std::vector<std::function<void()>> waiting_;
-  bool in_background_ = false;                     // option reduce_in_background
+  std::vector<size_t> complete_;                   // buckets, with Overlap::none
+  bool in_background_ = false;                     // Overlap::background, where it is possible
   std::vector<std::pair<size_t, Work>> reducing_;  // buckets of this backward, with it
   bool uncommitted_ = false;                       // wire_ has reductions of the last backward
   double bucket_cap_mib_ = kDefaultBucketMib;
@@ -446,42 +433,45 @@ class DataParallel::Impl {
   std::vector<size_t> arrival_order_;
   double share_in_backward_ = 1;  // see order_of_reductions()
   ReductionTimes times_;
-  bool steps_in_background_ = false;
   int divisor_ = 1;
   int publisher_ = 0;  // the rank whose order of arrival is used
   std::unique_ptr<sharding::Reducer> reducer_;
-  std::optional<BackgroundUpdates> updates_;  // with reduce_in_background
+  std::optional<BackgroundUpdates> updates_;  // with in_background_
 };
 
-DataParallel::DataParallel(torch::nn::Module& module, ProcessGroup group,
-                           DistributedDataParallelOptions options)
+DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module,
+                                                         ProcessGroup group, Options options)
     : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
-DataParallel::~DataParallel() = default;
+DistributedDataParallelBase::~DistributedDataParallelBase() = default;
+DistributedDataParallelBase::DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept =
+    default;
 
-void DataParallel::with_shared_write(const std::function<void()>& write) {
+void DistributedDataParallelBase::before_forward() { impl_->before_forward(); }
+NoSync DistributedDataParallelBase::no_sync() {
+  return NoSync([impl = impl_.get()](int change) { impl->reducer().hold_sync(change); });
+}
+void DistributedDataParallelBase::wait() { impl_->wait(); }
+void DistributedDataParallelBase::end_step(StepEnd end) { impl_->end_step(end); }
+void DistributedDataParallelBase::with_shared_write(const std::function<void()>& write) {
   impl_->with_shared_write(write);
 }
-int64_t DataParallel::parameter_bytes() const { return impl_->parameter_bytes(); }
-void DataParallel::update_wire_feedback(bool stepped) { impl_->end_wire_step(stepped); }
-void DataParallel::rescale_wire_feedback(double factor) { impl_->rescale_wire_feedback(factor); }
-void DataParallel::before_forward() { impl_->before_forward(); }
-void DataParallel::step_in_background(torch::optim::Optimizer& optimizer) {
-  impl_->step_in_background(optimizer);
-}
-void DataParallel::wait_for_gradients() { impl_->wait_for_gradients(); }
-void DataParallel::hold_sync(int change) { impl_->reducer().hold_sync(change); }
-ProcessGroup DataParallel::group() const { return impl_->group(); }
-void DataParallel::on_join_iteration(const JoinIteration& iteration) {
-  impl_->on_join_iteration(iteration);
-}
-void DataParallel::shadow_backward() { impl_->shadow_backward(); }
-void DataParallel::finish_join(int last_active_rank) { impl_->finish_join(last_active_rank); }
-size_t DataParallel::buckets() const { return impl_->reducer().buckets().size(); }
+int64_t DistributedDataParallelBase::parameter_bytes() const { return impl_->parameter_bytes(); }
+size_t DistributedDataParallelBase::buckets() const { return impl_->reducer().buckets().size(); }
 
-int64_t DataParallel::gradient_bytes() const {
+int64_t DistributedDataParallelBase::gradient_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : impl_->reducer().buckets()) bytes += bucket.bytes();
   return bytes;
 }
 
-}  // namespace tessera::detail
+void DistributedDataParallelBase::shadow_backward() { impl_->shadow_backward(); }
+void DistributedDataParallelBase::shadow_step() { impl_->shadow_backward(); }
+ProcessGroup DistributedDataParallelBase::join_group() const { return impl_->group(); }
+void DistributedDataParallelBase::on_join_iteration(const JoinIteration& iteration) {
+  impl_->on_join_iteration(iteration);
+}
+void DistributedDataParallelBase::finish_join(int last_active_rank) {
+  impl_->finish_join(last_active_rank);
+}
+
+}  // namespace tessera

@@ -141,9 +141,11 @@ void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   impl_->buffers_.broadcast(group, 0);
 }
 
-void DistributedOptimizer::rescale_wire_feedback(double factor) {
-  sharding::check_scale_change(Impl::kName, impl_->synced_[0].group.rank(), factor);
-  if (impl_->reduction_) impl_->reduction_->rescale_wire(factor);
+void DistributedOptimizer::end_step(StepEnd end) {
+  sharding::check_scale_change(Impl::kName, impl_->synced_[0].group.rank(), end.scale);
+  if (!impl_->reduction_) return;
+  impl_->reduction_->end_wire_step(end.used);  // no effect after step() and zero_grad()
+  impl_->reduction_->rescale_wire(end.scale);
 }
 
 void DistributedOptimizer::zero_grad(bool set_to_none) {

@@ -120,11 +120,11 @@ void DistributedOptimizer::Impl::check_contract() {
   for (auto& synced : synced_) {
     auto contract = sharding::signatures(synced.trainable);
     contract.push_back(fmt::format("parameters: {}", synced.tensors.size()));
-    contract.push_back(
-        fmt::format("options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}, "
-                    "wire: {}",
-                    mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack,
-                    options_.param_pack_thd, to_string(options_.wire)));
+    contract.push_back(fmt::format(
+        "options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}, "
+        "wire: {}, overlap {}",
+        mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack, options_.param_pack_thd,
+        to_string(options_.wire), static_cast<int>(options_.overlap)));
     const auto& optimizer = *optimizer_;
     contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
     contract.push_back(option_text(synced.parameter_group));
@@ -161,7 +161,7 @@ void DistributedOptimizer::Impl::make_reduction() {
           [this](size_t group) {
             return fmt::format("{}; backward after {} steps", option_text(group), steps_);
           },
-          options_.wire.gradients});
+          options_.wire.gradients, options_.overlap != Overlap::none});
 }
 
 void DistributedOptimizer::Impl::check_groups() {

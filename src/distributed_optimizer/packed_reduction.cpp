@@ -153,8 +153,14 @@ void PackedReduction::set_join(const JoinIteration& iteration) {
 
 void PackedReduction::start_bucket(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
-  auto& lane = lanes_[lane_of(bucket)];
   followed_[index] = follows_record(lane_of(bucket), bucket);
+  if (options_.overlap) reduce_bucket(index);
+  else complete_.push_back(index);
+}
+
+void PackedReduction::reduce_bucket(size_t index) {
+  const auto& bucket = reducer_->buckets()[index];
+  auto& lane = lanes_[lane_of(bucket)];
   const auto feedback = lane.wire->scope(index);
   auto group = lane.wire->group();
   started_.push_back(group.all_reduce_async(
@@ -169,6 +175,7 @@ void PackedReduction::wait_for_buckets() {
 }
 
 void PackedReduction::finish_backward() {
+  for (const auto index : std::exchange(complete_, {})) reduce_bucket(index);
   std::vector<at::Tensor> counts;
   std::vector<Work> works;
   for (size_t l = 0; l < lanes_.size(); ++l) {

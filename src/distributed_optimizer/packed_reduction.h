@@ -23,6 +23,7 @@ struct PackedReductionOptions {
   /// the options (lr, …) of this parameter group of the optimizer.
   std::function<std::string(size_t parameter_group)> describe_step;
   WireFormat wire = WireFormat::float32;  ///< Of gradients between hosts.
+  bool overlap = true;                    ///< Packs are reduced within backward, not at its end.
 };
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own
@@ -92,6 +93,7 @@ class PackedReduction {
   double scale(const Lane& lane) const;
 
   void start_bucket(size_t index);
+  void reduce_bucket(size_t index);
   void finish_backward();
   void wait_for_buckets();
   void mark_sums();
@@ -105,7 +107,8 @@ class PackedReduction {
   PackedReductionOptions options_;
   std::vector<sharding::NamedTensor> parameters_;
   std::vector<Lane> lanes_;
-  std::vector<size_t> lane_of_;  // of each parameter
+  std::vector<size_t> lane_of_;   // of each parameter
+  std::vector<size_t> complete_;  // buckets, without overlap
   std::vector<Work> started_;
   std::vector<char> followed_;  // of each bucket: in this backward it was sent as recorded
   uint64_t reductions_ = 0;     // backward passes that were reduced

@@ -34,7 +34,7 @@ std::vector<std::string> contract_of(const LocalSgdOptions& options) {
       fmt::format("lr = {}", options.lr),
       fmt::format("momentum = {}", options.momentum),
       fmt::format("wire = {}", options.wire == OuterWire::int8 ? "int8" : "float32"),
-      fmt::format("in_background = {}", options.in_background)};
+      fmt::format("overlap = {}", options.overlap == Overlap::background ? "background" : "none")};
 }
 
 }  // namespace
@@ -68,7 +68,8 @@ class LocalSgd::Impl {
     check_usable("step()");
     ++steps_;
     if (steps_ % options_.sync_every != 0) return;
-    prepared([&] { options_.in_background ? exchange_in_background() : exchange(); });
+    prepared(
+        [&] { options_.overlap == Overlap::background ? exchange_in_background() : exchange(); });
   }
 
   void synchronize() {

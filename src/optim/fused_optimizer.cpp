@@ -8,11 +8,13 @@
 #endif
 
 #include <algorithm>
+#include <map>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "optim/fused_base.h"
+#include "optim/late_updates.h"
 
 namespace tessera {
 
@@ -161,6 +163,7 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   std::vector<optim::Job> jobs;
   std::vector<std::pair<at::Tensor, at::Tensor>>
       copies;  // parameter, and the dense values that are updated instead
+  std::map<optim::LateUpdates*, std::vector<at::Tensor>> late;  // parameters
   // Reverse is about the order in which backward produces gradients: the first ones have arrived
   // while later ones are on their way.
   bool in_reverse = false;
@@ -185,6 +188,11 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
         continue;
       }
       if (is_arriving(grad)) {
+        auto* const updates = optim::LateUpdates::of(param);
+        if (updates && updates->can_follow(*this, param)) {
+          late[updates].push_back(param);
+          continue;
+        }
         optim::run_jobs(std::exchange(jobs, {}));
         grad.detach();  // an operator: returns when the gradient has arrived
       }
@@ -208,6 +216,7 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   for (auto& [param, values] : copies) {
     param.detach().copy_(values);
   }
+  for (const auto& [updates, parameters] : late) updates->follow(*this, parameters);
   return loss;
 }
 

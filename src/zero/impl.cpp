@@ -9,38 +9,62 @@
 #include <spdlog/spdlog.h>
 
 #include "optim/text_of_options.h"
+#include "sharding/detection/detection.h"
 #include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
 #include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
-#include "zero/options.h"
 
 namespace tessera {
+namespace {
+
+/// The plan of all ranks. Collective.
+zero::Plan agreed_plan(ProcessGroup& group, const OptimizerFactory& factory,
+                       const ZeroRedundancyOptimizerOptions& options,
+                       const std::vector<ZeroRedundancyOptimizer::Group>& groups) {
+  const auto prefix = fmt::format("{}: rank {}", zero::kName, group.rank());
+  std::vector<sharding::NamedTensor> parameters;
+  for (const auto& one : groups) {
+    for (const auto& [name, tensor] : one.parameters) parameters.push_back({name, tensor});
+  }
+  zero::Plan plan;
+  agree(group, [&] {
+    plan = zero::plan_zero(options, zero::setting_of(group, factory, parameters), prefix);
+    sharding::check_wire_dtypes(zero::kName, group.rank(), options.wire, parameters);
+    if (plan.detects) {
+      sharding::require_detection(
+          fmt::format("{}: option {}", prefix,
+                      options.shard_gradients ? "shard_gradients" : "share_parameters"),
+          "the option off");
+    }
+  });
+  plan.in_background =
+      plan.in_background && !parameters.empty() &&
+      sharding::start_detection_for(zero::kName, group.rank(), "parameters", "overlap background");
+  for (const auto& note : plan.notes) {
+    if (group.rank() == 0) spdlog::info("tessera: {}: {}", zero::kName, note);
+  }
+  return plan;
+}
+
+}  // namespace
 
 ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup the_group,
                                     OptimizerFactory factory, Options the_options,
                                     const std::vector<Group>& groups)
     : group(std::move(the_group)),
-      options(beside_others(the_options, groups, group.rank())),
-      early(reduces_early(factory, groups)),
-      in_background(gathers_in_background(factory, groups)),
-      gradients(sharding::Lanes(group_of_gradients(factory, groups), options.wire.gradients,
-                                early ? sharding::lanes_between_hosts(group) : 1)),
-      shards({group, gradients, early, group_of_parameters(), in_background,
-              group_of_background_gathers()},
-             options, zero::uses_all_parameters(factory), prefix()),
-      mean(group, gradients, early, shards, options, prefix()),
+      plan(agreed_plan(group, factory, the_options, groups)),
+      options(plan.options),
+      gradients(sharding::Lanes(plan.early ? group.duplicate() : group, options.wire.gradients,
+                                plan.early ? sharding::lanes_between_hosts(group) : 1)),
+      shards(group, options, {zero::uses_all_parameters(factory), plan.early, plan.in_background},
+             gradients, prefix()),
+      mean(group, gradients, plan.early, shards, options, prefix()),
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
-      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {
-  if (!(options.bucket_cap_mb > 0)) {
-    throw UsageError(
-        fmt::format("{}: option bucket_cap_mb is {}; expected a positive number of MiB", prefix(),
-                    options.bucket_cap_mb));
-  }
-}
+      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {}
 
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
   return fmt::format("{}: rank {}", kName, group.rank());
@@ -80,9 +104,10 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
       "options: partition {}, bucket view {}, reduce {} in buckets of {} MiB, wire: {}{}{}{}{}",
       partition_name(options.partition), options.parameters_as_bucket_view,
       options.reduce_gradients, options.bucket_cap_mb, to_string(options.wire),
-      early ? ", reduce within backward" : "", options.shard_gradients ? ", shard gradients" : "",
+      plan.early ? ", reduce within backward" : "",
+      options.shard_gradients ? ", shard gradients" : "",
       options.share_parameters ? ", share parameters" : "",
-      in_background ? ", gather in the background" : ""));
+      plan.in_background ? ", gather in the background" : ""));
   const auto example = zero::example_of(factory_);
   contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
   for (auto& line : option_lines()) contract.push_back(std::move(line));

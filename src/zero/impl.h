@@ -15,14 +15,15 @@
 #include "zero/local_optimizer.h"
 #include "zero/mean_gradient.h"
 #include "zero/norm_tracker.h"
+#include "zero/plan.h"
 #include "zero/shards/shards.h"
 
 namespace tessera {
 
 /// A step and everything around it, in terms of its parts: `shards` (who owns what), `mean` (the
 /// averaged gradient), `local` (the wrapped optimizer).
-/// impl.cpp: construction, changes of parameters, state dicts by name. impl_options.cpp: which
-/// options go together. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms,
+/// impl.cpp: construction, changes of parameters, state dicts by name. plan.cpp: which options go
+/// together. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms,
 /// clipping.
 class ZeroRedundancyOptimizer::Impl {
  public:
@@ -33,8 +34,6 @@ class ZeroRedundancyOptimizer::Impl {
 
   static std::unique_ptr<torch::optim::OptimizerOptions> default_options(
       const OptimizerFactory& factory);
-  /// `options` without reduce_gradients if a DistributedDataParallel reduces these gradients.
-  static Options beside_others(Options options, const std::vector<Group>& groups, int rank);
   void track_buffers(const torch::nn::Module& module);
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
@@ -66,9 +65,8 @@ class ZeroRedundancyOptimizer::Impl {
   std::string prefix() const;  ///< "ZeroRedundancyOptimizer: rank 2"
 
   ProcessGroup group;
-  const Options options;
-  const bool early;          ///< Gradients are reduced within backward.
-  const bool in_background;  ///< step() does not wait for its gathers.
+  const zero::Plan plan;
+  const Options& options;  ///< Those of the plan.
   sharding::GradientWire gradients;
   zero::Shards shards;
   zero::MeanGradient mean;
@@ -90,17 +88,6 @@ class ZeroRedundancyOptimizer::Impl {
   void check_groups();
   std::string option_text() const;
   at::Tensor call(const LossClosure& closure);
-  bool reduces_early(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
-  bool gathers_in_background(const OptimizerFactory& factory,
-                             const std::vector<Group>& groups) const;
-  ProcessGroup group_of_gradients(const OptimizerFactory& factory,
-                                  const std::vector<Group>& groups);
-  std::optional<ProcessGroup> group_of_parameters();
-  std::optional<ProcessGroup> group_of_background_gathers();
-  bool encodes_gradients() const;
-  void check_wire(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
-  void check_sharding(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
-  void check_sharing(const OptimizerFactory& factory, const std::vector<Group>& groups) const;
   void register_parameters(const std::vector<sharding::NamedTensor>& added);
   void keep_shared_storage(const torch::nn::Module* module);
   void update(bool averaged);

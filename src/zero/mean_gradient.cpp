@@ -246,7 +246,7 @@ void MeanGradient::reduce_to_segment(size_t b) {
     return;
   }
   if (early_) early_->wait(b);  // it writes to the segment
-  if (options_.reduce_in_place) {
+  if (in_buckets_) {
     // A rank's own segment of its bucket is read by this rank alone, run by run, so the mean of
     // each run can replace what it was summed from.
     const auto& layout = shards_.buckets()[b].layout;

@@ -27,8 +27,8 @@ class MeanGradient {
     /// since
     /// zero_grad(), P / W bytes, and `.grad` is undefined.
     local,
-    /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or with
-    /// reduce_in_place in the buckets, where they have replaced this rank's own gradient.
+    /// Own segments hold the mean, for clipping: in copies, P / W bytes more, or after
+    /// use_up_gradients() in the buckets, where they have replaced this rank's own gradient.
     averaged,
   };
 
@@ -45,6 +45,8 @@ class MeanGradient {
   int divisor = 1;
 
   State state() const { return state_; }
+  /// See TrainerAccess. Local; every rank calls it.
+  void use_up_gradients() { in_buckets_ = !early_ && !sums_; }
   /// UsageError where a backward came after the state became `averaged`.
   void check_current() const;
   /// UsageError, naming `change`, while the state is `averaged`.
@@ -119,6 +121,7 @@ class MeanGradient {
   State state_ = State::local;
   uint64_t generation_ = 0;           // of the reducer, when the state became averaged
   std::vector<at::Tensor> segments_;  // by bucket
+  bool in_buckets_ = false;           // the mean may replace own gradients
   std::vector<char> in_place_;        // by bucket: the segment is part of the bucket
   std::vector<size_t> position_;      // of the parameters in the reducer's list
   std::optional<EarlyReduction> early_;

@@ -8,7 +8,6 @@
 #include "tessera/step/agreement.h"
 #include "zero/bucket_update.h"
 #include "zero/impl.h"
-#include "zero/options.h"
 
 namespace tessera {
 namespace {
@@ -45,7 +44,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   local.give_options_to(outer_);
   norm.finish(group);
   synchronize_buffers();
-  if (in_background) shards.gather_in_background(option_text());
+  if (plan.in_background) shards.gather_in_background(option_text());
   return loss;
 }
 
@@ -71,15 +70,16 @@ at::Tensor ZeroRedundancyOptimizer::Impl::call(const LossClosure& closure) {
 /// Updates the shards with the collected or averaged gradients, and gathers them.
 void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   const auto tag = option_text();
+  // Where no reduction comes before the first write.
+  if (shards.shares() && (averaged || plan.early || shards.wire()))
+    shards.shared()->wait_for_readers();
   shards.restore();
-  // Where no reduction comes first.
-  if (shards.shares() && (averaged || early)) shards.shared()->wait_for_readers();
   for (size_t b = 0; b < shards.buckets().size(); ++b) {
     auto* const fused = averaged ? nullptr : local.one_pass(shards.buckets()[b]);
     if (fused) {
       reduce_and_update(b, *fused);
       // The order of the gathers must be that of all ranks.
-      if (early && !in_background &&
+      if (plan.early && !plan.in_background &&
           one_pass_everywhere(shards.buckets()[b], shards.parameters(), options.partition))
         shards.begin_gather(b, tag);
     } else {
@@ -91,7 +91,7 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
   clear_shard_gradients();
   mean.reset();
   mean.begin_round();
-  shards.gather(tag, !in_background);
+  shards.gather(tag, !plan.in_background);
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/serialize.h>
 
+#include "tessera/detail/trainer_access.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
 
@@ -44,9 +45,10 @@ ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) { return impl_->step(closure); }
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) { impl_->zero_grad(set_to_none); }
-void ZeroRedundancyOptimizer::rescale_wire_feedback(double factor) {
-  sharding::check_scale_change(Impl::kName, impl_->group.rank(), factor);
-  if (impl_->options.shard_gradients) impl_->gradients.rescale(factor);
+void ZeroRedundancyOptimizer::end_step(StepEnd end) {
+  sharding::check_scale_change(Impl::kName, impl_->group.rank(), end.scale);
+  impl_->gradients.end_step(end.used);  // no effect after step() and zero_grad()
+  if (impl_->options.shard_gradients) impl_->gradients.rescale(end.scale);
 }
 double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return clip_grad_norm_tensor_(max_norm, norm_type).item<double>();
@@ -61,15 +63,13 @@ at::Tensor ZeroRedundancyOptimizer::clip_grad_norm_tensor_(double max_norm, doub
 at::Tensor ZeroRedundancyOptimizer::grad_norm_tensor(double norm_type) {
   return impl_->grad_norm(norm_type);
 }
-void ZeroRedundancyOptimizer::track_grad_norm(bool track) { impl_->norm.tracking = track; }
-double ZeroRedundancyOptimizer::last_grad_norm() const { return impl_->norm.last; }
 
 void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
   impl_->track_buffers(module);
 }
 
 void ZeroRedundancyOptimizer::add_param_group(Group group) {
-  wait_for_parameters();
+  wait();
   impl_->follow_trainability();  // the existing buckets are watched anew
   impl_->add_group(std::move(group));
   impl_->finish_construction(nullptr);
@@ -125,7 +125,7 @@ std::vector<std::pair<std::string, int64_t>> ZeroRedundancyOptimizer::owned() co
 }
 
 std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
-  wait_for_parameters();
+  wait();
   return impl_->parameter_shards();
 }
 
@@ -150,15 +150,25 @@ void ZeroRedundancyOptimizer::gather_parameters() {
 }
 
 void ZeroRedundancyOptimizer::with_shared_write(const std::function<void()>& write) {
-  wait_for_parameters();
+  wait();
   impl_->write_shared(write);
 }
 void ZeroRedundancyOptimizer::wait_for_readers() {
-  wait_for_parameters();
+  wait();
   if (impl_->shards.shared()) impl_->shards.shared()->wait_for_readers();
 }
 
-void ZeroRedundancyOptimizer::wait_for_parameters() const { impl_->shards.wait_for_gathers(); }
+void ZeroRedundancyOptimizer::wait() const { impl_->shards.wait_for_gathers(); }
+
+void zero::TrainerAccess::use_up_gradients(ZeroRedundancyOptimizer& optimizer) {
+  optimizer.impl_->mean.use_up_gradients();
+}
+void zero::TrainerAccess::track_norm(ZeroRedundancyOptimizer& optimizer, bool track) {
+  optimizer.impl_->norm.tracking = track;
+}
+double zero::TrainerAccess::last_norm(const ZeroRedundancyOptimizer& optimizer) {
+  return optimizer.impl_->norm.last;
+}
 
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
@@ -175,7 +185,7 @@ void ZeroRedundancyOptimizer::shadow_step() {
 }
 
 void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
-  wait_for_parameters();
+  wait();
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : impl_->shards.parameters()) tensors.push_back(parameter.tensor);
   // Shared ones are equal: every rank has taken part in every step.

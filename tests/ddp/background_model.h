@@ -33,7 +33,7 @@ inline const Hosts kPlacements[] = {{0}, {0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 0,
 inline DistributedDataParallelOptions small_buckets(bool background) {
   return {.first_bucket_mb = 20.0 / (1 << 20),
           .bucket_cap_mb = 60.0 / (1 << 20),
-          .reduce_in_background = background};
+          .overlap = background ? Overlap::background : Overlap::backward};
 }
 
 inline bool has_memory(const torch::Tensor& tensor) {
@@ -43,8 +43,6 @@ inline bool has_memory(const torch::Tensor& tensor) {
 inline Optimizer torch_adam(const std::vector<at::Tensor>& parameters) {
   return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.05));
 }
-
-enum class Steps { plain, in_background };
 
 inline void set_lr(torch::optim::Optimizer& optimizer, double lr) {
   for (auto& group : optimizer.param_groups()) set_options(group.options(), {{"lr", lr}});
@@ -60,9 +58,10 @@ inline void expect_same_state(const OptimizerStateDict& a, const OptimizerStateD
   }
 }
 
-/// Eight steps with what programs do between them, with reduce_in_background and without.
-inline void expect_same_training(Steps steps, const Hosts& hosts, MakeOptimizer make,
-                                 DistributedDataParallelOptions options = {}) {
+/// Eight steps with what programs do between them, in the background and not.
+inline void expect_same_training(const Hosts& hosts, MakeOptimizer make,
+                                 DistributedDataParallelOptions options = {},
+                                 Overlap other = Overlap::backward) {
   const int world = static_cast<int>(hosts.size());
   run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
     const auto train = [&](bool background) {
@@ -70,7 +69,7 @@ inline void expect_same_training(Steps steps, const Hosts& hosts, MakeOptimizer 
       auto all = options;
       all.first_bucket_mb = small_buckets(background).first_bucket_mb;
       all.bucket_cap_mb = small_buckets(background).bucket_cap_mb;
-      all.reduce_in_background = background;
+      all.overlap = background ? Overlap::background : other;
       Model ddp(net, group, all);
       auto own = make(net->parameters());
       const auto backward = [&](int batch) { loss_of(ddp(rows(batch, rank, world))).backward(); };
@@ -81,8 +80,7 @@ inline void expect_same_training(Steps steps, const Hosts& hosts, MakeOptimizer 
         }
         backward(2 * i + 1);
         if (i % 4 == 0) torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
-        if (background && steps == Steps::in_background) ddp.step_in_background(*own);
-        else own->step();
+        own->step();
         set_lr(*own, 0.05 / (i + 1));  // of the next step
         if (i % 2 == 0) clear_gradients(net->parameters());
         else own->zero_grad();
@@ -98,9 +96,8 @@ inline void expect_same_training(Steps steps, const Hosts& hosts, MakeOptimizer 
 
 /// A model that has made two steps, after which its buckets have their final places.
 struct Warm {
-  Warm(const ProcessGroup& group, bool background, MakeOptimizer make = adamw,
-       Steps of_kind = Steps::plain)
-      : net(seeded<Uneven>(8)), steps(of_kind) {
+  Warm(const ProcessGroup& group, bool background, MakeOptimizer make = adamw)
+      : net(seeded<Uneven>(8)) {
     ddp.emplace(net, group, small_buckets(background));
     optimizer = make(net->parameters());
     for (int i = 0; i < 2; ++i) {
@@ -112,12 +109,8 @@ struct Warm {
     const auto group = ddp->join_group();
     loss_of((*ddp)(rows(batch, group.rank(), group.size()))).backward();
   }
-  void begin_step() {
-    if (steps == Steps::in_background) ddp->step_in_background(*optimizer);
-    else optimizer->step();
-  }
   void step() {
-    begin_step();
+    optimizer->step();
     clear_gradients(net->parameters());
   }
   at::Tensor gradient() const { return net->last->weight.grad(); }
@@ -128,7 +121,6 @@ struct Warm {
   }
   Uneven net;
   std::optional<Model> ddp;
-  Steps steps;
   Optimizer optimizer;
 };
 

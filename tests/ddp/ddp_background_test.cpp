@@ -1,4 +1,4 @@
-// Option reduce_in_background: backward returns before the other ranks' gradients have arrived.
+// Overlap::background: backward returns before the other ranks' gradients have arrived.
 #include <array>
 #include <chrono>
 #include <future>
@@ -35,17 +35,18 @@ std::vector<at::Tensor> expected_gradients(const ProcessGroup& group) {
 
 TEST(DdpBackground, TrainsBitByBitAsABackwardThatWaits) {
   for (const auto& hosts : kPlacements) {
-    expect_same_training(Steps::plain, hosts, adamw);
-    expect_same_training(Steps::plain, hosts, torch_adam);
-    expect_same_training(Steps::plain, hosts, adamw, {.find_unused_parameters = true});
-    expect_same_training(Steps::plain, hosts, torch_adam, {.static_graph = true});
+    expect_same_training(hosts, adamw);
+    expect_same_training(hosts, torch_adam);
+    expect_same_training(hosts, adamw, {.find_unused_parameters = true});
+    expect_same_training(hosts, torch_adam, {.static_graph = true});
+    expect_same_training(hosts, adamw, {}, Overlap::none);
   }
 }
 
 TEST(DdpBackground, TrainsBitByBitWithRoundedGradients) {
   for (const auto& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}}) {
     for (const auto format : {WireFormat::bfloat16, WireFormat::int8})
-      expect_same_training(Steps::plain, hosts, adamw, {.wire = {.gradients = format}});
+      expect_same_training(hosts, adamw, {.wire = {.gradients = format}});
   }
 }
 
@@ -103,7 +104,7 @@ TEST(DdpBackground, AliasesClippingAndCollectivesWait) {
     }
     {
       auto fresh = backward();
-      fresh.ddp->wait_for_gradients();
+      fresh.ddp->wait();
       for (const auto& gradient : fresh.gradients()) EXPECT_TRUE(has_memory(gradient));
     }
     {
@@ -168,7 +169,7 @@ TEST(DdpBackground, MovesTheSameBytes) {
         Warm warm(group, background);
         group.reset_stats();
         warm.backward(1);
-        warm.ddp->wait_for_gradients();
+        warm.ddp->wait();
         const auto stats = group.stats();
         return std::array<uint64_t, 3>{stats.all_reduce.calls, stats.all_reduce.bytes_sent,
                                        stats.all_reduce.bytes_received};
@@ -217,56 +218,24 @@ TEST(DdpBackground, ARankThatSkipsBackwardIsNoticedAtOnce) {
   }
 }
 
-/// Rank 1 ends within its backward, when rank 0 has the gradients of the first bucket.
-TEST(DdpBackground, AFusedStepUpdatesWhatHasArrivedAndALostRankEndsIt) {
-  std::promise<void> arrived;
-  const auto errors = run_ranks_catching(
-      2,
-      [&](ProcessGroup group, int rank) {
-        Warm warm(group, true);
-        const auto before = warm.net->named_parameters();
-        std::map<std::string, at::Tensor> old;
-        for (const auto& p : before) old[p.key()] = p.value().detach().clone();
-        const auto changed = [&](const char* name) {
-          return !at::equal(old.at(name), before[name]);
-        };
-        if (rank == 1) {
-          // The gradients of `last` are sent by then.
-          const auto hidden = warm.net->second->weight;
-          hidden.register_hook([&](const at::Tensor&) -> at::Tensor {
-            const auto waited = arrived.get_future().wait_for(std::chrono::seconds(10));
-            throw std::runtime_error(waited == std::future_status::ready ? "rank 1 ends" : "late");
-          });
-          warm.backward(1);
-        }
-        warm.backward(1);
-        EXPECT_TRUE(at::equal(warm.gradient(), warm.gradient()));
-        EXPECT_FALSE(has_memory(warm.net->first->weight.grad()));
-        arrived.set_value();
-        EXPECT_THROW(warm.optimizer->step(), BrokenWorldError);
-        EXPECT_TRUE(changed("last.weight"));
-        EXPECT_FALSE(changed("first.weight"));
-        EXPECT_FALSE(has_memory(warm.net->first->weight.grad()));
-        EXPECT_THROW(warm.backward(2), BrokenWorldError);
-      },
-      {.timeout = std::chrono::seconds(5)}, {0, 1});
-  EXPECT_FALSE(errors[0]) << message_of(errors[0]);
-  EXPECT_EQ(message_of(errors[1]), "rank 1 ends");
+TEST(DdpBackground, WithAHookBackwardWaits) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    auto options = small_buckets(true);
+    options.comm_hook = bf16_compress_hook();
+    auto net = seeded<Uneven>(8);
+    Model ddp(net, group, options);
+    for (int i = 0; i < 3; ++i) {
+      loss_of(ddp(rows(i, rank, 2))).backward();
+      EXPECT_TRUE(has_memory(net->last->weight.grad()));
+    }
+  });
 }
 
-TEST(DdpBackground, IsRefusedWhereItCannotWork) {
+TEST(DdpBackground, RanksWithDifferentOverlapAreAnError) {
   run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
-    const auto refused = [&](DistributedDataParallelOptions options) {
-      options.reduce_in_background = true;
-      auto net = seeded<Uneven>(8);
-      return thrown_by([&] { Model(net, group, options); });
-    };
-    EXPECT_THAT(refused({.comm_hook = bf16_compress_hook()}),
-                HasSubstr("option reduce_in_background excludes comm_hook"));
-    // Ranks with different options.
     auto net = seeded<Uneven>(8);
     EXPECT_THAT(thrown_by([&] { Model(net, group, small_buckets(rank == 0)); }),
-                HasSubstr("reduce_in_background"));
+                HasSubstr("overlap"));
   });
 }
 

@@ -1,4 +1,4 @@
-// step_in_background(): parameters are updated when their gradients have arrived.
+// Overlap::background: parameters are updated when their gradients have arrived.
 #include <array>
 #include <chrono>
 #include <future>
@@ -51,12 +51,11 @@ Optimizer rmsprop(const std::vector<at::Tensor>& parameters) {
 TEST(StepInBackground, TrainsBitByBitAsAStepThatWaits) {
   for (const auto& hosts : kPlacements) {
     for (const auto make : {adamw, amsgrad, sgd, without_state, rmsprop, torch_adam})
-      expect_same_training(Steps::in_background, hosts, make);
-    expect_same_training(Steps::in_background, hosts, adamw, {.find_unused_parameters = true});
-    expect_same_training(Steps::in_background, hosts, sgd, {.static_graph = true});
+      expect_same_training(hosts, make);
+    expect_same_training(hosts, adamw, {.find_unused_parameters = true});
+    expect_same_training(hosts, sgd, {.static_graph = true});
   }
-  expect_same_training(Steps::in_background, {0, 0, 1}, adamw,
-                       {.wire = {.gradients = WireFormat::int8}});
+  expect_same_training({0, 0, 1}, adamw, {.wire = {.gradients = WireFormat::int8}});
 }
 
 TEST(StepInBackground, UpdatesParametersOfOtherKindsAtOnce) {
@@ -68,7 +67,7 @@ TEST(StepInBackground, UpdatesParametersOfOtherKindsAtOnce) {
       for (int i = 0; i < 5; ++i) {
         auto generator = at::make_generator<at::CPUGeneratorImpl>(10 * i + rank);
         ddp(torch::randn({2, 2, 4, 4}, generator)).square().sum().backward();
-        ddp.step_in_background(*own);
+        own->step();
         EXPECT_TRUE(has_memory(net->conv->weight));  // channels last
         EXPECT_TRUE(has_memory(net->head->weight));  // float64
         EXPECT_EQ(has_memory(net->conv->bias), !background || i < 2);
@@ -91,12 +90,10 @@ TEST(StepInBackground, UpdatesParametersWithOlderAliasesAtOnce) {
       at::Tensor state;  // an alias of what was made in the first steps
       for (int i = 0; i < 5; ++i) {
         loss_of(ddp(rows(i, rank, 2))).backward();
+        own->step();
         if (i == 1) {
-          own->step();
           const auto made = get_state(*own, net->first->weight);
           state = made->tensors.at("exp_avg").detach();
-        } else {
-          ddp.step_in_background(*own);
         }
         EXPECT_TRUE(has_memory(net->last->weight));
         EXPECT_TRUE(has_memory(net->first->weight));
@@ -119,7 +116,7 @@ TEST(StepInBackground, HandlesOfStateStayTheState) {
     const auto& weight = warm.net->first->weight;
     const auto before = get_state(*warm.optimizer, weight)->tensors.at("exp_avg");
     warm.backward(1);
-    warm.ddp->step_in_background(*warm.optimizer);
+    warm.optimizer->step();
     EXPECT_FALSE(has_memory(before));
     EXPECT_TRUE(before.is_same(get_state(*warm.optimizer, weight)->tensors.at("exp_avg")));
     Warm plain(group, false);
@@ -133,9 +130,9 @@ TEST(StepInBackground, HandlesOfStateStayTheState) {
 /// A model whose third step is under way, and the parameters that this step leads to.
 struct UnderWay {
   explicit UnderWay(const ProcessGroup& group)
-      : warm(group, true, adamw, Steps::in_background), expected(values_after_plain_step(group)) {
+      : warm(group, true), expected(values_after_plain_step(group)) {
     warm.backward(1);
-    warm.begin_step();
+    warm.optimizer->step();
     for (const auto& p : warm.net->parameters()) EXPECT_FALSE(has_memory(p));
   }
   static std::map<std::string, at::Tensor> values_after_plain_step(const ProcessGroup& group) {
@@ -160,7 +157,7 @@ TEST(StepInBackground, ReturnsBeforeOtherRanksHaveBegunTheirBackward) {
     std::promise<void> returned;
     run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
       const auto expected = UnderWay::values_after_plain_step(group);
-      Warm warm(group, true, adamw, Steps::in_background);
+      Warm warm(group, true);
       if (rank == 1) {
         const auto waited = returned.get_future().wait_for(std::chrono::seconds(10));
         ASSERT_EQ(waited, std::future_status::ready);
@@ -210,7 +207,7 @@ TEST(StepInBackground, WhateverReadsAParameterOrItsStateWaits) {
     }
     {
       UnderWay one(group);
-      one.warm.ddp->wait_for_gradients();
+      one.warm.ddp->wait();
       for (const auto& p : one.warm.net->parameters()) EXPECT_TRUE(has_memory(p));
       one.expect_values();
     }
@@ -219,7 +216,7 @@ TEST(StepInBackground, WhateverReadsAParameterOrItsStateWaits) {
       std::ostringstream archive;
       EXPECT_ANY_THROW(torch::save(one.warm.net, archive));  // libtorch reads without operators
       EXPECT_ANY_THROW(torch::save(*one.warm.optimizer, archive));
-      one.warm.ddp->wait_for_gradients();
+      one.warm.ddp->wait();
       torch::save(one.warm.net, archive);
       torch::save(*one.warm.optimizer, archive);
     }
@@ -259,11 +256,9 @@ TEST(StepInBackground, WhatChangesGradientsComesAfterTheUpdate) {
 TEST(StepInBackground, ASecondStepWithTheSameGradientsComesAfterTheFirst) {
   run_ranks_on({0, 1, 1}, [](ProcessGroup group, int) {
     const auto train = [&](bool background) {
-      Warm warm(group, background, adamw, Steps::in_background);
+      Warm warm(group, background);
       warm.backward(1);
-      warm.begin_step();
-      warm.begin_step();
-      warm.optimizer->step();
+      for (int i = 0; i < 3; ++i) warm.optimizer->step();
       return warm.net;
     };
     expect_same_weights(train(true), train(false));
@@ -280,8 +275,8 @@ TEST(StepInBackground, TwoOptimizersMayShareTheParametersOfABucket) {
       const auto weights = adamw(halves[1]), others = sgd(halves[0]);
       for (int i = 0; i < 5; ++i) {
         loss_of(ddp(rows(i, rank, 2))).backward();
-        ddp.step_in_background(*weights);
-        ddp.step_in_background(*others);
+        weights->step();
+        others->step();
         clear_gradients(net->parameters());
       }
       return net;
@@ -335,18 +330,18 @@ TEST(StepInBackground, LoadedValuesWinOverAnUpdateUnderWay) {
 TEST(StepInBackground, MakesTheCollectivesOfAStepThatWaits) {
   for (const auto& hosts : {Hosts{0, 1, 1}, {0, 0}}) {
     run_ranks_on(hosts, [](ProcessGroup group, int) {
-      const auto moved = [&](Steps steps) {
-        Warm warm(group, true, adamw, steps);
-        warm.ddp->wait_for_gradients();
+      const auto moved = [&](bool background) {
+        Warm warm(group, background);
+        warm.ddp->wait();
         group.reset_stats();
         warm.backward(1);
         warm.step();
-        warm.ddp->wait_for_gradients();
+        warm.ddp->wait();
         const auto stats = group.stats();
         return std::array<uint64_t, 4>{stats.all_reduce.calls, stats.all_reduce.bytes_sent,
                                        stats.all_reduce.bytes_received, stats.broadcast.calls};
       };
-      EXPECT_EQ(moved(Steps::in_background), moved(Steps::plain));
+      EXPECT_EQ(moved(true), moved(false));
     });
   }
 }
@@ -356,7 +351,7 @@ TEST(StepInBackground, ALostRankEndsTheNextForward) {
   const auto errors = run_ranks_catching(
       2,
       [&](ProcessGroup group, int rank) {
-        Warm warm(group, true, adamw, Steps::in_background);
+        Warm warm(group, true);
         if (rank == 1) {
           warm.net->second->weight.register_hook(
               [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("rank 1 ends"); });

@@ -130,14 +130,13 @@ TEST(TakenKeysDeathTest, WithoutTheDetectionKeyTheOthersTrainAndTheLogNamesWhatI
       const auto net = [rank] { return make_net(true, rank); };
       auto early = net(), late = net();
       EXPECT_EQ(train_with_zero(early, group, rank, {}),
-                train_with_zero(late, group, rank, {.gather_in_background = true}));
+                train_with_zero(late, group, rank, {.overlap = Overlap::background}));
       early = net(), late = net();
       EXPECT_EQ(train_with_ddp(early, group, rank, {}),
-                train_with_ddp(late, group, rank, {.reduce_in_background = true}));
+                train_with_ddp(late, group, rank, {.overlap = Overlap::background}));
     });
     EXPECT_GT(deferred_stats().deferred, 0u) << "deferred_init() does not need the key";
-    EXPECT_EQ(log.lines_with("gather_in_background is off"), 1);
-    EXPECT_EQ(log.lines_with("reduce_in_background is off"), 1);
+    EXPECT_EQ(log.lines_with("overlap background is off"), 2);
     EXPECT_GT(log.lines_with("clipping by one rank's norm is off"), 0);
   });
 }

@@ -96,7 +96,7 @@ inline Bits train_with_zero(TiedNet& net, const ProcessGroup& group, int rank,
           zero.zero_grad();
         },
         rank);
-  zero.wait_for_parameters();
+  zero.wait();
   return weights_of(net);
 }
 

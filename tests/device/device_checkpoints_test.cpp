@@ -11,7 +11,7 @@ TEST_P(DeviceTrainingOf, GoesFromDeviceToCpuAndBackByCheckpoints) {
   for (const Options& more :
        {average,
         {groups_of(2, ", every: 4")},
-        with(average, {groups_of(2, ", every: 2, in_background: true, wire: int8")})}) {
+        with(average, {groups_of(2, ", every: 2, overlap: background, wire: int8")})}) {
     run(2, [&](Trainer& trainer) {
       const auto whole = with({GetParam()}, more);
       const auto expected = trainer.train(true, whole);

@@ -51,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fsdp_join", unequal(wrapped<InFsdp>())},
         Case{"local_sgd_join", unequal(wrapped<InLocalSgd>(LocalSgdOptions{}))},
         Case{"local_sgd_in_background_join",
-             unequal(wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true}))},
+             unequal(wrapped<InLocalSgd>(LocalSgdOptions{.overlap = Overlap::background}))},
         paired("local_sgd_ddp_join", unequal_groups(wrapped<InDdp>())),
         paired("local_sgd_zero_join", unequal_groups(wrapped<InZero>())),
         paired("local_sgd_fsdp_join", unequal_groups(wrapped<InFsdp>()))),

@@ -134,7 +134,7 @@ Training local_sgd(LocalSgdOptions options) {
 }
 
 const LocalSgdOptions kAverage{.outer = OuterOptimizer::average}, kNesterov{},
-    kInBackground{.in_background = true}, kInt8{.wire = OuterWire::int8};
+    kInBackground{.overlap = Overlap::background}, kInt8{.wire = OuterWire::int8};
 
 // The simulated device waits for var_mean in a SyncBatchNorm, and for dropout, here of both runs.
 // With libtorch 2 it also waits for the backward of dropout, which is an operator there.

@@ -90,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(
         StateCase{"fsdp_cpu_offload", wrapped<InFsdp>(true)},
         StateCase{"local_sgd", wrapped<InLocalSgd>(LocalSgdOptions{})},
         StateCase{"local_sgd_in_background",
-                  wrapped<InLocalSgd>(LocalSgdOptions{.in_background = true})},
+                  wrapped<InLocalSgd>(LocalSgdOptions{.overlap = Overlap::background})},
         StateCase{"local_sgd_int8", wrapped<InLocalSgd>(LocalSgdOptions{.wire = OuterWire::int8}),
                   kOfInt8}),
     [](const auto& tested) { return std::string(tested.param.name); });
@@ -128,27 +128,13 @@ TEST(DeviceState, TheOptimizerOnTheHostWaitsUntilTheDeviceHasReadTheShards) {
   }
 }
 
-TEST(DeviceDdp, ReductionsInTheBackgroundNeedTheCpu) {
-  expect_success(2, [](Groups& groups) {
-    auto net = model_on<Centred>(own_device(groups));
-    const auto text = error_of([&] {
-      DistributedDataParallel(net, groups.device(),
-                              DistributedDataParallelOptions{.reduce_in_background = true});
-    });
-    expect_contains(text, "option reduce_in_background needs parameters on the CPU, and ");
-  });
-}
-
 TEST(DeviceZero, OptionsThatNeedTheCpuAreErrors) {
   expect_success(2, [](Groups& groups) {
-    const auto refused = [&](const std::string& name, const ZeroOptions& options) {
-      const auto text = error_of([&] { InZero(groups.device(), own_device(groups), options); });
-      expect_contains(text, "ZeroRedundancyOptimizer");
-      expect_contains(text, "option " + name + " needs parameters on the CPU");
-    };
-    refused("gather_in_background", {.gather_in_background = true});
-    refused("reduce_in_backward", {.reduce_in_backward = true});  // and names shard_gradients
-    refused("share_parameters", {.share_parameters = true});
+    const auto text = error_of([&] {
+      InZero(groups.device(), own_device(groups), ZeroOptions{.share_parameters = true});
+    });
+    expect_contains(text, "ZeroRedundancyOptimizer");
+    expect_contains(text, "option share_parameters needs parameters on the CPU");
   });
 }
 

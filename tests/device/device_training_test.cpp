@@ -73,7 +73,7 @@ TEST_P(DeviceTrainingOf, GroupsThatTrainApartHaveTheLossesOfTheCpu) {
   for (const int world : {2, 4}) {
     if (world > most_ranks()) continue;
     run(world, [&](Trainer& trainer) {
-      for (const char* more : {", every: 2", ", every: 2, in_background: true, wire: int8"}) {
+      for (const char* more : {", every: 2", ", every: 2, overlap: background, wire: int8"}) {
         const Options options{GetParam(), groups_of(2, more), "train.eval_every=3"};
         expect_end_of(trainer.train(true, options), trainer.train(false, options));
       }

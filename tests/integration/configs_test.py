@@ -79,8 +79,6 @@ class Reference(unittest.TestCase):
         "sync_module_states": "always: the trainer's ranks start equal",
         "broadcast_parameters": "always: the trainer's ranks start equal",
         "reduce_gradients": "always: the trainer has no other wrapper beside it",
-        "reduce_in_background": "the trainer takes the norm of all gradients before a step",
-        "reduce_in_place": "on, unless gradients are reduced within backward",
         "embd_pdrop": "dropout sets all three", "attn_pdrop": "dropout sets all three", "resid_pdrop": "dropout sets all three",
         "activation_checkpointing_blocks": "patterns as activation_checkpointing",
         "enabled": "by the presence of loss_scale", "dynamic": "by a number as loss_scale",

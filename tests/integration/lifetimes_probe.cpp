@@ -156,7 +156,7 @@ void add_object(Held& held, const std::string& object) {
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(model()));
     auto& zero = keep(held, std::make_shared<ZeroRedundancyOptimizer>(
                                 *net, world, adamw,
-                                ZeroRedundancyOptimizerOptions{.gather_in_background = true}));
+                                ZeroRedundancyOptimizerOptions{.overlap = Overlap::background}));
     held.steps.push_back([&] {  // ends with gathers under way
       net->forward(input()).square().mean().backward();
       zero.step();
@@ -164,10 +164,8 @@ void add_object(Held& held, const std::string& object) {
     });
   } else {
     using Ddp = DistributedDataParallel<torch::nn::Sequential>;
-    const bool in_background = object == "ddp";
-    auto& ddp = keep(
-        held,
-        std::make_shared<Ddp>(model(), world, Ddp::Options{.reduce_in_background = in_background}));
+    const auto overlap = object == "ddp" ? Overlap::background : Overlap::backward;
+    auto& ddp = keep(held, std::make_shared<Ddp>(model(), world, Ddp::Options{.overlap = overlap}));
     auto& net = keep(held, std::make_shared<torch::nn::Sequential>(ddp.module()));
     auto& optimizer = keep(
         held, std::make_shared<FusedAdamW>(net->parameters(), torch::optim::AdamWOptions(1e-2)));
@@ -176,10 +174,9 @@ void add_object(Held& held, const std::string& object) {
       local =
           &keep(held, std::make_shared<LocalSgd>(world, parameter_shards(named_parameters(*net)),
                                                  LocalSgdOptions{.sync_every = 1}));
-    const auto once = [&, in_background, local] {
+    const auto once = [&, local] {
       ddp(input()).square().mean().backward();
-      if (in_background) ddp.step_in_background(optimizer);
-      else optimizer.step();
+      optimizer.step();
       if (local) local->step();
       optimizer.zero_grad();
     };

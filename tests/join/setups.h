@@ -53,8 +53,7 @@ struct Setup {
 };
 
 struct DdpSetup : Setup {
-  DdpSetup(ProcessGroup group, DistributedDataParallelOptions options)
-      : in_background(options.reduce_in_background) {
+  DdpSetup(ProcessGroup group, DistributedDataParallelOptions options) {
     net = seeded<Uneven>(1);
     ddp = std::make_unique<DistributedDataParallel<Uneven>>(net, group, options);
     optimizer = adamw(net->parameters());
@@ -63,10 +62,8 @@ struct DdpSetup : Setup {
   void iteration(const at::Tensor& x) override {
     optimizer->zero_grad();
     loss_of((*ddp)(x)).backward();
-    if (in_background) ddp->step_in_background(*optimizer);
-    else optimizer->step();
+    optimizer->step();
   }
-  bool in_background;
   std::unique_ptr<DistributedDataParallel<Uneven>> ddp;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
 };
@@ -158,7 +155,7 @@ inline std::vector<Case> cases() {
   ddp("ddp", {});
   ddp("ddp_buckets", {.first_bucket_mb = kTiny / 3, .bucket_cap_mb = kTiny});
   ddp("ddp_unused", {.bucket_cap_mb = kTiny, .find_unused_parameters = true});
-  ddp("ddp_background", {.bucket_cap_mb = kTiny, .reduce_in_background = true});
+  ddp("ddp_background", {.bucket_cap_mb = kTiny, .overlap = Overlap::background});
   ddp("ddp_static_graph", {.bucket_cap_mb = kTiny, .static_graph = true});
   for (const auto partition : {Partition::flat, Partition::whole, Partition::first_fit}) {
     const std::string name = partition_name(partition);
@@ -168,7 +165,7 @@ inline std::vector<Case> cases() {
                      return std::make_unique<ZeroSetup>(group, options);
                    }});
     auto background = options;
-    background.gather_in_background = true;
+    background.overlap = Overlap::background;
     all.push_back({"zero_background_" + name, [background](ProcessGroup group) {
                      return std::make_unique<ZeroSetup>(group, background);
                    }});

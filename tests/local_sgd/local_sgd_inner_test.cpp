@@ -21,10 +21,10 @@ struct Inner {
 };
 
 struct InnerDdp : Inner {
-  InnerDdp(ProcessGroup& world, LocalSgdOptions options, bool in_background = false)
+  InnerDdp(ProcessGroup& world, LocalSgdOptions options, Overlap overlap = Overlap::backward)
       : groups(local_sgd_groups(world, 2)) {
     ddp = std::make_unique<DistributedDataParallel<Uneven>>(
-        net, groups.inner, DistributedDataParallelOptions{.reduce_in_background = in_background});
+        net, groups.inner, DistributedDataParallelOptions{.overlap = overlap});
     optimizer = inner_optimizer(net);
     local = std::make_unique<LocalSgd>(groups.outer, shards_of(*net), options, groups.inner);
     local->set_join(world, {*ddp}, [this] {
@@ -36,7 +36,7 @@ struct InnerDdp : Inner {
   void iteration(const at::Tensor& x) override {
     optimizer->zero_grad();
     loss_of((*ddp)(x)).backward();
-    ddp->step_in_background(*optimizer);
+    optimizer->step();
     local->step();
   }
   LocalSgdGroups groups;
@@ -111,13 +111,13 @@ std::pair<std::string, Make> zero(const std::string& name,
 
 std::vector<std::pair<std::string, Make>> wrappers() {
   const Make in_background = [](ProcessGroup& world, LocalSgdOptions options) {
-    return std::make_unique<InnerDdp>(world, options, true);
+    return std::make_unique<InnerDdp>(world, options, Overlap::background);
   };
   return {wrapper<InnerDdp>("DDP"),
           {"DDP, steps in background", in_background},
           wrapper<InnerZero>("ZeRO"),
           zero("ZeRO, shared parameters", {.share_parameters = true}),
-          zero("ZeRO, gathered in background", {.gather_in_background = true}),
+          zero("ZeRO, gathered in background", {.overlap = Overlap::background}),
           wrapper<InnerFsdp>("FSDP")};
 }
 
@@ -189,7 +189,8 @@ TEST(LocalSgdJoin, RanksAndGroupsWithoutDataTakePart) {
   for (const std::vector<int>& batches : {std::vector<int>{8, 5, 4, 2}, {2, 2, 5, 8}}) {
     for (const auto& [name, make] : wrappers()) {
       for (const bool background : {false, true}) {
-        const LocalSgdOptions options{.sync_every = 3, .in_background = background};
+        const LocalSgdOptions options{
+            .sync_every = 3, .overlap = background ? Overlap::background : Overlap::backward};
         Simulation expected(2, options, group_of_two(batches));
         expected.run(8);
         expected.synchronize();

@@ -71,7 +71,7 @@ class Simulation {
         train_(nets_[group], *optimizers_[group], step, static_cast<int>(group));
       ++steps_;
       if (steps_ % options_.sync_every != 0) continue;
-      options_.in_background ? exchange_in_background() : exchange();
+      options_.overlap == Overlap::background ? exchange_in_background() : exchange();
     }
   }
 
@@ -141,7 +141,7 @@ inline std::vector<Case> cases(int64_t sync_every) {
         options.sync_every = sync_every;
         options.outer = outer;
         options.wire = wire;
-        options.in_background = background;
+        options.overlap = background ? Overlap::background : Overlap::backward;
         result.push_back({std::string(outer == OuterOptimizer::average ? "average" : "nesterov") +
                               (wire == OuterWire::int8 ? ", int8" : ", float32") +
                               (background ? ", background" : ""),

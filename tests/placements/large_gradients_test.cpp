@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "placements/wrappers.h"
+#include "tessera/detail/trainer_access.h"
 
 namespace tessera::testing {
 namespace {
@@ -46,9 +47,10 @@ LargeStep ddp_step(const DistributedDataParallelOptions& options) {
 }
 
 LargeStep zero_step(const ZeroRedundancyOptimizerOptions& options, int backwards = 1,
-                    bool clips = false) {
+                    bool clips = false, bool in_place = false) {
   return [=](ProcessGroup group, LargeNet net) {
     ZeroRedundancyOptimizer zero(*net, group, small_steps(), options);
+    if (in_place) tessera::zero::TrainerAccess::use_up_gradients(zero);
     for (int i = 0; i < backwards; ++i) backward_of(net->forward(), kGradient / backwards);
     if (clips) EXPECT_EQ(zero.grad_norm(INFINITY), kGradient);
     zero.step();
@@ -106,18 +108,18 @@ void expect_means(const std::string& name, const LargeStep& step) {
 
 TEST(LargeGradients, TheMeanOfDataParallelIsInRange) {
   expect_means("ddp", ddp_step({}));
-  expect_means("ddp, in background", ddp_step({.reduce_in_background = true}));
+  expect_means("ddp, in background", ddp_step({.overlap = Overlap::background}));
   expect_means("ddp, compressed", ddp_step({.comm_hook = fp16_compress_hook()}));
   expect_means("distributed optimizer", distributed_step(false));
   expect_means("distributed optimizer, packed", distributed_step(true));
 }
 
 TEST(LargeGradients, TheMeanOfZeroIsInRange) {
-  expect_means("zero", zero_step({.reduce_in_backward = false}));
-  expect_means("zero, in backward", zero_step({.reduce_in_backward = true}));
-  expect_means("zero, two backwards", zero_step({.reduce_in_backward = true}, 2));
+  expect_means("zero", zero_step({.overlap = Overlap::none}));
+  expect_means("zero, in backward", zero_step({.overlap = Overlap::background}));
+  expect_means("zero, two backwards", zero_step({.overlap = Overlap::background}, 2));
   expect_means("zero, clipped", zero_step({}, 1, true));
-  expect_means("zero, clipped in place", zero_step({.reduce_in_place = true}, 1, true));
+  expect_means("zero, clipped in place", zero_step({}, 1, true, true));
   expect_means("zero, sharded gradients", zero_step({.shard_gradients = true}, 2));
 }
 

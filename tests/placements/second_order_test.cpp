@@ -5,6 +5,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "placements/wrappers.h"
+#include "tessera/detail/trainer_access.h"
 
 namespace tessera::testing {
 namespace {
@@ -61,10 +62,11 @@ TrainPenalised ddp_of(DistributedDataParallelOptions options) {
   };
 }
 
-TrainPenalised zero_of(ZeroRedundancyOptimizerOptions options) {
-  return [options](ProcessGroup group, const at::Tensor& x) {
+TrainPenalised zero_of(ZeroRedundancyOptimizerOptions options, bool in_place = false) {
+  return [options, in_place](ProcessGroup group, const at::Tensor& x) {
     auto net = penalised();
     ZeroRedundancyOptimizer zero(*net, group, momentum(), options);
+    if (in_place) tessera::zero::TrainerAccess::use_up_gradients(zero);
     train_penalised(
         net, x, [&](const at::Tensor& in) { return net->forward(in); }, [&] { zero.step(); });
     return copies(net->parameters());
@@ -86,13 +88,13 @@ const std::vector<std::pair<std::string, TrainPenalised>> kReducing{
     {"ddp", ddp_of({})},
     {"ddp, small buckets", ddp_of({.first_bucket_mb = 1e-3, .bucket_cap_mb = 1e-3})},
     {"ddp, unused", ddp_of({.find_unused_parameters = true})},
-    {"ddp, in background", ddp_of({.reduce_in_background = true})},
+    {"ddp, in background", ddp_of({.overlap = Overlap::background})},
     {"distributed optimizer", distributed_of(false)},
     {"distributed optimizer, packed", distributed_of(true)}};
 const std::vector<std::pair<std::string, TrainPenalised>> kZero{
     {"zero", zero_of({})},
-    {"zero, in backward", zero_of({.reduce_in_backward = true})},
-    {"zero, in place", zero_of({.reduce_in_place = true})}};
+    {"zero, in background", zero_of({.overlap = Overlap::background})},
+    {"zero, in place", zero_of({}, true)}};
 
 void expect_plain(int world, const std::string& name, const TrainPenalised& train, bool same_data) {
   SCOPED_TRACE(name + " on " + std::to_string(world));

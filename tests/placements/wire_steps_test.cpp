@@ -48,13 +48,13 @@ struct DdpSubject : Subject {
   void step() override {
     optimizer->step();
     clear_gradients(net->parameters());
-    ddp.update_wire_feedback(true);
+    ddp.end_step({});
   }
   void skip() override {
     clear_gradients(net->parameters());
-    ddp.update_wire_feedback(false);
+    ddp.end_step({.used = false});
   }
-  void rescale(double factor) override { ddp.rescale_wire_feedback(factor); }
+  void rescale(double factor) override { ddp.end_step({.scale = factor}); }
 
   DistributedDataParallel<Uneven> ddp;
   std::unique_ptr<torch::optim::Optimizer> optimizer = adamw(net->parameters());
@@ -121,7 +121,7 @@ struct ZeroSubject : Subject {
     zero.grad_norm();  // without shard_gradients it reduces
     zero.zero_grad();
   }
-  void rescale(double factor) override { zero.rescale_wire_feedback(factor); }
+  void rescale(double factor) override { zero.end_step({.scale = factor}); }
 
   ZeroRedundancyOptimizer zero;
 };
@@ -141,7 +141,7 @@ struct DistributedSubject : Subject {
     optimizer.zero_grad();
   }
   void skip() override { optimizer.zero_grad(false); }
-  void rescale(double factor) override { optimizer.rescale_wire_feedback(factor); }
+  void rescale(double factor) override { optimizer.end_step({.scale = factor}); }
 
   DistributedOptimizer optimizer;
 };
@@ -166,8 +166,8 @@ std::vector<std::pair<std::string, MakeSubject>> subjects(size_t world) {
   using Zero = ZeroRedundancyOptimizerOptions;
   std::vector<std::pair<std::string, MakeSubject>> all{
       {"ddp", maker<DdpSubject>()},
-      {"zero", maker<ZeroSubject>(Zero{.reduce_in_backward = false})},
-      {"zero, reduced in backward", maker<ZeroSubject>(Zero{.reduce_in_backward = true})},
+      {"zero", maker<ZeroSubject>(Zero{.overlap = Overlap::none})},
+      {"zero, in background", maker<ZeroSubject>(Zero{.overlap = Overlap::background})},
       {"zero, sharded gradients", maker<ZeroSubject>(Zero{.shard_gradients = true})},
       {"zero, sharded gradients, cleared by the program",
        maker<ClearsItself<ZeroSubject>>(Zero{.shard_gradients = true})},
@@ -315,9 +315,7 @@ TEST(WireSteps, AFactorMustBePositiveAndFinite) {
       const auto subject = make(group, WireFormat::int8);
       for (const double factor : {0.0, -1.0, double{INFINITY}, double{NAN}}) {
         EXPECT_THAT(thrown_by([&] { subject->rescale(factor); }),
-                    HasSubstr("rank " + std::to_string(rank) +
-                              ": rescale_wire_feedback: factor "
-                              "is "))
+                    HasSubstr("rank " + std::to_string(rank) + ": end_step: scale is "))
             << name;
       }
     }

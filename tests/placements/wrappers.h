@@ -62,20 +62,16 @@ void for_each_batch(const ProcessGroup& group, int rank, const Training& trainin
   join(joinables, {}, [&](JoinLoop& iteration) { loop([&] { iteration.next(); }); });
 }
 
-inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training,
-                         bool in_background) {
+inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training, Overlap overlap) {
   auto net = fresh(training);
-  DistributedDataParallel ddp(net, group,
-                              {.first_bucket_mb = 1e-5,
-                               .bucket_cap_mb = 2e-4,
-                               .reduce_in_background = in_background,
-                               .wire = training.wire});
+  DistributedDataParallel ddp(
+      net, group,
+      {.first_bucket_mb = 1e-5, .bucket_cap_mb = 2e-4, .overlap = overlap, .wire = training.wire});
   auto optimizer = adamw(net->parameters());
   for_each_batch(group, rank, training, {ddp}, [&](const at::Tensor& x) {
     optimizer->zero_grad();
     loss_of(ddp(x)).backward();
-    if (in_background) ddp.step_in_background(*optimizer);
-    else optimizer->step();
+    optimizer->step();
   });
   return copies(net->parameters());
 }
@@ -145,19 +141,20 @@ inline std::vector<NamedTrain> all_trainings(int world) {
       return train_zero(group, rank, training, options);
     };
   };
-  const auto ddp = [](bool in_background) {
-    return [in_background](ProcessGroup group, int rank, const Training& training) {
-      return train_ddp(group, rank, training, in_background);
+  const auto ddp = [](Overlap overlap) {
+    return [overlap](ProcessGroup group, int rank, const Training& training) {
+      return train_ddp(group, rank, training, overlap);
     };
   };
   std::vector<NamedTrain> all{
-      {"ddp", ddp(false)},
-      {"ddp, reduced in background", ddp(true)},
-      {"zero", zero({.reduce_in_backward = false}), true},
-      {"zero, reduced in backward", zero({.reduce_in_backward = true}), true},
+      {"ddp", ddp(Overlap::backward)},
+      {"ddp, no overlap", ddp(Overlap::none)},
+      {"ddp, in background", ddp(Overlap::background)},
+      {"zero, no overlap", zero({.overlap = Overlap::none}), true},
+      {"zero", zero({}), true},
+      {"zero, in background", zero({.overlap = Overlap::background}), true},
       {"zero, sharded gradients", zero({.shard_gradients = true}), true},
-      {"zero, shared parameters", zero({.share_parameters = true}), false, true},
-      {"zero, gathered in background", zero({.gather_in_background = true})},
+      {"zero, shared parameters", zero({.share_parameters = true}), true, true},
       {"distributed optimizer", train_distributed},
       {"fsdp", fsdp(ShardingStrategy::full_shard, 0), true},
       {"fsdp, shard_grad_op", fsdp(ShardingStrategy::shard_grad_op, 0), true}};

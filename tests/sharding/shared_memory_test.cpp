@@ -225,15 +225,15 @@ std::map<std::string, std::function<void(Chain&, ProcessGroup, const at::Tensor&
     options.share_parameters = true;
     return options;
   }());
-  all["ddp, reduce_in_background"] = ddp([] {
+  all["ddp, in background"] = ddp([] {
     DistributedDataParallelOptions options;
-    options.reduce_in_background = true;
+    options.overlap = Overlap::background;
     return options;
   }());
   all["zero"] = zero({});
   all["zero, share_parameters"] = zero({.share_parameters = true});
   all["zero, no views"] = zero({.parameters_as_bucket_view = false});
-  all["zero, gather_in_background"] = zero({.gather_in_background = true});
+  all["zero, in background"] = zero({.overlap = Overlap::background});
   all["distributed optimizer"] = [](Chain& net, ProcessGroup group, const at::Tensor& x) {
     DistributedOptimizer optimizer(*net, group, default_optimizers().factory("SGD", {{"lr", 0.1}}),
                                    {.reduce_method = "mean"});

@@ -330,7 +330,7 @@ TEST_F(ConfigTest, ControlCharactersAreEscapesInMessages) {
 TEST_F(ConfigTest, AnOptionThatIsNoMoreNamesThoseThatReplaceIt) {
   EXPECT_THAT(
       error(base(), {"parallel={type: ZeroRedundancyOptimizer, overlap_with_backward: true}"}),
-      HasSubstr("expected reduce_in_backward and gather_in_background"));
+      HasSubstr("expected overlap: none, backward or background"));
 }
 
 TEST_F(ConfigTest, OverridesReplaceInOrder) {

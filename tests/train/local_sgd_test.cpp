@@ -161,14 +161,13 @@ TEST_F(LocalSgdInTraining, EveryStepWithRateOneAndNoMomentumIsTheMeanOfTheGradie
 /// kWrappers, and options of ZeroRedundancyOptimizer for which a synchronisation must wait.
 std::vector<std::string> wrappers_of_groups() {
   auto all = kWrappers;
-  for (const char* more :
-       {"shard_gradients: true, share_parameters: true", "gather_in_background: true"})
+  for (const char* more : {"shard_gradients: true, share_parameters: true", "overlap: background"})
     all.push_back(std::string("parallel={type: ZeroRedundancyOptimizer, ") + more + "}");
   return all;
 }
 
 TEST_F(LocalSgdInTraining, ShardedGroupsTrainAsPlainOnes) {
-  for (const char* more : {", every: 4", ", every: 2, wire: int8, in_background: true"}) {
+  for (const char* more : {", every: 4", ", every: 2, wire: int8, overlap: background"}) {
     const double tolerance = std::string(more).find("int8") == std::string::npos ? 1e-4 : 2e-2;
     const auto plain = train_groups(2, {"parallel.type=none", groups_of(2, more)});
     const double norm = plain[0].eval_loss.value_or(0);
@@ -195,7 +194,7 @@ TEST_F(LocalSgdInTraining, AResumedRunIsBitIdenticalToAnUninterruptedOne) {
   for (const auto& wrapper : wrappers_of_groups())
     ways.push_back({{wrapper, groups_of(2, ", every: 3")}});
   for (const size_t i : {0U, 1U})
-    ways.push_back({{kWrappers[i], groups_of(2, ", every: 2, wire: int8, in_background: true")}});
+    ways.push_back({{kWrappers[i], groups_of(2, ", every: 2, wire: int8, overlap: background")}});
   ways.push_back({{"parallel.type=none", groups_of(4, ", every: 3, outer: average")}});
   ways.push_back({{kWrappers[1], "parallel.local_sgd={every: 3}"}, {0, 1, 0, 1}});
   for (const auto& [way, hosts] : ways) {

@@ -3,6 +3,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include "harness/slices.h"
+#include "tessera/detail/trainer_access.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/step/weight_average.h"
 #include "zero/zero_harness.h"
@@ -15,6 +16,7 @@ namespace {
 using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
+using Access = tessera::zero::TrainerAccess;
 
 struct Mode {
   std::string name;
@@ -23,9 +25,9 @@ struct Mode {
 
 std::vector<Mode> modes() {
   std::vector<Mode> result{{"plain", {}},
-                           {"in place", {.reduce_in_place = true}},
-                           {"gather in background", {.gather_in_background = true}},
-                           {"reduce in backward", {.reduce_in_backward = true}},
+                           {"in place", {}},
+                           {"background", {.overlap = Overlap::background}},
+                           {"no overlap", {.overlap = Overlap::none}},
                            {"shard gradients", {.shard_gradients = true}},
                            {"whole", {.partition = Partition::whole}},
                            {"no view", {.parameters_as_bucket_view = false}},
@@ -49,19 +51,20 @@ struct TurnsImpl : torch::nn::Module {
 TORCH_MODULE(Turns);
 
 /// Runs `train(net, optimizer)` plainly and with each mode on `world` ranks, whose data are equal,
-/// and compares the weights. `in_place`: also with reduce_in_place.
+/// and compares the weights. `in_place`: also where step() may use up the gradients.
 template <class Net, class Train>
 void expect_plain(int world, bool in_place, const Train& train) {
   auto plain = seeded<Net>(8);
   const auto reference = sgd()({torch::optim::OptimizerParamGroup(plain->parameters())});
   train(plain, *reference, ZeroOptions());
   for (const auto& mode : modes()) {
-    if (mode.options.reduce_in_place && !in_place) continue;
+    if (mode.name == "in place" && !in_place) continue;
     run_ranks(world, [&](ProcessGroup group, int) {
       auto net = seeded<Net>(8);
       Zero zero(*net, group, sgd(), mode.options);
+      if (mode.name == "in place") Access::use_up_gradients(zero);
       train(net, zero, mode.options);
-      zero.wait_for_parameters();
+      zero.wait();
       expect_close(copies(net->parameters()), copies(plain->parameters()),
                    mode.name + ", world " + std::to_string(world));
     });
@@ -197,7 +200,7 @@ TEST(ZeroAsPlain, ALayerThatWasFrozenAtConstructionIsTrainedWhenItThaws) {
         Zero zero(*net, group, sgd(), mode.options);
         const auto before = zero.shards();
         train(net, zero, rank, world);
-        zero.wait_for_parameters();
+        zero.wait();
         expect_close(copies(net->parameters()), copies(plain->parameters()), mode.name);
         size_t found = 0;
         for (const auto& old : before) {
@@ -247,7 +250,7 @@ TEST(ZeroAsPlain, AverageOfALayerThatIsFrozenForATime) {
         zero.wait_for_readers();
         average.swap();
         zero.gather_parameters();
-        zero.wait_for_parameters();
+        zero.wait();
         expect_close(copies(net->parameters()), copies(whole.averages()), mode.name);
       });
     }
@@ -263,7 +266,7 @@ TEST(ZeroAsPlain, StateThatIsSavedWhileALayerIsFrozenHasThatOfTheLayer) {
         auto net = seeded<Uneven>(8), resumed = seeded<Uneven>(9);
         Zero zero(*net, group, sgd(), mode.options);
         frozen_for_a_time(net, zero, 0, 3, rank, 3);
-        zero.wait_for_parameters();
+        zero.wait();
         Zero again(*resumed, group, sgd(), mode.options);
         again.with_shared_write([&] { load_state_dict(*resumed, state_dict(*net)); });
         if (slices) {
@@ -275,8 +278,8 @@ TEST(ZeroAsPlain, StateThatIsSavedWhileALayerIsFrozenHasThatOfTheLayer) {
         resumed->second->weight.requires_grad_(false);
         frozen_for_a_time(net, zero, 3, 7, rank, 3);
         frozen_for_a_time(resumed, again, 3, 7, rank, 3);
-        zero.wait_for_parameters();
-        again.wait_for_parameters();
+        zero.wait();
+        again.wait();
         expect_same_weights(net, resumed);
       });
     }
@@ -359,7 +362,7 @@ TEST(ZeroAsPlain, MemoryThatSomethingSharesWithAParameterStaysShared) {
           auto net = seeded<Sharers>(8, sharing);
           Zero zero(*net, group, sgd(), mode.options);
           train(net, zero);
-          zero.wait_for_parameters();
+          zero.wait();
           expect_close(copies(net->parameters()), copies(plain->parameters()), mode.name);
           EXPECT_TRUE(at::allclose(net->other, plain->other, 1e-4, 1e-6)) << mode.name;
           const auto& weight = sharing == Sharing::program ? net->b->weight : net->a->weight;

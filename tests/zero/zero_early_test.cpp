@@ -4,18 +4,19 @@
 
 #include "zero/zero_harness.h"
 
-// Option reduce_in_backward: buckets are reduced while backward computes the next ones.
+// Overlap::backward between hosts: buckets are reduced while backward computes the next ones.
 
 namespace {
 
 using namespace tessera;
 using namespace tessera::testing;
-using ::testing::HasSubstr;
 
 using Hosts = std::vector<int>;
 
 ZeroOptions early(bool value, Partition partition = Partition::flat) {
-  return {.partition = partition, .reduce_in_backward = value, .bucket_cap_mb = 0.0002};
+  return {.partition = partition,
+          .overlap = value ? Overlap::backward : Overlap::none,
+          .bucket_cap_mb = 0.0002};
 }
 
 std::vector<OptimizerFactory> optimizers() {
@@ -53,7 +54,7 @@ void backward(Uneven& net, int batch, int rank, int world) {
   loss_of(net(rows(batch, rank, world))).backward();
 }
 
-const std::array<Hosts, 4> kPlacements{Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 0, 0, 0}};
+const std::array<Hosts, 4> kPlacements{Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 1, 2, 3}};
 
 TEST(ZeroEarly, TrainsBitByBitAsWithReductionsInStep) {
   for (const auto& hosts : kPlacements) {
@@ -248,21 +249,6 @@ TEST(ZeroEarly, TheMeanTakesTheMemoryOfThisRanksPart) {
     for (const auto& [name, numel] : zero.owned()) owned += numel;
     EXPECT_EQ(zero.memory().gradients - before, owned * 4);
   });
-}
-
-TEST(ZeroEarly, OptionsThatExcludeItAreNamed) {
-  const std::vector<std::pair<ZeroOptions, std::string>> wrong{
-      {{.reduce_gradients = false, .reduce_in_backward = true}, "needs reduce_gradients"},
-      {{.reduce_in_backward = true, .reduce_in_place = true}, "expected reduce_in_place off"}};
-  for (const auto& [options, expected] : wrong) {
-    for (const auto& error : run_ranks_catching(2, [&](ProcessGroup group, int) {
-           auto net = seeded<Uneven>(8);
-           Zero zero(*net, group, factory("AdamW"), options);
-         })) {
-      EXPECT_THAT(message_of(error),
-                  ::testing::AllOf(HasSubstr("option reduce_in_backward"), HasSubstr(expected)));
-    }
-  }
 }
 
 }  // namespace

@@ -1,14 +1,17 @@
 #include <torch/optim/adam.h>
 
+#include "tessera/detail/trainer_access.h"
 #include "zero/zero_harness.h"
 
-// Option reduce_in_place: the mean gradient replaces this rank's own gradient in the bucket.
+// TrainerAccess::use_up_gradients(): the mean gradient replaces this rank's own gradient in the
+// bucket.
 
 namespace {
 
 using namespace tessera;
 using namespace tessera::testing;
 using ::testing::HasSubstr;
+using Access = tessera::zero::TrainerAccess;
 
 int64_t parameter_bytes(const torch::nn::Module& module) {
   int64_t bytes = 0;
@@ -37,8 +40,8 @@ TEST(ZeroInPlace, TrainsBitByBitAsWithACopyAndNeedsNoMemoryForIt) {
         run_ranks(world, [&](ProcessGroup group, int rank) {
           auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
           Zero copied(*net, group, optimizer, {.partition = partition});
-          Zero in_place(*other, group, optimizer,
-                        {.partition = partition, .reduce_in_place = true});
+          Zero in_place(*other, group, optimizer, {.partition = partition});
+          Access::use_up_gradients(in_place);
           for (int step = 0; step < 5; ++step) {
             backwards(net, copied, step, rank, world);
             backwards(other, in_place, step, rank, world);
@@ -67,7 +70,8 @@ TEST(ZeroInPlace, AGradientThatWasUsedUpIsNotAddedTo) {
   for (const auto way : {Way::nothing, Way::optimizer, Way::module, Way::zeros}) {
     const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(8);
-      Zero zero(*net, group, factory("AdamW"), {.reduce_in_place = true});
+      Zero zero(*net, group, factory("AdamW"));
+      Access::use_up_gradients(zero);
       for (int step = 0; step < 3; ++step) {
         backwards(net, zero, step, rank, 2);
         zero.clip_grad_norm_(0.1);
@@ -92,7 +96,8 @@ TEST(ZeroInPlace, AGradientThatWasUsedUpIsNotAddedTo) {
 TEST(ZeroInPlace, ASecondStepWithTheSameGradientsIsAnError) {
   const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8);
-    Zero zero(*net, group, factory("AdamW"), {.reduce_in_place = true});
+    Zero zero(*net, group, factory("AdamW"));
+    Access::use_up_gradients(zero);
     backwards(net, zero, 0, rank, 3);
     zero.grad_norm();
     zero.step();
@@ -108,8 +113,8 @@ TEST(ZeroBehaviour, AParameterThatThawsBetweenClippingAndStepIsAnError) {
       run_ranks(2, [&](ProcessGroup group, int rank) {
         auto net = seeded<Uneven>(8);
         net->last->weight.requires_grad_(false);
-        Zero zero(*net, group, factory("AdamW"),
-                  {.reduce_gradients = reduce, .reduce_in_place = in_place});
+        Zero zero(*net, group, factory("AdamW"), {.reduce_gradients = reduce});
+        if (in_place) Access::use_up_gradients(zero);
         loss_of(net(rows(0, rank, 2))).backward();
         zero.clip_grad_norm_(0.1);
         net->last->weight.requires_grad_(true);

@@ -1,5 +1,6 @@
 #include <torch/nn/utils/clip_grad.h>
 
+#include "tessera/detail/trainer_access.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/step/grad_scaler.h"
 #include "zero/zero_harness.h"
@@ -33,9 +34,8 @@ TEST(ZeroOwnNorm, ClippingByItIsAnErrorOnEveryRank) {
           const auto errors = run_ranks_catching(world, [&](ProcessGroup group, int rank) {
             auto net = seeded<Uneven>(8);
             Zero zero(*net, group, factory("AdamW"),
-                      {.partition = partition,
-                       .parameters_as_bucket_view = views,
-                       .reduce_in_place = in_place});
+                      {.partition = partition, .parameters_as_bucket_view = views});
+            if (in_place) tessera::zero::TrainerAccess::use_up_gradients(zero);
             for (int step = 0; step < 2; ++step) {
               loss_of(net(rows(step, rank, world))).backward();
               zero.clip_grad_norm_(1);
@@ -106,7 +106,8 @@ TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
     for (const bool early : {false, true}) {
       const auto errors = run_ranks_catching(3, [&](ProcessGroup group, int rank) {
         auto net = seeded<Uneven>(8);
-        Zero zero(*net, group, factory("AdamW"), {.reduce_in_backward = early});
+        Zero zero(*net, group, factory("AdamW"),
+                  {.overlap = early ? Overlap::background : Overlap::none});
         for (int step = 0; step < 2; ++step) {
           loss_of(net(rows(step, rank, 3)) * (rank + 1)).backward();
           auto squares = torch::zeros({});

@@ -460,10 +460,6 @@ TEST(ZeroShareParameters, RefusesOptionsThatDoNotGoWithIt) {
   const auto adamw = factory("AdamW");
   EXPECT_THAT(message({.parameters_as_bucket_view = false}, adamw),
               HasSubstr("rank 0: option share_parameters needs parameters_as_bucket_view"));
-  EXPECT_THAT(message({.gather_in_background = true}, adamw),
-              HasSubstr("option share_parameters excludes gather_in_background"));
-  EXPECT_THAT(message({.wire = {.parameters = WireFormat::bfloat16}}, adamw),
-              HasSubstr("expected wire.parameters float32"));
   EXPECT_THAT(message({.partition = Partition::whole},
                       optimizer_factory<torch::optim::LBFGS>(torch::optim::LBFGSOptions())),
               HasSubstr("option share_parameters needs an optimizer"));

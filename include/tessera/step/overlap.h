@@ -2,7 +2,7 @@
 
 namespace tessera {
 
-/// When communication runs beside computation. Results are bit-identical.
+/// When communication runs beside computation. Results are bit-identical, but for LocalSgd.
 enum class Overlap {
   none,      ///< Never: each collective runs where its result is needed first. For comparison.
   backward,  ///< Within backward() and within step(). When a call returns, all of it is done.

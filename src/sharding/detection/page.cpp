@@ -9,9 +9,8 @@ namespace {
 // For what reads without an operator, which would bring the memory.
 constexpr const char* kNoMemory =
     "the tensor has no memory now, and torch::save() and data_ptr() cannot wait for it; expected, "
-    "before, summon_full_params() or state_dict() of FullyShardedDataParallel, "
-    "wait_for_parameters() of ZeroRedundancyOptimizer, or wait_for_gradients() of "
-    "DistributedDataParallel";
+    "before, wait() of the wrapper, or summon_full_params() or state_dict() of "
+    "FullyShardedDataParallel";
 
 }  // namespace
 

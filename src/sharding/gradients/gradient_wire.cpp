@@ -23,10 +23,10 @@ void check_wire_dtypes(const std::string& component, int rank, const WireOptions
 
 void check_scale_change(const std::string& component, int rank, double factor) {
   if (std::isfinite(factor) && factor > 0) return;
-  throw UsageError(fmt::format(
-      "{}: rank {}: rescale_wire_feedback: factor is {}; expected a positive number, the new scale "
-      "of the loss / the old one",
-      component, rank, factor));
+  throw UsageError(
+      fmt::format("{}: rank {}: end_step: scale is {}; expected a positive number, the new scale "
+                  "of the loss / the old one",
+                  component, rank, factor));
 }
 
 void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire) {

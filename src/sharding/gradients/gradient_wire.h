@@ -52,7 +52,7 @@ class GradientWire {
 /// UsageError, naming the first parameter, if `parameters` have a dtype that cannot travel encoded.
 void check_wire_dtypes(const std::string& component, int rank, const WireOptions& wire,
                        const std::vector<NamedTensor>& parameters);
-/// UsageError, naming rescale_wire_feedback(), unless `factor` is finite and > 0.
+/// UsageError, naming end_step(), unless `factor` is finite and > 0.
 void check_scale_change(const std::string& component, int rank, double factor);
 /// UsageError if option wire.parameters is set in a wrapper that gathers none.
 void refuse_parameter_wire(const std::string& component, int rank, const WireOptions& wire);

@@ -7,6 +7,7 @@
 #include "tessera/error.h"
 #include "tessera/train/devices.h"
 #include "tessera/train/registries.h"
+#include "train/config/overlap_names.h"
 #include "train/config/read_component.h"
 
 namespace tessera::train {
@@ -168,9 +169,10 @@ void read_local_sgd(OptionReader& keys, std::optional<LocalSgdConfig>& local_sgd
   inner.read_enum("wire", options.wire,
                   {{"float32", OuterWire::float32}, {"int8", OuterWire::int8}},
                   "how differences of parameters travel between the groups");
-  inner.read("in_background", options.in_background,
-             "differences travel during the next steps and are applied at the next "
-             "synchronisation");
+  inner.read_enum("overlap", options.overlap, overlap_names(),
+                  "background: differences travel during the next steps and are applied at the "
+                  "next synchronisation; otherwise a synchronisation blocks");
+  inner.refuse("in_background", "no option; expected overlap: background for true");
   inner.finish();
   if (every == 0) return;
   options.sync_every = every;

@@ -40,7 +40,7 @@ Json GroupSync::description() const {
   return {{kGroups, groups_.count()},
           {"outer", options.outer == OuterOptimizer::nesterov ? "nesterov" : "average"},
           {"wire", options.wire == OuterWire::int8 ? "int8" : "float32"},
-          {"in_background", options.in_background}};
+          {"in_background", options.overlap == Overlap::background}};
 }
 
 Json GroupSync::save(CheckpointWriter& writer) {

@@ -12,12 +12,12 @@ namespace {
 class DdpWrapper : public WholeWrapper {
  public:
   DdpWrapper(WrapperContext context, const DistributedDataParallelOptions& options,
-             CommHookPlan::Instance hook)
+             const std::optional<Overlap>& overlap, CommHookPlan::Instance hook)
       : WholeWrapper(std::move(context)),
         hook_(std::move(hook)),
         shares_(options.share_parameters),
         ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-             group_, with_hook(options, hook_)) {
+             group_, for_group(options, overlap)) {
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
@@ -27,9 +27,9 @@ class DdpWrapper : public WholeWrapper {
   }
   Joinable* joinable() override { return &ddp_; }
   void update_wire_feedback(bool stepped, double scale_change) override {
-    ddp_.update_wire_feedback(stepped);
-    ddp_.rescale_wire_feedback(scale_change);
+    ddp_.end_step({stepped, scale_change});
   }
+  void wait_for_parameters() override { ddp_.wait(); }
   std::vector<ParameterShard> loaded_shards() override {
     if (!shares_) return WholeWrapper::loaded_shards();
     auto result = shards();
@@ -74,9 +74,10 @@ class DdpWrapper : public WholeWrapper {
   int64_t gradient_bytes() const override { return ddp_.gradient_bytes(); }
 
  private:
-  static DistributedDataParallelOptions with_hook(DistributedDataParallelOptions options,
-                                                  const CommHookPlan::Instance& hook) {
-    options.comm_hook = hook.hook;
+  DistributedDataParallelOptions for_group(DistributedDataParallelOptions options,
+                                           const std::optional<Overlap>& overlap) const {
+    options.comm_hook = hook_.hook;
+    options.overlap = overlap_in(group_, overlap);
     return options;
   }
 
@@ -134,11 +135,13 @@ WrapperPlan read_ddp(OptionReader& options) {
   read_buffers(options, ddp.buffers);
   read_wire(options, ddp.wire, false);
   options.refuse("gradient_as_bucket_view", "no option; gradients always are views of the buckets");
+  std::optional<Overlap> overlap;
+  read_overlap(options, overlap);
   const CommHookPlan hook = read_comm_hook(options);
   options.finish();
   WrapperPlan plan;
-  plan.make = [ddp, hook](WrapperContext context) {
-    return std::make_unique<DdpWrapper>(std::move(context), ddp, hook.make());
+  plan.make = [ddp, overlap, hook](WrapperContext context) {
+    return std::make_unique<DdpWrapper>(std::move(context), ddp, overlap, hook.make());
   };
   return plan;
 }

@@ -27,8 +27,8 @@ class DistributedWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(distributed_.no_sync()));
   }
   Joinable* joinable() override { return &distributed_; }
-  void update_wire_feedback(bool /*stepped*/, double scale_change) override {
-    distributed_.rescale_wire_feedback(scale_change);
+  void update_wire_feedback(bool stepped, double scale_change) override {
+    distributed_.end_step({stepped, scale_change});
   }
 
  protected:
@@ -51,6 +51,9 @@ WrapperPlan read_distributed(OptionReader& options) {
       Range{-1});
   options.read("param_pack", distributed.param_pack, "communicate gradients in packs");
   options.read("param_pack_thd", distributed.param_pack_thd, "bytes of a pack", kAtLeastOne);
+  std::optional<Overlap> overlap;
+  read_overlap(options, overlap);
+  distributed.overlap = overlap.value_or(distributed.overlap);
   read_buffers(options, distributed.buffers);
   read_wire(options, distributed.wire, false);
   for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {

@@ -1,6 +1,7 @@
 #include "train/wrappers/wrapper_functions.h"
 
 #include "tessera/train/registries.h"
+#include "train/config/overlap_names.h"
 
 namespace tessera::train {
 
@@ -43,6 +44,20 @@ void read_buffers(OptionReader& options, BufferSync& buffers) {
                      {"none", BufferSync::none}},
                     "how the ranks' buffers (running statistics) become the same after each step: "
                     "rank 0's, the mean of floating-point ones, or not");
+}
+
+void read_overlap(OptionReader& options, std::optional<Overlap>& overlap) {
+  const bool given = options.given("overlap");
+  Overlap value = Overlap::backward;
+  options.read_enum("overlap", value, overlap_names(),
+                    "when communication runs beside computation: never, within backward and the "
+                    "update, or also during the next forward; unless given, background where ranks "
+                    "are on several hosts");
+  if (given) overlap = value;
+}
+
+Overlap overlap_in(const ProcessGroup& group, const std::optional<Overlap>& given) {
+  return given.value_or(group.messages_between_hosts() ? Overlap::background : Overlap::backward);
 }
 
 void read_wire(OptionReader& options, WireOptions& wire, bool gathers) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "tessera/config/option_reader.h"
 #include "tessera/optim/partition.h"
 #include "tessera/step/buffer_sync.h"
+#include "tessera/step/overlap.h"
 #include "tessera/train/model_wrapper.h"
 
 // Functions that several wrappers use. All are local.
@@ -30,6 +32,11 @@ at::Tensor own_parameter(const torch::nn::Module& module, const std::string& nam
 void read_buffers(OptionReader& options, BufferSync& buffers);
 /// Option `wire`. `gathers`: parameters travel too.
 void read_wire(OptionReader& options, WireOptions& wire, bool gathers);
+
+/// Reads the key `overlap`. Unless given: `background` where ranks are on several hosts.
+void read_overlap(OptionReader& options, std::optional<Overlap>& overlap);
+/// The overlap of a wrapper in `group`.
+Overlap overlap_in(const ProcessGroup& group, const std::optional<Overlap>& given);
 
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();

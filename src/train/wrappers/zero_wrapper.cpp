@@ -1,7 +1,7 @@
-#include <algorithm>
 #include <cmath>
 #include <optional>
 
+#include "tessera/detail/trainer_access.h"
 #include "tessera/module_state_dict.h"
 #include "tessera/step/nonfinite.h"
 #include "tessera/train/registries.h"
@@ -20,29 +20,11 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
-bool on_cpu(const torch::nn::Module& module) {
-  const auto parameters = module.parameters();
-  return std::all_of(parameters.begin(), parameters.end(),
-                     [](const auto& parameter) { return parameter.device().is_cpu(); });
-}
-
-/// update() clears the gradients after each step, so the mean can replace them, unless they are
-/// reduced within backward.
-ZeroRedundancyOptimizerOptions in_place(ZeroRedundancyOptimizerOptions options,
-                                        const ProcessGroup& group) {
-  const bool early = options.reduce_in_backward.value_or(!group.same_host()) && group.size() > 1;
-  options.reduce_in_place = !early && !options.shard_gradients;
+ZeroRedundancyOptimizerOptions for_group(ZeroRedundancyOptimizerOptions options,
+                                         const std::optional<Overlap>& overlap,
+                                         const ProcessGroup& group) {
+  options.overlap = overlap_in(group, overlap);
   return options;
-}
-
-ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions options,
-                                           const std::optional<bool>& in_background,
-                                           const TrainedModel& model, const ProcessGroup& group) {
-  const bool possible = group.messages_between_hosts() && options.parameters_as_bucket_view &&
-                        !options.share_parameters &&
-                        options.wire.parameters == WireFormat::float32 && on_cpu(*model.module);
-  options.gather_in_background = in_background.value_or(possible);
-  return in_place(std::move(options), group);
 }
 
 /// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
@@ -50,12 +32,12 @@ ZeroRedundancyOptimizerOptions for_trainer(ZeroRedundancyOptimizerOptions option
 class ZeroWrapper : public ModelWrapper {
  public:
   ZeroWrapper(WrapperContext context, const ZeroRedundancyOptimizerOptions& options,
-              const std::optional<bool>& in_background)
+              const std::optional<Overlap>& overlap)
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(*model_.module, zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(),
-                   for_trainer(options, in_background, model_, group_)) {
+                   context.optimizer.factory(), for_group(options, overlap, group_)) {
+    zero::TrainerAccess::use_up_gradients(optimizer_);  // update() clears them
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
@@ -104,7 +86,7 @@ class ZeroWrapper : public ModelWrapper {
     }
     optimizer_.step();
     if (!norm_first) {
-      norm = optimizer_.last_grad_norm();
+      norm = zero::TrainerAccess::last_norm(optimizer_);
       if (!std::isfinite(norm) && rules.skip_nonfinite) note_nonfinite_gradient();
     }
     optimizer_.zero_grad();
@@ -114,14 +96,14 @@ class ZeroWrapper : public ModelWrapper {
     return shards_gradients() ? ModelWrapper::find_nonfinite_gradient(parts) : origin_;
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
-  void update_wire_feedback(bool /*stepped*/, double scale_change) override {
-    optimizer_.rescale_wire_feedback(scale_change);
+  void update_wire_feedback(bool stepped, double scale_change) override {
+    optimizer_.end_step({stepped, scale_change});
   }
 
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   Joinable* joinable() override { return &optimizer_; }
 
-  void wait_for_parameters() override { optimizer_.wait_for_parameters(); }
+  void wait_for_parameters() override { optimizer_.wait(); }
   std::vector<ParameterShard> shards() override { return optimizer_.shards(); }
   std::vector<std::pair<std::string, at::Tensor>> replicas() override {
     auto result = named_parameters(*model_.module);
@@ -191,7 +173,7 @@ class ZeroWrapper : public ModelWrapper {
   /// called only when the value changes.
   void track(bool on) {
     if (on != tracked_) {
-      optimizer_.track_grad_norm(on);
+      zero::TrainerAccess::track_norm(optimizer_, on);
       tracked_ = on;
     }
   }
@@ -242,19 +224,8 @@ WrapperPlan read_zero(OptionReader& options) {
                       "the optimizer, as in mmengine; instead of optimizer.type");
   options.read_enum("partition", zero.partition, partition_names(),
                     "how elements are assigned to ranks: equal parts, or whole parameters");
-  bool early = false;
-  const bool early_given = options.given("reduce_in_backward");
-  options.read("reduce_in_backward", early,
-               "start to reduce a bucket as soon as backward has completed it; unless given, true "
-               "where ranks are on several hosts");
-  if (early_given) zero.reduce_in_backward = early;
-  std::optional<bool> in_background;
-  bool background = false;
-  const bool background_given = options.given("gather_in_background");
-  options.read("gather_in_background", background,
-               "a step does not wait for the updated parameters, the next forward does where it "
-               "uses them; unless given, true where ranks are on several hosts");
-  if (background_given) in_background = background;
+  std::optional<Overlap> overlap;
+  read_overlap(options, overlap);
   options.read("shard_gradients", zero.shard_gradients,
                "give a bucket's memory back when backward has reduced it (ZeRO stage 2)");
   options.read("share_parameters", zero.share_parameters,
@@ -262,17 +233,17 @@ WrapperPlan read_zero(OptionReader& options) {
   options.read("parameters_as_bucket_view", zero.parameters_as_bucket_view,
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb,
-               "MiB of a bucket with reduce_in_backward or shard_gradients", kPositive);
+               "MiB of a bucket that is reduced within backward", kPositive);
   options.refuse("find_unused_parameters",
                  "no option of ZeroRedundancyOptimizer, where any parameter may be unused");
-  options.refuse("overlap_with_backward",
-                 "no option any more; expected reduce_in_backward and gather_in_background");
+  for (const char* key : {"overlap_with_backward", "reduce_in_backward", "gather_in_background"})
+    options.refuse(key, "no option; expected overlap: none, backward or background");
   read_buffers(options, zero.buffers);
   read_wire(options, zero.wire, true);
   options.finish();
   plan.optimizer_type = optimizer_type;
-  plan.make = [zero, in_background](WrapperContext context) {
-    return std::make_unique<ZeroWrapper>(std::move(context), zero, in_background);
+  plan.make = [zero, overlap](WrapperContext context) {
+    return std::make_unique<ZeroWrapper>(std::move(context), zero, overlap);
   };
   return plan;
 }

@@ -26,14 +26,24 @@ void ParameterWire::begin(size_t b, const ShardBucket& bucket, const std::string
   sent_[b] = {std::move(changes), std::move(work)};
 }
 
-void ParameterWire::finish(size_t b, const ShardBucket& bucket) {
-  auto sent = sent_.extract(b);
-  sent.mapped().work.wait();
-  auto own = segment(bucket);
-  const auto exact = own.clone();
-  own.copy_(published_.extract(b).mapped());
-  bucket.parameters.add_(sent.mapped().changes);
-  residuals_[b] = exact - own;
+void ParameterWire::finish(const std::vector<ShardBucket>& buckets,
+                           sharding::SharedParameters* shared) {
+  auto sent = std::exchange(sent_, {});
+  for (auto& [b, one] : sent) {
+    one.work.wait();
+    auto own = segment(buckets[b]);
+    residuals_[b] = own.clone();
+    own.copy_(published_.extract(b).mapped());
+  }
+  if (shared) shared->wait_for_readers();
+  for (const auto& [b, one] : sent) {
+    const int64_t parts = shared ? group_.local_size() : 1, part = shared ? group_.local_rank() : 0;
+    const int64_t numel = one.changes.numel(), begin = part * numel / parts;
+    const int64_t count = (part + 1) * numel / parts - begin;
+    buckets[b].parameters.narrow(0, begin, count).add_(one.changes.narrow(0, begin, count));
+  }
+  if (shared) shared->wait_for_readers();
+  for (const auto& [b, one] : sent) residuals_[b].sub_(segment(buckets[b]));
 }
 
 void ParameterWire::reset() {

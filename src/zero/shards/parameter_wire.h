@@ -21,8 +21,9 @@ class ParameterWire {
   /// After the update: begins to send the change. Collective; does not block.
   void begin(size_t b, const ShardBucket& bucket, const std::string& tag);
   bool has_begun(size_t b) const { return sent_.count(b) > 0; }
-  /// Waits, and applies all ranks' changes to the bucket. Collective.
-  void finish(size_t b, const ShardBucket& bucket);
+  /// Waits for all of them, and applies all ranks' changes to the buckets. With `shared` each rank
+  /// of a host applies an equal part. Collective.
+  void finish(const std::vector<ShardBucket>& buckets, sharding::SharedParameters* shared);
   /// All ranks hold exact values again, or the buckets are others. Local.
   void reset();
 

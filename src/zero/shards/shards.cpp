@@ -28,23 +28,26 @@ ShardPlan plan_of(const ZeroRedundancyOptimizerOptions& options) {
 
 }  // namespace
 
-Shards::Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner,
-               const std::string& prefix)
-    : group_(std::move(groups.own)),
-      gradients_(groups.gradients),
-      background_(std::move(groups.background)),
+Shards::Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, Ways ways,
+               const sharding::GradientWire& gradients, const std::string& prefix)
+    : group_(std::move(group)),
+      gradients_(gradients),
       plan_(plan_of(options)),
+      early_(ways.early),
+      cap_bytes_(static_cast<int64_t>(options.bucket_cap_mb * (1 << 20))),
       load_(group_.size(), 0) {
-  plan_.one_owner = one_owner;
-  cap_bytes_ = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
-  early_ = groups.early;
-  if (groups.parameters) wire_.emplace(std::move(*groups.parameters));
+  plan_.one_owner = ways.one_owner;
+  if (auto encoded = group_.with_wire(options.wire.parameters); encoded.impl() != group_.impl())
+    wire_.emplace(std::move(encoded));
   if (options.share_parameters) {
     shared_ = std::make_unique<sharding::SharedParameters>(
         group_, prefix, "optimizer.with_shared_write([&] { … })", options.broadcast_parameters);
     plan_.shared = shared_.get();
   }
-  if (groups.in_background) arriving_ = std::make_unique<sharding::ArrivingPages>();
+  if (!ways.in_background) return;
+  arriving_ = std::make_unique<sharding::ArrivingPages>();
+  if (options.wire.gradients != WireFormat::float32 && !group_.same_host())
+    background_ = group_.duplicate();
 }
 
 Shards::~Shards() {
@@ -224,7 +227,7 @@ void Shards::gather(const std::string& tag, bool paged) {
     if (begun) begun.mapped().wait();
     else gather_parameters(buckets_[b], parameters_, gather_group(b), tag);
   }
-  for (size_t b = 0; wire_ && b < buckets_.size(); ++b) wire_->finish(b, buckets_[b]);
+  if (wire_) wire_->finish(buckets_, shares() ? shared() : nullptr);
   bump_versions();
 }
 

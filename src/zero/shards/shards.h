@@ -22,18 +22,16 @@ namespace tessera::zero {
 /// they are stored, reduced and gathered. The same on every rank, except for the owned shards.
 class Shards {
  public:
-  struct Groups {
-    ProcessGroup own;
-    const sharding::GradientWire& gradients;  ///< Reduces the gradients. Lives longer.
-    bool early = false;                       ///< Within backward.
-    std::optional<ProcessGroup> parameters;   ///< Of ProcessGroup::with_wire(), if they need one.
-    bool in_background = false;               ///< [Note: pages that arrive in the background]
-    std::optional<ProcessGroup> background;   ///< For these, if `gradients` are not exact.
+  struct Ways {
+    bool one_owner = false;      ///< Rank 0 owns all parameters.
+    bool early = false;          ///< [Note: reduction within backward]
+    bool in_background = false;  ///< Of gathers: [Note: pages that arrive in the background]
   };
 
-  /// `one_owner`: rank 0 owns all parameters. `prefix`: of error messages.
-  Shards(Groups groups, const ZeroRedundancyOptimizerOptions& options, bool one_owner,
-         const std::string& prefix);
+  /// Makes groups of their own for gathers that need one. `gradients` reduces the gradients and
+  /// lives longer. `prefix`: of error messages. Collective.
+  Shards(ProcessGroup group, const ZeroRedundancyOptimizerOptions& options, Ways ways,
+         const sharding::GradientWire& gradients, const std::string& prefix);
   ~Shards();
 
   /// Adds the parameters of parameter group `index`. UsageError, naming group and parameter, for
@@ -90,7 +88,7 @@ class Shards {
   /// not block.
   void begin_gather(size_t b, const std::string& tag);
   /// As gather(), but does not block: the first use of a parameter does. In the order in which
-  /// forward uses the parameters. Needs Groups::in_background.
+  /// forward uses the parameters. Needs Ways::in_background.
   void gather_in_background(const std::string& tag);
   /// Returns when these gathers are complete. Local; blocks.
   void wait_for_gathers() const;
@@ -107,7 +105,7 @@ class Shards {
 
   ProcessGroup group_;
   const sharding::GradientWire& gradients_;
-  std::optional<ProcessGroup> background_;  // Groups::background
+  std::optional<ProcessGroup> background_;  // of gathers in it, if `gradients_` are not exact
   std::optional<ParameterWire> wire_;
   std::unique_ptr<sharding::ArrivingPages> arriving_;  // null unless gathers are in the background
   std::unique_ptr<sharding::SharedParameters> shared_;

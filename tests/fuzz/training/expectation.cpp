@@ -157,7 +157,7 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
   if (event.kind == "add_group") {
     const auto part = static_cast<size_t>(wrapper.number("late_part")) % (which.layers.size() + 1);
     const bool empty = part < which.layers.size() && which.layers[part].flag("plain");
-    // With reduce_in_place, zero_grad() must come before a new partition.
+    // Where step() uses up gradients, zero_grad() must come before a new partition.
     const bool used_up = wrapper.flag("in_place");
     return empty || used_up || !wrapper.has("late_part") ? Expectation::equal_or_error
                                                          : Expectation::equal;

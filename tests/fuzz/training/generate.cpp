@@ -109,6 +109,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
   if (values.empty() && world > 2 && random.chance(15))
     values["hosts"] = random.pick({"001", "01", "0011", "012"});
   if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});
+  if (random.chance(50)) values["overlap"] = random.pick({"none", "background", "background"});
   const auto& kind = wrapper.kind;
   // Each rank would clip by the norm of its own gradients.
   const bool may_ignore = limits.ignorable >= 0 && !limits.norms;
@@ -120,8 +121,6 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     if (kind == "ddp") {
       if (!limits.short_numbers && random.chance(15))
         values["hook"] = random.pick({"fp16", "bf16"});
-      if (!values.count("hook")) maybe(random, 30, values, "reduce_in_background");
-      if (values.count("reduce_in_background")) maybe(random, 60, values, "step_in_background");
       if (may_ignore) maybe(random, 15, values, "ignored", part(limits.ignorable));
     }
     if (!limits.partly_used) maybe(random, 15, values, "static_graph");
@@ -138,7 +137,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
   }
   if (kind == "zero") {
     maybe(random, 30, values, "in_place");
-    if (!values.count("no_bucket_view")) maybe(random, 40, values, "in_background");
+    if (values.count("in_place")) values["overlap"] = "none";  // reductions in step() alone use up
     maybe(random, 15, values, "late_part", std::to_string(random.below(6)));
   }
   if (kind == "distributed_optimizer") {
@@ -314,7 +313,7 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
   if (none({"in_place"})) maybe(random, 30, values, "shard_gradients");
   if (values.count("shard_gradients")) maybe(random, 60, values, "bucket_cap_mb", "0.0002");
   // with_shared_write() writes what is in no group yet on one rank of a host alone.
-  if (none({"in_background", "no_bucket_view", "backend", "late_part"}))
+  if (none({"no_bucket_view", "backend", "late_part"}))
     maybe(random, 30, values, "share_parameters");
   // with_shared_write() broadcasts buffers, which plain training does not.
   if (values.count("buffers") > 0 && values.at("buffers") == "none")

@@ -358,7 +358,7 @@ TEST(TrainingFuzz, ZeroGathersExactParametersBesideRoundedGradients) {
       .dtype = "float",
       .layers = {{"linear"}},
       .optimizer = {"SGD", {{"lr", "0.0001"}}},
-      .wrapper = {"zero", {{"hosts", "01"}, {"in_background", "1"}, {"wire_gradients", "int8"}}},
+      .wrapper = {"zero", {{"hosts", "01"}, {"overlap", "background"}, {"wire_gradients", "int8"}}},
       .story = {{"step"}},
   });
 }

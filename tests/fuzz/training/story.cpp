@@ -69,7 +69,7 @@ LocalSgdOptions local_sgd_options(const Item& wrapper) {
   options.sync_every = wrapper.number("every", 2);
   options.outer =
       wrapper.text("outer") == "average" ? OuterOptimizer::average : OuterOptimizer::nesterov;
-  options.in_background = wrapper.flag("outer_background");
+  if (wrapper.flag("outer_background")) options.overlap = Overlap::background;
   return options;
 }
 

@@ -9,6 +9,7 @@
 #include "fuzz/training/plain/training.h"
 #include "fuzz/training/story.h"
 #include "fuzz/training/wire.h"
+#include "tessera/detail/trainer_access.h"
 #include "tessera/tessera.h"
 
 namespace tessera::fuzz {
@@ -52,6 +53,13 @@ std::vector<std::string> ignored_names(Net& net, const Item& wrapper) {
   return {names.begin(), names.end()};
 }
 
+Overlap overlap(const Item& wrapper) {
+  const auto name = wrapper.text("overlap");
+  return name == "none"         ? Overlap::none
+         : name == "background" ? Overlap::background
+                                : Overlap::backward;
+}
+
 DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   DistributedDataParallelOptions options;
   options.first_bucket_mb = wrapper.real("first_bucket_mb", options.first_bucket_mb);
@@ -59,7 +67,7 @@ DistributedDataParallelOptions ddp_options(Net& net, const Item& wrapper) {
   options.buffers = wrapper.flag("keep_buffers") ? BufferSync::none : buffer_rule(wrapper);
   options.find_unused_parameters = wrapper.flag("find_unused");
   options.static_graph = wrapper.flag("static_graph");
-  options.reduce_in_background = wrapper.flag("reduce_in_background");
+  options.overlap = overlap(wrapper);
   options.parameters_to_ignore = ignored_names(net, wrapper);
   options.wire = wire_of(wrapper);
   // ZeroRedundancyOptimizer beside it gathers them.
@@ -78,20 +86,14 @@ class DdpSubject : public Subject {
              const ProcessGroup& group)
       : Subject(net),
         ddp_(net, group, ddp_options(*net, wrapper)),
-        steps_in_background_(wrapper.flag("step_in_background")),
         optimizer_(plain_optimizer(which, *net, wrapper, named_parameters(*net))) {}
   at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
   NoSync no_sync() override { return ddp_.no_sync(); }
-  void step(const Closure& closure) override {
-    if (steps_in_background_ && !closure) ddp_.step_in_background(*optimizer_);
-    else Subject::step(closure);
-  }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {ddp_}; }
 
  private:
   Ddp ddp_;
-  bool steps_in_background_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
@@ -102,8 +104,7 @@ ZeroRedundancyOptimizerOptions zero_options(const Item& wrapper) {
   options.bucket_cap_mb = wrapper.real("bucket_cap_mb", options.bucket_cap_mb);
   options.broadcast_parameters = !wrapper.flag("no_broadcast");
   options.buffers = buffer_rule(wrapper);
-  options.reduce_in_place = wrapper.flag("in_place");
-  options.gather_in_background = wrapper.flag("in_background");
+  options.overlap = overlap(wrapper);
   options.shard_gradients = wrapper.flag("shard_gradients");
   options.share_parameters = wrapper.flag("share_parameters");
   options.wire = wire_of(wrapper);
@@ -124,12 +125,14 @@ class ZeroSubject : public Subject {
     if (!groups) {
       zero_ = std::make_unique<ZeroRedundancyOptimizer>(*net, group, optimizer_of(which),
                                                         zero_options(wrapper));
+      if (wrapper.flag("in_place")) zero::TrainerAccess::use_up_gradients(*zero_);
       return;
     }
     std::vector<ZeroRedundancyOptimizer::Group> list;
     for (auto& each : grouped(*net, wrapper, named_parameters(*net))) list.push_back({each, {}});
     zero_ = std::make_unique<ZeroRedundancyOptimizer>(list, group, optimizer_of(which),
                                                       zero_options(wrapper));
+    if (wrapper.flag("in_place")) zero::TrainerAccess::use_up_gradients(*zero_);
     zero_->track_buffers(*net);
   }
   at::Tensor forward(const Batch& batch) override {
@@ -199,6 +202,7 @@ class DistributedOptimizerSubject : public Subject {
     options.bcast_period = wrapper.number("bcast_period", 0);
     options.param_pack = wrapper.flag("param_pack");
     options.param_pack_thd = wrapper.number("param_pack_thd", 10 << 20);
+    options.overlap = overlap(wrapper);
     options.buffers = buffer_rule(wrapper);
     options.wire = wire_of(wrapper);
     if (!wrapper.has("groups")) {

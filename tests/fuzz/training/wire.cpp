@@ -41,8 +41,7 @@ bool refuses_wire(const Case& which, const Item& wrapper, int world) {
   if (kind == "ddp") return parameters || wrapper.has("hook");
   if (kind == "distributed_optimizer") return parameters;
   if (kind != "zero" && kind != "ddp_zero") return false;
-  return parameters && (wrapper.flag("no_bucket_view") || wrapper.flag("in_background") ||
-                        wrapper.flag("share_parameters"));
+  return parameters && wrapper.flag("no_bucket_view");
 }
 
 }  // namespace tessera::fuzz

@@ -86,7 +86,7 @@ void PlainGroups::synchronize() {
   at::NoGradGuard no_grad;
   std::vector<Tensors> now, differences;
   for (size_t group = 0; group < groups_.size(); ++group) now.push_back(values(group));
-  if (!options_.in_background) {
+  if (options_.overlap != Overlap::background) {
     if (options_.outer == OuterOptimizer::average) {
       anchor_ = mean(now);
     } else {

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <vector>
+
+#include "tessera/optim/fused_optimizer.h"
+
+namespace tessera::optim {
+
+/// Updates parameters after step() has returned, when their gradients have arrived. Its owner
+/// registers it for these parameters.
+class LateUpdates {
+ public:
+  virtual ~LateUpdates() = default;
+  /// Whether `parameter`, whose gradient has no memory yet, can be updated later. Local.
+  virtual bool can_follow(const torch::optim::Optimizer& optimizer,
+                          const at::Tensor& parameter) = 0;
+  /// `parameters`, of which can_follow() is true, are updated when their gradients have arrived, by
+  /// the options that `optimizer` has now. Local; does not block.
+  virtual void follow(FusedOptimizer& optimizer, const std::vector<at::Tensor>& parameters) = 0;
+
+  /// Those of `parameter`; null if there are none. From any thread.
+  static LateUpdates* of(const at::Tensor& parameter);
+
+ protected:
+  void add(const at::Tensor& parameter);
+  /// For the destructor: nothing is updated by this object any more.
+  void remove_all();
+};
+
+}  // namespace tessera::optim
