@@ -48,19 +48,10 @@ void ZeroRedundancyOptimizer::rescale_wire_feedback(double factor) {
   sharding::check_scale_change(Impl::kName, impl_->group.rank(), factor);
   if (impl_->options.shard_gradients) impl_->gradients.rescale(factor);
 }
-double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_grad_norm_tensor_(max_norm, norm_type).item<double>();
-}
-void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
-double ZeroRedundancyOptimizer::grad_norm(double norm_type) {
-  return grad_norm_tensor(norm_type).item<double>();
-}
-at::Tensor ZeroRedundancyOptimizer::clip_grad_norm_tensor_(double max_norm, double norm_type) {
+GradNorm ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
-at::Tensor ZeroRedundancyOptimizer::grad_norm_tensor(double norm_type) {
-  return impl_->grad_norm(norm_type);
-}
+void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
 void ZeroRedundancyOptimizer::track_grad_norm(bool track) { impl_->norm.tracking = track; }
 double ZeroRedundancyOptimizer::last_grad_norm() const { return impl_->norm.last; }
 
