@@ -18,6 +18,7 @@
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
+#include "tessera/step/clip_grad.h"
 #include "tessera/step/no_sync.h"
 #include "tessera/wrap_policy.h"
 
@@ -228,15 +229,9 @@ class FullyShardedDataParallelBase : public Joinable {
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
 
   /// Scales the gradients so that their p-norm over all ranks is at most `max_norm`, and returns
-  /// the norm before scaling. `norm_type`: 2, 1, infinity or any p > 0. Without gradients it
-  /// returns 0 and logs a warning. Collective.
-  double clip_grad_norm_(double max_norm, double norm_type = 2);
-  /// The p-norm of the gradients over all ranks. Collective.
-  double grad_norm(double norm_type = 2);
-  /// As clip_grad_norm_() and grad_norm(); the norm is a 0-dim float64 tensor on the device of the
-  /// shards. The host does not wait for the device until the program reads it. Collective.
-  at::Tensor clip_grad_norm_tensor_(double max_norm, double norm_type = 2);
-  at::Tensor grad_norm_tensor(double norm_type = 2);
+  /// the norm before scaling. With infinity nothing is scaled. `norm_type`: 2, 1, infinity or any
+  /// p > 0. Without gradients it returns 0 and logs a warning. Collective.
+  GradNorm clip_grad_norm_(double max_norm, double norm_type = 2);
   /// Limits every element of the gradients to [-clip_value, clip_value]; NaNs stay. The gradients
   /// are means over ranks already, so each rank limits its own. Call it after backward, before or
   /// after clip_grad_norm_(). UsageError if clip_value is negative or NaN. Local.

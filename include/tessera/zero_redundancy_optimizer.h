@@ -17,6 +17,7 @@
 #include "tessera/optim/state_slice.h"
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
+#include "tessera/step/clip_grad.h"
 #include "tessera/step/no_sync.h"
 #include "tessera/step/overlap.h"
 #include "tessera/step/step_end.h"
@@ -118,9 +119,8 @@ struct ZeroRedundancyOptimizerOptions {
 /// holds it works unchanged.
 ///
 /// Collective and blocking, called by all ranks in the same order: construction, step,
-/// add_param_group, clip_grad_norm_, clip_grad_value_, grad_norm, gather_parameters,
-/// consolidate_state_dict, with_shared_write. All other members are local, unless their comment
-/// says otherwise.
+/// add_param_group, clip_grad_norm_, clip_grad_value_, gather_parameters, consolidate_state_dict,
+/// with_shared_write. All other members are local, unless their comment says otherwise.
 ///
 /// Gradients, without shard_gradients: `.grad` is the gradient of this rank's own data. The mean
 /// over the ranks exists only inside, at its owner.
@@ -134,8 +134,8 @@ struct ZeroRedundancyOptimizerOptions {
 ///     compares. After reading all `.grad`s for a log, scale by what is equal on all ranks.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
-///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.grad_norm() is that of the
-///     mean.
+///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.clip_grad_norm_(INFINITY)
+///     returns that of the mean.
 ///
 /// Dynamic loss scaling: after the last backward of a step and before clipping, each rank
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
@@ -203,18 +203,14 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void end_step(StepEnd end);
 
   /// Scales the mean gradient so that its p-norm is at most `max_norm`; returns the norm before.
-  /// `norm_type` is 1, 2, infinity or any p > 0. Call it between backward and step().
-  double clip_grad_norm_(double max_norm, double norm_type = 2);
+  /// With infinity nothing is scaled. `norm_type` is 1, 2, infinity or any p > 0. Call it between
+  /// backward and step().
+  GradNorm clip_grad_norm_(double max_norm, double norm_type = 2);
   /// Limits every element of the mean gradient to [-clip_value, clip_value]; NaN stays NaN. Call it
   /// between backward and step(), before or after clip_grad_norm_: the gradient is averaged once.
   /// UsageError for a `clip_value` that is negative or NaN.
   void clip_grad_value_(double clip_value);
-  /// The norm that clip_grad_norm_ would return, without scaling.
-  double grad_norm(double norm_type = 2);
-  /// As clip_grad_norm_() and grad_norm(); the norm is a 0-dim float64 tensor on the device of the
-  /// parameters. The host does not wait for the device until the program reads it.
-  at::Tensor clip_grad_norm_tensor_(double max_norm, double norm_type = 2);
-  at::Tensor grad_norm_tensor(double norm_type = 2);
+
   /// All ranks get rank 0's buffers of `module` now (unless broadcast_parameters is off), and
   /// step() applies the option `buffers` from now on. The constructors with a module have called
   /// it. Collective.

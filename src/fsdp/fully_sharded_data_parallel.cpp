@@ -110,17 +110,8 @@ bool FullyShardedDataParallelBase::casts_inputs() const {
   return mixed.param_dtype && mixed.cast_forward_inputs && !sharded.full_precision();
 }
 
-double FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_grad_norm_tensor_(max_norm, norm_type).item<double>();
-}
-double FullyShardedDataParallelBase::grad_norm(double norm_type) {
-  return grad_norm_tensor(norm_type).item<double>();
-}
-at::Tensor FullyShardedDataParallelBase::clip_grad_norm_tensor_(double max_norm, double norm_type) {
+GradNorm FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double norm_type) {
   return sharded_->clip(max_norm, norm_type);
-}
-at::Tensor FullyShardedDataParallelBase::grad_norm_tensor(double norm_type) {
-  return sharded_->grad_norm(norm_type);
 }
 
 FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& prefix,

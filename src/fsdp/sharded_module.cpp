@@ -170,9 +170,10 @@ void ShardedModule::end_forward(bool threw) {
 
 // A shard group holds each element of the model exactly once, so the norm over its shards counts
 // each element once.
-at::Tensor ShardedModule::grad_norm(double p) {
+GradNorm ShardedModule::clip(double max_norm, double p) {
+  sharding::check_max_norm(prefix(), max_norm);
   sharding::GradientNorm norm(prefix(), p);
-  require_idle("grad_norm or clip_grad_norm_");
+  require_idle("clip_grad_norm_");
   gradients->notice_cleared();
   const at::NoGradGuard no_grad;
   const sharding::NoDetection no_detection;
@@ -182,19 +183,11 @@ at::Tensor ShardedModule::grad_norm(double p) {
       norm.total(model.shard_group, flats.empty() ? at::kCPU : flats.front().own_segment.device());
   if (!norm.any() && model.world.rank() == 0)
     spdlog::warn("tessera: {}: there are no gradients to take the norm of", kName);
-  return total;
-}
-
-at::Tensor ShardedModule::clip(double max_norm, double p) {
-  sharding::check_max_norm(prefix(), max_norm);
-  auto norm = grad_norm(p);
-  at::NoGradGuard no_grad;
-  const sharding::NoDetection no_detection;
-  const sharding::NormClip clip(max_norm, norm);
+  const sharding::NormClip clip(max_norm, total);
   for (const auto* shard : shards()) {
     if (shard->tensor.grad().defined()) clip.scale(shard->tensor.grad());
   }
-  return norm;
+  return GradNorm(std::move(total));
 }
 
 // [Note: full precision in evaluation] The dtype of a parameter is that of the page that it is a

@@ -32,9 +32,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// units. Outside of forward. Local.
   void set_full_precision(bool full);
   bool full_precision() const { return full_precision_; }
-  /// 0-dim, on the shards' device.
-  at::Tensor grad_norm(double norm_type);
-  at::Tensor clip(double max_norm, double norm_type);
+  GradNorm clip(double max_norm, double norm_type);
   std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
 
   // sharded_module_pages.cpp

@@ -46,8 +46,7 @@ class ZeroRedundancyOptimizer::Impl {
   void zero_grad(bool set_to_none);
   void shadow_backward();
   /// 0-dim, on the parameters' device.
-  at::Tensor grad_norm(double norm_type);
-  at::Tensor clip(double max_norm, double norm_type);
+  GradNorm clip(double max_norm, double norm_type);
   void clip_value(double clip_value);
 
   std::vector<OptimizerStateDict::Group> groups() const;

@@ -230,21 +230,16 @@ void ZeroRedundancyOptimizer::Impl::average() {
   mean.average();
 }
 
-at::Tensor ZeroRedundancyOptimizer::Impl::grad_norm(double p) {
+GradNorm ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
+  sharding::check_max_norm(prefix(), max_norm);
   sharding::GradientNorm total(prefix(), p);
   average();
   at::NoGradGuard no_grad;
   for (size_t b = 0; b < shards.buckets().size(); ++b) total.add(mean.segment(b));
-  return total.total(group, shards.buckets().empty() ? at::kCPU : mean.segment(0).device());
-}
-
-at::Tensor ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
-  sharding::check_max_norm(prefix(), max_norm);
-  auto before = grad_norm(p);
-  at::NoGradGuard no_grad;
+  auto before = total.total(group, shards.buckets().empty() ? at::kCPU : mean.segment(0).device());
   const sharding::NormClip clip(max_norm, before);
   for (size_t b = 0; b < shards.buckets().size(); ++b) clip.scale(mean.segment(b));
-  return before;
+  return GradNorm(std::move(before));
 }
 
 void ZeroRedundancyOptimizer::Impl::clip_value(double clip_value) {

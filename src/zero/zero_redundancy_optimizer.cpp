@@ -50,19 +50,10 @@ void ZeroRedundancyOptimizer::end_step(StepEnd end) {
   impl_->gradients.end_step(end.used);  // no effect after step() and zero_grad()
   if (impl_->options.shard_gradients) impl_->gradients.rescale(end.scale);
 }
-double ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_grad_norm_tensor_(max_norm, norm_type).item<double>();
-}
-void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
-double ZeroRedundancyOptimizer::grad_norm(double norm_type) {
-  return grad_norm_tensor(norm_type).item<double>();
-}
-at::Tensor ZeroRedundancyOptimizer::clip_grad_norm_tensor_(double max_norm, double norm_type) {
+GradNorm ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
-at::Tensor ZeroRedundancyOptimizer::grad_norm_tensor(double norm_type) {
-  return impl_->grad_norm(norm_type);
-}
+void ZeroRedundancyOptimizer::clip_grad_value_(double clip_value) { impl_->clip_value(clip_value); }
 
 void ZeroRedundancyOptimizer::track_buffers(const torch::nn::Module& module) {
   impl_->track_buffers(module);

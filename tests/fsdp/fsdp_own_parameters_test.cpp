@@ -198,7 +198,7 @@ TEST(FsdpOwnParameters, NormsAndClippingSeeWhatTheModuleHasCleared) {
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     for (const bool set_to_none : {false, true}) {
       loss_of(fsdp(rows(0, rank, 2))).backward();
-      EXPECT_GT(fsdp.grad_norm(), 0);
+      EXPECT_GT(fsdp.clip_grad_norm_(INFINITY), 0);
       net->zero_grad(set_to_none);
       EXPECT_EQ(fsdp.clip_grad_norm_(1), 0);
       for (const auto& shard : fsdp.parameters()) EXPECT_EQ(shard.grad().defined(), !set_to_none);
@@ -291,12 +291,12 @@ TEST(FsdpShardNorms, TheTensorHasTheValueAndTheGradientsTheBits) {
           loss_of((*model)(rows(0, rank, world))).backward();
         }
         const double norm = fsdp.clip_grad_norm_(1e-3, p);
-        EXPECT_EQ(same.clip_grad_norm_tensor_(1e-3, p).item<double>(), norm) << p;
-        EXPECT_EQ(same.grad_norm_tensor(p).item<double>(), fsdp.grad_norm(p)) << p;
+        EXPECT_EQ(same.clip_grad_norm_(1e-3, p).tensor().item<double>(), norm) << p;
+        EXPECT_EQ(same.clip_grad_norm_(INFINITY, p), fsdp.clip_grad_norm_(INFINITY, p)) << p;
         for (size_t i = 0; i < fsdp.parameters().size(); ++i)
           EXPECT_TRUE(at::equal(fsdp.parameters()[i].grad(), same.parameters()[i].grad())) << i;
       }
-      EXPECT_THAT(thrown_by([&] { fsdp.clip_grad_norm_tensor_(-1); }), HasSubstr("max_norm is -1"));
+      EXPECT_THAT(thrown_by([&] { fsdp.clip_grad_norm_(-1); }), HasSubstr("max_norm is -1"));
     });
   }
 }
@@ -310,7 +310,7 @@ TEST(FsdpShardNorms, ClippingByTheNormOfOneRankIsRefused) {
         for (int i = 0; i < 2; ++i) {
           fsdp.zero_grad();
           loss_of(fsdp(rows(i, rank, world))).backward();
-          const double norm = fsdp.grad_norm();
+          const double norm = fsdp.clip_grad_norm_(INFINITY);
           // Logging all norms is allowed.
           for (const auto& shard : fsdp.parameters())
             EXPECT_GE(shard.grad().norm().item<float>(), 0);
@@ -318,10 +318,10 @@ TEST(FsdpShardNorms, ClippingByTheNormOfOneRankIsRefused) {
               thrown_by([&] { torch::nn::utils::clip_grad_norm_(fsdp.parameters(), 1e-3, p); }),
               AllOf(HasSubstr("FullyShardedDataParallel: rank " + std::to_string(rank)),
                     HasSubstr("expected fsdp.clip_grad_norm_(")));
-          EXPECT_EQ(fsdp.grad_norm(), norm);  // nothing was scaled
+          EXPECT_EQ(fsdp.clip_grad_norm_(INFINITY), norm);  // nothing was scaled
           torch::nn::utils::clip_grad_value_(fsdp.parameters(), 1e-3);
           fsdp.clip_grad_norm_(1e-4);
-          EXPECT_NEAR(fsdp.grad_norm(), 1e-4, 1e-6);
+          EXPECT_NEAR(fsdp.clip_grad_norm_(INFINITY), 1e-4, 1e-6);
         }
       });
     }

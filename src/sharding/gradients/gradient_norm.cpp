@@ -36,12 +36,6 @@ at::Device device_of(const std::vector<at::Tensor>& gradients) {
   return at::kCPU;
 }
 
-at::Tensor norm_of_all(const std::vector<at::Tensor>& gradients, double p) {
-  GradientNorm norm("gradient_norm", p);
-  for (const auto& gradient : gradients) norm.add(gradient);
-  return norm.local(device_of(gradients));
-}
-
 }  // namespace
 
 GradientNorm::GradientNorm(const std::string& component, double p) : p_(p) {
@@ -97,8 +91,10 @@ at::Tensor GradientNorm::total(ProcessGroup& group, at::Device device) {
   return norm_of(sum_of(all.select(1, 0), p_), p_);
 }
 
+// min(1, max_norm / norm). A NaN stays a NaN, as in torch.
 NormClip::NormClip(double max_norm, const at::Tensor& norm) {
-  if (norm.is_cpu()) factor_ = clip_factor(max_norm, norm.item<double>());
+  if (std::isinf(max_norm)) return;
+  if (norm.is_cpu()) factor_ = std::min(max_norm / (norm.item<double>() + kNormEps), 1.0);
   else factor_on_device_ = (max_norm / (norm + kNormEps)).clamp_max(1);  // keeps a NaN
 }
 
@@ -122,29 +118,17 @@ void check_clip_value(const std::string& component, double clip_value) {
 
 namespace tessera {
 
-double gradient_norm(const std::vector<at::Tensor>& gradients, double p) {
-  return sharding::norm_of_all(gradients, p).item<double>();
-}
-
-double clip_factor(double max_norm, double norm) {
-  const double factor = max_norm / (norm + sharding::kNormEps);
-  return factor > 1 ? 1 : factor;  // NaN stays NaN, as in torch
-}
-
-double clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p) {
-  return clip_gradient_norm_tensor_(gradients, max_norm, p).item<double>();
-}
-
-at::Tensor clip_gradient_norm_tensor_(const std::vector<at::Tensor>& gradients, double max_norm,
-                                      double p) {
+GradNorm clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double max_norm, double p) {
   sharding::check_max_norm("clip_gradient_norm_", max_norm);
   const at::NoGradGuard no_grad;
-  auto norm = sharding::norm_of_all(gradients, p);
-  const sharding::NormClip clip(max_norm, norm);
+  sharding::GradientNorm norm("clip_gradient_norm_", p);
+  for (const auto& gradient : gradients) norm.add(gradient);
+  auto before = norm.local(sharding::device_of(gradients));
+  const sharding::NormClip clip(max_norm, before);
   for (const auto& gradient : gradients) {
     if (gradient.defined()) clip.scale(gradient);
   }
-  return norm;
+  return GradNorm(std::move(before));
 }
 
 void clip_gradient_values_(const std::vector<at::Tensor>& gradients, double clip_value) {

@@ -35,7 +35,8 @@ class GradientNorm {
   bool any_ = false;
 };
 
-/// Scales gradients of norm `norm`, 0-dim, by clip_factor(). The host does not wait for a device.
+/// Scales gradients of norm `norm`, 0-dim, to a norm of at most `max_norm`. The host
+/// does not wait for a device.
 class NormClip {
  public:
   NormClip(double max_norm, const at::Tensor& norm);

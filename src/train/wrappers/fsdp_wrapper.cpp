@@ -1,3 +1,4 @@
+#include <cmath>
 #include <set>
 
 #include "tessera/error.h"
@@ -62,8 +63,7 @@ class FsdpWrapper : public ModelWrapper {
   }
 
   double update(const GradientRules& rules) override {
-    const double norm = rules.clip_norm ? fsdp_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
-                                        : fsdp_.grad_norm(rules.norm_type);
+    const double norm = fsdp_.clip_grad_norm_(rules.clip_norm.value_or(INFINITY), rules.norm_type);
     if (rules.allow(norm)) {
       if (rules.clip_value) {
         fsdp_.clip_grad_value_(*rules.clip_value);

@@ -1,5 +1,7 @@
 #include "train/wrappers/whole_wrapper.h"
 
+#include <cmath>
+
 #include "tessera/error.h"
 #include "tessera/safetensors_weights.h"
 #include "tessera/step/clip_grad.h"
@@ -42,8 +44,7 @@ std::vector<at::Tensor> WholeWrapper::gradients() {
 
 double WholeWrapper::update(const GradientRules& rules) {
   const auto all = gradients();
-  const double norm = rules.clip_norm ? clip_gradient_norm_(all, *rules.clip_norm, rules.norm_type)
-                                      : gradient_norm(all, rules.norm_type);
+  const double norm = clip_gradient_norm_(all, rules.clip_norm.value_or(INFINITY), rules.norm_type);
   if (rules.allow(norm)) {
     if (rules.clip_value) {
       clip_gradient_values_(all, *rules.clip_value);

@@ -73,8 +73,7 @@ class ZeroWrapper : public ModelWrapper {
     track(!norm_first);
     double norm = 0;
     if (norm_first) {
-      norm = rules.clip_norm ? optimizer_.clip_grad_norm_(*rules.clip_norm, rules.norm_type)
-                             : optimizer_.grad_norm(rules.norm_type);
+      norm = optimizer_.clip_grad_norm_(rules.clip_norm.value_or(INFINITY), rules.norm_type);
       if (!rules.allow(norm)) {
         note_nonfinite_gradient();
         optimizer_.zero_grad();
