@@ -22,9 +22,7 @@ ConfigNode& item_of(ConfigNode& list, const std::string& part, const std::string
 }
 
 ConfigNode& member_of(ConfigNode& map, const std::string& part, const std::string& label) {
-  if (ConfigNode* found = map.find(part)) {
-    return *found;
-  }
+  if (ConfigNode* found = map.find(part)) return *found;
   map.members.push_back({part, ConfigNode{}});
   map.members.back().value.where = label;
   return map.members.back().value;
@@ -57,9 +55,7 @@ void apply_override(ConfigNode& root, const std::string& assignment) {
       throw UsageError(label + ": \"" + key.substr(0, 80) +
                        "\": expected names joined by dots, as in optimizer.lr");
     }
-    if (node->kind == ConfigNode::Kind::Null) {
-      node->kind = ConfigNode::Kind::Map;
-    }
+    if (node->kind == ConfigNode::Kind::Null) node->kind = ConfigNode::Kind::Map;
     if (node->kind == ConfigNode::Kind::Sequence) {
       node = &item_of(*node, part, label, key);
     } else if (node->kind == ConfigNode::Kind::Map) {

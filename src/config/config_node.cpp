@@ -21,11 +21,8 @@ bool ConfigNode::operator==(const ConfigNode& other) const {
 }
 
 const ConfigNode* ConfigNode::find(const std::string& key) const {
-  for (const auto& member : members) {
-    if (member.key == key) {
-      return &member.value;
-    }
-  }
+  for (const auto& member : members)
+    if (member.key == key) return &member.value;
   return nullptr;
 }
 
@@ -35,12 +32,8 @@ ConfigNode* ConfigNode::find(const std::string& key) {
 
 int64_t ConfigNode::node_count() const {
   int64_t count = 1;
-  for (const auto& item : items) {
-    count += item.node_count();
-  }
-  for (const auto& member : members) {
-    count += member.value.node_count();
-  }
+  for (const auto& item : items) count += item.node_count();
+  for (const auto& member : members) count += member.value.node_count();
   return count;
 }
 

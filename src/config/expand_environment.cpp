@@ -36,9 +36,8 @@ std::string expanded(const ConfigNode& node) {
 }  // namespace
 
 void expand_environment(ConfigNode& root) {
-  if (root.kind == ConfigNode::Kind::Scalar && root.text.find(kStart) != std::string::npos) {
+  if (root.kind == ConfigNode::Kind::Scalar && root.text.find(kStart) != std::string::npos)
     root.text = expanded(root);
-  }
   for (auto& item : root.items) expand_environment(item);
   for (auto& member : root.members) expand_environment(member.value);
 }

@@ -20,9 +20,7 @@ ConfigNode take_member(ConfigNode& map, const std::string& key) {
   const auto found =
       std::find_if(map.members.begin(), map.members.end(),
                    [&](const ConfigNode::Member& member) { return member.key == key; });
-  if (found == map.members.end()) {
-    return {};
-  }
+  if (found == map.members.end()) return {};
   ConfigNode value = std::move(found->value);
   map.members.erase(found);
   return value;
@@ -31,9 +29,7 @@ ConfigNode take_member(ConfigNode& map, const std::string& key) {
 /// Removes the key `delete` from a map and returns its value; false when it is absent.
 bool remove_delete_key(ConfigNode& node) {
   const ConfigNode value = take_member(node, kDelete);
-  if (value.kind == Kind::Null) {
-    return false;
-  }
+  if (value.kind == Kind::Null) return false;
   const auto flag = config::parse_bool(value);
   if (!flag) {
     fail_at(value, kDelete,
@@ -44,9 +40,7 @@ bool remove_delete_key(ConfigNode& node) {
 
 /// Removes all `delete` keys: values that replace or add a map may contain them.
 void remove_delete_keys(ConfigNode& node) {
-  if (node.kind == Kind::Map) {
-    remove_delete_key(node);
-  }
+  if (node.kind == Kind::Map) remove_delete_key(node);
   for (auto& member : node.members) remove_delete_keys(member.value);
   for (auto& item : node.items) remove_delete_keys(item);
 }
@@ -71,25 +65,20 @@ void merge(ConfigNode& under, ConfigNode over) {
 std::vector<std::string> base_files(const ConfigNode& base) {
   std::vector<std::string> files;
   const auto add = [&](const ConfigNode& item) {
-    if (item.kind != Kind::Scalar || item.text.empty()) {
+    if (item.kind != Kind::Scalar || item.text.empty())
       fail_at(item, kBase, item.describe() + "; expected a YAML file or a list of them");
-    }
     files.push_back(item.text);
   };
-  if (base.kind == Kind::Sequence) {
-    std::for_each(base.items.begin(), base.items.end(), add);
-  } else if (base.kind != Kind::Null) {
-    add(base);
-  }
+  if (base.kind == Kind::Sequence) std::for_each(base.items.begin(), base.items.end(), add);
+  else if (base.kind != Kind::Null) add(base);
   return files;
 }
 
 /// Reads a file and its bases. `chain`: the files whose bases include this one.
 ConfigNode load(const std::string& path, std::vector<std::string> chain, int& files) {
   ConfigNode own = parse_yaml_file(path);
-  if (++files > kMaxConfigFiles) {
+  if (++files > kMaxConfigFiles)
     throw UsageError(path + ": more than " + std::to_string(kMaxConfigFiles) + " files by base");
-  }
   chain.push_back(fs::weakly_canonical(path).string());
   const ConfigNode base = take_member(own, kBase);
   ConfigNode merged;
@@ -107,9 +96,7 @@ ConfigNode load(const std::string& path, std::vector<std::string> chain, int& fi
     try {
       merge(merged, load(inner.lexically_normal().string(), chain, files));
     } catch (const UsageError& error) {
-      if (fs::exists(inner)) {
-        throw;
-      }
+      if (fs::exists(inner)) throw;
       fail_at(base, kBase, error.what());
     }
   }

@@ -13,9 +13,7 @@ std::string text_of(const std::string& value) { return '"' + value + '"'; }
 template <class Value>
 std::string text_of(const std::vector<Value>& values) {
   std::string text;
-  for (const auto& value : values) {
-    text += (text.empty() ? "[" : ", ") + text_of(value);
-  }
+  for (const auto& value : values) text += (text.empty() ? "[" : ", ") + text_of(value);
   return text.empty() ? "[]" : text + "]";
 }
 
@@ -28,9 +26,7 @@ template <class Value>
 ConfigNode node_of(const std::vector<Value>& values) {
   ConfigNode node;
   node.kind = ConfigNode::Kind::Sequence;
-  for (const auto& value : values) {
-    node.items.push_back(node_of(value));
-  }
+  for (const auto& value : values) node.items.push_back(node_of(value));
   return node;
 }
 

@@ -24,12 +24,9 @@ OptionReader::OptionReader(const ConfigNode* node, std::vector<std::string> path
     node_ = nullptr;
     return;
   }
-  if (node_->kind != Kind::Map) {
+  if (node_->kind != Kind::Map)
     fail_at(*node_, config::joined(path_, "."), node_->describe() + "; expected a map of keys");
-  }
-  if (!node_->where.empty()) {
-    where_ = node_->where;
-  }
+  if (!node_->where.empty()) where_ = node_->where;
 }
 
 OptionRecord OptionReader::describe(const std::function<void(OptionReader&)>& read) {
@@ -68,9 +65,7 @@ bool OptionReader::given(const std::string& key) const {
 
 void OptionReader::note(const std::string& key, std::string expected, const std::string& doc,
                         ConfigNode standard, ConfigNode value) {
-  if (record_ == nullptr) {
-    return;
-  }
+  if (record_ == nullptr) return;
   OptionInfo info;
   info.path = path_;
   info.path.push_back(key);
@@ -79,9 +74,7 @@ void OptionReader::note(const std::string& key, std::string expected, const std:
   info.standard = std::move(standard);
   info.value = std::move(value);
   info.given = has(key);
-  for (const auto& missing : missing_) {
-    info.required |= missing.rfind(full(key) + ":", 0) == 0;
-  }
+  for (const auto& missing : missing_) info.required |= missing.rfind(full(key) + ":", 0) == 0;
   record_->push_back(std::move(info));
 }
 
@@ -102,9 +95,7 @@ OptionReader OptionReader::map(const std::string& key) {
 
 OptionReader OptionReader::map_or_type(const std::string& key) {
   const ConfigNode* named_by = given(key) ? node_->find(key) : nullptr;
-  if (named_by == nullptr || named_by->kind != Kind::Scalar) {
-    return map(key);
-  }
+  if (named_by == nullptr || named_by->kind != Kind::Scalar) return map(key);
   look(key);
   auto map_of_type = std::make_shared<ConfigNode>();
   map_of_type->kind = Kind::Map;
@@ -122,12 +113,9 @@ std::vector<OptionReader> OptionReader::list(const std::string& key, const std::
   empty.kind = Kind::Sequence;
   const ConfigNode* node = take(key, "a list of maps", doc, empty);
   std::vector<OptionReader> readers;
-  if (node == nullptr || node->kind == Kind::Null) {
-    return readers;
-  }
-  if (node->kind != Kind::Sequence) {
+  if (node == nullptr || node->kind == Kind::Null) return readers;
+  if (node->kind != Kind::Sequence)
     fail_at(*node, full(key), node->describe() + "; expected a list of maps");
-  }
   for (size_t i = 0; i < node->items.size(); ++i) {
     auto path = path_;
     path.push_back(key);
@@ -138,33 +126,26 @@ std::vector<OptionReader> OptionReader::list(const std::string& key, const std::
 }
 
 void OptionReader::accept_rest() {
-  for (const auto& key : unread()) {
-    take(key, "a value", "");
-  }
+  for (const auto& key : unread()) take(key, "a value", "");
 }
 
 std::vector<std::string> OptionReader::unread() const {
   std::vector<std::string> keys;
   if (node_ != nullptr) {
-    for (const auto& member : node_->members) {
-      if (std::find(known_.begin(), known_.end(), member.key) == known_.end()) {
+    for (const auto& member : node_->members)
+      if (std::find(known_.begin(), known_.end(), member.key) == known_.end())
         keys.push_back(member.key);
-      }
-    }
   }
   return keys;
 }
 
 void OptionReader::refuse(const std::string& key, const std::string& why) {
-  if (const ConfigNode* node = node_ == nullptr ? nullptr : node_->find(key)) {
+  if (const ConfigNode* node = node_ == nullptr ? nullptr : node_->find(key))
     fail_at(*node, full(key), why);
-  }
 }
 
 void OptionReader::require(const std::string& key, const std::string& what) {
-  if (!given(key)) {
-    missing_.push_back(full(key) + ": missing; expected " + what);
-  }
+  if (!given(key)) missing_.push_back(full(key) + ": missing; expected " + what);
 }
 
 std::string OptionReader::at(const std::string& key) const {
@@ -186,9 +167,7 @@ void OptionReader::finish() const {
     const std::string known = explain_ ? explain_(key) : "";
     fail(key, known.empty() ? "unknown key" + suggestion(key, known_) : known);
   }
-  if (!missing_.empty()) {
-    throw UsageError(where_ + ": " + missing_.front());
-  }
+  if (!missing_.empty()) throw UsageError(where_ + ": " + missing_.front());
 }
 
 }  // namespace tessera

@@ -20,9 +20,7 @@ template <class Value>
 ConfigNode shown(const std::vector<Value>& values) {
   ConfigNode node;
   node.kind = Kind::Sequence;
-  for (const auto& value : values) {
-    node.items.push_back(shown(value));
-  }
+  for (const auto& value : values) node.items.push_back(shown(value));
   return node;
 }
 
@@ -38,9 +36,7 @@ std::optional<std::vector<Value>> parse_list(const ConfigNode& node, const Parse
   const bool sequence = node.kind == Kind::Sequence;
   for (size_t i = 0; i < (sequence ? node.items.size() : 1); ++i) {
     const auto value = parse(sequence ? node.items[i] : node);
-    if (!value) {
-      return std::nullopt;
-    }
+    if (!value) return std::nullopt;
     values.push_back(*value);
   }
   return values;
@@ -65,9 +61,8 @@ std::optional<std::string> parse_path(const ConfigNode& node) {
 /// The first item of a list that `parse` refuses; `node` itself when it is no list.
 template <class Parse>
 const ConfigNode& wrong_part(const ConfigNode& node, const Parse& parse) {
-  for (const auto& item : node.items) {
+  for (const auto& item : node.items)
     if (!parse(item)) return item;
-  }
   return node;
 }
 
@@ -104,9 +99,7 @@ void OptionReader::read_value(const std::string& key, Value& out, const std::str
     }
     out = *value;
   }
-  if (auto value = option_value(out)) {
-    values_[key] = std::move(*value);
-  }
+  if (auto value = option_value(out)) values_[key] = std::move(*value);
   note(key, expected, doc, standard, show(out));
 }
 
@@ -183,9 +176,7 @@ void OptionReader::read(const std::string& key, std::tuple<double, double>& out,
       key, pair, expected, doc,
       [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
       [](const auto& value) { return shown(value); });
-  if (pair.size() != 2) {
-    fail(key, node_->find(key)->describe() + "; expected " + expected);
-  }
+  if (pair.size() != 2) fail(key, node_->find(key)->describe() + "; expected " + expected);
   out = {pair[0], pair[1]};
 }
 
@@ -209,9 +200,8 @@ void OptionReader::read(const std::string& key, std::optional<int64_t>& out, con
 
 void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {
   if (const ConfigNode* node = has(key) ? node_->find(key) : nullptr;
-      node != nullptr && node->kind == Kind::Sequence) {
+      node != nullptr && node->kind == Kind::Sequence)
     fail_at(*node, full(key), node->describe() + "; expected one path");
-  }
   read_value(
       key, out, "a path", doc,
       [](const ConfigNode& node) {
@@ -245,9 +235,7 @@ void OptionReader::read_choice(const std::string& key, std::string& out,
     }
     out = node->text;
   }
-  if (!out.empty()) {
-    values_[key] = out;
-  }
+  if (!out.empty()) values_[key] = out;
   note(key, expected, doc, standard, out.empty() ? ConfigNode{} : shown(out));
 }
 
@@ -266,11 +254,9 @@ OptionValue OptionReader::value_of(const ConfigNode& node, const std::string& pa
   if (node.kind == Kind::Sequence) {
     const auto values = parse_list<double>(node, config::parse_number);
     if (!values) {
-      for (const auto& item : node.items) {
-        if (!config::parse_number(item)) {
+      for (const auto& item : node.items)
+        if (!config::parse_number(item))
           fail_at(item, path, item.describe() + " in a list; expected numbers");
-        }
-      }
     }
     return *values;
   }

@@ -30,17 +30,13 @@ class TreeBuilder : public YAML::EventHandler {
   void OnDocumentEnd() override {}
 
   void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override {
-    if (expects_key()) {
-      fail(mark, "a key without a name");
-    }
+    if (expects_key()) fail(mark, "a key without a name");
     place(anchor, make(ConfigNode::Kind::Null, mark));
   }
 
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     auto found = anchors_.find(anchor);
-    if (found == anchors_.end()) {
-      fail(mark, "an alias inside the value that it names");
-    }
+    if (found == anchors_.end()) fail(mark, "an alias inside the value that it names");
     count(mark, found->second.node_count());
     place(0, found->second);
   }
@@ -48,15 +44,12 @@ class TreeBuilder : public YAML::EventHandler {
   void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                 const std::string& value) override {
     check_tag(mark, tag);
-    if (value.find('\0') != std::string::npos) {
+    if (value.find('\0') != std::string::npos)
       fail(mark, "a zero byte in \"" + value + "\"; expected text");
-    }
     if (expects_key()) {
-      for (const auto& member : stack_.back().node.members) {
-        if (member.key == value) {
+      for (const auto& member : stack_.back().node.members)
+        if (member.key == value)
           fail(mark, "duplicate key \"" + value + "\" (first at " + member.value.where + ")");
-        }
-      }
       stack_.back().key = value;
       stack_.back().key_where = where(mark);
       return;
@@ -108,27 +101,23 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void check_tag(const YAML::Mark& mark, const std::string& tag) const {
-    if (!tag.empty() && tag != "?" && tag != "!") {
+    if (!tag.empty() && tag != "?" && tag != "!")
       fail(mark, "tag \"" + tag + "\": tags are not used in a config");
-    }
   }
 
   void count(const YAML::Mark& mark, int64_t nodes) {
     nodes_ += nodes;
-    if (nodes_ > kMaxConfigNodes) {
+    if (nodes_ > kMaxConfigNodes)
       fail(mark, "more than " + std::to_string(kMaxConfigNodes) + " values (aliases expanded)");
-    }
   }
 
   void open(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
             ConfigNode::Kind kind) {
     check_tag(mark, tag);
-    if (expects_key()) {
+    if (expects_key())
       fail(mark, "a list or a map as a key (or a bracket left open); expected a plain name");
-    }
-    if (static_cast<int>(stack_.size()) >= kMaxConfigDepth) {
+    if (static_cast<int>(stack_.size()) >= kMaxConfigDepth)
       fail(mark, "nested deeper than " + std::to_string(kMaxConfigDepth) + " levels");
-    }
     count(mark, 1);
     stack_.push_back({make(kind, mark), anchor, std::nullopt, {}});
   }
@@ -140,9 +129,7 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void place(YAML::anchor_t anchor, ConfigNode node) {
-    if (anchor != 0) {
-      anchors_[anchor] = node;
-    }
+    if (anchor != 0) anchors_[anchor] = node;
     if (stack_.empty()) {
       root_ = std::move(node);
     } else if (Open& parent = stack_.back(); parent.node.kind == ConfigNode::Kind::Sequence) {
@@ -180,9 +167,8 @@ ConfigNode parse_yaml(const std::string& text, const std::string& label, bool wi
     parser.HandleNextDocument(builder);
     ConfigNode root = builder.take_root();
     TreeBuilder rest(label, with_lines);
-    if (parser.HandleNextDocument(rest)) {
+    if (parser.HandleNextDocument(rest))
       throw UsageError(label + ": more than one YAML document; expected one");
-    }
     return root;
   } catch (const YAML::Exception& error) {
     const bool placed = with_lines && error.mark.line >= 0;
@@ -193,27 +179,23 @@ ConfigNode parse_yaml(const std::string& text, const std::string& label, bool wi
 
 ConfigNode parse_yaml_file(const std::string& path) {
   struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) {
+  if (::stat(path.c_str(), &status) != 0)
     throw UsageError(path + ": " + std::strerror(errno) + "; expected a YAML config file");
-  }
-  if (!S_ISREG(status.st_mode)) {
+  if (!S_ISREG(status.st_mode))
     throw UsageError(path + ": not a regular file; expected a YAML config file");
-  }
   if (status.st_size > kMaxConfigBytes) {
     throw UsageError(path + ": " + std::to_string(status.st_size) +
                      " bytes; a config has at most " + std::to_string(kMaxConfigBytes));
   }
   std::ifstream file(path, std::ios::binary);
-  if (!file) {
+  if (!file)
     throw UsageError(path + ": " + std::strerror(errno) + "; expected a readable YAML config file");
-  }
   std::string text(static_cast<size_t>(status.st_size), '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
   ConfigNode root = parse_yaml(text, path, true);
-  if (root.kind != ConfigNode::Kind::Map) {
+  if (root.kind != ConfigNode::Kind::Map)
     throw UsageError(path + ": " + root.describe() + "; expected a map with keys and values");
-  }
   return root;
 }
 

@@ -13,9 +13,8 @@ bool plain_scalar(const ConfigNode& node) {
 }  // namespace
 
 std::string number_text(double value) {
-  if (value == std::floor(value) && std::abs(value) < 1e15) {
+  if (value == std::floor(value) && std::abs(value) < 1e15)
     return std::to_string(static_cast<int64_t>(value));
-  }
   return exact_text(value);
 }
 
@@ -28,9 +27,7 @@ std::string exact_text(double value) {
 std::string expectation(const std::string& noun, const Range& range) {
   std::string text = noun;
   const bool low = std::isfinite(range.min);
-  if (low) {
-    text += (range.min_open ? " > " : " >= ") + number_text(range.min);
-  }
+  if (low) text += (range.min_open ? " > " : " >= ") + number_text(range.min);
   if (std::isfinite(range.max)) {
     text +=
         std::string(low ? " and" : "") + (range.max_open ? " < " : " <= ") + number_text(range.max);
@@ -40,9 +37,7 @@ std::string expectation(const std::string& noun, const Range& range) {
 
 std::string joined(const std::vector<std::string>& words, const char* separator) {
   std::string text;
-  for (const auto& word : words) {
-    text += (text.empty() ? "" : separator) + word;
-  }
+  for (const auto& word : words) text += (text.empty() ? "" : separator) + word;
   return text;
 }
 
@@ -52,50 +47,35 @@ bool inside(double value, const Range& range) {
 }
 
 std::optional<double> parse_number(const ConfigNode& node) {
-  if (!plain_scalar(node)) {
-    return std::nullopt;
-  }
+  if (!plain_scalar(node)) return std::nullopt;
   const char* begin = node.text.data();
   const char* end = begin + node.text.size();
-  if (begin != end && *begin == '+') {
-    ++begin;
-  }
+  if (begin != end && *begin == '+') ++begin;
   double value = 0;
   const auto [stop, error] = std::from_chars(begin, end, value);
-  if (error != std::errc() || stop != end || !std::isfinite(value)) {
-    return std::nullopt;
-  }
+  if (error != std::errc() || stop != end || !std::isfinite(value)) return std::nullopt;
   return value;
 }
 
 std::optional<int64_t> parse_integer(const ConfigNode& node) {
-  if (!plain_scalar(node)) {
-    return std::nullopt;
-  }
+  if (!plain_scalar(node)) return std::nullopt;
   const char* end = node.text.data() + node.text.size();
   int64_t whole = 0;
   const auto [stop, error] = std::from_chars(node.text.data(), end, whole);
-  if (error == std::errc() && stop == end) {
-    return whole;
-  }
+  if (error == std::errc() && stop == end) return whole;
   // A double does not hold every whole number beyond 2^53.
   const auto value = parse_number(node);
-  if (!value || *value != std::floor(*value) || std::abs(*value) > 9007199254740992.0) {
+  if (!value || *value != std::floor(*value) || std::abs(*value) > 9007199254740992.0)
     return std::nullopt;
-  }
   return static_cast<int64_t>(*value);
 }
 
 std::optional<bool> parse_bool(const ConfigNode& node) {
-  if (!plain_scalar(node)) {
-    return std::nullopt;
-  }
-  for (const char* word : {"true", "True", "TRUE"}) {
+  if (!plain_scalar(node)) return std::nullopt;
+  for (const char* word : {"true", "True", "TRUE"})
     if (node.text == word) return true;
-  }
-  for (const char* word : {"false", "False", "FALSE"}) {
+  for (const char* word : {"false", "False", "FALSE"})
     if (node.text == word) return false;
-  }
   return std::nullopt;
 }
 

@@ -11,9 +11,7 @@ void emit(YAML::Emitter& out, const ConfigNode& node) {
       out << YAML::Null;
       return;
     case ConfigNode::Kind::Scalar:
-      if (node.quoted) {
-        out << YAML::DoubleQuoted;
-      }
+      if (node.quoted) out << YAML::DoubleQuoted;
       out << node.text;
       return;
     case ConfigNode::Kind::Sequence:

@@ -23,9 +23,8 @@ namespace {
 /// because the OpenMP library is the one that libtorch is linked with.
 void use_one_openmp_thread() {
   at::get_num_threads();  // libtorch sets its default for this thread on the first such call
-  if (void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads")) {
+  if (void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads"))
     reinterpret_cast<void (*)(int)>(set)(1);
-  }
 }
 
 [[noreturn]] void rethrow_naming(int64_t iteration, const std::exception_ptr& error) {
@@ -46,19 +45,16 @@ void use_one_openmp_thread() {
 void require_options(const Dataset* dataset, bool has_samples, int64_t first, int64_t end,
                      const BatchLoaderOptions& options) {
   const auto refuse = [](const std::string& reason) { throw UsageError("BatchLoader: " + reason); };
-  if (dataset == nullptr || !has_samples) {
+  if (dataset == nullptr || !has_samples)
     refuse("the dataset or samples_of is null, expected a dataset and a function");
-  }
   if (first < 0 || end < first) {
     refuse("iterations [" + std::to_string(first) + ", " + std::to_string(end) +
            "), expected 0 ≤ first ≤ end");
   }
-  if (options.threads < 1) {
+  if (options.threads < 1)
     refuse("threads is " + std::to_string(options.threads) + ", expected 1 or more");
-  }
-  if (options.depth < 0) {
+  if (options.depth < 0)
     refuse("depth is " + std::to_string(options.depth) + ", expected 0 or more");
-  }
 }
 
 void require_rows(const Dataset& dataset, const std::string& name, const at::Tensor& tensor,
@@ -74,14 +70,12 @@ void require_rows(const Dataset& dataset, const std::string& name, const at::Ten
 
 Batch load_batch(const Dataset& dataset, const std::vector<int64_t>& samples) {
   Batch batch = dataset.get(samples);
-  if (!batch.inputs.defined()) {
+  if (!batch.inputs.defined())
     throw UsageError("data: " + dataset.describe() + ": inputs is an undefined tensor");
-  }
   require_rows(dataset, "inputs", batch.inputs, samples.size());
   if (batch.targets.defined()) require_rows(dataset, "targets", batch.targets, samples.size());
-  for (const auto& [name, tensor] : batch.extra) {
+  for (const auto& [name, tensor] : batch.extra)
     if (tensor.defined()) require_rows(dataset, "extra." + name, tensor, samples.size());
-  }
   return batch;
 }
 
@@ -114,9 +108,7 @@ class BatchLoader::Impl {
   }
 
   ~Impl() {
-    for (std::jthread& thread : threads_) {
-      thread.request_stop();
-    }
+    for (std::jthread& thread : threads_) thread.request_stop();
   }
 
   Batch next() {
@@ -128,9 +120,7 @@ class BatchLoader::Impl {
     }
     Loaded loaded = depth_ == 0 ? load_here(iteration) : take(iteration);
     waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    if (loaded.error) {
-      rethrow_naming(iteration, loaded.error);
-    }
+    if (loaded.error) rethrow_naming(iteration, loaded.error);
     return std::move(loaded.batch);
   }
 

@@ -17,14 +17,12 @@ void append(std::string& text, const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
-  if (!file || error) {
+  if (!file || error)
     refuse_text(path, "cannot be read" + (error ? ": " + error.message() : std::string()));
-  }
   const size_t before = text.size();
   text.resize(before + size);
-  if (!file.read(text.data() + before, static_cast<std::streamsize>(size))) {
+  if (!file.read(text.data() + before, static_cast<std::streamsize>(size)))
     refuse_text(path, "reading its " + std::to_string(size) + " bytes failed");
-  }
 }
 
 }  // namespace
@@ -35,12 +33,8 @@ TokenData ByteText::load() const {
                      ", expected [0, 1)");
   }
   const auto text = std::make_shared<std::string>();
-  for (const std::string& file : expand_paths("ByteText", "path", paths)) {
-    append(*text, file);
-  }
-  if (text->empty()) {
-    refuse_text(listed(paths), "holds no bytes");
-  }
+  for (const std::string& file : expand_paths("ByteText", "path", paths)) append(*text, file);
+  if (text->empty()) refuse_text(listed(paths), "holds no bytes");
   const auto size = static_cast<int64_t>(text->size());
   const Tokens all(text, text->data(), size, 1, "ByteText: " + listed(paths));
   const auto train = static_cast<int64_t>(static_cast<double>(size) * (1.0 - val_fraction));

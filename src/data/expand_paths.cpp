@@ -22,9 +22,7 @@ class Expansion {
     if (fs::is_directory(status)) {
       add_folder(path);
     } else if (fs::exists(status)) {
-      if (!fs::is_regular_file(status)) {
-        refuse(path, "is neither a file nor a folder");
-      }
+      if (!fs::is_regular_file(status)) refuse(path, "is neither a file nor a folder");
       files_.push_back(path);
     } else if (path.find_first_of("*?[") != std::string::npos) {
       add_pattern(path);
@@ -54,17 +52,10 @@ class Expansion {
   void add_folder(const std::string& folder) {
     std::error_code error;
     std::vector<std::string> found;
-    for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
-      if (is_regular_file(it->path())) {
-        found.push_back(it->path().string());
-      }
-    }
-    if (error) {
-      refuse(folder, "cannot be listed: " + error.message());
-    }
-    if (found.empty()) {
-      refuse(folder, "the folder holds no regular file");
-    }
+    for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error))
+      if (is_regular_file(it->path())) found.push_back(it->path().string());
+    if (error) refuse(folder, "cannot be listed: " + error.message());
+    if (found.empty()) refuse(folder, "the folder holds no regular file");
     add_sorted(std::move(found));
   }
 
@@ -72,15 +63,10 @@ class Expansion {
     glob_t matches{};
     const int result = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &matches);
     std::vector<std::string> found;
-    for (size_t i = 0; result == 0 && i < matches.gl_pathc; ++i) {
-      if (is_regular_file(matches.gl_pathv[i])) {
-        found.emplace_back(matches.gl_pathv[i]);
-      }
-    }
+    for (size_t i = 0; result == 0 && i < matches.gl_pathc; ++i)
+      if (is_regular_file(matches.gl_pathv[i])) found.emplace_back(matches.gl_pathv[i]);
     ::globfree(&matches);
-    if (found.empty()) {
-      refuse(pattern, "no such file, and as a pattern it matches no regular file");
-    }
+    if (found.empty()) refuse(pattern, "no such file, and as a pattern it matches no regular file");
     add_sorted(std::move(found));
   }
 
@@ -97,17 +83,13 @@ std::vector<std::string> expand_paths(const std::string& component, const std::s
                      ": at least one file, folder or pattern is expected");
   }
   Expansion expansion(component);
-  for (const std::string& path : paths) {
-    expansion.add(path);
-  }
+  for (const std::string& path : paths) expansion.add(path);
   return expansion.take();
 }
 
 std::string listed(const std::vector<std::string>& paths) {
   std::string text;
-  for (const std::string& path : paths) {
-    text += (text.empty() ? "" : ", ") + path;
-  }
+  for (const std::string& path : paths) text += (text.empty() ? "" : ", ") + path;
   return text;
 }
 

@@ -26,18 +26,13 @@ struct IdxFile {
 
 void require_magic(const std::string& path, const MappedFile& file, int least, int most) {
   const uint8_t* bytes = file.data.get();
-  if (file.size == 0) {
-    refuse_idx(path, "is empty");
-  }
-  if (file.size >= 2 && bytes[0] == 0x1f && bytes[1] == 0x8b) {
+  if (file.size == 0) refuse_idx(path, "is empty");
+  if (file.size >= 2 && bytes[0] == 0x1f && bytes[1] == 0x8b)
     refuse_idx(path, "is compressed by gzip, expected the unpacked file");
-  }
-  if (file.size < 4) {
+  if (file.size < 4)
     refuse_idx(path, "has " + std::to_string(file.size) + " bytes, fewer than an IDX header");
-  }
-  if (bytes[0] != 0 || bytes[1] != 0) {
+  if (bytes[0] != 0 || bytes[1] != 0)
     refuse_idx(path, "is not an IDX file: it does not begin with two zero bytes");
-  }
   if (bytes[2] != kUnsignedBytes) {
     refuse_idx(path, "holds values of IDX type " + std::to_string(bytes[2]) +
                          ", expected 8 (unsigned bytes)");
@@ -66,9 +61,8 @@ IdxFile open_idx(const std::string& path, int least, int most) {
                         int64_t{at[3]});
     fits = fits && !__builtin_mul_overflow(values, idx.shape.back(), &values);
   }
-  if (std::count(idx.shape.begin(), idx.shape.end(), 0) > 0) {
+  if (std::count(idx.shape.begin(), idx.shape.end(), 0) > 0)
     refuse_idx(path, "holds nothing: its header says " + shape_text(idx.shape));
-  }
   if (!fits || values != file.size - header) {
     refuse_idx(path, "the header says " + shape_text(idx.shape) + " bytes; " +
                          std::to_string(file.size - header) + " follow it");

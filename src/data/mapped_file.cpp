@@ -53,12 +53,10 @@ Mapping* mapping_of(uintptr_t address) {
 }
 
 void pass_on_sigbus(int signal, siginfo_t* info, void* context) {
-  if ((sigbus_before.sa_flags & SA_SIGINFO) != 0) {
+  if ((sigbus_before.sa_flags & SA_SIGINFO) != 0)
     return sigbus_before.sa_sigaction(signal, info, context);
-  }
-  if (sigbus_before.sa_handler != SIG_DFL && sigbus_before.sa_handler != SIG_IGN) {
+  if (sigbus_before.sa_handler != SIG_DFL && sigbus_before.sa_handler != SIG_IGN)
     return sigbus_before.sa_handler(signal);
-  }
   const bool sent = info->si_code <= 0;  // by kill() or raise(), not by a fault
   if (sent && sigbus_before.sa_handler == SIG_IGN) return;
   ::signal(signal, SIG_DFL);
@@ -75,9 +73,8 @@ void on_sigbus(int signal, siginfo_t* info, void* context) {
   lost_pages.fetch_add(1);
   void* const page = reinterpret_cast<void*>(address / page_bytes * page_bytes);
   if (::mmap(page, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-      MAP_FAILED) {
+      MAP_FAILED)
     return pass_on_sigbus(signal, info, context);
-  }
   errno = error;
 }
 
@@ -166,24 +163,16 @@ MappedFile map_file(const std::string& component, const std::string& path) {
   };
   // Without O_NONBLOCK, opening a FIFO would block.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) {
-    refuse("cannot be opened: " + std::generic_category().message(errno));
-  }
+  if (fd < 0) refuse("cannot be opened: " + std::generic_category().message(errno));
   struct stat status {};
   const bool regular = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
   const auto bytes = regular ? static_cast<size_t>(status.st_size) : 0;
   void* data = bytes > 0 ? ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0) : nullptr;
   const int error = errno;
   ::close(fd);
-  if (!regular) {
-    refuse("is not a regular file");
-  }
-  if (data == MAP_FAILED) {
-    refuse("cannot be mapped: " + std::generic_category().message(error));
-  }
-  if (bytes == 0) {
-    return {};
-  }
+  if (!regular) refuse("is not a regular file");
+  if (data == MAP_FAILED) refuse("cannot be mapped: " + std::generic_category().message(error));
+  if (bytes == 0) return {};
   install_sigbus_handler();
   Mapping* const mapping = add_mapping(data, status, component, path);
   return {std::shared_ptr<const uint8_t>(static_cast<const uint8_t*>(data),

@@ -65,17 +65,13 @@ NpyArray NpyArray::open(const std::string& path) {
   const NpyHeader header = parse_npy_header(
       path, {reinterpret_cast<const char*>(file.data.get()), static_cast<size_t>(file.size)});
   check_mapped(file.data.get());
-  if (header.shape.empty()) {
-    refuse("is a single number, expected one dimension or more");
-  }
-  if (std::count(header.shape.begin(), header.shape.end(), 0) > 0) {
+  if (header.shape.empty()) refuse("is a single number, expected one dimension or more");
+  if (std::count(header.shape.begin(), header.shape.end(), 0) > 0)
     refuse("holds nothing: its shape is " + shape_text(header.shape));
-  }
   int64_t bytes = width_of(header.type);
   bool fits = true;
-  for (const int64_t size : header.shape) {
+  for (const int64_t size : header.shape)
     fits = fits && !__builtin_mul_overflow(bytes, size, &bytes);
-  }
   const int64_t given = file.size - header.data_begin;
   if (!fits || bytes != given) {
     refuse("its shape " + shape_text(header.shape) + " of type " + name_of(header.type) +
@@ -87,9 +83,7 @@ NpyArray NpyArray::open(const std::string& path) {
 
 int64_t NpyArray::row_values() const {
   int64_t values = 1;
-  for (size_t d = 1; d < shape.size(); ++d) {
-    values *= shape[d];
-  }
+  for (size_t d = 1; d < shape.size(); ++d) values *= shape[d];
   return values;
 }
 
@@ -105,11 +99,8 @@ at::Tensor NpyArray::gather(const std::vector<int64_t>& rows, at::ScalarType to)
       out += values;
     }
   };
-  if (to == at::kLong) {
-    fill(result.data_ptr<int64_t>());
-  } else {
-    fill(result.data_ptr<float>());
-  }
+  if (to == at::kLong) fill(result.data_ptr<int64_t>());
+  else fill(result.data_ptr<float>());
   check_mapped(data.get());
   return result;
 }

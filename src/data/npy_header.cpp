@@ -33,9 +33,7 @@ constexpr TypeName kTypes[] = {
 /// Text from a file for a message: at most 40 characters, with other than printable ASCII replaced.
 std::string printable(std::string_view text) {
   std::string result;
-  for (const char c : text.substr(0, 40)) {
-    result += c >= ' ' && c <= '~' ? c : '?';
-  }
+  for (const char c : text.substr(0, 40)) result += c >= ' ' && c <= '~' ? c : '?';
   return "\"" + result + (text.size() > 40 ? "…\"" : "\"");
 }
 
@@ -55,9 +53,7 @@ class HeaderParser {
       }
     }
     skip();
-    if (at_ != text_.size()) {
-      fail("something follows the dictionary");
-    }
+    if (at_ != text_.size()) fail("something follows the dictionary");
     if (!has_descr_ || !has_order_ || !has_shape_) {
       fail(std::string(!has_descr_   ? "descr"
                        : !has_order_ ? "fortran_order"
@@ -74,9 +70,7 @@ class HeaderParser {
   }
 
   void skip() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) {
-      ++at_;
-    }
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
   }
   bool accept(char c) {
     skip();
@@ -85,9 +79,7 @@ class HeaderParser {
     return here;
   }
   void expect(char c) {
-    if (!accept(c)) {
-      fail(std::string("expected '") + c + "'");
-    }
+    if (!accept(c)) fail(std::string("expected '") + c + "'");
   }
   bool accept_word(std::string_view word) {
     skip();
@@ -101,18 +93,14 @@ class HeaderParser {
     const char quote = at_ < text_.size() ? text_[at_] : '\0';
     const size_t end =
         quote == '\'' || quote == '"' ? text_.find(quote, at_ + 1) : std::string_view::npos;
-    if (end == std::string_view::npos) {
-      fail("expected a quoted name");
-    }
+    if (end == std::string_view::npos) fail("expected a quoted name");
     const std::string_view inside = text_.substr(at_ + 1, end - at_ - 1);
     at_ = end + 1;
     return inside;
   }
 
   void once(bool& seen, const char* key) {
-    if (seen) {
-      fail(std::string(key) + " is given twice");
-    }
+    if (seen) fail(std::string(key) + " is given twice");
     seen = true;
   }
 
@@ -123,12 +111,9 @@ class HeaderParser {
       descr();
     } else if (key == "fortran_order") {
       once(has_order_, "fortran_order");
-      if (accept_word("True")) {
+      if (accept_word("True"))
         refuse_npy(path_, "is in Fortran order, expected C order (numpy.ascontiguousarray)");
-      }
-      if (!accept_word("False")) {
-        fail("fortran_order is neither True nor False");
-      }
+      if (!accept_word("False")) fail("fortran_order is neither True nor False");
     } else if (key == "shape") {
       once(has_shape_, "shape");
       shape();
@@ -138,9 +123,7 @@ class HeaderParser {
   }
 
   void descr() {
-    if (accept('[')) {
-      refuse_npy(path_, "is of a structured type, expected plain numbers");
-    }
+    if (accept('[')) refuse_npy(path_, "is of a structured type, expected plain numbers");
     const std::string_view text = quoted();
     for (const TypeName& known : kTypes) {
       if (text.size() == 3 && text.substr(1) == known.name &&
@@ -158,24 +141,19 @@ class HeaderParser {
     skip();
     const size_t begin = at_;
     int64_t value = 0;
-    for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
+    for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_)
       if (__builtin_mul_overflow(value, int64_t{10}, &value) ||
-          __builtin_add_overflow(value, int64_t{text_[at_] - '0'}, &value)) {
+          __builtin_add_overflow(value, int64_t{text_[at_] - '0'}, &value))
         fail("a dimension exceeds 2^63");
-      }
-    }
-    if (at_ == begin) {
-      fail("expected a dimension of the shape");
-    }
+    if (at_ == begin) fail("expected a dimension of the shape");
     return value;
   }
 
   void shape() {
     expect('(');
     while (!accept(')')) {
-      if (header_.shape.size() == kMostDimensions) {
+      if (header_.shape.size() == kMostDimensions)
         fail("more than " + std::to_string(kMostDimensions) + " dimensions");
-      }
       header_.shape.push_back(integer());
       if (!accept(',')) {
         expect(')');
@@ -193,9 +171,7 @@ class HeaderParser {
 
 size_t little_endian(std::string_view bytes) {
   size_t value = 0;
-  for (size_t i = bytes.size(); i-- > 0;) {
-    value = value << 8 | static_cast<unsigned char>(bytes[i]);
-  }
+  for (size_t i = bytes.size(); i-- > 0;) value = value << 8 | static_cast<unsigned char>(bytes[i]);
   return value;
 }
 
@@ -205,17 +181,14 @@ int64_t width_of(NpyArray::Type type) { return kTypes[static_cast<size_t>(type)]
 const char* name_of(NpyArray::Type type) { return kTypes[static_cast<size_t>(type)].name; }
 
 NpyHeader parse_npy_header(const std::string& path, std::string_view bytes) {
-  if (bytes.empty()) {
-    refuse_npy(path, "is empty");
-  }
+  if (bytes.empty()) refuse_npy(path, "is empty");
   if (!bytes.starts_with(kMagicBytes)) {
     refuse_npy(path, bytes.starts_with("PK")
                          ? "is an archive (.npz), expected one array (.npy)"
                          : "is not a .npy file: it does not begin with \\x93NUMPY");
   }
-  if (bytes.size() < 12) {
+  if (bytes.size() < 12)
     refuse_npy(path, "has " + std::to_string(bytes.size()) + " bytes, fewer than a header");
-  }
   const int version = static_cast<unsigned char>(bytes[6]);
   if (version < 1 || version > 3 || bytes[7] != 0) {
     refuse_npy(path, "is of version " + std::to_string(version) + "." +

@@ -17,9 +17,7 @@ inline uint64_t mix_bits(uint64_t x) {
 /// (fewer than 4 times on average). It needs no memory, whatever the size.
 inline uint64_t permuted_index(uint64_t index, uint64_t size, uint64_t key) {
   int half = 1;
-  while (half < 32 && (uint64_t{1} << (2 * half)) < size) {
-    ++half;
-  }
+  while (half < 32 && (uint64_t{1} << (2 * half)) < size) ++half;
   const uint64_t mask = (uint64_t{1} << half) - 1;
   do {
     uint64_t left = index >> half, right = index & mask;

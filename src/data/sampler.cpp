@@ -29,16 +29,13 @@ const char* to_string(SampleOrder order) {
 }
 
 Sampler::Sampler(int64_t size, SampleOrder order, uint64_t seed) : state_{0, size, order, seed} {
-  if (size < 1) {
+  if (size < 1)
     throw UsageError("Sampler: size is " + std::to_string(size) + ", expected at least one sample");
-  }
 }
 
 int64_t Sampler::sample(int64_t number) const {
   require_position("sample number", number);
-  if (state_.order == SampleOrder::sequential) {
-    return number;
-  }
+  if (state_.order == SampleOrder::sequential) return number;
   const auto size = static_cast<uint64_t>(state_.size), at = static_cast<uint64_t>(number);
   return static_cast<int64_t>(
       permuted_index(at % size, size, mix_bits(mix_bits(state_.seed) + at / size)));
@@ -46,9 +43,7 @@ int64_t Sampler::sample(int64_t number) const {
 
 std::vector<int64_t> Sampler::samples(int64_t first, int64_t count) const {
   std::vector<int64_t> result;
-  for (int64_t number = first; number < first + count; ++number) {
-    result.push_back(sample(number));
-  }
+  for (int64_t number = first; number < first + count; ++number) result.push_back(sample(number));
   return result;
 }
 
@@ -60,9 +55,8 @@ void Sampler::seek(int64_t position) {
 void Sampler::load_state(const SamplerState& state) {
   require_same("size", std::to_string(state.size), std::to_string(state_.size));
   require_same<std::string>("order", to_string(state.order), to_string(state_.order));
-  if (state_.order == SampleOrder::shuffled) {
+  if (state_.order == SampleOrder::shuffled)
     require_same("seed", std::to_string(state.seed), std::to_string(state_.seed));
-  }
   seek(state.position);
 }
 

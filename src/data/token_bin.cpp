@@ -43,22 +43,17 @@ Tokens open_tokens(const std::string& path, int64_t vocab_size) {
                             std::to_string(kHeaderBytes + 2 * count) + " bytes; the file has " +
                             std::to_string(file.size));
   }
-  if (count == 0) {
-    refuse_tokens(path, "holds no tokens");
-  }
+  if (count == 0) refuse_tokens(path, "holds no tokens");
   Tokens tokens(file.data, file.data.get() + kHeaderBytes, count, 2, "TokenBin: " + path);
-  if (vocab_size > 0) {
-    tokens.require_below(vocab_size);
-  }
+  if (vocab_size > 0) tokens.require_below(vocab_size);
   return tokens;
 }
 
 Tokens open_all(const std::string& option, const std::vector<std::string>& paths,
                 int64_t vocab_size) {
   std::vector<Tokens> parts;
-  for (const std::string& file : expand_paths("TokenBin", option, paths)) {
+  for (const std::string& file : expand_paths("TokenBin", option, paths))
     parts.push_back(open_tokens(file, vocab_size));
-  }
   return parts.size() == 1 ? parts.front() : Tokens::joined(parts, "TokenBin: " + listed(paths));
 }
 
@@ -67,9 +62,7 @@ Tokens open_all(const std::string& option, const std::vector<std::string>& paths
 TokenData TokenBin::load() const {
   TokenData data;
   data.train = open_all("path", paths, vocab_size);
-  if (!val_paths.empty()) {
-    data.val = open_all("val_path", val_paths, vocab_size);
-  }
+  if (!val_paths.empty()) data.val = open_all("val_path", val_paths, vocab_size);
   return data;
 }
 

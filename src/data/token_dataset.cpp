@@ -11,9 +11,8 @@ namespace tessera {
 
 TokenDataset::TokenDataset(Tokens tokens, int64_t seq_len, bool continuous)
     : tokens_(std::move(tokens)), seq_len_(seq_len), continuous_(continuous) {
-  if (seq_len_ < 1) {
+  if (seq_len_ < 1)
     throw UsageError("data: seq_len is " + std::to_string(seq_len_) + ", expected at least 1");
-  }
   if (tokens_.size() - 1 < seq_len_) {
     throw UsageError((tokens_.source().empty() ? std::string("data") : tokens_.source()) + ": " +
                      std::to_string(tokens_.size()) + " tokens are too few for seq_len " +
@@ -22,9 +21,7 @@ TokenDataset::TokenDataset(Tokens tokens, int64_t seq_len, bool continuous)
 }
 
 int64_t TokenDataset::start(int64_t sample) const {
-  if (!continuous_) {
-    return sample % size() * seq_len_;
-  }
+  if (!continuous_) return sample % size() * seq_len_;
   // The product may exceed 64 bits.
   return static_cast<int64_t>(static_cast<unsigned __int128>(sample) *
                               static_cast<uint64_t>(seq_len_) %

@@ -14,9 +14,7 @@ Tokens::Tokens(std::vector<Chunk> chunks, std::string source) : source_(std::mov
     chunk.begin = size_;
     size_ += chunk.size;
   }
-  if (size_ > 0) {
-    chunks_ = std::make_shared<const std::vector<Chunk>>(std::move(chunks));
-  }
+  if (size_ > 0) chunks_ = std::make_shared<const std::vector<Chunk>>(std::move(chunks));
 }
 
 Tokens::Tokens(std::shared_ptr<const void> storage, const void* data, int64_t size, int width,
@@ -36,11 +34,8 @@ Tokens Tokens::from(const std::vector<uint16_t>& tokens, std::string source) {
 
 Tokens Tokens::joined(const std::vector<Tokens>& parts, std::string source) {
   std::vector<Chunk> chunks;
-  for (const Tokens& part : parts) {
-    if (part.chunks_) {
-      chunks.insert(chunks.end(), part.chunks_->begin(), part.chunks_->end());
-    }
-  }
+  for (const Tokens& part : parts)
+    if (part.chunks_) chunks.insert(chunks.end(), part.chunks_->begin(), part.chunks_->end());
   return Tokens(std::move(chunks), std::move(source));
 }
 
@@ -62,11 +57,8 @@ void Tokens::read(int64_t begin, int64_t count, int64_t* out) const {
   for (size_t p = count > 0 ? chunk_of(begin) : 0; count > 0; ++p) {
     const Chunk& chunk = (*chunks_)[p];
     const int64_t first = begin - chunk.begin, run = std::min(count, chunk.size - first);
-    if (chunk.width == 1) {
-      std::copy_n(static_cast<const uint8_t*>(chunk.data) + first, run, out);
-    } else {
-      std::copy_n(static_cast<const uint16_t*>(chunk.data) + first, run, out);
-    }
+    if (chunk.width == 1) std::copy_n(static_cast<const uint8_t*>(chunk.data) + first, run, out);
+    else std::copy_n(static_cast<const uint16_t*>(chunk.data) + first, run, out);
     check_mapped(chunk.data);
     begin += run;
     out += run;
@@ -99,13 +91,9 @@ at::Tensor Tokens::tensor() const {
 }
 
 void Tokens::require_below(int64_t vocab_size) const {
-  if (size_ == 0) {
-    return;
-  }
+  if (size_ == 0) return;
   for (const Chunk& chunk : *chunks_) {
-    if (vocab_size > (chunk.width == 1 ? 0xff : 0xffff)) {
-      continue;
-    }
+    if (vocab_size > (chunk.width == 1 ? 0xff : 0xffff)) continue;
     for (int64_t i = 0; i < chunk.size; ++i) {
       if (chunk.at(i) >= vocab_size) {
         throw UsageError(source_ + ": token " + std::to_string(chunk.at(i)) + " at position " +

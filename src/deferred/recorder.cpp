@@ -60,9 +60,8 @@ bool consists_of_others(const c10::OperatorHandle& op, bool takes_tensors) {
 }
 
 std::optional<size_t> generator_of(const c10::FunctionSchema& schema) {
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (schema.arguments()[i].name() == "generator") return i;
-  }
   return std::nullopt;
 }
 
@@ -105,9 +104,8 @@ class Recording {
       if (generator.device().is_cpu()) operation_->generator_state = generator.get_state();
       else reason_ = "draws from a generator of another device";
     }
-    for (size_t i = 0; i < regions_.size(); ++i) {
+    for (size_t i = 0; i < regions_.size(); ++i)
       if (regions_[i]) registry_.bring(regions_[i], !(whole_ && i == 0));
-    }
   }
 
   /// After it has run: adds it to the logs of what it wrote and made.
@@ -125,9 +123,8 @@ class Recording {
       });
     }
     if (!made.empty() && !written_.empty()) reason_ = "makes a tensor and writes to another";
-    if (!makes_unwritten_memory(schema_.name())) {
+    if (!makes_unwritten_memory(schema_.name()))
       for (const auto& region : made) add_to(region, true);
-    }
     for (const auto& region : written_) add_to(region, whole_);
     put_away();
   }
@@ -179,9 +176,8 @@ class Recording {
   }
 
   void put_away() {
-    for (const auto& region : regions_) {
+    for (const auto& region : regions_)
       if (region) registry_.put_away(region);
-    }
     for (const auto& region : used_) registry_.put_away(region);
   }
 

@@ -69,11 +69,9 @@ void Registry::bring(const RegionPtr& region, bool contents) {
   using State = Region::State;
   if (region->state == State::ordinary || region->state == State::fresh) return;
   take_from_present(region);
-  if (region->state == State::absent && contents) {
+  if (region->state == State::absent && contents)
     region->mapping.take(*build(*region, region->version()));
-  } else {
-    region->mapping.allow(Mapping::Access::write);
-  }
+  else region->mapping.allow(Mapping::Access::write);
   region->state = State::present;
 }
 

@@ -44,11 +44,10 @@ class Sources {
 void run_again(const Operation& operation, const Region& region, Mapping& target) {
   Sources sources;
   std::vector<at::Tensor> tensors;
-  for (const auto& argument : operation.arguments) {
+  for (const auto& argument : operation.arguments)
     if (!argument.extent) tensors.push_back(argument.value);
     else if (argument.written) tensors.push_back(argument.extent->in(target));
     else tensors.push_back(argument.extent->in(sources.of(*argument.read, argument.version)));
-  }
   torch::jit::Stack stack;
   size_t next = 0;
   for (const auto& value : operation.stack)
@@ -59,10 +58,9 @@ void run_again(const Operation& operation, const Region& region, Mapping& target
     stack[*operation.generator] = generator;
   }
   operation.op.callBoxed(&stack);
-  for (const auto& result : operation.results) {
+  for (const auto& result : operation.results)
     if (result.region.lock().get() == &region)
       result.extent.in(target).copy_(stack[result.index].toTensor());
-  }
   ++Registry::instance().stats.replayed;
 }
 

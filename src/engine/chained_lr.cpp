@@ -11,16 +11,14 @@ namespace {
 
 void check_links(const ChainedLrOptions& options) {
   const std::string name = "scheduler chained";
-  if (options.schedules.empty()) {
+  if (options.schedules.empty())
     throw UsageError(name + ": schedules: empty; expected at least one");
-  }
   int64_t free_from = 0;
   for (size_t i = 0; i < options.schedules.size(); ++i) {
     const auto& link = options.schedules[i];
     const std::string place = "schedules[" + std::to_string(i) + "].";
-    if (!link.schedule) {
+    if (!link.schedule)
       throw UsageError(name + ": " + place + "schedule: empty; expected a schedule");
-    }
     check_option(name, place + "begin", link.begin, Range{static_cast<double>(free_from)});
     const bool open = link.end == -1 && i + 1 == options.schedules.size();
     if (!open && link.end <= link.begin) {
@@ -73,9 +71,7 @@ LrSchedule chained_lr(const ChainedLrOptions& options) {
     const auto after = std::find_if(links.begin(), links.end(), [t](const auto& link) {
       return t < static_cast<double>(link.begin);
     });
-    if (after == links.begin()) {
-      return base_lr;
-    }
+    if (after == links.begin()) return base_lr;
     const auto& link = *std::prev(after);
     const double end = link.end < 0 ? std::max(engine::total(progress, options.by),
                                                static_cast<double>(link.begin))

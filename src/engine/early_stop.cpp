@@ -12,20 +12,14 @@ EarlyStop::EarlyStop(EarlyStopOptions options) : options_(options) {
 }
 
 bool EarlyStop::improves(double value) const {
-  if (!std::isfinite(value)) {
-    return false;
-  }
-  if (!state_.best) {
-    return true;
-  }
+  if (!std::isfinite(value)) return false;
+  if (!state_.best) return true;
   return options_.mode == EarlyStopOptions::Mode::less ? value < *state_.best - options_.min_delta
                                                        : value > *state_.best + options_.min_delta;
 }
 
 bool EarlyStop::observe(double value) {
-  if (state_.stopped) {
-    return true;
-  }
+  if (state_.stopped) return true;
   if (improves(value)) {
     state_.best = value;
     state_.waited = 0;

@@ -23,17 +23,14 @@ bool has_elements(const at::Tensor& gradient) { return gradient.defined() && gra
 /// then every tensor is checked, with another wait.
 bool all_finite(const std::vector<at::Tensor>& gradients) {
   at::Tensor total = at::zeros({});
-  for (const auto& gradient : gradients) {
-    if (has_elements(gradient)) {
+  for (const auto& gradient : gradients)
+    if (has_elements(gradient))
       total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : gradient.sum());
-    }
-  }
   if (std::isfinite(total.item<double>())) return true;
   at::Tensor with_infinities = at::zeros({});
-  for (const auto& gradient : gradients) {
+  for (const auto& gradient : gradients)
     if (has_elements(gradient))
       with_infinities = with_infinities + (1 - at::isfinite(gradient).all().to(at::kFloat));
-  }
   return with_infinities.item<double>() == 0;
 }
 
@@ -55,16 +52,12 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(options) {
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const {
-  if (!options_.enabled) {
-    return loss;
-  }
+  if (!options_.enabled) return loss;
   return (is_half(loss) ? loss.to(at::kFloat) : loss) * state_.scale;
 }
 
 bool GradScaler::found_inf(const std::vector<at::Tensor>& gradients, ProcessGroup& group) const {
-  if (!options_.enabled) {
-    return false;
-  }
+  if (!options_.enabled) return false;
   at::NoGradGuard no_grad;
   const auto ranks_with = at::full({1}, all_finite(gradients) ? 0.0 : 1.0,
                                    at::TensorOptions(at::kFloat).device(group.control_device()));
@@ -73,9 +66,7 @@ bool GradScaler::found_inf(const std::vector<at::Tensor>& gradients, ProcessGrou
 }
 
 void GradScaler::update(bool found_inf) {
-  if (!options_.enabled || !options_.dynamic) {
-    return;
-  }
+  if (!options_.enabled || !options_.dynamic) return;
   using Float = std::numeric_limits<float>;
   if (found_inf) {
     state_.scale = std::max<double>(state_.scale * options_.backoff_factor, Float::min());

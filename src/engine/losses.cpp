@@ -25,9 +25,7 @@ at::Tensor checked_mean(const std::string& name, const at::Tensor& tensor) {
 
 at::Tensor value_of(const std::string& name,
                     const std::variant<at::Tensor, std::vector<at::Tensor>>& entry) {
-  if (const auto* tensor = std::get_if<at::Tensor>(&entry)) {
-    return checked_mean(name, *tensor);
-  }
+  if (const auto* tensor = std::get_if<at::Tensor>(&entry)) return checked_mean(name, *tensor);
   at::Tensor sum;
   for (const auto& tensor : std::get<std::vector<at::Tensor>>(entry)) {
     const auto mean = checked_mean(name, tensor);
@@ -54,9 +52,8 @@ ParsedLosses parse_losses(const Losses& losses) {
     names += (names.empty() ? "\"" : ", \"") + name + '"';
     const auto value = value_of(name, entry);
     if (name != "loss") parsed.values.emplace_back(name, value.detach());
-    if (name.find("loss") != std::string::npos) {
+    if (name.find("loss") != std::string::npos)
       parsed.total = parsed.total.defined() ? parsed.total + value : value;
-    }
   }
   if (!parsed.total.defined()) {
     throw UsageError(fmt::format(

@@ -58,9 +58,7 @@ LrSchedule warmup_cosine_lr(const WarmupCosineLrOptions& options) {
              const Progress& progress, double base_lr) {
     const double t = engine::moment(progress, options.by);
     const auto warmup = static_cast<double>(options.warmup_steps);
-    if (t < warmup) {
-      return rising(progress, base_lr);
-    }
+    if (t < warmup) return rising(progress, base_lr);
     const double end = options.decay_steps > 0 ? static_cast<double>(options.decay_steps)
                                                : engine::total(progress, options.by);
     return t >= end ? options.min_lr

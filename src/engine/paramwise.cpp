@@ -67,9 +67,8 @@ void collect(const torch::nn::Module& module, const std::string& path, std::vect
           {path, parameter.key(), parameter.value(), is_norm(module), is_depth_wise(module)});
     }
   }
-  for (const auto& child : module.named_children()) {
+  for (const auto& child : module.named_children())
     collect(*child.value(), path.empty() ? child.key() : path + "." + child.key(), found);
-  }
 }
 
 std::vector<Found> each_once(std::vector<Found> found, bool bypass_duplicate) {
@@ -218,9 +217,7 @@ std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module,
     auto values = options_of(parameter, options, keys, base);
     auto group = std::find_if(groups.begin(), groups.end(),
                               [&](const auto& g) { return g.options == values; });
-    if (group == groups.end()) {
-      group = groups.insert(group, {{}, std::move(values)});
-    }
+    if (group == groups.end()) group = groups.insert(group, {{}, std::move(values)});
     group->parameters.emplace_back(parameter.full_name(), parameter.tensor);
   }
   return groups;

@@ -61,9 +61,8 @@ std::string ranks_text(const std::vector<int>& ranks) {
 std::string majority(const Holders& holders) {
   size_t all = 0;
   for (const auto& [digest, ranks] : holders) all += ranks.size();
-  for (const auto& [digest, ranks] : holders) {
+  for (const auto& [digest, ranks] : holders)
     if (2 * ranks.size() > all) return digest;
-  }
   return "";
 }
 
@@ -71,9 +70,8 @@ std::string majority(const Holders& holders) {
 std::vector<int> minority_of(const Holders& holders) {
   const std::string most = majority(holders);
   std::vector<int> result;
-  for (const auto& [digest, ranks] : holders) {
+  for (const auto& [digest, ranks] : holders)
     if (!most.empty() && digest != most) result.insert(result.end(), ranks.begin(), ranks.end());
-  }
   std::sort(result.begin(), result.end());
   return result;
 }
@@ -81,9 +79,8 @@ std::vector<int> minority_of(const Holders& holders) {
 std::string describe(const std::string& name, const Holders& holders) {
   const std::string most = majority(holders);
   std::vector<std::string> texts;
-  for (const auto& [digest, ranks] : holders) {
+  for (const auto& [digest, ranks] : holders)
     if (digest != most) texts.push_back(ranks_text(ranks));
-  }
   std::sort(texts.begin(), texts.end());
   return most.empty() ? fmt::format("{} is not the same on {}", name, fmt::join(texts, " and "))
                       : fmt::format("{} on {} is not that of {}", name, fmt::join(texts, " and "),
@@ -101,9 +98,8 @@ void copy_majority(const std::string& name, const Holders& holders, const Tensor
     bytes.assign(static_cast<const char*>(plain.data_ptr()), plain.nbytes());
   }
   bytes = group.broadcast_bytes(bytes, sound.front());
-  if (own == tensors.end() || std::find(sound.begin(), sound.end(), group.rank()) != sound.end()) {
+  if (own == tensors.end() || std::find(sound.begin(), sound.end(), group.rank()) != sound.end())
     return;
-  }
   const torch::NoGradGuard no_grad;
   at::Tensor target = own->second.detach();
   target.copy_(torch::from_blob(bytes.data(), target.sizes(), target.scalar_type()));

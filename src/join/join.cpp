@@ -46,9 +46,8 @@ class JoinLoop::Coordinator {
     if (!options_.enable) return loop(handle);
     try {
       loop(handle);
-      while (begin_iteration(false)) {
+      while (begin_iteration(false))
         for (auto& joinable : joinables_) joinable.get().shadow_step();
-      }
       finish_joinables();
     } catch (const BrokenWorldError&) {
       throw;
@@ -94,9 +93,8 @@ class JoinLoop::Coordinator {
 
   [[noreturn]] void throw_early_termination(const std::vector<std::string>& flags) {
     std::vector<size_t> out;
-    for (size_t rank = 0; rank < flags.size(); ++rank) {
+    for (size_t rank = 0; rank < flags.size(); ++rank)
       if (flags[rank] == "0") out.push_back(rank);
-    }
     thrown_on_all_ranks_ = true;
     throw UsageError(
         fmt::format("join: rank{} {} ran out of data while other ranks have more, and option "
@@ -112,9 +110,8 @@ class JoinLoop::Coordinator {
                  at::TensorOptions().dtype(at::kLong).device(group_.control_device())));
     const int last = static_cast<int>(counts.argmax().item<int64_t>());
     int lowest = last;
-    for (int rank = last; rank >= 0; --rank) {
+    for (int rank = last; rank >= 0; --rank)
       if (counts[rank].item<int64_t>() == counts[last].item<int64_t>()) lowest = rank;
-    }
     for (auto& joinable : joinables_) joinable.get().finish_join(lowest);
   }
 

@@ -93,9 +93,8 @@ int parse_integer(const std::string& flag, const std::string& text, int lowest, 
   int value = 0;
   const char* end = text.data() + text.size();
   const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || value < lowest || value > highest) {
+  if (parsed.ec != std::errc() || parsed.ptr != end || value < lowest || value > highest)
     refuse(flag, text, range(lowest, highest));
-  }
   return value;
 }
 
@@ -104,9 +103,8 @@ int parse_nproc(const std::string& flag, const std::string& text) {
   int value = 0;
   const char* end = text.data() + text.size();
   const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || value < 1) {
+  if (parsed.ec != std::errc() || parsed.ptr != end || value < 1)
     refuse(flag, text, "a number of ranks of at least 1, 'auto' or 'cpu'");
-  }
   return value;
 }
 
@@ -165,9 +163,8 @@ std::chrono::milliseconds parse_seconds(const std::string& flag, const std::stri
   double value = 0;
   const char* end = text.data() + text.size();
   const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || !(value >= 0) || value > 1e6) {
+  if (parsed.ec != std::errc() || parsed.ptr != end || !(value >= 0) || value > 1e6)
     refuse(flag, text, "seconds from 0 to 1000000");
-  }
   return std::chrono::milliseconds(std::llround(value * 1000));
 }
 
@@ -196,9 +193,8 @@ void validate(const LaunchOptions& o) {
     refuse("--master-port", "65535", "a port of at most 65534: the launchers meet at the next one");
   check_streams("--tee", o.tee, o.nproc_per_node);
   check_streams("--redirects", o.redirects, o.nproc_per_node);
-  if (o.redirects && o.log_dir.empty()) {
+  if (o.redirects && o.log_dir.empty())
     throw UsageError("--redirects needs --log-dir: expected a folder for the redirected streams");
-  }
 }
 
 int take_nproc(std::vector<std::string>& arguments) {
@@ -214,13 +210,9 @@ int take_nproc(std::vector<std::string>& arguments) {
       continue;
     }
     std::string value;
-    if (is_long && equals != std::string::npos) {
-      value = argument.substr(equals + 1);
-    } else if (!is_long && argument.size() > 2) {
-      value = argument.substr(argument[2] == '=' ? 3 : 2);
-    } else if (++i < arguments.size()) {
-      value = arguments[i];
-    }
+    if (is_long && equals != std::string::npos) value = argument.substr(equals + 1);
+    else if (!is_long && argument.size() > 2) value = argument.substr(argument[2] == '=' ? 3 : 2);
+    else if (++i < arguments.size()) value = arguments[i];
     nproc = parse_nproc(is_long ? name : "-n", value);
   }
   arguments = std::move(rest);

@@ -53,9 +53,8 @@ bool is_stale(const std::string& name) {
   std::istringstream parts(name.substr(kPrefix.size()));
   std::string space, pid, start, random;
   if (!std::getline(parts, space, '-') || !std::getline(parts, pid, '-') ||
-      !std::getline(parts, start, '-') || !std::getline(parts, random)) {
+      !std::getline(parts, start, '-') || !std::getline(parts, random))
     return false;
-  }
   const bool digits = !pid.empty() && pid.find_first_not_of("0123456789") == std::string::npos;
   return digits && space == pid_space() && detail::start_time(std::atoi(pid.c_str())) != start;
 }

@@ -100,9 +100,8 @@ class Blocks {
   at::Tensor scores(int64_t first, int64_t end, int64_t key, int64_t last) const {
     at::Tensor result =
         at::bmm(q_.slice(1, first, end), k_.slice(1, key, last).transpose(1, 2)).to(sum_type_);
-    if (last - 1 > first) {
+    if (last - 1 > first)
       result.add_(later_keys(first, end - first, key, last - key, result.options()));
-    }
     return result;
   }
 
@@ -189,9 +188,8 @@ at::Tensor blockwise_attention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double dropout) {
   if (q.size(1) <= kWholeScoresLength) return plain_attention(q, k, v, dropout);
-  if (compat::has_fused_attention(q, dropout)) {
+  if (compat::has_fused_attention(q, dropout))
     return compat::fused_causal_attention(q, k, v, dropout);
-  }
   return blockwise_attention(q, k, v, dropout);
 }
 

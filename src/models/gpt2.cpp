@@ -86,9 +86,7 @@ at::Tensor GPT2Impl::hidden(const at::Tensor& tokens) {
                      std::to_string(options_.n_positions));
   }
   at::Tensor x = embed(tokens) + wpe_->weight.slice(0, 0, length);
-  if (options_.embd_pdrop > 0 && is_training()) {
-    x = at::dropout(x, options_.embd_pdrop, true);
-  }
+  if (options_.embd_pdrop > 0 && is_training()) x = at::dropout(x, options_.embd_pdrop, true);
   const bool may_recompute = is_training() && at::GradMode::is_enabled();
   for (size_t i = 0; i < blocks_.size(); ++i) {
     GPT2Block& block = blocks_[i];
@@ -106,9 +104,8 @@ at::Tensor GPT2Impl::project(const at::Tensor& x) { return at::linear(x, head())
 at::Tensor GPT2Impl::forward(const at::Tensor& tokens) { return project(hidden(tokens)); }
 
 at::Tensor GPT2Impl::loss(const at::Tensor& tokens, const at::Tensor& targets) {
-  if (targets.sizes() != tokens.sizes() || targets.scalar_type() != at::kLong) {
+  if (targets.sizes() != tokens.sizes() || targets.scalar_type() != at::kLong)
     throw UsageError("GPT2: targets must be int64 of the tokens' shape");
-  }
   const at::Tensor x = hidden(tokens);
   return linear_cross_entropy(x.view({-1, options_.n_embd}), head(), targets.reshape({-1}));
 }

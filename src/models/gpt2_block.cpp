@@ -8,9 +8,7 @@ namespace tessera {
 namespace {
 
 at::Tensor activate(const at::Tensor& x, const std::string& activation) {
-  if (activation == "relu") {
-    return at::relu(x);
-  }
+  if (activation == "relu") return at::relu(x);
   return at::gelu(x, activation == "gelu_new" ? "tanh" : "none");
 }
 

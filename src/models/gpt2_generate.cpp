@@ -26,9 +26,7 @@ class EvaluationMode {
 /// Draws the next token, [1], from `logits` [V].
 at::Tensor sample_token(at::Tensor logits, const GPT2SampleOptions& sample,
                         const std::optional<at::Generator>& generator) {
-  if (sample.temperature == 0) {
-    return logits.argmax(0, true);
-  }
+  if (sample.temperature == 0) return logits.argmax(0, true);
   logits = logits / sample.temperature;
   if (sample.top_k > 0 && sample.top_k < logits.size(0)) {
     const at::Tensor least = std::get<0>(logits.topk(sample.top_k)).slice(0, -1);
@@ -45,9 +43,8 @@ at::Tensor GPT2Impl::generate(const at::Tensor& prompt, int64_t count,
                               const GPT2SampleOptions& sample,
                               std::optional<at::Generator> generator) {
   if (!prompt.defined() || prompt.dim() != 1 || prompt.size(0) < 1 ||
-      prompt.scalar_type() != at::kLong) {
+      prompt.scalar_type() != at::kLong)
     throw UsageError("GPT2: generate: the prompt must be int64 [length] with at least one token");
-  }
   if (count < 0 || !(sample.temperature >= 0) || sample.top_k < 0) {
     throw UsageError("GPT2: generate: count " + std::to_string(count) + ", temperature " +
                      std::to_string(sample.temperature) + " and top_k " +

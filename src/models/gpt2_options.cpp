@@ -36,9 +36,7 @@ void require_probability(const char* name, double value) {
 
 Json parse_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    throw UsageError("GPT2: " + path + ": cannot be opened");
-  }
+  if (!file) throw UsageError("GPT2: " + path + ": cannot be opened");
   std::stringstream text;
   text << file.rdbuf();
   Json json;
@@ -47,9 +45,7 @@ Json parse_file(const std::string& path) {
   } catch (const Json::parse_error& error) {
     throw UsageError("GPT2: " + path + ": is not valid JSON at byte " + std::to_string(error.byte));
   }
-  if (!json.is_object()) {
-    throw UsageError("GPT2: " + path + ": a JSON object is expected");
-  }
+  if (!json.is_object()) throw UsageError("GPT2: " + path + ": a JSON object is expected");
   return json;
 }
 
@@ -62,42 +58,34 @@ class ConfigReader {
   void integer(const char* key, int64_t& value) const {
     if (const Json* found = find(key)) {
       if (!found->is_number_integer() ||
-          (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0)) {
+          (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0))
         refuse(key, *found, "an integer");
-      }
       value = found->get<int64_t>();
     }
   }
   void number(const char* key, double& value) const {
     if (const Json* found = find(key)) {
-      if (!found->is_number()) {
-        refuse(key, *found, "a number");
-      }
+      if (!found->is_number()) refuse(key, *found, "a number");
       value = found->get<double>();
     }
   }
   void flag(const char* key, bool& value) const {
     if (const Json* found = find(key)) {
-      if (!found->is_boolean()) {
-        refuse(key, *found, "true or false");
-      }
+      if (!found->is_boolean()) refuse(key, *found, "true or false");
       value = found->get<bool>();
     }
   }
   void text(const char* key, std::string& value) const {
     if (const Json* found = find(key)) {
-      if (!found->is_string()) {
-        refuse(key, *found, "a string");
-      }
+      if (!found->is_string()) refuse(key, *found, "a string");
       value = found->get<std::string>();
     }
   }
   /// Refuses every value but `only`, for a key that selects arithmetic this model does not have.
   void fixed(const char* key, const Json& only) const {
     const Json* found = find(key);
-    if (found != nullptr && *found != only) {
+    if (found != nullptr && *found != only)
       refuse(key, *found, only.dump() + " (all that this model supports)");
-    }
   }
 
   [[noreturn]] void refuse(const char* key, const Json& value, const std::string& expected) const {
@@ -150,9 +138,7 @@ void GPT2Options::validate() const {
           std::to_string(n_layer - 1) + ", or a pattern such as transformer.h.*");
     }
   }
-  if (n_inner != 0) {
-    require_size("n_inner", n_inner);
-  }
+  if (n_inner != 0) require_size("n_inner", n_inner);
   if (n_embd % n_head != 0) {
     throw UsageError("GPT2: n_head is " + std::to_string(n_head) +
                      ", which does not divide n_embd, " + std::to_string(n_embd));
@@ -194,9 +180,8 @@ GPT2Options GPT2Options::from_config_json(const std::string& path) {
   config.number("resid_pdrop", options.resid_pdrop);
   config.flag("tie_word_embeddings", options.tie_word_embeddings);
   config.text("activation_function", options.activation);
-  if (options.activation == "gelu_pytorch_tanh") {
+  if (options.activation == "gelu_pytorch_tanh")
     options.activation = "gelu_new";  // another name of Hugging Face for the same function
-  }
   try {
     options.validate();
   } catch (const UsageError& error) {

@@ -29,9 +29,7 @@ std::string with_prefix(const std::string& name) {
 
 std::string shape_text(at::IntArrayRef shape) {
   std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
+  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
   return text + "]";
 }
 
@@ -42,15 +40,11 @@ class Faults {
 
   /// Throws UsageError if there are any.
   void raise(const std::string& path) const {
-    if (kinds_.empty()) {
-      return;
-    }
+    if (kinds_.empty()) return;
     std::string text = "GPT2: " + path + " does not fit the model";
     for (const auto& [kind, items] : kinds_) {
       text += "; " + std::to_string(items.size()) + " " + kind + ": ";
-      for (size_t i = 0; i < items.size() && i < 5; ++i) {
-        text += (i == 0 ? "" : ", ") + items[i];
-      }
+      for (size_t i = 0; i < items.size() && i < 5; ++i) text += (i == 0 ? "" : ", ") + items[i];
       text += items.size() > 5 ? ", …" : "";
     }
     throw UsageError(text);
@@ -72,9 +66,7 @@ WeightsMatch match(const TensorSource& file,
     const std::string name = with_prefix(entry.name);
     const at::Tensor* parameter = parameters.find(name);
     if (parameter == nullptr) {
-      if (!is_mask(name) && !(tied && name == kHead)) {
-        unexpected.push_back(entry.name);
-      }
+      if (!is_mask(name) && !(tied && name == kHead)) unexpected.push_back(entry.name);
     } else if (!names.emplace(name, entry.name).second) {
       faults.add("given twice, with and without \"transformer.\"", "\"" + name + "\"");
     } else if (parameter->sizes() != at::IntArrayRef(entry.shape)) {
@@ -84,17 +76,14 @@ WeightsMatch match(const TensorSource& file,
   }
   // A writer that stores shared memory once may have used the name of the head.
   if (tied && names.count(kEmbedding) == 0 && file.contains(kHead) &&
-      parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape)) {
+      parameters[kEmbedding].sizes() == at::IntArrayRef(file.info(kHead).shape))
     names.emplace(kEmbedding, kHead);
-  }
-  for (const auto& item : parameters) {
+  for (const auto& item : parameters)
     if (names.count(item.key()) == 0) missing.push_back(item.key());
-  }
   if (!strict) return result;
   for (const std::string& name : missing) faults.add("missing", "\"" + name + "\"");
-  for (const std::string& name : unexpected) {
+  for (const std::string& name : unexpected)
     faults.add("unexpected", "\"" + name + "\"" + did_you_mean(with_prefix(name), missing));
-  }
   return result;
 }
 
@@ -138,9 +127,7 @@ UnmatchedNames GPT2Impl::load_weights(const Weights& file, bool strict) {
 
 void GPT2Impl::save_weights(const std::string& path) const {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (const auto& item : named_parameters()) {
-    tensors.emplace_back(item.key(), item.value());
-  }
+  for (const auto& item : named_parameters()) tensors.emplace_back(item.key(), item.value());
   save_safetensors(path, tensors, {{"format", "pt"}});
 }
 

@@ -118,26 +118,22 @@ void ImageClassifierImpl::initialize() {
 at::Tensor ImageClassifierImpl::forward(const at::Tensor& images) {
   if (images.dim() != 4 || images.size(1) != options_.in_channels || !images.is_floating_point()) {
     std::string shape;
-    for (const int64_t size : images.sizes()) {
+    for (const int64_t size : images.sizes())
       shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    }
     throw UsageError("ImageClassifier: images must be floating-point [batch, " +
                      std::to_string(options_.in_channels) + ", height, width] (in_channels is " +
                      std::to_string(options_.in_channels) + "), given " +
                      std::string(c10::toString(images.scalar_type())) + " [" + shape + "]");
   }
   at::Tensor x = at::relu(stem_norm_.forward(at::conv2d(images, stem_, {}, 1, 1)));
-  for (const auto& block : blocks_) {
-    x = block->forward(x);
-  }
+  for (const auto& block : blocks_) x = block->forward(x);
   return at::linear(x.mean({2, 3}), head_weight_, head_bias_);
 }
 
 at::Tensor ImageClassifierImpl::loss(const at::Tensor& images, const at::Tensor& labels) {
   if (labels.dim() != 1 || labels.scalar_type() != at::kLong || images.dim() < 1 ||
-      labels.size(0) != images.size(0)) {
+      labels.size(0) != images.size(0))
     throw UsageError("ImageClassifier: labels must be int64 [batch], one for each image");
-  }
   return at::cross_entropy_loss(forward(images), labels);
 }
 

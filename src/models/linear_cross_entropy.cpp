@@ -116,18 +116,13 @@ class Chunks {
     probabilities.scatter_add_(1, place, here.to(sum_type_).neg_());
     const at::Tensor grad_logits = probabilities.mul_(grad_losses).to(rows_.scalar_type());
     const auto add = [](at::Tensor to, const at::Tensor& a, const at::Tensor& b) {
-      if (to.scalar_type() == a.scalar_type()) {
-        to.addmm_(a, b);
-      } else {
-        to.add_(at::mm(a, b));
-      }
+      if (to.scalar_type() == a.scalar_type()) to.addmm_(a, b);
+      else to.add_(at::mm(a, b));
     };
-    if (gradients.rows.defined()) {
+    if (gradients.rows.defined())
       add(gradients.rows.slice(0, begin, end), grad_logits, weight_.slice(0, first, last));
-    }
-    if (gradients.weight.defined()) {
+    if (gradients.weight.defined())
       add(gradients.weight.slice(0, first, last), grad_logits.t(), rows_.slice(0, begin, end));
-    }
   }
 
   at::Tensor rows_, weight_, targets_;

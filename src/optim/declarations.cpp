@@ -45,9 +45,8 @@ void declare_element_wise(std::type_index optimizer) {
 bool is_element_wise(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   if (dynamic_cast<const ElementWise*>(&optimizer) != nullptr ||
-      is_exactly<SGD, Adam, AdamW, Adagrad, RMSprop>(optimizer)) {
+      is_exactly<SGD, Adam, AdamW, Adagrad, RMSprop>(optimizer))
     return true;
-  }
   auto& all = declarations();
   const std::lock_guard lock(all.mutex);
   return all.element_wise.count(typeid(optimizer)) != 0;

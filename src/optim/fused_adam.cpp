@@ -25,9 +25,8 @@ RangeUpdate prepare_adam(State& state, const at::Tensor& values, const optim::Ad
   update.parameter = values.data_ptr();
   update.first = optim::match_state("exp_avg", state.exp_avg(), values);
   update.second = optim::match_state("exp_avg_sq", state.exp_avg_sq(), values);
-  if (n.amsgrad) {
+  if (n.amsgrad)
     update.maximum = optim::match_state("max_exp_avg_sq", state.max_exp_avg_sq(), values);
-  }
   update.numel = values.numel();
   state.step(state.step() + 1);
   const auto step = static_cast<double>(state.step());
@@ -55,25 +54,18 @@ void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamN
     const auto values = param.detach();
     optim::match_state("exp_avg", state.exp_avg(), values);
     optim::match_state("exp_avg_sq", state.exp_avg_sq(), values);
-    if (n.amsgrad) {
-      optim::match_state("max_exp_avg_sq", state.max_exp_avg_sq(), values);
-    }
+    if (n.amsgrad) optim::match_state("max_exp_avg_sq", state.max_exp_avg_sq(), values);
     state.step(state.step() + 1);
     const optim::AdamTensors tensors{
         param, grad, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.step()};
     if (param.is_cuda() && grad.strides() == param.strides() &&
-        grad.scalar_type() == param.scalar_type()) {
+        grad.scalar_type() == param.scalar_type())
       on_gpu[{param.device().index(), param.scalar_type(), state.step()}].push_back(tensors);
-    } else {
-      optim::plain_adam(tensors, n);
-    }
+    else optim::plain_adam(tensors, n);
   }
   for (const auto& [key, tensors] : on_gpu) {
-    if (!optim::libtorch_fused_adam(tensors, n)) {
-      for (const auto& one : tensors) {
-        optim::plain_adam(one, n);
-      }
-    }
+    if (!optim::libtorch_fused_adam(tensors, n))
+      for (const auto& one : tensors) optim::plain_adam(one, n);
   }
 }
 

@@ -24,9 +24,7 @@ void* match_state(const char* name, at::Tensor& state, const at::Tensor& values)
 template <class State, class StateMap>
 State& state_of(StateMap& states, const at::Tensor& param) {
   auto& slot = states[compat::state_key(param)];
-  if (!slot) {
-    slot = std::make_unique<State>();
-  }
+  if (!slot) slot = std::make_unique<State>();
   auto* typed = dynamic_cast<State*>(slot.get());
   if (typed == nullptr) {
     throw UsageError(std::string("fused optimizer: the parameter's state is a ") +

@@ -31,9 +31,8 @@ bool is_fused_dtype(const at::Tensor& param) {
 // The gradient in the memory layout of `values`.
 at::Tensor match_gradient(const at::Tensor& grad, const at::Tensor& values) {
   if (grad.scalar_type() == values.scalar_type() && grad.device() == values.device() &&
-      grad.strides() == values.strides() && !grad.is_neg()) {
+      grad.strides() == values.strides() && !grad.is_neg())
     return grad;
-  }
   return at::empty_like(values).copy_(grad);
 }
 
@@ -107,9 +106,7 @@ void* optim::match_state(const char* name, at::Tensor& state, const at::Tensor& 
 // build may lack.
 void optim::run_jobs(const std::vector<Job>& jobs) {
   int64_t total = 0;
-  for (const auto& job : jobs) {
-    total += job.update.numel;
-  }
+  for (const auto& job : jobs) total += job.update.numel;
   const int64_t allowed = at::in_parallel_region() ? 1 : at::get_num_threads();
   const int64_t count =
       std::clamp<int64_t>(total / kElementsPerThread, 1, std::max<int64_t>(allowed, 1));
@@ -125,9 +122,7 @@ void optim::run_jobs(const std::vector<Job>& jobs) {
   }
   run_span(jobs, 0, std::min(share, total));
   run_span(jobs, begin, total);
-  for (auto& thread : threads) {
-    thread.join();
-  }
+  for (auto& thread : threads) thread.join();
 }
 
 bool FusedOptimizer::supports_range(const at::Tensor& param) {
@@ -184,9 +179,7 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
     for (size_t i = 0; i < params.size(); ++i) {
       const auto& param = params[in_reverse ? params.size() - 1 - i : i];
       const auto& grad = param.grad();
-      if (!grad.defined()) {
-        continue;
-      }
+      if (!grad.defined()) continue;
       if (is_arriving(grad)) {
         auto* const updates = optim::LateUpdates::of(param);
         if (updates && updates->can_follow(*this, param)) {
@@ -208,14 +201,10 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
       param.unsafeGetTensorImpl()->bump_version();
       jobs.push_back({prepare(param, values, group.options()), match_gradient(grad, values)});
     }
-    if (!others.empty()) {
-      plain_update(others, group.options());
-    }
+    if (!others.empty()) plain_update(others, group.options());
   }
   optim::run_jobs(jobs);
-  for (auto& [param, values] : copies) {
-    param.detach().copy_(values);
-  }
+  for (auto& [param, values] : copies) param.detach().copy_(values);
   for (const auto& [updates, parameters] : late) updates->follow(*this, parameters);
   return loss;
 }

@@ -34,9 +34,8 @@ RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
   if (o.momentum() != 0) {
     momentum = o.nesterov() ? optim::Momentum::Nesterov : optim::Momentum::Plain;
     auto& buffer = optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer();
-    if (!buffer.defined()) {
+    if (!buffer.defined())
       keep = 1;  // the zero buffer becomes the first gradient, without dampening
-    }
     update.first = optim::match_state("momentum_buffer", buffer, values);
   }
   const double coefficients[] = {o.momentum(), keep, o.lr(), o.weight_decay()};

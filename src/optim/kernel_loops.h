@@ -29,9 +29,7 @@ TESSERA_INLINE void adam_loop(const RangeUpdate& u, int64_t offset, const T* __r
   for (int64_t i = 0; i < n; ++i) {
     T p = parameter[i];
     T g = grad[i] * scale;
-    if constexpr (L2) {
-      g = g + l2 * p;
-    }
+    if constexpr (L2) g = g + l2 * p;
     p = p * shrink;
     const T m = first[i] * beta1 + keep1 * g;
     const T v = second[i] * beta2 + keep2 * g * g;
@@ -45,9 +43,7 @@ TESSERA_INLINE void adam_loop(const RangeUpdate& u, int64_t offset, const T* __r
     }
     p = p - (step * m) / (std::sqrt(spread) * correction + eps);
     parameter[i] = p;
-    if constexpr (Copy) {
-      copy_out[i] = p;
-    }
+    if constexpr (Copy) copy_out[i] = p;
   }
 }
 
@@ -62,9 +58,7 @@ TESSERA_INLINE void sgd_loop(const RangeUpdate& u, int64_t offset, const T* __re
   for (int64_t i = 0; i < n; ++i) {
     T p = parameter[i];
     T g = grad[i] * scale;
-    if constexpr (L2) {
-      g = g + l2 * p;
-    }
+    if constexpr (L2) g = g + l2 * p;
     if constexpr (HasMomentum) {
       const T b = buffer[i] * momentum + keep * g;
       buffer[i] = b;
@@ -72,9 +66,7 @@ TESSERA_INLINE void sgd_loop(const RangeUpdate& u, int64_t offset, const T* __re
     }
     p = p - lr * g;
     parameter[i] = p;
-    if constexpr (Copy) {
-      copy_out[i] = p;
-    }
+    if constexpr (Copy) copy_out[i] = p;
   }
 }
 
@@ -116,9 +108,7 @@ TESSERA_INLINE double sum_of_squares_loop(const float* x, int64_t n) {
     }
   };
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    add(x + i);
-  }
+  for (; i + 16 <= n; i += 16) add(x + i);
   if (i < n) {
     float tail[16] = {};
     std::memcpy(tail, x + i, static_cast<size_t>(n - i) * sizeof(float));

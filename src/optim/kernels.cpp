@@ -52,9 +52,7 @@ RangeKernel pick_adam() {
 
 template <class T>
 RangeKernel pick_adam(bool l2, bool amsgrad) {
-  if (l2) {
-    return amsgrad ? pick_adam<T, true, true>() : pick_adam<T, true, false>();
-  }
+  if (l2) return amsgrad ? pick_adam<T, true, true>() : pick_adam<T, true, false>();
   return amsgrad ? pick_adam<T, false, true>() : pick_adam<T, false, false>();
 }
 
@@ -96,9 +94,8 @@ RangeKernel adam_kernel(Precision precision, bool l2, bool amsgrad) {
 }
 
 RangeKernel sgd_kernel(Precision precision, bool l2, Momentum momentum) {
-  if (precision == Precision::Float32) {
+  if (precision == Precision::Float32)
     return l2 ? pick_sgd<float, true>(momentum) : pick_sgd<float, false>(momentum);
-  }
   return l2 ? pick_sgd<double, true>(momentum) : pick_sgd<double, false>(momentum);
 }
 

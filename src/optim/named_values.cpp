@@ -40,9 +40,7 @@ void check_name(const std::string& name) {
 NamedValues read_archive(const torch::serialize::OutputArchive& archive) {
   auto reopened = reopen(archive);
   NamedValues values;
-  for (const auto& key : reopened.keys()) {
-    reopened.read(key, values[key]);
-  }
+  for (const auto& key : reopened.keys()) reopened.read(key, values[key]);
   return values;
 }
 

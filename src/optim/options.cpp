@@ -11,27 +11,15 @@ namespace {
 constexpr const char* kComponent = "set_options";
 
 std::optional<OptionValue> to_option_value(const c10::IValue& value) {
-  if (value.isBool()) {
-    return value.toBool();
-  }
-  if (value.isInt()) {
-    return value.toInt();
-  }
-  if (value.isDouble()) {
-    return value.toDouble();
-  }
-  if (value.isString()) {
-    return value.toStringRef();
-  }
-  if (value.isDoubleList()) {
-    return value.toDoubleVector();
-  }
+  if (value.isBool()) return value.toBool();
+  if (value.isInt()) return value.toInt();
+  if (value.isDouble()) return value.toDouble();
+  if (value.isString()) return value.toStringRef();
+  if (value.isDoubleList()) return value.toDoubleVector();
   if (value.isTuple()) {
     std::vector<double> numbers;
     for (const auto& element : value.toTupleRef().elements()) {
-      if (!element.isDouble()) {
-        return std::nullopt;
-      }
+      if (!element.isDouble()) return std::nullopt;
       numbers.push_back(element.toDouble());
     }
     return numbers;
@@ -42,9 +30,8 @@ std::optional<OptionValue> to_option_value(const c10::IValue& value) {
 /// `value` as the kind of IValue that `model`, the value to be replaced, has.
 c10::IValue to_ivalue(const OptionValue& value, const c10::IValue& model) {
   if (const auto* numbers = std::get_if<std::vector<double>>(&value);
-      numbers != nullptr && model.isTuple()) {
+      numbers != nullptr && model.isTuple())
     return c10::ivalue::Tuple::create(std::vector<c10::IValue>(numbers->begin(), numbers->end()));
-  }
   return std::visit([](const auto& v) { return c10::IValue(v); }, value);
 }
 
@@ -71,14 +58,11 @@ void set_user_options(torch::optim::OptimizerOptions& options, const OptionMap& 
   const OptionMap checked = checked_like(get_options(options), values);
   auto stored = optim::to_values(options);
   if (!stored) {
-    if (const auto lr = checked.find("lr"); lr != checked.end()) {
+    if (const auto lr = checked.find("lr"); lr != checked.end())
       options.set_lr(std::get<double>(lr->second));
-    }
     return;
   }
-  for (const auto& [name, value] : checked) {
-    (*stored)[name] = to_ivalue(value, stored->at(name));
-  }
+  for (const auto& [name, value] : checked) (*stored)[name] = to_ivalue(value, stored->at(name));
   optim::from_values(*stored, options);
 }
 
@@ -88,20 +72,13 @@ OptionMap get_options(const torch::optim::OptimizerOptions& options) {
   OptionMap values;
   const bool known = optim::with_options(options, [&values](const auto& typed) {
     optim::visit_options(typed, [&values](const char* name, const auto& field, const auto&...) {
-      if (auto value = optim::to_option(field)) {
-        values[name] = std::move(*value);
-      }
+      if (auto value = optim::to_option(field)) values[name] = std::move(*value);
     });
   });
-  if (known) {
-    return values;
-  }
+  if (known) return values;
   if (const auto stored = optim::to_values(options)) {
-    for (const auto& [name, ivalue] : *stored) {
-      if (auto value = to_option_value(ivalue)) {
-        values[name] = std::move(*value);
-      }
-    }
+    for (const auto& [name, ivalue] : *stored)
+      if (auto value = to_option_value(ivalue)) values[name] = std::move(*value);
   }
   if (values.count("lr") == 0) {
     try {
@@ -121,9 +98,7 @@ void set_options(torch::optim::OptimizerOptions& options, const OptionMap& value
     reader.finish();
     typed = changed;
   });
-  if (!known) {
-    set_user_options(options, values);
-  }
+  if (!known) set_user_options(options, values);
 }
 
 void copy_options(const torch::optim::OptimizerOptions& from, torch::optim::OptimizerOptions& to) {
@@ -134,9 +109,7 @@ void copy_options(const torch::optim::OptimizerOptions& from, torch::optim::Opti
   const bool known = optim::with_options(to, [&from](auto& typed) {
     typed = static_cast<const std::remove_reference_t<decltype(typed)>&>(from);
   });
-  if (known) {
-    return;
-  }
+  if (known) return;
   const auto stored = optim::to_values(from);
   if (!stored) {
     throw UsageError(std::string("copy_options: ") + typeid(from).name() +

@@ -23,11 +23,8 @@ constexpr bool is_tensor_list =
 // --- libtorch's states ---
 
 void put_list(const std::string& name, const auto& list, ParamState& state) {
-  for (size_t i = 0; i < list.size(); ++i) {
-    if (list[i].defined()) {
-      state.tensors[name + "." + std::to_string(i)] = list[i];
-    }
-  }
+  for (size_t i = 0; i < list.size(); ++i)
+    if (list[i].defined()) state.tensors[name + "." + std::to_string(i)] = list[i];
   state.scalars[name + kSize] = static_cast<int64_t>(list.size());
 }
 
@@ -37,15 +34,11 @@ ParamState read_state(const State& typed) {
   optim::visit_state(typed, [&state](const char* name, const auto& field) {
     using Field = std::remove_cvref_t<decltype(field)>;
     if constexpr (std::is_same_v<Field, at::Tensor>) {
-      if (field.defined()) {
-        state.tensors[name] = field;
-      }
+      if (field.defined()) state.tensors[name] = field;
     } else if constexpr (std::is_same_v<Field, std::deque<at::Tensor>>) {
       put_list(name, field, state);
     } else if constexpr (is_tensor_list<Field>) {
-      if (field) {
-        put_list(name, *field, state);
-      }
+      if (field) put_list(name, *field, state);
     } else {
       state.scalars[name] = field;
     }
@@ -73,23 +66,16 @@ class StateReader {
   /// The tensors name.0 … name.(size-1); a missing one is undefined. Empty when there is no size.
   std::optional<std::vector<at::Tensor>> list(const std::string& name) {
     const auto size = scalar(name + kSize);
-    if (!size) {
-      return std::nullopt;
-    }
+    if (!size) return std::nullopt;
     std::vector<at::Tensor> tensors;
-    for (int64_t i = 0; i < std::get<int64_t>(*size); ++i) {
+    for (int64_t i = 0; i < std::get<int64_t>(*size); ++i)
       tensors.push_back(tensor(name + "." + std::to_string(i)));
-    }
     return tensors;
   }
 
   void check_all_taken() const {
-    for (const auto& [name, value] : state_.tensors) {
-      check_taken(name);
-    }
-    for (const auto& [name, value] : state_.scalars) {
-      check_taken(name);
-    }
+    for (const auto& [name, value] : state_.tensors) check_taken(name);
+    for (const auto& [name, value] : state_.scalars) check_taken(name);
   }
 
  private:
@@ -113,25 +99,19 @@ Number as(const ScalarValue& value) {
 template <class State>
 std::vector<std::string> required_tensors() {
   using namespace torch::optim;
-  if constexpr (optim::is_one_of<State, AdamParamState, AdamWParamState>) {
+  if constexpr (optim::is_one_of<State, AdamParamState, AdamWParamState>)
     return {"exp_avg", "exp_avg_sq"};
-  } else if constexpr (optim::is_one_of<State, AdagradParamState>) {
-    return {"sum"};
-  } else if constexpr (optim::is_one_of<State, RMSpropParamState>) {
-    return {"square_avg"};
-  } else if constexpr (optim::is_one_of<State, SGDParamState>) {
-    return {"momentum_buffer"};
-  }
+  else if constexpr (optim::is_one_of<State, AdagradParamState>) return {"sum"};
+  else if constexpr (optim::is_one_of<State, RMSpropParamState>) return {"square_avg"};
+  else if constexpr (optim::is_one_of<State, SGDParamState>) return {"momentum_buffer"};
   return {};
 }
 
 template <class State>
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const ParamState& state) {
-  for (const auto& name : required_tensors<State>()) {
-    if (state.tensors.count(name) == 0) {
+  for (const auto& name : required_tensors<State>())
+    if (state.tensors.count(name) == 0)
       throw UsageError("set_state: the tensor " + name + " is missing");
-    }
-  }
   StateReader reader(state);
   auto made = std::make_unique<State>();
   optim::visit_state(*made, [&reader](const char* name, auto& field) {
@@ -141,11 +121,9 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const ParamState& 
     } else if constexpr (is_tensor_list<Field>) {
       if (const auto list = reader.list(name)) {
         field = Field();
-        if constexpr (std::is_same_v<Field, std::deque<at::Tensor>>) {
+        if constexpr (std::is_same_v<Field, std::deque<at::Tensor>>)
           field.assign(list->begin(), list->end());
-        } else {
-          field = *list;
-        }
+        else field = *list;
       }
     } else if (const auto value = reader.scalar(name)) {
       field = as<Field>(*value);
@@ -160,24 +138,12 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const ParamState& 
 std::unique_ptr<torch::optim::OptimizerParamState> make_like_options(
     const torch::optim::OptimizerOptions& options, const ParamState& state) {
   using namespace torch::optim;
-  if (typeid(options) == typeid(SGDOptions)) {
-    return make_state<SGDParamState>(state);
-  }
-  if (typeid(options) == typeid(AdamOptions)) {
-    return make_state<AdamParamState>(state);
-  }
-  if (typeid(options) == typeid(AdamWOptions)) {
-    return make_state<AdamWParamState>(state);
-  }
-  if (typeid(options) == typeid(AdagradOptions)) {
-    return make_state<AdagradParamState>(state);
-  }
-  if (typeid(options) == typeid(RMSpropOptions)) {
-    return make_state<RMSpropParamState>(state);
-  }
-  if (typeid(options) == typeid(LBFGSOptions)) {
-    return make_state<LBFGSParamState>(state);
-  }
+  if (typeid(options) == typeid(SGDOptions)) return make_state<SGDParamState>(state);
+  if (typeid(options) == typeid(AdamOptions)) return make_state<AdamParamState>(state);
+  if (typeid(options) == typeid(AdamWOptions)) return make_state<AdamWParamState>(state);
+  if (typeid(options) == typeid(AdagradOptions)) return make_state<AdagradParamState>(state);
+  if (typeid(options) == typeid(RMSpropOptions)) return make_state<RMSpropParamState>(state);
+  if (typeid(options) == typeid(LBFGSOptions)) return make_state<LBFGSParamState>(state);
   return nullptr;
 }
 
@@ -185,9 +151,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_like_options(
 
 void put_value(const std::string& name, const c10::IValue& value, ParamState& state) {
   if (value.isTensor()) {
-    if (value.toTensor().defined()) {
-      state.tensors[name] = value.toTensor();
-    }
+    if (value.toTensor().defined()) state.tensors[name] = value.toTensor();
   } else if (value.isInt()) {
     state.scalars[name] = value.toInt();
   } else if (value.isDouble()) {
@@ -203,13 +167,9 @@ void put_value(const std::string& name, const c10::IValue& value, ParamState& st
 
 std::optional<ParamState> read_serialized(const torch::optim::OptimizerParamState& object) {
   const auto values = optim::to_values(object);
-  if (!values) {
-    return std::nullopt;
-  }
+  if (!values) return std::nullopt;
   ParamState state;
-  for (const auto& [name, value] : *values) {
-    put_value(name, value, state);
-  }
+  for (const auto& [name, value] : *values) put_value(name, value, state);
   return state;
 }
 
@@ -232,9 +192,7 @@ void fill_serialized(const ParamState& state, torch::optim::OptimizerParamState&
   }
   for (const auto& [name, tensor] : state.tensors) {
     const auto list = values.find(name.substr(0, name.rfind('.')));
-    if (list == values.end() || !list->second.isTensorList()) {
-      values[name] = tensor;
-    }
+    if (list == values.end() || !list->second.isTensorList()) values[name] = tensor;
   }
   try {
     optim::from_values(values, object);
@@ -250,9 +208,7 @@ StateAdapter serializing_adapter(
     std::function<std::unique_ptr<torch::optim::OptimizerParamState>()> make_empty) {
   StateAdapter adapter;
   adapter.read = [](const torch::optim::OptimizerParamState& object) {
-    if (auto state = read_serialized(object)) {
-      return *std::move(state);
-    }
+    if (auto state = read_serialized(object)) return *std::move(state);
     throw unreadable(object);
   };
   adapter.make = [make_empty = std::move(make_empty)](const ParamState& state) {
@@ -266,21 +222,14 @@ StateAdapter serializing_adapter(
 std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer,
                                     const at::Tensor& param) {
   const auto found = optimizer.state().find(compat::state_key(param));
-  if (found == optimizer.state().end() || !found->second) {
-    return std::nullopt;
-  }
+  if (found == optimizer.state().end() || !found->second) return std::nullopt;
   const auto& object = *found->second;
-  if (const auto adapter = optim::declared_adapter(optimizer)) {
-    return adapter->read(object);
-  }
+  if (const auto adapter = optim::declared_adapter(optimizer)) return adapter->read(object);
   std::optional<ParamState> state;
-  if (optim::with_state(object, [&state](const auto& typed) { state = read_state(typed); })) {
+  if (optim::with_state(object, [&state](const auto& typed) { state = read_state(typed); }))
     return state;
-  }
   state = read_serialized(object);
-  if (!state) {
-    throw unreadable(object);
-  }
+  if (!state) throw unreadable(object);
   return state;
 }
 
@@ -334,14 +283,9 @@ void add_param_group(torch::optim::Optimizer& optimizer,
                      const torch::optim::OptimizerParamGroup& group) {
   optimizer.add_param_group(group);
   auto& added = optimizer.param_groups().back();
-  if (group.has_options()) {
-    copy_options(group, added);
-  }
-  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer) != nullptr) {
-    for (const auto& param : added.params()) {
-      clear_state(optimizer, param);
-    }
-  }
+  if (group.has_options()) copy_options(group, added);
+  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer) != nullptr)
+    for (const auto& param : added.params()) clear_state(optimizer, param);
 }
 
 }  // namespace tessera

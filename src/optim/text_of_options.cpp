@@ -8,9 +8,8 @@ std::string text_of_options(const OptionMap& options) {
     text += (text.empty() ? "" : " ") + name + " " + to_string(value);
   };
   if (const auto lr = options.find("lr"); lr != options.end()) add("lr", lr->second);
-  for (const auto& [name, value] : options) {
+  for (const auto& [name, value] : options)
     if (name != "lr") add(name, value);
-  }
   return text;
 }
 

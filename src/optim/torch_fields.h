@@ -54,9 +54,8 @@ void visit_options(Options& o, Visit&& visit) {
     visit("history_size", o.history_size(), "updates that are kept", kAtLeastOne);
     visit("line_search_fn", o.line_search_fn(), "line search; null: none", Range{});
   }
-  if constexpr (!is_one_of<Options, LBFGSOptions>) {
+  if constexpr (!is_one_of<Options, LBFGSOptions>)
     visit("weight_decay", o.weight_decay(), "weight decay", kNotNegative);
-  }
 }
 
 template <class State, class Visit>

@@ -14,13 +14,11 @@ namespace tessera::optim {
 
 template <class Field>
 std::optional<OptionValue> to_option(const Field& field) {
-  if constexpr (is_one_of<Field, c10::optional<int64_t>, c10::optional<std::string>>) {
+  if constexpr (is_one_of<Field, c10::optional<int64_t>, c10::optional<std::string>>)
     return field.has_value() ? std::optional<OptionValue>(*field) : std::nullopt;
-  } else if constexpr (is_one_of<Field, std::tuple<double, double>>) {
+  else if constexpr (is_one_of<Field, std::tuple<double, double>>)
     return OptionValue(std::vector<double>{std::get<0>(field), std::get<1>(field)});
-  } else {
-    return OptionValue(field);
-  }
+  else return OptionValue(field);
 }
 
 template <class Field>

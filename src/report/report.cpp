@@ -8,9 +8,8 @@ namespace tessera {
 
 std::string html_report(const std::vector<std::string>& paths) {
   std::vector<report::RunLog> runs;
-  for (const auto& path : paths) {
+  for (const auto& path : paths)
     for (auto& run : report::read_runs(path)) runs.push_back(std::move(run));
-  }
   return std::string(
              "<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8>\n<meta name=viewport "
              "content='width=device-width, initial-scale=1'>\n<title>Training report</title>\n"

@@ -61,9 +61,8 @@ RunLog read_log(const std::string& path) {
       if (record.contains("event") && record.contains("time")) run.events.push_back(record);
     });
   }
-  if (run.series.empty() && run.events.empty()) {
+  if (run.series.empty() && run.events.empty())
     throw UsageError(path + ": it has no record of a run; expected the file that train.log names");
-  }
   return run;
 }
 
@@ -71,9 +70,8 @@ RunLog read_log(const std::string& path) {
 
 std::vector<const Json*> RunLog::events_of(const std::string& kind) const {
   std::vector<const Json*> found;
-  for (const auto& event : events) {
+  for (const auto& event : events)
     if (text(event, "event") == kind) found.push_back(&event);
-  }
   return found;
 }
 
@@ -87,9 +85,8 @@ std::vector<RunLog> read_runs(const std::string& path) {
   std::vector<std::string> logs;
   for (const auto& entry : fs::directory_iterator(path)) {
     const std::string file = entry.path().string();
-    if (entry.is_regular_file() && ends_with(file, ".jsonl") && !ends_with(file, kEvents)) {
+    if (entry.is_regular_file() && ends_with(file, ".jsonl") && !ends_with(file, kEvents))
       logs.push_back(file);
-    }
   }
   if (logs.empty()) {
     throw UsageError(path + ": the folder has no log (*.jsonl); expected the file that train.log " +

@@ -18,9 +18,8 @@ using Json = nlohmann::ordered_json;
 std::vector<double> finite_values(const RunLog& run, const std::string& name) {
   std::vector<double> values;
   if (const auto found = run.series.find(name); found != run.series.end()) {
-    for (const auto& [step, value] : found->second) {
+    for (const auto& [step, value] : found->second)
       if (std::isfinite(value)) values.push_back(value);
-    }
   }
   return values;
 }
@@ -146,9 +145,8 @@ std::string charts(const std::vector<RunLog>& runs) {
   }
   known.erase(known.begin() + (tokens ? 4 : 3));
   for (const char* name :
-       {"loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "ms", "epoch"}) {
+       {"loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "ms", "epoch"})
     others.erase(name);
-  }
   const auto marks = marks_of(runs);
   std::string html;
   for (const auto& each : known) {

@@ -18,9 +18,8 @@ double total(const Json& use) {
 std::string memory_row(const std::string& run, const std::string& name, const Json& use,
                        double largest) {
   std::string cells;
-  for (const char* kind : {"parameters", "gradients", "optimizer_state"}) {
+  for (const char* kind : {"parameters", "gradients", "optimizer_state"})
     cells += "<td class=n>" + shown_bytes(number(use, kind));
-  }
   return fmt::format(
       "<tr><td class=long>{}<td>{}{}<td class=n>{}<td><span class=bar style='width:{:.0f}px'>"
       "</span></tr>\n",
@@ -32,11 +31,9 @@ std::string memory_row(const std::string& run, const std::string& name, const Js
 
 std::string memory(const std::vector<RunLog>& runs) {
   double largest = 0;
-  for (const auto& run : runs) {
-    if (const Json* event = run.last("memory")) {
+  for (const auto& run : runs)
+    if (const Json* event = run.last("memory"))
       largest = std::max(largest, total(event->value("unsharded", Json())));
-    }
-  }
   std::string rows;
   for (const auto& run : runs) {
     const Json* event = run.last("memory");
@@ -118,9 +115,8 @@ std::string configs(const std::vector<RunLog>& runs) {
     const Json* start = run.last("start");
     options.push_back(start ? start->value("config", Json::object()) : Json::object());
     if (!options.back().is_object()) options.back() = Json::object();
-    for (const auto& [key, value] : options.back().items()) {
+    for (const auto& [key, value] : options.back().items())
       if (known.insert(key).second) keys.push_back(key);
-    }
   }
   if (keys.empty()) return "";
   std::string head = "<tr><th>Key", different, rows;

@@ -22,9 +22,8 @@ struct Scale {
 /// 1, 2 or 5 times a power of ten, so that the range has about five steps.
 double tick_step(double range) {
   const double rough = range / 5, power = std::pow(10, std::floor(std::log10(rough)));
-  for (const double factor : {1.0, 2.0, 5.0}) {
+  for (const double factor : {1.0, 2.0, 5.0})
     if (factor * power >= rough) return factor * power;
-  }
   return 10 * power;
 }
 

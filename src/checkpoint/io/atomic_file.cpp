@@ -57,13 +57,10 @@ std::string resolved(const std::string& path) {
 
 AtomicFile::AtomicFile(std::string component, const std::string& path)
     : component_(std::move(component)), path_(path), target_(resolved(path)) {
-  if (path.empty()) {
-    throw UsageError(component_ + ": the path to write to is empty");
-  }
+  if (path.empty()) throw UsageError(component_ + ": the path to write to is empty");
   struct stat status {};
-  if (::stat(target_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
+  if (::stat(target_.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
     throw UsageError(component_ + ": " + path_ + " exists and is not a regular file");
-  }
   // The temporary name is short, so without this check only the final rename would fail.
   if (::lstat(target_.c_str(), &status) != 0 && errno == ENAMETOOLONG) {
     throw UsageError(component_ + ": " + path_ + ": " + errno_text(ENAMETOOLONG) +
@@ -71,9 +68,8 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
   }
   folder_ = std::filesystem::path(target_).parent_path().string();
   folder_ = folder_.empty() ? "." : folder_;
-  if (::stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+  if (::stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode))
     throw UsageError(component_ + ": " + path_ + ": the folder " + folder_ + " does not exist");
-  }
   while (!file_) {
     temporary_ = folder_ + "/" + temporary_name();
     file_ = FileDescriptor(uninterrupted(
@@ -113,23 +109,17 @@ void AtomicFile::fail(const std::string& action) {
 }
 
 void AtomicFile::write_at(const void* from, size_t count, uint64_t offset) {
-  if (!file_.write_at(from, count, offset)) {
+  if (!file_.write_at(from, count, offset))
     fail("writing " + std::to_string(count) + " bytes at offset " + std::to_string(offset));
-  }
 }
 
 /// Syncs and closes the temporary file first, because some file systems report failed writes then.
 void AtomicFile::rename_to(const std::string& name) {
-  if (uninterrupted([&] { return ::fsync(file_.get()); }) != 0) {
-    fail("syncing to disk");
-  }
+  if (uninterrupted([&] { return ::fsync(file_.get()); }) != 0) fail("syncing to disk");
   const FileDescriptor held(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0));  // keeps the lock
-  if (!file_.close()) {
-    fail("closing");
-  }
-  if (uninterrupted([&] { return ::rename(temporary_.c_str(), name.c_str()); }) != 0) {
+  if (!file_.close()) fail("closing");
+  if (uninterrupted([&] { return ::rename(temporary_.c_str(), name.c_str()); }) != 0)
     fail("renaming the finished file into place");
-  }
 }
 
 void AtomicFile::commit() {

@@ -36,20 +36,14 @@ constexpr Pair kPairs[] = {
 }  // namespace
 
 std::optional<at::ScalarType> scalar_type(std::string_view dtype) {
-  for (const Pair& pair : kPairs) {
-    if (pair.name == dtype) {
-      return pair.type;
-    }
-  }
+  for (const Pair& pair : kPairs)
+    if (pair.name == dtype) return pair.type;
   return std::nullopt;
 }
 
 std::string dtype_name(const std::string& file, const std::string& tensor, at::ScalarType type) {
-  for (const Pair& pair : kPairs) {
-    if (pair.type == type) {
-      return std::string(pair.name);
-    }
-  }
+  for (const Pair& pair : kPairs)
+    if (pair.type == type) return std::string(pair.name);
   throw UsageError("safetensors: " + file + ": tensor " + in_quotes(tensor) + " has dtype " +
                    c10::toString(type) + ", which the format cannot hold");
 }

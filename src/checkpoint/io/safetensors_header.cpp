@@ -14,9 +14,7 @@ namespace tessera {
 
 int64_t SafetensorsEntry::numel() const {
   int64_t product = 1;
-  for (const int64_t size : shape) {
-    product *= size;
-  }
+  for (const int64_t size : shape) product *= size;
   return product;
 }
 
@@ -29,9 +27,8 @@ std::string range(const SafetensorsEntry& entry) {
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "[";
-  for (size_t i = 0; i < shape.size() && i < 16; ++i) {
+  for (size_t i = 0; i < shape.size() && i < 16; ++i)
     text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
   return text + (shape.size() > 16 ? ", …]" : "]");
 }
 
@@ -44,18 +41,15 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 // that strides fit into int64, too.
 uint64_t expected_bytes(const std::string& file, const SafetensorsEntry& entry) {
   const int bits = dtype_bits(entry.dtype);
-  if (bits == 0) {
-    refuse(file, entry, "has the unknown dtype " + in_quotes(entry.dtype));
-  }
+  if (bits == 0) refuse(file, entry, "has the unknown dtype " + in_quotes(entry.dtype));
   uint64_t strides = 1;
   bool empty = false;
   for (const int64_t size : entry.shape) {
     empty = empty || size == 0;
     if (__builtin_mul_overflow(strides, static_cast<uint64_t>(std::max<int64_t>(size, 1)),
                                &strides) ||
-        strides > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()) / 64) {
+        strides > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()) / 64)
       refuse(file, entry, "has the shape " + shape_text(entry.shape) + ", which overflows");
-    }
   }
   const uint64_t total_bits = empty ? 0 : strides * static_cast<uint64_t>(bits);
   if (total_bits % 8 != 0) {
@@ -67,9 +61,8 @@ uint64_t expected_bytes(const std::string& file, const SafetensorsEntry& entry) 
 }
 
 void check_entry(const std::string& file, const SafetensorsEntry& entry, uint64_t data_bytes) {
-  if (entry.begin > entry.end) {
+  if (entry.begin > entry.end)
     refuse(file, entry, "has data_offsets " + range(entry) + " that run backwards");
-  }
   if (entry.end > data_bytes) {
     refuse(file, entry,
            "has data_offsets " + range(entry) + " beyond the " + std::to_string(data_bytes) +
@@ -95,9 +88,8 @@ void check_cover(const std::string& file, const std::vector<SafetensorsEntry>& e
       other = " tensor ";
       other += in_quotes(before->name) + " " + range(*before);
     }
-    if (entry.begin < covered) {
+    if (entry.begin < covered)
       refuse(file, entry, "with data_offsets " + range(entry) + " overlaps" + other);
-    }
     if (entry.begin > covered) {
       refuse(file, entry,
              "with data_offsets " + range(entry) + " leaves a hole of " +
@@ -122,11 +114,8 @@ int dtype_bits(std::string_view dtype) {
       {"I64", 64},    {"U64", 64},    {"F64", 64},        {"C64", 64},        {"F8_E4M3", 8},
       {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},
       {"F6_E3M2", 6}, {"F4", 4}};
-  for (const auto& [name, bits] : kBits) {
-    if (name == dtype) {
-      return bits;
-    }
-  }
+  for (const auto& [name, bits] : kBits)
+    if (name == dtype) return bits;
   return 0;
 }
 
@@ -173,14 +162,11 @@ std::string other_format(const unsigned char (&prefix)[kSizeBytes]) {
 uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSizeBytes],
                      uint64_t file_bytes) {
   uint64_t size = 0;
-  for (size_t i = 0; i < kSizeBytes; ++i) {
-    size |= static_cast<uint64_t>(prefix[i]) << (8 * i);
-  }
+  for (size_t i = 0; i < kSizeBytes; ++i) size |= static_cast<uint64_t>(prefix[i]) << (8 * i);
   const bool beyond = file_bytes < kSizeBytes || size > file_bytes - kSizeBytes;
   const std::string other = other_format(prefix);
-  if ((size > kMaxHeaderBytes || beyond) && !other.empty()) {
+  if ((size > kMaxHeaderBytes || beyond) && !other.empty())
     throw UsageError("safetensors: " + file + ": " + other + "; expected a safetensors file");
-  }
   if (size > kMaxHeaderBytes) {
     throw UsageError("safetensors: " + file + ": header size " + std::to_string(size) +
                      " is above the format's limit of " + std::to_string(kMaxHeaderBytes) +
@@ -195,9 +181,7 @@ uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSiz
 
 Header parse_header(const std::string& file, std::string_view text, uint64_t data_bytes) {
   Header header = parse_header_json(file, text);
-  for (const SafetensorsEntry& entry : header.entries) {
-    check_entry(file, entry, data_bytes);
-  }
+  for (const SafetensorsEntry& entry : header.entries) check_entry(file, entry, data_bytes);
   std::sort(header.entries.begin(), header.entries.end(),
             [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
               return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
@@ -210,9 +194,7 @@ std::string format_header(const std::string& file, const Header& header) {
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   std::string text;
   try {
-    if (!header.metadata.empty()) {
-      json[kMetadataKey] = header.metadata;
-    }
+    if (!header.metadata.empty()) json[kMetadataKey] = header.metadata;
     text = json.dump();
     text.pop_back();
     for (const SafetensorsEntry& entry : header.entries) {
@@ -223,9 +205,7 @@ std::string format_header(const std::string& file, const Header& header) {
       const nlohmann::ordered_json value = {{"dtype", entry.dtype},
                                             {"shape", entry.shape},
                                             {"data_offsets", {entry.begin, entry.end}}};
-      if (text.size() > 1) {
-        text += ',';
-      }
+      if (text.size() > 1) text += ',';
       text += nlohmann::json(entry.name).dump();
       text += ':';
       text += value.dump();
@@ -241,9 +221,8 @@ std::string format_header(const std::string& file, const Header& header) {
                      std::to_string(kMaxHeaderBytes));
   }
   std::string prefix;
-  for (size_t i = 0; i < kSizeBytes; ++i) {
+  for (size_t i = 0; i < kSizeBytes; ++i)
     prefix += static_cast<char>(text.size() >> (8 * i) & 0xff);
-  }
   return prefix + text;
 }
 

@@ -100,13 +100,11 @@ const char* HeaderHandler::expected() const {
 
 void HeaderHandler::refuse(const std::string& reason) const {
   std::string where = "header";
-  if (place_ == Place::metadata_text) {
+  if (place_ == Place::metadata_text)
     where = std::string(kMetadataKey) + ", key " + in_quotes(metadata_key_);
-  } else if (place_ == Place::metadata_value || place_ == Place::metadata) {
-    where = kMetadataKey;
-  } else if (place_ >= Place::entry_value && place_ < Place::end) {
+  else if (place_ == Place::metadata_value || place_ == Place::metadata) where = kMetadataKey;
+  else if (place_ >= Place::entry_value && place_ < Place::end)
     where = "tensor " + in_quotes(header_.entries.back().name);
-  }
   throw UsageError("safetensors: " + file_ + ": " + where + ": " + reason);
 }
 
@@ -119,9 +117,7 @@ bool HeaderHandler::null() {
 bool HeaderHandler::number_unsigned(number_unsigned_t value) {
   const std::string text = "the number " + std::to_string(value);
   if (place_ == Place::shape) {
-    if (value > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
-      unexpected(text);
-    }
+    if (value > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) unexpected(text);
     entry().shape.push_back(static_cast<int64_t>(value));
     return true;
   }
@@ -139,9 +135,7 @@ bool HeaderHandler::string(string_t& value) {
     return true;
   }
   if (place_ == Place::dtype) {
-    if (dtype_bits(value) == 0) {
-      refuse("unknown dtype " + in_quotes(value));
-    }
+    if (dtype_bits(value) == 0) refuse("unknown dtype " + in_quotes(value));
     entry().dtype = value;
     place_ = Place::entry;
     return true;
@@ -185,20 +179,15 @@ bool HeaderHandler::key(string_t& value) {
   if (place_ == Place::entry) {
     entry_key(value);
   } else if (place_ == Place::metadata) {
-    if (header_.metadata.count(value) != 0) {
-      refuse("the key " + in_quotes(value) + " occurs twice");
-    }
+    if (header_.metadata.count(value) != 0) refuse("the key " + in_quotes(value) + " occurs twice");
     metadata_key_ = value;
     place_ = Place::metadata_text;
   } else if (value == kMetadataKey) {
-    if (std::exchange(has_metadata_, true)) {
+    if (std::exchange(has_metadata_, true))
       refuse(std::string("the key \"") + kMetadataKey + "\" occurs twice");
-    }
     place_ = Place::metadata_value;
   } else {
-    if (!names_.insert(value).second) {
-      refuse("the tensor " + in_quotes(value) + " occurs twice");
-    }
+    if (!names_.insert(value).second) refuse("the tensor " + in_quotes(value) + " occurs twice");
     header_.entries.emplace_back().name = value;
     has_dtype_ = has_shape_ = has_offsets_ = false;
     offsets_seen_ = 0;
@@ -222,9 +211,7 @@ void HeaderHandler::entry_key(const std::string& name) {
   } else {
     refuse("unknown key " + in_quotes(name) + " (known: dtype, shape, data_offsets)");
   }
-  if (std::exchange(*seen, true)) {
-    refuse("the key \"" + name + "\" occurs twice");
-  }
+  if (std::exchange(*seen, true)) refuse("the key \"" + name + "\" occurs twice");
   place_ = next;
 }
 
@@ -242,9 +229,8 @@ bool HeaderHandler::start_array(std::size_t) {
 }
 
 bool HeaderHandler::end_array() {
-  if (place_ == Place::offsets && offsets_seen_ != 2) {
+  if (place_ == Place::offsets && offsets_seen_ != 2)
     refuse("data_offsets has " + std::to_string(offsets_seen_) + " numbers, two are expected");
-  }
   place_ = Place::entry;
   return true;
 }
@@ -258,9 +244,8 @@ bool HeaderHandler::parse_error(std::size_t position, const std::string&,
 }  // namespace
 
 Header parse_header_json(const std::string& file, std::string_view text) {
-  if (text.empty() || text.front() != '{') {
+  if (text.empty() || text.front() != '{')
     throw UsageError("safetensors: " + file + ": the header must begin with '{'");
-  }
   // The lexer would treat a zero byte as the end of its input. JSON has no zero bytes.
   if (const size_t zero = text.find('\0'); zero != std::string_view::npos) {
     throw UsageError("safetensors: " + file +

@@ -45,9 +45,7 @@ void SafetensorsFile::Impl::read_header(uint64_t size) {
   read(text.data(), text.size(), sizeof prefix);
   data_begin = sizeof prefix + text.size();
   header = safetensors::parse_header(path, text, size - data_begin);
-  for (size_t i = 0; i < header.entries.size(); ++i) {
-    index.emplace(header.entries[i].name, i);
-  }
+  for (size_t i = 0; i < header.entries.size(); ++i) index.emplace(header.entries[i].name, i);
 }
 
 void SafetensorsFile::Impl::read(void* to, size_t count, uint64_t offset) const {
@@ -97,9 +95,7 @@ bool SafetensorsFile::contains(const std::string& name) const {
 std::vector<std::string> SafetensorsFile::names() const {
   std::vector<std::string> names;
   names.reserve(entries().size());
-  for (const SafetensorsEntry& entry : entries()) {
-    names.push_back(entry.name);
-  }
+  for (const SafetensorsEntry& entry : entries()) names.push_back(entry.name);
   return names;
 }
 
@@ -115,9 +111,8 @@ const SafetensorsEntry& SafetensorsFile::info(const std::string& name) const {
 at::Tensor SafetensorsFile::load(const std::string& name) const {
   const SafetensorsEntry& entry = info(name);
   at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(impl_->type_of(entry)));
-  if (entry.end > entry.begin) {
+  if (entry.end > entry.begin)
     impl_->read(tensor.data_ptr(), entry.end - entry.begin, impl_->data_begin + entry.begin);
-  }
   return tensor;
 }
 

@@ -67,9 +67,8 @@ void check_names(const std::string& path, const std::vector<SafetensorsSpec>& te
 
 std::string shape_text(const SafetensorsSpec& spec) {
   std::string text = std::string(c10::toString(spec.dtype)) + " [";
-  for (size_t i = 0; i < spec.shape.size(); ++i) {
+  for (size_t i = 0; i < spec.shape.size(); ++i)
     text += (i == 0 ? "" : ", ") + std::to_string(spec.shape[i]);
-  }
   return text + "]";
 }
 
@@ -107,9 +106,7 @@ SafetensorsWriter::Impl::Slot& SafetensorsWriter::Impl::slot(const std::string& 
   const auto found = index.find(name);
   if (found == index.end()) {
     std::vector<std::string> names;
-    for (const Slot& known : slots) {
-      names.push_back(known.spec.name);
-    }
+    for (const Slot& known : slots) names.push_back(known.spec.name);
     throw UsageError("safetensors: " + path + ": the tensor " + in_quotes(name) +
                      " was not declared" + did_you_mean(name, names));
   }
@@ -135,9 +132,7 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
     throw UsageError(where + ": the writer " +
                      (impl_->committed ? "has committed" : "has failed before"));
   }
-  if (slot.written) {
-    throw UsageError(where + " is written twice");
-  }
+  if (slot.written) throw UsageError(where + " is written twice");
   if (!tensor.defined() || tensor.scalar_type() != slot.spec.dtype ||
       tensor.sizes() != at::IntArrayRef(slot.spec.shape)) {
     throw UsageError(where + " is declared as " + shape_text(slot.spec) + ", given is " +
@@ -162,11 +157,9 @@ void SafetensorsWriter::commit() {
   }
   std::string missing;
   int count = 0;
-  for (const Impl::Slot& slot : impl_->slots) {
-    if (!slot.written && ++count <= 5) {
+  for (const Impl::Slot& slot : impl_->slots)
+    if (!slot.written && ++count <= 5)
       missing += (count == 1 ? "" : ", ") + in_quotes(slot.spec.name);
-    }
-  }
   if (count > 0) {
     throw UsageError("safetensors: " + impl_->path + ": commit: " + std::to_string(count) +
                      " tensors were not written: " + missing + (count > 5 ? ", …" : ""));
@@ -181,15 +174,12 @@ void save_safetensors(const std::string& path,
   std::vector<SafetensorsSpec> specs;
   specs.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors) {
-    if (!tensor.defined()) {
+    if (!tensor.defined())
       throw UsageError("safetensors: " + path + ": tensor " + in_quotes(name) + " is undefined");
-    }
     specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
   SafetensorsWriter writer(path, std::move(specs), metadata);
-  for (const auto& [name, tensor] : tensors) {
-    writer.write(name, tensor);
-  }
+  for (const auto& [name, tensor] : tensors) writer.write(name, tensor);
   writer.commit();
 }
 

@@ -38,9 +38,8 @@ inline constexpr DtypeName kDtypes[] = {
 inline constexpr std::string_view kUntypedStorage = "UntypedStorage";
 
 inline bool is_dtype(std::string_view name) {
-  for (const auto& dtype : kDtypes) {
+  for (const auto& dtype : kDtypes)
     if (dtype.dtype == name || (!dtype.storage.empty() && dtype.storage == name)) return true;
-  }
   return false;
 }
 

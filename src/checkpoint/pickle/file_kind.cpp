@@ -34,9 +34,8 @@ const Magic kForeign[] = {
 std::string foreign_kind(std::string_view begin) {
   if (begin.size() > 1 && begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5)
     return std::string("is a plain pickle of Python; ") + kConvert;
-  for (const auto& magic : kForeign) {
+  for (const auto& magic : kForeign)
     if (begin.starts_with(magic.bytes)) return magic.text;
-  }
   constexpr size_t kTarMagic = 257;
   if (begin.size() > kTarMagic && begin.substr(kTarMagic, 5) == "ustar"sv)
     return "is a tar archive; unpack it, or, if PyTorch 0.1 wrote it, save it again in Python: "

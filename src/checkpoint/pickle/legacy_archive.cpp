@@ -19,10 +19,9 @@ std::unordered_map<std::string_view, uint64_t> widths_of(const Values& values) {
   for (const auto& storage : values.storages) {
     const auto& items = values.items(storage);
     uint64_t width = 0;
-    for (const auto& dtype : kDtypes) {
+    for (const auto& dtype : kDtypes)
       if (!dtype.storage.empty() && dtype.storage == values.text(values.items(items[0])[1]))
         width = dtype.bytes;
-    }
     widths.emplace(values.text(items[1]), width);
   }
   return widths;

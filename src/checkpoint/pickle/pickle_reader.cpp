@@ -212,10 +212,9 @@ class Machine {
     if (given.size() > metadata && given[metadata].kind == Kind::dict) {
       if (values_.items(given[metadata]).size() > kMaxMetadata)
         refuse("a tensor has more metadata than PyTorch writes");
-      for (const auto& value : values_.items(given[metadata])) {
+      for (const auto& value : values_.items(given[metadata]))
         if (value.kind == Kind::boolean && value.integer != 0)
           forbid("a tensor with a conjugate or negative bit");
-      }
     }
     std::vector<Value> items(given.begin(), given.begin() + 4);
     if (v3) items.push_back(given[6]);

@@ -61,9 +61,8 @@ struct Values {
   const Value* find(const Value& dict, std::string_view key) const {
     const Value* found = nullptr;
     const auto& pairs = items(dict);
-    for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
+    for (size_t i = 0; i + 1 < pairs.size(); i += 2)
       if (pairs[i].kind == Kind::text && text(pairs[i]) == key) found = &pairs[i + 1];
-    }
     return found;
   }
 };

@@ -48,9 +48,8 @@ constexpr int64_t kShortestRunBytes = 256;
 /// The dimensions that move in the storage, the one with the largest stride first.
 std::vector<size_t> dimensions_by_stride(const TorchTensor& tensor) {
   std::vector<size_t> order;
-  for (size_t i = 0; i < tensor.shape.size(); ++i) {
+  for (size_t i = 0; i < tensor.shape.size(); ++i)
     if (tensor.shape[i] > 1 && tensor.strides[i] > 0) order.push_back(i);
-  }
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return tensor.strides[a] > tensor.strides[b]; });
   return order;

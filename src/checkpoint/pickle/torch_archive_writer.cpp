@@ -66,12 +66,11 @@ void TorchArchiveWriter::commit() {
 }
 
 DtypeName dtype_name_of(const std::string& where, at::ScalarType type) {
-  for (const auto& name : kDtypes) {
+  for (const auto& name : kDtypes)
     if (safetensors::scalar_type(name.entry) == type ||
         (name.entry == "C128" && type == at::kComplexDouble) ||
         (name.entry == "C32" && type == at::kComplexHalf))
       return name;
-  }
   throw UsageError(where + "has dtype " + c10::toString(type) + ", which Tessera does not write");
 }
 

@@ -74,9 +74,8 @@ void TorchFileWriter::write(const std::string& name, const at::Tensor& tensor) {
 
 void TorchFileWriter::commit() {
   std::vector<std::string> missing;
-  for (const auto& slot : impl_->slots) {
+  for (const auto& slot : impl_->slots)
     if (!slot.written) missing.push_back(in_quotes(slot.spec.name));
-  }
   if (!missing.empty()) {
     const size_t count = missing.size();
     missing.resize(std::min<size_t>(count, 5));

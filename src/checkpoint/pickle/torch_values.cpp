@@ -73,9 +73,8 @@ class Walk {
     enter(depth);
     if (value.kind == Kind::tensor) return true;
     if (!is_container(value)) return false;
-    for (const auto& item : values_.items(value)) {
+    for (const auto& item : values_.items(value))
       if (has_tensor(item, depth + 1)) return true;
-    }
     return false;
   }
 
@@ -198,10 +197,9 @@ DtypeName dtype_of(const std::string& where, const Values& values,
   const bool untyped = items.size() > 4;
   const auto type = values.items(untyped ? items[4] : values.items(items[0])[0]);
   const auto name = values.text(type[1]);
-  for (const auto& dtype : kDtypes) {
+  for (const auto& dtype : kDtypes)
     if (untyped ? dtype.dtype == name : !dtype.storage.empty() && dtype.storage == name)
       return dtype;
-  }
   throw UsageError(where + "has no dtype that PyTorch writes: " + in_quotes(std::string(name)));
 }
 
@@ -250,10 +248,9 @@ void measure(const std::string& where, TorchTensor& tensor) {
 
 std::string dicts_of(const Values& values, const Value& dict) {
   std::vector<std::string> names;
-  for (size_t i = 0; i + 1 < values.items(dict).size() && names.size() < 10; i += 2) {
+  for (size_t i = 0; i + 1 < values.items(dict).size() && names.size() < 10; i += 2)
     if (values.items(dict)[i + 1].kind == Kind::dict)
       names.push_back(in_quotes(key_text(values, values.items(dict)[i])));
-  }
   return names.empty() ? "it has no dicts"
                        : fmt::format("its dicts are {}", fmt::join(names, ", "));
 }

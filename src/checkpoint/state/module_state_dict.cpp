@@ -27,21 +27,18 @@ std::string listed(const std::vector<std::string>& names) {
 /// The module's own tensors.
 ModuleStateDict tensors_of(const torch::nn::Module& module) {
   ModuleStateDict tensors;
-  for (const auto& [name, parameter] : named_parameters(module)) {
+  for (const auto& [name, parameter] : named_parameters(module))
     if (parameter.defined()) tensors.emplace_back(name, parameter);
-  }
-  for (const auto& buffer : module.named_buffers(true)) {
+  for (const auto& buffer : module.named_buffers(true))
     if (buffer.value().defined()) tensors.emplace_back(buffer.key(), buffer.value());
-  }
   return tensors;
 }
 
 /// All names of each parameter and buffer, by the tensor: tied ones have several.
 std::map<const void*, std::vector<std::string>> all_names(const torch::nn::Module& module) {
   std::map<const void*, std::vector<std::string>> names;
-  for (const auto& items : {module.named_parameters(true), module.named_buffers(true)}) {
+  for (const auto& items : {module.named_parameters(true), module.named_buffers(true)})
     for (const auto& item : items) names[item.value().unsafeGetTensorImpl()].push_back(item.key());
-  }
   return names;
 }
 
@@ -84,9 +81,8 @@ WeightsMatch detail::match_entries(const torch::nn::Module& module, const std::s
       there.erase(found);
     }
     if (from.empty()) missing.push_back(name);
-    for (const auto& other : names) {
+    for (const auto& other : names)
       if (!from.empty()) match.names.emplace(other, from);
-    }
   }
   for (const auto& [name, entry] : there) unexpected.push_back(name);
   if (strict && (!missing.empty() || !unexpected.empty())) {

@@ -60,10 +60,9 @@ OptimizerStateDict read_dict(const SafetensorsFile& file, const json& value) {
 
 void save_optimizer_state(const OptimizerStateDict& dict, const std::string& path) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (const auto& [parameter, state] : dict.state) {
+  for (const auto& [parameter, state] : dict.state)
     for (const auto& [key, tensor] : state.tensors)
       tensors.emplace_back(tensor_name(parameter, key), tensor);
-  }
   std::string description;
   try {
     description = description_of(dict).dump();

@@ -54,9 +54,8 @@ struct TorchOptimizerStateFile::Impl {
     if (pickle::is_optimizer_state(values(), dict)) return dict;
     std::vector<Value> found;
     if (key.empty() && dict.kind == Kind::dict) {
-      for (const auto& item : values().items(dict)) {
+      for (const auto& item : values().items(dict))
         if (pickle::is_optimizer_state(values(), item)) found.push_back(item);
-      }
     }
     if (found.size() != 1)
       refuse(fmt::format("{} dicts with state and param_groups{}; expected one, name it",
@@ -136,9 +135,8 @@ struct TorchOptimizerStateFile::Impl {
       refuse(fmt::format("it has {} parameters, given are the names of {}", own_names.size(),
                          parameters.size()));
     std::vector<std::string> result = parameters;
-    for (size_t i = 0; i < result.size(); ++i) {
+    for (size_t i = 0; i < result.size(); ++i)
       if (!own_names[i].empty()) result[i] = own_names[i];
-    }
     return result;
   }
 

@@ -46,9 +46,8 @@ std::string Checkpoint::Impl::older_ones() const {
   if (!own) return "";
   const std::string parent = self.has_parent_path() ? self.parent_path().string() : ".";
   std::string names;
-  for (const int64_t step : store::committed_steps(parent)) {
+  for (const int64_t step : store::committed_steps(parent))
     if (step < *own) names = store::step_name(step) + (names.empty() ? "" : ", ") + names;
-  }
   return names.empty() ? "; there is no older checkpoint in " + parent
                        : fmt::format("; older checkpoints in {}: {}", parent, names);
 }
@@ -274,9 +273,8 @@ void Checkpoint::Impl::verify_share(int rank, int ranks) const {
       continue;
     }
     tensors(file.name);
-    for (const auto& [name, digest] : file.tensors) {
+    for (const auto& [name, digest] : file.tensors)
       if (mine()) verify_tensor(file, name, digest);
-    }
   }
 }
 

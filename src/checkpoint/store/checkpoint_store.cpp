@@ -31,9 +31,8 @@ void check(const std::string& folder, const CheckpointStoreOptions& options) {
 
 void check_reachable(const std::string& folder) {
   struct stat status {};
-  if (::stat(folder.c_str(), &status) != 0) {
+  if (::stat(folder.c_str(), &status) != 0)
     throw UsageError(fmt::format("checkpoint: {}: {}", folder, errno_text(errno)));
-  }
   if (!S_ISDIR(status.st_mode))
     throw UsageError(fmt::format("checkpoint: {} is not a folder", folder));
   if (::access(folder.c_str(), W_OK | X_OK) != 0) {

@@ -73,9 +73,8 @@ void prune(const std::string& folder, int64_t written, const CheckpointStoreOpti
     settle_replaced(folder, written);
     const auto steps = committed_steps(folder);
     for (const int64_t old : expired(steps, written, options.keep_last, options.keep_every,
-                                     unsound_steps(folder, steps))) {
+                                     unsound_steps(folder, steps)))
       remove_checkpoint(folder, old);
-    }
   } catch (const std::exception& error) {
     spdlog::warn("tessera: checkpoint: step {} is committed, but pruning older ones failed: {}",
                  written, error.what());

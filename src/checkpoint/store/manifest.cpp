@@ -40,10 +40,9 @@ SliceRecord slice_from_json(const json& value) {
                     value.value("following", std::vector<std::string>()),
                     value.value("whole", std::vector<std::string>()),
                     {}};
-  if (value.contains("scalars")) {
+  if (value.contains("scalars"))
     for (const auto& item : value.at("scalars").items())
       slice.scalars[item.key()] = scalar_from_json(item.value());
-  }
   check_range(slice);
   return slice;
 }
@@ -100,9 +99,8 @@ std::string dumped(const json& value, int indent) {
 
 Manifest parse_body(const std::string& body) {
   const json value = json::parse(body + "\n}");
-  if (const std::string format = value.at("format"); format != kFormat) {
+  if (const std::string format = value.at("format"); format != kFormat)
     throw UsageError("its format is " + safetensors::in_quotes(format) + ", expected " + kFormat);
-  }
   if (const int version = value.at("version"); version != kManifestVersion) {
     throw UsageError(
         fmt::format("its version is {}; this Tessera reads version {}", version, kManifestVersion));
@@ -127,9 +125,8 @@ std::string writer_text(const FileRecord& file) {
 
 std::string unsound_text(const std::vector<FileRecord>& files) {
   std::string text;
-  for (const auto& file : files) {
+  for (const auto& file : files)
     for (const auto& tensor : file.nonfinite) text += file.name + ": " + tensor + "\n";
-  }
   return text;
 }
 
@@ -150,9 +147,8 @@ namespace {
 bool are_dense(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
   if (shape.size() != strides.size()) return false;
   std::vector<std::pair<int64_t, int64_t>> by_stride;
-  for (size_t i = 0; i < shape.size(); ++i) {
+  for (size_t i = 0; i < shape.size(); ++i)
     if (shape[i] != 1) by_stride.emplace_back(strides[i], shape[i]);
-  }
   std::sort(by_stride.begin(), by_stride.end());
   int64_t expected = 1;
   return std::all_of(by_stride.begin(), by_stride.end(), [&](const auto& dimension) {
@@ -226,12 +222,10 @@ Manifest manifest_from_text(std::string_view text) {
   const std::string_view end = text.substr(text.size() - trailer);
   const std::string body(text.substr(0, text.size() - trailer));
   if (end.substr(0, kTrailerBegin.size()) != kTrailerBegin ||
-      end.substr(trailer - kTrailerEnd.size()) != kTrailerEnd) {
+      end.substr(trailer - kTrailerEnd.size()) != kTrailerEnd)
     throw UsageError("it does not end with its digest: it is cut short or damaged");
-  }
-  if (end.substr(kTrailerBegin.size(), kDigestLength) != digest_of(body)) {
+  if (end.substr(kTrailerBegin.size(), kDigestLength) != digest_of(body))
     throw UsageError("its digest does not match its contents: it is damaged");
-  }
   try {
     return parse_body(body);
   } catch (const json::exception& error) {

@@ -130,10 +130,9 @@ void Checkpoint::Impl::find_holders(ProcessGroup group) {
     return;
   std::vector<std::vector<int>> holders(manifest.files.size());
   for (size_t i = 0; i < holders.size(); ++i) {
-    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (size_t rank = 0; rank < ranks.size(); ++rank)
       if (ranks[rank].empty() || ranks[rank][i] == '1')
         holders[i].push_back(static_cast<int>(rank));
-    }
     if (!holders[i].empty()) continue;
     const auto& file = manifest.files[i];
     throw CheckpointDamagedError(fmt::format(

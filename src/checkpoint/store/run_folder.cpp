@@ -97,9 +97,8 @@ std::vector<std::string> versions_of(const std::string& path) {
   const fs::path parent = own.has_parent_path() ? own.parent_path() : ".";
   if (is_there(path)) versions.push_back(path);
   if (!step) return versions;
-  for (const auto& name : names_in(parent.string())) {
+  for (const auto& name : names_in(parent.string()))
     if (step_of_hidden(name, kReplaced) == step) versions.push_back((parent / name).string());
-  }
   return versions;
 }
 
@@ -134,10 +133,9 @@ std::vector<int64_t> committed_steps(const std::string& folder) {
 
 std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps) {
   std::set<int64_t> unsound;
-  for (const int64_t step : steps) {
+  for (const int64_t step : steps)
     if (is_there(readable_version(folder + "/" + step_name(step)) + "/" + kUnsoundName))
       unsound.insert(step);
-  }
   return unsound;
 }
 

@@ -116,11 +116,9 @@ at::Tensor Assembly::reordered(const at::Tensor& whole) const {
 /// A slice with exactly this range if there is one, so that a rank with the same range as before
 /// gets its own state back. Otherwise the slices that cover the range.
 std::vector<Part> Assembly::parts() const {
-  for (const auto& slice : saved_) {
-    if (slice.record->begin == range_.begin && slice.record->numel == range_.numel) {
+  for (const auto& slice : saved_)
+    if (slice.record->begin == range_.begin && slice.record->numel == range_.numel)
       return {{slice, range_.begin, range_.begin + range_.numel}};
-    }
-  }
   // An empty range of a parameter with elements still needs the tensors that are kept whole.
   if (range_.numel == 0)
     return {{saved_.front(), saved_.front().record->begin, saved_.front().record->begin}};

@@ -41,13 +41,11 @@ void load_shard(const TensorSource& weights, const std::string& name, const Para
   materialize(shard.tensor);  // system calls cannot write to deferred memory
   const at::Tensor to = shard.tensor.detach();
   const bool same = to.device().is_cpu() && to.scalar_type() == weights.scalar_type(name);
-  if (same && to.is_contiguous() && row_major(shard)) {
+  if (same && to.is_contiguous() && row_major(shard))
     weights.load_slice(name, shard.begin, shard.numel, to);
-  } else if (to.is_non_overlapping_and_dense()) {
+  else if (to.is_non_overlapping_and_dense())
     sharding::in_memory_order(to).copy_(read(weights, name, shard));
-  } else {
-    to.copy_(weights.load(name));  // a whole parameter with gaps
-  }
+  else to.copy_(weights.load(name));  // a whole parameter with gaps
 }
 
 void check_equal_shards(const TensorSource& weights, const std::string& first,

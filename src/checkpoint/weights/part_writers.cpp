@@ -30,10 +30,9 @@ void PartWriters::write(size_t i, const at::Tensor& tensor) {
 }
 
 void PartWriters::commit() {
-  for (auto& writer : writers_) {
+  for (auto& writer : writers_)
     if (writer.torch) writer.torch->commit();
     else writer.safetensors->commit();
-  }
 }
 
 }  // namespace tessera

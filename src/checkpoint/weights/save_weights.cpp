@@ -68,9 +68,8 @@ void save_weights(const ProcessGroup& group, const std::string& path,
     name_parts(parts, ProcessGroup(group).broadcast_bytes(tag, 0));
   }
   agree(group, [&] {
-    for (const auto& part : parts) {
+    for (const auto& part : parts)
       if (part.rank == group.rank()) writers.begin(part);
-    }
   });
   // Every rank must take part in all gathers, so the first error waits until they are done.
   std::exception_ptr failure;

@@ -168,9 +168,8 @@ std::vector<WeightsPart> divide_weights(const std::vector<SafetensorsSpec>& tens
   for (const size_t i : order) give(*std::min_element(parts.begin(), parts.end(), less), i);
   while (parts.size() > 1 && parts.back().tensors.empty()) parts.pop_back();
   parts = cut_parts(tensors, parts, max_bytes);
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < parts.size(); ++i)
     parts[i].file = fmt::format("model-{:05d}-of-{:05d}{}", i + 1, parts.size(), kFileSuffix);
-  }
   return parts;
 }
 

@@ -162,9 +162,8 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
 
 std::vector<TensorDifference> compare_weights(const Weights& first, const Weights& second) {
   std::set<std::string> names;
-  for (const auto* weights : {&first, &second}) {
+  for (const auto* weights : {&first, &second})
     for (const auto& entry : weights->entries()) names.insert(entry.name);
-  }
   std::vector<TensorDifference> differences;
   for (const auto& name : names) {
     auto& difference = differences.emplace_back();

@@ -97,12 +97,10 @@ void Mux::add_polled(std::vector<pollfd>& polled) {
 }
 
 void Mux::handle(const pollfd* first) {
-  for (Stream* stream : polled_streams_) {
+  for (Stream* stream : polled_streams_)
     if ((first++)->revents != 0) read_some(*stream);
-  }
-  for (Sink* sink : polled_sinks_) {
+  for (Sink* sink : polled_sinks_)
     if ((first++)->revents != 0) console_.write_some(*sink);
-  }
   for (Sink* sink : console_.sinks()) sink->tick(Clock::now());
 }
 

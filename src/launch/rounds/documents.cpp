@@ -74,10 +74,9 @@ std::optional<NodeDocument> NodeDocument::decode(std::string bytes) {
 }
 
 int Order::place_of(const NodeDocument& launcher) const {
-  for (size_t i = 0; i < nodes.size(); ++i) {
+  for (size_t i = 0; i < nodes.size(); ++i)
     if (nodes[i] == launcher.node && incarnations[i] == launcher.incarnation)
       return static_cast<int>(i);
-  }
   return -1;
 }
 

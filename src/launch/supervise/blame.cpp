@@ -16,9 +16,8 @@ using Ranks = std::vector<RankState>;
 
 std::vector<Exit> failures_of(const Ranks& ranks) {
   std::vector<Exit> failures;
-  for (const RankState& state : ranks) {
+  for (const RankState& state : ranks)
     if (state.exit && state.exit->failed()) failures.push_back(*state.exit);
-  }
   std::sort(failures.begin(), failures.end(),
             [](const Exit& a, const Exit& b) { return a.order < b.order; });
   return failures;
@@ -92,20 +91,16 @@ Named follow(const Ranks& ranks, const std::vector<Exit>& failures) {
       result.any = true;
       if (!seen.insert(rank).second) continue;
       const RankState* state = find(ranks, rank);
-      if (!state) {
-        result.elsewhere.insert(rank);
-      } else if (!state->exit || !state->exit->failed()) {
-        result.here.push_back(state);
-      }
+      if (!state) result.elsewhere.insert(rank);
+      else if (!state->exit || !state->exit->failed()) result.here.push_back(state);
     }
   }
   return result;
 }
 
 const RankState* first_stopped(const std::vector<const RankState*>& states) {
-  for (const RankState* state : states) {
+  for (const RankState* state : states)
     if (state->stopped_by != 0) return state;
-  }
   return nullptr;
 }
 
@@ -139,9 +134,8 @@ std::optional<Cause> find_cause(const std::vector<RankState>& ranks, bool final)
 
   // The names may be wrong, if the ranks could not reach their store.
   if (const auto* state = first_stopped(all)) return of_rank(Kind::stopped, *state, first);
-  for (const RankState* state : named.here) {
+  for (const RankState* state : named.here)
     if (!state->exit) return of_rank(Kind::late, *state, first);
-  }
   Cause cause = of_exit(named.elsewhere.empty() ? Kind::unknown : Kind::elsewhere, first);
   cause.others.assign(named.elsewhere.begin(), named.elsewhere.end());
   return cause;

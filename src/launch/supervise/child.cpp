@@ -46,11 +46,8 @@ void default_signals() {
 /// FD_CLOEXEC. The launcher passes 0, 1 and 2 only for themselves, otherwise numbers above 2, so no
 /// descriptor is overwritten before it is placed.
 void place(int from, int to) {
-  if (from == to) {
-    fcntl(to, F_SETFD, 0);
-  } else {
-    dup2(from, to);
-  }
+  if (from == to) fcntl(to, F_SETFD, 0);
+  else dup2(from, to);
 }
 
 UsageError refused(const std::string& resource, int rank, int error) {
@@ -125,9 +122,8 @@ Child::Child(const ChildSpec& spec) {
   {
     const BlockedSignals blocked;
     pid_ = fork();
-    if (pid_ == 0) {
+    if (pid_ == 0)
       become(spec, arguments.data(), environment.data(), launcher, writer.get(), blocked.former());
-    }
   }
   if (pid_ < 0) throw refused("process", spec.rank, errno);
   // Called in both processes, so that the group exists whichever of them runs first.

@@ -173,13 +173,9 @@ void Supervisor::report_stopped() {
 std::optional<Clock::time_point> Supervisor::end_of_stop() const {
   std::optional<Clock::time_point> first;
   bool others = false;
-  for (const Rank& rank : ranks_) {
-    if (!rank.stopped_since || rank.exit) {
-      others = true;
-    } else if (!first || *rank.stopped_since < *first) {
-      first = rank.stopped_since;
-    }
-  }
+  for (const Rank& rank : ranks_)
+    if (!rank.stopped_since || rank.exit) others = true;
+    else if (!first || *rank.stopped_since < *first) first = rank.stopped_since;
   if (!first || !others || phase_ != Phase::Running) return std::nullopt;
   return *first + around_.options.stopped_timeout;
 }

@@ -52,9 +52,8 @@ void detach(int pipe) {
     if (got < 0 && errno != EINTR) break;
     if (got < 0) continue;
     text.append(buffer, got);
-    for (size_t end; (end = text.find('\0')) != std::string::npos; text.erase(0, end + 1)) {
+    for (size_t end; (end = text.find('\0')) != std::string::npos; text.erase(0, end + 1))
       if (end > 0) watched.take(text.substr(0, end));
-    }
   }
   for (pid_t group : watched.groups) kill(-group, SIGKILL);
   if (!watched.folder.empty()) remove_folder(watched.folder);

@@ -54,9 +54,8 @@ std::optional<int64_t> kills_in(const std::string& path) {
 /// The error of an allocation, by malloc's callers or by libtorch on the CPU.
 bool mentions_allocation(const std::deque<std::string>& lines) {
   return std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
-    for (const char* words : {"bad_alloc", "can't allocate memory", "Cannot allocate memory"}) {
+    for (const char* words : {"bad_alloc", "can't allocate memory", "Cannot allocate memory"})
       if (line.find(words) != std::string::npos) return true;
-    }
     return false;
   });
 }

@@ -84,9 +84,8 @@ int run_attempts(const Surroundings& around) {
 /// Writes the queued output. If its reader does not read, blocks until a signal arrives.
 void flush(Console& console, SignalWatch& signals) {
   while (!console.flush(signals.fd(), std::chrono::hours(24 * 365))) {
-    for (int number : signals.take()) {
+    for (int number : signals.take())
       if (number != SIGCHLD && number != SIGTSTP && number != SIGUSR1 && number != SIGUSR2) return;
-    }
   }
 }
 
@@ -131,9 +130,8 @@ std::string own_path() {
 }
 
 void open_standard_streams() {
-  for (int fd = 0; fd < 3; ++fd) {
+  for (int fd = 0; fd < 3; ++fd)
     if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", O_RDWR);
-  }
 }
 
 int run(const LaunchOptions& options) {

@@ -86,9 +86,8 @@ void Supervisor::start_rank(int local_rank) {
 }
 
 std::optional<Program> Supervisor::failed_exec() {
-  for (Rank& rank : ranks_) {
+  for (Rank& rank : ranks_)
     if (const int error = rank.child.wait_for_exec()) return exec_failure(around_.path, error);
-  }
   return std::nullopt;
 }
 
@@ -115,16 +114,14 @@ void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
     polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
   mux_.add_polled(polled);
   if (around_.meeting) polled.push_back({around_.meeting->fd(), POLLIN, 0});
-  if (poll(polled.data(), polled.size(), poll_timeout()) < 0) {
+  if (poll(polled.data(), polled.size(), poll_timeout()) < 0)
     for (pollfd& entry : polled) entry.revents = 0;
-  }
 }
 
 int Supervisor::poll_timeout() const {
   auto next = deadline_;
-  for (const auto& other : {mux_.deadline(), end_of_stop()}) {
+  for (const auto& other : {mux_.deadline(), end_of_stop()})
     if (other && (!next || *other < *next)) next = other;
-  }
   if (!next) return -1;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
@@ -255,15 +252,10 @@ Outcome Supervisor::outcome() const {
   result.ordered = ordered_;
   result.interrupted = stop_requested_at_.has_value() || interrupted_by_ != 0;
   result.cause = cause_;
-  if (phase_ == Phase::Killing && interrupted_by_) {
-    result.exit_code = 128 + interrupted_by_;
-  } else if (cause_) {
-    result.exit_code = cause_->exit_code();
-  } else if (ordered_) {
-    result.exit_code = 1;
-  } else if (phase_ == Phase::Lost) {
-    result.exit_code = 128 + SIGKILL;
-  }
+  if (phase_ == Phase::Killing && interrupted_by_) result.exit_code = 128 + interrupted_by_;
+  else if (cause_) result.exit_code = cause_->exit_code();
+  else if (ordered_) result.exit_code = 1;
+  else if (phase_ == Phase::Lost) result.exit_code = 128 + SIGKILL;
   return result;
 }
 
