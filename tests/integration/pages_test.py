@@ -105,6 +105,17 @@ class Options(Page):
         self.assertEqual(len(fields), 10)
         self.assertEqual([row for row in self.rows() if row in fields], fields, "the table has every option, in the header's order")
 
+    def test_zero(self):
+        self.read("zero.md")
+        fields = self.fields("zero_redundancy_optimizer.h", "ZeroRedundancyOptimizerOptions")
+        self.assertEqual(len(fields), 10)
+        options, refused = self.page.split("## Options that do not go together")
+        self.assertEqual(re.findall(r"(?m)^\| `(\w+)` \|", options)[:10], fields, "the table has every option, in the header's order")
+        rows = re.findall(r"(?m)^\| (`.*) \| .* \| .* \|$", refused.split("\n## ")[0])
+        self.assertLessEqual(len(rows), 12)
+        tested = (SOURCE / "tests/zero/zero_plan_test.cpp").read_text().split("kRefused{")[1].split("};")[0]
+        self.assertEqual(sum("`shard_" in row or "`share_" in row for row in rows), tested.count('"option sha') + tested.count('"share_parameters needs'))
+
     def test_sync_batch_norm(self):
         one, _, differences = self.follow("sync_batch_norm.md")
         self.whole("sync_batch_norm.cpp")
