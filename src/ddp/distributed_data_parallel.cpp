@@ -58,7 +58,7 @@ void check_options(const DistributedDataParallelOptions& options, int rank) {
 
 }  // namespace
 
-class DistributedDataParallelBase::Impl {
+class DistributedDataParallelBase::Impl : private sharding::ReductionPolicy {
  public:
   Impl(torch::nn::Module& module, ProcessGroup group, DistributedDataParallelOptions options)
       : module_(module),
@@ -103,13 +103,9 @@ class DistributedDataParallelBase::Impl {
     reducing.static_graph = options_.static_graph;
     reducing.offers_static_graph = true;
     reducing.in_background = in_background_;
-    reducer_ = std::make_unique<sharding::Reducer>(
-        group_, trainable_, make_buckets(reverse_order), reducing,
-        sharding::Reducer::Callbacks{{},
-                                     [this](size_t bucket) { start_bucket(bucket); },
-                                     [this] { finish_buckets(); },
-                                     [this] { after_backward(); },
-                                     [this] { wait(); }});
+    sharding::ReductionPolicy* const policy = this;
+    reducer_ = std::make_unique<sharding::Reducer>(group_, trainable_, make_buckets(reverse_order),
+                                                   reducing, policy);
     if (in_background_) updates_.emplace(trainable_, *reducer_->arriving());
   }
 
@@ -316,7 +312,7 @@ class DistributedDataParallelBase::Impl {
     return buckets;
   }
 
-  void start_bucket(size_t index) {
+  void start(size_t index) override {
     if (options_.overlap == Overlap::none) complete_.push_back(index);
     else reduce_bucket(index);
   }
@@ -348,12 +344,17 @@ class DistributedDataParallelBase::Impl {
     });
   }
 
-  void finish_buckets() {
+  void finish() override {
     if (reducer_->arrived().size() < trainable_.size()) check_same_parameters();
     for (const auto index : std::exchange(complete_, {})) reduce_bucket(index);
     for (auto& [bucket, work] : std::exchange(reducing_, {}))
       reducer_->arrives_with(bucket, std::move(work));
     wait_for_buckets();
+  }
+
+  void abandon() override {
+    complete_.clear();
+    wait();
   }
 
   void wait_for_buckets() {
@@ -372,7 +373,7 @@ class DistributedDataParallelBase::Impl {
   }
 
   /// All ranks are at the end of the same synchronising backward.
-  void after_backward() {
+  void finished() override {
     ++backwards_;
     uncommitted_ = true;
     if (!in_background_ || order_ != Order::last) wait();

@@ -61,18 +61,14 @@ void PackedReduction::make_reducer() {
       "is the sum over the ranks of an earlier backward, which this backward would add up again on "
       "each rank; expected zero_grad() before it, no_sync() around all backwards of a step but the "
       "last, or reduce_method \"mean\"";
-  reducer_ = std::make_unique<sharding::Reducer>(
-      lanes_[0].group, parameters_, make_buckets(), reducing,
-      sharding::Reducer::Callbacks{{},
-                                   [this](size_t bucket) { start_bucket(bucket); },
-                                   [this] { finish_backward(); },
-                                   [this] { mark_sums(); },
-                                   [this] { wait_for_buckets(); }});
+  sharding::ReductionPolicy* const policy = this;
+  reducer_ = std::make_unique<sharding::Reducer>(lanes_[0].group, parameters_, make_buckets(),
+                                                 reducing, policy);
 }
 
 /// A sum that stays in `.grad` would be summed once more by the next backward. (A mean of equal
 /// means is the same mean.)
-void PackedReduction::mark_sums() {
+void PackedReduction::finished() {
   for (size_t i = 0; !options_.mean && i < parameters_.size(); ++i) {
     if (lanes_[lane_of_[i]].group.size() > 1 && reducer_->used(i)) reducer_->mark_overwritten(i);
   }
@@ -151,7 +147,7 @@ void PackedReduction::set_join(const JoinIteration& iteration) {
   publisher_ = iteration.first_active;
 }
 
-void PackedReduction::start_bucket(size_t index) {
+void PackedReduction::start(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
   followed_[index] = follows_record(lane_of(bucket), bucket);
   if (options_.overlap) reduce_bucket(index);
@@ -168,13 +164,14 @@ void PackedReduction::reduce_bucket(size_t index) {
       "gradients of " + sharding::first_to_last(parameters_, bucket.members)));
 }
 
-void PackedReduction::wait_for_buckets() {
+void PackedReduction::abandon() {
+  complete_.clear();
   auto started = std::exchange(started_, {});
   for (auto& work : started) work.wait();
   for (auto& lane : lanes_) lane.wire->commit();
 }
 
-void PackedReduction::finish_backward() {
+void PackedReduction::finish() {
   for (const auto index : std::exchange(complete_, {})) reduce_bucket(index);
   std::vector<at::Tensor> counts;
   std::vector<Work> works;
@@ -183,7 +180,7 @@ void PackedReduction::finish_backward() {
     works.push_back(lanes_[l].group.all_reduce_async(
         counts.back(), 1, options_.describe_step(lanes_[l].parameter_group)));
   }
-  wait_for_buckets();
+  abandon();
   for (size_t l = 0; l < lanes_.size(); ++l) {
     works[l].wait();
     settle(l, counts[l].cpu());

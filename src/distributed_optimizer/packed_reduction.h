@@ -28,7 +28,7 @@ struct PackedReductionOptions {
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own
 /// process group and in packs of its own. See [Note: packs that do not count].
-class PackedReduction {
+class PackedReduction : private sharding::ReductionPolicy {
  public:
   /// One parameter group. The groups of one process group become one lane of the Reducer.
   struct Group {
@@ -92,11 +92,11 @@ class PackedReduction {
   size_t lane_of(const sharding::Bucket& bucket) const;
   double scale(const Lane& lane) const;
 
-  void start_bucket(size_t index);
+  void start(size_t index) override;
   void reduce_bucket(size_t index);
-  void finish_backward();
-  void wait_for_buckets();
-  void mark_sums();
+  void finish() override;
+  void abandon() override;
+  void finished() override;
 
   bool follows_record(size_t lane, const sharding::Bucket& bucket) const;
   at::Tensor use_and_deviations(size_t lane) const;

@@ -15,6 +15,7 @@
 #include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "zero/sharded_gradient.h"
 
 namespace tessera {
 namespace {
@@ -60,11 +61,19 @@ ZeroRedundancyOptimizer::Impl::Impl(ZeroRedundancyOptimizer& outer, ProcessGroup
                                 plan.early ? sharding::lanes_between_hosts(group) : 1)),
       shards(group, options, {zero::uses_all_parameters(factory), plan.early, plan.in_background},
              gradients, prefix()),
-      mean(group, gradients, plan.early, shards, options, prefix()),
       local(factory),
       outer_(outer),
       factory_(std::move(factory)),
-      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {}
+      beside_ddp_(the_options.reduce_gradients && !options.reduce_gradients) {
+  if (options.shard_gradients) {
+    mean = std::make_unique<zero::ShardedGradient>(group, gradients, shards, options, prefix());
+    return;
+  }
+  auto own =
+      std::make_unique<zero::StepGradient>(group, gradients, plan.early, shards, options, prefix());
+  own_gradients = own.get();
+  mean = std::move(own);
+}
 
 std::string ZeroRedundancyOptimizer::Impl::prefix() const {
   return fmt::format("{}: rank {}", kName, group.rank());
@@ -81,8 +90,8 @@ std::unique_ptr<torch::optim::OptimizerOptions> ZeroRedundancyOptimizer::Impl::d
 }
 
 void ZeroRedundancyOptimizer::Impl::add_group(Group added) {
-  mean.require_local("add_param_group was called");
-  mean.hide_placeholders();
+  mean->require_local("add_param_group was called");
+  mean->hide_placeholders();
   std::vector<sharding::NamedTensor> named;
   std::vector<at::Tensor> tensors;
   for (auto& [name, tensor] : added.parameters) {
@@ -124,7 +133,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
     shards.bump_versions();  // on rank 0 too: another optimizer's ranks see the same writes
   }
   make_local_optimizer();
-  mean.watch();
+  mean->watch();
 }
 
 /// One line for each parameter group.
@@ -253,14 +262,14 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   if (!thawed.empty()) {
     const auto& parameters = shards.parameters();
     const auto& first = parameters[thawed[0]].name;
-    mean.require_local("parameter " + first + " became trainable");
+    mean->require_local("parameter " + first + " became trainable");
     if (zero::uses_all_parameters(factory_))
       throw UsageError(sharding::thawed_text(kName, first, group.rank()));
-    if (mean.reducer()) mean.reducer()->check_cleared();
-    mean.hide_placeholders();
+    if (mean->reducer()) mean->reducer()->check_cleared();
+    mean->hide_placeholders();
     shards.place_thawed(thawed);
     make_local_optimizer();
-    mean.watch();
+    mean->watch();
     auto owned = shards.owned();
     owned.erase(std::remove_if(owned.begin(), owned.end(),
                                [&](const auto* shard) {
@@ -356,7 +365,7 @@ ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
     for (const auto& parameter : shards.parameters())
       memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
   }
-  memory.gradients = mean.bytes() + gradients.bytes();
+  memory.gradients = mean->bytes() + gradients.bytes();
   if (shards.wire()) memory.parameters += shards.wire()->bytes();
   for (const auto* shard : shards.owned()) {
     const auto state = get_state(local.get(), shard->tensor);

@@ -13,10 +13,10 @@
 #include "sharding/wrapped_parameters.h"
 #include "tessera/zero_redundancy_optimizer.h"
 #include "zero/local_optimizer.h"
-#include "zero/mean_gradient.h"
 #include "zero/norm_tracker.h"
 #include "zero/plan.h"
 #include "zero/shards/shards.h"
+#include "zero/step_gradient.h"
 
 namespace tessera {
 
@@ -68,7 +68,8 @@ class ZeroRedundancyOptimizer::Impl {
   const Options& options;  ///< Those of the plan.
   sharding::GradientWire gradients;
   zero::Shards shards;
-  zero::MeanGradient mean;
+  std::unique_ptr<zero::MeanGradient> mean;
+  zero::StepGradient* own_gradients = nullptr;  ///< `mean`, without shard_gradients.
   zero::LocalOptimizer local;
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;

@@ -35,10 +35,8 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step(const LossClosure& closure) {
   check_groups();
   check_storage();
   prepare_step();
-  if (options.shard_gradients) mean.average();  // within backward, but for what was held back
-  const bool averaged = mean.state() == zero::MeanGradient::State::averaged;
-  if (!averaged) mean.collect();
-  update(averaged);
+  mean->begin_update();
+  update(mean->averaged());
   gradients.commit();
   gradients.end_step(true);
   local.give_options_to(outer_);
@@ -86,50 +84,40 @@ void ZeroRedundancyOptimizer::Impl::update(bool averaged) {
       set_gradients(b, averaged);
     }
   }
-  if (!averaged) mean.return_gradients();
+  if (!averaged) own_gradients->end_update();
   local.get().step();  // updates the shards that have a gradient: not those updated above
   clear_shard_gradients();
-  mean.reset();
-  mean.begin_round();
+  mean->reset();
+  if (own_gradients) own_gradients->begin_round();
   shards.gather(tag, !plan.in_background);
 }
 
 void ZeroRedundancyOptimizer::Impl::prepare_step() {
   follow_trainability();
   local.take_options_of(outer_);
-  mean.check_current();
   norm.begin();
   // The first step allocates the optimizer's state, which stays. The memory that the first backward
   // has freed is returned before, so that the state does not end up in holes of the heap.
   if (!std::exchange(stepped_, true)) memory::return_freed_memory();
-  if (!options.reduce_gradients) mean.average();  // a copy of what the caller has averaged
 }
 
 /// Updates the bucket's shards with the mean gradient, run by run, as the reduce-scatter sums it.
 void ZeroRedundancyOptimizer::Impl::reduce_and_update(size_t b, FusedOptimizer& optimizer) {
   const auto& bucket = shards.buckets()[b];
   zero::BucketUpdate update(
-      optimizer, bucket, [this](size_t i) { return mean.used(i); }, 1.0 / mean.divisor,
+      optimizer, bucket, [this](size_t i) { return mean->used(i); }, 1.0 / mean->divisor,
       norm.tracking);
-  if (const auto sum = mean.early_sum(b); sum.defined()) {
-    update.consume(0, sum);
-  } else {
-    const auto feedback = mean.wire().scope(b);
-    ProcessGroup(mean.wire().group(b))
-        .reduce_scatter_each(
-            mean.flat(b), bucket.layout.counts(),
-            [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); }, 1,
-            "gradients of " + bucket.names);
-  }
+  own_gradients->reduce(
+      b, [&](int64_t offset, const at::Tensor& run) { update.consume(offset, run); });
   norm.squares += update.squares();
 }
 
 /// The bucket's shards get windows of the mean gradient as `.grad`, for the local optimizer.
 void ZeroRedundancyOptimizer::Impl::set_gradients(size_t b, bool averaged) {
-  if (!averaged) mean.reduce_to_segment(b);
-  const auto segment = mean.segment(b);
+  if (!averaged) own_gradients->reduce_to_segment(b);
+  const auto segment = mean->segment(b);
   norm.add(segment);
-  local.set_gradients(shards.buckets()[b], segment, [this](size_t i) { return mean.used(i); });
+  local.set_gradients(shards.buckets()[b], segment, [this](size_t i) { return mean->used(i); });
 }
 
 /// For optimizers that evaluate the loss as often as they like, each rank its own number of times:
@@ -160,7 +148,7 @@ at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& c
   while (any_rank_evaluates(false)) evaluate_once();
   at::NoGradGuard no_grad;
   clear_shard_gradients();
-  mean.reset();
+  mean->reset();
   shards.gather(option_text());
   gradients.commit();
   gradients.end_step(true);
@@ -187,8 +175,8 @@ at::Tensor ZeroRedundancyOptimizer::Impl::evaluate(const LossClosure& closure) {
   const auto loss = call(closure);
   at::NoGradGuard no_grad;
   norm.begin();
-  mean.reset();
-  mean.average();
+  mean->reset();
+  mean->average();
   for (size_t b = 0; b < shards.buckets().size(); ++b) set_gradients(b, true);
   auto result = loss.detach().clone();
   group.all_reduce(result, 1.0 / group.size());
@@ -202,8 +190,8 @@ void ZeroRedundancyOptimizer::Impl::clear_shard_gradients() {
 }
 
 void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
-  mean.reset();
-  mean.clear_shards(set_to_none);
+  mean->reset();
+  mean->clear(set_to_none);
   gradients.end_step(false);  // no effect after step()
   for (const auto& parameter : shards.parameters()) {
     auto tensor = parameter.tensor;
@@ -217,17 +205,13 @@ void ZeroRedundancyOptimizer::Impl::zero_grad(bool set_to_none) {
 /// On a rank without data, while the others are in a backward. Gradients that are averaged
 /// elsewhere stay as they are.
 void ZeroRedundancyOptimizer::Impl::shadow_backward() {
-  if (!mean.reducer()) return;
-  mean.hide_placeholders();
-  if (!options.shard_gradients) return zero_grad(true);
-  mean.clear_used_shards();
-  mean.reducer()->shadow();
+  if (mean->reducer() && !mean->shadow()) zero_grad(true);
 }
 
 void ZeroRedundancyOptimizer::Impl::average() {
   at::NoGradGuard no_grad;
   follow_trainability();
-  mean.average();
+  mean->average();
 }
 
 GradNorm ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
@@ -235,10 +219,10 @@ GradNorm ZeroRedundancyOptimizer::Impl::clip(double max_norm, double p) {
   sharding::GradientNorm total(prefix(), p);
   average();
   at::NoGradGuard no_grad;
-  for (size_t b = 0; b < shards.buckets().size(); ++b) total.add(mean.segment(b));
-  auto before = total.total(group, shards.buckets().empty() ? at::kCPU : mean.segment(0).device());
+  for (size_t b = 0; b < shards.buckets().size(); ++b) total.add(mean->segment(b));
+  auto before = total.total(group, shards.buckets().empty() ? at::kCPU : mean->segment(0).device());
   const sharding::NormClip clip(max_norm, before);
-  for (size_t b = 0; b < shards.buckets().size(); ++b) clip.scale(mean.segment(b));
+  for (size_t b = 0; b < shards.buckets().size(); ++b) clip.scale(mean->segment(b));
   return GradNorm(std::move(before));
 }
 
@@ -247,7 +231,7 @@ void ZeroRedundancyOptimizer::Impl::clip_value(double clip_value) {
   average();
   at::NoGradGuard no_grad;
   for (size_t b = 0; b < shards.buckets().size(); ++b)
-    mean.segment(b).clamp_(-clip_value, clip_value);
+    mean->segment(b).clamp_(-clip_value, clip_value);
 }
 
 }  // namespace tessera

@@ -99,7 +99,7 @@ OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
 }
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
 ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
-  return impl_->mean.reductions;
+  return impl_->mean->reductions;
 }
 const ZeroRedundancyOptimizer::Options& ZeroRedundancyOptimizer::options() const {
   return impl_->options;
@@ -152,7 +152,7 @@ void ZeroRedundancyOptimizer::wait_for_readers() {
 void ZeroRedundancyOptimizer::wait() const { impl_->shards.wait_for_gathers(); }
 
 void zero::TrainerAccess::use_up_gradients(ZeroRedundancyOptimizer& optimizer) {
-  optimizer.impl_->mean.use_up_gradients();
+  if (auto* own = optimizer.impl_->own_gradients) own->use_up_gradients();
 }
 void zero::TrainerAccess::track_norm(ZeroRedundancyOptimizer& optimizer, bool track) {
   optimizer.impl_->norm.tracking = track;
@@ -164,7 +164,7 @@ double zero::TrainerAccess::last_norm(const ZeroRedundancyOptimizer& optimizer) 
 void ZeroRedundancyOptimizer::shadow_backward() { impl_->shadow_backward(); }
 ProcessGroup ZeroRedundancyOptimizer::join_group() const { return impl_->group; }
 void ZeroRedundancyOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  impl_->mean.divisor = iteration.divisor;
+  impl_->mean->divisor = iteration.divisor;
   impl_->buffers.set_active(iteration.first_active, iteration.active_ranks);
 }
 
@@ -185,7 +185,7 @@ void ZeroRedundancyOptimizer::finish_join(int last_active_rank) {
 }
 
 NoSync ZeroRedundancyOptimizer::no_sync() {
-  return NoSync([impl = impl_.get()](int change) { impl->mean.hold_sync(change); });
+  return NoSync([impl = impl_.get()](int change) { impl->mean->hold_sync(change); });
 }
 
 }  // namespace tessera

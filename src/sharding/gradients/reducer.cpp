@@ -11,10 +11,10 @@
 namespace tessera::sharding {
 
 Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
-                 std::vector<Bucket> buckets, ReducerOptions options, Callbacks callbacks)
+                 std::vector<Bucket> buckets, ReducerOptions options, ReductionPolicy* policy)
     : group_(std::move(group)),
       options_(std::move(options)),
-      callbacks_(std::move(callbacks)),
+      policy_(policy),
       buckets_(options_.component, group_.rank(), std::move(parameters),
                options_.gradient_as_bucket_view, refuse_own_norm(), options_.in_background) {
   set_buckets(std::move(buckets));
@@ -24,7 +24,7 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
       tensors, BackwardWatch::Callbacks{
                    [this] { begin(); },
                    [this](size_t i, const at::Tensor& computed) { arrive(i, computed); },
-                   [this] { end(); }, [this] { abandon(); }, bool(callbacks_.began)});
+                   [this] { end(); }, [this] { abandon(); }, options_.begin_before_first});
 }
 
 /// Empty where a norm of this rank's gradients is that of all gradients.
@@ -65,13 +65,13 @@ void Reducer::reset() {
 
 void Reducer::start() {
   const bool abandoned = std::exchange(abandoned_, false);
-  if ((abandoned || options_.in_background) && callbacks_.drain) callbacks_.drain();
+  if ((abandoned || options_.in_background) && policy_) policy_->abandon();
   buckets_.restore();
   reset();
 }
 
 void Reducer::begin() {
-  if (callbacks_.began) callbacks_.began();
+  if (options_.begin_before_first) policy_->begin();
   std::lock_guard lock(mutex_);
   start();
   buckets_.begin_backward();
@@ -120,7 +120,7 @@ void Reducer::ready(size_t bucket) {
   }
   buckets_.prepare(bucket);
   if (options_.provisional) reported_[bucket] = true;
-  callbacks_.ready(bucket);
+  policy_->start(bucket);
 }
 
 void Reducer::open_round() {
@@ -164,7 +164,7 @@ void Reducer::end() {
 
 void Reducer::notify_finished() {
   at::NoGradGuard no_grad;
-  if (callbacks_.finished) callbacks_.finished();
+  policy_->finished();
 }
 
 void Reducer::abandon() {
@@ -217,7 +217,7 @@ void Reducer::finish_reduction(Missing missing) {
   if (missing == Missing::by_options) learn_static_graph();
   exchange_use(have);  // after all buckets: ranks may have started different ones within backward
   last_order_ = tracker_.order();
-  callbacks_.finish();
+  policy_->finish();
   give_back();
 }
 
@@ -301,7 +301,7 @@ void Reducer::exchange_use(const std::vector<char>& have) {
   used_.resize(size());
   std::vector<int> flags(have.begin(), have.end());
   for (size_t b = 0; options_.provisional && b < buckets_.all().size(); ++b)
-    flags.push_back(round_ == Round::none || callbacks_.changed(b));
+    flags.push_back(round_ == Round::none || policy_->changed(b));
   const size_t uses = flags.size();
   const auto scales = buckets_.take_scales();
   if (!scales.empty()) flags.push_back(std::find(have.begin(), have.end(), 1) != have.end());

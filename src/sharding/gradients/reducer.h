@@ -16,11 +16,11 @@ namespace tessera::sharding {
 
 struct ReducerOptions {
   std::string component;  ///< Name of the owner, for messages.
-  /// Reduction is part of backward: `ready` and `finish` are called from within it. False: backward
+  /// Reduction is part of backward: start() and finish() are called from within it. False: backward
   /// only fills buckets, and the owner calls collect().
   bool reduce_in_backward = true;
   /// Without reduce_in_backward, with find_unused_parameters and gradient_as_bucket_view. True:
-  /// between open_round() and collect(), each bucket is reported through `ready` once, on every
+  /// between open_round() and collect(), each bucket is reported through start() once, on every
   /// rank: within the first backward that is not held, or else in collect(). Gradients may change
   /// afterwards; changed() tells.
   bool provisional = false;
@@ -37,9 +37,12 @@ struct ReducerOptions {
   bool caller_tracks_use = false;
   /// Gradients become windows of their bucket; otherwise they are copied in and out.
   bool gradient_as_bucket_view = true;
-  /// `finish` need not wait for the buckets: it may call arrives_with() for them. Needs
+  /// finish() need not wait for the buckets: it may call arrives_with() for them. Needs
   /// gradient_as_bucket_view, no own_norm, and start_detection().
   bool in_background = false;
+  /// ReductionPolicy::begin() is called before autograd changes any `.grad`. Costs a hook more for
+  /// each parameter.
+  bool begin_before_first = false;
   /// The text of the error for a gradient that mark_overwritten() was called for.
   std::string overwritten =
       "was already averaged and used by an earlier step; expected zero_grad() between step() and "
@@ -48,6 +51,27 @@ struct ReducerOptions {
   /// norm of the gradients is an error on every rank, with this text. Needs
   /// gradient_as_bucket_view.
   std::string own_norm = {};
+};
+
+/// The treatment of the buckets of a Reducer, by its owner.
+class ReductionPolicy {
+ public:
+  virtual ~ReductionPolicy() = default;
+  /// With ReducerOptions::begin_before_first, a backward has begun. In the thread of the first
+  /// gradient.
+  virtual void begin() {}
+  /// Bucket `index` is complete on this rank: start its collective. From within backward, in order.
+  virtual void start(size_t index) = 0;
+  /// All buckets were started and backward is over: wait for them.
+  virtual void finish() {}
+  /// `.grad`s have their values: the buckets may be replaced.
+  virtual void finished() {}
+  /// A backward threw, or with in_background, and buckets are about to be filled again: wait for
+  /// what it had started.
+  virtual void abandon() {}
+  /// With provisional, in collect(): whether this rank's gradients in bucket `index` have changed
+  /// since start().
+  virtual bool changed(size_t /*index*/) { return false; }
 };
 
 /// Receives gradients as backward produces them, puts them into buckets, and reports when a bucket
@@ -61,29 +85,10 @@ struct ReducerOptions {
 ///   - used up: a collective has overwritten the window; see mark_overwritten().
 class Reducer {
  public:
-  struct Callbacks {
-    /// A backward has begun, and autograd has not changed any `.grad` yet. In the thread of the
-    /// first gradient.
-    std::function<void()> began = {};
-    /// Bucket `index` is complete on this rank: start its collective. Called from within backward,
-    /// in order.
-    std::function<void(size_t index)> ready = {};
-    /// All buckets were started and backward is over: wait for them.
-    std::function<void()> finish = {};
-    /// After finish, when `.grad`s have their values: the buckets may be replaced.
-    std::function<void()> finished = {};
-    /// A backward threw, or with in_background, and buckets are about to be filled again: wait for
-    /// what it had started.
-    std::function<void()> drain = {};
-    /// With provisional, in collect(): whether this rank's gradients in bucket `index` have changed
-    /// since `ready`.
-    std::function<bool(size_t index)> changed = {};
-  };
-
-  /// `buckets` cover each of `parameters` once; all parameters are trainable. Callbacks may be
-  /// empty where reduce_in_backward is false. Local.
+  /// `buckets` cover each of `parameters` once; all parameters are trainable. `policy` lives
+  /// longer; null where neither reduce_in_backward nor provisional is set. Local.
   Reducer(ProcessGroup group, std::vector<NamedTensor> parameters, std::vector<Bucket> buckets,
-          ReducerOptions options, Callbacks callbacks);
+          ReducerOptions options, ReductionPolicy* policy);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
@@ -121,16 +126,16 @@ class Reducer {
   /// Parameters in the order in which the last reduced backward produced their gradients;
   /// parameters without one come last.
   std::vector<size_t> arrival_order() const;
-  /// Parameters that have arrived in the current backward. For use in `ready` and `finish`.
+  /// Parameters that have arrived in the current backward. For use in start() and finish().
   const std::vector<size_t>& arrived() const { return tracker_.order(); }
   /// Whether any rank had a gradient for the parameter in the last reduction.
   bool used(size_t parameter) const { return used_.empty() || used_[parameter]; }
-  /// Whether this rank has a gradient for the parameter. For use in `ready` and `finish`.
+  /// Whether this rank has a gradient for the parameter. For use in start() and finish().
   bool has_gradient(size_t parameter) const { return !missing_[parameter]; }
-  /// With caller_tracks_use, in `finish`: some rank had a gradient, so this rank gets the result.
+  /// With caller_tracks_use, in finish(): some rank had a gradient, so this rank gets the result.
   void set_used(size_t parameter) { used_[parameter] = true; }
 
-  /// For use in `finish`: the gradients of the bucket are what `collective` writes. The first
+  /// For use in finish(): the gradients of the bucket are what `collective` writes. The first
   /// operator that takes one waits for it.
   void arrives_with(size_t bucket, Work collective) {
     buckets_.arrives_with(bucket, std::move(collective));
@@ -148,7 +153,7 @@ class Reducer {
   /// Number of gradients that have arrived since construction.
   uint64_t generation() const { return generation_; }
 
-  /// For use in `ready`: `.grad` of the parameters in the bucket becomes undefined.
+  /// For use in start(): `.grad` of the parameters in the bucket becomes undefined.
   void forget(size_t bucket) { buckets_.forget(bucket); }
   /// The owner has overwritten the parameter's gradient in its bucket. It must be cleared before
   /// the next backward adds to it.
@@ -198,7 +203,7 @@ class Reducer {
 
   ProcessGroup group_;
   ReducerOptions options_;
-  Callbacks callbacks_;
+  ReductionPolicy* policy_;
   int holds_ = 0;
   bool abandoned_ = false;      // the last backward threw
   bool graph_learned_ = false;  // static_graph: expectations are those of the first backward
