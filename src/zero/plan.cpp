@@ -39,7 +39,7 @@ bool is_reduced_by_ddp(const std::vector<sharding::NamedTensor>& parameters) {
 Setting setting_of(const ProcessGroup& group, const OptimizerFactory& factory,
                    const std::vector<sharding::NamedTensor>& parameters) {
   const bool on_cpu = std::all_of(parameters.begin(), parameters.end(), [](const auto& parameter) {
-    return parameter.tensor.device().is_cpu();
+    return !parameter.tensor.defined() || parameter.tensor.device().is_cpu();
   });
   return {group.size(), group.messages_between_hosts(), on_cpu, is_reduced_by_ddp(parameters),
           uses_all_parameters(factory)};
@@ -59,8 +59,8 @@ Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& set
   const bool rounds_gradients = options.wire.gradients != WireFormat::float32;
   const bool rounds_parameters = options.wire.parameters != WireFormat::float32;
   const Rule needs[] = {
-      {"bucket_cap_mb", !(options.bucket_cap_mb > 0), false,
-       "is not a positive number of MiB; expected one"},
+      {fmt::format("bucket_cap_mb is {};", options.bucket_cap_mb), !(options.bucket_cap_mb > 0),
+       false, "expected a positive number of MiB"},
       {"shard_gradients", options.shard_gradients, !setting.ddp_reduces,
        "excludes DistributedDataParallel, which reduces the same gradients; expected one of the "
        "two"},

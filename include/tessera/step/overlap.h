@@ -2,7 +2,8 @@
 
 namespace tessera {
 
-/// When communication runs beside computation. Results are bit-identical, but for LocalSgd.
+/// When communication runs beside computation. Results are bit-identical, but for LocalSgd, and
+/// where option wire rounds gradients, whose blocks follow the buckets.
 enum class Overlap {
   none,      ///< Never: each collective runs where its result is needed first. For comparison.
   backward,  ///< Within backward() and within step(). When a call returns, all of it is done.
