@@ -30,4 +30,16 @@ class ReductionTimes {
   Clock::time_point first_, last_;
 };
 
+/// The order of the buckets of one wrapper.
+struct BucketOrder {
+  /// Of the order: that of the parameters, of the arrival of gradients, or the last one.
+  enum class Stage { of_parameters, of_arrival, last };
+
+  Stage stage = Stage::of_parameters;
+  double cap_mib = 0;            ///< Size of a bucket.
+  std::vector<size_t> arrival;   ///< Parameters, as their gradients are expected.
+  double share_in_backward = 1;  ///< See order_of_reductions().
+  ReductionTimes times;
+};
+
 }  // namespace tessera
