@@ -20,6 +20,8 @@
 #include "tessera/step/buffer_sync.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/step/no_sync.h"
+#include "tessera/step/overlap.h"
+#include "tessera/step/step_end.h"
 #include "tessera/wrap_policy.h"
 
 namespace tessera {
@@ -86,10 +88,11 @@ struct FullyShardedDataParallelOptions {
   /// than fit exceeds the budget while it runs.
   int64_t resident_bytes = 0;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  /// Gathers the next unit of forward while the current unit computes. Always on where ranks of a
-  /// shard group are on several hosts. There the next two units are gathered, and in backward too
-  /// unless backward_prefetch is none.
-  bool forward_prefetch = false;
+  /// none: a unit is gathered where it is needed, whatever backward_prefetch is, and reduced before
+  /// backward goes on. Otherwise the next unit is gathered while the current one computes, where
+  /// ranks of a shard group are on several hosts the next two, and reductions run beside backward.
+  /// background: the gradients of shards may arrive after backward() has returned.
+  Overlap overlap = Overlap::backward;
   MixedPrecision mixed_precision = {};
   /// Keeps shards, and with them gradients and optimizer state, on the CPU. No effect for a model
   /// on the CPU.
@@ -266,18 +269,16 @@ class FullyShardedDataParallelBase : public Joinable {
   /// outside of forward and backward. Local, but all ranks must do the same.
   void zero_grad(bool set_to_none = true);
 
-  /// For loops that drop the gradients of some backwards, with wire.gradients. Call it after every
-  /// step: `stepped` says whether the optimizer has used the gradients since the last call, of one
-  /// backward or of several. With false the next gradients get what rounding took from those of the
-  /// last used step, and not what it took from the dropped ones. Without any call, gradients count
-  /// as used. UsageError within forward or backward. Local; does not block. All ranks make the same
-  /// calls.
-  void update_wire_feedback(bool stepped);
-  /// For loss scaling, with wire.gradients: the scale of the loss is `factor` times what it was, so
-  /// what rounding took from the last gradients is multiplied by it. Call it between a step and the
-  /// next backward, after update_wire_feedback(). UsageError within forward or backward, and unless
-  /// `factor` is finite and > 0. Local; does not block. All ranks make the same calls.
-  void rescale_wire_feedback(double factor);
+  /// For loops that drop the gradients of some backwards or scale the loss, with wire.gradients:
+  /// call it after every step and before the next backward. Without any call, gradients count as
+  /// used. UsageError within forward or backward, and for an impossible scale. Local. All ranks
+  /// make the same calls.
+  void end_step(StepEnd end);
+
+  /// With Overlap::background, for code that uses a gradient without an operator (data_ptr()):
+  /// blocks until all gradients of the shards have arrived. Error of a reduction that failed.
+  /// Local.
+  void wait();
 
   /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
   /// on the others), in their own dtypes at construction. Parameters are gathered one by one, so

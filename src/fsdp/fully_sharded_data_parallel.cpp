@@ -129,16 +129,13 @@ void FullyShardedDataParallelBase::zero_grad(bool set_to_none) {
   sharded_->gradients->zero_grad(set_to_none);
 }
 
-void FullyShardedDataParallelBase::update_wire_feedback(bool stepped) {
-  sharded_->require_idle("update_wire_feedback");
-  sharded_->gradients->end_wire_step(stepped);
+void FullyShardedDataParallelBase::end_step(StepEnd end) {
+  sharded_->require_idle("end_step");
+  sharding::check_scale_change(fsdp::kName, group().rank(), end.scale);
+  sharded_->gradients->end_wire_step(end);
 }
 
-void FullyShardedDataParallelBase::rescale_wire_feedback(double factor) {
-  sharded_->require_idle("rescale_wire_feedback");
-  sharding::check_scale_change(fsdp::kName, group().rank(), factor);
-  sharded_->gradients->rescale_wire(factor);
-}
+void FullyShardedDataParallelBase::wait() { sharded_->gradients->wait(); }
 
 void FullyShardedDataParallelBase::shadow_backward() { sharded_->shadow_backward(); }
 void FullyShardedDataParallelBase::set_shadow_step(std::function<void()> step) {

@@ -63,14 +63,14 @@ class Gradients {
   void notice_cleared();
 
   /// See sharding::GradientWire. Outside of backward.
-  void end_wire_step(bool used) {
-    shard_wire_.end_step(used);
-    replica_wire_.end_step(used);
+  void end_wire_step(StepEnd end) {
+    for (auto* wire : {&shard_wire_, &replica_wire_}) {
+      wire->end_step(end.used);
+      wire->rescale(end.scale);
+    }
   }
-  void rescale_wire(double factor) {
-    shard_wire_.rescale(factor);
-    replica_wire_.rescale(factor);
-  }
+  /// Blocks until the gradients of the shards have arrived.
+  void wait() {}
 
   // On a rank without data: the same actions as on ranks with data. It contributes zeros, and the
   // gradients that it has accumulated itself under no_sync.

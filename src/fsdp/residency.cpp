@@ -149,8 +149,8 @@ void Residency::use(Phase phase) {
       fetch(unit, phase, false);
     }
   }
-  const bool prefetches = moved && (backward ? options_.backward_prefetch == BackwardPrefetch::pre
-                                             : options_.forward_prefetch || crosses_hosts_);
+  const bool prefetches = moved && options_.overlap != Overlap::none &&
+                          (!backward || options_.backward_prefetch == BackwardPrefetch::pre);
   // The wire does not pause between two gathers if the second begins before the first is over.
   if (prefetches && crosses_hosts_) prefetch_next(phase);
   for (const auto unit : needed_) finish(unit);
@@ -308,7 +308,8 @@ void Residency::gradients_done(size_t unit) {
       order_.follows_record() && order_.next_use(unit) == UseOrder::kNever)
     release(unit);
   needed_.clear();
-  if (options_.backward_prefetch == BackwardPrefetch::post) prefetch_next(Phase::backward);
+  if (options_.overlap != Overlap::none && options_.backward_prefetch == BackwardPrefetch::post)
+    prefetch_next(Phase::backward);
 }
 
 void Residency::begin_forward(bool full_precision) {

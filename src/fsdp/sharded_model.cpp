@@ -211,7 +211,7 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
       "and {}, dtypes {}, {}, {}, full in eval {}, wire: {}",
       static_cast<int>(options.sharding_strategy), partition_name(options.partition),
       options.shard_group_size, options.resident_bytes, static_cast<int>(options.backward_prefetch),
-      options.forward_prefetch, name(options.mixed_precision.param_dtype),
+      static_cast<int>(options.overlap), name(options.mixed_precision.param_dtype),
       name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype),
       options.mixed_precision.full_precision_in_eval, to_string(options.wire));
 }
