@@ -18,9 +18,8 @@ Overloaded(Functions...) -> Overloaded<Functions...>;
 
 void ShardedModule::shadow_backward() {
   require_idle("shadow_backward");
-  has_data_ = false;
   const auto reset = c10::make_scope_exit([this] {
-    has_data_ = true;
+    while (residency->forwards() > 0) residency->abandon_forward(false);  // after an error
     gradients->follow_sync(std::nullopt);
   });
   const JoinLeader::Follow follow(join_leader);
@@ -29,9 +28,9 @@ void ShardedModule::shadow_backward() {
   bool over = false;
   const Overloaded act{[&](const ForwardBegins& event) {
                          set_full_precision(event.full_precision);
-                         residency->shadow_begin_forward();
+                         residency->begin_forward(event.full_precision);
                        },
-                       [&](const ForwardEnds&) { residency->shadow_end_forward(); },
+                       [&](const ForwardEnds&) { residency->end_forward(false); },
                        [&](const UnitsUsed& event) { residency->shadow_use(event); },
                        [&](const FirstGradient& event) {
                          gradients->follow_sync(event.sync);
@@ -43,7 +42,7 @@ void ShardedModule::shadow_backward() {
                          // reduces.
                          over = event.reduced;
                          gradients->follow_sync(event.reduced);
-                         end_backward();
+                         end_backward(false);
                          if (!over) gradients->begin_backward();
                        }};
   while (!over) std::visit(act, join_leader.receive_event());

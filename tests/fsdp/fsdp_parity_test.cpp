@@ -165,7 +165,6 @@ std::vector<Setting> settings() {
   background.overlap = Overlap::background;
   return {{"no_overlap", none},
           {"background", background},
-          {"background_tcp", background, Backend::TCP},
           {"leaves", leaves},
           {"root_alone", root},
           {"post", post},

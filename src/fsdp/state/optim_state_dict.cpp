@@ -17,7 +17,7 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
   sharded.require_idle("optim_state_dict");
   check_optimizer(optimizer);
   std::unordered_map<const void*, size_t> index;
-  for (const auto* shard : sharded.shards())
+  for (const auto* shard : sharded.model.shards())
     index[shard->tensor.unsafeGetTensorImpl()] = shard->parameter;
   OptimizerStateDict dict;
   for (const auto& group : optimizer.param_groups()) {
@@ -39,8 +39,8 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
   const auto place = std::find(ranks.begin(), ranks.end(), to);
   if (to >= 0 && group.size() > 1 && place == ranks.end()) return dict;
   const int root = to < 0 || group.size() == 1 ? -1 : static_cast<int>(place - ranks.begin());
-  dict.state = sharding::gather_shard_state(optimizer, sharded.shards(), sharded.model.parameters,
-                                            group, root);
+  dict.state = sharding::gather_shard_state(optimizer, sharded.model.shards(),
+                                            sharded.model.parameters, group, root);
   return dict;
 }
 
@@ -53,7 +53,7 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
   auto& groups = optimizer.param_groups();
   std::unordered_map<const void*, size_t> index;
   std::map<std::string, size_t> by_name;
-  for (const auto* shard : sharded.shards()) {
+  for (const auto* shard : sharded.model.shards()) {
     index[shard->tensor.unsafeGetTensorImpl()] = shard->parameter;
     by_name[sharded.model.parameters[shard->parameter].name] = shard->parameter;
   }
@@ -83,7 +83,8 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
   }
   for (size_t g = 0; g < groups.size(); ++g)
     set_options(groups[g].options(), dict.groups[g].options);
-  sharding::load_shard_state(optimizer, sharded.shards(), sharded.model.parameters, dict.state);
+  sharding::load_shard_state(optimizer, sharded.model.shards(), sharded.model.parameters,
+                             dict.state);
 }
 
 }  // namespace tessera

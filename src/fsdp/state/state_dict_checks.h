@@ -21,6 +21,12 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
 /// construction, and without conj and neg bits.
 std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded);
 
+/// Parameter `index`, whole, in its shape, on the CPU of world rank `to` (on all ranks if to <
+/// 0); undefined on the others. Collective.
+at::Tensor whole(const ShardedModel& model, size_t index, int to);
+/// Copies this rank's shard from a tensor of the parameter's shape. Local.
+void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole);
+
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,

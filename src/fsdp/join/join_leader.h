@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "fsdp/join_event.h"
+#include "fsdp/join/join_event.h"
 #include "tessera/join.h"
 #include "tessera/process_group.h"
 

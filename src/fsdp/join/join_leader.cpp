@@ -1,4 +1,4 @@
-#include "fsdp/join_leader.h"
+#include "fsdp/join/join_leader.h"
 
 namespace tessera::fsdp {
 
