@@ -27,8 +27,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   GradNorm clip(double max_norm, double norm_type);
   void clip_value(double clip_value);
   std::string prefix() const;  ///< "FullyShardedDataParallel: rank 2"
-
-  // sharded_module_join.cpp
   void shadow_backward();
   void shadow_step();
   void finish_join(int last_active_rank);

@@ -21,14 +21,14 @@ SlotPool* UnitPages::pool(const FlatParameter& flat,
                         (other->*options_of)().dtype() == slot_options.dtype();
     if (shares) capacity = std::max(capacity, other->layout.numel());
   }
-  const PoolKey key{c10::typeMetaToScalarType(slot_options.dtype()), slot_options.device(), root,
-                    for_gradients};
-  for (size_t i = 0; i < pool_keys_.size(); ++i) {
-    if (!root && pool_keys_[i] == key) return pools_[i].get();
+  for (const auto& pool : pools_) {
+    if (!root && !pool.root && pool.gradients == for_gradients &&
+        pool.options.dtype() == slot_options.dtype() && pool.options.device() == flat.device)
+      return pool.slots.get();
   }
-  pool_keys_.push_back(key);
-  pools_.push_back(std::make_unique<SlotPool>(model_.shard_group, capacity, slot_options));
-  return pools_.back().get();
+  pools_.push_back({slot_options, root, for_gradients,
+                    std::make_unique<SlotPool>(model_.shard_group, capacity, slot_options)});
+  return pools_.back().slots.get();
 }
 
 UnitPages::UnitPages(ShardedModel& model, Residency& residency)

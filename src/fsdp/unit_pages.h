@@ -19,21 +19,18 @@ class UnitPages {
   const at::Tensor& shape(size_t parameter) const { return shapes_[parameter]; }
 
  private:
-  struct PoolKey {
-    at::ScalarType dtype;
-    at::Device device;
-    bool root, gradients;
-    bool operator==(const PoolKey&) const = default;
-  };
-
   SlotPool* pool(const FlatParameter& flat, at::TensorOptions (FlatParameter::*options_of)() const,
                  bool for_gradients);
   void watch_shards(FlatParameter& flat);
 
   ShardedModel& model_;
   Residency& residency_;
-  std::vector<PoolKey> pool_keys_;
-  std::vector<std::unique_ptr<SlotPool>> pools_;
+  struct Pool {
+    at::TensorOptions options;
+    bool root, gradients;
+    std::unique_ptr<SlotPool> slots;
+  };
+  std::vector<Pool> pools_;
   std::vector<at::Tensor> shapes_;
 };
 

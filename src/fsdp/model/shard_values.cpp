@@ -1,12 +1,10 @@
-#include "fsdp/model/shard_values.h"
-
 #include <memory>
-#include <set>
 
 #include <fmt/format.h>
 
 #include "comm/base/local_work.h"
 #include "deferred/contents.h"
+#include "fsdp/model/sharded_model.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
 #include "tessera/error.h"
@@ -61,27 +59,6 @@ void fill_shards(ShardedModel& model, bool from_rank0) {
       bytes += more;
     }
     fill_members(model, *flat, first, flat->members.size(), from_rank0);
-  }
-}
-
-void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_rank0) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& buffer : module.buffers()) {
-    if (!buffer.defined()) continue;
-    comm::run_local_work(group, kName, [&] { materialize(buffer); });
-    tensors.push_back(buffer);
-  }
-  if (from_rank0) group.broadcast(tensors, 0);
-}
-
-void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan,
-                         const ProcessGroup& group) {
-  std::set<const void*> sharded;
-  for (const auto& parameter : plan.parameters)
-    sharded.insert(parameter.tensor.unsafeGetTensorImpl());
-  for (const auto& parameter : module.parameters()) {
-    if (sharded.count(parameter.unsafeGetTensorImpl())) continue;
-    comm::run_local_work(group, kName, [&] { materialize(parameter); });
   }
 }
 

@@ -13,7 +13,6 @@
 
 #include "comm/base/local_work.h"
 #include "deferred/contents.h"
-#include "fsdp/model/shard_values.h"
 #include "fsdp/model/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
@@ -284,6 +283,29 @@ void check_contract(const torch::nn::Module& module, const UnitPlan& plan, Proce
     contract.push_back(std::move(line));
   contract.push_back(option_text(options));
   group.check_contract(kName, contract);
+}
+
+/// The buffers are whole on every rank.
+void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_rank0) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& buffer : module.buffers()) {
+    if (!buffer.defined()) continue;
+    comm::run_local_work(group, kName, [&] { materialize(buffer); });
+    tensors.push_back(buffer);
+  }
+  if (from_rank0) group.broadcast(tensors, 0);
+}
+
+/// An ignored parameter keeps its memory.
+void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan,
+                         const ProcessGroup& group) {
+  std::set<const void*> sharded;
+  for (const auto& parameter : plan.parameters)
+    sharded.insert(parameter.tensor.unsafeGetTensorImpl());
+  for (const auto& parameter : module.parameters()) {
+    if (sharded.count(parameter.unsafeGetTensorImpl())) continue;
+    comm::run_local_work(group, kName, [&] { materialize(parameter); });
+  }
 }
 
 }  // namespace

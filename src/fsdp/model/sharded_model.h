@@ -63,6 +63,10 @@ struct ShardedModel {
 ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
                                  const FullyShardedDataParallelOptions& options);
 
+/// Gives the shards the values of the module's parameters. `from_rank0`: those of rank 0.
+/// Collective.
+void fill_shards(ShardedModel& model, bool from_rank0);
+
 /// Converts the floating-point buffers to `dtype`; unset: to their own dtype.
 void convert_buffers(ShardedModel& model, const std::optional<at::ScalarType>& dtype);
 

@@ -43,10 +43,12 @@ uint64_t Unit::versions() const {
 }
 
 bool Unit::has_gradients() const {
-  return std::any_of(flats.begin(), flats.end(), [](const auto& flat) {
-    return std::any_of(flat.shards.begin(), flat.shards.end(),
-                       [](const auto& shard) { return shard.tensor.grad().defined(); });
-  });
+  for (const auto& flat : flats) {
+    for (const auto& shard : flat.shards) {
+      if (shard.tensor.grad().defined()) return true;
+    }
+  }
+  return false;
 }
 
 bool Unit::is_stale() const {
@@ -78,8 +80,7 @@ void Unit::gather(int rank, const sharding::Lanes& lanes, size_t& turn,
       // libtorch converts on the host, into memory for whose copy the host waits.
       if (flat.on_host() && flat.dtype() != view.dtype)
         shard = shard.to(flat.device, /*non_blocking=*/true);
-      view.gathered.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank])
-          .copy_(shard, true);
+      flat.part_of(view.gathered, rank).copy_(shard, true);
     }
     auto group = lanes.group(turn++);
     if (group.size() > 1)

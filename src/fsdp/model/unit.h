@@ -82,6 +82,10 @@ struct FlatParameter : OwnPart {
   at::TensorOptions gradient_options() const {
     return at::TensorOptions().dtype(reduce).device(device);
   }
+  /// The elements of `rank` in a tensor of the whole flat parameter.
+  at::Tensor part_of(const at::Tensor& whole, int rank) const {
+    return whole.narrow(0, layout.segment_begin(rank), layout.counts()[rank]);
+  }
   bool on_host() const { return own_segment.device() != device; }  ///< The shards alone.
   /// Where the gradient of a shard is, and the same as a view of the page.
   at::Tensor gradient_window(size_t member) const;

@@ -64,16 +64,14 @@ void summon(ShardedModule& sharded, const std::vector<size_t>& units, bool keep)
   for (const auto u : units) {
     for (auto& flat : model.units[u].flats) {
       if (flat.permanent) continue;
-      const int rank = model.shard_group.rank();
       auto whole = at::empty({flat.layout.numel()},
                              at::TensorOptions().dtype(flat.dtype()).device(flat.device));
-      whole.narrow(0, flat.layout.segment_begin(rank), flat.layout.counts()[rank])
-          .copy_(flat.own_segment);
+      flat.part_of(whole, model.shard_group.rank()).copy_(flat.own_segment);
       if (model.shard_group.size() > 1) model.shard_group.all_gather(whole, flat.layout.counts());
       if (!keep) continue;
       sharded.summoned[flat.index] = whole;
       for (size_t m = 0; m < flat.members.size(); ++m) {
-        auto& parameter = model.parameters[flat.members[m]].tensor;
+        const auto& parameter = flat.parameters[m];
         parameter.set_data(sharding::window(whole, flat.layout.offset(m), parameter));
       }
     }
@@ -108,7 +106,7 @@ std::vector<Replaced> replaced(const ShardedModule& sharded, const std::vector<s
               "{}: parameter {} (unit {}) has shape {} at the end of summon_full_params(); "
               "expected {}, as before",
               sharded.prefix(), model.parameters[index].name, model.units[u].display_name(),
-              shape_text(now.sizes()), shape_text(window.sizes())));
+              c10::str(now.sizes()), c10::str(window.sizes())));
         }
         result.push_back({window, now});
       }
@@ -132,10 +130,9 @@ void write_back(ShardedModule& sharded, const std::vector<size_t>& units) {
   for (const auto& [window, now] : changed) window.copy_(now);
   for (const auto u : units) {
     for (auto& flat : model.units[u].flats) {
-      if (flat.permanent || !sharded.summoned[flat.index].defined()) continue;
-      const int rank = model.shard_group.rank();
-      flat.own_segment.copy_(sharded.summoned[flat.index].narrow(0, flat.layout.segment_begin(rank),
-                                                                 flat.layout.counts()[rank]));
+      const auto& whole = sharded.summoned[flat.index];
+      if (!flat.permanent && whole.defined())
+        flat.own_segment.copy_(flat.part_of(whole, model.shard_group.rank()));
     }
   }
 }

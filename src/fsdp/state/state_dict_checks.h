@@ -10,9 +10,6 @@
 
 namespace tessera::fsdp {
 
-/// "[3, 4]"
-std::string shape_text(at::IntArrayRef sizes);
-
 /// The entries of the module's state beside the sharded parameters, by name: parameters that
 /// ignored_modules or ignored_parameters name, then the defined buffers.
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
