@@ -5,7 +5,6 @@
 
 #include "fsdp/paging/advice.h"
 #include "fsdp/sharded_module.h"
-#include "sharding/gradients/gradient_norm.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 
@@ -114,6 +113,10 @@ GradNorm FullyShardedDataParallelBase::clip_grad_norm_(double max_norm, double n
   return sharded_->clip(max_norm, norm_type);
 }
 
+void FullyShardedDataParallelBase::clip_grad_value_(double clip_value) {
+  sharded_->clip_value(clip_value);
+}
+
 FullParams FullyShardedDataParallelBase::summon_full_params(const std::string& prefix,
                                                             bool writeback, bool rank0_only) {
   return FullParams(sharded_->shared_from_this(), prefix, writeback, rank0_only);
@@ -129,16 +132,13 @@ void FullyShardedDataParallelBase::zero_grad(bool set_to_none) {
   sharded_->gradients->zero_grad(set_to_none);
 }
 
-void FullyShardedDataParallelBase::update_wire_feedback(bool stepped) {
-  sharded_->require_idle("update_wire_feedback");
-  sharded_->gradients->end_wire_step(stepped);
+void FullyShardedDataParallelBase::end_step(StepEnd end) {
+  sharded_->require_idle("end_step");
+  sharding::check_scale_change(fsdp::kName, group().rank(), end.scale);
+  sharded_->gradients->end_step(end);
 }
 
-void FullyShardedDataParallelBase::rescale_wire_feedback(double factor) {
-  sharded_->require_idle("rescale_wire_feedback");
-  sharding::check_scale_change(fsdp::kName, group().rank(), factor);
-  sharded_->gradients->rescale_wire(factor);
-}
+void FullyShardedDataParallelBase::wait() { sharded_->gradients->wait(); }
 
 void FullyShardedDataParallelBase::shadow_backward() { sharded_->shadow_backward(); }
 void FullyShardedDataParallelBase::set_shadow_step(std::function<void()> step) {
@@ -154,7 +154,22 @@ void FullyShardedDataParallelBase::finish_join(int last_active_rank) {
   sharded_->finish_join(last_active_rank);
 }
 
-std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const { return sharded_->units(); }
+std::vector<FsdpUnit> FullyShardedDataParallelBase::units() const {
+  const auto& model = sharded_->model;
+  std::vector<FsdpUnit> result;
+  for (const auto& unit : model.units) {
+    FsdpUnit line;
+    line.name = unit.name;
+    for (const auto& flat : unit.flats) {
+      line.numel += flat.layout.numel();
+      line.sharded_bytes += static_cast<int64_t>(flat.own_segment.nbytes());
+      line.gathered_bytes += flat.gathered_bytes();
+      for (const auto i : flat.members) line.parameters.push_back(model.parameters[i].name);
+    }
+    result.push_back(std::move(line));
+  }
+  return result;
+}
 
 std::string FullyShardedDataParallelBase::table() const {
   std::string text = fmt::format("{:<32} {:>10} {:>14} {:>14} {:>14}\n", "unit", "parameters",
@@ -180,9 +195,11 @@ void FullyShardedDataParallelBase::reset_stats() {
 
 FullyShardedDataParallelBase::Memory FullyShardedDataParallelBase::memory() const {
   Memory memory;
-  for (const auto& flat : sharded_->model.flats)
-    memory.parameters += static_cast<int64_t>(flat.own_segment.nbytes());
-  memory.gradients = sharded_->gradients->shard_bytes();
+  for (const auto* flat : sharded_->model.flats) {
+    memory.parameters += static_cast<int64_t>(flat->own_segment.nbytes());
+    const auto& gradients = flat->gradients.own_segment;
+    if (gradients.defined()) memory.gradients += static_cast<int64_t>(gradients.nbytes());
+  }
   return memory;
 }
 
@@ -194,7 +211,7 @@ const FullyShardedDataParallelBase::Options& FullyShardedDataParallelBase::optio
 std::vector<ParameterShard> FullyShardedDataParallelBase::shards(bool frozen_too) const {
   const auto& sharded = *sharded_;
   std::vector<const sharding::OwnedShard*> chosen;
-  for (const auto* shard : sharded.shards()) {
+  for (const auto* shard : sharded.model.shards()) {
     if (frozen_too || shard->tensor.requires_grad()) chosen.push_back(shard);
   }
   return sharding::parameter_shards(chosen, sharded.model.parameters);
@@ -202,18 +219,6 @@ std::vector<ParameterShard> FullyShardedDataParallelBase::shards(bool frozen_too
 
 bool FullyShardedDataParallelBase::first_replica() const {
   return sharded_->model.replicas.rank() == 0;
-}
-
-void FullyShardedDataParallelBase::clip_grad_value_(double clip_value) {
-  auto& sharded = *sharded_;
-  sharding::check_clip_value(sharded.prefix(), clip_value);
-  sharded.require_idle("clip_grad_value_");
-  sharded.gradients->notice_cleared();
-  at::NoGradGuard no_grad;
-  for (const auto* shard : sharded.shards()) {
-    if (shard->tensor.grad().defined())
-      shard->tensor.mutable_grad().clamp_(-clip_value, clip_value);
-  }
 }
 
 }  // namespace tessera

@@ -12,6 +12,17 @@
 
 namespace tessera::fsdp {
 
+namespace {
+
+template <class... Functions>
+struct Overloaded : Functions... {
+  using Functions::operator()...;
+};
+template <class... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;
+
+}  // namespace
+
 ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
                              FullyShardedDataParallelOptions given)
     : module(m),
@@ -19,33 +30,26 @@ ShardedModule::ShardedModule(torch::nn::Module& m, ProcessGroup group,
       model(build_sharded_model(module, std::move(group), options)),
       join_leader(model.world),
       buffers(module, options.buffers) {
-  residency = std::make_unique<Residency>(model, options, stats, join_leader, [this] {
-    if (watch_) watch_->begin();
-  });
-  gradients = std::make_unique<Gradients>(
-      model, stats, join_leader, options.wire.gradients,
-      Gradients::Callbacks{[this](size_t unit) { residency->gradients_complete(unit); },
-                           [this](size_t unit) { residency->gradients_done(unit); }});
-  make_pages();
-  for (const auto& flat : model.flats) {
-    // A shard that is the parameter's own memory also has its version counter, so that autograd
-    // notices writes of the optimizer to values that a graph has saved.
-    for (size_t at = 0; flat.permanent && at < flat.members.size(); ++at) {
-      flat.shards[at].tensor.unsafeGetTensorImpl()->set_version_counter(
-          model.parameters[flat.members[at]].tensor.unsafeGetTensorImpl()->version_counter());
-    }
-  }
+  residency = std::make_unique<Residency>(model, options, stats, join_leader);
+  gradients = std::make_unique<Gradients>(model, options, stats, join_leader, *residency);
+  pages = std::make_unique<UnitPages>(model, *residency);
   std::vector<sharding::NamedTensor> replicated;
   for (size_t i = 0; i < model.parameters.size(); ++i) {
-    if (model.flat_of(i).trainable) trainable_.push_back(i);
-    if (model.flat_of(i).permanent) replicated.push_back(model.parameters[i]);
+    const auto& [flat, member] = model.places[i];
+    if (!flat->permanent) continue;
+    replicated.push_back(model.parameters[i]);
+    // A shard that is the parameter's own memory also has its version counter, so that autograd
+    // notices writes of the optimizer to values that a graph has saved.
+    flat->shards[member].tensor.unsafeGetTensorImpl()->set_version_counter(
+        model.parameters[i].tensor.unsafeGetTensorImpl()->version_counter());
   }
   writes_ = sharding::ForwardWrites(std::move(replicated));
   watch();
 }
 
 ShardedModule::~ShardedModule() {
-  watch_.reset();
+  model.watch.reset();
+  gradients.reset();
   try {
     residency->release_all();
   } catch (const Error&) {
@@ -58,53 +62,59 @@ std::string ShardedModule::prefix() const {
 }
 
 void ShardedModule::watch() {
-  watch_.reset();
+  model.watch.reset();
   std::vector<at::Tensor> tensors;
-  for (const auto i : trainable_) tensors.push_back(model.parameters[i].tensor);
+  std::vector<size_t> trainable;
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    if (!model.places[i].flat->trainable) continue;
+    trainable.push_back(i);
+    tensors.push_back(model.parameters[i].tensor);
+  }
   sharding::BackwardWatch::Callbacks callbacks;
   callbacks.began = [this] { gradients->begin_backward(); };
   callbacks.begin_before_first = true;
-  callbacks.arrived = [this](size_t i, const at::Tensor& computed) {
-    gradients->arrived(trainable_[i], computed);
+  callbacks.arrived = [this, trainable](size_t i, const at::Tensor& computed) {
+    gradients->arrived(trainable[i], computed);
   };
-  callbacks.ended = [this] { end_backward(); };
+  callbacks.ended = [this] { end_backward(true); };
   callbacks.abandoned = [this] {
     residency->leave_backward();
     gradients->abandon();
   };
-  watch_ = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
+  model.watch = std::make_unique<sharding::BackwardWatch>(tensors, std::move(callbacks));
 }
 
-void ShardedModule::end_backward() {
+void ShardedModule::end_backward(bool has_data) {
   residency->leave_backward();
   // autograd::grad() of an input (a gradient penalty) passes through the model and reduces nothing.
-  const bool reduced = gradients->finish();
+  const bool reduced = gradients->end_backward();
   // The optimizer is about to allocate its state, which stays. After the first backward freed
   // memory is returned, so that the state does not go into the gaps that backward has left.
   if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
   join_leader.broadcast_event(BackwardEnds{reduced});
-  residency->end_backward();
-  if (reduced) buffers.synchronize(model.world, has_data_);
+  residency->end_backward(reduced);
+  if (reduced) buffers.synchronize(model.world, has_data);
 }
 
 void ShardedModule::require_idle(const char* call) {
-  if (residency->running() || watch_->running())
+  if (residency->forwards() > 0 || model.watch->running())
     throw UsageError(fmt::format(
         "{}: {} was called while the model runs; expected outside of forward and backward",
         prefix(), call));
   if (!summoned.empty())
     throw UsageError(fmt::format("{}: {} was called inside summon_full_params(); expected after it",
                                  prefix(), call));
+  gradients->wait();
   model.take_back_shards();
 }
 
 void ShardedModule::check_parameters_unchanged(const char* since, const char* advice) {
-  for (const auto& flat : model.flats) {
-    const auto* expected = (flat.permanent ? flat.own_segment : flat.compute.page->flat())
+  for (const auto* flat : model.flats) {
+    const auto* expected = (flat->permanent ? flat->own_segment : flat->compute.page->flat())
                                .storage()
                                .unsafeGetStorageImpl();
-    for (const auto i : flat.members) {
-      if (!flat.trainable && model.parameters[i].tensor.requires_grad()) {
+    for (const auto i : flat->members) {
+      if (!flat->trainable && model.parameters[i].tensor.requires_grad()) {
         model.world.fail(
             sharding::thawed_text(kName, model.parameters[i].name, model.world.rank()));
       }
@@ -123,7 +133,7 @@ void ShardedModule::begin_forward() {
                      ": forward was called inside summon_full_params(); expected after it, or the "
                      "module's own forward");
   }
-  if (!residency->running()) {
+  if (residency->forwards() == 0) {
     check_parameters_unchanged("construction", "such changes before the module is wrapped");
     // The autocast cache would keep a converted copy of every unit alive until the end of forward.
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
@@ -144,7 +154,7 @@ void ShardedModule::begin_forward() {
 void ShardedModule::end_forward(bool threw) {
   const bool step_over = !at::GradMode::is_enabled();
   const auto restore_cache = c10::make_scope_exit([this] {
-    if (!residency->running()) at::autocast::set_autocast_cache_enabled(autocast_cache_);
+    if (residency->forwards() == 0) at::autocast::set_autocast_cache_enabled(autocast_cache_);
   });
   try {
     if (!threw) {
@@ -153,7 +163,7 @@ void ShardedModule::end_forward(bool threw) {
           "an initialisation that depends on data to be made by one forward of the module before "
           "it is wrapped, and other changes inside summon_full_params()");
     }
-    if (!step_over && !residency->nested()) {
+    if (!step_over && residency->forwards() == 1) {
       writes_.pause(threw || join_leader.some_rank_has_no_data());
       writes_.compare(kName, model.world);
     }
@@ -177,17 +187,27 @@ GradNorm ShardedModule::clip(double max_norm, double p) {
   gradients->notice_cleared();
   const at::NoGradGuard no_grad;
   const sharding::NoDetection no_detection;
-  for (const auto* shard : shards()) norm.add(shard->tensor.grad());
-  const auto& flats = model.flats;
-  auto total =
-      norm.total(model.shard_group, flats.empty() ? at::kCPU : flats.front().own_segment.device());
+  for (const auto* shard : model.shards()) norm.add(shard->tensor.grad());
+  const auto device = model.flats.empty() ? at::kCPU : model.flats[0]->own_segment.device();
+  auto total = norm.total(model.shard_group, device);
   if (!norm.any() && model.world.rank() == 0)
     spdlog::warn("tessera: {}: there are no gradients to take the norm of", kName);
   const sharding::NormClip clip(max_norm, total);
-  for (const auto* shard : shards()) {
+  for (const auto* shard : model.shards()) {
     if (shard->tensor.grad().defined()) clip.scale(shard->tensor.grad());
   }
   return GradNorm(std::move(total));
+}
+
+void ShardedModule::clip_value(double clip_value) {
+  sharding::check_clip_value(prefix(), clip_value);
+  require_idle("clip_grad_value_");
+  gradients->notice_cleared();
+  at::NoGradGuard no_grad;
+  for (const auto* shard : model.shards()) {
+    if (shard->tensor.grad().defined())
+      shard->tensor.mutable_grad().clamp_(-clip_value, clip_value);
+  }
 }
 
 // [Note: full precision in evaluation] The dtype of a parameter is that of the page that it is a
@@ -208,20 +228,68 @@ void ShardedModule::set_full_precision(bool full) {
   const c10::InferenceMode off(false);  // pages outlive the caller's InferenceMode
   at::NoGradGuard no_grad;
   residency->release_all();
-  std::vector<size_t> changing;
-  for (size_t f = 0; f < model.flats.size(); ++f) {
-    if (model.flats[f].compute.dtype != model.flats[f].idle.dtype) changing.push_back(f);
+  std::vector<FlatParameter*> changing;
+  for (auto* flat : model.flats) {
+    if (flat->compute.dtype != flat->idle.dtype) changing.push_back(flat);
   }
-  for (const auto f : changing) std::swap(model.flats[f].compute, model.flats[f].idle);
-  for (const auto f : changing) {
+  for (auto* flat : changing) std::swap(flat->compute, flat->idle);
+  for (auto* flat : changing) {
     // Only now, because a pool's capacity is that of the largest flat of its dtype: all flats must
     // have their new dtype.
-    if (!model.flats[f].compute.page) make_page(f);
-    restore(model.flats[f]);
+    if (!flat->compute.page) pages->make(*flat);
+    pages->restore(*flat);
   }
-  model.measure();
   convert_buffers(model, full ? std::nullopt : options.mixed_precision.buffer_dtype);
   watch();  // set_data() with another dtype gives a parameter a new gradient accumulator
+}
+
+void ShardedModule::shadow_backward() {
+  require_idle("shadow_backward");
+  const auto reset = c10::make_scope_exit([this] {
+    while (residency->forwards() > 0) residency->abandon_forward(false);  // after an error
+    gradients->follow_sync(std::nullopt);
+  });
+  const JoinLeader::Follow follow(join_leader);
+  at::NoGradGuard no_grad;
+  gradients->begin_backward();
+  bool over = false;
+  const Overloaded act{[&](const ForwardBegins& event) {
+                         set_full_precision(event.full_precision);
+                         residency->begin_forward(event.full_precision);
+                       },
+                       [&](const ForwardEnds&) { residency->end_forward(false); },
+                       [&](const UnitsUsed& event) { residency->shadow_use(event); },
+                       [&](const FirstGradient& event) {
+                         gradients->follow_sync(event.sync);
+                         gradients->shadow_gradient(event.flat);
+                       },
+                       [&](const GradientsReduced& event) { gradients->shadow_reduce(event); },
+                       [&](const BackwardEnds& event) {
+                         // Passes under no_sync(), and autograd::grad(), come before the one that
+                         // reduces.
+                         over = event.reduced;
+                         gradients->follow_sync(event.reduced);
+                         end_backward(false);
+                         if (!over) gradients->begin_backward();
+                       }};
+  while (!over) std::visit(act, join_leader.receive_event());
+}
+
+void ShardedModule::shadow_step() {
+  if (!step_of_shadow) {
+    throw UsageError(prefix() +
+                     ": join: some rank has no data, and no function was given that runs the "
+                     "optimizer step on such a rank, which updates its shards of the parameters; "
+                     "expected set_shadow_step([&] { optimizer.zero_grad(); "
+                     "fsdp.shadow_backward(); optimizer.step(); }) before join()");
+  }
+  step_of_shadow();
+}
+
+void ShardedModule::finish_join(int last_active_rank) {
+  // Every rank has updated its own shards in each step, but buffers changed only where there was
+  // data.
+  buffers.broadcast(model.world, last_active_rank);
 }
 
 }  // namespace tessera::fsdp

@@ -24,7 +24,6 @@ FullyShardedDataParallelOptions options_of(ShardingStrategy strategy) {
   FullyShardedDataParallelOptions options;
   options.wrap_policy = wrap_by_type<BlockImpl>();
   options.sharding_strategy = strategy;
-  options.forward_prefetch = true;
   return options;
 }
 

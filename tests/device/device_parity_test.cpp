@@ -171,7 +171,7 @@ const auto kSumsAndBroadcasts = [](auto& options) {
   options.reduce_method = "sum";
   options.bcast_period = 2;
 };
-const auto kPrefetch = [](auto& options) { options.forward_prefetch = true; };
+const auto kLateGradients = [](auto& options) { options.overlap = Overlap::background; };
 const auto kShardGradOp = [](auto& options) {
   options.sharding_strategy = ShardingStrategy::shard_grad_op;
 };
@@ -222,7 +222,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"distributed_optimizer_packs_not_followed", in_packs_that_are_not_followed},
         Case{"distributed_optimizer_sum", distributed_optimizer(kSumsAndBroadcasts)},
         Case{"fsdp_replicas", fsdp(kReplicas)}, Case{"fsdp", fsdp(kDefaults)},
-        Case{"fsdp_prefetch", fsdp(kPrefetch)}, Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
+        Case{"fsdp_background", fsdp(kLateGradients)},
+        Case{"fsdp_shard_grad_op", fsdp(kShardGradOp)},
         Case{"fsdp_accumulation", fsdp(kDefaults, kAccumulate)},
         Case{"fsdp_clip", fsdp(kDefaults, kClip), false},
         Case{"fsdp_mixed_precision", fsdp(kMixed), true, kWaits, kWorlds, kSixteenBits},

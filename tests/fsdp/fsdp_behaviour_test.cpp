@@ -38,7 +38,6 @@ TEST(FsdpCounts, GathersAndReductionsOfAStep) {
         auto net = seeded<Chain>(1);
         auto options = every_leaf();
         options.backward_prefetch = prefetch;
-        options.forward_prefetch = prefetch == BackwardPrefetch::pre;
         FullyShardedDataParallel fsdp(net, group, options);
         torch::optim::SGD optimizer(fsdp.parameters(), 0.1);
         step(fsdp, optimizer, rows(0, rank, world));
@@ -167,7 +166,6 @@ TEST(FsdpCounts, AtMostTwoUnitsArePrefetched) {
   };
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto options = every_leaf();
-    options.forward_prefetch = true;
     options.resident_bytes = 1 << 20;
     FullyShardedDataParallel fsdp(std::make_shared<Net>(), group, options);
     loss_of(fsdp(rows(0, rank, 2), 1)).backward();

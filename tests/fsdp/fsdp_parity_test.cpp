@@ -150,19 +150,27 @@ const auto kTuple = [](auto& model, const std::vector<at::Tensor>& inputs) -> at
 };
 
 std::vector<Setting> settings() {
-  FullyShardedDataParallelOptions leaves, root, fetch, stay, budget, whole;
+  FullyShardedDataParallelOptions leaves, root, post, stay, budget, whole, none, background;
   leaves.wrap_policy = wrap_leaves();
-  fetch.wrap_policy = wrap_leaves();
-  fetch.forward_prefetch = true;
-  fetch.backward_prefetch = BackwardPrefetch::post;
+  post.wrap_policy = wrap_leaves();
+  post.backward_prefetch = BackwardPrefetch::post;
   stay.wrap_policy = wrap_leaves();
   stay.sharding_strategy = ShardingStrategy::shard_grad_op;
   budget.wrap_policy = wrap_leaves();
   budget.resident_bytes = 1;
   whole.wrap_policy = wrap_leaves();
   whole.partition = Partition::whole;
-  return {{"leaves", leaves},           {"root_alone", root}, {"prefetch", fetch},
-          {"shard_grad_op", stay},      {"no_room", budget},  {"whole", whole},
+  none.wrap_policy = background.wrap_policy = wrap_leaves();
+  none.overlap = Overlap::none;
+  background.overlap = Overlap::background;
+  return {{"no_overlap", none},
+          {"background", background},
+          {"leaves", leaves},
+          {"root_alone", root},
+          {"post", post},
+          {"shard_grad_op", stay},
+          {"no_room", budget},
+          {"whole", whole},
           {"tcp", leaves, Backend::TCP}};
 }
 

@@ -1,4 +1,4 @@
-#include "fsdp/join_event.h"
+#include "fsdp/join/join_event.h"
 
 #include <gtest/gtest.h>
 

@@ -82,10 +82,10 @@ TEST(JoinFsdp, ARankWithoutDataFollowsUnitsThatItHasNeverUsed) {
   // after a step in which the block was skipped.
   for (const auto& batches : std::vector<Batches>{{0, 5}, {5, 2, 0}, {1, 4, 4}}) {
     const auto expected = one_process(seeded<Skipping>(3), batches);
-    auto prefetching = every_leaf();
-    prefetching.forward_prefetch = true;
+    auto background = every_leaf();
+    background.overlap = Overlap::background;
     // With the last options the model is one unit, of which odd steps use a part.
-    for (const auto& options : {every_leaf(), prefetching, FullyShardedDataParallelOptions{}}) {
+    for (const auto& options : {every_leaf(), background, FullyShardedDataParallelOptions{}}) {
       run_ranks(static_cast<int>(batches.size()), [&](ProcessGroup group, int rank) {
         Loop<Skipping> loop(seeded<Skipping>(3), group, options);
         loop.train(batches, rank);
@@ -116,8 +116,7 @@ TEST(JoinFsdp, ARankWithoutDataMakesTheSameGathersReductionsAndPrefetches) {
   std::vector<FsdpStats> joint(3), after(3);
   std::vector<CommStats> traffic(3);
   run_ranks(3, [&](ProcessGroup group, int rank) {
-    auto options = every_leaf();
-    options.forward_prefetch = true;
+    const auto options = every_leaf();
     Loop<Twice> loop(seeded<Twice>(1), group, options);
     loop.iteration(0, rank);
     loop.fsdp->reset_stats();

@@ -191,7 +191,8 @@ inline std::vector<Case> cases() {
   const auto leaves = wrap_leaves();
   fsdp("fsdp_root", {});
   fsdp("fsdp_leaves", {.wrap_policy = leaves});
-  fsdp("fsdp_prefetching", {.wrap_policy = leaves, .forward_prefetch = true});
+  fsdp("fsdp_no_overlap", {.wrap_policy = leaves, .overlap = Overlap::none});
+  fsdp("fsdp_background", {.wrap_policy = leaves, .overlap = Overlap::background});
   fsdp("fsdp_post", {.wrap_policy = leaves, .backward_prefetch = BackwardPrefetch::post});
   fsdp("fsdp_tiny_budget", {.wrap_policy = leaves, .resident_bytes = 1});
   fsdp("fsdp_all_stays", {.wrap_policy = leaves, .resident_bytes = 1 << 20});

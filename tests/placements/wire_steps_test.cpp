@@ -82,13 +82,13 @@ struct FsdpSubject : Subject {
   void step() override {
     optimizer->step();
     fsdp.zero_grad();
-    fsdp.update_wire_feedback(true);
+    fsdp.end_step({.used = true});
   }
   void skip() override {
     fsdp.zero_grad();
-    fsdp.update_wire_feedback(false);
+    fsdp.end_step({.used = false});
   }
-  void rescale(double factor) override { fsdp.rescale_wire_feedback(factor); }
+  void rescale(double factor) override { fsdp.end_step({.scale = factor}); }
   Tensors weights() override {
     const auto scope = fsdp.summon_full_params();
     return copies(net->parameters());
@@ -321,10 +321,8 @@ TEST(WireSteps, AFactorMustBePositiveAndFinite) {
     }
     FsdpSubject subject(group, WireFormat::int8, ShardingStrategy::full_shard);
     subject.fsdp.call([&](Uneven&) {
-      EXPECT_THAT(thrown_by([&] { subject.fsdp.update_wire_feedback(true); }),
-                  HasSubstr("update_wire_feedback was called while the model runs"));
-      EXPECT_THAT(thrown_by([&] { subject.rescale(2); }),
-                  HasSubstr("rescale_wire_feedback was called while the model runs"));
+      EXPECT_THAT(thrown_by([&] { subject.fsdp.end_step({}); }),
+                  HasSubstr("end_step was called while the model runs"));
     });
   });
 }

@@ -165,8 +165,7 @@ TEST(WireOfWrappers, TheDocumentedLinesTrain) {
     // [documented]
     const double scale = scaler.scale();
     scaler.update(skip);
-    fsdp.update_wire_feedback(!skip);
-    fsdp.rescale_wire_feedback(scaler.scale() / scale);
+    fsdp.end_step({.used = !skip, .scale = scaler.scale() / scale});
     // [end]
     EXPECT_LT(scaler.scale(), scale);
   });

@@ -99,6 +99,7 @@ TEST_F(ConfigTest, ReadsTheOptionsOfFullySharded) {
   says(start + "cpu_offload: {offload: true}}", "cpu_offload.offload: unknown key");
   says(start + "wrap_policy: 3}", "size_based");
   says(start + "reshard_after_forward: false}", "expected sharding_strategy: shard_grad_op");
+  says(start + "forward_prefetch: true}", "expected overlap: none for false");
   says(start + "parameters_as_bucket_view: true}", "an option of ZeroRedundancyOptimizer");
   says(start + "partition: halves}", "expected one of flat, whole, first_fit");
   says("parallel={type: DistributedDataParallel, wrap_policy: {type: leaves}}",

@@ -32,7 +32,7 @@ constexpr const char* kLayoutFile = "model.json";
 
 std::vector<StateSlice> shards_as_slices(const ShardedModule& sharded) {
   std::vector<StateSlice> slices;
-  for (const auto* shard : sharded.shards()) {
+  for (const auto* shard : sharded.model.shards()) {
     const auto& [name, parameter] = sharded.model.parameters[shard->parameter];
     if (shard->numel == 0) continue;
     StateSlice slice{{name, parameter.sizes().vec(), shard->begin, shard->numel}, {}};
@@ -85,7 +85,7 @@ class LoadedShards {
         sharding::in_memory_order(sharded.model.shard_of(index).tensor.detach()).copy_(value);
       } else {
         const auto sizes = sharded.model.parameters[index].tensor.sizes();
-        sharded.take_shard(index, value.as_strided(sizes, strides));
+        take_shard(sharded.model, index, value.as_strided(sizes, strides));
       }
     }
     for (const auto& [tensor, value] : unsharded_) at::Tensor(tensor).copy_(value);

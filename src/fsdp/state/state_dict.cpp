@@ -20,19 +20,11 @@ using State = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace fsdp {
 
-std::vector<const sharding::OwnedShard*> ShardedModule::shards() const {
-  std::vector<const sharding::OwnedShard*> result;
-  for (const auto& flat : model.flats) {
-    for (const auto& shard : flat.shards) result.push_back(&shard);
-  }
-  return result;
-}
-
-at::Tensor ShardedModule::whole(size_t index, int to) {
+at::Tensor whole(const ShardedModel& model, size_t index, int to) {
   at::NoGradGuard no_grad;
-  const auto [f, member] = model.places[index];
-  const auto& flat = model.flats[f];
-  auto& group = model.shard_group;
+  const auto& flat = *model.places[index].flat;
+  const auto member = model.places[index].member;
+  auto group = model.shard_group;
   const auto& ranks = group.world_ranks();
   const auto place = std::find(ranks.begin(), ranks.end(), group.size() == 1 ? 0 : to);
   if (to >= 0 && (group.size() == 1 ? model.world.rank() != to : place == ranks.end()))
@@ -67,10 +59,10 @@ at::Tensor ShardedModule::whole(size_t index, int to) {
   return sharding::window(out.cpu(), 0, model.parameters[index].tensor).contiguous().clone();
 }
 
-void ShardedModule::take_shard(size_t index, const at::Tensor& whole) {
+void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole) {
   at::NoGradGuard no_grad;
   const auto& parameter = model.parameters[index].tensor;
-  auto& shard = model.flats[model.places[index].flat].shards[model.places[index].member];
+  auto& shard = model.shard_of(index);
   auto placed = at::empty(whole.sizes(), whole.options());
   if (parameter.is_non_overlapping_and_dense())
     placed = at::empty_strided(parameter.sizes(), parameter.strides(), whole.options());
@@ -91,7 +83,7 @@ State FullyShardedDataParallelBase::state_dict(int to) {
   const bool keep = to < 0 || sharded.model.world.rank() == to;
   State state;
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
-    auto tensor = sharded.whole(i, to);
+    auto tensor = whole(sharded.model, i, to);
     if (keep) state.emplace_back(sharded.model.parameters[i].name, std::move(tensor));
   }
   if (!keep) return state;
@@ -109,7 +101,7 @@ at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name,
   if (found == parameters.end())
     throw UsageError(
         fmt::format("{}: full_parameter: no sharded parameter {}", sharded.prefix(), name));
-  return sharded.whole(static_cast<size_t>(found - parameters.begin()), to);
+  return whole(sharded.model, static_cast<size_t>(found - parameters.begin()), to);
 }
 
 void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
@@ -118,19 +110,20 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   const auto& parameters = sharded.model.parameters;
   std::vector<SafetensorsSpec> specs;
   for (size_t i = 0; i < parameters.size(); ++i)
-    specs.push_back(
-        {parameters[i].name, sharded.model.flat_of(i).dtype, parameters[i].tensor.sizes().vec()});
+    specs.push_back({parameters[i].name, sharded.model.places[i].flat->dtype(),
+                     parameters[i].tensor.sizes().vec()});
   const auto others = unsharded_values(sharded);
   for (const auto& [name, tensor] : others)
     specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   SaveWeightsOptions options;
   options.metadata = {{"format", "pt"}};
   options.rank0_from = parameters.size();
-  const auto whole = [&](size_t i, int to) {
-    return i < parameters.size() ? sharded.whole(i, to) : others[i - parameters.size()].second;
+  const auto value = [&](size_t i, int to) {
+    return i < parameters.size() ? whole(sharded.model, i, to)
+                                 : others[i - parameters.size()].second;
   };
   try {
-    save_weights(sharded.model.world, path, specs, whole, options);
+    save_weights(sharded.model.world, path, specs, value, options);
   } catch (const AgreedError& error) {
     throw AgreedError(fmt::format("{}: save_state_dict: {}", kName, error.what()));
   }
@@ -154,7 +147,7 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   const auto value_of = [&](const auto& name) { return by_name.at(match.names.at(name)); };
   sharded.residency->release_all();
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
-    sharded.take_shard(i, value_of(sharded.model.parameters[i].name));
+    take_shard(sharded.model, i, value_of(sharded.model.parameters[i].name));
   for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(value_of(name));
 }
 

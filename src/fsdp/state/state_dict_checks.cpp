@@ -10,12 +10,6 @@
 
 namespace tessera::fsdp {
 
-std::string shape_text(at::IntArrayRef sizes) {
-  std::string text = "[";
-  for (const auto size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
-
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded) {
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const auto& [name, tensor] : named_parameters(sharded.module)) {

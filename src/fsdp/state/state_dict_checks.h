@@ -10,9 +10,6 @@
 
 namespace tessera::fsdp {
 
-/// "[3, 4]"
-std::string shape_text(at::IntArrayRef sizes);
-
 /// The entries of the module's state beside the sharded parameters, by name: parameters that
 /// ignored_modules or ignored_parameters name, then the defined buffers.
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
@@ -20,6 +17,12 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
 /// The same as values to save, whatever the mode of the last forward: in the dtypes at
 /// construction, and without conj and neg bits.
 std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedModule& sharded);
+
+/// Parameter `index`, whole, in its shape, on the CPU of world rank `to` (on all ranks if to <
+/// 0); undefined on the others. Collective.
+at::Tensor whole(const ShardedModel& model, size_t index, int to);
+/// Copies this rank's shard from a tensor of the parameter's shape. Local.
+void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole);
 
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.

@@ -79,8 +79,7 @@ class FsdpWrapper : public ModelWrapper {
     }
   }
   void update_wire_feedback(bool stepped, double scale_change) override {
-    fsdp_.update_wire_feedback(stepped);
-    fsdp_.rescale_wire_feedback(scale_change);
+    fsdp_.end_step({stepped, scale_change});
   }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
@@ -222,8 +221,15 @@ WrapperPlan read_fsdp(OptionReader& options) {
                      {"BACKWARD_PRE", BackwardPrefetch::pre},
                      {"BACKWARD_POST", BackwardPrefetch::post}},
                     "when backward gathers the next unit");
-  options.read("forward_prefetch", fsdp.forward_prefetch,
-               "forward gathers the next unit while a unit computes");
+  fsdp.overlap = Overlap::background;
+  options.read_enum("overlap", fsdp.overlap,
+                    {{"none", Overlap::none},
+                     {"backward", Overlap::backward},
+                     {"background", Overlap::background}},
+                    "whether units are gathered and reduced beside the computation, and gradients "
+                    "may arrive after backward");
+  options.refuse("forward_prefetch",
+                 "no option; expected overlap: none for false, or backward or background for true");
   read_cpu_offload(options, fsdp.cpu_offload);
   auto mixed = options.map("mixed_precision");
   mixed.read_optional_enum("param_dtype", fsdp.mixed_precision.param_dtype, dtypes(),

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "fsdp/join_event.h"
+#include "fsdp/join/join_event.h"
 #include "tessera/join.h"
 #include "tessera/process_group.h"
 
@@ -26,9 +26,15 @@ class JoinLeader {
   bool must_broadcast() const { return !follows_ && some_rank_has_no_data(); }
   /// On ranks with data: if some rank has no data, the first rank with data sends `event` to all,
   /// and the call is collective. Otherwise it does nothing.
-  void broadcast_event(const JoinEvent& event);
+  void broadcast_event(const JoinEvent& event) {
+    if (!must_broadcast()) return;
+    const bool sends = world_.rank() == iteration_.first_active;
+    world_.broadcast_bytes(sends ? to_bytes(event) : "", iteration_.first_active);
+  }
   /// On ranks without data. Collective.
-  JoinEvent receive_event();
+  JoinEvent receive_event() {
+    return event_from_bytes(world_.broadcast_bytes("", iteration_.first_active));
+  }
 
   /// While alive, this rank receives events and does not send them.
   class Follow {

@@ -1,4 +1,4 @@
-#include "fsdp/sharded_model.h"
+#include "fsdp/model/sharded_model.h"
 
 #include <algorithm>
 #include <map>
@@ -13,7 +13,7 @@
 
 #include "comm/base/local_work.h"
 #include "deferred/contents.h"
-#include "fsdp/unit_plan.h"
+#include "fsdp/model/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
@@ -131,37 +131,37 @@ sharding::Layout make_layout(const ShardedModel& model, std::vector<size_t>& mem
   return sharding::Layout::owned(std::move(sizes), owners_in_order, ranks);
 }
 
-FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, size_t unit,
-                        at::ScalarType compute, const FullyShardedDataParallelOptions& options,
+FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, at::ScalarType compute,
+                        const FullyShardedDataParallelOptions& options,
                         std::vector<int64_t>& load) {
   const auto& first = model.parameters[members[0]].tensor;
   FlatParameter flat;
-  flat.unit = unit;
-  flat.dtype = first.scalar_type();
+  flat.index = model.flats.size();
+  flat.unit = model.units.size();
+  const auto dtype = first.scalar_type();
   flat.device = first.device();
   flat.trainable = first.requires_grad();
-  const bool floating = at::isFloatingType(flat.dtype);
   flat.compute.dtype = compute;
-  flat.idle.dtype = flat.dtype;
+  flat.idle.dtype = dtype;
   flat.reduce =
-      floating ? options.mixed_precision.reduce_dtype.value_or(flat.compute.dtype) : flat.dtype;
+      at::isFloatingType(dtype) ? options.mixed_precision.reduce_dtype.value_or(compute) : dtype;
   flat.layout = make_layout(model, members, options.partition, load);
   flat.members = std::move(members);
+  for (const auto i : flat.members) flat.parameters.push_back(model.parameters[i].tensor);
   const bool offload = options.cpu_offload && !flat.device.is_cpu();
-  flat.permanent = model.shard_group.size() == 1 && flat.compute.dtype == flat.dtype && !offload;
+  flat.permanent = model.shard_group.size() == 1 && compute == dtype && !offload;
   auto shard_options =
       first.options().device(offload ? at::Device(at::kCPU) : flat.device).requires_grad(false);
   if (offload) shard_options = shard_options.pinned_memory(true);
   const int rank = model.shard_group.rank();
   const bool keeps_whole = options.partition != Partition::flat || model.shard_group.size() == 1;
   const int64_t begin = flat.layout.segment_begin(rank), end = begin + flat.layout.counts()[rank];
-  if (!flat.permanent && flat.compute.dtype == flat.dtype && flat.device.is_cpu() &&
-      model.shard_group.same_host())
+  if (!flat.permanent && compute == dtype && flat.device.is_cpu() && model.shard_group.same_host())
     flat.common = model.shard_group.allocate_common(flat.layout.numel(), shard_options);
   flat.own_segment = flat.common.defined() ? flat.common.narrow(0, begin, end - begin)
                                            : at::empty({end - begin}, shard_options);
   for (size_t m = 0; m < flat.members.size(); ++m) {
-    const auto& tensor = model.parameters[flat.members[m]].tensor;
+    const auto& tensor = flat.parameters[m];
     const int64_t offset = flat.layout.offset(m);
     const int64_t from = std::clamp(offset, begin, end),
                   to = std::clamp(offset + tensor.numel(), begin, end);
@@ -211,7 +211,7 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
       "and {}, dtypes {}, {}, {}, full in eval {}, wire: {}",
       static_cast<int>(options.sharding_strategy), partition_name(options.partition),
       options.shard_group_size, options.resident_bytes, static_cast<int>(options.backward_prefetch),
-      options.forward_prefetch, name(options.mixed_precision.param_dtype),
+      static_cast<int>(options.overlap), name(options.mixed_precision.param_dtype),
       name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype),
       options.mixed_precision.full_precision_in_eval, to_string(options.wire));
 }
@@ -259,14 +259,14 @@ void add_units(ShardedModel& model, torch::nn::Module& module,
     unit.name = planned.name;
     unit.parent = planned.parent;
     unit.root = model.units.empty();
-    for (auto& members : classes(model.parameters, compute, planned.parameters)) {
-      unit.flats.push_back(model.flats.size());
+    auto groups = classes(model.parameters, compute, planned.parameters);
+    unit.flats.reserve(groups.size());  // addresses stay
+    for (auto& members : groups) {
       const auto dtype = compute[members[0]];
-      model.flats.push_back(
-          make_flat(model, std::move(members), model.units.size(), dtype, options, load));
-      const auto& flat = model.flats.back();
-      for (size_t m = 0; m < flat.members.size(); ++m)
-        model.places[flat.members[m]] = {unit.flats.back(), m};
+      auto& flat =
+          unit.flats.emplace_back(make_flat(model, std::move(members), dtype, options, load));
+      model.flats.push_back(&flat);
+      for (size_t m = 0; m < flat.members.size(); ++m) model.places[flat.members[m]] = {&flat, m};
     }
     model.units.push_back(std::move(unit));
   }
@@ -285,7 +285,7 @@ void check_contract(const torch::nn::Module& module, const UnitPlan& plan, Proce
   group.check_contract(kName, contract);
 }
 
-/// The buffers and the ignored parameters are whole on every rank.
+/// The buffers are whole on every rank.
 void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_rank0) {
   std::vector<at::Tensor> tensors;
   for (const auto& buffer : module.buffers()) {
@@ -294,52 +294,6 @@ void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_ran
     tensors.push_back(buffer);
   }
   if (from_rank0) group.broadcast(tensors, 0);
-}
-
-/// Consecutive parameters of a flat parameter that are filled together: as many as fit in this many
-/// bytes, at least one.
-constexpr size_t kFilledTogether = 25 << 20;
-
-/// Copies this rank's shards from members [first, last). A parameter that is deferred is computed
-/// for this moment only, and not at all where it comes from rank 0.
-void fill_members(ShardedModel& model, FlatParameter& flat, size_t first, size_t last,
-                  bool from_rank0) {
-  std::vector<std::unique_ptr<deferred::Contents>> contents;
-  std::vector<at::Tensor> sources;
-  for (size_t m = first; m < last; ++m) {
-    const auto& tensor = model.parameters[flat.members[m]].tensor;
-    if (from_rank0 && model.world.rank() != 0 && is_deferred(tensor)) {
-      sources.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
-    } else {
-      comm::run_local_work(model.world, kName, [&] {
-        contents.push_back(std::make_unique<deferred::Contents>(tensor));
-      });
-      sources.push_back(tensor);
-    }
-  }
-  if (from_rank0) model.world.broadcast(sources, 0);
-  for (size_t m = first; m < last; ++m) {
-    const auto& shard = flat.shards[m];
-    sharding::window(flat.own_segment, shard.at, shard.numel)
-        .copy_(sharding::in_memory_order(sources[m - first]).narrow(0, shard.begin, shard.numel));
-  }
-}
-
-/// Gives the shards their values. The same batches on all ranks.
-void fill_shards(ShardedModel& model, bool from_rank0) {
-  for (auto& flat : model.flats) {
-    size_t first = 0, bytes = 0;
-    for (size_t m = 0; m < flat.members.size(); ++m) {
-      const auto more = model.parameters[flat.members[m]].tensor.nbytes();
-      if (m > first && bytes + more > kFilledTogether) {
-        fill_members(model, flat, first, m, from_rank0);
-        first = m;
-        bytes = 0;
-      }
-      bytes += more;
-    }
-    fill_members(model, flat, first, flat.members.size(), from_rank0);
-  }
 }
 
 /// An ignored parameter keeps its memory.
@@ -392,52 +346,15 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
   split_world(model, std::move(group), options);
   add_units(model, module, plan.units, options);
   fill_shards(model, options.sync_module_states);
-  model.measure();
   return model;
 }
 
-bool is_replaced(const FlatParameter& flat, size_t member) {
-  const auto& now = flat.shards[member].tensor;
-  const auto& window = flat.windows[member];
-  return now.storage().unsafeGetStorageImpl() != window.storage().unsafeGetStorageImpl() ||
-         now.storage_offset() != window.storage_offset() || now.sizes() != window.sizes();
-}
-
-void ShardedModel::take_back_shards() {
-  at::NoGradGuard no_grad;
-  struct Replaced {
-    at::Tensor shard, window, values;
-  };
-  std::vector<Replaced> replaced;
-  for (const auto& flat : flats) {
-    for (size_t m = 0; m < flat.shards.size(); ++m) {
-      if (!is_replaced(flat, m)) continue;
-      const auto& shard = flat.shards[m].tensor;
-      const auto& window = flat.windows[m];
-      if (shard.sizes() != window.sizes()) {
-        world.fail(fmt::format(
-            "{}: rank {}: the shard of parameter {} has shape {} since set_data(); expected {}, "
-            "as before",
-            kName, world.rank(), parameters[flat.members[m]].name, c10::str(shard.sizes()),
-            c10::str(window.sizes())));
-      }
-      // Copies, because two shards may have exchanged their memory.
-      replaced.push_back({shard, window, shard.detach().clone()});
-    }
+std::vector<const sharding::OwnedShard*> ShardedModel::shards() const {
+  std::vector<const sharding::OwnedShard*> result;
+  for (const auto* flat : flats) {
+    for (const auto& shard : flat->shards) result.push_back(&shard);
   }
-  for (auto& [shard, window, values] : replaced) {
-    window.copy_(values);
-    const sharding::NoDetection no_detection;
-    shard.set_data(window);
-    shard.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-void ShardedModel::measure() {
-  for (auto& unit : units) unit.gathered_bytes = 0;
-  for (const auto& flat : flats) {
-    if (!flat.permanent) units[flat.unit].gathered_bytes += flat.gathered_bytes();
-  }
+  return result;
 }
 
 }  // namespace tessera::fsdp

@@ -1,4 +1,4 @@
-#include "fsdp/unit_plan.h"
+#include "fsdp/model/unit_plan.h"
 
 #include <algorithm>
 #include <map>
