@@ -1,23 +1,12 @@
 #include <cmath>
 #include <map>
 
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/serialize.h>
-
 #include "optim/fused_base.h"
 #include "optim/plain_math.h"
-#include "optim/torch_options.h"
 
 namespace tessera {
 
 namespace {
-
-template <class Options>
-std::unique_ptr<Options> checked(const char* component, const Options& options) {
-  optim::check_options(component, options);
-  return std::make_unique<Options>(options);
-}
 
 template <class State>
 RangeUpdate prepare_adam(State& state, const at::Tensor& values, const optim::AdamNumbers& n) {
@@ -71,62 +60,20 @@ void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamN
 
 }  // namespace
 
-FusedAdam::FusedAdam(std::vector<torch::optim::OptimizerParamGroup> groups,
-                     torch::optim::AdamOptions defaults)
-    : FusedOptimizer(std::move(groups), checked("FusedAdam", defaults)) {}
-
-FusedAdam::FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults)
-    : FusedOptimizer(std::move(params), checked("FusedAdam", defaults)) {}
-
-RangeUpdate FusedAdam::prepare(const at::Tensor& param, const at::Tensor& values,
-                               const torch::optim::OptimizerOptions& options) {
-  return prepare_adam(optim::state_of<torch::optim::AdamParamState>(state_, param), values,
-                      optim::adam_numbers(static_cast<const torch::optim::AdamOptions&>(options)));
+template <class Options, class State>
+RangeUpdate Fused<Options, State>::prepare(const at::Tensor& param, const at::Tensor& values,
+                                           const torch::optim::OptimizerOptions& options) {
+  return prepare_adam(optim::state_of<State>(state_, param), values,
+                      optim::adam_numbers(static_cast<const Options&>(options)));
 }
 
-void FusedAdam::plain_update(const Gradients& gradients,
-                             const torch::optim::OptimizerOptions& options) {
-  plain_adam<torch::optim::AdamParamState>(
-      state_, gradients,
-      optim::adam_numbers(static_cast<const torch::optim::AdamOptions&>(options)));
+template <class Options, class State>
+void Fused<Options, State>::plain_update(const Gradients& gradients,
+                                         const torch::optim::OptimizerOptions& options) {
+  plain_adam<State>(state_, gradients, optim::adam_numbers(static_cast<const Options&>(options)));
 }
 
-void FusedAdam::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<torch::optim::AdamParamState, torch::optim::AdamOptions>(archive, *this);
-}
-
-void FusedAdam::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<torch::optim::AdamParamState, torch::optim::AdamOptions>(archive, *this);
-}
-
-FusedAdamW::FusedAdamW(std::vector<torch::optim::OptimizerParamGroup> groups,
-                       torch::optim::AdamWOptions defaults)
-    : FusedOptimizer(std::move(groups), checked("FusedAdamW", defaults)) {}
-
-FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults)
-    : FusedOptimizer(std::move(params), checked("FusedAdamW", defaults)) {}
-
-RangeUpdate FusedAdamW::prepare(const at::Tensor& param, const at::Tensor& values,
-                                const torch::optim::OptimizerOptions& options) {
-  return prepare_adam(optim::state_of<torch::optim::AdamWParamState>(state_, param), values,
-                      optim::adam_numbers(static_cast<const torch::optim::AdamWOptions&>(options)));
-}
-
-void FusedAdamW::plain_update(const Gradients& gradients,
-                              const torch::optim::OptimizerOptions& options) {
-  plain_adam<torch::optim::AdamWParamState>(
-      state_, gradients,
-      optim::adam_numbers(static_cast<const torch::optim::AdamWOptions&>(options)));
-}
-
-void FusedAdamW::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive,
-                                                                                     *this);
-}
-
-void FusedAdamW::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(archive,
-                                                                                     *this);
-}
+template class Fused<torch::optim::AdamOptions, torch::optim::AdamParamState>;
+template class Fused<torch::optim::AdamWOptions, torch::optim::AdamWParamState>;
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "optim/kernels.h"
+#include "optim/torch_options.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/optim/fused_optimizer.h"
@@ -33,6 +34,14 @@ State& state_of(StateMap& states, const at::Tensor& param) {
   return *typed;
 }
 
+template <class Options>
+std::unique_ptr<Options> checked(const Options& options) {
+  constexpr bool sgd = std::is_same_v<Options, torch::optim::SGDOptions>;
+  constexpr bool adam = std::is_same_v<Options, torch::optim::AdamOptions>;
+  check_options(sgd ? "FusedSGD" : adam ? "FusedAdam" : "FusedAdamW", options);
+  return std::make_unique<Options>(options);
+}
+
 /// The update of one parameter with its gradient.
 struct Job {
   RangeUpdate update;
@@ -43,3 +52,26 @@ struct Job {
 void run_jobs(const std::vector<Job>& jobs);
 
 }  // namespace tessera::optim
+
+namespace tessera {
+
+template <class Options, class State>
+Fused<Options, State>::Fused(std::vector<torch::optim::OptimizerParamGroup> groups,
+                             Options defaults)
+    : FusedOptimizer(std::move(groups), optim::checked(defaults)) {}
+
+template <class Options, class State>
+Fused<Options, State>::Fused(std::vector<at::Tensor> params, Options defaults)
+    : FusedOptimizer(std::move(params), optim::checked(defaults)) {}
+
+template <class Options, class State>
+void Fused<Options, State>::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<State, Options>(archive, *this);
+}
+
+template <class Options, class State>
+void Fused<Options, State>::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<State, Options>(archive, *this);
+}
+
+}  // namespace tessera

@@ -1,28 +1,9 @@
-#include <torch/optim/sgd.h>
-#include <torch/serialize.h>
-
 #include "optim/fused_base.h"
 #include "optim/plain_math.h"
-#include "optim/torch_options.h"
 
 namespace tessera {
 
-namespace {
-
-std::unique_ptr<torch::optim::SGDOptions> checked(const torch::optim::SGDOptions& options) {
-  optim::check_options("FusedSGD", options);
-  return std::make_unique<torch::optim::SGDOptions>(options);
-}
-
-}  // namespace
-
-FusedSGD::FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups,
-                   torch::optim::SGDOptions defaults)
-    : FusedOptimizer(std::move(groups), checked(defaults)) {}
-
-FusedSGD::FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
-    : FusedOptimizer(std::move(params), checked(defaults)) {}
-
+template <>
 RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
                               const torch::optim::OptimizerOptions& options) {
   const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
@@ -44,6 +25,7 @@ RangeUpdate FusedSGD::prepare(const at::Tensor& param, const at::Tensor& values,
   return update;
 }
 
+template <>
 void FusedSGD::plain_update(const Gradients& gradients,
                             const torch::optim::OptimizerOptions& options) {
   const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
@@ -57,12 +39,6 @@ void FusedSGD::plain_update(const Gradients& gradients,
   }
 }
 
-void FusedSGD::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<torch::optim::SGDParamState, torch::optim::SGDOptions>(archive, *this);
-}
-
-void FusedSGD::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<torch::optim::SGDParamState, torch::optim::SGDOptions>(archive, *this);
-}
+template class Fused<torch::optim::SGDOptions, torch::optim::SGDParamState>;
 
 }  // namespace tessera

@@ -46,13 +46,9 @@ summary { cursor: pointer; }
   table { font-size: 12.5px; } th, td { padding-right: 9px; } td.long { min-width: 80px; } }
 )css"
     // Classes c0 to c7 colour strokes of lines, fills of dots and bars of legends alike.
-    ".c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}"
-    ".c4{stroke:var(--c4)}.c5{stroke:var(--c5)}.c6{stroke:var(--c6)}.c7{stroke:var(--c7)}"
-    "circle.c0,i.c0{fill:var(--c0);background:var(--c0)}circle.c1,i.c1{fill:var(--c1);"
-    "background:var(--c1)}circle.c2,i.c2{fill:var(--c2);background:var(--c2)}circle.c3,i.c3{"
-    "fill:var(--c3);background:var(--c3)}circle.c4,i.c4{fill:var(--c4);background:var(--c4)}"
-    "circle.c5,i.c5{fill:var(--c5);background:var(--c5)}circle.c6,i.c6{fill:var(--c6);"
-    "background:var(--c6)}circle.c7,i.c7{fill:var(--c7);background:var(--c7)}\n";
+    ".c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}"
+    ".c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}"
+    ".line,.mark{stroke:var(--c)}circle{fill:var(--c)}.legend i{background:var(--c)}\n";
 
 inline constexpr unsigned kColours = 8;
 

@@ -17,10 +17,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kEvents = ".events.jsonl";
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 template <class Use>
 int64_t for_each_line(const std::string& path, const Use& use) {
   std::error_code ignored;
@@ -85,7 +81,7 @@ std::vector<RunLog> read_runs(const std::string& path) {
   std::vector<std::string> logs;
   for (const auto& entry : fs::directory_iterator(path)) {
     const std::string file = entry.path().string();
-    if (entry.is_regular_file() && ends_with(file, ".jsonl") && !ends_with(file, kEvents))
+    if (entry.is_regular_file() && file.ends_with(".jsonl") && !file.ends_with(kEvents))
       logs.push_back(file);
   }
   if (logs.empty()) {
@@ -99,15 +95,13 @@ std::vector<RunLog> read_runs(const std::string& path) {
 }
 
 double number(const Json& json, const std::string& key, double otherwise) {
-  const auto found = json.is_object() ? json.find(key) : json.end();
-  return json.is_object() && found != json.end() && found->is_number() ? found->get<double>()
-                                                                       : otherwise;
+  const bool known = json.is_object() && json.contains(key) && json[key].is_number();
+  return known ? json[key].get<double>() : otherwise;
 }
 
 std::string text(const Json& json, const std::string& key) {
-  if (!json.is_object()) return "";
-  const auto found = json.find(key);
-  return found != json.end() && found->is_string() ? found->get<std::string>() : "";
+  const bool known = json.is_object() && json.contains(key) && json[key].is_string();
+  return known ? json[key].get<std::string>() : "";
 }
 
 }  // namespace tessera::report

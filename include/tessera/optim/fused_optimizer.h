@@ -72,60 +72,32 @@ class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
                             const torch::optim::OptimizerOptions& options) = 0;
 };
 
+/// A fused optimizer over libtorch's own options and state of one class.
+template <class Options, class State>
+class Fused : public FusedOptimizer {
+ public:
+  /// Throws UsageError on an impossible option. FusedSGD has no default options.
+  explicit Fused(std::vector<torch::optim::OptimizerParamGroup> groups,
+                 Options defaults = Options());
+  explicit Fused(std::vector<at::Tensor> params, Options defaults = Options());
+
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
+                      const torch::optim::OptimizerOptions& options) override;
+  void plain_update(const Gradients& gradients,
+                    const torch::optim::OptimizerOptions& options) override;
+};
+
 /// torch::optim::SGD with momentum, dampening, weight decay (L2) and Nesterov momentum. The
 /// momentum buffer exists only if momentum is not 0; its initial value is the first gradient.
-class FusedSGD : public FusedOptimizer {
- public:
-  /// Throws UsageError on an impossible option.
-  FusedSGD(std::vector<torch::optim::OptimizerParamGroup> groups,
-           torch::optim::SGDOptions defaults);
-  FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults);
-
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
-                      const torch::optim::OptimizerOptions& options) override;
-  void plain_update(const Gradients& gradients,
-                    const torch::optim::OptimizerOptions& options) override;
-};
-
+using FusedSGD = Fused<torch::optim::SGDOptions, torch::optim::SGDParamState>;
 /// torch::optim::Adam (Kingma and Ba 2015) with L2 weight decay and amsgrad.
-class FusedAdam : public FusedOptimizer {
- public:
-  /// Throws UsageError on an impossible option.
-  explicit FusedAdam(std::vector<torch::optim::OptimizerParamGroup> groups,
-                     torch::optim::AdamOptions defaults = {});
-  explicit FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults = {});
-
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
-                      const torch::optim::OptimizerOptions& options) override;
-  void plain_update(const Gradients& gradients,
-                    const torch::optim::OptimizerOptions& options) override;
-};
-
+using FusedAdam = Fused<torch::optim::AdamOptions, torch::optim::AdamParamState>;
 /// torch::optim::AdamW (Loshchilov and Hutter 2019) with decoupled weight decay and amsgrad.
-class FusedAdamW : public FusedOptimizer {
- public:
-  /// Throws UsageError on an impossible option.
-  explicit FusedAdamW(std::vector<torch::optim::OptimizerParamGroup> groups,
-                      torch::optim::AdamWOptions defaults = {});
-  explicit FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults = {});
-
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  RangeUpdate prepare(const at::Tensor& param, const at::Tensor& values,
-                      const torch::optim::OptimizerOptions& options) override;
-  void plain_update(const Gradients& gradients,
-                    const torch::optim::OptimizerOptions& options) override;
-};
+using FusedAdamW = Fused<torch::optim::AdamWOptions, torch::optim::AdamWParamState>;
 
 /// The sum of squares of x[0..n), accumulated in float64. The order of additions is fixed, so the
 /// result depends only on the values and `n`, not on the instruction set. For gradient norms.

@@ -24,8 +24,7 @@ struct Mark {
 };
 
 struct Chart {
-  std::string title;
-  std::string x_name = "step";
+  std::string title, x_name = "step";
   std::vector<Line> lines;
   std::vector<Mark> marks;
   bool from_zero = false;  ///< the y axis begins at 0

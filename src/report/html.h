@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace tessera::report {
 
@@ -12,5 +13,11 @@ std::string shown(double value);
 std::string shown_bytes(double bytes);
 /// "1 h 02 min", "3.4 s".
 std::string shown_seconds(double seconds);
+
+using Row = std::vector<std::string>;
+
+/// A table of texts. The name of a column may begin with '#' for numbers at the right, '*' for long
+/// text that may break, or '|' for bars, whose cells are widths in pixels.
+std::string table(const Row& columns, const std::vector<Row>& rows);
 
 }  // namespace tessera::report
