@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "comm/base/tensor_bytes.h"
+#include "comm/base/flat_tensor.h"
 #include "comm/device/backends.h"
 #include "tessera/step/agreement.h"
 

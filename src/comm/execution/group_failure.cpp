@@ -3,7 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "comm/base/tensor_bytes.h"
+#include "comm/base/flat_tensor.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
 

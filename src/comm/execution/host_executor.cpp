@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include "comm/base/tensor_bytes.h"
+#include "comm/base/flat_tensor.h"
 #include "comm/execution/running_scope.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"

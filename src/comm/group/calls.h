@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/flat_tensor.h"
 #include "comm/group/process_group_impl.h"
 
 namespace tessera {
@@ -11,7 +12,7 @@ namespace tessera {
 // the traffic, and returns the call. In a group of one rank, where no call is run, it computes what
 // a sum of one rank needs.
 
-using Counts = std::vector<int64_t>;
+using comm::Counts;
 
 /// The elements of memory that `tensor` has, each once, so that the tensor can be written: without
 /// the dimensions along which it was expanded.
