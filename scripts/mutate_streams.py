@@ -25,10 +25,10 @@ import sys
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
 # A statement that begins in a line with this text is removed.
 STATEMENT = re.compile(
-    r"mark->block\(|switched_\.emplace|stream\.keep\(|stream_\.join\(|work->wait\(\);|^ *drain\(\);"
+    r"mark->block\(|switched_\.emplace|stream\.keep\(|stream_\.join\(|work->wait\(\);|executor\(\)\.drain\(\);"
     r"|CommStream::Scope on_|StreamGuard same|\.sent = std::move|on_device_\.reset_device"
-    r"|stream_\.wait_for_current\(|heartbeats_ = std::make_unique|(event|sent|read)->record\("
-    r"|set_last_on_device\(stream|while \(buffer\.sent|while \(!read_all\(")
+    r"|stream_\.wait_for_current\(|liveness_ = std::make_unique|(event|sent|read)->record\("
+    r"|set_last\(stream|while \(buffer\.sent|while \(!read_all\(")
 # What is read counts as true.
 CONDITION = re.compile(r"!(buffer\.sent|sent\.read|copied) \|\| \1->query\(\)")
 # A wrapper's wait for a collective, which is removed from its line.

@@ -83,6 +83,29 @@ TEST(ShmWindows, ForgottenPagesOfAPeerAreUnmappedAndMappedAgainOnAccess) {
   EXPECT_EQ(segment->data()[7], std::byte{99});
 }
 
+/// Adds up the windows of one peer, and looks at how much of its memory is mapped meanwhile.
+class ReadsPeer : public ShmTransport::WindowUse {
+ public:
+  ReadsPeer(int peer, std::function<int64_t()> mapped) : peer_(peer), mapped_(std::move(mapped)) {}
+  bool is_read(int, int64_t) const override { return true; }
+  void visit(int64_t round, const ShmTransport::Window& window) override {
+    EXPECT_TRUE(window.direct);
+    for (int segment = 0; segment < window.segments.size(); ++segment) {
+      const auto values =
+          at::from_blob(window(segment, peer_), {window.segments.count(segment, round)});
+      total += values.sum(at::kDouble).item<double>();
+    }
+    most_mapped = std::max(most_mapped, mapped_());
+  }
+
+  double total = 0;
+  int64_t most_mapped = 0;
+
+ private:
+  int peer_;
+  std::function<int64_t()> mapped_;
+};
+
 class ShmWindowsOfWorld : public ::testing::TestWithParam<int> {};
 
 /// Ranks are processes here, because ranks that are threads share one mapping and forget nothing.
@@ -160,21 +183,14 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
 
     // As between hosts: every rank reads a window of every segment in each round.
     fill();
-    int64_t seen = 0;
-    double total = 0;
-    const int64_t step = ShmTransport::window_step(counts.size(), flat.element_size());
-    dynamic_cast<ShmTransport&>(transport).share_windows(
-        Op::reduce_scatter, flat, counts, [](int, int64_t, int) { return true; },
-        [&](int64_t round, const ShmTransport::Window& window) {
-          EXPECT_TRUE(window.direct);
-          const int peer = (rank + 1) % size;
-          for (int segment = 0; segment < size; ++segment) {
-            const int64_t n = std::clamp<int64_t>(counts[segment] - round * step, 0, step);
-            total += at::from_blob(window(segment, peer), {n}).sum(at::kDouble).item<double>();
-          }
-          if (huge)
-            seen = std::max(seen, mapped_around(transport.peer_view(flat, peer).data_ptr()));
-        });
+    const int next_rank = (rank + 1) % size;
+    const tessera::comm::Segments segments(
+        flat, counts, ShmTransport::window_step(counts.size(), flat.element_size()));
+    ReadsPeer reads(next_rank, [&]() -> int64_t {
+      return huge ? mapped_around(transport.peer_view(flat, next_rank).data_ptr()) : 0;
+    });
+    dynamic_cast<ShmTransport&>(transport).share_windows(Op::reduce_scatter, segments, reads);
+    const auto [total, seen] = std::pair(reads.total, reads.most_mapped);
     EXPECT_EQ(total,
               (index + static_cast<double>((rank + 1) % size)).sum(at::kDouble).item<double>());
     EXPECT_EQ(seen > 0, huge) << "the part being read is mapped";

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/base/wire_codec.h"
+#include "tessera/error.h"
 #include "tessera/process_group.h"
 
 namespace tessera::comm {
@@ -45,6 +46,12 @@ static_assert(sizeof(OpHeader) == 32);
 
 /// "all_reduce #7 of 1000 Float", for messages.
 std::string describe(const OpHeader& header);
+
+/// Thrown on every rank, with the same text, when a collective had a wrong result on some rank.
+class WrongResult : public Error {
+ public:
+  using Error::Error;
+};
 
 /// Moves the data of one group of two or more ranks. Calls block and take contiguous tensors. All
 /// ranks make the same calls in the same order with the same arguments, from one thread at a time;

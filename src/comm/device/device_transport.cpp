@@ -1,6 +1,5 @@
 #include "comm/device/device_transport.h"
 
-#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
@@ -8,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/base/device_backend.h"
+#include "comm/base/flat_tensor.h"
 #include "comm/base/tree_sum.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
@@ -18,7 +18,6 @@
 namespace tessera::comm {
 namespace {
 
-using Counts = std::vector<int64_t>;
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// Sums are taken locally after an all-to-all, to keep them in the order of tree_sum.h.
@@ -52,8 +51,7 @@ class DeviceTransport : public Transport {
 
   void all_reduce(at::Tensor flat, double scale) override {
     if (flat.is_cpu()) return control_->all_reduce(flat, scale);
-    Counts counts(size_, flat.numel() / size_);
-    for (int r = 0; r < flat.numel() % size_; ++r) ++counts[r];
+    const auto counts = even_counts(flat.numel(), size_);
     reduce_scatter(flat, counts, scale, nullptr);
     all_gather(flat, counts);
   }
@@ -74,7 +72,7 @@ class DeviceTransport : public Transport {
     if (flat.is_cpu()) return control_->all_gather(flat, counts);
     std::vector<C10dWork> works;
     for (int r = 0; r < size_; ++r) {
-      if (counts[r] > 0) works.push_back(broadcast_from(segment(flat, counts, r), r));
+      if (counts[r] > 0) works.push_back(broadcast_from(segment_of(flat, counts, r), r));
     }
     finish("all_gather", works);
   }
@@ -88,7 +86,7 @@ class DeviceTransport : public Transport {
     if (own == 0) return;
     const auto sum = sum_rows(parts.view({size_, own}), scale);
     if (consume) (*consume)(0, sum);
-    else segment(flat, counts, rank_).copy_(sum);
+    else segment_of(flat, counts, rank_).copy_(sum);
   }
 
   void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
@@ -115,11 +113,6 @@ class DeviceTransport : public Transport {
   }
 
  private:
-  static at::Tensor segment(const at::Tensor& flat, const Counts& counts, int r) {
-    return flat.narrow(0, std::accumulate(counts.begin(), counts.begin() + r, int64_t{0}),
-                       counts[r]);
-  }
-
   /// NCCL connects the ranks when they first broadcast, and when they first send to each other, and
   /// the host waits for them there. All of it happens in the first collective.
   void connect_beside(const at::Tensor& tensor) {

@@ -35,7 +35,7 @@ std::string identity(at::Device device) {
 
 /// The group looks for lost ranks for its time-out and a beat, and names them. A collective that is
 /// late without one ends afterwards.
-constexpr std::chrono::milliseconds kAfterHeartbeats{1500};
+constexpr std::chrono::milliseconds kAfterLiveness{1500};
 
 }  // namespace
 
@@ -51,7 +51,7 @@ std::shared_ptr<const DeviceBackend> nccl_backend(const World& world) {
   const auto connect = [](const World& place) -> c10::intrusive_ptr<compat::C10dBackend> {
     keep_process_alive();
     auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = place.options.timeout + kAfterHeartbeats;
+    options->timeout = place.options.timeout + kAfterLiveness;
     return c10::make_intrusive<c10d::ProcessGroupNCCL>(place.store, place.rank, place.size,
                                                        options);
   };

@@ -1,14 +1,12 @@
 #include "comm/device/staged_transport.h"
 
-#include <numeric>
 #include <utility>
 
+#include "comm/base/flat_tensor.h"
 #include "comm/device/pinned_buffers.h"
 
 namespace tessera::comm {
 namespace {
-
-using Counts = std::vector<int64_t>;
 
 class StagedTransport : public Transport {
  public:
@@ -50,7 +48,7 @@ class StagedTransport : public Transport {
   void all_gather(at::Tensor flat, const Counts& counts) override {
     if (flat.is_cpu()) return host_->all_gather(flat, counts);
     const auto staged = empty(flat.numel(), flat);
-    own(staged, counts).copy_(own(flat, counts));
+    segment_of(staged, counts, rank_).copy_(segment_of(flat, counts, rank_));
     host_->all_gather(staged, counts);
     buffers_.send(staged, flat);
   }
@@ -61,8 +59,9 @@ class StagedTransport : public Transport {
     const auto staged = copy_of(flat);
     host_->reduce_scatter(staged, counts, scale, nullptr);
     if (counts[rank_] == 0) return;
-    const auto sum = consume ? at::empty({counts[rank_]}, flat.options()) : own(flat, counts);
-    buffers_.send(own(staged, counts), sum);
+    const auto sum =
+        consume ? at::empty({counts[rank_]}, flat.options()) : segment_of(flat, counts, rank_);
+    buffers_.send(segment_of(staged, counts, rank_), sum);
     if (consume) (*consume)(0, sum);
   }
 
@@ -101,11 +100,6 @@ class StagedTransport : public Transport {
     staged.copy_(flat);  // the host waits for the current stream
     return staged;
   }
-  at::Tensor own(const at::Tensor& flat, const Counts& counts) const {
-    return flat.narrow(0, std::accumulate(counts.begin(), counts.begin() + rank_, int64_t{0}),
-                       counts[rank_]);
-  }
-
   int rank_;
   at::DeviceType type_;
   std::unique_ptr<Transport> host_;

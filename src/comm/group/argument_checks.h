@@ -1,24 +1,27 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
-
-#include <fmt/format.h>
+#include <vector>
 
 #include "comm/group/process_group_impl.h"
-#include "tessera/error.h"
 
 namespace tessera {
 
-/// Throws UsageError "ProcessGroup.<method>: rank R: <problem>" unless `condition`.
-inline void require(bool condition, const ProcessGroup::Impl& impl, const char* method,
-                    const std::string& problem) {
-  if (!condition)
-    throw UsageError(fmt::format("ProcessGroup.{}: rank {}: {}", method, impl.world.rank, problem));
-}
+// Checks of the arguments of ProcessGroup.<method>. Each throws UsageError.
 
-inline void check_root(const ProcessGroup::Impl& impl, const char* method, int root) {
-  require(root >= 0 && root < impl.world.size, impl, method,
-          fmt::format("root is {}; expected 0 to {}", root, impl.world.size - 1));
-}
+/// Throws "ProcessGroup.<method>: rank R: <problem>" unless `condition`.
+void require(bool condition, const ProcessGroup::Impl& impl, const char* method,
+             const std::string& problem);
+void check_root(const ProcessGroup::Impl& impl, const char* method, int root);
+/// A dense tensor on a device whose tensors the group moves.
+void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
+/// And of a dtype that has sums.
+void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
+/// Values that travel encoded between hosts.
+void check_wire(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
+/// One count for each rank, which add up to the elements of a flat tensor.
+void check_counts(const ProcessGroup::Impl& impl, const char* method, const char* name,
+                  const std::vector<int64_t>& counts, const at::Tensor& tensor);
 
 }  // namespace tessera

@@ -7,12 +7,12 @@
 #include <fmt/format.h>
 #include <xxhash.h>
 
+#include "comm/base/flat_tensor.h"
 #include "comm/base/tree_sum.h"
 
 namespace tessera::comm {
 namespace {
 
-using Counts = std::vector<int64_t>;
 using Digests = std::vector<uint64_t>;
 
 /// `flat` is 1-D and contiguous.
@@ -20,20 +20,10 @@ uint64_t digest_of(const at::Tensor& flat) {
   return XXH3_64bits(flat.numel() > 0 ? flat.data_ptr() : nullptr, flat.nbytes());
 }
 
-/// The segments of `flat`, one for each rank.
-std::vector<at::Tensor> segments_of(const at::Tensor& flat, const Counts& counts) {
-  std::vector<at::Tensor> segments;
-  int64_t begin = 0;
-  for (const auto count : counts) {
-    segments.push_back(flat.narrow(0, begin, count));
-    begin += count;
-  }
-  return segments;
-}
-
 Digests digests_of(const at::Tensor& flat, const Counts& counts) {
   Digests digests;
-  for (const auto& segment : segments_of(flat, counts)) digests.push_back(digest_of(segment));
+  for (size_t r = 0; r < counts.size(); ++r)
+    digests.push_back(digest_of(segment_of(flat, counts, static_cast<int>(r))));
   return digests;
 }
 
@@ -57,7 +47,7 @@ class CheckedTransport : public Transport {
     // Each rank verifies its part, and the digests show that all ranks have the same parts.
     Counts counts(size_, flat.numel() / size_);
     counts.back() += flat.numel() % size_;
-    verify_sum(input, counts, segments_of(flat, counts)[rank_], scale);
+    verify_sum(input, counts, segment_of(flat, counts, rank_), scale);
     verify_same(digest_of(flat), "differs from rank 0's");
   }
 
@@ -79,7 +69,7 @@ class CheckedTransport : public Transport {
   }
 
   void all_gather(at::Tensor flat, const Counts& counts) override {
-    const uint64_t source = digest_of(segments_of(flat, counts)[rank_]);
+    const uint64_t source = digest_of(segment_of(flat, counts, rank_));
     inner_->all_gather(flat, counts);
     const auto sources = gather({source});
     const auto received = digests_of(flat, counts);
@@ -93,7 +83,7 @@ class CheckedTransport : public Transport {
     const auto input = flat.clone();
     if (!consume) {
       inner_->reduce_scatter(flat, counts, scale, nullptr);
-      return verify_sum(input, counts, segments_of(flat, counts)[rank_], scale);
+      return verify_sum(input, counts, segment_of(flat, counts, rank_), scale);
     }
     const auto result = at::empty({counts[rank_]}, flat.options());
     const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {

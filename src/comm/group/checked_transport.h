@@ -4,15 +4,8 @@
 
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
-#include "tessera/error.h"
 
 namespace tessera::comm {
-
-/// Thrown on every rank, with the same text, when a collective had a wrong result on some rank.
-class WrongResult : public Error {
- public:
-  using Error::Error;
-};
 
 /// A transport that runs each collective through `inner` and then verifies its result: a sum
 /// against the sum of copies of all ranks' inputs, which travel a second time; what a rank receives

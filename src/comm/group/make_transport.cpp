@@ -12,9 +12,8 @@
 #include "comm/device/device_transport.h"
 #include "comm/device/nccl_backend.h"
 #include "comm/device/staged_transport.h"
-#include "comm/hosts/hosts_transport.h"
+#include "comm/hosts/message_transport.h"
 #include "comm/p2p/mailbox.h"
-#include "comm/p2p/p2p_transport.h"
 #include "comm/shm/shm_arena.h"
 #include "comm/shm/shm_setup.h"
 #include "tessera/detail/report_to_launcher.h"
@@ -81,9 +80,9 @@ std::unique_ptr<Transport> connect(const World& world) {
     with_device.device = nccl_backend(world);
     return connect_device(with_device);
   }
-  if (backend == Backend::MPI) return make_p2p_transport(world, make_mpi_mailbox(world));
-  if (backend == Backend::Gloo) return make_p2p_transport(world, make_gloo_mailbox(world));
-  if (backend == Backend::TCP) return make_p2p_transport(world, make_tcp_mailbox(world));
+  if (backend == Backend::MPI) return make_message_transport(world, make_mpi_mailbox(world));
+  if (backend == Backend::Gloo) return make_message_transport(world, make_gloo_mailbox(world));
+  if (backend == Backend::TCP) return make_message_transport(world, make_tcp_mailbox(world));
   std::string reason = "its ranks are on several hosts";
   std::unique_ptr<Transport> shared;
   if (world.same_host) shared = make_shm_transport(world, reason);
@@ -101,7 +100,7 @@ std::unique_ptr<Transport> connect(const World& world) {
   }
   if (world.same_host && world.rank == 0)
     spdlog::warn("tessera: using messages instead of shared memory, because {}", reason);
-  return make_p2p_transport(world, make_default_mailbox(world));
+  return make_message_transport(world, make_default_mailbox(world));
 }
 
 }  // namespace

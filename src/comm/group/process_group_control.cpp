@@ -12,16 +12,14 @@
 #include "comm/device/backends.h"
 #include "comm/group/argument_checks.h"
 #include "comm/group/make_transport.h"
-#include "comm/group/process_group_impl.h"
 #include "tessera/detail/report_to_launcher.h"
-#include "tessera/process_group.h"
 
 namespace tessera {
 
+using comm::Headers;
 using comm::Op;
 using comm::OpHeader;
 using comm::Transport;
-using Headers = std::vector<OpHeader>;
 
 namespace {
 
@@ -56,7 +54,7 @@ std::vector<std::string> exchange_bytes(ProcessGroup::Impl& impl, const std::str
     if (total) transport.all_gather(all, counts);
     for (int r = 0; r < size; data += counts[r++]) result[r].assign(data, counts[r]);
   };
-  impl.run(header, body, tag);
+  impl.issue({header, body, {}, tag});
   impl.count(&CommStats::bytes, mine.size() * (size - 1), total - mine.size());
   return result;
 }
@@ -71,12 +69,10 @@ std::vector<int64_t> exchange_numbers(ProcessGroup::Impl& impl, Op op, int64_t m
   header.free_numel = 1;
   header.numel = mine;
   std::vector<int64_t> numbers;
-  impl.run(
-      header,
-      [&](Transport&, const Headers& headers) {
-        for (const auto& h : headers) numbers.push_back(h.numel);
-      },
-      tag);
+  const auto body = [&](Transport&, const Headers& headers) {
+    for (const auto& h : headers) numbers.push_back(h.numel);
+  };
+  impl.issue({header, body, {}, tag});
   impl.count(&CommStats::bytes, 0, 0);
   return numbers;
 }
@@ -128,7 +124,7 @@ std::vector<std::string> ProcessGroup::gather_bytes(const std::string& mine, int
     const auto* data = static_cast<const char*>(output.data_ptr());
     for (int r = 0; r < size(); data += recv[r++]) result.emplace_back(data, recv[r]);
   };
-  impl_->run(header, body, bytes_tag("gather_bytes", tag));
+  impl_->issue({header, body, {}, bytes_tag("gather_bytes", tag)});
   impl_->count(&CommStats::bytes, rank() == root ? 0 : mine.size(),
                rank() == root ? total - mine.size() : 0);
   return result;
@@ -276,12 +272,12 @@ void ProcessGroup::check_contract(const std::string& component,
                        theirs.size() - 1);
   const auto began =
       detail::minority(size(), [&](int a, int b) { return digests[a] == digests[b]; });
-  impl_->report_agreed(began, text);
+  detail::report_agreed(impl_->world.in_world(began), text);
   throw UsageError(text);
 }
 
 void ProcessGroup::fail(const std::string& message) { impl_->fail(message); }
-bool ProcessGroup::ended() const { return impl_->ended; }
+bool ProcessGroup::ended() const { return impl_->ended(); }
 
 at::Device ProcessGroup::control_device() const { return at::kCPU; }
 bool ProcessGroup::moves(at::DeviceType type) const {

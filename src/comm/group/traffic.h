@@ -4,7 +4,7 @@
 #include <memory>
 #include <mutex>
 
-#include "comm/group/queue.h"
+#include "comm/execution/queue.h"
 #include "tessera/process_group.h"
 
 namespace tessera::comm {

@@ -13,12 +13,13 @@ void GatherOverLeaders::gather_table(const at::Tensor& table, const std::vector<
   if (map_.members(host_)[0] == rank_) {
     std::vector<int> leaders;
     for (int host = 0; host < map_.hosts(); ++host) leaders.push_back(map_.members(host)[0]);
-    wire_.gather_blocks(table, count_by_host(counts), leaders);
+    messenger_.gather_blocks(table, count_by_host(counts), leaders);
   }
-  local_.broadcast(table, 0);
+  if (local_) local_->broadcast(table, 0);
 }
 
 void GatherOverLeaders::gather(const at::Tensor& flat, const std::vector<int64_t>& counts) {
+  if (!local_) return gather_table(flat, counts);
   const auto starts = segment_starts(counts);
   const auto host_counts = count_by_host(counts);
   const auto segment = [&](int rank) { return flat.narrow(0, starts[rank], counts[rank]); };
@@ -28,7 +29,7 @@ void GatherOverLeaders::gather(const at::Tensor& flat, const std::vector<int64_t
   for (const int rank : map_.members(host_)) local.push_back(counts[rank]);
   const int own = map_.local_rank(rank_);
   here.narrow(0, segment_starts(local)[own], local[own]).copy_(segment(rank_));
-  if (here.numel() > 0) local_.all_gather(here, local);
+  if (here.numel() > 0) local_->all_gather(here, local);
   gather_table(table, counts);
   int64_t begin = 0;
   for (int host = 0; host < map_.hosts(); ++host) {

@@ -16,9 +16,9 @@ namespace tessera::comm {
 /// other ranks send no message.
 class GatherOverLeaders {
  public:
-  /// The arguments outlive this object.
-  GatherOverLeaders(ShmTransport& local, Messenger& messenger, const HostMap& map, int rank)
-      : local_(local), wire_(messenger), map_(map), host_(map.host_of(rank)), rank_(rank) {}
+  /// The arguments outlive this object. `local`: null if every host has one rank.
+  GatherOverLeaders(ShmTransport* local, Messenger& messenger, const HostMap& map, int rank)
+      : local_(local), messenger_(messenger), map_(map), host_(map.host_of(rank)), rank_(rank) {}
 
   /// `table`: 1-D, host after host and within a host rank after rank; `counts`: the elements of
   /// each rank. On the first rank of each host its host's part is filled in. All ranks of the group
@@ -30,8 +30,8 @@ class GatherOverLeaders {
  private:
   std::vector<int64_t> count_by_host(const std::vector<int64_t>& counts) const;
 
-  ShmTransport& local_;
-  Messenger& wire_;
+  ShmTransport* local_;
+  Messenger& messenger_;
   const HostMap& map_;
   int host_, rank_;
 };

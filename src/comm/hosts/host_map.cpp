@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstddef>
 #include <map>
-#include <numeric>
 
 namespace tessera::comm {
 
@@ -23,12 +22,6 @@ HostMap::HostMap(const std::vector<int>& host_of_rank) {
 int HostMap::handler(int host, int owner, int64_t part) const {
   const auto& ranks = members_[host];
   return ranks[(local_rank_[owner] + part) % static_cast<int64_t>(ranks.size())];
-}
-
-std::vector<int64_t> segment_starts(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> starts(counts.size(), 0);
-  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
-  return starts;
 }
 
 HostSumTree::HostSumTree(const HostMap& map) : leaves(map.hosts()) { add(map, 0, map.size()); }

@@ -47,7 +47,4 @@ struct HostSumTree {
   int add(const HostMap& map, int first, int count);
 };
 
-/// The sum of the entries before each one: where segments of these lengths begin.
-std::vector<int64_t> segment_starts(const std::vector<int64_t>& counts);
-
 }  // namespace tessera::comm

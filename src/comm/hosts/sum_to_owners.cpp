@@ -4,28 +4,30 @@
 #include <cstring>
 #include <utility>
 
-#include "comm/base/tensor_bytes.h"
 #include "comm/base/tree_sum.h"
 #include "comm/shm/shm_kernels.h"
 
 namespace tessera::comm {
 
 SumToOwners::SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree,
-                         int rank, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                         const SumTarget& target, Wire wire)
+                         int rank, const Segments& segments, const SumTarget& target,
+                         Encoding encoding)
     : messenger_(messenger),
       map_(map),
       tree_(tree),
       rank_(rank),
       host_(map.host_of(rank)),
-      counts_(counts),
+      segments_(segments),
       target_(target),
-      wire_(wire),
-      dtype_(flat.scalar_type()),
-      wide_(is_narrow(dtype_) ? at::kFloat : dtype_),
-      width_(static_cast<int64_t>(flat.element_size())),
-      step_(ShmTransport::window_step(counts.size(), width_)) {
+      encoding_(encoding),
+      dtype_(segments.flat.scalar_type()),
+      wide_(is_narrow(dtype_) ? at::kFloat : dtype_) {
   for (int64_t round = 0; round < kAhead; ++round) post_receives(round);
+}
+
+bool SumToOwners::is_read(int segment, int64_t round) const {
+  const bool here = map_.host_of(segment) == host_;
+  return (here ? segment : map_.handler(host_, segment, round)) != rank_;
 }
 
 void SumToOwners::visit(int64_t round, const ShmTransport::Window& window) {
@@ -33,31 +35,30 @@ void SumToOwners::visit(int64_t round, const ShmTransport::Window& window) {
   for (const auto ticket : sent) messenger_.wait(ticket);
   sent.clear();
   for (int segment = 0; segment < map_.size(); ++segment) {
-    const int64_t n = count(segment, round);
-    if (n == 0 || map_.host_of(segment) == host_) continue;
+    if (segments_.count(segment, round) == 0 || map_.host_of(segment) == host_) continue;
     if (map_.handler(host_, segment, round) != rank_) continue;
     for (const int leaf : tree_.leaves[host_]) {
-      auto sum = sum_of(leaf, segment, n, window);
-      if (wire_.encodes()) sum = wire_.encode(sum);
+      // Nobody writes this rank's own values, so they are sent in place.
+      auto sum = tree_.nodes[leaf].ranks == std::vector<int>{rank_}
+                     ? segments_.window(segment, round)
+                     : sum_of(leaf, segment, window);
+      if (encoding_) sum = encoding_.encode(sum);
       sent.push_back(messenger_.send(std::move(sum), segment, static_cast<int>(round)));
     }
   }
-  if (const int64_t n = count(rank_, round)) {
+  if (segments_.count(rank_, round) > 0) {
     auto& own = own_[round % kAhead];
     own.assign(tree_.nodes.size(), at::Tensor());
-    for (const int leaf : tree_.leaves[host_]) own[leaf] = sum_of(leaf, rank_, n, window);
+    for (const int leaf : tree_.leaves[host_]) own[leaf] = sum_of(leaf, rank_, window);
   }
   if (round >= kLag) combine(round - kLag);
 }
 
-void SumToOwners::finish(int64_t rounds) {
+void SumToOwners::complete() {
+  const int64_t rounds = segments_.windows;
   for (int64_t round = std::max<int64_t>(0, rounds - kLag); round < rounds; ++round) combine(round);
   messenger_.finish();
   if (consumer_failed_) std::rethrow_exception(consumer_failed_);
-}
-
-int64_t SumToOwners::count(int segment, int64_t round) const {
-  return std::clamp<int64_t>(counts_[segment] - round * step_, 0, step_);
 }
 
 /// A single value of 16 bits is sent as it is; sums of several are float.
@@ -66,14 +67,13 @@ at::ScalarType SumToOwners::dtype_of(int leaf) const {
 }
 
 void SumToOwners::post_receives(int64_t round) {
-  const int64_t n = count(rank_, round);
+  const int64_t n = segments_.count(rank_, round);
   if (n == 0) return;
   for (int host = 0; host < map_.hosts(); ++host) {
     if (host == host_) continue;
     for (const int leaf : tree_.leaves[host]) {
-      auto sum = wire_.encodes() ? at::empty({encoded_bytes(wire_.format, n)},
-                                             at::TensorOptions().dtype(at::kByte))
-                                 : at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
+      auto sum = encoding_ ? encoding_.message(n)
+                           : at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
       const auto ticket =
           messenger_.receive(sum, map_.handler(host, rank_, round), static_cast<int>(round));
       arriving_[round % kAhead].push_back({ticket, leaf, std::move(sum)});
@@ -81,14 +81,14 @@ void SumToOwners::post_receives(int64_t round) {
   }
 }
 
-at::Tensor SumToOwners::sum_of(int leaf, int segment, int64_t n,
-                               const ShmTransport::Window& window) const {
+at::Tensor SumToOwners::sum_of(int leaf, int segment, const ShmTransport::Window& window) const {
+  const int64_t n = segments_.count(segment, window.round);
   const auto& ranks = tree_.nodes[leaf].ranks;
   std::vector<const std::byte*> inputs;
   for (const int rank : ranks) inputs.push_back(window(segment, map_.local_rank(rank)));
   const auto sum = at::empty({n}, at::TensorOptions().dtype(dtype_of(leaf)));
   if (ranks.size() == 1) {
-    std::memcpy(sum.data_ptr(), inputs[0], n * width_);
+    std::memcpy(sum.data_ptr(), inputs[0], n * segments_.width);
     return sum;
   }
   if (wide_ == dtype_) {
@@ -105,16 +105,16 @@ at::Tensor SumToOwners::sum_of(int leaf, int segment, int64_t n,
 
 /// Adds up window `round` of this rank's segment over the hosts.
 void SumToOwners::combine(int64_t round) {
-  const int64_t n = count(rank_, round);
+  const int64_t n = segments_.count(rank_, round);
   if (n == 0) return;
   auto values = std::move(own_[round % kAhead]);
   for (auto& item : arriving_[round % kAhead]) {
     messenger_.wait(item.ticket);
-    values[item.leaf] = wire_.encodes() ? decode(wire_.format, item.sum, n) : std::move(item.sum);
+    values[item.leaf] = encoding_ ? encoding_.decode(item.sum, n) : std::move(item.sum);
   }
   arriving_[round % kAhead].clear();
   post_receives(round + kAhead);
-  deliver(round * step_, add_up(std::move(values), n));
+  deliver(round * segments_.step, add_up(std::move(values), n));
 }
 
 /// `values`: those of the leaves. Overwrites them.

@@ -3,7 +3,7 @@
 #include <exception>
 #include <vector>
 
-#include "comm/base/wire_codec.h"
+#include "comm/hosts/encoding.h"
 #include "comm/hosts/host_map.h"
 #include "comm/p2p/messenger.h"
 #include "comm/shm/shm_transport.h"
@@ -17,33 +17,19 @@ struct SumTarget {
   double scale = 1;
 };
 
-/// How floating-point values travel between the hosts, with the error feedback of this collective
-/// (null: none).
-struct Wire {
-  WireFormat format = WireFormat::float32;
-  WireFeedback* feedback = nullptr;
-
-  bool encodes() const { return format != WireFormat::float32; }
-  at::Tensor encode(const at::Tensor& values) const {
-    return feedback ? feedback->encode(format, values) : comm::encode(format, values);
-  }
-};
-
 /// One reduce-scatter. In round i the ranks of a host add up windows i of all segments: those of
 /// other hosts' ranks to send them, their own to keep them until the other hosts' sums have arrived
 /// some rounds later.
-class SumToOwners {
+class SumToOwners : public ShmTransport::WindowUse {
  public:
-  /// The arguments outlive this object. `counts`: elements of each rank's segment of `flat`. If
-  /// `wire` encodes, `tree` is HostSumTree::by_host().
+  /// The arguments outlive this object. If `encoding` encodes, `tree` is HostSumTree::by_host().
   SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree, int rank,
-              const at::Tensor& flat, const std::vector<int64_t>& counts, const SumTarget& target,
-              Wire wire);
+              const Segments& segments, const SumTarget& target, Encoding encoding);
 
-  /// Round `round`, with the windows of this host's ranks.
-  void visit(int64_t round, const ShmTransport::Window& window);
-  /// After the last of `rounds` rounds. Rethrows what `consume` has thrown.
-  void finish(int64_t rounds);
+  bool is_read(int segment, int64_t round) const override;
+  void visit(int64_t round, const ShmTransport::Window& window) override;
+  /// After all rounds. Rethrows what `consume` has thrown.
+  void complete();
 
  private:
   static constexpr int64_t kAhead = 4;  // rounds in which a rank has messages in flight
@@ -55,10 +41,10 @@ class SumToOwners {
     at::Tensor sum;
   };
 
-  int64_t count(int segment, int64_t round) const;
   at::ScalarType dtype_of(int leaf) const;
   void post_receives(int64_t round);
-  at::Tensor sum_of(int leaf, int segment, int64_t n, const ShmTransport::Window& window) const;
+  /// Of window `window.round`.
+  at::Tensor sum_of(int leaf, int segment, const ShmTransport::Window& window) const;
   void combine(int64_t round);
   at::Tensor add_up(std::vector<at::Tensor> values, int64_t n) const;
   void deliver(int64_t offset, const at::Tensor& sum);
@@ -67,11 +53,10 @@ class SumToOwners {
   const HostMap& map_;
   const HostSumTree& tree_;
   int rank_, host_;
-  const std::vector<int64_t>& counts_;
+  const Segments& segments_;
   const SumTarget& target_;
-  Wire wire_;
+  Encoding encoding_;
   at::ScalarType dtype_, wide_;
-  int64_t width_, step_;
   std::vector<Messenger::Ticket> sent_[kAhead];
   std::vector<Arriving> arriving_[kAhead];
   std::vector<at::Tensor> own_[kAhead];  // by node

@@ -36,25 +36,25 @@ Messenger::Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
 Messenger::~Messenger() { set_silence(timeout_.load()); }
 
 void Messenger::set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss) {
-  std::shared_ptr<Heartbeats> ended;
+  std::shared_ptr<Liveness> ended;
   {
-    std::lock_guard lock(heartbeats_mutex_);
-    ended.swap(heartbeats_);
+    std::lock_guard lock(liveness_mutex_);
+    ended.swap(liveness_);
   }
   ended.reset();
   if (!store_ || failed_ || silence >= timeout_.load()) return;
   silence_ = silence;
-  auto begun = std::make_shared<Heartbeats>(
+  auto begun = std::make_shared<Liveness>(
       store_, rank_, size_, ++watches_,
-      Heartbeats::Limits{silence, std::max(silence, former_.load())},
+      Liveness::Limits{silence, std::max(silence, former_.load())},
       [this, on_loss = std::move(on_loss)](const std::vector<int>& lost) { lose(lost, on_loss); });
-  std::lock_guard lock(heartbeats_mutex_);
-  heartbeats_ = std::move(begun);
+  std::lock_guard lock(liveness_mutex_);
+  liveness_ = std::move(begun);
 }
 
-std::shared_ptr<Heartbeats> Messenger::heartbeats() {
-  std::lock_guard lock(heartbeats_mutex_);
-  return heartbeats_;
+std::shared_ptr<Liveness> Messenger::liveness() {
+  std::lock_guard lock(liveness_mutex_);
+  return liveness_;
 }
 
 void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_loss) {
@@ -183,7 +183,7 @@ void Messenger::fail(const std::vector<int>& suspects, const std::string& cause,
   using Cause = FailureLedger::Cause;
   const auto left = deadline_ - Clock::now();
   const bool late = left.count() <= 0;
-  const auto watch = heartbeats();
+  const auto watch = liveness();
   const auto blamed =
       resolve(suspects, damage                                               ? Cause::damage
                         : left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue

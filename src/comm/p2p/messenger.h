@@ -12,7 +12,7 @@
 #include "comm/base/transport.h"
 #include "comm/base/world.h"
 #include "comm/failures/failure_ledger.h"
-#include "comm/p2p/heartbeats.h"
+#include "comm/p2p/liveness.h"
 #include "comm/p2p/mailbox.h"
 
 namespace tessera::comm {
@@ -31,7 +31,7 @@ class Messenger {
   const char* name() const { return mailbox_->name(); }
   void set_timeout(std::chrono::milliseconds timeout) { former_ = timeout_.exchange(timeout); }
   /// If `silence` is shorter than the time-out: until the next call, ranks show each other that
-  /// they run (see Heartbeats), and one that does not for so long ends the waits. Then, after the
+  /// they run (see Liveness), and one that does not for so long ends the waits. Then, after the
   /// records were written, calls `on_loss` from another thread. Needs a store.
   void set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss = {});
   /// Begins `operation`, whose name appears in messages; its time-out runs from now.
@@ -59,7 +59,7 @@ class Messenger {
   [[noreturn]] void fail(const std::vector<int>& suspects, const std::string& cause,
                          bool here = false, bool damage = false);
   bool has_failed() const { return failed_; }
-  /// True if heartbeats have found a loss.
+  /// True if Liveness has found a loss.
   bool has_lost() const { return lost_; }
   Transport::Sent sent() const { return {messages_sent_, bytes_sent_}; }
 
@@ -74,7 +74,7 @@ class Messenger {
   void lose(std::vector<int> ranks, const std::function<void()>& on_loss);
   /// The ranks to blame, which the first failure of the group has found.
   std::vector<int> resolve(const std::vector<int>& suspects, FailureLedger::Cause cause);
-  std::shared_ptr<Heartbeats> heartbeats();
+  std::shared_ptr<Liveness> liveness();
 
   std::unique_ptr<Mailbox> mailbox_;
   FailureLedger ledger_;
@@ -93,8 +93,8 @@ class Messenger {
   std::atomic<uint64_t> messages_sent_ = 0, bytes_sent_ = 0;
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t watches_ = 0;
-  std::mutex heartbeats_mutex_;
-  std::shared_ptr<Heartbeats> heartbeats_;  // the last member, because its thread uses the others
+  std::mutex liveness_mutex_;
+  std::shared_ptr<Liveness> liveness_;  // the last member, because its thread uses the others
 };
 
 }  // namespace tessera::comm

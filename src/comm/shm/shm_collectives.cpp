@@ -1,9 +1,8 @@
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
-#include "comm/base/tensor_bytes.h"
+#include "comm/base/flat_tensor.h"
 #include "comm/shm/shm_kernels.h"
 #include "comm/shm/shm_transport.h"
 
@@ -16,12 +15,6 @@ constexpr int64_t line_bytes = 64;
 constexpr int64_t consume_bytes = 64 << 10;
 // Every rank sums chunks up to this size by itself, which saves a barrier.
 constexpr int64_t small_chunk_bytes = 16 << 10;
-
-std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> starts(counts.size(), 0);
-  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
-  return starts;
-}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -148,41 +141,34 @@ void ShmTransport::broadcast(at::Tensor flat, int root) {
   });
 }
 
-void ShmTransport::all_gather(at::Tensor flat, const std::vector<int64_t>& counts) {
+void ShmTransport::all_gather(at::Tensor flat, const Counts& counts) {
   run(Op::all_gather, flat, [&] {
-    const auto width = static_cast<int64_t>(flat.element_size());
-    const auto starts = starts_of(counts);
-    const int64_t step = staging_bytes / width;
-    const auto at = [&](int r, int64_t round) { return (starts[r] + round * step) * width; };
+    const Segments segments(flat, counts,
+                            staging_bytes / static_cast<int64_t>(flat.element_size()));
+    const auto at = [&](int r, int64_t round) { return data_of(flat) + segments.offset(r, round); };
     const auto length = [&](int r, int64_t round) {
-      return std::clamp<int64_t>(counts[r] - round * step, 0, step) * width;
+      return segments.count(r, round) * segments.width;
     };
     const Step fill = [&](int64_t round) {
-      if (length(rank_, round))
-        std::memcpy(staging(rank_), data_of(flat) + at(rank_, round), length(rank_, round));
+      if (length(rank_, round)) std::memcpy(staging(rank_), at(rank_, round), length(rank_, round));
     };
     const auto exchanged = exchange_layout(flat, [&] { fill(0); });
     const bool direct = !exchanged.direct.empty();
-    const auto from_each_peer = [&](auto&& take) {
-      for (int next = 1; next < size_; ++next) take((rank_ + next) % size_);
-    };
     if (direct && exchanged.direct[0] == exchanged.direct[1]) return;  // common memory
-    if (direct) {
-      from_each_peer([&](int peer) {
-        in_windows(exchanged, starts[peer] * width, counts[peer] * width,
-                   [&](int64_t from, int64_t bytes) {
-                     copy_bytes(data_of(flat) + from, exchanged.direct[peer] + from, bytes);
-                   });
-      });
-      return control_.barrier();
+    for (int next = 1; direct && next < size_; ++next) {
+      const int peer = (rank_ + next) % size_;
+      in_windows(exchanged, segments.offset(peer, 0), counts[peer] * segments.width,
+                 [&](int64_t from, int64_t bytes) {
+                   copy_bytes(data_of(flat) + from, exchanged.direct[peer] + from, bytes);
+                 });
     }
-    rounds(ceil_div(*std::max_element(counts.begin(), counts.end()), step), exchanged, fill,
-           [&](int64_t round) {
-             from_each_peer([&](int peer) {
-               if (length(peer, round))
-                 std::memcpy(data_of(flat) + at(peer, round), staging(peer), length(peer, round));
-             });
-           });
+    if (direct) return control_.barrier();
+    rounds(segments.windows, exchanged, fill, [&](int64_t round) {
+      for (int next = 1; next < size_; ++next) {
+        const int peer = (rank_ + next) % size_;
+        if (length(peer, round)) std::memcpy(at(peer, round), staging(peer), length(peer, round));
+      }
+    });
   });
 }
 
@@ -206,120 +192,111 @@ void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std
   }
 }
 
-void ShmTransport::reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
+void ShmTransport::reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
                                   const ConsumeRun* consume) {
   scatter_sums(flat, counts, {consume, nullptr, scale});
 }
 
-void ShmTransport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
-                                       at::Tensor output, double scale) {
+void ShmTransport::reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
+                                       double scale) {
   scatter_sums(flat, counts, {nullptr, data_of(output), scale});
 }
 
-void ShmTransport::scatter_sums(const at::Tensor& flat, const std::vector<int64_t>& counts,
+void ShmTransport::scatter_sums(const at::Tensor& flat, const Counts& counts,
                                 const Target& target) {
   run(Op::reduce_scatter, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
-    const auto starts = starts_of(counts);
     const auto dtype = flat.scalar_type();
     // Each staging buffer is divided into one part for each receiving rank.
     const int64_t place_bytes = staging_bytes / size_ / line_bytes * line_bytes;
-    const int64_t step = place_bytes / width;
-    const auto count = [&](int r, int64_t round) {
-      return std::clamp<int64_t>(counts[r] - round * step, 0, step);
-    };
+    const Segments segments(flat, counts, place_bytes / width);
+    const auto at = [&](int r, int64_t round) { return data_of(flat) + segments.offset(r, round); };
     const Step fill = [&](int64_t round) {
       for (int r = 0; r < size_; ++r) {
-        if (r == rank_ || count(r, round) == 0) continue;
-        std::memcpy(staging(rank_) + r * place_bytes,
-                    data_of(flat) + (starts[r] + round * step) * width, count(r, round) * width);
+        const int64_t n = r == rank_ ? 0 : segments.count(r, round);
+        if (n) std::memcpy(staging(rank_) + r * place_bytes, at(r, round), n * width);
       }
     };
     const auto exchanged = exchange_layout(flat, [&] { fill(0); });
     if (!exchanged.direct.empty()) {
-      const int64_t start = starts[rank_] * width;
-      in_windows(exchanged, start, counts[rank_] * width, [&](int64_t at, int64_t bytes) {
-        sum_segment(dtype, shifted<const std::byte*>(exchanged.direct, at), data_of(flat) + at,
-                    bytes / width, (at - start) / width, target);
+      const int64_t start = segments.offset(rank_, 0);
+      in_windows(exchanged, start, counts[rank_] * width, [&](int64_t from, int64_t bytes) {
+        sum_segment(dtype, shifted<const std::byte*>(exchanged.direct, from), data_of(flat) + from,
+                    bytes / width, (from - start) / width, target);
       });
       return control_.barrier();
     }
-    rounds(ceil_div(*std::max_element(counts.begin(), counts.end()), step), exchanged, fill,
-           [&](int64_t round) {
-             if (count(rank_, round) == 0) return;
-             std::byte* own = data_of(flat) + (starts[rank_] + round * step) * width;
-             std::vector<const std::byte*> inputs;
-             for (int r = 0; r < size_; ++r)
-               inputs.push_back(r == rank_ ? own : staging(r) + rank_ * place_bytes);
-             sum_segment(dtype, inputs, own, count(rank_, round), round * step, target);
-           });
+    rounds(segments.windows, exchanged, fill, [&](int64_t round) {
+      const int64_t n = segments.count(rank_, round);
+      if (n == 0) return;
+      std::vector<const std::byte*> inputs;
+      for (int r = 0; r < size_; ++r)
+        inputs.push_back(r == rank_ ? at(r, round) : staging(r) + rank_ * place_bytes);
+      sum_segment(dtype, inputs, at(rank_, round), n, round * segments.step, target);
+    });
   });
 }
 
-void ShmTransport::share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                                 const IsRead& is_read, const VisitWindows& visit,
-                                 const std::function<void()>& finish, const Arrival& arrival) {
-  run(op, flat, [&] {
-    const auto width = static_cast<int64_t>(flat.element_size());
-    const auto starts = starts_of(counts);
-    const int64_t step = window_step(counts.size(), width);
-    const int segments = static_cast<int>(counts.size());
-    const auto count = [&](int segment, int64_t round) {
-      return std::clamp<int64_t>(counts[segment] - round * step, 0, step);
-    };
-    const auto at = [&](int segment, int64_t round) {
-      return (starts[segment] + round * step) * width;
-    };
-    const int64_t most = ceil_div(*std::max_element(counts.begin(), counts.end()), step);
-    const auto waits_before = [&](int64_t round) {
-      return arrival.rounds > 0 && round % arrival.rounds == 0;
-    };
-    const Step fill = [&](int64_t round) {
-      if (round > 0 && waits_before(round)) arrival.make_ready(round);
-      for (int s = 0; s < segments; ++s) {
-        if (count(s, round) == 0 || !is_read(s, round, rank_)) continue;
-        std::memcpy(staging(rank_) + s * step * width, data_of(flat) + at(s, round),
-                    count(s, round) * width);
-      }
-    };
-    if (most > 0 && waits_before(0)) arrival.make_ready(0);
-    const auto exchanged = exchange_layout(flat, [&] {
-      if (most > 0) fill(0);
+void ShmTransport::stage(const Segments& segments, const WindowUse& use, int64_t round) {
+  for (int s = 0; s < segments.size(); ++s) {
+    if (segments.count(s, round) == 0 || !use.is_read(s, round)) continue;
+    std::memcpy(staging(rank_) + s * segments.step * segments.width,
+                data_of(segments.flat) + segments.offset(s, round),
+                segments.count(s, round) * segments.width);
+  }
+}
+
+void ShmTransport::share_windows(Op op, const Segments& segments, WindowUse& use) {
+  run(op, segments.flat, [&] {
+    if (segments.windows > 0 && use.waits_before(0)) use.make_ready(0);
+    const auto exchanged = exchange_layout(segments.flat, [&] {
+      if (segments.windows > 0) stage(segments, use, 0);
     });
-    if (exchanged.direct.empty()) {
-      rounds(most, exchanged, fill, [&](int64_t round) {
-        const auto window = [&](int segment, int rank) {
-          return rank == rank_ ? data_of(flat) + at(segment, round)
-                               : staging(rank) + segment * step * width;
-        };
-        visit(round, {window, false});
-      });
-      if (finish) finish();
-      return;
-    }
-    // The windows of so many rounds fill a page of each segment, which is unmapped once then.
-    const int64_t rounds_a_page = ShmSegment::huge_bytes / (step * width);
-    int64_t first = 0;  // round whose windows are mapped
-    for (int64_t round = 0; round < most; ++round) {
-      if (round > 0 && waits_before(round)) {
-        arrival.make_ready(round);
-        control_.barrier();
-      }
-      const auto window = [&](int segment, int rank) {
-        return exchanged.direct[rank] + at(segment, round);
-      };
-      visit(round, {window, true});
-      if (!exchanged.allocation || round + 1 - first < rounds_a_page) continue;
-      for (int s = 0; s < segments; ++s) {
-        const int64_t end = std::min(at(s, round + 1), (starts[s] + counts[s]) * width);
-        if (at(s, first) < end) forget_peers(exchanged, at(s, first), end - at(s, first));
-      }
-      first = round + 1;
-    }
-    if (finish) finish();
-    if (exchanged.allocation) forget_peers(exchanged, 0, static_cast<int64_t>(flat.nbytes()));
-    control_.barrier();
+    if (exchanged.direct.empty()) share_staged(segments, exchanged, use);
+    else share_direct(segments, exchanged, use);
   });
+}
+
+void ShmTransport::share_staged(const Segments& segments, const ExchangedLayout& exchanged,
+                                WindowUse& use) {
+  for (int64_t round = 0; round < segments.windows; ++round, ++turn_) {
+    if (round > 0 && use.waits_before(round)) use.make_ready(round);
+    if (round > 0 || !exchanged.filled) {
+      stage(segments, use, round);
+      control_.barrier();
+    }
+    Window window{segments, round, rank_, false, {}};
+    for (int r = 0; r < size_; ++r)
+      window.ranks.push_back(r == rank_ ? data_of(segments.flat) : staging(r));
+    use.visit(round, window);
+  }
+  use.finish();
+}
+
+void ShmTransport::share_direct(const Segments& segments, const ExchangedLayout& exchanged,
+                                WindowUse& use) {
+  // The windows of so many rounds fill a page of each segment, which is unmapped once then.
+  const int64_t rounds_a_page = ShmSegment::huge_bytes / (segments.step * segments.width);
+  int64_t first = 0;  // round whose windows are mapped
+  for (int64_t round = 0; round < segments.windows; ++round) {
+    if (round > 0 && use.waits_before(round)) {
+      use.make_ready(round);
+      control_.barrier();
+    }
+    use.visit(round, {segments, round, rank_, true, exchanged.direct});
+    if (!exchanged.allocation || round + 1 - first < rounds_a_page) continue;
+    for (int s = 0; s < segments.size(); ++s) {
+      const int64_t begin = segments.offset(s, first);
+      const int64_t end = std::min(segments.offset(s, round + 1),
+                                   (segments.starts[s] + segments.counts[s]) * segments.width);
+      if (begin < end) forget_peers(exchanged, begin, end - begin);
+    }
+    first = round + 1;
+  }
+  use.finish();
+  if (exchanged.allocation)
+    forget_peers(exchanged, 0, static_cast<int64_t>(segments.flat.nbytes()));
+  control_.barrier();
 }
 
 void ShmTransport::all_to_all(at::Tensor output, at::Tensor input,
@@ -327,7 +304,7 @@ void ShmTransport::all_to_all(at::Tensor output, at::Tensor input,
                               const std::vector<int64_t>& send_counts) {
   run(Op::all_to_all, input, [&] {
     const auto width = static_cast<int64_t>(input.element_size());
-    const auto from = starts_of(send_counts), to = starts_of(recv_counts);
+    const auto from = segment_starts(send_counts), to = segment_starts(recv_counts);
     const int64_t place_bytes = staging_bytes / size_ / line_bytes * line_bytes;
     const int64_t step = place_bytes / width;
     const auto count = [&](int64_t whole, int64_t round) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/base/flat_tensor.h"
 #include "comm/base/transport.h"
 #include "comm/shm/shm_arena.h"
 #include "comm/shm/shm_control.h"
@@ -53,29 +54,41 @@ class ShmTransport : public Transport {
   /// See ShmControl::is_late().
   bool is_late(int peer) const noexcept { return control_.is_late(peer); }
 
+  /// The windows of one round.
   struct Window {
-    std::function<std::byte*(int segment, int rank)> at;
-    bool direct;  ///< The windows are in the tensors themselves, and can be written.
+    const Segments& segments;
+    int64_t round;
+    int rank;                       ///< This rank.
+    bool direct;                    ///< They are in the tensors themselves, and can be written.
+    std::vector<std::byte*> ranks;  ///< Each rank's tensor, or staging buffer.
 
-    std::byte* operator()(int segment, int rank) const { return at(segment, rank); }
+    std::byte* operator()(int segment, int of) const {
+      const bool in_tensor = direct || of == rank;
+      return ranks[of] + (in_tensor ? segments.offset(segment, round)
+                                    : segment * segments.step * segments.width);
+    }
   };
-  using VisitWindows = std::function<void(int64_t round, const Window& window)>;
-  using IsRead = std::function<bool(int segment, int64_t round, int rank)>;
-  /// For data that arrives while the windows are shared: make_ready(round) returns when this rank's
-  /// windows of `rounds` rounds from `round` on, a multiple of `rounds`, have their values.
-  struct Arrival {
-    int64_t rounds;  ///< 0: all is there.
-    std::function<void(int64_t round)> make_ready;
+  /// How a collective uses the windows that share_windows() shows.
+  class WindowUse {
+   public:
+    virtual ~WindowUse() = default;
+    /// Whether another rank reads this rank's window.
+    virtual bool is_read(int segment, int64_t round) const = 0;
+    /// A window is readable during the call for its round.
+    virtual void visit(int64_t round, const Window& window) = 0;
+    /// After the last round. In a direct collective a rank may read and write, until it returns,
+    /// the windows that no other rank uses.
+    virtual void finish() {}
+    /// For data that arrives while the windows are shared: make_ready(round) returns when this
+    /// rank's windows of stripe() rounds from `round` on, a multiple of that, have their values. 0:
+    /// all is there. The same on all ranks.
+    virtual int64_t stripe() const { return 0; }
+    virtual void make_ready(int64_t /*round*/) {}
+    bool waits_before(int64_t round) const { return stripe() > 0 && round % stripe() == 0; }
   };
-  /// Shows the ranks windows of each other's tensors, round by round. `counts`: the elements of the
-  /// consecutive segments of `flat`; round i has elements i * step to (i + 1) * step of each
-  /// segment, with step = window_step(). `is_read`: whether another rank reads the window of that
-  /// rank. A window is readable during the call of `visit` for its round. Calls `finish` after the
-  /// last round. In a direct collective a rank may read and write, until `finish` returns, the
-  /// windows that no other rank uses. arrival.rounds is the same on all ranks.
-  void share_windows(Op op, const at::Tensor& flat, const std::vector<int64_t>& counts,
-                     const IsRead& is_read, const VisitWindows& visit,
-                     const std::function<void()>& finish = {}, const Arrival& arrival = {0, {}});
+  /// Shows the ranks windows of each other's tensors, round by round: in round i the windows i.
+  /// `segments.step` is window_step().
+  void share_windows(Op op, const Segments& segments, WindowUse& use);
   static int64_t window_step(size_t segments, int64_t width) {
     return std::max<int64_t>(1, staging_bytes / static_cast<int64_t>(segments) / 64 * 64 / width);
   }
@@ -114,6 +127,9 @@ class ShmTransport : public Transport {
       if (exchanged.allocation) forget_peers(exchanged, begin + done, length);
     }
   }
+  void share_staged(const Segments& segments, const ExchangedLayout& exchanged, WindowUse& use);
+  void share_direct(const Segments& segments, const ExchangedLayout& exchanged, WindowUse& use);
+  void stage(const Segments& segments, const WindowUse& use, int64_t round);
   void forget_peers(const ExchangedLayout& exchanged, int64_t begin, int64_t bytes) const;
   /// `outputs`: a subset of the ranks' tensors.
   void reduce_direct(const at::Tensor& flat, const ExchangedLayout& exchanged,

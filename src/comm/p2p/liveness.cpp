@@ -1,4 +1,4 @@
-#include "comm/p2p/heartbeats.h"
+#include "comm/p2p/liveness.h"
 
 #include <algorithm>
 #include <condition_variable>
@@ -25,7 +25,7 @@ std::string heartbeat_key(int rank) { return "running/" + std::to_string(rank); 
 
 }  // namespace
 
-struct Heartbeats::State {
+struct Liveness::State {
   /// The value that a rank writes: the number of its object, and its beats or kLeft.
   struct Pulse {
     int64_t number = 0, beats = 0;
@@ -102,8 +102,8 @@ struct Heartbeats::State {
   }
 };
 
-Heartbeats::Heartbeats(c10::intrusive_ptr<c10d::Store> store, int rank, int size, int64_t number,
-                       Limits limits, OnLoss on_loss)
+Liveness::Liveness(c10::intrusive_ptr<c10d::Store> store, int rank, int size, int64_t number,
+                   Limits limits, OnLoss on_loss)
     : state_(std::make_shared<State>(std::move(store), rank, number, limits)),
       on_loss_(std::move(on_loss)) {
   for (const int other : watched_by(rank, size))
@@ -113,7 +113,7 @@ Heartbeats::Heartbeats(c10::intrusive_ptr<c10d::Store> store, int rank, int size
   judge_ = std::thread([this] { judge(); });
 }
 
-Heartbeats::~Heartbeats() {
+Liveness::~Liveness() {
   std::unique_lock lock(state_->mutex);
   state_->ending = true;
   state_->wake.notify_all();
@@ -128,7 +128,7 @@ Heartbeats::~Heartbeats() {
   else store_thread_.detach();
 }
 
-void Heartbeats::show_and_look(State& state) {
+void Liveness::show_and_look(State& state) {
   const auto interval = beat(state.limits.silence);
   std::unique_lock lock(state.mutex);
   for (int64_t beats = 1; !state.ending; ++beats) {
@@ -153,7 +153,7 @@ void Heartbeats::show_and_look(State& state) {
   state.wake.notify_all();
 }
 
-void Heartbeats::judge() {
+void Liveness::judge() {
   auto& state = *state_;
   const auto interval = beat(state.limits.silence) / 2;
   std::unique_lock lock(state.mutex);
@@ -170,23 +170,23 @@ void Heartbeats::judge() {
   }
 }
 
-bool Heartbeats::is_silent(int rank) const {
+bool Liveness::is_silent(int rank) const {
   std::lock_guard lock(state_->mutex);
   const auto half = state_->limits.silence / 2;
   return Clock::now() - state_->answered >= half ||
          state_->is_silent(rank, half, state_->limits.entry / 2);
 }
 
-bool Heartbeats::was_paused() const {
+bool Liveness::was_paused() const {
   std::lock_guard lock(state_->mutex);
   return state_->paused || Clock::now() - state_->judged >= state_->limits.silence / 2;
 }
 
-std::chrono::milliseconds Heartbeats::beat(std::chrono::milliseconds silence) {
+std::chrono::milliseconds Liveness::beat(std::chrono::milliseconds silence) {
   return std::clamp<std::chrono::milliseconds>(silence / 8, 1ms, 500ms);
 }
 
-std::vector<int> Heartbeats::watched_by(int rank, int size) {
+std::vector<int> Liveness::watched_by(int rank, int size) {
   std::vector<int> watched;
   for (int distance = 1; distance < size; ++distance) {
     if (distance <= 8 || (distance & (distance - 1)) == 0)

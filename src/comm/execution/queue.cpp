@@ -1,4 +1,4 @@
-#include "comm/group/queue.h"
+#include "comm/execution/queue.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "comm/p2p/heartbeats.h"
+#include "comm/p2p/liveness.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -18,7 +18,7 @@ namespace {
 using namespace std::chrono_literals;
 using tessera::BrokenWorldError;
 using tessera::ProcessGroup;
-using tessera::comm::Heartbeats;
+using tessera::comm::Liveness;
 using tessera::testing::message_of;
 using tessera::testing::run_ranks_catching;
 using tessera::testing::run_ranks_on;
@@ -29,10 +29,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSilence = 400ms;
 
-/// What a Heartbeats object has found.
+/// What a Liveness object has found.
 class Loss {
  public:
-  Heartbeats::OnLoss recorder() {
+  Liveness::OnLoss recorder() {
     return [this](const std::vector<int>& lost) {
       std::lock_guard lock(mutex_);
       ranks_ = lost;
@@ -76,12 +76,12 @@ struct SilentStore : c10d::HashStore {
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
-Heartbeats one_of(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Loss& loss,
-                  std::chrono::milliseconds entry = 20s) {
-  return Heartbeats(store, rank, size, 1, {kSilence, entry}, loss.recorder());
+Liveness one_of(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Loss& loss,
+                std::chrono::milliseconds entry = 20s) {
+  return Liveness(store, rank, size, 1, {kSilence, entry}, loss.recorder());
 }
 
-TEST(Heartbeats, RanksThatRunAreNotLostAndOneThatLeavesIsNot) {
+TEST(Liveness, RanksThatRunAreNotLostAndOneThatLeavesIsNot) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Loss losses[3];
   const auto zero = one_of(store, 0, 3, losses[0]), one = one_of(store, 1, 3, losses[1]);
@@ -96,7 +96,7 @@ TEST(Heartbeats, RanksThatRunAreNotLostAndOneThatLeavesIsNot) {
   EXPECT_FALSE(zero.is_silent(2));
 }
 
-TEST(Heartbeats, ARankWhoseNumberStaysTheSameIsLostAfterTheLimit) {
+TEST(Liveness, ARankWhoseNumberStaysTheSameIsLostAfterTheLimit) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->set("running/2", bytes("1 7"));
   Loss losses[2];
@@ -108,7 +108,7 @@ TEST(Heartbeats, ARankWhoseNumberStaysTheSameIsLostAfterTheLimit) {
   EXPECT_FALSE(zero.is_silent(1));
 }
 
-TEST(Heartbeats, ARankThatComesLaterIsNotLostAndOneThatNeverComesIsAfterTheLimitForThat) {
+TEST(Liveness, ARankThatComesLaterIsNotLostAndOneThatNeverComesIsAfterTheLimitForThat) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->set("running/1", bytes("0 -1"));  // of an earlier object
   Loss first, second;
@@ -125,7 +125,7 @@ TEST(Heartbeats, ARankThatComesLaterIsNotLostAndOneThatNeverComesIsAfterTheLimit
   EXPECT_GE(Clock::now() - start, 800ms);
 }
 
-TEST(Heartbeats, AStoreThatDoesNotAnswerIsFoundAndHoldsNobodyUp) {
+TEST(Liveness, AStoreThatDoesNotAnswerIsFoundAndHoldsNobodyUp) {
   Loss loss;
   const auto start = Clock::now();
   {
@@ -136,7 +136,7 @@ TEST(Heartbeats, AStoreThatDoesNotAnswerIsFoundAndHoldsNobodyUp) {
   EXPECT_LT(Clock::now() - start, 3s) << "the call of the store lasts longer";
 }
 
-TEST(Heartbeats, AShortWaitCostsAtMostTwoMessagesAndALongOneAFewForEachBeat) {
+TEST(Liveness, AShortWaitCostsAtMostTwoMessagesAndALongOneAFewForEachBeat) {
   const auto store = c10::make_intrusive<CountingStore>();
   Loss loss;
   { const auto zero = one_of(store, 0, 2, loss); }
@@ -148,23 +148,23 @@ TEST(Heartbeats, AShortWaitCostsAtMostTwoMessagesAndALongOneAFewForEachBeat) {
     const auto zero = one_of(store, 0, 4, loss);
     std::this_thread::sleep_for(kSilence);
   }
-  const auto beats = 2 + (Clock::now() - start) / Heartbeats::beat(kSilence);
+  const auto beats = 2 + (Clock::now() - start) / Liveness::beat(kSilence);
   EXPECT_GE(store->calls, 8);
   EXPECT_LE(store->calls, 4 * beats + 1);
 }
 
-TEST(Heartbeats, InALargeGroupEachRankLooksAtFewAndEachRankIsLookedAt) {
-  EXPECT_EQ(Heartbeats::beat(60s), 500ms);
-  EXPECT_THAT(Heartbeats::watched_by(2, 4), ElementsAre(3, 0, 1));
-  EXPECT_EQ(Heartbeats::watched_by(0, 9).size(), 8U);
-  EXPECT_EQ(Heartbeats::watched_by(5, 256).size(), 12U);
+TEST(Liveness, InALargeGroupEachRankLooksAtFewAndEachRankIsLookedAt) {
+  EXPECT_EQ(Liveness::beat(60s), 500ms);
+  EXPECT_THAT(Liveness::watched_by(2, 4), ElementsAre(3, 0, 1));
+  EXPECT_EQ(Liveness::watched_by(0, 9).size(), 8U);
+  EXPECT_EQ(Liveness::watched_by(5, 256).size(), 12U);
 }
 
 // Groups, whose ranks are threads.
 
 const std::vector<std::vector<int>> kPlacements{{0, 1}, {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 0}};
 
-TEST(HeartbeatsOfAGroup, ARankThatIsBusyOutsideOfCollectivesIsNotLost) {
+TEST(LivenessOfAGroup, ARankThatIsBusyOutsideOfCollectivesIsNotLost) {
   for (const auto& hosts : kPlacements) {
     run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
       auto half = *group.split(rank == 0 ? 0 : 1);
@@ -182,7 +182,7 @@ TEST(HeartbeatsOfAGroup, ARankThatIsBusyOutsideOfCollectivesIsNotLost) {
   }
 }
 
-TEST(HeartbeatsOfAGroup, ARankThatDoesNotShowThatItRunsIsNamedByAllInTheTextOfATimeOut) {
+TEST(LivenessOfAGroup, ARankThatDoesNotShowThatItRunsIsNamedByAllInTheTextOfATimeOut) {
   for (const auto& hosts : kPlacements) {
     const int last = static_cast<int>(hosts.size()) - 1;
     std::atomic<int> gave_up{0};
@@ -211,7 +211,7 @@ TEST(HeartbeatsOfAGroup, ARankThatDoesNotShowThatItRunsIsNamedByAllInTheTextOfAT
   }
 }
 
-TEST(HeartbeatsOfAGroup, AGroupThatEndsWhileItsTimeOutIsRaisedEndsAtOnce) {
+TEST(LivenessOfAGroup, AGroupThatEndsWhileItsTimeOutIsRaisedEndsAtOnce) {
   const auto start = Clock::now();
   run_ranks_on({0, 0, 1}, [](ProcessGroup group, int) {
     group.set_timeout(1h, 30min);

@@ -19,7 +19,7 @@ namespace tessera::comm {
 /// All ranks make the same objects one after the other. A rank writes a number that grows, once a
 /// `beat()`, and looks at those of the ranks in watched_by(). An object that lives for less than a
 /// beat costs two messages to the store.
-class Heartbeats {
+class Liveness {
  public:
   struct Limits {
     std::chrono::milliseconds silence;  ///< A rank whose number stays the same for so long is lost.
@@ -30,12 +30,12 @@ class Heartbeats {
   using OnLoss = std::function<void(const std::vector<int>& lost)>;
 
   /// `number`: of the object on its rank, from 1. `store` is not null.
-  Heartbeats(c10::intrusive_ptr<c10d::Store> store, int rank, int size, int64_t number,
-             Limits limits, OnLoss on_loss);
+  Liveness(c10::intrusive_ptr<c10d::Store> store, int rank, int size, int64_t number, Limits limits,
+           OnLoss on_loss);
   /// Tells the other ranks that this one does not wait any longer. Blocks while OnLoss runs, and
   /// otherwise at most a second, whatever the state of the store.
-  ~Heartbeats();
-  Heartbeats(const Heartbeats&) = delete;
+  ~Liveness();
+  Liveness(const Liveness&) = delete;
 
   /// True if the rank, or the store, has been silent for half the limit.
   bool is_silent(int rank) const;

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#include "comm/group/running_scope.h"
+#include "comm/execution/running_scope.h"
 #include "comm/shm/shm_transport.h"
 
 namespace tessera::comm {

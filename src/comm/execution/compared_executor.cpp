@@ -1,0 +1,63 @@
+#include "comm/execution/compared_executor.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+#include <xxhash.h>
+
+namespace tessera::comm {
+namespace {
+
+/// A collective that is compared in another group than the one that moves its data. An error of the
+/// comparison belongs to that group: its next collective throws it, unless wait() has done so.
+class ComparedWork : public Work::State {
+ public:
+  ComparedWork(std::shared_ptr<Work::State> compared, std::shared_ptr<Work::State> data)
+      : compared_(std::move(compared)), data_(std::move(data)) {}
+  void wait() override {
+    data_->wait();
+    compared_->wait();
+  }
+  bool done() override { return data_->done(); }
+
+ private:
+  std::shared_ptr<Work::State> compared_, data_;
+};
+
+/// The call that compares `call` and moves no data. `headers` gets those of all ranks.
+Call comparison_of(const Call& call, WireFormat wire, std::shared_ptr<Headers> headers) {
+  const auto format = "as " + to_string(wire);
+  Call comparison{call.header, [headers = std::move(headers)](Transport&, const Headers& all) {
+                    *headers = all;
+                  }};
+  comparison.tag = call.tag.empty() ? format : call.tag + ", " + format;
+  comparison.header.detail ^= XXH64(format.data(), format.size(), 2);
+  return comparison;
+}
+
+}  // namespace
+
+Work ComparedExecutor::issue(Call call, Mode mode) {
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto headers = std::make_shared<Headers>();
+  auto comparison = comparison_of(call, data_.world().wire, headers);
+  call.body = [headers, body = std::move(call.body)](Transport& data, const Headers&) {
+    body(data, *headers);
+  };
+  if (mode == Mode::wait) {
+    control_.issue(std::move(comparison), mode);
+    return data_.issue(std::move(call), mode);
+  }
+  auto compared = control_.queue().add(
+      [control = &control_, comparison = std::move(comparison)] { control->execute(comparison); });
+  auto moved = data_.queue().add([data = &data_, call = std::move(call), compared] {
+    while (!compared->done_within(kLook)) {
+      if (data->failure().leaving())
+        throw BrokenWorldError("ProcessGroup: the group was shut down", {});
+    }
+    if (!compared->failed()) data->execute(call);
+  });
+  return Work(std::make_shared<ComparedWork>(std::move(compared), std::move(moved)));
+}
+
+}  // namespace tessera::comm

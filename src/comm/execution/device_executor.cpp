@@ -1,0 +1,196 @@
+#include "comm/execution/device_executor.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <thread>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/base/flat_tensor.h"
+#include "comm/device/backends.h"
+#include "tessera/step/agreement.h"
+
+namespace tessera::comm {
+namespace {
+
+/// A backend has so long to end a collective. With the time-out and a beat it is at most the
+/// time-out and two seconds.
+constexpr std::chrono::milliseconds kUntilFreed{1500}, kPoll{10};
+
+/// A collective on the group's stream, and the comparison of its headers.
+class DeviceWork : public Work::State {
+ public:
+  DeviceWork(const CommStream& stream, Work compared)
+      : stream_(stream), end_(stream.mark()), compared_(std::move(compared)) {}
+  void wait() override {
+    compared_.wait();
+    stream_.join(end_);
+  }
+  bool done() override { return compared_.done() && end_->query(); }
+
+ private:
+  CommStream stream_;
+  CommStream::Mark end_;
+  Work compared_;
+};
+
+/// Calls `first` and then waits until the device has reached `mark`, for at most kUntilFreed.
+/// False: it has not, or a call of the device's library blocks, so another thread makes them.
+bool is_reached(const CommStream::Mark& mark, std::function<void()> first) {
+  auto reached = std::make_shared<std::promise<void>>();
+  auto future = reached->get_future();
+  std::thread([mark, reached, first = std::move(first)] {
+    try {
+      first();
+      while (mark && !mark->query()) std::this_thread::sleep_for(kPoll);
+    } catch (...) {  // the device has an error, and runs nothing any more
+    }
+    reached->set_value();
+  }).detach();
+  return future.wait_for(kUntilFreed) == std::future_status::ready;
+}
+
+}  // namespace
+
+Work DeviceExecutor::issue(Call call, Mode mode) {
+  if (!call.header.on_device) return host_.issue(std::move(call), mode);
+  const at::NoGradGuard no_grad;
+  const auto& stream = stream_.of(host_.world(), call.tensors);
+  host_.check_open();
+  if (mode == Mode::work) return issue_on_stream(call, stream);
+  Headers headers;
+  if (host_.world().options.check_collectives || call.header.free_numel || !met_)
+    headers = compare_now(call);
+  move(call, headers);
+  set_last(stream.mark_current());
+  return {};
+}
+
+Work DeviceExecutor::issue_on_stream(const Call& call, const CommStream& stream) {
+  Work compared;
+  if (met_) compared = compare_later(call);
+  else compare_now(call);
+  const CommStream::Scope on_stream(stream);
+  for (const auto& tensor : call.tensors) stream.keep(tensor);
+  try {
+    move(call, {});
+  } catch (const BrokenWorldError&) {
+    compared.wait();  // its error has the rank
+    throw;
+  }
+  auto work = std::make_shared<DeviceWork>(stream, std::move(compared));
+  set_last(stream.mark());
+  return Work(std::move(work));
+}
+
+void DeviceExecutor::move(const Call& call, const Headers& headers) {
+  try {
+    call.body(host_.transport(), headers);
+  } catch (...) {
+    host_.failure().rethrow(call);
+  }
+}
+
+Work DeviceExecutor::compare_later(const Call& call) {
+  if (!host_.world().options.check_collectives) return {};
+  Call comparison{call.header, [](Transport&, const Headers&) {}, {}, call.tag};
+  return host_.queue().submit([host = &host_, comparison = std::move(comparison)] {
+    try {
+      host->execute(comparison);
+    } catch (const std::exception& error) {
+      // The data is on its way, and a rank that does something else does not answer it.
+      if (!host->failure().ended()) host->failure().end(message_of(error), true);
+      host->transport().abort_device();
+      throw;
+    }
+  });
+}
+
+Headers DeviceExecutor::compare_now(const Call& call) {
+  Headers headers;
+  const auto keep = [&](Transport& control, const Headers& all) {
+    headers = all.empty() ? control.exchange(call.header) : all;
+    if (!met_) meet(control, call.tensors.front().device());
+  };
+  host_.issue({call.header, keep, {}, call.tag}, Mode::wait);
+  met_ = true;
+  return headers;
+}
+
+void DeviceExecutor::meet(Transport& control, const at::Device& device) {
+  check_devices(control, device);
+  const auto& world = host_.world();
+  liveness_ = std::make_unique<Liveness>(
+      c10::make_intrusive<c10d::PrefixStore>("on_device/", world.store), world.rank, world.size, 1,
+      Liveness::Limits{world.options.timeout, world.options.timeout},
+      [this](const std::vector<int>& lost) { lose(lost); });
+}
+
+void DeviceExecutor::check_devices(Transport& control, const at::Device& device) const {
+  const auto& world = host_.world();
+  const auto& transport = host_.transport();
+  auto all = at::zeros({world.size}, at::kLong);
+  auto* const devices = reinterpret_cast<int64_t*>(data_of(all));
+  devices[world.rank] = number_of_identity(transport.device_identity(device));
+  control.all_gather(all, std::vector<int64_t>(world.size, 1));
+  const auto same =
+      ranks_of_one_device(std::vector<int64_t>(devices, devices + world.size), world.hosts);
+  if (!same) return;
+  const auto type = c10::DeviceTypeName(transport.device_type(), true);
+  throw UsageError(fmt::format(
+      "ProcessGroup: ranks {} and {} use the same {} device of their host, and {} needs one "
+      "for each rank; expected another device for one of them (model.device: {} without a "
+      "number), no more ranks on a host than it has devices, or another backend (auto), which "
+      "copies through the host's memory (seen on rank {}, {})",
+      same->first, same->second, type, transport.name(), type, world.rank, device.str()));
+}
+
+void DeviceExecutor::lose(const std::vector<int>& lost) {
+  // The store ends with the rank that serves it, perhaps after the last collective.
+  if (lost.empty() && is_reached(last(), [] {})) return;
+  const auto& world = host_.world();
+  auto& transport = host_.transport();
+  auto& failure = host_.failure();
+  if (!failure.ended()) {
+    const auto limit = world.options.timeout.count();
+    const auto cause = lost.empty() ? fmt::format("the store has not answered for {} ms", limit)
+                                    : fmt::format("{} {} not run for {} ms", rank_list(lost),
+                                                  lost.size() == 1 ? "has" : "have", limit);
+    failure.lose(
+        fmt::format("ProcessGroup ({}): rank {} of {} gave up on the device's collectives: {}",
+                    transport.name(), world.rank, world.size, cause),
+        lost);
+  }
+  if (is_reached(last(), [&transport] { transport.abort_device(); })) return;
+  // A thread of this process may wait for the device, and only the end of the process ends that.
+  fmt::print(stderr, "{}; the device does not end its collectives, so this process ends\n",
+             failure.text());
+  std::fflush(nullptr);
+  std::_Exit(EXIT_FAILURE);
+}
+
+CommStream::Mark DeviceExecutor::last() {
+  std::lock_guard lock(mutex_);
+  return last_;
+}
+
+void DeviceExecutor::set_last(CommStream::Mark mark) {
+  std::lock_guard lock(mutex_);
+  last_ = std::move(mark);
+}
+
+void DeviceExecutor::drain() noexcept {
+  const auto mark = last();
+  if (!mark || host_.failure().over()) return;
+  try {
+    const auto give_up = std::chrono::steady_clock::now() + host_.world().options.timeout;
+    while (!mark->query() && std::chrono::steady_clock::now() < give_up)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } catch (...) {  // the device has an error, which the next wait for it reports
+  }
+}
+
+}  // namespace tessera::comm

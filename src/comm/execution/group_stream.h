@@ -1,0 +1,34 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "comm/base/comm_stream.h"
+#include "comm/base/world.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+/// The stream of a group's collectives on its device, which is made when it is first needed.
+class GroupStream {
+ public:
+  /// Throws UsageError if a tensor is on another device than earlier ones.
+  const CommStream& of(const World& world, const std::vector<at::Tensor>& tensors) {
+    for (const auto& tensor : tensors) {
+      if (!stream_) stream_.emplace(tensor.device());
+      if (tensor.device() == stream_->device()) continue;
+      throw UsageError(fmt::format(
+          "ProcessGroup: rank {} of {}: the tensor is on {}, and earlier ones of this group were "
+          "on {}; expected one device for each rank",
+          world.rank, world.size, tensor.device().str(), stream_->device().str()));
+    }
+    return *stream_;
+  }
+
+ private:
+  std::optional<CommStream> stream_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/base/world.h"
+#include "comm/execution/executor.h"
+#include "comm/execution/group_failure.h"
+#include "comm/execution/queue.h"
+
+namespace tessera::comm {
+
+/// Runs collectives on CPU tensors, one at a time in the order of issue(): on the calling thread if
+/// nothing else is under way, else on the queue's. Each one begins with a comparison of the ranks'
+/// headers.
+class HostExecutor : public Executor {
+ public:
+  /// `world` and `transport` (null in a group of one rank) live longer. `clock`: see Queue.
+  /// `compares`: false if another group compares the headers.
+  HostExecutor(const World& world, Transport* transport, std::shared_ptr<WaitClock> clock,
+               bool compares);
+
+  Work issue(Call call, Mode mode) override;
+  /// Runs a call, while the caller has the queue's turn.
+  void execute(Call call);
+  /// Throws if the group has ended, or if a queued operation has failed and nobody has seen it.
+  void check_open();
+  /// Ends the group with this rank's failure, and starts informing the other ranks.
+  Work announce(const std::string& message);
+  /// Ends the group when this rank has done its part of what all have begun.
+  Work end_behind(const std::string& message);
+
+  bool compares() const { return compares_; }
+  Queue& queue() { return queue_; }
+  GroupFailure& failure() { return failure_; }
+  const GroupFailure& failure() const { return failure_; }
+  Transport& transport() const { return *transport_; }
+  const World& world() const { return world_; }
+
+ private:
+  Headers compare(const Call& call);
+  std::string disagreement(const Headers& headers, int other, const std::string& tag) const;
+  std::vector<std::string> exchange_tags(const std::string& mine) const;
+
+  const World& world_;
+  Transport* const transport_;
+  const bool compares_;
+  uint64_t sequence_ = 0;
+  GroupFailure failure_;
+  Queue queue_;
+};
+
+/// Ends a group and its sub-groups `below` because of this rank's mistake: see
+/// ProcessGroup::fail().
+[[noreturn]] void fail(HostExecutor& group, const std::vector<HostExecutor*>& below,
+                       const std::string& message);
+
+}  // namespace tessera::comm
