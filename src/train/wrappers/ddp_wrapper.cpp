@@ -17,7 +17,7 @@ class DdpWrapper : public WholeWrapper {
         hook_(std::move(hook)),
         shares_(options.share_parameters),
         ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-             group_, for_group(options, overlap)) {
+             group_, with_overlap(with_hook(options, hook_), overlap, group_)) {
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
@@ -74,10 +74,9 @@ class DdpWrapper : public WholeWrapper {
   int64_t gradient_bytes() const override { return ddp_.gradient_bytes(); }
 
  private:
-  DistributedDataParallelOptions for_group(DistributedDataParallelOptions options,
-                                           const std::optional<Overlap>& overlap) const {
-    options.comm_hook = hook_.hook;
-    options.overlap = overlap_in(group_, overlap);
+  static DistributedDataParallelOptions with_hook(DistributedDataParallelOptions options,
+                                                  const CommHookPlan::Instance& hook) {
+    options.comm_hook = hook.hook;
     return options;
   }
 

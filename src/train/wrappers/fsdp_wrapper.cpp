@@ -15,12 +15,13 @@ namespace {
 /// parameters only while it is used.
 class FsdpWrapper : public ModelWrapper {
  public:
-  FsdpWrapper(WrapperContext context, const FullyShardedDataParallelOptions& options)
+  FsdpWrapper(WrapperContext context, const FullyShardedDataParallelOptions& options,
+              const std::optional<Overlap>& overlap)
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         groups_(context.optimizer.groups(*model_.module)),
         fsdp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-              group_, options) {
+              group_, with_overlap(options, overlap, group_)) {
     std::map<std::string, at::Tensor> named;
     for (const auto& [name, shard] : fsdp_.named_parameters()) {
       named[name] = shard;
@@ -221,13 +222,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
                      {"BACKWARD_PRE", BackwardPrefetch::pre},
                      {"BACKWARD_POST", BackwardPrefetch::post}},
                     "when backward gathers the next unit");
-  fsdp.overlap = Overlap::background;
-  options.read_enum("overlap", fsdp.overlap,
-                    {{"none", Overlap::none},
-                     {"backward", Overlap::backward},
-                     {"background", Overlap::background}},
-                    "whether units are gathered and reduced beside the computation, and gradients "
-                    "may arrive after backward");
+  std::optional<Overlap> overlap;
+  read_overlap(options, overlap);
   options.refuse("forward_prefetch",
                  "no option; expected overlap: none for false, or backward or background for true");
   read_cpu_offload(options, fsdp.cpu_offload);
@@ -249,8 +245,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
                "names of parameters that are not sharded");
   options.finish();
   WrapperPlan plan;
-  plan.make = [fsdp](WrapperContext context) {
-    return std::make_unique<FsdpWrapper>(std::move(context), fsdp);
+  plan.make = [fsdp, overlap](WrapperContext context) {
+    return std::make_unique<FsdpWrapper>(std::move(context), fsdp, overlap);
   };
   return plan;
 }

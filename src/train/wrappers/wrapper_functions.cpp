@@ -47,17 +47,10 @@ void read_buffers(OptionReader& options, BufferSync& buffers) {
 }
 
 void read_overlap(OptionReader& options, std::optional<Overlap>& overlap) {
-  const bool given = options.given("overlap");
-  Overlap value = Overlap::backward;
-  options.read_enum("overlap", value, overlap_names(),
-                    "when communication runs beside computation: never, within backward and the "
-                    "update, or also during the next forward; unless given, background where ranks "
-                    "are on several hosts");
-  if (given) overlap = value;
-}
-
-Overlap overlap_in(const ProcessGroup& group, const std::optional<Overlap>& given) {
-  return given.value_or(group.messages_between_hosts() ? Overlap::background : Overlap::backward);
+  options.read_optional_enum(
+      "overlap", overlap, overlap_names(),
+      "when communication runs beside computation: never, within backward and the update, or also "
+      "during the next forward; unless given, background where ranks are on several hosts");
 }
 
 void read_wire(OptionReader& options, WireOptions& wire, bool gathers) {

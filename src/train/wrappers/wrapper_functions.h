@@ -35,8 +35,14 @@ void read_wire(OptionReader& options, WireOptions& wire, bool gathers);
 
 /// Reads the key `overlap`. Unless given: `background` where ranks are on several hosts.
 void read_overlap(OptionReader& options, std::optional<Overlap>& overlap);
-/// The overlap of a wrapper in `group`.
-Overlap overlap_in(const ProcessGroup& group, const std::optional<Overlap>& given);
+/// `options` with the overlap of a wrapper in `group`.
+template <class Options>
+Options with_overlap(Options options, const std::optional<Overlap>& given,
+                     const ProcessGroup& group) {
+  options.overlap =
+      given.value_or(group.messages_between_hosts() ? Overlap::background : Overlap::backward);
+  return options;
+}
 
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();

@@ -20,13 +20,6 @@ std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& pla
   return groups;
 }
 
-ZeroRedundancyOptimizerOptions for_group(ZeroRedundancyOptimizerOptions options,
-                                         const std::optional<Overlap>& overlap,
-                                         const ProcessGroup& group) {
-  options.overlap = overlap_in(group, overlap);
-  return options;
-}
-
 /// Each rank has the optimizer state of its shards; step() reduces the gradients, updates the
 /// shards and gathers the parameters in one pass.
 class ZeroWrapper : public ModelWrapper {
@@ -36,7 +29,7 @@ class ZeroWrapper : public ModelWrapper {
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         optimizer_(*model_.module, zero_groups(context.optimizer, *model_.module), group_,
-                   context.optimizer.factory(), for_group(options, overlap, group_)) {
+                   context.optimizer.factory(), with_overlap(options, overlap, group_)) {
     zero::TrainerAccess::use_up_gradients(optimizer_);  // update() clears them
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }

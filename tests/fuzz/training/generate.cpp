@@ -162,7 +162,6 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
     maybe(random, 30, values, "resident_bytes", "1");
     if (random.chance(20)) values.try_emplace("strategy", "grad_op");
     if (random.chance(40)) values["prefetch"] = random.pick({"post", "none"});
-    if (random.chance(60)) values["overlap"] = random.pick({"none", "background"});
     maybe(random, 25, values, "groups", "2");
     if (limits.mixed && random.chance(50))
       values["mixed"] = random.pick({"sums_in_bfloat16", "sums_in_float"});

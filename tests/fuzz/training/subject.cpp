@@ -256,10 +256,7 @@ FullyShardedDataParallelOptions fsdp_options(Net& net, const Item& wrapper) {
   options.backward_prefetch = prefetch == "post"   ? BackwardPrefetch::post
                               : prefetch == "none" ? BackwardPrefetch::none
                                                    : BackwardPrefetch::pre;
-  const auto overlap = wrapper.text("overlap", "backward");
-  options.overlap = overlap == "none"         ? Overlap::none
-                    : overlap == "background" ? Overlap::background
-                                              : Overlap::backward;
+  options.overlap = overlap(wrapper);
   options.buffers = buffer_rule(wrapper);
   if (wrapper.has("mixed")) options.mixed_precision.param_dtype = at::kBFloat16;
   if (wrapper.text("mixed") == "sums_in_float") options.mixed_precision.reduce_dtype = at::kFloat;
