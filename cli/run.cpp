@@ -95,9 +95,8 @@ std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arg
     if (!option) throw UsageError(name + ": no such flag" + did_you_mean(name, known_flags(app)));
     const bool takes_value = option->get_items_expected_max() != 0;
     const bool last = i + 1 == arguments.size();
-    if (takes_value && (rest == "=" || (rest.empty() && !last && arguments[i + 1].empty()))) {
+    if (takes_value && (rest == "=" || (rest.empty() && !last && arguments[i + 1].empty())))
       throw UsageError(name + " = '': expected a value, or no " + name);
-    }
     own.push_back(name + rest);
     if (!rest.empty() || !takes_value) continue;
     if (last) throw UsageError(name + ": expected a value");

@@ -13,13 +13,9 @@ namespace {
 /// True if a config is given. Without one the trainer only prints a text, so one process is started
 /// instead of the ranks.
 bool names_config(const std::vector<std::string>& words) {
-  for (size_t i = 0; i < words.size(); ++i) {
-    if (words[i] == "--dump-config") {
-      ++i;
-    } else if (words[i].rfind('-', 0) != 0) {
-      return true;
-    }
-  }
+  for (size_t i = 0; i < words.size(); ++i)
+    if (words[i] == "--dump-config") ++i;
+    else if (words[i].rfind('-', 0) != 0) return true;
   return false;
 }
 

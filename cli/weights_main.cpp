@@ -73,11 +73,10 @@ uint64_t bytes_of(const std::string& text) {
 /// A name in one line of the output.
 std::string shown(const std::string& name) {
   std::string result;
-  for (const char c : tessera::detail::printable(name)) {
+  for (const char c : tessera::detail::printable(name))
     if (c == '\n') result += "\\n";
     else if (c == '\t') result += "\\t";
     else result += c;
-  }
   return result;
 }
 

@@ -76,21 +76,8 @@ struct LaunchOptions {
 
 /// Starts nproc_per_node processes of the program and returns when all have ended. Takes the role
 /// of torchrun for a world of fixed size: each process gets torchrun's environment variables. On
-/// one host it also gets TESSERA_RENDEZVOUS, a fresh folder of mode 0700 for the files through
-/// which the ranks find each other; it is removed at the end. docs/launcher.md describes the whole
-/// contract.
-///
-/// - Output: rank 0's output is passed on byte by byte. The other ranks' output is passed on in
-///   whole lines, each with the prefix `[rank N] `. In a world of one rank, the rank inherits the
-///   launcher's streams.
-/// - Input: rank 0 reads the launcher's standard input, the other ranks' is empty.
-/// - Failure: the rank where it began is reported as the root cause, with its last lines. The other
-///   ranks get 1.5 s to report, then SIGTERM, and SIGKILL 2 s later; signals go to each rank's
-///   whole process group.
-/// - Signals: the first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded. Another one, at least 1 s
-///   later, kills all ranks at once.
-/// - SIGUSR1 and SIGUSR2, with which batch systems announce the end, are forwarded without a limit.
-/// - If the launcher itself is killed, the ranks and their process groups are killed too.
+/// one host it also gets TESSERA_RENDEZVOUS, a fresh folder for the files through which the ranks
+/// find each other. docs/launcher.md has the whole contract: output, input, failures and signals.
 ///
 /// Returns 0, the exit code of the root cause, 128 + the signal that killed or stopped it, 126 when
 /// the program cannot be executed, or 127 when it is not found. Throws UsageError for impossible

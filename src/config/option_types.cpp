@@ -73,15 +73,33 @@ std::optional<OptionValue> option_value(const std::optional<Value>& value) {
   return value ? std::optional<OptionValue>(*value) : std::nullopt;
 }
 
-std::optional<int64_t> integer_in(const ConfigNode& node, const Range& range) {
-  const auto value = config::parse_integer(node);
-  return value && config::inside(static_cast<double>(*value), range) ? value : std::nullopt;
+// Parsers of one value in a range, of lists of it, and of it or null.
+
+auto integer_in(const Range& range) {
+  return [range](const ConfigNode& node) {
+    const auto value = config::parse_integer(node);
+    return value && config::inside(static_cast<double>(*value), range) ? value : std::nullopt;
+  };
 }
 
-std::optional<double> number_in(const ConfigNode& node, const Range& range) {
-  const auto value = config::parse_number(node);
-  return value && config::inside(*value, range) ? value : std::nullopt;
+auto number_in(const Range& range) {
+  return [range](const ConfigNode& node) {
+    const auto value = config::parse_number(node);
+    return value && config::inside(*value, range) ? value : std::nullopt;
+  };
 }
+
+template <class Value, class Parse>
+auto list_of(const Parse& parse) {
+  return [parse](const ConfigNode& node) { return parse_list<Value>(node, parse); };
+}
+
+template <class Value, class Parse>
+auto or_null(const Parse& parse) {
+  return [parse](const ConfigNode& node) { return parse_or_null<Value>(node, parse); };
+}
+
+constexpr auto kShow = [](const auto& value) { return shown(value); };
 
 }  // namespace
 
@@ -104,10 +122,7 @@ void OptionReader::read_value(const std::string& key, Value& out, const std::str
 }
 
 void OptionReader::read(const std::string& key, int64_t& out, const std::string& doc, Range range) {
-  read_value(
-      key, out, config::expectation("a whole number", range), doc,
-      [&](const ConfigNode& node) { return integer_in(node, range); },
-      [](int64_t value) { return shown(value); });
+  read_value(key, out, config::expectation("a whole number", range), doc, integer_in(range), kShow);
 }
 
 void OptionReader::read(const std::string& key, int& out, const std::string& doc, Range range) {
@@ -125,77 +140,54 @@ void OptionReader::read(const std::string& key, uint64_t& out, const std::string
 }
 
 void OptionReader::read(const std::string& key, double& out, const std::string& doc, Range range) {
-  read_value(
-      key, out, config::expectation("a number", range), doc,
-      [&](const ConfigNode& node) { return number_in(node, range); },
-      [](double value) { return shown(value); });
+  read_value(key, out, config::expectation("a number", range), doc, number_in(range), kShow);
 }
 
 void OptionReader::read(const std::string& key, bool& out, const std::string& doc) {
-  read_value(key, out, "true or false", doc, config::parse_bool,
-             [](bool value) { return shown(value); });
+  read_value(key, out, "true or false", doc, config::parse_bool, kShow);
 }
 
 void OptionReader::read(const std::string& key, std::string& out, const std::string& doc) {
-  read_value(key, out, "a string", doc, parse_text,
-             [](const std::string& value) { return shown(value); });
+  read_value(key, out, "a string", doc, parse_text, kShow);
 }
 
 void OptionReader::read(const std::string& key, std::vector<int64_t>& out, const std::string& doc,
                         Range range) {
-  const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
-  read_value(
-      key, out, "a list, each " + config::expectation("a whole number", range), doc,
-      [&](const ConfigNode& node) { return parse_list<int64_t>(node, parse); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, out, "a list, each " + config::expectation("a whole number", range), doc,
+             list_of<int64_t>(integer_in(range)), kShow);
 }
 
 void OptionReader::read(const std::string& key, std::vector<double>& out, const std::string& doc,
                         Range range) {
-  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
-  read_value(
-      key, out, "a list, each " + config::expectation("a number", range), doc,
-      [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, out, "a list, each " + config::expectation("a number", range), doc,
+             list_of<double>(number_in(range)), kShow);
 }
 
 void OptionReader::read(const std::string& key, std::vector<std::string>& out,
                         const std::string& doc) {
-  read_value(
-      key, out, "a string or a list of strings", doc,
-      [](const ConfigNode& node) { return parse_list<std::string>(node, parse_text); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, out, "a string or a list of strings", doc, list_of<std::string>(parse_text),
+             kShow);
 }
 
 void OptionReader::read(const std::string& key, std::tuple<double, double>& out,
                         const std::string& doc, Range range) {
   const std::string expected = config::expectation("two numbers", range);
   std::vector<double> pair{std::get<0>(out), std::get<1>(out)};
-  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
-  read_value(
-      key, pair, expected, doc,
-      [&](const ConfigNode& node) { return parse_list<double>(node, parse); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, pair, expected, doc, list_of<double>(number_in(range)), kShow);
   if (pair.size() != 2) fail(key, node_->find(key)->describe() + "; expected " + expected);
   out = {pair[0], pair[1]};
 }
 
 void OptionReader::read(const std::string& key, std::optional<double>& out, const std::string& doc,
                         Range range) {
-  const auto parse = [&](const ConfigNode& node) { return number_in(node, range); };
-  read_value(
-      key, out, config::expectation("a number", range) + ", or null", doc,
-      [&](const ConfigNode& node) { return parse_or_null<double>(node, parse); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, out, config::expectation("a number", range) + ", or null", doc,
+             or_null<double>(number_in(range)), kShow);
 }
 
 void OptionReader::read(const std::string& key, std::optional<int64_t>& out, const std::string& doc,
                         Range range) {
-  const auto parse = [&](const ConfigNode& node) { return integer_in(node, range); };
-  read_value(
-      key, out, config::expectation("a whole number", range) + ", or null", doc,
-      [&](const ConfigNode& node) { return parse_or_null<int64_t>(node, parse); },
-      [](const auto& value) { return shown(value); });
+  read_value(key, out, config::expectation("a whole number", range) + ", or null", doc,
+             or_null<int64_t>(integer_in(range)), kShow);
 }
 
 void OptionReader::read_path(const std::string& key, std::string& out, const std::string& doc) {

@@ -26,33 +26,19 @@ void convert_run(const uint8_t* from, int64_t count, To* to) {
   }
 }
 
+/// As in NumPy, every byte except 0 is true.
 template <class To>
-auto converter(NpyArray::Type type) -> void (*)(const uint8_t*, int64_t, To*) {
-  switch (type) {
-    case NpyArray::Type::f2:
-      return convert_run<c10::Half, To>;
-    case NpyArray::Type::f4:
-      return convert_run<float, To>;
-    case NpyArray::Type::f8:
-      return convert_run<double, To>;
-    case NpyArray::Type::i1:
-      return convert_run<int8_t, To>;
-    case NpyArray::Type::i2:
-      return convert_run<int16_t, To>;
-    case NpyArray::Type::i4:
-      return convert_run<int32_t, To>;
-    case NpyArray::Type::i8:
-      return convert_run<int64_t, To>;
-    case NpyArray::Type::u1:
-      return convert_run<uint8_t, To>;
-    case NpyArray::Type::boolean:
-      break;
-  }
-  // As in NumPy, every byte except 0 is true.
-  return [](const uint8_t* from, int64_t count, To* to) {
-    std::transform(from, from + count, to,
-                   [](uint8_t value) { return static_cast<To>(value != 0); });
-  };
+void convert_flags(const uint8_t* from, int64_t count, To* to) {
+  std::transform(from, from + count, to, [](uint8_t value) { return static_cast<To>(value != 0); });
+}
+
+template <class To>
+auto converter(NpyArray::Type type) {
+  static constexpr void (*kByType[])(const uint8_t*, int64_t, To*) = {
+      convert_run<c10::Half, To>, convert_run<float, To>,   convert_run<double, To>,
+      convert_run<int8_t, To>,    convert_run<int16_t, To>, convert_run<int32_t, To>,
+      convert_run<int64_t, To>,   convert_run<uint8_t, To>, convert_flags<To>};
+  return kByType[static_cast<size_t>(type)];
 }
 
 }  // namespace

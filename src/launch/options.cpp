@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <limits>
 #include <numeric>
+#include <string_view>
 
 #include <sched.h>
 
@@ -20,6 +21,15 @@ constexpr std::chrono::milliseconds kLeastRejoinTimeout = std::chrono::seconds(3
 [[noreturn]] void refuse(const std::string& flag, const std::string& value,
                          const std::string& expected) {
   throw UsageError(flag + " = '" + value + "': expected " + expected);
+}
+
+/// The number that all of `text` is; nullopt if it is none.
+template <class Number>
+std::optional<Number> number_in(std::string_view text) {
+  Number value{};
+  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size()) return std::nullopt;
+  return value;
 }
 
 int usable_processors() {
@@ -90,22 +100,16 @@ int64_t world_size(const LaunchOptions& options) {
 }
 
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest) {
-  int value = 0;
-  const char* end = text.data() + text.size();
-  const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || value < lowest || value > highest)
-    refuse(flag, text, range(lowest, highest));
-  return value;
+  const auto value = number_in<int>(text);
+  if (!value || *value < lowest || *value > highest) refuse(flag, text, range(lowest, highest));
+  return *value;
 }
 
 int parse_nproc(const std::string& flag, const std::string& text) {
   if (text == "auto" || text == "cpu") return usable_processors();
-  int value = 0;
-  const char* end = text.data() + text.size();
-  const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || value < 1)
-    refuse(flag, text, "a number of ranks of at least 1, 'auto' or 'cpu'");
-  return value;
+  const auto value = number_in<int>(text);
+  if (!value || *value < 1) refuse(flag, text, "a number of ranks of at least 1, 'auto' or 'cpu'");
+  return *value;
 }
 
 void parse_nnodes(const std::string& flag, const std::string& text, LaunchOptions& options) {
@@ -115,30 +119,22 @@ void parse_nnodes(const std::string& flag, const std::string& text, LaunchOption
     options.nnodes = parse_integer(flag, text, 1, unbounded);
     return;
   }
-  int bounds[2] = {};
-  const std::string parts[2] = {text.substr(0, colon), text.substr(colon + 1)};
-  for (int i = 0; i < 2; ++i) {
-    const char* const end = parts[i].data() + parts[i].size();
-    const auto parsed = std::from_chars(parts[i].data(), end, bounds[i]);
-    if (parsed.ec != std::errc() || parsed.ptr != end || bounds[i] < 1)
-      refuse(flag, text, "a number of hosts of at least 1, or MIN:MAX, as 2:4");
-  }
-  if (bounds[0] > bounds[1]) refuse(flag, text, "MIN:MAX with MIN of at most MAX");
-  options.min_nnodes = bounds[0];
-  options.nnodes = bounds[1];
+  const auto least = number_in<int>(text.substr(0, colon)),
+             most = number_in<int>(text.substr(colon + 1));
+  if (!least || !most || *least < 1 || *most < 1)
+    refuse(flag, text, "a number of hosts of at least 1, or MIN:MAX, as 2:4");
+  if (*least > *most) refuse(flag, text, "MIN:MAX with MIN of at most MAX");
+  options.min_nnodes = *least;
+  options.nnodes = *most;
 }
 
 StreamChoice parse_streams(const std::string& flag, const std::string& text) {
   const std::string expected =
       "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list such as 0:3,1:2 by local rank";
   const auto number = [&](const std::string& part, int highest) {
-    int value = 0;
-    const auto parsed = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (parsed.ec != std::errc() || parsed.ptr != part.data() + part.size() || value < 0 ||
-        value > highest) {
-      refuse(flag, text, expected);
-    }
-    return value;
+    const auto value = number_in<int>(part);
+    if (!value || *value < 0 || *value > highest) refuse(flag, text, expected);
+    return *value;
   };
   StreamChoice choice;
   if (text.find(':') == std::string::npos) {
@@ -160,12 +156,9 @@ StreamChoice parse_streams(const std::string& flag, const std::string& text) {
 }
 
 std::chrono::milliseconds parse_seconds(const std::string& flag, const std::string& text) {
-  double value = 0;
-  const char* end = text.data() + text.size();
-  const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end || !(value >= 0) || value > 1e6)
-    refuse(flag, text, "seconds from 0 to 1000000");
-  return std::chrono::milliseconds(std::llround(value * 1000));
+  const auto value = number_in<double>(text);
+  if (!value || !(*value >= 0) || *value > 1e6) refuse(flag, text, "seconds from 0 to 1000000");
+  return std::chrono::milliseconds(std::llround(*value * 1000));
 }
 
 void validate(const LaunchOptions& o) {
@@ -205,7 +198,7 @@ int take_nproc(std::vector<std::string>& arguments) {
     const size_t equals = argument.find('=');
     const std::string name = argument.substr(0, equals);
     const bool is_long = name == "--nproc-per-node" || name == "--nproc_per_node";
-    if (!is_long && argument.rfind("-n", 0) != 0) {
+    if (!is_long && !argument.starts_with("-n")) {
       rest.push_back(argument);
       continue;
     }

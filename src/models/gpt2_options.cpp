@@ -55,31 +55,24 @@ class ConfigReader {
  public:
   explicit ConfigReader(const std::string& path) : path_(path), json_(parse_file(path)) {}
 
-  void integer(const char* key, int64_t& value) const {
-    if (const Json* found = find(key)) {
-      if (!found->is_number_integer() ||
-          (found->is_number_unsigned() && found->get<uint64_t>() >> 62 != 0))
-        refuse(key, *found, "an integer");
-      value = found->get<int64_t>();
-    }
-  }
-  void number(const char* key, double& value) const {
-    if (const Json* found = find(key)) {
-      if (!found->is_number()) refuse(key, *found, "a number");
-      value = found->get<double>();
-    }
-  }
-  void flag(const char* key, bool& value) const {
-    if (const Json* found = find(key)) {
-      if (!found->is_boolean()) refuse(key, *found, "true or false");
-      value = found->get<bool>();
-    }
-  }
-  void text(const char* key, std::string& value) const {
-    if (const Json* found = find(key)) {
-      if (!found->is_string()) refuse(key, *found, "a string");
-      value = found->get<std::string>();
-    }
+  template <class Value>
+  void read(const char* key, Value& value) const {
+    const Json* found = find(key);
+    if (found == nullptr) return;
+    constexpr bool integer = std::is_same_v<Value, int64_t>, number = std::is_same_v<Value, double>,
+                   flag = std::is_same_v<Value, bool>;
+    const bool fits = integer  ? found->is_number_integer() && (!found->is_number_unsigned() ||
+                                                               found->get<uint64_t>() >> 62 == 0)
+                      : number ? found->is_number()
+                      : flag   ? found->is_boolean()
+                               : found->is_string();
+    if (!fits)
+      refuse(key, *found,
+             integer  ? "an integer"
+             : number ? "a number"
+             : flag   ? "true or false"
+                      : "a string");
+    value = found->get<Value>();
   }
   /// Refuses every value but `only`, for a key that selects arithmetic this model does not have.
   void fixed(const char* key, const Json& only) const {
@@ -167,19 +160,19 @@ GPT2Options GPT2Options::from_config_json(const std::string& path) {
   config.fixed("scale_attn_weights", true);
   config.fixed("scale_attn_by_inverse_layer_idx", false);
   config.fixed("add_cross_attention", false);
-  config.integer("vocab_size", options.vocab_size);
-  config.integer("n_positions", options.n_positions);
-  config.integer("n_embd", options.n_embd);
-  config.integer("n_layer", options.n_layer);
-  config.integer("n_head", options.n_head);
-  config.integer("n_inner", options.n_inner);
-  config.number("layer_norm_epsilon", options.layer_norm_epsilon);
-  config.number("initializer_range", options.initializer_range);
-  config.number("embd_pdrop", options.embd_pdrop);
-  config.number("attn_pdrop", options.attn_pdrop);
-  config.number("resid_pdrop", options.resid_pdrop);
-  config.flag("tie_word_embeddings", options.tie_word_embeddings);
-  config.text("activation_function", options.activation);
+  config.read("vocab_size", options.vocab_size);
+  config.read("n_positions", options.n_positions);
+  config.read("n_embd", options.n_embd);
+  config.read("n_layer", options.n_layer);
+  config.read("n_head", options.n_head);
+  config.read("n_inner", options.n_inner);
+  config.read("layer_norm_epsilon", options.layer_norm_epsilon);
+  config.read("initializer_range", options.initializer_range);
+  config.read("embd_pdrop", options.embd_pdrop);
+  config.read("attn_pdrop", options.attn_pdrop);
+  config.read("resid_pdrop", options.resid_pdrop);
+  config.read("tie_word_embeddings", options.tie_word_embeddings);
+  config.read("activation_function", options.activation);
   if (options.activation == "gelu_pytorch_tanh")
     options.activation = "gelu_new";  // another name of Hugging Face for the same function
   try {

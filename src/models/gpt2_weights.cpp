@@ -3,6 +3,8 @@
 #include <memory>
 #include <set>
 
+#include <fmt/ranges.h>
+
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
@@ -28,9 +30,7 @@ std::string with_prefix(const std::string& name) {
 }
 
 std::string shape_text(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  return text + "]";
+  return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
 /// Collects the faults of a file, so that one message names all of them (the first 5 of each kind).

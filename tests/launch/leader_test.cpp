@@ -273,6 +273,10 @@ TEST(DocumentsTest, AreReadAsTheyWereWritten) {
   EXPECT_EQ(Order::decode("junk"), std::nullopt);
   EXPECT_FALSE(NodeDocument::decode(""));
   EXPECT_FALSE(NodeDocument::decode(order.encode()));
+  document.text = "not UTF-8: \xff";
+  EXPECT_TRUE(NodeDocument::decode(document.encode()));
+  document.end = static_cast<End>(9);
+  EXPECT_FALSE(NodeDocument::decode(document.encode())) << "of a newer launcher";
 }
 
 }  // namespace

@@ -1,9 +1,4 @@
-#include <set>
-#include <unordered_map>
-
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
+#include "checkpoint/io/declared_tensors.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/pickle_writer.h"
 #include "checkpoint/pickle/torch_archive_writer.h"
@@ -13,41 +8,22 @@
 
 namespace tessera {
 
-using safetensors::in_quotes;
-
 struct TorchFileWriter::Impl {
-  struct Slot {
-    SafetensorsSpec spec;
-    bool written = false;
-  };
-  std::string where;
-  std::vector<Slot> slots;
-  std::unordered_map<std::string, size_t> index;
-  std::unique_ptr<pickle::TorchArchiveWriter> archive;
+  DeclaredTensors tensors;
+  std::unique_ptr<pickle::TorchArchiveWriter> archive = nullptr;
 };
 
-namespace {
-
-std::string described(at::ScalarType dtype, at::IntArrayRef shape) {
-  return fmt::format("{} [{}]", c10::toString(dtype), fmt::join(shape, ", "));
-}
-
-}  // namespace
-
-TorchFileWriter::TorchFileWriter(const std::string& path, std::vector<SafetensorsSpec> tensors)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->where = "torch file: " + path + ": ";
+TorchFileWriter::TorchFileWriter(const std::string& path, std::vector<SafetensorsSpec> tensors) {
+  const std::string where = "torch file: " + path + ": ";
+  impl_ = std::make_unique<Impl>(Impl{{where, std::move(tensors)}});
   pickle::PickleWriter pickle;
   pickle.begin_ordered_dict();
-  for (auto& spec : tensors) {
-    const std::string who = impl_->where + "tensor " + in_quotes(spec.name) + " ";
-    if (!impl_->index.emplace(spec.name, impl_->slots.size()).second)
-      throw UsageError(who + "is given twice");
+  size_t key = 0;
+  for (const auto& spec : impl_->tensors.specs()) {
+    const std::string who = where + "tensor " + safetensors::in_quotes(spec.name) + " ";
     if (!safetensors::is_utf8(spec.name)) throw UsageError(who + "has a name that is not UTF-8");
     pickle.text(spec.name);
-    pickle.tensor(pickle::dtype_name_of(who, spec.dtype), std::to_string(impl_->slots.size()),
-                  spec.shape);
-    impl_->slots.push_back({std::move(spec)});
+    pickle.tensor(pickle::dtype_name_of(who, spec.dtype), std::to_string(key++), spec.shape);
   }
   pickle.end_dict();
   impl_->archive = std::make_unique<pickle::TorchArchiveWriter>(path, pickle.finish());
@@ -56,44 +32,20 @@ TorchFileWriter::TorchFileWriter(const std::string& path, std::vector<Safetensor
 TorchFileWriter::~TorchFileWriter() = default;
 
 void TorchFileWriter::write(const std::string& name, const at::Tensor& tensor) {
-  const auto found = impl_->index.find(name);
-  const std::string who = impl_->where + "tensor " + in_quotes(name) + " ";
-  if (found == impl_->index.end()) throw UsageError(who + "was not declared");
-  auto& slot = impl_->slots[found->second];
-  if (slot.written) throw UsageError(who + "is written twice");
-  if (!tensor.defined() || tensor.scalar_type() != slot.spec.dtype ||
-      tensor.sizes() != at::IntArrayRef(slot.spec.shape))
-    throw UsageError(who + "is declared as " + described(slot.spec.dtype, slot.spec.shape) +
-                     ", given is " +
-                     (tensor.defined() ? described(tensor.scalar_type(), tensor.sizes())
-                                       : "an undefined tensor"));
+  const size_t number = impl_->tensors.check(name, tensor);
   materialize(tensor);  // the system cannot read memory whose values are deferred
-  impl_->archive->write(std::to_string(found->second), tensor);
-  slot.written = true;
+  impl_->archive->write(std::to_string(number), tensor);
+  impl_->tensors.mark_written(number);
 }
 
 void TorchFileWriter::commit() {
-  std::vector<std::string> missing;
-  for (const auto& slot : impl_->slots)
-    if (!slot.written) missing.push_back(in_quotes(slot.spec.name));
-  if (!missing.empty()) {
-    const size_t count = missing.size();
-    missing.resize(std::min<size_t>(count, 5));
-    throw UsageError(fmt::format("{}commit: {} tensors were not written: {}", impl_->where, count,
-                                 fmt::join(missing, ", ")));
-  }
+  impl_->tensors.check_complete();
   impl_->archive->commit();
 }
 
 void save_torch_file(const std::string& path,
                      const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  std::vector<SafetensorsSpec> specs;
-  for (const auto& [name, tensor] : tensors) {
-    if (!tensor.defined())
-      throw UsageError("torch file: " + path + ": tensor " + in_quotes(name) + " is undefined");
-    specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
-  }
-  TorchFileWriter writer(path, std::move(specs));
+  TorchFileWriter writer(path, specs_of("torch file: " + path + ": ", tensors));
   for (const auto& [name, tensor] : tensors) writer.write(name, tensor);
   writer.commit();
 }

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "checkpoint/hosts/scoped_timeout.h"
+#include "checkpoint/io/declared_tensors.h"
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/commit_files.h"
 #include "checkpoint/store/run_folder.h"
@@ -140,7 +141,7 @@ void CheckpointWriter::add_tensors(const std::string& file,
                                    const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                                    const SafetensorsMetadata& metadata) {
   impl_->add(file, [&] {
-    begin_tensors(file, store::specs_of(file, tensors), metadata);
+    begin_tensors(file, specs_of("checkpoint: " + file + ": ", tensors), metadata);
     for (const auto& [name, tensor] : tensors) write_tensor(file, name, tensor);
     if (!impl_->problem.empty()) return;
     impl_->records.push_back(impl_->open.at(file)->finish());

@@ -2,9 +2,7 @@
 
 #include "checkpoint/io/atomic_file.h"
 #include "checkpoint/io/digest.h"
-#include "checkpoint/io/safetensors_header.h"
 #include "tessera/detail/resolved.h"
-#include "tessera/error.h"
 #include "tessera/step/nonfinite.h"
 
 namespace tessera::store {
@@ -45,18 +43,6 @@ FileRecord write_text_file(const std::string& folder, const std::string& name,
   record.bytes = text.size();
   record.digest = digest_of(text);
   return record;
-}
-
-std::vector<SafetensorsSpec> specs_of(
-    const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  std::vector<SafetensorsSpec> specs;
-  for (const auto& [name, tensor] : tensors) {
-    if (!tensor.defined())
-      throw UsageError("checkpoint: " + file + ": tensor " + safetensors::in_quotes(name) +
-                       " is undefined");
-    specs.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
-  }
-  return specs;
 }
 
 }  // namespace tessera::store

@@ -30,8 +30,4 @@ class TensorFile {
 FileRecord write_text_file(const std::string& folder, const std::string& name,
                            const std::string& text);
 
-/// Names, dtypes and shapes of `tensors`. Throws UsageError for undefined tensors.
-std::vector<SafetensorsSpec> specs_of(
-    const std::string& file, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
-
 }  // namespace tessera::store

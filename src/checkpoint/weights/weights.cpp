@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <regex>
 #include <unordered_map>
 
 #include <fmt/format.h>
@@ -11,7 +12,6 @@
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/file_kind.h"
-#include "checkpoint/weights/key_map.h"
 #include "checkpoint/weights/links.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/detail/write_file.h"
@@ -22,6 +22,45 @@
 namespace tessera {
 
 namespace fs = std::filesystem;
+
+namespace {
+
+/// The rules of WeightsOptions::key_map, compiled.
+class KeyMap {
+ public:
+  /// Throws UsageError with the pattern if one is no regular expression.
+  explicit KeyMap(const std::vector<NameRule>& rules);
+  std::string operator()(std::string name) const;
+
+ private:
+  std::vector<std::pair<std::regex, std::string>> rules_;
+};
+
+KeyMap::KeyMap(const std::vector<NameRule>& rules) {
+  for (const auto& rule : rules) {
+    try {
+      rules_.emplace_back(std::regex(rule.pattern), rule.replacement);
+    } catch (const std::regex_error& error) {
+      throw UsageError("key_map: pattern " + safetensors::in_quotes(rule.pattern) +
+                       " is no regular expression: " + error.what());
+    }
+  }
+}
+
+std::string KeyMap::operator()(std::string name) const {
+  // The matcher of the C++ library recurses for each character.
+  constexpr size_t kMaxName = 4096;
+  if (!rules_.empty() && name.size() > kMaxName)
+    throw UsageError("key_map: the name " + safetensors::in_quotes(name) + " has " +
+                     std::to_string(name.size()) + " bytes; expected at most 4096");
+  for (const auto& [pattern, replacement] : rules_)
+    name = std::regex_replace(name, pattern, replacement);
+  return name;
+}
+
+}  // namespace
+
+void check_key_map(const std::vector<NameRule>& rules) { KeyMap{rules}; }
 
 struct Weights::Impl {
   struct Place {

@@ -1,75 +1,42 @@
 #include "launch/rounds/documents.h"
 
-#include <charconv>
+#include <algorithm>
 #include <limits>
+#include <numeric>
 
-#include "comm/store/message.h"
+#include <nlohmann/json.hpp>
 
 namespace tessera::launch {
 namespace {
 
-/// Reads the parts of a message in order. A part that is missing or is no number makes it bad.
-class Parts {
- public:
-  explicit Parts(std::string bytes) {
-    good_ = comm::take_message(bytes, message_) == comm::Taken::whole && bytes.empty();
-  }
-  uint8_t code() const { return message_.code; }
-  std::string text() {
-    if (next_ < message_.parts.size()) return std::move(message_.parts[next_++]);
-    good_ = false;
-    return "";
-  }
-  int number() {
-    const std::string digits = text();
-    int value = 0;
-    const char* const end = digits.data() + digits.size();
-    const auto parsed = std::from_chars(digits.data(), end, value);
-    good_ = good_ && parsed.ec == std::errc() && parsed.ptr == end;
-    return value;
-  }
-  size_t left() const { return message_.parts.size() - next_; }
-  bool good() const { return good_ && left() == 0; }
-  void spoil() { good_ = false; }
+template <class Document>
+std::string text_of(const Document& document) {
+  // Texts of errors may not be UTF-8.
+  return nlohmann::json(document).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
 
- private:
-  comm::StoreMessage message_;
-  size_t next_ = 0;
-  bool good_ = false;
-};
-
-constexpr auto kLastEnd = static_cast<uint8_t>(NodeDocument::End::followed);
-constexpr auto kLastKind = static_cast<uint8_t>(Order::Kind::over);
+template <class Document>
+std::optional<Document> document_in(const std::string& text) {
+  try {
+    return nlohmann::json::parse(text).get<Document>();
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  }
+}
 
 }  // namespace
 
-std::string NodeDocument::encode() const {
-  const auto number = [](int value) { return std::to_string(value); };
-  return comm::encode(
-      {static_cast<uint8_t>(end),
-       {number(node), incarnation, number(beat), host, settings, number(ranks), number(began),
-        number(ended), number(cause_known), number(final), text, number(left)}});
-}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeDocument, node, incarnation, beat, host, settings, ranks,
+                                   began, ended, end, cause_known, final, text, left)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Order, kind, round, nodes, incarnations, ranks, text, settings)
 
-std::optional<NodeDocument> NodeDocument::decode(std::string bytes) {
-  Parts parts(std::move(bytes));
-  if (parts.code() > kLastEnd) parts.spoil();
-  NodeDocument document;
-  document.end = static_cast<End>(parts.code());
-  document.node = parts.number();
-  document.incarnation = parts.text();
-  document.beat = parts.number();
-  document.host = parts.text();
-  document.settings = parts.text();
-  document.ranks = parts.number();
-  if (document.ranks < 1) parts.spoil();
-  document.began = parts.number();
-  document.ended = parts.number();
-  document.cause_known = parts.number() != 0;
-  document.final = parts.number() != 0;
-  document.text = parts.text();
-  document.left = parts.number() != 0;
-  if (!parts.good()) return std::nullopt;
+std::string NodeDocument::encode() const { return text_of(*this); }
+
+std::optional<NodeDocument> NodeDocument::decode(const std::string& text) {
+  auto document = document_in<NodeDocument>(text);
+  if (document &&
+      (document->ranks < 1 || document->end < End::none || document->end > End::followed))
+    return std::nullopt;
   return document;
 }
 
@@ -80,34 +47,18 @@ int Order::place_of(const NodeDocument& launcher) const {
   return -1;
 }
 
-std::string Order::encode() const {
-  comm::StoreMessage message{static_cast<uint8_t>(kind), {std::to_string(round), text, settings}};
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    message.parts.push_back(std::to_string(nodes[i]));
-    message.parts.push_back(incarnations[i]);
-    message.parts.push_back(std::to_string(ranks[i]));
-  }
-  return comm::encode(message);
-}
+std::string Order::encode() const { return text_of(*this); }
 
-std::optional<Order> Order::decode(std::string bytes) {
-  Parts parts(std::move(bytes));
-  if (parts.code() > kLastKind) parts.spoil();
-  Order order;
-  order.kind = static_cast<Kind>(parts.code());
-  order.round = parts.number();
-  order.text = parts.text();
-  order.settings = parts.text();
-  int64_t world = 0;
-  while (parts.left() >= 3) {
-    order.nodes.push_back(parts.number());
-    order.incarnations.push_back(parts.text());
-    order.ranks.push_back(parts.number());
-    world += order.ranks.back();
-    if (order.ranks.back() < 1 || world > std::numeric_limits<int>::max()) parts.spoil();
-  }
-  if (!parts.good()) return std::nullopt;
-  return order;
+std::optional<Order> Order::decode(const std::string& text) {
+  auto order = document_in<Order>(text);
+  if (!order) return order;
+  const auto& ranks = order->ranks;
+  const bool sound =
+      order->kind <= Kind::over && order->nodes.size() == ranks.size() &&
+      order->incarnations.size() == ranks.size() &&
+      std::all_of(ranks.begin(), ranks.end(), [](int count) { return count > 0; }) &&
+      std::accumulate(ranks.begin(), ranks.end(), int64_t{0}) <= std::numeric_limits<int>::max();
+  return sound ? order : std::nullopt;
 }
 
 }  // namespace tessera::launch

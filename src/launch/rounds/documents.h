@@ -7,7 +7,7 @@
 namespace tessera::launch {
 
 // The documents that launchers of several hosts write into their store. A round is one attempt of
-// all ranks, on the hosts that take part in it. Node 0 gives the orders.
+// all ranks, on the hosts that take part in it. Node 0 gives the orders. Both are written as JSON.
 
 /// The state of one launcher, written by itself.
 struct NodeDocument {
@@ -35,8 +35,8 @@ struct NodeDocument {
 
   bool ready() const { return !left && began == ended; }
   std::string encode() const;
-  /// nullopt if `bytes` are no document.
-  static std::optional<NodeDocument> decode(std::string bytes);
+  /// nullopt if `text` is no document.
+  static std::optional<NodeDocument> decode(const std::string& text);
 };
 
 /// The order that node 0 gives.
@@ -62,8 +62,8 @@ struct Order {
   int place_of(const NodeDocument& launcher) const;
   bool operator==(const Order&) const = default;
   std::string encode() const;
-  /// nullopt if `bytes` are no order.
-  static std::optional<Order> decode(std::string bytes);
+  /// nullopt if `text` is no order.
+  static std::optional<Order> decode(const std::string& text);
 };
 
 }  // namespace tessera::launch

@@ -8,7 +8,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "launch/random_id.h"
+#include "launch/identity.h"
 #include "launch/rounds/contact.h"
 #include "tessera/error.h"
 
@@ -26,11 +26,6 @@ std::string settings_of(const LaunchOptions& options) {
          " --max-restarts " + std::to_string(options.max_restarts);
 }
 
-std::string own_host() {
-  char name[256] = {};
-  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown host";
-}
-
 }  // namespace
 
 Meeting::Meeting(const LaunchOptions& options)
@@ -38,7 +33,7 @@ Meeting::Meeting(const LaunchOptions& options)
   if (!news_) throw UsageError(std::string("no eventfd for the meeting: ") + std::strerror(errno));
   own_.node = *options.node_rank;
   own_.incarnation = random_id();
-  own_.host = own_host();
+  own_.host = host_name();
   own_.settings = settings_of(options);
   own_.ranks = options.nproc_per_node;
   contact_ = std::make_unique<Contact>(options, own_.settings);

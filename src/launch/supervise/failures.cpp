@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "launch/identity.h"
 #include "launch/supervise/supervisor.h"
 
 namespace tessera::launch {

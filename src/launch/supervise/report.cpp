@@ -1,7 +1,6 @@
 #include "launch/supervise/report.h"
 
 #include <algorithm>
-#include <climits>
 
 #include <signal.h>
 #include <unistd.h>
@@ -43,11 +42,6 @@ std::string list_ranks(const std::vector<int>& ranks) {
 
 std::string count_ranks(size_t count) {
   return std::to_string(count) + (count == 1 ? " rank" : " ranks");
-}
-
-std::string host_name() {
-  char name[HOST_NAME_MAX + 1] = {};
-  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown host";
 }
 
 }  // namespace tessera::launch

@@ -53,6 +53,4 @@ std::string list_ranks(const std::vector<int>& ranks);
 /// "4 ranks", "1 rank".
 std::string count_ranks(size_t count);
 
-std::string host_name();
-
 }  // namespace tessera::launch

@@ -10,8 +10,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "launch/identity.h"
 #include "launch/output/sink.h"
-#include "launch/random_id.h"
 #include "launch/rendezvous_folder.h"
 #include "launch/restarts.h"
 #include "launch/supervise/open_files.h"

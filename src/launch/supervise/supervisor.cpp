@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/wait.h>
 
+#include "launch/identity.h"
 #include "launch/restarts.h"
 #include "tessera/error.h"
 

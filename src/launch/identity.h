@@ -4,6 +4,8 @@
 #include <random>
 #include <string>
 
+#include <unistd.h>
+
 namespace tessera::launch {
 
 /// 16 random hexadecimal digits.
@@ -12,6 +14,12 @@ inline std::string random_id() {
   char text[17];
   snprintf(text, sizeof text, "%08x%08x", source(), source());
   return text;
+}
+
+/// The name of this host.
+inline std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown host";
 }
 
 }  // namespace tessera::launch
