@@ -167,9 +167,8 @@ class FullParams {
   FullParams(const FullParams&) = delete;
 
   /// Ends the scope: with `writeback` each rank copies its part of the values to its shards, also
-  /// of parameters that were replaced (set_data). UsageError on all ranks, with nothing written, if
-  /// a parameter of any rank has another shape than before; where a rank holds whole parameters,
-  /// values that were written in place stay. A second call does nothing. Collective with
+  /// of replaced parameters (set_data). UsageError on all ranks, with nothing copied, if a
+  /// parameter of any rank has another shape. A second call does nothing. Collective with
   /// `writeback`, otherwise local.
   void end();
 
@@ -180,7 +179,7 @@ class FullParams {
   int exceptions_;
 };
 
-/// The part of FullyShardedDataParallel that does not depend on the module's type.
+/// What does not depend on the module's type.
 class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
@@ -240,8 +239,8 @@ class FullyShardedDataParallelBase : public Joinable {
   /// or backward, and for an impossible scale. Local. All ranks make the same calls.
   void end_step(StepEnd end);
 
-  /// Blocks until all gradients of the shards have arrived, for code that uses them without an
-  /// operator (data_ptr()), with Overlap::background. Error of a failed reduction. Local.
+  /// Blocks until the gradients of the shards have arrived, for code that uses them without an
+  /// operator (data_ptr()). Error of a failed reduction. Local.
   void wait();
 
   /// Whole parameters and buffers by name, on the CPU of rank `to` (on all ranks if to < 0; empty
@@ -253,36 +252,32 @@ class FullyShardedDataParallelBase : public Joinable {
   /// Writes state_dict() with save_weights(). `path`: one file, which rank 0 writes, or, if it ends
   /// in "/", a folder to which each rank writes its part. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank copies its shards, all buffers and ignored parameters from `state`. UsageError on
-  /// all ranks unless it has every parameter and buffer with its shape, and nothing else.
-  /// Collective.
+  /// Each rank copies its part of `state`. UsageError on all ranks unless `state` has every
+  /// parameter and buffer with its shape, and nothing else. Collective.
   void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
   /// The same from weights that every rank can read; see Weights for `path`. Collective.
   void load_state_dict(const std::string& path);
 
-  /// Writes a checkpoint of the model to `folder`/step-00000000, which replaces the one that was
-  /// there in one rename: each rank of the first replica writes its shards, rank 0 also the buffers
-  /// and ignored parameters. No other writer may use `folder`. See docs/checkpoints.md. Loads at
-  /// any world size and with any strategy. UsageError on all ranks. Collective.
+  /// Writes the checkpoint `folder`/step-00000000 in one rename: each rank of the first replica its
+  /// shards, rank 0 also what is not sharded. No other writer may use `folder`. It loads at any
+  /// world size and with any strategy: see docs/checkpoints.md. Collective.
   void save_sharded_state_dict(const std::string& folder);
-  /// Reads what save_sharded_state_dict() has written. All ranks check and read everything before
-  /// the model changes, in a second copy of this rank's shards. UsageError on all ranks for a
-  /// missing or damaged file, and for parameters or buffers that do not match. Collective.
+  /// Reads it. The model changes only when all ranks have read everything, into a second copy of
+  /// their shards. UsageError on all ranks if files or parameters do not match. Collective.
   void load_sharded_state_dict(const std::string& folder);
 
   /// State of `optimizer`, which must have been made over parameters(), whole and by name, on rank
   /// `to` (on all ranks if to < 0). All wrappers use this format. Collective.
   OptimizerStateDict optim_state_dict(const torch::optim::Optimizer& optimizer, int to = 0);
-  /// Takes this rank's part of `dict`, which must be the same on all ranks. Local.
+  /// Takes this rank's part of `dict`, which is the same on all ranks. Local.
   void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
 
-  /// For join(): the function that a rank without data runs in an iteration of the other ranks:
-  /// shadow_backward(), then their calls on shards and gradients (clip_grad_norm_(),
-  /// optimizer.step(), zero_grad()). Without it shadow_step() throws. Local.
+  /// For join(): what a rank without data runs in an iteration of the others: shadow_backward() and
+  /// then their calls on shards and gradients (clipping, step, zero_grad()). Local.
   void set_shadow_step(std::function<void()> step);
-  /// On a rank without data: takes part in one forward and backward of the other ranks, including
-  /// passes under no_sync() before it, with gradients of zero. Not in forward passes without
-  /// gradients. Collective.
+  /// On a rank without data: takes part in one forward and backward of the others, including passes
+  /// under no_sync() before it, with gradients of zero. Not for forwards without gradients.
+  /// Collective.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;
@@ -355,8 +350,7 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
     return (*this)(std::forward<Args>(args)...);
   }
 
-  /// Runs `function(module)` as a forward, for methods of the module other than forward.
-  /// Collective.
+  /// Runs `function(module)` as a forward, for other methods of the module. Collective.
   template <class Function>
   decltype(auto) call(Function&& function) {
     detail::ForwardScope running(*sharded_);
@@ -365,8 +359,7 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
   }
 
   Module& module() { return module_; }
-  /// The module itself, for its members. Its parameters are whole only while it runs: see
-  /// parameters(), zero_grad() and clip_grad_norm_() of this class. Local.
+  /// For its members. Its parameters are whole only while it runs. Local.
   auto* operator->() { return &*module_; }
   /// Training or evaluation mode of the module. Local.
   void train(bool on = true) { (*module_).train(on); }
@@ -378,8 +371,7 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
   using CastCopy = std::conditional_t<detail::holds_tensors<std::decay_t<Arg>>,
                                       std::optional<std::decay_t<Arg>>, std::nullptr_t>;
 
-  /// Forwards the caller's argument unchanged unless it is converted, so that forward may take any
-  /// kind of reference.
+  /// The caller's own argument unless it is converted: forward may take any kind of reference.
   template <class Arg>
   Arg&& input(Arg&& arg, CastCopy<Arg>&& copy = {}) const {
     if constexpr (detail::holds_tensors<std::decay_t<Arg>>) {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
-#include "fsdp/large_parameters.h"
 #include "memory/heap.h"
 #include "tessera/error.h"
 
@@ -33,12 +33,6 @@ bool take_reduced(const ShardedModel& model) {
   for (auto* flat : model.flats) any = std::exchange(flat->gradients.reduced, false) || any;
   return any;
 }
-
-/// The next backward starts without arrivals, even after an error in this one.
-struct WithoutArrivals {
-  sharding::ArrivalTracker& tracker;
-  ~WithoutArrivals() { tracker.begin(); }
-};
 
 }  // namespace
 
@@ -236,7 +230,8 @@ void Gradients::shadow_reduce(const GradientsReduced& event) {
 
 bool Gradients::end_backward() {
   const std::lock_guard lock(*model_.mutex);
-  const WithoutArrivals end{tracker_};
+  // The next backward starts without arrivals, even after an error in this one.
+  const auto end = c10::make_scope_exit([this] { tracker_.begin(); });
   const at::NoGradGuard no_grad;
   buffers_.end_backward(true);
   bool reduced = take_reduced(model_);

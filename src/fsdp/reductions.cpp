@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "comm/base/tree_sum.h"
-#include "fsdp/large_parameters.h"
+#include "fsdp/gradient_buffers.h"
 #include "fsdp/paging/advice.h"
 #include "tessera/error.h"
 

@@ -248,8 +248,9 @@ void ShardedModule::shadow_backward() {
   const auto reset = c10::make_scope_exit([this] {
     while (residency->forwards() > 0) residency->abandon_forward(false);  // after an error
     gradients->follow_sync(std::nullopt);
+    join_leader.follow(false);
   });
-  const JoinLeader::Follow follow(join_leader);
+  join_leader.follow(true);
   at::NoGradGuard no_grad;
   gradients->begin_backward();
   bool over = false;

@@ -43,7 +43,7 @@ REASONS = {
     "deferred/registry.cpp": KEEPS,
     "distributed_optimizer/packed_reduction.cpp": OWN,
     "engine/replicas.cpp": RESOLVED,
-    "fsdp/large_parameters.cpp": PAGES,
+    "fsdp/gradient_buffers.cpp": PAGES,
     "fsdp/paging/slot_pool.cpp": PAGES,
     "fsdp/reductions.cpp": KEEPS,
     "fsdp/residency.cpp": OWN,

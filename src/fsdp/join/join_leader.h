@@ -36,18 +36,8 @@ class JoinLeader {
     return event_from_bytes(world_.broadcast_bytes("", iteration_.first_active));
   }
 
-  /// While alive, this rank receives events and does not send them.
-  class Follow {
-   public:
-    explicit Follow(JoinLeader& join_leader) : join_leader_(join_leader) {
-      join_leader_.follows_ = true;
-    }
-    ~Follow() { join_leader_.follows_ = false; }
-    Follow(const Follow&) = delete;
-
-   private:
-    JoinLeader& join_leader_;
-  };
+  /// Whether this rank receives events and does not send them.
+  void follow(bool follows) { follows_ = follows; }
 
  private:
   ProcessGroup world_;
