@@ -18,7 +18,7 @@
 #include "tessera/step/agreement.h"
 #include "tessera/train.h"
 #include "train/program/run_with_rollbacks.h"
-#include "train/run/interruption.h"
+#include "train/run/stop_requests.h"
 #include "train/watch/watchdog.h"
 
 namespace tessera {
