@@ -95,9 +95,8 @@ std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arg
     if (!option) throw UsageError(name + ": no such flag" + did_you_mean(name, known_flags(app)));
     const bool takes_value = option->get_items_expected_max() != 0;
     const bool last = i + 1 == arguments.size();
-    if (takes_value && (rest == "=" || (rest.empty() && !last && arguments[i + 1].empty()))) {
+    if (takes_value && (rest == "=" || (rest.empty() && !last && arguments[i + 1].empty())))
       throw UsageError(name + " = '': expected a value, or no " + name);
-    }
     own.push_back(name + rest);
     if (!rest.empty() || !takes_value) continue;
     if (last) throw UsageError(name + ": expected a value");
@@ -128,10 +127,9 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
   if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);
   o.grace = launch::parse_seconds("--grace", f.grace);
-  if (f.standalone && o.nnodes > 1) {
+  if (f.standalone && o.nnodes > 1)
     throw UsageError("--standalone contradicts --nnodes = " + std::to_string(o.nnodes) +
                      ": expected one of them");
-  }
   return o;
 }
 
