@@ -9,6 +9,5 @@ constexpr int kUsageExit = 2;
 int run_command(int argc, char** argv);
 int train_command(int argc, char** argv);
 int report_command(int argc, char** argv);
-int weights_command(int argc, char** argv);
 
 }  // namespace tessera::cli

@@ -1,48 +1,60 @@
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
 
 #include "commands.h"
+#include "sibling.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/version.h"
 
 namespace {
 
-constexpr const char* kHelp =
-    "usage: tessera COMMAND …\n"
-    "\n"
-    "commands:\n"
-    "  run    start a program on several ranks:      tessera run -n 4 ./program args…\n"
-    "  train  train a model from a config:           tessera train [-n 4] CONFIG.yaml [key=value "
-    "…]\n"
-    "  report write the log of one or several runs as a page of HTML:  tessera report RUN…\n"
-    "  weights inspect, convert or compare files of weights:  tessera weights inspect FILE\n"
-    "\n"
-    "  --version, -V  version of Tessera\n"
-    "  --help, -h     this text; tessera COMMAND --help shows the command's flags\n";
+int weights_command(int argc, char** argv) {
+  std::vector<std::string> program{tessera::cli::sibling_path("tessera-weights")};
+  program.insert(program.end(), argv + 1, argv + argc);
+  return tessera::cli::replace_process(program);
+}
+
+struct Command {
+  const char *name, *purpose;
+  int (*run)(int argc, char** argv);
+};
+
+constexpr Command kCommands[] = {
+    {"run", "Start a program on several ranks: tessera run -n 4 ./program args…",
+     tessera::cli::run_command},
+    {"train", "Train a model from a config: tessera train [-n 4] CONFIG.yaml [key=value …]",
+     tessera::cli::train_command},
+    {"report", "Write the log of one or several runs as a page of HTML: tessera report RUN…",
+     tessera::cli::report_command},
+    {"weights", "Inspect, convert or compare files of weights: tessera weights inspect FILE",
+     weights_command}};
 
 int dispatch(int argc, char** argv) {
-  if (argc < 2) {
-    std::fputs(kHelp, stderr);
+  CLI::App app("Distributed training. tessera COMMAND --help shows the command's flags.",
+               "tessera");
+  app.set_version_flag("--version,-V", "tessera " TESSERA_VERSION);
+  std::vector<std::string> known{"--version", "--help"};
+  for (const auto& command : kCommands) {
+    if (argc > 1 && argv[1] == std::string(command.name)) return command.run(argc - 1, argv + 1);
+    app.add_subcommand(command.name, command.purpose);
+    known.emplace_back(command.name);
+  }
+  app.add_subcommand("help", "Print this text");
+  try {
+    app.parse(std::min(argc, 2), argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);
+    std::fprintf(stderr, "tessera: '%s': no such command%s\n", argv[1],
+                 tessera::did_you_mean(argv[1], known).c_str());
     return tessera::cli::kUsageExit;
   }
-  const std::string command = argv[1];
-  if (command == "run") return tessera::cli::run_command(argc - 1, argv + 1);
-  if (command == "train") return tessera::cli::train_command(argc - 1, argv + 1);
-  if (command == "report") return tessera::cli::report_command(argc - 1, argv + 1);
-  if (command == "weights") return tessera::cli::weights_command(argc - 1, argv + 1);
-  if (command == "--version" || command == "-V") {
-    std::puts("tessera " TESSERA_VERSION);
-    return 0;
-  }
-  if (command == "--help" || command == "-h" || command == "help") {
-    std::fputs(kHelp, stdout);
-    return 0;
-  }
-  const std::string hint =
-      tessera::did_you_mean(command, {"run", "train", "report", "weights", "--version", "--help"});
-  std::fprintf(stderr, "tessera: '%s': no such command%s\n", command.c_str(), hint.c_str());
-  return tessera::cli::kUsageExit;
+  std::fputs(app.help().c_str(), argc > 1 ? stdout : stderr);
+  return argc > 1 ? 0 : tessera::cli::kUsageExit;
 }
 
 }  // namespace

@@ -127,10 +127,9 @@ launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program
   if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
   if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);
   o.grace = launch::parse_seconds("--grace", f.grace);
-  if (f.standalone && o.nnodes > 1) {
+  if (f.standalone && o.nnodes > 1)
     throw UsageError("--standalone contradicts --nnodes = " + std::to_string(o.nnodes) +
                      ": expected one of them");
-  }
   return o;
 }
 

@@ -1,39 +1,23 @@
 #include <cstdio>
-#include <string>
-#include <vector>
 
 #include "commands.h"
 #include "sibling.h"
+#include "tessera/detail/train_command.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 
 namespace tessera::cli {
-namespace {
-
-/// True if a config is given. Without one the trainer only prints a text, so one process is started
-/// instead of the ranks.
-bool names_config(const std::vector<std::string>& words) {
-  for (size_t i = 0; i < words.size(); ++i)
-    if (words[i] == "--dump-config") ++i;
-    else if (words[i].rfind('-', 0) != 0) return true;
-  return false;
-}
-
-}  // namespace
 
 int train_command(int argc, char** argv) {
   try {
-    std::vector<std::string> arguments(argv + 1, argv + argc);
-    const int nproc = launch::take_nproc(arguments);
-    std::vector<std::string> program = {sibling_path("tessera-train")};
-    program.insert(program.end(), arguments.begin(), arguments.end());
-    if (nproc > 0) launch::check_no_launcher(nproc);
-    if (nproc <= 1 || !names_config(arguments)) return replace_process(program);
-    launch::LaunchOptions options;
-    options.program = std::move(program);
-    options.nproc_per_node = nproc;
-    options.command = "tessera train";
-    return launch::run(options);
+    const auto command = detail::parse_train_command(argc, argv);
+    auto program = sibling_path("tessera-train");
+    // Without a config the trainer only prints a text, so one process is started.
+    if (command.ranks > 1 && !command.file.empty()) return detail::launch_ranks(program, command);
+    if (command.ranks > 0) launch::check_no_launcher(command.ranks);
+    auto words = command.words();
+    words.insert(words.begin(), std::move(program));
+    return replace_process(words);
   } catch (const UsageError& error) {
     std::fprintf(stderr, "tessera train: %s\n", error.what());
     return kUsageExit;

@@ -108,9 +108,6 @@ int64_t world_size(const LaunchOptions& options);
 
 /// An integer from `lowest` to `highest`.
 int parse_integer(const std::string& flag, const std::string& text, int lowest, int highest);
-/// Removes `-n N`, `-nN`, `--nproc-per-node N` and `--nproc-per-node=N` from `words`. Returns N, or
-/// 0 if there is none.
-int take_nproc(std::vector<std::string>& words);
 /// For programs that start `nproc` ranks of themselves because of `-n`: throws UsageError when a
 /// launcher has started this process already (WORLD_SIZE is set).
 void check_no_launcher(int nproc);

@@ -190,28 +190,6 @@ void validate(const LaunchOptions& o) {
     throw UsageError("--redirects needs --log-dir: expected a folder for the redirected streams");
 }
 
-int take_nproc(std::vector<std::string>& arguments) {
-  int nproc = 0;
-  std::vector<std::string> rest;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const std::string& argument = arguments[i];
-    const size_t equals = argument.find('=');
-    const std::string name = argument.substr(0, equals);
-    const bool is_long = name == "--nproc-per-node" || name == "--nproc_per_node";
-    if (!is_long && !argument.starts_with("-n")) {
-      rest.push_back(argument);
-      continue;
-    }
-    std::string value;
-    if (is_long && equals != std::string::npos) value = argument.substr(equals + 1);
-    else if (!is_long && argument.size() > 2) value = argument.substr(argument[2] == '=' ? 3 : 2);
-    else if (++i < arguments.size()) value = arguments[i];
-    nproc = parse_nproc(is_long ? name : "-n", value);
-  }
-  arguments = std::move(rest);
-  return nproc;
-}
-
 void check_no_launcher(int nproc) {
   if (const char* world = std::getenv("WORLD_SIZE")) {
     throw UsageError("-n = " + std::to_string(nproc) +

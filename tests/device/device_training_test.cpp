@@ -3,7 +3,7 @@
 #include "device/loss.h"
 #include "device/trainer.h"
 #include "tessera/error.h"
-#include "train/run/device_copies.h"
+#include "train/step/device_copies.h"
 
 namespace tessera::on_device {
 namespace {

@@ -34,7 +34,7 @@
 #include "tessera/weights/torch_file.h"
 #include "tessera/weights/weights.h"
 #include "tessera/weights/weights_tools.h"
-#include "train/report/keep_log_before.h"
+#include "train/report/log_files.h"
 
 namespace {
 

@@ -225,7 +225,7 @@ TEST(Run, TrainWithoutAConfigStartsNoRanks) {
   EXPECT_EQ(train({}), "rank=; \n");
   EXPECT_EQ(train({"--help"}), "rank=; --help\n");
   EXPECT_EQ(train({"--dump-config", "full"}), "rank=; --dump-config full\n");
-  EXPECT_THAT(train({"--no-resume", "c.yaml"}), HasSubstr("rank=0; --no-resume c.yaml\n"));
+  EXPECT_THAT(train({"--no-resume", "c.yaml"}), HasSubstr("rank=0; c.yaml checkpoint.resume=false\n"));
 }
 
 TEST(Run, VersionAndHelp) {

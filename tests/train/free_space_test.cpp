@@ -1,7 +1,7 @@
-#include "train/report/free_space.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "train/run/run_records.h"
 
 namespace tessera::train {
 namespace {

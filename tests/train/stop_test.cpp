@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "tessera/train.h"
-#include "train/run/interruption.h"
+#include "train/run/stop_requests.h"
 #include "train/train_fixture.h"
 
 // What a signal asks of a run, and what the run that goes on makes up for.

@@ -33,19 +33,22 @@ struct MemoryUse {
   int64_t total() const { return parameters + gradients + optimizer_state; }
 };
 
+/// Consequence of a norm of the gradient that is infinite or NaN, on every rank.
+enum class NonfiniteNorm {
+  update,  ///< the update takes place
+  error,   ///< an Error; nothing is updated
+  skip,    ///< the gradients are dropped; nothing is updated
+  /// As skip, but the caller gives the parameters up: a type that learns the norm from the update
+  /// itself may update.
+  give_up
+};
+
 /// Clipping of the gradients before an update; no value: no clipping.
 struct GradientRules {
   std::optional<double> clip_norm = {};
   std::optional<double> clip_value = {};
   double norm_type = 2;  ///< of clip_norm and of the norm that is reported: any p > 0, or infinity
-  /// A norm that is infinite or NaN is an Error on every rank, and nothing is updated.
-  bool error_if_nonfinite = false;
-  /// A norm that is infinite or NaN skips the update on every rank: update() only drops the
-  /// gradients. For loss scaling, where a sum over ranks may overflow that was finite on each rank.
-  bool skip_nonfinite = false;
-  /// With skip_nonfinite: the caller gives the parameters up after such a norm. A type that learns
-  /// the norm from the update itself may then update.
-  bool norm_may_follow = false;
+  NonfiniteNorm nonfinite = NonfiniteNorm::update;
 
   /// For the norm before clipping: throws that Error. Returns whether the update takes place.
   bool allow(double norm) const;
@@ -66,9 +69,14 @@ class ModelWrapper {
   ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group);
   virtual ~ModelWrapper() = default;
 
-  /// Preprocessing, forward, losses, backward and update. Returns ParsedLosses::values of this
-  /// rank's batch: the total as "loss", then the other figures. UsageError for a parameter that was
-  /// frozen at construction and is trainable now.
+  /// The batch after the preprocessor, for training. UsageError for a parameter that was frozen at
+  /// construction and is trainable now. Local.
+  Batch prepared(const Batch& batch) const;
+  /// The mean loss over this rank's batch, which is prepared, with its graph, computed through the
+  /// wrapper's own forward. Records the figures.
+  virtual at::Tensor forward(const Batch& batch) = 0;
+  /// One iteration of `optimizer`: prepared(), forward, backward and update. Returns
+  /// ParsedLosses::values of this rank's batch: the total as "loss", then the other figures.
   std::vector<std::pair<std::string, at::Tensor>> train_step(const Batch& batch,
                                                              OptimWrapper& optimizer);
   /// A rank without data calls this while the others are in train_step().
@@ -79,7 +87,7 @@ class ModelWrapper {
   /// The losses and figures of a batch, without gradients.
   ParsedLosses val_losses(const Batch& batch);
 
-  /// This rank's figures of the last forward pass in training, as train_step() returns them. Local.
+  /// This rank's figures of the last forward(), as train_step() returns them. Local.
   const std::vector<std::pair<std::string, at::Tensor>>& figures() const { return figures_; }
 
   const TrainedModel& model() const { return model_; }
@@ -167,9 +175,6 @@ class ModelWrapper {
   virtual MemoryUse formula(const MemoryUse& unsharded) const { return unsharded; }
 
  protected:
-  /// The mean loss over this rank's batch, with its graph, computed through the wrapper's own
-  /// forward. Records the figures.
-  virtual at::Tensor forward(const Batch& batch) = 0;
   /// Runs `function`, which uses the module, outside training.
   virtual void run(const std::function<void()>& function) { function(); }
   /// The batch in the dtype that the module computes with. Called while the module runs. Local.

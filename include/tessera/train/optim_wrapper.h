@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 
@@ -9,10 +8,12 @@
 
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/grad_scaler.h"
+#include "tessera/train/model_wrapper.h"
 
 namespace tessera {
-
-class ModelWrapper;
+namespace train {
+class TrainingStep;
+}
 
 struct OptimWrapperOptions {
   int64_t accumulative_counts = 1;            ///< backward passes per update
@@ -20,13 +21,8 @@ struct OptimWrapperOptions {
   /// Largest absolute value of an element of that gradient; applied after clip_grad_norm.
   std::optional<double> clip_grad_value = {};
   double clip_norm_type = 2;  ///< p of that norm and of grad_norm(): any number > 0, or infinity
-  bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN is an Error on every rank
-  bool skip_nonfinite = false;      ///< such a norm skips the update on every rank
-  bool norm_may_follow = false;     ///< see GradientRules
-  /// Called on every rank between the last backward of a count and its update; may be collective.
-  /// With false, which all ranks must return, the update is left out. Empty: none.
-  std::function<bool()> before_update = {};
-  std::optional<at::ScalarType> autocast = {};  ///< bfloat16 (CPU, GPU) or float16 (GPU)
+  NonfiniteNorm nonfinite = NonfiniteNorm::update;  ///< with `scaler` always skip
+  std::optional<at::ScalarType> autocast = {};      ///< bfloat16 (CPU, GPU) or float16 (GPU)
   GradScalerOptions scaler{.enabled = false};
 };
 
@@ -75,22 +71,20 @@ class OptimWrapper {
   bool should_sync() const { return should_update(); }
   /// Whether the last update_params() changed the parameters.
   bool updated() const { return updated_; }
-  /// Whether the last update_params() left the update out: it found an infinity, or before_update
-  /// returned false.
+  /// Whether the last update_params() left the update out, because it found an infinity.
   bool skipped() const { return skipped_; }
   double grad_norm() const { return norm_; }  ///< norm at the last update, before clipping
   double scale_factor() const;                ///< divisor of the current iteration's loss
-  GradScaler& scaler() { return scaler_; }
+  GradScaler& scaler();
   /// ModelWrapper::optimizer_state_dict(): gathered on rank 0, empty on other ranks. Collective.
   OptimizerStateDict state_dict();
   void load_state_dict(const OptimizerStateDict& dict);
-  const OptimWrapperOptions& options() const { return options_; }
+  const OptimWrapperOptions& options() const;
   ModelWrapper& model() { return model_; }
 
  private:
   ModelWrapper& model_;
-  OptimWrapperOptions options_;
-  GradScaler scaler_;
+  std::unique_ptr<train::TrainingStep> step_;
   int64_t done_ = 0, all_ = 0;
   bool updated_ = false, skipped_ = false;
   double norm_ = 0, weight_ = 1;

@@ -117,9 +117,7 @@ class Datasets : public Registry<DataPlan, const DataContext&> {
   template <class Data>
   static DataSplits splits(std::shared_ptr<Data> data) {
     DataSplits result{data};
-    if constexpr (requires { result.val = data->validation(); }) {
-      result.val = data->validation();
-    }
+    if constexpr (requires { result.val = data->validation(); }) result.val = data->validation();
     return result;
   }
 };

@@ -12,8 +12,8 @@
 namespace tessera::sharding {
 
 /// [Note: pages that arrive in the background] Pages whose values a collective still writes:
-/// parameters that ZeroRedundancyOptimizer gathers with gather_in_background, and gradients that
-/// DistributedDataParallel reduces with reduce_in_background, with the parameters that are updated
+/// with Overlap::background, parameters that ZeroRedundancyOptimizer gathers, and gradients that
+/// DistributedDataParallel and FullyShardedDataParallel reduce, with the parameters that are updated
 /// from them. Until the collective is complete the page has no memory, so nothing can read values
 /// that are half old. The first operator that takes a tensor of the page, or a view or detached
 /// alias of one, waits for the collective.

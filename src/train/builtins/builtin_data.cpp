@@ -15,9 +15,7 @@ using Paths = std::vector<std::string>;
 constexpr int64_t kMostBigramTokens = 20'000'000;
 
 void note_files(DataPlan& plan, const std::string& key, const Paths& paths) {
-  for (const auto& path : paths) {
-    plan.files.emplace_back(key, path);
-  }
+  for (const auto& path : paths) plan.files.emplace_back(key, path);
 }
 
 int64_t read_seq_len(OptionReader& options, const DataContext& context) {
@@ -28,10 +26,9 @@ int64_t read_seq_len(OptionReader& options, const DataContext& context) {
 }
 
 void check_seq_len(OptionReader& options, const DataContext& context, int64_t seq_len) {
-  if (context.max_length > 0 && seq_len > context.max_length) {
+  if (context.max_length > 0 && seq_len > context.max_length)
     options.fail("seq_len", std::to_string(seq_len) + " is longer than model.n_positions (" +
                                 std::to_string(context.max_length) + "); expected at most that");
-  }
 }
 
 /// The sequences of `tokens`, with the loss of a bigram model on the evaluation part as the
@@ -49,16 +46,13 @@ DataSplits splits_of(const TokenData& tokens, int64_t seq_len, const std::string
   };
   DataSplits splits;
   splits.train = sequences(tokens.train, context.order == SampleOrder::sequential);
-  if (tokens.val.size() == 0) {
-    return splits;
-  }
+  if (tokens.val.size() == 0) return splits;
   splits.val = sequences(tokens.val, false);
   splits.baseline_name = "a bigram model of the same split";
   splits.baseline = [tokens, vocab = context.vocab_size]() -> std::optional<double> {
     if (vocab == 0 || tokens.val.size() < 2 ||
-        tokens.train.size() + tokens.val.size() > kMostBigramTokens) {
+        tokens.train.size() + tokens.val.size() > kMostBigramTokens)
       return std::nullopt;
-    }
     return bigram_cross_entropy(tokens.train, tokens.val, vocab);
   };
   return splits;
@@ -71,17 +65,14 @@ DataPlan read_byte_text(OptionReader& options, const DataContext& context) {
   options.read_paths("path", paths, "files, folders or patterns");
   options.read_paths("val_path", val_paths, "evaluation text; all of path is then training data");
   const int64_t seq_len = read_seq_len(options, context);
-  if (!val_paths.empty()) {
+  if (!val_paths.empty())
     options.refuse("val_fraction",
                    "data.val_path names the evaluation text already; give one of the two");
-  }
   options.read("val_fraction", val_fraction,
                "fraction at the end of the text that is used for evaluation; without val_path",
                kProbability);
   options.finish();
-  if (paths.empty()) {
-    options.fail("path", "no path; expected the training text or tokens");
-  }
+  if (paths.empty()) options.fail("path", "no path; expected the training text or tokens");
   check_seq_len(options, context, seq_len);
   DataPlan plan;
   plan.text = true;
@@ -92,9 +83,8 @@ DataPlan read_byte_text(OptionReader& options, const DataContext& context) {
     TokenData tokens = named(at_path, [&] {
       return ByteText{paths, val_paths.empty() ? val_fraction : 0.0}.load();
     });
-    if (!val_paths.empty()) {
+    if (!val_paths.empty())
       tokens.val = named(at_val, [&] { return ByteText{val_paths, 0.0}.load().train; });
-    }
     return splits_of(tokens, seq_len, at_length, context);
   };
   return plan;
@@ -112,9 +102,7 @@ DataPlan read_token_bin(OptionReader& options, const DataContext& context) {
       "val_fraction",
       "a TokenBin file is all training data; name an evaluation file with data.val_path");
   options.finish();
-  if (paths.empty()) {
-    options.fail("path", "no path; expected the training text or tokens");
-  }
+  if (paths.empty()) options.fail("path", "no path; expected the training text or tokens");
   check_seq_len(options, context, seq_len);
   DataPlan plan;
   note_files(plan, "data.path", paths);
@@ -137,9 +125,7 @@ DataPlan read_pairs(
   std::map<std::string, std::string> paths;
   for (const std::string part : {"", "val_", "test_"}) {
     for (const auto& key : {part + first, part + second}) {
-      if (part.empty()) {
-        options.require(key, "a file");
-      }
+      if (part.empty()) options.require(key, "a file");
       options.read_path(key, paths[key],
                         part.empty()     ? "training data"
                         : part == "val_" ? "evaluation data"
@@ -154,11 +140,8 @@ DataPlan read_pairs(
       options.fail(missing, "missing; expected a file beside the other one");
     }
   }
-  for (const auto& [key, path] : paths) {
-    if (!path.empty()) {
-      plan.files.emplace_back("data." + key, path);
-    }
-  }
+  for (const auto& [key, path] : paths)
+    if (!path.empty()) plan.files.emplace_back("data." + key, path);
   plan.load = [=, place = options.at(first)] {
     const auto open = [&](const std::string& part) -> std::shared_ptr<const Dataset> {
       const std::string inputs = paths.at(part + first);

@@ -46,11 +46,8 @@ Preprocessor read_normalize(OptionReader& options) {
   const auto mean = channel_values(options, "mean", 0, "subtracted from the inputs");
   const auto std = channel_values(options, "std", 1, "divisor after that");
   options.finish();
-  for (const double value : std) {
-    if (!(value > 0)) {
-      options.fail("std", std::to_string(value) + "; expected numbers > 0");
-    }
-  }
+  for (const double value : std)
+    if (!(value > 0)) options.fail("std", std::to_string(value) + "; expected numbers > 0");
   return [mean, std](Batch batch, bool) {
     const auto shaped = [&](const std::vector<double>& values) {
       std::vector<int64_t> shape(static_cast<size_t>(std::max<int64_t>(batch.inputs.dim(), 2)), 1);

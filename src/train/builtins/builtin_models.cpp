@@ -69,14 +69,11 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
   std::optional<double> dropout;
   options.read("dropout", dropout,
                "probability of all three dropouts; null: those of config, else 0", kProbability);
-  if (dropout) {
-    gpt2.embd_pdrop = gpt2.attn_pdrop = gpt2.resid_pdrop = *dropout;
-  }
+  if (dropout) gpt2.embd_pdrop = gpt2.attn_pdrop = gpt2.resid_pdrop = *dropout;
   options.finish();
-  if (gpt2.n_embd % gpt2.n_head != 0) {
+  if (gpt2.n_embd % gpt2.n_head != 0)
     options.fail("n_head", std::to_string(gpt2.n_head) + " does not divide n_embd (" +
                                std::to_string(gpt2.n_embd) + "); expected a divisor of it");
-  }
   try {
     gpt2.validate();
   } catch (const UsageError& error) {
@@ -128,9 +125,7 @@ ModelPlan read_image_classifier(OptionReader& options) {
     ImageClassifierOptions seeded = classifier;
     seeded.seed = context.seed;
     std::optional<ProcessGroup> group;
-    if (seeded.norm == "SyncBatchNorm") {
-      group = context.group;
-    }
+    if (seeded.norm == "SyncBatchNorm") group = context.group;
     return detail::trained_model(std::make_shared<ImageClassifierImpl>(seeded, group));
   };
   return plan;

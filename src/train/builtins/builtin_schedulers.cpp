@@ -21,18 +21,16 @@ auto reader(LrSchedule (*make)(const Options&)) {
 }
 
 LrSchedule read_none(OptionReader& options) {
-  for (const char* key : {"warmup_steps", "decay_steps", "min_lr"}) {
+  for (const char* key : {"warmup_steps", "decay_steps", "min_lr"})
     options.refuse(
         key, "has no meaning without a scheduler; set scheduler.type to constant or warmup_cosine");
-  }
   options.finish();
   return constant_lr();
 }
 
 LrSchedule read_constant(OptionReader& options) {
-  for (const char* key : {"decay_steps", "min_lr"}) {
+  for (const char* key : {"decay_steps", "min_lr"})
     options.refuse(key, "belongs to scheduler.type warmup_cosine, and the type is constant");
-  }
   return reader(constant_lr)(options);
 }
 
@@ -40,11 +38,10 @@ LrSchedule read_warmup_cosine(OptionReader& options) {
   WarmupCosineLrOptions chosen;
   chosen.read(options);
   options.finish();
-  if (chosen.decay_steps > 0 && chosen.decay_steps < chosen.warmup_steps) {
+  if (chosen.decay_steps > 0 && chosen.decay_steps < chosen.warmup_steps)
     options.fail("decay_steps", std::to_string(chosen.decay_steps) +
                                     " is before the end of the warm-up; expected at least " +
                                     std::to_string(chosen.warmup_steps));
-  }
   return made(options, warmup_cosine_lr, chosen);
 }
 
@@ -64,9 +61,7 @@ LrSchedule read_chained(OptionReader& options) {
     inner.read("begin", link.begin, "first step or epoch", kNotNegative);
     inner.read("end", link.end, "the step or epoch after the last; -1: the end of the run",
                Range{-1});
-    if (type.empty()) {
-      inner.finish();
-    }
+    if (type.empty()) inner.finish();
     link.schedule = registry::schedulers().read(type, inner);
     chosen.schedules.push_back(std::move(link));
   }

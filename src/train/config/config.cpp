@@ -23,9 +23,8 @@ void note_places(const ConfigNode& node, const std::string& path,
 
 std::string wrappers_other_than(const std::string& type) {
   std::string names;
-  for (const auto& name : registry::parallel().names()) {
+  for (const auto& name : registry::parallel().names())
     if (name != type) names += (names.empty() ? "" : ", ") + name;
-  }
   return names;
 }
 
@@ -48,9 +47,7 @@ void place(ConfigNode& root, const std::vector<std::string>& path, const ConfigN
 
 std::string train::dotted(const std::vector<std::string>& path) {
   std::string text;
-  for (const auto& part : path) {
-    text += (text.empty() ? "" : ".") + part;
-  }
+  for (const auto& part : path) text += (text.empty() ? "" : ".") + part;
   return text;
 }
 
@@ -75,9 +72,8 @@ std::string Config::dump(bool full) const {
   root.kind = ConfigNode::Kind::Map;
   for (const auto& option : *options) {
     // Required options (types) are always included, so that a minimal config loads.
-    if (full || option.required || (option.given && !(option.value == option.standard))) {
+    if (full || option.required || (option.given && !(option.value == option.standard)))
       place(root, option.path, option.value);
-    }
   }
   return to_yaml(root);
 }
@@ -85,9 +81,7 @@ std::string Config::dump(bool full) const {
 Config load_config(const std::string& file, const std::vector<std::string>& overrides) {
   ConfigNode root = load_yaml(file);
   root.where = file;
-  for (const auto& assignment : overrides) {
-    apply_override(root, assignment);
-  }
+  for (const auto& assignment : overrides) apply_override(root, assignment);
   expand_environment(root);
   Config config;
   config.file = file;
@@ -101,40 +95,29 @@ Config load_config(const std::string& file, const std::vector<std::string>& over
 
 void check_config_files(const Config& config) {
   const auto check = [&](const std::string& key, const std::string& path) {
-    if (path.find_first_of("*?[") == std::string::npos && ::access(path.c_str(), R_OK) != 0) {
+    if (path.find_first_of("*?[") == std::string::npos && ::access(path.c_str(), R_OK) != 0)
       throw UsageError(config.at(key) + path + ": " + std::strerror(errno) +
                        "; expected a readable file");
-    }
   };
-  for (const auto& [key, path] : config.data.plan.files) {
-    check(key, path);
-  }
-  if (!config.model.init.empty()) {
-    check("model.init", config.model.init);
-  }
-  if (!config.optimizer_init.path.empty()) {
-    check("optimizer.init", config.optimizer_init.path);
-  }
-  if (!config.checkpoint.from.empty()) {
-    check("checkpoint.from", config.checkpoint.from);
-  }
+  for (const auto& [key, path] : config.data.plan.files) check(key, path);
+  if (!config.model.init.empty()) check("model.init", config.model.init);
+  if (!config.optimizer_init.path.empty()) check("optimizer.init", config.optimizer_init.path);
+  if (!config.checkpoint.from.empty()) check("checkpoint.from", config.checkpoint.from);
 }
 
 void check_config_world(const Config& config, int world_size) {
   // Groups of one rank train by themselves; larger ones are refused when they are made.
-  if (world_size > 1 && !config.parallel.plan.distributed && !config.parallel.local_sgd) {
+  if (world_size > 1 && !config.parallel.plan.distributed && !config.parallel.local_sgd)
     throw UsageError(
         config.at("parallel.type") + config.parallel.type + ", but the world has " +
         std::to_string(world_size) +
         " ranks, and each would train a model of its own; expected one rank, or one of " +
         wrappers_other_than(config.parallel.type));
-  }
   const int64_t batch = config.train.global_batch;
-  if (batch % world_size != 0 && config.data.uneven == "error") {
+  if (batch % world_size != 0 && config.data.uneven == "error")
     throw UsageError(config.at("train.global_batch") + std::to_string(batch) +
                      " sequences cannot be divided by " + std::to_string(world_size) +
                      " ranks; expected a multiple of " + std::to_string(world_size));
-  }
   if (config.train.accumulation > 1 &&
       (batch % world_size != 0 || batch / world_size % config.train.accumulation != 0)) {
     throw UsageError(

@@ -13,11 +13,8 @@ ParamwiseCustomKey read_custom_key(const ConfigNode& node, const std::string& ty
                                    const OptionMap& base, std::vector<std::string> path) {
   ConfigNode merged = options_node(base, node.where);
   for (const auto& member : node.members) {
-    if (ConfigNode* known = merged.find(member.key)) {
-      *known = member.value;
-    } else {
-      merged.members.push_back(member);
-    }
+    if (ConfigNode* known = merged.find(member.key)) *known = member.value;
+    else merged.members.push_back(member);
   }
   OptionReader reader(&merged, std::move(path), node.where);
   ParamwiseCustomKey key;
@@ -25,9 +22,8 @@ ParamwiseCustomKey read_custom_key(const ConfigNode& node, const std::string& ty
   reader.read("decay_mult", key.decay_mult, "", kNotNegative);
   registry::optimizers().read(type, reader);
   for (const auto& [name, value] : reader.values()) {
-    if (node.find(name) != nullptr && name != "lr_mult" && name != "decay_mult") {
+    if (node.find(name) != nullptr && name != "lr_mult" && name != "decay_mult")
       key.options[name] = value;
-    }
   }
   return key;
 }
@@ -37,9 +33,7 @@ void read_custom_keys(OptionReader& keys, const OptimizerPlan& optimizer,
   const ConfigNode* node =
       keys.take("custom_keys", "a map of name parts, each with lr_mult, decay_mult or options",
                 "settings of parameters whose names contain the key; the longest key wins");
-  if (node == nullptr || node->kind == Kind::Null) {
-    return;
-  }
+  if (node == nullptr || node->kind == Kind::Null) return;
   const std::vector<std::string> path{"optimizer", "paramwise", "custom_keys"};
   OptionReader each(node, path, keys.where());
   for (const auto& name : each.unread()) {
@@ -101,32 +95,25 @@ void read_optimizer(OptionReader& keys, Config& config) {
   OptimizerPlan& optimizer = config.optimizer;
   const OptimizerRegistry& registry = registry::optimizers();
   optimizer.type = parallel.plan.optimizer_type;
-  if (optimizer.type.empty()) {
-    keys.require("type", "the name of an optimizer");
-  }
+  if (optimizer.type.empty()) keys.require("type", "the name of an optimizer");
   keys.read_choice("type", optimizer.type, registry.names(), "the optimizer");
   if (optimizer.type.empty()) {
     keys.accept_rest();  // only the missing type is reported: its options are unknown
     return keys.finish();
   }
-  if (!parallel.plan.optimizer_type.empty() && optimizer.type != parallel.plan.optimizer_type) {
+  if (!parallel.plan.optimizer_type.empty() && optimizer.type != parallel.plan.optimizer_type)
     keys.fail("type", optimizer.type + ", and parallel.optimizer_type is " +
                           parallel.plan.optimizer_type + "; expected one of the two");
-  }
-  if (optimizer.type == "LBFGS") {
+  if (optimizer.type == "LBFGS")
     keys.fail(
         "type",
         "LBFGS evaluates the loss several times per step, but the trainer does once; expected "
         "another optimizer");
-  }
   read_init(keys, config.optimizer_init);
   OptionReader paramwise = keys.map("paramwise");
   registry.read(optimizer.type, keys);
-  for (const auto& [name, value] : keys.values()) {
-    if (is_option(name) && keys.given(name)) {
-      optimizer.options[name] = value;
-    }
-  }
+  for (const auto& [name, value] : keys.values())
+    if (is_option(name) && keys.given(name)) optimizer.options[name] = value;
   read_paramwise(paramwise, optimizer, optimizer.paramwise);
 }
 

@@ -14,9 +14,8 @@ std::string inline_yaml(const ConfigNode& node) {
 }
 
 std::string escaped(std::string text) {
-  for (size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2) {
+  for (size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2)
     text.insert(at, 1, '\\');
-  }
   return text;
 }
 
@@ -24,9 +23,7 @@ std::string escaped(std::string text) {
 std::string table(const OptionRecord& options, const std::vector<std::string>& without = {}) {
   std::string rows;
   for (const auto& option : options) {
-    if (std::find(without.begin(), without.end(), option.path.front()) != without.end()) {
-      continue;
-    }
+    if (std::find(without.begin(), without.end(), option.path.front()) != without.end()) continue;
     const std::string standard = option.required ? "required" : inline_yaml(option.standard);
     rows += "| `" + train::dotted(option.path) + "` | " + escaped(option.expected) + " | " +
             (standard.empty()  ? "none"
@@ -43,10 +40,9 @@ template <class Registry, class... Context>
 std::string components(const Registry& registry, const std::vector<std::string>& common,
                        const Context&... context) {
   std::string text;
-  for (const auto& name : registry.names()) {
+  for (const auto& name : registry.names())
     text += "\n### " + name + "\n\n" + registry.doc(name) + "\n\n" +
             table(registry.describe(name, context...), common);
-  }
   return text;
 }
 
@@ -64,8 +60,7 @@ std::string config_reference() {
   std::string text =
       "# Reference of the config\n\nAll keys of all sections and of the library's components, as "
       "printed by `tessera train\n--config-reference`. [config.md](config.md) explains how they "
-      "work "
-      "together.\n";
+      "work together.\n";
   text += section("Top level", table(OptionReader::describe(train::describe_top_level)));
   text += section("model", table(OptionReader::describe(train::describe_model))) +
           components(registry::models(), model_keys);

@@ -112,9 +112,7 @@ void read_hooks(OptionReader& keys, Config& config) {
     std::string type;
     hook.require("type", "the name of a hook");
     hook.read_choice("type", type, registry::hooks().names(), "a hook");
-    if (type.empty()) {
-      hook.finish();
-    }
+    if (type.empty()) hook.finish();
     config.hooks.push_back(registry::hooks().read(type, hook));
   }
 }
@@ -144,9 +142,8 @@ void read_groups(OptionReader& keys, int64_t& groups) {
   const auto* word = std::get_if<std::string>(&value);
   if (word != nullptr && *word == "host") return;
   const auto* number = std::get_if<int64_t>(&value);
-  if (number == nullptr || *number < 1) {
+  if (number == nullptr || *number < 1)
     keys.fail("groups", node->describe() + "; expected host, or a whole number >= 1");
-  }
   groups = *number;
 }
 
@@ -215,31 +212,27 @@ void check_nonfinite(const Config& config) {
     throw UsageError(config.at("train." + key) + value +
                      ", but there is no checkpoint to go back to; expected checkpoint.folder");
   }
-  if (run.on_nonfinite != "stop" && run.error_if_nonfinite) {
+  if (run.on_nonfinite != "stop" && run.error_if_nonfinite)
     throw UsageError(config.at("train.error_if_nonfinite") +
                      "true ends the run, and train.on_nonfinite is " + run.on_nonfinite +
                      "; expected one of the two");
-  }
 }
 
 void check_local_sgd(const Config& config) {
   if (!config.parallel.local_sgd) return;
   const std::string groups = ", and parallel.local_sgd has groups that meet every few steps only; ";
-  if (config.train.rollback_on_spike) {
+  if (config.train.rollback_on_spike)
     throw UsageError(config.at("train.rollback_on_spike") +
                      "a rollback is one of all ranks at once" + groups + "expected null");
-  }
-  if (config.train.on_nonfinite == "rollback") {
+  if (config.train.on_nonfinite == "rollback")
     throw UsageError(config.at("train.on_nonfinite") +
                      "rollback: a rollback is one of all ranks at once" + groups +
                      "expected stop or skip");
-  }
-  if (config.data.uneven == "join") {
+  if (config.data.uneven == "join")
     throw UsageError(config.at("data.uneven") +
                      "join: the ranks tell each other in every step "
                      "who has data" +
                      groups + "expected error or drop");
-  }
 }
 
 }  // namespace
@@ -247,9 +240,7 @@ void check_local_sgd(const Config& config) {
 void read_config(OptionReader& keys, Config& config) {
   keys.require("model", "a map: which model to train");
   keys.require("data", "a map: the training data");
-  if (!keys.has("parallel")) {
-    keys.require("optimizer", "a map: the optimizer and its options");
-  }
+  if (!keys.has("parallel")) keys.require("optimizer", "a map: the optimizer and its options");
   keys.require("train", "a map: steps, global_batch and outputs");
   OptionReader model = keys.map("model"), data = keys.map("data"),
                optimizer = keys.map("optimizer"), scheduler = keys.map("scheduler"),
@@ -315,9 +306,8 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
   keys.finish();
   for (const auto& [key, value] :
        {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
-    if (checkpoint.folder.empty() && value > 0) {
+    if (checkpoint.folder.empty() && value > 0)
       keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
-    }
   }
 }
 

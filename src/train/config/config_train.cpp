@@ -14,33 +14,26 @@ void read_prompt(OptionReader& keys, bool text, std::vector<int64_t>& prompt) {
   const ConfigNode* node =
       keys.take("prompt", "a text, or a list of tokens", "beginning of the sample", standard);
   if (node == nullptr) {
-    if (!text) {
-      prompt = {0};
-    }
+    if (!text) prompt = {0};
     return;
   }
   prompt.clear();
   if (node->kind == Kind::Scalar && text) {
-    for (const char byte : node->text) {
-      prompt.push_back(static_cast<unsigned char>(byte));
-    }
+    for (const char byte : node->text) prompt.push_back(static_cast<unsigned char>(byte));
   } else if (node->kind == Kind::Sequence) {
     for (const auto& item : node->items) {
       const OptionValue value = OptionReader::value_of(item, keys.full("prompt"));
       const auto* token = std::get_if<int64_t>(&value);
-      if (token == nullptr || *token < 0) {
+      if (token == nullptr || *token < 0)
         fail_at(item, keys.full("prompt"),
                 item.describe() + "; expected a token, a whole number >= 0");
-      }
       prompt.push_back(*token);
     }
   } else {
     keys.fail("prompt", node->describe() + "; expected " +
                             (text ? "a text" : "a list of tokens (a TokenBin has no text)"));
   }
-  if (prompt.empty()) {
-    keys.fail("prompt", "empty; expected at least one token");
-  }
+  if (prompt.empty()) keys.fail("prompt", "empty; expected at least one token");
 }
 
 void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) {
@@ -65,9 +58,8 @@ void read_sample(OptionReader keys, const Config& config, SampleConfig& sample) 
                               std::to_string(config.model.plan.vocab_size) + ")");
     }
   }
-  if (sample.length > 0 && config.model.plan.vocab_size == 0) {
+  if (sample.length > 0 && config.model.plan.vocab_size == 0)
     keys.fail("length", "model " + config.model.type + " is no language model; expected no sample");
-  }
 }
 
 /// `dynamic`, a map of options, or a number: a constant scale.
@@ -79,9 +71,7 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
     OptionReader inner = keys.map("loss_scale");
     GradScalerOptions(scaler).read(inner);
   }
-  if (node == nullptr || node->kind == Kind::Null) {
-    return;
-  }
+  if (node == nullptr || node->kind == Kind::Null) return;
   scaler.enabled = true;
   if (node->kind == Kind::Map) {
     OptionReader inner(node, {"train", "loss_scale"}, keys.where());
@@ -90,18 +80,16 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
     return;
   }
   const OptionValue value = OptionReader::value_of(*node, keys.full("loss_scale"));
-  if (const auto* word = std::get_if<std::string>(&value); word != nullptr && *word == "dynamic") {
+  if (const auto* word = std::get_if<std::string>(&value); word != nullptr && *word == "dynamic")
     return;
-  }
   const auto* whole = std::get_if<int64_t>(&value);
   const auto* number = std::get_if<double>(&value);
   scaler.dynamic = false;
   scaler.init_scale = whole != nullptr    ? static_cast<double>(*whole)
                       : number != nullptr ? *number
                                           : 0;
-  if (!(scaler.init_scale > 0)) {
+  if (!(scaler.init_scale > 0))
     keys.fail("loss_scale", node->describe() + "; expected dynamic, or a number > 0");
-  }
 }
 
 void read_amp(OptionReader& keys, RunConfig& run) {
@@ -116,9 +104,7 @@ void read_norm_type(OptionReader& keys, double& norm_type) {
   const ConfigNode* node = keys.take("clip_norm_type", "a number > 0, or inf",
                                      "p of the norm of clip_grad_norm and of the log's grad_norm",
                                      ConfigNode::scalar("2"));
-  if (node == nullptr) {
-    return;
-  }
+  if (node == nullptr) return;
   const OptionValue value = OptionReader::value_of(*node, keys.full("clip_norm_type"));
   const auto* word = std::get_if<std::string>(&value);
   const auto* whole = std::get_if<int64_t>(&value);
@@ -127,9 +113,8 @@ void read_norm_type(OptionReader& keys, double& norm_type) {
               : whole != nullptr                                     ? static_cast<double>(*whole)
               : number != nullptr                                    ? *number
                                                                      : 0;
-  if (!(norm_type > 0)) {
+  if (!(norm_type > 0))
     keys.fail("clip_norm_type", node->describe() + "; expected a number > 0, or inf");
-  }
 }
 
 void read_clipping(OptionReader& keys, RunConfig& run) {
@@ -164,9 +149,8 @@ void read_replicas(OptionReader& keys, RunConfig& run) {
 }
 
 void read_watchdog(OptionReader& keys, WatchdogConfig& watchdog) {
-  if (keys.has("watchdog") && !keys.given("watchdog")) {
+  if (keys.has("watchdog") && !keys.given("watchdog"))
     keys.fail("watchdog", "null; expected a map of keys, in which factor: null is no watchdog");
-  }
   OptionReader inner = keys.map("watchdog");
   inner.read(
       "factor", watchdog.factor,
@@ -204,16 +188,14 @@ constexpr int64_t kLargestBatch = int64_t{1} << 31;
 
 void check_counts(const OptionReader& keys, const RunConfig& run) {
   const std::string batch = std::to_string(run.global_batch);
-  if (run.global_batch > kLargestBatch) {
+  if (run.global_batch > kLargestBatch)
     keys.fail("global_batch", batch + "; expected at most " + std::to_string(kLargestBatch));
-  }
   for (const auto& [key, count] :
        {std::pair("steps", run.steps), std::pair("eval_batches", run.eval_batches)}) {
     const int64_t most = kMostSamples / run.global_batch;
-    if (count > most) {
+    if (count > most)
       keys.fail(key, std::to_string(count) + " times a train.global_batch of " + batch +
                          "; expected at most " + std::to_string(most));
-    }
   }
 }
 
@@ -232,9 +214,7 @@ void check_save_optimizer(const OptionReader& keys, const RunConfig& run) {
 }  // namespace
 
 void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
-  if (!keys.has("epochs")) {
-    keys.require("steps", "the number of steps");
-  }
+  if (!keys.has("epochs")) keys.require("steps", "the number of steps");
   keys.require("global_batch", "the number of sequences a step, over all ranks");
   keys.read("steps", run.steps, "number of updates; 0: only evaluate and save", kNotNegative);
   keys.read("epochs", run.epochs,
@@ -270,16 +250,13 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.finish();
   read_sample(std::move(sample), config, run.sample);
   check_counts(keys, run);
-  if (run.save_config && run.save.empty()) {
+  if (run.save_config && run.save.empty())
     keys.fail("save_config", "true, but train.save names no file to put it beside");
-  }
   check_save_optimizer(keys, run);
-  if (run.steps > 0 && run.epochs > 0) {
+  if (run.steps > 0 && run.epochs > 0)
     keys.fail("epochs", "train.steps is given, too; expected one of the two");
-  }
-  if (run.early_stop.patience > 0 && run.eval_every == 0) {
+  if (run.early_stop.patience > 0 && run.eval_every == 0)
     keys.fail("early_stop", "looks at evaluations; expected train.eval_every > 0");
-  }
 }
 
 }  // namespace tessera::train

@@ -55,11 +55,10 @@ void registry::add_device(const std::string& name, DeviceKind kind) {
   const auto type = kind.type;
   const auto generator = kind.generator;
   const bool good = !name.empty() && name.find(':') == std::string::npos;
-  if (!good || !kinds().emplace(name, std::move(kind)).second) {
+  if (!good || !kinds().emplace(name, std::move(kind)).second)
     throw UsageError(fmt::format("registry: device \"{}\" {}", name,
                                  good ? "is registered already; expected another name"
                                       : "; expected a name without a colon"));
-  }
   if (generator) detail::set_device_generator(type, generator);
 }
 
@@ -86,10 +85,9 @@ at::Device device_of(const std::string& text, int local_rank) {
                                  cuda ? ", or Tessera was built without TESSERA_WITH_NCCL" : ""));
   }
   const int index = number ? std::stoi(*number) : local_rank % count;
-  if (index >= count) {
+  if (index >= count)
     throw UsageError(fmt::format("{}, and this process sees {} {} device{}; expected at most {}:{}",
                                  text, count, name, count == 1 ? "" : "s", name, count - 1));
-  }
   return {type, static_cast<c10::DeviceIndex>(index)};
 }
 

@@ -13,9 +13,7 @@ Plan read_component(const Registry<Plan, Context...>& registry, OptionReader& op
                     const std::string& key, std::string name, const std::string& doc,
                     Context... context) {
   OptionReader inner = options.map_or_type(key);
-  if (inner.node() != nullptr && name.empty()) {
-    inner.require("type", doc);
-  }
+  if (inner.node() != nullptr && name.empty()) inner.require("type", doc);
   inner.read_choice("type", name, registry.names(), doc);
   if (options.describing() || name.empty()) {
     inner.finish();

@@ -40,9 +40,8 @@ void load_parameters(std::vector<StateSlice>& slices, const std::vector<Paramete
 
 void add_buffers(CheckpointWriter& writer, int group, const torch::nn::Module& module) {
   std::vector<std::pair<std::string, at::Tensor>> buffers;
-  for (const auto& buffer : module.named_buffers(true)) {
+  for (const auto& buffer : module.named_buffers(true))
     if (buffer.value().defined()) buffers.emplace_back(buffer.key(), buffer.value());
-  }
   if (!buffers.empty()) writer.add_tensors(buffers_file_of(group), buffers);
 }
 
@@ -50,9 +49,8 @@ void load_buffers(const Checkpoint& checkpoint, int group, torch::nn::Module& mo
   const torch::NoGradGuard no_grad;
   const std::string file = buffers_file_of(group);
   if (!checkpoint.contains(file)) return;
-  for (auto& buffer : module.named_buffers(true)) {
+  for (auto& buffer : module.named_buffers(true))
     if (buffer.value().defined()) buffer.value().copy_(checkpoint.load_tensor(file, buffer.key()));
-  }
 }
 
 std::vector<at::Tensor> take_from(std::vector<StateSlice>& slices, const std::string& name) {

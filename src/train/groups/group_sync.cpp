@@ -31,10 +31,6 @@ GroupSync::GroupSync(const LocalSgdConfig& config, const TrainingGroups& groups,
             wrapper.before_shard_writes();
           }) {}
 
-void GroupSync::step() { local_.step(); }
-
-void GroupSync::synchronize() { local_.synchronize(); }
-
 Json GroupSync::description() const {
   const auto& options = config_.options;
   return {{kGroups, groups_.count()},
@@ -50,9 +46,8 @@ Json GroupSync::save(CheckpointWriter& writer) {
   for (const auto& range : local_.state_ranges()) {
     StateSlice slice;
     static_cast<ElementRange&>(slice) = range;
-    for (const auto& [name, tensor] : state) {
+    for (const auto& [name, tensor] : state)
       if (has_elements(name)) slice.state.tensors[name] = tensor.narrow(0, at, range.numel);
-    }
     at += range.numel;
     slices.push_back(std::move(slice));
   }
@@ -78,10 +73,9 @@ bool GroupSync::load(const Checkpoint& checkpoint, const Json& saved, int from, 
     std::vector<at::Tensor> parts{at::empty({0}, tensor.options())};
     for (const auto& slice : slices) {
       const auto found = slice.state.tensors.find(name);
-      if (found == slice.state.tensors.end()) {
+      if (found == slice.state.tensors.end())
         throw UsageError(fmt::format("checkpoint: {}: {} has no {} of parallel.local_sgd for {}",
                                      checkpoint.path(), outer_set_of(from), name, slice.parameter));
-      }
       parts.push_back(found->second.reshape({-1}).to(tensor.options()));
     }
     tensor = at::cat(parts);

@@ -22,9 +22,9 @@ class GroupSync {
   bool meets_after(int64_t steps) const { return steps % config_.options.sync_every == 0; }
   /// Call it after each step, also after one without an update. Collective where the groups meet,
   /// otherwise local.
-  void step();
+  void step() { local_.step(); }
   /// Makes the parameters of all groups equal, unless the last step has. Collective.
-  void synchronize();
+  void synchronize() { local_.synchronize(); }
 
   /// Adds the state of this rank, and returns a description for load(). Collective if differences
   /// are under way.

@@ -13,17 +13,13 @@
 namespace tessera::train {
 namespace {
 
-void add(const CollectiveStats& from, CollectiveStats& to) {
-  to.calls += from.calls;
-  to.bytes_sent += from.bytes_sent;
-  to.bytes_received += from.bytes_received;
-}
-
 void add(const CommStats& from, CommStats& to) {
   for (const auto kind : {&CommStats::all_reduce, &CommStats::reduce, &CommStats::broadcast,
                           &CommStats::all_gather, &CommStats::reduce_scatter,
                           &CommStats::all_to_all, &CommStats::barrier, &CommStats::bytes}) {
-    add(from.*kind, to.*kind);
+    (to.*kind).calls += (from.*kind).calls;
+    (to.*kind).bytes_sent += (from.*kind).bytes_sent;
+    (to.*kind).bytes_received += (from.*kind).bytes_received;
   }
   to.waited_seconds += from.waited_seconds;
 }
@@ -31,10 +27,9 @@ void add(const CommStats& from, CommStats& to) {
 LocalSgdGroups divide(const Config& config, ProcessGroup& all) {
   const int64_t groups = config.parallel.local_sgd->groups;
   const std::string place = config.at("parallel.local_sgd.groups");
-  if (groups > 0 && all.size() % groups != 0) {
+  if (groups > 0 && all.size() % groups != 0)
     throw UsageError(fmt::format("{}{} with {} rank{}; expected a divisor of the number of ranks",
                                  place, groups, all.size(), all.size() == 1 ? "" : "s"));
-  }
   // A run may shrink to one host, and goes on there.
   if (groups == 0 && all.same_host()) return local_sgd_groups(all, all.size());
   return named(place, [&] { return local_sgd_groups(all, groups > 0 ? all.size() / groups : 0); });
@@ -51,16 +46,14 @@ TrainingGroups::TrainingGroups(const Config& config, ProcessGroup all)
   // The ranks of hosts may be interleaved. Groups are numbered by their lowest ranks.
   std::set<int> firsts;
   for (const auto& first :
-       all_.all_gather_bytes(std::to_string(rank_in_run(0)), "first ranks of the groups")) {
+       all_.all_gather_bytes(std::to_string(rank_in_run(0)), "first ranks of the groups"))
     firsts.insert(std::stoi(first));
-  }
   count_ = static_cast<int>(firsts.size());
   number_ = static_cast<int>(std::distance(firsts.begin(), firsts.find(rank_in_run(0))));
-  if (inner_.size() > 1 && !config.parallel.plan.distributed) {
+  if (inner_.size() > 1 && !config.parallel.plan.distributed)
     throw UsageError(
         fmt::format("{}{} with {}; expected groups of one rank, or another parallel.type",
                     config.at("parallel.type"), config.parallel.type, describe()));
-  }
 }
 
 int TrainingGroups::rank_in_run(int rank) const {

@@ -20,9 +20,8 @@ constexpr std::array<uint32_t, 256> kTable = [] {
 
 uint32_t crc32c(std::string_view bytes) {
   uint32_t crc = ~uint32_t{0};
-  for (const char byte : bytes) {
+  for (const char byte : bytes)
     crc = kTable[(crc ^ static_cast<unsigned char>(byte)) & 0xFF] ^ (crc >> 8);
-  }
   return ~crc;
 }
 

@@ -73,18 +73,13 @@ class CsvHook : public RunHook {
     const std::string before = contents(), header = before.substr(0, before.find('\n'));
     if (!header.empty()) columns_ = fields_of(header);
     // Another file, data for example, must not be lost.
-    if (!header.empty() && (columns_.empty() || columns_.front() != "step")) {
+    if (!header.empty() && (columns_.empty() || columns_.front() != "step"))
       throw UsageError(path_ + ": its first column is not step; expected a file of this hook");
-    }
     if (step == 0) columns_.clear();
     last_step_ = -1;
-    if (!columns_.empty()) {
-      rewrite(step);
-    } else if (std::filesystem::exists(path_)) {
-      write_file(path_, "");
-    } else {
-      check_writable(path_);
-    }
+    if (!columns_.empty()) rewrite(step);
+    else if (std::filesystem::exists(path_)) write_file(path_, "");
+    else check_writable(path_);
   }
 
   std::string contents() const {
@@ -109,9 +104,8 @@ class CsvHook : public RunHook {
   }
 
   void append(const std::string& text) {
-    if (std::fputs(text.c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0) {
+    if (std::fputs(text.c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0)
       throw Error(path_ + ": cannot write: " + std::strerror(errno));
-    }
   }
 
   /// Those that hooks of this process write.

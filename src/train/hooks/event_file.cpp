@@ -141,9 +141,8 @@ void EventFile::write(const std::string& event) {
   frame += event;
   add_fixed(frame, masked_crc32c(event));
   if (std::fwrite(frame.data(), 1, frame.size(), file_.get()) != frame.size() ||
-      std::fflush(file_.get()) != 0) {
+      std::fflush(file_.get()) != 0)
     throw Error(path_ + ": cannot write: " + std::strerror(errno));
-  }
 }
 
 }  // namespace tessera::train

@@ -79,9 +79,7 @@ std::vector<std::pair<std::string, Histogram>> parameter_histograms(ModelWrapper
       at::full({count, 2}, -std::numeric_limits<double>::infinity(), at::kDouble);
   for (const size_t i : model.saved_shards()) {
     const auto found = rows.find(shards[i].parameter);
-    if (found != rows.end()) {
-      add(shards[i].tensor, sums[found->second], bounds[found->second]);
-    }
+    if (found != rows.end()) add(shards[i].tensor, sums[found->second], bounds[found->second]);
   }
   const at::Tensor total = sums.to(group.control_device());
   group.all_reduce(total, 1, "histograms of the parameters");

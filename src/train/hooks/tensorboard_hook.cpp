@@ -35,9 +35,8 @@ class TensorBoardHook : public RunHook {
     }
     std::vector<std::pair<std::string, double>> values;
     for (const auto& [name, value] : record.items()) {
-      if (name != "step" && value.is_number()) {
+      if (name != "step" && value.is_number())
         values.emplace_back(tag_of(name), value.get<double>());
-      }
     }
     file_->scalars(step, values);
   }

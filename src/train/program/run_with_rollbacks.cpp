@@ -37,28 +37,25 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group, Heartbe
     TrainResult result = run.run();
     if (before) prepend(*before, result);
     if (!run.rollback()) {
-      if (result.interrupted_by != 0) {
+      if (result.interrupted_by != 0)
         detail::report_stop(result.interrupted_by, run.interrupted_here()
                                                        ? std::vector<int>{group.rank()}
                                                        : std::vector<int>());
-      }
       return result;
     }
     ++result.rollbacks;
     const int64_t step = *run.rollback();
-    if (left_out.count(step) > 0) {
+    if (left_out.count(step) > 0)
       throw AgreedError(
           fmt::format("{}rollback: something is not finite after step {} again, although that step "
                       "was left out",
                       config.at("train.on_nonfinite"), step));
-    }
     in_a_row = left_out.count(step - 1) > 0 ? in_a_row + 1 : 1;
-    if (in_a_row > config.train.nonfinite_limit) {
+    if (in_a_row > config.train.nonfinite_limit)
       throw AgreedError(
           fmt::format("{}{}, and steps {} to {} are {} in a row that were to be rolled back",
                       config.at("train.nonfinite_limit"), config.train.nonfinite_limit,
                       step - in_a_row + 1, step, in_a_row));
-    }
     left_out.insert(step);
     before = std::move(result);
   }

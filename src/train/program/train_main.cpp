@@ -8,32 +8,20 @@
 #include <iterator>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "tessera/detail/launch_environment.h"
-#include "tessera/detail/nearest.h"
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/detail/train_command.h"
 #include "tessera/error.h"
 #include "tessera/launch.h"
 #include "tessera/step/agreement.h"
 #include "tessera/train.h"
 #include "train/program/run_with_rollbacks.h"
-#include "train/run/interruption.h"
+#include "train/run/stop_requests.h"
 #include "train/watch/watchdog.h"
 
 namespace tessera {
 namespace {
-
-constexpr const char* kUsage =
-    "usage: tessera train [-n RANKS] CONFIG.yaml [key=value ...] [options]\n"
-    "  CONFIG.yaml                the config; docs/config_reference.md lists the keys\n"
-    "  key=value                  replaces a value: optimizer.lr=3e-4, optimizer.betas='[0.9, "
-    "0.99]', hooks.0.every=5\n"
-    "  -n RANKS                   starts RANKS ranks on this host\n"
-    "  --no-resume                ignores the checkpoints in checkpoint.folder\n"
-    "  --dump-config full|minimal prints the config in effect, with all options or only "
-    "those that differ from the defaults, and exits\n"
-    "  --config-reference         prints all keys of all components, and exits\n";
 
 constexpr int kRunFailed = 1;
 constexpr int kWrongCommand = 2;
@@ -50,9 +38,7 @@ bool first_of_host() { return detail::launcher_rank().local_rank.value_or(0) == 
 /// A launcher reports the first rank that fails as the cause and ends the others. Ranks that
 /// printed nothing therefore wait a moment before they exit.
 void wait_unless_reporting(bool reports) {
-  if (!reports) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  }
+  if (!reports) std::this_thread::sleep_for(std::chrono::milliseconds(200));
 }
 
 /// The file through which the first rank of a host tells the others that it has printed an error.
@@ -84,66 +70,6 @@ void say_before_start(const std::string& text) {
   if (!file.empty()) say("rank " + std::to_string(rank) + ": " + text);
 }
 
-/// The parsed command line.
-struct Command {
-  std::string file;
-  std::vector<std::string> overrides;
-  std::string dump;  // "full", "minimal" or ""
-  bool help = false;
-  bool reference = false;
-  int ranks = 0;  // 0: not given
-};
-
-Command parse_command(int argc, char** argv) {
-  std::vector<std::string> words(argv + 1, argv + argc);
-  Command command;
-  command.ranks = launch::take_nproc(words);
-  for (size_t i = 0; i < words.size(); ++i) {
-    const std::string& word = words[i];
-    if (word == "-h" || word == "--help") {
-      command.help = true;
-    } else if (word == "--config-reference") {
-      command.reference = true;
-    } else if (word == "--no-resume") {
-      command.overrides.push_back("checkpoint.resume=false");
-    } else if (word.rfind("--dump-config", 0) == 0) {
-      const size_t equals = word.find('=');
-      command.dump = equals != std::string::npos ? word.substr(equals + 1)
-                     : i + 1 < words.size()      ? words[++i]
-                                                 : "";
-      if (command.dump != "full" && command.dump != "minimal") {
-        throw UsageError("--dump-config: \"" + command.dump + "\"; expected full or minimal");
-      }
-    } else if (word.rfind('-', 0) == 0) {
-      throw UsageError(
-          word + ": unknown option" +
-          did_you_mean(word, {"--dump-config", "--no-resume", "--config-reference", "--help"}) +
-          "\n" + kUsage);
-    } else if (command.file.empty()) {
-      command.file = word;
-    } else {
-      command.overrides.push_back(word);
-    }
-  }
-  if (command.file.empty() && !command.help && !command.reference) {
-    throw UsageError(std::string("no config given\n") + kUsage);
-  }
-  return command;
-}
-
-/// Starts the same command on `ranks` ranks of this host.
-int launch_ranks(int ranks, int argc, char** argv) {
-  launch::check_no_launcher(ranks);
-  std::vector<std::string> words(argv + 1, argv + argc);
-  launch::take_nproc(words);
-  launch::LaunchOptions options;
-  options.program = {launch::own_path()};
-  options.program.insert(options.program.end(), words.begin(), words.end());
-  options.nproc_per_node = ranks;
-  options.command = "tessera train";
-  return launch::run(options);
-}
-
 /// Errors that all ranks agree on are mistakes in the command before the first step (code 2), and
 /// failures such as a full disk after it (code 1).
 int train_on(const Config& config, ProcessGroup group) {
@@ -158,9 +84,7 @@ int train_on(const Config& config, ProcessGroup group) {
                        }).interrupted_by;
     return signal == 0 ? 0 : 128 + signal;
   } catch (const AgreedError& error) {
-    if (group.rank() == 0) {
-      say(error.what());
-    }
+    if (group.rank() == 0) say(error.what());
     try {
       group.barrier();
     } catch (const Error&) {
@@ -199,12 +123,11 @@ int train_main(int argc, char** argv) {
   launch::open_standard_streams();
   Config config;
   try {
-    const Command command = parse_command(argc, argv);
-    if (command.ranks > 1) {
-      return launch_ranks(command.ranks, argc, argv);
-    }
-    std::string print = command.help ? kUsage : command.reference ? config_reference() : "";
+    const auto command = detail::parse_train_command(argc, argv);
+    std::string print = command.reference ? config_reference() : command.help ? command.usage : "";
     if (print.empty()) {
+      if (command.file.empty()) throw UsageError("no config given\n" + command.usage);
+      if (command.ranks > 1) return detail::launch_ranks(launch::own_path(), command);
       config = load_config(command.file, command.overrides);
       print = command.dump.empty() ? "" : config.dump(command.dump == "full");
     }

@@ -10,7 +10,7 @@
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/save_weights.h"
-#include "train/report/event_log.h"
+#include "train/report/log_files.h"
 
 namespace tessera::train {
 namespace {
@@ -18,18 +18,13 @@ namespace {
 namespace fs = std::filesystem;
 
 void prepare_file(const Config& config, const std::string& key, const std::string& file) {
-  if (file.empty()) {
-    return;
-  }
+  if (file.empty()) return;
   const fs::path folder = fs::path(file).parent_path();
   std::error_code failure;
-  if (!folder.empty()) {
-    failure = make_folder(folder.string());
-  }
-  if (failure) {
+  if (!folder.empty()) failure = make_folder(folder.string());
+  if (failure)
     throw UsageError(config.at(key) + file + ": cannot make the folder " + folder.string() + ": " +
                      failure.message());
-  }
   try {
     check_writable(file);
   } catch (const Error& error) {
@@ -44,9 +39,7 @@ struct UsedFile {
 
 bool same_file(const fs::path& a, const fs::path& b) {
   std::error_code ignored;
-  if (fs::equivalent(a, b, ignored)) {
-    return true;
-  }
+  if (fs::equivalent(a, b, ignored)) return true;
   const fs::path left = fs::weakly_canonical(a, ignored), right = fs::weakly_canonical(b, ignored);
   return !left.empty() && left == right;
 }
@@ -64,17 +57,14 @@ std::vector<UsedFile> outputs_of(const Config& config) {
     files.push_back({"train.log writes its events there", EventLog::path_beside(config.train.log)});
   }
   if (!config.train.save.empty()) {
-    for (const auto& file : files_of_save(config)) {
+    for (const auto& file : files_of_save(config))
       files.push_back({"train.save writes it, too", file});
-    }
   }
-  if (!config.train.save_optimizer.empty()) {
+  if (!config.train.save_optimizer.empty())
     files.push_back({"train.save_optimizer writes it, too", config.train.save_optimizer});
-  }
-  if (config.train.save_config) {
+  if (config.train.save_config)
     files.push_back({"train.save_config writes it, too",
                      fs::path(config.train.save).parent_path() / "config.json"});
-  }
   return files;
 }
 
@@ -82,18 +72,15 @@ std::vector<UsedFile> outputs_of(const Config& config) {
 void add_matches(const std::string& use, const std::string& path, std::vector<UsedFile>& files) {
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) {
-    for (const auto& entry : fs::directory_iterator(path, ignored)) {
+    for (const auto& entry : fs::directory_iterator(path, ignored))
       files.push_back({use, entry.path()});
-    }
     return;
   }
   files.push_back({use, path});
   glob_t matches{};
   if (path.find_first_of("*?[") != std::string::npos &&
       ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches) == 0) {
-    for (size_t i = 0; i < matches.gl_pathc; ++i) {
-      files.push_back({use, matches.gl_pathv[i]});
-    }
+    for (size_t i = 0; i < matches.gl_pathc; ++i) files.push_back({use, matches.gl_pathv[i]});
   }
   ::globfree(&matches);
 }
@@ -104,18 +91,12 @@ std::vector<UsedFile> inputs_of(const Config& config) {
     read.insert(place.substr(0, place.rfind(':')));  // "base.yaml" of "base.yaml:12"
   }
   std::vector<UsedFile> files;
-  for (const auto& path : read) {
-    files.push_back({"the config is read from it", path});
-  }
-  for (const auto& [key, path] : config.data.plan.files) {
+  for (const auto& path : read) files.push_back({"the config is read from it", path});
+  for (const auto& [key, path] : config.data.plan.files)
     add_matches(key + " reads it", path, files);
-  }
-  if (!config.model.init.empty()) {
-    add_matches("model.init reads it", config.model.init, files);
-  }
-  if (!config.optimizer_init.path.empty()) {
+  if (!config.model.init.empty()) add_matches("model.init reads it", config.model.init, files);
+  if (!config.optimizer_init.path.empty())
     files.push_back({"optimizer.init reads it", config.optimizer_init.path});
-  }
   return files;
 }
 

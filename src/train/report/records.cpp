@@ -17,12 +17,9 @@ Json json_of(const StepRecord& record, bool with_scale) {
   json["samples_per_s"] = static_cast<double>(record.samples) / seconds;
   json["epoch"] = record.epoch;
   if (with_scale) json["loss_scale"] = record.loss_scale;
-  for (const auto& [name, value] : record.figures) {
+  for (const auto& [name, value] : record.figures)
     if (name != "loss") json[name] = value;
-  }
-  for (const auto& [name, value] : record.evaluation) {
-    json["eval_" + name] = value;
-  }
+  for (const auto& [name, value] : record.evaluation) json["eval_" + name] = value;
   return json;
 }
 

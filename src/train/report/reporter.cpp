@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include "tessera/error.h"
-#include "train/report/keep_log_before.h"
 
 namespace tessera::train {
 namespace {
@@ -32,9 +31,8 @@ bool is_regular(std::FILE* file) {
 /// 7344128 as "7,344,128".
 std::string grouped(int64_t value) {
   std::string text = std::to_string(value);
-  for (auto at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) {
+  for (auto at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3)
     text.insert(static_cast<size_t>(at), 1, ',');
-  }
   return text;
 }
 
@@ -53,11 +51,8 @@ std::string duration(double seconds) {
 template <class Figures>
 std::string others(const Figures& figures) {
   std::string text;
-  for (const auto& [name, value] : figures) {
-    if (name != "loss") {
-      text += fmt::format("  {} {:.4f}", name, value);
-    }
-  }
+  for (const auto& [name, value] : figures)
+    if (name != "loss") text += fmt::format("  {} {:.4f}", name, value);
   return text;
 }
 
@@ -70,12 +65,8 @@ Reporter::Reporter(const Config& config, int64_t first_step)
 
 void Reporter::open_log(int64_t first_step) {
   const std::string& path = config_.train.log;
-  if (path.empty()) {
-    return;
-  }
-  if (!log_) {
-    log_ = open_locked(path);
-  }
+  if (path.empty()) return;
+  if (!log_) log_ = open_locked(path);
   if (first_step > 0) {
     named(config_.at("train.log"), [&] { keep_log_before(path, first_step); });
     log_ = open_locked(path);  // keep_log_before() has made a new file of this name
@@ -88,9 +79,7 @@ void Reporter::open_log(int64_t first_step) {
 /// Two runs that write one log would mix their lines.
 Reporter::File Reporter::open_locked(const std::string& path) const {
   File file(std::fopen(path.c_str(), "ae"), &std::fclose);
-  if (!file) {
-    throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
-  }
+  if (!file) throw UsageError(config_.at("train.log") + path + ": " + std::strerror(errno));
   if (is_regular(file.get()) && ::flock(::fileno(file.get()), LOCK_EX | LOCK_NB) != 0 &&
       errno == EWOULDBLOCK) {
     throw UsageError(config_.at("train.log") + path +
@@ -131,10 +120,9 @@ void Reporter::step(const StepRecord& record, int64_t steps) {
 void Reporter::log(const StepRecord& record) {
   if (!log_ && !listener_) return;
   const std::string text = json_of(record, config_.train.loss_scale.enabled).dump();
-  if (log_ && (std::fputs((text + "\n").c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0)) {
+  if (log_ && (std::fputs((text + "\n").c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0))
     throw Error(config_.at("train.log") + config_.train.log +
                 ": cannot write: " + std::strerror(errno));
-  }
   if (listener_) listener_(text);
 }
 
@@ -162,9 +150,7 @@ void Reporter::evaluation(int64_t step, const std::map<std::string, double>& fig
                           const std::optional<double>& baseline, const std::string& baseline_name) {
   std::string text = fmt::format("evaluation after {} steps: loss {:.4f}{}", step,
                                  figures.at("loss"), others(figures));
-  if (baseline) {
-    text += fmt::format("  ({} reaches {:.4f})", baseline_name, *baseline);
-  }
+  if (baseline) text += fmt::format("  ({} reaches {:.4f})", baseline_name, *baseline);
   line(text);
 }
 
@@ -176,9 +162,8 @@ void Reporter::memory_table(const std::vector<MemoryUse>& ranks, const MemoryUse
                             const MemoryUse& unsharded) {
   line(fmt::format("{:<20}{:>16}{:>16}{:>18}{:>16}", "bytes per rank", "parameters", "gradients",
                    "optimizer state", "total"));
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
     line(memory_row("rank " + std::to_string(rank), ranks[rank]));
-  }
   line(memory_row("formula", formula));
   line(memory_row("unsharded", unsharded));
 }
@@ -198,19 +183,15 @@ void Reporter::summary(const TrainResult& result, const CommStats& communication
         grouped(static_cast<int64_t>(communication.payload_received())),
         grouped(static_cast<int64_t>(communication.payload_received()) / timed_)));
   }
-  if (result.best_eval_loss) {
+  if (result.best_eval_loss)
     line(fmt::format("best evaluation loss {:.4f}", *result.best_eval_loss));
-  }
-  if (result.skipped_steps > 0) {
+  if (result.skipped_steps > 0)
     line(fmt::format("{} steps skipped: their gradients had an infinity at that loss scale",
                      result.skipped_steps));
-  }
 }
 
 void Reporter::draw_bar() {
-  if (!terminal_ || steps_ == 0) {
-    return;
-  }
+  if (!terminal_ || steps_ == 0) return;
   constexpr int kWidth = 40;
   const double part = static_cast<double>(done_) / static_cast<double>(steps_);
   const int full = static_cast<int>(part * kWidth);

@@ -14,7 +14,7 @@
 
 #include "tessera/train.h"
 #include "tessera/train/config.h"
-#include "train/report/event_log.h"
+#include "train/report/log_files.h"
 #include "train/report/records.h"
 
 namespace tessera::train {

@@ -3,28 +3,16 @@
 #include <algorithm>
 #include <numeric>
 
+#include <c10/util/ScopeExit.h>
+
 #include "tessera/data/batch_loader.h"
-#include "train/run/device_copies.h"
+#include "train/step/device_copies.h"
 
 namespace tessera::train {
 namespace {
 
 /// Samples per forward, on one rank.
 constexpr int64_t kChunk = 8;
-
-class EvaluationMode {
- public:
-  explicit EvaluationMode(torch::nn::Module& module)
-      : module_(module), was_training_(module.is_training()) {
-    module_.eval();
-  }
-  ~EvaluationMode() { module_.train(was_training_); }
-  EvaluationMode(const EvaluationMode&) = delete;
-
- private:
-  torch::nn::Module& module_;
-  bool was_training_;
-};
 
 std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, const Dataset& data,
                                                        int64_t first, int64_t count) {
@@ -36,9 +24,8 @@ std::vector<std::pair<std::string, double>> figures_of(ModelWrapper& model, cons
   const ParsedLosses losses = model.val_losses(batch);
   const auto numbers = read_figures(losses.values);
   std::vector<std::pair<std::string, double>> figures;
-  for (size_t i = 0; i < numbers.size(); ++i) {
+  for (size_t i = 0; i < numbers.size(); ++i)
     figures.emplace_back(losses.values[i].first, numbers[i]);
-  }
   return figures;
 }
 
@@ -49,7 +36,9 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
   const int64_t samples = max_samples > 0 ? std::min(max_samples, data.size()) : data.size();
   const int64_t chunks = (samples + kChunk - 1) / kChunk;
   ProcessGroup group = model.group();
-  const EvaluationMode evaluating(*model.model().module);
+  torch::nn::Module& module = *model.model().module;
+  const auto end = c10::make_scope_exit([&, was = module.is_training()] { module.train(was); });
+  module.eval();
   at::Tensor sums;
   std::vector<std::string> names;
   for (int64_t round = 0; round < chunks; round += group.size()) {
@@ -59,16 +48,14 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
     const int64_t first = chunk * kChunk;
     const int64_t count = std::min(kChunk, samples - first);
     const auto figures = figures_of(model, data, first, count);
-    if (!sums.defined()) {
+    if (!sums.defined())
       sums = at::zeros({chunks, static_cast<int64_t>(figures.size())}, at::kDouble);
-    }
     names.resize(figures.size());
     for (size_t i = 0; i < figures.size(); ++i) {
       names[i] = figures[i].first;
-      if (round + group.rank() < chunks) {
+      if (round + group.rank() < chunks)
         sums.index_put_({chunk, static_cast<int64_t>(i)},
                         figures[i].second * static_cast<double>(count));
-      }
     }
   }
   const at::Tensor everywhere = sums.to(group.control_device());
@@ -77,9 +64,8 @@ std::map<std::string, double> evaluate(ModelWrapper& model, const Dataset& data,
   std::map<std::string, double> means;
   for (size_t i = 0; i < names.size(); ++i) {
     double total = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk)
       total += sums[chunk][static_cast<int64_t>(i)].item<double>();
-    }
     means[names[i]] = total / static_cast<double>(samples);
   }
   return means;

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
 #include <xxhash.h>
 
 #include "tessera/config/option_reader.h"
@@ -19,22 +20,6 @@ namespace {
 
 /// Names and values in a fixed order.
 using Lines = std::vector<std::pair<std::string, std::string>>;
-
-std::string to_bytes(const Lines& lines) {
-  std::string bytes;
-  for (const auto& [key, value] : lines) bytes += key + '\0' + value + '\0';
-  return bytes;
-}
-
-Lines from_bytes(const std::string& bytes) {
-  Lines lines;
-  for (size_t at = 0; at < bytes.size();) {
-    const auto end = bytes.find('\0', at), last = bytes.find('\0', end + 1);
-    lines.emplace_back(bytes.substr(at, end - at), bytes.substr(end + 1, last - end - 1));
-    at = last + 1;
-  }
-  return lines;
-}
 
 std::string value_of(const Lines& lines, const std::string& key) {
   const auto found =
@@ -54,28 +39,25 @@ std::string differing_values(const std::vector<Lines>& ranks, const std::string&
   }
   if (groups.size() < 2) return "";
   std::vector<std::string> texts;
-  for (const auto& [value, members] : groups) {
+  for (const auto& [value, members] : groups)
     texts.push_back(fmt::format("{} on rank{} {}", value, members.size() == 1 ? "" : "s",
                                 fmt::join(members, ", ")));
-  }
   return fmt::format("{}", fmt::join(texts, "; "));
 }
 
 /// Throws on all ranks, for the first key that differs.
 void check_same(const Config& config, const Lines& lines, ProcessGroup& group) {
-  const std::string mine = to_bytes(lines);
+  const auto replace = nlohmann::json::error_handler_t::replace;
+  const std::string mine = nlohmann::json(lines).dump(-1, ' ', false, replace);
   const auto digest = fmt::format("{:016x}", XXH64(mine.data(), mine.size(), 0));
   const auto digests = group.all_gather_bytes(digest, "digest of what ranks must have in common");
-  if (std::equal(digests.begin() + 1, digests.end(), digests.begin())) {
-    return;
-  }
+  if (std::equal(digests.begin() + 1, digests.end(), digests.begin())) return;
   const auto began = detail::minority(group.size(), [&](int a, int b) {
     return digests[static_cast<size_t>(a)] == digests[static_cast<size_t>(b)];
   });
   std::vector<Lines> ranks;
-  for (const auto& bytes : group.all_gather_bytes(mine, "what ranks must have in common")) {
-    ranks.push_back(from_bytes(bytes));
-  }
+  for (const auto& bytes : group.all_gather_bytes(mine, "what ranks must have in common"))
+    ranks.push_back(nlohmann::json::parse(bytes).get<Lines>());
   for (const auto& rank : ranks) {
     for (const auto& [key, value] : rank) {
       const auto values = differing_values(ranks, key);
@@ -95,12 +77,11 @@ std::vector<int64_t> spread_samples(int64_t size) {
   constexpr int64_t kSamples = 16;
   const int64_t count = std::min(kSamples, size);
   std::vector<int64_t> samples;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i)
     samples.push_back(
         count == 1 ? 0
                    : static_cast<int64_t>(static_cast<double>(size - 1) * static_cast<double>(i) /
                                           static_cast<double>(count - 1)));
-  }
   return samples;
 }
 
@@ -153,9 +134,7 @@ void add_split(Lines& lines, const std::string& name, const Dataset* data) {
 void check_same_config(const Config& config, ProcessGroup& group) {
   static const std::set<std::string> may_differ{"train.log", "train.log_every",
                                                 "data.loader_threads", "data.prefetch"};
-  if (group.size() == 1) {
-    return;
-  }
+  if (group.size() == 1) return;
   Lines lines;
   if (config.options) {
     for (const auto& option : *config.options) {
@@ -171,9 +150,7 @@ void check_same_config(const Config& config, ProcessGroup& group) {
 }
 
 void check_same_data(const Config& config, const DataSplits& data, ProcessGroup& group) {
-  if (group.size() == 1) {
-    return;
-  }
+  if (group.size() == 1) return;
   Lines lines;
   agree(group, [&] {
     add_split(lines, "data.train", data.train.get());
@@ -187,9 +164,8 @@ void check_same_options(const Config& config, torch::optim::Optimizer& optimizer
                         ProcessGroup& group) {
   Lines lines;
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    for (const auto& [name, value] : get_options(optimizer.param_groups()[g].options())) {
+    for (const auto& [name, value] : get_options(optimizer.param_groups()[g].options()))
       lines.emplace_back(fmt::format("optimizer, group {}, {}", g, name), to_string(value));
-    }
   }
   check_same(config, lines, group);
 }

@@ -1,8 +1,15 @@
+#include "train/run/run_records.h"
+
+#include <filesystem>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
 #include "tessera/version.h"
 #include "train/config/config_sections.h"
-#include "train/run/run.h"
-
-// The events of a run, on rank 0. See docs/report.md.
 
 namespace tessera::train {
 namespace {
@@ -15,55 +22,146 @@ Json json_of(const MemoryUse& use) {
           {"optimizer_state", use.optimizer_state}};
 }
 
-}  // namespace
-
-void Run::record_start() {
-  if (!reporter_) return;
-  Json options = Json::object();
-  if (config_.options) {
-    for (const auto& option : *config_.options) {
-      const std::string key = dotted(option.path);
-      options[key] = config_.value(key);
-    }
-  }
-  int64_t parameter_bytes = 0;
-  for (size_t i = 0; i < parameter_count_; ++i) {
-    parameter_bytes += static_cast<int64_t>(c10::elementSize(weights_[i].dtype)) *
-                       c10::multiply_integers(weights_[i].shape);
-  }
-  reporter_->event("start", done_,
-                   {{"steps", iterations()},
-                    {"ranks", group_.size()},
-                    {"backend", group_.backend_name()},
-                    {"model", config_.model.type},
-                    {"parallel", config_.parallel.type},
-                    {"optimizer", config_.optimizer.type},
-                    {"global_batch", config_.train.global_batch},
-                    {"parameters", parameters_},
-                    {"parameter_bytes", parameter_bytes},
-                    {"resumed_from", resumed_ ? Json(resumed_->path()) : Json()},
-                    {"version", TESSERA_VERSION},
-                    {"config", options}});
-}
-
-/// `ranks`: the memory of each rank.
-void Run::record_memory(const std::vector<MemoryUse>& ranks) {
-  const MemoryUse whole = wrapper_->unsharded(ranks);
+void record(const RunContext& context, ModelWrapper& wrapper, const std::vector<MemoryUse>& ranks,
+            int64_t done) {
+  const MemoryUse whole = wrapper.unsharded(ranks);
   Json rows = Json::array();
   for (const auto& use : ranks) rows.push_back(json_of(use));
-  reporter_->event("memory", done_,
-                   {{"ranks", rows},
-                    {"formula", json_of(wrapper_->formula(whole))},
-                    {"unsharded", json_of(whole)}});
+  context.reporter->event("memory", done,
+                          {{"ranks", rows},
+                           {"formula", json_of(wrapper.formula(whole))},
+                           {"unsharded", json_of(whole)}});
 }
 
-void Run::record_end(const std::string& outcome) {
-  if (!reporter_) return;
-  reporter_->event("end", done_,
-                   {{"outcome", outcome},
-                    {"steps_here", done_ - result_.first_step},
-                    {"waited_for_data", loader_ ? loader_->waited() : 0},
-                    {"communication", train::json_of(groups_->stats())}});
+/// Generated text, including its prompt. `bytes`: tokens are bytes and are shown as text, with \xNN
+/// for bytes that are not printable; otherwise tokens are shown as numbers.
+std::string sample_text(const TrainedModel& model, const SampleConfig& sample, bool bytes) {
+  const at::Device device = model.module->parameters().front().device();
+  const at::Tensor tokens = model
+                                .generate(at::tensor(sample.prompt, at::kLong).to(device),
+                                          sample.length, sample.temperature, sample.top_k,
+                                          at::make_generator<at::CPUGeneratorImpl>(sample.seed))
+                                .cpu()
+                                .contiguous();
+  const auto* token = tokens.data_ptr<int64_t>();
+  std::string text;
+  for (int64_t i = 0; i < tokens.numel(); ++i) {
+    if (!bytes) text += (i > 0 ? " " : "") + std::to_string(token[i]);
+    else if (token[i] == '\n' || token[i] == '\t' || (token[i] >= ' ' && token[i] <= '~'))
+      text += static_cast<char>(token[i]);
+    else text += fmt::format("\\x{:02x}", token[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+void report_start(const RunContext& context, const RunData& data, const RunWeights& weights,
+                  const Checkpoint* resumed, int64_t done) {
+  if (!context.reporter) return;
+  const Config& config = context.config;
+  const auto& [model, parallel, optimizer] =
+      std::tie(config.model.type, config.parallel.type, config.optimizer.type);
+  const DataSplits& splits = data.splits();
+  const int ranks = context.group.size();
+  context.say(
+      fmt::format("{} with {} parameters; {}{}; {}, parallel: {}, {} rank{} ({}){}", model,
+                  weights.elements(), splits.train->describe(),
+                  splits.val ? fmt::format(", evaluation on {} samples", splits.val->size()) : "",
+                  optimizer, parallel, ranks, ranks == 1 ? "" : "s", context.group.backend_name(),
+                  config.parallel.local_sgd ? ", local_sgd: " + context.groups->describe() : ""));
+  if (resumed != nullptr) context.say("resuming from " + resumed->path());
+  Json options = Json::object();
+  if (config.options) {
+    for (const auto& option : *config.options) {
+      const std::string key = dotted(option.path);
+      options[key] = config.value(key);
+    }
+  }
+  context.reporter->event("start", done,
+                          {{"steps", data.iterations()},
+                           {"ranks", ranks},
+                           {"backend", context.group.backend_name()},
+                           {"model", model},
+                           {"parallel", parallel},
+                           {"optimizer", optimizer},
+                           {"global_batch", config.train.global_batch},
+                           {"parameters", weights.elements()},
+                           {"parameter_bytes", weights.bytes(false)},
+                           {"resumed_from", resumed ? Json(resumed->path()) : Json()},
+                           {"version", TESSERA_VERSION},
+                           {"config", options}});
+}
+
+void record_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done) {
+  if (!context.reporter) return;
+  const auto ranks = static_cast<size_t>(context.own_group().size());
+  record(context, wrapper, std::vector<MemoryUse>(ranks, wrapper.memory()), done);
+}
+
+void report_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done) {
+  ProcessGroup group = context.own_group();
+  const MemoryUse use = wrapper.memory();
+  const at::Tensor mine =
+      at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong)
+          .to(group.control_device());
+  const at::Tensor all = group.all_gather(mine).cpu();
+  if (!context.reporter) return;
+  std::vector<MemoryUse> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto* row = all.data_ptr<int64_t>() + 3 * rank;
+    ranks.push_back({row[0], row[1], row[2]});
+  }
+  const MemoryUse whole = wrapper.unsharded(ranks);
+  context.reporter->memory_table(ranks, wrapper.formula(whole), whole);
+  record(context, wrapper, ranks, done);
+}
+
+void record_end(const RunContext& context, const RunData& data, const std::string& outcome,
+                int64_t first_step, int64_t done) {
+  if (!context.reporter) return;
+  context.reporter->event("end", done,
+                          {{"outcome", outcome},
+                           {"steps_here", done - first_step},
+                           {"waited_for_data", data.waited()},
+                           {"communication", train::json_of(context.groups->stats())}});
+}
+
+std::string space_warning(const std::string& folder, int64_t bytes, const std::string& what) {
+  struct statvfs system {};
+  const std::string place = folder.empty() ? "." : folder;
+  if (::statvfs(place.c_str(), &system) != 0) return "";
+  const double free = static_cast<double>(system.f_bavail) * static_cast<double>(system.f_frsize);
+  if (free >= static_cast<double>(bytes)) return "";
+  constexpr double kMega = 1e6;
+  return fmt::format("warning: {}: {:.1f} MB are free, and {} {:.1f} MB", place, free / kMega, what,
+                     static_cast<double>(bytes) / kMega);
+}
+
+void warn_of_space(const RunContext& context, int64_t bytes, const std::string& what,
+                   bool with_save) {
+  const auto warn = [&](const std::string& folder) {
+    const std::string text = space_warning(folder, bytes, what);
+    if (!text.empty()) context.say(text);
+  };
+  if (!context.reporter) return;
+  const std::string &folder = context.config.checkpoint.folder, &save = context.config.train.save;
+  if (!folder.empty()) warn(folder);
+  if (with_save && !save.empty()) warn(std::filesystem::path(save).parent_path().string());
+}
+
+void print_sample(const RunContext& context, ModelWrapper& wrapper) {
+  const Config& config = context.config;
+  if (config.train.sample.length == 0) return;
+  const auto whole = wrapper.whole_on_rank0();
+  if (!context.first()) return;
+  try {
+    context.say("sample:\n" +
+                sample_text(wrapper.model(), config.train.sample, config.data.plan.text));
+  } catch (const c10::Error& error) {
+    // Such as weights that are not finite; all files are written already.
+    context.say("warning: train.sample: no sample: " + message_of(error));
+  }
 }
 
 }  // namespace tessera::train

@@ -10,6 +10,12 @@ namespace tessera::train {
 
 enum class Phase : int { starting, loading, training, hooks, evaluating, saving, finishing };
 
+constexpr const char* name_of(Phase phase) {
+  return std::array{
+      "start-up", "loading the batch", "forward, backward and update", "a hook", "evaluation",
+      "saving",   "the end of the run"}[static_cast<size_t>(phase)];
+}
+
 /// The present work of one rank, and the time of its steps. The rank's thread writes it, the
 /// watchdog reads it.
 class Heartbeat {

@@ -23,26 +23,6 @@ constexpr unsigned kGrace = 3;
 /// A report that hangs ends after this many seconds.
 constexpr unsigned kMostOfReport = 30;
 
-const char* name_of(Phase phase) {
-  switch (phase) {
-    case Phase::starting:
-      return "start-up";
-    case Phase::loading:
-      return "loading the batch";
-    case Phase::training:
-      return "forward, backward and update";
-    case Phase::hooks:
-      return "a hook";
-    case Phase::evaluating:
-      return "evaluation";
-    case Phase::saving:
-      return "saving";
-    case Phase::finishing:
-      return "the end of the run";
-  }
-  return "an unknown phase";
-}
-
 /// One line to standard error, in one write. Allocates nothing.
 template <class... Values>
 void say_line(int rank, fmt::format_string<Values...> format, Values&&... values) noexcept {
@@ -128,9 +108,8 @@ void Watchdog::watch() noexcept {
 void Watchdog::report_collectives() const noexcept {
   static std::array<detail::RunningCollective, 8> running;
   const int count = detail::running_collectives(running.data(), static_cast<int>(running.size()));
-  if (count == 0) {
+  if (count == 0)
     say_line(rank_, "it is in no collective; ranks that are in one wait for this rank");
-  }
   for (int i = 0; i < count; ++i) {
     const auto& each = running[static_cast<size_t>(i)];
     char late[256] = "";

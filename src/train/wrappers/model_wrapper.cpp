@@ -15,8 +15,7 @@ namespace tessera {
 
 bool GradientRules::allow(double norm) const {
   if (std::isfinite(norm)) return true;
-  if (skip_nonfinite) return false;
-  if (!error_if_nonfinite) return true;
+  if (nonfinite != NonfiniteNorm::error) return nonfinite == NonfiniteNorm::update;
   throw Error(
       fmt::format("update: the norm of the gradient (p = {}) is {}; expected a finite number, "
                   "because error_if_nonfinite is set",
@@ -25,9 +24,8 @@ bool GradientRules::allow(double norm) const {
 
 ModelWrapper::ModelWrapper(TrainedModel model, Preprocessor preprocessor, ProcessGroup group)
     : model_(std::move(model)), group_(std::move(group)), preprocessor_(std::move(preprocessor)) {
-  for (auto& named : named_parameters(*model_.module)) {
+  for (auto& named : named_parameters(*model_.module))
     if (!named.second.requires_grad()) frozen_.push_back(std::move(named));
-  }
 }
 
 /// The optimizer may not have such a parameter, and a resumed run would lack its state.
@@ -60,10 +58,14 @@ at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
   return losses.total;
 }
 
+Batch ModelWrapper::prepared(const Batch& batch) const {
+  check_frozen();
+  return preprocessor_ ? preprocessor_(batch, true) : batch;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::train_step(const Batch& batch,
                                                                          OptimWrapper& optimizer) {
-  check_frozen();
-  const Batch input = preprocessor_ ? preprocessor_(batch, true) : batch;
+  const Batch input = prepared(batch);
   auto scope = optimizer.optim_context();
   const at::Tensor loss = forward(input);
   scope.end_forward();
@@ -90,9 +92,7 @@ NonfiniteGradient ModelWrapper::find_nonfinite_gradient(const std::vector<Batch>
     };
     hooks.emplace_back(parameter, parameter.register_hook(look));
   }
-  for (const auto& part : parts) {
-    backward(forward(preprocessor_ ? preprocessor_(part, true) : part));
-  }
+  for (const auto& part : parts) backward(forward(prepared(part)));
   for (const auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
   drop_gradients();
   update_wire_feedback(false, 1);
@@ -100,35 +100,31 @@ NonfiniteGradient ModelWrapper::find_nonfinite_gradient(const std::vector<Batch>
   const auto names = group_.all_gather_bytes(
       first == bad.end() ? "" : parameters[static_cast<size_t>(first - bad.begin())].first,
       "first gradient that is not finite");
-  for (size_t rank = 0; rank < names.size(); ++rank) {
+  for (size_t rank = 0; rank < names.size(); ++rank)
     if (!names[rank].empty()) return {static_cast<int>(rank), names[rank]};
-  }
   return {};
 }
 
 std::vector<std::pair<std::string, at::Tensor>> ModelWrapper::replicas() {
   std::vector<std::pair<std::string, at::Tensor>> result;
-  for (const auto& shard : shards()) {
+  for (const auto& shard : shards())
     result.emplace_back(
         fmt::format("{}[{}:{}]", shard.parameter, shard.begin, shard.begin + shard.numel),
         shard.tensor);
-  }
   add_buffers(result);
   return result;
 }
 
 void ModelWrapper::add_buffers(std::vector<std::pair<std::string, at::Tensor>>& replicas) const {
   if (!buffers_are_equal_) return;
-  for (const auto& buffer : model_.module->named_buffers(true)) {
+  for (const auto& buffer : model_.module->named_buffers(true))
     if (buffer.value().defined()) replicas.emplace_back(buffer.key(), buffer.value());
-  }
 }
 
 at::Tensor ModelWrapper::val_step(const Batch& batch) {
-  if (!model_.predict) {
+  if (!model_.predict)
     throw UsageError(
         "val_step: the model has no prediction; expected a predict(batch) or forward(inputs)");
-  }
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   at::Tensor output;
@@ -145,10 +141,9 @@ ParsedLosses ModelWrapper::val_losses(const Batch& batch) {
 }
 
 void ModelWrapper::load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state) {
-  if (!state.empty()) {
+  if (!state.empty())
     throw UsageError("checkpoint: further state " + state.front().first +
                      ", of which this parallel.type knows nothing");
-  }
 }
 
 OptimizerFactory OptimizerPlan::factory() const {
@@ -162,14 +157,9 @@ std::vector<ParameterGroup> OptimizerPlan::groups(const torch::nn::Module& modul
   std::vector<ParameterGroup> trained;
   for (const auto& group : groups) {
     ParameterGroup kept{{}, group.options};
-    for (const auto& [name, parameter] : group.parameters) {
-      if (frozen_too || parameter.requires_grad()) {
-        kept.parameters.emplace_back(name, parameter);
-      }
-    }
-    if (!kept.parameters.empty()) {
-      trained.push_back(std::move(kept));
-    }
+    for (const auto& [name, parameter] : group.parameters)
+      if (frozen_too || parameter.requires_grad()) kept.parameters.emplace_back(name, parameter);
+    if (!kept.parameters.empty()) trained.push_back(std::move(kept));
   }
   return trained;
 }

@@ -35,9 +35,7 @@ std::vector<ParameterShard> WholeWrapper::shards() {
 std::vector<at::Tensor> WholeWrapper::gradients() {
   std::vector<at::Tensor> result;
   for (const auto& [name, parameter] : named_) {
-    if (parameter.grad().defined()) {
-      result.push_back(parameter.grad());
-    }
+    if (parameter.grad().defined()) result.push_back(parameter.grad());
   }
   return result;
 }
@@ -56,16 +54,12 @@ double WholeWrapper::update(const GradientRules& rules) {
 }
 
 void WholeWrapper::drop_gradients() {
-  for (auto& [name, parameter] : named_) {
-    parameter.mutable_grad() = at::Tensor();
-  }
+  for (auto& [name, parameter] : named_) parameter.mutable_grad() = at::Tensor();
 }
 
 int64_t WholeWrapper::gradient_bytes() const {
   int64_t bytes = 0;
-  for (const auto& [name, parameter] : named_) {
-    bytes += static_cast<int64_t>(parameter.nbytes());
-  }
+  for (const auto& [name, parameter] : named_) bytes += static_cast<int64_t>(parameter.nbytes());
   return bytes;
 }
 

@@ -7,18 +7,15 @@ namespace tessera::train {
 
 int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
-  for (const auto& tensor : tensors) {
-    bytes += static_cast<int64_t>(tensor.nbytes());
-  }
+  for (const auto& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 
 int64_t bytes_of(const std::vector<StateSlice>& slices) {
   int64_t bytes = 0;
   for (const auto& slice : slices) {
-    for (const auto& [name, tensor] : slice.state.tensors) {
+    for (const auto& [name, tensor] : slice.state.tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
-    }
   }
   return bytes;
 }
@@ -27,9 +24,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const OptimizerPlan& plan,
     const std::vector<std::pair<std::vector<at::Tensor>, OptionMap>>& groups) {
   std::vector<torch::optim::OptimizerParamGroup> made;
-  for (const auto& [tensors, options] : groups) {
+  for (const auto& [tensors, options] : groups)
     made.emplace_back(tensors, registry::optimizers().options_for(plan.type, options));
-  }
   return plan.factory()(std::move(made));
 }
 
@@ -60,13 +56,12 @@ void read_wire(OptionReader& options, WireOptions& wire, bool gathers) {
   auto inner = options.map("wire");
   inner.read_enum("gradients", wire.gradients, formats,
                   "how sums of gradients travel between hosts, with error feedback");
-  if (gathers) {
+  if (gathers)
     inner.read_enum("parameters", wire.parameters, formats,
                     "how gathered parameters travel between hosts");
-  } else {
+  else
     inner.refuse("parameters",
                  "no option here, because every rank updates all parameters and none travel");
-  }
   inner.finish();
 }
 

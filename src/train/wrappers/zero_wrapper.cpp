@@ -60,9 +60,9 @@ class ZeroWrapper : public ModelWrapper {
 
   double update(const GradientRules& rules) override {
     // The update's own pass computes the 2-norm, but knows it only afterwards.
-    const bool norm_first = rules.clip_norm || rules.clip_value || rules.error_if_nonfinite ||
-                            (rules.skip_nonfinite && !rules.norm_may_follow) ||
-                            rules.norm_type != 2;
+    const bool gives_up = rules.nonfinite == NonfiniteNorm::give_up;
+    const bool norm_first = rules.clip_norm || rules.clip_value || rules.norm_type != 2 ||
+                            !(gives_up || rules.nonfinite == NonfiniteNorm::update);
     track(!norm_first);
     double norm = 0;
     if (norm_first) {
@@ -79,7 +79,7 @@ class ZeroWrapper : public ModelWrapper {
     optimizer_.step();
     if (!norm_first) {
       norm = zero::TrainerAccess::last_norm(optimizer_);
-      if (!std::isfinite(norm) && rules.skip_nonfinite) note_nonfinite_gradient();
+      if (!std::isfinite(norm) && gives_up) note_nonfinite_gradient();
     }
     optimizer_.zero_grad();
     return norm;

@@ -165,7 +165,7 @@ class ZeroSubject : public Subject {
   }
   bool saves_shards(int /*rank*/) override { return true; }
   bool is_replicated() override { return false; }
-  void settle() override { zero_->wait_for_parameters(); }
+  void settle() override { zero_->wait(); }
   void change(const std::function<void()>& change) override { zero_->with_shared_write(change); }
   void publish() override { zero_->gather_parameters(); }
   void prepare() override { zero_->wait_for_readers(); }

@@ -1,10 +1,16 @@
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <string>
 
 namespace tessera::train {
+
+/// Removes the lines of steps >= `step` and incomplete lines from a log of JSON lines: a resumed
+/// run writes the steps after its checkpoint again. Does nothing when the file does not exist.
+/// Throws UsageError when it cannot be read or replaced.
+void keep_log_before(const std::string& path, int64_t step);
 
 /// The file of a run's events beside its log: starts, checkpoints, memory, communication. A resumed
 /// run appends, so that the file has the history of all starts. The caller holds the log's lock.

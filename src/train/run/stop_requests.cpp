@@ -1,5 +1,6 @@
-#include "train/run/interruption.h"
+#include "train/run/stop_requests.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -30,11 +31,8 @@ void on_signal(int signal) {
   if (signal == SIGUSR1 || signal == SIGUSR2) return request_stop(signal);
   const int64_t now = monotonic_ns();
   int64_t before = 0;
-  if (first_signal.compare_exchange_strong(before, now)) {
-    request_stop(signal);
-  } else if (now - before > kSameStop) {
-    _exit(128 + signal);
-  }
+  if (first_signal.compare_exchange_strong(before, now)) request_stop(signal);
+  else if (now - before > kSameStop) _exit(128 + signal);
 }
 
 }  // namespace
@@ -57,6 +55,32 @@ void handle_signals() {
     const bool ignored = signal == SIGHUP && former.sa_handler == SIG_IGN;
     if (!ignored) sigaction(signal, &action, nullptr);
   }
+}
+
+std::vector<double> StopRequests::flags() const {
+  const int signal = stop_requested();
+  std::vector<double> flags;
+  for (const int each : kStopSignals) flags.push_back(signal == each ? 1 : 0);
+  return flags;
+}
+
+void StopRequests::note(std::vector<double> ranks, const RunContext& context, bool meet) {
+  if (context.groups->several()) {
+    if (!meet) return;
+    ProcessGroup all = context.group;
+    ranks.push_back(wish_ ? 1 : 0);
+    const at::Tensor sum = at::tensor(ranks, at::kDouble).to(all.control_device());
+    all.all_reduce(sum, 1, "requests to stop");
+    const at::Tensor total = sum.cpu();
+    ranks.assign(total.data_ptr<double>(), total.data_ptr<double>() + total.numel());
+    stop_ = stop_ || ranks.back() > 0;
+    ranks.pop_back();
+  }
+  const auto asked = std::find_if(ranks.begin(), ranks.end(), [](double n) { return n > 0; });
+  if (asked == ranks.end()) return;
+  stop_ = true;
+  here_ = here_ || stop_requested() != 0;
+  signal_ = kStopSignals[static_cast<size_t>(asked - ranks.begin())];
 }
 
 }  // namespace train

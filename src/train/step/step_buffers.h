@@ -18,18 +18,16 @@ class StepBuffers {
     for (const auto& buffer : live_) saved_.push_back(buffer.detach().clone());
   }
 
-  void keep() {
-    const torch::NoGradGuard no_grad;
-    for (size_t i = 0; i < live_.size(); ++i) saved_[i].copy_(live_[i]);
-  }
-
+  void keep() { copy(live_, saved_); }
   /// Gives the buffers the values that they had at the last keep().
-  void restore() {
-    const torch::NoGradGuard no_grad;
-    for (size_t i = 0; i < live_.size(); ++i) live_[i].copy_(saved_[i]);
-  }
+  void restore() { copy(saved_, live_); }
 
  private:
+  static void copy(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < from.size(); ++i) to[i].copy_(from[i]);
+  }
+
   std::vector<at::Tensor> live_, saved_;
 };
 

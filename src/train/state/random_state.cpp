@@ -1,4 +1,4 @@
-#include "train/run/random_state.h"
+#include "train/state/random_state.h"
 
 #include <c10/core/DeviceType.h>
 

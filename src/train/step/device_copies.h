@@ -82,9 +82,8 @@ class DeviceCopies {
 inline std::vector<double> read_figures(
     const std::vector<std::pair<std::string, at::Tensor>>& figures) {
   std::vector<at::Tensor> on_device;
-  for (const auto& [name, value] : figures) {
+  for (const auto& [name, value] : figures)
     if (!value.is_cpu()) on_device.push_back(value.detach().to(at::kDouble).reshape({}));
-  }
   at::Tensor read;
   if (!on_device.empty()) read = at::stack(on_device).cpu();
   std::vector<double> numbers;

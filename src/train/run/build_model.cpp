@@ -1,0 +1,99 @@
+#include "train/run/build_model.h"
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+
+#include "tessera/detail/name_pattern.h"
+#include "tessera/error.h"
+#include "tessera/memory/deferred_init.h"
+#include "tessera/step/agreement.h"
+#include "train/state/random_state.h"
+
+namespace tessera::train {
+namespace {
+
+/// Whether the model is constructed without memory for its parameters.
+bool defers(const Config& config) {
+  const bool on_cpu = config.model.device == "cpu";
+  return config.model.deferred.value_or(on_cpu &&
+                                        config.parallel.type == "FullyShardedDataParallel");
+}
+
+/// Applies model.freeze.
+void freeze_parameters(const Config& config, const torch::nn::Module& module) {
+  const auto parameters = named_parameters(module);
+  for (const auto& pattern : config.model.freeze) {
+    bool found = false;
+    for (auto [name, parameter] : parameters) {
+      if (!detail::matches_name(pattern.c_str(), name.c_str())) continue;
+      parameter.set_requires_grad(false);
+      found = true;
+    }
+    if (!found)
+      throw UsageError(config.at("model.freeze") + "\"" + pattern +
+                       "\" matches no parameter; expected names such as " +
+                       parameters.front().first);
+  }
+  if (std::none_of(parameters.begin(), parameters.end(),
+                   [](const auto& entry) { return entry.second.requires_grad(); })) {
+    throw UsageError(config.at("model.freeze") +
+                     "all parameters are frozen; expected at least one that is trained");
+  }
+}
+
+/// Calls the config's loss. An error in it is reported with the config's place and the shapes.
+Losses loss_of(const Config& config, const at::Tensor& prediction, const Batch& batch) {
+  try {
+    return config.loss(prediction, batch);
+  } catch (const c10::Error& error) {
+    std::ostringstream shapes;
+    shapes << "of a prediction of shape " << prediction.sizes() << " and targets of shape "
+           << batch.targets.sizes();
+    const std::string type = config.options ? config.value("loss.type") + " " : "";
+    throw Error(config.at("loss.type") + type + shapes.str() + ": " + message_of(error));
+  }
+}
+
+void add_loss(const Config& config, TrainedModel& model) {
+  if (config.loss) {
+    if (!model.predict)
+      throw UsageError(config.at("loss") + "model " + config.model.type +
+                       " gives no prediction; expected a forward(inputs) or predict(batch)");
+    model.loss = [&config, predict = model.predict](const Batch& batch) {
+      return loss_of(config, predict(batch), batch);
+    };
+  }
+  if (!model.loss)
+    throw UsageError(
+        config.at("model.type") + config.model.type +
+        " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
+}
+
+}  // namespace
+
+TrainedModel build_model(const RunContext& context, const ProcessGroup& layers) {
+  const Config& config = context.config;
+  // Every rank draws the same initial weights. Ranks that are threads of one process share the
+  // generator, so only one of them may draw at a time. Models that communicate in their
+  // constructors wait for the other ranks and must not hold the lock.
+  static std::mutex one_at_a_time;
+  std::unique_lock lock(one_at_a_time, std::defer_lock);
+  if (!config.model.plan.communicates) lock.lock();
+  torch::manual_seed(config.model.seed);
+  TrainedModel model = named(config.at("model"), [&] {
+    std::optional<DeferredScope> scope;
+    if (defers(config)) scope.emplace();
+    return config.model.plan.make({layers, config.model.seed});
+  });
+  if (!model.module)
+    throw UsageError(config.at("model.type") + config.model.type + " made no module");
+  add_loss(config, model);
+  model.module->to(context.device);
+  freeze_parameters(config, *model.module);
+  // Dropout uses the global generator; every rank must draw different masks.
+  seed_generators(config.model.seed + static_cast<uint64_t>(context.group.rank()), context.device);
+  return model;
+}
+
+}  // namespace tessera::train

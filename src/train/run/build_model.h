@@ -1,0 +1,12 @@
+#pragma once
+
+#include "train/state/run_context.h"
+
+namespace tessera::train {
+
+/// The config's model on its device, with the config's loss, frozen as model.freeze says; seeds
+/// this rank's generators afterwards. `layers`: for layers that communicate; then collective,
+/// otherwise local. The config must outlive the result.
+TrainedModel build_model(const RunContext& context, const ProcessGroup& layers);
+
+}  // namespace tessera::train

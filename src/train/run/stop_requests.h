@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <csignal>
+#include <vector>
+
+#include "train/state/run_context.h"
+
+namespace tessera::train {
+
+/// The signals that save and end a run. If ranks got different ones, the first in this order names
+/// the exit code.
+constexpr std::array<int, 6> kStopSignals{SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+
+/// The signal that request_stop() was called with; 0: none.
+int stop_requested() noexcept;
+
+/// Installs handlers: the signals of kStopSignals call request_stop(), SIGHUP unless it is ignored,
+/// as under nohup. A signal more than a second after the first ends the process at once with exit
+/// code 128 + its number; committed checkpoints are complete, and one that is being written is
+/// ignored later. SIGUSR1 and SIGUSR2 only announce the end, as batch systems do, and are not
+/// counted as the first.
+void handle_signals();
+
+/// Why and whether a run ends before its last step; the same on all ranks. Local, unless stated
+/// otherwise.
+class StopRequests {
+ public:
+  /// For each of kStopSignals, whether this rank got it.
+  std::vector<double> flags() const;
+  /// `ranks`: the sums of flags() over the ranks of own_group(). Groups that train apart stop only
+  /// where they `meet`. Collective.
+  void note(std::vector<double> ranks, const RunContext& context, bool meet);
+  /// A request of hooks, by all ranks of own_group(). It counts at once where all ranks make it.
+  void add_wish(bool several_groups) { (several_groups ? wish_ : stop_) = true; }
+  void stop() { stop_ = true; }
+
+  bool stopped() const { return stop_; }
+  int signal() const { return signal_; }  ///< that interrupted the run; 0: none
+  bool here() const { return here_; }     ///< whether this rank got a signal
+
+ private:
+  bool stop_ = false, wish_ = false, here_ = false;
+  int signal_ = 0;
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "tessera/checkpoint_store.h"
+#include "tessera/step/weight_average.h"
+#include "train/groups/group_sync.h"
+#include "train/state/run_weights.h"
+#include "train/state/saved_state.h"
+
+namespace tessera::train {
+
+/// The parts of a run whose tensors are saved.
+struct SavedParts {
+  ModelWrapper& wrapper;
+  RunWeights& weights;
+  WeightAverage* average = nullptr;  ///< null: none
+  GroupSync* sync = nullptr;         ///< null: none
+};
+
+/// The checkpoints of a run: the one from which it resumes, and those that it writes. Collective
+/// unless marked "Local.".
+class RunCheckpoints {
+ public:
+  /// Opens checkpoint.folder for writing, and the checkpoint to resume from.
+  explicit RunCheckpoints(RunContext& context);
+
+  bool write() const { return store_.has_value(); }  ///< Whether there is a folder. Local.
+  /// The checkpoint from which the run resumes; null: none. Local.
+  const Checkpoint* resumed() const { return resumed_ ? &*resumed_ : nullptr; }
+
+  /// The file of that state. Local.
+  std::string state_file() const;
+  /// Reads the state of this rank's group. Throws UsageError if it is of a run with another global
+  /// batch, or of a model with another meaning. Within resumed()->read_together().
+  SavedState read_state();
+  /// Restores the tensors and the random numbers. `sync`: null if there is none. Returns the saved
+  /// averages of wrapper.shards(), if there are any. Within read_together(); call publish() after
+  /// it.
+  std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper, GroupSync* sync);
+  void publish(ModelWrapper& wrapper) const {
+    if (resumed_group_ > 0) wrapper.publish_shards();
+  }
+
+  /// Writes a checkpoint, unless the one of this step is there. Returns its path, or "".
+  std::string save(SavedState state, const SavedParts& parts);
+  /// The next save() writes in any case. Local.
+  void save_again() { saved_at_ = -1; }
+
+ private:
+  std::string find();
+  std::string open(const std::string& path);
+  std::string set_aside_damaged(const std::string& path, const std::string& why);
+  void check(const SavedState& state) const;
+  std::vector<at::Tensor> restore_slices(const SavedState& state, ModelWrapper& wrapper);
+  void restore_random(int64_t steps, ModelWrapper& wrapper);
+  void restore_sync(int64_t steps, GroupSync* sync);
+  int groups_saved() const;
+  std::vector<StateSlice> slices(const SavedParts& parts) const;
+
+  RunContext& context_;
+  std::optional<CheckpointStore> store_;
+  std::optional<Checkpoint> resumed_;
+  nlohmann::ordered_json resumed_groups_;  // what GroupSync had saved in it
+  int resumed_group_ = 0;                  // its group from which this rank's goes on
+  int64_t saved_at_ = -1;
+};
+
+}  // namespace tessera::train

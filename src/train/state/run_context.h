@@ -1,0 +1,33 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tessera/process_group.h"
+#include "tessera/train/config.h"
+#include "train/groups/training_groups.h"
+#include "train/report/reporter.h"
+#include "train/watch/heartbeat.h"
+
+namespace tessera::train {
+
+/// What all parts of a run use, on one rank. Local.
+struct RunContext {
+  const Config& config;
+  ProcessGroup group;  ///< all ranks
+  Heartbeat& heartbeat;
+  at::Device device = at::kCPU;               ///< of the model
+  std::optional<TrainingGroups> groups = {};  ///< always there after the first checks
+  std::unique_ptr<Reporter> reporter = {};    ///< on rank 0
+
+  bool first() const { return group.rank() == 0; }
+  /// The ranks that train together in every step.
+  const ProcessGroup& own_group() const { return groups->inner(); }
+  /// Prints a line on rank 0.
+  void say(const std::string& text) const {
+    if (reporter) reporter->line(text);
+  }
+};
+
+}  // namespace tessera::train

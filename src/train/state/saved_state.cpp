@@ -1,0 +1,113 @@
+#include "train/state/saved_state.h"
+
+#include <cmath>
+
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// A figure that is not finite is null: JSON has no number for it.
+Json number(double value) { return std::isfinite(value) ? Json(value) : Json(); }
+double number_of(const Json& value) { return value.is_null() ? std::nan("") : value.get<double>(); }
+
+constexpr std::pair<const char*, double StepRecord::*> kNumbers[] = {
+    {"loss", &StepRecord::loss},   {"grad_norm", &StepRecord::grad_norm},
+    {"lr", &StepRecord::lr},       {"ms", &StepRecord::ms},
+    {"epoch", &StepRecord::epoch}, {"loss_scale", &StepRecord::loss_scale}};
+
+Json saved_record(const StepRecord& record) {
+  Json json = {{"samples", record.samples}, {"tokens", record.tokens}, {"figures", Json::array()}};
+  for (const auto& [name, member] : kNumbers) json[name] = number(record.*member);
+  for (const auto& [name, value] : record.figures) json["figures"].push_back({name, number(value)});
+  return json;
+}
+
+StepRecord record_of(const Json& json, int64_t step) {
+  StepRecord record;
+  record.step = step;
+  record.samples = json.at("samples").get<int64_t>();
+  record.tokens = json.at("tokens").get<int64_t>();
+  for (const auto& [name, member] : kNumbers) record.*member = number_of(json.at(name));
+  for (const auto& figure : json.at("figures"))
+    record.figures.emplace_back(figure.at(0).get<std::string>(), number_of(figure.at(1)));
+  return record;
+}
+
+SavedState state_of(const Json& json) {
+  SavedState state;
+  const Json& data = json.at("data");
+  state.step = json.at("step").get<int64_t>();
+  state.data = {json.at("samples").get<int64_t>(), data.at("size").get<int64_t>(),
+                data.at("order").get<std::string>() == "shuffled" ? SampleOrder::shuffled
+                                                                  : SampleOrder::sequential,
+                data.at("seed").get<uint64_t>()};
+  state.global_batch =
+      json.value("global_batch", state.step > 0 ? state.data.position / state.step : 0);
+  state.parallel = json.value("parallel", "");
+  state.optimizer = json.value("optimizer", "");
+  state.ranks = json.value("ranks", 0);
+  if (json.contains("loss_scale")) {
+    const Json& scale = json.at("loss_scale");
+    state.loss_scale = {scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()};
+  }
+  if (json.contains("early_stop")) {
+    const Json& stop = json.at("early_stop");
+    state.early_stop = {{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
+    if (!stop.at("best").is_null()) state.early_stop->best = stop.at("best").get<double>();
+  }
+  const Json model = json.value("model", Json::object());
+  for (const auto& [option, value] : model.items())
+    state.model.emplace_back(option, value.get<std::string>());
+  if (json.contains("evaluation_due"))
+    state.evaluation_due = record_of(json.at("evaluation_due"), state.step - 1);
+  if (json.contains("weight_average_updates"))
+    state.average_updates = json.at("weight_average_updates").get<int64_t>();
+  state.local_sgd = json.value("local_sgd", Json());
+  state.left_out = json.value("left_out", state.left_out);
+  if (json.contains("best_eval_loss"))
+    state.best_eval_loss = json.at("best_eval_loss").get<double>();
+  state.hooks = json.at("hooks").get<std::vector<std::string>>();
+  return state;
+}
+
+}  // namespace
+
+std::string to_text(const SavedState& state) {
+  const SamplerState& data = state.data;
+  Json json = {
+      {"step", state.step},
+      {"samples", data.position},
+      {"global_batch", state.global_batch},
+      {"data", {{"size", data.size}, {"order", to_string(data.order)}, {"seed", data.seed}}},
+      {"parallel", state.parallel},
+      {"optimizer", state.optimizer},
+      {"ranks", state.ranks}};
+  if (const auto& scale = state.loss_scale)
+    json["loss_scale"] = {{"scale", scale->scale}, {"growth_tracker", scale->growth_tracker}};
+  if (const auto& stop = state.early_stop)
+    json["early_stop"] = {{"best", stop->best ? Json(*stop->best) : Json()},
+                          {"waited", stop->waited},
+                          {"stopped", stop->stopped}};
+  json["model"] = Json::object();
+  for (const auto& [option, value] : state.model) json["model"][option] = value;
+  if (state.evaluation_due) json["evaluation_due"] = saved_record(*state.evaluation_due);
+  if (state.average_updates) json["weight_average_updates"] = *state.average_updates;
+  if (!state.local_sgd.is_null()) json["local_sgd"] = state.local_sgd;
+  if (!state.left_out.empty()) json["left_out"] = state.left_out;
+  if (state.best_eval_loss) json["best_eval_loss"] = *state.best_eval_loss;
+  json["hooks"] = state.hooks;
+  return json.dump(2) + "\n";
+}
+
+SavedState saved_state_of(const std::string& text, const std::string& where) {
+  try {
+    return state_of(Json::parse(text));
+  } catch (const Json::exception& error) {
+    throw UsageError(where + ": " + error.what());
+  }
+}
+
+}  // namespace tessera::train

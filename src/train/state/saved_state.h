@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/data/sampler.h"
+#include "tessera/step/early_stop.h"
+#include "tessera/step/grad_scaler.h"
+#include "train/report/records.h"
+
+namespace tessera::train {
+
+/// The state.json of a checkpoint. A value that is not there was not part of the run.
+struct SavedState {
+  int64_t step = 0;          ///< steps done
+  int64_t global_batch = 0;  ///< 0: unknown
+  SamplerState data;
+  std::string parallel, optimizer;  ///< types
+  int ranks = 0;
+  std::optional<GradScaler::State> loss_scale = {};
+  std::optional<EarlyStop::State> early_stop = {};
+  /// ModelPlan::meaning
+  std::vector<std::pair<std::string, std::string>> model = {};
+  /// The record of the last step, whose evaluation an interruption left undone.
+  std::optional<StepRecord> evaluation_due = {};
+  std::optional<int64_t> average_updates = {};
+  nlohmann::ordered_json local_sgd = {};  ///< of GroupSync::save(); null: none
+  std::set<int64_t> left_out = {};        ///< steps that are not trained
+  std::optional<double> best_eval_loss = {};
+  std::vector<std::string> hooks = {};
+};
+
+std::string to_text(const SavedState& state);
+/// Throws UsageError, which begins with `where`, for a text of another form.
+SavedState saved_state_of(const std::string& text, const std::string& where);
+
+}  // namespace tessera::train

@@ -1,0 +1,150 @@
+#include "train/step/training_step.h"
+
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+#include "train/step/device_copies.h"
+
+namespace tessera::train {
+namespace {
+
+void check_step_options(const OptimWrapperOptions& options) {
+  const auto check = [](bool good, const char* option, auto value, const char* expected) {
+    if (!good)
+      throw UsageError(fmt::format("OptimWrapper: {}: {}; expected {}", option, value, expected));
+  };
+  check(options.accumulative_counts >= 1, "accumulative_counts", options.accumulative_counts,
+        "a whole number >= 1");
+  for (const auto& [name, value] : {std::pair("clip_grad_norm", options.clip_grad_norm),
+                                    std::pair("clip_grad_value", options.clip_grad_value)})
+    check(!value || *value > 0, name, value.value_or(0), "a number > 0");
+  check(options.clip_norm_type > 0, "clip_norm_type", options.clip_norm_type,
+        "a number > 0, or infinity");
+  const auto type = options.autocast.value_or(at::kHalf);
+  check(type == at::kBFloat16 || type == at::kHalf, "autocast", at::toString(type),
+        "bfloat16 or float16");
+}
+
+}  // namespace
+
+Autocast::Autocast(std::optional<at::ScalarType> dtype) {
+  if (!dtype) return;
+  compat::AutocastState on = compat::AutocastState::current();
+  on.cpu = {*dtype == at::kBFloat16, at::kBFloat16};
+  on.cuda = {true, *dtype};
+  scope_.emplace(on);
+}
+
+Autocast::~Autocast() {
+  if (scope_) at::autocast::clear_cache();
+}
+
+TrainingStep::TrainingStep(ModelWrapper& model, OptimWrapperOptions options, LrSchedule schedule)
+    : model_(model),
+      options_(std::move(options)),
+      schedule_(std::move(schedule)),
+      scaler_(options_.scaler) {
+  check_step_options(options_);
+  for (const auto& group : model_.optimizer().param_groups())
+    base_lrs_.push_back(group.options().get_lr());
+}
+
+StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
+                             const FaultPolicy& policy, bool figures_of_all) {
+  StepResult result;
+  result.record.lr = set_learning_rates(progress);
+  const int64_t count = input.left_out ? 0 : options_.accumulative_counts;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto no_sync = i + 1 < count ? model_.no_sync() : nullptr;
+    at::Tensor loss;
+    if (!input.parts.empty()) {
+      const Batch part = model_.prepared(input.parts[static_cast<size_t>(i)]);
+      const Autocast autocast(options_.autocast);
+      loss = model_.forward(part);
+    }
+    backward(loss, static_cast<double>(count) / input.weight);
+    if (loss.defined()) add_figures(result.record.figures);
+  }
+  average(input, figures_of_all, result);
+  result.norm = std::nan("");
+  if (!input.left_out && policy.may_update(result.record.loss)) {
+    const Update done = update();
+    result.norm = done.norm;
+    result.updated = done.updated;
+  } else if (!input.left_out) {
+    model_.drop_gradients();
+    model_.update_wire_feedback(false, 1);
+  }
+  result.record.grad_norm = result.updated ? std::fabs(result.norm) : std::nan("");
+  result.record.loss_scale = scaler_.scale();
+  return result;
+}
+
+/// Sets the scheduled learning rate of every parameter group, computed from the group's base rate.
+/// Returns the first group's.
+double TrainingStep::set_learning_rates(const Progress& progress) {
+  auto& groups = model_.optimizer().param_groups();
+  for (size_t g = 0; schedule_ && g < groups.size(); ++g)
+    groups[g].options().set_lr(schedule_(progress, base_lrs_[g]));
+  return groups.front().options().get_lr();
+}
+
+void TrainingStep::backward(const at::Tensor& loss, double divisor) {
+  if (!loss.defined()) return model_.shadow_backward();
+  model_.backward(scaler_.scale(divisor == 1 ? loss : loss / divisor));
+}
+
+/// Adds the figures of one micro-batch of this rank to those of the step.
+void TrainingStep::add_figures(StepRecord::Figures& figures) const {
+  const auto& values = model_.figures();
+  const auto share = 1 / static_cast<double>(options_.accumulative_counts);
+  const auto numbers = read_figures(values);
+  figures.resize(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    figures[i].first = values[i].first;
+    figures[i].second += numbers[i] * share;
+  }
+}
+
+/// The means over the ranks with data. The first figure is the total loss.
+void TrainingStep::average(const StepInput& input, bool figures_of_all, StepResult& result) const {
+  const bool data = !result.record.figures.empty();
+  result.own_loss = data ? result.record.figures.front().second : 0;
+  if (!figures_of_all) result.record.figures.clear();
+  std::vector<double> sums{data ? input.weight * result.own_loss : 0.0};
+  const auto flags = input.flags ? input.flags() : std::vector<double>();
+  sums.insert(sums.end(), flags.begin(), flags.end());
+  for (const auto& [name, value] : result.record.figures) sums.push_back(value);
+  ProcessGroup group = model_.group();
+  const at::Tensor sum = at::tensor(sums, at::kDouble).to(group.control_device());
+  group.all_reduce(sum, 1, "figures of the step");
+  const at::Tensor total = sum.cpu();
+  const double* values = total.data_ptr<double>();
+  const double count = input.ranks_with_data > 0 ? input.ranks_with_data : group.size();
+  double& loss = result.record.loss = values[0] / count;
+  if (std::isnan(loss) || input.left_out) loss = std::nan("");  // its sign says nothing
+  const double* figures = values + 1 + flags.size();
+  result.sums.assign(values + 1, figures);
+  for (auto& [name, value] : result.record.figures) value = *figures++ / count;
+}
+
+TrainingStep::Update TrainingStep::update() {
+  const bool scaled = options_.scaler.enabled;
+  if (scaled) {
+    const torch::NoGradGuard no_grad;
+    for (const auto& gradient : model_.gradients()) at::Tensor(gradient).mul_(scaler_.inverse());
+  }
+  // An infinity on any rank makes the norm infinite or NaN, so no other check is needed.
+  const auto nonfinite = scaled ? NonfiniteNorm::skip : options_.nonfinite;
+  const double norm = model_.update(
+      {options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type, nonfinite});
+  const bool updated = std::isfinite(norm) || nonfinite == NonfiniteNorm::update;
+  const double scale = scaler_.scale();
+  if (scaled) scaler_.update(!updated);
+  model_.update_wire_feedback(updated, scaler_.scale() / scale);
+  return {norm, updated};
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "tessera/detail/torch_compat.h"
+#include "tessera/step/grad_scaler.h"
+#include "tessera/step/lr_scheduler.h"
+#include "tessera/train/optim_wrapper.h"
+#include "train/report/records.h"
+#include "train/step/fault_policy.h"
+
+namespace tessera::train {
+
+/// Autocast in the dtype, if there is one, while alive.
+class Autocast {
+ public:
+  explicit Autocast(std::optional<at::ScalarType> dtype);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+
+ private:
+  std::optional<compat::AutocastState::Scope> scope_;
+};
+
+/// What one rank brings to a step.
+struct StepInput {
+  std::vector<Batch> parts;  ///< its micro-batches; empty: it has no data
+  double weight = 1;         ///< of its loss in the mean over the ranks with data
+  int ranks_with_data = 0;   ///< 0: all
+  bool left_out = false;     ///< nothing is trained, on any rank
+  /// Called after the last backward: numbers that are summed over the ranks. Empty: none.
+  std::function<std::vector<double>()> flags = {};
+};
+
+struct StepResult {
+  StepRecord record;         ///< loss, grad_norm, lr, loss_scale; figures unless in a join
+  double own_loss = 0;       ///< of this rank
+  double norm = 0;           ///< of the mean gradient, before clipping; NaN if there was none
+  bool updated = false;      ///< whether the parameters have changed
+  std::vector<double> sums;  ///< of `flags`
+};
+
+/// One step of training, from learning rates to update. Collective in model.group(), unless
+/// "Local.".
+class TrainingStep {
+ public:
+  /// UsageError for impossible options. Without a schedule the rates stay. Local.
+  TrainingStep(ModelWrapper& model, OptimWrapperOptions options, LrSchedule schedule = {});
+
+  /// A whole step. `figures_of_all`: every rank has data, so that all know the names of figures.
+  StepResult run(const Progress& progress, const StepInput& input, const FaultPolicy& policy,
+                 bool figures_of_all = true);
+  /// Part of a step: backward of loss / divisor; `loss` is undefined on a rank without data.
+  void backward(const at::Tensor& loss, double divisor);
+  struct Update {
+    double norm = 0;
+    bool updated = false;
+  };
+  Update update();  ///< The last part: unscales, clips, updates.
+  GradScaler& scaler() { return scaler_; }
+  const GradScaler& scaler() const { return scaler_; }
+  const OptimWrapperOptions& options() const { return options_; }
+
+ private:
+  double set_learning_rates(const Progress& progress);
+  void add_figures(StepRecord::Figures& figures) const;
+  void average(const StepInput& input, bool figures_of_all, StepResult& result) const;
+
+  ModelWrapper& model_;
+  OptimWrapperOptions options_;
+  LrSchedule schedule_;
+  std::vector<double> base_lrs_;  // of the parameter groups
+  GradScaler scaler_;
+};
+
+}  // namespace tessera::train
