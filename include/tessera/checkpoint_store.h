@@ -23,10 +23,8 @@
 namespace tessera {
 
 struct CheckpointStoreOptions {
-  /// Number of newest sound checkpoints that are kept, at least 1. The checkpoint just written is
-  /// always kept. A checkpoint is unsound if a tensor in it has elements that are NaN or infinite
-  /// (a tensor of zeros and negative infinities alone is a mask, and sound). It is marked by the
-  /// file unsound.txt, which names the tensors, and is removed once a sound one follows.
+  /// Number of newest sound checkpoints that are kept, at least 1. The one just written always is.
+  /// Unsound are those with NaN or infinity; docs/checkpoints.md says how long they stay.
   int keep_last = 2;
   /// Checkpoints of steps that are multiples of this number are kept for ever. 0: none.
   int64_t keep_every = 0;

@@ -14,15 +14,8 @@ namespace tessera {
 /// how to compute the values again (the idea of torchdistx's deferred_init, here with real
 /// execution, so that `.item()` and branches on values work). Scopes nest. Local.
 ///
-/// Deferred are tensors of 64 KiB and more. What the log cannot repeat is computed at once and
-/// keeps its memory: memory that is written by address (`data_ptr`, `accessor`), results of
-/// operators that read large memory from outside of the scope, or that draw from a generator that
-/// they do not take as an argument. `deferred_stats` counts them, and a line of the log at level
-/// debug names each of them.
-///
-/// If another library of the process has taken the dispatch key `DeferredInit`, or has a CPU
-/// allocator that hides this one, nothing is deferred: one line in the log says so, and tensors
-/// have their memory at once.
+/// Deferred are tensors of 64 KiB and more. docs/memory.md says what the log cannot repeat and is
+/// computed at once, which `deferred_stats` counts, and when nothing can be deferred.
 class DeferredScope {
  public:
   DeferredScope();
@@ -42,10 +35,9 @@ class DeferredScope {
 /// The wrappers of this library compute the values when they are constructed:
 /// FullyShardedDataParallel parameter by parameter, of which each rank keeps its shards;
 /// ZeroRedundancyOptimizer parameter by parameter into its buckets; DistributedDataParallel as
-/// materialize() does. The bits are those of eager construction with the same seed. An operator, or
-/// code that reads memory by address, may also use a deferred tensor as it is: its values are then
-/// computed in a handler of SIGSEGV, and it keeps its memory. Passing such memory to the system
-/// (read, write) fails with EFAULT; call materialize() first. Local.
+/// materialize() does. The bits are those of eager construction with the same seed. Code that reads
+/// a deferred tensor by address gets its values, but the system does not (docs/memory.md): before
+/// read or write of its memory call materialize(). Local.
 template <class Make>
 auto deferred_init(Make&& make) {
   const DeferredScope scope;

@@ -44,15 +44,9 @@ struct ParameterGroup {
 /// DefaultOptimWrapperConstructor. `base` holds the options of the optimizer; multipliers apply to
 /// its lr and weight_decay.
 ///
-/// - A custom key matches a parameter whose name contains it. The compared name of a parameter
-///   "weight" of the root module is ".weight". Of several matching keys the longest is used, and of
-///   equally long ones the alphabetically first.
-/// - Otherwise the first of these rules that applies and has a multiplier decides the weight decay:
-///   norm, bias, depth-wise, flat.
-/// - Normalisation layers are BatchNorm, InstanceNorm, LayerNorm, GroupNorm, SyncBatchNorm and
-///   classes derived from them. Depth-wise convolutions are Conv1d to Conv3d with as many groups as
-///   input channels and more than one group.
-/// - Frozen parameters get `base` unchanged.
+/// docs/steps.md has the rules as a table. The compared name of a parameter "weight" of the root
+/// module is ".weight". Depth-wise convolutions are Conv1d to Conv3d with as many groups as input
+/// channels and more than one group. Frozen parameters get `base` unchanged.
 ///
 /// Parameters with equal options share a group. Groups and parameters are in the order of
 /// named_parameters(). Local. Throws UsageError for a multiplier out of range, a multiplier of an
