@@ -26,9 +26,7 @@ void loop_any(float* p, const float* g, float* m, float* v, int64_t n) { loop(p,
 
 void bare_four_read_three_write(float* p, const float* g, float* m, float* v, int64_t n) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") != 0) {
-    return loop_avx2(p, g, m, v, n);
-  }
+  if (__builtin_cpu_supports("avx2") != 0) return loop_avx2(p, g, m, v, n);
 #endif
   loop_any(p, g, m, v, n);
 }

@@ -39,9 +39,7 @@ double median(std::vector<double> values) {
 }
 
 void measure(std::vector<Candidate>& candidates, int rounds) {
-  for (auto& c : candidates) {
-    c.run();
-  }
+  for (auto& c : candidates) c.run();
   for (int round = 0; round < rounds; ++round) {
     for (auto& c : candidates) {
       const auto start = std::chrono::steady_clock::now();

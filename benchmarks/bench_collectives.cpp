@@ -205,9 +205,8 @@ int main(int argc, char** argv) {
     for (const auto& [key, value] :
          {std::pair("RANK", rank), std::pair("LOCAL_RANK", rank),
           std::pair("WORLD_SIZE", settings.ranks), std::pair("LOCAL_WORLD_SIZE", settings.ranks),
-          std::pair("MASTER_PORT", 1)}) {
+          std::pair("MASTER_PORT", 1)})
       setenv(key, std::to_string(value).c_str(), 1);
-    }
     setenv("MASTER_ADDR", "127.0.0.1", 1);
     int code = 0;
     try {

@@ -65,9 +65,8 @@ int main(int argc, char** argv) {
   std::vector<Candidate> all{{"copy on the device", 8, [&] { to.copy_(from); }},
                              {"tessera::FusedAdam", 28, [&] { ours.step(); }},
                              {"torch::optim::Adam", 28, [&] { plain.step(); }}};
-  for (int round = 0; round < rounds; ++round) {
+  for (int round = 0; round < rounds; ++round)
     for (auto& candidate : all) time_once(candidate);
-  }
   for (const auto& candidate : all) {
     const double ms = median(candidate.ms);
     fmt::print("{:<20} {:8.3f} ms {:8.0f} GB/s\n", candidate.name, ms,

@@ -64,11 +64,10 @@ nlohmann::json run(char** argv) {
   const auto named = tessera::named_parameters(*made.module);
   std::unique_ptr<tessera::DistributedDataParallel<LossModule>> ddp;
   std::unique_ptr<tessera::LocalSgd> local;
-  if (mode == "ddp") {
+  if (mode == "ddp")
     ddp = std::make_unique<tessera::DistributedDataParallel<LossModule>>(model, group);
-  } else {
+  else
     local = std::make_unique<tessera::LocalSgd>(group, tessera::parameter_shards(named), options);
-  }
   const auto optimizer =
       config.optimizer.factory()({torch::optim::OptimizerParamGroup(made.module->parameters())});
   const double lr = optimizer->param_groups()[0].options().get_lr();

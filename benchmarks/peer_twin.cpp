@@ -274,9 +274,8 @@ int main(int argc, char** argv) {
     if (strategy != "compute") optimizer->step();
     const auto end = Clock::now();
     for (auto& p : model->parameters()) p.mutable_grad() = torch::Tensor();
-    if (fsdp) {
+    if (fsdp)
       for (auto& p : fsdp->parameters()) p.mutable_grad() = torch::Tensor();
-    }
     optimizer_ms.push_back(std::chrono::duration<double, std::milli>(end - middle).count());
   }
   begin_step();

@@ -28,11 +28,8 @@ template <class Opt, class Options>
 OptimizerFactory optimizer_factory(Options defaults) {
   return [defaults = std::move(defaults)](std::vector<torch::optim::OptimizerParamGroup> groups) {
     std::unique_ptr<torch::optim::Optimizer> optimizer = std::make_unique<Opt>(groups, defaults);
-    for (size_t i = 0; i < groups.size(); ++i) {
-      if (groups[i].has_options()) {
-        copy_options(groups[i], optimizer->param_groups()[i]);
-      }
-    }
+    for (size_t i = 0; i < groups.size(); ++i)
+      if (groups[i].has_options()) copy_options(groups[i], optimizer->param_groups()[i]);
     return optimizer;
   };
 }

@@ -34,9 +34,8 @@ double time_all_reduce(ProcessGroup& group, int64_t numel, int tries) {
 
 double bucket_mib_for(double latency, double bandwidth) {
   const double wanted = latency / kLatencyShare * bandwidth / (1 << 20);
-  for (double mib = 1; mib <= 16; mib *= 2) {
+  for (double mib = 1; mib <= 16; mib *= 2)
     if (mib >= wanted) return mib;
-  }
   return kDefaultBucketMib;
 }
 

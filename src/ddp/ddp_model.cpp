@@ -124,9 +124,8 @@ void DdpModel::share_frozen() {
 
 /// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
 void DdpModel::check_trainability() {
-  for (const auto& [name, tensor] : frozen_) {
+  for (const auto& [name, tensor] : frozen_)
     if (tensor.requires_grad()) group.fail(sharding::thawed_text(kDdpName, name, group.rank()));
-  }
 }
 
 /// A module that was put in the place of another one has parameters without a bucket.

@@ -85,10 +85,9 @@ void DistributedOptimizer::Impl::add_group(size_t index, ProcessGroup group) {
   }
   sharding::check_parameters(kName, named, index, group.rank());
   auto& synced = synced_.emplace_back(SyncedGroup{std::move(group), index, tensors, {}});
-  for (auto& parameter : named) {
+  for (auto& parameter : named)
     if (parameter.tensor.requires_grad()) synced.trainable.push_back(std::move(parameter));
     else frozen_.push_back(parameter.tensor);
-  }
 }
 
 void DistributedOptimizer::Impl::check_options() {
@@ -197,9 +196,8 @@ void DistributedOptimizer::Impl::check_trainability() {
 }
 
 ProcessGroup& DistributedOptimizer::Impl::buffer_group() {
-  for (auto& synced : synced_) {
+  for (auto& synced : synced_)
     if (synced.group.size() > 1) return synced.group;
-  }
   return synced_[0].group;
 }
 

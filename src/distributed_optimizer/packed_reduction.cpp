@@ -69,9 +69,8 @@ void PackedReduction::make_reducer() {
 /// A sum that stays in `.grad` would be summed once more by the next backward. (A mean of equal
 /// means is the same mean.)
 void PackedReduction::finished() {
-  for (size_t i = 0; !options_.mean && i < parameters_.size(); ++i) {
+  for (size_t i = 0; !options_.mean && i < parameters_.size(); ++i)
     if (lanes_[lane_of_[i]].group.size() > 1 && reducer_->used(i)) reducer_->mark_overwritten(i);
-  }
 }
 
 std::vector<sharding::Bucket> PackedReduction::make_buckets() {
@@ -96,9 +95,8 @@ std::vector<sharding::Bucket> PackedReduction::make_buckets() {
 /// turns by their sizes, because backward mostly produces their gradients side by side.
 std::vector<std::pair<size_t, size_t>> PackedReduction::order_of_packs() const {
   std::vector<std::pair<size_t, size_t>> order;
-  for (size_t l = 0; l < lanes_.size(); ++l) {
+  for (size_t l = 0; l < lanes_.size(); ++l)
     for (size_t p = 0; p < lanes_[l].packs.size(); ++p) order.emplace_back(l, p);
-  }
   std::stable_sort(order.begin(), order.end(), [this](const auto& a, const auto& b) {
     // a.second / packs of a < b.second / packs of b, in whole numbers
     return a.second * lanes_[b.first].packs.size() < b.second * lanes_[a.first].packs.size();
@@ -137,9 +135,8 @@ void PackedReduction::shadow_backward() {
 }
 
 void PackedReduction::rescale_wire(double factor) {
-  for (size_t l = 0; l < lanes_.size(); ++l) {
+  for (size_t l = 0; l < lanes_.size(); ++l)
     if (lanes_[l].channel == l) lanes_[l].wire->rescale(factor);  // shared ones once
-  }
 }
 
 void PackedReduction::set_join(const JoinIteration& iteration) {
@@ -210,9 +207,8 @@ at::Tensor PackedReduction::use_and_deviations(size_t l) const {
   std::vector<int> flags;
   for (const auto i : lanes_[l].members) flags.push_back(reducer_->has_gradient(i));
   const auto& buckets = reducer_->buckets();
-  for (size_t b = 0; b < buckets.size(); ++b) {
+  for (size_t b = 0; b < buckets.size(); ++b)
     if (lane_of(buckets[b]) == l) flags.push_back(!followed_[b]);
-  }
   return at::tensor(flags, at::kInt).to(lanes_[l].group.control_device());
 }
 
@@ -221,9 +217,8 @@ at::Tensor PackedReduction::use_and_deviations(size_t l) const {
 void PackedReduction::settle(size_t l, const at::Tensor& counts) {
   auto& lane = lanes_[l];
   const auto* count = counts.data_ptr<int>();
-  for (const auto i : lane.members) {
+  for (const auto i : lane.members)
     if (*count++ > 0) reducer_->set_used(i);
-  }
   bool all_followed = true;
   std::vector<Work> singles;
   const auto& buckets = reducer_->buckets();
@@ -250,9 +245,8 @@ void PackedReduction::record_arrival(size_t l) {
   lane.repack_due = true;
   if (shadowing_) return;
   lane.record.clear();
-  for (const auto i : reducer_->arrived()) {
+  for (const auto i : reducer_->arrived())
     if (lane_of_[i] == l) lane.record.push_back(i);
-  }
 }
 
 void PackedReduction::repack() {
@@ -261,28 +255,24 @@ void PackedReduction::repack() {
   std::vector<PackItem> items;
   for (const auto& [name, tensor] : parameters_)
     items.push_back({dtype_name(tensor), static_cast<int64_t>(tensor.nbytes())});
-  for (auto& lane : lanes_) {
+  for (auto& lane : lanes_)
     if (lane.repack_due) repack(lane, items);
-  }
   for (auto& lane : lanes_) lane.wire->reset();
   reducer_->replace_buckets(make_buckets());
 }
 
 void PackedReduction::repack(Lane& lane, const std::vector<PackItem>& items) {
   auto packs = pack_by_arrival(items, lane.record, options_.pack_threshold);
-  for (const auto i : lane.members) {
+  for (const auto i : lane.members)
     if (!contains(lane.record, i)) packs.push_back({i});
-  }
   // Packs are published as positions within the lane: the other ranks of the group may have other
   // parameter groups before this one.
   const auto first = lane.members.front();
-  for (auto& pack : packs) {
+  for (auto& pack : packs)
     for (auto& i : pack) i -= first;
-  }
   lane.packs = packs_from_text(lane.group.broadcast_bytes(to_text(packs), publisher_));
-  for (auto& pack : lane.packs) {
+  for (auto& pack : lane.packs)
     for (auto& i : pack) i += first;
-  }
   lane.packed = true;
   lane.repack_due = false;
 }

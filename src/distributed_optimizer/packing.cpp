@@ -32,9 +32,8 @@ Packs pack_by_arrival(const std::vector<PackItem>& items, const std::vector<size
       pack = {};
     }
   }
-  for (auto& [dtype, pack] : open) {
+  for (auto& [dtype, pack] : open)
     if (!pack.members.empty()) packs.push_back(std::move(pack.members));
-  }
   return packs;
 }
 

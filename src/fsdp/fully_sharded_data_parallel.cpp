@@ -211,9 +211,8 @@ const FullyShardedDataParallelBase::Options& FullyShardedDataParallelBase::optio
 std::vector<ParameterShard> FullyShardedDataParallelBase::shards(bool frozen_too) const {
   const auto& sharded = *sharded_;
   std::vector<const sharding::OwnedShard*> chosen;
-  for (const auto* shard : sharded.model.shards()) {
+  for (const auto* shard : sharded.model.shards())
     if (frozen_too || shard->tensor.requires_grad()) chosen.push_back(shard);
-  }
   return sharding::parameter_shards(chosen, sharded.model.parameters);
 }
 

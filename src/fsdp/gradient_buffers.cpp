@@ -73,9 +73,8 @@ bool GradientBuffers::has_window(const FlatParameter& flat, size_t member) const
 }
 
 bool GradientBuffers::has_windows(const FlatParameter& flat) const {
-  for (size_t m = 0; m < flat.members.size(); ++m) {
+  for (size_t m = 0; m < flat.members.size(); ++m)
     if (has_window(flat, m)) return true;
-  }
   return false;
 }
 
@@ -154,9 +153,8 @@ bool has_large(const ShardedModel& model) {
 
 Unreduced unreduced(const ShardedModel& model) {
   Unreduced left;
-  for (const auto* flat : model.flats) {
+  for (const auto* flat : model.flats)
     if (flat->trainable && !flat->gradients.reduced) ++(is_large(*flat) ? left.large : left.small);
-  }
   return left;
 }
 

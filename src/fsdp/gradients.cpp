@@ -96,10 +96,9 @@ void Gradients::notice() {
 
 void Gradients::show_placeholders() {
   for (const auto* flat : model_.flats) {
-    for (size_t m = 0; m < flat->members.size(); ++m) {
+    for (size_t m = 0; m < flat->members.size(); ++m)
       if (flat->gradients.has[m] || flat->shards[m].tensor.grad().defined())
         placeholders_.show(flat->members[m]);
-    }
   }
 }
 

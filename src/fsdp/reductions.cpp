@@ -287,9 +287,8 @@ void Reductions::end_step(StepEnd end) {
 void Reductions::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
   {
     const std::lock_guard lock(*model_.mutex);
-    for (const auto& use : uses) {
+    for (const auto& use : uses)
       while (!use.page->attached() && !open_.empty()) finish_one();
-    }
   }
   if (model_.shard_group.size() > 1) norms_.need(uses, op);
 }
@@ -297,9 +296,8 @@ void Reductions::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op
 std::set<sharding::LocalNorms::Gradient> Reductions::shard_gradients() const {
   std::set<sharding::LocalNorms::Gradient> result;
   for (const auto* flat : model_.flats) {
-    for (const auto& shard : flat->shards) {
+    for (const auto& shard : flat->shards)
       if (shard.tensor.grad().defined()) result.emplace(flat->index, shard.at);
-    }
   }
   return result;
 }

@@ -27,9 +27,8 @@ int64_t budget(const ShardedModel& model, const FullyShardedDataParallelOptions&
     return std::numeric_limits<int64_t>::max();
   if (options.resident_bytes > 0) return options.resident_bytes;
   std::vector<int64_t> bytes;
-  for (const auto& unit : model.units) {
+  for (const auto& unit : model.units)
     if (!unit.root) bytes.push_back(unit.gathered_bytes());
-  }
   std::sort(bytes.rbegin(), bytes.rend());
   bytes.resize(1 + look_ahead);
   return std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
@@ -43,10 +42,9 @@ int64_t budget(const ShardedModel& model, const FullyShardedDataParallelOptions&
 std::string describe(const ShardedModel& model, const sharding::PageUse& use) {
   const auto& flat = *model.flats[use.page->index()];
   const auto unit = model.units[flat.unit].display_name();
-  for (size_t m = flat.members.size(); m-- > 0;) {
+  for (size_t m = flat.members.size(); m-- > 0;)
     if (flat.layout.offset(m) <= use.offset)
       return fmt::format("parameter {} (unit {})", model.parameters[flat.members[m]].name, unit);
-  }
   return "unit " + unit;
 }
 
@@ -293,9 +291,8 @@ void Residency::end_step() {
   needed_.clear();
   const bool keeps_unchanged =
       options_.sharding_strategy == ShardingStrategy::shard_grad_op || options_.resident_bytes > 0;
-  for (auto& unit : model_.units) {
+  for (auto& unit : model_.units)
     if (!keeps_unchanged || unit.changed) release(unit);
-  }
 }
 
 /// See [Note: shards in common memory].
@@ -329,9 +326,8 @@ void Residency::synchronize_changes() {
     flags = flags.cpu();
     changed.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
   }
-  for (size_t u = 0; u < model_.units.size(); ++u) {
+  for (size_t u = 0; u < model_.units.size(); ++u)
     if (changed[u]) release(model_.units[u]);
-  }
 }
 
 }  // namespace tessera::fsdp

@@ -193,9 +193,8 @@ GradNorm ShardedModule::clip(double max_norm, double p) {
   if (!norm.any() && model.world.rank() == 0)
     spdlog::warn("tessera: {}: there are no gradients to take the norm of", kName);
   const sharding::NormClip clip(max_norm, total);
-  for (const auto* shard : model.shards()) {
+  for (const auto* shard : model.shards())
     if (shard->tensor.grad().defined()) clip.scale(shard->tensor.grad());
-  }
   return GradNorm(std::move(total));
 }
 
@@ -204,10 +203,9 @@ void ShardedModule::clip_value(double clip_value) {
   require_idle("clip_grad_value_");
   gradients->notice_cleared();
   at::NoGradGuard no_grad;
-  for (const auto* shard : model.shards()) {
+  for (const auto* shard : model.shards())
     if (shard->tensor.grad().defined())
       shard->tensor.mutable_grad().clamp_(-clip_value, clip_value);
-  }
 }
 
 // [Note: full precision in evaluation] The dtype of a parameter is that of the page that it is a
@@ -229,9 +227,8 @@ void ShardedModule::set_full_precision(bool full) {
   at::NoGradGuard no_grad;
   residency->release_all();
   std::vector<FlatParameter*> changing;
-  for (auto* flat : model.flats) {
+  for (auto* flat : model.flats)
     if (flat->compute.dtype != flat->idle.dtype) changing.push_back(flat);
-  }
   for (auto* flat : changing) std::swap(flat->compute, flat->idle);
   for (auto* flat : changing) {
     // Only now, because a pool's capacity is that of the largest flat of its dtype: all flats must

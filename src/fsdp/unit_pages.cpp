@@ -21,11 +21,10 @@ SlotPool* UnitPages::pool(const FlatParameter& flat,
                         (other->*options_of)().dtype() == slot_options.dtype();
     if (shares) capacity = std::max(capacity, other->layout.numel());
   }
-  for (const auto& pool : pools_) {
+  for (const auto& pool : pools_)
     if (!root && !pool.root && pool.gradients == for_gradients &&
         pool.options.dtype() == slot_options.dtype() && pool.options.device() == flat.device)
       return pool.slots.get();
-  }
   pools_.push_back({slot_options, root, for_gradients,
                     std::make_unique<SlotPool>(model_.shard_group, capacity, slot_options)});
   return pools_.back().slots.get();

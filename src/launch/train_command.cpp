@@ -49,9 +49,8 @@ TrainCommand parse_train_command(int argc, char** argv) {
                      "\n" + command.usage);
   }
   if (nproc->count() > 0) command.ranks = launch::parse_nproc("-n", ranks);
-  if (dump->count() > 0 && command.dump != "full" && command.dump != "minimal") {
+  if (dump->count() > 0 && command.dump != "full" && command.dump != "minimal")
     throw UsageError("--dump-config: \"" + command.dump + "\"; expected full or minimal");
-  }
   if (no_resume) command.overrides.push_back("checkpoint.resume=false");
   return command;
 }

@@ -21,9 +21,7 @@ std::vector<int> group_numbers(const ProcessGroup& world, int64_t group_size) {
         world.rank(), group_size, ranks));
   }
   if (group_size > 0) {
-    for (int rank = 0; rank < ranks; ++rank) {
-      numbers.push_back(static_cast<int>(rank / group_size));
-    }
+    for (int rank = 0; rank < ranks; ++rank) numbers.push_back(static_cast<int>(rank / group_size));
     return numbers;
   }
   numbers = world.impl()->world.hosts;

@@ -54,9 +54,8 @@ void LocalSgd::InnerJoin::on_join_iteration(const JoinIteration& iteration) {
   }
   active_ = inner.active_ranks > 0;
   if (!active_) return;
-  if (!iteration.has_data.empty() || iteration.active_ranks == world_.size()) {
+  if (!iteration.has_data.empty() || iteration.active_ranks == world_.size())
     last_active_ = inner.first_active;
-  }
   for (auto& joinable : inner_) joinable.get().on_join_iteration(inner);
 }
 

@@ -160,10 +160,9 @@ class LocalSgd::Impl {
                            given.defined() ? given.numel() : 0, tensor.numel()));
       }
     }
-    for (const auto& [name, tensor] : state) {
+    for (const auto& [name, tensor] : state)
       if (expected.count(name) == 0)
         refuse(fmt::format("unknown entry {}; the options may differ", name));
-    }
   }
 
   State tensors(bool with_pending) {

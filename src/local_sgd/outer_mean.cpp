@@ -36,9 +36,8 @@ at::Tensor OuterMean::peek() {
   if (wire_ == OuterWire::int8) {
     const int64_t numel = values_.numel(), size = comm::encoded_bytes(WireFormat::int8, numel);
     at::Tensor sum = at::zeros({numel}, at::kFloat);
-    for (int64_t rank = 0; rank < outer_.size(); ++rank) {
+    for (int64_t rank = 0; rank < outer_.size(); ++rank)
       sum.add_(decode(WireFormat::int8, bytes_.narrow(0, rank * size, size), numel));
-    }
     values_ = sum.mul_(1.0 / outer_.size()).to(values_.options());
     bytes_ = at::Tensor();
   }

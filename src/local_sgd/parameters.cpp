@@ -34,9 +34,8 @@ Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas
       replicas_(std::move(replicas)),
       publish_(std::move(publish)),
       prepare_(std::move(prepare)) {
-  for (const auto& shard : shards_) {
+  for (const auto& shard : shards_)
     if (shard.tensor.defined()) materialize(shard.tensor);
-  }
 }
 
 void Parameters::measure() {
@@ -49,9 +48,8 @@ void Parameters::measure() {
     if (shard.tensor.scalar_type() == at::kDouble) options_ = options_.dtype(at::kDouble);
   }
   const int64_t ranks = replicas_.size();
-  for (int64_t rank = 0; rank < ranks; ++rank) {
+  for (int64_t rank = 0; rank < ranks; ++rank)
     counts_.push_back(total * (rank + 1) / ranks - total * rank / ranks);
-  }
 }
 
 void Parameters::check(int rank) const {
@@ -70,9 +68,8 @@ void Parameters::check(int rank) const {
       refuse(fmt::format("has dtype {}", c10::toString(tensor.scalar_type())),
              "a floating-point dtype");
     }
-    if (tensor.device() != shards_[0].tensor.device()) {
+    if (tensor.device() != shards_[0].tensor.device())
       refuse(fmt::format("is on {}", tensor.device().str()), "the device of the first shard");
-    }
   }
 }
 

@@ -86,9 +86,8 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
       const auto dtype = static_cast<at::ScalarType>(item.value()["dtype"].get<int>());
       const bool follows = item.value()["follows"];
       std::vector<int64_t> counts(group.size(), 0);
-      for (const auto& info : infos) {
+      for (const auto& info : infos)
         if (follows) counts[info.rank] = info.numel;
-      }
       const auto sizes = item.value()["sizes"].get<std::vector<int64_t>>();
       if (!follows) counts[infos[0].rank] = c10::multiply_integers(sizes);
       int64_t total = 0;
@@ -100,9 +99,8 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
       auto flat = at::empty({keep ? total : 0}, own.options());
       std::vector<int64_t> send(group.size(), 0), receive(group.size(), 0);
       if (keep) receive = counts;
-      for (int rank = 0; rank < group.size(); ++rank) {
+      for (int rank = 0; rank < group.size(); ++rank)
         if (to < 0 || to == rank) send[rank] = own.numel();
-      }
       auto outgoing = own;
       if (to < 0 && group.size() > 1) outgoing = own.repeat({group.size()});
       group.all_to_all(flat, outgoing, receive, send);

@@ -115,9 +115,8 @@ std::string WrappedParameters::reducer_of(const std::vector<NamedTensor>& parame
   std::lock_guard lock(known.mutex);
   for (const auto& parameter : parameters) {
     const auto range = known.entries.equal_range(parameter.tensor.unsafeGetTensorImpl());
-    for (auto at = range.first; at != range.second; ++at) {
+    for (auto at = range.first; at != range.second; ++at)
       if (at->second->use == Use::reduces_in_backward) return at->second->component;
-    }
   }
   return "";
 }

@@ -26,26 +26,23 @@ zero::Plan agreed_plan(ProcessGroup& group, const OptimizerFactory& factory,
                        const std::vector<ZeroRedundancyOptimizer::Group>& groups) {
   const auto prefix = fmt::format("{}: rank {}", zero::kName, group.rank());
   std::vector<sharding::NamedTensor> parameters;
-  for (const auto& one : groups) {
+  for (const auto& one : groups)
     for (const auto& [name, tensor] : one.parameters) parameters.push_back({name, tensor});
-  }
   zero::Plan plan;
   agree(group, [&] {
     plan = zero::plan_zero(options, zero::setting_of(group, factory, parameters), prefix);
     sharding::check_wire_dtypes(zero::kName, group.rank(), options.wire, parameters);
-    if (plan.detects) {
+    if (plan.detects)
       sharding::require_detection(
           fmt::format("{}: option {}", prefix,
                       options.shard_gradients ? "shard_gradients" : "share_parameters"),
           "the option off");
-    }
   });
   plan.in_background =
       plan.in_background && !parameters.empty() &&
       sharding::start_detection_for(zero::kName, group.rank(), "parameters", "overlap background");
-  for (const auto& note : plan.notes) {
+  for (const auto& note : plan.notes)
     if (group.rank() == 0) spdlog::info("tessera: {}: {}", zero::kName, note);
-  }
   return plan;
 }
 
@@ -214,18 +211,16 @@ void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module*
           [&](const auto& parameter) { return entry.holder == "parameter " + parameter.name; });
       if (other != parameters.end()) {
         flags[static_cast<size_t>(other - parameters.begin())] = 1;
-        if (tensor.requires_grad() && other->tensor.requires_grad()) {
+        if (tensor.requires_grad() && other->tensor.requires_grad())
           throw UsageError(fmt::format(
               "{}: {}; expected one tensor that is registered under both names", prefix(), text));
-        }
       }
       if (i < shards.placed()) continue;
-      if (moves && (must_move || !tensor.is_non_overlapping_and_dense())) {
+      if (moves && (must_move || !tensor.is_non_overlapping_and_dense()))
         throw UsageError(fmt::format(
             "{}: {}; expected a clone(), or a dense parameter and neither share_parameters nor "
             "wire.parameters",
             prefix(), text));
-      }
       if (first.empty() && tensor.requires_grad()) first = text;
       flags[i] = 1;
     }
@@ -234,9 +229,8 @@ void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module*
   auto ranks = at::tensor(flags, at::kInt).to(group.control_device());
   group.all_reduce(ranks, 1, "parameters that share memory");
   ranks = ranks.cpu();
-  for (size_t i = shards.placed(); i < flags.size(); ++i) {
+  for (size_t i = shards.placed(); i < flags.size(); ++i)
     if (ranks[static_cast<int64_t>(i)].item<int>() > 0) shards.keep_storage(i);
-  }
   if (first.empty() || group.rank() != 0) return;
   spdlog::info(
       "tessera: {}: {}, so it keeps its storage and is gathered through a copy ({} of {} "
@@ -338,9 +332,8 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
     set_options(outer_.param_groups()[g].options(), dict.groups[g].options);
   local.take_options_of(outer_);
   frozen_state_.clear();
-  for (const auto& [name, state] : dict.state) {
+  for (const auto& [name, state] : dict.state)
     if (!shards.in_bucket(index[name])) frozen_state_.emplace(name, state);
-  }
   sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
 }
 
@@ -361,10 +354,9 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::Impl::parameter_shards() co
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::Impl::memory() const {
   Memory memory;
   if (shards.shares()) memory.parameters = shards.shared()->own_bytes();
-  else {
+  else
     for (const auto& parameter : shards.parameters())
       memory.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
-  }
   memory.gradients = mean->bytes() + gradients.bytes();
   if (shards.wire()) memory.parameters += shards.wire()->bytes();
   for (const auto* shard : shards.owned()) {

@@ -78,10 +78,9 @@ Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& set
       {value_of("wire.parameters", options.wire.parameters), rounds_parameters,
        options.parameters_as_bucket_view, "it needs parameters_as_bucket_view"},
   };
-  for (const auto& rule : needs) {
+  for (const auto& rule : needs)
     if (rule.given && !rule.met)
       throw UsageError(fmt::format("{}: option {} {}", prefix, rule.option, rule.reason));
-  }
   if (rounds_parameters && !one_by_one) {
     chosen.wire.parameters = WireFormat::float32;
     plan.notes.push_back(

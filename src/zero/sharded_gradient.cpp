@@ -43,9 +43,8 @@ void ShardedGradient::hide_placeholders() {
     zero_own_part(subset[i]);
     sums_.set_unused(subset[i]);
     for (auto& bucket : shards_.buckets()) {
-      for (auto& shard : bucket.shards) {
+      for (auto& shard : bucket.shards)
         if (shard.parameter == subset[i]) shard.tensor.mutable_grad() = at::Tensor();
-      }
     }
   });
   if (had_any && !sums_.any()) wire_.end_step(false);
@@ -55,10 +54,9 @@ void ShardedGradient::hide_placeholders() {
 void ShardedGradient::zero_own_part(size_t parameter) {
   const at::NoGradGuard no_grad;
   for (size_t b = 0; b < shards_.buckets().size(); ++b) {
-    for (const auto& shard : shards_.buckets()[b].shards) {
+    for (const auto& shard : shards_.buckets()[b].shards)
       if (shard.parameter == parameter && sums_.has_sum(b))
         segment(b).narrow(0, shard.at, shard.numel).zero_();
-    }
   }
 }
 
@@ -66,9 +64,8 @@ void ShardedGradient::zero_own_part(size_t parameter) {
 /// mean so far.
 void ShardedGradient::finished() {
   held_ = used_up_ = false;
-  for (const auto i : shards_.all_in_buckets()) {
+  for (const auto i : shards_.all_in_buckets())
     if (reducer_->used(position_[i])) sums_.set_used(i);
-  }
   reducer_->zero_grad(true);
   for (size_t b = 0; b < shards_.buckets().size(); ++b) {
     LocalOptimizer::set_gradients(shards_.buckets()[b], segment(b),
@@ -78,9 +75,8 @@ void ShardedGradient::finished() {
 }
 
 void ShardedGradient::show_placeholders() {
-  for (const auto i : shards_.all_in_buckets()) {
+  for (const auto i : shards_.all_in_buckets())
     if (placeholders_ && sums_.used(i)) placeholders_->show(position_[i]);
-  }
 }
 
 void ShardedGradient::average() {
@@ -108,10 +104,9 @@ void ShardedGradient::clear(bool set_to_none) {
     if (placeholders_) placeholders_->take_away();
     sums_.clear();
   }
-  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+  for (size_t b = 0; b < shards_.buckets().size(); ++b)
     if (set_to_none) LocalOptimizer::clear_gradients(shards_.buckets()[b]);
     else if (sums_.has_sum(b)) segment(b).zero_();
-  }
 }
 
 /// The program of this rank clears nothing, so gradients that a step has used are cleared as they

@@ -77,9 +77,8 @@ void StepGradient::require_local(const std::string& change) const {
 
 void StepGradient::reset() {
   averaged_ = false;
-  for (size_t b = 0; b < segments_.size(); ++b) {
+  for (size_t b = 0; b < segments_.size(); ++b)
     if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
-  }
 }
 
 void StepGradient::begin_update() {
@@ -92,9 +91,8 @@ void StepGradient::end_update() {
   if (!reducer_) return;
   reducer_->return_gradients();
   for (size_t b = 0; b < in_place_.size(); ++b) {
-    for (const auto& shard : shards_.buckets()[b].shards) {
+    for (const auto& shard : shards_.buckets()[b].shards)
       if (in_place_[b] && shard.numel > 0) reducer_->mark_overwritten(position_[shard.parameter]);
-    }
   }
 }
 
@@ -137,10 +135,9 @@ void StepGradient::average() {
   check_current();
   if (averaged_) return;
   if (reducer_) reducer_->collect();
-  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+  for (size_t b = 0; b < shards_.buckets().size(); ++b)
     if (reducer_) reduce_to_segment(b);
     else copy_from_caller(b);
-  }
   end_update();
   if (reducer_) generation_ = reducer_->generation();
   averaged_ = true;

@@ -132,9 +132,8 @@ TEST_F(Commit, AFolderThatDisappearsIsAnErrorOnAll) {
     if (rank == 0) writer.add_text("here", "");
     group.barrier();
     if (rank == 1) {
-      for (const auto& name : names_in(run_)) {
+      for (const auto& name : names_in(run_))
         if (store::is_partial_name(name)) fs::remove_all(run_ + "/" + name);
-      }
     }
     group.barrier();
     if (rank == 1) writer.add_text("gone", "");
@@ -183,10 +182,9 @@ TEST_F(Commit, AFailedPruningIsALineInTheLogAndNoError) {
                     HasSubstr(".step-00000001.partial-"), HasSubstr("Permission denied")));
   EXPECT_THAT(steps(), ::testing::ElementsAre(2));
   Checkpoint(run_ + "/step-00000002").verify();
-  for (const auto& name : names_in(run_)) {
+  for (const auto& name : names_in(run_))
     if (store::is_partial_name(name))
       fs::permissions(run_ + "/" + name + "/locked", fs::perms::owner_all);
-  }
 }
 
 TEST_F(Commit, AFolderWithoutWritePermissionIsAnError) {

@@ -47,9 +47,8 @@ class Damage : public StoreTest {
     uint64_t data = 0;
     for (const auto& entry : opened.entries()) data = std::max(data, entry.end);
     const size_t begin = fs::file_size(path_ + "/" + file) - data;
-    for (const auto& entry : opened.entries()) {
+    for (const auto& entry : opened.entries())
       if (at >= begin + entry.begin && at < begin + entry.end) return entry.name;
-    }
     return "";
   }
 

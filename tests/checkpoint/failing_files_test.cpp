@@ -126,9 +126,8 @@ TEST_F(FailingFiles, ASystemThatFailsOnceWhileReadingIsTriedAgain) {
   for (const char* how : {"EIO", "ESTALE", "EMFILE"}) {
     const long count = fail(how, 0, read);
     ASSERT_GE(count, 6) << how;
-    for (long at = 1; at <= count; ++at) {
+    for (long at = 1; at <= count; ++at)
       fail(how, at, [&] { EXPECT_EQ(error_of(read), "") << how << " at " << at; });
-    }
   }
 }
 
@@ -202,9 +201,8 @@ TEST_F(FailingFiles, WithoutLocksASecondRunLeavesTheFirstOnesFilesAndTheFirstNot
   writer.add_text("step.txt", "2");
   const auto partial = [&] {
     std::string found;
-    for (const auto& name : names_in(run_)) {
+    for (const auto& name : names_in(run_))
       if (store::is_partial_name(name)) found = run_ + "/" + name;
-    }
     return found;
   };
   const std::string mine = partial();

@@ -87,12 +87,11 @@ int64_t newest_step(const Folders& folders, int& killed_half_way) {
     const int64_t step = *store::step_of_name(fs::path(*latest).filename().string());
     ASSERT_NO_FATAL_FAILURE(expect_complete(*latest, group, step));
     for (const auto& text : group.all_gather_bytes("")) ASSERT_TRUE(text.empty());
-    for (const int64_t other : store::committed_steps(folders.of(0))) {
+    for (const int64_t other : store::committed_steps(folders.of(0)))
       if (other < step &&
           fs::exists(folders.of(folders.count() - 1) + "/" + store::step_name(other)))
         ASSERT_NO_FATAL_FAILURE(
             expect_complete(folder + "/" + store::step_name(other), group, other));
-    }
     if (rank == 0) {
       for (const auto& name : names_in(folder)) killed_half_way += store::is_partial_name(name);
       newest = step;

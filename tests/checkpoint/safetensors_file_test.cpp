@@ -25,9 +25,7 @@ class SafetensorsFiles : public testing::Test {
  protected:
   SafetensorsFiles() {
     std::string name = (fs::temp_directory_path() / "tessera-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) {
-      throw std::runtime_error("mkdtemp");
-    }
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
     folder_ = name;
   }
   ~SafetensorsFiles() override { fs::remove_all(folder_); }
@@ -37,9 +35,7 @@ class SafetensorsFiles : public testing::Test {
   std::string put(const std::string& name, const std::string& header,
                   const std::string& data) const {
     std::ofstream file(path(name), std::ios::binary);
-    for (size_t i = 0; i < 8; ++i) {
-      file.put(static_cast<char>(header.size() >> (8 * i) & 0xff));
-    }
+    for (size_t i = 0; i < 8; ++i) file.put(static_cast<char>(header.size() >> (8 * i) & 0xff));
     file << header << data;
     return path(name);
   }

@@ -55,9 +55,8 @@ TEST(SafetensorsHeader, ReadsWhatTheFormatAllows) {
 TEST(SafetensorsHeader, KnowsEveryDtypeOfTheFormat) {
   for (const char* name :
        {"BOOL", "U8",  "I8",  "I16", "U16",     "F16",     "BF16",    "I32",     "U32",     "F32",
-        "I64",  "U64", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}) {
+        "I64",  "U64", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"})
     EXPECT_GT(dtype_bits(name), 0) << name;
-  }
   EXPECT_EQ(dtype_bits("f32"), 0);
   EXPECT_EQ(parse(R"({"x":)" + entry("F4", "[2]", "[0,1]") + "}", 1).entries.size(), 1u);
 }
@@ -120,9 +119,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"deep_objects",
                 [] {
                   std::string text;
-                  for (int i = 0; i < 100'000; ++i) {
-                    text += R"({"a":)";
-                  }
+                  for (int i = 0; i < 100'000; ++i) text += R"({"a":)";
                   return text;
                 }(),
                 0, R"(unknown key "a")"}),

@@ -76,9 +76,8 @@ std::string mutated(std::string text, std::mt19937& random) {
         break;
       default:
         // Offsets and shapes consist of digits, so digits are changed most often.
-        if (const size_t digit = text.find_first_of("0123456789", at); digit != std::string::npos) {
+        if (const size_t digit = text.find_first_of("0123456789", at); digit != std::string::npos)
           text[digit] = static_cast<char>('0' + below(10));
-        }
     }
   }
   return text;

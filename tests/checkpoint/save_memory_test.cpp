@@ -69,9 +69,8 @@ std::string measured(const std::string& base) {
         peak_of(group, [&] { fsdp.save_sharded_state_dict(own); }),
         peak_of(group, [&] { fsdp.load_sharded_state_dict(own); }),
     };
-    if (rank == 0) {
+    if (rank == 0)
       for (const int64_t peak : peaks) text += std::to_string(peak) + " ";
-    }
   });
   return text;
 }

@@ -94,7 +94,8 @@ TEST_F(Store, ACheckpointWithNaNOrInfinityIsMarkedAndReplacesNoSoundOne) {
     EXPECT_EQ(Checkpoint(write(1, at::ones({4}))).unsound(), "");
     const Checkpoint bad(write(2, at::tensor({1.f, NAN, INFINITY, NAN})));
     const std::string text =
-        "optimizer-00001-of-00002.safetensors: weight/momentum: NaN in 2 and infinity in 1 of 4 "
+        "optimizer-00001-of-00002.safetensors: weight/momentum: NaN in 2 and infinity in 1 of "
+        "4 "
         "elements\n";
     EXPECT_EQ(bad.unsound(), text);
     EXPECT_EQ(bad.text("unsound.txt"), text);
@@ -117,15 +118,13 @@ TEST(FolderNames, OnlyExactNamesAreRecognized) {
   EXPECT_EQ(store::step_of_name("step-00000120"), 120);
   EXPECT_EQ(store::step_of_name("step-123456789012"), 123456789012);
   for (const char* name : {"step-120", "step-", "step-000000120", "step-0000012x", "step--0000012",
-                           "xstep-00000120", "step-00000120~", ""}) {
+                           "xstep-00000120", "step-00000120~", ""})
     EXPECT_EQ(store::step_of_name(name), std::nullopt) << name;
-  }
   EXPECT_TRUE(store::is_partial_name(store::partial_name(7)));
   EXPECT_NE(store::partial_name(7), store::partial_name(7));
   for (const char* name :
-       {".step-00000120", "step-00000120.partial-1", ".step-1.partial-1", ".partial-1", ""}) {
+       {".step-00000120", "step-00000120.partial-1", ".step-1.partial-1", ".partial-1", ""})
     EXPECT_FALSE(store::is_partial_name(name)) << name;
-  }
 }
 
 TEST_F(Store, TheLatestIsTheHighestCommittedStep) {

@@ -85,9 +85,8 @@ int64_t bytes_read() {
   std::ifstream io("/proc/self/io");
   std::string name;
   int64_t value = 0;
-  while (io >> name >> value) {
+  while (io >> name >> value)
     if (name == "rchar:") return value;
-  }
   ADD_FAILURE() << "/proc/self/io has no rchar";
   return 0;
 }

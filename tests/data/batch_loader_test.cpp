@@ -44,9 +44,7 @@ std::vector<int64_t> pair_of(int64_t iteration) { return {2 * iteration, 2 * ite
 
 template <class Condition>
 bool comes_true(const Condition& condition) {
-  for (int i = 0; i < 2000 && !condition(); ++i) {
-    std::this_thread::sleep_for(5ms);
-  }
+  for (int i = 0; i < 2000 && !condition(); ++i) std::this_thread::sleep_for(5ms);
   return condition();
 }
 
@@ -185,9 +183,7 @@ TEST(BatchLoader, ItsThreadsDoNotChangeTheCallersAutogradOrThreadSettings) {
   });
   {
     BatchLoader loader(looking, pair_of, 0, 8, {2, 2});
-    for (int i = 0; i < 8; ++i) {
-      loader.next();
-    }
+    for (int i = 0; i < 8; ++i) loader.next();
   }
   EXPECT_EQ(threads_there, std::set<int>{1});
   EXPECT_EQ(autograd_there, std::set<bool>{false});

@@ -17,19 +17,14 @@ using testing::thrown_by;
 /// An IDX file with this header, followed by `values`.
 std::string idx(const std::vector<uint32_t>& shape, const std::string& values, uint8_t type = 8) {
   std::string bytes{'\0', '\0', static_cast<char>(type), static_cast<char>(shape.size())};
-  for (const uint32_t size : shape) {
-    for (const int shift : {24, 16, 8, 0}) {
-      bytes += static_cast<char>(size >> shift & 0xff);
-    }
-  }
+  for (const uint32_t size : shape)
+    for (const int shift : {24, 16, 8, 0}) bytes += static_cast<char>(size >> shift & 0xff);
   return bytes + values;
 }
 
 std::string ramp(int count) {
   std::string values;
-  for (int i = 0; i < count; ++i) {
-    values += static_cast<char>(i);
-  }
+  for (int i = 0; i < count; ++i) values += static_cast<char>(i);
   return values;
 }
 

@@ -142,9 +142,7 @@ TEST_F(NpyFiles, RefusesHeadersThatNumPyDoesNotWrite) {
               HasSubstr("something follows"));
   EXPECT_THAT(header("{'descr"), HasSubstr("expected a quoted name"));
   std::string deep = "1";
-  for (int i = 0; i < 5000; ++i) {
-    deep += ", 1";
-  }
+  for (int i = 0; i < 5000; ++i) deep += ", 1";
   EXPECT_THAT(refused(npy("|u1", deep, "a")), HasSubstr("more than 32 dimensions"));
   const std::string long_header = npy_of("{" + std::string(70000, ' '), "ab", 2);
   EXPECT_THAT(refused(long_header),

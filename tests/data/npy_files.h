@@ -11,9 +11,8 @@ inline std::string npy_of(std::string dictionary, const std::string& values, int
   const size_t begin = version == 1 ? 10 : 12;
   dictionary += std::string((64 - (begin + dictionary.size() + 1) % 64) % 64, ' ') + '\n';
   std::string bytes = std::string("\x93NUMPY") + static_cast<char>(version) + '\0';
-  for (size_t i = 0; i < begin - 8; ++i) {
+  for (size_t i = 0; i < begin - 8; ++i)
     bytes += static_cast<char>(dictionary.size() >> (8 * i) & 0xff);
-  }
   return bytes + dictionary + values;
 }
 

@@ -35,9 +35,8 @@ class NpyMutations : public testing::FolderTest {
 
 TEST_F(NpyMutations, EveryTruncationIsRefused) {
   ASSERT_TRUE(read_or_refused(good_));
-  for (size_t size = 0; size < good_.size(); ++size) {
+  for (size_t size = 0; size < good_.size(); ++size)
     EXPECT_FALSE(read_or_refused(good_.substr(0, size))) << size;
-  }
 }
 
 TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
@@ -73,9 +72,7 @@ TEST_F(NpyMutations, ChangedHeadersAreReadOrRefused) {
     } catch (const UsageError& error) {
       EXPECT_EQ(std::string(error.what()).rfind("NpyDataset: m.npy: ", 0), 0u) << error.what();
     }
-    if (i % 100 == 0) {
-      read_or_refused(bytes);
-    }
+    if (i % 100 == 0) read_or_refused(bytes);
   }
   EXPECT_GT(read, 0);
   EXPECT_LT(read, 15000);

@@ -35,9 +35,7 @@ TEST(Sampler, ShuffledVisitsEverySampleOnceInEachEpoch) {
       EXPECT_LT(*seen.rbegin(), size);
       orders.insert(order);
     }
-    if (size > 3) {
-      EXPECT_EQ(orders.size(), 4u) << "two epochs have the same order";
-    }
+    if (size > 3) EXPECT_EQ(orders.size(), 4u) << "two epochs have the same order";
   }
   EXPECT_NE(Sampler(100, SampleOrder::shuffled, 1).samples(0, 100),
             Sampler(100, SampleOrder::shuffled, 2).samples(0, 100));
@@ -64,16 +62,10 @@ TEST(Permutation, IsABijectionForEverySizeAndSpreadsEvenly) {
   }
   // Over many keys, each of 16 elements is mapped to each place about equally often.
   int counts[16][16] = {};
-  for (uint64_t key = 0; key < 4000; ++key) {
-    for (uint64_t i = 0; i < 16; ++i) {
-      ++counts[i][permuted_index(i, 16, mix_bits(key))];
-    }
-  }
-  for (const auto& row : counts) {
-    for (const int count : row) {
-      EXPECT_NEAR(count, 250, 100);
-    }
-  }
+  for (uint64_t key = 0; key < 4000; ++key)
+    for (uint64_t i = 0; i < 16; ++i) ++counts[i][permuted_index(i, 16, mix_bits(key))];
+  for (const auto& row : counts)
+    for (const int count : row) EXPECT_NEAR(count, 250, 100);
 }
 
 TEST(Sampler, ALoadedStateContinuesAtItsPosition) {

@@ -33,9 +33,7 @@ class Sources : public testing::FolderTest {
 
   static std::string text(const Tokens& tokens) {
     std::string result;
-    for (int64_t i = 0; i < tokens.size(); ++i) {
-      result += static_cast<char>(tokens[i]);
-    }
+    for (int64_t i = 0; i < tokens.size(); ++i) result += static_cast<char>(tokens[i]);
     return result;
   }
 };
@@ -174,9 +172,7 @@ TEST(TokensTest, JoinedTokensAreReadAcrossTheirParts) {
       const Tokens part = all.slice(begin, count, "part");
       EXPECT_TRUE(at::equal(part.tensor(), at::arange(begin, begin + count)))
           << begin << " " << count;
-      for (int64_t i = 0; i < count; ++i) {
-        EXPECT_EQ(part[i], begin + i);
-      }
+      for (int64_t i = 0; i < count; ++i) EXPECT_EQ(part[i], begin + i);
     }
   }
   EXPECT_EQ(thrown_by([&] { all.require_below(6); }),

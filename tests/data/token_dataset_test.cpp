@@ -62,9 +62,7 @@ TEST(TokenDataset, LargeSampleNumbersDoNotOverflow) {
   const TokenDataset dataset(first_numbers(100), 7, true);
   // 2^61 mod 99 by repeated doubling.
   int64_t residue = 1;
-  for (int i = 0; i < 61; ++i) {
-    residue = residue * 2 % 99;
-  }
+  for (int i = 0; i < 61; ++i) residue = residue * 2 % 99;
   EXPECT_EQ(dataset.get({int64_t{1} << 61}).inputs[0][0].item<int64_t>(), residue * 7 % 99);
 }
 
@@ -81,9 +79,8 @@ TEST(TokenDataset, AnEpochVisitsEveryWindowOnce) {
 
 TEST(TokenDataset, SequencesLongerThanHalfTheTextWrapOften) {
   const TokenDataset dataset(first_numbers(4), 3, true);
-  for (int64_t sample = 0; sample < 9; ++sample) {
+  for (int64_t sample = 0; sample < 9; ++sample)
     EXPECT_TRUE(at::equal(dataset.get({sample}).inputs[0], (at::arange(3) + sample * 3) % 3));
-  }
 }
 
 TEST(TokenDataset, NoSamplesGiveNoRowsAndFaultyArgumentsAreRefused) {

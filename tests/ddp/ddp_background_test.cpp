@@ -44,10 +44,9 @@ TEST(DdpBackground, TrainsBitByBitAsABackwardThatWaits) {
 }
 
 TEST(DdpBackground, TrainsBitByBitWithRoundedGradients) {
-  for (const auto& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}}) {
+  for (const auto& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}})
     for (const auto format : {WireFormat::bfloat16, WireFormat::int8})
       expect_same_training(hosts, adamw, {.wire = {.gradients = format}});
-  }
 }
 
 /// Rank 1 begins its backward when rank 0's has returned.

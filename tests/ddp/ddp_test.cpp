@@ -107,10 +107,9 @@ TEST_P(Ddp, NoSyncAccumulatesWithoutTraffic) {
       EXPECT_EQ(group.stats().calls(), before);
     }
     loss_of(ddp(rows(1, rank, 2))).backward();
-    for (size_t i = 0; i < net->parameters().size(); ++i) {
+    for (size_t i = 0; i < net->parameters().size(); ++i)
       EXPECT_TRUE(
           at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7));
-    }
   });
 }
 
@@ -213,11 +212,10 @@ TEST(DdpBehaviour, GradientsOfANoSyncPassAreReducedEvenIfTheLastPassDoesNotUseTh
     }
     loss_of(torch::tanh(net->second(rows(1, rank, 2)))).backward();
     (loss_of(plain(rows(0))) + loss_of(torch::tanh(plain->second(rows(1))))).backward();
-    for (size_t i = 0; i < net->parameters().size(); ++i) {
+    for (size_t i = 0; i < net->parameters().size(); ++i)
       EXPECT_TRUE(
           at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-7))
           << i;
-    }
   });
 }
 
@@ -289,10 +287,9 @@ TEST(DdpBehaviour, CompressionHooksHalveTheBytesAndApproximateTheMean) {
       for (const auto& p : net->parameters()) numel += p.numel();
       EXPECT_EQ(group.stats().all_reduce.bytes_sent, numel * 2);
       loss_of(exact(rows(0))).backward();
-      for (size_t i = 0; i < net->parameters().size(); ++i) {
+      for (size_t i = 0; i < net->parameters().size(); ++i)
         EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), exact->parameters()[i].grad(),
                                  bf16 ? 2e-2 : 2e-3, 1e-3));
-      }
     });
   }
 }

@@ -352,10 +352,9 @@ TEST(StepInBackground, ALostRankEndsTheNextForward) {
       2,
       [&](ProcessGroup group, int rank) {
         Warm warm(group, true);
-        if (rank == 1) {
+        if (rank == 1)
           warm.net->second->weight.register_hook(
               [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("rank 1 ends"); });
-        }
         warm.backward(1);
         warm.step();
         EXPECT_THROW(warm.backward(2), BrokenWorldError);

@@ -93,11 +93,10 @@ TEST(DeferredWrappers, AParameterThatCannotBeComputedIsAnErrorOnEveryRank) {
   for (const auto training : {&with_fsdp, &with_zero, &with_ddp}) {
     const auto errors = run_ranks_catching(2, [training](ProcessGroup group, int rank) {
       auto net = make_net(true, rank);
-      if (rank == 0) {
+      if (rank == 0)
         ASSERT_TRUE(detail::load_later(net->hidden->weight, [](const at::Tensor&) {
           throw Error("the file has become shorter");
         }));
-      }
       training(net, group, rank);
     });
     for (const auto& error : errors) EXPECT_TRUE(error);

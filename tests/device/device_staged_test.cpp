@@ -135,10 +135,9 @@ TEST(StagedDevice, DisagreementsAndFailuresAreErrorsBeforeDataMoves) {
     expect_error<UsageError>("no data was moved", [&] { group.all_reduce_async(x).wait(); });
     const auto mixed = groups.rank() == 0 ? x : x.cpu();
     expect_error<UsageError>("on the device", [&] { group.broadcast(mixed.narrow(0, 0, 4), 0); });
-    if (devices() > 1) {
+    if (devices() > 1)
       expect_error<UsageError>("expected one device for each rank",
                                [&] { group.all_reduce(torch::ones({4}, device(1))); });
-    }
     auto ones = torch::ones({3}, device());
     group.all_reduce(ones);
     expect(ones.cpu()[0].item<float>() == 2, "a later sum");

@@ -145,7 +145,8 @@ TEST(DeviceTransport, AsynchronousCollectivesRunBesideTheComputeStream) {
   expect_success(2, [](Groups& groups) {
     auto group = groups.device(), signals = groups.cpu();
     const auto x = torch::full({64}, 2.f, device());
-    // The first collective connects the ranks, and CUDA may load a kernel when it is first used.
+    // The first collective connects the ranks, and CUDA may load a kernel when it is first
+    // used.
     group.all_reduce(torch::ones({64}, device()) * 3);
     (x + x).cpu();
     if (groups.rank() == 1) signals.barrier();

@@ -56,19 +56,17 @@ struct State {
   /// All tensors but those of `archive`, by name.
   std::map<std::string, at::Tensor> tensors() const {
     auto result = on_the_cpu();
-    for (const auto& slice : slices) {
+    for (const auto& slice : slices)
       for (const auto& [key, tensor] : slice.state.tensors)
         result["slice " + slice.parameter + " " + key] = tensor;
-    }
     return result;
   }
   std::map<std::string, at::Tensor> on_the_cpu() const {
     std::map<std::string, at::Tensor> result;
     for (const auto& [name, tensor] : model) result["model " + name] = tensor;
-    for (const auto& [name, state] : optimizer.state) {
+    for (const auto& [name, state] : optimizer.state)
       for (const auto& [key, tensor] : state.tensors)
         result["optimizer " + name + " " + key] = tensor;
-    }
     for (const auto& [name, tensor] : outer) result["outer " + name] = tensor;
     return result;
   }

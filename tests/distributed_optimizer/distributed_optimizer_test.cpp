@@ -226,8 +226,8 @@ TEST(DistributedOptimizerTest, APackIsOneCollectiveAndAddsNoBytes) {
     Many net;
     uint64_t numel = 0;
     for (const auto& weight : net->weights) numel += weight.numel();
-    // The gradients arrive as w21 … w10, with 64, 60, … 20 bytes. After the first 8 there are 32,
-    // 28, 24 and 20 bytes.
+    // The gradients arrive as w21 … w10, with 64, 60, … 20 bytes. After the first 8 there are
+    // 32, 28, 24 and 20 bytes.
     DistributedOptimizer optimizer(
         *net, group, sgd(0.01),
         {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 59});

@@ -20,9 +20,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 /// The number of values after which training stops; -1 if it does not stop.
 int stops_after(EarlyStopOptions options, const std::vector<double>& values) {
   EarlyStop stop(options);
-  for (size_t i = 0; i < values.size(); ++i) {
+  for (size_t i = 0; i < values.size(); ++i)
     if (stop.observe(values[i])) return static_cast<int>(i) + 1;
-  }
   return -1;
 }
 

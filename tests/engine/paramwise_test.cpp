@@ -50,10 +50,9 @@ std::map<std::string, double> option_by_name(const torch::nn::Module& module,
                                              const ParamwiseOptions& options,
                                              const std::string& option) {
   std::map<std::string, double> result;
-  for (const auto& group : paramwise_groups(module, options, kBase)) {
+  for (const auto& group : paramwise_groups(module, options, kBase))
     for (const auto& [name, tensor] : group.parameters)
       EXPECT_TRUE(result.emplace(name, number(group.options, option)).second) << name;
-  }
   return result;
 }
 

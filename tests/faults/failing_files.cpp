@@ -60,10 +60,9 @@ void set(const char* under, const char* how, long at, bool all_threads) {
   plan.at = at;
   plan.all_threads = all_threads;
   plan.count = 0;
-  for (const auto& known : kHow) {
+  for (const auto& known : kHow)
     if (std::strncmp(known.name, how, length - plan.later) == 0 && !known.name[length - plan.later])
       plan.how = &known;
-  }
 }
 
 void lack(const char* what) {

@@ -563,10 +563,9 @@ class Campaign {
 int main(int argc, char** argv) {
   long most = 1'000'000;
   std::vector<std::string> words;
-  for (int i = 1; i < argc; ++i) {
+  for (int i = 1; i < argc; ++i)
     if (std::string(argv[i]) == "--most" && i + 1 < argc) most = std::atol(argv[++i]);
     else words.emplace_back(argv[i]);
-  }
   at::set_num_threads(1);
   std::string base = (fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path().string()) +
                      "/tessera-files-XXXXXX";

@@ -57,9 +57,7 @@ TEST(FsdpCounts, GathersAndReductionsOfAStep) {
           EXPECT_LE(fsdp.stats().peak_gradient_bytes,
                     3 * 12 * 4);  // one is filled while two are reduced
           EXPECT_EQ(fsdp.stats().gathered_bytes, 0);
-          if (prefetch == BackwardPrefetch::pre) {
-            EXPECT_GE(fsdp.stats().prefetches, 6u);
-          }
+          if (prefetch == BackwardPrefetch::pre) EXPECT_GE(fsdp.stats().prefetches, 6u);
         }
         torch::NoGradGuard evaluating;
         fsdp(rows(0));
@@ -99,8 +97,8 @@ TEST(FsdpCounts, WithinTheBudgetTheUnitsUsedSoonestStay) {
       step(fsdp, optimizer, rows(i, rank, 2));
       EXPECT_LE(fsdp.stats().peak_gathered_bytes, options.resident_bytes);
     }
-    // Of six units four stay. By Belady's rule two are gathered again, but backward does not use
-    // the weight of the first.
+    // Of six units four stay. By Belady's rule two are gathered again, but backward does not
+    // use the weight of the first.
     EXPECT_EQ(fsdp.stats().gathers_forward, 6u);
     EXPECT_EQ(fsdp.stats().gathers_backward, 1u);
   });
@@ -304,9 +302,8 @@ TEST(FsdpCounts, FrozenParametersAreNeitherReducedNorGivenGradients) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Chain>(1), plain = seeded<Chain>(1);
     for (auto* each : {&net, &plain}) {
-      for (int i = 1; i < 4; ++i) {
+      for (int i = 1; i < 4; ++i)
         for (auto p : (*each)->list[i]->parameters()) p.requires_grad_(false);
-      }
       (*each)->head->bias.requires_grad_(false);
     }
     FullyShardedDataParallel fsdp(net, group, every_leaf());
@@ -492,11 +489,10 @@ TEST(FsdpStrategies, NoneAndHybridEqualThePlainModel) {
         ASSERT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-5, 1e-6)) << name;
       const auto state = fsdp.optim_state_dict(*optimizer, -1);
       const auto expected = state_dict(*reference, named_parameters(*plain));
-      for (const auto& [name, entry] : expected.state) {
+      for (const auto& [name, entry] : expected.state)
         for (const auto& [key, tensor] : entry.tensors)
           ASSERT_TRUE(at::allclose(state.state.at(name).tensors.at(key), tensor, 1e-4, 1e-7))
               << name << " " << key;
-      }
       int64_t held = 0;
       for (const auto& p : plain->parameters()) held += p.numel() * 4;
       if (strategy == ShardingStrategy::no_shard) {

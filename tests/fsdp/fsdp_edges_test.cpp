@@ -166,12 +166,11 @@ TEST(FsdpForward, ThatCannotBeginOrEndLeavesTheAutocastCacheAsItWas) {
                                     {.sharding_strategy = ShardingStrategy::shard_grad_op});
       at::autocast::set_autocast_cache_enabled(true);
       if (!at_end) fsdp(rows(0));
-      if (rank == 1 && at_end) {
+      if (rank == 1 && at_end)
         fsdp.call([&](auto& module) {
           module->forward(rows(0));
           group.barrier();
         });
-      }
       if (rank == 1) group.barrier();
       const auto restored = c10::make_scope_exit([] {
         EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());

@@ -321,9 +321,8 @@ struct AlternatingImpl : torch::nn::Module {
     head = register_module("head", torch::nn::Linear(3, 2));
   }
   torch::Tensor forward(torch::Tensor x) {
-    for (int i = 0; i < length; ++i) {
+    for (int i = 0; i < length; ++i)
       for (const auto& cell : *cells) x = torch::tanh(cell->as<torch::nn::Linear>()->forward(x));
-    }
     return head(x);
   }
   int length = 1;

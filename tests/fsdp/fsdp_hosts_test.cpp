@@ -153,8 +153,8 @@ TEST(FsdpLanes, TheNextTwoUnitsAreGatheredWhileOneComputes) {
       loss_of(fsdp(rows(step, rank, 4))).backward();
       optimizer.step();
     }
-    // Three units fit. Of the six, two are gathered again: backward does not use the first one's
-    // weight, because the input needs no gradient.
+    // Three units fit. Of the six, two are gathered again: backward does not use the first
+    // one's weight, because the input needs no gradient.
     const int64_t layer = 4 * (160 * 160 + 160);
     EXPECT_EQ(fsdp.stats().peak_gathered_bytes, 3 * layer);
     EXPECT_EQ(fsdp.stats().gathers_forward, 6U);
@@ -193,9 +193,8 @@ TEST(FsdpLanes, ARankWithAnotherCollectiveIsNoticedAtOnce) {
   auto whole = every_leaf();
   whole.sharding_strategy = ShardingStrategy::shard_grad_op;
   for (const auto& options : {every_leaf(), whole, Options()}) {
-    for (const int last : {1, 2}) {
+    for (const int last : {1, 2})
       for (const bool before_forward : {false, true}) expect_notice(options, last, before_forward);
-    }
   }
 }
 

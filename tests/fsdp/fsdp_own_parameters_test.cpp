@@ -334,10 +334,9 @@ TEST(FsdpShardNorms, ClippingByTheInfinityNormOfOneRankIsRefused) {
     FullyShardedDataParallel fsdp(net, group, {.partition = Partition::flat});
     loss_of(fsdp(rows(0, rank, 2))).backward();
     std::vector<at::Tensor> not_empty;  // libtorch has no maximum of an empty gradient
-    for (auto& shard : fsdp.parameters()) {
+    for (auto& shard : fsdp.parameters())
       if (shard.numel() > 0) not_empty.push_back(shard);
       else shard.mutable_grad() = at::Tensor();
-    }
     EXPECT_THAT(thrown_by([&] {
                   torch::nn::utils::clip_grad_norm_(not_empty, 1,
                                                     std::numeric_limits<double>::infinity());
@@ -351,9 +350,8 @@ TEST(FsdpShardNorms, ANormAndAnUpdateForEachParameterIsAllowed) {
     auto net = seeded<Chain>(1);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
     loss_of(fsdp(rows(0, rank, 2))).backward();
-    for (int round = 0; round < 2; ++round) {
+    for (int round = 0; round < 2; ++round)
       for (const auto& shard : fsdp.parameters()) shard.grad().mul_(1 / (shard.grad().norm() + 1));
-    }
     for (const auto& shard : fsdp.parameters()) shard.grad().norm();
     for (const auto& shard : fsdp.parameters()) shard.grad().mul_(0.5);  // a loss scale
   });

@@ -118,9 +118,7 @@ void expect_parity(const Trial<Net>& trial, const Setting& setting, Call call_mo
               ASSERT_TRUE(at::allclose(state[key], value, 1e-5, 1e-5))
                   << key << " " << name << " world " << world << " off by "
                   << (state[key] - value).abs().max();
-              if (world == 1) {
-                ASSERT_TRUE(at::equal(state[key], value)) << key;
-              }
+              if (world == 1) ASSERT_TRUE(at::equal(state[key], value)) << key;
             }
             ASSERT_EQ(state.size(), fsdp.named_parameters().size() + net->buffers().size());
             if (world > 1) {

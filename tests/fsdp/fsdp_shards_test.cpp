@@ -74,9 +74,8 @@ TEST(FsdpShards, TheFirstReplicaHasEveryTrainableElementOnce) {
         replicas[rank / size].add_values(fsdp.shards());
       });
       EXPECT_GE(first, 1);
-      for (auto& replica : replicas) {
+      for (auto& replica : replicas)
         if (!replica.empty()) replica.expect_equal(expected);
-      }
       EXPECT_FALSE(replicas[0].empty());
     }
   }

@@ -345,10 +345,9 @@ TEST_F(FsdpState, ATiedWeightIsReadUnderAnyOfItsNames) {
           FullyShardedDataParallel fsdp(net, group, options);
           if (file) fsdp.load_state_dict(path(std::to_string(i)));
           else fsdp.load_state_dict(weights(files[i], 8));
-          for (const auto& [name, tensor] : fsdp.state_dict(-1)) {
+          for (const auto& [name, tensor] : fsdp.state_dict(-1))
             if (name == "a.weight" || name == "b.tied")
               EXPECT_TRUE(at::equal(tensor.view(-1), at::arange(9, at::kFloat))) << name;
-          }
         }
       });
     }
@@ -369,10 +368,9 @@ TEST_F(FsdpState, ABufferThatIsANegativeViewIsSavedWithItsValues) {
     ASSERT_TRUE(net->mean.is_neg());
     FullyShardedDataParallel<std::shared_ptr<WithBuffer>> fsdp(net, group);
     fsdp.save_state_dict(path("w.safetensors"));
-    if (rank == 0) {
+    if (rank == 0)
       EXPECT_TRUE(at::equal(SafetensorsFile(path("w.safetensors")).load("mean"),
                             torch::tensor({-1.0f, -2.0f})));
-    }
   });
 }
 

@@ -255,9 +255,8 @@ TEST(FsdpUnusual, ZeroGradDropsGradientsThatNoSyncHasKept) {
       loss_of(plain(rows(0))).backward();
       expect_gradients_of(plain, fsdp, "world " + std::to_string(world));
       fsdp.zero_grad(false);
-      for (const auto& shard : fsdp.parameters()) {
+      for (const auto& shard : fsdp.parameters())
         if (shard.numel() > 0) EXPECT_EQ(shard.grad().abs().sum().item<float>(), 0);
-      }
     });
   }
 }
@@ -305,9 +304,8 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
       EXPECT_EQ(norm->weight.scalar_type(), at::kFloat);
       EXPECT_EQ(norm->running_mean.scalar_type(), at::kFloat);
       EXPECT_GT(norm->running_mean.abs().sum().item<float>(), 0);
-      for (const auto& [name, shard] : fsdp.named_parameters()) {
+      for (const auto& [name, shard] : fsdp.named_parameters())
         if (shard.numel() > 0) EXPECT_TRUE(shard.grad().defined()) << name;
-      }
       auto both = leaves_in_bf16();
       both.mixed_precision.buffer_dtype = at::kBFloat16;
       torch::nn::Sequential small(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));

@@ -296,9 +296,8 @@ TEST(FsdpMixedPrecision, ComputesInBfloat16AndKeepsFloat32) {
       EXPECT_EQ(one_unit.stats().peak_gathered_bytes, 68 * 2);
       EXPECT_EQ(one_unit.stats().peak_gradient_bytes, 68 * 4);
       step(fsdp, optimizer, rows(9, rank, world));
-      for (const auto& p : fsdp.parameters()) {
+      for (const auto& p : fsdp.parameters())
         if (p.numel() > 0) EXPECT_TRUE(p.grad().defined());
-      }
     });
   }
 }

@@ -110,12 +110,11 @@ TEST(FsdpUserGradients, AGradientThatIsSetOnAShardCounts) {
 TEST(FsdpUserGradients, HooksOfAShardGetTheGradientOfEachBackwardAndMayReplaceIt) {
   expect_as_plain([](auto&& loss, const std::vector<at::Tensor>& parameters) {
     std::vector<int> calls(parameters.size(), 0);
-    for (size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t i = 0; i < parameters.size(); ++i)
       parameters[i].register_hook([&calls, i](at::Tensor gradient) {
         ++calls[i];
         return gradient.clamp(-0.02, 0.01);
       });
-    }
     parameters[0].register_hook([](at::Tensor gradient) { return gradient * 3; });
     parameters[1].register_hook([](const at::Tensor&) {});
     auto optimizer = momentum(parameters);
@@ -135,9 +134,8 @@ TEST(FsdpUserGradients, ABackwardThatThrowsKeepsTheGradientsOfTheOnesBefore) {
       Chain net = seeded<Chain>(1, 3);
       Wrapped fsdp(net, group, every_leaf());
       const auto shards = fsdp.parameters();
-      for (const auto& shard : shards) {
+      for (const auto& shard : shards)
         if (hooked) shard.register_hook([](const at::Tensor&) {});
-      }
       loss_of(fsdp(rows(0, rank, 2))).backward();
       auto x = rows(1, rank, 2).set_requires_grad(true);
       x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });

@@ -194,10 +194,9 @@ TEST(FsdpWhole, WeightsAndStateGoToOtherWorldsAndThePlainOptimizer) {
     RowScaled alone(again->parameters());
     load_state_dict(alone, named_parameters(*again), saved);
     const auto back = state_dict(alone, named_parameters(*again));
-    for (const auto& [name, state] : saved.state) {
+    for (const auto& [name, state] : saved.state)
       for (const auto& [key, tensor] : state.tensors)
         EXPECT_TRUE(at::equal(back.state.at(name).tensors.at(key), tensor)) << name << " " << key;
-    }
   }
 }
 
@@ -220,7 +219,7 @@ TEST(FsdpWhole, LbfgsRunsWithNoShard) {
       FullyShardedDataParallel fsdp(seeded<Chain>(1), group, sharding);
       torch::optim::LBFGS optimizer(fsdp.parameters(), options);
       fsdp.check_optimizer(optimizer);
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < 3; ++i)
         optimizer.step([&] {
           optimizer.zero_grad();
           auto loss = loss_of(fsdp(rows(i, rank, world)));
@@ -229,7 +228,6 @@ TEST(FsdpWhole, LbfgsRunsWithNoShard) {
           group.all_reduce(loss, 1.0 / world);
           return loss;
         });
-      }
       const auto parameters = plain->named_parameters();
       for (auto& [name, value] : fsdp.state_dict(-1))
         EXPECT_TRUE(at::allclose(value, parameters[name], 1e-4, 1e-5))

@@ -22,10 +22,9 @@ TEST(JoinEvent, EveryKindIsReadAsItWasWritten) {
                                          GradientsReduced{0, 0, {}},
                                          BackwardEnds{true},
                                          BackwardEnds{false}};
-  for (size_t i = 0; i < events.size(); ++i) {
+  for (size_t i = 0; i < events.size(); ++i)
     for (size_t j = 0; j < events.size(); ++j)
       EXPECT_EQ(event_from_bytes(to_bytes(events[i])) == events[j], i == j) << i << " " << j;
-  }
 }
 
 TEST(JoinEvent, AnUnknownKindIsAnError) {

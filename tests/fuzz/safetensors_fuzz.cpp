@@ -14,9 +14,7 @@ namespace st = tessera::safetensors;
 namespace {
 
 void require(bool condition) {
-  if (!condition) {
-    std::abort();
-  }
+  if (!condition) std::abort();
 }
 
 void check(const st::Header& header, uint64_t data_bytes) {
@@ -38,9 +36,7 @@ void check(const st::Header& header, uint64_t data_bytes) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  if (size < st::kSizeBytes) {
-    return 0;
-  }
+  if (size < st::kSizeBytes) return 0;
   unsigned char prefix[st::kSizeBytes];
   std::memcpy(prefix, data, sizeof prefix);
   try {

@@ -243,9 +243,8 @@ void done(Held& held) {
   held.world->barrier();
   std::ifstream statistics("/proc/self/status");
   std::string peak;
-  for (std::string line; std::getline(statistics, line);) {
+  for (std::string line; std::getline(statistics, line);)
     if (line.starts_with("VmRSS")) peak = line;
-  }
   std::printf("done %d on %s %s\n", held.world->rank(), held.world->backend_name().c_str(),
               peak.c_str());
   std::fflush(stdout);

@@ -53,9 +53,8 @@ struct Points : Dataset {
   std::string describe() const override { return "points"; }
   __attribute__((noinline)) Batch get(const std::vector<int64_t>& samples) const override {
     const bool mine = hangs_on(options.rank);
-    for (const auto sample : samples) {
+    for (const auto sample : samples)
       while (mine && sample == options.sample) sleep_for_seconds(1);
-    }
     const auto x = torch::tensor(samples, torch::kFloat).sin().unsqueeze(1);
     return {x, 2 * x, {}};
   }
@@ -84,9 +83,8 @@ struct LineImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     for (double slept = 0; slept < options.slow; slept += 0.01) sleep_for_seconds(0.01);
     const bool mine = hangs_on(options.rank);
-    if (torch::GradMode::is_enabled() && mine && calls++ == options.step) {
+    if (torch::GradMode::is_enabled() && mine && calls++ == options.step)
       options.how == "spin" ? spin_for_ever() : spin_without_memory();
-    }
     return x.matmul(weight);
   }
   Options options;

@@ -57,9 +57,8 @@ void train(const Words& words) {
 int64_t peak_kib() {
   std::ifstream status("/proc/self/status");
   int64_t peak = 0;
-  for (std::string line; std::getline(status, line);) {
+  for (std::string line; std::getline(status, line);)
     if (line.rfind("VmHWM:", 0) == 0) peak = std::stoll(line.substr(6));
-  }
   std::ofstream("/proc/self/clear_refs") << "5";
   return peak;
 }

@@ -260,10 +260,9 @@ TEST(JoinFsdp, AllRanksAgreeWithMixedPrecisionAndFrozenParameters) {
     results[rank] = loop.parameters();
     EXPECT_EQ(loop.fsdp->stats().reductions, 5 * 4u);
   });
-  for (int rank = 1; rank < 3; ++rank) {
+  for (int rank = 1; rank < 3; ++rank)
     for (size_t i = 0; i < results[0].size(); ++i)
       EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
-  }
 }
 
 TEST(JoinFsdp, GradientsInEvaluationModeHaveFullPrecisionOnAllRanks) {

@@ -112,7 +112,8 @@ TEST(Join, AllRanksGetTheBuffersAndParametersOfTheLastActiveRank) {
         net->weight.mutable_grad() = at::Tensor();
         net->mean.fill_(10 * rank + step);
         auto y = ddp(torch::ones({2}));
-        // The buffers come from rank 0 while it has data, then from rank 1, then from rank 2.
+        // The buffers come from rank 0 while it has data, then from rank 1, then from
+        // rank 2.
         EXPECT_EQ(net->mean[0].item<float>(), 10 * step + step) << "rank " << rank;
         y.sum().backward();
         torch::NoGradGuard no_grad;

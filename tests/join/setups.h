@@ -31,10 +31,9 @@ inline std::vector<at::Tensor> reference(const Batches& batches, bool divide_by_
   auto optimizer = adamw(net->parameters());
   for (int step = 0; step < longest(batches); ++step) {
     std::vector<at::Tensor> losses;
-    for (size_t rank = 0; rank < batches.size(); ++rank) {
+    for (size_t rank = 0; rank < batches.size(); ++rank)
       if (step < batches[rank])
         losses.push_back(loss_of(net(own_rows(step, static_cast<int>(rank)))));
-    }
     const auto divisor = static_cast<double>(divide_by_world ? batches.size() : losses.size());
     optimizer->zero_grad();
     (at::stack(losses).sum() / divisor).backward();

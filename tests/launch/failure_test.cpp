@@ -281,9 +281,8 @@ TEST(Failure, RestartsStartAllRanksAgain) {
                              kWaitForAll + "[ $TORCHELASTIC_RESTART_COUNT = 2 ] || exit 4",
                          {"--max-restarts=3"}));
   EXPECT_EQ(run.finish(), 0);
-  for (const char* attempt : {"0", "1", "2"}) {
+  for (const char* attempt : {"0", "1", "2"})
     EXPECT_EQ(occurrences(run.out(), std::string("attempt=") + attempt + " of 3"), 2);
-  }
   EXPECT_EQ(occurrences(run.out(), "attempt=3"), 0);
   EXPECT_THAT(run.err(), HasSubstr("restart 1 of 3, because rank"));
   EXPECT_TRUE(run.tmp().empty());
@@ -293,9 +292,8 @@ TEST(Failure, RestartsWaitLongerEachTimeAndAreLimitedPerHour) {
   Launched run(
       run_shell(1, "exit 7", {"--max-restarts=9", "--restart-delay=0.2", "--restarts-per-hour=3"}));
   EXPECT_EQ(run.finish(), 7);
-  for (const char* wait : {"waiting 0.2 s", "waiting 0.4 s", "waiting 0.8 s"}) {
+  for (const char* wait : {"waiting 0.2 s", "waiting 0.4 s", "waiting 0.8 s"})
     EXPECT_EQ(occurrences(run.err(), wait), 1) << run.err();
-  }
   EXPECT_GT(run.seconds(), 1.4);
   EXPECT_THAT(run.err(), HasSubstr("no restart: 3 in the last hour (--restarts-per-hour)"));
 }

@@ -121,9 +121,8 @@ bool Launched::read_more(double until) {
   pollfd polled[] = {{out_fd_, POLLIN, 0}, {err_fd_, POLLIN, 0}};
   if (out_fd_ < 0 && err_fd_ < 0) return false;
   const double left = until - now();
-  if (left <= 0 || poll(polled, 2, static_cast<int>(left * 1000) + 1) <= 0) {
+  if (left <= 0 || poll(polled, 2, static_cast<int>(left * 1000) + 1) <= 0)
     throw std::runtime_error("time-out; output: " + out_ + "; errors: " + err_);
-  }
   const auto take = [](int& fd, std::string& text) {
     char buffer[65536];
     const ssize_t got = read(fd, buffer, sizeof buffer);
@@ -141,17 +140,15 @@ bool Launched::read_more(double until) {
 
 void Launched::wait_for(const std::string& text, int times) {
   const double until = now() + kBound;
-  while (occurrences(out_, text) + occurrences(err_, text) < times) {
+  while (occurrences(out_, text) + occurrences(err_, text) < times)
     if (!read_more(until))
       throw std::runtime_error("ended without '" + text + "': " + out_ + "; errors: " + err_);
-  }
 }
 
 std::vector<pid_t> Launched::pids() const {
   std::vector<pid_t> result;
-  for (size_t at = 0; (at = out_.find("pid=", at)) != std::string::npos; at += 4) {
+  for (size_t at = 0; (at = out_.find("pid=", at)) != std::string::npos; at += 4)
     result.push_back(std::atoi(out_.c_str() + at + 4));
-  }
   return result;
 }
 

@@ -44,9 +44,8 @@ TEST(LaunchOptionsTest, StreamChoices) {
   EXPECT_EQ(some.of(0), kBothStreams);
   EXPECT_EQ(some.of(1), kNoStream);
   EXPECT_EQ(some.of(2), kStdout);
-  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2", "0:3,0:1"}) {
+  for (const char* bad : {"", "4", "0:4", "0:", ":1", "0:1,", "a", "0:1,2", "0:3,0:1"})
     EXPECT_THROW(parse_streams("--tee", bad), UsageError) << bad;
-  }
 }
 
 TEST(LaunchOptionsTest, ALocalRankThatIsGivenTwiceIsAnError) {

@@ -33,9 +33,8 @@ TEST(Run, TheRendezvousFolderIsCommonPrivateAndRemoved) {
       run_shell(2, "stat -c 'dir=%a:%n;' $TESSERA_RENDEZVOUS; echo x >$TESSERA_RENDEZVOUS/$RANK"));
   EXPECT_EQ(run.finish(), 0);
   std::set<std::string> folders;
-  for (size_t at = 0; (at = run.out().find("dir=", at)) != std::string::npos; ++at) {
+  for (size_t at = 0; (at = run.out().find("dir=", at)) != std::string::npos; ++at)
     folders.insert(run.out().substr(at, run.out().find(';', at) - at));
-  }
   ASSERT_EQ(folders.size(), 1u) << run.out();
   EXPECT_THAT(*folders.begin(), HasSubstr("dir=700:" + run.tmp().path()));
   EXPECT_TRUE(run.tmp().empty());
@@ -225,7 +224,8 @@ TEST(Run, TrainWithoutAConfigStartsNoRanks) {
   EXPECT_EQ(train({}), "rank=; \n");
   EXPECT_EQ(train({"--help"}), "rank=; --help\n");
   EXPECT_EQ(train({"--dump-config", "full"}), "rank=; --dump-config full\n");
-  EXPECT_THAT(train({"--no-resume", "c.yaml"}), HasSubstr("rank=0; c.yaml checkpoint.resume=false\n"));
+  EXPECT_THAT(train({"--no-resume", "c.yaml"}),
+              HasSubstr("rank=0; c.yaml checkpoint.resume=false\n"));
 }
 
 TEST(Run, VersionAndHelp) {

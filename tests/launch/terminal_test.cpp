@@ -96,9 +96,8 @@ TEST(OnATerminal, CtrlZStopsAllAndContinueContinuesAll) {
   Launched run(run_shell(2, "echo pid=$$; exec sleep 60"), {}, {.terminal = terminal.slave()});
   ASSERT_TRUE(terminal.shows("pid=", 2));
   std::vector<pid_t> pids = {run.pid()};
-  for (size_t at = 0; (at = terminal.text().find("pid=", at)) != std::string::npos; ++at) {
+  for (size_t at = 0; (at = terminal.text().find("pid=", at)) != std::string::npos; ++at)
     pids.push_back(std::atoi(terminal.text().c_str() + at + 4));
-  }
   terminal.type("\x1a");
   for (pid_t pid : pids) EXPECT_TRUE(reaches_state(pid, true)) << state(pid);
   run.send(SIGCONT);

@@ -125,11 +125,9 @@ std::vector<std::pair<std::string, Make>> wrappers() {
 Simulation::Train group_of_two(const std::vector<int>& batches) {
   return [batches](Uneven& net, torch::optim::Optimizer& optimizer, int step, int group) {
     std::vector<at::Tensor> losses;
-    for (const int rank : {2 * group, 2 * group + 1}) {
-      if (step < batches[static_cast<size_t>(rank)]) {
+    for (const int rank : {2 * group, 2 * group + 1})
+      if (step < batches[static_cast<size_t>(rank)])
         losses.push_back(loss_of(net(own_rows(step, rank))));
-      }
-    }
     if (losses.empty()) return;
     optimizer.zero_grad();
     at::stack(losses).mean().backward();

@@ -45,9 +45,8 @@ TEST(Documented, Data) {
     EXPECT_EQ(sampler.position(), 64 * steps);
     EXPECT_GT(tessera::accuracy(*net, test), 0.9);
     std::string& bytes = weights[static_cast<size_t>(rank)];
-    for (const auto& parameter : net->parameters()) {
+    for (const auto& parameter : net->parameters())
       bytes.append(static_cast<const char*>(parameter.data_ptr()), parameter.nbytes());
-    }
   });
   EXPECT_EQ(weights[0], weights[1]);
 }

@@ -28,9 +28,8 @@ GPT2Options small() {
 void roughen(GPT2& model) {
   const torch::NoGradGuard no_grad;
   at::Generator generator = at::detail::createCPUGenerator(11);
-  for (auto& parameter : model->parameters()) {
+  for (auto& parameter : model->parameters())
     parameter.add_(at::empty_like(parameter).normal_(0, 0.2, generator));
-  }
 }
 
 at::Tensor some_tokens(int64_t batch, int64_t length, int64_t vocab = 61) {
@@ -72,12 +71,8 @@ class PlainGpt2 {
   }
 
   at::Tensor act(const at::Tensor& x) {
-    if (activation_ == "relu") {
-      return x.clamp_min(0);
-    }
-    if (activation_ == "gelu") {
-      return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0)));
-    }
+    if (activation_ == "relu") return x.clamp_min(0);
+    if (activation_ == "gelu") return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0)));
     return 0.5 * x * (1 + at::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x.pow(3))));
   }
 

@@ -31,9 +31,8 @@ class GPT2Weights : public testing::FolderTest {
 
   static TensorList tensors(GPT2& model) {
     TensorList list;
-    for (auto& item : model->named_parameters()) {
+    for (auto& item : model->named_parameters())
       list.emplace_back(item.key(), item.value().detach().clone());
-    }
     return list;
   }
 
@@ -43,18 +42,16 @@ class GPT2Weights : public testing::FolderTest {
     try {
       model->load_weights(path());
     } catch (const UsageError& error) {
-      for (const auto& [name, value] : before) {
+      for (const auto& [name, value] : before)
         EXPECT_TRUE(at::equal(model->named_parameters()[name], value)) << name << " has changed";
-      }
       return error.what();
     }
     return "accepted";
   }
 
   static void expect_equal(GPT2& a, GPT2& b) {
-    for (auto& item : a->named_parameters()) {
+    for (auto& item : a->named_parameters())
       EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
-    }
   }
 };
 
@@ -79,9 +76,7 @@ TEST_F(GPT2Weights, NamesAndShapesAreHuggingFaces) {
                      {h + "mlp.c_proj.bias", {8}}});
   }
   std::map<std::string, std::vector<int64_t>> found;
-  for (const auto& item : model->named_parameters()) {
-    found[item.key()] = item.value().sizes().vec();
-  }
+  for (const auto& item : model->named_parameters()) found[item.key()] = item.value().sizes().vec();
   EXPECT_EQ(found, expected);
   EXPECT_EQ(model->named_buffers().size(), 0u);
 
@@ -123,9 +118,8 @@ TEST_F(GPT2Weights, AreSavedAndLoadedBitByBit) {
 TEST_F(GPT2Weights, AreLoadedWithoutPrefixWithMasksAndInOtherDtypes) {
   GPT2 from(tiny(1)), to(tiny(2));
   TensorList list;
-  for (auto& [name, value] : tensors(from)) {
+  for (auto& [name, value] : tensors(from))
     list.emplace_back(name.substr(std::string("transformer.").size()), value.to(at::kDouble));
-  }
   list.emplace_back("h.0.attn.bias", at::ones({1, 1, 5, 5}));
   list.emplace_back("h.1.attn.masked_bias", at::scalar_tensor(-1e4));
   EXPECT_EQ(refusal(to, list), "accepted");

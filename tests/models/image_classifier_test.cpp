@@ -35,9 +35,8 @@ TEST(ImageClassifier, ReturnsLogitsForEveryNorm) {
       ImageClassifier model(ImageClassifierOptions{2, 4, blocks, 7, norm, 0});
       EXPECT_EQ(model->forward(random_images(5)).sizes(), at::IntArrayRef({5, 7}));
       model->loss(random_images(5), at::arange(5)).backward();
-      for (const auto& item : model->named_parameters()) {
+      for (const auto& item : model->named_parameters())
         EXPECT_TRUE(item.value().grad().defined()) << item.key();
-      }
     }
   }
   ImageClassifier model(ImageClassifierOptions{2, 4, 2, 7});
@@ -57,9 +56,8 @@ TEST(ImageClassifier, InitialWeightsDependOnTheSeedOnly) {
       other(ImageClassifierOptions{1, 4, 2, 3, "BatchNorm", 6});
   for (const auto& item : a->named_parameters()) {
     EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
-    if (item.value().dim() > 1) {
+    if (item.value().dim() > 1)
       EXPECT_FALSE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
-    }
   }
 }
 
@@ -112,11 +110,10 @@ TEST(ImageClassifier, SyncBatchNormOverRanksIsBatchNormOverTheWholeBatch) {
       EXPECT_TRUE(at::allclose(sum, whole->named_parameters()[item.key()].grad(), 1e-3, 1e-4))
           << item.key();
     }
-    for (const auto& item : whole->named_buffers()) {
+    for (const auto& item : whole->named_buffers())
       EXPECT_TRUE(at::allclose(part->named_buffers()[item.key()].to(at::kDouble),
                                item.value().to(at::kDouble), 1e-4, 1e-5))
           << item.key();
-    }
   });
 }
 

@@ -50,9 +50,8 @@ TEST(LinearCrossEntropy, EqualsTheLossOfAllLogits) {
 
 TEST(LinearCrossEntropy, Float32IsWithinRounding) {
   const LossInputs in(300, 500, at::kFloat);
-  for (const auto& chunks : kChunks) {
+  for (const auto& chunks : kChunks)
     if (chunks.classes > 1) expect_equal(in, chunks, 2e-6);  // a sum of 500 parts rounds more
-  }
 }
 
 // Compared with float64: plain bfloat16 rounds the logits' gradients too.
@@ -83,9 +82,8 @@ TEST(LinearCrossEntropy, IgnoredTargetsDoNotCount) {
     const at::Tensor loss = chunked ? chunked_cross_entropy(in.rows, in.weight, in.targets, {4, 10})
                                     : linear_cross_entropy(in.rows, in.weight, in.targets);
     EXPECT_TRUE(std::isnan(loss.item<double>()));
-    for (const auto& gradient : torch::autograd::grad({loss}, {in.rows, in.weight})) {
+    for (const auto& gradient : torch::autograd::grad({loss}, {in.rows, in.weight}))
       EXPECT_TRUE(at::equal(gradient, at::zeros_like(gradient))) << chunked;
-    }
   }
 }
 

@@ -25,9 +25,7 @@ constexpr int64_t kSizes[] = {0, 1, 7, 9, 1000, 4099};
 std::vector<at::Tensor> make_params(at::ScalarType dtype) {
   torch::manual_seed(1);
   std::vector<at::Tensor> params;
-  for (const int64_t n : kSizes) {
-    params.push_back(torch::randn({n}, dtype).requires_grad_());
-  }
+  for (const int64_t n : kSizes) params.push_back(torch::randn({n}, dtype).requires_grad_());
   // Strides of channels-last, of a transposed matrix, and of every second column (not dense).
   params.push_back(torch::randn({2, 3, 4, 5}, dtype)
                        .contiguous(at::MemoryFormat::ChannelsLast)
@@ -39,9 +37,8 @@ std::vector<at::Tensor> make_params(at::ScalarType dtype) {
 
 std::vector<at::Tensor> copies(const std::vector<at::Tensor>& params) {
   std::vector<at::Tensor> all;
-  for (const auto& p : params) {
+  for (const auto& p : params)
     all.push_back(p.detach().clone(at::MemoryFormat::Preserve).requires_grad_());
-  }
   return all;
 }
 
@@ -187,9 +184,8 @@ void compare_ranges(const Options& options, float scale) {
   ASSERT_EQ(a.has_value(), b.has_value());
   if (a) {
     EXPECT_EQ(a->scalars, b->scalars);
-    for (const auto& [name, tensor] : a->tensors) {
+    for (const auto& [name, tensor] : a->tensors)
       EXPECT_TRUE(equal_bits(tensor, b->tensors.at(name))) << name;
-    }
   }
 }
 
@@ -210,15 +206,13 @@ std::vector<at::Tensor> train(int64_t n, const std::vector<int64_t>& cuts) {
   torch::manual_seed(3);
   const auto all = torch::randn({n});
   std::vector<at::Tensor> params;
-  for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+  for (size_t i = 0; i + 1 < cuts.size(); ++i)
     params.push_back(all.slice(0, cuts[i], cuts[i + 1]).clone().requires_grad_());
-  }
   FusedAdamW optimizer(params, AdamWOptions(1e-2).weight_decay(0.1));
   for (int step = 0; step < 3; ++step) {
     const auto grad = torch::randn({n});
-    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+    for (size_t i = 0; i + 1 < cuts.size(); ++i)
       params[i].mutable_grad() = grad.slice(0, cuts[i], cuts[i + 1]);
-    }
     optimizer.step();
   }
   return params;
@@ -299,9 +293,7 @@ TEST(FusedOptimizer, OtherDtypesUseTensorOperations) {
   torch::optim::SGD sgd_reference(std::vector<at::Tensor>{sgd_plain}, sgd_options);
   for (int step = 0; step < 5; ++step) {
     const auto grad = torch::randn({33}).to(at::kBFloat16);
-    for (auto* p : {&ours, &plain, &sgd_ours, &sgd_plain}) {
-      p->mutable_grad() = grad;
-    }
+    for (auto* p : {&ours, &plain, &sgd_ours, &sgd_plain}) p->mutable_grad() = grad;
     fused.step();
     reference.step();
     sgd.step();

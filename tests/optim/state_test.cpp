@@ -50,16 +50,13 @@ void step(Optimizer& optimizer, const std::vector<at::Tensor>& params) {
 void expect_equal(const ParamState& a, const ParamState& b) {
   EXPECT_EQ(a.scalars, b.scalars);
   ASSERT_EQ(a.tensors.size(), b.tensors.size());
-  for (const auto& [name, tensor] : a.tensors) {
+  for (const auto& [name, tensor] : a.tensors)
     EXPECT_TRUE(at::equal(tensor, b.tensors.at(name))) << name;
-  }
 }
 
 ParamState deep_copy(const ParamState& state) {
   ParamState copy = state;
-  for (auto& [name, tensor] : copy.tensors) {
-    tensor = tensor.clone();
-  }
+  for (auto& [name, tensor] : copy.tensors) tensor = tensor.clone();
   return copy;
 }
 
@@ -68,13 +65,9 @@ ParamState deep_copy(const ParamState& state) {
 void move_and_go_on(const OptimizerFactory& from, const OptimizerFactory& to, bool bitwise = true) {
   auto params = make_params();
   const auto first = from({torch::optim::OptimizerParamGroup(params)});
-  for (int i = 0; i < 3; ++i) {
-    step(*first, params);
-  }
+  for (int i = 0; i < 3; ++i) step(*first, params);
   std::vector<at::Tensor> others;
-  for (const auto& p : params) {
-    others.push_back(p.detach().clone().requires_grad_());
-  }
+  for (const auto& p : params) others.push_back(p.detach().clone().requires_grad_());
   const auto second = to({torch::optim::OptimizerParamGroup(others)});
   size_t moved = 0;
   for (size_t i = 0; i < params.size(); ++i) {

@@ -88,9 +88,7 @@ class UserOptimizer : public torch::optim::Optimizer {
     for (auto& group : param_groups_) {
       for (auto& p : group.params()) {
         auto& slot = state_[compat::state_key(p)];
-        if (!slot) {
-          slot = std::make_unique<State>();
-        }
+        if (!slot) slot = std::make_unique<State>();
         auto& state = static_cast<State&>(*slot);
         state.average = state.average.defined() ? state.average * 0.5 + p.grad() : p.grad().clone();
         state.history.push_back(p.grad().mean());

@@ -115,9 +115,8 @@ TEST(SecondOrder, AFunctionOfTheGradientTrainsAsInPlainTraining) {
 }
 
 TEST(SecondOrder, AFunctionOfTheMeanGradientTrainsAsOnAllData) {
-  for (const int world : {2, 3}) {
+  for (const int world : {2, 3})
     for (const auto& [name, train] : kReducing) expect_plain(world, name, train, false);
-  }
 }
 
 /// The penalty of the first loop, without a graph: the test above must not pass without it.

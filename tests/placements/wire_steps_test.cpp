@@ -201,9 +201,8 @@ Tensors train(Subject& subject, int rank, const std::vector<Step>& steps) {
     }
     {
       const at::NoGradGuard no_grad;
-      for (const auto& gradient : subject.gradients()) {
+      for (const auto& gradient : subject.gradients())
         if (gradient.defined() && scale != 1) at::Tensor(gradient).mul_(1 / scale);
-      }
     }
     subject.step();
   }
@@ -224,10 +223,9 @@ void expect_bits_of_plain_steps(const std::vector<Step>& steps) {
           run_ranks_on(hosts, [&](ProcessGroup group, int rank) {
             all[rank] = train(*make(group, format), rank, chosen);
           });
-          for (const auto& weights : all) {
+          for (const auto& weights : all)
             for (size_t i = 0; i < weights.size(); ++i)
               EXPECT_TRUE(at::equal(weights[i], all[0][i])) << "the ranks differ";
-          }
           return all[0];
         };
         const auto found = weights_of(steps), expected = weights_of(kPlainSteps);
@@ -313,11 +311,10 @@ TEST(WireSteps, AFactorMustBePositiveAndFinite) {
   run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
     for (const auto& [name, make] : subjects(2)) {
       const auto subject = make(group, WireFormat::int8);
-      for (const double factor : {0.0, -1.0, double{INFINITY}, double{NAN}}) {
+      for (const double factor : {0.0, -1.0, double{INFINITY}, double{NAN}})
         EXPECT_THAT(thrown_by([&] { subject->rescale(factor); }),
                     HasSubstr("rank " + std::to_string(rank) + ": end_step: scale is "))
             << name;
-      }
     }
     FsdpSubject subject(group, WireFormat::int8, ShardingStrategy::full_shard);
     subject.fsdp.call([&](Uneven&) {

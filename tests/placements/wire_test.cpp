@@ -132,9 +132,8 @@ TEST(WireOfWrappers, StateSlicesContinueZeroBitByBit) {
       ZeroRedundancyOptimizer zero(*net, group, adamw_factory(), options);
       train_on(net, zero, 0, 3);
       auto slices = zero.state_slices();
-      for (auto& slice : slices) {
+      for (auto& slice : slices)
         for (auto& [name, tensor] : slice.state.tensors) tensor = tensor.clone();
-      }
       ZeroRedundancyOptimizer resumed(*other, group, adamw_factory(), options);
       {
         const at::NoGradGuard no_grad;
@@ -172,12 +171,10 @@ TEST(WireOfWrappers, TheDocumentedLinesTrain) {
 }
 
 void expect_refused(const std::function<void(ProcessGroup group)>& build, const std::string& text) {
-  for (const auto& hosts : {Hosts{0, 0}, Hosts{0, 1}}) {
+  for (const auto& hosts : {Hosts{0, 0}, Hosts{0, 1}})
     for (const auto& error : run_ranks_catching(
-             2, [&](ProcessGroup group, int) { build(group); }, {}, hosts)) {
+             2, [&](ProcessGroup group, int) { build(group); }, {}, hosts))
       EXPECT_THAT(message_of(error), HasSubstr(text));
-    }
-  }
 }
 
 TEST(WireOfWrappers, ImpossibleOptionsAreErrorsOnAnyPlacement) {

@@ -273,14 +273,13 @@ TEST_P(Placement, GradientsThatAccumulateTrainTheSame) {
 
 TEST_P(Placement, GradientsOfGradientsTrainTheSame) {
   on_worlds([](Trained& trained) {
-    for (int n = 0; n < 5; ++n) {
+    for (int n = 0; n < 5; ++n)
       trained.step([&](bool wrapped) {
         auto x = batch(n, trained.group.rank()).requires_grad_();
         const auto y = loss_of(trained.forward(wrapped, x, kAll));
         const auto slope = torch::autograd::grad({y}, {x}, {}, true, true)[0];
         (y + slope.square().sum()).backward();
       });
-    }
     trained.expect_equal("a gradient penalty");
   });
 }
@@ -292,11 +291,10 @@ TEST_P(Placement, AGradientThatAHookKeepsStaysAsItWas) {
     on_worlds([&](Trained& trained) {
       std::vector<Kept> kept;
       bool keep = false;
-      for (auto& p : trained.net->parameters()) {
+      for (auto& p : trained.net->parameters())
         p.register_hook([&](const at::Tensor& gradient) {
           if (keep) kept.emplace_back(alias ? gradient.detach() : gradient);
         });
-      }
       for (int n = 0; n < 9; ++n) {
         keep = n == 3 || n == 5;
         trained.step(n, kAll);
@@ -345,12 +343,11 @@ TEST_P(Placement, AnUnusedParameterCountsAsZeroInADisplacedBucket) {
         loss_of(trained.forward(wrapped, batch(n, rank), odd_one ? other : usual)).backward();
       });
       trained.net->kept = nullptr;
-      if (odd_one) {
+      if (odd_one)
         EXPECT_TRUE(std::any_of(kept.begin(), kept.end(), [&](const Kept& one) {
           return std::find(windows.begin(), windows.end(), one.gradient.data_ptr()) !=
                  windows.end();
         })) << "a kept tensor is in a window";
-      }
       expect_kept(kept, "gradients of activations");
     }
     trained.expect_equal("an unused parameter");
@@ -382,12 +379,11 @@ TEST_P(Placement, PlacementStopsAfterAFewMispredictions) {
   on_worlds([](Trained& trained) {
     std::vector<Kept> kept;
     int keep = -1;
-    for (int layer = 0; layer < 4; ++layer) {
+    for (int layer = 0; layer < 4; ++layer)
       trained.net->layers[layer]->weight.register_hook(
           [&kept, &keep, layer](const at::Tensor& gradient) {
             if (keep == layer) kept.emplace_back(gradient.detach());
           });
-    }
     for (int n = 0; n < 10; ++n) {
       keep = n - kLearned;
       kept.clear();

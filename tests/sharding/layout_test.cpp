@@ -17,9 +17,8 @@ using Sizes = std::vector<int64_t>;
 
 Sizes sizes_of_rank(const Sizes& sizes, const std::vector<int>& owners, int rank) {
   Sizes result;
-  for (size_t i = 0; i < sizes.size(); ++i) {
+  for (size_t i = 0; i < sizes.size(); ++i)
     if (owners[i] == rank) result.push_back(sizes[i]);
-  }
   return result;
 }
 

@@ -115,11 +115,10 @@ TEST(FsdpSharedMemory, WhatSharesNothingTrainsAsPlain) {
         Sharing net = seeded<Sharing>(1, how), plain = seeded<Sharing>(1, how);
         FullyShardedDataParallel fsdp(net, group, every_leaf());
         auto once = plain->parameters();  // libtorch lists a parameter once for each of its names
-        for (size_t i = once.size(); i-- > 0;) {
+        for (size_t i = once.size(); i-- > 0;)
           if (std::any_of(once.begin(), once.begin() + i,
                           [&](const auto& before) { return before.is_same(once[i]); }))
             once.erase(once.begin() + i);
-        }
         torch::optim::SGD one(fsdp.parameters(), 0.1), other(once, 0.1);
         plain->zero_grad();
         for (int i = 0; i < 2; ++i) {
@@ -283,10 +282,9 @@ TEST(WrapperLifetimes, AWrapperAfterADestroyedOneTrainsAsPlainOrIsAnError) {
         torch::optim::SGD sgd(plain->parameters(), 0.1);
         step(plain, sgd, rows(0));
         step(plain, sgd, rows(1));
-        for (const auto& item : net->named_parameters()) {
+        for (const auto& item : net->named_parameters())
           EXPECT_TRUE(at::allclose(item.value(), plain->named_parameters()[item.key()], 1e-4, 1e-6))
               << item.key();
-        }
       });
       // The memory that ranks shared belongs to one of them, so others alone may have none.
       const bool shared = first.find("share_parameters") != std::string::npos;

@@ -186,10 +186,9 @@ TEST(StateSlices, RunInTheParametersMemoryOrderHoweverStateIsStored) {
   pool.add(state_slices(*optimizer, shards_of(net)));
   again.add(state_slices(*unlike, shards_of(other)));
   pool.expect_equal(again);
-  for (const auto& slice : state_slices(*unlike, shards_of(other))) {
+  for (const auto& slice : state_slices(*unlike, shards_of(other)))
     if (slice.parameter == "conv.weight")
       EXPECT_TRUE(at::equal(slice.state.tensors.at("exp_avg"), run));
-  }
   load_state_slices(*unlike, shards_of(other), state_slices(*optimizer, shards_of(net)));
   EXPECT_TRUE(at::equal(get_state(*unlike, other->conv->weight)->tensors.at("exp_avg"), average));
 }
@@ -209,10 +208,9 @@ TEST(StateSlices, OfAnotherMemoryOrderAreRefusedByName) {
   for (auto& slice : slices) {
     if (slice.parameter != "conv.weight") continue;
     slice.strides.clear();
-    for (auto& [name, tensor] : slice.state.tensors) {
+    for (auto& [name, tensor] : slice.state.tensors)
       if (tensor.numel() == slice.numel)
         tensor = tensor.as_strided(slice.shape, net->conv->weight.strides());
-    }
   }
   load_state_slices(*unlike, shards_of(other), slices);
   EXPECT_TRUE(at::equal(get_state(*unlike, other->conv->weight)->tensors.at("exp_avg"), average));
@@ -279,9 +277,8 @@ class Refusals : public ::testing::Test {
   }
 
   StateSlice& slice(std::vector<StateSlice>& slices, const std::string& name) {
-    for (auto& one : slices) {
+    for (auto& one : slices)
       if (one.parameter == name) return one;
-    }
     throw std::runtime_error(name);
   }
 

@@ -166,9 +166,8 @@ TEST_F(HooksTest, TheEventFilesHaveTheFiguresOfTheLog) {
     const auto step = record["step"].get<uint64_t>();
     EXPECT_EQ(scalars_["train/loss"][step], record["loss"].get<float>());
     EXPECT_EQ(scalars_["train/lr"][step], record["lr"].get<float>());
-    if (record.contains("eval_loss") && step > 3) {
+    if (record.contains("eval_loss") && step > 3)
       EXPECT_EQ(scalars_["eval/loss"][step], record["eval_loss"].get<float>());
-    }
   }
   EXPECT_EQ(scalars_["train/loss"].size(), lines.size());
   EXPECT_TRUE(counts_.empty());

@@ -21,9 +21,8 @@ using ::testing::HasSubstr;
 int64_t kernel_counts(const std::string& wanted) {
   std::ifstream counters("/proc/thread-self/io");
   std::string name;
-  for (int64_t bytes = -1; counters >> name >> bytes;) {
+  for (int64_t bytes = -1; counters >> name >> bytes;)
     if (name == wanted) return bytes;
-  }
   ADD_FAILURE() << "no " << wanted << " in /proc/thread-self/io";
   return -1;
 }

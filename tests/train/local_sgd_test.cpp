@@ -95,9 +95,8 @@ class LocalSgdInTraining : public testing::TrainFixture {
     for (std::string line; std::getline(events, line);) {
       const auto event = nlohmann::json::parse(line);
       if (event["event"] != "end") continue;
-      for (const auto& [kind, traffic] : event["communication"].items()) {
+      for (const auto& [kind, traffic] : event["communication"].items())
         if (kinds.count(kind) > 0) bytes += traffic["sent"].get<uint64_t>();
-      }
     }
     return static_cast<double>(bytes);
   }
@@ -119,9 +118,8 @@ class LocalSgdInTraining : public testing::TrainFixture {
     ASSERT_EQ(left, right) << where;
     for (const auto& name : left) {
       // Ranks that are threads share a generator.
-      if (name.ends_with(".safetensors") && !name.starts_with("rank-")) {
+      if (name.ends_with(".safetensors") && !name.starts_with("rank-"))
         EXPECT_TRUE(bytes_of(a + "/" + name) == bytes_of(b + "/" + name)) << where << ": " << name;
-      }
     }
   }
 

@@ -63,11 +63,9 @@ struct Poison : RunHook {
   void after_step(RunState& state) override {
     if (state.step != at) return;
     const torch::NoGradGuard no_grad;
-    for (const auto& shard : state.model->shards()) {
-      if (shard.parameter == "two.weight" && shard.begin == 0 && shard.numel > 0) {
+    for (const auto& shard : state.model->shards())
+      if (shard.parameter == "two.weight" && shard.begin == 0 && shard.numel > 0)
         shard.tensor.view({-1})[0] = INFINITY;
-      }
-    }
     state.model->publish_shards();
   }
 };
@@ -216,9 +214,8 @@ TEST_F(Nonfinite, SkipAndRollbackLeaveOneStepOutAndGiveEqualBits) {
         EXPECT_EQ(result_.losses[5], losses[5]);
         EXPECT_TRUE(skipped != weights_of(world, {chosen}));
         const SafetensorsFile saved("out/model.safetensors");
-        for (const auto& name : saved.names()) {
+        for (const auto& name : saved.names())
           EXPECT_EQ(nonfinite_text(saved.load(name)), "") << parallel << " " << name;
-        }
       }
     }
   }

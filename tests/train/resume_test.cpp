@@ -45,9 +45,8 @@ class ResumeTest : public testing::TrainFixture {
       ASSERT_FALSE(mine[i].stateless()) << names[i];
       ASSERT_EQ(mine[i].state.tensors.size(), theirs[i].state.tensors.size()) << names[i];
       EXPECT_EQ(mine[i].state.scalars, theirs[i].state.scalars) << names[i];
-      for (const auto& [key, tensor] : mine[i].state.tensors) {
+      for (const auto& [key, tensor] : mine[i].state.tensors)
         EXPECT_TRUE(at::equal(tensor, theirs[i].state.tensors.at(key))) << names[i] << " " << key;
-      }
     }
   }
 
@@ -71,14 +70,12 @@ struct TakesStateSlices : RunHook {
   void after_step(RunState& state) override {
     if (state.step != 2) return;
     auto slices = state.model->state_slices();
-    for (auto& slice : slices) {
+    for (auto& slice : slices)
       for (auto& [name, tensor] : slice.state.tensors) tensor = tensor.clone();
-    }
     state.model->take_state_slices(std::move(slices));
-    for (const auto& slice : slices) {
+    for (const auto& slice : slices)
       for (const auto& [name, tensor] : slice.state.tensors)
         EXPECT_FALSE(tensor.defined()) << name << " of " << slice.parameter << " is kept";
-    }
   }
 };
 
@@ -156,9 +153,8 @@ struct StoredImpl : torch::nn::Module {
   StoredImpl()
       : one(register_module("one", torch::nn::Linear(3, 5))),
         two(register_module("two", torch::nn::Linear(5, 2))) {
-    for (const auto& layer : {one, two}) {
+    for (const auto& layer : {one, two})
       if (stored_by_columns) layer->weight.set_data(layer->weight.detach().t().contiguous().t());
-    }
   }
   at::Tensor forward(const at::Tensor& x) { return two(one(x).tanh()); }
   torch::nn::Linear one, two;
@@ -218,9 +214,8 @@ TEST_F(ResumeTest, RetentionKeepsTheLastAndMultiples) {
   train_ranks(2,
               {"train.steps=10", "checkpoint={folder: c, every: 1, keep_last: 2, keep_every: 4}"});
   std::vector<std::string> left;
-  for (const auto& entry : fs::directory_iterator("c")) {
+  for (const auto& entry : fs::directory_iterator("c"))
     if (entry.is_directory()) left.push_back(entry.path().filename());
-  }
   std::sort(left.begin(), left.end());
   EXPECT_EQ(left, (std::vector<std::string>{"step-00000004", "step-00000008", "step-00000009",
                                             "step-00000010"}));
@@ -325,9 +320,8 @@ TEST_F(ResumeTest, ASignalSavesACheckpointAndTheRunResumes) {
       if (state.step == 3) request_stop(SIGTERM);
     }
   };
-  if (!registry::hooks().contains("Asker")) {
+  if (!registry::hooks().contains("Asker"))
     registry::hooks().add_plan("Asker", [] { return std::make_shared<Asker>(); });
-  }
   const auto stopped =
       train_ranks(2, {"train.steps=8", "checkpoint.folder=c", "hooks=[{type: Asker}]"});
   EXPECT_EQ(stopped.interrupted_by, SIGTERM);

@@ -54,9 +54,8 @@ std::vector<std::string> errors_of(
   const auto thrown = testing::run_ranks_catching(
       world, [&](ProcessGroup group, int rank) { run_training(configs[rank], group); });
   ::testing::internal::GetCapturedStdout();
-  for (const auto& error : thrown) {
+  for (const auto& error : thrown)
     errors.push_back(error ? testing::message_of(error) : "no error");
-  }
   return errors;
 }
 

@@ -66,9 +66,8 @@ class StopTest : public testing::TrainFixture {
 
   std::vector<nlohmann::json> log_without_times() const {
     auto lines = log();
-    for (auto& line : lines) {
+    for (auto& line : lines)
       for (const char* key : {"ms", "tokens_per_s", "samples_per_s"}) line.erase(key);
-    }
     return lines;
   }
 };

@@ -67,9 +67,8 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
                           const std::vector<int>& hosts = {}) {
     if (world > 1 && std::none_of(overrides.begin(), overrides.end(), [](const std::string& o) {
           return o.rfind("parallel.type=", 0) == 0 || o.rfind("parallel=", 0) == 0;
-        })) {
+        }))
       overrides.push_back("parallel.type=ZeroRedundancyOptimizer");
-    }
     const Config config = load_config("c.yaml", overrides);
     std::vector<TrainResult> results(static_cast<size_t>(world));
     ::testing::internal::CaptureStdout();
@@ -96,9 +95,8 @@ train: {steps: 6, global_batch: 12, log: out/log.jsonl, save: out/model.safetens
   /// Exact, with equal texts for all NaNs.
   static std::vector<std::string> texts(const std::vector<double>& values) {
     std::vector<std::string> texts;
-    for (const double value : values) {
+    for (const double value : values)
       texts.push_back(std::isnan(value) ? "nan" : fmt::format("{:a}", value));
-    }
     return texts;
   }
 

@@ -149,10 +149,9 @@ struct FreezesForATime : RunHook {
   FreezesForATime(int64_t begin, int64_t end) : from(begin), to(end) {}
   void before_run(RunState& state) override { after_step(state); }
   void after_step(RunState& state) override {
-    for (const auto& item : state.model->model().module->named_parameters()) {
+    for (const auto& item : state.model->model().module->named_parameters())
       if (item.key().rfind("transformer.h.0.", 0) == 0)
         at::Tensor(item.value()).set_requires_grad(state.step < from || state.step >= to);
-    }
   }
   int64_t from, to;
 };

@@ -36,9 +36,8 @@ TEST_F(TrainingTest, OneRankWritesAllOutputs) {
        {"step  0/29  loss 5.", "evaluation after 10 steps: loss ",
         "evaluation after 30 steps: loss ", "a bigram model of the same split reaches",
         "bytes per rank", "rank 0 ", "unsharded", "sample:\nli",
-        "weights written to out/model.safetensors"}) {
+        "weights written to out/model.safetensors"})
     EXPECT_NE(out_.find(expected), std::string::npos) << expected << " is not in\n" << out_;
-  }
   EXPECT_EQ(out_.find('\r'), std::string::npos) << "a progress bar in a pipe";
   EXPECT_EQ(SafetensorsFile("out/model.safetensors").info("transformer.wte.weight").shape,
             (std::vector<int64_t>{256, 16}));

@@ -83,11 +83,10 @@ TEST(ZeroAsPlain, AForwardAndEditedGradientsBetweenBackwardAndStep) {
         }
         const at::NoGradGuard no_grad;
         auto* const zero = dynamic_cast<Zero*>(&optimizer);
-        if (zero && options.shard_gradients) {
+        if (zero && options.shard_gradients)
           for (const auto& shard : zero->shards()) shard.tensor.mutable_grad().mul_(0.25);
-        } else {
+        else
           for (auto& p : net->parameters()) p.mutable_grad().mul_(0.25);
-        }
         optimizer.step();
       }
     });
@@ -203,9 +202,8 @@ TEST(ZeroAsPlain, ALayerThatWasFrozenAtConstructionIsTrainedWhenItThaws) {
         zero.wait();
         expect_close(copies(net->parameters()), copies(plain->parameters()), mode.name);
         size_t found = 0;
-        for (const auto& old : before) {
+        for (const auto& old : before)
           for (const auto& shard : zero.shards()) found += shard.tensor.is_same(old.tensor);
-        }
         EXPECT_EQ(found, before.size()) << mode.name << ": shards stay valid";
       });
     }

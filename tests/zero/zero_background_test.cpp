@@ -79,10 +79,9 @@ TEST(ZeroBackground, TrainsBitByBitAsAStepThatWaits) {
   for (const Hosts& hosts : {Hosts{0, 1}, {0, 0, 1}, {0, 1, 0, 1}, {0, 0, 0}}) {
     for (const auto& optimizer : {factory("AdamW"), optimizer_factory<torch::optim::Adam>(
                                                         torch::optim::AdamOptions(0.05))}) {
-      for (const bool early : {false, true}) {
+      for (const bool early : {false, true})
         for (const auto partition : kPartitions)
           expect_same_training(hosts, optimizer, early, partition);
-      }
     }
   }
 }

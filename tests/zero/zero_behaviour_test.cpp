@@ -108,10 +108,9 @@ TEST(ZeroBehaviour, GroupsWithTheirOwnOptionsAndOneAddedLater) {
         zero.step();
         for (auto& p : net->parameters()) p.mutable_grad() = at::Tensor();
       }
-      for (const auto& item : plain->named_parameters()) {
+      for (const auto& item : plain->named_parameters())
         EXPECT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
             << item.key();
-      }
     });
   }
 }
@@ -140,10 +139,9 @@ TEST(ZeroBehaviour, FrozenThenUnfrozenKeepsStateAndRepartitions) {
         zero.step();
         zero.zero_grad();
       }
-      for (const auto& item : plain->named_parameters()) {
+      for (const auto& item : plain->named_parameters())
         EXPECT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
             << item.key();
-      }
     });
   }
 }
@@ -181,10 +179,9 @@ TEST(ZeroBehaviour, UnusedParametersAreSkippedAsByAPlainOptimizer) {
         zero.step();
         zero.zero_grad();
       }
-      for (const auto& item : plain->named_parameters()) {
+      for (const auto& item : plain->named_parameters())
         EXPECT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
             << item.key();
-      }
     });
   }
 }

@@ -85,12 +85,10 @@ TEST(ZeroArchive, TorchSaveHasThePlainOptimizersFormat) {
         torch::load(zero, own);
         zero.consolidate_state_dict(-1);
         const auto dict = state_dict(*adam, named_parameters(*plain));
-        for (const auto& [parameter, state] : dict.state) {
-          for (const auto& [key, tensor] : state.tensors) {
+        for (const auto& [parameter, state] : dict.state)
+          for (const auto& [key, tensor] : state.tensors)
             EXPECT_TRUE(at::equal(zero.state_dict().state.at(parameter).tensors.at(key), tensor))
                 << parameter << " " << key;
-          }
-        }
       });
     }
   }
@@ -117,18 +115,16 @@ TEST(ZeroLbfgs, IsLbfgsWithTheAveragedGradients) {
       net->to(torch::kDouble);
       Zero zero(*net, group, optimizer_factory<torch::optim::LBFGS>(options),
                 {.partition = Partition::whole});
-      for (int step = 0; step < 3; ++step) {
+      for (int step = 0; step < 3; ++step)
         zero.step([&] {
           zero.zero_grad();
           auto loss = loss_of(net(in_double(rows(0, rank, world))));
           loss.backward();
           return loss;
         });
-      }
-      for (size_t i = 0; i < net->parameters().size(); ++i) {
+      for (size_t i = 0; i < net->parameters().size(); ++i)
         EXPECT_TRUE(at::allclose(net->parameters()[i], plain->parameters()[i], 1e-6, 1e-8))
             << "world " << world << " parameter " << i;
-      }
     });
   }
 }
@@ -323,9 +319,8 @@ TEST(ZeroState, PartitionAndLocalStateDescribeEveryElementOnce) {
         const auto ranks = zero.partition();
         ASSERT_EQ(ranks.size(), static_cast<size_t>(world));
         std::map<std::string, int64_t> covered;
-        for (const auto& ranges : ranks) {
+        for (const auto& ranges : ranks)
           for (const auto& range : ranges) covered[range.parameter] += range.numel;
-        }
         for (const auto& entry : net->named_parameters())
           EXPECT_EQ(covered[entry.key()], entry.value().numel()) << entry.key();
         const auto local = zero.rank_local_state_dict();

@@ -78,18 +78,14 @@ TEST(ZeroInPlace, AGradientThatWasUsedUpIsNotAddedTo) {
         zero.step();
         if (way == Way::optimizer) zero.zero_grad();
         if (way == Way::module) net->zero_grad();
-        for (auto& parameter : net->parameters()) {
+        for (auto& parameter : net->parameters())
           if (way == Way::zeros) parameter.mutable_grad().zero_();
-        }
       }
     });
-    for (const auto& error : errors) {
-      if (way == Way::nothing) {
+    for (const auto& error : errors)
+      if (way == Way::nothing)
         EXPECT_THAT(message_of(error), HasSubstr("expected zero_grad() between step() and the"));
-      } else {
-        EXPECT_FALSE(error) << message_of(error);
-      }
-    }
+      else EXPECT_FALSE(error) << message_of(error);
   }
 }
 

@@ -74,9 +74,8 @@ TEST(ZeroOwnNorm, EveryNormAndEveryWayToTheGradientsIsRefused) {
         if (way == Way::cleared_to_zero) zero.zero_grad(false);
         if (way == Way::module_cleared) net->zero_grad();
         if (way != Way::no_sync) backward(1);
-        if (way == Way::logged) {
+        if (way == Way::logged)
           for (const auto& parameter : net->parameters()) parameter.grad().norm();
-        }
         clip(*net, p);
       });
       expect_usage_errors(errors, kRightCall);
@@ -124,13 +123,12 @@ TEST(ZeroOwnNorm, AProgramsOwnClippingIsAnErrorOnEveryRank) {
           }
           if (way == Way::joined) squares = torch::cat(flat).square().sum();
           const double norm = std::sqrt(squares.item<double>());
-          for (auto& p : net->parameters()) {
+          for (auto& p : net->parameters())
             if (way == Way::divided) p.grad().div_(norm + 1);
             else if (way == Way::tensor) p.grad().mul_(0.1 / (squares.sqrt() + 1e-6));
             else if (way == Way::replaced) p.mutable_grad() = p.grad() * (0.1 / norm);
             else if (way == Way::replaced_by_tensor) p.mutable_grad() = p.grad() / squares.sqrt();
             else if (way != Way::one_rank_alone || rank == 1) p.mutable_grad() *= 0.1 / norm;
-          }
           zero.step();
           zero.zero_grad();
         }
@@ -151,11 +149,10 @@ TEST(ZeroOwnNorm, EqualScalesAndWeightsOfUnequalBatchesAreAllowed) {
       for (auto& p : net->parameters())
         squares += step == 1 ? (p.grad() * p.grad()).sum() : p.grad().pow(2).sum();
       group.all_reduce(squares);
-      for (auto& p : net->parameters()) {
+      for (auto& p : net->parameters())
         if (step == 0) p.grad().mul_(0.1 / squares.sqrt().item<double>());
         else if (step == 1) p.grad().mul_(0.1 / squares.sqrt());
         else p.mutable_grad() = p.grad() * (0.1 / squares.sqrt());
-      }
       zero.step();
       zero.zero_grad();
     }
@@ -229,10 +226,9 @@ TEST(ZeroOwnNorm, ScalesNormsAndLimitsOfOtherKindsAreAllowed) {
         std::vector<at::Tensor> gradients;
         for (const auto& parameter : other->parameters()) gradients.push_back(parameter.grad());
         EXPECT_FALSE(scaler.found_inf(gradients, group));
-        for (auto& grad : gradients) {
+        for (auto& grad : gradients)
           if (step == 0) grad.mul_(1 / loss_scale);
           else grad.mul_(0.125);
-        }
         for (const auto& parameter : other->parameters())
           EXPECT_GE(parameter.grad().norm().item<float>(), 0);
         for (auto& model : {net, other}) {

@@ -177,10 +177,9 @@ TEST(ZeroParity, TwoDtypesAndChannelsLast) {
             zero.step();
             zero.zero_grad();
           }
-          for (const auto& item : plain->named_parameters()) {
+          for (const auto& item : plain->named_parameters())
             ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
                 << item.key() << " world " << world;
-          }
         });
       }
     }
@@ -194,7 +193,7 @@ TEST(ZeroParity, LbfgsEqualsPlainInAWorldOfOneAndAgreesInLargerOnes) {
   torch::optim::LBFGS reference(plain->parameters(), options);
   const auto train = [](auto& net, auto& optimizer, int rank, int world) {
     float last = 0;
-    for (int step = 0; step < 3; ++step) {
+    for (int step = 0; step < 3; ++step)
       last = optimizer
                  .step([&] {
                    optimizer.zero_grad();
@@ -203,7 +202,6 @@ TEST(ZeroParity, LbfgsEqualsPlainInAWorldOfOneAndAgreesInLargerOnes) {
                    return loss;
                  })
                  .template item<float>();
-    }
     return last;
   };
   const float expected = train(plain, reference, 0, 1);
@@ -219,10 +217,9 @@ TEST(ZeroParity, LbfgsEqualsPlainInAWorldOfOneAndAgreesInLargerOnes) {
       if (world == 1) EXPECT_FLOAT_EQ(last, expected);
       results[rank] = copies(net->parameters());
     });
-    for (int rank = 1; rank < world; ++rank) {
+    for (int rank = 1; rank < world; ++rank)
       for (size_t i = 0; i < results[0].size(); ++i)
         EXPECT_TRUE(at::equal(results[rank][i], results[0][i]));
-    }
   }
 }
 
@@ -241,9 +238,8 @@ class SignDescent : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override {
     at::NoGradGuard no_grad;
     for (auto& group : param_groups_) {
-      for (auto& p : group.params()) {
+      for (auto& p : group.params())
         if (p.grad().defined()) p.sub_(p.grad().sign(), group.options().get_lr());
-      }
     }
     return {};
   }
@@ -271,10 +267,9 @@ TEST(ZeroParity, AUsersOwnOptimizer) {
         zero.step();
         zero.zero_grad();
       }
-      for (const auto& item : plain->named_parameters()) {
+      for (const auto& item : plain->named_parameters())
         ASSERT_TRUE(at::allclose(net->named_parameters()[item.key()], item.value(), 1e-5, 1e-6))
             << item.key();
-      }
     });
   }
 }

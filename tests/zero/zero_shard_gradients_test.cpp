@@ -307,16 +307,14 @@ TEST(ZeroShardGradients, AClosureThatIsEvaluatedOftenSeesItsOwnGradients) {
     auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
     Zero zero(*net, group, factory("AdamW"), sharded()), plain(*other, group, factory("AdamW"));
     for (auto& [trained, optimizer] :
-         {std::pair<Uneven&, Zero&>(net, zero), std::pair<Uneven&, Zero&>(other, plain)}) {
-      for (int step = 0; step < 3; ++step) {
+         {std::pair<Uneven&, Zero&>(net, zero), std::pair<Uneven&, Zero&>(other, plain)})
+      for (int step = 0; step < 3; ++step)
         optimizer.step([&, &model = trained, &own = optimizer] {
           own.zero_grad();
           auto loss = loss_of(model(rows(step, rank, 2)));
           loss.backward();
           return loss;
         });
-      }
-    }
     expect_same_weights(net, other);
   });
 }

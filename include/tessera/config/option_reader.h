@@ -117,16 +117,11 @@ class OptionReader {
     std::string chosen;
     for (const auto& [name, choice] : choices) {
       names.push_back(name);
-      if (choice == out && chosen.empty()) {
-        chosen = name;
-      }
+      if (choice == out && chosen.empty()) chosen = name;
     }
     read_choice(key, chosen, names, doc);
-    for (const auto& [name, choice] : choices) {
-      if (name == chosen) {
-        out = choice;
-      }
-    }
+    for (const auto& [name, choice] : choices)
+      if (name == chosen) out = choice;
   }
   /// As read_enum; no value when the key is absent or null.
   template <class Choice>
@@ -135,16 +130,11 @@ class OptionReader {
                           const std::string& doc) {
     std::vector<std::string> names;
     std::string chosen;
-    for (const auto& [name, choice] : choices) {
-      names.push_back(name);
-    }
+    for (const auto& [name, choice] : choices) names.push_back(name);
     read_optional_choice(key, chosen, names, doc);
     out.reset();
-    for (const auto& [name, choice] : choices) {
-      if (name == chosen) {
-        out = choice;
-      }
-    }
+    for (const auto& [name, choice] : choices)
+      if (name == chosen) out = choice;
   }
 
   /// The values that this reader's `read`s returned, defaults included: those that an OptionValue

@@ -49,9 +49,7 @@ class Registry {
   /// In alphabetical order.
   std::vector<std::string> names() const {
     std::vector<std::string> result;
-    for (const auto& [name, entry] : entries_) {
-      result.push_back(name);
-    }
+    for (const auto& [name, entry] : entries_) result.push_back(name);
     return result;
   }
   bool contains(const std::string& name) const { return entries_.count(name) > 0; }
@@ -72,9 +70,7 @@ class Registry {
         const bool has = std::any_of(infos.begin(), infos.end(), [&](const OptionInfo& info) {
           return info.path.front() == key;
         });
-        if (has && other != name) {
-          owners += (owners.empty() ? "" : " and ") + other;
-        }
+        if (has && other != name) owners += (owners.empty() ? "" : " and ") + other;
       }
       return owners.empty()
                  ? ""
@@ -107,9 +103,8 @@ class Registry {
 
   const Entry& entry(const std::string& name) const {
     const auto found = entries_.find(name);
-    if (found == entries_.end()) {
+    if (found == entries_.end())
       throw UsageError("unknown " + kind_ + " \"" + name + "\"" + suggestion(name, names()));
-    }
     return found->second;
   }
 

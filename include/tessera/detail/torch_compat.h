@@ -38,11 +38,9 @@ using C10dBackend = c10d::ProcessGroup;
 template <class Backend>
 auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,
                      std::vector<int64_t>& receive, std::vector<int64_t>& send) {
-  if constexpr (requires { backend.all_to_all_single(output, input, receive, send); }) {
+  if constexpr (requires { backend.all_to_all_single(output, input, receive, send); })
     return backend.all_to_all_single(output, input, receive, send);
-  } else {
-    return backend.alltoall_base(output, input, receive, send);
-  }
+  else return backend.alltoall_base(output, input, receive, send);
 }
 
 /// Ends what a c10d backend is waiting for, where the version and the backend can do that.

@@ -93,13 +93,12 @@ TrainedModel trained_model(std::shared_ptr<Module> module) {
       return as_losses(net->loss(batch.inputs, batch.targets));
     };
   }
-  if constexpr (requires(const Batch& batch) { at::Tensor(net->predict(batch)); }) {
+  if constexpr (requires(const Batch& batch) { at::Tensor(net->predict(batch)); })
     model.predict = [net](const Batch& batch) { return at::Tensor(net->predict(batch)); };
-  } else if constexpr (requires(const Batch& batch) { at::Tensor(net->forward(batch)); }) {
+  else if constexpr (requires(const Batch& batch) { at::Tensor(net->forward(batch)); })
     model.predict = [net](const Batch& batch) { return at::Tensor(net->forward(batch)); };
-  } else if constexpr (requires(const Batch& batch) { at::Tensor(net->forward(batch.inputs)); }) {
+  else if constexpr (requires(const Batch& batch) { at::Tensor(net->forward(batch.inputs)); })
     model.predict = [net](const Batch& batch) { return at::Tensor(net->forward(batch.inputs)); };
-  }
   return model;
 }
 

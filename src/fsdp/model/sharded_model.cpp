@@ -95,13 +95,11 @@ std::vector<std::vector<size_t>> classes(const std::vector<sharding::NamedTensor
   std::vector<std::vector<size_t>> result;
   for (const bool trainable : {true, false}) {
     std::map<at::ScalarType, std::vector<size_t>> by_compute;
-    for (const auto i : members) {
+    for (const auto i : members)
       if (parameters[i].tensor.requires_grad() == trainable) by_compute[compute[i]].push_back(i);
-    }
-    for (const auto& [dtype, alike] : by_compute) {
+    for (const auto& [dtype, alike] : by_compute)
       for (auto& members_of_one : sharding::by_dtype_and_device(parameters, alike))
         result.push_back(std::move(members_of_one));
-    }
   }
   return result;
 }
@@ -186,13 +184,12 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, at::Sc
 /// Nothing averages the gradients of an ignored parameter, and parameters() does not have it.
 void warn_of_ignored(const torch::nn::Module& module, const UnitPlan& plan, int rank) {
   std::vector<std::string> names;
-  for (const auto& [name, tensor] : named_parameters(module)) {
+  for (const auto& [name, tensor] : named_parameters(module))
     if (tensor.requires_grad() && std::none_of(plan.parameters.begin(), plan.parameters.end(),
                                                [&tensor = tensor](const auto& known) {
                                                  return known.tensor.is_same(tensor);
                                                }))
       names.push_back(name);
-  }
   if (rank == 0 && !names.empty())
     spdlog::warn(
         "tessera: {}: ignored_modules or ignored_parameters contain {} without "
@@ -222,11 +219,10 @@ void check_options(const FullyShardedDataParallelOptions& options, int rank) {
                                  kName, rank, options.resident_bytes));
   }
   const auto check = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
-    if (dtype && !at::isFloatingType(*dtype)) {
+    if (dtype && !at::isFloatingType(*dtype))
       throw UsageError(fmt::format(
           "{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype", kName,
           rank, name, c10::toString(*dtype)));
-    }
   };
   check("param_dtype", options.mixed_precision.param_dtype);
   check("reduce_dtype", options.mixed_precision.reduce_dtype);
@@ -326,21 +322,19 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
     sharding::Page::check_orphan_writes(plan.parameters);
-    for (const auto& [index, holder] : sharding::shared_memory_of(plan.parameters, &module)) {
+    for (const auto& [index, holder] : sharding::shared_memory_of(plan.parameters, &module))
       throw UsageError(fmt::format(
           "{}: rank {}: parameter {} shares its memory with {}, which would keep the present "
           "values; expected one tensor registered under both names, a clone(), or a view that "
           "forward makes",
           kName, group.rank(), plan.parameters[index].name, holder));
-    }
   });
   check_contract(module, plan, group, options);
   materialize_ignored(module, plan, group);
   share_buffers(module, group, options.sync_module_states);
-  for (const auto& buffer : module.buffers()) {
+  for (const auto& buffer : module.buffers())
     if (buffer.defined() && buffer.is_floating_point())
       model.buffers.push_back({buffer, buffer.scalar_type()});
-  }
   convert_buffers(model, options.mixed_precision.buffer_dtype);
   model.parameters = std::move(plan.parameters);
   split_world(model, std::move(group), options);
@@ -351,9 +345,8 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
 
 std::vector<const sharding::OwnedShard*> ShardedModel::shards() const {
   std::vector<const sharding::OwnedShard*> result;
-  for (const auto* flat : flats) {
+  for (const auto* flat : flats)
     for (const auto& shard : flat->shards) result.push_back(&shard);
-  }
   return result;
 }
 

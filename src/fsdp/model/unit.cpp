@@ -35,18 +35,16 @@ int64_t Unit::gathered_bytes() const {
 
 uint64_t Unit::versions() const {
   uint64_t sum = 0;
-  for (const auto& flat : flats) {
+  for (const auto& flat : flats)
     for (const auto& shard : flat.shards)
       sum += shard.tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  }
   return sum;
 }
 
 bool Unit::has_gradients() const {
   for (const auto& flat : flats) {
-    for (const auto& shard : flat.shards) {
+    for (const auto& shard : flat.shards)
       if (shard.tensor.grad().defined()) return true;
-    }
   }
   return false;
 }
@@ -54,9 +52,8 @@ bool Unit::has_gradients() const {
 bool Unit::is_stale() const {
   if (versions() != forward_versions) return true;
   for (const auto& flat : flats) {
-    for (size_t m = 0; m < flat.shards.size(); ++m) {
+    for (size_t m = 0; m < flat.shards.size(); ++m)
       if (flat.is_replaced(m)) return true;
-    }
   }
   return false;
 }

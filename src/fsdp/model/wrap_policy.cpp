@@ -40,10 +40,9 @@ WrapPolicy wrap_by_size(int64_t min_numel) {
 }
 
 WrapPolicy wrap_by_name(std::vector<std::string> patterns) {
-  for (const auto& pattern : patterns) {
+  for (const auto& pattern : patterns)
     if (pattern.empty())
       throw UsageError("wrap_by_name: a pattern is empty; expected one such as \"blocks.*\"");
-  }
   if (patterns.empty())
     throw UsageError(
         "wrap_by_name: there are no patterns; expected at least one, such as \"blocks.*\"");

@@ -31,10 +31,9 @@ void SlotPool::give(const at::Tensor& slot, bool keeps_pages) {
 }
 
 void SlotPool::return_pages_of_free() {
-  for (const auto& slot : free_) {
+  for (const auto& slot : free_)
     if (slot.device().is_cpu())
       memory::return_pages(slot.data_ptr(), static_cast<int64_t>(slot.nbytes()));
-  }
 }
 
 at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> occupied) {

@@ -24,9 +24,8 @@ std::vector<size_t> units_under(const ShardedModule& sharded, const std::string&
       return path.empty() || name == path || name.rfind(path + ".", 0) == 0;
     };
     bool any = inside(model.units[u].name);
-    for (const auto& flat : model.units[u].flats) {
+    for (const auto& flat : model.units[u].flats)
       for (const auto i : flat.members) any |= inside(model.parameters[i].name);
-    }
     if (any && !model.units[u].flats.empty()) result.push_back(u);
   }
   if (result.empty())

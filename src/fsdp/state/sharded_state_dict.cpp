@@ -44,9 +44,8 @@ std::vector<StateSlice> shards_as_slices(const ShardedModule& sharded) {
 
 std::string layout_text(const ShardedModule& sharded) {
   json layout = json::object();
-  for (const auto& [name, parameter] : sharded.model.parameters) {
+  for (const auto& [name, parameter] : sharded.model.parameters)
     layout[name] = {{"shape", parameter.sizes().vec()}, {"strides", parameter.strides().vec()}};
-  }
   return json{{"parameters", layout}}.dump(1);
 }
 

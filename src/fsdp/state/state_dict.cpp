@@ -162,10 +162,9 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
     file.emplace(path);
     match = match_weights(sharded.module, *file);
     for (const auto& shard : shards(true)) {
-      for (const auto& [first, second, advice] : match.equal) {
+      for (const auto& [first, second, advice] : match.equal)
         if (first == match.names.at(shard.parameter))
           check_equal_shards(*file, first, second, shard, advice);
-      }
     }
   });
   sharded.residency->release_all();

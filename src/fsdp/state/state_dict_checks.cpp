@@ -19,9 +19,8 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& s
         }))
       result.emplace_back(name, tensor);
   }
-  for (const auto& item : sharded.module.named_buffers()) {
+  for (const auto& item : sharded.module.named_buffers())
     if (item.value().defined()) result.emplace_back(item.key(), item.value());
-  }
   return result;
 }
 

@@ -13,10 +13,10 @@ namespace tessera::sharding {
 
 /// [Note: pages that arrive in the background] Pages whose values a collective still writes:
 /// with Overlap::background, parameters that ZeroRedundancyOptimizer gathers, and gradients that
-/// DistributedDataParallel and FullyShardedDataParallel reduce, with the parameters that are updated
-/// from them. Until the collective is complete the page has no memory, so nothing can read values
-/// that are half old. The first operator that takes a tensor of the page, or a view or detached
-/// alias of one, waits for the collective.
+/// DistributedDataParallel and FullyShardedDataParallel reduce, with the parameters that are
+/// updated from them. Until the collective is complete the page has no memory, so nothing can read
+/// values that are half old. The first operator that takes a tensor of the page, or a view or
+/// detached alias of one, waits for the collective.
 class ArrivingPages : public PageOwner {
  public:
   /// A page whose tensors use `memory`, which is contiguous.

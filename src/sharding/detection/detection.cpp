@@ -20,9 +20,8 @@ void find(const c10::IValue& value, bool written, std::vector<PageUse>& uses) {
   if (value.isTensor()) {
     find(value.toTensor(), written, uses);
   } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) {
+    for (const c10::IValue& item : value.toListRef())
       if (item.isTensor()) find(item.toTensor(), written, uses);
-    }
   }
 }
 
@@ -45,10 +44,9 @@ PageUse before_operator(const c10::FunctionSchema& schema, const c10::IValue* ar
   for (auto& use : uses) use.overload = schema.overload_name();
   if (declared.size() > 1 && arguments[1].isDouble()) uses[0].number = arguments[1].toDouble();
   else if (declared.size() > 1 && arguments[1].isInt()) uses[0].number = arguments[1].toInt();
-  for (size_t i = 0; i < std::min<size_t>(2, declared.size()); ++i) {
+  for (size_t i = 0; i < std::min<size_t>(2, declared.size()); ++i)
     if (arguments[i].isTensor() && !arguments[i].toTensor().key_set().has(kDetectionKey))
       uses[0].other = &arguments[i].toTensor();
-  }
   const auto first = uses[0];
   notify_owners(uses, schema.name());
   return first;

@@ -26,9 +26,8 @@ class RandomState {
  public:
   explicit RandomState(const std::vector<at::Tensor>& inputs) {
     remember(at::Device(at::kCPU));
-    for (const auto& input : inputs) {
+    for (const auto& input : inputs)
       if (input.defined() && !input.is_cpu()) remember(input.device());
-    }
   }
   void restore() const {
     for (const auto& [device, state] : states_) {

@@ -42,9 +42,8 @@ GradientBuckets::~GradientBuckets() {
 
 void GradientBuckets::set(std::vector<Bucket> buckets) {
   where_.assign(parameters_.size(), {});
-  for (size_t b = 0; b < buckets.size(); ++b) {
+  for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t m = 0; m < buckets[b].members.size(); ++m) where_[buckets[b].members[m]] = {b, m};
-  }
   std::swap(buckets_, buckets);
   homes_.clear();
   pages_.resize(buckets_.size());
@@ -133,12 +132,10 @@ void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
     place(grad, writable_window(i));
     return;
   }
-  if (same_memory(grad, window(i))) {
+  if (same_memory(grad, window(i)))
     if (holds_other_tensor(i) && !held_by_autograd(grad, computed)) displace(where_[i].bucket);
     else placed_gradient_[i] = true;
-  } else {
-    place(grad, writable_window(i));
-  }
+  else place(grad, writable_window(i));
   grad = window(i);
 }
 
@@ -236,9 +233,8 @@ void GradientBuckets::mark_overwritten(size_t i) {
 }
 
 std::string GradientBuckets::uncleared() {
-  for (size_t i = 0; i < parameters_.size() && stale_ == kNone; ++i) {
+  for (size_t i = 0; i < parameters_.size() && stale_ == kNone; ++i)
     if (!is_cleared(i, 0)) stale_ = i;
-  }
   return stale_ == kNone ? "" : parameters_[std::exchange(stale_, kNone)].name;
 }
 

@@ -30,9 +30,8 @@ at::Tensor norm_of(const at::Tensor& part, double p) {
 }
 
 at::Device device_of(const std::vector<at::Tensor>& gradients) {
-  for (const auto& gradient : gradients) {
+  for (const auto& gradient : gradients)
     if (gradient.defined()) return gradient.device();
-  }
   return at::kCPU;
 }
 
@@ -125,18 +124,16 @@ GradNorm clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double ma
   for (const auto& gradient : gradients) norm.add(gradient);
   auto before = norm.local(sharding::device_of(gradients));
   const sharding::NormClip clip(max_norm, before);
-  for (const auto& gradient : gradients) {
+  for (const auto& gradient : gradients)
     if (gradient.defined()) clip.scale(gradient);
-  }
   return GradNorm(std::move(before));
 }
 
 void clip_gradient_values_(const std::vector<at::Tensor>& gradients, double clip_value) {
   sharding::check_clip_value("clip_gradient_values_", clip_value);
   const at::NoGradGuard no_grad;
-  for (const auto& gradient : gradients) {
+  for (const auto& gradient : gradients)
     if (gradient.defined()) at::Tensor(gradient).clamp_(-clip_value, clip_value);
-  }
 }
 
 }  // namespace tessera

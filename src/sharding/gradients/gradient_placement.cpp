@@ -46,10 +46,9 @@ class GradientPlacement::State : public memory::MemorySource {
     parameters_ = std::move(parameters);
     excluded_.resize(parameters_.size(), 0);
     windows_.assign(parameters_.size(), at::Tensor());
-    for (const auto& parameter : parameters_) {
+    for (const auto& parameter : parameters_)
       if (parameter.device().is_cpu() && parameter.nbytes() >= memory::kMinPlacementBytes)
         requests_[parameter.nbytes()];
-    }
     watching_ = false;
   }
 
@@ -110,9 +109,8 @@ class GradientPlacement::State : public memory::MemorySource {
     for (auto& [bytes, requests] : requests_) {
       auto& became = requests.became;
       std::vector<char> seen(windows_.size(), 0);
-      for (const auto i : became) {
+      for (const auto i : became)
         if (i != kNone) seen[i] = 1;
-      }
       became.resize(std::max(became.size(), requests.expected.size()), kNone);
       for (size_t n = 0; n < requests.expected.size(); ++n) {
         const auto before = requests.expected[n];

@@ -109,15 +109,13 @@ void Reducer::start_complete_buckets(size_t parameter) {
 }
 
 void Reducer::start_remaining_buckets() {
-  for (auto& lane : lanes_) {
+  for (auto& lane : lanes_)
     while (lane.next < lane.buckets.size()) ready(lane.buckets[lane.next++]);
-  }
 }
 
 void Reducer::ready(size_t bucket) {
-  for (const auto i : buckets_.all()[bucket].members) {
+  for (const auto i : buckets_.all()[bucket].members)
     if (options_.reduce_in_backward && missing_[i]) buckets_.zero(i);
-  }
   buckets_.prepare(bucket);
   if (options_.provisional) reported_[bucket] = true;
   policy_->start(bucket);
@@ -137,9 +135,8 @@ void Reducer::close_round() {
 void Reducer::report_rest() {
   if (round_ == Round::none) return;
   round_ = Round::sent;
-  for (size_t b = 0; b < reported_.size(); ++b) {
+  for (size_t b = 0; b < reported_.size(); ++b)
     if (!reported_[b]) ready(b);
-  }
 }
 
 void Reducer::end() {
@@ -236,12 +233,9 @@ std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
     if (tracker_.arrivals(i) > 0) continue;
     have[i] = buckets_.parameters()[i].tensor.grad().defined();
     missing_[i] = !have[i];
-    if (have[i]) {
-      buckets_.store_late(i);
-    } else {
-      if (!zero) missing.push_back(name(i));
-      else if (zero_now) buckets_.zero(i);
-    }
+    if (have[i]) buckets_.store_late(i);
+    else if (!zero) missing.push_back(name(i));
+    else if (zero_now) buckets_.zero(i);
   }
   if (!missing.empty()) {
     const auto shown = std::min<size_t>(missing.size(), 10);
@@ -323,18 +317,16 @@ void Reducer::exchange_use(const std::vector<char>& have) {
 }
 
 void Reducer::give_back() {
-  for (size_t i = 0; i < size(); ++i) {
+  for (size_t i = 0; i < size(); ++i)
     if (used_[i]) buckets_.return_gradient(i);
-  }
 }
 
 std::vector<size_t> Reducer::arrival_order() const {
   std::vector<size_t> order = last_order_;
   std::vector<bool> present(size(), false);
   for (const auto i : order) present[i] = true;
-  for (size_t i = 0; i < size(); ++i) {
+  for (size_t i = 0; i < size(); ++i)
     if (!present[i]) order.push_back(i);
-  }
   return order;
 }
 

@@ -13,10 +13,9 @@ namespace tessera {
 NamedParameters named_parameters(const torch::nn::Module& module) {
   NamedParameters result;
   std::unordered_set<const void*> seen;
-  for (const auto& item : module.named_parameters()) {
+  for (const auto& item : module.named_parameters())
     if (!item.value().defined() || seen.insert(item.value().unsafeGetTensorImpl()).second)
       result.emplace_back(item.key(), item.value());
-  }
   return result;
 }
 
@@ -69,10 +68,9 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
   const auto names = names_by_address(parameters);
   auto& groups = optimizer.param_groups();
   std::vector<std::vector<std::string>> mine(groups.size());
-  for (size_t g = 0; g < groups.size(); ++g) {
+  for (size_t g = 0; g < groups.size(); ++g)
     for (const auto& parameter : groups[g].params())
       mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
-  }
   sharding::check_groups("load_state_dict", mine, dict);
   for (size_t g = 0; g < groups.size(); ++g) {
     for (size_t i = 0; i < mine[g].size(); ++i) {

@@ -163,9 +163,8 @@ void load(torch::optim::Optimizer& optimizer, const std::vector<ParameterShard>&
           std::vector<StateSlice>& slices, bool release) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> optimized;
-  for (const auto& group : optimizer.param_groups()) {
+  for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
-  }
   const GivenSlices given(slices);
   std::vector<sharding::NewState> states;
   for (const auto& shard : shards) {
@@ -221,10 +220,9 @@ std::vector<StateSlice> state_slices(const torch::optim::Optimizer& optimizer,
     auto& slice = slices.emplace_back(StateSlice{shard, {}});
     auto state = get_state(optimizer, shard.tensor);
     if (!state) continue;
-    for (auto& [name, tensor] : state->tensors) {
+    for (auto& [name, tensor] : state->tensors)
       if (follows_parameter(tensor, shard.tensor))
         tensor = sharding::in_memory_order(tensor, shard.tensor);
-    }
     slice.state = std::move(*state);
   }
   return slices;

@@ -12,19 +12,17 @@ using Kind = ConfigNode::Kind;
 ParamwiseCustomKey read_custom_key(const ConfigNode& node, const std::string& type,
                                    const OptionMap& base, std::vector<std::string> path) {
   ConfigNode merged = options_node(base, node.where);
-  for (const auto& member : node.members) {
+  for (const auto& member : node.members)
     if (ConfigNode* known = merged.find(member.key)) *known = member.value;
     else merged.members.push_back(member);
-  }
   OptionReader reader(&merged, std::move(path), node.where);
   ParamwiseCustomKey key;
   reader.read("lr_mult", key.lr_mult, "", kNotNegative);
   reader.read("decay_mult", key.decay_mult, "", kNotNegative);
   registry::optimizers().read(type, reader);
-  for (const auto& [name, value] : reader.values()) {
+  for (const auto& [name, value] : reader.values())
     if (node.find(name) != nullptr && name != "lr_mult" && name != "decay_mult")
       key.options[name] = value;
-  }
   return key;
 }
 

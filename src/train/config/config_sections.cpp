@@ -305,10 +305,9 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
       "of them, and rank 0 model.safetensors.index.json");
   keys.finish();
   for (const auto& [key, value] :
-       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)}) {
+       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)})
     if (checkpoint.folder.empty() && value > 0)
       keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
-  }
 }
 
 }  // namespace tessera::train

@@ -34,10 +34,9 @@ class TensorBoardHook : public RunHook {
       return;
     }
     std::vector<std::pair<std::string, double>> values;
-    for (const auto& [name, value] : record.items()) {
+    for (const auto& [name, value] : record.items())
       if (name != "step" && value.is_number())
         values.emplace_back(tag_of(name), value.get<double>());
-    }
     file_->scalars(step, values);
   }
 

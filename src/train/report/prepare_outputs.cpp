@@ -56,10 +56,9 @@ std::vector<UsedFile> outputs_of(const Config& config) {
     files.push_back({"train.log writes it, too", config.train.log});
     files.push_back({"train.log writes its events there", EventLog::path_beside(config.train.log)});
   }
-  if (!config.train.save.empty()) {
+  if (!config.train.save.empty())
     for (const auto& file : files_of_save(config))
       files.push_back({"train.save writes it, too", file});
-  }
   if (!config.train.save_optimizer.empty())
     files.push_back({"train.save_optimizer writes it, too", config.train.save_optimizer});
   if (config.train.save_config)
@@ -79,17 +78,15 @@ void add_matches(const std::string& use, const std::string& path, std::vector<Us
   files.push_back({use, path});
   glob_t matches{};
   if (path.find_first_of("*?[") != std::string::npos &&
-      ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches) == 0) {
+      ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches) == 0)
     for (size_t i = 0; i < matches.gl_pathc; ++i) files.push_back({use, matches.gl_pathv[i]});
-  }
   ::globfree(&matches);
 }
 
 std::vector<UsedFile> inputs_of(const Config& config) {
   std::set<std::string> read{config.file};
-  for (const auto& [key, place] : config.where) {
+  for (const auto& [key, place] : config.where)
     read.insert(place.substr(0, place.rfind(':')));  // "base.yaml" of "base.yaml:12"
-  }
   std::vector<UsedFile> files;
   for (const auto& path : read) files.push_back({"the config is read from it", path});
   for (const auto& [key, path] : config.data.plan.files)

@@ -163,10 +163,9 @@ void check_same_data(const Config& config, const DataSplits& data, ProcessGroup&
 void check_same_options(const Config& config, torch::optim::Optimizer& optimizer,
                         ProcessGroup& group) {
   Lines lines;
-  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g)
     for (const auto& [name, value] : get_options(optimizer.param_groups()[g].options()))
       lines.emplace_back(fmt::format("optimizer, group {}, {}", g, name), to_string(value));
-  }
   check_same(config, lines, group);
 }
 

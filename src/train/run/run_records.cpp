@@ -45,12 +45,11 @@ std::string sample_text(const TrainedModel& model, const SampleConfig& sample, b
                                 .contiguous();
   const auto* token = tokens.data_ptr<int64_t>();
   std::string text;
-  for (int64_t i = 0; i < tokens.numel(); ++i) {
+  for (int64_t i = 0; i < tokens.numel(); ++i)
     if (!bytes) text += (i > 0 ? " " : "") + std::to_string(token[i]);
     else if (token[i] == '\n' || token[i] == '\t' || (token[i] >= ' ' && token[i] <= '~'))
       text += static_cast<char>(token[i]);
     else text += fmt::format("\\x{:02x}", token[i]);
-  }
   return text;
 }
 

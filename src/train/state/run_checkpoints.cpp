@@ -34,10 +34,9 @@ void set_aside_checkpoints(const std::string& folder) {
   const fs::path aside = fs::path(folder) / fmt::format("earlier-{}", number);
   fs::create_directory(aside);
   std::vector<fs::path> steps;
-  for (const auto& entry : fs::directory_iterator(folder)) {
+  for (const auto& entry : fs::directory_iterator(folder))
     if (entry.is_directory() && entry.path().filename().string().rfind("step-", 0) == 0)
       steps.push_back(entry.path());
-  }
   for (const auto& step : steps) fs::rename(step, aside / step.filename());
 }
 

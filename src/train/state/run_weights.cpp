@@ -135,10 +135,9 @@ void RunWeights::load(ModelWrapper& wrapper, const Checkpoint* checkpoint) {
 
 /// Deferred parameters need no initial values: load_initial() sets all of them.
 void RunWeights::skip_initial_values() {
-  for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+  for (const auto& [name, parameter] : named_parameters(*model_.module))
     if (initial_names_.names.count(name) > 0)
       detail::load_later(parameter, [](const at::Tensor&) {});
-  }
 }
 
 /// On rank 0, without model.strict.
@@ -290,10 +289,9 @@ void RunWeights::save(int64_t steps) {
   agree(context_.group, [&] {
     if (!context_.first()) return;
     context_.say("weights written to " + path);
-    if (is_weights_folder(path) && std::filesystem::is_directory(context_.config.model.init)) {
+    if (is_weights_folder(path) && std::filesystem::is_directory(context_.config.model.init))
       for (const auto& name : copy_other_files(context_.config.model.init, path))
         context_.say(name + " copied from " + context_.config.model.init);
-    }
     if (context_.config.train.save_config) {
       const auto beside = std::filesystem::path(path).parent_path() / "config.json";
       write_file(beside.string(), model_.config_json);

@@ -55,18 +55,13 @@ class DdpWrapper : public WholeWrapper {
   }
 
   std::vector<std::pair<std::string, at::Tensor>> extra_state() override {
-    if (!hook_.state) {
-      return {};
-    }
+    if (!hook_.state) return {};
     const auto state = hook_.state();
     return {state.begin(), state.end()};
   }
   void load_extra_state(const std::vector<std::pair<std::string, at::Tensor>>& state) override {
-    if (hook_.load_state) {
-      hook_.load_state({state.begin(), state.end()});
-    } else {
-      ModelWrapper::load_extra_state(state);
-    }
+    if (hook_.load_state) hook_.load_state({state.begin(), state.end()});
+    else ModelWrapper::load_extra_state(state);
   }
 
  protected:
@@ -100,13 +95,11 @@ CommHookPlan read_comm_hook(OptionReader& options) {
   ConfigNode beside;
   beside.kind = ConfigNode::Kind::Map;
   const std::string prefix = name + "_";
-  for (const auto& key : options.unread()) {
-    if (key.rfind(prefix, 0) == 0) {
+  for (const auto& key : options.unread())
+    if (key.rfind(prefix, 0) == 0)
       beside.members.push_back({key.substr(prefix.size()), *options.take(key, "", "")});
-    } else if (key.rfind("power_sgd_", 0) == 0) {
+    else if (key.rfind("power_sgd_", 0) == 0)
       options.refuse(key, "an option of comm_hook power_sgd, and parallel.comm_hook is " + name);
-    }
-  }
   OptionReader inner(&beside, {"parallel", "comm_hook"}, options.where());
   return registry::comm_hooks().read(name, inner);
 }

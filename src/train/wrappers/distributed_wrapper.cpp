@@ -63,9 +63,8 @@ WrapperPlan read_distributed(OptionReader& options) {
   std::string method = distributed.reduce_method;
   std::transform(method.begin(), method.end(), method.begin(),
                  [](unsigned char c) { return std::tolower(c); });
-  if (options.has("reduce_method") && method != "sum" && method != "mean") {
+  if (options.has("reduce_method") && method != "sum" && method != "mean")
     options.fail("reduce_method", "\"" + distributed.reduce_method + "\"; expected sum or mean");
-  }
   options.finish();
   WrapperPlan plan;
   plan.make = [distributed](WrapperContext context) {

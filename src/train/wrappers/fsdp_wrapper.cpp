@@ -55,29 +55,22 @@ class FsdpWrapper : public ModelWrapper {
 
   std::vector<at::Tensor> gradients() override {
     std::vector<at::Tensor> result;
-    for (const auto& shard : trained_) {
-      if (shard.grad().defined()) {
-        result.push_back(shard.grad());
-      }
-    }
+    for (const auto& shard : trained_)
+      if (shard.grad().defined()) result.push_back(shard.grad());
     return result;
   }
 
   double update(const GradientRules& rules) override {
     const double norm = fsdp_.clip_grad_norm_(rules.clip_norm.value_or(INFINITY), rules.norm_type);
     if (rules.allow(norm)) {
-      if (rules.clip_value) {
-        fsdp_.clip_grad_value_(*rules.clip_value);
-      }
+      if (rules.clip_value) fsdp_.clip_grad_value_(*rules.clip_value);
       optimizer_->step();
     }
     drop_gradients();
     return norm;
   }
   void drop_gradients() override {
-    for (auto& shard : trained_) {
-      shard.mutable_grad() = at::Tensor();
-    }
+    for (auto& shard : trained_) shard.mutable_grad() = at::Tensor();
   }
   void update_wire_feedback(bool stepped, double scale_change) override {
     fsdp_.end_step({stepped, scale_change});
@@ -87,9 +80,8 @@ class FsdpWrapper : public ModelWrapper {
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
   std::vector<ParameterShard> loaded_shards() override {
     auto result = fsdp_.shards(true);
-    for (const auto& [name, parameter] : named_parameters(*model_.module)) {
+    for (const auto& [name, parameter] : named_parameters(*model_.module))
       if (sharded_.count(name) == 0) result.push_back(whole_shard(name, parameter));
-    }
     return result;
   }
   void publish_shards() override {}

@@ -26,17 +26,15 @@ WholeWrapper::WholeWrapper(WrapperContext context)
 /// Also of parameters that are frozen for some steps: the optimizer keeps their state.
 std::vector<ParameterShard> WholeWrapper::shards() {
   std::vector<ParameterShard> result;
-  for (const auto& [name, parameter] : named_) {
+  for (const auto& [name, parameter] : named_)
     if (parameter.numel() > 0) result.push_back(whole_shard(name, parameter));
-  }
   return result;
 }
 
 std::vector<at::Tensor> WholeWrapper::gradients() {
   std::vector<at::Tensor> result;
-  for (const auto& [name, parameter] : named_) {
+  for (const auto& [name, parameter] : named_)
     if (parameter.grad().defined()) result.push_back(parameter.grad());
-  }
   return result;
 }
 
@@ -44,9 +42,7 @@ double WholeWrapper::update(const GradientRules& rules) {
   const auto all = gradients();
   const double norm = clip_gradient_norm_(all, rules.clip_norm.value_or(INFINITY), rules.norm_type);
   if (rules.allow(norm)) {
-    if (rules.clip_value) {
-      clip_gradient_values_(all, *rules.clip_value);
-    }
+    if (rules.clip_value) clip_gradient_values_(all, *rules.clip_value);
     step();
   }
   drop_gradients();

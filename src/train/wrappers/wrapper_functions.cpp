@@ -13,10 +13,9 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
 
 int64_t bytes_of(const std::vector<StateSlice>& slices) {
   int64_t bytes = 0;
-  for (const auto& slice : slices) {
+  for (const auto& slice : slices)
     for (const auto& [name, tensor] : slice.state.tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
-  }
   return bytes;
 }
 

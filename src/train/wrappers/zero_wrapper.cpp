@@ -14,9 +14,8 @@ namespace {
 std::vector<ZeroRedundancyOptimizer::Group> zero_groups(const OptimizerPlan& plan,
                                                         const torch::nn::Module& module) {
   std::vector<ZeroRedundancyOptimizer::Group> groups;
-  for (const auto& group : plan.groups(module, true)) {
+  for (const auto& group : plan.groups(module, true))
     groups.push_back({group.parameters, group.options});
-  }
   return groups;
 }
 
@@ -44,16 +43,12 @@ class ZeroWrapper : public ModelWrapper {
   std::vector<at::Tensor> gradients() override {
     std::vector<at::Tensor> result;
     for (const auto& shard :
-         shards_gradients() ? optimizer_.shards() : std::vector<ParameterShard>()) {
+         shards_gradients() ? optimizer_.shards() : std::vector<ParameterShard>())
       if (shard.tensor.grad().defined()) result.push_back(shard.tensor.grad());
-    }
     if (shards_gradients()) return result;  // `.grad` of the parameters are placeholders
     for (const auto& group : optimizer_.param_groups()) {
-      for (const auto& parameter : group.params()) {
-        if (parameter.grad().defined()) {
-          result.push_back(parameter.grad());
-        }
-      }
+      for (const auto& parameter : group.params())
+        if (parameter.grad().defined()) result.push_back(parameter.grad());
     }
     return result;
   }
@@ -72,9 +67,7 @@ class ZeroWrapper : public ModelWrapper {
         optimizer_.zero_grad();
         return norm;
       }
-      if (rules.clip_value) {
-        optimizer_.clip_grad_value_(*rules.clip_value);
-      }
+      if (rules.clip_value) optimizer_.clip_grad_value_(*rules.clip_value);
     }
     optimizer_.step();
     if (!norm_first) {
@@ -142,9 +135,7 @@ class ZeroWrapper : public ModelWrapper {
     }
     use.gradients = use.parameters;
     use.optimizer_state = 0;
-    for (const auto& rank : ranks) {
-      use.optimizer_state += rank.optimizer_state;
-    }
+    for (const auto& rank : ranks) use.optimizer_state += rank.optimizer_state;
     return use;
   }
   MemoryUse formula(const MemoryUse& unsharded) const override {
@@ -195,9 +186,8 @@ class ZeroWrapper : public ModelWrapper {
     origin_ = {};
     for (const auto& names : {group_.all_gather_bytes(own, "own gradient that is not finite"),
                               group_.all_gather_bytes(reduced, "mean that is not finite")}) {
-      for (size_t rank = 0; rank < names.size() && origin_.rank < 0; ++rank) {
+      for (size_t rank = 0; rank < names.size() && origin_.rank < 0; ++rank)
         if (!names[rank].empty()) origin_ = {static_cast<int>(rank), names[rank]};
-      }
     }
   }
 

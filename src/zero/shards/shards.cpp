@@ -61,10 +61,9 @@ void Shards::add_group(size_t index, std::vector<sharding::NamedTensor> paramete
                                  parameters[i].name, problem));
   };
   for (size_t i = 0; i < parameters.size(); ++i) {
-    for (const auto& known : parameters_) {
+    for (const auto& known : parameters_)
       if (known.tensor.is_same(parameters[i].tensor) || known.name == parameters[i].name)
         refuse(i, fmt::format("already in an earlier group as {}", known.name));
-    }
     if (!plan_.as_bucket_view && !parameters[i].tensor.is_non_overlapping_and_dense())
       refuse(i, "its elements are not densely stored, which needs parameters_as_bucket_view");
   }
@@ -125,18 +124,16 @@ void Shards::place(const std::vector<size_t>& subset, ShardPlan plan) {
 
 std::vector<size_t> Shards::all_in_buckets() const {
   std::vector<size_t> subset;
-  for (size_t i = 0; i < placed(); ++i) {
+  for (size_t i = 0; i < placed(); ++i)
     if (in_bucket_[i]) subset.push_back(i);
-  }
   return subset;
 }
 
 std::vector<std::string> Shards::changed_trainability() const {
   std::vector<std::string> changed;
-  for (size_t i = 0; i < placed(); ++i) {
+  for (size_t i = 0; i < placed(); ++i)
     if (parameters_[i].tensor.requires_grad() != static_cast<bool>(trainable_[i]))
       changed.push_back(parameters_[i].name);
-  }
   return changed;
 }
 
@@ -147,24 +144,21 @@ void Shards::note_trainability() {
 
 std::vector<size_t> Shards::thawed() const {
   std::vector<size_t> thawed;
-  for (size_t i = 0; i < placed(); ++i) {
+  for (size_t i = 0; i < placed(); ++i)
     if (!in_bucket_[i] && parameters_[i].tensor.requires_grad()) thawed.push_back(i);
-  }
   return thawed;
 }
 
 std::string Shards::moved_parameter() const {
-  for (const auto& [parameter, data] : data_of_) {
+  for (const auto& [parameter, data] : data_of_)
     if (parameters_[parameter].tensor.data_ptr() != data) return parameters_[parameter].name;
-  }
   return "";
 }
 
 std::vector<const sharding::OwnedShard*> Shards::owned() const {
   std::vector<const sharding::OwnedShard*> shards;
-  for (const auto& bucket : buckets_) {
+  for (const auto& bucket : buckets_)
     for (const auto& shard : bucket.shards) shards.push_back(&shard);
-  }
   return shards;
 }
 
@@ -187,10 +181,9 @@ void Shards::add_residuals(std::vector<StateSlice>& slices) const {
     if (!lacking.defined()) continue;
     for (const auto& shard : buckets_[b].shards) {
       const auto& name = parameters_[shard.parameter].name;
-      for (auto& slice : slices) {
+      for (auto& slice : slices)
         if (slice.parameter == name && slice.begin == shard.begin)
           slice.state.tensors[sharding::kWireResidual] = lacking.narrow(0, shard.at, shard.numel);
-      }
     }
   }
 }

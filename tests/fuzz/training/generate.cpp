@@ -420,14 +420,12 @@ Case generate(uint64_t seed) {
   }
   // Drawn last, so that seeds keep what was drawn before there was this option.
   maybe(random, 8, result.wrapper.values, "check_results", "1");
-  for (auto& event : result.story) {
+  for (auto& event : result.story)
     if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
-  }
   divide_into_groups(random, result);
   save_memory(random, result.wrapper.kind, result.wrapper.values);
-  for (auto& event : result.story) {
+  for (auto& event : result.story)
     if (event.kind == "move") save_memory(random, event.text("wrapper"), event.values);
-  }
   const bool begins = result.story.front().kind != "move";
   round_between_hosts(random, result, result.world, begins, result.wrapper);
   for (auto& event : result.story) {

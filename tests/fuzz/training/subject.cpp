@@ -118,9 +118,7 @@ class ZeroSubject : public Subject {
   ZeroSubject(const Case& which, const Item& wrapper, std::shared_ptr<Net> net,
               const ProcessGroup& group)
       : Subject(net), wrapper_(wrapper) {
-    if (wrapper.kind == "ddp_zero") {
-      ddp_.emplace(net, group, ddp_options(*net, wrapper));
-    }
+    if (wrapper.kind == "ddp_zero") ddp_.emplace(net, group, ddp_options(*net, wrapper));
     const bool groups = wrapper.has("groups") || wrapper.has("late_part");
     if (!groups) {
       zero_ = std::make_unique<ZeroRedundancyOptimizer>(*net, group, optimizer_of(which),

@@ -92,9 +92,8 @@ std::vector<std::string> run_processes(int world, uint64_t seed,
     ::waitpid(std::exchange(child.pid, 0), &status, 0);
     if (WIFSIGNALED(status)) text += fmt::format("ended by signal {}", WTERMSIG(status));
     // A rank that this one has stopped goes on, and ends at the latest when its alarm rings.
-    for (const auto& other : children) {
+    for (const auto& other : children)
       if (other.pid != 0) ::kill(other.pid, SIGCONT);
-    }
     const bool good = WIFEXITED(status) && WEXITSTATUS(status) == 0;
     errors.push_back(good ? "" : text);
   }

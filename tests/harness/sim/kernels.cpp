@@ -158,9 +158,8 @@ bool shapes_of(const c10::OperatorHandle& op, const Values& arguments, Stack& sh
   } catch (const std::exception&) {
     return false;
   }
-  for (const auto& shape : shapes) {
+  for (const auto& shape : shapes)
     if (!shape.isTensor()) return false;
-  }
   return true;
 }
 
@@ -179,10 +178,9 @@ Stack make_results(const c10::OperatorHandle& op, const Values& arguments, bool 
     enqueue_here([call, outputs] {
       const auto got = call.run();
       const at::AutoDispatchBelowAutograd below;
-      for (size_t i = 0; i < outputs.size(); ++i) {
+      for (size_t i = 0; i < outputs.size(); ++i)
         if (outputs[i].defined && got[i].toTensor().defined())
           outputs[i].on_cpu().copy_(got[i].toTensor());
-      }
     });
   } else {
     for (const auto& value : run_now(op, call)) results.push_back(converted(value, kType, placed));

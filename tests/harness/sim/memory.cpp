@@ -159,9 +159,8 @@ void record_use(const void* data, const c10::Stream& stream) {
   std::lock_guard lock(mutex);
   const auto found = live.find(static_cast<char*>(const_cast<void*>(data)));
   if (found == live.end() || found->second->stream == stream) return;
-  for (const auto& known : found->second->used_on) {
+  for (const auto& known : found->second->used_on)
     if (known == stream) return;
-  }
   found->second->used_on.push_back(stream);
 }
 

@@ -116,9 +116,8 @@ VirtualTime virtual_time(const c10::Stream& stream) { return queue_of(stream).ti
 
 void synchronize() {
   for (int device = 0; device < kDevices; ++device) {
-    for (int id = 0; id < kStreams; ++id) {
+    for (int id = 0; id < kStreams; ++id)
       if (queues[device][id]) queues[device][id]->wait("synchronize");
-    }
   }
 }
 

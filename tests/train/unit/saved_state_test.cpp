@@ -74,9 +74,8 @@ TEST(SavedState, WhatIsNotPartOfTheRunStaysOut) {
   state.data.size = 10;
   const std::string text = to_text(state);
   for (const char* key : {"loss_scale", "early_stop", "evaluation_due", "weight_average_updates",
-                          "local_sgd", "left_out", "best_eval_loss"}) {
+                          "local_sgd", "left_out", "best_eval_loss"})
     EXPECT_EQ(text.find(key), std::string::npos) << key;
-  }
   EXPECT_EQ(to_text(saved_state_of(text, "")), text);
 }
 

@@ -156,9 +156,8 @@ std::string Lockstep::follow(const Item& wrapper, size_t i, const std::vector<Se
   // A value that is not finite makes its whole block NaN.
   const bool sound = all_finite(before) && all_finite(expected) &&
                      !(event.has("nan") && event.number("nan") < plain_.world());
-  if (sound && event.kind != "move") {
+  if (sound && event.kind != "move")
     for (size_t rank = 0; rank < expected.size(); ++rank) measure(before[rank], expected[rank]);
-  }
   for (size_t rank = 0; rank < expected.size(); ++rank) {
     std::map<std::string, at::Tensor> found(actual[rank].begin(), actual[rank].end());
     for (const auto& [name, value] : expected[rank]) {

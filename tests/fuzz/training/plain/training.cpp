@@ -11,10 +11,9 @@ namespace tessera::fuzz {
 
 OptimizerFactory optimizer_of(const Case& which) {
   OptionMap options;
-  for (const auto& [name, value] : which.optimizer.values) {
+  for (const auto& [name, value] : which.optimizer.values)
     if (name == "amsgrad" || name == "nesterov" || name == "centered") options[name] = true;
     else options[name] = std::stod(value);
-  }
   return default_optimizers().factory(which.optimizer.kind, options);
 }
 
@@ -488,9 +487,8 @@ double PlainTraining::clip(const Item& event) {
 void PlainTraining::clear(const Item& event) {
   if (event.text("zero") != "module") return zero_grad();
   for (auto& replica : replicas_) replica.net->zero_grad();
-  for (auto& gradient : shard_gradients_) {
+  for (auto& gradient : shard_gradients_)
     if (gradient.defined()) gradient = zero_grad_keeps_zeros() ? gradient.zero_() : at::Tensor();
-  }
 }
 
 void PlainTraining::zero_grad() {
