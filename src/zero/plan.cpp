@@ -22,6 +22,33 @@ std::string value_of(const char* option, WireFormat format) {
   return fmt::format("{} is {}, and", option, to_string(format));
 }
 
+/// The part of the plan that follows from option overlap.
+void choose_overlap(Plan& plan, const Setting& setting) {
+  const auto& options = plan.options;
+  const bool one_by_one = !setting.uses_all_parameters;
+  const bool in_background = options.overlap == Overlap::background;
+  const bool may_overlap =
+      setting.ranks > 1 && one_by_one && setting.on_cpu && options.overlap != Overlap::none;
+  plan.early = may_overlap && (in_background || setting.messages_between_hosts) &&
+               options.reduce_gradients && !options.shard_gradients;
+  const Rule waits[] = {
+      {"", in_background, one_by_one, "the optimizer uses all parameters at once"},
+      {"", in_background, setting.on_cpu, "parameters are not on the CPU"},
+      {"", in_background, options.parameters_as_bucket_view, "parameters_as_bucket_view is off"},
+      {"", in_background, !options.share_parameters,
+       "share_parameters leaves no copy to compute with meanwhile"},
+      {"", in_background, options.wire.parameters == WireFormat::float32,
+       "wire.parameters needs all changes at once"},
+  };
+  const auto reason = std::find_if(std::begin(waits), std::end(waits),
+                                   [](const Rule& rule) { return rule.given && !rule.met; });
+  plan.in_background = in_background && setting.ranks > 1 && reason == std::end(waits);
+  if (setting.ranks > 1 && reason != std::end(waits)) {
+    plan.notes.push_back(
+        fmt::format("step() gathers the parameters before it returns: {}", reason->reason));
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<torch::optim::Optimizer> example_of(const OptimizerFactory& factory) {
@@ -52,8 +79,7 @@ Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& set
   if (options.reduce_gradients && setting.ddp_reduces) {
     chosen.reduce_gradients = false;
     plan.notes.push_back(
-        "DistributedDataParallel reduces the gradients, so reduce_gradients is "
-        "off here");
+        "DistributedDataParallel reduces the gradients, so reduce_gradients is off here");
   }
   const bool one_by_one = !setting.uses_all_parameters;
   const bool rounds_gradients = options.wire.gradients != WireFormat::float32;
@@ -84,31 +110,10 @@ Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& set
   if (rounds_parameters && !one_by_one) {
     chosen.wire.parameters = WireFormat::float32;
     plan.notes.push_back(
-        "this optimizer evaluates the loss within an update, so parameters travel "
-        "as float32");
+        "this optimizer evaluates the loss within an update, so parameters travel as float32");
   }
 
-  const bool in_background = options.overlap == Overlap::background;
-  const bool may_overlap =
-      setting.ranks > 1 && one_by_one && setting.on_cpu && options.overlap != Overlap::none;
-  plan.early = may_overlap && (in_background || setting.messages_between_hosts) &&
-               chosen.reduce_gradients && !options.shard_gradients;
-  const Rule waits[] = {
-      {"", in_background, one_by_one, "the optimizer uses all parameters at once"},
-      {"", in_background, setting.on_cpu, "parameters are not on the CPU"},
-      {"", in_background, options.parameters_as_bucket_view, "parameters_as_bucket_view is off"},
-      {"", in_background, !options.share_parameters,
-       "share_parameters leaves no copy to compute with meanwhile"},
-      {"", in_background, chosen.wire.parameters == WireFormat::float32,
-       "wire.parameters needs all changes at once"},
-  };
-  const auto reason = std::find_if(std::begin(waits), std::end(waits),
-                                   [](const Rule& rule) { return rule.given && !rule.met; });
-  plan.in_background = in_background && setting.ranks > 1 && reason == std::end(waits);
-  if (setting.ranks > 1 && reason != std::end(waits)) {
-    plan.notes.push_back(
-        fmt::format("step() gathers the parameters before it returns: {}", reason->reason));
-  }
+  choose_overlap(plan, setting);
   plan.detects = options.shard_gradients || (options.share_parameters && setting.ranks > 1);
   return plan;
 }

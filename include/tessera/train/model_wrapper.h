@@ -18,6 +18,7 @@
 #include "tessera/step/losses.h"
 #include "tessera/step/no_sync.h"
 #include "tessera/step/paramwise.h"
+#include "tessera/step/step_end.h"
 #include "tessera/train/trained_model.h"
 
 namespace tessera {
@@ -111,19 +112,18 @@ class ModelWrapper {
   virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
-  /// After update() or drop_gradients(), for the errors of gradients that travel rounded (option
-  /// `wire`): whether the gradients were used, and the factor by which the scale of the loss has
-  /// changed. By default nothing. Local.
-  virtual void update_wire_feedback(bool /*stepped*/, double /*scale_change*/) {}
+  /// After update() or drop_gradients(), for gradients that travel rounded (option `wire`): see
+  /// StepEnd. By default nothing. Local.
+  virtual void end_step(StepEnd /*end*/) {}
 
   /// The optimizer whose parameter groups have the learning rates. Local.
   virtual torch::optim::Optimizer& optimizer() = 0;
   /// The object that takes part in a join; null when this type does not support joins. Local.
   virtual Joinable* joinable() { return nullptr; }
 
-  /// Returns when the parameters that other ranks have updated have arrived. The trainer calls it
+  /// Returns when what Overlap::background has left under way is complete. The trainer calls it
   /// before hooks, which may use pointers. Local; blocks.
-  virtual void wait_for_parameters() {}
+  virtual void wait() {}
   /// The parameter shards that this rank owns. Every element of the model belongs to the shards of
   /// some rank, and only its owner writes it. Local.
   virtual std::vector<ParameterShard> shards() = 0;

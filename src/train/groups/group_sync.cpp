@@ -27,7 +27,7 @@ GroupSync::GroupSync(const LocalSgdConfig& config, const TrainingGroups& groups,
           groups.outer(), wrapper.shards(), config.options, wrapper.shard_copies(),
           [&wrapper] { wrapper.publish_shards(); },
           [&wrapper] {
-            wrapper.wait_for_parameters();
+            wrapper.wait();
             wrapper.before_shard_writes();
           }) {}
 

@@ -192,7 +192,7 @@ void Run::compare_replicas() {
 }
 
 void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures& figures) {
-  if (!hooks_.empty()) wrapper_->wait_for_parameters();
+  if (!hooks_.empty()) wrapper_->wait();
   for (const auto& hook : hooks_) {
     RunState state;
     state.step = now_.done;

@@ -296,7 +296,7 @@ std::string RunCheckpoints::save(SavedState state, const SavedParts& parts) {
   begin_part();
   const auto start = std::chrono::steady_clock::now();
   CheckpointWriter writer(*store_, state.step);
-  parts.wrapper.wait_for_parameters();
+  parts.wrapper.wait();
   if (groups.first()) parts.weights.add_to(writer);
   begin_part();
   writer.add_slices(slices(parts), slice_set_of(groups.number()));

@@ -75,7 +75,7 @@ StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
     result.updated = done.updated;
   } else if (!input.left_out) {
     model_.drop_gradients();
-    model_.update_wire_feedback(false, 1);
+    model_.end_step({.used = false});
   }
   result.record.grad_norm = result.updated ? std::fabs(result.norm) : std::nan("");
   result.record.loss_scale = scaler_.scale();
@@ -143,7 +143,7 @@ TrainingStep::Update TrainingStep::update() {
   const bool updated = std::isfinite(norm) || nonfinite == NonfiniteNorm::update;
   const double scale = scaler_.scale();
   if (scaled) scaler_.update(!updated);
-  model_.update_wire_feedback(updated, scaler_.scale() / scale);
+  model_.end_step({updated, scaler_.scale() / scale});
   return {norm, updated};
 }
 

@@ -26,10 +26,8 @@ class DdpWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
   }
   Joinable* joinable() override { return &ddp_; }
-  void update_wire_feedback(bool stepped, double scale_change) override {
-    ddp_.end_step({stepped, scale_change});
-  }
-  void wait_for_parameters() override { ddp_.wait(); }
+  void end_step(StepEnd end) override { ddp_.end_step(end); }
+  void wait() override { ddp_.wait(); }
   std::vector<ParameterShard> loaded_shards() override {
     if (!shares_) return WholeWrapper::loaded_shards();
     auto result = shards();

@@ -27,9 +27,7 @@ class DistributedWrapper : public WholeWrapper {
     return std::unique_ptr<NoSync>(new NoSync(distributed_.no_sync()));
   }
   Joinable* joinable() override { return &distributed_; }
-  void update_wire_feedback(bool stepped, double scale_change) override {
-    distributed_.end_step({stepped, scale_change});
-  }
+  void end_step(StepEnd end) override { distributed_.end_step(end); }
 
  protected:
   void step() override { distributed_.step(); }

@@ -72,9 +72,8 @@ class FsdpWrapper : public ModelWrapper {
   void drop_gradients() override {
     for (auto& shard : trained_) shard.mutable_grad() = at::Tensor();
   }
-  void update_wire_feedback(bool stepped, double scale_change) override {
-    fsdp_.end_step({stepped, scale_change});
-  }
+  void end_step(StepEnd end) override { fsdp_.end_step(end); }
+  void wait() override { fsdp_.wait(); }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
@@ -178,21 +177,27 @@ void read_cpu_offload(OptionReader& outer, bool& offload) {
   }
 }
 
+/// The sharding strategies with their names, PyTorch's too.
+const std::vector<std::pair<std::string, ShardingStrategy>>& strategies() {
+  static const std::vector<std::pair<std::string, ShardingStrategy>> names{
+      {"full_shard", ShardingStrategy::full_shard},
+      {"shard_grad_op", ShardingStrategy::shard_grad_op},
+      {"no_shard", ShardingStrategy::no_shard},
+      {"hybrid_shard", ShardingStrategy::hybrid_shard},
+      {"FULL_SHARD", ShardingStrategy::full_shard},
+      {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
+      {"NO_SHARD", ShardingStrategy::no_shard},
+      {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}};
+  return names;
+}
+
 }  // namespace
 
 WrapperPlan read_fsdp(OptionReader& options) {
   FullyShardedDataParallelOptions fsdp;
   fsdp.wrap_policy = read_component(registry::wrap_policies(), options, "wrap_policy", "size_based",
                                     "which modules become units");
-  options.read_enum("sharding_strategy", fsdp.sharding_strategy,
-                    {{"full_shard", ShardingStrategy::full_shard},
-                     {"shard_grad_op", ShardingStrategy::shard_grad_op},
-                     {"no_shard", ShardingStrategy::no_shard},
-                     {"hybrid_shard", ShardingStrategy::hybrid_shard},
-                     {"FULL_SHARD", ShardingStrategy::full_shard},
-                     {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
-                     {"NO_SHARD", ShardingStrategy::no_shard},
-                     {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}},
+  options.read_enum("sharding_strategy", fsdp.sharding_strategy, strategies(),
                     "which tensors are sharded");
   options.read_enum("partition", fsdp.partition, partition_names(),
                     "how the elements of a unit are assigned to ranks: equal parts, or whole "

@@ -95,7 +95,7 @@ NonfiniteGradient ModelWrapper::find_nonfinite_gradient(const std::vector<Batch>
   for (const auto& part : parts) backward(forward(prepared(part)));
   for (const auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
   drop_gradients();
-  update_wire_feedback(false, 1);
+  end_step({.used = false});
   const auto first = std::find(bad.begin(), bad.end(), 1);
   const auto names = group_.all_gather_bytes(
       first == bad.end() ? "" : parameters[static_cast<size_t>(first - bad.begin())].first,

@@ -81,14 +81,12 @@ class ZeroWrapper : public ModelWrapper {
     return shards_gradients() ? ModelWrapper::find_nonfinite_gradient(parts) : origin_;
   }
   void drop_gradients() override { optimizer_.zero_grad(); }
-  void update_wire_feedback(bool stepped, double scale_change) override {
-    optimizer_.end_step({stepped, scale_change});
-  }
+  void end_step(StepEnd end) override { optimizer_.end_step(end); }
 
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   Joinable* joinable() override { return &optimizer_; }
 
-  void wait_for_parameters() override { optimizer_.wait(); }
+  void wait() override { optimizer_.wait(); }
   std::vector<ParameterShard> shards() override { return optimizer_.shards(); }
   std::vector<std::pair<std::string, at::Tensor>> replicas() override {
     auto result = named_parameters(*model_.module);
