@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -45,6 +44,7 @@ int dispatch(int argc, char** argv) {
     known.emplace_back(command.name);
   }
   app.add_subcommand("help", "Print this text");
+  const std::string text = app.help();  // after parse() it would be the subcommand's
   try {
     app.parse(std::min(argc, 2), argv);
   } catch (const CLI::ParseError& error) {
@@ -53,7 +53,7 @@ int dispatch(int argc, char** argv) {
                  tessera::did_you_mean(argv[1], known).c_str());
     return tessera::cli::kUsageExit;
   }
-  std::fputs(app.help().c_str(), argc > 1 ? stdout : stderr);
+  std::fputs(text.c_str(), argc > 1 ? stdout : stderr);
   return argc > 1 ? 0 : tessera::cli::kUsageExit;
 }
 

@@ -163,8 +163,8 @@ TEST_F(RunContract, AnotherNumberOfRowsOnOneRankIsAnErrorThere) {
       });
   EXPECT_THAT(errors[1], HasSubstr("iteration 2: data: rows: inputs has 5 rows for 6 samples"));
   // The other rank names the step, the rank, the collective and the parameters.
-  EXPECT_THAT(errors[0], AllOf(StartsWith("step 2: ProcessGroup"), HasSubstr("rank 1 "),
-                               HasSubstr("gave up in all_reduce #"),
+  EXPECT_THAT(errors[0], AllOf(StartsWith("step 2, forward, backward and update: ProcessGroup"),
+                               HasSubstr("rank 1 "), HasSubstr("gave up in all_reduce #"),
                                HasSubstr("; its purpose: scale 0.5, bucket 0 of backward 3, after "
                                          "3 forward passes: transformer.")));
 }
