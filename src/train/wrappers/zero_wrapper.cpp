@@ -54,8 +54,9 @@ class ZeroWrapper : public ModelWrapper {
   }
 
   double update(const GradientRules& rules) override {
-    // The update's own pass computes the 2-norm, but knows it only afterwards.
-    const bool gives_up = rules.nonfinite == NonfiniteNorm::give_up;
+    // The update's own pass computes the 2-norm, but knows it only afterwards. With shard_gradients
+    // the mean is there before, and the search for the origin needs the parameters.
+    const bool gives_up = rules.nonfinite == NonfiniteNorm::give_up && !shards_gradients();
     const bool norm_first = rules.clip_norm || rules.clip_value || rules.norm_type != 2 ||
                             !(gives_up || rules.nonfinite == NonfiniteNorm::update);
     track(!norm_first);
