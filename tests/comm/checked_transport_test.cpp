@@ -41,23 +41,16 @@ class WrongTransport : public Transport {
     inner_->all_gather(flat, counts);
     if (flat.scalar_type() == at::kFloat) spoil("all_gather", flat);
   }
-  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
-                      const ConsumeRun* consume) override {
-    if (!consume) {
-      inner_->reduce_scatter(flat, counts, scale, nullptr);
-      return spoil("reduce_scatter", flat);
-    }
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) override {
     const ConsumeRun spoiled = [&](int64_t offset, const at::Tensor& run) {
       auto copy = run.clone();
       spoil("reduce_scatter_each", copy);
-      (*consume)(offset, copy);
+      (*target.consume)(offset, copy);
     };
-    inner_->reduce_scatter(flat, counts, scale, &spoiled);
-  }
-  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
-                           double scale) override {
-    inner_->reduce_scatter_into(flat, counts, output, scale);
-    spoil("reduce_scatter_into", output);
+    if (target.consume) return inner_->reduce_scatter(flat, counts, {target.scale, &spoiled});
+    inner_->reduce_scatter(flat, counts, target);
+    if (target.output.defined()) spoil("reduce_scatter_into", target.output);
+    else spoil("reduce_scatter", flat);
   }
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
                   const Counts& send_counts) override {

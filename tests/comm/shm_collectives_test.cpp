@@ -175,12 +175,12 @@ TEST_P(ShmCollectives, ReduceScatterOfUnevenSegments) {
           seen.narrow(0, offset, run.numel()).copy_(run);
           next += run.numel();
         };
-        make.transport.reduce_scatter(flat, segments.counts, 1, &consume);
+        make.transport.reduce_scatter(flat, segments.counts, {1, &consume});
         ASSERT_EQ(next, segments.counts[rank]);
         ASSERT_TRUE(at::equal(seen, expected)) << scale << " " << c10::toString(dtype);
         ASSERT_TRUE(at::equal(flat, mine)) << "left as it was";
 
-        make.transport.reduce_scatter(flat, segments.counts, 1, nullptr);
+        make.transport.reduce_scatter(flat, segments.counts, {});
         ASSERT_TRUE(at::equal(segments.of(flat, rank), expected))
             << scale << " " << c10::toString(dtype);
       }
@@ -264,7 +264,7 @@ TEST_P(ShmCollectives, ATensorMayBeOverwrittenAfterReturn) {
       const int64_t total = std::accumulate(all_but.begin(), all_but.end(), int64_t{0});
       const int64_t before = std::accumulate(all_but.begin(), all_but.begin() + rank, int64_t{0});
       auto parts = make(values(total, rank, at::kFloat));
-      make.transport.reduce_scatter(parts, all_but, 1, nullptr);
+      make.transport.reduce_scatter(parts, all_but, {});
       if (rank == first) parts.fill_(-1);
       else
         ASSERT_TRUE(

@@ -172,7 +172,7 @@ TEST(ShmFaults, AnErrorInConsumeIsBlamedOnItsRank) {
       if (rank == 0) throw std::runtime_error("consumer's trouble");
     };
     auto flat = transport.allocate(1000, at::kFloat, false);
-    transport.reduce_scatter(flat, {500, 500}, 1, &consume);
+    transport.reduce_scatter(flat, {500, 500}, {1, &consume});
   });
   EXPECT_EQ(message_of(errors[0]), "consumer's trouble");
   EXPECT_THAT(message_of(errors[1]), HasSubstr("rank 0 has left"));

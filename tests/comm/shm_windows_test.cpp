@@ -147,13 +147,13 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
     expect_nothing_mapped("reduce");
 
     fill();
-    transport.reduce_scatter(flat, counts, 1, nullptr);
+    transport.reduce_scatter(flat, counts, {});
     EXPECT_TRUE(at::equal(own(flat), own(sum)));
     expect_nothing_mapped("reduce_scatter");
 
     fill();
     auto output = at::empty({counts[rank]});
-    transport.reduce_scatter_into(flat, counts, output, 0.5);
+    transport.reduce_scatter(flat, counts, {0.5, nullptr, output});
     EXPECT_TRUE(at::equal(output, own(sum) * 0.5));
     expect_nothing_mapped("reduce_scatter_into");
 
@@ -168,7 +168,7 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
         most =
             std::max(most, mapped_around(transport.peer_view(flat, (rank + 1) % size).data_ptr()));
     };
-    transport.reduce_scatter(flat, counts, 1, &consume);
+    transport.reduce_scatter(flat, counts, {1, &consume});
     EXPECT_EQ(next, counts[rank]);
     EXPECT_TRUE(at::equal(kept, own(sum)));
     EXPECT_EQ(most > 0, huge) << "the part being read is mapped";

@@ -1,5 +1,8 @@
 #include "comm/base/transport.h"
 
+#include <cstring>
+#include <numeric>
+
 #include <fmt/format.h>
 
 namespace tessera::comm {
@@ -46,12 +49,19 @@ std::string describe(const OpHeader& header) {
   return text;
 }
 
-void Transport::reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
-                                    at::Tensor output, double scale) {
-  const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
-    output.narrow(0, offset, run.numel()).copy_(run);
-  };
-  reduce_scatter(flat, counts, scale, &keep);
+std::vector<std::string> gather_texts(Transport& transport, int rank, const std::string& mine,
+                                      const Counts& sizes) {
+  const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  const auto all = at::empty({total}, at::TensorOptions().dtype(at::kByte));
+  const auto* data = reinterpret_cast<const char*>(data_of(all));
+  if (!mine.empty()) std::memcpy(data_of(segment_of(all, sizes, rank)), mine.data(), mine.size());
+  if (total > 0) transport.all_gather(all, sizes);
+  std::vector<std::string> texts;
+  for (const auto size : sizes) {
+    texts.emplace_back(data, size);
+    data += size;
+  }
+  return texts;
 }
 
 }  // namespace tessera::comm

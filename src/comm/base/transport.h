@@ -3,10 +3,10 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/base/flat_tensor.h"
 #include "comm/base/wire_codec.h"
 #include "tessera/error.h"
 #include "tessera/process_group.h"
@@ -72,17 +72,17 @@ class Transport {
   virtual void all_reduce(at::Tensor flat, double scale) = 0;
   virtual void reduce(at::Tensor flat, int root) = 0;
   virtual void broadcast(at::Tensor flat, int root) = 0;
-  virtual void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) = 0;
-  /// Passes the sums of this rank's segment, times `scale`, to `consume` in ascending runs and does
-  /// not modify flat. If `consume` is null, writes them to this rank's segment of flat instead.
-  virtual void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
-                              const ConsumeRun* consume) = 0;
-  /// Writes the sum of this rank's segment, times `scale`, to `output`. Does not modify flat.
-  virtual void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts,
-                                   at::Tensor output, double scale);
-  virtual void all_to_all(at::Tensor output, at::Tensor input,
-                          const std::vector<int64_t>& recv_counts,
-                          const std::vector<int64_t>& send_counts) = 0;
+  virtual void all_gather(at::Tensor flat, const Counts& counts) = 0;
+  /// The destination of the sums of this rank's segment, times `scale`: `consume`, in ascending
+  /// runs, else `output`, else the segment itself, which is the only part of `flat` that changes.
+  struct Target {
+    double scale = 1;
+    const ConsumeRun* consume = nullptr;
+    at::Tensor output = {};
+  };
+  virtual void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) = 0;
+  virtual void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
+                          const Counts& send_counts) = 0;
 
   /// Zero-filled memory that peers can read in place or, if `common`, memory that all ranks have in
   /// common. Undefined if the transport does not support it.
@@ -117,6 +117,33 @@ class Transport {
   virtual void set_stopped_timeout(std::chrono::milliseconds) {}
   /// Makes a blocked call and every later call throw BrokenWorldError soon. From any thread.
   virtual void abort() noexcept = 0;
+};
+
+/// The bytes of every rank: sizes[r] of rank r. `mine`: those of this rank, `rank`.
+std::vector<std::string> gather_texts(Transport& transport, int rank, const std::string& mine,
+                                      const Counts& sizes);
+
+/// A transport over another one, which does all that is not overridden. Collectives are.
+class TransportOver : public Transport {
+ public:
+  explicit TransportOver(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  const char* name() const override { return inner_->name(); }
+  std::vector<OpHeader> exchange(const OpHeader& mine) override { return inner_->exchange(mine); }
+  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
+    return inner_->allocate(numel, options, common);
+  }
+  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
+    return inner_->peer_view(allocated, peer);
+  }
+  Sent sent() const override { return inner_->sent(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
+  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
+    inner_->set_stopped_timeout(timeout);
+  }
+  void abort() noexcept override { inner_->abort(); }
+
+ protected:
+  std::unique_ptr<Transport> inner_;
 };
 
 }  // namespace tessera::comm

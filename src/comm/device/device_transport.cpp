@@ -21,24 +21,19 @@ namespace {
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// Sums are taken locally after an all-to-all, to keep them in the order of tree_sum.h.
-class DeviceTransport : public Transport {
+class DeviceTransport : public TransportOver {
  public:
   DeviceTransport(const World& world, std::unique_ptr<Transport> control)
-      : rank_(world.rank),
+      : TransportOver(std::move(control)),
+        rank_(world.rank),
         size_(world.size),
         device_(world.device),
-        control_(std::move(control)),
         backend_(device_->connect(world)) {}
 
   const char* name() const override { return device_->name.c_str(); }
   at::DeviceType device_type() const override { return device_->type; }
-  /// The backend keeps the time-out given at construction.
-  void set_timeout(std::chrono::milliseconds timeout) override { control_->set_timeout(timeout); }
-  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
-    control_->set_stopped_timeout(timeout);
-  }
   void abort() noexcept override {
-    control_->abort();
+    inner_->abort();
     abort_device();
   }
   void abort_device() noexcept override { device_->abort(*backend_); }
@@ -46,30 +41,27 @@ class DeviceTransport : public Transport {
     return device_->identity ? device_->identity(device) : "";
   }
 
-  Sent sent() const override { return control_->sent(); }
-  std::vector<OpHeader> exchange(const OpHeader& mine) override { return control_->exchange(mine); }
-
   void all_reduce(at::Tensor flat, double scale) override {
-    if (flat.is_cpu()) return control_->all_reduce(flat, scale);
+    if (flat.is_cpu()) return inner_->all_reduce(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
-    reduce_scatter(flat, counts, scale, nullptr);
+    reduce_scatter(flat, counts, {scale});
     all_gather(flat, counts);
   }
 
   void reduce(at::Tensor flat, int root) override {
-    if (flat.is_cpu()) return control_->reduce(flat, root);
+    if (flat.is_cpu()) return inner_->reduce(flat, root);
     Counts counts(size_, 0);
     counts[root] = flat.numel();
-    reduce_scatter(flat, counts, 1, nullptr);
+    reduce_scatter(flat, counts, {});
   }
 
   void broadcast(at::Tensor flat, int root) override {
-    if (flat.is_cpu()) return control_->broadcast(flat, root);
+    if (flat.is_cpu()) return inner_->broadcast(flat, root);
     finish("broadcast", {broadcast_from(flat, root)});
   }
 
   void all_gather(at::Tensor flat, const Counts& counts) override {
-    if (flat.is_cpu()) return control_->all_gather(flat, counts);
+    if (flat.is_cpu()) return inner_->all_gather(flat, counts);
     std::vector<C10dWork> works;
     for (int r = 0; r < size_; ++r) {
       if (counts[r] > 0) works.push_back(broadcast_from(segment_of(flat, counts, r), r));
@@ -77,39 +69,26 @@ class DeviceTransport : public Transport {
     finish("all_gather", works);
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
-                      const ConsumeRun* consume) override {
-    if (flat.is_cpu()) return control_->reduce_scatter(flat, counts, scale, consume);
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) override {
+    if (flat.is_cpu()) return inner_->reduce_scatter(flat, counts, target);
     const int64_t own = counts[rank_];
     auto parts = at::empty({size_ * own}, flat.options());
     all_to_all(parts, flat, Counts(size_, own), counts);
     if (own == 0) return;
-    const auto sum = sum_rows(parts.view({size_, own}), scale);
-    if (consume) (*consume)(0, sum);
-    else segment_of(flat, counts, rank_).copy_(sum);
-  }
-
-  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
-                           double scale) override {
-    if (flat.is_cpu()) return control_->reduce_scatter_into(flat, counts, output, scale);
-    Transport::reduce_scatter_into(flat, counts, output, scale);
+    const auto sum = sum_rows(parts.view({size_, own}), target.scale);
+    if (target.consume) return (*target.consume)(0, sum);
+    const auto segment = segment_of(flat, counts, rank_);
+    (target.output.defined() ? target.output : segment).copy_(sum);
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
                   const Counts& send_counts) override {
-    if (input.is_cpu()) return control_->all_to_all(output, input, recv_counts, send_counts);
+    if (input.is_cpu()) return inner_->all_to_all(output, input, recv_counts, send_counts);
     connect_beside(input);
     auto receive = recv_counts, send = send_counts;
     finish("all_to_all", {guarded("all_to_all", [&] {
              return compat::all_to_all_flat(*backend_, output, input, receive, send);
            })});
-  }
-
-  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
-    return options.device().is_cpu() ? control_->allocate(numel, options, common) : at::Tensor();
-  }
-  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
-    return allocated.is_cpu() ? control_->peer_view(allocated, peer) : at::Tensor();
   }
 
  private:
@@ -155,7 +134,6 @@ class DeviceTransport : public Transport {
 
   int rank_, size_;
   std::shared_ptr<const DeviceBackend> device_;
-  std::unique_ptr<Transport> control_;
   c10::intrusive_ptr<compat::C10dBackend> backend_;
   bool connected_ = false;
 };

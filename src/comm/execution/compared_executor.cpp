@@ -1,9 +1,9 @@
-#include "comm/execution/compared_executor.h"
-
 #include <utility>
 
 #include <fmt/format.h>
 #include <xxhash.h>
+
+#include "comm/execution/host_executor.h"
 
 namespace tessera::comm {
 namespace {
@@ -35,7 +35,14 @@ Call comparison_of(const Call& call, WireFormat wire, std::shared_ptr<Headers> h
   return comparison;
 }
 
-}  // namespace
+class ComparedExecutor : public Executor {
+ public:
+  ComparedExecutor(HostExecutor& control, HostExecutor& data) : control_(control), data_(data) {}
+  Work issue(Call call, Mode mode) override;
+
+ private:
+  HostExecutor &control_, &data_;
+};
 
 Work ComparedExecutor::issue(Call call, Mode mode) {
   constexpr std::chrono::milliseconds kLook{20};
@@ -58,6 +65,12 @@ Work ComparedExecutor::issue(Call call, Mode mode) {
     if (!compared->failed()) data->execute(call);
   });
   return Work(std::make_shared<ComparedWork>(std::move(compared), std::move(moved)));
+}
+
+}  // namespace
+
+std::unique_ptr<Executor> make_compared_executor(HostExecutor& control, HostExecutor& data) {
+  return std::make_unique<ComparedExecutor>(control, data);
 }
 
 }  // namespace tessera::comm

@@ -1,9 +1,10 @@
-#include "comm/execution/device_executor.h"
-
+// Collectives on tensors of an accelerator.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -11,6 +12,9 @@
 
 #include "comm/base/flat_tensor.h"
 #include "comm/device/backends.h"
+#include "comm/execution/group_stream.h"
+#include "comm/execution/host_executor.h"
+#include "comm/p2p/liveness.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera::comm {
@@ -19,23 +23,6 @@ namespace {
 /// A backend has so long to end a collective. With the time-out and a beat it is at most the
 /// time-out and two seconds.
 constexpr std::chrono::milliseconds kUntilFreed{1500}, kPoll{10};
-
-/// A collective on the group's stream, and the comparison of its headers.
-class DeviceWork : public Work::State {
- public:
-  DeviceWork(const CommStream& stream, Work compared)
-      : stream_(stream), end_(stream.mark()), compared_(std::move(compared)) {}
-  void wait() override {
-    compared_.wait();
-    stream_.join(end_);
-  }
-  bool done() override { return compared_.done() && end_->query(); }
-
- private:
-  CommStream stream_;
-  CommStream::Mark end_;
-  Work compared_;
-};
 
 /// Calls `first` and then waits until the device has reached `mark`, for at most kUntilFreed.
 /// False: it has not, or a call of the device's library blocks, so another thread makes them.
@@ -53,7 +40,37 @@ bool is_reached(const CommStream::Mark& mark, std::function<void()> first) {
   return future.wait_for(kUntilFreed) == std::future_status::ready;
 }
 
-}  // namespace
+class DeviceExecutor : public Executor {
+ public:
+  explicit DeviceExecutor(HostExecutor& host) : host_(host) {}
+  Work issue(Call call, Mode mode) override;
+  void drain() noexcept override;
+
+ private:
+  Work issue_on_stream(const Call& call, const CommStream& stream);
+  void move(const Call& call, const Headers& headers);
+  Work compare_later(const Call& call);
+  /// Blocks until all ranks have issued a collective on the device, without check_collectives too.
+  /// The first one needs it: a backend connects the ranks there and may wait for ever for a rank
+  /// that has ended.
+  Headers compare_now(const Call& call);
+  /// Before the first collective on the device, on which all ranks have agreed.
+  void meet(Transport& control, const at::Device& device);
+  /// Throws UsageError on all ranks if two of a host have the same device.
+  void check_devices(Transport& control, const at::Device& device) const;
+  /// These ranks do not run any more, so the device may wait for them, and the host for the device.
+  /// Ends the group and the device's collectives, or else the process. None: the store is silent.
+  void lose(const std::vector<int>& lost);
+  CommStream::Mark last();
+  void set_last(CommStream::Mark mark);
+
+  HostExecutor& host_;
+  GroupStream stream_;
+  bool met_ = false;  // all ranks have issued the first collective
+  std::mutex mutex_;
+  CommStream::Mark last_;               // the end of the last collective
+  std::unique_ptr<Liveness> liveness_;  // the last member, because its thread uses the others
+};
 
 Work DeviceExecutor::issue(Call call, Mode mode) {
   if (!call.header.on_device) return host_.issue(std::move(call), mode);
@@ -81,9 +98,9 @@ Work DeviceExecutor::issue_on_stream(const Call& call, const CommStream& stream)
     compared.wait();  // its error has the rank
     throw;
   }
-  auto work = std::make_shared<DeviceWork>(stream, std::move(compared));
-  set_last(stream.mark());
-  return Work(std::move(work));
+  const auto end = std::make_shared<CommStream::Mark>(stream.mark());
+  set_last(*end);
+  return Work(std::make_shared<StreamWork>(stream, std::move(compared), end));
 }
 
 void DeviceExecutor::move(const Call& call, const Headers& headers) {
@@ -191,6 +208,12 @@ void DeviceExecutor::drain() noexcept {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } catch (...) {  // the device has an error, which the next wait for it reports
   }
+}
+
+}  // namespace
+
+std::unique_ptr<Executor> make_device_executor(HostExecutor& host) {
+  return std::make_unique<DeviceExecutor>(host);
 }
 
 }  // namespace tessera::comm

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <memory>
+
 #include "comm/execution/call.h"
 #include "tessera/process_group.h"
 
@@ -18,5 +20,21 @@ class Executor {
   /// Waits until a device has run the group's collectives: the other ranks need this rank's part.
   virtual void drain() noexcept {}
 };
+
+class HostExecutor;  // for collectives on CPU tensors alone
+
+/// For a group of ProcessGroup::with_wire(). The headers are compared in the group `control`, in
+/// the order in which this rank calls the collectives of both groups, and the data follow in
+/// `data`. Arguments live longer, here and below.
+std::unique_ptr<Executor> make_compared_executor(HostExecutor& control, HostExecutor& data);
+/// For tensors of an accelerator with a backend. The bodies of calls run on the calling thread. The
+/// headers are compared in `host`, over the transport for CPU tensors, and the host waits for no
+/// stream. Mode::wait: on the current stream, after the comparison. Mode::work: on the group's
+/// stream, behind what the current one has issued; the Work waits for the comparison, and makes the
+/// current stream wait for the data.
+std::unique_ptr<Executor> make_device_executor(HostExecutor& host);
+/// Where the transport carries an accelerator's tensors through the host's memory and waits for the
+/// device there: in a turn of `host`, as CPU tensors.
+std::unique_ptr<Executor> make_staged_executor(HostExecutor& host);
 
 }  // namespace tessera::comm

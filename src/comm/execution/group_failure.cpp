@@ -1,9 +1,7 @@
 #include "comm/execution/group_failure.h"
 
-#include <cstring>
 #include <utility>
 
-#include "comm/base/flat_tensor.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
 
@@ -78,25 +76,16 @@ void GroupFailure::rethrow(const Call& call) {
 
 std::string GroupFailure::gather(Transport& transport, const Headers& headers,
                                  const std::string& mine) const {
-  std::vector<int64_t> counts;
-  int64_t total = 0, before = 0;
-  for (int r = 0; r < world_.size; ++r) {
-    counts.push_back(headers[r].op == Op::fail ? headers[r].numel : 0);
-    if (r < world_.rank) before += counts.back();
-    total += counts.back();
-  }
-  if (total == 0) return "";
-  const auto text = at::empty({total}, at::TensorOptions().dtype(at::kByte));
-  const auto* data = reinterpret_cast<const char*>(data_of(text));
-  if (!mine.empty()) std::memcpy(data_of(text) + before, mine.data(), mine.size());
-  transport.all_gather(text, counts);
-  std::string lines;
+  Counts sizes;
   std::vector<int> began;
-  for (int r = 0; r < world_.size; data += counts[r++]) {
-    if (counts[r] == 0) continue;
-    lines += (lines.empty() ? "" : "\n") + std::string(data, counts[r]);
-    began.push_back(r);
+  for (int r = 0; r < world_.size; ++r) {
+    sizes.push_back(headers[r].op == Op::fail ? headers[r].numel : 0);
+    if (sizes.back() > 0) began.push_back(r);
   }
+  if (began.empty()) return "";
+  const auto texts = gather_texts(transport, world_.rank, mine, sizes);
+  std::string lines;
+  for (const int r : began) lines += (lines.empty() ? "" : "\n") + texts[r];
   detail::report_agreed(world_.in_world(began), lines);
   return lines;
 }

@@ -1,12 +1,10 @@
 #include "comm/execution/host_executor.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "comm/base/flat_tensor.h"
 #include "comm/execution/running_scope.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
@@ -66,23 +64,15 @@ void HostExecutor::execute(Call call) {
   if (world_.failures) world_.failures->withdraw(world_);
 }
 
-/// When ranks disagree about a collective, all of them know it and exchange their tags.
-std::vector<std::string> HostExecutor::exchange_tags(const std::string& mine) const {
-  constexpr int64_t kLength = 96;
-  const auto text = at::zeros({kLength * world_.size}, at::TensorOptions().dtype(at::kByte));
-  auto* const data = reinterpret_cast<char*>(data_of(text));
-  std::memcpy(data + kLength * world_.rank, mine.data(),
-              std::min<size_t>(mine.size(), kLength - 1));
-  transport_->all_gather(text, std::vector<int64_t>(world_.size, kLength));
-  std::vector<std::string> result;
-  for (int r = 0; r < world_.size; ++r) result.emplace_back(data + kLength * r);
-  return result;
-}
-
 /// `other`: a rank whose header is not that of rank 0.
 std::string HostExecutor::disagreement(const Headers& headers, int other,
                                        const std::string& tag) const {
-  const auto tags = exchange_tags(tag);
+  // All ranks know that they disagree, and exchange their tags.
+  constexpr size_t kLength = 96;
+  auto padded = tag.substr(0, kLength - 1);
+  padded.resize(kLength);
+  auto tags = gather_texts(*transport_, world_.rank, padded, Counts(world_.size, kLength));
+  for (auto& text : tags) text = text.c_str();
   const auto call = [&](int rank) {
     return describe(headers[rank]) + (tags[rank].empty() ? "" : fmt::format(" ({})", tags[rank]));
   };

@@ -41,7 +41,6 @@ class HostExecutor : public Executor {
  private:
   Headers compare(const Call& call);
   std::string disagreement(const Headers& headers, int other, const std::string& tag) const;
-  std::vector<std::string> exchange_tags(const std::string& mine) const;
 
   const World& world_;
   Transport* const transport_;

@@ -1,28 +1,20 @@
-#include "comm/execution/staged_executor.h"
-
 #include <utility>
+
+#include "comm/execution/group_stream.h"
+#include "comm/execution/host_executor.h"
 
 namespace tessera::comm {
 namespace {
 
-/// A collective that a thread of the host carries out, and then the stream's part of it.
-class StagedWork : public Work::State {
+class StagedExecutor : public Executor {
  public:
-  StagedWork(const CommStream& stream, Work carried, std::shared_ptr<CommStream::Mark> end)
-      : stream_(stream), carried_(std::move(carried)), end_(std::move(end)) {}
-  void wait() override {
-    carried_.wait();
-    stream_.join(*end_);
-  }
-  bool done() override { return carried_.done() && (!*end_ || (*end_)->query()); }
+  explicit StagedExecutor(HostExecutor& host) : host_(host) {}
+  Work issue(Call call, Mode mode) override;
 
  private:
-  CommStream stream_;
-  Work carried_;
-  std::shared_ptr<CommStream::Mark> end_;  // null after an error
+  HostExecutor& host_;
+  GroupStream stream_;
 };
-
-}  // namespace
 
 Work StagedExecutor::issue(Call call, Mode mode) {
   if (!call.header.on_device) return host_.issue(std::move(call), mode);
@@ -44,7 +36,13 @@ Work StagedExecutor::issue(Call call, Mode mode) {
         host->execute(call);
         *end = stream.mark();
       });
-  return Work(std::make_shared<StagedWork>(stream, std::move(carried), std::move(end)));
+  return Work(std::make_shared<StreamWork>(stream, std::move(carried), std::move(end)));
+}
+
+}  // namespace
+
+std::unique_ptr<Executor> make_staged_executor(HostExecutor& host) {
+  return std::make_unique<StagedExecutor>(host);
 }
 
 }  // namespace tessera::comm

@@ -143,7 +143,7 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
   auto body = [flat = flat.detach(), counts, scale, consume = std::move(consume)](
                   Transport& transport, const Headers&) {
-    if (flat.numel()) transport.reduce_scatter(flat, counts, scale, consume ? &consume : nullptr);
+    if (flat.numel()) transport.reduce_scatter(flat, counts, {scale, consume ? &consume : nullptr});
   };
   return call_of(impl, header_of_segments(Op::reduce_scatter, flat, counts), flat, std::move(body),
                  tag);
@@ -164,7 +164,7 @@ Call reduce_scatter_into_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
                   c10::toString(flat.scalar_type()), own, flat.device().str()));
   call.body = [flat = flat.detach(), counts, output = output.detach(), scale](Transport& transport,
                                                                               const Headers&) {
-    if (flat.numel()) transport.reduce_scatter_into(flat, counts, output, scale);
+    if (flat.numel()) transport.reduce_scatter(flat, counts, {scale, nullptr, output});
   };
   call.tensors.push_back(output);
   return call;

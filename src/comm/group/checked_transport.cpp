@@ -32,14 +32,10 @@ bool same_values(const at::Tensor& a, const at::Tensor& b) {
   return a.eq(b).logical_or_(a.ne(a).logical_and_(b.ne(b))).all().item<bool>();
 }
 
-class CheckedTransport : public Transport {
+class CheckedTransport : public TransportOver {
  public:
   CheckedTransport(std::unique_ptr<Transport> inner, const World& world)
-      : inner_(std::move(inner)), rank_(world.rank), size_(world.size) {}
-
-  const char* name() const override { return inner_->name(); }
-  Sent sent() const override { return inner_->sent(); }
-  std::vector<OpHeader> exchange(const OpHeader& mine) override { return inner_->exchange(mine); }
+      : TransportOver(std::move(inner)), rank_(world.rank), size_(world.size) {}
 
   void all_reduce(at::Tensor flat, double scale) override {
     const auto input = flat.clone();
@@ -78,27 +74,20 @@ class CheckedTransport : public Transport {
     throw_if_wrong(from < size_, fmt::format("differs from the input of rank {}", from));
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
-                      const ConsumeRun* consume) override {
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) override {
     const auto input = flat.clone();
-    if (!consume) {
-      inner_->reduce_scatter(flat, counts, scale, nullptr);
-      return verify_sum(input, counts, segment_of(flat, counts, rank_), scale);
+    auto result = target.output.defined() ? target.output : segment_of(flat, counts, rank_);
+    if (!target.consume) {
+      inner_->reduce_scatter(flat, counts, target);
+      return verify_sum(input, counts, result, target.scale);
     }
-    const auto result = at::empty({counts[rank_]}, flat.options());
+    result = at::empty({counts[rank_]}, flat.options());
     const ConsumeRun keep = [&](int64_t offset, const at::Tensor& run) {
       result.narrow(0, offset, run.numel()).copy_(run);
-      (*consume)(offset, run);
+      (*target.consume)(offset, run);
     };
-    inner_->reduce_scatter(flat, counts, scale, &keep);
-    verify_sum(input, counts, result, scale);
-  }
-
-  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
-                           double scale) override {
-    const auto input = flat.clone();
-    inner_->reduce_scatter_into(flat, counts, output, scale);
-    verify_sum(input, counts, output, scale);
+    inner_->reduce_scatter(flat, counts, {target.scale, &keep});
+    verify_sum(input, counts, result, target.scale);
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
@@ -110,18 +99,6 @@ class CheckedTransport : public Transport {
     while (from < size_ && received[from] == sources[from][rank_]) ++from;
     throw_if_wrong(from < size_, fmt::format("differs from what rank {} sent", from));
   }
-
-  at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override {
-    return inner_->allocate(numel, options, common);
-  }
-  at::Tensor peer_view(const at::Tensor& allocated, int peer) const override {
-    return inner_->peer_view(allocated, peer);
-  }
-  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
-  void set_stopped_timeout(std::chrono::milliseconds timeout) override {
-    inner_->set_stopped_timeout(timeout);
-  }
-  void abort() noexcept override { inner_->abort(); }
 
  private:
   /// Every rank's numbers; each rank passes equally many.
@@ -170,7 +147,6 @@ class CheckedTransport : public Transport {
     throw_if_wrong(!same_values(sum, result), "is not the sum of the ranks' inputs");
   }
 
-  std::unique_ptr<Transport> inner_;
   int rank_, size_;
 };
 

@@ -35,27 +35,21 @@ std::vector<std::string> exchange_bytes(ProcessGroup::Impl& impl, const std::str
     impl.count(&CommStats::bytes, 0, 0);
     return {mine};
   }
-  const int size = impl.world.size, rank = impl.world.rank;
   OpHeader header;
   header.op = Op::bytes;
   header.numel = static_cast<int64_t>(mine.size());
   header.root = root;
   header.free_numel = 1;
-  std::vector<std::string> result(size);
-  uint64_t total = 0;
+  std::vector<std::string> result;
   const auto body = [&](Transport& transport, const Headers& headers) {
-    std::vector<int64_t> counts;
-    for (const auto& h : headers) total += counts.emplace_back(h.numel);
-    auto all = at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte));
-    auto* data = static_cast<char*>(all.data_ptr());
-    if (!mine.empty())
-      std::memcpy(data + std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0}),
-                  mine.data(), mine.size());
-    if (total) transport.all_gather(all, counts);
-    for (int r = 0; r < size; data += counts[r++]) result[r].assign(data, counts[r]);
+    comm::Counts sizes;
+    for (const auto& h : headers) sizes.push_back(h.numel);
+    result = comm::gather_texts(transport, impl.world.rank, mine, sizes);
   };
   impl.issue({header, body, {}, tag});
-  impl.count(&CommStats::bytes, mine.size() * (size - 1), total - mine.size());
+  uint64_t total = 0;
+  for (const auto& text : result) total += text.size();
+  impl.count(&CommStats::bytes, mine.size() * (impl.world.size - 1), total - mine.size());
   return result;
 }
 
@@ -135,8 +129,11 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   const auto colors = exchange_numbers(*impl_, Op::split, color, "");
   const auto number = ++impl_->splits;
   if (color < 0) return std::nullopt;
-  comm::World world;
-  world.rank = -1;
+  auto world = impl_->world;
+  world.world_ranks.clear();
+  world.hosts.clear();
+  world.arena = nullptr;
+  world.wire = WireFormat::float32;
   for (int r = 0; r < size(); ++r) {
     if (colors[r] != color) continue;
     if (r == rank()) world.rank = static_cast<int>(world.world_ranks.size());
@@ -153,15 +150,8 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
           "this group was made by the caller without a store");
   world.same_host =
       impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
-  world.address = impl_->world.address;
-  world.options = impl_->world.options;
-  world.device = impl_->world.device;
-  world.staged_because = impl_->world.staged_because;
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
-  world.rank_0_serves_store = impl_->world.rank_0_serves_store;
-  world.failures = impl_->world.failures;
-  world.start_size = impl_->world.start_size;
   world.start_store = comm::store_of_start(impl_->world);
   auto transport = comm::make_transport(world);
   auto child = Impl::make(std::move(world), std::move(transport));

@@ -4,9 +4,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <xxhash.h>
 
-#include "comm/execution/compared_executor.h"
-#include "comm/execution/device_executor.h"
-#include "comm/execution/staged_executor.h"
 #include "comm/failures/process_failures.h"
 #include "comm/group/checked_transport.h"
 #include "comm/group/make_transport.h"
@@ -44,11 +41,11 @@ ProcessGroup::Impl::Impl(comm::World of_group, std::unique_ptr<comm::Transport> 
       control_(std::move(control)),
       traffic_(traffic ? std::move(traffic) : std::make_shared<comm::Traffic>()),
       host_(world, transport.get(), traffic_->clock(), !control_) {
-  if (control_) executor_ = std::make_unique<comm::ComparedExecutor>(control_->host_, host_);
+  if (control_) executor_ = comm::make_compared_executor(control_->host_, host_);
   else if (transport && transport->waits_for_device())
-    executor_ = std::make_unique<comm::StagedExecutor>(host_);
+    executor_ = comm::make_staged_executor(host_);
   else if (transport && transport->device_type() != at::kCPU)
-    executor_ = std::make_unique<comm::DeviceExecutor>(host_);
+    executor_ = comm::make_device_executor(host_);
   if (world.failures) world.failures->add(world);
 }
 

@@ -24,42 +24,37 @@ int HostMap::handler(int host, int owner, int64_t part) const {
   return ranks[(local_rank_[owner] + part) % static_cast<int64_t>(ranks.size())];
 }
 
-HostSumTree::HostSumTree(const HostMap& map) : leaves(map.hosts()) { add(map, 0, map.size()); }
-
-int HostSumTree::add(const HostMap& map, int first, int count) {
-  const int host = map.host_of(first);
-  bool together = true;
-  for (int rank = first; rank < first + count; ++rank)
-    together = together && map.host_of(rank) == host;
-  Node node;
-  if (together) {
-    for (int rank = first; rank < first + count; ++rank) node.ranks.push_back(rank);
-    leaves[host].push_back(static_cast<int>(nodes.size()));
-  } else {
-    const int left = static_cast<int>(std::bit_floor(static_cast<unsigned>(count - 1)));
-    node.left = add(map, first, left);
-    node.right = add(map, first + left, count - left);
-  }
-  nodes.push_back(std::move(node));
-  return static_cast<int>(nodes.size()) - 1;
+HostSumTree::HostSumTree(const HostMap& map) : leaves(map.hosts()) {
+  std::vector<std::vector<int>> units;
+  for (int rank = 0; rank < map.size(); ++rank) units.push_back({rank});
+  add(map, units, 0, units.size());
 }
 
 HostSumTree HostSumTree::by_host(const HostMap& map) {
   HostSumTree tree;
   tree.leaves.resize(map.hosts());
-  tree.add_hosts(map, 0, map.hosts());
+  std::vector<std::vector<int>> units;
+  for (int host = 0; host < map.hosts(); ++host) units.push_back(map.members(host));
+  tree.add(map, units, 0, units.size());
   return tree;
 }
 
-int HostSumTree::add_hosts(const HostMap& map, int first, int count) {
+int HostSumTree::add(const HostMap& map, const std::vector<std::vector<int>>& units, size_t first,
+                     size_t count) {
+  const int host = map.host_of(units[first][0]);
+  bool together = true;
   Node node;
-  if (count == 1) {
-    node.ranks = map.members(first);
-    leaves[first].push_back(static_cast<int>(nodes.size()));
+  for (size_t unit = first; unit < first + count; ++unit) {
+    together = together && map.host_of(units[unit][0]) == host;
+    node.ranks.insert(node.ranks.end(), units[unit].begin(), units[unit].end());
+  }
+  if (together) {
+    leaves[host].push_back(static_cast<int>(nodes.size()));
   } else {
-    const int left = static_cast<int>(std::bit_floor(static_cast<unsigned>(count - 1)));
-    node.left = add_hosts(map, first, left);
-    node.right = add_hosts(map, first + left, count - left);
+    const size_t left = std::bit_floor(count - 1);
+    node.ranks.clear();
+    node.left = add(map, units, first, left);
+    node.right = add(map, units, first + left, count - left);
   }
   nodes.push_back(std::move(node));
   return static_cast<int>(nodes.size()) - 1;

@@ -43,8 +43,9 @@ struct HostSumTree {
 
  private:
   HostSumTree() = default;
-  int add_hosts(const HostMap& map, int first, int count);
-  int add(const HostMap& map, int first, int count);
+  /// Adds the sum over some units, which are ranks that are not divided.
+  int add(const HostMap& map, const std::vector<std::vector<int>>& units, size_t first,
+          size_t count);
 };
 
 }  // namespace tessera::comm

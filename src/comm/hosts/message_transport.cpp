@@ -50,6 +50,40 @@ World world_of_host(const World& world, const HostMap& map) {
   return local;
 }
 
+/// The part of an all-to-all between the ranks `members` of this host.
+void all_to_all_here(ShmTransport& local, const std::vector<int>& members, const Segments& to,
+                     const Segments& from) {
+  std::vector<at::Tensor> parts;
+  Counts send, receive;
+  for (const int peer : members) {
+    parts.push_back(from[peer]);
+    send.push_back(from.counts[peer]);
+    receive.push_back(to.counts[peer]);
+  }
+  const auto arrived =
+      at::empty({std::accumulate(receive.begin(), receive.end(), int64_t{0})}, to.flat.options());
+  local.all_to_all(arrived, at::cat(parts), receive, send);
+  const Segments received(arrived, receive, 1);
+  for (size_t i = 0; i < members.size(); ++i) to[members[i]].copy_(received[static_cast<int>(i)]);
+}
+
+/// Where every host has one rank: the root sends each of the others a segment, which these send to
+/// each other.
+void broadcast_in_segments(Messenger& messenger, int rank, const Segments& segments, int root) {
+  for (int peer = 0; peer < segments.size(); ++peer) {
+    if (rank == root && peer != root) messenger.send(segments[peer], peer);
+  }
+  if (rank != root) messenger.receive(segments[rank], root);
+  messenger.finish();
+  messenger.begin("broadcast");
+  for (int peer = 0; peer < segments.size(); ++peer) {
+    if (peer == rank) continue;
+    if (rank != root) messenger.receive(segments[peer], peer);
+    if (peer != root) messenger.send(segments[rank], peer);
+  }
+  messenger.finish();
+}
+
 class MessageTransport : public Transport {
  public:
   /// `local`: null if every host has one rank.
@@ -111,20 +145,22 @@ class MessageTransport : public Transport {
       return all_reduce_small(flat, scale);
     const auto counts = even_counts(flat.numel(), size_);
     const auto encoding = encoding_of(flat);
-    sum_to_owners(Op::all_reduce, flat, counts, {nullptr, segment_of(flat, counts, rank_), scale},
-                  encoding);
+    sum_to_owners(Op::all_reduce, flat, counts, {scale}, encoding);
     distribute(Op::all_gather, flat, counts, encoding);
   }
 
   void reduce(at::Tensor flat, int root) override {
     Counts counts(size_, 0);
     counts[root] = flat.numel();
-    sum_to_owners(Op::reduce, flat, counts, {nullptr, segment_of(flat, counts, rank_)}, {});
+    sum_to_owners(Op::reduce, flat, counts, {}, {});
   }
 
   void broadcast(at::Tensor flat, int root) override {
-    if (!local_ && size_ > 2 && flat.nbytes() > kSmallBytes)
-      return broadcast_in_segments(flat, root);
+    if (!local_ && size_ > 2 && flat.nbytes() > kSmallBytes) {
+      messenger_.begin("broadcast");
+      const Segments segments(flat, even_counts(flat.numel(), size_), 1);
+      return broadcast_in_segments(messenger_, rank_, segments, root);
+    }
     Counts counts(size_, 0);
     counts[root] = flat.numel();
     distribute(Op::broadcast, flat, counts, {});
@@ -134,15 +170,8 @@ class MessageTransport : public Transport {
     distribute(Op::all_gather, flat, counts, encoding_of(flat));
   }
 
-  void reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
-                      const ConsumeRun* consume) override {
-    sum_to_owners(Op::reduce_scatter, flat, counts,
-                  {consume, segment_of(flat, counts, rank_), scale}, encoding_of(flat));
-  }
-
-  void reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
-                           double scale) override {
-    sum_to_owners(Op::reduce_scatter, flat, counts, {nullptr, output, scale}, encoding_of(flat));
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) override {
+    sum_to_owners(Op::reduce_scatter, flat, counts, target, encoding_of(flat));
   }
 
   void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
@@ -155,7 +184,7 @@ class MessageTransport : public Transport {
       for (int peer = 0; peer < size_; ++peer) {
         if (map_.host_of(peer) != host_) messenger_.send(from[peer], peer);
       }
-      if (local_) all_to_all_here(to, from);
+      if (local_) all_to_all_here(*local_, map_.members(host_), to, from);
       else to[rank_].copy_(from[rank_]);
       messenger_.finish();
     });
@@ -261,7 +290,7 @@ class MessageTransport : public Transport {
     });
   }
 
-  void sum_to_owners(Op op, const at::Tensor& flat, const Counts& counts, const SumTarget& target,
+  void sum_to_owners(Op op, const at::Tensor& flat, const Counts& counts, const Target& target,
                      const Encoding& encoding) {
     run(op_name(op), [&] {
       const auto segments = segments_of(flat, counts);
@@ -293,41 +322,6 @@ class MessageTransport : public Transport {
       if (local_) local_->share_windows(op, segments, distribution);
       messenger_.finish();
     });
-  }
-
-  /// Where every host has one rank: the root sends each of the others a segment, which these send
-  /// to each other.
-  void broadcast_in_segments(const at::Tensor& flat, int root) {
-    run("broadcast", [&] {
-      const Segments segments(flat, even_counts(flat.numel(), size_), 1);
-      for (int peer = 0; peer < size_; ++peer) {
-        if (rank_ == root && peer != root) messenger_.send(segments[peer], peer);
-      }
-      if (rank_ != root) messenger_.receive(segments[rank_], root);
-      messenger_.finish();
-      messenger_.begin("broadcast");
-      for (int peer = 0; peer < size_; ++peer) {
-        if (peer == rank_) continue;
-        if (rank_ != root) messenger_.receive(segments[peer], peer);
-        if (peer != root) messenger_.send(segments[rank_], peer);
-      }
-      messenger_.finish();
-    });
-  }
-
-  void all_to_all_here(const Segments& to, const Segments& from) {
-    std::vector<at::Tensor> parts;
-    Counts send, receive;
-    for (const int peer : map_.members(host_)) {
-      parts.push_back(from[peer]);
-      send.push_back(from.counts[peer]);
-      receive.push_back(to.counts[peer]);
-    }
-    const auto arrived =
-        at::empty({std::accumulate(receive.begin(), receive.end(), int64_t{0})}, to.flat.options());
-    local_->all_to_all(arrived, at::cat(parts), receive, send);
-    const Segments received(arrived, receive, 1);
-    for (const int peer : map_.members(host_)) to[peer].copy_(received[map_.local_rank(peer)]);
   }
 
   HostMap map_;

@@ -10,7 +10,7 @@
 namespace tessera::comm {
 
 SumToOwners::SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree,
-                         int rank, const Segments& segments, const SumTarget& target,
+                         int rank, const Segments& segments, const Transport::Target& target,
                          Encoding encoding)
     : messenger_(messenger),
       map_(map),
@@ -134,7 +134,8 @@ at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const 
 
 void SumToOwners::deliver(int64_t offset, const at::Tensor& sum) {
   if (!target_.consume) {
-    target_.output.narrow(0, offset, sum.numel()).copy_(sum);
+    const auto output = target_.output.defined() ? target_.output : segments_[rank_];
+    output.narrow(0, offset, sum.numel()).copy_(sum);
     return;
   }
   if (consumer_failed_) return;

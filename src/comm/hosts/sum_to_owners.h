@@ -10,13 +10,6 @@
 
 namespace tessera::comm {
 
-/// The destination of the sums of this rank's segment: `consume` in runs, else `output`.
-struct SumTarget {
-  const Transport::ConsumeRun* consume = nullptr;
-  at::Tensor output;
-  double scale = 1;
-};
-
 /// One reduce-scatter. In round i the ranks of a host add up windows i of all segments: those of
 /// other hosts' ranks to send them, their own to keep them until the other hosts' sums have arrived
 /// some rounds later.
@@ -24,7 +17,7 @@ class SumToOwners : public ShmTransport::WindowUse {
  public:
   /// The arguments outlive this object. If `encoding` encodes, `tree` is HostSumTree::by_host().
   SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree, int rank,
-              const Segments& segments, const SumTarget& target, Encoding encoding);
+              const Segments& segments, const Transport::Target& target, Encoding encoding);
 
   bool is_read(int segment, int64_t round) const override;
   void visit(int64_t round, const ShmTransport::Window& window) override;
@@ -54,7 +47,7 @@ class SumToOwners : public ShmTransport::WindowUse {
   const HostSumTree& tree_;
   int rank_, host_;
   const Segments& segments_;
-  const SumTarget& target_;
+  const Transport::Target& target_;
   Encoding encoding_;
   at::ScalarType dtype_, wide_;
   std::vector<Messenger::Ticket> sent_[kAhead];

@@ -1,11 +1,11 @@
 #include "comm/p2p/messenger.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
 
+#include "comm/base/flat_tensor.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
@@ -146,8 +146,6 @@ void Messenger::gather_blocks(const at::Tensor& table, const std::vector<int64_t
                               const std::vector<int>& members) {
   const size_t n = members.size();
   const size_t own = std::find(members.begin(), members.end(), rank_) - members.begin();
-  std::vector<int64_t> offsets(n + 1, 0);  // in `table`
-  std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
   // Blocks in the order own, own + 1, …, so that the first blocks are one message.
   std::vector<int64_t> starts(n + 1, 0);
   for (size_t i = 0; i < n; ++i) starts[i + 1] = starts[i] + counts[(own + i) % n];
@@ -155,7 +153,7 @@ void Messenger::gather_blocks(const at::Tensor& table, const std::vector<int64_t
   const auto blocks = [&](size_t begin, size_t end) {
     return rotated.narrow(0, starts[begin], starts[end] - starts[begin]);
   };
-  blocks(0, 1).copy_(table.narrow(0, offsets[own], counts[own]));
+  blocks(0, 1).copy_(segment_of(table, counts, static_cast<int>(own)));
   for (size_t have = 1, round = 0; have < n; have *= 2, ++round) {
     const size_t more = std::min(have, n - have);
     const int part = static_cast<int>(round);
@@ -166,7 +164,7 @@ void Messenger::gather_blocks(const at::Tensor& table, const std::vector<int64_t
   finish();
   for (size_t i = 1; i < n; ++i) {
     const size_t block = (own + i) % n;
-    table.narrow(0, offsets[block], counts[block]).copy_(blocks(i, i + 1));
+    segment_of(table, counts, static_cast<int>(block)).copy_(blocks(i, i + 1));
   }
 }
 

@@ -178,8 +178,9 @@ void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std
                                const Target& target) {
   const auto width = static_cast<int64_t>(c10::elementSize(dtype));
   if (target.consume == nullptr)
-    return sum_ranks(dtype, {target.output ? target.output + offset * width : own}, inputs, count,
-                     target.scale);
+    return sum_ranks(dtype,
+                     {target.output.defined() ? data_of(target.output) + offset * width : own},
+                     inputs, count, target.scale);
   const int64_t step = consume_bytes / width;
   if (!scratch_.defined())
     scratch_ = at::empty({consume_bytes}, at::TensorOptions().dtype(at::kByte));
@@ -192,18 +193,7 @@ void ShmTransport::sum_segment(at::ScalarType dtype, const std::vector<const std
   }
 }
 
-void ShmTransport::reduce_scatter(at::Tensor flat, const Counts& counts, double scale,
-                                  const ConsumeRun* consume) {
-  scatter_sums(flat, counts, {consume, nullptr, scale});
-}
-
-void ShmTransport::reduce_scatter_into(at::Tensor flat, const Counts& counts, at::Tensor output,
-                                       double scale) {
-  scatter_sums(flat, counts, {nullptr, data_of(output), scale});
-}
-
-void ShmTransport::scatter_sums(const at::Tensor& flat, const Counts& counts,
-                                const Target& target) {
+void ShmTransport::reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) {
   run(Op::reduce_scatter, flat, [&] {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto dtype = flat.scalar_type();

@@ -37,13 +37,10 @@ class ShmTransport : public Transport {
   void all_reduce(at::Tensor flat, double scale) override;
   void reduce(at::Tensor flat, int root) override;
   void broadcast(at::Tensor flat, int root) override;
-  void all_gather(at::Tensor flat, const std::vector<int64_t>& counts) override;
-  void reduce_scatter(at::Tensor flat, const std::vector<int64_t>& counts, double scale,
-                      const ConsumeRun* consume) override;
-  void reduce_scatter_into(at::Tensor flat, const std::vector<int64_t>& counts, at::Tensor output,
-                           double scale) override;
-  void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
-                  const std::vector<int64_t>& send_counts) override;
+  void all_gather(at::Tensor flat, const Counts& counts) override;
+  void reduce_scatter(at::Tensor flat, const Counts& counts, const Target& target) override;
+  void all_to_all(at::Tensor output, at::Tensor input, const Counts& recv_counts,
+                  const Counts& send_counts) override;
   at::Tensor allocate(int64_t numel, at::TensorOptions options, bool common) override;
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const override;
   void set_timeout(std::chrono::milliseconds timeout) override { control_.set_timeout(timeout); }
@@ -134,15 +131,6 @@ class ShmTransport : public Transport {
   /// `outputs`: a subset of the ranks' tensors.
   void reduce_direct(const at::Tensor& flat, const ExchangedLayout& exchanged,
                      const std::vector<std::byte*>& outputs, double scale);
-  /// The destination of the sums of this rank's segment: `consume` in runs, else `output`, else the
-  /// segment itself.
-  struct Target {
-    const ConsumeRun* consume = nullptr;
-    std::byte* output = nullptr;
-    double scale = 1;
-  };
-  void scatter_sums(const at::Tensor& flat, const std::vector<int64_t>& counts,
-                    const Target& target);
   void sum_segment(at::ScalarType dtype, const std::vector<const std::byte*>& inputs,
                    std::byte* own, int64_t count, int64_t offset, const Target& target);
   void sum_staged_chunk(at::ScalarType dtype, std::byte* chunk, int64_t count, double scale);
