@@ -117,9 +117,8 @@ std::vector<std::string> errors_of(const std::string& wrong, Backend backend = B
 }
 
 TEST(CheckedTransport, FindsNothingInRightResults) {
-  for (const auto backend : {Backend::Auto, Backend::Gloo, Backend::TCP}) {
+  for (const auto backend : {Backend::Auto, Backend::Gloo, Backend::TCP})
     for (const auto& error : errors_of("", backend)) EXPECT_EQ(error, "");
-  }
 }
 
 TEST(CheckedTransport, NamesTheCollectiveAndTheRankOnAllRanks) {

@@ -54,9 +54,8 @@ TEST(FailureLedger, AChainOfWaitersBlamesTheSilentRankInAnyOrderOfGivingUp) {
   // 3 waits for 0, 0 for 1, and 1 for 2, which is stopped.
   const GivesUp three{3, 0}, zero{0, 1}, one{1, 2};
   for (const auto& order : {std::vector{three, zero, one}, std::vector{one, zero, three},
-                            std::vector{zero, three, one}}) {
+                            std::vector{zero, three, one}})
     for (const auto& [rank, ranks] : blamed_by(order)) EXPECT_THAT(ranks, ElementsAre(2)) << rank;
-  }
 }
 
 TEST(FailureLedger, ARankThatClosesItsConnectionBeforeWritingItsRecordIsNotBlamed) {

@@ -281,9 +281,7 @@ TEST_P(Collectives, ADuplicateRunsBesideItsGroupAndSharesItsCounters) {
       if (rank != 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       twin.all_reduce_async(tensor).wait();
     }
-    if (rank == 0 && world() > 1) {
-      EXPECT_GT(group.stats().waited_seconds, 0);
-    }
+    if (rank == 0 && world() > 1) EXPECT_GT(group.stats().waited_seconds, 0);
   });
 }
 
@@ -538,9 +536,8 @@ TEST_P(SeveralRanks, ALateRankIsNamedAtTheTimeOut) {
         group.all_reduce(at::ones({3}));
       },
       options());
-  for (int r = 1; r < world(); ++r) {
+  for (int r = 1; r < world(); ++r)
     EXPECT_THAT(message_of(errors[r]), HasSubstr("rank 0 did not arrive within 600 ms"));
-  }
 }
 
 TEST(FromC10d, AGlooBackendOfTheCallerWorks) {

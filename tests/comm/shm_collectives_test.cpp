@@ -20,9 +20,8 @@ struct Setting {
 
 void run_ranks(const Setting& setting, const TransportBody& body) {
   if (setting.ranks == Ranks::processes) return Processes(setting.size, body).expect_all_succeed();
-  for (const auto& error : run_threads(setting.size, body)) {
+  for (const auto& error : run_threads(setting.size, body))
     if (error) std::rethrow_exception(error);
-  }
 }
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }

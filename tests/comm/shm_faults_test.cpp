@@ -127,9 +127,8 @@ TEST(ShmFaults, AStoppedRankThatContinuesAfterTheOthersHaveEndedNamesItself) {
         1s);
     std::this_thread::sleep_for(500ms);
     ranks.signal(stopped, SIGSTOP);
-    for (int rank = 0; rank < 3; ++rank) {
+    for (int rank = 0; rank < 3; ++rank)
       if (rank != stopped) EXPECT_EQ(ranks.wait(rank), 0);
-    }
     ranks.signal(stopped, SIGCONT);
     EXPECT_EQ(ranks.wait(stopped, 10s), 0);
   }

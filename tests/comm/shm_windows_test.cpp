@@ -126,10 +126,9 @@ TEST_P(ShmWindowsOfWorld, EveryCollectiveGivesTheSameResultAndLeavesNoPeerMemory
     transport.all_reduce(in_huge_pages, 1);
     const bool huge = in_huge_pages.item<float>() == static_cast<float>(size);  // on all ranks
     const auto expect_nothing_mapped = [&](const char* after) {
-      for (int peer = 0; peer < size && huge; ++peer) {
+      for (int peer = 0; peer < size && huge; ++peer)
         if (peer != rank)
           EXPECT_LE(mapped_around(transport.peer_view(flat, peer).data_ptr()), 2 * kMiB) << after;
-      }
     };
     fill();
     transport.all_reduce(flat, 0.5);

@@ -95,11 +95,9 @@ class Processes {
     const auto end = Clock::now() + at_most;
     while (codes_[rank] < 0 && Clock::now() < end) {
       int status = 0;
-      if (waitpid(pids_[rank], &status, WNOHANG) == pids_[rank]) {
+      if (waitpid(pids_[rank], &status, WNOHANG) == pids_[rank])
         codes_[rank] = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-      } else {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
+      else std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return codes_[rank];
   }

@@ -66,9 +66,8 @@ void withdraw_report() noexcept {
 std::vector<int> minority(int size, const std::function<bool(int, int)>& same) {
   for (int candidate = 0; candidate < size; ++candidate) {
     std::vector<int> others;
-    for (int r = 0; r < size; ++r) {
+    for (int r = 0; r < size; ++r)
       if (!same(candidate, r)) others.push_back(r);
-    }
     if (2 * static_cast<int>(others.size()) < size) return others;
   }
   return {};

@@ -93,10 +93,9 @@ class RollCall {
   /// The ranks without a key. If all have one, those that this rank was waiting for.
   std::vector<int> absent(const std::vector<int>& awaited) {
     std::vector<int> ranks;
-    for (int rank = 0; rank < size_; ++rank) {
+    for (int rank = 0; rank < size_; ++rank)
       if (!store_->check({key("came", rank)}) && !store_->check({key("sum", rank)}))
         ranks.push_back(rank);
-    }
     return ranks.empty() ? awaited : ranks;
   }
 

@@ -21,9 +21,8 @@ std::string to_string(WireFormat format) {
 }
 
 std::optional<WireFormat> wire_format_of(const std::string& text) {
-  for (const auto format : {WireFormat::float32, WireFormat::bfloat16, WireFormat::int8}) {
+  for (const auto format : {WireFormat::float32, WireFormat::bfloat16, WireFormat::int8})
     if (to_string(format) == text) return format;
-  }
   return std::nullopt;
 }
 

@@ -38,10 +38,9 @@ std::optional<std::pair<int, int>> ranks_of_one_device(const std::vector<int64_t
                                                        const std::vector<int>& hosts) {
   const auto host_of = [&](size_t rank) { return hosts.empty() ? 0 : hosts[rank]; };
   for (size_t a = 0; a < devices.size(); ++a) {
-    for (size_t b = a + 1; b < devices.size(); ++b) {
+    for (size_t b = a + 1; b < devices.size(); ++b)
       if (devices[a] != 0 && devices[a] == devices[b] && host_of(a) == host_of(b))
         return std::pair(static_cast<int>(a), static_cast<int>(b));
-    }
   }
   return std::nullopt;
 }

@@ -63,9 +63,8 @@ class DeviceTransport : public TransportOver {
   void all_gather(at::Tensor flat, const Counts& counts) override {
     if (flat.is_cpu()) return inner_->all_gather(flat, counts);
     std::vector<C10dWork> works;
-    for (int r = 0; r < size_; ++r) {
+    for (int r = 0; r < size_; ++r)
       if (counts[r] > 0) works.push_back(broadcast_from(segment_of(flat, counts, r), r));
-    }
     finish("all_gather", works);
   }
 

@@ -168,11 +168,10 @@ void fail(HostExecutor& group, const std::vector<HostExecutor*>& below,
   std::vector<Work> owed;
   // A sub-group has ended: a rank that failed there may not answer here any more.
   bool informed = false;
-  for (auto* const other : below) {
+  for (auto* const other : below)
     if (other->failure().ended()) informed = true;
     else if (other->compares()) announced.push_back(other->announce(text));
     else owed.push_back(other->end_behind(text));
-  }
   Work own = group.announce(text);
   if (below.empty()) {
     own.wait();

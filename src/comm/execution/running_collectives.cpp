@@ -73,11 +73,9 @@ int list_running(detail::RunningCollective* out, int most) noexcept {
     copy = slot->collective;
     copy.begun_by_all = slot->begun_by_all;
     copy.late_count = 0;
-    for (int r = 0; slot->transport != nullptr && r < copy.size; ++r) {
-      if (copy.late_count < copy.kMostLate && slot->transport->is_late(r)) {
+    for (int r = 0; slot->transport != nullptr && r < copy.size; ++r)
+      if (copy.late_count < copy.kMostLate && slot->transport->is_late(r))
         copy.late[copy.late_count++] = slot->world->world_ranks[r];
-      }
-    }
     slot->state = kListed;
   }
   return count;

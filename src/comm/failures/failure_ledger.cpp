@@ -144,9 +144,8 @@ FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace
       waits_(world),
       grace_(grace),
       failures_(world.failures) {
-  for (int member = 0; world.rank_0_serves_store && member < size_; ++member) {
+  for (int member = 0; world.rank_0_serves_store && member < size_; ++member)
     if (world.world_ranks[member] == 0) server_ = member;
-  }
 }
 
 std::vector<int> FailureLedger::resolve(const std::vector<int>& suspects, Cause cause) noexcept {

@@ -16,10 +16,9 @@ using Clock = std::chrono::steady_clock;
 /// The members of a group among these ranks of the start-up group.
 std::vector<int> members_among(const std::vector<int>& world_ranks, const std::vector<int>& ranks) {
   std::vector<int> members;
-  for (size_t member = 0; member < world_ranks.size(); ++member) {
+  for (size_t member = 0; member < world_ranks.size(); ++member)
     if (std::count(ranks.begin(), ranks.end(), world_ranks[member]))
       members.push_back(static_cast<int>(member));
-  }
   return members;
 }
 
@@ -101,11 +100,10 @@ ProcessFailures::~ProcessFailures() {
       const auto deadline = Clock::now() + std::chrono::milliseconds(500);
       while (Clock::now() < deadline) {
         for (const Group& group : told) {
-          for (size_t member = 0; member < group.world_ranks.size(); ++member) {
+          for (size_t member = 0; member < group.world_ranks.size(); ++member)
             if (awaited.contains(group.world_ranks[member]) &&
                 read_failure(group.store, static_cast<int>(member)))
               awaited.erase(group.world_ranks[member]);
-          }
         }
         if (awaited.empty()) break;
         std::this_thread::sleep_for(std::chrono::milliseconds(5));

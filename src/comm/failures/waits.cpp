@@ -39,9 +39,8 @@ bool Waits::on_this_rank() const {
 
 bool Waits::on_any() const {
   return persists([this] {
-    for (int rank = 0; rank < size_; ++rank) {
+    for (int rank = 0; rank < size_; ++rank)
       if (count(rank) > 0) return true;
-    }
     return false;
   });
 }

@@ -30,9 +30,8 @@ std::string memory_use() {
 
 std::string message_of(const std::exception& error) {
   std::string text = error.what();
-  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
+  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error))
     text = torch_error->what_without_backtrace();
-  }
   const bool allocation = dynamic_cast<const std::bad_alloc*>(&error) ||
                           text.find("can't allocate memory") != std::string::npos;
   return allocation ? "out of memory (" + memory_use() + "): " + text : text;
@@ -44,32 +43,21 @@ void agree(const ProcessGroup& group, const std::function<void()>& prepare) {
     prepare();
   } catch (const std::exception& error) {
     mine = message_of(error);
-    if (mine.empty()) {
-      mine = "an error without a message";
-    }
+    if (mine.empty()) mine = "an error without a message";
   }
   std::map<std::string, std::vector<int>> ranks;
   const std::vector<std::string> messages = ProcessGroup(group).all_gather_bytes(mine);
-  for (size_t rank = 0; rank < messages.size(); ++rank) {
-    if (!messages[rank].empty()) {
-      ranks[messages[rank]].push_back(static_cast<int>(rank));
-    }
-  }
-  if (ranks.empty()) {
-    return;
-  }
+  for (size_t rank = 0; rank < messages.size(); ++rank)
+    if (!messages[rank].empty()) ranks[messages[rank]].push_back(static_cast<int>(rank));
+  if (ranks.empty()) return;
   std::string text;
   std::vector<int> began;
   for (const auto& [message, where] : ranks) {
     for (const int rank : where) began.push_back(group.world_ranks()[rank]);
-    if (!text.empty()) {
-      text += '\n';
-    }
+    if (!text.empty()) text += '\n';
     if (where.size() < messages.size()) {
       text += where.size() > 1 ? "ranks " : "rank ";
-      for (size_t i = 0; i < where.size(); ++i) {
-        text += (i ? ", " : "") + std::to_string(where[i]);
-      }
+      for (size_t i = 0; i < where.size(); ++i) text += (i ? ", " : "") + std::to_string(where[i]);
       text += ": ";
     }
     text += message;

@@ -66,9 +66,8 @@ OpHeader header_of(Op op, const at::Tensor& tensor, int root) {
 }
 
 at::Tensor without_repeats(at::Tensor tensor) {
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
+  for (int64_t d = 0; d < tensor.dim(); ++d)
     if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
-  }
   return tensor;
 }
 

@@ -62,9 +62,8 @@ void ProcessGroup::reset_stats() { impl_->traffic().reset(); }
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   const auto former = impl_->world.options.timeout;
   set_timeout(timeout, timeout);
-  for (auto& child : impl_->descendants()) {
+  for (auto& child : impl_->descendants())
     if (child->world.options.timeout == former) ProcessGroup(child).set_timeout(timeout, timeout);
-  }
 }
 
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout,

@@ -70,9 +70,8 @@ void all_to_all_here(ShmTransport& local, const std::vector<int>& members, const
 /// Where every host has one rank: the root sends each of the others a segment, which these send to
 /// each other.
 void broadcast_in_segments(Messenger& messenger, int rank, const Segments& segments, int root) {
-  for (int peer = 0; peer < segments.size(); ++peer) {
+  for (int peer = 0; peer < segments.size(); ++peer)
     if (rank == root && peer != root) messenger.send(segments[peer], peer);
-  }
   if (rank != root) messenger.receive(segments[rank], root);
   messenger.finish();
   messenger.begin("broadcast");
@@ -130,9 +129,8 @@ class MessageTransport : public Transport {
       std::memcpy(data_of(table) + before, here.data(), here.size() * bytes);
       leaders_.gather_table(table, Counts(size_, bytes));
       const auto* from = reinterpret_cast<const OpHeader*>(data_of(table));
-      for (int host = 0; host < map_.hosts(); ++host) {
+      for (int host = 0; host < map_.hosts(); ++host)
         for (const int rank : map_.members(host)) headers[rank] = *from++;
-      }
     });
     return headers;
   }
@@ -178,12 +176,10 @@ class MessageTransport : public Transport {
                   const Counts& send_counts) override {
     run("all_to_all", [&] {
       const Segments from(input, send_counts, 1), to(output, recv_counts, 1);
-      for (int peer = 0; peer < size_; ++peer) {
+      for (int peer = 0; peer < size_; ++peer)
         if (map_.host_of(peer) != host_) messenger_.receive(to[peer], peer);
-      }
-      for (int peer = 0; peer < size_; ++peer) {
+      for (int peer = 0; peer < size_; ++peer)
         if (map_.host_of(peer) != host_) messenger_.send(from[peer], peer);
-      }
       if (local_) all_to_all_here(*local_, map_.members(host_), to, from);
       else to[rank_].copy_(from[rank_]);
       messenger_.finish();
@@ -205,10 +201,9 @@ class MessageTransport : public Transport {
       failed[rank_] = problem.empty() ? 0 : 1;
       leaders_.gather(failed, Counts(size_, 1));
       const auto first = failed.nonzero();
-      if (problem.empty() && first.numel() > 0) {
+      if (problem.empty() && first.numel() > 0)
         problem = fmt::format("ProcessGroup.allocate: rank {} of {}: the host of rank {} failed",
                               rank_, size_, first[0].item<int64_t>());
-      }
     });
     if (!problem.empty()) throw UsageError(problem);
     return result;

@@ -119,9 +119,8 @@ void SumToOwners::combine(int64_t round) {
 
 /// `values`: those of the leaves. Overwrites them.
 at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const {
-  for (auto& value : values) {
+  for (auto& value : values)
     if (value.defined() && value.scalar_type() != wide_) value = value.to(wide_);
-  }
   for (size_t node = 0; node < values.size(); ++node) {
     if (values[node].defined()) continue;
     const auto& right = values[tree_.nodes[node].right];

@@ -135,9 +135,8 @@ void Liveness::show_and_look(State& state) {
     lock.unlock();
     try {
       state.write(beats);
-      for (const auto& [other, seen] : state.others) {  // this thread alone looks at all of them
+      for (const auto& [other, seen] : state.others)  // this thread alone looks at all of them
         if (beats > 1) state.look_at(other);
-      }
     } catch (...) {  // the store has ended, or the limit of its own has passed
     }
     lock.lock();
@@ -161,9 +160,8 @@ void Liveness::judge() {
     const auto now = Clock::now(), last = std::exchange(state.judged, now);
     if (now - last > 2 * interval) state.forgive(now - last);
     std::vector<int> lost;
-    for (const auto& [other, seen] : state.others) {
+    for (const auto& [other, seen] : state.others)
       if (state.is_silent(other, state.limits.silence, state.limits.entry)) lost.push_back(other);
-    }
     if (lost.empty() && now - state.answered < state.limits.silence) continue;
     lock.unlock();
     return on_loss_(lost);
@@ -188,10 +186,9 @@ std::chrono::milliseconds Liveness::beat(std::chrono::milliseconds silence) {
 
 std::vector<int> Liveness::watched_by(int rank, int size) {
   std::vector<int> watched;
-  for (int distance = 1; distance < size; ++distance) {
+  for (int distance = 1; distance < size; ++distance)
     if (distance <= 8 || (distance & (distance - 1)) == 0)
       watched.push_back((rank + distance) % size);
-  }
   return watched;
 }
 

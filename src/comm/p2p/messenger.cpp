@@ -61,17 +61,15 @@ void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_los
   if (ranks.empty() && ledger_.server() >= 0) ranks.push_back(ledger_.server());
   if (ranks.empty()) {
     std::lock_guard lock(mutex_);
-    for (const auto& item : flying_) {
+    for (const auto& item : flying_)
       if (item.message && ranks.empty()) ranks.push_back(item.peer);
-    }
   }
   resolve(ranks, FailureLedger::Cause::late);
   lost_ = true;
   {
     std::lock_guard lock(mutex_);
-    for (auto& item : flying_) {
+    for (auto& item : flying_)
       if (item.message) item.message->abort();
-    }
   }
   if (on_loss) on_loss();
 }
@@ -171,9 +169,8 @@ void Messenger::gather_blocks(const at::Tensor& table, const std::vector<int64_t
 void Messenger::abort() noexcept {
   std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (auto& item : flying_) {
+  for (auto& item : flying_)
     if (item.message) item.message->abort();
-  }
 }
 
 void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here,

@@ -86,9 +86,8 @@ void TcpLink::forget(Parcel& parcel) {
   std::erase(outgoing_, &parcel);
   if (sending && !begun && !outgoing_.empty() && frame_written_ == 0) begin_to_send();
   receives_.remove(&parcel);
-  for (auto& early : early_) {
+  for (auto& early : early_)
     if (early.wanted == &parcel) early.wanted = nullptr;
-  }
 }
 
 short TcpLink::events() const {

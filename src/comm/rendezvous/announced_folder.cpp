@@ -39,10 +39,9 @@ std::vector<fs::path> private_bases() {
   if (is_private(usual)) return {usual};
   std::vector<fs::path> found;
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(usual.parent_path(), ignored)) {
+  for (const auto& entry : fs::directory_iterator(usual.parent_path(), ignored))
     if (entry.path().string().starts_with(usual.string() + "-") && is_private(entry.path()))
       found.push_back(entry.path());
-  }
   std::sort(found.begin(), found.end());
   return found;
 }
@@ -94,19 +93,17 @@ void hold_key(const fs::path& lock, const std::string& key, Clock::time_point de
 
 void remove_folders(const fs::path& base, const std::string& key) {
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+  for (const auto& entry : fs::directory_iterator(base, ignored))
     if (entry.path().filename().string().starts_with(key + ".d."))
       fs::remove_all(entry.path(), ignored);
-  }
 }
 
 /// Removes the files of runs whose rank 0 has ended, that is, whose lock no process holds.
 void sweep(const fs::path& base) {
   std::error_code ignored;
   std::vector<fs::path> locks;
-  for (const auto& entry : fs::directory_iterator(base, ignored)) {
+  for (const auto& entry : fs::directory_iterator(base, ignored))
     if (entry.path().extension() == ".lock") locks.push_back(entry.path());
-  }
   for (const auto& lock : locks) {
     const int fd = try_lock(lock, false);
     if (fd < 0) continue;
@@ -161,9 +158,8 @@ std::string announced_folder(const std::string& key, int rank, int size,
     return name;
   }
   while (Clock::now() < deadline) {
-    for (const auto& base : private_bases()) {
+    for (const auto& base : private_bases())
       if (auto folder = take_seat(base / (key + ".now"), rank); !folder.empty()) return folder;
-    }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   throw BrokenWorldError(

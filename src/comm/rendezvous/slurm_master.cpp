@@ -70,9 +70,8 @@ bool is_range(std::string_view range) {
 template <class Test>
 bool all_parts(std::string_view list, const Test& test) {
   for (size_t comma; (comma = list.find(',')) != std::string_view::npos;
-       list.remove_prefix(comma + 1)) {
+       list.remove_prefix(comma + 1))
     if (!test(list.substr(0, comma))) return false;
-  }
   return test(list);
 }
 

@@ -196,11 +196,9 @@ StoreRendezvous between_hosts(const LaunchEnvironment& environment,
   // On the master's host the route to MASTER_ADDR may give only a loopback address (Debian's
   // 127.0.1.1). The route to another host then gives the address.
   for (int r = 0;
-       r < environment.size && (rendezvous.address.empty() || is_loopback(rendezvous.address));
-       ++r) {
+       r < environment.size && (rendezvous.address.empty() || is_loopback(rendezvous.address)); ++r)
     if (identities[r] != own && !is_loopback(addresses[r]))
       rendezvous.address = address_towards(addresses[r]);
-  }
   return rendezvous;
 }
 

@@ -308,10 +308,9 @@ void ShmTransport::all_to_all(at::Tensor output, at::Tensor input,
                       data_of(input) + (from[r] + round * step) * width, n * width);
       }
     };
-    if (send_counts[rank_]) {
+    if (send_counts[rank_])
       std::memcpy(data_of(output) + to[rank_] * width, data_of(input) + from[rank_] * width,
                   send_counts[rank_] * width);
-    }
     auto longest = send_counts;
     longest[rank_] = 0;
     const auto exchanged = exchange_layout(

@@ -123,9 +123,8 @@ void ShmControl::wait_for(int peer) {
 
 std::vector<int> ShmControl::late_peers() const {
   std::vector<int> late;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size(); ++r)
     if (r != rank_ && !arrived(r)) late.push_back(r);
-  }
   return late;
 }
 
@@ -176,9 +175,8 @@ void ShmControl::fail_if_given_up() {
 
 std::vector<int> ShmControl::dead_peers() const {
   std::vector<int> dead;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size(); ++r)
     if (r != rank_ && !is_alive(members_[r].process)) dead.push_back(r);
-  }
   return dead;
 }
 

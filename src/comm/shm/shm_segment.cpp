@@ -146,13 +146,11 @@ std::shared_ptr<ShmSegment> ShmSegment::open(const SegmentCard& card) {
   if (file.fd < 0) fail_errno("cannot open " + path);
   struct stat info {};
   if (fstat(file.fd, &info) != 0 ||
-      static_cast<uint64_t>(info.st_size) != header_bytes + card.bytes) {
+      static_cast<uint64_t>(info.st_size) != header_bytes + card.bytes)
     fail(path + " is not the peer's memory (another pid namespace?)");
-  }
   uint64_t nonce = 0;
-  if (pread(file.fd, &nonce, sizeof nonce, 0) != sizeof nonce || nonce != card.nonce) {
+  if (pread(file.fd, &nonce, sizeof nonce, 0) != sizeof nonce || nonce != card.nonce)
     fail(path + " is not the peer's memory (another pid namespace?)");
-  }
   std::shared_ptr<ShmSegment> segment(new ShmSegment);
   segment->card_ = card;
   segment->card_.fd = -1;

@@ -58,9 +58,8 @@ std::vector<Card> exchange_cards(const World& world, const Card& mine) {
     world.store->wait(keys, world.options.timeout);
   } catch (const std::exception& error) {
     std::vector<int> missing;
-    for (int r = 0; r < world.size; ++r) {
+    for (int r = 0; r < world.size; ++r)
       if (!world.store->check({keys[r]})) missing.push_back(r);
-    }
     throw BrokenWorldError(
         fmt::format("ProcessGroup (shm): rank {} of {} waited {} ms at start-up: {} did not arrive",
                     world.rank, world.size, world.options.timeout.count(), rank_list(missing)),
@@ -70,9 +69,8 @@ std::vector<Card> exchange_cards(const World& world, const Card& mine) {
   for (int r = 0; r < world.size; ++r) {
     const auto value = world.store->get(keys[r]);
     if (value.size() == sizeof(Card)) std::memcpy(&cards[r], value.data(), sizeof(Card));
-    if (value.size() != sizeof(Card) || std::string(cards[r].layout) != mine.layout) {
+    if (value.size() != sizeof(Card) || std::string(cards[r].layout) != mine.layout)
       put(cards[r].problem, "it runs another version of this library");
-    }
   }
   return cards;
 }
@@ -83,9 +81,8 @@ std::string refusal(const std::vector<Card>& cards) {
   for (size_t r = 0; r < cards.size(); ++r) {
     if (cards[r].problem[0] != 0)
       return fmt::format("rank {} has no shared memory: {}", r, cards[r].problem);
-    if (std::string(cards[r].host) != cards[0].host) {
+    if (std::string(cards[r].host) != cards[0].host)
       return fmt::format("rank {} is on another host or in another pid namespace than rank 0", r);
-    }
   }
   return "";
 }
@@ -134,9 +131,8 @@ std::string wait_for_all(int rank, const Mapped& mapped, std::chrono::millisecon
   ShmControl control(my_place, members, timeout);
   control.begin("start-up");
   control.barrier();
-  for (const auto& member : members) {
+  for (const auto& member : members)
     if (member.block->problem[0] != 0) return member.block->problem;
-  }
   return "";
 }
 

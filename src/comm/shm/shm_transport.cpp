@@ -105,10 +105,8 @@ ShmTransport::ExchangedLayout ShmTransport::exchange_layout(const at::Tensor& te
     exchanged.direct.push_back(place->allocation->data(r) + all[r].offset);
   const auto forgets = [](const auto& segment) { return segment->forgets(); };
   if (direct && !place->allocation->common() &&
-      std::any_of(place->allocation->segments.begin(), place->allocation->segments.end(),
-                  forgets)) {
+      std::any_of(place->allocation->segments.begin(), place->allocation->segments.end(), forgets))
     exchanged.allocation = place->allocation;
-  }
   return exchanged;
 }
 

@@ -105,10 +105,9 @@ std::vector<std::string> listening_addresses(std::vector<std::string> resolved,
 
 std::string outward_address() {
   // Addresses for documentation: no host has them, so their route is the default route.
-  for (const char* const nowhere : {"198.51.100.1", "2001:db8::1"}) {
+  for (const char* const nowhere : {"198.51.100.1", "2001:db8::1"})
     if (auto address = address_towards(nowhere); !address.empty() && !is_loopback(address))
       return address;
-  }
   return "";
 }
 

@@ -318,9 +318,8 @@ TEST(Hosts, ARankThatLeavesWithACollectiveUnderWayIsNamedOnAllHosts) {
             group.all_reduce(other);
           },
           {}, hosts);
-      for (int rank = 0; rank < 4; ++rank) {
+      for (int rank = 0; rank < 4; ++rank)
         if (rank != gone) EXPECT_THAT(blamed_by(errors[rank]), ElementsAre(gone)) << rank;
-      }
     }
   }
 }

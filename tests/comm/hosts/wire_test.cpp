@@ -134,10 +134,9 @@ TEST(Wire, AGatherIsRoundedOnItsOwnerToo) {
           const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
           auto flat = at::zeros({total}, dtype);
           int64_t begin = 0;
-          for (size_t r = 0; r < hosts.size(); begin += counts[r++]) {
+          for (size_t r = 0; r < hosts.size(); begin += counts[r++])
             if (static_cast<int>(r) == rank)
               flat.narrow(0, begin, counts[r]).copy_(values_of(counts[r], rank));
-          }
           wire.all_gather(flat, counts);
           begin = 0;
           for (size_t r = 0; r < hosts.size(); begin += counts[r++]) {

@@ -71,9 +71,8 @@ TEST(RollCall, RanksThatWereToldAnotherSizeAreKnownToAll) {
     for (int rank = 0; rank < static_cast<int>(sizes.size()); ++rank)
       noticed.push_back(std::async(std::launch::async, [=] {
         for (const auto& [other, presence] :
-             roll_call(store, "x", rank, sizes[rank], "", Clock::now() + 20s)) {
+             roll_call(store, "x", rank, sizes[rank], "", Clock::now() + 20s))
           if (presence.size != sizes[rank]) return true;
-        }
         return false;
       }));
     for (auto& one : noticed) EXPECT_TRUE(one.get());
