@@ -102,6 +102,15 @@ class Sizes(unittest.TestCase):
         if found:
             self.fail("\n" + "\n".join(found) + "\nThe limits: CONTRIBUTING.md, section Code.")
 
+    def test_the_ways_of_the_design_are_in_the_code(self):
+        ways = re.findall(r"```way\n(.*?)```", (SOURCE / "docs/design.md").read_text(), re.S)
+        self.assertEqual(len(ways), 6)
+        for way in ways:
+            for line in way.splitlines():
+                name, path = line.split("#")[0].split()
+                function = re.escape(name.split("::")[-1])
+                self.assertRegex((SOURCE / path).read_text(), rf"\b{function}\(", f"{path}: no {name}")
+
     def test_the_design_names_every_stored_callback(self):
         named = read_callbacks((SOURCE / "docs/design.md").read_text())
         headers = texts(("include",)).values()
