@@ -42,10 +42,13 @@ void read_buffers(OptionReader& options, BufferSync& buffers) {
 }
 
 void read_overlap(OptionReader& options, std::optional<Overlap>& overlap) {
-  options.read_optional_enum(
-      "overlap", overlap, overlap_names(),
-      "when communication runs beside computation: never, within backward and the update, or also "
-      "during the next forward; unless given, background where ranks are on several hosts");
+  const bool given = options.given("overlap");
+  Overlap value = Overlap::backward;
+  options.read_enum("overlap", value, overlap_names(),
+                    "when communication runs beside computation: never, within backward and the "
+                    "update, or also during the next forward; unless given, background where ranks "
+                    "are on several hosts");
+  if (given) overlap = value;
 }
 
 void read_wire(OptionReader& options, WireOptions& wire, bool gathers) {
