@@ -31,7 +31,7 @@ TEST(ClipGrad, ClippingByNormFollowsTorchNnUtils) {
 }
 
 TEST(ClipGrad, TheNormMayBeATensor) {
-  for (const double p : {1.0, 2.0, 3.0, INFINITY}) {
+  for (const double p : {1.0, 2.0, 3.0, double{INFINITY}}) {
     auto expected = gradients(), ours = gradients();
     const double norm = clip_gradient_norm_(expected, 1, p);
     const auto tensor = clip_gradient_norm_(ours, 1, p).tensor();
@@ -69,7 +69,7 @@ TEST(ClipGrad, ClippingByValueClampsEveryElement) {
 }
 
 TEST(ClipGrad, ANaNIsSeenByEveryNorm) {
-  for (const double p : {1.0, 2.0, 3.0, INFINITY}) {
+  for (const double p : {1.0, 2.0, 3.0, double{INFINITY}}) {
     for (const bool last : {false, true}) {
       const auto with_nan = torch::tensor({1.0f, NAN, 2.0f}), without = torch::tensor({4.0f, 3.0f});
       std::vector<at::Tensor> gradients{last ? without : with_nan, last ? with_nan : without};
