@@ -17,7 +17,8 @@ constexpr size_t kMostBytesAtOnce = 1 << 20;
 // The socket counts as readable when so much of a message has arrived, or its rest.
 constexpr uint64_t kLowWaterBytes = 128 << 10;
 
-// A checksum is taken of so much before it is sent, while it is in the cache.
+// So much is copied, summed and sent at a time, while it is in the cache. A copy, because the owner
+// of the bytes may change them meanwhile: [Note: reduction within backward].
 constexpr size_t kMostBytesSummed = 256 << 10;
 
 template <class Frame>
@@ -107,10 +108,12 @@ void TcpLink::write() {
                         sizeof(Frame) - frame_written_};
       if (summed_ == parcel.moved) {
         const size_t more = std::min(kMostBytesSummed, parcel.bytes - summed_);
-        XXH3_64bits_update(&outgoing_sum_, parcel.data + summed_, more);
+        window_.assign(parcel.data + summed_, parcel.data + summed_ + more);
+        XXH3_64bits_update(&outgoing_sum_, window_.data(), more);
         summed_ += more;
       }
-      parts[count++] = {parcel.data + parcel.moved, summed_ - parcel.moved};
+      const size_t left = summed_ - parcel.moved;
+      parts[count++] = {window_.data() + window_.size() - left, left};
       if (summed_ == parcel.bytes) {
         outgoing_end_ = XXH3_64bits_digest(&outgoing_sum_);
         parts[count++] = {reinterpret_cast<char*>(&outgoing_end_) + end_written_,

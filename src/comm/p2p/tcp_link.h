@@ -96,7 +96,8 @@ class TcpLink {
   std::deque<Parcel*> outgoing_;  // not complete
   Frame outgoing_frame_;          // of outgoing_.front()
   size_t frame_written_ = 0;
-  size_t summed_ = 0;  // bytes of outgoing_.front() that are in outgoing_sum_
+  size_t summed_ = 0;         // bytes of outgoing_.front() that are in outgoing_sum_
+  std::vector<char> window_;  // the last of these
   XXH3_state_t outgoing_sum_;
   uint64_t outgoing_end_ = 0;  // their checksum
   size_t end_written_ = 0;

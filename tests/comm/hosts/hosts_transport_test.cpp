@@ -324,4 +324,17 @@ TEST(Hosts, ARankThatLeavesWithACollectiveUnderWayIsNamedOnAllHosts) {
   }
 }
 
+/// ZeroRedundancyOptimizer reduces gradients that the program may still change, and then reduces
+/// them again.
+TEST(Hosts, BytesThatChangeWhileTheyTravelAreNoDamage) {
+  run_ranks_on({0, 1}, [](ProcessGroup group, int rank) {
+    constexpr int64_t kNumel = 8 << 20;
+    auto flat = at::zeros({kNumel}), sum = at::empty({kNumel / 2});
+    auto work = group.reduce_scatter_into_async(flat, {kNumel / 2, kNumel / 2}, sum, 1, "changes");
+    for (int i = 0; i < 40; ++i) flat.fill_(i + rank);
+    work.wait();
+    group.barrier();
+  });
+}
+
 }  // namespace
