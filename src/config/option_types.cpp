@@ -90,12 +90,12 @@ auto number_in(const Range& range) {
 }
 
 template <class Value, class Parse>
-auto list_of(const Parse& parse) {
+auto list_of(Parse parse) {
   return [parse](const ConfigNode& node) { return parse_list<Value>(node, parse); };
 }
 
 template <class Value, class Parse>
-auto or_null(const Parse& parse) {
+auto or_null(Parse parse) {
   return [parse](const ConfigNode& node) { return parse_or_null<Value>(node, parse); };
 }
 

@@ -142,8 +142,11 @@ void Residency::use(Phase phase) {
     if (!unit.root) release_until_it_fits(unit.gathered_bytes(), 0);
     fetch(unit, phase, false);
   }
+  // In shared memory a gather of forward has nothing to wait for, and ranks that use other units
+  // find it out there.
   const bool prefetches = moved && options_.overlap != Overlap::none &&
-                          (!backward || options_.backward_prefetch == BackwardPrefetch::pre);
+                          (backward ? options_.backward_prefetch == BackwardPrefetch::pre
+                                    : between_hosts || !model_.device().is_cpu());
   // The wire does not pause between two gathers if the second begins before the first is over.
   if (prefetches && between_hosts) prefetch_next(phase);
   for (const auto u : needed_) model_.units[u].finish(stream_);
