@@ -28,11 +28,9 @@ struct Late {
 BackgroundUpdates::BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
                                      sharding::ArrivingPages& arriving)
     : arriving_(arriving) {
-  const sharding::NoDetection no_detection;
   for (const auto& [name, tensor] : parameters) {
-    if (!FusedOptimizer::supports_range(tensor) || tensor.numel() == 0 || shares_memory(tensor))
-      continue;
-    entries_[tensor.unsafeGetTensorImpl()].page = move_to_page(tensor);
+    if (!FusedOptimizer::supports_range(tensor) || tensor.numel() == 0) continue;
+    entries_[tensor.unsafeGetTensorImpl()];
     add(tensor);
   }
 }
@@ -45,7 +43,11 @@ BackgroundUpdates::~BackgroundUpdates() {
 BackgroundUpdates::Entry* BackgroundUpdates::find(const at::Tensor& parameter) {
   const auto found = entries_.find(parameter.unsafeGetTensorImpl());
   if (found == entries_.end()) return nullptr;
-  // Not if the program has given the parameter other memory since construction.
+  if (!found->second.page) {
+    if (shares_memory(parameter)) return nullptr;
+    found->second.page = move_to_page(parameter);
+  }
+  // Not if the program has given the parameter other memory since.
   return sharding::Page::of(parameter) == found->second.page.get() ? &found->second : nullptr;
 }
 
@@ -89,7 +91,6 @@ std::vector<sharding::Page*> BackgroundUpdates::pages_of(const torch::optim::Opt
 
 void BackgroundUpdates::follow(FusedOptimizer& optimizer,
                                const std::vector<at::Tensor>& parameters) {
-  used_ = true;
   std::map<const sharding::Page*, Late> late;  // by page of the gradients
   for (const auto& parameter : parameters) {
     const auto grad = parameter.grad();

@@ -20,9 +20,9 @@ namespace tessera {
 /// members are local.
 class BackgroundUpdates : public optim::LateUpdates {
  public:
-  /// Puts the contiguous float32 ones of `parameters` on pages of `arriving`, which outlives this
-  /// object. Their memory stays the same. Not those whose memory something else has too: it would
-  /// not notice that an update is late.
+  /// Of the contiguous float32 ones of `parameters`. Each moves to a page of `arriving`, which
+  /// outlives this object, at its first late update; its memory stays the same. Not while something
+  /// else has its memory too: it would not notice that an update is late.
   BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
                     sharding::ArrivingPages& arriving);
   /// Blocks until everything under way is complete.
@@ -31,7 +31,8 @@ class BackgroundUpdates : public optim::LateUpdates {
 
   bool can_follow(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) override;
   void follow(FusedOptimizer& optimizer, const std::vector<at::Tensor>& parameters) override;
-  /// Whether follow() was ever called.
+  void stepped() override { used_ = true; }
+  /// Whether stepped() was ever called.
   bool used() const { return used_; }
 
  private:

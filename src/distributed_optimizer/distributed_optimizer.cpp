@@ -144,7 +144,7 @@ void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
 void DistributedOptimizer::end_step(StepEnd end) {
   sharding::check_scale_change(Impl::kName, impl_->synced_[0].group.rank(), end.scale);
   if (!impl_->reduction_) return;
-  impl_->reduction_->end_wire_step(end.used);  // no effect after step() and zero_grad()
+  if (!end.used) impl_->reduction_->end_wire_step(false);  // step() says that they were
   impl_->reduction_->rescale_wire(end.scale);
 }
 

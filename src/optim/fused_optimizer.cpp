@@ -206,6 +206,9 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   optim::run_jobs(jobs);
   for (auto& [param, values] : copies) param.detach().copy_(values);
   for (const auto& [updates, parameters] : late) updates->follow(*this, parameters);
+  if (!param_groups_.empty() && !param_groups_[0].params().empty())
+    if (auto* const updates = optim::LateUpdates::of(param_groups_[0].params()[0]))
+      updates->stepped();
   return loss;
 }
 

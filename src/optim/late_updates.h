@@ -18,6 +18,9 @@ class LateUpdates {
   /// the options that `optimizer` has now. Local; does not block.
   virtual void follow(FusedOptimizer& optimizer, const std::vector<at::Tensor>& parameters) = 0;
 
+  /// A fused optimizer of some of the parameters has made a step. Local.
+  virtual void stepped() = 0;
+
   /// Those of `parameter`; null if there are none. From any thread.
   static LateUpdates* of(const at::Tensor& parameter);
 

@@ -47,7 +47,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) { return impl_->st
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) { impl_->zero_grad(set_to_none); }
 void ZeroRedundancyOptimizer::end_step(StepEnd end) {
   sharding::check_scale_change(Impl::kName, impl_->group.rank(), end.scale);
-  impl_->gradients.end_step(end.used);  // no effect after step() and zero_grad()
+  if (!end.used) impl_->gradients.end_step(false);  // step() says that they were
   if (impl_->options.shard_gradients) impl_->gradients.rescale(end.scale);
 }
 GradNorm ZeroRedundancyOptimizer::clip_grad_norm_(double max_norm, double norm_type) {

@@ -180,10 +180,11 @@ TEST(DdpBackground, MovesTheSameBytes) {
 
 TEST(DdpBackground, ZeroWithoutReductionsOfItsOwnWaits) {
   run_ranks_on({0, 1, 1}, [](ProcessGroup group, int rank) {
-    const auto train = [&](bool background, bool early) {
+    const auto train = [&](bool background, bool early, WireFormat format) {
       auto net = seeded<Uneven>(8);
       Model ddp(net, group, small_buckets(background));
-      ZeroRedundancyOptimizer zero(*net, group, adamw_factory(), {.reduce_gradients = false});
+      ZeroRedundancyOptimizer zero(*net, group, adamw_factory(),
+                                   {.reduce_gradients = false, .wire = {.parameters = format}});
       for (int i = 0; i < 4; ++i) {
         loss_of(ddp(rows(i, rank, group.size()))).backward();
         if (early) zero.clip_grad_norm_(0.1);
@@ -193,7 +194,8 @@ TEST(DdpBackground, ZeroWithoutReductionsOfItsOwnWaits) {
       return net;
     };
     for (const bool clip : {false, true})
-      expect_same_weights(train(true, clip), train(false, clip));
+      for (const auto format : {WireFormat::float32, WireFormat::int8})
+        expect_same_weights(train(true, clip, format), train(false, clip, format));
   });
 }
 

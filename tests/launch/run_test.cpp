@@ -156,7 +156,7 @@ TEST(Run, WrongFlagsAreErrorsThatNameThem) {
       {{"run", "--redirects=0:1,0:2", "true"},
        "--redirects = '0:1,0:2': expected every local rank once"},
       {{"rum"}, "did you mean \"run\"?"},
-      {{}, "usage"},
+      {{}, "Usage"},
   };
   for (const auto& c : cases) {
     Launched run(c.arguments);
