@@ -56,7 +56,7 @@ class ConfigReader {
   explicit ConfigReader(const std::string& path) : path_(path), json_(parse_file(path)) {}
 
   template <class Value>
-  void read(const char* key, Value& value) const {
+  void set(const char* key, Value& value) const {
     const Json* found = find(key);
     if (found == nullptr) return;
     constexpr bool integer = std::is_same_v<Value, int64_t>, number = std::is_same_v<Value, double>,
@@ -160,19 +160,19 @@ GPT2Options GPT2Options::from_config_json(const std::string& path) {
   config.fixed("scale_attn_weights", true);
   config.fixed("scale_attn_by_inverse_layer_idx", false);
   config.fixed("add_cross_attention", false);
-  config.read("vocab_size", options.vocab_size);
-  config.read("n_positions", options.n_positions);
-  config.read("n_embd", options.n_embd);
-  config.read("n_layer", options.n_layer);
-  config.read("n_head", options.n_head);
-  config.read("n_inner", options.n_inner);
-  config.read("layer_norm_epsilon", options.layer_norm_epsilon);
-  config.read("initializer_range", options.initializer_range);
-  config.read("embd_pdrop", options.embd_pdrop);
-  config.read("attn_pdrop", options.attn_pdrop);
-  config.read("resid_pdrop", options.resid_pdrop);
-  config.read("tie_word_embeddings", options.tie_word_embeddings);
-  config.read("activation_function", options.activation);
+  config.set("vocab_size", options.vocab_size);
+  config.set("n_positions", options.n_positions);
+  config.set("n_embd", options.n_embd);
+  config.set("n_layer", options.n_layer);
+  config.set("n_head", options.n_head);
+  config.set("n_inner", options.n_inner);
+  config.set("layer_norm_epsilon", options.layer_norm_epsilon);
+  config.set("initializer_range", options.initializer_range);
+  config.set("embd_pdrop", options.embd_pdrop);
+  config.set("attn_pdrop", options.attn_pdrop);
+  config.set("resid_pdrop", options.resid_pdrop);
+  config.set("tie_word_embeddings", options.tie_word_embeddings);
+  config.set("activation_function", options.activation);
   if (options.activation == "gelu_pytorch_tanh")
     options.activation = "gelu_new";  // another name of Hugging Face for the same function
   try {

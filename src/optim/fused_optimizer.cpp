@@ -43,6 +43,22 @@ bool is_arriving(const at::Tensor& grad) {
          compat::unchecked_data_ptr(grad.storage().unsafeGetStorageImpl()).get() == nullptr;
 }
 
+// Whether a gradient is arriving. UsageError for a sparse one.
+bool any_is_arriving(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  bool any = false;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto& params = groups[g].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto& grad = params[i].grad();
+      any |= grad.defined() && is_arriving(grad);
+      if (grad.defined() && grad.layout() != at::kStrided)
+        throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " +
+                         std::to_string(g) + " has a sparse gradient, expected a dense one");
+    }
+  }
+  return any;
+}
+
 // Updates elements [begin, end) of the concatenation of all jobs.
 void run_span(const std::vector<optim::Job>& jobs, int64_t begin, int64_t end) {
   int64_t start = 0;
@@ -161,17 +177,7 @@ torch::Tensor FusedOptimizer::step(LossClosure closure) {
   std::map<optim::LateUpdates*, std::vector<at::Tensor>> late;  // parameters
   // Reverse is about the order in which backward produces gradients: the first ones have arrived
   // while later ones are on their way.
-  bool in_reverse = false;
-  for (size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& params = param_groups_[g].params();
-    for (size_t i = 0; i < params.size(); ++i) {
-      in_reverse |= params[i].grad().defined() && is_arriving(params[i].grad());
-      if (params[i].grad().defined() && params[i].grad().layout() != at::kStrided) {
-        throw UsageError("fused optimizer: parameter " + std::to_string(i) + " of group " +
-                         std::to_string(g) + " has a sparse gradient, expected a dense one");
-      }
-    }
-  }
+  const bool in_reverse = any_is_arriving(param_groups_);
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     auto& group = param_groups_[in_reverse ? param_groups_.size() - 1 - g : g];
     const auto& params = group.params();

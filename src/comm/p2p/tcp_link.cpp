@@ -53,10 +53,10 @@ void TcpLink::send(Parcel& parcel) {
 }
 
 void TcpLink::begin_to_send() {
-  outgoing_frame_ = {outgoing_.front()->bytes, outgoing_.front()->tag, 0};
-  outgoing_frame_.sum = sum_of(outgoing_frame_);
-  frame_written_ = summed_ = end_written_ = 0;
-  XXH3_64bits_reset(&outgoing_sum_);
+  sending_.frame = {outgoing_.front()->bytes, outgoing_.front()->tag, 0};
+  sending_.frame.sum = sum_of(sending_.frame);
+  sending_.frame_written = sending_.summed = sending_.end_written = 0;
+  XXH3_64bits_reset(&sending_.sum);
 }
 
 void TcpLink::receive(Parcel& parcel) {
@@ -82,10 +82,10 @@ void TcpLink::receive(Parcel& parcel) {
 
 void TcpLink::forget(Parcel& parcel) {
   const bool sending = std::find(outgoing_.begin(), outgoing_.end(), &parcel) != outgoing_.end();
-  const bool begun = sending && outgoing_.front() == &parcel && frame_written_ > 0;
+  const bool begun = sending && outgoing_.front() == &parcel && sending_.frame_written > 0;
   if (begun || target_ == &parcel) end("a message was given up");
   std::erase(outgoing_, &parcel);
-  if (sending && !begun && !outgoing_.empty() && frame_written_ == 0) begin_to_send();
+  if (sending && !begun && !outgoing_.empty() && sending_.frame_written == 0) begin_to_send();
   receives_.remove(&parcel);
   for (auto& early : early_)
     if (early.wanted == &parcel) early.wanted = nullptr;
@@ -104,20 +104,20 @@ void TcpLink::write() {
     if (!greeting_.empty()) parts[count++] = {greeting_.data(), greeting_.size()};
     if (!outgoing_.empty()) {
       auto& parcel = *outgoing_.front();
-      parts[count++] = {reinterpret_cast<char*>(&outgoing_frame_) + frame_written_,
-                        sizeof(Frame) - frame_written_};
-      if (summed_ == parcel.moved) {
-        const size_t more = std::min(kMostBytesSummed, parcel.bytes - summed_);
-        window_.assign(parcel.data + summed_, parcel.data + summed_ + more);
-        XXH3_64bits_update(&outgoing_sum_, window_.data(), more);
-        summed_ += more;
+      parts[count++] = {reinterpret_cast<char*>(&sending_.frame) + sending_.frame_written,
+                        sizeof(Frame) - sending_.frame_written};
+      if (sending_.summed == parcel.moved) {
+        const size_t more = std::min(kMostBytesSummed, parcel.bytes - sending_.summed);
+        sending_.window.assign(parcel.data + sending_.summed, parcel.data + sending_.summed + more);
+        XXH3_64bits_update(&sending_.sum, sending_.window.data(), more);
+        sending_.summed += more;
       }
-      const size_t left = summed_ - parcel.moved;
-      parts[count++] = {window_.data() + window_.size() - left, left};
-      if (summed_ == parcel.bytes) {
-        outgoing_end_ = XXH3_64bits_digest(&outgoing_sum_);
-        parts[count++] = {reinterpret_cast<char*>(&outgoing_end_) + end_written_,
-                          sizeof outgoing_end_ - end_written_};
+      const size_t left = sending_.summed - parcel.moved;
+      parts[count++] = {sending_.window.data() + sending_.window.size() - left, left};
+      if (sending_.summed == parcel.bytes) {
+        sending_.end = XXH3_64bits_digest(&sending_.sum);
+        parts[count++] = {reinterpret_cast<char*>(&sending_.end) + sending_.end_written,
+                          sizeof sending_.end - sending_.end_written};
       }
     }
     msghdr message{};
@@ -142,10 +142,10 @@ void TcpLink::skip_written(size_t bytes) {
   greeting_.erase(0, part(greeting_.size()));
   if (outgoing_.empty()) return;
   auto& parcel = *outgoing_.front();
-  frame_written_ += part(sizeof(Frame) - frame_written_);
-  parcel.moved += part(summed_ - parcel.moved);
-  end_written_ += part(sizeof outgoing_end_ - end_written_);
-  if (end_written_ < sizeof outgoing_end_) return;
+  sending_.frame_written += part(sizeof(Frame) - sending_.frame_written);
+  parcel.moved += part(sending_.summed - parcel.moved);
+  sending_.end_written += part(sizeof sending_.end - sending_.end_written);
+  if (sending_.end_written < sizeof sending_.end) return;
   outgoing_.pop_front();
   if (!outgoing_.empty()) begin_to_send();
   complete(parcel);

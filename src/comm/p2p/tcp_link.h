@@ -69,6 +69,16 @@ class TcpLink {
     int64_t tag = 0;
     uint64_t sum = 0;  // of what is before it
   };
+  /// The state of a message that is sent.
+  struct Sending {
+    Frame frame = {};
+    size_t frame_written = 0;
+    size_t summed = 0;         ///< Bytes of the parcel that are in `sum`.
+    std::vector<char> window;  ///< The last of these.
+    XXH3_state_t sum;
+    uint64_t end = 0;  ///< Their checksum.
+    size_t end_written = 0;
+  };
   /// A message that arrived before its parcel.
   struct Early {
     int tag;
@@ -94,14 +104,8 @@ class TcpLink {
   std::string ended_;             // the reason; empty: it has not
   std::string greeting_;          // what is left of it
   std::deque<Parcel*> outgoing_;  // not complete
-  Frame outgoing_frame_;          // of outgoing_.front()
-  size_t frame_written_ = 0;
-  size_t summed_ = 0;         // bytes of outgoing_.front() that are in outgoing_sum_
-  std::vector<char> window_;  // the last of these
-  XXH3_state_t outgoing_sum_;
-  uint64_t outgoing_end_ = 0;  // their checksum
-  size_t end_written_ = 0;
-  std::list<Parcel*> receives_;  // no byte has arrived
+  Sending sending_;               // of outgoing_.front()
+  std::list<Parcel*> receives_;   // no byte has arrived
   std::list<Early> early_;
   Frame frame_;  // of the message that arrives
   size_t frame_read_ = 0;
