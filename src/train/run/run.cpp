@@ -266,8 +266,8 @@ void Run::run_due_evaluation() {
 
 void Run::save_checkpoint() {
   if (!checkpoints_->write()) return;
-  const auto path =
-      checkpoints_->save(state(), {*wrapper_, *weights_, average_.get(), sync_.get()});
+  const auto path = checkpoints_->save(now_.done, [this] { return state(); },
+                                       {*wrapper_, *weights_, average_.get(), sync_.get()});
   if (path.empty()) return;
   now_.result.checkpoint = path;
   faults_->check_checkpoint(path, weights_->buffer_names(), now_.done);

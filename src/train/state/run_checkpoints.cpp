@@ -289,36 +289,38 @@ std::vector<StateSlice> RunCheckpoints::slices(const SavedParts& parts) const {
   return saved;
 }
 
-std::string RunCheckpoints::save(SavedState state, const SavedParts& parts) {
-  if (saved_at_ == state.step) return "";
+std::string RunCheckpoints::save(int64_t step, const std::function<SavedState()>& state_of,
+                                 const SavedParts& parts) {
+  if (saved_at_ == step) return "";
   const TrainingGroups& groups = *context_.groups;
-  const auto begin_part = [&] { context_.heartbeat.enter(Phase::saving, state.step); };
+  const auto begin_part = [&] { context_.heartbeat.enter(Phase::saving, step); };
   begin_part();
   const auto start = std::chrono::steady_clock::now();
-  CheckpointWriter writer(*store_, state.step);
+  CheckpointWriter writer(*store_, step);
   parts.wrapper.wait();
   if (groups.first()) parts.weights.add_to(writer);
   begin_part();
   writer.add_slices(slices(parts), slice_set_of(groups.number()));
-  if (parts.sync) state.local_sgd = parts.sync->save(writer);
+  const auto local_sgd = parts.sync ? parts.sync->save(writer) : decltype(SavedState::local_sgd)();
   auto own = random_state(context_.device);
   for (auto& [name, tensor] : own) name = "random." + name;
   for (const auto& [name, tensor] : parts.wrapper.extra_state())
     own.emplace_back("extra." + name, tensor);
   writer.add_tensors(rank_file("rank", context_.group.rank(), context_.group.size()), own);
   if (context_.own_group().rank() == 0) {
+    auto state = state_of();
+    state.local_sgd = local_sgd;
     writer.add_text(state_file_of(groups.number()), to_text(state));
     if (!groups.first()) add_buffers(writer, groups.number(), *parts.wrapper.model().module);
   }
   if (context_.first()) writer.add_text(kConfig, context_.config.dump(true));
   begin_part();
   const std::string path = writer.commit();
-  saved_at_ = state.step;
+  saved_at_ = step;
   if (context_.reporter) {
     context_.say("checkpoint written to " + path);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    context_.reporter->event("checkpoint", state.step,
-                             {{"path", path}, {"seconds", seconds.count()}});
+    context_.reporter->event("checkpoint", step, {{"path", path}, {"seconds", seconds.count()}});
   }
   return path;
 }

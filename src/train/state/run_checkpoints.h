@@ -43,8 +43,11 @@ class RunCheckpoints {
     if (resumed_group_ > 0) wrapper.publish_shards();
   }
 
-  /// Writes a checkpoint, unless the one of this step is there. Returns its path, or "".
-  std::string save(SavedState state, const SavedParts& parts);
+  /// Writes a checkpoint, unless the one of this step is there. Returns its path, or "". `state_of`
+  /// runs on the rank that writes it, within the checkpoint's time-out: hooks of the program may be
+  /// slow there.
+  std::string save(int64_t step, const std::function<SavedState()>& state_of,
+                   const SavedParts& parts);
   /// The next save() writes in any case. Local.
   void save_again() { saved_at_ = -1; }
 
