@@ -134,9 +134,12 @@ endfunction()
 # busy machine BLAS threads that wait for each other cost ten times the computation. Besides, MKL rounds
 # by the number of its threads, and references are computed on the main thread. A filter that no test
 # matches is a failure.
+# scripts/run_tests.sh gives ctest two slots for each core. A test that computes has two, as here; one
+# that mostly waits sets PROCESSORS 1. Of a test that lasts more than half a minute COST has the
+# seconds: these start first, so that none of them is left alone at the end.
 function(tessera_add_test name target args timeout labels)
   add_test(NAME ${name} COMMAND ${target} ${args})
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${timeout} LABELS "${labels}"
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${timeout} LABELS "${labels}" PROCESSORS 2
                        ENVIRONMENT "OPENBLAS_NUM_THREADS=1;MKL_NUM_THREADS=1;MKL_CBWR=COMPATIBLE"
                        FAIL_REGULAR_EXPRESSION "Running 0 tests")
 endfunction()

@@ -15,5 +15,5 @@ files = "".join(path.read_text() for path in pathlib.Path(sys.argv[1]).rglob("CT
 found = re.findall(r"add_test\(\[?=?\[?(\w+)\]?=?\]? \"" + re.escape(sys.argv[1]) + r"/bin/(\w+)\"", files)
 print(*sorted({program for name, program in found if name in chosen}))' "$PWD/build-$preset")
   cmake --build --preset "$preset" -j "$(nproc)" --target $programs
-  ctest --preset "$preset" -L "$label" -j "$(nproc)"
+  ctest --preset "$preset" -L "$label" -j $((2 * $(nproc)))
 done
