@@ -43,72 +43,34 @@ Gradients::Gradients(ShardedModel& model, const FullyShardedDataParallelOptions&
       residency_(residency),
       buffers_(model, stats),
       reductions_(model, options, stats, join_leader),
-      placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
-                    "Optimizer(fsdp.parameters(), …), fsdp.clip_grad_norm_(…), or .grad() of "
-                    "fsdp.named_parameters()",
-                    [this](size_t parameter) { zero(parameter); }),
+      placeholders_(model, buffers_),
       has_large_(has_large(model)),
       tracker_(flats_of_parameters(model), model.flats.size()) {}
 
 void Gradients::begin_forward(bool trains) {
   const std::lock_guard lock(*model_.mutex);
   reductions_.finish_late();
-  refuse_set_gradients();
+  placeholders_.refuse_set();
   if (!trains) return;
   forwards_ += sync();
   if (has_large_) return_cleared(model_);
 }
 
-/// The program must not take `.grad` of the module's parameters for the gradients.
-void Gradients::refuse_set_gradients() {
-  const auto text = placeholders_.set_by_program();
-  if (!text.empty()) model_.world.fail(text);
-}
-
 void Gradients::begin_backward() {
   const std::lock_guard lock(*model_.mutex);
   reductions_.finish_late();
-  notice();
-  placeholders_.take_away();
+  placeholders_.begin_backward();
   buffers_.begin_backward();
 }
 
 void Gradients::notice_cleared() {
   const std::lock_guard lock(*model_.mutex);
-  notice();
+  placeholders_.notice();
 }
 
 void Gradients::wait() {
   const std::lock_guard lock(*model_.mutex);
   reductions_.finish_late();
-}
-
-void Gradients::notice() {
-  refuse_set_gradients();
-  placeholders_.notice([this](size_t parameter) {
-    const auto& [flat, member] = model_.places[parameter];
-    flat->shards[member].tensor.mutable_grad() = at::Tensor();
-    auto& has = flat->gradients.has;
-    has[member] = 0;
-    if (std::count(has.begin(), has.end(), 1) == 0) buffers_.drop(*flat);
-  });
-}
-
-void Gradients::show_placeholders() {
-  for (const auto* flat : model_.flats) {
-    for (size_t m = 0; m < flat->members.size(); ++m)
-      if (flat->gradients.has[m] || flat->shards[m].tensor.grad().defined())
-        placeholders_.show(flat->members[m]);
-  }
-}
-
-void Gradients::zero(size_t parameter) {
-  const std::lock_guard lock(*model_.mutex);
-  const at::NoGradGuard no_grad;
-  const auto& [flat, member] = model_.places[parameter];
-  const auto& grad = flat->shards[member].tensor.grad();
-  if (grad.defined()) grad.zero_();
-  if (flat->gradients.has[member]) flat->gradients.views[member].zero_();
 }
 
 /// Gives `flat` a buffer, unless it has one.
@@ -247,7 +209,7 @@ bool Gradients::end_backward() {
   }
   reductions_.end_backward();
   order_.clear();
-  show_placeholders();
+  placeholders_.end_backward();
   return reduced;
 }
 
@@ -262,13 +224,14 @@ void Gradients::abandon() {
   }
   reductions_.drop();
   tracker_.begin();
-  show_placeholders();
+  placeholders_.end_backward();
 }
 
 void Gradients::zero_grad(bool set_to_none) {
   const std::lock_guard lock(*model_.mutex);
   at::NoGradGuard no_grad;
-  notice();
+  placeholders_.notice();
+  const auto own = placeholders_.own_access();
   if (set_to_none) placeholders_.take_away();
   for (auto* flat : model_.flats) {
     buffers_.drop(*flat);

@@ -4,7 +4,7 @@
 #include "fsdp/join/join_leader.h"
 #include "fsdp/reductions.h"
 #include "fsdp/residency.h"
-#include "sharding/detection/gradient_placeholders.h"
+#include "fsdp/shard_placeholders.h"
 #include "sharding/gradients/arrival_tracker.h"
 
 namespace tessera::fsdp {
@@ -55,10 +55,6 @@ class Gradients {
 
  private:
   bool sync() const { return leader_sync_.value_or(holds_ == 0); }
-  void refuse_set_gradients();
-  void notice();
-  void show_placeholders();
-  void zero(size_t parameter);
   void begin(FlatParameter& flat);
   void begin_next(const FlatParameter& flat);
   void take(FlatParameter& flat, size_t member, const at::Tensor& computed);
@@ -71,7 +67,7 @@ class Gradients {
   Residency& residency_;
   GradientBuffers buffers_;
   Reductions reductions_;
-  sharding::GradientPlaceholders placeholders_;
+  ShardPlaceholders placeholders_;
   const bool has_large_;              // see [Note: large parameters]
   sharding::ArrivalTracker tracker_;  // its groups are the flat parameters
   // The flat parameters in the order of their reductions: in this backward, and in the last that

@@ -3,9 +3,11 @@
 
 #include <functional>
 #include <map>
+#include <type_traits>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
@@ -14,6 +16,7 @@
 #include "harness/ranks.h"
 #include "harness/training.h"
 #include "tessera/fully_sharded_data_parallel.h"
+#include "tessera/optim/fused_optimizer.h"
 
 namespace {
 
@@ -35,8 +38,8 @@ std::map<std::string, FullyShardedDataParallelOptions> ways_to_shard() {
 
 using Wrapped = FullyShardedDataParallel<Chain>;
 
-/// `train(forward, parameters, rows_of, zero)` for FSDP of every kind and for the plain module; the
-/// weights must then be equal.
+/// `train(loss, parameters, module)` for FSDP of every kind and for the plain module; the weights
+/// must then be equal.
 template <class Train>
 void expect_as_plain(Train&& train, int worlds = 3) {
   for (int world = 1; world <= worlds; ++world) {
@@ -45,8 +48,13 @@ void expect_as_plain(Train&& train, int worlds = 3) {
       run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
         auto net = seeded<Chain>(1, 3), plain = seeded<Chain>(1, 3);
         Wrapped fsdp(net, group, options);
-        train([&](int i) { return loss_of(fsdp(rows(i, rank, world))); }, fsdp.parameters());
-        train([&](int i) { return loss_of(plain(rows(i))); }, plain->parameters());
+        const auto run = [&](auto&& loss, const std::vector<at::Tensor>& parameters, Chain module) {
+          if constexpr (std::is_invocable_v<Train, decltype(loss), decltype(parameters), Chain>)
+            train(loss, parameters, module);
+          else train(loss, parameters);
+        };
+        run([&](int i) { return loss_of(fsdp(rows(i, rank, world))); }, fsdp.parameters(), net);
+        run([&](int i) { return loss_of(plain(rows(i))); }, plain->parameters(), plain);
         bool trained = false;
         for (const auto& [name, value] : fsdp.state_dict(-1)) {
           const auto expected = plain->named_parameters()[name];
@@ -212,33 +220,52 @@ TEST(FsdpUserGradients, ShardsMayNotBeReplacedBetweenForwardAndBackwardNorInShap
 
 /// It means what clearing the gradient alone means.
 TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleAndClearedAgainCountsAsCleared) {
-  for (int world = 1; world <= 3; ++world) {
-    for (const auto& [how, options] : ways_to_shard()) {
-      run_ranks(world, [&, &options = options](ProcessGroup group, int rank) {
-        auto net = seeded<Chain>(1, 3), plain = seeded<Chain>(1, 3);
-        Wrapped fsdp(net, group, options);
-        const auto train = [](auto&& loss, Chain module,
-                              const std::vector<at::Tensor>& parameters) {
-          auto optimizer = momentum(parameters);
-          const auto set_and_clear = [&](double value) {
-            for (const auto& parameter : module->parameters())
-              parameter.mutable_grad() = at::full(parameter.sizes(), value);
-            module->zero_grad(/*set_to_none=*/true);
-          };
-          set_and_clear(7);
-          for (int i = 0; i < 3; ++i) {
-            auto value = loss(i);
-            if (i == 1) set_and_clear(5);
-            value.backward();
-            optimizer.step();
-            set_and_clear(3);
-          }
-        };
-        train([&](int i) { return loss_of(fsdp(rows(i, rank, world))); }, net, fsdp.parameters());
-        train([&](int i) { return loss_of(plain(rows(i))); }, plain, plain->parameters());
-        for (const auto& [name, value] : fsdp.state_dict(-1))
-          EXPECT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-4, 1e-6))
-              << how << ", world " << world << ", " << name;
+  expect_as_plain([](auto&& loss, const std::vector<at::Tensor>& parameters, Chain module) {
+    auto optimizer = momentum(parameters);
+    const auto set_and_clear = [&](double value) {
+      for (const auto& parameter : module->parameters())
+        parameter.mutable_grad() = at::full(parameter.sizes(), value);
+      module->zero_grad(/*set_to_none=*/true);
+    };
+    set_and_clear(7);
+    for (int i = 0; i < 3; ++i) {
+      auto value = loss(i);
+      if (i == 1) set_and_clear(5);
+      value.backward();
+      optimizer.step();
+      set_and_clear(3);
+    }
+  });
+}
+
+/// Gradients that are set on the shards and cleared again, by the module or by the optimizer.
+template <class Optimizer, class Loss>
+void set_step_and_clear(Loss&& loss, const std::vector<at::Tensor>& parameters, Chain module,
+                        bool by_module, bool to_none) {
+  Optimizer optimizer(parameters, torch::optim::SGDOptions(0.02).momentum(0.9));
+  const auto set = [&](double value) {
+    for (const auto& parameter : parameters)
+      parameter.mutable_grad() = at::full_like(parameter.detach(), value);
+  };
+  const auto clear = [&] {
+    if (by_module) module->zero_grad(to_none);
+    else if (to_none) clear_gradients(parameters);
+    else optimizer.zero_grad();
+  };
+  const std::function<void()> calls[] = {[&] { set(0.25); }, clear, [&] { loss(1).backward(); },
+                                         [&] { optimizer.step(); }};
+  // A de Bruijn sequence: every three calls one after another, with repetitions.
+  for (const char k :
+       std::string("0001002003011012013021022023031032033111211312212313213322232333"))
+    calls[k - '0']();
+}
+
+TEST(FsdpUserGradients, GradientsOfTheShardsCanBeSetAndClearedInAnyOrder) {
+  for (const bool by_module : {false, true}) {
+    for (const bool to_none : {false, true}) {
+      expect_as_plain([&](auto&& loss, const std::vector<at::Tensor>& parameters, Chain module) {
+        set_step_and_clear<torch::optim::SGD>(loss, parameters, module, by_module, to_none);
+        set_step_and_clear<FusedSGD>(loss, parameters, module, by_module, to_none);
       });
     }
   }
@@ -276,6 +303,11 @@ TEST(FsdpUserGradients, AGradientThatIsSetOnTheModuleIsAnErrorWhereverItIsNext) 
     expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.clip_grad_norm_(1); });
     expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.clip_grad_value_(1); });
     expect_refused(name, backward, [](Wrapped& fsdp) { fsdp.zero_grad(); });
+    for (const auto& prepare : {std::function<void(Wrapped&)>(nothing), {backward}}) {
+      expect_refused(name, prepare, [](Wrapped& fsdp) { momentum(fsdp.parameters()).step(); });
+      expect_refused(name, prepare, [](Wrapped& fsdp) { FusedAdam(fsdp.parameters()).step(); });
+      expect_refused(name, prepare, [](Wrapped& fsdp) { momentum(fsdp.parameters()).zero_grad(); });
+    }
     at::Tensor loss[3];
     expect_refused(
         name,

@@ -1,5 +1,7 @@
 #include "sharding/detection/gradient_placeholders.h"
 
+#include <utility>
+
 #include <fmt/format.h>
 
 #include "sharding/detection/detection.h"
@@ -42,15 +44,18 @@ bool GradientPlaceholders::is_in_place(const Entry& entry) {
          grad.storage().unsafeGetStorageImpl() == entry.tensor.storage().unsafeGetStorageImpl();
 }
 
-std::string GradientPlaceholders::set_by_program() const {
-  for (const auto& entry : entries_) {
-    if (!entry.parameter.tensor.grad().defined() || (entry.shown && is_in_place(entry))) continue;
-    return fmt::format(
-        "{}: .grad of parameter {} of the module itself was set, but the gradient is that of this "
-        "rank's shard; expected {}",
-        prefix_, entry.parameter.name, expected_);
-  }
-  return "";
+bool GradientPlaceholders::take_removed(size_t i) {
+  auto& entry = entries_[i];
+  return entry.shown && !is_in_place(entry) && std::exchange(entry.shown, false);
+}
+
+std::string GradientPlaceholders::set_by_program(size_t i) const {
+  const auto& entry = entries_[i];
+  if (!entry.parameter.tensor.grad().defined() || (entry.shown && is_in_place(entry))) return "";
+  return fmt::format(
+      "{}: .grad of parameter {} of the module itself was set, but the gradient is that of this "
+      "rank's shard; expected {}",
+      prefix_, entry.parameter.name, expected_);
 }
 
 void GradientPlaceholders::take_away() {

@@ -32,16 +32,14 @@ class GradientPlaceholders : public PageOwner {
   /// Calls `cleared(i)` for each parameter whose placeholder the program has removed since show().
   template <class Cleared>
   void notice(Cleared&& cleared) {
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      auto& entry = entries_[i];
-      if (!entry.shown || is_in_place(entry)) continue;
-      entry.shown = false;
-      cleared(i);
-    }
+    for (size_t i = 0; i < entries_.size(); ++i)
+      if (take_removed(i)) cleared(i);
   }
-  /// The error that names the first parameter whose `.grad` the program has set, which would not
-  /// reach the gradient of the shard; "" if there is none.
-  std::string set_by_program() const;
+  /// Whether the program has removed the placeholder of parameter i since show(). True once.
+  bool take_removed(size_t parameter);
+  /// The error if the program has set `.grad` of parameter i, which would not reach the gradient of
+  /// the shard; "" if it has not.
+  std::string set_by_program(size_t parameter) const;
   /// No `.grad` is a placeholder any more.
   void take_away();
   bool shown(size_t parameter) const { return entries_[parameter].shown; }
